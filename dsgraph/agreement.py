@@ -1,0 +1,124 @@
+"""Ranks agree before they talk: they compare what they are about to do, and raise together instead of hanging."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+
+import torch.distributed as dist
+from torch.distributed.tensor import DeviceMesh
+
+from . import compat
+from .errors import RanksDisagreeError
+from .mesh import mesh_ranks
+
+
+@dataclass
+class Agreement:
+    """A place where the ranks of a mesh compare lists of lines.
+
+    It talks through the store that the process group met at, not through the group, so that it can neither be mixed up
+    with collectives under way nor hang longer than `timeout`.
+
+    Attributes:
+        ranks: Global ranks that take part.
+        timeout: How long to wait for the slowest of them.
+        agreed: Hashes that all of them are known to have confirmed.
+    """
+
+    ranks: tuple[int, ...]
+    timeout: timedelta
+    agreed: set[str] = field(default_factory=set)
+
+    @staticmethod
+    def over(mesh: DeviceMesh) -> Agreement:
+        """An agreement of all ranks of a mesh; of this rank alone where the others are not real."""
+        group = mesh.get_group(mesh.ndim - 1)
+        if compat.backend_name(group, mesh.device_type) == "fake":
+            return Agreement((dist.get_rank(),), timedelta())
+        return Agreement(tuple(mesh_ranks(mesh)), compat.group_timeout(group, mesh.device_type))
+
+    def knows(self, lines: Sequence[str]) -> bool:
+        """Whether exactly these lines were agreed on before."""
+        return _digest(lines) in self.agreed
+
+    def confirm(self, would: str, lines: Sequence[str] | None) -> None:
+        """Compares `lines` with those of all other ranks.
+
+        Args:
+            would: What the ranks are about to do if they differ, for the message: "run different collectives".
+            lines: What this rank does, in order; None when it does not know (a cached graph), which agrees with all.
+
+        Raises:
+            RanksDisagreeError: On every rank, naming the first rank that differs and its first differing line, or the
+                ranks that did not come in time.
+        """
+        if len(self.ranks) > 1:
+            self._compare(would, lines)
+        if lines is not None:
+            self.agreed.add(_digest(lines))
+
+    def _compare(self, would: str, lines: Sequence[str] | None) -> None:
+        store, rank = compat.default_store(), dist.get_rank()
+        members = hashlib.sha256(json.dumps(self.ranks).encode()).hexdigest()[:12]
+        meeting = store.add(
+            f"dsgraph/{members}/meetings/{rank}", 1
+        )  # each rank counts its own: the n-th meets the n-th
+        prefix = f"dsgraph/{members}/{meeting}"
+        store.set(f"{prefix}/lines/{rank}", json.dumps(list(lines or ())))
+        store.set(f"{prefix}/digest/{rank}", "" if lines is None else _digest(lines))
+        leader = self.ranks[0]
+        if rank == leader:
+            store.set(f"{prefix}/verdict", self._judge(store, prefix, would))
+        self._wait(store, [f"{prefix}/verdict"], f"rank {leader} to compare what the ranks do ({would}?)")
+        verdict = store.get(f"{prefix}/verdict").decode()
+        if verdict:
+            raise RanksDisagreeError(verdict)
+
+    def _judge(self, store: dist.Store, prefix: str, would: str) -> str:
+        """What is wrong, in words; empty when all agree. The leader's part."""
+        keys = {rank: f"{prefix}/digest/{rank}" for rank in self.ranks}
+        try:
+            store.wait(list(keys.values()), self.timeout)
+        except (dist.DistError, RuntimeError):
+            absent = [rank for rank, key in keys.items() if not store.check([key])]
+            return (
+                f"ranks {absent} did not come within {self.timeout.total_seconds():.0f} s to where the others compare "
+                f"whether they {would}: they have died, hang, or run another program"
+            )
+        digests = {rank: store.get(key) for rank, key in keys.items()}
+        known = [rank for rank in self.ranks if digests[rank]]
+        for rank in known:
+            if digests[rank] != digests[known[0]]:
+                return _difference(would, known[0], rank, *(_lines(store, prefix, which) for which in (known[0], rank)))
+        return ""
+
+    def _wait(self, store: dist.Store, keys: list[str], what: str) -> None:
+        try:
+            store.wait(keys, self.timeout + timedelta(seconds=10))  # the leader gives up first, and says why
+        except (dist.DistError, RuntimeError) as error:
+            raise RanksDisagreeError(
+                f"waited {self.timeout.total_seconds():.0f} s in vain for {what}: it has died, hangs, or runs another "
+                "program"
+            ) from error
+
+
+def _lines(store: dist.Store, prefix: str, rank: int) -> list[str]:
+    lines: list[str] = json.loads(store.get(f"{prefix}/lines/{rank}"))
+    return lines
+
+
+def _difference(would: str, first: int, other: int, mine: list[str], theirs: list[str]) -> str:
+    index = next((i for i, (a, b) in enumerate(zip(mine, theirs, strict=False)) if a != b), min(len(mine), len(theirs)))
+    a, b = (lines[index] if index < len(lines) else "nothing more" for lines in (mine, theirs))
+    return (
+        f"ranks {first} and {other} would {would}. First difference, entry {index} of {len(mine)} and {len(theirs)}: "
+        f"rank {first} has [{a}], rank {other} has [{b}]. Every rank must build the same model with the same options"
+    )
+
+
+def _digest(lines: Sequence[str]) -> str:
+    return hashlib.sha256("\0".join(lines).encode()).hexdigest()

@@ -1,0 +1,140 @@
+"""`torch.compile(model, backend="dsgraph")`."""
+
+from __future__ import annotations
+
+import os
+import warnings
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DeviceMesh, DTensor
+from torch.fx import GraphModule
+
+from . import compat
+from .agreement import Agreement
+from .capture import communication_lines, partitioned_mesh, read_facts
+from .codegen import Compilation
+from .errors import StrictError
+from .options import BackendOptions, parse_options
+from .state import PartitionState
+
+
+class Backend:
+    """The compiler that Dynamo calls with each graph it captures.
+
+    One instance is registered with torch. Across compiles it keeps what the ranks have agreed on and whether it has
+    warned; everything else belongs to one compile.
+    """
+
+    __name__ = "dsgraph"
+
+    def __init__(self) -> None:
+        self._agreements: dict[tuple[int, ...], tuple[weakref.ref[dist.ProcessGroup], Agreement]] = {}
+        self._compiles = 0
+        self._has_warned = False
+
+    def __call__(
+        self,
+        gm: GraphModule,
+        example_inputs: Sequence[Any],
+        *,
+        options: Mapping[str, object] | None = None,
+        mode: str | None = None,
+    ) -> Callable[..., Any]:
+        """Compiles one captured graph.
+
+        Args:
+            gm: Dynamo's graph; taken over.
+            example_inputs: Its inputs.
+            options: See `BackendOptions`.
+            mode: One of Inductor's modes, such as "max-autotune".
+
+        Raises:
+            OptionError: An option is unknown or wrong.
+            PassError: A pass failed or broke an invariant.
+            RanksDisagreeError: Ranks are about to compile different collectives.
+            StrictError: `strict=True` and something would have been a warning.
+        """
+        chosen = parse_options(options, os.environ)
+        self._compiles += 1
+        facts = read_facts(gm, example_inputs)
+        compilation = Compilation(chosen, facts, number=self._compiles, mode=mode)
+        mesh = partitioned_mesh(example_inputs, facts)
+        if mesh is None:
+            self._warn_of_local_gradients(example_inputs, chosen)
+            return _refreshing_replicas(compilation.compile(gm, example_inputs), example_inputs)
+
+        training = torch.is_grad_enabled() and any(info.requires_grad for info in facts.params.values())
+        lines = communication_lines(gm, facts, training=training)
+        agreement = self._agreement(mesh)
+        is_new = not agreement.knows(lines)
+        if is_new:
+            agreement.confirm("compile different collectives", lines)
+        compiled = compilation.compile(gm, example_inputs)
+        if is_new:
+            agreement.confirm("run different collectives", compilation.collectives)
+        return _refreshing_replicas(compiled, example_inputs)
+
+    def _agreement(self, mesh: DeviceMesh) -> Agreement:
+        """What this mesh's ranks agreed on, for as long as the process group lives."""
+        fresh, world = Agreement.over(mesh), dist.group.WORLD
+        assert world is not None
+        known = self._agreements.get(fresh.ranks)
+        if known is not None and known[0]() is world:
+            return known[1]
+        self._agreements[fresh.ranks] = (weakref.ref(world), fresh)
+        return fresh
+
+    def _warn_of_local_gradients(self, inputs: Sequence[Any], options: BackendOptions) -> None:
+        if self._has_warned or not dist.is_initialized() or dist.get_world_size() == 1 or compat.active_ddp():
+            return
+        trained = [x for x in inputs if isinstance(x, nn.Parameter) and x.requires_grad and not isinstance(x, DTensor)]
+        if not trained or not torch.is_grad_enabled():
+            return
+        message = (
+            f"this model was not partitioned: the gradients of its {len(trained)} parameters will not be averaged over "
+            f"the {dist.get_world_size()} ranks; call dsgraph.partition(model, mesh, stage=...) before torch.compile"
+        )
+        if options.strict:
+            raise StrictError(message)
+        self._has_warned = True
+        warnings.warn(message, stacklevel=2)
+
+
+def _refreshing_replicas(compiled: Callable[..., Any], inputs: Sequence[Any]) -> Callable[..., Any]:
+    """`compiled`, preceded by a refresh of the replicas that it reads, if it reads any."""
+    readers: dict[int, int] = {}
+    for number, value in enumerate(inputs):
+        partition = getattr(value, "dsgraph_partition", None)
+        if isinstance(partition, PartitionState):
+            readers.setdefault(id(partition), number)
+    if not readers:
+        return compiled
+    numbers = tuple(readers.values())
+
+    def run(*args: Any) -> Any:
+        partitions: list[PartitionState] = [args[number].dsgraph_partition for number in numbers]
+        for partition in partitions:
+            partition.refresh()
+        outputs = compiled(*args)
+        if torch.is_grad_enabled():
+            _note_gradients(outputs, partitions)
+        return outputs
+
+    return run
+
+
+def _note_gradients(outputs: Any, partitions: Sequence[PartitionState]) -> None:
+    def note(_: Any) -> None:
+        for partition in partitions:
+            partition.note_gradient()
+
+    for node in {out.grad_fn for out in outputs if isinstance(out, Tensor) and out.grad_fn is not None}:
+        node.register_prehook(note)
+
+
+backend = Backend()

@@ -1,0 +1,137 @@
+"""Every private torch API that the product uses, in one place.
+
+Checked on torch 2.11.0, 2.12.1 and 2.13.0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from importlib.metadata import entry_points
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch.fx import GraphModule, Node
+
+MINIMUM_TORCH = (2, 11)
+UNSUPPORTED_TORCH = (2, 14)
+
+
+def check_torch_version(version: str = torch.__version__) -> None:
+    """Refuses a torch that dsgraph was not checked on.
+
+    Raises:
+        ImportError: `version` is outside the supported range.
+    """
+    found = tuple(int(part) for part in version.split("+")[0].split(".")[:2])
+    if not MINIMUM_TORCH <= found < UNSUPPORTED_TORCH:
+        low, high = (".".join(map(str, bound)) for bound in (MINIMUM_TORCH, UNSUPPORTED_TORCH))
+        raise ImportError(
+            f'dsgraph needs torch >={low},<{high} and found {version}: pip install "torch>={low},<{high}"'
+        )
+
+
+def default_store() -> dist.Store:
+    """The store through which the default process group met."""
+    return dist.distributed_c10d._get_default_store()
+
+
+def group_timeout(group: dist.ProcessGroup, device_type: str) -> timedelta:
+    """How long a collective of `group` may take before it fails."""
+    options = getattr(group._get_backend(torch.device(device_type)), "options", None)
+    timeout = getattr(options, "_timeout", None)
+    return timeout if isinstance(timeout, timedelta) else dist.distributed_c10d.default_pg_timeout
+
+
+def backend_name(group: dist.ProcessGroup, device_type: str) -> str:
+    """What runs a group's collectives on a kind of device: "gloo", "nccl", "fake", ..."""
+    return str(group._get_backend(torch.device(device_type)).name())
+
+
+def at_end_of_backward(callback: Callable[[], None]) -> None:
+    """Calls `callback` when the running backward has accumulated all its gradients."""
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+def keeping_version(tensor: torch.Tensor) -> Any:
+    """Context in which writes to `tensor` do not invalidate what autograd saved of it."""
+    return torch.autograd._unsafe_preserve_version_counter(tensor)
+
+
+def source_name(placeholder: Node) -> str:
+    """Where Dynamo found a graph input, as an expression over the compiled frame's locals."""
+    source = getattr(placeholder.meta.get("grapharg"), "source", None)
+    name = getattr(source, "name", "")
+    return str(name() if callable(name) else name)
+
+
+def active_ddp() -> bool:
+    """Whether the frame being compiled runs inside DistributedDataParallel, which averages gradients itself."""
+    return torch.nn.parallel.DistributedDataParallel._get_active_ddp_module() is not None
+
+
+def compile_with_inductor(
+    gm: GraphModule, inputs: Sequence[Any], *, patches: dict[str, Any], cache_tag: str
+) -> Callable[..., Any]:
+    """AOTAutograd and Inductor, with configuration patches that hold for the backward, too."""
+    from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+
+    config: Any = torch.compiler.config
+    tagged = config.patch(cache_key_tag=cache_tag)
+    with tagged:
+        compiled: Any = compile_fx(
+            gm,
+            inputs,
+            inner_compile=tagged(compile_fx_inner),
+            config_patches=patches or None,
+        )
+    return cast("Callable[..., Any]", compiled)
+
+
+def compile_with_aot(
+    gm: GraphModule,
+    inputs: Sequence[Any],
+    *,
+    compiler: Callable[..., Any],
+    inference_compiler: Callable[..., Any],
+    partition_fn: Callable[..., Any],
+) -> Callable[..., Any]:
+    """AOTAutograd with a compiler of our own for the forward and the backward graph."""
+    from torch._dynamo.backends.common import aot_autograd
+
+    backend = aot_autograd(fw_compiler=compiler, inference_compiler=inference_compiler, partition_fn=partition_fn)
+    return backend(gm, inputs)
+
+
+def boxed(gm: GraphModule) -> Callable[..., Any]:
+    """`gm` as AOTAutograd calls it: one list of inputs, each freed after its last use."""
+    from torch.fx.graph import _BoxedCodeGen
+
+    gm.graph.set_codegen(_BoxedCodeGen())
+    gm.recompile()
+
+    def run(args: list[Any]) -> Any:
+        return gm.forward(args)
+
+    run._boxed_call = True  # type: ignore[attr-defined]
+    return run
+
+
+def inductor_mode(mode: str) -> dict[str, Any]:
+    """Inductor's configuration for a `torch.compile` mode."""
+    from torch._inductor import list_mode_options
+
+    return dict(list_mode_options(mode))
+
+
+def register_backend(compiler: Callable[..., Any], name: str) -> None:
+    """Makes `torch.compile(backend=name)` find `compiler` where no installed entry point does.
+
+    With an entry point torch registers the backend itself, right after importing this package, and insists on being
+    the only one to do so.
+    """
+    from torch._dynamo.backends import registry
+
+    if not entry_points(group="torch_dynamo_backends", name=name) and name not in registry._COMPILER_FNS:
+        registry.register_backend(compiler, name=name)

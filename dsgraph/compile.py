@@ -1,0 +1,48 @@
+"""`compile`: partition and torch.compile in one call."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DeviceMesh
+
+from .backend import backend
+from .errors import OptionError
+from .options import BackendOptions, nearest, parse_options
+from .partition import partition
+
+_PARTITION_OPTIONS = ("param_dtype", "reduce_dtype", "keep_whole_below")
+_TORCH_OPTIONS = ("fullgraph", "dynamic", "mode")
+
+
+def compile(model: nn.Module, mesh: DeviceMesh | None = None, stage: int = 3, **options: Any) -> nn.Module:
+    """Partitions a model and compiles it with this backend.
+
+    Args:
+        model: See `partition`.
+        mesh: See `partition`.
+        stage: ZeRO stage, see `partition`.
+        **options: Those of `partition` (param_dtype, reduce_dtype, keep_whole_below), of the backend (see
+            `BackendOptions`), and fullgraph, dynamic and mode of `torch.compile`.
+
+    Returns:
+        The compiled model.
+
+    Raises:
+        OptionError: An option is unknown or wrong; nothing was changed.
+        PartitionError: See `partition`.
+    """
+    known = [*_PARTITION_OPTIONS, *_TORCH_OPTIONS, *BackendOptions.model_fields]
+    for name in options:
+        if name not in known:
+            raise OptionError(
+                f"compile: unknown option {name!r}{nearest(name, known)}; known: {', '.join(sorted(known))}"
+            )
+    for_partition = {name: options.pop(name) for name in _PARTITION_OPTIONS if name in options}
+    for_torch = {name: options.pop(name) for name in _TORCH_OPTIONS if name in options}
+    parse_options(options, os.environ)  # raises before anything is changed
+    partitioned = partition(model, mesh, stage=stage, **for_partition)
+    return torch.compile(partitioned, backend=backend, options=options or None, **for_torch)  # type: ignore[return-value]

@@ -1,0 +1,33 @@
+"""Errors of the product. Each message names the thing, what was found and what to do."""
+
+from dsgraph.passes import PassError
+
+
+class PartitionError(ValueError):
+    """A model, mesh or argument that `partition` or `materialize` cannot take."""
+
+
+class OptionError(ValueError):
+    """An unknown option of the backend, or a wrong value of a known one."""
+
+
+class RanksDisagreeError(RuntimeError):
+    """Ranks are about to run different collectives, which would hang or mix up their data."""
+
+
+class StrictError(RuntimeError):
+    """Something that is a warning unless `strict=True`."""
+
+
+class AccumulationError(RuntimeError):
+    """Local gradients were about to be lost or used before they were reduced."""
+
+
+__all__ = [
+    "AccumulationError",
+    "OptionError",
+    "PartitionError",
+    "PassError",
+    "RanksDisagreeError",
+    "StrictError",
+]

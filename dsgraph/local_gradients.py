@@ -1,0 +1,169 @@
+"""Gradients of stages 0 and 1 under accumulation: added up on each rank, reduced once.
+
+Inside `accumulate`, a module hands out a leaf in place of the marker: the replica (stage 1), or an alias of the shard
+of a parameter that every rank holds whole. Autograd adds gradients up in the leaf's `.grad`, so the captured graph has
+no collective at all. The backward that follows `accumulate` still runs that graph; when it is through, the sums are
+reduced into the parameters' `.grad`, and from then on modules hand out markers again.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from dsgraph.inductor_ext import all_reduce_sum
+
+from . import compat
+from .errors import AccumulationError
+from .seam import held_by
+
+if TYPE_CHECKING:
+    from .state import ParameterState, PartitionState
+
+
+def enter_accumulation(state: PartitionState) -> None:
+    """From here on gradients of `state` belong to a step that is not over; stages 0 and 1 stop reducing them."""
+    state.accumulating = True
+    if state.stage > 1:
+        return
+    state.gradients_stay_local = True
+    _refuse_early_steps(state)
+    for entry in state.parameters:
+        _prepare_leaf(entry, state)
+
+
+def leave_accumulation(state: PartitionState) -> None:
+    """The next backward is the last of the step."""
+    state.accumulating = False
+    state.gradients_stay_local = any(_has_local_gradient(entry) for entry in state.parameters)
+
+
+def reduce_local_gradients(state: PartitionState) -> None:
+    """Averages the sums over all ranks and adds them to the parameters' `.grad`. All ranks call it together."""
+    state.flush_queued = False
+    state.gradients_stay_local = False
+    trainable = [entry for entry in state.parameters if entry.param.requires_grad]
+    taken = {entry: _take_local_gradient(entry) for entry in trainable}
+    used = _used_anywhere([taken[entry] is not None for entry in trainable], state)
+    alone: list[ParameterState] = []
+    together: dict[object, list[ParameterState]] = defaultdict(list)
+    for entry, is_used in zip(trainable, used, strict=True):
+        if not is_used:
+            continue  # as in one process: a parameter that no rank used keeps its gradient of None
+        if taken[entry] is None:
+            taken[entry] = torch.zeros(entry.layout.shape, dtype=entry.param.dtype, device=entry.param.device)
+        if entry.layout.group:
+            alone.append(entry)
+        else:
+            together[entry.layout.dtypes(entry.param.dtype), entry.layout.outer_groups].append(entry)
+    for entry in alone:
+        grad = taken.pop(entry)
+        assert grad is not None
+        _add_gradient(entry, entry.layout.reduce(grad, entry.param.to_local()))
+    for bucket in together.values():
+        _reduce_whole(bucket, [taken.pop(entry) for entry in bucket])
+    state.note_gradient()
+
+
+def _prepare_leaf(entry: ParameterState, state: PartitionState) -> None:
+    shard = entry.param.to_local().detach()
+    source = shard if entry.replica is None else entry.replica
+    if entry.leaf is None or entry.leaf.data_ptr() != source.data_ptr() or entry.leaf.dtype != source.dtype:
+        entry.leaf = source
+        torch._dynamo.mark_static(source)
+    for module, attribute in entry.owners:
+        held_by(module).leaves[attribute] = entry.leaf
+    leaf = entry.leaf.requires_grad_(entry.param.requires_grad)
+    if leaf.requires_grad and entry.hooked_leaf != id(leaf):
+        entry.hooked_leaf = id(leaf)
+        weak_entry, weak_state = weakref.ref(entry), weakref.ref(state)
+
+        def on_gradient(_: Tensor) -> None:
+            living_entry, living_state = weak_entry(), weak_state()
+            if living_entry is not None and living_state is not None:
+                _on_local_gradient(living_entry, living_state)
+
+        leaf.register_post_accumulate_grad_hook(on_gradient)
+
+
+def _on_local_gradient(entry: ParameterState, state: PartitionState) -> None:
+    leaf, master = entry.leaf, entry.param.dtype
+    assert leaf is not None and leaf.grad is not None
+    if leaf.dtype != master:  # many small summands: add them up with the master's bits
+        grad = leaf.grad.to(master)
+        entry.local_sum = grad if entry.local_sum is None else entry.local_sum.add_(grad)
+        leaf.grad = None
+    if state.accumulating:
+        state.note_gradient()
+    elif not state.flush_queued:
+        state.flush_queued = True
+        compat.at_end_of_backward(lambda: reduce_local_gradients(state))
+
+
+def _has_local_gradient(entry: ParameterState) -> bool:
+    return entry.local_sum is not None or (entry.leaf is not None and entry.leaf.grad is not None)
+
+
+def _take_local_gradient(entry: ParameterState) -> Tensor | None:
+    grad = entry.local_sum
+    entry.local_sum = None
+    if entry.leaf is not None:
+        grad = entry.leaf.grad if grad is None else grad
+        entry.leaf.grad = None
+        entry.leaf.requires_grad_(False)
+    return grad
+
+
+def _used_anywhere(used_here: list[bool], state: PartitionState) -> list[bool]:
+    if not used_here:
+        return []
+    device = state.parameters[0].param.device
+    counts = torch.tensor(used_here, dtype=torch.int32, device=device)
+    return (all_reduce_sum(counts, [axis.group for axis in state.axes]) > 0).tolist()
+
+
+def _reduce_whole(bucket: Sequence[ParameterState], grads: Sequence[Tensor | None]) -> None:
+    flat = torch.cat([grad.reshape(-1) for grad in grads if grad is not None])
+    averaged = bucket[0].layout.reduce(flat, flat.new_empty(flat.shape, dtype=bucket[0].param.dtype))
+    sizes = [entry.param.numel() for entry in bucket]
+    for entry, part in zip(bucket, averaged.split(sizes), strict=True):
+        _add_gradient(entry, part.view(entry.layout.shape))
+
+
+def _add_gradient(entry: ParameterState, grad: Tensor) -> None:
+    param = entry.param
+    with torch.no_grad():
+        value = DTensor.from_local(
+            grad, param.device_mesh, param.placements, run_check=False, shape=param.shape, stride=param.stride()
+        )
+        param.grad = value if param.grad is None else param.grad + value
+
+
+def _refuse_early_steps(state: PartitionState) -> None:
+    if state.guarding == id(state):
+        return
+    state.guarding = id(state)
+    weak_state = weakref.ref(state)
+
+    def before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        living = weak_state()
+        if living is None or not living.gradients_stay_local:
+            return
+        stepping = {id(param) for group in optimizer.param_groups for param in group["params"]}
+        for entry in living.parameters:
+            if id(entry.param) in stepping and _has_local_gradient(entry):
+                raise AccumulationError(
+                    f"optimizer step before the accumulated gradients were reduced (parameter {entry.name!r}): "
+                    "run the last micro-batch's forward and backward outside dsgraph.accumulate(model)"
+                )
+
+    handle = register_optimizer_step_pre_hook(before_step)
+    weakref.finalize(state, handle.remove)

@@ -1,0 +1,94 @@
+"""Options of the backend: `torch.compile(model, backend="dsgraph", options={...})`."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+
+from dsgraph.passes import PassError, Pipeline, default_pipeline
+
+from .errors import OptionError
+
+
+class BackendOptions(BaseModel):
+    """What `options=` may hold.
+
+    Attributes:
+        codegen: "inductor" compiles kernels; "eager" runs the transformed graphs as they are, which starts quickly.
+        pipeline: A `Pipeline`, or a list of passes. Default: `default_pipeline()`.
+        strict: Turn warnings about what was not done into errors.
+        dump: Folder for a readable copy of every graph before and after every pass. Default: the environment variable
+            DSGRAPH_DUMP, or nowhere.
+        inductor: Inductor configuration for this model, by the names of `torch._inductor.config`.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", arbitrary_types_allowed=True, strict=True)
+
+    codegen: Literal["inductor", "eager"] = "inductor"
+    pipeline: Pipeline = Field(default_factory=default_pipeline)
+    strict: bool = False
+    dump: Path | None = None
+    inductor: dict[str, Any] = Field(default_factory=dict)
+
+    @field_validator("pipeline", mode="before")
+    @classmethod
+    def _from_list(cls, value: object) -> object:
+        if isinstance(value, (list, tuple)):
+            try:
+                return Pipeline(value)
+            except PassError as error:
+                raise ValueError(str(error)) from error
+        return value
+
+    @field_validator("dump", mode="before")
+    @classmethod
+    def _from_text(cls, value: object) -> object:
+        return Path(value) if isinstance(value, str) else value
+
+
+def parse_options(given: Mapping[str, Any] | None, environ: Mapping[str, str]) -> BackendOptions:
+    """Checks the user's options.
+
+    Args:
+        given: What stood in `options=`.
+        environ: The environment; DSGRAPH_DUMP is the default of `dump`.
+
+    Raises:
+        OptionError: A key is unknown or a value is wrong; the message names the nearest right one.
+    """
+    values = dict(given or {})
+    for key in values:
+        if key not in BackendOptions.model_fields:
+            raise OptionError(_unknown("option", str(key), list(BackendOptions.model_fields)))
+    if environ.get("DSGRAPH_DUMP"):
+        values.setdefault("dump", environ["DSGRAPH_DUMP"])
+    try:
+        options = BackendOptions(**values)
+    except ValidationError as error:
+        raise OptionError(_describe(error)) from None
+    if options.inductor and options.codegen != "inductor":
+        raise OptionError(f"option 'inductor' has no effect with codegen={options.codegen!r}: remove one of the two")
+    return options
+
+
+def _unknown(kind: str, found: str, known: list[str]) -> str:
+    return f"unknown {kind} {found!r}{nearest(found, known)}; known: {', '.join(sorted(known))}"
+
+
+def nearest(found: str, known: list[str]) -> str:
+    """A question with the known name that is nearest, to end an error message; empty when none is near."""
+    close = difflib.get_close_matches(found, known, n=1, cutoff=0.5)
+    return f"; did you mean {close[0]!r}?" if close else ""
+
+
+def _describe(error: ValidationError) -> str:
+    first = error.errors()[0]
+    name, found = first["loc"][0], first["input"]
+    if first["type"] == "literal_error":
+        known = ["inductor", "eager"] if name == "codegen" else []
+        return f"option {name!r} is {found!r}{nearest(str(found), known)}; it takes {first['ctx']['expected']}"
+    return f"option {name!r} is {found!r}: {first['msg'].removeprefix('Value error, ')}"

@@ -1,0 +1,142 @@
+"""The seam: what a partitioned module hands out when its forward asks for a parameter.
+
+`partition` gives a module's class one property a parameter, and the property calls `read_parameter`. While Dynamo
+captures, the answer is a `dsgraph::gather_param` marker for the passes to lower. Otherwise it is the parameter itself,
+fetched by real collectives, so that a partitioned model is correct wherever it runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+if TYPE_CHECKING:
+    from .state import HeldParameters
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a parameter is laid out. Equal for equal parameters, so that equal layers share one class and one graph.
+
+    Attributes:
+        stage: ZeRO stage, 0 to 3.
+        shape: Shape of the full parameter.
+        param_dtype: Dtype in which the forward sees it; None for the master dtype.
+        reduce_dtype: Dtype in which its gradient is summed; None for the dtype in which the forward sees it.
+        group: Process group over which its rows are split; "" when every rank holds it whole.
+        outer_groups: Process groups over which its gradient is averaged besides.
+    """
+
+    stage: int
+    shape: tuple[int, ...]
+    param_dtype: torch.dtype | None
+    reduce_dtype: torch.dtype | None
+    group: str
+    outer_groups: tuple[str, ...]
+
+    def dtypes(self, master: torch.dtype) -> tuple[torch.dtype, torch.dtype]:
+        """Dtype of the full parameter, dtype of the reduction."""
+        compute = self.param_dtype or master
+        return compute, self.reduce_dtype or compute
+
+    def mark(self, shard: Tensor, replica: Tensor | None) -> Tensor:
+        """The marker for this layout, or, run eagerly, the gather itself."""
+        dtype, reduce_dtype = self.dtypes(shard.dtype)
+        return torch.ops.dsgraph.gather_param(
+            shard,
+            replica,
+            self.shape,
+            dtype=dtype,
+            reduce_dtype=reduce_dtype,
+            group=self.group,
+            outer_groups=list(self.outer_groups),
+        )
+
+    def reduce(self, grad: Tensor, shard: Tensor) -> Tensor:
+        """This rank's part of the averaged gradient. `grad`: `[*shape]`; result: like `shard`."""
+        _, reduce_dtype = self.dtypes(shard.dtype)
+        return torch.ops.dsgraph.reduce_grad(
+            grad,
+            shard.shape,
+            dtype=shard.dtype,
+            reduce_dtype=reduce_dtype,
+            group=self.group,
+            outer_groups=list(self.outer_groups),
+        )
+
+
+def held_by(module: nn.Module) -> HeldParameters:
+    """What a module of a partitioned model needs to hand out its parameters."""
+    held: HeldParameters = module._dsgraph  # type: ignore[assignment]
+    return held
+
+
+def read_parameter(module: nn.Module, name: str, layout: Layout) -> Any:
+    """The full parameter `name` of `module`, differentiable with respect to its shard.
+
+    A value that is not a `DTensor` (None, or what `torch.func.functional_call` put there) is returned as it is.
+    """
+    param: Any = module._parameters[name]
+    if not isinstance(param, DTensor):
+        return param
+    replica = None
+    if layout.stage < 3:
+        held = held_by(module)
+        if held.partition.gradients_stay_local and layout.stage < 2:
+            if not torch.compiler.is_compiling():
+                held.partition.refresh()
+            local = held.leaves[name]
+            return local if layout.param_dtype is None else local.to(layout.param_dtype)
+        replica = held.replicas.get(name)
+    if torch.compiler.is_compiling():
+        return layout.mark(param.to_local(), replica)
+    return _read_eagerly(module, param, replica, layout)
+
+
+def _read_eagerly(module: nn.Module, param: DTensor, replica: Tensor | None, layout: Layout) -> Tensor:
+    shard = param.to_local()
+    if replica is None and layout.group:
+        return layout.mark(shard, None)
+    if replica is None:
+        dtype, _ = layout.dtypes(shard.dtype)
+        return _HandOut.apply(shard, shard.detach().to(dtype), layout, None)
+    partition = held_by(module).partition
+    partition.refresh()
+    return _HandOut.apply(shard, replica, layout, partition.note_gradient)
+
+
+class _HandOut(torch.autograd.Function):
+    """Hands out a full tensor in place of its shard; the gradient goes back to the shard.
+
+    It spares eager mode the copy that `gather_param` must make of a tensor that is there already.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, shard: Tensor, full: Tensor, layout: Layout, note_gradient: Callable[[], None] | None
+    ) -> Tensor:
+        ctx.shard = shard.detach()
+        ctx.layout = layout
+        ctx.note_gradient = note_gradient
+        return full.view_as(full)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        if ctx.note_gradient is not None:
+            ctx.note_gradient()
+        return ctx.layout.reduce(grad, ctx.shard), None, None, None
+
+
+def property_for(name: str, layout: Layout) -> property:
+    """The property through which a partitioned module's class hands out parameter `name`."""
+
+    def read(self: nn.Module) -> Any:
+        return read_parameter(self, name, layout)
+
+    return property(read, doc=f"The full parameter {name!r}; its shard stands in `named_parameters()`.")

@@ -1,0 +1,211 @@
+"""What a partitioned model remembers besides its shards: gathered replicas, and when they went stale."""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DeviceMesh, DTensor
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from dsgraph.inductor_ext import c10d_functional, chunk_rows, pad_rows, resolve_group
+from dsgraph.passes import MeshAxis
+
+from . import compat
+from .seam import Layout
+
+
+class Freshness(IntEnum):
+    """What is known about a replica."""
+
+    STALE = 0
+    """The shards have changed since."""
+    SUSPECT = 1
+    """A gradient went through it, so an update that left no trace may have followed."""
+    FRESH = 2
+    """Equal to the shards."""
+
+
+@dataclass(eq=False)
+class ParameterState:
+    """One parameter, shared by all modules that are tied to it.
+
+    Attributes:
+        name: Its (first) name in the model.
+        owners: The modules that hold it, each with its name there.
+        layout: How it is laid out.
+        replica: `[*shape]`, the gathered copy of stages 1 and 2; None in other stages and for whole parameters.
+        freshness: What is known of the replica.
+        leaf: Where local gradients add up while they are not reduced (stages 0 and 1); see `local_gradients`.
+        local_sum: `[*shape]`, their sum in the master dtype, where the leaf has fewer bits.
+        hooked_leaf: id of the leaf that reports its gradients.
+    """
+
+    name: str
+    owners: list[tuple[nn.Module, str]]
+    layout: Layout
+    replica: Tensor | None = None
+    freshness: Freshness = Freshness.STALE
+    leaf: Tensor | None = None
+    local_sum: Tensor | None = None
+    hooked_leaf: int = 0
+    _gathered_from: Any = None
+    _gathered_version: int = -1
+
+    @property
+    def param(self) -> DTensor:
+        """The sharded parameter as its module holds it now."""
+        module, attribute = self.owners[0]
+        param: DTensor = module._parameters[attribute]  # type: ignore[assignment]
+        return param
+
+    def observe(self) -> Freshness:
+        """How fresh the replica is with respect to the shard as it is now."""
+        param = self.param
+        if param is not self._gathered_from or param._version != self._gathered_version:
+            self.freshness = Freshness.STALE
+        return self.freshness
+
+    def mark_gathered(self, freshness: Freshness) -> None:
+        """Notes which state of the shard the replica was gathered from."""
+        self._gathered_from = self.param
+        self._gathered_version = self.param._version
+        self.freshness = freshness
+
+
+@dataclass(eq=False)
+class PartitionState:
+    """What `partition` leaves behind on a model.
+
+    Attributes:
+        mesh: The device mesh.
+        axes: Its axes, as passes see them.
+        stage: ZeRO stage.
+        parameters: One entry a parameter, in the order of `named_parameters()`.
+        accumulating: True inside `accumulate(model)`.
+        gradients_stay_local: True while stages 0 and 1 add gradients up instead of reducing them.
+        awaiting_last_backward: True from the first gradient under `accumulate` to the backward that ends the step.
+        flush_queued: True while a backward runs that will reduce local gradients at its end.
+        watching: id of the state whose optimizer hook is registered; a deep copy must register its own.
+        guarding: The same for the hook that refuses early steps.
+    """
+
+    mesh: DeviceMesh
+    axes: tuple[MeshAxis, ...]
+    stage: int
+    parameters: list[ParameterState] = field(default_factory=list)
+    accumulating: bool = False
+    gradients_stay_local: bool = False
+    awaiting_last_backward: bool = False
+    flush_queued: bool = False
+    watching: int = 0
+    guarding: int = 0
+
+    def replicated(self) -> list[ParameterState]:
+        """The parameters of which a gathered replica is kept."""
+        return [entry for entry in self.parameters if entry.replica is not None]
+
+    def refresh(self) -> None:
+        """Gathers every replica that may differ from its shards. All ranks call it at the same point."""
+        stale = [entry for entry in self.replicated() if entry.observe() is not Freshness.FRESH]
+        if not stale:
+            return
+        self._watch_optimizers()
+        with torch.no_grad():
+            _gather_replicas(stale)
+        in_step = self.accumulating or self.awaiting_last_backward
+        for entry in stale:
+            # With a gradient at hand, an optimizer may still write to the shard in a way that leaves no trace (through
+            # `.data`): trust the replica only within an accumulated step, where nothing is updated.
+            trusted = in_step or entry.param.grad is None
+            entry.mark_gathered(Freshness.FRESH if trusted else Freshness.SUSPECT)
+
+    def note_gradient(self) -> None:
+        """A gradient went through the seam: unless the step goes on, expect an update of the shards."""
+        self.awaiting_last_backward = self.accumulating
+        if self.accumulating:
+            return
+        for entry in self.replicated():
+            entry.freshness = min(entry.freshness, Freshness.SUSPECT)
+
+    def note_step(self, optimizer: Optimizer) -> None:
+        """An optimizer has stepped: the replicas of its parameters are stale. Fused steps leave no other trace."""
+        stepped = {id(param) for group in optimizer.param_groups for param in group["params"]}
+        for entry in self.replicated():
+            if id(entry.param) in stepped:
+                entry.freshness = Freshness.STALE
+
+    def _watch_optimizers(self) -> None:
+        if self.watching == id(self):
+            return
+        self.watching = id(self)
+        state = weakref.ref(self)
+
+        def after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+            living = state()
+            if living is not None:
+                living.note_step(optimizer)
+
+        handle = register_optimizer_step_post_hook(after_step)
+        weakref.finalize(self, handle.remove)
+
+
+@dataclass(eq=False)
+class HeldParameters:
+    """What one module of a partitioned model needs to hand out its parameters, by attribute name."""
+
+    partition: PartitionState
+    replicas: dict[str, Tensor] = field(default_factory=dict)
+    leaves: dict[str, Tensor] = field(default_factory=dict)
+
+
+def partition_states(model: nn.Module) -> list[PartitionState]:
+    """The states of all partitioned modules inside `model`, in module order."""
+    found: dict[int, PartitionState] = {}
+    for module in model.modules():
+        held = module.__dict__.get("_dsgraph")
+        if held is not None:
+            found.setdefault(id(held.partition), held.partition)
+    return list(found.values())
+
+
+def new_replica(layout: Layout, shard: Tensor, partition: PartitionState) -> Tensor:
+    """An empty full parameter, `[*layout.shape]` in the dtype that the forward sees.
+
+    It knows its partition, so that a compiled graph that reads it can have it refreshed first.
+    """
+    dtype, _ = layout.dtypes(shard.dtype)
+    replica = torch.empty(layout.shape, dtype=dtype, device=shard.device)
+    torch._dynamo.mark_static(replica)  # a parameter, even where everything else is dynamic
+    replica.dsgraph_partition = partition  # type: ignore[attr-defined]
+    return replica
+
+
+def _gather_replicas(entries: list[ParameterState]) -> None:
+    """Fetches replicas in one sweep: every gather is under way before the first is waited for."""
+    started: list[tuple[ParameterState, Tensor]] = []
+    for entry in entries:
+        replica, layout = entry.replica, entry.layout
+        assert replica is not None
+        world = resolve_group(layout.group).size()
+        rows = chunk_rows(layout.shape[0], world)
+        shard = pad_rows(entry.param.to_local().detach().to(replica.dtype), rows)
+        even = rows * world == layout.shape[0]
+        target = replica.detach() if even else replica.new_empty((rows * world, *layout.shape[1:]))
+        started.append((entry, target))
+        if entry.freshness is Freshness.STALE:
+            torch.autograd.graph.increment_version(replica)
+        with compat.keeping_version(replica):
+            c10d_functional.all_gather_into_tensor_out(shard, world, layout.group, out=target)
+    for entry, target in started:
+        replica = entry.replica
+        assert replica is not None
+        with compat.keeping_version(replica):
+            c10d_functional.wait_tensor(target)
+            if target.data_ptr() != replica.data_ptr():
+                replica.copy_(target[: replica.shape[0]])

@@ -1,0 +1,180 @@
+"""`dsgraph::gather_param` and its derivative `dsgraph::reduce_grad`: the seam between a plain model and its shards.
+
+For n ranks in all groups and p of them in `group`, with shard_r the r-th of p chunks of rows (`torch.chunk`'s rule):
+
+    gather_param:  full   = concat(shard_0, ..., shard_{p-1}).to(dtype)            shape: `shape`
+    reduce_grad:   grad_r = 1/n * sum over n ranks of rows_r(grad), in reduce_dtype  shape: `shard_shape`
+
+`group=""` means that every rank holds the whole parameter: nothing is gathered and the gradient is all-reduced over
+`outer_groups`. With a `group`, `outer_groups` are the replicas' groups of hybrid sharding. `replica` is a full copy
+that was gathered earlier; when it is given, it is the result and `shard` only receives the gradient.
+
+Run eagerly both ops are real collectives, so a model that holds them is correct without any compiler. In a captured
+graph they are markers: `InsertZeroCollectives` lowers them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .compat import c10d_functional, resolve_group
+
+
+def chunk_rows(rows: int, world: int) -> int:
+    """Rows of the largest of `world` chunks, which is what every rank sends: shorter chunks are padded to it."""
+    return -(-rows // world)
+
+
+def pad_rows(tensor: Tensor, rows: int) -> Tensor:
+    """`tensor` with zero rows appended until it has `rows`; `tensor` itself (made contiguous) when it has them."""
+    missing = rows - tensor.shape[0]
+    if missing == 0:
+        return tensor.contiguous()
+    return torch.cat([tensor, tensor.new_zeros((missing, *tensor.shape[1:]))])
+
+
+def all_gather_rows(shard: Tensor, rows: int, group: str) -> Tensor:
+    """The `rows` rows of which each rank of `group` holds a chunk, in rank order."""
+    world = resolve_group(group).size()
+    padded = pad_rows(shard, chunk_rows(rows, world))
+    full = c10d_functional.wait_tensor(c10d_functional.all_gather_into_tensor(padded, world, group))
+    return full[:rows]
+
+
+def reduce_scatter_rows(grad: Tensor, shard_rows: int, group: str) -> Tensor:
+    """This rank's `shard_rows` rows of the sum of `grad` over `group`."""
+    world = resolve_group(group).size()
+    padded = pad_rows(grad, chunk_rows(grad.shape[0], world) * world)
+    own = c10d_functional.wait_tensor(c10d_functional.reduce_scatter_tensor(padded, "sum", world, group))
+    return own[:shard_rows]
+
+
+def all_reduce_sum(tensor: Tensor, groups: Sequence[str]) -> Tensor:
+    """The sum of `tensor` over each of `groups` in turn."""
+    for group in groups:
+        tensor = c10d_functional.wait_tensor(c10d_functional.all_reduce(tensor.contiguous(), "sum", group))
+    return tensor
+
+
+def group_count(group: str, outer_groups: Sequence[str]) -> int:
+    """How many ranks a gradient is averaged over: the product of the sizes of its groups."""
+    return math.prod(resolve_group(name).size() for name in (group, *outer_groups) if name)
+
+
+@torch.library.custom_op(
+    "dsgraph::gather_param",
+    mutates_args=(),
+    schema="(Tensor shard, Tensor? replica, SymInt[] shape, *, ScalarType dtype, ScalarType reduce_dtype, "
+    "str group, str[] outer_groups) -> Tensor",
+)
+def gather_param(
+    shard: Tensor,
+    replica: Tensor | None,
+    shape: Sequence[int],
+    *,
+    dtype: torch.dtype,
+    reduce_dtype: torch.dtype,
+    group: str,
+    outer_groups: Sequence[str],
+) -> Tensor:
+    """The full parameter of which `shard` is this rank's part.
+
+    Args:
+        shard: `[rows_r, ...]`, this rank's rows in the master dtype; all rows when `group` is empty.
+        replica: `[*shape]` in `dtype`, a copy gathered earlier, or None.
+        shape: Shape of the full parameter.
+        dtype: Dtype of the result. The cast comes before the gather, so that fewer bytes travel.
+        reduce_dtype: Dtype in which the gradient is summed.
+        group: Name of the process group over which rows are split; "" for a parameter that every rank holds whole.
+        outer_groups: Names of the groups over which the gradient is averaged besides.
+
+    Returns:
+        `[*shape]` in `dtype`, a new tensor.
+    """
+    if replica is not None:
+        return replica.clone()
+    if not group:
+        return shard.to(dtype, copy=True)
+    return all_gather_rows(shard.to(dtype), shape[0], group)
+
+
+@gather_param.register_fake
+def _(
+    shard: Tensor,
+    replica: Tensor | None,
+    shape: Sequence[int],
+    *,
+    dtype: torch.dtype,
+    reduce_dtype: torch.dtype,
+    group: str,
+    outer_groups: Sequence[str],
+) -> Tensor:
+    return shard.new_empty(shape, dtype=dtype)
+
+
+@torch.library.custom_op(
+    "dsgraph::reduce_grad",
+    mutates_args=(),
+    schema="(Tensor grad, SymInt[] shard_shape, *, ScalarType dtype, ScalarType reduce_dtype, "
+    "str group, str[] outer_groups) -> Tensor",
+)
+def reduce_grad(
+    grad: Tensor,
+    shard_shape: Sequence[int],
+    *,
+    dtype: torch.dtype,
+    reduce_dtype: torch.dtype,
+    group: str,
+    outer_groups: Sequence[str],
+) -> Tensor:
+    """This rank's part of the gradient, averaged over all ranks.
+
+    Args:
+        grad: `[*shape]`, this rank's gradient of the full parameter.
+        shard_shape: Shape of the result: that of this rank's shard.
+        dtype: Dtype of the result: the master dtype of the shard.
+        reduce_dtype: Dtype in which ranks are summed.
+        group: Name of the group whose ranks each keep their rows; "" keeps all rows on every rank.
+        outer_groups: Names of the groups over which the result is summed besides.
+
+    Returns:
+        `[*shard_shape]` in `dtype`, a new tensor.
+    """
+    summed = grad.to(reduce_dtype)
+    if group:
+        summed = reduce_scatter_rows(summed, shard_shape[0], group)
+    summed = all_reduce_sum(summed, outer_groups)
+    return (summed / group_count(group, outer_groups)).to(dtype)
+
+
+@reduce_grad.register_fake
+def _(
+    grad: Tensor,
+    shard_shape: Sequence[int],
+    *,
+    dtype: torch.dtype,
+    reduce_dtype: torch.dtype,
+    group: str,
+    outer_groups: Sequence[str],
+) -> Tensor:
+    return grad.new_empty(shard_shape, dtype=dtype)
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, Any], output: Tensor) -> None:
+    shard, _, _ = inputs
+    ctx.shard_shape = shard.shape
+    ctx.dtype = shard.dtype
+    ctx.reduce = {name: keyword_only_inputs[name] for name in ("reduce_dtype", "group", "outer_groups")}
+
+
+def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    shard_grad = torch.ops.dsgraph.reduce_grad(grad, ctx.shard_shape, dtype=ctx.dtype, **ctx.reduce)
+    return shard_grad, None, None
+
+
+gather_param.register_autograd(_backward, setup_context=_setup_context)

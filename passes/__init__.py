@@ -1,0 +1,35 @@
+"""Floor 1, the compiler: passes, the runner that runs them and the partitioner that carries them."""
+
+from .base import FunctionPass, GraphPass, MeshAxis, ParamInfo, PassContext, PassResult, Phase, graph_pass
+from .bucket_small_reductions import BucketSmallReductions
+from .choose_collective_algorithms import ChooseCollectiveAlgorithms
+from .errors import PassError
+from .insert_zero_collectives import InsertZeroCollectives
+from .merge_gathers import MergeGathers
+from .partitioner import CaptureFacts, InferenceLowering, Partitioner
+from .pipeline import Pipeline, default_pipeline
+from .runner import GraphSink, PassRecord, Runner
+
+__all__ = [
+    "BucketSmallReductions",
+    "CaptureFacts",
+    "ChooseCollectiveAlgorithms",
+    "FunctionPass",
+    "GraphPass",
+    "GraphSink",
+    "InferenceLowering",
+    "InsertZeroCollectives",
+    "MergeGathers",
+    "MeshAxis",
+    "ParamInfo",
+    "Partitioner",
+    "PassContext",
+    "PassError",
+    "PassRecord",
+    "PassResult",
+    "Phase",
+    "Pipeline",
+    "Runner",
+    "default_pipeline",
+    "graph_pass",
+]

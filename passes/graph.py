@@ -1,0 +1,136 @@
+"""What passes share: finding, binding, inserting and replacing nodes of FX graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+
+from dsgraph.inductor_ext import c10d_functional
+
+from .compat import detect_fake_mode
+
+# Where a node came from; a node that replaces another inherits these.
+_PROVENANCE = ("stack_trace", "nn_module_stack", "source_fn_stack", "partitioner_tag", "seq_nr", "from_node", "custom")
+
+
+def find_calls(gm: GraphModule, target: Callable[..., Any]) -> list[Node]:
+    """The nodes of `gm.graph` that call `target`, in program order."""
+    return [node for node in gm.graph.nodes if node.op == "call_function" and node.target is target]
+
+
+def all_graph_modules(gm: GraphModule) -> Iterator[GraphModule]:
+    """`gm` and the graph modules nested in it (bodies of checkpoint regions and other higher-order ops)."""
+    for module in gm.modules():
+        if isinstance(module, GraphModule):
+            yield module
+
+
+def is_gather_marker(node: Node) -> bool:
+    """Whether the node is a `dsgraph::gather_param`, as Dynamo (packet) or AOTAutograd (overload) writes it."""
+    packet = torch.ops.dsgraph.gather_param
+    return node.op == "call_function" and (node.target is packet or node.target is packet.default)
+
+
+def bound_arguments(node: Node) -> dict[str, Any]:
+    """Arguments of a call to a torch op by their names in its schema, defaults filled in."""
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload):
+        raise TypeError(f"{node} calls {target}, which has no schema to bind its arguments by")
+    bound = {}
+    for position, argument in enumerate(target._schema.arguments):
+        if position < len(node.args) and not argument.kwarg_only:
+            bound[argument.name] = node.args[position]
+        else:
+            bound[argument.name] = node.kwargs.get(argument.name, argument.default_value)
+    return bound
+
+
+def fake_value(node: Node) -> Any:
+    """The fake tensor (or tuple, or number) that `node` stands for."""
+    return node.meta["val"]
+
+
+def emit(before: Node, target: Callable[..., Any], *args: Any, **kwargs: Any) -> Node:
+    """Inserts a call ahead of `before`, with its fake value computed and the provenance of `before`."""
+    graph: Graph = before.graph
+    with graph.inserting_before(before):
+        node = graph.call_function(target, args, kwargs)
+    node.meta.update({key: before.meta[key] for key in _PROVENANCE if key in before.meta})
+    node.meta["val"] = _evaluate(target, args, kwargs)
+    return node
+
+
+def _evaluate(target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    fake_args, fake_kwargs = torch.fx.map_arg((args, kwargs), fake_value)
+    mode = detect_fake_mode(fake_args)
+    if mode is None:
+        return target(*fake_args, **fake_kwargs)
+    with mode:
+        return target(*fake_args, **fake_kwargs)
+
+
+def replace_and_erase(node: Node, replacement: Node) -> None:
+    """Redirects all uses of `node` to `replacement` and removes it."""
+    node.replace_all_uses_with(replacement)
+    node.graph.erase_node(node)
+
+
+def is_collective(node: Node) -> bool:
+    """Whether the node starts a functional collective."""
+    target = node.target
+    return (
+        node.op == "call_function"
+        and isinstance(target, torch._ops.OpOverload)
+        and target.namespace == c10d_functional.name
+        and target is not c10d_functional.wait_tensor.default
+    )
+
+
+def is_wait(node: Node) -> bool:
+    """Whether the node waits for a functional collective."""
+    return node.op == "call_function" and node.target is c10d_functional.wait_tensor.default
+
+
+def collective_group(node: Node) -> str:
+    """The process group that a collective names."""
+    return str(bound_arguments(node)["group_name"])
+
+
+def collectives(gm: GraphModule) -> list[Node]:
+    """The collectives of `gm`, in program order."""
+    return [node for node in gm.graph.nodes if is_collective(node)]
+
+
+def placeholders(gm: GraphModule) -> list[Node]:
+    """The inputs of `gm`, in order."""
+    return [node for node in gm.graph.nodes if node.op == "placeholder"]
+
+
+def sort_topologically(graph: Graph) -> None:
+    """Moves nodes that stand ahead of their inputs behind them; all others keep their order.
+
+    Raises:
+        ValueError: Nodes depend on each other in a circle.
+    """
+    placed: set[Node] = set()
+    waiting: list[Node] = []
+    last: Node | None = None
+    pending = list(graph.nodes)
+    while pending:
+        waiting.clear()
+        progressed = False
+        for node in pending:
+            if all(argument in placed for argument in node.all_input_nodes):
+                if last is not None and last.next is not node:
+                    last.append(node)
+                last = node
+                placed.add(node)
+                progressed = True
+            else:
+                waiting.append(node)
+        if not progressed:
+            raise ValueError(f"nodes depend on each other in a circle: {waiting[:8]}")
+        pending = list(waiting)

@@ -1,0 +1,66 @@
+"""MergeGathers: one marker a parameter a graph."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch._ops import HigherOrderOperator
+from torch.fx import GraphModule, Node
+
+from .base import GraphPass, PassContext, PassResult, Phase
+from .graph import all_graph_modules, is_gather_marker, replace_and_erase
+
+
+@dataclass(frozen=True)
+class MergeGathers(GraphPass):
+    """Let every use of a parameter share one `gather_param`, so that it is gathered and reduced once.
+
+    before:  a = p.to_local(); w1 = gather_param(a); y = linear(x, w1)
+             b = p.to_local(); w2 = gather_param(b); z = linear(y, w2)
+    after:   a = p.to_local(); w1 = gather_param(a); y = linear(x, w1); z = linear(y, w1)
+
+    It runs before autograd, which then adds up the two gradients ahead of the one reduction. Left alone: markers in
+    different checkpoint regions (each region gathers again in the backward), markers under different grad modes (one of
+    the two must not receive a gradient), and parameters that the graph may write to.
+    """
+
+    phase: ClassVar[Phase] = Phase.CAPTURE
+    needs_mesh: ClassVar[bool] = True
+    provides: ClassVar[frozenset[str]] = frozenset({"merged-gathers"})
+
+    def run(self, gm: GraphModule, ctx: PassContext) -> PassResult:
+        return PassResult(changed=sum(_merge(module) for module in all_graph_modules(gm)))
+
+
+def _merge(gm: GraphModule) -> int:
+    first: dict[Hashable, Node] = {}
+    merged = 0
+    grad_mode: object = None  # None: as on entry; every change of it is a node of the graph
+    for node in list(gm.graph.nodes):
+        if node.op == "call_function" and node.target is torch._C._set_grad_enabled:
+            grad_mode = node.args[0]
+        elif _is_to_local(node) or is_gather_marker(node):
+            if not all(_is_only_read(argument) for argument in node.all_input_nodes):
+                continue
+            key = (node.op, node.target, repr(node.args), repr(node.kwargs), grad_mode)
+            if key in first:
+                merged += is_gather_marker(node)
+                replace_and_erase(node, first[key])
+            else:
+                first[key] = node
+    return merged
+
+
+def _is_to_local(node: Node) -> bool:
+    return node.op == "call_method" and node.target == "to_local"
+
+
+def _is_only_read(node: Node) -> bool:
+    """Whether all uses of a parameter, a shard or a replica are known to leave it as it is."""
+    return all(
+        _is_to_local(user) or is_gather_marker(user) or isinstance(user.target, HigherOrderOperator)
+        for user in node.users
+    )

@@ -1,0 +1,112 @@
+"""The objects that carry the passes into a code generator: one for training graphs, one for inference graphs."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch.fx import Graph, GraphModule
+from typing_extensions import Self
+
+from .base import MeshAxis, ParamInfo, PassContext, Phase
+from .compat import CustomGraphPass, CustomPartitionerFn, captured_input, min_cut_rematerialization_partition
+from .graph import placeholders
+from .runner import Runner
+
+
+@dataclass(frozen=True)
+class CaptureFacts:
+    """What the backend knows of a captured graph.
+
+    Attributes:
+        axes: The mesh axes of its parameters.
+        params: Input number of the captured graph -> parameter.
+    """
+
+    axes: tuple[MeshAxis, ...] = ()
+    params: Mapping[int, ParamInfo] = field(default_factory=lambda: MappingProxyType({}))
+
+    def context(self, gm: GraphModule, phase: Phase, *, inference: bool = False) -> PassContext:
+        """The facts as passes over `gm` see them: parameters by the names of its placeholders."""
+        params = {}
+        for number, node in enumerate(placeholders(gm)):
+            origin = number if phase is Phase.CAPTURE else captured_input(node)
+            is_tensor = phase is Phase.CAPTURE or isinstance(node.meta.get("val"), torch.Tensor)
+            if origin is not None and origin in self.params and is_tensor:  # a DTensor's mesh is a placeholder, too
+                params[node.name] = self.params[origin]
+        return PassContext(phase=phase, axes=self.axes, params=MappingProxyType(params), inference=inference)
+
+
+class _HeldByReference:
+    """What Inductor's configuration holds: copied as a reference, and pickled, into cache keys, as its identity."""
+
+    def __init__(self, runner: Runner, facts: CaptureFacts) -> None:
+        self._runner = runner
+        self._facts = facts
+
+    def uuid(self) -> object | None:
+        """Identifies passes, options and facts in torch's cache keys."""
+        return _identity(self._runner, self._facts)
+
+    def __deepcopy__(self, memo: dict[int, object]) -> Self:
+        return self
+
+    def __reduce__(self) -> tuple[type[tuple[object, ...]], tuple[tuple[object, ...]]]:
+        return tuple, ((type(self).__name__, self.uuid()),)
+
+
+class Partitioner(_HeldByReference, CustomPartitionerFn):
+    """Splits a joint graph: joint passes, min-cut rematerialization, then forward and backward passes.
+
+    Inductor takes it as `custom_partitioner_fn`, AOTAutograd as `partition_fn`, so that every code generator runs
+    exactly the same passes.
+    """
+
+    def __call__(
+        self, gm: GraphModule, joint_inputs: Sequence[object], **kwargs: Any
+    ) -> tuple[GraphModule, GraphModule]:
+        """Returns the forward and the backward graph of a joint graph."""
+        self._runner.run(gm, self._facts.context(gm, Phase.JOINT))
+        forward, backward = min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
+        self._runner.run(forward, self._facts.context(forward, Phase.FORWARD))
+        self._runner.run(backward, self._facts.context(backward, Phase.BACKWARD))
+        return forward, backward
+
+
+class InferenceLowering(_HeldByReference, CustomGraphPass):
+    """Runs the joint and forward passes over a graph that has no backward, which no partitioner ever sees.
+
+    Inductor calls it for joint graphs of training as well; those it leaves to the partitioner.
+    """
+
+    def __call__(self, graph: Graph) -> None:
+        """Rewrites an inference graph in place."""
+        gm = graph.owning_module
+        if gm is None or any("tangents" in node.name for node in graph.find_nodes(op="placeholder")):
+            return
+        for phase in (Phase.JOINT, Phase.FORWARD):
+            self._runner.run(gm, self._facts.context(gm, phase, inference=True))
+
+
+def _identity(runner: Runner, facts: CaptureFacts) -> object | None:
+    prints = runner.pipeline.fingerprint()
+    if prints is None:
+        return None
+    return ("dsgraph", source_hash(), prints, repr(facts.axes), repr(sorted(facts.params.items())))
+
+
+@cache
+def source_hash() -> str:
+    """Hash of every source file of the compiler and of the ops, for torch's cache keys."""
+    here = Path(__file__).resolve().parent
+    digest = hashlib.sha256()
+    for folder in (here, here.parent / "inductor_ext"):
+        for path in sorted(folder.rglob("*.py")):
+            digest.update(path.read_bytes())
+    return digest.hexdigest()

@@ -1,0 +1,102 @@
+"""Runs the passes of a phase: lints, removes dead code, recompiles, times, checks and dumps, so that no pass has to."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from torch.fx import GraphModule
+
+from . import invariants
+from .base import GraphPass, PassContext, Phase
+from .errors import PassError
+from .pipeline import Pipeline
+
+
+@dataclass(frozen=True)
+class PassRecord:
+    """What one pass did to one graph."""
+
+    name: str
+    phase: Phase
+    changed: int
+    notes: tuple[str, ...]
+    seconds: float
+    nodes_before: int
+    nodes_after: int
+
+
+class GraphSink(Protocol):
+    """Receives each graph before and after each pass."""
+
+    def write(self, gm: GraphModule, *, phase: Phase, step: str) -> None:
+        """Keeps a printable copy of `gm`; `step` says where in the phase it stands."""
+
+
+@dataclass
+class Runner:
+    """Runs one pipeline over the graphs of one compile and keeps a record of it.
+
+    Attributes:
+        pipeline: The passes.
+        sink: Where graphs are dumped; None for nowhere.
+        after_phase: Called with each graph that has been through a phase.
+        records: What each pass did so far.
+    """
+
+    pipeline: Pipeline
+    sink: GraphSink | None = None
+    after_phase: Callable[[GraphModule, Phase], None] | None = None
+    records: list[PassRecord] = field(default_factory=list)
+
+    def run(self, gm: GraphModule, ctx: PassContext) -> None:
+        """Runs the passes of `ctx.phase` over `gm`, in place.
+
+        Raises:
+            PassError: A pass failed or broke an invariant; the message names it.
+        """
+        self._dump(gm, ctx.phase, "0-before")
+        for number, item in enumerate(self.pipeline.of(ctx.phase), start=1):
+            self.records.append(self._run_one(item, gm, ctx))
+            self._dump(gm, ctx.phase, f"{number}-{item.name}")
+        if self.after_phase is not None:
+            self.after_phase(gm, ctx.phase)
+
+    def _run_one(self, item: GraphPass, gm: GraphModule, ctx: PassContext) -> PassRecord:
+        before = invariants.observe(gm)
+        nodes_before = len(gm.graph.nodes)
+        started = time.perf_counter()
+        try:
+            result = item.run(gm, ctx)
+        except Exception as error:
+            raise PassError(f"pass {item.name} ({ctx.phase.value} graph) failed: {error}") from error
+        _tidy(item, gm, ctx)
+        seconds = time.perf_counter() - started
+        invariants.check(gm, before, item, ctx)
+        return PassRecord(
+            name=item.name,
+            phase=ctx.phase,
+            changed=result.changed,
+            notes=result.notes,
+            seconds=seconds,
+            nodes_before=nodes_before,
+            nodes_after=len(gm.graph.nodes),
+        )
+
+    def _dump(self, gm: GraphModule, phase: Phase, step: str) -> None:
+        if self.sink is not None:
+            self.sink.write(gm, phase=phase, step=step)
+
+
+def _tidy(item: GraphPass, gm: GraphModule, ctx: PassContext) -> None:
+    # A captured graph still holds in-place torch functions, which FX cannot tell from pure ones: there, a pass removes
+    # what it made useless itself.
+    if ctx.phase is not Phase.CAPTURE:
+        gm.graph.eliminate_dead_code()
+    try:
+        gm.graph.lint()
+    except Exception as error:
+        raise PassError(f"pass {item.name} left a malformed {ctx.phase.value} graph: {error}") from error
+    gm.recompile()

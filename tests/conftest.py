@@ -1,0 +1,44 @@
+"""Fixtures of all tests."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.distributed.ranks import Ranks
+
+
+@pytest.fixture(scope="session")
+def ranks() -> Iterator[Callable[[int], Ranks]]:
+    """`ranks(n)`: n gloo ranks that live as long as the test session."""
+    groups: dict[int, Ranks] = {}
+
+    def get(world: int) -> Ranks:
+        return groups.setdefault(world, Ranks(world))
+
+    yield get
+    for group in groups.values():
+        group.stop()
+
+
+@pytest.fixture
+def one_rank() -> Iterator[None]:
+    """A process group of this process alone."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    torch._dynamo.reset()
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.fixture
+def fake_ranks() -> Iterator[int]:
+    """A process group of eight ranks of which this is the first and the others do not exist: for looking at graphs."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
+    torch._dynamo.reset()
+    yield 8
+    dist.destroy_process_group()
