@@ -54,9 +54,16 @@ def at_end_of_backward(callback: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
-def keeping_version(tensor: torch.Tensor) -> Any:
-    """Context in which writes to `tensor` do not invalidate what autograd saved of it."""
-    return torch.autograd._unsafe_preserve_version_counter(tensor)
+def keeping_version(tensors: tuple[torch.Tensor, ...]) -> Any:
+    """Context in which writes to `tensors` do not invalidate what autograd saved of them."""
+    return torch.autograd._unsafe_preserve_version_counter(tensors)
+
+
+def only_inlined(function: Callable[..., Any]) -> None:
+    """Keeps Dynamo from compiling calls of `function` by themselves; inside a bigger frame it is inlined as ever."""
+    from torch._dynamo.eval_frame import skip_code
+
+    skip_code(function.__code__)
 
 
 def source_name(placeholder: Node) -> str:

@@ -1,19 +1,21 @@
 """The seam: what a partitioned module hands out when its forward asks for a parameter.
 
-`partition` gives a module's class one property a parameter, and the property calls `read_parameter`. While Dynamo
-captures, the answer is a `dsgraph::gather_param` marker for the passes to lower. Otherwise it is the parameter itself,
-fetched by real collectives, so that a partitioned model is correct wherever it runs.
+`partition` gives a module's class one property a parameter (`property_for`). While Dynamo captures, its answer is a
+`dsgraph::gather_param` marker for the passes to lower. Otherwise it is the parameter itself, fetched by real collectives,
+so that a partitioned model is correct wherever it runs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+
+from . import compat
 
 if TYPE_CHECKING:
     from .state import HeldParameters
@@ -44,18 +46,22 @@ class Layout:
         compute = self.param_dtype or master
         return compute, self.reduce_dtype or compute
 
-    def mark(self, shard: Tensor, replica: Tensor | None) -> Tensor:
-        """The marker for this layout, or, run eagerly, the gather itself."""
+    def mark(self, shard: Tensor, replica: Tensor | None, shape: Sequence[int]) -> Tensor:
+        """The marker for this layout, or, run eagerly, the gather itself. `shape` is that of the full parameter."""
         dtype, reduce_dtype = self.dtypes(shard.dtype)
         return torch.ops.dsgraph.gather_param(
             shard,
             replica,
-            self.shape,
+            shape,
             dtype=dtype,
             reduce_dtype=reduce_dtype,
             group=self.group,
             outer_groups=list(self.outer_groups),
         )
+
+    def local(self, leaf: Tensor) -> Tensor:
+        """A full parameter whose gradient stays on this rank, in the dtype that the forward sees."""
+        return leaf if self.param_dtype is None else leaf.to(self.param_dtype)
 
     def reduce(self, grad: Tensor, shard: Tensor) -> Tensor:
         """This rank's part of the averaged gradient. `grad`: `[*shape]`; result: like `shard`."""
@@ -76,38 +82,45 @@ def held_by(module: nn.Module) -> HeldParameters:
     return held
 
 
-def read_parameter(module: nn.Module, name: str, layout: Layout) -> Any:
-    """The full parameter `name` of `module`, differentiable with respect to its shard.
+def property_for(name: str, layout: Layout) -> property:
+    """The property through which a partitioned module's class hands out parameter `name`.
 
-    A value that is not a `DTensor` (None, or what `torch.func.functional_call` put there) is returned as it is.
+    It gives the full parameter, differentiable with respect to its shard. A value that is not a `DTensor` (None, or
+    what `torch.func.functional_call` put there) is returned as it is.
     """
+    keeps_replica = bool(layout.group) and layout.stage in (1, 2)
+    may_stay_local = layout.stage < 2
+
+    def read(self: nn.Module) -> Any:
+        param: Any = self._parameters[name]
+        if not isinstance(param, DTensor):
+            return param
+        if not torch.compiler.is_compiling():
+            return _read_eagerly(self, name, layout)
+        if may_stay_local and held_by(self).partition.gradients_stay_local:
+            return layout.local(held_by(self).leaves[name])
+        replica = held_by(self).replicas[name] if keeps_replica else None
+        # The shape is read off the parameter: Dynamo may take integers from elsewhere for dynamic sizes.
+        return layout.mark(param.to_local(), replica, param.shape)
+
+    compat.only_inlined(read)
+    return property(read, doc=f"The full parameter {name!r}; its shard stands in `named_parameters()`.")
+
+
+@torch._dynamo.disable
+def _read_eagerly(module: nn.Module, name: str, layout: Layout) -> Tensor:
     param: Any = module._parameters[name]
-    if not isinstance(param, DTensor):
-        return param
-    replica = None
-    if layout.stage < 3:
-        held = held_by(module)
-        if held.partition.gradients_stay_local and layout.stage < 2:
-            if not torch.compiler.is_compiling():
-                held.partition.refresh()
-            local = held.leaves[name]
-            return local if layout.param_dtype is None else local.to(layout.param_dtype)
-        replica = held.replicas.get(name)
-    if torch.compiler.is_compiling():
-        return layout.mark(param.to_local(), replica)
-    return _read_eagerly(module, param, replica, layout)
-
-
-def _read_eagerly(module: nn.Module, param: DTensor, replica: Tensor | None, layout: Layout) -> Tensor:
-    shard = param.to_local()
-    if replica is None and layout.group:
-        return layout.mark(shard, None)
-    if replica is None:
-        dtype, _ = layout.dtypes(shard.dtype)
-        return _HandOut.apply(shard, shard.detach().to(dtype), layout, None)
-    partition = held_by(module).partition
-    partition.refresh()
-    return _HandOut.apply(shard, replica, layout, partition.note_gradient)
+    held, shard = held_by(module), param.to_local()
+    if layout.stage < 2 and held.partition.gradients_stay_local:
+        held.partition.refresh()
+        return layout.local(held.leaves[name])
+    if layout.stage in (1, 2) and layout.group:
+        held.partition.refresh()
+        return _HandOut.apply(shard, held.replicas[name], layout, held.partition.note_gradient)
+    if layout.group:
+        return layout.mark(shard, None, layout.shape)
+    dtype, _ = layout.dtypes(shard.dtype)
+    return _HandOut.apply(shard, shard.detach().to(dtype), layout, None)
 
 
 class _HandOut(torch.autograd.Function):
@@ -131,12 +144,3 @@ class _HandOut(torch.autograd.Function):
         if ctx.note_gradient is not None:
             ctx.note_gradient()
         return ctx.layout.reduce(grad, ctx.shard), None, None, None
-
-
-def property_for(name: str, layout: Layout) -> property:
-    """The property through which a partitioned module's class hands out parameter `name`."""
-
-    def read(self: nn.Module) -> Any:
-        return read_parameter(self, name, layout)
-
-    return property(read, doc=f"The full parameter {name!r}; its shard stands in `named_parameters()`.")

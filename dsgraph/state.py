@@ -188,24 +188,27 @@ def new_replica(layout: Layout, shard: Tensor, partition: PartitionState) -> Ten
 
 def _gather_replicas(entries: list[ParameterState]) -> None:
     """Fetches replicas in one sweep: every gather is under way before the first is waited for."""
-    started: list[tuple[ParameterState, Tensor]] = []
-    for entry in entries:
-        replica, layout = entry.replica, entry.layout
-        assert replica is not None
-        world = resolve_group(layout.group).size()
-        rows = chunk_rows(layout.shape[0], world)
-        shard = pad_rows(entry.param.to_local().detach().to(replica.dtype), rows)
-        even = rows * world == layout.shape[0]
-        target = replica.detach() if even else replica.new_empty((rows * world, *layout.shape[1:]))
-        started.append((entry, target))
-        if entry.freshness is Freshness.STALE:
-            torch.autograd.graph.increment_version(replica)
-        with compat.keeping_version(replica):
-            c10d_functional.all_gather_into_tensor_out(shard, world, layout.group, out=target)
-    for entry, target in started:
-        replica = entry.replica
-        assert replica is not None
-        with compat.keeping_version(replica):
+    replicas = tuple(entry.replica for entry in entries if entry.replica is not None)
+    # What autograd saved of a replica stays valid when the replica is only fetched once more.
+    with compat.keeping_version(replicas):
+        started = [(entry, *_start_gather(entry)) for entry in entries]
+        for _, replica, target in started:
             c10d_functional.wait_tensor(target)
             if target.data_ptr() != replica.data_ptr():
                 replica.copy_(target[: replica.shape[0]])
+    for entry, replica, _ in started:
+        if entry.freshness is Freshness.STALE:
+            torch.autograd.graph.increment_version(replica)
+
+
+def _start_gather(entry: ParameterState) -> tuple[Tensor, Tensor]:
+    """Starts to gather one replica; returns it, and the tensor in which it arrives."""
+    replica, layout = entry.replica, entry.layout
+    assert replica is not None
+    world = resolve_group(layout.group).size()
+    rows = chunk_rows(layout.shape[0], world)
+    shard = pad_rows(entry.param.to_local().detach().to(replica.dtype), rows)
+    is_even = rows * world == layout.shape[0]
+    target = replica.detach() if is_even else replica.new_empty((rows * world, *layout.shape[1:]))
+    c10d_functional.all_gather_into_tensor_out(shard, world, layout.group, out=target)
+    return replica, target

@@ -5,12 +5,14 @@ Checked on torch 2.11.0, 2.12.1 and 2.13.0.
 
 from __future__ import annotations
 
+import torch
 from torch._functorch._aot_autograd.descriptors import AOTInput, PlainAOTInput, SubclassGetAttrAOTInput
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._guards import detect_fake_mode
 from torch._inductor.custom_graph_pass import CustomGraphPass, CustomPartitionerFn
+from torch._library.fake_class_registry import FakeScriptObject
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx import Node
+from torch.fx import GraphModule, Node
 
 __all__ = [
     "CustomGraphPass",
@@ -19,7 +21,37 @@ __all__ = [
     "captured_input",
     "detect_fake_mode",
     "min_cut_rematerialization_partition",
+    "put_opaque_values_last",
 ]
+
+
+def put_opaque_values_last(forward: GraphModule, backward: GraphModule, *, num_fwd_outputs: int) -> None:
+    """Restores the order of saved values that AOTAutograd counts on: tensors, then opaque objects, then symbolic sizes.
+
+    Where a checkpoint region draws random numbers, torch's partitioner appends the generators' states behind the opaque
+    objects (a `DTensor`'s mesh), in the forward's outputs as well as in the backward's inputs (2.11.0 to 2.13.0).
+    """
+    (output,) = forward.graph.find_nodes(op="output")
+    values = list(output.args[0])
+    saved = values[num_fwd_outputs:]
+    ordered = sorted(saved, key=_kind_of_saved_value)  # stable
+    if ordered != saved:
+        output.args = ((*values[:num_fwd_outputs], *ordered),)
+        forward.recompile()
+    inputs = backward.graph.find_nodes(op="placeholder")
+    first_tangent = next((node for node in inputs if "tangents" in node.name), None)
+    opaque = [node for node in inputs if _kind_of_saved_value(node) == 1]
+    if first_tangent is not None and opaque:
+        for node in opaque:
+            first_tangent.prepend(node)
+        backward.recompile()
+
+
+def _kind_of_saved_value(node: Node) -> int:
+    value = node.meta.get("val")
+    if isinstance(value, FakeScriptObject):
+        return 1
+    return 0 if isinstance(value, torch.Tensor) else 2
 
 
 def captured_input(placeholder: Node) -> int | None:

@@ -15,7 +15,13 @@ from torch.fx import Graph, GraphModule
 from typing_extensions import Self
 
 from .base import MeshAxis, ParamInfo, PassContext, Phase
-from .compat import CustomGraphPass, CustomPartitionerFn, captured_input, min_cut_rematerialization_partition
+from .compat import (
+    CustomGraphPass,
+    CustomPartitionerFn,
+    captured_input,
+    min_cut_rematerialization_partition,
+    put_opaque_values_last,
+)
 from .graph import placeholders
 from .runner import Runner
 
@@ -74,6 +80,7 @@ class Partitioner(_HeldByReference, CustomPartitionerFn):
         """Returns the forward and the backward graph of a joint graph."""
         self._runner.run(gm, self._facts.context(gm, Phase.JOINT))
         forward, backward = min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
+        put_opaque_values_last(forward, backward, num_fwd_outputs=kwargs["num_fwd_outputs"])
         self._runner.run(forward, self._facts.context(forward, Phase.FORWARD))
         self._runner.run(backward, self._facts.context(backward, Phase.BACKWARD))
         return forward, backward

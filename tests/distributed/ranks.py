@@ -97,7 +97,11 @@ def _serve(pipe: Connection) -> None:
             return
         try:
             dist.init_process_group(
-                "gloo", store=dist.FileStore(store, world), rank=rank, world_size=world, timeout=timedelta(seconds=timeout_s)
+                "gloo",
+                store=dist.FileStore(store, world),
+                rank=rank,
+                world_size=world,
+                timeout=timedelta(seconds=timeout_s),
             )
             torch._dynamo.reset()
             result = function(*args, **kwargs)

@@ -1,0 +1,124 @@
+"""Unmodified transformers models, built from configs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import dsgraph
+from tests.distributed.training import ATOL, RTOL, full
+
+pytestmark = pytest.mark.distributed
+
+VOCAB = 64
+DECODER: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+}
+ENCODER: dict[str, Any] = {
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "hidden_dropout_prob": 0.0,
+    "attention_probs_dropout_prob": 0.0,
+}
+
+
+def _build(name: str) -> torch.nn.Module:
+    import transformers as tf
+
+    torch.manual_seed(0)
+    builders: dict[str, Callable[[], torch.nn.Module]] = {
+        "llama": lambda: tf.LlamaForCausalLM(tf.LlamaConfig(**DECODER)),
+        "qwen3": lambda: tf.Qwen3ForCausalLM(tf.Qwen3Config(**DECODER, head_dim=8)),
+        "mixtral": lambda: tf.MixtralForCausalLM(
+            tf.MixtralConfig(**DECODER, num_local_experts=4, num_experts_per_tok=2)
+        ),
+        "gpt2": lambda: tf.GPT2LMHeadModel(
+            tf.GPT2Config(
+                vocab_size=VOCAB,
+                n_embd=16,
+                n_layer=2,
+                n_head=2,
+                n_positions=32,
+                resid_pdrop=0,
+                embd_pdrop=0,
+                attn_pdrop=0,
+            )
+        ),
+        "bert": lambda: tf.BertForMaskedLM(tf.BertConfig(vocab_size=VOCAB, **ENCODER)),
+        "t5": lambda: tf.T5ForConditionalGeneration(
+            tf.T5Config(
+                vocab_size=VOCAB,
+                d_model=16,
+                d_kv=8,
+                d_ff=32,
+                num_layers=2,
+                num_heads=2,
+                dropout_rate=0,
+                decoder_start_token_id=0,
+                pad_token_id=0,
+            )
+        ),
+        "vit": lambda: tf.ViTForImageClassification(tf.ViTConfig(**ENCODER, image_size=16, patch_size=8, num_labels=5)),
+    }
+    return builders[name]()
+
+
+def _batch(name: str, step: int, rank: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    if name == "vit":
+        return {
+            "pixel_values": torch.randn(2, 3, 16, 16, generator=generator),
+            "labels": torch.randint(0, 5, (2,), generator=generator),
+        }
+    ids = torch.randint(1, VOCAB, (2, 8), generator=generator)
+    return {"input_ids": ids, "labels": ids}
+
+
+def _train(name: str, checkpointing: bool = False) -> None:
+    rank, world = dist.get_rank(), dist.get_world_size()
+    alone, model = _build(name), _build(name)
+    if checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    sharded = dsgraph.partition(model, stage=3, keep_whole_below=0)
+    compiled = torch.compile(sharded, backend="dsgraph", options={"codegen": "eager"})
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9) for m in (sharded, alone)]
+    for step in range(2):
+        loss = compiled(**_batch(name, step, rank)).loss
+        loss.backward()
+        losses = [alone(**_batch(name, step, other)).loss for other in range(world)]
+        (sum(losses) / world).backward()
+        torch.testing.assert_close(loss, losses[rank], rtol=RTOL, atol=ATOL)
+        for (key, mine), theirs in zip(sharded.named_parameters(), alone.parameters(), strict=True):
+            assert (mine.grad is None) == (theirs.grad is None), key
+            if mine.grad is not None:
+                _check(full(mine.grad), theirs.grad, f"gradient of {key}")
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    for (key, mine), theirs in zip(sharded.named_parameters(), alone.parameters(), strict=True):
+        _check(full(mine), theirs, f"parameter {key}")
+    assert sharded.state_dict().keys() == alone.state_dict().keys()
+
+
+def _check(mine: torch.Tensor, theirs: torch.Tensor, what: str) -> None:
+    torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-6, msg=lambda text: f"{what}: {text}")
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gpt2", "bert", "t5", "vit", "mixtral"])
+def test_trains_as_in_one_process(ranks, name):
+    ranks(2).run(_train, name)
+
+
+def test_gradient_checkpointing(ranks):
+    ranks(2).run(_train, "llama", checkpointing=True)
