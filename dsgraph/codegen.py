@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch.fx import GraphModule
 
 from dsgraph.passes import CaptureFacts, InferenceLowering, Partitioner, Phase, Runner
@@ -39,7 +40,7 @@ class Compilation:
 
     def compile(self, gm: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         """Rewrites and compiles `gm`; the result takes the inputs that `gm` takes."""
-        self._runner.run(gm, self._facts.context(gm, Phase.CAPTURE))
+        self._runner.run(gm, self._facts.context(gm, Phase.CAPTURE, inference=not torch.is_grad_enabled()))
         if self._options.codegen == "eager":
             return self._compile_eager(gm, inputs)
         return self._compile_inductor(gm, inputs)

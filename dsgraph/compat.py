@@ -59,6 +59,16 @@ def keeping_version(tensors: tuple[torch.Tensor, ...]) -> Any:
     return torch.autograd._unsafe_preserve_version_counter(tensors)
 
 
+def keep_static(tensor: torch.Tensor) -> None:
+    """Tells Dynamo that no size of `tensor` ever changes, even where everything else is dynamic."""
+    torch._dynamo.mark_static(tensor)
+
+
+def is_compiled(model: object) -> bool:
+    """Whether `model` is what `torch.compile(module)` returns."""
+    return isinstance(model, torch._dynamo.OptimizedModule)
+
+
 def only_inlined(function: Callable[..., Any]) -> None:
     """Keeps Dynamo from compiling calls of `function` by themselves; inside a bigger frame it is inlined as ever."""
     from torch._dynamo.eval_frame import skip_code

@@ -78,7 +78,7 @@ def _prepare_leaf(entry: ParameterState, state: PartitionState) -> None:
     source = shard if entry.replica is None else entry.replica
     if entry.leaf is None or entry.leaf.data_ptr() != source.data_ptr() or entry.leaf.dtype != source.dtype:
         entry.leaf = source
-        torch._dynamo.mark_static(source)
+        compat.keep_static(source)
     for module, attribute in entry.owners:
         held_by(module).leaves[attribute] = entry.leaf
     leaf = entry.leaf.requires_grad_(entry.param.requires_grad)

@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from . import compat
 from .errors import PartitionError
 
 
@@ -20,7 +21,7 @@ def refuse_model(model: object) -> None:
     Raises:
         PartitionError: Names what was found.
     """
-    if isinstance(model, torch._dynamo.OptimizedModule):
+    if compat.is_compiled(model):
         raise PartitionError("the model is compiled already: call dsgraph.partition first, then torch.compile")
     if not isinstance(model, nn.Module):
         raise PartitionError(f"partition takes a torch.nn.Module, found {type(model).__name__}")

@@ -1,8 +1,8 @@
 """The seam: what a partitioned module hands out when its forward asks for a parameter.
 
 `partition` gives a module's class one property a parameter (`property_for`). While Dynamo captures, its answer is a
-`dsgraph::gather_param` marker for the passes to lower. Otherwise it is the parameter itself, fetched by real collectives,
-so that a partitioned model is correct wherever it runs.
+`dsgraph::gather_param` marker for the passes to lower. Otherwise it is the parameter itself, fetched by real
+collectives, so that a partitioned model is correct wherever it runs.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ def property_for(name: str, layout: Layout) -> property:
     return property(read, doc=f"The full parameter {name!r}; its shard stands in `named_parameters()`.")
 
 
-@torch._dynamo.disable
+@torch.compiler.disable
 def _read_eagerly(module: nn.Module, name: str, layout: Layout) -> Tensor:
     param: Any = module._parameters[name]
     held, shard = held_by(module), param.to_local()

@@ -181,7 +181,7 @@ def new_replica(layout: Layout, shard: Tensor, partition: PartitionState) -> Ten
     """
     dtype, _ = layout.dtypes(shard.dtype)
     replica = torch.empty(layout.shape, dtype=dtype, device=shard.device)
-    torch._dynamo.mark_static(replica)  # a parameter, even where everything else is dynamic
+    compat.keep_static(replica)
     replica.dsgraph_partition = partition  # type: ignore[attr-defined]
     return replica
 

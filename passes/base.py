@@ -73,7 +73,7 @@ class PassContext:
         phase: The phase of the graph at hand.
         axes: The mesh axes whose groups the graph may name.
         params: Placeholder name -> parameter, for the parameters that `partition` manages.
-        inference: True when no backward follows.
+        inference: True when no backward follows; for a captured graph, when it starts with gradients switched off.
     """
 
     phase: Phase

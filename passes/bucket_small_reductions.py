@@ -10,6 +10,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from .base import GraphPass, PassContext, PassResult, Phase
+from .compat import OpOverload
 from .graph import bound_arguments, emit, fake_value, find_calls, replace_and_erase, sort_topologically
 
 aten = torch.ops.aten
@@ -80,7 +81,7 @@ def _leads_to_outputs_only(node: Node) -> bool:
         if user.op == "output":
             continue
         target = user.target
-        if not isinstance(target, torch._ops.OpOverload) or not (target.is_view or torch.Tag.pointwise in target.tags):
+        if not isinstance(target, OpOverload) or not (target.is_view or torch.Tag.pointwise in target.tags):
             return False
         if len(user.all_input_nodes) != 1 or not _leads_to_outputs_only(user):
             return False

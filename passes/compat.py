@@ -11,6 +11,7 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._guards import detect_fake_mode
 from torch._inductor.custom_graph_pass import CustomGraphPass, CustomPartitionerFn
 from torch._library.fake_class_registry import FakeScriptObject
+from torch._ops import HigherOrderOperator, OpOverload
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import GraphModule, Node
 
@@ -18,11 +19,17 @@ __all__ = [
     "CustomGraphPass",
     "CustomPartitionerFn",
     "FakeTensorMode",
+    "HigherOrderOperator",
+    "OpOverload",
     "captured_input",
     "detect_fake_mode",
     "min_cut_rematerialization_partition",
     "put_opaque_values_last",
+    "set_grad_enabled",
 ]
+
+# What `torch.no_grad()` becomes in a captured graph.
+set_grad_enabled = torch._C._set_grad_enabled
 
 
 def put_opaque_values_last(forward: GraphModule, backward: GraphModule, *, num_fwd_outputs: int) -> None:

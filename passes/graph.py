@@ -10,7 +10,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from dsgraph.inductor_ext import c10d_functional
 
-from .compat import detect_fake_mode
+from .compat import OpOverload, detect_fake_mode
 
 # Where a node came from; a node that replaces another inherits these.
 _PROVENANCE = ("stack_trace", "nn_module_stack", "source_fn_stack", "partitioner_tag", "seq_nr", "from_node", "custom")
@@ -37,7 +37,7 @@ def is_gather_marker(node: Node) -> bool:
 def bound_arguments(node: Node) -> dict[str, Any]:
     """Arguments of a call to a torch op by their names in its schema, defaults filled in."""
     target = node.target
-    if not isinstance(target, torch._ops.OpOverload):
+    if not isinstance(target, OpOverload):
         raise TypeError(f"{node} calls {target}, which has no schema to bind its arguments by")
     bound = {}
     for position, argument in enumerate(target._schema.arguments):
@@ -83,7 +83,7 @@ def is_collective(node: Node) -> bool:
     target = node.target
     return (
         node.op == "call_function"
-        and isinstance(target, torch._ops.OpOverload)
+        and isinstance(target, OpOverload)
         and target.namespace == c10d_functional.name
         and target is not c10d_functional.wait_tensor.default
     )

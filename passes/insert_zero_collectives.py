@@ -14,6 +14,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 from dsgraph.inductor_ext import c10d_functional, chunk_rows
 
 from .base import GraphPass, PassContext, PassResult, Phase
+from .compat import OpOverload
 from .graph import bound_arguments, emit, fake_value, find_calls, replace_and_erase
 
 aten = torch.ops.aten
@@ -133,6 +134,6 @@ def _tag_for_recomputation(gathered: Iterable[Node]) -> None:
 
 def _is_cheap(node: Node) -> bool:
     target: Any = node.target
-    if not isinstance(target, torch._ops.OpOverload) or node.meta.get("partitioner_tag") == "is_backward":
+    if not isinstance(target, OpOverload) or node.meta.get("partitioner_tag") == "is_backward":
         return False
     return target.is_view or torch.Tag.pointwise in target.tags or target is aten._to_copy.default

@@ -6,11 +6,10 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
-from torch._ops import HigherOrderOperator
 from torch.fx import GraphModule, Node
 
 from .base import GraphPass, PassContext, PassResult, Phase
+from .compat import HigherOrderOperator, set_grad_enabled
 from .graph import all_graph_modules, is_gather_marker, replace_and_erase
 
 
@@ -32,16 +31,17 @@ class MergeGathers(GraphPass):
     provides: ClassVar[frozenset[str]] = frozenset({"merged-gathers"})
 
     def run(self, gm: GraphModule, ctx: PassContext) -> PassResult:
-        return PassResult(changed=sum(_merge(module) for module in all_graph_modules(gm)))
+        # With which grad mode the body of a checkpoint region starts is not known here: it matches no other.
+        modes = ((module, not ctx.inference if module is gm else None) for module in all_graph_modules(gm))
+        return PassResult(changed=sum(_merge(module, mode) for module, mode in modes))
 
 
-def _merge(gm: GraphModule) -> int:
+def _merge(gm: GraphModule, grad_mode: object) -> int:
     first: dict[Hashable, Node] = {}
     merged = 0
-    grad_mode: object = None  # None: as on entry; every change of it is a node of the graph
     for node in list(gm.graph.nodes):
-        if node.op == "call_function" and node.target is torch._C._set_grad_enabled:
-            grad_mode = node.args[0]
+        if node.op == "call_function" and node.target is set_grad_enabled:
+            grad_mode = node.args[0]  # every change of the mode is a node of the graph
         elif _is_to_local(node) or is_gather_marker(node):
             if not all(_is_only_read(argument) for argument in node.all_input_nodes):
                 continue

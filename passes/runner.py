@@ -93,10 +93,11 @@ class Runner:
 def _tidy(item: GraphPass, gm: GraphModule, ctx: PassContext) -> None:
     # A captured graph still holds in-place torch functions, which FX cannot tell from pure ones: there, a pass removes
     # what it made useless itself.
-    if ctx.phase is not Phase.CAPTURE:
-        gm.graph.eliminate_dead_code()
     try:
+        if ctx.phase is not Phase.CAPTURE:
+            gm.graph.eliminate_dead_code()
         gm.graph.lint()
     except Exception as error:
-        raise PassError(f"pass {item.name} left a malformed {ctx.phase.value} graph: {error}") from error
+        first_line = str(error).partition("\n")[0]
+        raise PassError(f"pass {item.name} left a malformed {ctx.phase.value} graph: {first_line}") from error
     gm.recompile()

@@ -1,0 +1,92 @@
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import pytest
+from torch.fx import GraphModule
+
+import dsgraph
+from dsgraph.passes import GraphPass, PassContext, PassError, PassResult, Phase, Pipeline, default_pipeline, graph_pass
+
+
+@dataclass(frozen=True)
+class Late(GraphPass):
+    amount: int = 1
+    phase: ClassVar[Phase] = Phase.BACKWARD
+
+    def run(self, gm: GraphModule, ctx: PassContext) -> PassResult:
+        return PassResult()
+
+
+@graph_pass(phase="forward", requires={"zero-collectives"})
+def early(gm, ctx):
+    return 0
+
+
+def test_passes_run_phase_by_phase_in_the_order_listed():
+    pipeline = default_pipeline() + [Late(), early]
+    assert [item.name for item in pipeline] == [
+        "merge_gathers",
+        "bucket_small_reductions",
+        "insert_zero_collectives",
+        "choose_collective_algorithms",
+        "early",
+        "late",
+    ]
+    assert [item.name for item in pipeline.of(Phase.FORWARD)] == ["early"]
+
+
+def test_missing_requirement_is_named():
+    with pytest.raises(PassError, match=r"pass early requires 'zero-collectives'.*add a pass that provides"):
+        Pipeline([early])
+
+
+def test_without():
+    assert "merge_gathers" not in {item.name for item in default_pipeline().without("merge_gathers")}
+    with pytest.raises(PassError, match="no pass called 'merge_gaters'"):
+        default_pipeline().without("merge_gaters")
+
+
+def test_what_is_no_pass_is_refused():
+    with pytest.raises(PassError, match=r"found <class .*Late.*make an instance"):
+        Pipeline([Late])
+
+
+def test_two_passes_of_one_name_are_refused():
+    with pytest.raises(PassError, match="late stands in the pipeline twice"):
+        Pipeline([Late(1), Late(2)])
+
+
+def test_unknown_phase_is_refused():
+    with pytest.raises(ValueError, match="'middle' is not a valid Phase"):
+        graph_pass(phase="middle")
+
+
+def test_fingerprint_tells_options_and_code_apart():
+    assert Late(1).fingerprint() == Late(1).fingerprint()
+    assert Late(1).fingerprint() != Late(2).fingerprint()
+    assert early.fingerprint() != Late(1).fingerprint()
+    assert default_pipeline().fingerprint() == default_pipeline().fingerprint()
+
+
+def test_a_closure_cannot_be_identified():
+    secret = 3
+
+    @graph_pass(phase="joint")
+    def hidden(gm, ctx):
+        return secret
+
+    assert hidden.fingerprint() is None
+    assert Pipeline([hidden]).fingerprint() is None
+
+
+def test_public_names():
+    assert dsgraph.Pipeline is Pipeline
+    assert dsgraph.default_pipeline is default_pipeline
+    assert dsgraph.graph_pass is graph_pass
+
+
+def test_passes_that_need_a_mesh_can_be_left_out():
+    assert len(default_pipeline().without_mesh()) == 0
+    assert [item.name for item in (default_pipeline() + [Late()]).without_mesh()] == ["late"]

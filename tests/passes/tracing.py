@@ -1,0 +1,61 @@
+"""Small graphs for pass tests."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule
+from torch.fx.experimental.proxy_tensor import make_fx
+
+import dsgraph  # noqa: F401  # registers the ops
+from dsgraph.passes import MeshAxis, PassContext, PassResult, Phase, Pipeline, Runner
+from dsgraph.passes.base import GraphPass
+
+SHARD = MeshAxis("shard", 2, "0", "nccl")
+GLOO = MeshAxis("shard", 2, "0", "gloo")
+OUTER = MeshAxis("replicate", 2, "1", "nccl")
+
+
+def gather(shard: Tensor, shape: Sequence[int], replica: Tensor | None = None, **how: Any) -> Tensor:
+    options = {"dtype": torch.float32, "reduce_dtype": torch.float32, "group": "0", "outer_groups": []}
+    return torch.ops.dsgraph.gather_param(shard, replica, shape, **(options | how))
+
+
+def reduce(grad: Tensor, shard_shape: Sequence[int], **how: Any) -> Tensor:
+    options = {"dtype": torch.float32, "reduce_dtype": torch.float32, "group": "0", "outer_groups": []}
+    return torch.ops.dsgraph.reduce_grad(grad, shard_shape, **(options | how))
+
+
+def trace(function: Callable[..., Any], *inputs: Tensor) -> GraphModule:
+    """The ATen graph of `function`, with fake values on its nodes."""
+    return make_fx(function, tracing_mode="fake")(*inputs)
+
+
+def run_pass(graph_pass: GraphPass, gm: GraphModule, *axes: MeshAxis, providing: Sequence[str] = ()) -> PassResult:
+    """Runs one pass under the runner, with whatever it requires taken as given."""
+    ctx = PassContext(phase=graph_pass.phase, axes=axes or (SHARD,))
+    runner = Runner(Pipeline([Providing(frozenset(graph_pass.requires)), graph_pass]))
+    runner.run(gm, ctx)
+    record = runner.records[-1]
+    return PassResult(record.changed, record.notes)
+
+
+class Providing(GraphPass):
+    """Changes nothing and provides what a test needs."""
+
+    phase = Phase.CAPTURE
+
+    def __init__(self, facts: frozenset[str]) -> None:
+        object.__setattr__(self, "provides", facts)
+
+    def run(self, gm: GraphModule, ctx: PassContext) -> PassResult:
+        return PassResult()
+
+
+def code(gm: GraphModule) -> str:
+    """The graph's Python text, without types and blank lines."""
+    lines = gm.graph.python_code("self").src.splitlines()
+    return "\n".join(line.split(";")[0].rstrip() for line in lines if line.strip() and not line.startswith("import"))
