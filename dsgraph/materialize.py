@@ -137,11 +137,10 @@ def _materialize_module(
         module._parameters.update(sharded)
         module.__class__ = partitioned_class
     for name, param in sharded.items():
-        entry, state = entries[id(param)]
         value = full_values.pop(name)
         assert value is not None
-        if param.is_meta:
-            _keep_rows(entry, state, value.detach())
+        if param.is_meta:  # else it is tied to a module that came earlier, whose values stand
+            _keep_rows(*entries[id(param)], value.detach())
 
 
 def _keep_rows(entry: ParameterState, state: PartitionState, full: Tensor) -> None:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from . import compat
+from .errors import PartitionError
 
 if TYPE_CHECKING:
     from .state import HeldParameters
@@ -95,6 +96,11 @@ def property_for(name: str, layout: Layout) -> property:
         param: Any = self._parameters[name]
         if not isinstance(param, DTensor):
             return param
+        if param.is_meta:
+            raise PartitionError(
+                f"parameter {name!r} of {type(self).__name__} is on the meta device: "
+                "call dsgraph.materialize(model, device) before the first forward"
+            )
         if not torch.compiler.is_compiling():
             return _read_eagerly(self, name, layout)
         if may_stay_local and held_by(self).partition.gradients_stay_local:

@@ -1,0 +1,70 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import dsgraph
+from dsgraph.options import BackendOptions, parse_options
+
+
+def test_defaults():
+    options = parse_options(None, {})
+    assert options == BackendOptions()
+    assert options.codegen == "inductor"
+    assert [item.name for item in options.pipeline] == [item.name for item in dsgraph.default_pipeline()]
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"codgen": "eager"}, r"unknown option 'codgen'; did you mean 'codegen'\?; known: codegen, dump, inductor"),
+        ({"zzz": 1}, r"unknown option 'zzz'; known:"),
+        ({"codegen": "eagr"}, r"option 'codegen' is 'eagr'; did you mean 'eager'\?; it takes 'inductor' or 'eager'"),
+        ({"strict": "yes"}, r"option 'strict' is 'yes'"),
+        ({"pipeline": ["merge"]}, r"option 'pipeline' is .*a pipeline holds GraphPass objects, found 'merge'"),
+        ({"pipeline": 3}, r"option 'pipeline' is 3"),
+        ({"dump": 7}, r"option 'dump' is 7"),
+        (
+            {"codegen": "eager", "inductor": {"max_autotune": True}},
+            r"option 'inductor' has no effect with codegen='eager'",
+        ),
+    ],
+)
+def test_wrong_options_are_named(given, message):
+    with pytest.raises(dsgraph.OptionError, match=message):
+        parse_options(given, {})
+
+
+def test_dump_has_an_environment_variable():
+    assert parse_options({}, {"DSGRAPH_DUMP": "graphs"}).dump == Path("graphs")
+    assert parse_options({"dump": "here"}, {"DSGRAPH_DUMP": "graphs"}).dump == Path("here")
+
+
+def test_wrong_options_stop_torch_compile():
+    model = torch.compile(nn.Linear(2, 2), backend="dsgraph", options={"codgen": "eager"})
+    with pytest.raises(Exception, match=r"did you mean 'codegen'\?"):
+        model(torch.randn(1, 2))
+
+
+def test_compile_refuses_before_it_changes_anything(one_rank):
+    model = nn.Linear(2, 2)
+    with pytest.raises(
+        dsgraph.OptionError, match=r"compile: unknown option 'parm_dtype'; did you mean 'param_dtype'\?"
+    ):
+        dsgraph.compile(model, parm_dtype=torch.bfloat16)
+    with pytest.raises(dsgraph.OptionError, match="'eagr'"):
+        dsgraph.compile(model, codegen="eagr")
+    assert type(model) is nn.Linear
+
+
+def test_compile_partitions_and_compiles(one_rank):
+    torch.manual_seed(0)
+    alone = nn.Linear(3, 2)
+    torch.manual_seed(0)
+    model = dsgraph.compile(nn.Linear(3, 2), stage=3, keep_whole_below=0, codegen="eager", fullgraph=True)
+    x = torch.randn(4, 3)
+    assert torch.equal(model(x), alone(x))
+    assert [name for name, _ in model.named_parameters()] == ["_orig_mod.weight", "_orig_mod.bias"]

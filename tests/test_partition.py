@@ -1,0 +1,220 @@
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+import dsgraph
+from tests.models import build
+
+pytestmark = pytest.mark.usefixtures("one_rank")
+
+
+def _net() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2))
+
+
+def test_nothing_else_about_the_model_changes():
+    model = build("tied")
+    names, text, keys = [n for n, _ in model.named_parameters()], repr(model), list(model.state_dict())
+    model.embedding.weight.no_decay = True
+    buffers = dict(model.named_buffers())
+    assert dsgraph.partition(model, keep_whole_below=20) is model
+    assert [n for n, _ in model.named_parameters()] == names
+    assert repr(model) == text
+    assert list(model.state_dict()) == keys
+    assert dict(model.named_buffers()) == buffers
+    params = dict(model.named_parameters())
+    assert all(isinstance(param, DTensor) and isinstance(param, nn.Parameter) for param in params.values())
+    assert params["embedding.weight"].placements == (Shard(0),)
+    assert params["norm.weight"].placements == (Replicate(),), "16 elements are below 20"
+    assert params["embedding.weight"].no_decay
+    assert model.embedding._parameters["weight"] is model.head._parameters["weight"], "still tied"
+    assert isinstance(model.embedding, nn.Embedding)
+
+
+def test_stages_place_parameters():
+    for stage, placement in ((0, Replicate()), (1, Shard(0)), (2, Shard(0)), (3, Shard(0))):
+        model = dsgraph.partition(_net(), stage=stage, keep_whole_below=0)
+        assert {param.placements for param in model.parameters()} == {(placement,)}
+
+
+def test_scalars_and_empty_parameters_stay_whole():
+    model = dsgraph.partition(build("uneven"), keep_whole_below=0)
+    whole = {name for name, param in model.named_parameters() if param.placements == (Replicate(),)}
+    assert whole == {"scalar", "empty"}
+
+
+def test_integers_are_not_cast():
+    model = _net()
+    model.register_parameter("table", nn.Parameter(torch.arange(8), requires_grad=False))
+    dsgraph.partition(model, keep_whole_below=0, param_dtype=torch.bfloat16)
+    assert model.table.dtype is torch.int64
+    assert model[0].weight.dtype is torch.bfloat16
+    assert model[0]._parameters["weight"].dtype is torch.float32
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"stage": 4}, "stage is 4; ZeRO stages are 0, 1, 2 and 3"),
+        ({"stage": "3"}, "stage is '3'"),
+        ({"stage": True}, "stage is True"),
+        ({"param_dtype": torch.int8}, "param_dtype is torch.int8; it takes a floating-point dtype"),
+        ({"reduce_dtype": "bf16"}, "reduce_dtype is 'bf16'"),
+        ({"keep_whole_below": -1}, "keep_whole_below is -1"),
+        ({"mesh": 2}, "mesh is 2; it takes a DeviceMesh"),
+    ],
+)
+def test_wrong_arguments(arguments, message):
+    model = _net()
+    with pytest.raises(dsgraph.PartitionError, match=message):
+        dsgraph.partition(model, **arguments)
+    assert type(model[0].weight) is nn.Parameter, "nothing was changed"
+
+
+def test_a_mesh_of_three_dimensions_is_refused():
+    mesh = init_device_mesh("cpu", (1, 1, 1))
+    with pytest.raises(dsgraph.PartitionError, match=r"mesh has 3 dimensions \(1, 1, 1\)"):
+        dsgraph.partition(_net(), mesh)
+
+
+def test_a_mesh_of_another_device_is_refused(monkeypatch):
+    mesh = init_device_mesh("cpu", (1,))
+    mesh._device_type = "cuda"
+    if mesh.device_type != "cuda":
+        pytest.fail("DeviceMesh keeps its device type elsewhere now")
+    with pytest.raises(dsgraph.PartitionError, match="mesh is on 'cuda', the model's parameters are on 'cpu'"):
+        dsgraph.partition(_net(), mesh)
+
+
+def _twice():
+    return dsgraph.partition(_net())
+
+
+def _part_of_a_partitioned_model():
+    return nn.Sequential(dsgraph.partition(_net()), nn.Linear(2, 2))
+
+
+def _compiled():
+    return torch.compile(_net())
+
+
+def _ddp():
+    return nn.parallel.DistributedDataParallel(_net())
+
+
+def _scripted():
+    return torch.jit.script(_net())
+
+
+def _lazy():
+    return nn.Sequential(nn.LazyLinear(3))
+
+
+def _sparse():
+    model = _net()
+    model.register_parameter("sparse", nn.Parameter(torch.eye(3).to_sparse()))
+    return model
+
+
+def _complex():
+    model = _net()
+    model.register_parameter("phase", nn.Parameter(torch.zeros(3, dtype=torch.complex64)))
+    return model
+
+
+def _with_gradient():
+    model = _net()
+    model(torch.randn(1, 4)).sum().backward()
+    return model
+
+
+def _hooked():
+    model = _net()
+    model[1].bias.register_hook(lambda grad: grad)
+    return model
+
+
+def _distributed_already():
+    from torch.distributed.fsdp import fully_shard
+
+    model = _net()
+    fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+    return model
+
+
+def _hidden():
+    model = _net()
+    model.shortcut = [model[1].weight]
+    return model
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (_twice, r"the model \(Sequential\) is partitioned already"),
+        (_part_of_a_partitioned_model, r"module '0' \(Sequential\) is partitioned already"),
+        (_compiled, "compiled already: call dsgraph.partition first"),
+        (_ddp, "averages gradients itself"),
+        (_scripted, "is a ScriptModule"),
+        (_lazy, r"parameter '0.weight' has no shape yet"),
+        (_sparse, "parameter 'sparse' has layout torch.sparse_coo"),
+        (_complex, "parameter 'phase' is complex"),
+        (_with_gradient, "parameter '0.weight' has a gradient.*zero_grad"),
+        (_hooked, "parameter '1.bias' has hooks"),
+        (_distributed_already, "parameter '0.weight' is a DTensor already"),
+        (_hidden, r"module '' \(Sequential\) holds parameter '1.weight' in its attribute 'shortcut' as well"),
+        (lambda: 3, "takes a torch.nn.Module, found int"),
+    ],
+)
+def test_what_cannot_be_partitioned_is_refused_by_name(make, message):
+    with pytest.raises(dsgraph.PartitionError, match=message):
+        dsgraph.partition(make(), keep_whole_below=0)
+
+
+def test_an_optimizer_made_before_is_refused():
+    model = _net()
+    optimizer = torch.optim.AdamW(model.parameters())
+    with pytest.raises(
+        dsgraph.PartitionError, match=r"AdamW was made before partition and holds 4 .*stale: make the optimizer"
+    ):
+        dsgraph.partition(model)
+    del optimizer
+    dsgraph.partition(model)
+
+
+def test_other_optimizers_do_not_matter():
+    other = torch.optim.SGD(_net().parameters(), lr=0.1)
+    dsgraph.partition(_net())
+    assert len(other.param_groups) == 1
+
+
+def test_accumulate_needs_a_partitioned_model():
+    with (
+        pytest.raises(dsgraph.PartitionError, match="accumulate: no partitioned module in Sequential"),
+        dsgraph.accumulate(_net()),
+    ):
+        pass
+
+
+def test_an_early_step_does_not_lose_local_gradients():
+    model = dsgraph.partition(_net(), stage=1, keep_whole_below=0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with dsgraph.accumulate(model):
+        model(torch.randn(1, 4)).sum().backward()
+    with pytest.raises(dsgraph.AccumulationError, match=r"parameter '0.weight'.*run the last micro-batch.*outside"):
+        optimizer.step()
+    model(torch.randn(1, 4)).sum().backward()
+    optimizer.step()
+
+
+def test_a_process_group_is_made_when_there_is_none():
+    dist.destroy_process_group()
+    model = dsgraph.partition(_net())
+    assert dist.get_world_size() == 1
+    assert next(model.parameters()).device_mesh.size() == 1
