@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -17,6 +18,8 @@ from dsgraph.passes.graph import all_graph_modules, bound_arguments, is_collecti
 
 from . import compat
 from .mesh import mesh_axes
+
+_OWN_FOLDER = str(Path(__file__).resolve().parent)
 
 
 def read_facts(gm: GraphModule, inputs: Sequence[Any]) -> CaptureFacts:
@@ -109,3 +112,12 @@ def _describe_marker(node: Node, axis_names: dict[str, str]) -> str:
 def _shape(node: Node) -> str:
     value = node.meta.get("val", node.meta.get("example_value"))
     return f"{list(value.shape)} {value.dtype}" if isinstance(value, torch.Tensor) else ""
+
+
+def attribute_markers_to_users(gm: GraphModule) -> None:
+    """Takes dsgraph's own frames off the markers' stack traces, so that graphs print the user's line for them."""
+    for module in all_graph_modules(gm):
+        for node in module.graph.nodes:
+            if node.stack_trace and (is_gather_marker(node) or node.target == "to_local"):
+                frames = re.split(r"(?m)^(?=  File )", node.stack_trace)
+                node.stack_trace = "".join(frame for frame in frames if _OWN_FOLDER not in frame)

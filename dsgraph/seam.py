@@ -96,7 +96,7 @@ def property_for(name: str, layout: Layout) -> property:
         param: Any = self._parameters[name]
         if not isinstance(param, DTensor):
             return param
-        if param.is_meta:
+        if param.device.type == "meta":  # a constant to Dynamo, unlike `is_meta`
             raise PartitionError(
                 f"parameter {name!r} of {type(self).__name__} is on the meta device: "
                 "call dsgraph.materialize(model, device) before the first forward"

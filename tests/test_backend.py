@@ -131,7 +131,10 @@ def test_the_dump_holds_every_step(one_rank, tmp_path):
     (folder,) = (tmp_path / "rank0").iterdir()
     names = {path.name for path in folder.iterdir()}
     assert {"capture-0-before.py", "capture-1-merge_gathers.py", "joint-2-insert_zero_collectives.py"} <= names
-    assert "gather_param" in (folder / "capture-0-before.py").read_text()
+    captured = (folder / "capture-0-before.py").read_text()
+    assert "gather_param" in captured
+    assert "seam.py" not in captured, "each marker stands under the user's line"
+    assert captured.count("in forward, code: q, k, v = self.qkv(x)") == 1
     assert "gather_param" not in (folder / "joint-2-insert_zero_collectives.py").read_text()
 
 
