@@ -14,6 +14,7 @@ from torch.distributed.tensor import DeviceMesh, DTensor, Shard
 from torch.fx import GraphModule, Node
 
 from dsgraph.passes import CaptureFacts, MeshAxis, ParamInfo
+from dsgraph.passes.compat import is_to_local
 from dsgraph.passes.graph import all_graph_modules, bound_arguments, is_collective, is_gather_marker, placeholders
 
 from . import compat
@@ -114,10 +115,17 @@ def _shape(node: Node) -> str:
     return f"{list(value.shape)} {value.dtype}" if isinstance(value, torch.Tensor) else ""
 
 
-def attribute_markers_to_users(gm: GraphModule) -> None:
-    """Takes dsgraph's own frames off the markers' stack traces, so that graphs print the user's line for them."""
+def normalize_markers(gm: GraphModule) -> None:
+    """Writes markers alike, whatever torch captured them, and prints them under the user's line.
+
+    The shard is read by a plain `to_local()`, which caches can hold; dsgraph's own frames come off stack traces.
+    """
     for module in all_graph_modules(gm):
-        for node in module.graph.nodes:
-            if node.stack_trace and (is_gather_marker(node) or node.target == "to_local"):
-                frames = re.split(r"(?m)^(?=  File )", node.stack_trace)
-                node.stack_trace = "".join(frame for frame in frames if _OWN_FOLDER not in frame)
+        for node in [node for node in module.graph.nodes if is_gather_marker(node)]:
+            shard = node.args[0]
+            if is_to_local(shard) and shard.op != "call_method":
+                shard.op, shard.target = "call_method", "to_local"
+            for part in (shard, node):
+                frames = re.split(r"(?m)^(?=  File )", part.stack_trace or "")
+                part.stack_trace = "".join(frame for frame in frames if _OWN_FOLDER not in frame)
+        module.recompile()

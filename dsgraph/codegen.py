@@ -12,7 +12,7 @@ from dsgraph.passes import CaptureFacts, InferenceLowering, Partitioner, Phase, 
 from dsgraph.passes.partitioner import source_hash
 
 from . import compat
-from .capture import attribute_markers_to_users, collective_lines
+from .capture import collective_lines, normalize_markers
 from .dump import GraphDump
 from .errors import OptionError
 from .options import BackendOptions
@@ -40,7 +40,7 @@ class Compilation:
 
     def compile(self, gm: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         """Rewrites and compiles `gm`; the result takes the inputs that `gm` takes."""
-        attribute_markers_to_users(gm)
+        normalize_markers(gm)
         self._runner.run(gm, self._facts.context(gm, Phase.CAPTURE, inference=not torch.is_grad_enabled()))
         if self._options.codegen == "eager":
             return self._compile_eager(gm, inputs)

@@ -5,6 +5,7 @@ Checked on torch 2.11.0, 2.12.1 and 2.13.0.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from importlib.metadata import entry_points
@@ -95,14 +96,14 @@ def compile_with_inductor(
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
     config: Any = torch.compiler.config
-    tagged = config.patch(cache_key_tag=cache_tag)
-    with tagged:
-        compiled: Any = compile_fx(
-            gm,
-            inputs,
-            inner_compile=tagged(compile_fx_inner),
-            config_patches=patches or None,
-        )
+
+    @functools.wraps(compile_fx_inner)
+    def compile_tagged(*args: Any, **kwargs: Any) -> Any:
+        with config.patch(cache_key_tag=cache_tag):  # the backward may be compiled long after this function is left
+            return compile_fx_inner(*args, **kwargs)
+
+    with config.patch(cache_key_tag=cache_tag):
+        compiled: Any = compile_fx(gm, inputs, inner_compile=compile_tagged, config_patches=patches or None)
     return cast("Callable[..., Any]", compiled)
 
 

@@ -76,7 +76,7 @@ def _kinds(tensors: Iterable[torch.Tensor]) -> set[str]:
 
 def _default_mesh(device: str | None) -> DeviceMesh:
     if device is None:
-        accelerator = torch.accelerator.current_accelerator()
+        accelerator = torch.accelerator.current_accelerator(check_available=True)
         device = accelerator.type if accelerator is not None else "cpu"
     if not dist.is_initialized():
         _join_process_group(device)

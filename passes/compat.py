@@ -23,6 +23,7 @@ __all__ = [
     "OpOverload",
     "captured_input",
     "detect_fake_mode",
+    "is_to_local",
     "min_cut_rematerialization_partition",
     "put_opaque_values_last",
     "set_grad_enabled",
@@ -59,6 +60,14 @@ def _kind_of_saved_value(node: Node) -> int:
     if isinstance(value, FakeScriptObject):
         return 1
     return 0 if isinstance(value, torch.Tensor) else 2
+
+
+def is_to_local(node: Node) -> bool:
+    """Whether a node of a captured graph takes a `DTensor`'s local tensor; torch 2.11 wraps it in a function a call."""
+    if node.op == "call_method":
+        return node.target == "to_local"
+    name = getattr(node.target, "__qualname__", "")
+    return node.op == "call_function" and name.startswith("TensorVariable.method_to_local.")
 
 
 def captured_input(placeholder: Node) -> int | None:

@@ -9,7 +9,7 @@ from typing import ClassVar
 from torch.fx import GraphModule, Node
 
 from .base import GraphPass, PassContext, PassResult, Phase
-from .compat import HigherOrderOperator, set_grad_enabled
+from .compat import HigherOrderOperator, is_to_local, set_grad_enabled
 from .graph import all_graph_modules, is_gather_marker, replace_and_erase
 
 
@@ -42,10 +42,10 @@ def _merge(gm: GraphModule, grad_mode: object) -> int:
     for node in list(gm.graph.nodes):
         if node.op == "call_function" and node.target is set_grad_enabled:
             grad_mode = node.args[0]  # every change of the mode is a node of the graph
-        elif _is_to_local(node) or is_gather_marker(node):
+        elif is_to_local(node) or is_gather_marker(node):
             if not all(_is_only_read(argument) for argument in node.all_input_nodes):
                 continue
-            key = (node.op, node.target, repr(node.args), repr(node.kwargs), grad_mode)
+            key = (is_gather_marker(node), repr(node.args), repr(node.kwargs), grad_mode)
             if key in first:
                 merged += is_gather_marker(node)
                 replace_and_erase(node, first[key])
@@ -54,13 +54,9 @@ def _merge(gm: GraphModule, grad_mode: object) -> int:
     return merged
 
 
-def _is_to_local(node: Node) -> bool:
-    return node.op == "call_method" and node.target == "to_local"
-
-
 def _is_only_read(node: Node) -> bool:
     """Whether all uses of a parameter, a shard or a replica are known to leave it as it is."""
     return all(
-        _is_to_local(user) or is_gather_marker(user) or isinstance(user.target, HigherOrderOperator)
+        is_to_local(user) or is_gather_marker(user) or isinstance(user.target, HigherOrderOperator)
         for user in node.users
     )

