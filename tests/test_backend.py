@@ -173,19 +173,19 @@ WARM_START = """
 import sys, torch, torch.distributed as dist
 import dsgraph
 from torch._dynamo.utils import counters
-from tests.models import build, tokens
+from tests.models import build, features
 
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 pipeline = eval(sys.argv[1])
-model = dsgraph.partition(build("gpt"), stage=3, keep_whole_below=0)
-torch.compile(model, backend="dsgraph", options={"pipeline": pipeline} if pipeline else {})(*tokens(0, 0)).backward()
+model = dsgraph.partition(build("frozen"), stage=3, keep_whole_below=0)
+torch.compile(model, backend="dsgraph", options={"pipeline": pipeline} if pipeline else {})(*features(0, 0)).backward()
 print(counters["aot_autograd"]["autograd_cache_hit"], counters["aot_autograd"]["autograd_cache_bypass"],
       counters["inductor"]["fxgraph_cache_hit"])
 """
 
 
 def _start(cache: Path, pipeline: str = "None") -> list[int]:
-    """Compiles and trains one step in a new process; returns hits and bypasses of AOTAutograd's cache, and Inductor's hits."""
+    """Trains one step in a new process; returns hits and bypasses of AOTAutograd's cache, and hits of Inductor's."""
     done = subprocess.run(
         [sys.executable, "-c", WARM_START, pipeline],
         env={**__import__("os").environ, "TORCHINDUCTOR_CACHE_DIR": str(cache)},
