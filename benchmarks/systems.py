@@ -1,0 +1,158 @@
+"""The systems that train a model in parallel: how each one is set up for the same model, optimizer and ranks.
+
+A system is imported where it is set up, so that no process holds one that it does not measure.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from examples.gpt import GPT
+
+Step = Callable[[Tensor, Tensor], Tensor]  # one step of training on (tokens, targets); returns the loss
+
+
+@dataclass(frozen=True)
+class System:
+    """One system.
+
+    Attributes:
+        setup: Makes of a plain model the function that trains it; called on every rank.
+        memory: Memory class: the ZeRO stage whose memory it needs. Ratios are taken within a class.
+        is_peer: Whether dsgraph is compared with it.
+        alone: Each rank trains the whole batch by itself, without any communication.
+        world: Number of ranks, where it is not the run's.
+        environ: Environment variables that must be set before it is imported.
+        package: The distribution that it needs besides torch.
+    """
+
+    setup: Callable[[GPT], Step]
+    memory: int | None = None
+    is_peer: bool = False
+    alone: bool = False
+    world: int | None = None
+    environ: tuple[tuple[str, str], ...] = ()
+    package: str | None = None
+
+    @property
+    def is_installed(self) -> bool:
+        """Whether its package is there."""
+        return self.package is None or importlib.util.find_spec(self.package) is not None
+
+
+def _optimizer(model: GPT) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+
+
+def _trainer(model: Callable[..., Tensor], optimizer: torch.optim.Optimizer) -> Step:
+    def step(tokens: Tensor, targets: Tensor) -> Tensor:
+        loss = model(tokens, targets)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    return step
+
+
+def _single(model: GPT, *, compiled: bool = False) -> Step:
+    return _trainer(torch.compile(model) if compiled else model, _optimizer(model))
+
+
+def _ddp(model: GPT) -> Step:
+    return _trainer(nn.parallel.DistributedDataParallel(model), _optimizer(model))
+
+
+def _fsdp2(model: GPT, *, compiled: bool = False, split_root: bool = False) -> Step:
+    """One group a block and one for the rest, or, with `split_root`, one each for the embedding and the output layer.
+
+    The whole model is compiled: compiled block by block it was no faster, and it needed as much memory.
+    """
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),))
+    groups = [*model.blocks, *([model.embedding, [model.norm, model.head]] if split_root else []), model]
+    for group in groups:
+        fully_shard(group, mesh=mesh)
+    return _trainer(torch.compile(model) if compiled else model, _optimizer(model))
+
+
+def _deepspeed(model: GPT, *, stage: int) -> Step:
+    """With the bucket sizes that transformers derives from the model's width ("auto").
+
+    DeepSpeed's own defaults are made for models a thousand times as large: buffers of 2 GB, and a stage 3 that gathers
+    the whole model at once.
+    """
+    import deepspeed
+
+    width = model.config.width
+    zero = {"stage": stage, "reduce_bucket_size": width**2, "allgather_bucket_size": width**2}
+    if stage == 3:
+        zero |= {
+            "stage3_prefetch_bucket_size": int(0.9 * width**2),
+            "stage3_param_persistence_threshold": 10 * width,
+        }
+    config = {
+        "train_micro_batch_size_per_gpu": 1,  # only logs and learning-rate rules look at it
+        "gradient_accumulation_steps": 1,
+        "zero_optimization": zero,
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+    }
+    engine, *_ = deepspeed.initialize(model=model, optimizer=_optimizer(model), config=config)
+
+    def step(tokens: Tensor, targets: Tensor) -> Tensor:
+        loss = engine(tokens, targets)
+        engine.backward(loss)
+        engine.step()  # sets gradients to zero as well
+        return loss.detach()
+
+    return step
+
+
+def _dsgraph(model: GPT, *, stage: int, codegen: str) -> Step:
+    import dsgraph
+
+    dsgraph.partition(model, stage=stage)
+    return _trainer(torch.compile(model, backend="dsgraph", options={"codegen": codegen}), _optimizer(model))
+
+
+def _deepspeed_systems() -> dict[str, System]:
+    environ = (("DS_ACCELERATOR", "cpu"),)
+    return {
+        f"deepspeed-{stage}": System(
+            partial(_deepspeed, stage=stage), memory=stage, is_peer=True, environ=environ, package="deepspeed"
+        )
+        for stage in (1, 2, 3)
+    }
+
+
+def _dsgraph_systems() -> dict[str, System]:
+    return {
+        f"dsgraph-{stage}{suffix}": System(partial(_dsgraph, stage=stage, codegen=codegen), memory=stage)
+        for codegen, suffix in (("inductor", ""), ("eager", "-eager"))
+        for stage in (0, 1, 2, 3)
+    }
+
+
+# In the order of the table. `single` is the reference of losses, `single-compile` that of compile time; the same on all
+# ranks at once shows how much of a compile time is owed to the ranks' sharing of the machine.
+SYSTEMS = {
+    "single": System(_single, alone=True, world=1),
+    "single-compile": System(partial(_single, compiled=True), alone=True, world=1),
+    "single-compile-each": System(partial(_single, compiled=True), alone=True),
+    "ddp": System(_ddp, memory=0, is_peer=True),
+    "fsdp2": System(_fsdp2, memory=3, is_peer=True),
+    "fsdp2-compile": System(partial(_fsdp2, compiled=True), memory=3, is_peer=True),
+    "fsdp2-split": System(partial(_fsdp2, split_root=True), memory=3, is_peer=True),
+    "fsdp2-split-compile": System(partial(_fsdp2, compiled=True, split_root=True), memory=3, is_peer=True),
+    **_deepspeed_systems(),
+    **_dsgraph_systems(),
+}

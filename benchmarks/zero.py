@@ -1,0 +1,241 @@
+"""ZeRO side by side: DDP, FSDP2, DeepSpeed and dsgraph, with the same model, data, optimizer and ranks, in one run.
+
+    python -m benchmarks.zero --json out.json
+
+Columns, over the ranks of a system:
+    step_s        seconds a step: forward, backward, optimizer; the slowest rank, median over steps taken in turn
+    peak_mb       most bytes of tensors alive at once on a rank in a step, in 10**6
+    first_step_s  seconds of the first step, which compiles with empty caches
+    wire_mb       bytes that a rank must send a step, in 10**6, see `benchmarks.wire`
+    loss          mean over the ranks, in the 20th step
+
+The printed table adds step time and peak memory over those of the best peer of the same memory class.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import statistics
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+from .memory import build_counter
+from .report import MB, Check, Report, Row, add_arguments, machine, ratio
+from .systems import SYSTEMS
+from .training import Training, Workload
+from .workers import WorkerError, Workers
+
+LOSS_STEP = 20  # whose loss is compared
+PEAK_STEPS = 2
+WARM_UP = 1 + PEAK_STEPS + 1  # the first, those that measure memory, the one that counts bytes sent
+STEPS_A_TURN = 2
+LEAST_STEPS = LOSS_STEP - WARM_UP
+
+NOT_BY_DEFAULT = ("fsdp2-split", "fsdp2-split-compile")
+QUICK = ("single", "ddp", "fsdp2", "dsgraph-3-eager")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the benchmark; returns the exit code: 1 when a system failed, otherwise 0, whatever the figures are."""
+    options = _parse(arguments)
+    workload = Workload(batch=options.batch, length=options.time, world=options.world)
+    workload = workload.quick() if options.quick else workload
+    report = Report(machine=machine(["deepspeed"]))
+    with tempfile.TemporaryDirectory() as folder:
+        comparison = Comparison(workload, build_counter(Path(folder)))
+        try:
+            for name in _installed(options.systems):
+                comparison.start(name)
+            comparison.take_turns(options.steps)
+            report.rows = comparison.rows(options.systems)
+        finally:
+            comparison.close()
+    report.checks = checks(report.rows, world=workload.world)
+    report.print(with_ratios(report.rows))
+    _print_compile_times(report.rows)
+    report.write(options.json)
+    for error in comparison.errors:
+        print(f"\nFAILED {error}", file=sys.stderr)
+    return 1 if comparison.errors else 0
+
+
+class Comparison:
+    """The systems of one run, each in processes of its own.
+
+    Attributes:
+        errors: What went wrong, one text a system that failed. The others go on.
+    """
+
+    def __init__(self, workload: Workload, counter: Path | None) -> None:
+        self._workload = workload
+        self._counter = counter
+        self._groups: dict[str, Workers] = {}
+        self._rows: dict[str, Row] = {}
+        self._step_times: dict[str, list[float]] = {}
+        self.errors: list[str] = []
+        if counter is None:
+            print("no C++ compiler: peak_mb is not measured", flush=True)
+
+    def start(self, name: str) -> None:
+        """Starts a system, alone, and measures all that needs no turns: compiling, memory, bytes sent."""
+        system = SYSTEMS[name]
+        world = system.world or self._workload.world
+        with self._noting_failure(name):
+            group = self._groups[name] = Workers(
+                name, Training, system, self._workload, self._counter, world=world, environ=dict(system.environ)
+            )
+            first = max(group.call("first_step"))
+            peaks, sent = group.call("peak_bytes", PEAK_STEPS), group.call("sent_bytes")
+            self._step_times[name] = []
+            self._rows[name] = {
+                "system": name,
+                "world": world,
+                "step_s": None,
+                "peak_mb": None if None in peaks else max(peaks) / MB,
+                "first_step_s": first,
+                "wire_mb": None if None in sent else max(sent) / MB,
+                "loss": None,
+            }
+            print(f"{name}: first step {first:.2f} s", flush=True)
+
+    def take_turns(self, steps: int) -> None:
+        """Times `steps` steps of every system, a few at a time, round after round, so that all see the same load."""
+        for done in range(0, steps, STEPS_A_TURN):
+            for name in list(self._groups):
+                with self._noting_failure(name):
+                    by_rank = self._groups[name].call("timed_steps", min(STEPS_A_TURN, steps - done))
+                    self._step_times[name] += map(max, zip(*by_rank, strict=True))
+
+    def rows(self, order: Sequence[str]) -> list[Row]:
+        """One row a system that got through, in the given order."""
+        for name in list(self._groups):
+            with self._noting_failure(name):
+                losses = [rank[LOSS_STEP - 1] for rank in self._groups[name].call("losses")]
+                step = statistics.median(self._step_times[name])
+                self._rows[name] |= {"step_s": step, "loss": statistics.fmean(losses)}
+        return [self._rows[name] for name in order if name in self._groups]
+
+    def close(self) -> None:
+        """Ends all processes."""
+        for group in self._groups.values():
+            group.dismiss()
+        for group in self._groups.values():
+            group.close()
+
+    @contextlib.contextmanager
+    def _noting_failure(self, name: str) -> Iterator[None]:
+        try:
+            yield
+        except WorkerError as error:  # its group has closed itself
+            self.errors.append(str(error))
+            self._groups.pop(name, None)
+
+
+def checks(rows: Sequence[Row], *, world: int) -> list[Check]:
+    """The figures to reach, from the rows that were measured."""
+    by_name = {row["system"]: row for row in rows}
+    peers = [name for name in by_name if SYSTEMS[name].is_peer and SYSTEMS[name].memory == 3]
+    among = f"of {', '.join(peers)}" if peers else "peer (none took part)"
+    ours = by_name.get("dsgraph-3", {})
+    losses = _loss_differences(by_name)
+    worst = max(losses, key=lambda name: losses[name], default=None)
+    of_losses = f"largest of {len(losses)}, {worst}" if losses else "not compared"
+    return [
+        Check(
+            f"dsgraph-3 step time over the fastest {among} ({world} ranks)",
+            ratio(ours.get("step_s"), [by_name[peer]["step_s"] for peer in peers]),
+            0.80,
+            "lower",
+        ),
+        Check(
+            f"dsgraph-3 peak memory a rank over the smallest {among} ({world} ranks)",
+            ratio(ours.get("peak_mb"), [by_name[peer]["peak_mb"] for peer in peers]),
+            0.90,
+            "lower",
+        ),
+        Check(
+            "dsgraph-3 compile time over plain torch.compile on one rank",
+            ratio(compile_seconds(ours), [compile_seconds(by_name.get("single-compile", {}))]),
+            1.3,
+            "lower",
+        ),
+        Check(
+            f"loss after {LOSS_STEP} steps, dsgraph against one process with the whole batch ({of_losses})",
+            losses[worst] if worst is not None else None,
+            1e-5,
+            "lower",
+        ),
+    ]
+
+
+def compile_seconds(row: Row) -> float | None:
+    """How much longer the first step took than others do, seconds; None when the row lacks one of the two."""
+    first, step = row.get("first_step_s"), row.get("step_s")
+    return None if first is None or step is None else first - step
+
+
+def with_ratios(rows: Sequence[Row]) -> list[Row]:
+    """The rows with step time and peak memory over those of the best peer of the same memory class."""
+    table = []
+    for row in rows:
+        memory = SYSTEMS[row["system"]].memory
+        peers = [
+            peer
+            for peer in rows
+            if memory is not None and SYSTEMS[peer["system"]].is_peer and SYSTEMS[peer["system"]].memory == memory
+        ]
+        columns: Row = {}
+        for name, value in row.items():
+            columns[name] = value
+            if name in ("step_s", "peak_mb"):
+                columns[f"{name.partition('_')[0]}/peer"] = ratio(value, [peer[name] for peer in peers])
+        table.append(columns)
+    return table
+
+
+def _loss_differences(by_name: Mapping[str, Row]) -> dict[str, float]:
+    if "single" not in by_name:
+        return {}
+    expected = by_name["single"]["loss"]
+    return {name: abs(row["loss"] - expected) for name, row in by_name.items() if name.startswith("dsgraph-")}
+
+
+def _print_compile_times(rows: Sequence[Row]) -> None:
+    names = ("single-compile", "single-compile-each", "fsdp2-compile", "dsgraph-3")
+    seconds = {row["system"]: compile_seconds(row) for row in rows if row["system"] in names}
+    if seconds:
+        print("compile time, s: " + ", ".join(f"{name} {value:.1f}" for name, value in seconds.items()))
+
+
+def _installed(names: Sequence[str]) -> list[str]:
+    missing = [name for name in names if not SYSTEMS[name].is_installed]
+    if missing:
+        print(f"left out, because the extra `peers` is not installed: {', '.join(missing)}", flush=True)
+    return [name for name in names if name not in missing]
+
+
+def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    default = Workload()
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.zero", description="ZeRO side by side.")
+    add_arguments(parser)
+    parser.add_argument("--world", type=int, default=default.world, help="number of ranks")
+    parser.add_argument("--batch", type=int, default=default.batch, help="rows of a rank")
+    parser.add_argument("--time", type=int, default=default.length, help="tokens of a row")
+    parser.add_argument("--steps", type=int, default=LEAST_STEPS, help=f"timed steps, {LEAST_STEPS} or more")
+    parser.add_argument("--systems", help=f"comma-separated, of: {', '.join(SYSTEMS)}")
+    options = parser.parse_args(arguments)
+    named = options.systems.split(",") if options.systems else None
+    unknown = [name for name in named or () if name not in SYSTEMS]
+    if unknown:
+        parser.error(f"no system called {unknown[0]!r}; there are {', '.join(SYSTEMS)}")
+    if options.steps < LEAST_STEPS:
+        parser.error(f"--steps is {options.steps}; the loss after {LOSS_STEP} steps needs {LEAST_STEPS} or more")
+    options.systems = named or (QUICK if options.quick else [name for name in SYSTEMS if name not in NOT_BY_DEFAULT])
+    return options
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,91 @@
+"""The ranks of an example: starting them with torchrun, and what a training loop asks of them."""
+
+from __future__ import annotations
+
+import logging
+import os
+import resource
+import signal
+import sys
+from dataclasses import dataclass
+from typing import NoReturn
+
+import torch
+import torch.distributed as dist
+from torch.distributed import run as torchrun
+from torch.distributed.elastic.multiprocessing import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from tqdm import tqdm
+
+
+def started_by_torchrun() -> bool:
+    return "RANK" in os.environ
+
+
+def start(module: str, arguments: list[str], *, count: int) -> None:
+    """Runs `python -m module arguments` on `count` ranks of this machine, and ends this process as they end."""
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.ERROR)  # not a line for each rank it ends
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // count)))
+    try:
+        torchrun.main(["--standalone", f"--nproc-per-node={count}", "-m", module, *arguments])
+    except ChildFailedError as error:
+        rank, failure = error.get_first_failure()
+        sys.exit(f"{module}: rank {rank} failed first (exit code {failure.exitcode}); it wrote the reason above")
+    except (SignalException, KeyboardInterrupt):
+        sys.exit(130)  # as shells do for Ctrl-C; torchrun has ended the ranks
+
+
+def refuse(message: str) -> NoReturn:
+    """Ends this process over a wrong argument, with one line from the first rank."""
+    if os.environ.get("RANK", "0") == "0":
+        print(message, file=sys.stderr)
+    sys.exit(2)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where this process stands among the ranks, and the device that it has to itself."""
+
+    rank: int
+    world: int
+    device: torch.device
+
+    @classmethod
+    def join(cls, *, alone: bool) -> Place:
+        """Joins the ranks that torchrun has started, or a group of this process `alone`.
+
+        NCCL when this machine has a GPU for each of its ranks, gloo otherwise.
+        """
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends a rank at once, not in the middle of a collective
+        number, count = (0, 1) if alone else (int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"]))
+        device = torch.device("cuda", number) if torch.cuda.device_count() >= count else torch.device("cpu")
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        rendezvous = {"store": dist.HashStore(), "rank": 0, "world_size": 1} if alone else {}
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo", **rendezvous)
+        return cls(dist.get_rank(), dist.get_world_size(), device)
+
+    def say(self, text: str) -> None:
+        """One line on stdout, from the first rank alone, past any progress bar."""
+        if self.rank == 0:
+            tqdm.write(text)
+            sys.stdout.flush()
+
+    def mean(self, value: torch.Tensor) -> float:
+        """The mean over all ranks of a scalar tensor; waits for the device."""
+        value = value.detach().double() / self.world
+        dist.all_reduce(value)
+        return value.item()
+
+    def highest(self, value: float) -> float:
+        """The highest of all ranks' values."""
+        found = torch.tensor(value, dtype=torch.float64, device=self.device)
+        dist.all_reduce(found, op=dist.ReduceOp.MAX)
+        return found.item()
+
+    def peak_mb(self) -> float:
+        """The most memory that this rank has used so far: of its GPU, or of its process where there is none. MB."""
+        if self.device.type == "cuda":
+            return torch.cuda.max_memory_allocated(self.device) / 1e6
+        used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # bytes on macOS, KiB elsewhere
+        return used / 1e6 if sys.platform == "darwin" else used * 1024 / 1e6
