@@ -13,7 +13,7 @@ from torch.distributed.tensor import DeviceMesh, DTensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from dsgraph.inductor_ext import c10d_functional, chunk_rows, pad_rows, resolve_group
+from dsgraph.inductor_ext import c10d_functional, chunk_rows, pad_rows, resolve_group, start_broadcasts
 from dsgraph.passes import MeshAxis
 
 from . import compat
@@ -205,10 +205,14 @@ def _start_gather(entry: ParameterState) -> tuple[Tensor, Tensor]:
     """Starts to gather one replica; returns it, and the tensor in which it arrives."""
     replica, layout = entry.replica, entry.layout
     assert replica is not None
-    world = resolve_group(layout.group).size()
+    group = resolve_group(layout.group)
+    world = group.size()
     rows = chunk_rows(layout.shape[0], world)
     shard = pad_rows(entry.param.to_local().detach().to(replica.dtype), rows)
     is_even = rows * world == layout.shape[0]
     target = replica.detach() if is_even else replica.new_empty((rows * world, *layout.shape[1:]))
-    c10d_functional.all_gather_into_tensor_out(shard, world, layout.group, out=target)
+    if compat.backend_name(group, replica.device.type) == "gloo":  # whose own gathers must not overlap
+        start_broadcasts(shard, target, layout.group)
+    else:
+        c10d_functional.all_gather_into_tensor_out(shard, world, layout.group, out=target)
     return replica, target

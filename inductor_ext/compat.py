@@ -8,7 +8,8 @@ from __future__ import annotations
 from typing import Any, cast
 
 import torch
-from torch.distributed import ProcessGroup
+from torch import Tensor
+from torch.distributed import ProcessGroup, Work
 
 # Functional collectives: public as `torch.distributed._functional_collectives`, whose Python wrappers add a tensor
 # subclass that the ops and the lowered graphs do not want. Dynamo, AOTAutograd and Inductor all know these ops.
@@ -20,3 +21,14 @@ def resolve_group(name: str) -> ProcessGroup:
     from torch._C._distributed_c10d import _resolve_process_group
 
     return _resolve_process_group(cast("Any", name))
+
+
+def register_work(tensor: Tensor, work: Work | None) -> None:
+    """Makes `wait_tensor(tensor)` wait for `work`, as for a functional collective; several add up.
+
+    Public code has no way to give a custom op a result that is still under way.
+    """
+    from torch._C._distributed_c10d import _register_work
+
+    if work is not None:  # None: this rank is not in the group
+        _register_work(tensor, work)

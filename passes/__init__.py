@@ -3,17 +3,20 @@
 from .base import FunctionPass, GraphPass, MeshAxis, ParamInfo, PassContext, PassResult, Phase, graph_pass
 from .bucket_small_reductions import BucketSmallReductions
 from .choose_collective_algorithms import ChooseCollectiveAlgorithms
+from .delay_reduction_waits import DelayReductionWaits
 from .errors import PassError
 from .insert_zero_collectives import InsertZeroCollectives
 from .merge_gathers import MergeGathers
 from .partitioner import CaptureFacts, InferenceLowering, Partitioner
 from .pipeline import Pipeline, default_pipeline
+from .prefetch_gathers import PrefetchBackwardGathers, PrefetchForwardGathers
 from .runner import GraphSink, PassRecord, Runner
 
 __all__ = [
     "BucketSmallReductions",
     "CaptureFacts",
     "ChooseCollectiveAlgorithms",
+    "DelayReductionWaits",
     "FunctionPass",
     "GraphPass",
     "GraphSink",
@@ -29,6 +32,8 @@ __all__ = [
     "PassResult",
     "Phase",
     "Pipeline",
+    "PrefetchBackwardGathers",
+    "PrefetchForwardGathers",
     "Runner",
     "default_pipeline",
     "graph_pass",

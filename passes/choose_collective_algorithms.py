@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -11,21 +12,25 @@ from torch.fx import GraphModule, Node
 from dsgraph.inductor_ext import c10d_functional
 
 from .base import GraphPass, PassContext, PassResult, Phase
-from .graph import bound_arguments, emit, fake_value, find_calls, replace_and_erase
+from .graph import bound_arguments, collective_group, emit, fake_value, find_calls, replace_and_erase
 
 aten = torch.ops.aten
 
 
 @dataclass(frozen=True)
 class ChooseCollectiveAlgorithms(GraphPass):
-    """On gloo, reduce-scatter by exchanging rows and adding them up locally; elsewhere keep the backend's own.
+    """On gloo, gather by broadcasts, and reduce-scatter by exchanging rows; elsewhere keep the backend's own.
+
+    before:  w = wait_tensor(all_gather_into_tensor(shard, 2, "0"))
+    after:   w = wait_tensor(gather_by_broadcasts(shard, 2, "0"))
 
     before:  own = wait_tensor(reduce_scatter_tensor(grad, "sum", 2, "0"))
     after:   rows = wait_tensor(all_to_all_single(grad, [r, r], [r, r], "0"))
              own = sum(view(rows, [2, r, ...]), [0])
 
-    gloo's reduce-scatter takes about as long as two all-reduces of the same tensor; its all-to-all only copies. The
-    local sum adds in the order of ranks. Left alone: NCCL and every other backend, reductions other than "sum".
+    gloo's all-gather breaks when two are under way at once, see `gather_by_broadcasts`. Its reduce-scatter takes about
+    as long as two all-reduces of the same tensor; its all-to-all only copies. The local sum adds in the order of ranks.
+    Left alone: NCCL and every other backend, reductions other than "sum".
     """
 
     phase: ClassVar[Phase] = Phase.JOINT
@@ -33,18 +38,29 @@ class ChooseCollectiveAlgorithms(GraphPass):
     requires: ClassVar[frozenset[str]] = frozenset({"zero-collectives"})
 
     def run(self, gm: GraphModule, ctx: PassContext) -> PassResult:
-        changed = 0
-        for started in find_calls(gm, c10d_functional.reduce_scatter_tensor.default):
-            call = bound_arguments(started)
-            if call["reduce_op"] == "sum" and _is_gloo(str(call["group_name"]), ctx):
-                _exchange_and_add(started)
-                changed += 1
-        return PassResult(changed=changed)
+        gathers = _on_gloo(find_calls(gm, c10d_functional.all_gather_into_tensor.default), ctx)
+        for started in gathers:
+            _broadcast_rows(started)
+        reductions = _on_gloo(find_calls(gm, c10d_functional.reduce_scatter_tensor.default), ctx)
+        sums = [started for started in reductions if bound_arguments(started)["reduce_op"] == "sum"]
+        for started in sums:
+            _exchange_and_add(started)
+        return PassResult(changed=len(gathers) + len(sums))
 
 
-def _is_gloo(group: str, ctx: PassContext) -> bool:
+def _on_gloo(nodes: Iterable[Node], ctx: PassContext) -> list[Node]:
     # A user's own collective may name a group outside the mesh: not ours to change.
-    return any(axis.group == group and axis.backend == "gloo" for axis in ctx.axes)
+    groups = {axis.group for axis in ctx.axes if axis.backend == "gloo"}
+    return [node for node in nodes if collective_group(node) in groups]
+
+
+def _broadcast_rows(started: Node) -> None:
+    call = bound_arguments(started)
+    gather = torch.ops.dsgraph.gather_by_broadcasts.default
+    replacement = emit(started, gather, call["input"], call["group_size"], call["group_name"])
+    if "recompute" in started.meta:
+        replacement.meta["recompute"] = started.meta["recompute"]
+    replace_and_erase(started, replacement)
 
 
 def _exchange_and_add(started: Node) -> None:

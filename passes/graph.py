@@ -79,14 +79,13 @@ def replace_and_erase(node: Node, replacement: Node) -> None:
 
 
 def is_collective(node: Node) -> bool:
-    """Whether the node starts a functional collective."""
+    """Whether the node starts a collective that `wait_tensor` ends."""
     target = node.target
-    return (
-        node.op == "call_function"
-        and isinstance(target, OpOverload)
-        and target.namespace == c10d_functional.name
-        and target is not c10d_functional.wait_tensor.default
-    )
+    if node.op != "call_function" or not isinstance(target, OpOverload):
+        return False
+    if target.namespace == c10d_functional.name:
+        return target is not c10d_functional.wait_tensor.default
+    return target is torch.ops.dsgraph.gather_by_broadcasts.default
 
 
 def is_wait(node: Node) -> bool:
@@ -102,6 +101,28 @@ def collective_group(node: Node) -> str:
 def collectives(gm: GraphModule) -> list[Node]:
     """The collectives of `gm`, in program order."""
     return [node for node in gm.graph.nodes if is_collective(node)]
+
+
+def mutates_inputs(node: Node) -> bool:
+    """Whether the node may write to one of its arguments, so that reads must not move across it."""
+    if node.op != "call_function":
+        return False
+    target = node.target
+    if not isinstance(target, OpOverload):
+        return False  # higher-order ops and Python's own functions: AOTAutograd has made them pure
+    return target._schema.is_mutable and not is_wait(node)
+
+
+def ancestors(node: Node) -> list[Node]:
+    """What `node` is made of, directly or not, in program order; without `node`."""
+    found: set[Node] = set()
+    frontier = list(node.all_input_nodes)
+    while frontier:
+        source = frontier.pop()
+        if source not in found:
+            found.add(source)
+            frontier.extend(source.all_input_nodes)
+    return sorted(found)
 
 
 def placeholders(gm: GraphModule) -> list[Node]:

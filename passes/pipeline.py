@@ -8,9 +8,11 @@ from dataclasses import dataclass
 from .base import GraphPass, Phase
 from .bucket_small_reductions import BucketSmallReductions
 from .choose_collective_algorithms import ChooseCollectiveAlgorithms
+from .delay_reduction_waits import DelayReductionWaits
 from .errors import PassError
 from .insert_zero_collectives import InsertZeroCollectives
 from .merge_gathers import MergeGathers
+from .prefetch_gathers import PrefetchBackwardGathers, PrefetchForwardGathers
 
 
 @dataclass(frozen=True, init=False)
@@ -84,6 +86,9 @@ def default_pipeline() -> Pipeline:
             BucketSmallReductions(),
             InsertZeroCollectives(),
             ChooseCollectiveAlgorithms(),
+            PrefetchForwardGathers(),
+            PrefetchBackwardGathers(),
+            DelayReductionWaits(),
         ]
     )
 

@@ -1,0 +1,83 @@
+"""DelayReductionWaits: a gradient travels while the backward computes on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch.fx import GraphModule, Node
+
+from dsgraph.inductor_ext import c10d_functional
+
+from .base import GraphPass, PassContext, PassResult, Phase
+from .graph import is_collective, mutates_inputs
+
+
+@dataclass(frozen=True)
+class DelayReductionWaits(GraphPass):
+    """Wait for each reduction when the next one is about to start; for the last, at the end.
+
+    before:  da = mm(x, dy); own_a = wait_tensor(reduce_scatter_tensor(da))
+             db = mm(u, dv); own_b = wait_tensor(reduce_scatter_tensor(db))
+    after:   da = mm(x, dy); started_a = reduce_scatter_tensor(da)
+             db = mm(u, dv); own_a = wait_tensor(started_a); started_b = reduce_scatter_tensor(db)
+             own_b = wait_tensor(started_b)
+
+    So at most one reduction is under way during compute, and one more gradient than before is alive. What is made of
+    the result alone (sums over ranks, averages, slices) moves along. Left alone: a result that the backward computes
+    with or communicates again, as in hybrid sharding.
+    """
+
+    phase: ClassVar[Phase] = Phase.BACKWARD
+    needs_mesh: ClassVar[bool] = True
+    requires: ClassVar[frozenset[str]] = frozenset({"zero-collectives"})
+    reorders_collectives: ClassVar[bool] = True
+
+    def run(self, gm: GraphModule, ctx: PassContext) -> PassResult:
+        reductions = [node for node in gm.graph.nodes if _is_reduction(node)]
+        end = next(iter(gm.graph.find_nodes(op="output")))
+        changed = 0
+        for started, following in zip(reductions, [*reductions[1:], end], strict=True):
+            results = _results(started)
+            if results is not None and _move_ahead(results, following):
+                changed += 1
+        return PassResult(changed=changed)
+
+
+def _is_reduction(node: Node) -> bool:
+    return is_collective(node) and node.target in (
+        c10d_functional.reduce_scatter_tensor.default,
+        c10d_functional.all_to_all_single.default,
+        c10d_functional.all_reduce.default,
+    )
+
+
+def _results(started: Node) -> list[Node] | None:
+    """The wait and all that is made of it, in program order; None when that is made of something else as well."""
+    (wait,) = started.users
+    found, frontier = {wait}, [wait]
+    while frontier:
+        for user in frontier.pop().users:
+            if user.op == "output" or user in found:
+                continue
+            if is_collective(user) or mutates_inputs(user):
+                return None
+            found.add(user)
+            frontier.append(user)
+    if any(source not in found for node in found - {wait} for source in node.all_input_nodes):
+        return None
+    return sorted(found)
+
+
+def _move_ahead(nodes: list[Node], place: Node) -> bool:
+    """Moves `nodes` down to right ahead of `place`; False when they stand there already."""
+    before = place.prev
+    for node in reversed(nodes):
+        if before is not node:
+            break
+        before = before.prev
+    else:
+        return False
+    for node in nodes:
+        place.prepend(node)
+    return True
