@@ -1,9 +1,12 @@
-# `make train` and `make test` do everything on a machine that has Python 3.10 or newer and nothing else.
+# `make train` and `make test` do everything on a machine that has Python 3.10 or newer with its headers and a
+# C++ compiler.
 
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 NPROC ?= 2
+# Two tests at a time: while the ranks of one wait for each other, those of the other run.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
 
 .PHONY: train test test-fast lint bench clean
 
@@ -11,10 +14,10 @@ train: $(VENV)/.installed
 	$(BIN)/python -m examples.train_gpt --nproc $(NPROC)
 
 test: $(VENV)/.installed-test lint
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not gpu"
+	$(PYTEST) -m "not gpu"
 
 test-fast: $(VENV)/.installed-test
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not gpu and not distributed and not inductor and not packaging"
+	$(PYTEST) -m "not gpu and not distributed and not inductor and not packaging"
 
 lint: $(VENV)/.installed-test
 	$(BIN)/ruff format --check .

@@ -1,1 +1,1 @@
-"""Benchmarks. Each is a program, `python -m benchmarks.NAME --json FILE`, and reports as `benchmarks.report` says."""
+"""Benchmarks. `zero` is a program, `python -m benchmarks.zero --json FILE`; the rest is what it is made of."""

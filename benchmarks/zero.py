@@ -34,7 +34,6 @@ WARM_UP = 1 + PEAK_STEPS + 1  # the first, those that measure memory, the one th
 STEPS_A_TURN = 2
 LEAST_STEPS = LOSS_STEP - WARM_UP
 
-NOT_BY_DEFAULT = ("fsdp2-split", "fsdp2-split-compile")
 QUICK = ("single", "ddp", "fsdp2", "dsgraph-3-eager")
 
 
@@ -163,7 +162,7 @@ def checks(rows: Sequence[Row], *, world: int) -> list[Check]:
             "lower",
         ),
         Check(
-            f"loss after {LOSS_STEP} steps, dsgraph against one process with the whole batch ({of_losses})",
+            f"loss after {LOSS_STEP} steps, dsgraph against one process with the whole batch, like kernels ({of_losses})",
             losses[worst] if worst is not None else None,
             1e-5,
             "lower",
@@ -197,10 +196,17 @@ def with_ratios(rows: Sequence[Row]) -> list[Row]:
 
 
 def _loss_differences(by_name: Mapping[str, Row]) -> dict[str, float]:
-    if "single" not in by_name:
-        return {}
-    expected = by_name["single"]["loss"]
-    return {name: abs(row["loss"] - expected) for name, row in by_name.items() if name.startswith("dsgraph-")}
+    """Differences to one process that runs the same kernels.
+
+    Inductor's kernels round in other places than eager's: one process against itself, compiled and not, is 1e-4 apart
+    after 20 steps of AdamW. That is no matter of ranks.
+    """
+    found = {}
+    for name, row in by_name.items():
+        alone = "single" if name.endswith("-eager") else "single-compile"
+        if name.startswith("dsgraph-") and alone in by_name:
+            found[name] = abs(row["loss"] - by_name[alone]["loss"])
+    return found
 
 
 def _print_compile_times(rows: Sequence[Row]) -> None:
@@ -233,7 +239,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         parser.error(f"no system called {unknown[0]!r}; there are {', '.join(SYSTEMS)}")
     if options.steps < LEAST_STEPS:
         parser.error(f"--steps is {options.steps}; the loss after {LOSS_STEP} steps needs {LEAST_STEPS} or more")
-    options.systems = named or (QUICK if options.quick else [name for name in SYSTEMS if name not in NOT_BY_DEFAULT])
+    options.systems = named or (QUICK if options.quick else list(SYSTEMS))
     return options
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule
 
+from dsgraph.inductor_ext import register_lowerings
 from dsgraph.passes import CaptureFacts, InferenceLowering, Partitioner, Phase, Runner
 from dsgraph.passes.partitioner import source_hash
 
@@ -47,6 +48,7 @@ class Compilation:
         return self._compile_inductor(gm, inputs)
 
     def _compile_inductor(self, gm: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        register_lowerings()
         patches = {**self._mode_patches(), **self._options.inductor}
         if len(self._runner.pipeline) == 0:
             return compat.compile_with_inductor(gm, inputs, patches=patches, cache_tag=source_hash())

@@ -29,6 +29,10 @@ def fold_casts(gm: GraphModule, ctx: dsgraph.PassContext) -> int:
         first = second.args[0]
         if first.target is not cast:
             continue
+        if any(user.op == "output" for user in second.users) or not set(first.kwargs) == set(second.kwargs) == {
+            "dtype"
+        }:
+            continue  # an output must stay a new tensor; a cast may also move to another device or memory format
         start, wide, end = (node.meta["val"].dtype for node in (first.args[0], first, second))
         if start == end and torch.promote_types(start, wide) == wide:  # the way there and back loses nothing
             replace_and_erase(second, first.args[0])

@@ -1,10 +1,12 @@
-"""Floor 0, the instruction set: every `dsgraph::` op with its reference, fake kernel and derivative.
+"""Floor 0, the instruction set: every `dsgraph::` op.
 
-Importing this package registers the ops.
+Each with its eager kernel and its fake, its derivative where autograd can meet it, and its lowering where Inductor
+needs one. Importing this package registers the ops; `register_lowerings` registers the lowerings.
 """
 
 from .compat import c10d_functional, resolve_group
 from .gather_by_broadcasts import gather_by_broadcasts, start_broadcasts
+from .gather_by_broadcasts import register_lowering as register_lowerings  # the only one so far
 from .gather_param import (
     all_gather_rows,
     all_reduce_sum,
@@ -27,6 +29,7 @@ __all__ = [
     "pad_rows",
     "reduce_grad",
     "reduce_scatter_rows",
+    "register_lowerings",
     "resolve_group",
     "start_broadcasts",
 ]

@@ -5,10 +5,12 @@ Checked on torch 2.11.0, 2.12.1 and 2.13.0.
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 from torch.distributed import ProcessGroup, Work
 
 # Functional collectives: public as `torch.distributed._functional_collectives`, whose Python wrappers add a tensor
@@ -32,3 +34,22 @@ def register_work(tensor: Tensor, work: Work | None) -> None:
 
     if work is not None:  # None: this rank is not in the group
         _register_work(tensor, work)
+
+
+@cache
+def lower_as_collective(op: OpOverload) -> None:
+    """Makes Inductor treat `op`, whose first argument is its only tensor, as a functional collective.
+
+    As an unknown op it would be free to run in another order than other collectives, and in another order on other
+    ranks. Imports Inductor, which takes a second: call it when something is about to be compiled.
+    """
+    from torch._inductor import ir
+    from torch._inductor.lowering import add_layout_constraint, constrain_to_fx_strides, register_lowering
+
+    add_layout_constraint(op, constrain_to_fx_strides)
+
+    @register_lowering(op, type_promotion_kind=None)
+    def lower(tensor: Any, *args: Any) -> Any:
+        kernel = ir._CollectiveKernel.create_out_of_place(op, tensor, *args)
+        assert isinstance(kernel, ir.IRNode)  # one output, not a list
+        return ir.TensorBox.create(kernel)

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .compat import register_work, resolve_group
+from .compat import lower_as_collective, register_work, resolve_group
 
 
 def start_broadcasts(shard: Tensor, full: Tensor, group_name: str) -> None:
@@ -29,7 +29,7 @@ def start_broadcasts(shard: Tensor, full: Tensor, group_name: str) -> None:
     group = resolve_group(group_name)
     rows_of = full.chunk(group.size())
     rows_of[group.rank()].copy_(shard)
-    for source, rows in enumerate(rows_of):
+    for source, rows in enumerate(rows_of if group.size() > 1 else ()):
         register_work(full, dist.broadcast(rows, group=group, group_src=source, async_op=True))
 
 
@@ -57,3 +57,8 @@ def gather_by_broadcasts(shard: Tensor, group_size: int, group_name: str) -> Ten
 @gather_by_broadcasts.register_fake
 def _(shard: Tensor, group_size: int, group_name: str) -> Tensor:
     return shard.new_empty((group_size * shard.shape[0], *shard.shape[1:]))
+
+
+def register_lowering() -> None:
+    """Tells Inductor that the op is a collective."""
+    lower_as_collective(torch.ops.dsgraph.gather_by_broadcasts.default)

@@ -12,7 +12,7 @@ from torch.fx import GraphModule, Node
 from dsgraph.inductor_ext import c10d_functional
 
 from .base import GraphPass, PassContext, PassResult, Phase
-from .graph import bound_arguments, collective_group, emit, fake_value, find_calls, replace_and_erase
+from .graph import bound_arguments, collective_group, emit, fake_value, find_calls, replace_and_erase, wait_of
 
 aten = torch.ops.aten
 
@@ -30,7 +30,7 @@ class ChooseCollectiveAlgorithms(GraphPass):
 
     gloo's all-gather breaks when two are under way at once, see `gather_by_broadcasts`. Its reduce-scatter takes about
     as long as two all-reduces of the same tensor; its all-to-all only copies. The local sum adds in the order of ranks.
-    Left alone: NCCL and every other backend, reductions other than "sum".
+    Left alone: NCCL and every other backend, reductions other than "sum", and a user's own with sizes that vary.
     """
 
     phase: ClassVar[Phase] = Phase.JOINT
@@ -42,7 +42,7 @@ class ChooseCollectiveAlgorithms(GraphPass):
         for started in gathers:
             _broadcast_rows(started)
         reductions = _on_gloo(find_calls(gm, c10d_functional.reduce_scatter_tensor.default), ctx)
-        sums = [started for started in reductions if bound_arguments(started)["reduce_op"] == "sum"]
+        sums = [started for started in reductions if _is_sum_of_known_size(started)]
         for started in sums:
             _exchange_and_add(started)
         return PassResult(changed=len(gathers) + len(sums))
@@ -52,6 +52,11 @@ def _on_gloo(nodes: Iterable[Node], ctx: PassContext) -> list[Node]:
     # A user's own collective may name a group outside the mesh: not ours to change.
     groups = {axis.group for axis in ctx.axes if axis.backend == "gloo"}
     return [node for node in nodes if collective_group(node) in groups]
+
+
+def _is_sum_of_known_size(started: Node) -> bool:
+    sizes = fake_value(started).shape
+    return bound_arguments(started)["reduce_op"] == "sum" and all(isinstance(size, int) for size in sizes)
 
 
 def _broadcast_rows(started: Node) -> None:
@@ -65,12 +70,14 @@ def _broadcast_rows(started: Node) -> None:
 
 def _exchange_and_add(started: Node) -> None:
     call = bound_arguments(started)
-    (wait,) = started.users
+    wait = wait_of(started)
     world, rows = call["group_size"], fake_value(started).shape[0]
     splits = [rows] * world
     exchange = c10d_functional.all_to_all_single.default
     sent = emit(wait, exchange, call["input"], splits, splits, call["group_name"])
     received = emit(wait, c10d_functional.wait_tensor.default, sent)
     by_rank = emit(wait, aten.view.default, received, [world, rows, *fake_value(started).shape[1:]])
-    replace_and_erase(wait, emit(wait, aten.sum.dim_IntList, by_rank, [0]))
+    # Named, because a sum of integers would be of int64 otherwise.
+    summed = emit(wait, aten.sum.dim_IntList, by_rank, [0], dtype=fake_value(started).dtype)
+    replace_and_erase(wait, summed)
     started.graph.erase_node(started)

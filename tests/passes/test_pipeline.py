@@ -31,10 +31,13 @@ def test_passes_run_phase_by_phase_in_the_order_listed():
         "bucket_small_reductions",
         "insert_zero_collectives",
         "choose_collective_algorithms",
+        "prefetch_forward_gathers",
         "early",
+        "prefetch_backward_gathers",
+        "delay_reduction_waits",
         "late",
     ]
-    assert [item.name for item in pipeline.of(Phase.FORWARD)] == ["early"]
+    assert [item.name for item in pipeline.of(Phase.FORWARD)] == ["prefetch_forward_gathers", "early"]
 
 
 def test_missing_requirement_is_named():

@@ -1,0 +1,93 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.testing import FileCheck
+
+from dsgraph.passes import ChooseCollectiveAlgorithms, DelayReductionWaits, InsertZeroCollectives, PassError, Pipeline
+from dsgraph.passes.graph import collectives, wait_of
+from tests.passes import lockstep
+from tests.passes.tracing import GLOO, OUTER, SHARD, code, reduce, run_pass, trace
+
+c10d = torch.ops._c10d_functional
+
+
+def _three_gradients(x, y, z):
+    return reduce(x * 2, (2, 3)), reduce(y * 3, (2, 3)), reduce(z * 4, (3,), group="", outer_groups=["0"])
+
+
+def _inputs():
+    return [torch.randn(4, 3), torch.randn(4, 3), torch.randn(3)]
+
+
+def _lowered(function=_three_gradients, inputs=None, axes=(SHARD,)):
+    gm = trace(function, *(inputs or _inputs()))
+    run_pass(InsertZeroCollectives(), gm, *axes)
+    run_pass(ChooseCollectiveAlgorithms(), gm, *axes)
+    return gm
+
+
+def test_each_is_waited_for_when_the_next_one_starts():
+    gm = _lowered()
+    assert run_pass(DelayReductionWaits(), gm).changed == 2  # the last one's wait stands at the end already
+    FileCheck().check("mul.Tensor(x_1, 2)").check_next("reduce_scatter_tensor").check_next(
+        "mul.Tensor(y_1, 3)"
+    ).check_next("wait_tensor").check_next("div").check_next("reduce_scatter_tensor").check_next(
+        "mul.Tensor(z_1, 4)"
+    ).check_next("wait_tensor").check_next("div").check_next("all_reduce").check_next("wait_tensor").run(code(gm))
+
+
+def test_sums_over_ranks_move_along():
+    gm = _lowered(axes=(GLOO,))
+    assert run_pass(DelayReductionWaits(), gm, GLOO).changed == 2
+    FileCheck().check("all_to_all_single").check_next("mul.Tensor(y_1, 3)").check_next("wait_tensor").check_next(
+        "view"
+    ).check_next("sum").check_next("div").check_next("all_to_all_single").run(code(gm))
+
+
+@pytest.mark.parametrize("axis", [SHARD, GLOO])
+def test_meaning_is_kept_bit_for_bit(axis):
+    inputs = [_inputs() for _ in range(2)]
+    graphs = [_lowered(inputs=given, axes=(axis,)) for given in inputs]
+    expected = lockstep.run(graphs, inputs)
+    for gm in graphs:
+        run_pass(DelayReductionWaits(), gm, axis)
+    for before, after in zip(expected, lockstep.run(graphs, inputs), strict=True):
+        for one, other in zip(before, after, strict=True):
+            assert torch.equal(one, other)
+
+
+def _computed_with(x, y):
+    mean = c10d.wait_tensor(c10d.all_reduce(x, "sum", "0"))  # a user's own: synchronised statistics
+    return y * mean, reduce(x * 2, (2, 3))
+
+
+def _communicated_again(x, y):
+    return reduce(x * 2, (2, 3), outer_groups=["1"]), reduce(y * 3, (2, 3))
+
+
+@pytest.mark.parametrize("function", [_computed_with, _communicated_again])
+def test_what_is_computed_or_communicated_with_is_left_alone(function):
+    gm = _lowered(function, [torch.randn(4, 3), torch.randn(4, 3)], axes=(SHARD, OUTER))
+    started, following = collectives(gm)[:2]
+    assert started.next is wait_of(started)
+    run_pass(DelayReductionWaits(), gm, SHARD, OUTER)
+    assert started.next is wait_of(started) < following
+
+
+def test_a_graph_without_reductions():
+    gm = trace(lambda x: (x + 1,), torch.randn(3))
+    assert run_pass(DelayReductionWaits(), gm).changed == 0
+
+
+def test_a_second_run_changes_nothing():
+    gm = _lowered()
+    run_pass(DelayReductionWaits(), gm)
+    before = code(gm)
+    assert run_pass(DelayReductionWaits(), gm).changed == 0
+    assert code(gm) == before
+
+
+def test_it_needs_the_collectives():
+    with pytest.raises(PassError, match="delay_reduction_waits requires 'zero-collectives'"):
+        Pipeline([DelayReductionWaits()])

@@ -1,0 +1,136 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.testing import FileCheck
+
+from dsgraph.passes import (
+    ChooseCollectiveAlgorithms,
+    InsertZeroCollectives,
+    PassError,
+    Phase,
+    Pipeline,
+    PrefetchBackwardGathers,
+    PrefetchForwardGathers,
+)
+from tests.passes import lockstep
+from tests.passes.tracing import GLOO, SHARD, code, gather, run_pass, trace
+
+c10d = torch.ops._c10d_functional
+
+
+def _three_layers(x, a, b, c):
+    for shard in (a, b, c):
+        x = torch.mm(x, gather(shard, (4, 4))).sin()
+    return (x,)
+
+
+def _inputs():
+    return [torch.randn(2, 4), *(torch.randn(2, 4) for _ in range(3))]
+
+
+def _lowered(function=_three_layers, inputs=None, axis=SHARD):
+    gm = trace(function, *(inputs or _inputs()))
+    run_pass(InsertZeroCollectives(), gm, axis)
+    run_pass(ChooseCollectiveAlgorithms(), gm, axis)
+    return gm
+
+
+@pytest.mark.parametrize("graph_pass", [PrefetchForwardGathers(), PrefetchBackwardGathers()])
+@pytest.mark.parametrize(("axis", "op"), [(SHARD, "all_gather_into_tensor"), (GLOO, "gather_by_broadcasts")])
+def test_the_next_gather_starts_as_the_last_one_has_arrived(graph_pass, axis, op):
+    gm = _lowered(axis=axis)
+    assert run_pass(graph_pass, gm, axis).changed == 2
+    FileCheck().check(f"{op}.default(a_1").check_next("wait_tensor").check_next(f"{op}.default(b_1").check_next(
+        "mm"
+    ).check_next("sin").check_next("wait_tensor").check_next(f"{op}.default(c_1").check_next("mm").check_next(
+        "sin"
+    ).check_next("wait_tensor").check_next("mm").run(code(gm))
+
+
+def test_casts_and_padding_move_along():
+    def function(x, a, b):
+        x = torch.mm(x, gather(a, (4, 4)))
+        return (torch.mm(x, gather(b.bfloat16(), (5, 4), dtype=torch.float32)[:4]),)
+
+    gm = _lowered(function, [torch.randn(2, 4), torch.randn(2, 4), torch.randn(2, 4)])
+    assert run_pass(PrefetchForwardGathers(), gm).changed == 1
+    FileCheck().check("wait_tensor").check_next("_to_copy").check_next("convert_element_type").check_next(
+        "constant_pad_nd"
+    ).check_next("all_gather_into_tensor").check_next("mm").check_next("wait_tensor").run(code(gm))
+
+
+def test_meaning_is_kept_bit_for_bit():
+    inputs = [_inputs() for _ in range(2)]
+    graphs = [_lowered(inputs=given) for given in inputs]
+    expected = lockstep.run(graphs, inputs)
+    for gm in graphs:
+        run_pass(PrefetchForwardGathers(), gm)
+    for before, after in zip(expected, lockstep.run(graphs, inputs), strict=True):
+        assert torch.equal(before[0], after[0])
+
+
+@pytest.mark.parametrize(
+    "second",
+    [
+        pytest.param(lambda x, b: c10d.all_gather_into_tensor(x[:2], 2, "0"), id="of what the graph computes"),
+        pytest.param(lambda x, b: c10d.all_gather_into_tensor(b.sin(), 2, "0"), id="of a computation on an input"),
+        pytest.param(lambda x, b: c10d.all_gather_into_tensor(b, 2, "a group of the user's"), id="outside the mesh"),
+    ],
+)
+def test_other_gathers_are_left_alone(second):
+    def function(x, a, b):
+        x = torch.mm(x, c10d.wait_tensor(c10d.all_gather_into_tensor(a, 2, "0")))
+        return (torch.mm(x, c10d.wait_tensor(second(x, b))),)
+
+    gm = trace(function, torch.randn(2, 4), torch.randn(2, 4), torch.randn(2, 4))
+    before = code(gm)
+    assert run_pass(PrefetchForwardGathers(), gm).changed == 0
+    assert code(gm) == before
+
+
+def test_two_of_gloos_own_are_never_under_way_at_once():
+    gm = trace(_three_layers, *_inputs())
+    run_pass(InsertZeroCollectives(), gm, GLOO)
+    before = code(gm)
+    assert run_pass(PrefetchForwardGathers(), gm, GLOO).changed == 0
+    assert code(gm) == before
+
+
+def test_what_overlaps_already_stays():
+    def function(x, a, b):
+        first, second = c10d.all_gather_into_tensor(a, 2, "0"), c10d.all_gather_into_tensor(b, 2, "0")
+        x = torch.mm(x, c10d.wait_tensor(first))
+        return (torch.mm(x, c10d.wait_tensor(second)),)
+
+    gm = trace(function, torch.randn(2, 4), torch.randn(2, 4), torch.randn(2, 4))
+    before = code(gm)
+    assert run_pass(PrefetchForwardGathers(), gm).changed == 0
+    assert code(gm) == before
+
+
+def test_no_read_moves_across_a_write():
+    def function(x, a, b):
+        x = torch.mm(x, c10d.wait_tensor(c10d.all_gather_into_tensor(a, 2, "0")))
+        torch.ops.aten.copy_(b, x)
+        return (torch.mm(x, c10d.wait_tensor(c10d.all_gather_into_tensor(b, 2, "0"))),)
+
+    gm = trace(function, torch.randn(2, 4), torch.randn(2, 4), torch.randn(2, 4))
+    before = code(gm)
+    assert run_pass(PrefetchForwardGathers(), gm).changed == 0
+    assert code(gm) == before
+
+
+def test_a_second_run_changes_nothing():
+    gm = _lowered()
+    run_pass(PrefetchForwardGathers(), gm)
+    before = code(gm)
+    assert run_pass(PrefetchForwardGathers(), gm).changed == 0
+    assert code(gm) == before
+
+
+def test_phases_and_contract():
+    assert PrefetchForwardGathers().phase is Phase.FORWARD
+    assert PrefetchBackwardGathers().phase is Phase.BACKWARD
+    with pytest.raises(PassError, match="prefetch_forward_gathers requires 'zero-collectives'"):
+        Pipeline([PrefetchForwardGathers()])
