@@ -162,7 +162,7 @@ def checks(rows: Sequence[Row], *, world: int) -> list[Check]:
             "lower",
         ),
         Check(
-            f"loss after {LOSS_STEP} steps, dsgraph against one process with the whole batch, like kernels ({of_losses})",
+            f"loss after {LOSS_STEP} steps, dsgraph against one process with everything ({of_losses})",
             losses[worst] if worst is not None else None,
             1e-5,
             "lower",
