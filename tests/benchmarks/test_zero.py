@@ -96,6 +96,14 @@ def test_default_model_has_27_million_parameters():
     assert 26.5e6 < sum(param.numel() for param in Workload().build().parameters()) < 27.5e6
 
 
+def test_a_heat_holds_whole_memory_classes():
+    first, second = zero.heats(list(SYSTEMS))
+    assert sorted([*first, *second]) == sorted(SYSTEMS)
+    assert {"single", "single-compile", "fsdp2", "deepspeed-3", "dsgraph-3", "dsgraph-3-eager"} <= set(first)
+    assert {"ddp", "deepspeed-1", "deepspeed-2", "dsgraph-0", "dsgraph-2-eager"} <= set(second)
+    assert zero.heats(["ddp"]) == [["ddp"]]
+
+
 def test_all_systems_of_the_comparison_run_by_default():
     systems = set(zero._parse([]).systems)
     assert systems >= {"ddp", "fsdp2", "fsdp2-compile", *(f"deepspeed-{stage}" for stage in (1, 2, 3))}
