@@ -53,7 +53,7 @@ class Settings:
     layers: int = option(3, "transformer layers")
     heads: int = option(4, "attention heads")
 
-    steps: int = option(400, "optimizer steps, those before a resumed checkpoint included")
+    steps: int = option(600, "optimizer steps, those before a resumed checkpoint included")
     batch: int = option(12, "windows a step, over all ranks")
     time: int = option(256, "bytes a window")
     lr: float = option(3e-3, "highest learning rate")

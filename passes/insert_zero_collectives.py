@@ -32,8 +32,8 @@ class InsertZeroCollectives(GraphPass):
     stage 0, whole:   w = shard
 
     before:  g = reduce_grad(grad, [3, 8], group="0", outer_groups=["1"])
-    after:   own = wait_tensor(reduce_scatter_tensor(pad(grad), "sum", 2, "0"))[:3]     only with a group
-             g = wait_tensor(all_reduce(own, "sum", "1")) / (2 * size of "1")           once an outer group
+    after:   own = wait_tensor(reduce_scatter_tensor(pad(grad), "sum", 2, "0"))         only with a group
+             g = wait_tensor(all_reduce(own, "sum", "1"))[:3] / (2 * size of "1")       once an outer group
 
     A parameter gathered here, and whatever is cheaply computed from such parameters alone (casts, transposes), is
     tagged for recomputation: the backward gathers it again, and nothing of full size is kept in between. Left alone:
@@ -81,13 +81,14 @@ def _lower_reduction(node: Node, ctx: PassContext) -> Node:
         padded_rows = axis.size * chunk_rows(fake_value(summed).shape[0], axis.size)
         padded = _pad_rows(node, summed, padded_rows)
         started = emit(node, c10d_functional.reduce_scatter_tensor.default, padded, "sum", axis.size, axis.group)
-        own = emit(node, c10d_functional.wait_tensor.default, started)
-        summed = _take_rows(node, own, call["shard_shape"][0])
+        summed = emit(node, c10d_functional.wait_tensor.default, started)
     for group in call["outer_groups"]:
         if ctx.axis(group).size == 1:
             continue
         started = emit(node, c10d_functional.all_reduce.default, summed, "sum", group)
         summed = emit(node, c10d_functional.wait_tensor.default, started)
+    if call["group"]:  # after the outer groups, so that all ranks reduce the same shape over them
+        summed = _take_rows(node, summed, call["shard_shape"][0])
     averaged = summed if averaged_over == 1 else emit(node, aten.div.Tensor, summed, averaged_over)
     return _cast(node, averaged, call["dtype"])
 
