@@ -28,8 +28,8 @@ class ChooseCollectiveAlgorithms(GraphPass):
     after:   rows = wait_tensor(all_to_all_single(grad, [r, r], [r, r], "0"))
              own = sum(view(rows, [2, r, ...]), [0])
 
-    gloo's all-gather breaks when two are under way at once, see `gather_by_broadcasts`. Its reduce-scatter takes about
-    as long as two all-reduces of the same tensor; its all-to-all only copies. The local sum adds in the order of ranks.
+    gloo's all-gather breaks when two are under way at once, see `gather_by_broadcasts`. Its reduce-scatter takes as
+    long as an all-reduce of the same tensor; its all-to-all only copies. The local sum adds in the order of ranks.
     Left alone: NCCL and every other backend, reductions other than "sum", and a user's own with sizes that vary.
     """
 

@@ -109,10 +109,13 @@ def wait_of(started: Node) -> Node:
     Raises:
         ValueError: Something else reads the collective's result as well, or nothing does.
     """
-    users = list(started.users)
-    if len(users) != 1 or not is_wait(users[0]):
-        raise ValueError(f"collective {started.name} is used by {users}; its one user must be its one wait")
-    return users[0]
+    waits = [user for user in started.users if is_wait(user)]
+    if len(waits) != 1 or len(started.users) != 1:
+        raise ValueError(
+            f"collective {started.name} has {len(waits)} waits and {len(started.users)} users; "
+            "its one user must be its one wait"
+        )
+    return waits[0]
 
 
 def mutates_arguments(node: Node) -> bool:

@@ -9,7 +9,7 @@ from torch.fx.node import map_arg
 
 from .base import GraphPass, PassContext, Phase
 from .errors import PassError
-from .graph import collective_group, collectives, is_wait, placeholders
+from .graph import collective_group, collectives, placeholders, wait_of
 
 
 @dataclass(frozen=True)
@@ -74,12 +74,10 @@ def _check_interface(before: GraphFacts, after: GraphFacts, graph_pass: GraphPas
 
 def _check_waits(gm: GraphModule, graph_pass: GraphPass) -> None:
     for node in collectives(gm):
-        waits = [user for user in node.users if is_wait(user)]
-        if len(waits) != 1 or len(node.users) != 1:
-            raise PassError(
-                f"after pass {graph_pass.name}, collective {node.name} has {len(waits)} waits and {len(node.users)} "
-                "users; its one user must be its one wait"
-            )
+        try:
+            wait_of(node)
+        except ValueError as error:
+            raise PassError(f"after pass {graph_pass.name}, {error}") from None
 
 
 def _check_order(before: GraphFacts, after: GraphFacts, graph_pass: GraphPass) -> None:
