@@ -102,6 +102,7 @@ def _deepspeed(model: GPT, *, stage: int) -> Step:
     config = {
         "train_micro_batch_size_per_gpu": 1,  # only logs and learning-rate rules look at it
         "gradient_accumulation_steps": 1,
+        "gradient_clipping": 0.0,  # by default it clips at a norm of 1, which no other system does
         "zero_optimization": zero,
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
