@@ -6,6 +6,7 @@ from .choose_collective_algorithms import ChooseCollectiveAlgorithms
 from .delay_reduction_waits import DelayReductionWaits
 from .errors import PassError
 from .insert_zero_collectives import InsertZeroCollectives
+from .keep_last_gather import KeepLastGather
 from .merge_gathers import MergeGathers
 from .partitioner import CaptureFacts, InferenceLowering, Partitioner
 from .pipeline import Pipeline, default_pipeline
@@ -22,6 +23,7 @@ __all__ = [
     "GraphSink",
     "InferenceLowering",
     "InsertZeroCollectives",
+    "KeepLastGather",
     "MergeGathers",
     "MeshAxis",
     "ParamInfo",

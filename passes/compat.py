@@ -47,7 +47,7 @@ def put_opaque_values_last(forward: GraphModule, backward: GraphModule, *, num_f
         output.args = ((*values[:num_fwd_outputs], *ordered),)
         forward.recompile()
     inputs = backward.graph.find_nodes(op="placeholder")
-    first_tangent = next((node for node in inputs if "tangents" in node.name), None)
+    first_tangent = next(filter(is_tangent, inputs), None)
     opaque = [node for node in inputs if _kind_of_saved_value(node) == 1]
     if first_tangent is not None and opaque:
         for node in opaque:
@@ -68,6 +68,11 @@ def is_to_local(node: Node) -> bool:
         return node.target == "to_local"
     name = getattr(node.target, "__qualname__", "")
     return node.op == "call_function" and name.startswith("TensorVariable.method_to_local.")
+
+
+def is_tangent(placeholder: Node) -> bool:
+    """Whether a placeholder of a joint or backward graph is the gradient of one of the forward's outputs."""
+    return "tangents" in placeholder.name  # as AOTAutograd names them
 
 
 def captured_input(placeholder: Node) -> int | None:

@@ -19,6 +19,7 @@ from .compat import (
     CustomGraphPass,
     CustomPartitionerFn,
     captured_input,
+    is_tangent,
     min_cut_rematerialization_partition,
     put_opaque_values_last,
 )
@@ -95,7 +96,7 @@ class InferenceLowering(_HeldByReference, CustomGraphPass):
     def __call__(self, graph: Graph) -> None:
         """Rewrites an inference graph in place."""
         gm = graph.owning_module
-        if gm is None or any("tangents" in node.name for node in graph.find_nodes(op="placeholder")):
+        if gm is None or any(map(is_tangent, graph.find_nodes(op="placeholder"))):
             return
         for phase in (Phase.JOINT, Phase.FORWARD):
             self._runner.run(gm, self._facts.context(gm, phase, inference=True))

@@ -11,6 +11,7 @@ from .choose_collective_algorithms import ChooseCollectiveAlgorithms
 from .delay_reduction_waits import DelayReductionWaits
 from .errors import PassError
 from .insert_zero_collectives import InsertZeroCollectives
+from .keep_last_gather import KeepLastGather
 from .merge_gathers import MergeGathers
 from .prefetch_gathers import PrefetchBackwardGathers, PrefetchForwardGathers
 
@@ -86,6 +87,7 @@ def default_pipeline() -> Pipeline:
             BucketSmallReductions(),
             InsertZeroCollectives(),
             ChooseCollectiveAlgorithms(),
+            KeepLastGather(),
             PrefetchForwardGathers(),
             PrefetchBackwardGathers(),
             DelayReductionWaits(),

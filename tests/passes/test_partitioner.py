@@ -55,9 +55,10 @@ MATRICES = 2 + 4 * CONFIG.layers  # embedding, head; qkv, out, up, down
 def test_stage_3_gathers_in_both_directions_and_reduces_once(fake_ranks):
     graphs = _graphs(3)
     assert _count(graphs[Phase.FORWARD]) == {"all_gather_into_tensor": MATRICES}
-    # The embedding's backward does not read the embedding; the norms are small and share one reduction.
+    # The embedding's backward does not read the embedding, and the output layer's weight is kept, because the backward
+    # begins with it; the norms are small and share one reduction.
     assert _count(graphs[Phase.BACKWARD]) == {
-        "all_gather_into_tensor": MATRICES - 1,
+        "all_gather_into_tensor": MATRICES - 2,
         "reduce_scatter_tensor": MATRICES,
         "all_reduce": 1,
     }
@@ -85,17 +86,19 @@ def test_inference_graphs_are_lowered_too(fake_ranks):
 
 @pytest.mark.parametrize("how", [{}, {"param_dtype": torch.bfloat16}], ids=["fp32", "bf16"])
 def test_stage_3_saves_nothing_that_was_made_of_parameters(fake_ranks, how):
-    """Neither a gathered parameter nor a copy of one in another dtype lives from the forward to the backward."""
+    """Neither a gathered parameter nor a copy of one in another dtype lives from the forward to the backward.
+
+    But for the last one, see `KeepLastGather`, of which there is one copy.
+    """
     graphs = _graphs(3, **how)
     model = GPT(CONFIG)
     sizes = {tuple(p.shape) for p in model.parameters()} | {
         tuple(p.t().shape) for p in model.parameters() if p.dim() == 2
     }
     shards = {(p.shape[0] // 8, *p.shape[1:]) for p in model.parameters()} | {(32,)}
-    for node in placeholders(graphs[Phase.BACKWARD]):
-        value = node.meta["val"]
-        if isinstance(value, torch.Tensor):
-            assert tuple(value.shape) not in sizes - shards, f"{node.name} {value.shape} is as large as a parameter"
+    values = [node.meta["val"] for node in placeholders(graphs[Phase.BACKWARD])]
+    large = [tuple(value.shape) for value in values if isinstance(value, torch.Tensor)]
+    assert [shape for shape in large if shape in sizes - shards] == [tuple(model.head.weight.shape)]
 
 
 def test_bf16_goes_over_the_wire(fake_ranks):
@@ -116,7 +119,7 @@ def test_uneven_rows_make_equal_collectives_on_every_rank(fake_ranks):
             self.layer = nn.Linear(4, 13, bias=False)
 
         def forward(self, x):
-            return self.layer(x).sum()
+            return self.layer(x).sin()
 
     found = []
 
@@ -151,4 +154,4 @@ def test_parameters_are_known_by_name_in_every_phase(fake_ranks):
     torch.compile(model, backend="dsgraph", options={"codegen": "eager", "pipeline": pipeline})(tokens, tokens)
     assert seen[Phase.CAPTURE] == seen[Phase.JOINT] == names
     assert "embedding.weight" in seen[Phase.FORWARD]
-    assert "head.weight" in seen[Phase.BACKWARD]
+    assert "blocks.0.up.weight" in seen[Phase.BACKWARD]

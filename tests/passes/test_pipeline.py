@@ -31,6 +31,7 @@ def test_passes_run_phase_by_phase_in_the_order_listed():
         "bucket_small_reductions",
         "insert_zero_collectives",
         "choose_collective_algorithms",
+        "keep_last_gather",
         "prefetch_forward_gathers",
         "early",
         "prefetch_backward_gathers",
