@@ -8,20 +8,15 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.distributed.ranks import Ranks
+from tests.distributed.ranks import Processes, Ranks
 
 
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[Callable[[int], Ranks]]:
     """`ranks(n)`: n gloo ranks that live as long as the test session."""
-    groups: dict[int, Ranks] = {}
-
-    def get(world: int) -> Ranks:
-        return groups.setdefault(world, Ranks(world))
-
-    yield get
-    for group in groups.values():
-        group.stop()
+    processes = Processes()
+    yield lambda world: Ranks(world, processes)
+    processes.stop()
 
 
 @pytest.fixture

@@ -29,6 +29,14 @@ def tokens_of_any_length(step: int, rank: int) -> tuple[Tensor, ...]:
     return tokens(step, rank, batch=2 + step % 2, time=(8, 12, 10, 7)[step % 4])
 
 
+def tokens_of_marked_length(step: int, rank: int) -> tuple[Tensor, ...]:
+    batch = tokens_of_any_length(step, rank)
+    for tensor in batch:
+        torch._dynamo.mark_dynamic(tensor, 0)
+        torch._dynamo.mark_dynamic(tensor, 1)
+    return batch
+
+
 class Uneven(nn.Module):
     """Rows that divide by no world size, fewer rows than ranks, a scalar, an empty parameter and a bias."""
 
@@ -91,6 +99,7 @@ CASES: dict[str, Case] = {
     "uneven": Case(Uneven, features),
     "graph_break": Case(Broken, tokens),
     "dynamic": Case(lambda: GPT(SMALL), tokens_of_any_length),
+    "marked_dynamic": Case(lambda: GPT(SMALL), tokens_of_marked_length),
     "dropout": Case(lambda: GPT(GPTConfig(vocab=VOCAB, width=16, heads=2, layers=1, dropout=0.3)), tokens),
 }
 

@@ -20,13 +20,46 @@ import torch.multiprocessing as mp
 CALL_LIMIT = 240
 
 
+# Imported once, by the process from which all ranks are forked, and not by each of them.
+_PRELOADED = ["torch", "torch._dynamo", "torch._inductor.compile_fx", "torch.distributed.tensor", "dsgraph"]
+
+
+class Processes:
+    """The processes that play ranks, as many as the largest group so far has needed."""
+
+    def __init__(self) -> None:
+        self.processes: list[Any] = []
+        self.pipes: list[Connection] = []
+        self._context = mp.get_context("forkserver")
+        self._context.set_forkserver_preload(_PRELOADED)
+
+    def start(self, count: int) -> list[Connection]:
+        """Pipes to the first `count` of them, all alive."""
+        if not all(process.is_alive() for process in self.processes):
+            self.stop()
+        while len(self.processes) < count:
+            here, there = self._context.Pipe()
+            process = self._context.Process(target=_serve, args=(there,), daemon=True)
+            process.start()
+            there.close()
+            self.processes.append(process)
+            self.pipes.append(here)
+        return self.pipes[:count]
+
+    def stop(self) -> None:
+        """Kills them; the next call starts new ones."""
+        for process in self.processes:
+            process.kill()
+            process.join()
+        self.processes, self.pipes = [], []
+
+
 class Ranks:
     """`world` gloo ranks on this machine."""
 
-    def __init__(self, world: int) -> None:
+    def __init__(self, world: int, processes: Processes) -> None:
         self.world = world
-        self._processes: list[Any] = []
-        self._pipes: list[Connection] = []
+        self._processes = processes
 
     def run(self, function: Callable[..., Any], *args: Any, timeout_s: float = 60, **kwargs: Any) -> list[Any]:
         """Calls `function(*args, **kwargs)` on every rank, in a fresh process group; returns what each rank returned.
@@ -34,56 +67,38 @@ class Ranks:
         Raises:
             AssertionError: A rank raised; the message holds every rank's traceback.
         """
-        if not self._processes or not all(process.is_alive() for process in self._processes):
-            self._start()
+        pipes = self._processes.start(self.world)
         with tempfile.TemporaryDirectory() as folder:
-            for rank, pipe in enumerate(self._pipes):
+            for rank, pipe in enumerate(pipes):
                 pipe.send((function, args, kwargs, rank, self.world, str(Path(folder) / "store"), timeout_s))
-            answers = self._collect()
+            answers = _collect(pipes)
         errors = {rank: value for rank, (ok, value) in answers.items() if not ok}
         if errors or len(answers) < self.world:
-            self.stop()  # ranks that failed or hang may have left the group in any state
+            self._processes.stop()  # ranks that failed or hang may have left the group in any state
             missing = [rank for rank in range(self.world) if rank not in answers]
             lost = f"ranks {missing} did not answer in {CALL_LIMIT} s or died\n" if missing else ""
             raise AssertionError(lost + "\n".join(f"rank {rank}: {text}" for rank, text in errors.items()))
         return [answers[rank][1] for rank in range(self.world)]
 
-    def stop(self) -> None:
-        """Kills the ranks; the next call starts new ones."""
-        for process in self._processes:
-            process.kill()
-            process.join()
-        self._processes, self._pipes = [], []
 
-    def _start(self) -> None:
-        self.stop()
-        context = mp.get_context("spawn")
-        for _ in range(self.world):
-            here, there = context.Pipe()
-            process = context.Process(target=_serve, args=(there,), daemon=True)
-            process.start()
-            there.close()
-            self._processes.append(process)
-            self._pipes.append(here)
-
-    def _collect(self) -> dict[int, tuple[bool, Any]]:
-        answers: dict[int, tuple[bool, Any]] = {}
-        waiting = {pipe: rank for rank, pipe in enumerate(self._pipes)}
-        limit = float(CALL_LIMIT)
-        while waiting:
-            ready = wait(list(waiting), timeout=limit)
-            if not ready:
-                break
-            for pipe in ready:
-                assert isinstance(pipe, Connection)
-                rank = waiting.pop(pipe)
-                try:
-                    answers[rank] = pipe.recv()
-                except EOFError:
-                    continue  # it died
-            if any(not ok for ok, _ in answers.values()):
-                limit = 45.0  # the others should notice soon
-        return answers
+def _collect(pipes: list[Connection]) -> dict[int, tuple[bool, Any]]:
+    answers: dict[int, tuple[bool, Any]] = {}
+    waiting = {pipe: rank for rank, pipe in enumerate(pipes)}
+    limit = float(CALL_LIMIT)
+    while waiting:
+        ready = wait(list(waiting), timeout=limit)
+        if not ready:
+            break
+        for pipe in ready:
+            assert isinstance(pipe, Connection)
+            rank = waiting.pop(pipe)
+            try:
+                answers[rank] = pipe.recv()
+            except EOFError:
+                continue  # it died
+        if any(not ok for ok, _ in answers.values()):
+            limit = 45.0  # the others should notice soon
+    return answers
 
 
 def _serve(pipe: Connection) -> None:

@@ -19,17 +19,27 @@ pytestmark = pytest.mark.distributed
 STAGES = (0, 1, 2, 3)
 WORLDS = (2, 3)
 
+# Compiling takes most of the time: sizes that change without notice (two compiles) on 2 ranks, announced ones on 3; and
+# graphs without a backward for three models.
+CASES_BY_WORLD = [
+    (case, world)
+    for case in sorted(CASES)
+    for world in WORLDS
+    if (case, world) not in {("dynamic", 3), ("marked_dynamic", 2)}
+]
+ALSO_EVALUATED = ("gpt", "graph_break", "uneven")
+
 
 def _compare(case: str, **how: object) -> None:
     compare(CASES[case].build, CASES[case].batches, **how)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("case", sorted(CASES))
+@pytest.mark.parametrize(("case", "world"), CASES_BY_WORLD)
 def test_matches_one_process(ranks, case, stage, world):
     # With two ranks nothing may differ, not even a bit: a sum of two is the same in any order, and halving is exact.
-    ranks(world).run(_compare, case, stage=stage, exact=case == "gpt" and world == 2)
+    exact, evaluate = case == "gpt" and world == 2, case in ALSO_EVALUATED and world == 2
+    ranks(world).run(_compare, case, stage=stage, exact=exact, evaluate=evaluate)
 
 
 @pytest.mark.parametrize("world", WORLDS)
@@ -50,9 +60,9 @@ def test_two_by_two_mesh_matches_one_process(ranks, stage):
 
 
 @pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("case", sorted(CASES))
+@pytest.mark.parametrize("case", sorted(CASES.keys() - {"dynamic", "marked_dynamic"}))
 def test_uncompiled_model_matches_one_process(ranks, case, stage):
-    ranks(2).run(_compare, case, stage=stage, codegen=None, exact=case == "gpt")
+    ranks(2).run(_compare, case, stage=stage, codegen=None, exact=case == "gpt", evaluate=True)
 
 
 @pytest.mark.inductor

@@ -33,9 +33,13 @@ def compare(
     micro_batches: int = 1,
     keep_whole_below: int = 12,
     exact: bool = False,
+    evaluate: bool = False,
     **options: Any,
 ) -> None:
-    """Losses, gradients and parameters of `steps` steps under dsgraph against one process with everybody's batches."""
+    """Losses, gradients and parameters of `steps` steps under dsgraph against one process with everybody's batches.
+
+    With `evaluate`, the losses without gradients as well.
+    """
     rank, world = dist.get_rank(), dist.get_world_size()
     mesh = None
     if mesh_shape is not None:
@@ -83,10 +87,10 @@ def compare(
         alone_optimizer.zero_grad()
         for (name, mine), theirs in zip(partitioned.named_parameters(), alone.named_parameters(), strict=True):
             check(full(mine), theirs[1], f"step {step}: parameter {name}")
-    if codegen is None:
-        _compare_evaluation(runs, alone, batches(steps, rank), [torch.no_grad, torch.inference_mode])
-    elif world == 2:  # one more compile, in which a third rank changes nothing
-        _compare_evaluation(runs, alone, batches(steps, rank), [torch.no_grad])
+    if evaluate:
+        # Compiled, the second context would be one more compile of the same graph.
+        contexts = [torch.no_grad, torch.inference_mode] if codegen is None else [torch.no_grad]
+        _compare_evaluation(runs, alone, batches(steps, rank), contexts)
 
 
 def _step(
