@@ -16,7 +16,7 @@ from . import compat
 from .capture import collective_lines, normalize_markers
 from .dump import GraphDump
 from .errors import OptionError
-from .options import BackendOptions
+from .options import BackendOptions, mode_settings
 
 # The hooks through which Inductor takes the passes; options["inductor"] cannot use them as well.
 _HOOKS = ("custom_partitioner_fn", "joint_custom_post_pass")
@@ -40,7 +40,9 @@ class Compilation:
         self._mode = mode
         self.collectives: list[str] | None = None
         pipeline = options.pipeline if facts.params else options.pipeline.without_mesh()
-        dump = None if options.dump is None else GraphDump(options.dump, compile_number=number)
+        dump = None
+        if options.dump is not None:
+            dump = GraphDump(options.dump, compile_number=number, strict=options.strict)
         self._runner = Runner(pipeline, sink=dump, after_phase=self._note_collectives)
 
     def compile(self, gm: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
@@ -53,7 +55,7 @@ class Compilation:
 
     def _compile_inductor(self, gm: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         register_lowerings()
-        patches = {**self._mode_patches(), **self._options.inductor}
+        patches = {**mode_settings(self._mode), **self._options.inductor}
         if self._facts.params:
             patches.setdefault(*_KEEP_ORDER)
         if len(self._runner.pipeline) == 0:
@@ -69,14 +71,6 @@ class Compilation:
         if partitioner.uuid() is None:  # a pass whose code cannot be identified: nothing may come from a cache
             patches["force_disable_caches"] = True
         return compat.compile_with_inductor(gm, inputs, patches=patches, cache_tag=source_hash())
-
-    def _mode_patches(self) -> dict[str, Any]:
-        if self._mode is None:
-            return {}
-        try:
-            return compat.inductor_mode(self._mode)
-        except Exception as error:
-            raise OptionError(f"mode {self._mode!r} is not one of Inductor's: {error}") from error
 
     def _compile_eager(self, gm: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         lowering = InferenceLowering(self._runner, self._facts)

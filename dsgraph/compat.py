@@ -143,6 +143,13 @@ def inductor_mode(mode: str) -> dict[str, Any]:
     return dict(list_mode_options(mode))
 
 
+def inductor_settings() -> list[str]:
+    """The names of Inductor's configuration; those of nested settings have a dot."""
+    from torch._inductor import config
+
+    return list(config.get_config_copy())
+
+
 def register_backend(compiler: Callable[..., Any], name: str) -> None:
     """Makes `torch.compile(backend=name)` find `compiler` where no installed entry point does.
 

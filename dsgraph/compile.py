@@ -11,7 +11,7 @@ from torch.distributed.tensor import DeviceMesh
 
 from .backend import backend
 from .errors import OptionError
-from .options import BackendOptions, nearest, parse_options
+from .options import BackendOptions, mode_settings, nearest, parse_options
 from .partition import partition
 
 _PARTITION_OPTIONS = ("param_dtype", "reduce_dtype", "keep_whole_below")
@@ -43,6 +43,9 @@ def compile(model: nn.Module, mesh: DeviceMesh | None = None, stage: int = 3, **
             )
     for_partition = {name: options.pop(name) for name in _PARTITION_OPTIONS if name in options}
     for_torch = {name: options.pop(name) for name in _TORCH_OPTIONS if name in options}
+    mode = for_torch.pop("mode", None)
+    if mode is not None:  # torch.compile takes a mode or options, never both
+        options["inductor"] = {**mode_settings(mode), **options.get("inductor", {})}
     parse_options(options, os.environ)  # raises before anything is changed
     partitioned = partition(model, mesh, stage=stage, **for_partition)
     return torch.compile(partitioned, backend=backend, options=options or None, **for_torch)  # type: ignore[return-value]

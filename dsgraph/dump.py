@@ -11,16 +11,19 @@ from torch.fx import GraphModule
 
 from dsgraph.passes import Phase
 
+from .errors import StrictError
+
 
 class GraphDump:
     """Writes graphs as Python text: `FOLDER/rank0/compile1/joint-2-insert_zero_collectives.py`.
 
-    A folder that cannot be written warns once, and compiling goes on.
+    A folder that cannot be written warns once, and compiling goes on; with `strict` it raises StrictError.
     """
 
-    def __init__(self, folder: Path, *, compile_number: int) -> None:
+    def __init__(self, folder: Path, *, compile_number: int, strict: bool = False) -> None:
         rank = dist.get_rank() if dist.is_initialized() else 0
         self._folder = folder / f"rank{rank}" / f"compile{compile_number}"
+        self._strict = strict
         self._has_failed = False
 
     def write(self, gm: GraphModule, *, phase: Phase, step: str) -> None:
@@ -36,4 +39,7 @@ class GraphDump:
             unfinished.replace(path)  # a reader sees the whole file or none
         except OSError as error:
             self._has_failed = True
-            warnings.warn(f"dsgraph cannot dump graphs to {self._folder} ({error}); going on without", stacklevel=2)
+            message = f"dsgraph cannot dump graphs to {self._folder} ({error})"
+            if self._strict:
+                raise StrictError(message) from error
+            warnings.warn(f"{message}; going on without", stacklevel=2)

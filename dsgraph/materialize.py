@@ -102,6 +102,8 @@ def _initialiser(model: nn.Module, module: nn.Module, init: Init) -> Callable[[n
         return lambda _: None
     if callable(init):
         return init
+    if init is not None:
+        raise PartitionError(f'materialize: init is {init!r}; it takes a function of a module, "empty" or None')
     if hasattr(model, "_init_weights"):  # transformers
         return model._init_weights  # type: ignore[return-value]
     if hasattr(module, "reset_parameters"):

@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from dsgraph.passes import PassError, Pipeline, default_pipeline
 
+from . import compat
 from .errors import OptionError
 
 
@@ -47,7 +48,7 @@ class BackendOptions(BaseModel):
     @field_validator("dump", mode="before")
     @classmethod
     def _from_text(cls, value: object) -> object:
-        return Path(value) if isinstance(value, str) else value
+        return Path(value) if value and isinstance(value, str) else value
 
 
 def parse_options(given: Mapping[str, Any] | None, environ: Mapping[str, str]) -> BackendOptions:
@@ -60,6 +61,8 @@ def parse_options(given: Mapping[str, Any] | None, environ: Mapping[str, str]) -
     Raises:
         OptionError: A key is unknown or a value is wrong; the message names the nearest right one.
     """
+    if given is not None and not isinstance(given, Mapping):
+        raise OptionError(f"options is {given!r}; it takes a dict, such as {{'codegen': 'eager'}}")
     values = dict(given or {})
     for key in values:
         if key not in BackendOptions.model_fields:
@@ -72,7 +75,34 @@ def parse_options(given: Mapping[str, Any] | None, environ: Mapping[str, str]) -
         raise OptionError(_describe(error)) from None
     if options.inductor and options.codegen != "inductor":
         raise OptionError(f"option 'inductor' has no effect with codegen={options.codegen!r}: remove one of the two")
+    if options.inductor:
+        known = compat.inductor_settings()
+        for key in options.inductor:
+            if key not in known:
+                raise OptionError(f"option 'inductor' sets {key!r}, which Inductor has not{nearest(key, known)}")
     return options
+
+
+def mode_settings(mode: str | None) -> dict[str, Any]:
+    """Inductor's configuration for a mode of `torch.compile`.
+
+    Raises:
+        OptionError: There is no such mode.
+    """
+    if mode is None:
+        return {}
+    try:
+        return compat.inductor_mode(mode)
+    except Exception as error:
+        raise OptionError(f"mode {mode!r} is not one of Inductor's: {error}") from error
+
+
+_TAKES = {
+    "pipeline": "a Pipeline or a list of passes",
+    "strict": "True or False",
+    "dump": "the path of a folder",
+    "inductor": "a dict from names of torch._inductor.config to values",
+}
 
 
 def _unknown(kind: str, found: str, known: list[str]) -> str:
@@ -91,4 +121,6 @@ def _describe(error: ValidationError) -> str:
     if first["type"] == "literal_error":
         known = ["inductor", "eager"] if name == "codegen" else []
         return f"option {name!r} is {found!r}{nearest(str(found), known)}; it takes {first['ctx']['expected']}"
-    return f"option {name!r} is {found!r}: {first['msg'].removeprefix('Value error, ')}"
+    if first["type"] == "value_error":
+        return f"option {name!r} is {found!r}: {first['msg'].removeprefix('Value error, ')}"
+    return f"option {name!r} is {found!r}; it takes {_TAKES[str(name)]}"

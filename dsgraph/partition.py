@@ -81,14 +81,14 @@ def partition(
 
 
 def _check_arguments(stage: object, param_dtype: object, reduce_dtype: object, keep_whole_below: object) -> None:
-    if stage not in STAGES or isinstance(stage, bool):
+    if stage not in STAGES or not isinstance(stage, int) or isinstance(stage, bool):
         raise PartitionError(f"stage is {stage!r}; ZeRO stages are 0, 1, 2 and 3")
     for name, dtype in (("param_dtype", param_dtype), ("reduce_dtype", reduce_dtype)):
         if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
             raise PartitionError(
                 f"{name} is {dtype!r}; it takes a floating-point dtype such as torch.bfloat16, or None"
             )
-    if not isinstance(keep_whole_below, int) or keep_whole_below < 0:
+    if not isinstance(keep_whole_below, int) or isinstance(keep_whole_below, bool) or keep_whole_below < 0:
         raise PartitionError(f"keep_whole_below is {keep_whole_below!r}; it takes a number of elements, 0 or more")
 
 

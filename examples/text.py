@@ -13,6 +13,7 @@ from torch import Tensor
 LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test", "encodings", "pydoc_data"}
 LIMIT = 16_000_000  # bytes
 HELD_OUT_EVERY = 20  # of the files, one in so many is never trained on
+LEAST_HELD_OUT = 10_000  # bytes; a window must be shorter
 
 
 @dataclass(frozen=True)
@@ -62,6 +63,6 @@ def standard_library() -> Text:
         except OSError:
             continue  # not ours to read
         (held_out if number % HELD_OUT_EVERY == 0 else train).extend(source)
-    if len(held_out) < 10_000:
+    if len(held_out) < LEAST_HELD_OUT:
         raise FileNotFoundError(f"no Python source to train on in {root}: this interpreter came without it")
     return Text(torch.frombuffer(train, dtype=torch.uint8), torch.frombuffer(held_out, dtype=torch.uint8))

@@ -32,7 +32,7 @@ import dsgraph
 from . import checkpoint, ranks
 from .gpt import GPT, GPTConfig
 from .ranks import Place, refuse
-from .text import Text, standard_library
+from .text import LEAST_HELD_OUT, Text, standard_library
 
 
 def option(default: Any, text: str, choices: tuple[Any, ...] | None = None) -> Any:
@@ -96,7 +96,8 @@ def train(s: Settings) -> None:
     how = "one process" if s.single else f"ZeRO-{s.stage} on {place.world} ranks"
     place.say(
         f"{s.model}: {parameters / 1e6:.2f} M parameters, {how} ({place.device.type}); {len(text.train) / 1e6:.1f} MB "
-        f"of text, {len(text.held_out) / 1e6:.1f} MB held out; step {done} of {s.steps}; compiling takes the first step"
+        f"of text, {len(text.held_out) / 1e6:.1f} MB held out; step {done} of {s.steps}"
+        + ("; compiling takes the first step" if s.codegen == "inductor" else "")
     )
 
     meter = Meter(s, place, done=done)
@@ -231,8 +232,12 @@ def what_is_wrong(s: Settings) -> str | None:
     """Why a run with these settings could not work; None when it can."""
     for item in fields(s):
         value, may_be_zero = getattr(s, item.name), item.name in ("stage", "seed", "sample", "warmup")
-        if type(value) in (int, float) and not (value > 0 or (value == 0 and may_be_zero)):
-            return f"{to_option(item.name)} is {value}; it takes a number above 0"
+        if type(value) in (int, float) and not (0 < value < math.inf or (value == 0 and may_be_zero)):
+            return (
+                f"{to_option(item.name)} is {value}; it takes a number {'of 0 or more' if may_be_zero else 'above 0'}"
+            )
+    if s.time >= LEAST_HELD_OUT:
+        return f"--time is {s.time}; it takes less than {LEAST_HELD_OUT}"
     world = 1 if s.single else int(os.environ.get("WORLD_SIZE", s.nproc))
     if s.batch % world:
         return f"--batch is {s.batch}, which {world} ranks cannot share evenly; take a multiple of {world}"
@@ -251,6 +256,8 @@ def what_is_wrong(s: Settings) -> str | None:
             return f"--resume found no checkpoint in {s.checkpoint}; run once without it"
         if latest.sizes != s.sizes:
             return f"the checkpoint in {s.checkpoint} is of {_listed(latest.sizes)}, this run of {_listed(s.sizes)}"
+        if latest.step >= s.steps:
+            return f"the checkpoint in {s.checkpoint} is of step {latest.step}, and --steps is {s.steps}: nothing to do"
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:

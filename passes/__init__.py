@@ -6,7 +6,7 @@ from .choose_collective_algorithms import ChooseCollectiveAlgorithms
 from .delay_reduction_waits import DelayReductionWaits
 from .errors import PassError
 from .insert_zero_collectives import InsertZeroCollectives
-from .keep_last_gather import KeepLastGather
+from .keep_last_gather import KeepLastGather, ReleaseKeptGather
 from .merge_gathers import MergeGathers
 from .partitioner import CaptureFacts, InferenceLowering, Partitioner
 from .pipeline import Pipeline, default_pipeline
@@ -36,6 +36,7 @@ __all__ = [
     "Pipeline",
     "PrefetchBackwardGathers",
     "PrefetchForwardGathers",
+    "ReleaseKeptGather",
     "Runner",
     "default_pipeline",
     "graph_pass",

@@ -195,8 +195,11 @@ def graph_pass(
         reorders_collectives: See `GraphPass`.
 
     Raises:
-        ValueError: `phase` is not a phase.
+        PassError: `phase` is not a phase.
     """
+    known = [item.value for item in Phase]
+    if not isinstance(phase, Phase) and phase not in known:
+        raise PassError(f"graph_pass: phase is {phase!r}; it takes one of {', '.join(known)}")
     when = Phase(phase)
 
     def decorate(function: Callable[[GraphModule, PassContext], PassResult | int | None]) -> GraphPass:

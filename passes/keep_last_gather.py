@@ -1,4 +1,4 @@
-"""KeepLastGather: what the forward gathers last, the backward reads first."""
+"""KeepLastGather, ReleaseKeptGather: what the forward gathers last, the backward reads first."""
 
 from __future__ import annotations
 
@@ -12,10 +12,14 @@ from torch.utils.checkpoint import CheckpointPolicy
 from dsgraph.inductor_ext import c10d_functional
 
 from .base import GraphPass, PassContext, PassResult, Phase
-from .compat import is_tangent
-from .graph import collectives, placeholders, wait_of
+from .compat import OpOverload, is_tangent
+from .graph import collectives, is_collective, mutates_arguments, placeholders, wait_of
 
 _GATHERS = (c10d_functional.all_gather_into_tensor.default, torch.ops.dsgraph.gather_by_broadcasts.default)
+
+
+# Marks what was kept, on the forward's node and so on the backward's input.
+_KEPT = "dsgraph_kept"
 
 
 @dataclass(frozen=True)
@@ -41,9 +45,55 @@ class KeepLastGather(GraphPass):
         gathers = [started for started in collectives(gm) if started.target in _GATHERS and _is_recomputed(started)]
         if not gathers:
             return PassResult(changed=0)
-        wait_of(gathers[-1]).meta["recompute"] = CheckpointPolicy.MUST_SAVE
+        kept = wait_of(gathers[-1])
+        kept.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+        kept.meta[_KEPT] = True
         return PassResult(changed=1)
 
 
 def _is_recomputed(started: Node) -> bool:
     return started.meta.get("recompute") is CheckpointPolicy.MUST_RECOMPUTE
+
+
+@dataclass(frozen=True)
+class ReleaseKeptGather(GraphPass):
+    """Compute with the kept parameter as soon as its operands are there, so that it can be freed.
+
+    before:  dw = mm(t(dy), x); own = wait_tensor(reduce_scatter_tensor(dw)); dx = mm(dy, kept)
+    after:   dx = mm(dy, kept); dw = mm(t(dy), x); own = wait_tensor(reduce_scatter_tensor(dw))
+
+    The largest parameter of many models, its gradient and that gradient's transfer would be alive at once otherwise.
+    Left alone: what would have to move across an op that writes to one of its arguments, and collectives.
+    """
+
+    phase: ClassVar[Phase] = Phase.BACKWARD
+    needs_mesh: ClassVar[bool] = True
+    requires: ClassVar[frozenset[str]] = frozenset({"zero-collectives"})
+
+    def run(self, gm: GraphModule, ctx: PassContext) -> PassResult:
+        changed = 0
+        frontier = [node for node in placeholders(gm) if node.meta.get(_KEPT)]
+        while frontier:
+            for user in list(frontier.pop().users):
+                changed += _hoist(user)
+                if isinstance(user.target, OpOverload) and user.target.is_view:
+                    frontier.append(user)
+        return PassResult(changed=changed)
+
+
+def _hoist(node: Node) -> bool:
+    """Moves `node` up to right behind its operands; False when it stands there already or must stay."""
+    if node.op != "call_function" or is_collective(node) or mutates_arguments(node):
+        return False
+    place = max(node.all_input_nodes)
+    while place.next.op == "placeholder":
+        place = place.next
+    passed = place.next
+    while passed is not node:
+        if mutates_arguments(passed):
+            return False
+        passed = passed.next
+    if place.next is node:
+        return False
+    place.append(node)
+    return True

@@ -11,7 +11,7 @@ from .choose_collective_algorithms import ChooseCollectiveAlgorithms
 from .delay_reduction_waits import DelayReductionWaits
 from .errors import PassError
 from .insert_zero_collectives import InsertZeroCollectives
-from .keep_last_gather import KeepLastGather
+from .keep_last_gather import KeepLastGather, ReleaseKeptGather
 from .merge_gathers import MergeGathers
 from .prefetch_gathers import PrefetchBackwardGathers, PrefetchForwardGathers
 
@@ -35,6 +35,8 @@ class Pipeline:
                     f"a pipeline holds GraphPass objects, found {item!r}; "
                     "make an instance of the class, or decorate the function with @dsgraph.graph_pass(phase=...)"
                 )
+            if not isinstance(getattr(item, "phase", None), Phase):
+                raise PassError(f"pass {item.name} has no phase: give {type(item).__name__} a class attribute `phase`")
         # Stable, so the order within a phase is the user's.
         ordered = tuple(sorted(listed, key=lambda item: list(Phase).index(item.phase)))
         _check_contracts(ordered)
@@ -46,9 +48,9 @@ class Pipeline:
     def __len__(self) -> int:
         return len(self.passes)
 
-    def __add__(self, more: Iterable[GraphPass]) -> Pipeline:
-        """This pipeline with passes added; each runs last in its phase."""
-        return Pipeline((*self.passes, *more))
+    def __add__(self, more: Iterable[GraphPass] | GraphPass) -> Pipeline:
+        """This pipeline with a pass or several added; each runs last in its phase."""
+        return Pipeline((*self.passes, *(more if isinstance(more, Iterable) else (more,))))
 
     def without(self, name: str) -> Pipeline:
         """This pipeline less the pass called `name`.
@@ -89,6 +91,7 @@ def default_pipeline() -> Pipeline:
             ChooseCollectiveAlgorithms(),
             KeepLastGather(),
             PrefetchForwardGathers(),
+            ReleaseKeptGather(),
             PrefetchBackwardGathers(),
             DelayReductionWaits(),
         ]

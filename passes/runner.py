@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -10,7 +11,7 @@ from typing import Protocol
 from torch.fx import GraphModule
 
 from . import invariants
-from .base import GraphPass, PassContext, Phase
+from .base import GraphPass, PassContext, PassResult, Phase
 from .errors import PassError
 from .pipeline import Pipeline
 
@@ -71,7 +72,9 @@ class Runner:
         try:
             result = item.run(gm, ctx)
         except Exception as error:
-            raise PassError(f"pass {item.name} ({ctx.phase.value} graph) failed: {error}") from error
+            raise PassError(f"pass {item.name} ({ctx.phase.value} graph) failed: {_describe(error)}") from error
+        if not isinstance(result, PassResult):
+            raise PassError(f"pass {item.name} returned {result!r}; `run` returns a PassResult")
         _tidy(item, gm, ctx)
         seconds = time.perf_counter() - started
         invariants.check(gm, before, item, ctx)
@@ -88,6 +91,14 @@ class Runner:
     def _dump(self, gm: GraphModule, phase: Phase, step: str) -> None:
         if self.sink is not None:
             self.sink.write(gm, phase=phase, step=step)
+
+
+def _describe(error: Exception) -> str:
+    """What went wrong and where: Dynamo cuts off the traceback of what a backend raises."""
+    if isinstance(error, PassError):
+        return str(error)
+    innermost = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{type(error).__name__}: {error} (at {innermost.filename}:{innermost.lineno})"
 
 
 def _tidy(item: GraphPass, gm: GraphModule, ctx: PassContext) -> None:

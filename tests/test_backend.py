@@ -146,6 +146,11 @@ def test_a_folder_that_cannot_be_written_warns_once_and_training_goes_on(one_ran
         compiled(*tokens(0, 0)).backward()
     assert len([w for w in caught if "cannot dump" in str(w.message)]) == 1
 
+    torch._dynamo.reset()
+    options = {**EAGER, "dump": tmp_path / "file", "strict": True}
+    with pytest.raises(Exception, match="StrictError: dsgraph cannot dump graphs"):
+        torch.compile(model, backend="dsgraph", options=options)(*tokens(0, 0))
+
 
 def test_the_mode_must_be_one_of_inductors(one_rank):
     compiled = torch.compile(_net(), backend="dsgraph", mode="max-autotun")

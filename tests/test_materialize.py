@@ -91,6 +91,8 @@ class TestOneRank:
             dsgraph.materialize(bare)
         with pytest.raises(dsgraph.PartitionError, match="buffer 'angles' of Bare is not part of checkpoints"):
             dsgraph.materialize(bare, init="empty")
+        with pytest.raises(dsgraph.PartitionError, match="init is 'emtpy'; it takes a function of a module"):
+            dsgraph.materialize(bare, init="emtpy")
         early = dsgraph.partition(_on_meta(lambda: nn.Linear(2, 2)))
         optimizer = torch.optim.SGD(early.parameters(), lr=0.1)
         with pytest.raises(dsgraph.PartitionError, match="SGD was made before materialize"):

@@ -25,8 +25,11 @@ def test_defaults():
         ({"codegen": "eagr"}, r"option 'codegen' is 'eagr'; did you mean 'eager'\?; it takes 'inductor' or 'eager'"),
         ({"strict": "yes"}, r"option 'strict' is 'yes'"),
         ({"pipeline": ["merge"]}, r"option 'pipeline' is .*a pipeline holds GraphPass objects, found 'merge'"),
-        ({"pipeline": 3}, r"option 'pipeline' is 3"),
-        ({"dump": 7}, r"option 'dump' is 7"),
+        ({"pipeline": 3}, r"option 'pipeline' is 3; it takes a Pipeline or a list of passes"),
+        ({"dump": 7}, r"option 'dump' is 7; it takes the path of a folder"),
+        ({"dump": ""}, r"option 'dump' is ''; it takes the path of a folder"),
+        ({"inductor": {"max_autotun": True}}, r"'inductor' sets 'max_autotun'.*did you mean 'max_autotune'\?"),
+        (["eager"], r"options is \['eager'\]; it takes a dict"),
         (
             {"codegen": "eager", "inductor": {"max_autotune": True}},
             r"option 'inductor' has no effect with codegen='eager'",
@@ -57,6 +60,18 @@ def test_compile_refuses_before_it_changes_anything(one_rank):
         dsgraph.compile(model, parm_dtype=torch.bfloat16)
     with pytest.raises(dsgraph.OptionError, match="'eagr'"):
         dsgraph.compile(model, codegen="eagr")
+    assert type(model) is nn.Linear
+
+
+def test_compile_takes_a_mode_beside_options(one_rank, monkeypatch):
+    given = {}
+    monkeypatch.setattr(torch, "compile", lambda model, **how: given.update(how) or model)
+    dsgraph.compile(nn.Linear(2, 2), mode="max-autotune-no-cudagraphs", inductor={"coordinate_descent_tuning": True})
+    assert given["options"]["inductor"]["max_autotune"] and given["options"]["inductor"]["coordinate_descent_tuning"]
+    assert "mode" not in given
+    model = nn.Linear(2, 2)
+    with pytest.raises(dsgraph.OptionError, match="mode 'fast' is not one of Inductor's"):
+        dsgraph.compile(model, mode="fast")
     assert type(model) is nn.Linear
 
 

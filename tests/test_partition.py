@@ -63,9 +63,11 @@ def test_integers_are_not_cast():
         ({"stage": 4}, "stage is 4; ZeRO stages are 0, 1, 2 and 3"),
         ({"stage": "3"}, "stage is '3'"),
         ({"stage": True}, "stage is True"),
+        ({"stage": 3.0}, "stage is 3.0"),
         ({"param_dtype": torch.int8}, "param_dtype is torch.int8; it takes a floating-point dtype"),
         ({"reduce_dtype": "bf16"}, "reduce_dtype is 'bf16'"),
         ({"keep_whole_below": -1}, "keep_whole_below is -1"),
+        ({"keep_whole_below": True}, "keep_whole_below is True"),
         ({"mesh": 2}, "mesh is 2; it takes a DeviceMesh"),
     ],
 )

@@ -12,7 +12,6 @@ import torch.distributed as dist
 from torch import nn
 
 import dsgraph
-from tests.distributed.ranks import Ranks
 from tests.models import build, tokens
 
 pytestmark = pytest.mark.distributed
@@ -115,14 +114,9 @@ def _come_late(seconds: float) -> tuple[str, float]:
     return _message(compiled, torch.randn(2, 4))
 
 
-def test_a_rank_that_never_comes_is_named_after_the_groups_timeout():
-    group = Ranks(2)
-    try:
-        with pytest.raises(AssertionError) as failure:
-            group.run(_come_late_and_check, timeout_s=5)
-        assert "ranks [1] did not come within 5 s" in str(failure.value)
-    finally:
-        group.stop()
+def test_a_rank_that_never_comes_is_named_after_the_groups_timeout(ranks):
+    with pytest.raises(AssertionError, match=r"ranks \[1\] did not come within 5 s"):
+        ranks(2).run(_come_late_and_check, timeout_s=5)
 
 
 def _come_late_and_check() -> None:
@@ -140,14 +134,10 @@ def _die() -> None:
     compiled(*tokens(1, dist.get_rank())).backward()
 
 
-def test_a_rank_that_dies_does_not_leave_the_others_hanging():
-    group = Ranks(2)
+def test_a_rank_that_dies_does_not_leave_the_others_hanging(ranks):
     started = time.perf_counter()
-    try:
-        with pytest.raises(AssertionError, match=r"ranks \[1\] did not answer.*or died"):
-            group.run(_die, timeout_s=10)
-    finally:
-        group.stop()
+    with pytest.raises(AssertionError, match=r"ranks \[1\] did not answer.*or died"):
+        ranks(2).run(_die, timeout_s=10)
     assert time.perf_counter() - started < 60
 
 

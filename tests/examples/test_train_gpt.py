@@ -117,6 +117,8 @@ def test_single_process_without_dsgraph_gives_the_same_losses(finished, tmp_path
     ("arguments", "message"),
     [
         (["--resume"], "--resume found no checkpoint in"),
+        (["--warmup=-1"], "--warmup is -1; it takes a number of 0 or more"),
+        (["--time=99999"], "--time is 99999; it takes less than 10000"),
         (["--batch=9"], "--batch is 9, which 2 ranks cannot share evenly"),
     ],
 )

@@ -2,13 +2,22 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.testing import FileCheck
 from torch.utils.checkpoint import CheckpointPolicy
 
 import dsgraph
-from dsgraph.passes import ChooseCollectiveAlgorithms, InsertZeroCollectives, KeepLastGather, PassError, Pipeline
+from dsgraph.passes import (
+    ChooseCollectiveAlgorithms,
+    InsertZeroCollectives,
+    KeepLastGather,
+    PassError,
+    Pipeline,
+    ReleaseKeptGather,
+)
 from dsgraph.passes.graph import collectives, is_wait, placeholders
 from examples.gpt import GPT, GPTConfig
-from tests.passes.tracing import GLOO, SHARD, code, gather, run_pass, trace
+from tests.passes import lockstep
+from tests.passes.tracing import GLOO, SHARD, code, gather, reduce, run_pass, trace
 
 
 def _joint(x, a, b, tangents_1):
@@ -25,7 +34,6 @@ def _lowered(tangent, axis=SHARD, function=_joint):
     gm = trace(function, torch.randn(2, 4), torch.randn(2, 4), torch.randn(3, 4), tangent)
     run_pass(InsertZeroCollectives(), gm, axis)
     run_pass(ChooseCollectiveAlgorithms(), gm, axis)
-    # `trace` numbers its inputs by their names, so that this one is called as AOTAutograd calls it.
     assert any("tangents" in node.name for node in placeholders(gm))
     return gm
 
@@ -70,6 +78,49 @@ def test_the_graph_itself_and_a_second_run_change_nothing():
 def test_contract():
     with pytest.raises(PassError, match="keep_last_gather requires 'zero-collectives'"):
         Pipeline([KeepLastGather()])
+
+
+def _backward(kept, x, dy, other):
+    dw = torch.mm(dy.t(), x)
+    own = reduce(dw, (2, 4))
+    if other is not None:
+        torch.ops.aten.copy_(other, dw)
+    return own, torch.mm(dy, kept[:4]).sin()
+
+
+def _backward_graph(other=None):
+    gm = trace(_backward, torch.randn(6, 4), torch.randn(3, 4), torch.randn(3, 4), other)
+    run_pass(InsertZeroCollectives(), gm)
+    placeholders(gm)[0].meta["dsgraph_kept"] = True
+    return gm
+
+
+def test_what_was_kept_is_computed_with_first():
+    gm = _backward_graph()
+    assert run_pass(ReleaseKeptGather(), gm).changed == 2
+    FileCheck().check("slice.Tensor(kept_1").check_next("mm.default(dy_1, slice").check_next(
+        "t.default(dy_1)"
+    ).check_next("mm").check_next("reduce_scatter").check_next("wait_tensor").check_next("div").check_next("sin").run(
+        code(gm)
+    )
+    before = code(gm)
+    assert run_pass(ReleaseKeptGather(), gm).changed == 0
+    assert code(gm) == before
+
+
+def test_nothing_moves_across_a_write():
+    gm = _backward_graph(torch.randn(4, 4))
+    assert run_pass(ReleaseKeptGather(), gm).changed == 0
+
+
+def test_release_keeps_the_meaning_bit_for_bit():
+    inputs = [[torch.randn(6, 4), torch.randn(3, 4), torch.randn(3, 4), None] for _ in range(2)]
+    graphs = [_backward_graph() for _ in range(2)]
+    expected = lockstep.run(graphs, inputs)
+    for gm in graphs:
+        assert run_pass(ReleaseKeptGather(), gm).changed
+    for before, after in zip(expected, lockstep.run(graphs, inputs), strict=True):
+        assert all(map(torch.equal, before, after))
 
 
 def _saved_shapes(compiled, model, *inputs):

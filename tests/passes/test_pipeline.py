@@ -34,6 +34,7 @@ def test_passes_run_phase_by_phase_in_the_order_listed():
         "keep_last_gather",
         "prefetch_forward_gathers",
         "early",
+        "release_kept_gather",
         "prefetch_backward_gathers",
         "delay_reduction_waits",
         "late",
@@ -63,8 +64,22 @@ def test_two_passes_of_one_name_are_refused():
 
 
 def test_unknown_phase_is_refused():
-    with pytest.raises(ValueError, match="'middle' is not a valid Phase"):
+    with pytest.raises(PassError, match="phase is 'middle'; it takes one of capture, joint, forward, backward"):
         graph_pass(phase="middle")
+
+
+def test_a_class_without_a_phase_is_refused():
+    @dataclass(frozen=True)
+    class Timeless(GraphPass):
+        def run(self, gm, ctx):
+            return PassResult()
+
+    with pytest.raises(PassError, match="pass timeless has no phase: give Timeless a class attribute"):
+        Pipeline([Timeless()])
+
+
+def test_one_pass_can_be_added_without_a_list():
+    assert default_pipeline() + early == default_pipeline() + [early]
 
 
 def test_fingerprint_tells_options_and_code_apart():

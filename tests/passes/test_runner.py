@@ -1,9 +1,12 @@
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import ClassVar
+
 import pytest
 import torch
 
-from dsgraph.passes import PassContext, PassError, Phase, Pipeline, Runner, graph_pass
+from dsgraph.passes import GraphPass, PassContext, PassError, Phase, Pipeline, Runner, graph_pass
 from dsgraph.passes.graph import emit, find_calls, replace_and_erase, sort_topologically
 from tests.passes.tracing import code, trace
 
@@ -122,7 +125,7 @@ def return_nothing(gm, ctx):
         (unalias_an_output, r"pass unalias_an_output changed output 2, which was 'x_1'"),
         (add_an_input, r"pass add_an_input changed the graph's inputs"),
         (use_before_definition, r"pass use_before_definition left a malformed joint graph"),
-        (raise_an_error, r"pass raise_an_error \(joint graph\) failed: 'stage'"),
+        (raise_an_error, r"pass raise_an_error \(joint graph\) failed: KeyError: 'stage' \(at .*test_runner.py:\d+\)"),
         (return_nothing, r"pass return_nothing .*returned None"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
@@ -130,6 +133,18 @@ def return_nothing(gm, ctx):
 def test_faults_are_caught_and_named(fault, message):
     with pytest.raises(PassError, match=message):
         _run(fault, _graph())
+
+
+def test_a_class_whose_run_returns_nothing_is_named():
+    @dataclass(frozen=True)
+    class Nothing(GraphPass):
+        phase: ClassVar[Phase] = Phase.JOINT
+
+        def run(self, gm, ctx):
+            return None
+
+    with pytest.raises(PassError, match="pass nothing returned None; `run` returns a PassResult"):
+        Runner(Pipeline([Nothing()])).run(_graph(), PassContext(phase=Phase.JOINT))
 
 
 def test_a_pass_may_reorder_collectives_if_it_says_so():
