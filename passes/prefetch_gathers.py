@@ -13,7 +13,7 @@ from dsgraph.inductor_ext import c10d_functional
 
 from .base import GraphPass, PassContext, PassResult, Phase
 from .compat import OpOverload
-from .graph import collective_group, collectives, mutates_arguments, wait_of
+from .graph import collective_group, collectives, is_collective, is_wait, mutates_arguments, wait_of
 
 aten = torch.ops.aten
 
@@ -40,21 +40,44 @@ class PrefetchForwardGathers(GraphPass):
     def run(self, gm: GraphModule, ctx: PassContext) -> PassResult:
         changed = 0
         for (previous, _), (started, preparations) in pairwise(_gathered_parameters(gm, ctx)):
-            changed += _start_after(wait_of(previous), [*preparations, started])
+            place = self._place(wait_of(previous), wait_of(started))
+            changed += _start_after(place, [*preparations, started])
         return PassResult(changed=changed)
+
+    def _place(self, previous: Node, needed: Node) -> Node:
+        """Behind which node a gather starts, given the waits for the one before it and for itself."""
+        return previous
 
 
 @dataclass(frozen=True)
 class PrefetchBackwardGathers(PrefetchForwardGathers):
-    """As `PrefetchForwardGathers`, for the gathers that the backward repeats.
+    """Start each gather that the backward repeats as soon as the parameter before it is done with.
 
-    before:  b = wait_tensor(all_gather_into_tensor(shard_b)); dy = mm(dz, t(b))
+    before:  b = wait_tensor(all_gather_into_tensor(shard_b)); dy = mm(dz, t(b)); da = mm(t(y), dy)
              a = wait_tensor(all_gather_into_tensor(shard_a)); dx = mm(dy, t(a))
-    after:   b = wait_tensor(all_gather_into_tensor(shard_b)); started_a = all_gather_into_tensor(shard_a)
-             dy = mm(dz, t(b)); a = wait_tensor(started_a); dx = mm(dy, t(a))
+    after:   b = wait_tensor(all_gather_into_tensor(shard_b)); dy = mm(dz, t(b))
+             started_a = all_gather_into_tensor(shard_a); da = mm(t(y), dy); a = wait_tensor(started_a)
+             dx = mm(dy, t(a))
+
+    A parameter's own gradient is computed meanwhile, so that no two gathered parameters are alive. Where nothing but
+    pointwise ops stands in between (a frozen layer), as in `PrefetchForwardGathers`.
     """
 
     phase: ClassVar[Phase] = Phase.BACKWARD
+
+    def _place(self, previous: Node, needed: Node) -> Node:
+        last, frontier = previous, [previous]
+        while frontier:
+            for user in frontier.pop().users:
+                last = max(last, user)
+                if _is_view(user):
+                    frontier.append(user)
+        node = last.next
+        while last < needed and node is not needed:
+            if _takes_long(node):
+                return last
+            node = node.next
+        return previous
 
 
 # What may stand between a shard and its gather.
@@ -84,6 +107,13 @@ def _kinds(ctx: PassContext, group: str) -> tuple[object, ...]:
     if "gloo" in backends:
         return (by_broadcasts,)  # two of its own gathers must never be under way at once
     return (c10d_functional.all_gather_into_tensor.default, by_broadcasts)
+
+
+def _takes_long(node: Node) -> bool:
+    """Whether a transfer can hide behind the node."""
+    if node.op != "call_function" or not isinstance(node.target, OpOverload) or is_collective(node) or is_wait(node):
+        return False
+    return not (node.target.is_view or torch.Tag.pointwise in node.target.tags)
 
 
 def _is_view(node: Node) -> bool:

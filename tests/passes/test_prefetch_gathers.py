@@ -48,6 +48,23 @@ def test_the_next_gather_starts_as_the_last_one_has_arrived(graph_pass, axis, op
     ).check_next("wait_tensor").check_next("mm").run(code(gm))
 
 
+def _backward(dz, y, a, b):
+    dy = torch.mm(dz, gather(b, (4, 4)).t()).sin()
+    da = torch.mm(y.t(), dy)
+    return da, torch.mm(dy, gather(a, (4, 4)).t())
+
+
+@pytest.mark.parametrize(("axis", "op"), [(SHARD, "all_gather_into_tensor"), (GLOO, "gather_by_broadcasts")])
+def test_in_the_backward_a_gather_starts_when_the_last_one_is_done_with(axis, op):
+    gm = _lowered(_backward, [torch.randn(2, 4) for _ in range(4)], axis)
+    assert run_pass(PrefetchBackwardGathers(), gm, axis).changed == 1
+    FileCheck().check(f"{op}.default(b_1").check_next("wait_tensor").check_next("t.default").check_next(
+        "mm"
+    ).check_next(f"{op}.default(a_1").check_next("sin").check_next("t.default(y_1").check_next("mm").check_next(
+        "wait_tensor"
+    ).check_next("t.default").check_next("mm").run(code(gm))
+
+
 def test_casts_and_padding_move_along():
     def function(x, a, b):
         x = torch.mm(x, gather(a, (4, 4)))
