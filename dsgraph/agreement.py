@@ -13,7 +13,7 @@ from torch.distributed.tensor import DeviceMesh
 
 from . import compat
 from .errors import RanksDisagreeError
-from .mesh import mesh_ranks
+from .mesh import axis_group, mesh_ranks
 
 
 @dataclass
@@ -36,7 +36,7 @@ class Agreement:
     @staticmethod
     def over(mesh: DeviceMesh) -> Agreement:
         """An agreement of all ranks of a mesh; of this rank alone where the others are not real."""
-        group = mesh.get_group(mesh.ndim - 1)
+        group = axis_group(mesh, mesh.ndim - 1)
         if compat.backend_name(group, mesh.device_type) == "fake":
             return Agreement((dist.get_rank(),), timedelta())
         return Agreement(tuple(mesh_ranks(mesh)), compat.group_timeout(group, mesh.device_type))

@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DeviceMesh
 
+from dsgraph.inductor_ext import resolve_group
 from dsgraph.passes import MeshAxis
 
 from . import compat
@@ -55,9 +56,18 @@ def mesh_axes(mesh: DeviceMesh) -> tuple[MeshAxis, ...]:
     names = mesh.mesh_dim_names or (("shard",) if mesh.ndim == 1 else ("replicate", "shard"))
     axes = []
     for dim, name in enumerate(names):
-        group = mesh.get_group(dim)
+        group = axis_group(mesh, dim)
         axes.append(MeshAxis(name, mesh.size(dim), group.group_name, compat.backend_name(group, mesh.device_type)))
     return tuple(axes)
+
+
+def axis_group(mesh: DeviceMesh, dim: int) -> dist.ProcessGroup:
+    """The process group of one dimension of a mesh.
+
+    By its name, as the ops find it: torch keeps meshes of captured inputs and hands them out for equal ones, also when
+    the process group has been destroyed and made anew since.
+    """
+    return resolve_group(mesh.get_group(dim).group_name)
 
 
 def mesh_ranks(mesh: DeviceMesh) -> list[int]:

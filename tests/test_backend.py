@@ -3,10 +3,12 @@ from __future__ import annotations
 import subprocess
 import sys
 import warnings
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import dsgraph
@@ -91,7 +93,7 @@ def test_a_failing_pass_is_named(one_rank):
     compiled = torch.compile(
         model, backend="dsgraph", options={**EAGER, "pipeline": dsgraph.default_pipeline() + [explode]}
     )
-    with pytest.raises(Exception, match=r"pass explode \(joint graph\) failed: no such node"):
+    with pytest.raises(Exception, match=r"pass explode \(joint graph\) failed: ValueError: no such node"):
         compiled(*tokens(0, 0))
 
 
@@ -172,6 +174,20 @@ def test_one_process_is_not_warned(one_rank):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         torch.compile(_net(), backend="dsgraph", options=EAGER)(torch.randn(3, 4))
+
+
+def test_a_new_process_group_brings_its_own_timeout():
+    backend = dsgraph.backend.__class__()
+    timeouts = []
+    for seconds in (60, 5):
+        timeout = timedelta(seconds=seconds)
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+        torch._dynamo.reset()
+        model = dsgraph.partition(_net(), stage=3, keep_whole_below=0)
+        torch.compile(model, backend=backend, options=EAGER)(torch.randn(3, 4))
+        timeouts += [agreement.timeout.seconds for _, agreement in backend._agreements.values()]
+        dist.destroy_process_group()
+    assert timeouts == [60, 5]
 
 
 WARM_START = """

@@ -120,7 +120,7 @@ def test_a_rank_that_never_comes_is_named_after_the_groups_timeout(ranks):
 
 
 def _come_late_and_check() -> None:
-    message, seconds = _come_late(20)
+    message, seconds = _come_late(8)
     if dist.get_rank() == 0:
         raise RuntimeError(f"{message} ({seconds:.0f} s)")
 
