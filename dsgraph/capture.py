@@ -39,11 +39,17 @@ def read_facts(gm: GraphModule, inputs: Sequence[Any]) -> CaptureFacts:
         params[number] = ParamInfo(
             name=parameter_name(compat.source_name(node)) or node.name,
             shape=tuple(value.shape),
+            shard_shape=_shard_shape(value),
             dtype=value.dtype,
             placement="shard" if split else "whole",
             requires_grad=value.requires_grad,
         )
     return CaptureFacts(axes=tuple(axes.values()), params=MappingProxyType(params))
+
+
+def _shard_shape(value: DTensor) -> tuple[int, ...]:
+    with torch.no_grad():
+        return tuple(value.to_local().shape)
 
 
 def partitioned_mesh(inputs: Sequence[Any], facts: CaptureFacts) -> DeviceMesh | None:

@@ -53,6 +53,8 @@ class ParamInfo:
     Attributes:
         name: Its name in the model, as far as the captured frame tells.
         shape: Full shape.
+        shard_shape: Shape of this rank's rows. It belongs into torch's cache keys: torch itself (2.13) tells DTensors
+            apart by their full shapes alone, and a warm start would hand one rank the graph of another.
         dtype: Master dtype.
         placement: "shard" (rows split over `group`) or "whole".
         requires_grad: False for a frozen parameter.
@@ -60,6 +62,7 @@ class ParamInfo:
 
     name: str
     shape: tuple[int, ...]
+    shard_shape: tuple[int, ...]
     dtype: torch.dtype
     placement: str
     requires_grad: bool

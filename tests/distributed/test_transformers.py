@@ -26,7 +26,7 @@ DECODER: dict[str, Any] = {
 ENCODER: dict[str, Any] = {
     "hidden_size": 16,
     "intermediate_size": 32,
-    "num_hidden_layers": 2,
+    "num_hidden_layers": 1,
     "num_attention_heads": 2,
     "hidden_dropout_prob": 0.0,
     "attention_probs_dropout_prob": 0.0,
@@ -47,7 +47,7 @@ def _build(name: str) -> torch.nn.Module:
             tf.GPT2Config(
                 vocab_size=VOCAB,
                 n_embd=16,
-                n_layer=2,
+                n_layer=1,
                 n_head=2,
                 n_positions=32,
                 resid_pdrop=0,
@@ -62,7 +62,7 @@ def _build(name: str) -> torch.nn.Module:
                 d_model=16,
                 d_kv=8,
                 d_ff=32,
-                num_layers=2,
+                num_layers=1,
                 num_heads=2,
                 dropout_rate=0,
                 decoder_start_token_id=0,
