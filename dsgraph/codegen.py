@@ -22,7 +22,7 @@ from .options import BackendOptions, mode_settings
 _HOOKS = ("custom_partitioner_fn", "joint_custom_post_pass")
 
 # Inductor's search for an order of less memory knows nothing of the time that a transfer takes: it puts every wait
-# right behind its start again, which took 7 % longer a step (GPT of 27 M parameters, 2 ranks, gloo, no less memory).
+# right behind its start again, which took 7 % longer a step (GPT of 27 M parameters, 2 ranks, gloo).
 _KEEP_ORDER = ("reorder_for_peak_memory", False)
 
 

@@ -45,7 +45,8 @@ def compile(model: nn.Module, mesh: DeviceMesh | None = None, stage: int = 3, **
     for_torch = {name: options.pop(name) for name in _TORCH_OPTIONS if name in options}
     mode = for_torch.pop("mode", None)
     if mode is not None:  # torch.compile takes a mode or options, never both
-        options["inductor"] = {**mode_settings(mode), **options.get("inductor", {})}
+        own = parse_options(options, os.environ).inductor
+        options["inductor"] = {**mode_settings(mode), **own}
     parse_options(options, os.environ)  # raises before anything is changed
     partitioned = partition(model, mesh, stage=stage, **for_partition)
     return torch.compile(partitioned, backend=backend, options=options or None, **for_torch)  # type: ignore[return-value]

@@ -124,6 +124,21 @@ def mutates_arguments(node: Node) -> bool:
     return node.op == "call_function" and isinstance(node.target, OpOverload) and node.target._schema.is_mutable
 
 
+def writes_between(first: Node, last: Node) -> bool:
+    """Whether a node between the two, in program order, may write to one of its arguments."""
+    node = first.next
+    while node is not last:
+        if mutates_arguments(node):
+            return True
+        node = node.next
+    return False
+
+
+def is_view(node: Node) -> bool:
+    """Whether the node calls an op whose result shares its argument's memory."""
+    return isinstance(node.target, OpOverload) and node.target.is_view
+
+
 def placeholders(gm: GraphModule) -> list[Node]:
     """The inputs of `gm`, in order."""
     return [node for node in gm.graph.nodes if node.op == "placeholder"]

@@ -12,8 +12,8 @@ from torch.utils.checkpoint import CheckpointPolicy
 from dsgraph.inductor_ext import c10d_functional
 
 from .base import GraphPass, PassContext, PassResult, Phase
-from .compat import OpOverload, is_tangent
-from .graph import collectives, is_collective, mutates_arguments, placeholders, wait_of
+from .compat import is_tangent
+from .graph import collectives, is_collective, is_view, mutates_arguments, placeholders, wait_of, writes_between
 
 _GATHERS = (c10d_functional.all_gather_into_tensor.default, torch.ops.dsgraph.gather_by_broadcasts.default)
 
@@ -39,8 +39,8 @@ class KeepLastGather(GraphPass):
     requires: ClassVar[frozenset[str]] = frozenset({"zero-collectives"})
 
     def run(self, gm: GraphModule, ctx: PassContext) -> PassResult:
-        tangents = [node for node in placeholders(gm) if is_tangent(node)]
-        if not any(node.meta["val"].dim() == 0 for node in tangents):
+        tangents = [node.meta["val"] for node in placeholders(gm) if is_tangent(node)]
+        if not any(isinstance(value, torch.Tensor) and value.dim() == 0 for value in tangents):
             return PassResult(changed=0)
         gathers = [started for started in collectives(gm) if started.target in _GATHERS and _is_recomputed(started)]
         if not gathers:
@@ -76,7 +76,7 @@ class ReleaseKeptGather(GraphPass):
         while frontier:
             for user in list(frontier.pop().users):
                 changed += _hoist(user)
-                if isinstance(user.target, OpOverload) and user.target.is_view:
+                if is_view(user):
                     frontier.append(user)
         return PassResult(changed=changed)
 
@@ -88,12 +88,7 @@ def _hoist(node: Node) -> bool:
     place = max(node.all_input_nodes)
     while place.next.op == "placeholder":
         place = place.next
-    passed = place.next
-    while passed is not node:
-        if mutates_arguments(passed):
-            return False
-        passed = passed.next
-    if place.next is node:
+    if place.next is node or writes_between(place, node):
         return False
     place.append(node)
     return True

@@ -13,7 +13,7 @@ from dsgraph.inductor_ext import c10d_functional
 
 from .base import GraphPass, PassContext, PassResult, Phase
 from .compat import OpOverload
-from .graph import collective_group, collectives, is_collective, is_wait, mutates_arguments, wait_of
+from .graph import collective_group, collectives, is_collective, is_view, is_wait, wait_of, writes_between
 
 aten = torch.ops.aten
 
@@ -70,7 +70,7 @@ class PrefetchBackwardGathers(PrefetchForwardGathers):
         while frontier:
             for user in frontier.pop().users:
                 last = max(last, user)
-                if _is_view(user):
+                if is_view(user):
                     frontier.append(user)
         node = last.next
         while last < needed and node is not needed:
@@ -91,7 +91,7 @@ def _gathered_parameters(gm: GraphModule, ctx: PassContext) -> list[tuple[Node, 
         if started.target not in _kinds(ctx, collective_group(started)):
             continue
         preparations, source = [], started.all_input_nodes[0]
-        while source.op == "call_function" and (_is_view(source) or source.target in _PREPARATIONS):
+        while source.op == "call_function" and (is_view(source) or source.target in _PREPARATIONS):
             preparations.append(source)
             source = source.all_input_nodes[0]
         if source.op == "placeholder":
@@ -113,11 +113,7 @@ def _takes_long(node: Node) -> bool:
     """Whether a transfer can hide behind the node."""
     if node.op != "call_function" or not isinstance(node.target, OpOverload) or is_collective(node) or is_wait(node):
         return False
-    return not (node.target.is_view or torch.Tag.pointwise in node.target.tags)
-
-
-def _is_view(node: Node) -> bool:
-    return isinstance(node.target, OpOverload) and node.target.is_view
+    return not (is_view(node) or torch.Tag.pointwise in node.target.tags)
 
 
 def _start_after(wait: Node, nodes: list[Node]) -> bool:
@@ -125,11 +121,8 @@ def _start_after(wait: Node, nodes: list[Node]) -> bool:
     nodes = [node for node in nodes if wait < node]
     if not nodes:
         return False
-    passed = wait.next
-    while passed is not nodes[-1]:
-        if mutates_arguments(passed):
-            return False
-        passed = passed.next
+    if writes_between(wait, nodes[-1]):
+        return False
     place, changed = wait, False
     for node in nodes:
         if place.next is not node:

@@ -63,15 +63,33 @@ def test_compile_refuses_before_it_changes_anything(one_rank):
     assert type(model) is nn.Linear
 
 
-def test_compile_takes_a_mode_beside_options(one_rank, monkeypatch):
-    given = {}
-    monkeypatch.setattr(torch, "compile", lambda model, **how: given.update(how) or model)
-    dsgraph.compile(nn.Linear(2, 2), mode="max-autotune-no-cudagraphs", inductor={"coordinate_descent_tuning": True})
-    assert given["options"]["inductor"]["max_autotune"] and given["options"]["inductor"]["coordinate_descent_tuning"]
-    assert "mode" not in given
+@pytest.mark.inductor
+def test_compile_takes_a_mode_beside_options(one_rank):
+    seen = []
+
+    @dsgraph.graph_pass(phase="joint")
+    def note_settings(gm, ctx):
+        seen.append((torch._inductor.config.max_autotune, torch._inductor.config.epilogue_fusion))
+        return 0
+
+    options = {"pipeline": dsgraph.default_pipeline() + [note_settings], "inductor": {"epilogue_fusion": False}}
+    model = dsgraph.compile(nn.Linear(2, 2), mode="max-autotune-no-cudagraphs", **options)
+    model(torch.randn(3, 2))
+    assert seen == [(True, False)]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"mode": "fast"}, "mode 'fast' is not one of Inductor's"),
+        ({"mode": "max-autotune", "inductor": 3}, "option 'inductor' is 3; it takes a dict"),
+        ({"mode": "max-autotune", "codegen": "eager"}, "option 'inductor' has no effect with codegen='eager'"),
+    ],
+)
+def test_compile_refuses_a_mode_before_it_changes_anything(one_rank, options, message):
     model = nn.Linear(2, 2)
-    with pytest.raises(dsgraph.OptionError, match="mode 'fast' is not one of Inductor's"):
-        dsgraph.compile(model, mode="fast")
+    with pytest.raises(dsgraph.OptionError, match=message):
+        dsgraph.compile(model, **options)
     assert type(model) is nn.Linear
 
 
