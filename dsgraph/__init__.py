@@ -2,22 +2,33 @@
 
 model = dsgraph.partition(model, mesh, stage=3)
 model = torch.compile(model, backend="dsgraph")
+
+Names are loaded when they are first used, or at once where torch is loaded already: the command line reads dumps
+without torch, which takes seconds to load.
 """
 
-from . import compat
+import sys
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
-compat.check_torch_version()
+if TYPE_CHECKING:
+    from dsgraph.passes import (
+        GraphPass,
+        PassContext,
+        PassError,
+        PassResult,
+        Phase,
+        Pipeline,
+        default_pipeline,
+        graph_pass,
+    )
 
-from dsgraph.passes import GraphPass, PassContext, PassError, PassResult, Phase, Pipeline, default_pipeline, graph_pass
-
-from .accumulate import accumulate
-from .backend import backend
-from .compile import compile
-from .errors import AccumulationError, OptionError, PartitionError, RanksDisagreeError, StrictError
-from .materialize import materialize
-from .partition import partition
-
-compat.register_backend(backend, "dsgraph")
+    from .accumulate import accumulate
+    from .backend import backend
+    from .compile import compile
+    from .errors import AccumulationError, OptionError, PartitionError, RanksDisagreeError, StrictError
+    from .materialize import materialize
+    from .partition import partition
 
 __version__ = "0.1.0"
 
@@ -41,3 +52,17 @@ __all__ = [
     "materialize",
     "partition",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name in __all__ and "dsgraph.api" not in sys.modules:
+        return getattr(import_module("dsgraph.api"), name)
+    raise AttributeError(f"module 'dsgraph' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
+if "torch" in sys.modules:
+    import_module("dsgraph.api")

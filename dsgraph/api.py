@@ -1,0 +1,44 @@
+"""Everything that `import dsgraph` offers. Importing this module registers the ops and the backend."""
+
+import sys
+
+from . import compat
+
+compat.check_torch_version()
+
+from dsgraph.passes import GraphPass, PassContext, PassError, PassResult, Phase, Pipeline, default_pipeline, graph_pass
+
+from .accumulate import accumulate
+from .backend import backend
+from .compile import compile
+from .errors import AccumulationError, OptionError, PartitionError, RanksDisagreeError, StrictError
+from .materialize import materialize
+from .partition import partition
+
+__all__ = [
+    "AccumulationError",
+    "GraphPass",
+    "OptionError",
+    "PartitionError",
+    "PassContext",
+    "PassError",
+    "PassResult",
+    "Phase",
+    "Pipeline",
+    "RanksDisagreeError",
+    "StrictError",
+    "accumulate",
+    "backend",
+    "compile",
+    "default_pipeline",
+    "graph_pass",
+    "materialize",
+    "partition",
+]
+
+compat.register_backend(backend, "dsgraph")
+
+# The package's names: `dsgraph.backend` is the backend from here on, not the module that defines it.
+_package = sys.modules[__package__]
+for _name in __all__:
+    setattr(_package, _name, globals()[_name])

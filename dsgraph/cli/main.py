@@ -1,0 +1,66 @@
+"""`dsgraph`: the command line."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Sequence
+from typing import NoReturn
+
+from .command import Command, CommandError
+
+COMMANDS: tuple[Command, ...] = ()
+
+_EPILOG = """\
+exit codes: 0 done; 1 a difference or a failure was found; 2 bad input; 130 interrupted.
+`dsgraph COMMAND --help` tells more; --json prints any answer as JSON."""
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise CommandError(f"{message} (see {self.prog} --help)")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs one command; returns the exit code."""
+    try:
+        parsed = build_parser().parse_args(arguments)
+        command: Command = parsed.command
+        answer = command.run(parsed)
+        print(json.dumps(answer.data, indent=1) if parsed.json else answer.text)
+        sys.stdout.flush()
+    except CommandError as error:
+        print(f"dsgraph: {error}", file=sys.stderr)
+        return 2
+    except BrokenPipeError:  # `dsgraph show ... | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except KeyboardInterrupt:
+        return 130
+    return answer.code
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The parser of all commands."""
+    parser = _Parser(
+        prog="dsgraph",
+        description="Shows what dsgraph made of a model: every graph, before and after every pass, on every rank.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parsers = parser.add_subparsers(metavar="COMMAND", required=True, title="commands")
+    for command in COMMANDS:
+        sub = parsers.add_parser(
+            command.name,
+            help=command.help,
+            description=command.description,
+            allow_abbrev=False,
+            prog=f"dsgraph {command.name}",
+        )
+        sub.add_argument("--json", action="store_true", help="print JSON")
+        command.configure(sub)
+        sub.set_defaults(command=command)
+    return parser
