@@ -6,6 +6,7 @@ import os
 import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,10 +15,13 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DeviceMesh, DTensor
 from torch.fx import GraphModule
 
+from dsgraph.passes import CaptureFacts
+
 from . import compat
 from .agreement import Agreement
 from .capture import communication_lines, partitioned_mesh, read_facts
 from .codegen import Compilation
+from .dumping.writer import DumpFolder, GraphDump
 from .errors import StrictError
 from .options import BackendOptions, parse_options
 from .state import PartitionState
@@ -26,15 +30,15 @@ from .state import PartitionState
 class Backend:
     """The compiler that Dynamo calls with each graph it captures.
 
-    One instance is registered with torch. Across compiles it keeps what the ranks have agreed on and whether it has
-    warned; everything else belongs to one compile.
+    One instance is registered with torch. Across compiles it keeps what the ranks have agreed on, the folders that
+    receive dumps and whether it has warned; everything else belongs to one compile.
     """
 
     __name__ = "dsgraph"
 
     def __init__(self) -> None:
         self._agreements: dict[tuple[int, ...], tuple[weakref.ref[dist.ProcessGroup], Agreement]] = {}
-        self._compiles = 0
+        self._dumps: dict[Path, DumpFolder] = {}
         self._has_warned = False
 
     def __call__(
@@ -60,9 +64,8 @@ class Backend:
             StrictError: `strict=True` and something would have been a warning.
         """
         chosen = parse_options(options, os.environ)
-        self._compiles += 1
         facts = read_facts(gm, example_inputs)
-        compilation = Compilation(chosen, facts, number=self._compiles, mode=mode)
+        compilation = Compilation(chosen, facts, mode=mode, dump=self._begin_dump(chosen, facts))
         mesh = partitioned_mesh(example_inputs, facts)
         if mesh is None:
             self._warn_of_local_gradients(example_inputs, chosen)
@@ -78,6 +81,12 @@ class Backend:
         if is_new:
             agreement.confirm("run different collectives", compilation.collectives)
         return _refreshing_replicas(compiled, example_inputs)
+
+    def _begin_dump(self, options: BackendOptions, facts: CaptureFacts) -> GraphDump | None:
+        if options.dump is None:
+            return None
+        folder = self._dumps.setdefault(options.dump.absolute(), DumpFolder(options.dump, most=options.dump_compiles))
+        return folder.begin(facts, codegen=options.codegen, strict=options.strict)
 
     def _agreement(self, mesh: DeviceMesh) -> Agreement:
         """What this mesh's ranks agreed on, for as long as the process group lives."""

@@ -14,7 +14,7 @@ from dsgraph.passes.partitioner import source_hash
 
 from . import compat
 from .capture import collective_lines, normalize_markers
-from .dump import GraphDump
+from .dumping.writer import GraphDump
 from .errors import OptionError
 from .options import BackendOptions, mode_settings
 
@@ -34,15 +34,14 @@ class Compilation:
             cache had the compiled graph.
     """
 
-    def __init__(self, options: BackendOptions, facts: CaptureFacts, *, number: int, mode: str | None) -> None:
+    def __init__(
+        self, options: BackendOptions, facts: CaptureFacts, *, mode: str | None, dump: GraphDump | None
+    ) -> None:
         self._options = options
         self._facts = facts
         self._mode = mode
         self.collectives: list[str] | None = None
         pipeline = options.pipeline if facts.params else options.pipeline.without_mesh()
-        dump = None
-        if options.dump is not None:
-            dump = GraphDump(options.dump, compile_number=number, strict=options.strict)
         self._runner = Runner(pipeline, sink=dump, after_phase=self._note_collectives)
 
     def compile(self, gm: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:

@@ -24,6 +24,7 @@ class BackendOptions(BaseModel):
         strict: Turn warnings about what was not done into errors.
         dump: Folder for a readable copy of every graph before and after every pass. Default: the environment variable
             DSGRAPH_DUMP, or nowhere.
+        dump_compiles: How many compiles are dumped; later ones are not.
         inductor: Inductor configuration for this model, by the names of `torch._inductor.config`.
     """
 
@@ -33,6 +34,7 @@ class BackendOptions(BaseModel):
     pipeline: Pipeline = Field(default_factory=default_pipeline)
     strict: bool = False
     dump: Path | None = None
+    dump_compiles: int = Field(default=8, ge=1)
     inductor: dict[str, Any] = Field(default_factory=dict)
 
     @field_validator("pipeline", mode="before")
@@ -101,6 +103,7 @@ _TAKES = {
     "pipeline": "a Pipeline or a list of passes",
     "strict": "True or False",
     "dump": "the path of a folder",
+    "dump_compiles": "a number of compiles, 1 or more",
     "inductor": "a dict from names of torch._inductor.config to values",
 }
 

@@ -3,6 +3,7 @@
 from .base import FunctionPass, GraphPass, MeshAxis, ParamInfo, PassContext, PassResult, Phase, graph_pass
 from .bucket_small_reductions import BucketSmallReductions
 from .choose_collective_algorithms import ChooseCollectiveAlgorithms
+from .cost import CostModel
 from .delay_reduction_waits import DelayReductionWaits
 from .errors import PassError
 from .insert_zero_collectives import InsertZeroCollectives
@@ -17,6 +18,7 @@ __all__ = [
     "BucketSmallReductions",
     "CaptureFacts",
     "ChooseCollectiveAlgorithms",
+    "CostModel",
     "DelayReductionWaits",
     "FunctionPass",
     "GraphPass",

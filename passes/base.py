@@ -76,12 +76,14 @@ class PassContext:
         phase: The phase of the graph at hand.
         axes: The mesh axes whose groups the graph may name.
         params: Placeholder name -> parameter, for the parameters that `partition` manages.
+        gradients: Output number -> parameter, for the outputs that are gradients of such parameters.
         inference: True when no backward follows; for a captured graph, when it starts with gradients switched off.
     """
 
     phase: Phase
     axes: tuple[MeshAxis, ...] = ()
     params: Mapping[str, ParamInfo] = field(default_factory=lambda: MappingProxyType({}))
+    gradients: Mapping[int, ParamInfo] = field(default_factory=lambda: MappingProxyType({}))
     inference: bool = False
 
     def axis(self, group: str) -> MeshAxis:

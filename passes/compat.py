@@ -6,7 +6,13 @@ Checked on torch 2.11.0, 2.12.1 and 2.13.0.
 from __future__ import annotations
 
 import torch
-from torch._functorch._aot_autograd.descriptors import AOTInput, PlainAOTInput, SubclassGetAttrAOTInput
+from torch._functorch._aot_autograd.descriptors import (
+    AOTInput,
+    GradAOTOutput,
+    PlainAOTInput,
+    SubclassGetAttrAOTInput,
+    SubclassGetAttrAOTOutput,
+)
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._guards import detect_fake_mode
 from torch._inductor.custom_graph_pass import CustomGraphPass, CustomPartitionerFn
@@ -23,6 +29,7 @@ __all__ = [
     "OpOverload",
     "captured_input",
     "detect_fake_mode",
+    "gradients",
     "is_to_local",
     "min_cut_rematerialization_partition",
     "put_opaque_values_last",
@@ -80,7 +87,22 @@ def captured_input(placeholder: Node) -> int | None:
 
     AOTAutograd takes a `DTensor` input apart into its shard and its mesh; both come from the same input.
     """
-    desc: AOTInput | None = placeholder.meta.get("desc")
+    return _number(placeholder.meta.get("desc"))
+
+
+def gradients(output: Node) -> dict[int, int]:
+    """Which outputs of a joint or backward graph are gradients, each with the captured graph's input that it is of."""
+    found = {}
+    for position, desc in enumerate(output.meta.get("desc") or ()):
+        while isinstance(desc, SubclassGetAttrAOTOutput):
+            desc = desc.base
+        number = _number(desc.grad_of) if isinstance(desc, GradAOTOutput) else None
+        if number is not None:
+            found[position] = number
+    return found
+
+
+def _number(desc: AOTInput | None) -> int | None:
     while isinstance(desc, SubclassGetAttrAOTInput):
         desc = desc.base
     return desc.idx if isinstance(desc, PlainAOTInput) else None

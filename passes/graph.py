@@ -13,7 +13,16 @@ from dsgraph.inductor_ext import c10d_functional
 from .compat import OpOverload, detect_fake_mode
 
 # Where a node came from; a node that replaces another inherits these.
-_PROVENANCE = ("stack_trace", "nn_module_stack", "source_fn_stack", "partitioner_tag", "seq_nr", "from_node", "custom")
+_PROVENANCE = (
+    "stack_trace",
+    "nn_module_stack",
+    "fwd_nn_module_stack",
+    "source_fn_stack",
+    "partitioner_tag",
+    "seq_nr",
+    "from_node",
+    "custom",
+)
 
 
 def find_calls(gm: GraphModule, target: Callable[..., Any]) -> list[Node]:

@@ -19,6 +19,7 @@ from .compat import (
     CustomGraphPass,
     CustomPartitionerFn,
     captured_input,
+    gradients,
     is_tangent,
     min_cut_rematerialization_partition,
     put_opaque_values_last,
@@ -47,7 +48,15 @@ class CaptureFacts:
             is_tensor = phase is Phase.CAPTURE or isinstance(node.meta.get("val"), torch.Tensor)
             if origin is not None and origin in self.params and is_tensor:  # a DTensor's mesh is a placeholder, too
                 params[node.name] = self.params[origin]
-        return PassContext(phase=phase, axes=self.axes, params=MappingProxyType(params), inference=inference)
+        output = next(iter(gm.graph.find_nodes(op="output")))
+        grads = {position: self.params[of] for position, of in gradients(output).items() if of in self.params}
+        return PassContext(
+            phase=phase,
+            axes=self.axes,
+            params=MappingProxyType(params),
+            gradients=MappingProxyType(grads),
+            inference=inference,
+        )
 
 
 class _HeldByReference:

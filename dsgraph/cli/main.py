@@ -9,9 +9,19 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
+from . import collectives, diff, dot, explain, ls, memory, ranks, show
 from .command import Command, CommandError
 
-COMMANDS: tuple[Command, ...] = ()
+COMMANDS: tuple[Command, ...] = (
+    ls.COMMAND,
+    show.COMMAND,
+    diff.COMMAND,
+    explain.COMMAND,
+    collectives.COMMAND,
+    memory.COMMAND,
+    ranks.COMMAND,
+    dot.COMMAND,
+)
 
 _EPILOG = """\
 exit codes: 0 done; 1 a difference or a failure was found; 2 bad input; 130 interrupted.

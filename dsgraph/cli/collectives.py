@@ -1,0 +1,153 @@
+"""`dsgraph collectives`: why each collective is there, and what it costs."""
+
+from __future__ import annotations
+
+import argparse
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from tabulate import tabulate
+
+from dsgraph.dumping.records import GraphRecord, NodeRecord
+from dsgraph.dumping.render import bytes_text, listed
+
+from . import plots
+from .command import Answer, Command, CommandError
+from .dumps import Dump, GraphName, add_dump_argument, add_graphs_argument, chosen_graphs
+from .timeline import Timeline, Transfer, critical_path, simulate
+
+
+def collectives(args: argparse.Namespace) -> Answer:
+    """Each collective of the graphs that finally run, or of one graph."""
+    if args.plot is not None:
+        plots.check_path(args.plot)
+    dump = Dump(args.dir)
+    names = chosen_graphs(dump, args.graph)
+    graphs = [(name, dump.read(name)) for name in names]
+    timelines = [(name, graph, simulate(graph)) for name, graph in graphs]
+    if args.plot is not None:
+        _plot(timelines, args.plot)
+    parts = [_describe(name, graph, timeline) for name, graph, timeline in timelines]
+    return Answer("\n\n".join(parts), [_data(name, graph, timeline) for name, graph, timeline in timelines])
+
+
+def _describe(name: GraphName, graph: GraphRecord, timeline: Timeline) -> str:
+    if not timeline.transfers:
+        return f"{name}: no collectives"
+    headers = ["node", "kind", "why", "axis", "sent", "ms", "exposed ms", "overlaps with"]
+    table = tabulate([_row(transfer) for transfer in timeline.transfers], headers=headers, disable_numparse=True)
+    path = critical_path(graph)
+    on_path = [node for node in path if node.collective is not None]
+    sent = sum(transfer.node.collective.sent or 0 for transfer in timeline.transfers if transfer.node.collective)
+    computing = sum(end - start for _, start, end in timeline.computed)
+    return (
+        f"{name}: {len(timeline.transfers)} collectives, {bytes_text(sent)} sent a rank; predicted "
+        f"{_ms(timeline.seconds)} ms, of which {_ms(computing)} ms compute and {_ms(timeline.exposed)} ms wait\n"
+        f"{table}\n"
+        f"critical path: {len(path)} nodes, of them collectives: {listed([node.name for node in on_path]) or 'none'}"
+    )
+
+
+def _row(transfer: Transfer) -> list[str]:
+    found = transfer.node.collective
+    assert found is not None
+    axis = f"{found.axis} ({found.ranks})" if found.axis else f"group {found.group}"
+    return [
+        transfer.node.name,
+        found.kind,
+        _why(transfer.node),
+        axis,
+        bytes_text(found.sent),
+        _ms(found.seconds or 0.0),
+        _ms(transfer.exposed),
+        _overlaps(transfer),
+    ]
+
+
+def _why(node: NodeRecord) -> str:
+    """The parameters that it serves; failing that, the pass that made it, or the user's line."""
+    assert node.collective is not None
+    if node.collective.parameters:
+        return listed(node.collective.parameters, most=2)
+    makers = [event.pass_name for event in node.history if event.action == "made"]
+    return f"pass {makers[0]}" if makers else f"yours, {node.source}" if node.source else "?"
+
+
+def _overlaps(transfer: Transfer) -> str:
+    """The modules, or the ops, whose computation hides it; those that take longest first."""
+    seconds: Counter[str] = Counter()
+    for node in transfer.behind:
+        seconds[node.module or node.target] += node.seconds  # type: ignore[assignment]
+    return listed([place for place, _ in seconds.most_common()], most=2)
+
+
+def _ms(seconds: float) -> str:
+    return f"{1000 * seconds:.3g}"
+
+
+def _data(name: GraphName, graph: GraphRecord, timeline: Timeline) -> dict[str, Any]:
+    rows = []
+    for transfer in timeline.transfers:
+        found = transfer.node.collective
+        assert found is not None
+        rows.append(
+            {
+                "node": transfer.node.name,
+                "kind": found.kind,
+                "why": _why(transfer.node),
+                "parameters": list(found.parameters),
+                "group": found.group,
+                "axis": found.axis,
+                "ranks": found.ranks,
+                "sent": found.sent,
+                "seconds": found.seconds,
+                "start": transfer.start,
+                "end": transfer.end,
+                "exposed": transfer.exposed,
+                "overlaps_with": [node.name for node in transfer.behind],
+            }
+        )
+    path = [node.name for node in critical_path(graph)]
+    return {"graph": str(name), "seconds": timeline.seconds, "collectives": rows, "critical_path": path}
+
+
+def _plot(timelines: list[tuple[GraphName, GraphRecord, Timeline]], path: Path) -> None:
+    timelines = [item for item in timelines if item[2].transfers]
+    if not timelines:
+        raise CommandError("--plot: these graphs have no collectives to draw")
+    figure, axes = plots.new_figure(rows=len(timelines), height=1.8)
+    for axis, (name, _, timeline) in zip(axes, timelines, strict=True):
+        compute = [(1000 * start, 1000 * (end - start)) for _, start, end in timeline.computed]
+        sends = [(1000 * transfer.start, 1000 * (transfer.end - transfer.start)) for transfer in timeline.transfers]
+        waits = [(1000 * (t.end - t.exposed), 1000 * t.exposed) for t in timeline.transfers if t.exposed]
+        axis.broken_barh(compute, (10, 8), facecolors="tab:blue", edgecolor="white", linewidth=0.2, label="compute")
+        axis.broken_barh(
+            sends, (0, 8), facecolors="tab:orange", edgecolor="white", linewidth=0.4, label="communication"
+        )
+        axis.broken_barh(waits, (10, 8), facecolors="tab:red", alpha=0.4, label="exposed: compute waits")
+        axis.set_yticks([4, 14], ["link", "compute"])
+        axis.set_xlabel("predicted ms")
+        axis.set_title(f"{name}: {_ms(timeline.seconds)} ms, {_ms(timeline.exposed)} ms exposed", fontsize=10)
+        axis.legend(loc="upper right", fontsize=7, ncols=3)
+        axis.set_ylim(-1, 26)
+    plots.save(figure, path)
+
+
+def _configure(parser: argparse.ArgumentParser) -> None:
+    add_dump_argument(parser)
+    add_graphs_argument(parser)
+    parser.add_argument(
+        "--plot", metavar="FILE", type=Path, help="draw compute and communication over time: .svg, .png"
+    )
+
+
+COMMAND = Command(
+    name="collectives",
+    help="why each collective is there, its bytes, what it overlaps with",
+    description="Lists each collective: the parameter that it gathers, or whose gradient it reduces, or the pass that "
+    "made it; bytes that a rank sends; predicted time, and how much of it the computation stands still for; what computes "
+    "meanwhile; and the critical path.",
+    configure=_configure,
+    run=collectives,
+)

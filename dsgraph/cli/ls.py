@@ -1,0 +1,80 @@
+"""`dsgraph ls`: what a dump holds."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from tabulate import tabulate
+
+from dsgraph.dumping.records import CompileRecord, to_json
+from dsgraph.dumping.render import bytes_text
+
+from .command import Answer, Command
+from .dumps import Dump, add_dump_argument
+
+_HEADERS = ["graph", "changed", "nodes", "coll.", "sent", "peak", "ms", "verify ms"]
+
+
+def list_dump(folder: str | Path, *, rank: int | None = None) -> Answer:
+    """The compiles of one rank (default: the first), each with its passes.
+
+    Raises:
+        CommandError: `folder` is no dump, or has not that rank.
+    """
+    dump = Dump(folder)
+    shown = dump.ranks[0] if rank is None else rank
+    compiles = dump.compiles(shown) or [dump.compile(shown, 1)]
+    others = [other for other in dump.ranks if other != shown]
+    parts = [_describe(record) for record in compiles]
+    if others:
+        parts.append(f"ranks {', '.join(map(str, others))} as well (--rank; `dsgraph ranks {folder}` compares them)")
+    return Answer("\n\n".join(parts), {"ranks": dump.ranks, "compiles": [to_json(record) for record in compiles]})
+
+
+def _describe(record: CompileRecord) -> str:
+    axes = ", ".join(f"{axis.name}={axis.size} ({axis.backend})" for axis in record.axes) or "not partitioned"
+    head = (
+        f"rank {record.rank} of {record.world}, compile {record.compile}, {record.time}: {axes}, "
+        f"{len(record.parameters)} parameters, codegen {record.codegen}, torch {record.torch}"
+    )
+    return f"{head}\n{tabulate(_rows(record), headers=_HEADERS, disable_numparse=True, colalign=_ALIGN)}"
+
+
+_ALIGN = ["left", "right", "right", "right", "right", "right", "right", "right"]
+
+
+def _rows(record: CompileRecord) -> list[list[Any]]:
+    rows = []
+    for step in record.steps:
+        is_before = not step.pass_name
+        rows.append(
+            [
+                step.graph,
+                "" if is_before else step.changed,
+                step.nodes,
+                step.collectives,
+                bytes_text(step.sent) if step.sent else "",
+                "" if step.peak is None else bytes_text(step.peak),
+                "" if is_before else f"{1000 * step.seconds:.1f}",
+                "" if is_before else f"{1000 * step.verify_seconds:.1f}",
+            ]
+        )
+    return rows
+
+
+def _configure(parser: argparse.ArgumentParser) -> None:
+    add_dump_argument(parser)
+    parser.add_argument("--rank", type=int, help="the rank to list (default: the first that is there)")
+
+
+COMMAND = Command(
+    name="ls",
+    help="list compiles, phases and passes of a dump",
+    description="Lists every compile of a rank with every graph: how many places the pass changed, nodes, collectives, "
+    "bytes that a rank sends when the graph runs once, bytes alive at most, time of the pass and of its verification. "
+    "Bytes and peak are predicted.",
+    configure=_configure,
+    run=lambda args: list_dump(args.dir, rank=args.rank),
+)

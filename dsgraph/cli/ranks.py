@@ -1,0 +1,106 @@
+"""`dsgraph ranks`: do all ranks run the same?"""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass
+from itertools import zip_longest
+
+from dsgraph.dumping.records import GraphRecord, NodeRecord
+from dsgraph.dumping.render import render_node
+
+from .command import Answer, Command, CommandError
+from .dumps import Dump, GraphName, add_dump_argument
+
+
+@dataclass(frozen=True)
+class Parting:
+    """Where a rank parts from the first."""
+
+    rank: int
+    where: str
+    first: str
+    other: str
+
+
+def ranks(args: argparse.Namespace) -> Answer:
+    """Compares each rank's graphs with the first rank's, in the order in which they came about."""
+    dump = Dump(args.dir)
+    first, *others = dump.ranks
+    if not others:
+        raise CommandError(f"{args.dir} has rank {first} alone: nothing to compare")
+    partings, sizes, graphs = [], 0, 0
+    for rank in others:
+        parting, differing, seen = _compare(dump, first, rank)
+        sizes, graphs = sizes + differing, graphs + seen
+        partings += [parting] if parting is not None else []
+    data = {
+        "ranks": dump.ranks,
+        "differences": [
+            {"rank": item.rank, "where": item.where, "first": item.first, "other": item.other} for item in partings
+        ],
+        "nodes_of_other_size": sizes,
+    }
+    if not partings:
+        uneven = f"; {sizes} nodes differ in sizes alone, as where rows do not divide" if sizes else ""
+        return Answer(f"ranks {', '.join(map(str, dump.ranks))} run the same: {graphs} graphs compared{uneven}", data)
+    lines = [
+        f"rank {item.rank} differs from rank {first}, first in {item.where}:\n  rank {first}: {item.first}\n"
+        f"  rank {item.rank}: {item.other}"
+        for item in partings
+    ]
+    return Answer("\n".join(lines), data, code=1)
+
+
+def _compare(dump: Dump, first: int, other: int) -> tuple[Parting | None, int, int]:
+    """The first difference in meaning, how many nodes differ in sizes alone, how many graphs were compared."""
+    sizes = seen = 0
+    for mine, theirs in zip_longest(dump.compiles(first), dump.compiles(other)):
+        if mine is None or theirs is None:
+            there = (mine or theirs).compile
+            texts = ["it is there" if record is not None else "nothing" for record in (mine, theirs)]
+            return Parting(other, f"compile {there}", *texts), sizes, seen
+        for a, b in zip_longest(mine.steps, theirs.steps):
+            where = f"compile {mine.compile}"
+            if a is None or b is None or a.graph != b.graph:
+                texts = [step.graph if step is not None else "nothing more" for step in (a, b)]
+                return Parting(other, f"{where}: the passes", *texts), sizes, seen
+            if (a.same_as and b.same_as) or a.left_out or b.left_out:
+                continue
+            graphs = [dump.read(GraphName(rank, mine.compile, a.graph)) for rank in (first, other)]
+            seen += 1
+            parting, differing = _first_difference(*graphs)
+            sizes += differing
+            if parting is not None:
+                by = f", after pass {a.pass_name}" if a.pass_name else ", before any pass"
+                return Parting(other, f"{where}, {a.graph}, node {parting[0]}{by}", *parting[1:]), sizes, seen
+    return None, sizes, seen
+
+
+def _first_difference(first: GraphRecord, other: GraphRecord) -> tuple[tuple[int, str, str] | None, int]:
+    sizes = 0
+    for place, (a, b) in enumerate(zip_longest(first.nodes, other.nodes)):
+        if a is None or b is None or _meaning(a) != _meaning(b):
+            texts = [render_node(node) if node is not None else "nothing more" for node in (a, b)]
+            return (place, *texts), sizes  # type: ignore[return-value]
+        sizes += a.values != b.values
+    return None, sizes
+
+
+def _meaning(node: NodeRecord) -> tuple[object, ...]:
+    """What must be alike on all ranks: all but sizes, which differ where rows do not divide."""
+    sent = node.collective
+    kinds = tuple((value.dtype, len(value.shape)) for value in node.values)
+    talks = (sent.kind, sent.axis or sent.group, sent.ranks, sent.parameters) if sent is not None else ()
+    return (node.op, node.target, node.inputs, node.parameter, kinds, talks)
+
+
+COMMAND = Command(
+    name="ranks",
+    help="compare the ranks' graphs, name the first difference",
+    description="Compares the graphs of all ranks with those of the first, pass by pass, and names the first node that "
+    "differs and the pass that made it so. Sizes may differ, where rows do not divide evenly. Exit code 1 when ranks "
+    "differ.",
+    configure=add_dump_argument,
+    run=ranks,
+)

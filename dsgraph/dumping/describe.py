@@ -1,0 +1,270 @@
+"""From an FX graph to its record: shapes, sizes, sources, collectives; never the value of a tensor."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Node
+from torch.utils.checkpoint import CheckpointPolicy
+
+from dsgraph.passes import CostModel, ParamInfo, PassContext, Phase
+from dsgraph.passes.cost import UNKNOWN_SIZE, flops, hint, moved_bytes, sent_bytes, size_hints, tensor_bytes
+from dsgraph.passes.graph import (
+    collective_group,
+    collective_kind,
+    is_collective,
+    is_gather_marker,
+    is_wait,
+    placeholders,
+)
+from dsgraph.passes.history import history
+from dsgraph.passes.memory import GraphMemory, simulate
+
+from .records import BodyRecord, CollectiveRecord, EventRecord, NodeRecord, PieceRecord, Size, ValueRecord
+
+_FRAME = re.compile(r'File "(.+?)", line (\d+), in .*\n\s*(.*)')
+
+
+@dataclass
+class Describer:
+    """Describes the graphs of one compile. What stays the same from pass to pass is worked out once."""
+
+    _known: dict[Node, tuple[object, NodeRecord]] = field(default_factory=dict)
+    _places: dict[str, tuple[str, str]] = field(default_factory=dict)
+
+    def nodes(self, gm: GraphModule, ctx: PassContext, memory: GraphMemory | None) -> tuple[NodeRecord, ...]:
+        """The nodes of a graph, in program order. A node that no pass has touched keeps its record, the same object."""
+        around = _Around(
+            ctx=ctx,
+            costs=CostModel.default(ctx.axes, device_type=_device(gm)),
+            reduced=_reduced_parameters(gm, ctx),
+            roots=memory.roots if memory is not None else {},
+        )
+        return tuple(self._node(node, around) for node in gm.graph.nodes)
+
+    def bodies(self, gm: GraphModule) -> tuple[BodyRecord, ...]:
+        """The graphs inside a graph."""
+        inner = [(name, module) for name, module in gm.named_modules() if name and isinstance(module, GraphModule)]
+        return tuple(BodyRecord(name, tuple(map(self._alone, module.graph.nodes))) for name, module in inner)
+
+    def _node(self, node: Node, around: _Around) -> NodeRecord:
+        """The record of a node, with what depends on the graph around it."""
+        users = tuple(node.users) if is_collective(node) else ()
+        root = around.roots.get(node.name, ("",))[0].partition(":")[0]
+        tag = node.meta.get("recompute")
+        state = (node.op, node.target, node.args, node.kwargs, tag, history(node), users, root)
+        known = self._known.get(node)
+        if known is not None and known[0] == state:
+            return known[1]
+        ctx = around.ctx
+        changes: dict[str, Any] = {"shares": "" if root == node.name else root}
+        if node.op == "placeholder" and node.name in ctx.params:
+            changes["parameter"] = ctx.params[node.name].name
+        elif node.op == "output":
+            changes["gradients"] = {str(number): info.name for number, info in ctx.gradients.items()}
+        elif is_collective(node):
+            changes["collective"] = _collective(node, around)
+        elif node.op == "call_function" and ctx.phase is not Phase.CAPTURE and not is_gather_marker(node):
+            changes["flops"], changes["moved"] = _number(node, flops(node)), _number(node, moved_bytes(node))
+            changes["seconds"] = around.costs.seconds(node) or 0.0
+        record = dataclasses.replace(self._alone(node), **changes)
+        self._known[node] = (state, record)
+        return record
+
+    def _alone(self, node: Node) -> NodeRecord:
+        source, code = self._place(node.stack_trace or "")
+        value = node.meta.get("val", node.meta.get("example_value"))
+        tag = node.meta.get("recompute")
+        return NodeRecord(
+            name=node.name,
+            op=node.op,
+            target=_target(node),
+            args=_call_text(node),
+            inputs=tuple(source.name for source in node.all_input_nodes),
+            values=tuple(_value(item) for item in _tensors(value)),
+            module=_module(node),
+            source=source,
+            code=code,
+            recompute=tag.name.lower() if isinstance(tag, CheckpointPolicy) else "",
+            history=tuple(EventRecord(event.phase, event.pass_name, event.action) for event in history(node)),
+        )
+
+    def _place(self, stack_trace: str) -> tuple[str, str]:
+        """`file:line` of the innermost frame, and its text."""
+        if stack_trace not in self._places:
+            frames = _FRAME.findall(stack_trace)
+            path, line, code = frames[-1] if frames else ("", "", "")
+            self._places[stack_trace] = (f"{_relative(path)}:{line}" if path else "", code.strip())
+        return self._places[stack_trace]
+
+
+@dataclass(frozen=True)
+class _Around:
+    """What the record of a node needs to know besides the node."""
+
+    ctx: PassContext
+    costs: CostModel
+    reduced: Mapping[Node, tuple[str, ...]]
+    roots: Mapping[str, tuple[str, ...]]
+
+
+def _collective(node: Node, around: _Around) -> CollectiveRecord:
+    group = collective_group(node)
+    axis = next((axis for axis in around.ctx.axes if axis.group == group), None)
+    sent = sent_bytes(node, axis.size) if axis is not None else None
+    wait = next((user for user in node.users if is_wait(user)), None)
+    gathered = _gathered_parameter(node, around.ctx)
+    return CollectiveRecord(
+        kind=collective_kind(node),
+        group=group,
+        axis=axis.name if axis is not None else "",
+        ranks=axis.size if axis is not None else 0,
+        sent=None if sent is None else _number(node, sent),
+        seconds=around.costs.seconds(node),
+        wait=wait.name if wait is not None else "",
+        parameters=(gathered,) if gathered else around.reduced.get(node, ()),
+    )
+
+
+def _number(node: Node, size: Any) -> int:
+    hints = size_hints([value.meta.get("val") for value in (node, *node.all_input_nodes)])
+    return hint(size, hints, unknown=UNKNOWN_SIZE)
+
+
+def _gathered_parameter(node: Node, ctx: PassContext) -> str:
+    """The parameter whose shard a collective sends; empty when it sends what the graph has computed."""
+    while node.op == "call_function" and len(node.all_input_nodes) == 1:
+        node = node.all_input_nodes[0]
+    info: ParamInfo | None = ctx.params.get(node.name)
+    return info.name if info is not None else ""
+
+
+def _reduced_parameters(gm: GraphModule, ctx: PassContext) -> dict[Node, tuple[str, ...]]:
+    """Each collective on the way to a gradient, with the parameters of those gradients."""
+    found: dict[Node, tuple[str, ...]] = {}
+    (output,) = gm.graph.find_nodes(op="output")
+    values = output.args[0] if output.args and isinstance(output.args[0], (list, tuple)) else ()
+    for number, info in ctx.gradients.items():
+        frontier, seen = [values[number]], set()
+        while frontier:
+            node = frontier.pop()
+            if not isinstance(node, Node) or node in seen or node.op != "call_function":
+                continue
+            seen.add(node)
+            if is_collective(node):
+                found[node] = (*found.get(node, ()), info.name)
+            if _is_after_reduction(node):
+                frontier += node.all_input_nodes
+    return found
+
+
+def _is_after_reduction(node: Node) -> bool:
+    """Whether a gradient may pass through the node between its (last) reduction and the output."""
+    return is_wait(node) or len(node.all_input_nodes) == 1
+
+
+def memory_of(gm: GraphModule, ctx: PassContext) -> GraphMemory | None:
+    """The memory of a graph; None for a captured graph, which never runs as it is."""
+    if ctx.phase is Phase.CAPTURE:
+        return None
+    # All inputs outlive the graph but what the forward saved for the backward.
+    owned = {node.name for node in placeholders(gm) if ctx.phase is not Phase.BACKWARD or node.name in ctx.params}
+    return simulate(gm, owned=owned)
+
+
+def pieces(memory: GraphMemory) -> tuple[PieceRecord, ...]:
+    """What a graph allocates, and for how long."""
+    return tuple(
+        PieceRecord(piece.node, piece.bytes, piece.kind.value, piece.first, piece.last, piece.owned)
+        for piece in memory.pieces
+        if piece.bytes
+    )
+
+
+def _device(gm: GraphModule) -> str:
+    for node in gm.graph.nodes:
+        for tensor in _tensors(node.meta.get("val")):
+            if tensor.device.type != "cpu":
+                return tensor.device.type
+    return "cpu"
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    if isinstance(value, Tensor):
+        return [value]
+    return [item for item in value if isinstance(item, Tensor)] if isinstance(value, (list, tuple)) else []
+
+
+def _value(tensor: Tensor) -> ValueRecord:
+    size = tensor_bytes(tensor)
+    return ValueRecord(
+        shape=tuple(_size(size) for size in tensor.shape),
+        dtype=str(tensor.dtype).removeprefix("torch."),
+        device=str(tensor.device),
+        bytes=size if isinstance(size, int) else str(size),
+    )
+
+
+def _size(size: Any) -> Size:
+    return size if type(size) is int else str(size)
+
+
+def _target(node: Node) -> str:
+    target = node.target
+    if isinstance(target, str):
+        return target
+    if isinstance(target, torch._ops.OpOverload):
+        return str(target)
+    name = getattr(target, "__qualname__", getattr(target, "__name__", type(target).__name__))
+    module = getattr(target, "__module__", None) or ""
+    module = {"_operator": "operator", "torch._VariableFunctions": "torch"}.get(module, module)
+    return f"{module}.{name}" if module else str(name)
+
+
+def _call_text(node: Node) -> str:
+    if node.op == "output":
+        return _text(node.args[0] if node.args else ())
+    parts = [_text(value) for value in node.args]
+    parts += [f"{name}={_text(value)}" for name, value in node.kwargs.items()]
+    return ", ".join(parts)
+
+
+def _text(value: Any) -> str:
+    """An argument as Python text; `%name` for a node. Of a tensor or an unknown object, only what it is."""
+    if isinstance(value, Node):
+        return f"%{value.name}"
+    if isinstance(value, (list, tuple)):
+        items = ", ".join(map(_text, value))
+        return f"[{items}]" if isinstance(value, list) else f"({items}{',' if len(value) == 1 else ''})"
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{key!r}: {_text(item)}" for key, item in value.items()) + "}"
+    if isinstance(value, slice):
+        return f"slice({_text(value.start)}, {_text(value.stop)}, {_text(value.step)})"
+    if isinstance(value, (torch.dtype, torch.device, torch.layout, torch.memory_format, torch.SymInt, torch.SymFloat)):
+        return str(value)
+    if value is None or isinstance(value, (bool, int, float, complex, str)):
+        return repr(value)
+    if isinstance(value, torch._ops.OpOverload):
+        return f"torch.ops.{value}"
+    return f"<{getattr(value, '__qualname__', type(value).__name__)}>"
+
+
+def _module(node: Node) -> str:
+    stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack")
+    if not stack:
+        return ""
+    path = str(list(stack.values())[-1][0])
+    path = re.sub(r"^[LG]\['[^']*'\]\.?", "", path)
+    return re.sub(r"\.?_modules\['([^']*)'\]", r".\1", path).strip(".")
+
+
+def _relative(path: str) -> str:
+    relative = os.path.relpath(path)
+    return path if relative.startswith("..") else relative

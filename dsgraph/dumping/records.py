@@ -1,0 +1,337 @@
+"""What a dump says of a compile and of its graphs: plain data, written as JSON and read back without torch.
+
+`docs/dump.schema.json` describes the files. A change that an old reader would misread raises `VERSION`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any, TypeVar, Union
+
+from pydantic import TypeAdapter, ValidationError
+
+VERSION = 1
+GRAPH_FORMAT = "dsgraph-graph"
+COMPILE_FORMAT = "dsgraph-compile"
+
+Size = Union[int, str]  # noqa: UP007  # read at run time
+"""A number, or the text of a symbolic expression."""
+
+
+@dataclass(frozen=True)
+class ValueRecord:
+    """A tensor that a node makes.
+
+    Attributes:
+        shape: Its sizes.
+        dtype: As torch names it, without `torch.`.
+        device: "cpu", "cuda:0", ...
+        bytes: Of its elements.
+    """
+
+    shape: tuple[Size, ...]
+    dtype: str
+    device: str
+    bytes: Size
+
+
+@dataclass(frozen=True)
+class CollectiveRecord:
+    """What a node that starts a collective sends, and why.
+
+    Attributes:
+        kind: Name of the op, without namespace and overload.
+        group: Name of the process group.
+        axis: The mesh axis of that group; empty for a group outside the mesh.
+        ranks: How many ranks it spans; 0 when unknown.
+        sent: Bytes that each rank must send; None when the kind is not known.
+        seconds: Predicted time; None when unknown.
+        wait: Name of the node that waits for it.
+        parameters: The parameters that it gathers, or whose gradients it reduces.
+    """
+
+    kind: str
+    group: str
+    axis: str = ""
+    ranks: int = 0
+    sent: int | None = None
+    seconds: float | None = None
+    wait: str = ""
+    parameters: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class EventRecord:
+    """What a pass did to a node: "made", "changed", "tagged" (for recomputation) or "moved"."""
+
+    phase: str
+    pass_name: str
+    action: str
+
+
+@dataclass(frozen=True)
+class NodeRecord:
+    """A node of a graph.
+
+    Attributes:
+        name: Its name in the graph.
+        op: FX's opcode.
+        target: What it calls.
+        args: Its arguments as Python text, in which `%name` stands for another node.
+        inputs: Names of the nodes that it reads, each once.
+        values: The tensors that it makes; one for most nodes.
+        shares: Name of the node whose memory its result is (a part of).
+        module: Path of the module whose forward (or backward) it is part of.
+        source: The user's `file:line`.
+        code: The text of that line.
+        parameter: For an input: the parameter that it is, or is the shard of.
+        gradients: For the output: output number -> the parameter whose gradient it is.
+        recompute: "must_recompute", "prefer_recompute", "must_save", ...: what the backward is told; empty for nothing.
+        history: What passes did to it.
+        flops: Floating-point operations.
+        moved: Bytes read and written.
+        seconds: Predicted time of a computation.
+        collective: What it communicates.
+    """
+
+    name: str
+    op: str
+    target: str
+    args: str = ""
+    inputs: tuple[str, ...] = ()
+    values: tuple[ValueRecord, ...] = ()
+    shares: str = ""
+    module: str = ""
+    source: str = ""
+    code: str = ""
+    parameter: str = ""
+    gradients: Mapping[str, str] = field(default_factory=dict)
+    recompute: str = ""
+    history: tuple[EventRecord, ...] = ()
+    flops: int = 0
+    moved: int = 0
+    seconds: float = 0.0
+    collective: CollectiveRecord | None = None
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of its results, symbolic ones left out."""
+        return sum(value.bytes for value in self.values if isinstance(value.bytes, int))
+
+
+@dataclass(frozen=True)
+class PieceRecord:
+    """A piece of memory.
+
+    Attributes:
+        node: The node that allocates it, or the input that brings it; `name:i` for the i-th result of several.
+        bytes: Its size.
+        kind: "input", "communication", "output" or "other".
+        first: Number of the node that makes it.
+        last: Number of the node that uses it last; the number of nodes for what outlives the graph.
+        owned: Whether the caller holds it.
+    """
+
+    node: str
+    bytes: int
+    kind: str
+    first: int
+    last: int
+    owned: bool = False
+
+
+@dataclass(frozen=True)
+class BodyRecord:
+    """A graph inside a graph: the body of a checkpoint region or of another higher-order op."""
+
+    name: str
+    nodes: tuple[NodeRecord, ...]
+
+
+@dataclass(frozen=True)
+class GraphRecord:
+    """A graph as one pass left it.
+
+    Attributes:
+        format: GRAPH_FORMAT.
+        version: VERSION of the dsgraph that wrote it.
+        graph: Its name: phase, number and pass.
+        rank: Of the process that wrote it.
+        compile: Number of the compile on that rank.
+        phase: "capture", "joint", "forward" or "backward".
+        number: How many passes of the phase had run.
+        pass_name: The last of them; empty before the first.
+        nodes: In program order.
+        live: For each node, the bytes alive while it runs, inputs included; empty when unknown (captured graphs).
+        memory: What is alive from where to where; together it gives `live`.
+        bodies: The graphs inside it.
+    """
+
+    format: str
+    version: int
+    graph: str
+    rank: int
+    compile: int
+    phase: str
+    number: int
+    pass_name: str
+    nodes: tuple[NodeRecord, ...] = ()
+    live: tuple[int, ...] = ()
+    memory: tuple[PieceRecord, ...] = ()
+    bodies: tuple[BodyRecord, ...] = ()
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """One pass over one graph, as `compile.json` lists it.
+
+    Attributes:
+        graph: Name of the graph after it.
+        same_as: Name of the graph that is the same, when the pass changed nothing; that one's file is this one's.
+        left_out: Why there is no file; empty when there is one.
+        changed: Places that the pass says it changed.
+        touched: Nodes that it made, changed, moved or removed.
+        notes: What it remarks.
+        seconds: That it took.
+        verify_seconds: That checking its result took.
+        nodes: After it.
+        collectives: After it.
+        sent: Bytes that a rank sends when the graph runs once.
+        peak: Bytes alive at most, inputs included.
+    """
+
+    graph: str
+    phase: str
+    number: int
+    pass_name: str = ""
+    same_as: str = ""
+    left_out: str = ""
+    changed: int = 0
+    touched: int = 0
+    notes: tuple[str, ...] = ()
+    seconds: float = 0.0
+    verify_seconds: float = 0.0
+    nodes: int = 0
+    collectives: int = 0
+    sent: int = 0
+    peak: int | None = None
+
+
+@dataclass(frozen=True)
+class AxisRecord:
+    """An axis of the device mesh."""
+
+    name: str
+    size: int
+    group: str
+    backend: str
+
+
+@dataclass(frozen=True)
+class ParameterRecord:
+    """A parameter that `partition` manages.
+
+    Attributes:
+        name: In the model.
+        shape: Full shape.
+        shard_shape: Shape of this rank's rows.
+        dtype: Of the shard.
+        placement: "shard" or "whole".
+        requires_grad: False for a frozen one.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    shard_shape: tuple[int, ...]
+    dtype: str
+    placement: str
+    requires_grad: bool
+
+
+@dataclass(frozen=True)
+class CompileRecord:
+    """One compile of one captured graph on one rank.
+
+    Attributes:
+        format: COMPILE_FORMAT.
+        version: VERSION of the dsgraph that wrote it.
+        rank: Of this process.
+        world: Number of ranks.
+        compile: Number of the compile on this rank, from 1.
+        time: When it began, ISO 8601.
+        dsgraph: Version.
+        torch: Version.
+        codegen: Code generator.
+        axes: The mesh.
+        parameters: In the order of the graph's inputs.
+        steps: The passes in the order in which they ran.
+    """
+
+    format: str
+    version: int
+    rank: int
+    world: int
+    compile: int
+    time: str
+    dsgraph: str
+    torch: str
+    codegen: str
+    axes: tuple[AxisRecord, ...] = ()
+    parameters: tuple[ParameterRecord, ...] = ()
+    steps: tuple[StepRecord, ...] = ()
+
+
+@dataclass(frozen=True)
+class HeadRecord:
+    """What every file begins with, whatever its version."""
+
+    format: str
+    version: int
+
+
+class RecordError(ValueError):
+    """A JSON text is not the record that it should be."""
+
+
+RecordT = TypeVar("RecordT")
+
+
+def to_json(record: Any) -> Any:
+    """A record, or a tuple of records, as JSON values. What equals its default is left out."""
+    return _adapter(Any).dump_python(record, mode="json", exclude_defaults=True)
+
+
+def to_json_text(record: Any) -> str:
+    """The same as text on one line."""
+    return _adapter(type(record)).dump_json(record, exclude_defaults=True).decode()
+
+
+def from_json_text(kind: type[RecordT], text: str | bytes) -> RecordT:
+    """The record that a JSON text stands for. Keys that this version does not know are skipped.
+
+    Raises:
+        RecordError: It is no JSON, or a value is missing or of another type; the message names it.
+    """
+    try:
+        found: RecordT = _adapter(kind).validate_json(text)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        where = ".".join(map(str, first["loc"]))
+        raise RecordError(f"{where + ': ' if where else ''}{first['msg']}") from None
+    return found
+
+
+def json_schema(kind: type) -> dict[str, Any]:
+    """The JSON schema of a kind of record."""
+    return _adapter(kind).json_schema()
+
+
+def _adapter(kind: Any) -> TypeAdapter[Any]:
+    return _make_adapter(kind)
+
+
+@cache
+def _make_adapter(kind: Any) -> TypeAdapter[Any]:
+    return TypeAdapter(kind)

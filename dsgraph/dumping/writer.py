@@ -1,0 +1,243 @@
+"""Writes every graph of a compile, before and after every pass, as Python text to read and as JSON."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from datetime import datetime
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.fx import GraphModule
+
+from dsgraph import __version__
+from dsgraph.errors import StrictError
+from dsgraph.passes import CaptureFacts, PassContext, PassRecord
+
+from .describe import Describer, memory_of, pieces
+from .records import (
+    COMPILE_FORMAT,
+    GRAPH_FORMAT,
+    VERSION,
+    AxisRecord,
+    CompileRecord,
+    GraphRecord,
+    NodeRecord,
+    ParameterRecord,
+    StepRecord,
+    to_json_text,
+)
+from .render import headline, render_function, render_node
+
+LARGEST_GRAPH = 64 * 2**20
+"""A graph whose text or JSON is larger is left out. Bytes."""
+
+MANIFEST = "compile.json"
+
+
+@dataclass
+class DumpFolder:
+    """A folder that receives the first few compiles of this process: `FOLDER/rank0/compile1/...`.
+
+    What an earlier process has dumped for this rank is removed when the first graph is written.
+
+    Attributes:
+        folder: The user's folder.
+        most: How many compiles are written.
+        compiles: How many were begun.
+    """
+
+    folder: Path
+    most: int
+    compiles: int = 0
+    _has_failed: bool = False
+
+    def begin(self, facts: CaptureFacts, *, codegen: str, strict: bool) -> GraphDump | None:
+        """The dump of one more compile; None when enough were written, or when writing has failed before."""
+        self.compiles += 1
+        if self.compiles > self.most or self._has_failed:
+            return None
+        rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+        record = CompileRecord(
+            format=COMPILE_FORMAT,
+            version=VERSION,
+            rank=rank,
+            world=world,
+            compile=self.compiles,
+            time=datetime.now().astimezone().isoformat(timespec="seconds"),
+            dsgraph=__version__,
+            torch=torch.__version__,
+            codegen=codegen,
+            axes=tuple(AxisRecord(axis.name, axis.size, axis.group, axis.backend) for axis in facts.axes),
+            parameters=tuple(_parameter(info) for info in facts.params.values()),
+        )
+        place = self.folder / f"rank{rank}"
+        if self.compiles == 1:
+            self.attempt(partial(_remove_older, place), strict=strict)
+        return GraphDump(self, place / f"compile{self.compiles}", record, strict=strict)
+
+    def attempt(self, write: Callable[[], object], *, strict: bool) -> None:
+        """Calls `write`; when the file system refuses, warns once, and nothing is written any more.
+
+        Raises:
+            StrictError: It refuses, and `strict`.
+        """
+        if self._has_failed:
+            return
+        try:
+            write()
+        except OSError as error:
+            self._has_failed = True
+            message = f"dsgraph cannot dump graphs to {self.folder} ({error})"
+            if strict:
+                raise StrictError(message) from error
+            warnings.warn(f"{message}; going on without", stacklevel=2)
+
+
+@dataclass
+class GraphDump:
+    """The graphs of one compile: `joint-2-insert_zero_collectives.py` and `.json`, listed in `compile.json`."""
+
+    folder: DumpFolder
+    place: Path
+    record: CompileRecord
+    strict: bool
+    _describer: Describer = field(default_factory=Describer)
+    _texts: _Texts = field(default_factory=lambda: _Texts())
+    _last: GraphRecord | None = None
+
+    def write(self, gm: GraphModule, ctx: PassContext, *, number: int, record: PassRecord | None) -> None:
+        """Writes a graph and lists it."""
+        pass_name = record.name if record is not None else ""
+        graph = f"{ctx.phase.value}-{number}-{pass_name or 'before'}"
+        if record is not None and record.touched == 0 and self._last is not None:
+            step = self._same_again(graph, record)
+        else:
+            memory = memory_of(gm, ctx)
+            self._last = GraphRecord(
+                format=GRAPH_FORMAT,
+                version=VERSION,
+                graph=graph,
+                rank=self.record.rank,
+                compile=self.record.compile,
+                phase=ctx.phase.value,
+                number=number,
+                pass_name=pass_name,
+                nodes=self._describer.nodes(gm, ctx, memory),
+                live=memory.live if memory is not None else (),
+                memory=pieces(memory) if memory is not None else (),
+                bodies=self._describer.bodies(gm),
+            )
+            step = _step(self._last, record)
+            step = replace(step, left_out=self._write_graph(self._last))
+        self.record = replace(self.record, steps=(*self.record.steps, step))
+        manifest = to_json_text(self.record)
+        self.folder.attempt(partial(_write, self.place / MANIFEST, manifest), strict=self.strict)
+
+    def _same_again(self, graph: str, record: PassRecord) -> StepRecord:
+        before = self.record.steps[-1]
+        same_as = before.same_as or before.graph
+        text = f"# unchanged by pass {record.name}: see {same_as}.py\n"
+        self.folder.attempt(partial(_write, self.place / f"{graph}.py", text), strict=self.strict)
+        return replace(before, graph=graph, same_as=same_as, number=before.number + 1, **_about(record))
+
+    def _write_graph(self, graph: GraphRecord) -> str:
+        """Writes both files; returns why they were left out, if they were."""
+        for text, suffix in ((self._texts.python(graph), ".py"), (self._texts.json(graph), ".json")):
+            if len(text) > LARGEST_GRAPH:
+                return f"{len(text) / 2**20:.0f} MiB of {suffix}, more than {LARGEST_GRAPH // 2**20}"
+            path = self.place / f"{graph.graph}{suffix}"
+            self.folder.attempt(partial(_write, path, text), strict=self.strict)
+        return ""
+
+
+@dataclass
+class _Texts:
+    """A graph as text, of which one pass changes little: each node's part is made once."""
+
+    _lines: dict[int, tuple[NodeRecord, str]] = field(default_factory=dict)
+    _fragments: dict[int, tuple[NodeRecord, str]] = field(default_factory=dict)
+
+    def python(self, graph: GraphRecord) -> str:
+        bodies = [render_function(body.name, body.nodes, render=self._line) for body in graph.bodies]
+        functions = [render_function(graph.phase, graph.nodes, render=self._line), *bodies]
+        return "\n".join([headline(graph), *("\n".join(lines) + "\n" for lines in functions)])
+
+    def json(self, graph: GraphRecord) -> str:
+        """One node a line."""
+        head = to_json_text(replace(graph, nodes=()))
+        nodes = ",\n".join(map(self._fragment, graph.nodes))
+        return f'{head[:-1]}, "nodes": [\n{nodes}\n]}}\n'
+
+    def _line(self, node: NodeRecord) -> str:
+        if id(node) not in self._lines:
+            self._lines[id(node)] = (node, render_node(node))
+        return self._lines[id(node)][1]
+
+    def _fragment(self, node: NodeRecord) -> str:
+        if id(node) not in self._fragments:
+            self._fragments[id(node)] = (node, to_json_text(node))
+        return self._fragments[id(node)][1]
+
+
+def _step(graph: GraphRecord, record: PassRecord | None) -> StepRecord:
+    collectives = [node.collective for node in graph.nodes if node.collective is not None]
+    step = StepRecord(
+        graph=graph.graph,
+        phase=graph.phase,
+        number=graph.number,
+        nodes=len(graph.nodes),
+        collectives=len(collectives),
+        sent=sum(item.sent or 0 for item in collectives),
+        peak=max(graph.live, default=None),
+    )
+    return step if record is None else replace(step, **_about(record))
+
+
+def _about(record: PassRecord) -> dict[str, Any]:
+    return {
+        "pass_name": record.name,
+        "changed": record.changed,
+        "touched": record.touched or 0,
+        "notes": record.notes,
+        "seconds": round(record.seconds, 6),
+        "verify_seconds": round(record.verify_seconds, 6),
+    }
+
+
+def _parameter(info: Any) -> ParameterRecord:
+    return ParameterRecord(
+        name=info.name,
+        shape=info.shape,
+        shard_shape=info.shard_shape,
+        dtype=str(info.dtype).removeprefix("torch."),
+        placement=info.placement,
+        requires_grad=info.requires_grad,
+    )
+
+
+def _write(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    try:
+        unfinished.write_text(text)
+        unfinished.replace(path)  # a reader sees the whole file or none
+    except OSError:
+        unfinished.unlink(missing_ok=True)
+        raise
+
+
+def _remove_older(place: Path) -> None:
+    """Removes the compiles that an earlier process has dumped for this rank, and nothing else."""
+    for folder in place.glob("compile*"):
+        if not (folder / MANIFEST).is_file():
+            continue
+        for path in [*folder.glob("*.py"), *folder.glob("*.json")]:
+            path.unlink()
+        if not any(folder.iterdir()):
+            folder.rmdir()

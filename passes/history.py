@@ -1,0 +1,102 @@
+"""Which passes made, changed and moved a node: noted on the node, so that it goes along into later graphs."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from dataclasses import dataclass
+from typing import Any
+
+from torch.fx import GraphModule, Node
+
+# Copied with all other meta data when a joint graph is split.
+_HISTORY = "dsgraph_history"
+
+
+@dataclass(frozen=True)
+class Event:
+    """What one pass did to a node: "made", "changed" (its op or arguments), "tagged" (recomputed or saved), "moved"."""
+
+    phase: str
+    pass_name: str
+    action: str
+
+
+def history(node: Node) -> tuple[Event, ...]:
+    """What passes did to the node, first things first."""
+    events: tuple[Event, ...] = node.meta.get(_HISTORY, ())
+    return events
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """The nodes of a graph in order, each with what it calls on what; and which are to be recomputed or saved."""
+
+    calls: dict[Node, tuple[Any, ...]]
+    tags: dict[Node, Any]
+
+    @staticmethod
+    def of(gm: GraphModule) -> Snapshot:
+        """Takes down a graph before a pass runs."""
+        return Snapshot(
+            calls={node: _call(node) for node in gm.graph.nodes},
+            tags={node: node.meta["recompute"] for node in gm.graph.nodes if "recompute" in node.meta},
+        )
+
+
+def note_changes(gm: GraphModule, before: Snapshot, *, phase: str, pass_name: str) -> int:
+    """Compares the graph with the snapshot and writes down on each node what the pass did to it.
+
+    Returns:
+        How many nodes the pass made, changed, moved or removed.
+    """
+    kept: list[Node] = []
+    touched = 0
+    for node in gm.graph.nodes:
+        if node not in before.calls:
+            _note(node, Event(phase, pass_name, "made"))
+            touched += 1
+            continue
+        kept.append(node)
+        if before.calls[node] != _call(node):
+            _note(node, Event(phase, pass_name, "changed"))
+            touched += 1
+        if before.tags.get(node) != node.meta.get("recompute"):
+            _note(node, Event(phase, pass_name, "tagged"))
+            touched += 1
+    places = {node: place for place, node in enumerate(before.calls)}
+    moved = out_of_order([places[node] for node in kept])
+    for index in moved:
+        _note(kept[index], Event(phase, pass_name, "moved"))
+    return touched + len(moved) + len(before.calls) - len(kept)
+
+
+def out_of_order(places: list[int]) -> list[int]:
+    """Indices of the fewest items that, taken out, leave the rest in ascending order.
+
+    The rest is a longest increasing subsequence (Schensted 1961).
+    """
+    tails: list[int] = []  # smallest last place of an ascending run of each length
+    ends: list[int] = []  # its index
+    previous = [-1] * len(places)
+    for index, place in enumerate(places):
+        length = bisect_left(tails, place)
+        previous[index] = ends[length - 1] if length else -1
+        if length == len(tails):
+            tails.append(place)
+            ends.append(index)
+        else:
+            tails[length], ends[length] = place, index
+    in_order = set()
+    index = ends[-1] if ends else -1
+    while index >= 0:
+        in_order.add(index)
+        index = previous[index]
+    return [index for index in range(len(places)) if index not in in_order]
+
+
+def _call(node: Node) -> tuple[Any, ...]:
+    return (node.op, node.target, node.args, node.kwargs)
+
+
+def _note(node: Node, event: Event) -> None:
+    node.meta[_HISTORY] = (*history(node), event)
