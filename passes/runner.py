@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from torch.fx import GraphModule
@@ -13,18 +13,12 @@ from torch.fx import GraphModule
 from . import invariants
 from .base import GraphPass, PassContext, PassResult, Phase
 from .errors import PassError
-from .history import Snapshot, note_changes
 from .pipeline import Pipeline
 
 
 @dataclass(frozen=True)
 class PassRecord:
-    """What one pass did to one graph.
-
-    Attributes:
-        changed: How many places, as the pass counts them.
-        touched: How many nodes it made, changed, moved or removed; None where no graph is dumped.
-    """
+    """What one pass did to one graph."""
 
     name: str
     phase: Phase
@@ -33,8 +27,6 @@ class PassRecord:
     seconds: float
     nodes_before: int
     nodes_after: int
-    verify_seconds: float = 0.0
-    touched: int | None = None
 
 
 class GraphSink(Protocol):
@@ -66,17 +58,10 @@ class Runner:
         Raises:
             PassError: A pass failed or broke an invariant; the message names it.
         """
-        if self.sink is not None:
-            self.sink.write(gm, ctx, number=0, record=None)
+        self._dump(gm, ctx, 0, None)
         for number, item in enumerate(self.pipeline.of(ctx.phase), start=1):
-            if self.sink is None:
-                self.records.append(self._run_one(item, gm, ctx))
-                continue
-            snapshot = Snapshot.of(gm)
-            record = self._run_one(item, gm, ctx)
-            touched = note_changes(gm, snapshot, phase=ctx.phase.value, pass_name=item.name)
-            self.records.append(replace(record, touched=touched))
-            self.sink.write(gm, ctx, number=number, record=self.records[-1])
+            self.records.append(self._run_one(item, gm, ctx))
+            self._dump(gm, ctx, number, self.records[-1])
         if self.after_phase is not None:
             self.after_phase(gm, ctx.phase)
 
@@ -102,6 +87,10 @@ class Runner:
             nodes_before=nodes_before,
             nodes_after=len(gm.graph.nodes),
         )
+
+    def _dump(self, gm: GraphModule, ctx: PassContext, number: int, record: PassRecord | None) -> None:
+        if self.sink is not None:
+            self.sink.write(gm, ctx, number=number, record=record)
 
 
 def _describe(error: Exception) -> str:

@@ -127,33 +127,6 @@ def test_everything_dynamic_leaves_parameters_static(one_rank, stage):
         torch.testing.assert_close(compiled(*tokens(0, 0, time=time)), alone(*tokens(0, 0, time=time)))
 
 
-def test_the_dump_holds_every_step(one_rank, tmp_path):
-    model = dsgraph.partition(build("gpt"), stage=3, keep_whole_below=0)
-    torch.compile(model, backend="dsgraph", options={**EAGER, "dump": tmp_path})(*tokens(0, 0))
-    (folder,) = (tmp_path / "rank0").iterdir()
-    names = {path.name for path in folder.iterdir()}
-    assert {"capture-0-before.py", "capture-1-merge_gathers.py", "joint-2-insert_zero_collectives.py"} <= names
-    captured = (folder / "capture-0-before.py").read_text()
-    assert "gather_param" in captured
-    assert "seam.py" not in captured, "each marker stands under the user's line"
-    assert captured.count("in forward, code: q, k, v = self.qkv(x)") == 1
-    assert "gather_param" not in (folder / "joint-2-insert_zero_collectives.py").read_text()
-
-
-def test_a_folder_that_cannot_be_written_warns_once_and_training_goes_on(one_rank, tmp_path):
-    (tmp_path / "file").write_text("in the way")
-    model = dsgraph.partition(build("gpt"), stage=3, keep_whole_below=0)
-    compiled = torch.compile(model, backend="dsgraph", options={**EAGER, "dump": tmp_path / "file"})
-    with pytest.warns(UserWarning, match="cannot dump graphs") as caught:
-        compiled(*tokens(0, 0)).backward()
-    assert len([w for w in caught if "cannot dump" in str(w.message)]) == 1
-
-    torch._dynamo.reset()
-    options = {**EAGER, "dump": tmp_path / "file", "strict": True}
-    with pytest.raises(Exception, match="StrictError: dsgraph cannot dump graphs"):
-        torch.compile(model, backend="dsgraph", options=options)(*tokens(0, 0))
-
-
 def test_the_mode_must_be_one_of_inductors(one_rank):
     compiled = torch.compile(_net(), backend="dsgraph", mode="max-autotun")
     with pytest.raises(Exception, match="max-autotun"):

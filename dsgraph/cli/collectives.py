@@ -146,8 +146,8 @@ COMMAND = Command(
     name="collectives",
     help="why each collective is there, its bytes, what it overlaps with",
     description="Lists each collective: the parameter that it gathers, or whose gradient it reduces, or the pass that "
-    "made it; bytes that a rank sends; predicted time, and how much of it the computation stands still for; what computes "
-    "meanwhile; and the critical path.",
+    "made it; bytes that a rank sends; predicted time, and for how much of it the computation stands still; what "
+    "computes meanwhile; and the critical path.",
     configure=_configure,
     run=collectives,
 )

@@ -97,7 +97,10 @@ class Dump:
         # `forward`, `joint-2` or the name of a pass; the last pass of a phase has what finally runs.
         matching = [step for step in steps if name in (step.phase, step.pass_name, f"{step.phase}-{step.number}")]
         if not matching:
-            raise CommandError(f"no graph {text!r} in {self.folder}{_nearest(name, names)}")
+            short = [
+                word for step in steps for word in (step.phase, f"{step.phase}-{step.number}", step.pass_name) if word
+            ]
+            raise CommandError(f"no graph {text!r} in {self.folder}{_nearest(name, dict.fromkeys([*names, *short]))}")
         phases = {step.phase for step in matching}
         if len(phases) > 1:
             choices = ", ".join(step.graph for step in matching)

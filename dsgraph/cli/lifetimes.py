@@ -39,5 +39,6 @@ def allocator(piece: PieceRecord) -> str:
 
 def _origin(node: NodeRecord) -> str:
     if node.op == "placeholder":
-        return "parameters" if node.parameter else "inputs, and what the forward has saved"
+        saved = f"saved: {node.source}  {node.code}" if node.source else "inputs"
+        return "parameters" if node.parameter else saved
     return f"{node.source}  {node.code}" if node.source else "passes and autograd"

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
-from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
+from dsgraph.dumping.order import out_of_order
 from dsgraph.dumping.records import NodeRecord
 
 
@@ -137,24 +137,6 @@ class _Pairing:
         inputs = sum(self.new_name.get(name) in candidate.inputs for name in node.inputs)
         place = (node.module == candidate.module) + (node.source == candidate.source)
         return (inputs, place, node.name == candidate.name)
-
-
-def out_of_order(places: Sequence[int]) -> list[int]:
-    """Indices of the fewest items that, taken out, leave the rest in ascending order (Schensted 1961)."""
-    tails: list[int] = []
-    ends: list[int] = []
-    previous = [-1] * len(places)
-    for index, place in enumerate(places):
-        length = bisect_left(tails, place)
-        previous[index] = ends[length - 1] if length else -1
-        tails[length : length + 1] = [place]
-        ends[length : length + 1] = [index]
-    in_order = set()
-    index = ends[-1] if ends else -1
-    while index >= 0:
-        in_order.add(index)
-        index = previous[index]
-    return [index for index in range(len(places)) if index not in in_order]
 
 
 def _kind(node: NodeRecord) -> Hashable:

@@ -28,7 +28,9 @@ def memory(args: argparse.Namespace) -> Answer:
     graphs = [(name, dump.read(name)) for name in chosen_graphs(dump, args.graph)]
     for name, graph in graphs:
         if not graph.live:
-            raise CommandError(f"{name} never runs as it is, so that it has no memory to show: take a later phase")
+            raise CommandError(
+                f"{name} never runs as it is, so that it has no memory to show: take a forward or backward graph"
+            )
     if args.plot is not None:
         _plot(graphs, args.plot)
     parts = [_describe(name, graph, args.most) for name, graph in graphs]

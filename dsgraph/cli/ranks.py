@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import zip_longest
 
@@ -78,21 +79,44 @@ def _compare(dump: Dump, first: int, other: int) -> tuple[Parting | None, int, i
 
 
 def _first_difference(first: GraphRecord, other: GraphRecord) -> tuple[tuple[int, str, str] | None, int]:
-    sizes = 0
-    for place, (a, b) in enumerate(zip_longest(first.nodes, other.nodes)):
-        if a is None or b is None or _meaning(a) != _meaning(b):
-            texts = [render_node(node) if node is not None else "nothing more" for node in (a, b)]
-            return (place, *texts), sizes  # type: ignore[return-value]
-        sizes += a.values != b.values
+    sizes = abs(len(first.nodes) - len(other.nodes))
+    for a, b in zip_longest(_meanings(first), _meanings(other)):
+        if a is None or b is None or a.meaning != b.meaning:
+            texts = [render_node(item.node) if item is not None else "nothing more" for item in (a, b)]
+            place = (a or b).place
+            return (place, texts[0], texts[1]), sizes
+        sizes += a.node.values != b.node.values
     return None, sizes
 
 
-def _meaning(node: NodeRecord) -> tuple[object, ...]:
-    """What must be alike on all ranks: all but sizes, which differ where rows do not divide."""
-    sent = node.collective
-    kinds = tuple((value.dtype, len(value.shape)) for value in node.values)
-    talks = (sent.kind, sent.axis or sent.group, sent.ranks, sent.parameters) if sent is not None else ()
-    return (node.op, node.target, node.inputs, node.parameter, kinds, talks)
+@dataclass(frozen=True)
+class _Item:
+    place: int
+    node: NodeRecord
+    meaning: tuple[object, ...]
+
+
+def _meanings(graph: GraphRecord) -> Iterator[_Item]:
+    """What must be alike on all ranks: all but sizes, and what pads rows that do not divide evenly."""
+    numbers: dict[str, int] = {}  # of nodes as all ranks count them, because names may differ
+    count = 0
+    for place, node in enumerate(graph.nodes):
+        if _only_fits_rows(node):
+            numbers[node.name] = numbers[node.inputs[0]]
+            continue
+        numbers[node.name] = count
+        count += 1
+        inputs = tuple(numbers[name] for name in node.inputs)
+        kinds = tuple((value.dtype, len(value.shape)) for value in node.values)
+        sent = node.collective
+        talks = (sent.kind, sent.axis or sent.group, sent.ranks, sent.parameters) if sent is not None else ()
+        yield _Item(place, node, (node.op, node.target, inputs, node.parameter, kinds, talks))
+
+
+def _only_fits_rows(node: NodeRecord) -> bool:
+    """Whether a pass put the node there to pad rows, or to cut padding off, which some ranks may not need."""
+    is_made = any(event.action == "made" for event in node.history)
+    return is_made and node.target in ("aten.constant_pad_nd.default", "aten.slice.Tensor")
 
 
 COMMAND = Command(

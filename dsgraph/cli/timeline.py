@@ -90,8 +90,10 @@ def critical_path(graph: GraphRecord) -> list[NodeRecord]:
         if sends and False in last:
             network.add_edge(last[False], node.name, weight=_seconds(by_name[last[False]]))
         last[sends] = node.name
+    for name, node in by_name.items():
+        network.add_edge(name, "", weight=_seconds(node))  # the end
     path: Sequence[str] = nx.dag_longest_path(network)
-    return [by_name[name] for name in path if _seconds(by_name[name])]
+    return [by_name[name] for name in path[:-1] if _seconds(by_name[name])]
 
 
 def _seconds(node: NodeRecord) -> float:

@@ -20,14 +20,16 @@ from dsgraph.passes.graph import (
     collective_group,
     collective_kind,
     is_collective,
-    is_gather_marker,
     is_wait,
     placeholders,
 )
-from dsgraph.passes.history import history
 from dsgraph.passes.memory import GraphMemory, simulate
 
+from .history import history
 from .records import BodyRecord, CollectiveRecord, EventRecord, NodeRecord, PieceRecord, Size, ValueRecord
+
+# The phases whose graphs run; captured and joint graphs are only on the way there.
+_RUNNING = (Phase.FORWARD, Phase.BACKWARD)
 
 _FRAME = re.compile(r'File "(.+?)", line (\d+), in .*\n\s*(.*)')
 
@@ -38,6 +40,7 @@ class Describer:
 
     _known: dict[Node, tuple[object, NodeRecord]] = field(default_factory=dict)
     _places: dict[str, tuple[str, str]] = field(default_factory=dict)
+    _values: dict[int, tuple[Tensor, ValueRecord]] = field(default_factory=dict)
 
     def nodes(self, gm: GraphModule, ctx: PassContext, memory: GraphMemory | None) -> tuple[NodeRecord, ...]:
         """The nodes of a graph, in program order. A node that no pass has touched keeps its record, the same object."""
@@ -71,7 +74,7 @@ class Describer:
             changes["gradients"] = {str(number): info.name for number, info in ctx.gradients.items()}
         elif is_collective(node):
             changes["collective"] = _collective(node, around)
-        elif node.op == "call_function" and ctx.phase is not Phase.CAPTURE and not is_gather_marker(node):
+        elif node.op == "call_function" and ctx.phase in _RUNNING:
             changes["flops"], changes["moved"] = _number(node, flops(node)), _number(node, moved_bytes(node))
             changes["seconds"] = around.costs.seconds(node) or 0.0
         record = dataclasses.replace(self._alone(node), **changes)
@@ -88,13 +91,25 @@ class Describer:
             target=_target(node),
             args=_call_text(node),
             inputs=tuple(source.name for source in node.all_input_nodes),
-            values=tuple(_value(item) for item in _tensors(value)),
+            values=tuple(map(self._value, _tensors(value))),
             module=_module(node),
             source=source,
             code=code,
             recompute=tag.name.lower() if isinstance(tag, CheckpointPolicy) else "",
             history=tuple(EventRecord(event.phase, event.pass_name, event.action) for event in history(node)),
         )
+
+    def _value(self, tensor: Tensor) -> ValueRecord:
+        if id(tensor) not in self._values:  # its sizes take longer to read than all the rest
+            size = tensor_bytes(tensor)
+            record = ValueRecord(
+                shape=tuple(map(_size, tensor.shape)),
+                dtype=str(tensor.dtype).removeprefix("torch."),
+                device=str(tensor.device),
+                bytes=size if isinstance(size, int) else str(size),
+            )
+            self._values[id(tensor)] = (tensor, record)
+        return self._values[id(tensor)][1]
 
     def _place(self, stack_trace: str) -> tuple[str, str]:
         """`file:line` of the innermost frame, and its text."""
@@ -171,8 +186,8 @@ def _is_after_reduction(node: Node) -> bool:
 
 
 def memory_of(gm: GraphModule, ctx: PassContext) -> GraphMemory | None:
-    """The memory of a graph; None for a captured graph, which never runs as it is."""
-    if ctx.phase is Phase.CAPTURE:
+    """The memory of a graph; None for captured and joint graphs, which never run as they are."""
+    if ctx.phase not in _RUNNING:
         return None
     # All inputs outlive the graph but what the forward saved for the backward.
     owned = {node.name for node in placeholders(gm) if ctx.phase is not Phase.BACKWARD or node.name in ctx.params}
@@ -200,16 +215,6 @@ def _tensors(value: Any) -> list[Tensor]:
     if isinstance(value, Tensor):
         return [value]
     return [item for item in value if isinstance(item, Tensor)] if isinstance(value, (list, tuple)) else []
-
-
-def _value(tensor: Tensor) -> ValueRecord:
-    size = tensor_bytes(tensor)
-    return ValueRecord(
-        shape=tuple(_size(size) for size in tensor.shape),
-        dtype=str(tensor.dtype).removeprefix("torch."),
-        device=str(tensor.device),
-        bytes=size if isinstance(size, int) else str(size),
-    )
 
 
 def _size(size: Any) -> Size:

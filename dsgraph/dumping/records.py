@@ -164,7 +164,8 @@ class GraphRecord:
         number: How many passes of the phase had run.
         pass_name: The last of them; empty before the first.
         nodes: In program order.
-        live: For each node, the bytes alive while it runs, inputs included; empty when unknown (captured graphs).
+        live: For each node, the bytes alive while it runs, inputs included; empty for captured and joint
+            graphs, which never run as they are.
         memory: What is alive from where to where; together it gives `live`.
         bodies: The graphs inside it.
     """

@@ -99,14 +99,16 @@ def _arguments(node: NodeRecord) -> str:
 
 
 def bytes_text(size: float | None) -> str:
-    """`1.5 MB`, in powers of ten; "?" when unknown."""
+    """`1.50 MB`, three digits, in powers of ten; "?" when unknown."""
     if size is None:
         return "?"
-    for unit in ("B", "kB", "MB", "GB"):
-        if abs(size) < 1000 or unit == "GB":
-            return f"{size:.0f} B" if unit == "B" else f"{size:.3g} {unit}" if size < 1000 else f"{size:,.0f} {unit}"
-        size /= 1000
-    raise AssertionError
+    unit = next(unit for unit in ("B", "kB", "MB", "GB", "TB") if abs(size) < 999.5 * _UNITS[unit] or unit == "TB")
+    number = size / _UNITS[unit]
+    digits = 0 if unit == "B" or number >= 99.95 else 1 if number >= 9.995 else 2
+    return f"{number:,.{digits}f} {unit}"
+
+
+_UNITS = {"B": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 
 
 def listed(items: Iterable[str], *, most: int = 3) -> str:

@@ -20,6 +20,7 @@ from dsgraph.errors import StrictError
 from dsgraph.passes import CaptureFacts, PassContext, PassRecord
 
 from .describe import Describer, memory_of, pieces
+from .history import Snapshot, note_changes
 from .records import (
     COMPILE_FORMAT,
     GRAPH_FORMAT,
@@ -35,7 +36,6 @@ from .records import (
 from .render import headline, render_function, render_node
 
 LARGEST_GRAPH = 64 * 2**20
-"""A graph whose text or JSON is larger is left out. Bytes."""
 
 MANIFEST = "compile.json"
 
@@ -49,18 +49,20 @@ class DumpFolder:
     Attributes:
         folder: The user's folder.
         most: How many compiles are written.
+        largest: A graph whose text or JSON is larger is left out. Bytes.
         compiles: How many were begun.
     """
 
     folder: Path
     most: int
+    largest: int = LARGEST_GRAPH
     compiles: int = 0
     _has_failed: bool = False
 
     def begin(self, facts: CaptureFacts, *, codegen: str, strict: bool) -> GraphDump | None:
         """The dump of one more compile; None when enough were written, or when writing has failed before."""
         self.compiles += 1
-        if self.compiles > self.most or self._has_failed:
+        if self.compiles > self.most or (self._has_failed and not strict):
             return None
         rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         record = CompileRecord(
@@ -87,7 +89,7 @@ class DumpFolder:
         Raises:
             StrictError: It refuses, and `strict`.
         """
-        if self._has_failed:
+        if self._has_failed and not strict:
             return
         try:
             write()
@@ -110,12 +112,17 @@ class GraphDump:
     _describer: Describer = field(default_factory=Describer)
     _texts: _Texts = field(default_factory=lambda: _Texts())
     _last: GraphRecord | None = None
+    _before: Snapshot | None = None
 
     def write(self, gm: GraphModule, ctx: PassContext, *, number: int, record: PassRecord | None) -> None:
         """Writes a graph and lists it."""
         pass_name = record.name if record is not None else ""
+        touched = 0
+        if self._before is not None and record is not None:
+            touched = note_changes(gm, self._before, phase=ctx.phase.value, pass_name=pass_name)
+        self._before = Snapshot.of(gm)
         graph = f"{ctx.phase.value}-{number}-{pass_name or 'before'}"
-        if record is not None and record.touched == 0 and self._last is not None:
+        if record is not None and touched == 0 and self._last is not None:
             step = self._same_again(graph, record)
         else:
             memory = memory_of(gm, ctx)
@@ -133,8 +140,7 @@ class GraphDump:
                 memory=pieces(memory) if memory is not None else (),
                 bodies=self._describer.bodies(gm),
             )
-            step = _step(self._last, record)
-            step = replace(step, left_out=self._write_graph(self._last))
+            step = replace(_step(self._last, record), touched=touched, left_out=self._write_graph(self._last))
         self.record = replace(self.record, steps=(*self.record.steps, step))
         manifest = to_json_text(self.record)
         self.folder.attempt(partial(_write, self.place / MANIFEST, manifest), strict=self.strict)
@@ -149,8 +155,8 @@ class GraphDump:
     def _write_graph(self, graph: GraphRecord) -> str:
         """Writes both files; returns why they were left out, if they were."""
         for text, suffix in ((self._texts.python(graph), ".py"), (self._texts.json(graph), ".json")):
-            if len(text) > LARGEST_GRAPH:
-                return f"{len(text) / 2**20:.0f} MiB of {suffix}, more than {LARGEST_GRAPH // 2**20}"
+            if len(text) > self.folder.largest:
+                return f"its {suffix} has {len(text):,} bytes, more than {self.folder.largest:,}"
             path = self.place / f"{graph.graph}{suffix}"
             self.folder.attempt(partial(_write, path, text), strict=self.strict)
         return ""
@@ -203,10 +209,10 @@ def _about(record: PassRecord) -> dict[str, Any]:
     return {
         "pass_name": record.name,
         "changed": record.changed,
-        "touched": record.touched or 0,
+        "touched": 0,
         "notes": record.notes,
         "seconds": round(record.seconds, 6),
-        "verify_seconds": round(record.verify_seconds, 6),
+        "verify_seconds": round(getattr(record, "verify_seconds", 0.0), 6),
     }
 
 

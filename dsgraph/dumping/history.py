@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from dataclasses import dataclass
 from typing import Any
 
 from torch.fx import GraphModule, Node
+
+from .order import out_of_order
 
 # Copied with all other meta data when a joint graph is split.
 _HISTORY = "dsgraph_history"
@@ -68,30 +69,6 @@ def note_changes(gm: GraphModule, before: Snapshot, *, phase: str, pass_name: st
     for index in moved:
         _note(kept[index], Event(phase, pass_name, "moved"))
     return touched + len(moved) + len(before.calls) - len(kept)
-
-
-def out_of_order(places: list[int]) -> list[int]:
-    """Indices of the fewest items that, taken out, leave the rest in ascending order.
-
-    The rest is a longest increasing subsequence (Schensted 1961).
-    """
-    tails: list[int] = []  # smallest last place of an ascending run of each length
-    ends: list[int] = []  # its index
-    previous = [-1] * len(places)
-    for index, place in enumerate(places):
-        length = bisect_left(tails, place)
-        previous[index] = ends[length - 1] if length else -1
-        if length == len(tails):
-            tails.append(place)
-            ends.append(index)
-        else:
-            tails[length], ends[length] = place, index
-    in_order = set()
-    index = ends[-1] if ends else -1
-    while index >= 0:
-        in_order.add(index)
-        index = previous[index]
-    return [index for index in range(len(places)) if index not in in_order]
 
 
 def _call(node: Node) -> tuple[Any, ...]:
