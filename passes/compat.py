@@ -5,6 +5,10 @@ Checked on torch 2.11.0, 2.12.1 and 2.13.0.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
+import sympy
 import torch
 from torch._functorch._aot_autograd.descriptors import (
     AOTInput,
@@ -31,9 +35,12 @@ __all__ = [
     "detect_fake_mode",
     "gradients",
     "is_to_local",
+    "known_sizes",
     "min_cut_rematerialization_partition",
     "put_opaque_values_last",
     "set_grad_enabled",
+    "storage_id",
+    "symbolic_expression",
 ]
 
 # What `torch.no_grad()` becomes in a captured graph.
@@ -106,3 +113,22 @@ def _number(desc: AOTInput | None) -> int | None:
     while isinstance(desc, SubclassGetAttrAOTInput):
         desc = desc.base
     return desc.idx if isinstance(desc, PlainAOTInput) else None
+
+
+def symbolic_expression(size: torch.SymInt) -> int | sympy.Expr:
+    """A symbolic size as an expression over the symbols of its graph, or the number that it is known to be."""
+    expression: sympy.Expr = size.node.expr
+    return int(expression) if expression.is_number else expression
+
+
+def known_sizes(size: torch.SymInt) -> Mapping[sympy.Symbol, int]:
+    """The symbols of a symbolic size with the numbers that they had when the graph was traced."""
+    shapes: Any = size.node.shape_env
+    numbers = shapes.backed_var_to_val if hasattr(shapes, "backed_var_to_val") else shapes.var_to_val  # before 2.12
+    symbols = size.node.expr.free_symbols
+    return {symbol: int(numbers[symbol]) for symbol in symbols if symbol in numbers}
+
+
+def storage_id(tensor: torch.Tensor) -> int:
+    """Equal for fake tensors that share memory; of use while they live."""
+    return int(tensor.untyped_storage()._cdata)

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch.fx import Graph, GraphModule, Node
 
 from dsgraph.inductor_ext import c10d_functional
 
-from .compat import OpOverload, detect_fake_mode
+from .compat import OpOverload, detect_fake_mode, storage_id
 
 # Where a node came from; a node that replaces another inherits these.
 _PROVENANCE = (
@@ -102,6 +103,15 @@ def is_wait(node: Node) -> bool:
     return node.op == "call_function" and node.target is c10d_functional.wait_tensor.default
 
 
+def collective_kind(node: Node) -> str:
+    """What kind of collective a node starts, such as `all_reduce`, be it in place, into an argument or coalesced."""
+    assert isinstance(node.target, OpOverload)
+    name: str = node.target.overloadpacket.__name__
+    for ending in ("_", "_out", "_coalesced"):
+        name = name.removesuffix(ending)
+    return name
+
+
 def collective_group(node: Node) -> str:
     """The process group that a collective names."""
     return str(bound_arguments(node)["group_name"])
@@ -146,6 +156,56 @@ def writes_between(first: Node, last: Node) -> bool:
 def is_view(node: Node) -> bool:
     """Whether the node calls an op whose result shares its argument's memory."""
     return isinstance(node.target, OpOverload) and node.target.is_view
+
+
+def aliased_arguments(node: Node) -> list[Node | None]:
+    """In whose memory a node's results lie: for each of its tensors an argument of the node; None for new memory.
+
+    What the op's schema says counts. Where it says nothing, as for `reshape` and `_unsafe_view`, the fake tensors do.
+    """
+    value = node.meta.get("val")
+    results = list(value) if isinstance(value, (tuple, list)) else [value]
+    if is_wait(node) or node.target is operator.getitem:
+        return [node.all_input_nodes[0]] * len(results)
+    declared = _declared_aliases(node)
+    if len(declared) == 1:
+        declared *= len(results)  # one result that is a list, as that of `split`
+    if len(declared) != len(results):
+        declared = [None] * len(results)
+    return [alias or _same_storage(node, result) for alias, result in zip(declared, results, strict=True)]
+
+
+def _declared_aliases(node: Node) -> list[Node | None]:
+    """For each result in the op's schema, the argument that it is said to alias."""
+    if not isinstance(node.target, OpOverload):
+        return []
+    schema = node.target._schema
+    if not any(result.alias_info for result in schema.returns):
+        return [None] * len(schema.returns)
+    call = bound_arguments(node)
+    owners = {
+        name: call[argument.name]
+        for argument in schema.arguments
+        if argument.alias_info and isinstance(call[argument.name], Node)
+        for name in argument.alias_info.before_set
+    }
+    sets = [result.alias_info.before_set if result.alias_info else () for result in schema.returns]
+    return [next((owners[name] for name in names if name in owners), None) for names in sets]
+
+
+def _same_storage(node: Node, result: Any) -> Node | None:
+    if not _has_storage(result):
+        return None
+    own = storage_id(result)
+    for argument in node.all_input_nodes:
+        value = argument.meta.get("val")
+        if _has_storage(value) and storage_id(value) == own:
+            return argument
+    return None
+
+
+def _has_storage(value: Any) -> TypeGuard[torch.Tensor]:
+    return isinstance(value, torch.Tensor) and value.layout is torch.strided
 
 
 def placeholders(gm: GraphModule) -> list[Node]:
