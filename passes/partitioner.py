@@ -39,7 +39,9 @@ class CaptureFacts:
     axes: tuple[MeshAxis, ...] = ()
     params: Mapping[int, ParamInfo] = field(default_factory=lambda: MappingProxyType({}))
 
-    def context(self, gm: GraphModule, phase: Phase, *, inference: bool = False) -> PassContext:
+    def context(
+        self, gm: GraphModule, phase: Phase, *, inference: bool = False, user_outputs: int | None = None
+    ) -> PassContext:
         """The facts as passes over `gm` see them: parameters by the names of its placeholders."""
         params = {}
         for number, node in enumerate(placeholders(gm)):
@@ -47,7 +49,13 @@ class CaptureFacts:
             is_tensor = phase is Phase.CAPTURE or isinstance(node.meta.get("val"), torch.Tensor)
             if origin is not None and origin in self.params and is_tensor:  # a DTensor's mesh is a placeholder, too
                 params[node.name] = self.params[origin]
-        return PassContext(phase=phase, axes=self.axes, params=MappingProxyType(params), inference=inference)
+        return PassContext(
+            phase=phase,
+            axes=self.axes,
+            params=MappingProxyType(params),
+            inference=inference,
+            user_outputs=user_outputs,
+        )
 
 
 class _HeldByReference:
@@ -82,7 +90,8 @@ class Partitioner(_HeldByReference, CustomPartitionerFn):
         self._runner.run(gm, self._facts.context(gm, Phase.JOINT))
         forward, backward = min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
         put_opaque_values_last(forward, backward, num_fwd_outputs=kwargs["num_fwd_outputs"])
-        self._runner.run(forward, self._facts.context(forward, Phase.FORWARD))
+        user_outputs = kwargs["num_fwd_outputs"]
+        self._runner.run(forward, self._facts.context(forward, Phase.FORWARD, user_outputs=user_outputs))
         self._runner.run(backward, self._facts.context(backward, Phase.BACKWARD))
         return forward, backward
 

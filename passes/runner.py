@@ -5,20 +5,24 @@ from __future__ import annotations
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from torch.fx import GraphModule
 
-from . import invariants
 from .base import GraphPass, PassContext, PassResult, Phase
 from .errors import PassError
+from .invariants import Verifier
 from .pipeline import Pipeline
 
 
 @dataclass(frozen=True)
 class PassRecord:
-    """What one pass did to one graph."""
+    """What one pass did to one graph.
+
+    `verify_seconds` is the time that checking its result took; for a phase's first pass, that of checking what it was
+    given as well.
+    """
 
     name: str
     phase: Phase
@@ -27,6 +31,7 @@ class PassRecord:
     seconds: float
     nodes_before: int
     nodes_after: int
+    verify_seconds: float = 0.0
 
 
 class GraphSink(Protocol):
@@ -45,12 +50,15 @@ class Runner:
         sink: Where graphs are dumped; None for nowhere.
         after_phase: Called with each graph that has been through a phase.
         records: What each pass did so far.
+        verify: Whether to check each graph after each pass, see `passes/invariants.py`.
     """
 
     pipeline: Pipeline
     sink: GraphSink | None = None
     after_phase: Callable[[GraphModule, Phase], None] | None = None
     records: list[PassRecord] = field(default_factory=list)
+    verify: bool = True
+    _verifier: Verifier = field(default_factory=Verifier)
 
     def run(self, gm: GraphModule, ctx: PassContext) -> None:
         """Runs the passes of `ctx.phase` over `gm`, in place.
@@ -59,14 +67,18 @@ class Runner:
             PassError: A pass failed or broke an invariant; the message names it.
         """
         self._dump(gm, ctx.phase, "0-before")
+        verify_seconds = self._verify(gm, None, ctx)
         for number, item in enumerate(self.pipeline.of(ctx.phase), start=1):
-            self.records.append(self._run_one(item, gm, ctx))
+            record = self._run_one(item, gm, ctx)
+            verify_seconds += self._verify(gm, item, ctx)
+            self.records.append(replace(record, verify_seconds=verify_seconds))
+            verify_seconds = 0.0
             self._dump(gm, ctx.phase, f"{number}-{item.name}")
+        self._verifier.end()
         if self.after_phase is not None:
             self.after_phase(gm, ctx.phase)
 
     def _run_one(self, item: GraphPass, gm: GraphModule, ctx: PassContext) -> PassRecord:
-        before = invariants.observe(gm)
         nodes_before = len(gm.graph.nodes)
         started = time.perf_counter()
         try:
@@ -77,7 +89,6 @@ class Runner:
             raise PassError(f"pass {item.name} returned {result!r}; `run` returns a PassResult")
         _tidy(item, gm, ctx)
         seconds = time.perf_counter() - started
-        invariants.check(gm, before, item, ctx)
         return PassRecord(
             name=item.name,
             phase=ctx.phase,
@@ -87,6 +98,15 @@ class Runner:
             nodes_before=nodes_before,
             nodes_after=len(gm.graph.nodes),
         )
+
+    def _verify(self, gm: GraphModule, item: GraphPass | None, ctx: PassContext) -> float:
+        """Checks a graph after a pass, or before the first one; returns the seconds that it took."""
+        started = time.perf_counter()
+        if self.verify and item is None:
+            self._verifier.begin(gm, ctx)
+        elif self.verify and item is not None:
+            self._verifier.check(gm, item, ctx)
+        return time.perf_counter() - started
 
     def _dump(self, gm: GraphModule, phase: Phase, step: str) -> None:
         if self.sink is not None:
