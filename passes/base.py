@@ -76,6 +76,7 @@ class PassContext:
         phase: The phase of the graph at hand.
         axes: The mesh axes whose groups the graph may name.
         params: Placeholder name -> parameter, for the parameters that `partition` manages.
+        gradients: Output number -> name of the parameter whose gradient it is, in joint and backward graphs.
         inference: True when no backward follows; for a captured graph, when it starts with gradients switched off.
         user_outputs: How many of a forward graph's outputs, which come first, are the model's: those behind them are
             saved for the backward. None when nothing is saved, or where it is not known.
@@ -84,6 +85,7 @@ class PassContext:
     phase: Phase
     axes: tuple[MeshAxis, ...] = ()
     params: Mapping[str, ParamInfo] = field(default_factory=lambda: MappingProxyType({}))
+    gradients: Mapping[int, str] = field(default_factory=lambda: MappingProxyType({}))
     inference: bool = False
     user_outputs: int | None = None
 

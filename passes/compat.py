@@ -6,7 +6,14 @@ Checked on torch 2.11.0, 2.12.1 and 2.13.0.
 from __future__ import annotations
 
 import torch
-from torch._functorch._aot_autograd.descriptors import AOTInput, PlainAOTInput, SubclassGetAttrAOTInput
+from torch._functorch._aot_autograd.descriptors import (
+    AOTInput,
+    AOTOutput,
+    GradAOTOutput,
+    PlainAOTInput,
+    SubclassGetAttrAOTInput,
+    SubclassGetAttrAOTOutput,
+)
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._guards import detect_fake_mode
 from torch._inductor.custom_graph_pass import CustomGraphPass, CustomPartitionerFn
@@ -21,6 +28,7 @@ __all__ = [
     "FakeTensorMode",
     "HigherOrderOperator",
     "OpOverload",
+    "captured_gradients",
     "captured_input",
     "detect_fake_mode",
     "is_to_local",
@@ -84,3 +92,18 @@ def captured_input(placeholder: Node) -> int | None:
     while isinstance(desc, SubclassGetAttrAOTInput):
         desc = desc.base
     return desc.idx if isinstance(desc, PlainAOTInput) else None
+
+
+def captured_gradients(output: Node) -> dict[int, int]:
+    """Output number of a joint or backward graph -> the input of the captured graph whose gradient it is.
+
+    Of a `DTensor`'s gradient, the shard's output; a forward or inference graph has none.
+    """
+    found = {}
+    for number, desc in enumerate(output.meta.get("desc") or ()):
+        base: AOTOutput | None = desc
+        while isinstance(base, SubclassGetAttrAOTOutput):
+            base = base.base if base.attr == "_local_tensor" else None
+        if isinstance(base, GradAOTOutput) and isinstance(base.grad_of, PlainAOTInput):
+            found[number] = base.grad_of.idx
+    return found

@@ -63,7 +63,7 @@ class InsertZeroCollectives(GraphPass):
 
 
 def _own_if_returned(node: Node, lowered: Node) -> Node:
-    """`lowered`; a clone of it where the graph returns the marker `node`, or a view of it, and an input came instead."""
+    """`lowered`, or a clone of it where it is an input and the graph returns the marker `node` or a view of it."""
     source = lowered
     while is_view(source):
         source = source.all_input_nodes[0]

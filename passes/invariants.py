@@ -105,7 +105,7 @@ class Verifier:
         self._check_violations(facts, "the partitioner")
         if ctx.phase is Phase.BACKWARD and len(facts.reductions) <= len(self._joint_reductions):
             gradients = self._joint_reductions[len(self._joint_reductions) - len(facts.reductions) :]
-            invariants_reductions.check(gradients, facts.reductions, "the partitioner")
+            invariants_reductions.check(gradients, facts.reductions, "the partitioner", ctx)
 
     def check(self, gm: GraphModule, graph_pass: GraphPass, ctx: PassContext) -> None:
         """Compares a graph with what it was before the pass that has just run.
@@ -120,7 +120,7 @@ class Verifier:
         if ctx.phase is not Phase.CAPTURE:
             self._check_violations(after, who)
             invariants_collectives.check(before.collectives, after.collectives, graph_pass, after.memory)
-            invariants_reductions.check(before.reductions, after.reductions, who)
+            invariants_reductions.check(before.reductions, after.reductions, who, ctx)
             invariants_memory.check(before.memory, after.memory, who)
             self._check_markers(gm, graph_pass)
         self._note(after, ctx)

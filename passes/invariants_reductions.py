@@ -65,7 +65,7 @@ def observe(gm: GraphModule, outputs: Iterable[object], ctx: PassContext) -> tup
     return tuple(_NOT_FOLLOWED if value is None else value.histories for value in found)
 
 
-def check(before: tuple[Histories, ...], after: tuple[Histories, ...], who: str) -> None:
+def check(before: tuple[Histories, ...], after: tuple[Histories, ...], who: str, ctx: PassContext) -> None:
     """Compares the histories of a graph's outputs before and after a pass.
 
     Raises:
@@ -73,8 +73,9 @@ def check(before: tuple[Histories, ...], after: tuple[Histories, ...], who: str)
     """
     for index, (was, now) in enumerate(zip(before, after, strict=True)):
         if was != now:
+            whose = f"the gradient of {ctx.gradients[index]}" if index in ctx.gradients else "a gradient"
             raise PassError(
-                f"{who} changed what output {index}, a gradient, is summed over from {_describe(was)} to "
+                f"{who} changed what output {index}, {whose}, is summed over from {_describe(was)} to "
                 f"{_describe(now)}; a gradient is reduced exactly once over each of its groups"
             )
 

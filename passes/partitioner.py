@@ -18,6 +18,7 @@ from .base import MeshAxis, ParamInfo, PassContext, Phase
 from .compat import (
     CustomGraphPass,
     CustomPartitionerFn,
+    captured_gradients,
     captured_input,
     is_tangent,
     min_cut_rematerialization_partition,
@@ -49,10 +50,14 @@ class CaptureFacts:
             is_tensor = phase is Phase.CAPTURE or isinstance(node.meta.get("val"), torch.Tensor)
             if origin is not None and origin in self.params and is_tensor:  # a DTensor's mesh is a placeholder, too
                 params[node.name] = self.params[origin]
+        (output,) = gm.graph.find_nodes(op="output")
+        origins = captured_gradients(output) if phase in (Phase.JOINT, Phase.BACKWARD) else {}
+        gradients = {number: self.params[origin].name for number, origin in origins.items() if origin in self.params}
         return PassContext(
             phase=phase,
             axes=self.axes,
             params=MappingProxyType(params),
+            gradients=MappingProxyType(gradients),
             inference=inference,
             user_outputs=user_outputs,
         )

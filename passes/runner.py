@@ -11,6 +11,7 @@ from typing import Protocol
 from torch.fx import GraphModule
 
 from .base import GraphPass, PassContext, PassResult, Phase
+from .collective_order import describe_order
 from .errors import PassError
 from .invariants import Verifier
 from .pipeline import Pipeline
@@ -50,6 +51,7 @@ class Runner:
         sink: Where graphs are dumped; None for nowhere.
         after_phase: Called with each graph that has been through a phase.
         records: What each pass did so far.
+        orders: The order of collectives at the start of each phase, and after each pass that may have changed it.
         verify: Whether to check each graph after each pass, see `passes/invariants.py`.
     """
 
@@ -57,6 +59,7 @@ class Runner:
     sink: GraphSink | None = None
     after_phase: Callable[[GraphModule, Phase], None] | None = None
     records: list[PassRecord] = field(default_factory=list)
+    orders: list[str] = field(default_factory=list)
     verify: bool = True
     _verifier: Verifier = field(default_factory=Verifier)
 
@@ -68,9 +71,11 @@ class Runner:
         """
         self._dump(gm, ctx.phase, "0-before")
         verify_seconds = self._verify(gm, None, ctx)
+        self._note_order(gm, None, ctx)
         for number, item in enumerate(self.pipeline.of(ctx.phase), start=1):
             record = self._run_one(item, gm, ctx)
             verify_seconds += self._verify(gm, item, ctx)
+            self._note_order(gm, item, ctx)
             self.records.append(replace(record, verify_seconds=verify_seconds))
             verify_seconds = 0.0
             self._dump(gm, ctx.phase, f"{number}-{item.name}")
@@ -107,6 +112,14 @@ class Runner:
         elif self.verify and item is not None:
             self._verifier.check(gm, item, ctx)
         return time.perf_counter() - started
+
+    def _note_order(self, gm: GraphModule, item: GraphPass | None, ctx: PassContext) -> None:
+        if ctx.phase is Phase.CAPTURE:
+            return
+        if item is None:
+            self.orders.append(f"the {ctx.phase.value} graph as it came: {describe_order(gm, ctx)}")
+        elif item.reorders_collectives or item.changes_collectives or not self.verify:
+            self.orders.append(f"the {ctx.phase.value} graph after pass {item.name}: {describe_order(gm, ctx)}")
 
     def _dump(self, gm: GraphModule, phase: Phase, step: str) -> None:
         if self.sink is not None:
