@@ -149,6 +149,18 @@ def is_view(node: Node) -> bool:
     return isinstance(node.target, OpOverload) and node.target.is_view
 
 
+def is_returned(node: Node) -> bool:
+    """Whether the graph returns the node, or a view of it."""
+    frontier = [node]
+    for node in frontier:
+        for user in node.users:
+            if user.op == "output":
+                return True
+            if is_view(user):
+                frontier.append(user)
+    return False
+
+
 def placeholders(gm: GraphModule) -> list[Node]:
     """The inputs of `gm`, in order."""
     return [node for node in gm.graph.nodes if node.op == "placeholder"]

@@ -15,7 +15,7 @@ from dsgraph.inductor_ext import c10d_functional, chunk_rows
 
 from .base import GraphPass, PassContext, PassResult, Phase
 from .compat import OpOverload
-from .graph import bound_arguments, emit, fake_value, find_calls, is_view, replace_and_erase
+from .graph import bound_arguments, emit, fake_value, find_calls, is_returned, is_view, replace_and_erase
 
 aten = torch.ops.aten
 
@@ -67,16 +67,9 @@ def _own_if_returned(node: Node, lowered: Node) -> Node:
     source = lowered
     while is_view(source):
         source = source.all_input_nodes[0]
-    if source.op != "placeholder":
+    if source.op != "placeholder" or not is_returned(node):
         return lowered
-    frontier = [node]
-    while frontier:
-        for user in frontier.pop().users:
-            if user.op == "output":
-                return emit(node, aten.clone.default, lowered)
-            if is_view(user):
-                frontier.append(user)
-    return lowered
+    return emit(node, aten.clone.default, lowered)
 
 
 def _lower_gather(node: Node, ctx: PassContext) -> Node:

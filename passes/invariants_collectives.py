@@ -14,7 +14,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from dsgraph.inductor_ext import c10d_functional
 
-from .base import GraphPass, PassContext
+from .base import GraphPass, PassContext, Phase
 from .errors import PassError
 from .graph import KEPT, bound_arguments, collective_group, is_collective, is_gather_marker, is_view, is_wait
 from .invariants_memory import MemoryFacts, Roots
@@ -44,7 +44,7 @@ class CollectiveFacts:
         signatures: Each collective and marker with what it does: op, group, reduce op, sizes.
         per_group: Per process group, the collectives in program order.
         gathers: Per input, the groups over which it is gathered.
-        recomputed: Inputs all of whose gathers are tagged to be repeated in the backward.
+        recomputed: Inputs all of whose gathers are tagged to be repeated in the backward; of joint graphs, as all tags.
         tagged: Gathered parameters and views of them that are tagged to be computed again in the backward.
         untagged: Views of tagged nodes that are not tagged, though they are the forward's.
         violations: Rules that this graph breaks whatever it was before.
@@ -72,12 +72,12 @@ def observe(gm: GraphModule, memory: MemoryFacts, outputs: list[object], ctx: Pa
     for node in started:
         per_group.setdefault(collective_group(node), []).append(node)
     gathers, recomputed = _gathers(started, markers, ctx)
-    tagged, untagged = _tags(started)
+    tagged, untagged = _tags(started) if ctx.phase is Phase.JOINT else (frozenset(), frozenset())
     return CollectiveFacts(
         signatures={node: _signature(node) for node in (*started, *markers)},
         per_group={group: tuple(nodes) for group, nodes in per_group.items()},
         gathers=gathers,
-        recomputed=recomputed,
+        recomputed=recomputed if ctx.phase is Phase.JOINT else frozenset(),
         tagged=tagged,
         untagged=untagged,
         violations=(

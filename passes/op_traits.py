@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import operator
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -37,7 +36,8 @@ _PURE_HIGHER_ORDER = frozenset(
 _WRITING_HIGHER_ORDER = frozenset({"triton_kernel_wrapper_mutation"})
 
 # Modules of Python functions that stand in ATen graphs: arithmetic of sizes, and items of tuples.
-_PURE_MODULES = frozenset({"_operator", "operator", "math", "builtins", "torch.fx.experimental.sym_node"})
+_PURE_MODULES = frozenset({"_operator", "operator", "math", "torch.fx.experimental.sym_node"})
+_PURE_BUILTINS = frozenset({abs, bool, divmod, float, int, max, min, pow, round, sum})
 
 # Ops whose schema does not say that their result is their first argument's memory.
 _UNDECLARED_ALIASES = frozenset({aten._unsafe_view.default, c10d_functional.wait_tensor.default})
@@ -198,7 +198,7 @@ def _traits_of_python(target: Callable[..., Any]) -> OpTraits:
     if target is operator.getitem:
         return OpTraits(shares=((0, "a"),), reads=False, carries_sums=True)
     module, name = getattr(target, "__module__", None) or "", getattr(target, "__name__", "")
-    sizes = target in (math.ceil, math.floor) or (module.startswith("torch") and name.startswith("sym_"))
-    if sizes or module in _PURE_MODULES or module.startswith("torch.utils._sympy"):
+    is_arithmetic = target in _PURE_BUILTINS or (module.startswith("torch") and name.startswith("sym_"))
+    if is_arithmetic or module in _PURE_MODULES or module.startswith("torch.utils._sympy"):
         return OpTraits(reads=False)
     return _UNKNOWN

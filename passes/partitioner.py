@@ -24,7 +24,7 @@ from .compat import (
     min_cut_rematerialization_partition,
     put_opaque_values_last,
 )
-from .graph import placeholders
+from .graph import collectives, emit, is_returned, is_wait, placeholders, replace_and_erase
 from .runner import Runner
 
 
@@ -94,6 +94,8 @@ class Partitioner(_HeldByReference, CustomPartitionerFn):
         """Returns the forward and the backward graph of a joint graph."""
         self._runner.run(gm, self._facts.context(gm, Phase.JOINT))
         forward, backward = min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
+        for part in (forward, backward):
+            _merge_waits(part)
         put_opaque_values_last(forward, backward, num_fwd_outputs=kwargs["num_fwd_outputs"])
         user_outputs = kwargs["num_fwd_outputs"]
         self._runner.run(forward, self._facts.context(forward, Phase.FORWARD, user_outputs=user_outputs))
@@ -114,6 +116,23 @@ class InferenceLowering(_HeldByReference, CustomGraphPass):
             return
         for phase in (Phase.JOINT, Phase.FORWARD):
             self._runner.run(gm, self._facts.context(gm, phase, inference=True))
+
+
+def _merge_waits(gm: GraphModule) -> None:
+    """Leaves each collective one wait.
+
+    Where a parameter is gathered twice, once in a checkpoint region and once to be returned, torch's partitioner makes
+    one gather of the two, but not one wait, because it leaves alone what is returned.
+    """
+    merged = 0
+    for started in collectives(gm):
+        first, *others = sorted(filter(is_wait, started.users)) or [started]
+        for wait in others:
+            both = is_returned(first) and is_returned(wait)  # by the model, which may write to one of them
+            replace_and_erase(wait, emit(wait, torch.ops.aten.clone.default, first) if both else first)
+            merged += 1
+    if merged:
+        gm.recompile()
 
 
 def _identity(runner: Runner, facts: CaptureFacts) -> object | None:
