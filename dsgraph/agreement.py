@@ -45,23 +45,24 @@ class Agreement:
         """Whether exactly these lines were agreed on before."""
         return _digest(lines) in self.agreed
 
-    def confirm(self, would: str, lines: Sequence[str] | None) -> None:
+    def confirm(self, would: str, lines: Sequence[str] | None, *, steps: Sequence[str] = ()) -> None:
         """Compares `lines` with those of all other ranks.
 
         Args:
             would: What the ranks are about to do if they differ, for the message: "run different collectives".
             lines: What this rank does, in order; None when it does not know (a cached graph), which agrees with all.
+            steps: How it came to that; where lines differ, the first step that differs is named as well.
 
         Raises:
             RanksDisagreeError: On every rank, naming the first rank that differs and its first differing line, or the
                 ranks that did not come in time.
         """
         if len(self.ranks) > 1:
-            self._compare(would, lines)
+            self._compare(would, lines, steps)
         if lines is not None:
             self.agreed.add(_digest(lines))
 
-    def _compare(self, would: str, lines: Sequence[str] | None) -> None:
+    def _compare(self, would: str, lines: Sequence[str] | None, steps: Sequence[str]) -> None:
         store, rank = compat.default_store(), dist.get_rank()
         members = hashlib.sha256(json.dumps(self.ranks).encode()).hexdigest()[:12]
         meeting = store.add(
@@ -69,6 +70,7 @@ class Agreement:
         )  # each rank counts its own: the n-th meets the n-th
         prefix = f"dsgraph/{members}/{meeting}"
         store.set(f"{prefix}/lines/{rank}", json.dumps(list(lines or ())))
+        store.set(f"{prefix}/steps/{rank}", json.dumps(list(steps)))
         store.set(f"{prefix}/digest/{rank}", "" if lines is None else _digest(lines))
         leader = self.ranks[0]
         if rank == leader:
@@ -93,7 +95,10 @@ class Agreement:
         known = [rank for rank in self.ranks if digests[rank]]
         for rank in known:
             if digests[rank] != digests[known[0]]:
-                return _difference(would, known[0], rank, *(_lines(store, prefix, which) for which in (known[0], rank)))
+                pair = (known[0], rank)
+                lines = [_lines(store, f"{prefix}/lines", which) for which in pair]
+                steps = [_lines(store, f"{prefix}/steps", which) for which in pair]
+                return _difference(would, *pair, *lines) + _first_step_apart(*pair, *steps)
         return ""
 
     def _wait(self, store: dist.Store, keys: list[str], what: str) -> None:
@@ -107,17 +112,30 @@ class Agreement:
 
 
 def _lines(store: dist.Store, prefix: str, rank: int) -> list[str]:
-    lines: list[str] = json.loads(store.get(f"{prefix}/lines/{rank}"))
+    lines: list[str] = json.loads(store.get(f"{prefix}/{rank}"))
     return lines
 
 
 def _difference(would: str, first: int, other: int, mine: list[str], theirs: list[str]) -> str:
-    index = next((i for i, (a, b) in enumerate(zip(mine, theirs, strict=False)) if a != b), min(len(mine), len(theirs)))
-    a, b = (lines[index] if index < len(lines) else "nothing more" for lines in (mine, theirs))
+    index, a, b = _first_apart(mine, theirs)
     return (
         f"ranks {first} and {other} would {would}. First difference, entry {index} of {len(mine)} and {len(theirs)}: "
         f"rank {first} has [{a}], rank {other} has [{b}]. Every rank must build the same model with the same options"
     )
+
+
+def _first_step_apart(first: int, other: int, mine: list[str], theirs: list[str]) -> str:
+    if mine == theirs:
+        return ""
+    _, a, b = _first_apart(mine, theirs)
+    return f". They part here: rank {first} has [{a}], rank {other} has [{b}]"
+
+
+def _first_apart(mine: list[str], theirs: list[str]) -> tuple[int, str, str]:
+    """The number of the first entry that differs, and what stands there on either side."""
+    index = next((i for i, (a, b) in enumerate(zip(mine, theirs, strict=False)) if a != b), min(len(mine), len(theirs)))
+    a, b = (lines[index] if index < len(lines) else "nothing more" for lines in (mine, theirs))
+    return index, a, b
 
 
 def _digest(lines: Sequence[str]) -> str:

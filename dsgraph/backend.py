@@ -79,7 +79,7 @@ class Backend:
             agreement.confirm("compile different collectives", lines)
         compiled = compilation.compile(gm, example_inputs)
         if is_new:
-            agreement.confirm("run different collectives", compilation.collectives)
+            agreement.confirm("run different collectives", compilation.collectives, steps=compilation.orders)
         return _refreshing_replicas(compiled, example_inputs)
 
     def _begin_dump(self, options: BackendOptions, facts: CaptureFacts) -> GraphDump | None:

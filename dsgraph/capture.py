@@ -9,7 +9,6 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.distributed.tensor import DeviceMesh, DTensor, Shard
 from torch.fx import GraphModule, Node
 
@@ -71,19 +70,6 @@ def communication_lines(gm: GraphModule, facts: CaptureFacts, *, training: bool)
             elif is_collective(node):
                 call = bound_arguments(node)
                 lines.append(f"{node.target} {_shape(node.all_input_nodes[0])} over {call.get('group_name')}")
-    return lines
-
-
-def collective_lines(gm: GraphModule, facts: CaptureFacts) -> list[str]:
-    """One line for each collective of a lowered graph: op, axis, shape, dtype."""
-    names = {axis.group: axis.name for axis in facts.axes}
-    lines = []
-    for node in gm.graph.nodes:
-        if is_collective(node):
-            group = str(bound_arguments(node)["group_name"])
-            value = node.meta["val"]
-            shape = f"{list(value.shape)} {value.dtype}" if isinstance(value, Tensor) else ""
-            lines.append(f"{node.target} {shape} over {names.get(group, group)}")
     return lines
 
 

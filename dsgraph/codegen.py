@@ -10,10 +10,11 @@ from torch.fx import GraphModule
 
 from dsgraph.inductor_ext import register_lowerings
 from dsgraph.passes import CaptureFacts, InferenceLowering, Partitioner, Phase, Runner
+from dsgraph.passes.collective_order import collective_lines
 from dsgraph.passes.partitioner import source_hash
 
 from . import compat
-from .capture import collective_lines, normalize_markers
+from .capture import normalize_markers
 from .dumping.writer import GraphDump
 from .errors import OptionError
 from .options import BackendOptions, mode_settings
@@ -42,7 +43,12 @@ class Compilation:
         self._mode = mode
         self.collectives: list[str] | None = None
         pipeline = options.pipeline if facts.params else options.pipeline.without_mesh()
-        self._runner = Runner(pipeline, sink=dump, after_phase=self._note_collectives)
+        self._runner = Runner(pipeline, sink=dump, after_phase=self._note_collectives, verify=options.verify)
+
+    @property
+    def orders(self) -> list[str]:
+        """The order of collectives step by step, up to `collectives`; see `Runner.orders`."""
+        return self._runner.orders
 
     def compile(self, gm: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         """Rewrites and compiles `gm`; the result takes the inputs that `gm` takes."""
@@ -88,5 +94,6 @@ class Compilation:
 
     def _note_collectives(self, gm: GraphModule, phase: Phase) -> None:
         if phase in (Phase.FORWARD, Phase.BACKWARD):
-            lines = [f"{phase.value}: {line}" for line in collective_lines(gm, self._facts)]
+            ctx = self._facts.context(gm, phase)
+            lines = [f"{phase.value}: {line}" for line in collective_lines(gm, ctx)]
             self.collectives = [*(self.collectives or []), *lines]

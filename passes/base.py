@@ -76,15 +76,18 @@ class PassContext:
         phase: The phase of the graph at hand.
         axes: The mesh axes whose groups the graph may name.
         params: Placeholder name -> parameter, for the parameters that `partition` manages.
-        gradients: Output number -> parameter, for the outputs that are gradients of such parameters.
+        gradients: Output number -> name of the parameter whose gradient it is, in joint and backward graphs.
         inference: True when no backward follows; for a captured graph, when it starts with gradients switched off.
+        user_outputs: How many of a forward graph's outputs, which come first, are the model's: those behind them are
+            saved for the backward. None when nothing is saved, or where it is not known.
     """
 
     phase: Phase
     axes: tuple[MeshAxis, ...] = ()
     params: Mapping[str, ParamInfo] = field(default_factory=lambda: MappingProxyType({}))
-    gradients: Mapping[int, ParamInfo] = field(default_factory=lambda: MappingProxyType({}))
+    gradients: Mapping[int, str] = field(default_factory=lambda: MappingProxyType({}))
     inference: bool = False
+    user_outputs: int | None = None
 
     def axis(self, group: str) -> MeshAxis:
         """The axis of a process group that a node names.
@@ -120,6 +123,8 @@ class GraphPass(ABC):
         provides: Facts that hold after it.
         conflicts: Facts after which it must not run.
         reorders_collectives: Whether it may change the order of collectives within a group.
+        changes_collectives: Whether it may add, remove or change collectives and markers.
+        keeps_gathers: Whether it may keep a gathered parameter for the backward, which would gather it again otherwise.
         needs_mesh: Whether it has nothing to do in a model that is not partitioned.
     """
 
@@ -128,6 +133,8 @@ class GraphPass(ABC):
     provides: ClassVar[frozenset[str]] = frozenset()
     conflicts: ClassVar[frozenset[str]] = frozenset()
     reorders_collectives: ClassVar[bool] = False
+    changes_collectives: ClassVar[bool] = False
+    keeps_gathers: ClassVar[bool] = False
     needs_mesh: ClassVar[bool] = False
 
     @property
@@ -157,6 +164,8 @@ class FunctionPass(GraphPass):
     provides: frozenset[str] = frozenset()  # type: ignore[misc]
     conflicts: frozenset[str] = frozenset()  # type: ignore[misc]
     reorders_collectives: bool = False  # type: ignore[misc]
+    changes_collectives: bool = False  # type: ignore[misc]
+    keeps_gathers: bool = False  # type: ignore[misc]
 
     @property
     def name(self) -> str:
@@ -189,6 +198,8 @@ def graph_pass(
     provides: frozenset[str] | set[str] = frozenset(),
     conflicts: frozenset[str] | set[str] = frozenset(),
     reorders_collectives: bool = False,
+    changes_collectives: bool = False,
+    keeps_gathers: bool = False,
 ) -> Callable[[Callable[[GraphModule, PassContext], PassResult | int | None]], GraphPass]:
     """Makes a pass of a function `(gm, ctx) -> int | PassResult`, the number of places it changed.
 
@@ -198,6 +209,8 @@ def graph_pass(
         provides: See `GraphPass`.
         conflicts: See `GraphPass`.
         reorders_collectives: See `GraphPass`.
+        changes_collectives: See `GraphPass`.
+        keeps_gathers: See `GraphPass`.
 
     Raises:
         PassError: `phase` is not a phase.
@@ -215,6 +228,8 @@ def graph_pass(
             provides=frozenset(provides),
             conflicts=frozenset(conflicts),
             reorders_collectives=reorders_collectives,
+            changes_collectives=changes_collectives,
+            keeps_gathers=keeps_gathers,
         )
 
     return decorate

@@ -40,6 +40,7 @@ class BucketSmallReductions(GraphPass):
 
     phase: ClassVar[Phase] = Phase.JOINT
     needs_mesh: ClassVar[bool] = True
+    changes_collectives: ClassVar[bool] = True
     provides: ClassVar[frozenset[str]] = frozenset({"bucketed-small-reductions"})
     conflicts: ClassVar[frozenset[str]] = frozenset({"zero-collectives"})  # it buckets the markers
 

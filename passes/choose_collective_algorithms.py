@@ -35,6 +35,7 @@ class ChooseCollectiveAlgorithms(GraphPass):
 
     phase: ClassVar[Phase] = Phase.JOINT
     needs_mesh: ClassVar[bool] = True
+    changes_collectives: ClassVar[bool] = True
     requires: ClassVar[frozenset[str]] = frozenset({"zero-collectives"})
 
     def run(self, gm: GraphModule, ctx: PassContext) -> PassResult:

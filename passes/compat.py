@@ -12,6 +12,7 @@ import sympy
 import torch
 from torch._functorch._aot_autograd.descriptors import (
     AOTInput,
+    AOTOutput,
     GradAOTOutput,
     PlainAOTInput,
     SubclassGetAttrAOTInput,
@@ -31,9 +32,9 @@ __all__ = [
     "FakeTensorMode",
     "HigherOrderOperator",
     "OpOverload",
+    "captured_gradients",
     "captured_input",
     "detect_fake_mode",
-    "gradients",
     "is_to_local",
     "known_sizes",
     "min_cut_rematerialization_partition",
@@ -97,18 +98,6 @@ def captured_input(placeholder: Node) -> int | None:
     return _number(placeholder.meta.get("desc"))
 
 
-def gradients(output: Node) -> dict[int, int]:
-    """Which outputs of a joint or backward graph are gradients, each with the captured graph's input that it is of."""
-    found = {}
-    for position, desc in enumerate(output.meta.get("desc") or ()):
-        while isinstance(desc, SubclassGetAttrAOTOutput):
-            desc = desc.base
-        number = _number(desc.grad_of) if isinstance(desc, GradAOTOutput) else None
-        if number is not None:
-            found[position] = number
-    return found
-
-
 def _number(desc: AOTInput | None) -> int | None:
     while isinstance(desc, SubclassGetAttrAOTInput):
         desc = desc.base
@@ -132,3 +121,18 @@ def known_sizes(size: torch.SymInt) -> Mapping[sympy.Symbol, int]:
 def storage_id(tensor: torch.Tensor) -> int:
     """Equal for fake tensors that share memory; of use while they live."""
     return int(tensor.untyped_storage()._cdata)
+
+
+def captured_gradients(output: Node) -> dict[int, int]:
+    """Output number of a joint or backward graph -> the input of the captured graph whose gradient it is.
+
+    Of a `DTensor`'s gradient, the shard's output; a forward or inference graph has none.
+    """
+    found = {}
+    for number, desc in enumerate(output.meta.get("desc") or ()):
+        base: AOTOutput | None = desc
+        while isinstance(base, SubclassGetAttrAOTOutput):
+            base = base.base if base.attr == "_local_tensor" else None
+        if isinstance(base, GradAOTOutput) and isinstance(base.grad_of, PlainAOTInput):
+            found[number] = base.grad_of.idx
+    return found

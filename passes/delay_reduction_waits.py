@@ -10,7 +10,7 @@ from torch.fx import GraphModule, Node
 from dsgraph.inductor_ext import c10d_functional
 
 from .base import GraphPass, PassContext, PassResult, Phase
-from .graph import is_collective, mutates_arguments, wait_of
+from .graph import barrier_between, is_barrier, is_collective, wait_of
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,8 @@ class DelayReductionWaits(GraphPass):
 
     So at most one reduction is under way during compute, and one more gradient than before is alive. What is made of
     the result alone (sums over ranks, averages, slices) moves along. Left alone: a result that the backward computes
-    with or communicates again, as in hybrid sharding.
+    with or communicates again, as in hybrid sharding. Nothing moves across a barrier (an op that writes to an argument,
+    or an unknown one): ahead of one the wait stays.
     """
 
     phase: ClassVar[Phase] = Phase.BACKWARD
@@ -59,7 +60,7 @@ def _results(started: Node) -> list[Node] | None:
         for user in frontier.pop().users:
             if user.op == "output" or user in found:
                 continue
-            if is_collective(user) or mutates_arguments(user):
+            if is_collective(user) or is_barrier(user):
                 return None
             found.add(user)
             frontier.append(user)
@@ -69,8 +70,11 @@ def _results(started: Node) -> list[Node] | None:
 
 
 def _move_ahead(nodes: list[Node], place: Node) -> bool:
-    """Moves `nodes` down to right ahead of `place`; False when they stand there, or behind it, already."""
+    """Moves `nodes` down to right ahead of `place`, or of the first barrier on the way; False when nothing moves."""
     if place < nodes[0]:
+        return False
+    place = barrier_between(nodes[0], place) or place
+    if place < nodes[-1]:
         return False
     before = place.prev
     for node in reversed(nodes):

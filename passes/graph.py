@@ -12,6 +12,7 @@ from torch.fx import Graph, GraphModule, Node
 from dsgraph.inductor_ext import c10d_functional
 
 from .compat import OpOverload, detect_fake_mode, storage_id
+from .op_traits import is_unknown, traits
 
 # Where a node came from; a node that replaces another inherits these.
 _PROVENANCE = (
@@ -36,6 +37,10 @@ def all_graph_modules(gm: GraphModule) -> Iterator[GraphModule]:
     for module in gm.modules():
         if isinstance(module, GraphModule):
             yield module
+
+
+# Marks a gathered parameter that a pass keeps for the backward, on the forward's node and so on the backward's input.
+KEPT = "dsgraph_kept"
 
 
 def is_gather_marker(node: Node) -> bool:
@@ -139,18 +144,23 @@ def wait_of(started: Node) -> Node:
 
 def mutates_arguments(node: Node) -> bool:
     """Whether the node may write to one of its arguments, so that reads must not move across it."""
-    # Higher-order ops and Python's own functions have no schema; AOTAutograd has made them pure.
-    return node.op == "call_function" and isinstance(node.target, OpOverload) and node.target._schema.is_mutable
+    known = traits(node)
+    return bool(known.writes) or known.writes_anything
 
 
-def writes_between(first: Node, last: Node) -> bool:
-    """Whether a node between the two, in program order, may write to one of its arguments."""
+def is_barrier(node: Node) -> bool:
+    """Whether nothing that communicates may move across the node: it writes to an argument, or may do anything."""
+    return mutates_arguments(node) or is_unknown(node)
+
+
+def barrier_between(first: Node, last: Node) -> Node | None:
+    """The first barrier between two nodes, in program order; None when there is none."""
     node = first.next
     while node is not last:
-        if mutates_arguments(node):
-            return True
+        if is_barrier(node):
+            return node
         node = node.next
-    return False
+    return None
 
 
 def is_view(node: Node) -> bool:
@@ -206,6 +216,18 @@ def _same_storage(node: Node, result: Any) -> Node | None:
 
 def _has_storage(value: Any) -> TypeGuard[torch.Tensor]:
     return isinstance(value, torch.Tensor) and value.layout is torch.strided
+
+
+def is_returned(node: Node) -> bool:
+    """Whether the graph returns the node, or a view of it."""
+    frontier = [node]
+    for node in frontier:
+        for user in node.users:
+            if user.op == "output":
+                return True
+            if is_view(user):
+                frontier.append(user)
+    return False
 
 
 def placeholders(gm: GraphModule) -> list[Node]:

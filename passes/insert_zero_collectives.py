@@ -15,7 +15,7 @@ from dsgraph.inductor_ext import c10d_functional, chunk_rows
 
 from .base import GraphPass, PassContext, PassResult, Phase
 from .compat import OpOverload
-from .graph import bound_arguments, emit, fake_value, find_calls, replace_and_erase
+from .graph import bound_arguments, emit, fake_value, find_calls, is_returned, is_view, replace_and_erase
 
 aten = torch.ops.aten
 
@@ -36,12 +36,15 @@ class InsertZeroCollectives(GraphPass):
              g = wait_tensor(all_reduce(own, "sum", "1"))[:3] / (2 * size of "1")       once an outer group
 
     A parameter gathered here, and whatever is cheaply computed from such parameters alone (casts, transposes), is
-    tagged for recomputation: the backward gathers it again, and nothing of full size is kept in between. Left alone:
-    nothing; after this pass no marker remains.
+    tagged for recomputation: the backward gathers it again, and nothing of full size is kept in between. A marker's
+    result is a tensor of its own: where the graph returns it, or a view of it, an input that took its place is cloned,
+    lest whoever writes to what the model returned writes to its parameters. Left alone: nothing; after this pass no
+    marker remains.
     """
 
     phase: ClassVar[Phase] = Phase.JOINT
     needs_mesh: ClassVar[bool] = True
+    changes_collectives: ClassVar[bool] = True
     provides: ClassVar[frozenset[str]] = frozenset({"zero-collectives"})
     conflicts: ClassVar[frozenset[str]] = frozenset({"zero-collectives"})
 
@@ -50,13 +53,23 @@ class InsertZeroCollectives(GraphPass):
         reductions = find_calls(gm, torch.ops.dsgraph.reduce_grad.default)
         lowered = []
         for node in gathers:
-            full = _lower_gather(node, ctx)
+            full = _own_if_returned(node, _lower_gather(node, ctx))
             replace_and_erase(node, full)
             lowered.append(full)
         _tag_for_recomputation(lowered)
         for node in reductions:
-            replace_and_erase(node, _lower_reduction(node, ctx))
+            replace_and_erase(node, _own_if_returned(node, _lower_reduction(node, ctx)))
         return PassResult(changed=len(gathers) + len(reductions))
+
+
+def _own_if_returned(node: Node, lowered: Node) -> Node:
+    """`lowered`, or a clone of it where it is an input and the graph returns the marker `node` or a view of it."""
+    source = lowered
+    while is_view(source):
+        source = source.all_input_nodes[0]
+    if source.op != "placeholder" or not is_returned(node):
+        return lowered
+    return emit(node, aten.clone.default, lowered)
 
 
 def _lower_gather(node: Node, ctx: PassContext) -> Node:

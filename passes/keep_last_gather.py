@@ -13,13 +13,9 @@ from dsgraph.inductor_ext import c10d_functional
 
 from .base import GraphPass, PassContext, PassResult, Phase
 from .compat import is_tangent
-from .graph import collectives, is_collective, is_view, mutates_arguments, placeholders, wait_of, writes_between
+from .graph import KEPT, barrier_between, collectives, is_barrier, is_collective, is_view, placeholders, wait_of
 
 _GATHERS = (c10d_functional.all_gather_into_tensor.default, torch.ops.dsgraph.gather_by_broadcasts.default)
-
-
-# Marks what was kept, on the forward's node and so on the backward's input.
-_KEPT = "dsgraph_kept"
 
 
 @dataclass(frozen=True)
@@ -37,6 +33,7 @@ class KeepLastGather(GraphPass):
     phase: ClassVar[Phase] = Phase.JOINT
     needs_mesh: ClassVar[bool] = True
     requires: ClassVar[frozenset[str]] = frozenset({"zero-collectives"})
+    keeps_gathers: ClassVar[bool] = True
 
     def run(self, gm: GraphModule, ctx: PassContext) -> PassResult:
         tangents = [node.meta["val"] for node in placeholders(gm) if is_tangent(node)]
@@ -47,7 +44,7 @@ class KeepLastGather(GraphPass):
             return PassResult(changed=0)
         kept = wait_of(gathers[-1])
         kept.meta["recompute"] = CheckpointPolicy.MUST_SAVE
-        kept.meta[_KEPT] = True
+        kept.meta[KEPT] = True
         return PassResult(changed=1)
 
 
@@ -63,7 +60,8 @@ class ReleaseKeptGather(GraphPass):
     after:   dx = mm(dy, kept); dw = mm(t(dy), x); own = wait_tensor(reduce_scatter_tensor(dw))
 
     The largest parameter of many models, its gradient and that gradient's transfer would be alive at once otherwise.
-    Left alone: what would have to move across an op that writes to one of its arguments, and collectives.
+    Left alone: what would have to move across a barrier (an op that writes to an argument, or an unknown one), and
+    collectives.
     """
 
     phase: ClassVar[Phase] = Phase.BACKWARD
@@ -72,7 +70,7 @@ class ReleaseKeptGather(GraphPass):
 
     def run(self, gm: GraphModule, ctx: PassContext) -> PassResult:
         changed = 0
-        frontier = [node for node in placeholders(gm) if node.meta.get(_KEPT)]
+        frontier = [node for node in placeholders(gm) if node.meta.get(KEPT)]
         while frontier:
             for user in list(frontier.pop().users):
                 changed += _hoist(user)
@@ -83,12 +81,12 @@ class ReleaseKeptGather(GraphPass):
 
 def _hoist(node: Node) -> bool:
     """Moves `node` up to right behind its operands; False when it stands there already or must stay."""
-    if node.op != "call_function" or is_collective(node) or mutates_arguments(node):
+    if node.op != "call_function" or is_collective(node) or is_barrier(node):
         return False
     place = max(node.all_input_nodes)
     while place.next.op == "placeholder":
         place = place.next
-    if place.next is node or writes_between(place, node):
+    if place.next is node or barrier_between(place, node) is not None:
         return False
     place.append(node)
     return True

@@ -28,6 +28,7 @@ class MergeGathers(GraphPass):
 
     phase: ClassVar[Phase] = Phase.CAPTURE
     needs_mesh: ClassVar[bool] = True
+    changes_collectives: ClassVar[bool] = True
     provides: ClassVar[frozenset[str]] = frozenset({"merged-gathers"})
 
     def run(self, gm: GraphModule, ctx: PassContext) -> PassResult:

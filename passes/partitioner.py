@@ -18,13 +18,13 @@ from .base import MeshAxis, ParamInfo, PassContext, Phase
 from .compat import (
     CustomGraphPass,
     CustomPartitionerFn,
+    captured_gradients,
     captured_input,
-    gradients,
     is_tangent,
     min_cut_rematerialization_partition,
     put_opaque_values_last,
 )
-from .graph import placeholders
+from .graph import collectives, emit, is_returned, is_wait, placeholders, replace_and_erase
 from .runner import Runner
 
 
@@ -40,7 +40,9 @@ class CaptureFacts:
     axes: tuple[MeshAxis, ...] = ()
     params: Mapping[int, ParamInfo] = field(default_factory=lambda: MappingProxyType({}))
 
-    def context(self, gm: GraphModule, phase: Phase, *, inference: bool = False) -> PassContext:
+    def context(
+        self, gm: GraphModule, phase: Phase, *, inference: bool = False, user_outputs: int | None = None
+    ) -> PassContext:
         """The facts as passes over `gm` see them: parameters by the names of its placeholders."""
         params = {}
         for number, node in enumerate(placeholders(gm)):
@@ -48,14 +50,16 @@ class CaptureFacts:
             is_tensor = phase is Phase.CAPTURE or isinstance(node.meta.get("val"), torch.Tensor)
             if origin is not None and origin in self.params and is_tensor:  # a DTensor's mesh is a placeholder, too
                 params[node.name] = self.params[origin]
-        output = next(iter(gm.graph.find_nodes(op="output")))
-        grads = {position: self.params[of] for position, of in gradients(output).items() if of in self.params}
+        (output,) = gm.graph.find_nodes(op="output")
+        origins = captured_gradients(output) if phase in (Phase.JOINT, Phase.BACKWARD) else {}
+        gradients = {number: self.params[origin].name for number, origin in origins.items() if origin in self.params}
         return PassContext(
             phase=phase,
             axes=self.axes,
             params=MappingProxyType(params),
-            gradients=MappingProxyType(grads),
+            gradients=MappingProxyType(gradients),
             inference=inference,
+            user_outputs=user_outputs,
         )
 
 
@@ -90,8 +94,11 @@ class Partitioner(_HeldByReference, CustomPartitionerFn):
         """Returns the forward and the backward graph of a joint graph."""
         self._runner.run(gm, self._facts.context(gm, Phase.JOINT))
         forward, backward = min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
+        for part in (forward, backward):
+            _merge_waits(part)
         put_opaque_values_last(forward, backward, num_fwd_outputs=kwargs["num_fwd_outputs"])
-        self._runner.run(forward, self._facts.context(forward, Phase.FORWARD))
+        user_outputs = kwargs["num_fwd_outputs"]
+        self._runner.run(forward, self._facts.context(forward, Phase.FORWARD, user_outputs=user_outputs))
         self._runner.run(backward, self._facts.context(backward, Phase.BACKWARD))
         return forward, backward
 
@@ -109,6 +116,23 @@ class InferenceLowering(_HeldByReference, CustomGraphPass):
             return
         for phase in (Phase.JOINT, Phase.FORWARD):
             self._runner.run(gm, self._facts.context(gm, phase, inference=True))
+
+
+def _merge_waits(gm: GraphModule) -> None:
+    """Leaves each collective one wait.
+
+    Where a parameter is gathered twice, once in a checkpoint region and once to be returned, torch's partitioner makes
+    one gather of the two, but not one wait, because it leaves alone what is returned.
+    """
+    merged = 0
+    for started in collectives(gm):
+        first, *others = sorted(filter(is_wait, started.users)) or [started]
+        for wait in others:
+            both = is_returned(first) and is_returned(wait)  # by the model, which may write to one of them
+            replace_and_erase(wait, emit(wait, torch.ops.aten.clone.default, first) if both else first)
+            merged += 1
+    if merged:
+        gm.recompile()
 
 
 def _identity(runner: Runner, facts: CaptureFacts) -> object | None:

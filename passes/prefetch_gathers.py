@@ -13,7 +13,7 @@ from dsgraph.inductor_ext import c10d_functional
 
 from .base import GraphPass, PassContext, PassResult, Phase
 from .compat import OpOverload
-from .graph import collective_group, collectives, is_collective, is_view, is_wait, wait_of, writes_between
+from .graph import barrier_between, collective_group, collectives, is_collective, is_view, is_wait, wait_of
 
 aten = torch.ops.aten
 
@@ -28,8 +28,8 @@ class PrefetchForwardGathers(GraphPass):
              b = wait_tensor(started_b); z = mm(y, b)
 
     So one gather is under way during compute, and one more parameter than before is alive. Casts and padding of the
-    shard move along. Left alone: gathers of what the graph computes, of a group outside the mesh, behind an op that
-    writes to one of its arguments, and gloo's own, see `gather_by_broadcasts`.
+    shard move along. Left alone: gathers of what the graph computes, of a group outside the mesh, behind a barrier
+    (an op that writes to an argument, or an unknown one), and gloo's own, see `gather_by_broadcasts`.
     """
 
     phase: ClassVar[Phase] = Phase.FORWARD
@@ -121,7 +121,7 @@ def _start_after(wait: Node, nodes: list[Node]) -> bool:
     nodes = [node for node in nodes if wait < node]
     if not nodes:
         return False
-    if writes_between(wait, nodes[-1]):
+    if barrier_between(wait, nodes[-1]) is not None:
         return False
     place, changed = wait, False
     for node in nodes:

@@ -5,20 +5,25 @@ from __future__ import annotations
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from torch.fx import GraphModule
 
-from . import invariants
 from .base import GraphPass, PassContext, PassResult, Phase
+from .collective_order import describe_order
 from .errors import PassError
+from .invariants import Verifier
 from .pipeline import Pipeline
 
 
 @dataclass(frozen=True)
 class PassRecord:
-    """What one pass did to one graph."""
+    """What one pass did to one graph.
+
+    `verify_seconds` is the time that checking its result took; for a phase's first pass, that of checking what it was
+    given as well.
+    """
 
     name: str
     phase: Phase
@@ -27,6 +32,7 @@ class PassRecord:
     seconds: float
     nodes_before: int
     nodes_after: int
+    verify_seconds: float = 0.0
 
 
 class GraphSink(Protocol):
@@ -45,12 +51,17 @@ class Runner:
         sink: Where graphs are dumped; None for nowhere.
         after_phase: Called with each graph that has been through a phase.
         records: What each pass did so far.
+        orders: The order of collectives at the start of each phase, and after each pass that may have changed it.
+        verify: Whether to check each graph after each pass, see `passes/invariants.py`.
     """
 
     pipeline: Pipeline
     sink: GraphSink | None = None
     after_phase: Callable[[GraphModule, Phase], None] | None = None
     records: list[PassRecord] = field(default_factory=list)
+    orders: list[str] = field(default_factory=list)
+    verify: bool = True
+    _verifier: Verifier = field(default_factory=Verifier)
 
     def run(self, gm: GraphModule, ctx: PassContext) -> None:
         """Runs the passes of `ctx.phase` over `gm`, in place.
@@ -59,14 +70,20 @@ class Runner:
             PassError: A pass failed or broke an invariant; the message names it.
         """
         self._dump(gm, ctx, 0, None)
+        verify_seconds = self._verify(gm, None, ctx)
+        self._note_order(gm, None, ctx)
         for number, item in enumerate(self.pipeline.of(ctx.phase), start=1):
-            self.records.append(self._run_one(item, gm, ctx))
+            record = self._run_one(item, gm, ctx)
+            verify_seconds += self._verify(gm, item, ctx)
+            self._note_order(gm, item, ctx)
+            self.records.append(replace(record, verify_seconds=verify_seconds))
+            verify_seconds = 0.0
             self._dump(gm, ctx, number, self.records[-1])
+        self._verifier.end()
         if self.after_phase is not None:
             self.after_phase(gm, ctx.phase)
 
     def _run_one(self, item: GraphPass, gm: GraphModule, ctx: PassContext) -> PassRecord:
-        before = invariants.observe(gm)
         nodes_before = len(gm.graph.nodes)
         started = time.perf_counter()
         try:
@@ -77,7 +94,6 @@ class Runner:
             raise PassError(f"pass {item.name} returned {result!r}; `run` returns a PassResult")
         _tidy(item, gm, ctx)
         seconds = time.perf_counter() - started
-        invariants.check(gm, before, item, ctx)
         return PassRecord(
             name=item.name,
             phase=ctx.phase,
@@ -87,6 +103,23 @@ class Runner:
             nodes_before=nodes_before,
             nodes_after=len(gm.graph.nodes),
         )
+
+    def _verify(self, gm: GraphModule, item: GraphPass | None, ctx: PassContext) -> float:
+        """Checks a graph after a pass, or before the first one; returns the seconds that it took."""
+        started = time.perf_counter()
+        if self.verify and item is None:
+            self._verifier.begin(gm, ctx)
+        elif self.verify and item is not None:
+            self._verifier.check(gm, item, ctx)
+        return time.perf_counter() - started
+
+    def _note_order(self, gm: GraphModule, item: GraphPass | None, ctx: PassContext) -> None:
+        if ctx.phase is Phase.CAPTURE:
+            return
+        if item is None:
+            self.orders.append(f"the {ctx.phase.value} graph as it came: {describe_order(gm, ctx)}")
+        elif item.reorders_collectives or item.changes_collectives or not self.verify:
+            self.orders.append(f"the {ctx.phase.value} graph after pass {item.name}: {describe_order(gm, ctx)}")
 
     def _dump(self, gm: GraphModule, ctx: PassContext, number: int, record: PassRecord | None) -> None:
         if self.sink is not None:

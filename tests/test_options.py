@@ -24,6 +24,7 @@ def test_defaults():
         ({"zzz": 1}, r"unknown option 'zzz'; known:"),
         ({"codegen": "eagr"}, r"option 'codegen' is 'eagr'; did you mean 'eager'\?; it takes 'inductor' or 'eager'"),
         ({"strict": "yes"}, r"option 'strict' is 'yes'"),
+        ({"verify": 1}, r"option 'verify' is 1; it takes True or False"),
         ({"pipeline": ["merge"]}, r"option 'pipeline' is .*a pipeline holds GraphPass objects, found 'merge'"),
         ({"pipeline": 3}, r"option 'pipeline' is 3; it takes a Pipeline or a list of passes"),
         ({"dump": 7}, r"option 'dump' is 7; it takes the path of a folder"),

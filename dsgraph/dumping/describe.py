@@ -71,7 +71,7 @@ class Describer:
         if node.op == "placeholder" and node.name in ctx.params:
             changes["parameter"] = ctx.params[node.name].name
         elif node.op == "output":
-            changes["gradients"] = {str(number): info.name for number, info in ctx.gradients.items()}
+            changes["gradients"] = {str(number): name for number, name in ctx.gradients.items()}
         elif is_collective(node):
             changes["collective"] = _collective(node, around)
         elif node.op == "call_function" and ctx.phase in _RUNNING:
@@ -166,7 +166,7 @@ def _reduced_parameters(gm: GraphModule, ctx: PassContext) -> dict[Node, tuple[s
     found: dict[Node, tuple[str, ...]] = {}
     (output,) = gm.graph.find_nodes(op="output")
     values = output.args[0] if output.args and isinstance(output.args[0], (list, tuple)) else ()
-    for number, info in ctx.gradients.items():
+    for number, name in ctx.gradients.items():
         frontier, seen = [values[number]], set()
         while frontier:
             node = frontier.pop()
@@ -174,7 +174,7 @@ def _reduced_parameters(gm: GraphModule, ctx: PassContext) -> dict[Node, tuple[s
                 continue
             seen.add(node)
             if is_collective(node):
-                found[node] = (*found.get(node, ()), info.name)
+                found[node] = (*found.get(node, ()), name)
             if _is_after_reduction(node):
                 frontier += node.all_input_nodes
     return found

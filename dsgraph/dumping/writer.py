@@ -212,7 +212,7 @@ def _about(record: PassRecord) -> dict[str, Any]:
         "touched": 0,
         "notes": record.notes,
         "seconds": round(record.seconds, 6),
-        "verify_seconds": round(getattr(record, "verify_seconds", 0.0), 6),
+        "verify_seconds": round(record.verify_seconds, 6),
     }
 
 

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 import dsgraph
+from dsgraph.passes.graph import collectives
 from tests.models import build, tokens
 
 pytestmark = pytest.mark.distributed
@@ -64,6 +65,23 @@ def _compile_with_different_pipelines() -> tuple[str, float]:
     return _message(torch.compile(model, backend="dsgraph", options={**EAGER, "pipeline": pipeline}), *tokens(0, 0))
 
 
+def _reorder_on_one_rank() -> tuple[str, float]:
+    @dsgraph.graph_pass(phase="forward", reorders_collectives=True)
+    def start_the_last_gather_first(gm: Any, ctx: dsgraph.PassContext) -> int:
+        if dist.get_rank() == 0:
+            return 0
+        first, *_, last = collectives(gm)
+        shard = last.all_input_nodes[0]
+        first.prepend(shard)
+        first.prepend(last)
+        return 1
+
+    layers = [nn.Linear(4, 4, bias=False) for _ in range(3)]  # of one shape: only the parameters' names tell them apart
+    model = dsgraph.partition(nn.Sequential(*layers), keep_whole_below=0)
+    pipeline = dsgraph.default_pipeline() + [start_the_last_gather_first]
+    return _message(torch.compile(model, backend="dsgraph", options={**EAGER, "pipeline": pipeline}), torch.randn(2, 4))
+
+
 @pytest.mark.parametrize(
     ("function", "parts"),
     [
@@ -82,6 +100,14 @@ def _compile_with_different_pipelines() -> tuple[str, float]:
             ["compile different collectives", "rank 0 has [gather_param (4, 4)", "rank 1 has [gather_param (6, 4)"],
         ),
         (_compile_with_different_pipelines, ["run different collectives", "rank 0", "rank 1", "all_reduce"]),
+        (
+            _reorder_on_one_rank,
+            [
+                "run different collectives",
+                "gather_by_broadcasts.default [4, 4] torch.float32 over shard of 0.weight], rank 1 has [",
+                "They part here: rank 0 has [the forward graph after pass start_the_last_gather_first: 3 collectives",
+            ],
+        ),
     ],
     ids=lambda value: getattr(value, "__name__", "").strip("_"),
 )

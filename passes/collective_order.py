@@ -1,0 +1,56 @@
+"""In which order a graph communicates, in words that are equal on all ranks."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+from torch import Tensor
+from torch.fx import GraphModule, Node
+
+from .base import PassContext
+from .graph import collective_group, collectives
+from .op_traits import traits
+
+_REACH = 64  # nodes looked at on the way from a collective to a gradient
+
+
+def collective_lines(gm: GraphModule, ctx: PassContext) -> list[str]:
+    """One line for each collective of a lowered graph: op, axis, shape, dtype, and of which parameter it is.
+
+    Two of one shape that are mixed up would run without a complaint: hence the parameter, as far as it can be seen.
+    """
+    names = {axis.group: axis.name for axis in ctx.axes}
+    (output,) = gm.graph.find_nodes(op="output")
+    values = output.args[0] if isinstance(output.args[0], (list, tuple)) else output.args
+    gradients = {value: ctx.gradients[n] for n, value in enumerate(values) if n in ctx.gradients}
+    lines = []
+    for node in collectives(gm):
+        value, group = node.meta.get("val"), collective_group(node)
+        shape = f"{list(value.shape)} {value.dtype}" if isinstance(value, Tensor) else ""
+        lines.append(f"{node.target} {shape} over {names.get(group, group)}{_whose(node, gradients, ctx)}")
+    return lines
+
+
+def describe_order(gm: GraphModule, ctx: PassContext) -> str:
+    """The number of collectives of a lowered graph, and a digest of their order."""
+    lines = collective_lines(gm, ctx)
+    digest = hashlib.sha256("\0".join(lines).encode()).hexdigest()[:12]
+    return f"{len(lines)} collectives in the order {digest}"
+
+
+def _whose(node: Node, gradients: dict[Any, str], ctx: PassContext) -> str:
+    source = node.all_input_nodes[0] if node.all_input_nodes else node
+    while source.op == "call_function" and len(source.all_input_nodes) == 1:
+        source = source.all_input_nodes[0]
+    if source.name in ctx.params:
+        return f" of {ctx.params[source.name].name}"
+    reached, frontier = {node}, [node]
+    for node in frontier:
+        for user in node.users:
+            if user in gradients:
+                return f" for the gradient of {gradients[user]}"
+            if user not in reached and len(frontier) < _REACH and traits(user).carries_sums:
+                reached.add(user)
+                frontier.append(user)
+    return ""
