@@ -9,13 +9,14 @@ import torch
 from torch.fx import GraphModule
 
 from dsgraph.inductor_ext import register_lowerings
-from dsgraph.passes import CaptureFacts, InferenceLowering, Partitioner, Phase, Runner
+from dsgraph.passes import CaptureFacts, InferenceLowering, Partitioner, PassRecord, Phase, Runner
 from dsgraph.passes.partitioner import source_hash
 
 from . import compat
 from .capture import collective_lines, normalize_markers
 from .dump import GraphDump
 from .errors import OptionError
+from .measure import Measurements
 from .options import BackendOptions, mode_settings
 
 # The hooks through which Inductor takes the passes; options["inductor"] cannot use them as well.
@@ -30,12 +31,16 @@ class Compilation:
     """Compiles one captured graph with the passes of its options.
 
     Attributes:
+        options: The user's.
         collectives: One line a collective of the lowered graphs; None until they are lowered, and for good when torch's
             cache had the compiled graph.
+        measurements: What the lowered graphs hold, for the report; empty for the same reason.
+        from_cache: Whether AOTAutograd's cache had the graph, so that no pass after the capture ran.
+        unidentified: Passes whose code cannot be identified, so that torch's caches were off.
     """
 
     def __init__(self, options: BackendOptions, facts: CaptureFacts, *, number: int, mode: str | None) -> None:
-        self._options = options
+        self.options = options
         self._facts = facts
         self._mode = mode
         self.collectives: list[str] | None = None
@@ -43,19 +48,35 @@ class Compilation:
         dump = None
         if options.dump is not None:
             dump = GraphDump(options.dump, compile_number=number, strict=options.strict)
-        self._runner = Runner(pipeline, sink=dump, after_phase=self._note_collectives)
+        self.measurements = Measurements(facts.axes, with_inductor=options.codegen == "inductor")
+        self.from_cache = False
+        self.unidentified: tuple[str, ...] = ()
+        self._runner = Runner(pipeline, sink=dump, after_phase=self._after_phase)
+
+    @property
+    def reduces(self) -> bool:
+        """Whether the graph reads parameters of a partitioned model, whose gradients it then reduces."""
+        return bool(self._facts.params)
+
+    @property
+    def passes(self) -> tuple[PassRecord, ...]:
+        """What each pass did."""
+        return tuple(self._runner.records)
 
     def compile(self, gm: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         """Rewrites and compiles `gm`; the result takes the inputs that `gm` takes."""
         normalize_markers(gm)
         self._runner.run(gm, self._facts.context(gm, Phase.CAPTURE, inference=not torch.is_grad_enabled()))
-        if self._options.codegen == "eager":
+        if self.options.codegen == "eager":
             return self._compile_eager(gm, inputs)
-        return self._compile_inductor(gm, inputs)
+        hits = compat.autograd_cache_hits()
+        compiled = self._compile_inductor(gm, inputs)
+        self.from_cache = compat.autograd_cache_hits() > hits
+        return compiled
 
     def _compile_inductor(self, gm: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         register_lowerings()
-        patches = {**mode_settings(self._mode), **self._options.inductor}
+        patches = {**mode_settings(self._mode), **self.options.inductor}
         if self._facts.params:
             patches.setdefault(*_KEEP_ORDER)
         if len(self._runner.pipeline) == 0:
@@ -68,7 +89,8 @@ class Compilation:
         partitioner = Partitioner(self._runner, self._facts)
         patches["custom_partitioner_fn"] = partitioner
         patches["joint_custom_post_pass"] = InferenceLowering(self._runner, self._facts)
-        if partitioner.uuid() is None:  # a pass whose code cannot be identified: nothing may come from a cache
+        self.unidentified = tuple(item.name for item in self._runner.pipeline if item.fingerprint() is None)
+        if self.unidentified:  # a pass whose code cannot be identified: nothing may come from a cache
             patches["force_disable_caches"] = True
         return compat.compile_with_inductor(gm, inputs, patches=patches, cache_tag=source_hash())
 
@@ -87,7 +109,8 @@ class Compilation:
             partition_fn=Partitioner(self._runner, self._facts),
         )
 
-    def _note_collectives(self, gm: GraphModule, phase: Phase) -> None:
+    def _after_phase(self, gm: GraphModule, phase: Phase) -> None:
+        self.measurements.take(gm, phase)
         if phase in (Phase.FORWARD, Phase.BACKWARD):
             lines = [f"{phase.value}: {line}" for line in collective_lines(gm, self._facts)]
             self.collectives = [*(self.collectives or []), *lines]
