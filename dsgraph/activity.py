@@ -9,8 +9,8 @@ from types import FunctionType
 
 from torch import nn
 
-from .frames import is_torchs
-from .records import CompileLog, CompileRecord, GivenUp
+from .frames import Span, is_torchs
+from .records import CompileLog, CompileRecord
 from .state import PartitionState
 
 
@@ -116,12 +116,12 @@ def fallbacks_of(
         Fallback("parameter read eagerly", name, count, "", "outside any compiled graph")
         for name, count in _eager_reads(states).items()
     ]
-    own = _functions_of(model, records)
-    for frame in log.given_up():
-        if _concerns(frame, own):
-            found.append(
-                Fallback("function runs uncompiled", frame.function.function, 1, str(frame.place), frame.reason)
-            )
+    own, callers = _functions_of(model, records), {span for record in records for span in record.capture.running}
+    frames = Counter(frame for frame in log.given_up() if frame.concerns(own, callers))
+    for frame, count in frames.items():
+        found.append(
+            Fallback("function runs uncompiled", frame.function.function, count, str(frame.place), frame.reason)
+        )
     calls: Counter[tuple[str, str]] = Counter()
     for record in records:
         for op, count in record.unlowered:
@@ -149,6 +149,10 @@ def regions_of(records: Sequence[CompileRecord]) -> tuple[Region, ...]:
         for tag in record.ignored_tags:
             place = str(tag.place or record.capture.function)
             found.append(Region(place, f"{tag.name} is kept instead of recomputed", tag.saved_bytes))
+        ends_in = record.capture.ends_in
+        if ends_in is not None and ends_in.region is not None:
+            problem = f"runs eagerly: Dynamo did not capture it, for the graph break at {ends_in.place}"
+            found.append(Region(str(ends_in.region), problem, None))
         region = record.capture.region
         if region is not None:
             inside = record.capture.function.function
@@ -166,18 +170,11 @@ def _eager_reads(states: Sequence[PartitionState]) -> dict[str, int]:
     return counts
 
 
-def _functions_of(model: nn.Module, records: Iterable[CompileRecord]) -> set[tuple[str, str]]:
-    """File and name of the model's own methods, and of the functions of its graphs and their callers."""
-    found = set()
-    for record in records:
-        function = record.capture.function
-        found.update({(function.file, function.function.rpartition(".")[2]), *record.capture.callers})
+def _functions_of(model: nn.Module, records: Iterable[CompileRecord]) -> set[Span]:
+    """The model's own methods, and the functions of which its graphs are."""
+    found = {span for record in records for span in record.capture.running[:1]}
     for kind in {base for module in model.modules() for base in type(module).__mro__}:
         for value in vars(kind).values():
             if isinstance(value, FunctionType) and not is_torchs(value.__code__.co_filename):
-                found.add((value.__code__.co_filename, value.__code__.co_name))
+                found.add(Span.of(value.__code__))
     return found
-
-
-def _concerns(frame: GivenUp, functions: set[tuple[str, str]]) -> bool:
-    return bool({(frame.function.file, frame.function.function.rpartition(".")[2]), *frame.callers} & functions)

@@ -157,7 +157,6 @@ def _record(
         graphs=tuple(measured.graphs),
         activations=measured.activations,
         ignored_tags=measured.ignored_tags,
-        has_regions=measured.has_regions,
         unlowered=tuple(sorted(measured.unlowered.items())),
     )
 

@@ -27,6 +27,20 @@ _HOOKS = ("custom_partitioner_fn", "joint_custom_post_pass")
 _KEEP_ORDER = ("reorder_for_peak_memory", False)
 
 
+class _Partitioner(Partitioner):
+    """Looks at the joint graph before any pass does."""
+
+    def __init__(self, runner: Runner, facts: CaptureFacts, measurements: Measurements) -> None:
+        super().__init__(runner, facts)
+        self._measurements = measurements
+
+    def __call__(
+        self, gm: GraphModule, joint_inputs: Sequence[object], **kwargs: Any
+    ) -> tuple[GraphModule, GraphModule]:
+        self._measurements.take_regions(gm)
+        return super().__call__(gm, joint_inputs, **kwargs)
+
+
 class Compilation:
     """Compiles one captured graph with the passes of its options.
 
@@ -51,6 +65,8 @@ class Compilation:
         self.measurements = Measurements(facts.axes, with_inductor=options.codegen == "inductor")
         self.from_cache = False
         self.unidentified: tuple[str, ...] = ()
+        if options.codegen == "inductor":
+            self.unidentified = tuple(item.name for item in pipeline if item.fingerprint() is None)
         self._runner = Runner(pipeline, sink=dump, after_phase=self._after_phase)
 
     @property
@@ -86,10 +102,9 @@ class Compilation:
             raise OptionError(
                 f"option 'inductor' sets {taken[0]!r}, which dsgraph needs for its own passes; use a GraphPass"
             )
-        partitioner = Partitioner(self._runner, self._facts)
+        partitioner = _Partitioner(self._runner, self._facts, self.measurements)
         patches["custom_partitioner_fn"] = partitioner
         patches["joint_custom_post_pass"] = InferenceLowering(self._runner, self._facts)
-        self.unidentified = tuple(item.name for item in self._runner.pipeline if item.fingerprint() is None)
         if self.unidentified:  # a pass whose code cannot be identified: nothing may come from a cache
             patches["force_disable_caches"] = True
         return compat.compile_with_inductor(gm, inputs, patches=patches, cache_tag=source_hash())
@@ -106,7 +121,7 @@ class Compilation:
             inputs,
             compiler=lambda graph_module, _: compat.boxed(graph_module),
             inference_compiler=compile_inference,
-            partition_fn=Partitioner(self._runner, self._facts),
+            partition_fn=_Partitioner(self._runner, self._facts, self.measurements),
         )
 
     def _after_phase(self, gm: GraphModule, phase: Phase) -> None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import linecache
 import os
 import re
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
 
 import torch
@@ -41,11 +42,32 @@ class GraphBreak:
         place: The innermost of the user's lines.
         reason: Torch's reason, its first sentences.
         lines: File and line of every frame from the compiled function down to `place`.
+        region: The line with the call of `checkpoint`, for a break inside a region, which torch then runs eagerly.
     """
 
     place: Place
     reason: str
     lines: tuple[tuple[str, int], ...]
+    region: Place | None = None
+
+
+@dataclass(frozen=True)
+class Span:
+    """The lines of a function."""
+
+    file: str
+    first: int
+    last: int
+
+    @staticmethod
+    def of(code: CodeType) -> Span:
+        """The lines of a code object."""
+        lines = [line for *_, line in code.co_lines() if line is not None]
+        return Span(code.co_filename, code.co_firstlineno, max(lines, default=code.co_firstlineno))
+
+    def holds(self, file: str, line: int) -> bool:
+        """Whether a line is one of the function's."""
+        return file == self.file and self.first <= line <= self.last
 
 
 @dataclass(frozen=True)
@@ -60,7 +82,7 @@ class Capture:
         recompile_reason: The guard that failed; empty at the first compile.
         ends_in: The graph break that ends the graph, if one does.
         region: The line that calls `torch.utils.checkpoint.checkpoint`, for a graph inside a region that runs eagerly.
-        callers: File and name of the user's functions that were running, innermost first.
+        running: The user's functions that were running, the captured one first.
     """
 
     function: Place
@@ -70,7 +92,7 @@ class Capture:
     recompile_reason: str = ""
     ends_in: GraphBreak | None = None
     region: Place | None = None
-    callers: tuple[tuple[str, str], ...] = ()
+    running: tuple[Span, ...] = ()
 
 
 def read_capture(gm: GraphModule) -> tuple[Capture, nn.Module | None]:
@@ -90,7 +112,7 @@ def read_capture(gm: GraphModule) -> tuple[Capture, nn.Module | None]:
         recompile_reason=_guard(traced.recompile_reason),
         ends_in=_break_of(gm),
         region=_region(sys._getframe(1)),
-        callers=tuple((frame.f_code.co_filename, frame.f_code.co_name) for frame in stack),
+        running=tuple(Span.of(code) for code in (traced.code, *(frame.f_code for frame in stack))),
     )
     return capture, module
 
@@ -127,8 +149,13 @@ def _break_of(gm: GraphModule) -> GraphBreak | None:
     reason, stack = found
     own = [frame for frame in stack if not is_torchs(frame[0])] or stack
     file, line, function = own[-1] if own else ("<unknown>", 0, "")
+    # Dynamo does not say that it was inside a region; the user's lines that lead there do.
+    calls = [Place(*frame) for frame in own[:-1] if "checkpoint(" in linecache.getline(frame[0], frame[1])]
     return GraphBreak(
-        Place(file, line, function), first_sentences(reason), tuple((file, line) for file, line, _ in stack)
+        place=Place(file, line, function),
+        reason=first_sentences(reason),
+        lines=tuple((file, line) for file, line, _ in stack),
+        region=calls[-1] if calls else None,
     )
 
 

@@ -19,8 +19,10 @@ from . import compat
 from .frames import Place, user_line
 from .traffic import Traffic, graph_traffic, nbytes
 
+aten = torch.ops.aten
+
 _GATHERS = (c10d_functional.all_gather_into_tensor.default, torch.ops.dsgraph.gather_by_broadcasts.default)
-_CASTS = (torch.ops.aten._to_copy.default, torch.ops.prims.convert_element_type.default)
+_CASTS = (aten._to_copy.default, torch.ops.prims.convert_element_type.default)
 _RECOMPUTE = (CheckpointPolicy.PREFER_RECOMPUTE, CheckpointPolicy.MUST_RECOMPUTE)
 # Ops of these are torch's or dsgraph's own: where Inductor has no lowering, none was expected.
 _OWN_OPS = frozenset({"aten", "prims", "inductor_prims", "_c10d_functional", "dsgraph"})
@@ -86,7 +88,6 @@ class Measurements:
         activations: What passes from forward to backward; None before the backward graph exists, or without one.
         ignored_tags: Where a checkpoint region was not honoured.
         unlowered: Op -> calls, for ops that Inductor runs as they are.
-        has_regions: Whether the joint graph holds checkpoint regions.
     """
 
     axes: tuple[MeshAxis, ...]
@@ -95,15 +96,15 @@ class Measurements:
     activations: Activations | None = None
     ignored_tags: tuple[IgnoredTag, ...] = ()
     unlowered: Counter[str] = field(default_factory=Counter)
-    has_regions: bool = False
     _tagged: dict[str, Place | None] = field(default_factory=dict)
     _forward: dict[str, tuple[object, bool, bool]] = field(default_factory=dict)
 
+    def take_regions(self, joint: GraphModule) -> None:
+        """Reads the checkpoint regions of a joint graph, before any pass."""
+        self._tagged = dict(_tags_of_regions(joint))
+
     def take(self, gm: GraphModule, phase: Phase) -> None:
         """Reads a graph that has been through the passes of `phase`."""
-        if phase is Phase.JOINT:
-            self._tagged = dict(_tags_of_regions(gm))
-            self.has_regions = any("ac_graph_id" in node.meta for node in gm.graph.nodes)
         if phase not in (Phase.FORWARD, Phase.BACKWARD):
             return
         self.graphs.append(LoweredGraph(phase.value, len(gm.graph.nodes), graph_traffic(gm, self.axes)))

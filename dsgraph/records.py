@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from dsgraph.passes import PassRecord
 
 from . import compat
-from .frames import Capture, Place, first_sentences, is_torchs
+from .frames import Capture, Place, Span, first_sentences, is_torchs
 from .measure import Activations, IgnoredTag, LoweredGraph
 
 
@@ -37,7 +37,6 @@ class CompileRecord:
         graphs: The lowered graphs; empty when they came from the cache.
         activations: What passes from forward to backward.
         ignored_tags: Where checkpoint regions were not honoured.
-        has_regions: Whether there are checkpoint regions in it.
         unlowered: Op, calls: what Inductor runs as it is.
     """
 
@@ -54,7 +53,6 @@ class CompileRecord:
     graphs: tuple[LoweredGraph, ...]
     activations: Activations | None
     ignored_tags: tuple[IgnoredTag, ...]
-    has_regions: bool
     unlowered: tuple[tuple[str, int], ...]
 
 
@@ -67,14 +65,21 @@ class GivenUp:
         place: Where in it compiling failed.
         kind: The kind of error that Dynamo names.
         reason: Torch's reason, its first sentences.
-        callers: File and name of the user's functions on the way there.
+        callers: File and line of each of the user's frames on the way there.
     """
 
     function: Place
     place: Place
     kind: str
     reason: str
-    callers: tuple[tuple[str, str], ...]
+    callers: tuple[tuple[str, int], ...]
+
+    def concerns(self, functions: Iterable[Span], callers: Iterable[Span] = ()) -> bool:
+        """Whether it is one of `functions` or was called by one, or is itself one of `callers`."""
+        lines = [(self.function.file, self.function.line), *self.callers]
+        if any(span.holds(file, line) for span in functions for file, line in lines):
+            return True
+        return any((span.file, span.first) == lines[0] for span in callers)
 
 
 @dataclass
@@ -187,13 +192,13 @@ class CompileLog:
             function = self._function_compiled_as(str(metric.compile_id)) or Place("<unknown>", 0)
             reason += f"; the last guard to fail was {_first_guard(metric.recompile_reason)}"
         file, line = metric.fail_user_frame_filename, metric.fail_user_frame_lineno
-        stack = re.findall(r"Name: (.+), Filename: (.+)", "\n".join(metric.stack_trace or ()))
+        stack = re.findall(r"Line: (\d+), Name: .+, Filename: (.+)", "\n".join(metric.stack_trace or ()))
         return GivenUp(
             function=function,
             place=Place(file, line or 0, function.function) if file else function,
             kind=str(metric.fail_type),
             reason=reason,
-            callers=tuple((file, name) for name, file in stack if not is_torchs(file)),
+            callers=tuple((file, int(line)) for line, file in stack if not is_torchs(file)),
         )
 
     def _function_compiled_as(self, compile_id: str) -> Place | None:

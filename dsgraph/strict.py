@@ -20,9 +20,8 @@ def refuse_given_up(given_up: Iterable[GivenUp], capture: Capture) -> None:
     Raises:
         StrictError: Names the function, the place and torch's reason.
     """
-    running = {*capture.callers, (capture.function.file, capture.function.function.rpartition(".")[2])}
     for frame in given_up:
-        if {(frame.function.file, frame.function.function), *frame.callers} & running:
+        if frame.concerns(capture.running[:1], capture.running):
             raise StrictError(
                 f"strict: Dynamo gave up on {frame.function} and runs it uncompiled. At {frame.place}: {frame.reason}. "
                 f"Change that line, {_WITHOUT}"
