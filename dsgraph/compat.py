@@ -20,6 +20,9 @@ from torch.fx import GraphModule, Node
 MINIMUM_TORCH = (2, 11)
 UNSUPPORTED_TORCH = (2, 14)
 
+# What runs while a module is being called; its local `self` is the module.
+MODULE_CALL = torch.nn.Module._call_impl.__code__
+
 
 def check_torch_version(version: str = torch.__version__) -> None:
     """Refuses a torch that dsgraph was not checked on.
@@ -187,7 +190,7 @@ class TracedFrame:
     Attributes:
         code: The user's function, also where the frame is what follows a graph break in it.
         name: The frame's own name; it holds the line of the graph break where the frame is what follows one.
-        locals: Its arguments and other locals, by name.
+        receiver: Its local `self`, if it has one.
         compile_id: Dynamo's name for this compile, such as "0/1".
         times: How often Dynamo has compiled the frame, this time included.
         recompile_reason: The guard that failed; empty at the first compile.
@@ -195,7 +198,7 @@ class TracedFrame:
 
     code: CodeType
     name: str
-    locals: dict[str, Any]
+    receiver: object
     compile_id: str
     times: int
     recompile_reason: str
@@ -219,7 +222,7 @@ def traced_frame() -> TracedFrame | None:
     return TracedFrame(
         code=frame.f_code if resumed is None else resumed.code,
         name=frame.f_code.co_name,
-        locals=dict(frame.f_locals),
+        receiver=frame.f_locals.get("self"),
         compile_id=str(compile_id),
         times=(compile_id.frame_compile_id or 0) + 1,
         recompile_reason=get_metrics_context()._metrics.get("recompile_reason") or "",

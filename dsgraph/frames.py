@@ -9,7 +9,6 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from types import CodeType, FrameType
-from typing import Any
 
 import torch
 from torch import nn
@@ -101,7 +100,7 @@ def read_capture(gm: GraphModule) -> tuple[Capture, nn.Module | None]:
     if traced is None:
         return Capture(Place("<unknown>", 0, "")), None
     stack = list(_user_frames(sys._getframe(1)))
-    module = _module_among([traced.locals.get("self"), *(frame.f_locals.get("self") for frame in stack)])
+    module = _module_called(traced.receiver, sys._getframe(1))
     resumed = _RESUMED.match(traced.name)
     name = getattr(traced.code, "co_qualname", traced.code.co_name).rpartition("<locals>.")[2]
     capture = Capture(
@@ -173,10 +172,13 @@ def _user_frames(frame: FrameType | None) -> Iterator[FrameType]:
             yield one
 
 
-def _module_among(candidates: list[Any]) -> nn.Module | None:
-    for value in candidates:
-        if isinstance(value, nn.Module):
-            return compat.unwrap_compiled(value)
+def _module_called(receiver: object, frame: FrameType | None) -> nn.Module | None:
+    if isinstance(receiver, nn.Module):
+        return compat.unwrap_compiled(receiver)
+    # Only torch's own frames: to read a frame's locals keeps them alive for as long as it runs.
+    for one in _frames(frame):
+        if one.f_code is compat.MODULE_CALL:
+            return compat.unwrap_compiled(one.f_locals["self"])
     return None
 
 
