@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from .errors import AccumulationError, OptionError, PartitionError, RanksDisagreeError, StrictError
     from .materialize import materialize
     from .partition import partition
+    from .report import Report, report
 
 __version__ = "0.1.0"
 
@@ -43,6 +44,7 @@ __all__ = [
     "Phase",
     "Pipeline",
     "RanksDisagreeError",
+    "Report",
     "StrictError",
     "accumulate",
     "backend",
@@ -51,6 +53,7 @@ __all__ = [
     "graph_pass",
     "materialize",
     "partition",
+    "report",
 ]
 
 

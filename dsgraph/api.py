@@ -14,6 +14,7 @@ from .compile import compile
 from .errors import AccumulationError, OptionError, PartitionError, RanksDisagreeError, StrictError
 from .materialize import materialize
 from .partition import partition
+from .report import Report, report
 
 __all__ = [
     "AccumulationError",
@@ -26,6 +27,7 @@ __all__ = [
     "Phase",
     "Pipeline",
     "RanksDisagreeError",
+    "Report",
     "StrictError",
     "accumulate",
     "backend",
@@ -34,6 +36,7 @@ __all__ = [
     "graph_pass",
     "materialize",
     "partition",
+    "report",
 ]
 
 compat.register_backend(backend, "dsgraph")

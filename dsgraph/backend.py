@@ -23,22 +23,30 @@ from .capture import communication_lines, partitioned_mesh, read_facts
 from .codegen import Compilation
 from .dumping.writer import DumpFolder, GraphDump
 from .errors import StrictError
+from .frames import Capture, read_capture
 from .options import BackendOptions, parse_options
+from .records import CompileLog, CompileRecord, owners_among
 from .state import PartitionState
+from .strict import refuse_capture, refuse_compile, refuse_given_up
 
 
 class Backend:
     """The compiler that Dynamo calls with each graph it captures.
 
     One instance is registered with torch. Across compiles it keeps what the ranks have agreed on, the folders that
-    receive dumps and whether it has warned; everything else belongs to one compile.
+    receive dumps, whether it has warned, and a log for the report; everything else belongs to one compile.
+
+    Attributes:
+        log: The compiles of the models that are alive.
     """
 
     __name__ = "dsgraph"
 
     def __init__(self) -> None:
         self._agreements: dict[tuple[int, ...], tuple[weakref.ref[dist.ProcessGroup], Agreement]] = {}
+        self.log = CompileLog()
         self._dumps: dict[Path, DumpFolder] = {}
+        self._compiles = 0
         self._has_warned = False
 
     def __call__(
@@ -61,14 +69,30 @@ class Backend:
             OptionError: An option is unknown or wrong.
             PassError: A pass failed or broke an invariant.
             RanksDisagreeError: Ranks are about to compile different collectives.
-            StrictError: `strict=True` and something would have been a warning.
+            StrictError: `strict=True` and something was not done that the options or the model asked for.
         """
         chosen = parse_options(options, os.environ)
+        self._compiles += 1
+        capture, module = read_capture(gm)
+        given_up = self.log.look()
+        if chosen.strict:
+            refuse_given_up(given_up, capture)
+            refuse_capture(capture, chosen, self.log)
         facts = read_facts(gm, example_inputs)
         compilation = Compilation(chosen, facts, mode=mode, dump=self._begin_dump(chosen, facts))
+        compiled = self._compile(compilation, gm, example_inputs, facts)
+        record = _record(self._compiles, capture, module, chosen, compilation, training=_trains(example_inputs))
+        if chosen.strict:
+            refuse_compile(record)
+        self.log.add(record, owners_among(example_inputs, module))
+        return compiled
+
+    def _compile(
+        self, compilation: Compilation, gm: GraphModule, example_inputs: Sequence[Any], facts: CaptureFacts
+    ) -> Callable[..., Any]:
         mesh = partitioned_mesh(example_inputs, facts)
         if mesh is None:
-            self._warn_of_local_gradients(example_inputs, chosen)
+            self._warn_of_local_gradients(example_inputs, compilation.options)
             return _refreshing_replicas(compilation.compile(gm, example_inputs), example_inputs)
 
         training = torch.is_grad_enabled() and any(info.requires_grad for info in facts.params.values())
@@ -112,6 +136,38 @@ class Backend:
             raise StrictError(message)
         self._has_warned = True
         warnings.warn(message, stacklevel=2)
+
+
+def _trains(inputs: Sequence[Any]) -> bool:
+    return torch.is_grad_enabled() and any(isinstance(value, Tensor) and value.requires_grad for value in inputs)
+
+
+def _record(
+    number: int,
+    capture: Capture,
+    module: nn.Module | None,
+    options: BackendOptions,
+    compilation: Compilation,
+    *,
+    training: bool,
+) -> CompileRecord:
+    measured = compilation.measurements
+    return CompileRecord(
+        number=number,
+        capture=capture,
+        module=id(module) if module is not None else 0,
+        module_type=type(module) if module is not None else None,
+        codegen=options.codegen,
+        training=training,
+        reduces=compilation.reduces,
+        from_cache=compilation.from_cache,
+        unidentified=compilation.unidentified,
+        passes=compilation.passes,
+        graphs=tuple(measured.graphs),
+        activations=measured.activations,
+        ignored_tags=measured.ignored_tags,
+        unlowered=tuple(sorted(measured.unlowered.items())),
+    )
 
 
 def _refreshing_replicas(compiled: Callable[..., Any], inputs: Sequence[Any]) -> Callable[..., Any]:

@@ -9,7 +9,7 @@ import torch
 from torch.fx import GraphModule
 
 from dsgraph.inductor_ext import register_lowerings
-from dsgraph.passes import CaptureFacts, InferenceLowering, Partitioner, Phase, Runner
+from dsgraph.passes import CaptureFacts, InferenceLowering, Partitioner, PassRecord, Phase, Runner
 from dsgraph.passes.collective_order import collective_lines
 from dsgraph.passes.partitioner import source_hash
 
@@ -17,6 +17,7 @@ from . import compat
 from .capture import normalize_markers
 from .dumping.writer import GraphDump
 from .errors import OptionError
+from .measure import Measurements
 from .options import BackendOptions, mode_settings
 
 # The hooks through which Inductor takes the passes; options["inductor"] cannot use them as well.
@@ -27,40 +28,76 @@ _HOOKS = ("custom_partitioner_fn", "joint_custom_post_pass")
 _KEEP_ORDER = ("reorder_for_peak_memory", False)
 
 
+class _Partitioner(Partitioner):
+    """Looks at the joint graph before any pass does."""
+
+    def __init__(self, runner: Runner, facts: CaptureFacts, measurements: Measurements) -> None:
+        super().__init__(runner, facts)
+        self._measurements = measurements
+
+    def __call__(
+        self, gm: GraphModule, joint_inputs: Sequence[object], **kwargs: Any
+    ) -> tuple[GraphModule, GraphModule]:
+        self._measurements.take_regions(gm)
+        return super().__call__(gm, joint_inputs, **kwargs)
+
+
 class Compilation:
     """Compiles one captured graph with the passes of its options.
 
     Attributes:
+        options: The user's.
         collectives: One line a collective of the lowered graphs; None until they are lowered, and for good when torch's
             cache had the compiled graph.
+        measurements: What the lowered graphs hold, for the report; empty for the same reason.
+        from_cache: Whether AOTAutograd's cache had the graph, so that no pass after the capture ran.
+        unidentified: Passes whose code cannot be identified, so that torch's caches were off.
     """
 
     def __init__(
         self, options: BackendOptions, facts: CaptureFacts, *, mode: str | None, dump: GraphDump | None
     ) -> None:
-        self._options = options
+        self.options = options
         self._facts = facts
         self._mode = mode
         self.collectives: list[str] | None = None
         pipeline = options.pipeline if facts.params else options.pipeline.without_mesh()
-        self._runner = Runner(pipeline, sink=dump, after_phase=self._note_collectives, verify=options.verify)
+        self.measurements = Measurements(facts.axes, with_inductor=options.codegen == "inductor")
+        self.from_cache = False
+        self.unidentified: tuple[str, ...] = ()
+        if options.codegen == "inductor":
+            self.unidentified = tuple(item.name for item in pipeline if item.fingerprint() is None)
+        self._runner = Runner(pipeline, sink=dump, after_phase=self._after_phase, verify=options.verify)
 
     @property
     def orders(self) -> list[str]:
         """The order of collectives step by step, up to `collectives`; see `Runner.orders`."""
         return self._runner.orders
 
+    @property
+    def reduces(self) -> bool:
+        """Whether the graph reads parameters of a partitioned model, whose gradients it then reduces."""
+        return bool(self._facts.params)
+
+    @property
+    def passes(self) -> tuple[PassRecord, ...]:
+        """What each pass did."""
+        return tuple(self._runner.records)
+
     def compile(self, gm: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         """Rewrites and compiles `gm`; the result takes the inputs that `gm` takes."""
         normalize_markers(gm)
         self._runner.run(gm, self._facts.context(gm, Phase.CAPTURE, inference=not torch.is_grad_enabled()))
-        if self._options.codegen == "eager":
+        if self.options.codegen == "eager":
             return self._compile_eager(gm, inputs)
-        return self._compile_inductor(gm, inputs)
+        hits = compat.autograd_cache_hits()
+        compiled = self._compile_inductor(gm, inputs)
+        self.from_cache = compat.autograd_cache_hits() > hits
+        return compiled
 
     def _compile_inductor(self, gm: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         register_lowerings()
-        patches = {**mode_settings(self._mode), **self._options.inductor}
+        patches = {**mode_settings(self._mode), **self.options.inductor}
         if self._facts.params:
             patches.setdefault(*_KEEP_ORDER)
         if len(self._runner.pipeline) == 0:
@@ -70,10 +107,10 @@ class Compilation:
             raise OptionError(
                 f"option 'inductor' sets {taken[0]!r}, which dsgraph needs for its own passes; use a GraphPass"
             )
-        partitioner = Partitioner(self._runner, self._facts)
+        partitioner = _Partitioner(self._runner, self._facts, self.measurements)
         patches["custom_partitioner_fn"] = partitioner
         patches["joint_custom_post_pass"] = InferenceLowering(self._runner, self._facts)
-        if partitioner.uuid() is None:  # a pass whose code cannot be identified: nothing may come from a cache
+        if self.unidentified:  # a pass whose code cannot be identified: nothing may come from a cache
             patches["force_disable_caches"] = True
         return compat.compile_with_inductor(gm, inputs, patches=patches, cache_tag=source_hash())
 
@@ -89,10 +126,11 @@ class Compilation:
             inputs,
             compiler=lambda graph_module, _: compat.boxed(graph_module),
             inference_compiler=compile_inference,
-            partition_fn=Partitioner(self._runner, self._facts),
+            partition_fn=_Partitioner(self._runner, self._facts, self.measurements),
         )
 
-    def _note_collectives(self, gm: GraphModule, phase: Phase) -> None:
+    def _after_phase(self, gm: GraphModule, phase: Phase) -> None:
+        self.measurements.take(gm, phase)
         if phase in (Phase.FORWARD, Phase.BACKWARD):
             ctx = self._facts.context(gm, phase)
             lines = [f"{phase.value}: {line}" for line in collective_lines(gm, ctx)]

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from importlib.metadata import entry_points
+from types import CodeType
 from typing import Any, cast
 
 import torch
@@ -17,6 +19,9 @@ from torch.fx import GraphModule, Node
 
 MINIMUM_TORCH = (2, 11)
 UNSUPPORTED_TORCH = (2, 14)
+
+# What runs while a module is being called; its local `self` is the module.
+MODULE_CALL = torch.nn.Module._call_impl.__code__
 
 
 def check_torch_version(version: str = torch.__version__) -> None:
@@ -68,6 +73,22 @@ def keep_static(tensor: torch.Tensor) -> None:
 def is_compiled(model: object) -> bool:
     """Whether `model` is what `torch.compile(module)` returns."""
     return isinstance(model, torch._dynamo.OptimizedModule)
+
+
+def unwrap_compiled(model: torch.nn.Module) -> torch.nn.Module:
+    """The module that `torch.compile` was given, where `model` is what it returned; else `model`."""
+    return model._orig_mod if isinstance(model, torch._dynamo.OptimizedModule) else model
+
+
+def compiled_modules(model: torch.nn.Module) -> list[torch.nn.Module]:
+    """The modules inside `model` that are compiled for themselves: by `torch.compile(m)` or by `m.compile()`."""
+    found = []
+    for module in model.modules():
+        if isinstance(module, torch._dynamo.OptimizedModule):
+            found.append(unwrap_compiled(module))
+        elif module._compiled_call_impl is not None:
+            found.append(module)
+    return found
 
 
 def only_inlined(function: Callable[..., Any]) -> None:
@@ -160,3 +181,91 @@ def register_backend(compiler: Callable[..., Any], name: str) -> None:
 
     if not entry_points(group="torch_dynamo_backends", name=name) and name not in registry._COMPILER_FNS:
         registry.register_backend(compiler, name=name)
+
+
+@dataclass(frozen=True)
+class TracedFrame:
+    """The frame of which Dynamo is compiling a graph.
+
+    Attributes:
+        code: The user's function, also where the frame is what follows a graph break in it.
+        name: The frame's own name; it holds the line of the graph break where the frame is what follows one.
+        receiver: Its local `self`, if it has one.
+        compile_id: Dynamo's name for this compile, such as "0/1".
+        times: How often Dynamo has compiled the frame, this time included.
+        recompile_reason: The guard that failed; empty at the first compile.
+    """
+
+    code: CodeType
+    name: str
+    receiver: object
+    compile_id: str
+    times: int
+    recompile_reason: str
+
+
+def traced_frame() -> TracedFrame | None:
+    """What Dynamo is compiling right now; None when the backend was called by something else."""
+    from torch._dynamo.resume_execution import ContinueExecutionCache
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+    from torch._dynamo.utils import get_metrics_context
+    from torch._guards import CompileContext
+
+    compile_id = CompileContext.current_compile_id()
+    try:
+        frame = InstructionTranslator.current_tx().output.root_tx
+    except AttributeError:
+        return None
+    if compile_id is None:
+        return None
+    resumed = ContinueExecutionCache.generated_code_metadata.get(frame.f_code)
+    return TracedFrame(
+        code=frame.f_code if resumed is None else resumed.code,
+        name=frame.f_code.co_name,
+        receiver=frame.f_locals.get("self"),
+        compile_id=str(compile_id),
+        times=(compile_id.frame_compile_id or 0) + 1,
+        recompile_reason=get_metrics_context()._metrics.get("recompile_reason") or "",
+    )
+
+
+def graph_break(gm: GraphModule) -> tuple[str, list[tuple[str, int, str]]] | None:
+    """Why a captured graph ends before its function does, and where: file, line, function, outermost first."""
+    reason: Any = getattr(gm, "compile_subgraph_reason", None)
+    if reason is None or not reason.graph_break:
+        return None
+    return str(reason.reason), [(frame.filename, frame.lineno or 0, frame.name) for frame in reason.user_stack]
+
+
+def compile_metrics() -> list[Any]:
+    """Dynamo's own record of each frame that it compiled or gave up on; it keeps the last 64."""
+    from torch._dynamo.utils import get_compilation_metrics
+
+    return get_compilation_metrics()
+
+
+def recompile_limit() -> int:
+    """How often Dynamo compiles a function before it runs it uncompiled."""
+    return int(torch._dynamo.config.recompile_limit)
+
+
+def autograd_cache_hits() -> int:
+    """How many compiles AOTAutograd has taken from its cache in this process."""
+    from torch._dynamo.utils import counters
+
+    return counters["aot_autograd"]["autograd_cache_hit"]
+
+
+def runs_as_it_is(op: Any) -> bool:
+    """Whether Inductor calls an op as it is, because it has no lowering of it."""
+    from torch._inductor.lowering import fallbacks, lowerings
+
+    return op not in lowerings or op in fallbacks
+
+
+def size_hint(size: int | torch.SymInt) -> int | None:
+    """A size as a number, and of a dynamic one that of the batch at hand; it adds no guard."""
+    if isinstance(size, int):
+        return size
+    hint = size.node.hint
+    return int(hint) if isinstance(hint, int) else None

@@ -45,8 +45,21 @@ def compile(model: nn.Module, mesh: DeviceMesh | None = None, stage: int = 3, **
     for_torch = {name: options.pop(name) for name in _TORCH_OPTIONS if name in options}
     mode = for_torch.pop("mode", None)
     if mode is not None:  # torch.compile takes a mode or options, never both
-        own = parse_options(options, os.environ).inductor
-        options["inductor"] = {**mode_settings(mode), **own}
+        options["inductor"] = _with_mode(mode, parse_options(options, os.environ))
     parse_options(options, os.environ)  # raises before anything is changed
     partitioned = partition(model, mesh, stage=stage, **for_partition)
     return torch.compile(partitioned, backend=backend, options=options or None, **for_torch)  # type: ignore[return-value]
+
+
+def _with_mode(mode: str, options: BackendOptions) -> dict[str, Any]:
+    """Inductor's configuration for a mode, and the user's own besides."""
+    settings = mode_settings(mode)
+    if options.codegen != "inductor":
+        raise OptionError(f"mode {mode!r} has no effect with codegen={options.codegen!r}: remove one of the two")
+    for name, value in options.inductor.items():
+        if settings.get(name, value) != value:
+            raise OptionError(
+                f"{name!r} is given twice: mode {mode!r} sets it to {settings[name]!r}, option 'inductor' to "
+                f"{value!r}; remove one of the two"
+            )
+    return {**settings, **options.inductor}

@@ -78,6 +78,7 @@ def _prepare_leaf(entry: ParameterState, state: PartitionState) -> None:
     source = shard if entry.replica is None else entry.replica
     if entry.leaf is None or entry.leaf.data_ptr() != source.data_ptr() or entry.leaf.dtype != source.dtype:
         entry.leaf = source
+        source.dsgraph_leaf = True  # type: ignore[attr-defined]  # tells the report whose graph reads it
         compat.keep_static(source)
     for module, attribute in entry.owners:
         held_by(module).leaves[attribute] = entry.leaf

@@ -23,7 +23,12 @@ class BackendOptions(BaseModel):
         pipeline: A `Pipeline`, or a list of passes. Default: `default_pipeline()`.
         verify: Check every graph after every pass, and name the pass that broke something. It takes 1 to 2 % of
             the time of a compile without Inductor.
-        strict: Turn warnings about what was not done into errors.
+        strict: Turn what was not done into errors: warnings, graph breaks, too many recompiles, functions that Dynamo
+            gave up on, ops that Inductor has no lowering of, passes that switch torch's caches off, and values of
+            checkpoint regions that are kept all the same. Without it they are in `dsgraph.report(model)` only.
+        recompile_limit: With `strict`, how often one function may be compiled. Dynamo itself stops at
+            torch._dynamo.config.recompile_limit (8) and runs the function uncompiled from then on, without asking a
+            backend: so the last compile that Dynamo allows is an error as well, and this number cannot exceed that one.
         dump: Folder for a readable copy of every graph before and after every pass. Default: the environment variable
             DSGRAPH_DUMP, or nowhere.
         dump_compiles: How many compiles are dumped; later ones are not.
@@ -36,6 +41,7 @@ class BackendOptions(BaseModel):
     pipeline: Pipeline = Field(default_factory=default_pipeline)
     verify: bool = True
     strict: bool = False
+    recompile_limit: int = Field(default=8, ge=1)
     dump: Path | None = None
     dump_compiles: int = Field(default=8, ge=1)
     inductor: dict[str, Any] = Field(default_factory=dict)
@@ -78,6 +84,7 @@ def parse_options(given: Mapping[str, Any] | None, environ: Mapping[str, str]) -
         options = BackendOptions(**values)
     except ValidationError as error:
         raise OptionError(_describe(error)) from None
+    _refuse_without_effect(options, values)
     if options.inductor and options.codegen != "inductor":
         raise OptionError(f"option 'inductor' has no effect with codegen={options.codegen!r}: remove one of the two")
     if options.inductor:
@@ -86,6 +93,19 @@ def parse_options(given: Mapping[str, Any] | None, environ: Mapping[str, str]) -
             if key not in known:
                 raise OptionError(f"option 'inductor' sets {key!r}, which Inductor has not{nearest(key, known)}")
     return options
+
+
+def _refuse_without_effect(options: BackendOptions, given: Mapping[str, Any]) -> None:
+    if "recompile_limit" not in given:
+        return
+    if not options.strict:
+        raise OptionError("option 'recompile_limit' has no effect without strict=True: remove it, or add the other")
+    last = compat.recompile_limit()
+    if options.recompile_limit > last:
+        raise OptionError(
+            f"option 'recompile_limit' is {options.recompile_limit}, but Dynamo stops at {last}: raise "
+            "torch._dynamo.config.recompile_limit as well"
+        )
 
 
 def mode_settings(mode: str | None) -> dict[str, Any]:
@@ -106,6 +126,7 @@ _TAKES = {
     "pipeline": "a Pipeline or a list of passes",
     "verify": "True or False",
     "strict": "True or False",
+    "recompile_limit": "a number of compiles, 1 or more",
     "dump": "the path of a folder",
     "dump_compiles": "a number of compiles, 1 or more",
     "inductor": "a dict from names of torch._inductor.config to values",

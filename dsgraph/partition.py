@@ -70,8 +70,9 @@ def partition(
     state = PartitionState(mesh=mesh, axes=mesh_axes(mesh), stage=stage)
     owners = _owners(model)
     for name, param in parameters.items():
-        layout = _layout_for(param, state, param_dtype, reduce_dtype, keep_whole_below)
-        entry = ParameterState(name=name, owners=owners[param], layout=layout)
+        reason = _why_whole(param, stage, keep_whole_below)
+        layout = _layout_for(param, state, param_dtype, reduce_dtype, whole=bool(reason))
+        entry = ParameterState(name=name, owners=owners[param], layout=layout, whole_because=reason)
         _replace(entry, _shard(param, layout, mesh))
         state.parameters.append(entry)
     _swap_classes(model, state)
@@ -101,14 +102,27 @@ def _owners(model: nn.Module) -> dict[nn.Parameter, list[tuple[nn.Module, str]]]
     return owners
 
 
+def _why_whole(param: nn.Parameter, stage: int, keep_whole_below: int) -> str:
+    """Why every rank holds all of a parameter; empty when it is split."""
+    if stage == 0:
+        return "stage 0"
+    if param.dim() == 0:
+        return "0-dimensional"
+    if param.numel() == 0:
+        return "empty"
+    if param.numel() < keep_whole_below:
+        return f"below keep_whole_below={keep_whole_below}"
+    return ""
+
+
 def _layout_for(
     param: nn.Parameter,
     state: PartitionState,
     param_dtype: torch.dtype | None,
     reduce_dtype: torch.dtype | None,
-    keep_whole_below: int,
+    *,
+    whole: bool,
 ) -> Layout:
-    whole = state.stage == 0 or param.dim() == 0 or param.numel() == 0 or param.numel() < keep_whole_below
     shard_axis, outer = state.axes[-1], state.axes[:-1]
     floating = param.is_floating_point()
     return Layout(

@@ -117,6 +117,7 @@ def property_for(name: str, layout: Layout) -> property:
 def _read_eagerly(module: nn.Module, name: str, layout: Layout) -> Tensor:
     param: Any = module._parameters[name]
     held, shard = held_by(module), param.to_local()
+    held.eager_reads[name] += 1
     if layout.stage < 2 and held.partition.gradients_stay_local:
         held.partition.refresh()
         return layout.local(held.leaves[name])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any
@@ -39,6 +40,7 @@ class ParameterState:
         name: Its (first) name in the model.
         owners: The modules that hold it, each with its name there.
         layout: How it is laid out.
+        whole_because: Why every rank holds all of it; empty for a sharded parameter.
         replica: `[*shape]`, the gathered copy of stages 1 and 2; None in other stages and for whole parameters.
         freshness: What is known of the replica.
         leaf: Where local gradients add up while they are not reduced (stages 0 and 1); see `local_gradients`.
@@ -49,6 +51,7 @@ class ParameterState:
     name: str
     owners: list[tuple[nn.Module, str]]
     layout: Layout
+    whole_because: str = ""
     replica: Tensor | None = None
     freshness: Freshness = Freshness.STALE
     leaf: Tensor | None = None
@@ -157,11 +160,19 @@ class PartitionState:
 
 @dataclass(eq=False)
 class HeldParameters:
-    """What one module of a partitioned model needs to hand out its parameters, by attribute name."""
+    """What one module of a partitioned model needs to hand out its parameters, by attribute name.
+
+    Attributes:
+        partition: What it is part of.
+        replicas: Gathered copies of stages 1 and 2.
+        leaves: Where local gradients add up, see `local_gradients`.
+        eager_reads: How often each parameter was handed out outside a compiled graph.
+    """
 
     partition: PartitionState
     replicas: dict[str, Tensor] = field(default_factory=dict)
     leaves: dict[str, Tensor] = field(default_factory=dict)
+    eager_reads: Counter[str] = field(default_factory=Counter)
 
 
 def partition_states(model: nn.Module) -> list[PartitionState]:

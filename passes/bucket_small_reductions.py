@@ -12,6 +12,7 @@ from torch.fx import GraphModule, Node
 from .base import GraphPass, PassContext, PassResult, Phase
 from .compat import OpOverload
 from .graph import bound_arguments, emit, fake_value, find_calls, replace_and_erase, sort_topologically
+from .notes import described
 
 aten = torch.ops.aten
 
@@ -45,17 +46,28 @@ class BucketSmallReductions(GraphPass):
     conflicts: ClassVar[frozenset[str]] = frozenset({"zero-collectives"})  # it buckets the markers
 
     def run(self, gm: GraphModule, ctx: PassContext) -> PassResult:
-        candidates = [
-            node
-            for node in find_calls(gm, torch.ops.dsgraph.reduce_grad.default)
-            if not bound_arguments(node)["group"] and _bytes(node) <= self.small_bytes and _leads_to_outputs_only(node)
+        whole = [
+            node for node in find_calls(gm, torch.ops.dsgraph.reduce_grad.default) if not bound_arguments(node)["group"]
         ]
-        buckets = [bucket for bucket in self._fill(candidates) if len(bucket) > 1]
+        candidates = [node for node in whole if _bytes(node) <= self.small_bytes and _leads_to_outputs_only(node)]
+        filled = self._fill(candidates)
+        notes = [self._why_alone(node) for node in whole if node not in candidates]
+        notes += [self._why_alone(bucket[0]) for bucket in filled if len(bucket) == 1]
+        buckets = [bucket for bucket in filled if len(bucket) > 1]
         for bucket in buckets:
             _reduce_together(bucket)
         if buckets:
             sort_topologically(gm.graph)
-        return PassResult(changed=sum(map(len, buckets)))
+        return PassResult(changed=sum(map(len, buckets)), notes=tuple(notes))
+
+    def _why_alone(self, node: Node) -> str:
+        if _bytes(node) > self.small_bytes:
+            reason = f"its {_bytes(node)} bytes are more than small_bytes={self.small_bytes}"
+        elif not _leads_to_outputs_only(node):
+            reason = "the graph goes on computing with it"
+        else:
+            reason = "no other small gradient shares its groups and dtypes, with room in the bucket"
+        return f"{described(node)} is reduced alone: {reason}"
 
     def _fill(self, nodes: list[Node]) -> list[list[Node]]:
         open_buckets: dict[object, list[Node]] = defaultdict(list)

@@ -195,6 +195,12 @@ def sent_bytes(node: Node, size: int) -> Size | None:
     return -(-counted * kind.shares(size) // size)
 
 
+def number_of(node: Node, size: Size) -> int:
+    """The number behind a size that was worked out for a node; what only the data decide counts as `UNKNOWN_SIZE`."""
+    hints = size_hints([value.meta.get("val") for value in (node, *node.all_input_nodes)])
+    return hint(size, hints, unknown=UNKNOWN_SIZE)
+
+
 @dataclass(frozen=True)
 class _Collective:
     """How a kind of collective is counted.
@@ -302,7 +308,7 @@ class CostModel:
         """
         if is_collective(node):
             return self._transfer_seconds(node)
-        operations, moved = self._number(node, flops(node)), self._number(node, moved_bytes(node))
+        operations, moved = number_of(node, flops(node)), number_of(node, moved_bytes(node))
         if not operations and not moved:
             return 0.0
         return self.device.kernel_s + max(operations / self.device.flops_per_s, moved / self.device.bytes_per_s)
@@ -315,11 +321,7 @@ class CostModel:
             return None
         sent = sent_bytes(node, sizes[0])
         assert sent is not None
-        return kind.steps(sizes[0]) * link.latency_s + self._number(node, sent) / link.bytes_per_s
-
-    def _number(self, node: Node, size: Size) -> int:
-        hints = size_hints([value.meta.get("val") for value in (node, *node.all_input_nodes)])
-        return hint(size, hints, unknown=UNKNOWN_SIZE)
+        return kind.steps(sizes[0]) * link.latency_s + number_of(node, sent) / link.bytes_per_s
 
 
 def _expression(size: Any) -> Any:

@@ -11,6 +11,7 @@ from dsgraph.inductor_ext import c10d_functional
 
 from .base import GraphPass, PassContext, PassResult, Phase
 from .graph import barrier_between, is_barrier, is_collective, wait_of
+from .notes import described
 
 
 @dataclass(frozen=True)
@@ -36,12 +37,14 @@ class DelayReductionWaits(GraphPass):
     def run(self, gm: GraphModule, ctx: PassContext) -> PassResult:
         reductions = [node for node in gm.graph.nodes if _is_reduction(node)]
         end = next(iter(gm.graph.find_nodes(op="output")))
-        changed = 0
+        changed, notes = 0, []
         for started, following in zip(reductions, [*reductions[1:], end], strict=False):
             results = _results(started)
-            if results is not None and _move_ahead(results, following):
+            if isinstance(results, str):
+                notes.append(f"{described(started)} is waited for at once: {results}")
+            elif _move_ahead(results, following):
                 changed += 1
-        return PassResult(changed=changed)
+        return PassResult(changed=changed, notes=tuple(notes))
 
 
 def _is_reduction(node: Node) -> bool:
@@ -52,20 +55,23 @@ def _is_reduction(node: Node) -> bool:
     )
 
 
-def _results(started: Node) -> list[Node] | None:
-    """The wait and all that is made of it, in program order; None when that is made of something else as well."""
+def _results(started: Node) -> list[Node] | str:
+    """The wait and all that is made of it, in program order; the reason where that must stay where it is."""
     wait = wait_of(started)
     found, frontier = {wait}, [wait]
     while frontier:
         for user in frontier.pop().users:
             if user.op == "output" or user in found:
                 continue
-            if is_collective(user) or is_barrier(user):
-                return None
+            if is_collective(user):
+                return f"{user.name} communicates what it reduces again"
+            if is_barrier(user):
+                return f"{user.name} may write to what it reduces, or is of a kind that nothing moves across"
             found.add(user)
             frontier.append(user)
-    if any(source not in found for node in found - {wait} for source in node.all_input_nodes):
-        return None
+    for node in sorted(found - {wait}):
+        if any(source not in found for source in node.all_input_nodes):
+            return f"{node.name} computes with what it reduces and with other values"
     return sorted(found)
 
 

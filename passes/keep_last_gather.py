@@ -14,6 +14,7 @@ from dsgraph.inductor_ext import c10d_functional
 from .base import GraphPass, PassContext, PassResult, Phase
 from .compat import is_tangent
 from .graph import KEPT, barrier_between, collectives, is_barrier, is_collective, is_view, placeholders, wait_of
+from .notes import parameter_of
 
 _GATHERS = (c10d_functional.all_gather_into_tensor.default, torch.ops.dsgraph.gather_by_broadcasts.default)
 
@@ -37,9 +38,9 @@ class KeepLastGather(GraphPass):
 
     def run(self, gm: GraphModule, ctx: PassContext) -> PassResult:
         tangents = [node.meta["val"] for node in placeholders(gm) if is_tangent(node)]
-        if not any(isinstance(value, torch.Tensor) and value.dim() == 0 for value in tangents):
-            return PassResult(changed=0)
         gathers = [started for started in collectives(gm) if started.target in _GATHERS and _is_recomputed(started)]
+        if not any(isinstance(value, torch.Tensor) and value.dim() == 0 for value in tangents):
+            return PassResult(notes=_why_nothing(gathers, ctx) if tangents else ())
         if not gathers:
             return PassResult(changed=0)
         kept = wait_of(gathers[-1])
@@ -50,6 +51,13 @@ class KeepLastGather(GraphPass):
 
 def _is_recomputed(started: Node) -> bool:
     return started.meta.get("recompute") is CheckpointPolicy.MUST_RECOMPUTE
+
+
+def _why_nothing(gathers: list[Node], ctx: PassContext) -> tuple[str, ...]:
+    if not gathers:
+        return ()
+    last = parameter_of(gathers[-1], ctx)
+    return (f"{last} is not kept for the backward: no output that is differentiated has 0 dimensions, as a loss has",)
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from torch.fx import GraphModule, Node
 from .base import GraphPass, PassContext, PassResult, Phase
 from .compat import HigherOrderOperator, is_to_local, set_grad_enabled
 from .graph import all_graph_modules, is_gather_marker, replace_and_erase
+from .notes import parameter_of
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,37 @@ class MergeGathers(GraphPass):
     def run(self, gm: GraphModule, ctx: PassContext) -> PassResult:
         # With which grad mode the body of a checkpoint region starts is not known here: it matches no other.
         modes = ((module, not ctx.inference if module is gm else None) for module in all_graph_modules(gm))
-        return PassResult(changed=sum(_merge(module, mode) for module, mode in modes))
+        changed = sum(_merge(module, mode) for module, mode in modes)
+        return PassResult(changed=changed, notes=(*_notes_on_uses(gm, ctx), *_notes_on_regions(gm)))
+
+
+def _notes_on_uses(gm: GraphModule, ctx: PassContext) -> list[str]:
+    """Which parameters the graph gathers more than once all the same."""
+    uses: dict[str, list[Node]] = {}
+    for node in gm.graph.nodes:
+        if is_gather_marker(node):
+            uses.setdefault(parameter_of(node.all_input_nodes[0], ctx), []).append(node)
+    notes = []
+    for name, markers in uses.items():
+        if len(markers) > 1:
+            read = all(_is_only_read(source) for node in markers for source in _sources(node))
+            reason = "its uses differ in grad mode" if read else "the graph may write to it"
+            notes.append(f"{name} is gathered {len(markers)} times: {reason}")
+    return notes
+
+
+def _notes_on_regions(gm: GraphModule) -> list[str]:
+    """How many gathers stand in checkpoint regions."""
+    counts = [sum(map(is_gather_marker, module.graph.nodes)) for module in all_graph_modules(gm) if module is not gm]
+    inside = [count for count in counts if count]
+    if not inside:
+        return []
+    return [f"{sum(inside)} gathers stand in {len(inside)} checkpoint regions, each of which gathers for itself"]
+
+
+def _sources(marker: Node) -> list[Node]:
+    """What a marker reads: its shard, the parameter, its replica."""
+    return [*marker.all_input_nodes, *(source for node in marker.all_input_nodes for source in node.all_input_nodes)]
 
 
 def _merge(gm: GraphModule, grad_mode: object) -> int:

@@ -14,8 +14,11 @@ from dsgraph.inductor_ext import c10d_functional
 from .base import GraphPass, PassContext, PassResult, Phase
 from .compat import OpOverload
 from .graph import barrier_between, collective_group, collectives, is_collective, is_view, is_wait, wait_of
+from .notes import described, parameter_of
 
 aten = torch.ops.aten
+
+_GATHERS = (c10d_functional.all_gather_into_tensor.default, torch.ops.dsgraph.gather_by_broadcasts.default)
 
 
 @dataclass(frozen=True)
@@ -38,11 +41,14 @@ class PrefetchForwardGathers(GraphPass):
     reorders_collectives: ClassVar[bool] = True
 
     def run(self, gm: GraphModule, ctx: PassContext) -> PassResult:
-        changed = 0
+        changed, notes = 0, _notes_on_others(gm, ctx)
         for (previous, _), (started, preparations) in pairwise(_gathered_parameters(gm, ctx)):
             place = self._place(wait_of(previous), wait_of(started))
-            changed += _start_after(place, [*preparations, started])
-        return PassResult(changed=changed)
+            if _start_after(place, [*preparations, started]):
+                changed += 1
+            elif any(place < node for node in (*preparations, started)) and barrier_between(place, started):
+                notes.append(f"{parameter_of(started, ctx)} is not gathered earlier: an op in between may write")
+        return PassResult(changed=changed, notes=tuple(notes))
 
     def _place(self, previous: Node, needed: Node) -> Node:
         """Behind which node a gather starts, given the waits for the one before it and for itself."""
@@ -97,6 +103,24 @@ def _gathered_parameters(gm: GraphModule, ctx: PassContext) -> list[tuple[Node, 
         if source.op == "placeholder":
             found.append((started, preparations[::-1]))
     return found
+
+
+def _notes_on_others(gm: GraphModule, ctx: PassContext) -> list[str]:
+    """The gathers that cannot start at any time, and why."""
+    movable = {started for started, _ in _gathered_parameters(gm, ctx)}
+    notes = []
+    for started in collectives(gm):
+        if started in movable or started.target not in _GATHERS:
+            continue
+        kinds = _kinds(ctx, collective_group(started))
+        if not kinds:
+            reason = "its group is outside the mesh"
+        elif started.target not in kinds:
+            reason = "gloo's own gathers must not overlap"
+        else:
+            reason = "it is of what the graph computes"
+        notes.append(f"{described(started)} is not started earlier: {reason}")
+    return notes
 
 
 def _kinds(ctx: PassContext, group: str) -> tuple[object, ...]:

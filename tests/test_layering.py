@@ -13,8 +13,8 @@ ROOT = Path(__file__).resolve().parent.parent
 FLOORS = {"inductor_ext": 0, "passes": 1, "dsgraph": 2}
 # What passes share: everything in their folder that is not a pass.
 SHARED = {
-    *("base", "collective_order", "compat", "errors", "graph", "op_traits", "partitioner", "pipeline", "runner"),
-    "__init__",
+    *("base", "collective_order", "compat", "errors", "graph", "notes", "op_traits", "partitioner", "pipeline"),
+    *("__init__", "cost", "memory", "runner"),
     *("invariants", "invariants_collectives", "invariants_memory", "invariants_reductions"),
 }
 

@@ -30,6 +30,9 @@ def test_defaults():
         ({"dump": 7}, r"option 'dump' is 7; it takes the path of a folder"),
         ({"dump": ""}, r"option 'dump' is ''; it takes the path of a folder"),
         ({"inductor": {"max_autotun": True}}, r"'inductor' sets 'max_autotun'.*did you mean 'max_autotune'\?"),
+        ({"recompile_limit": 3}, r"option 'recompile_limit' has no effect without strict=True"),
+        ({"recompile_limit": 0, "strict": True}, r"option 'recompile_limit' is 0; it takes a number of compiles"),
+        ({"recompile_limit": 99, "strict": True}, r"option 'recompile_limit' is 99, but Dynamo stops at 8"),
         (["eager"], r"options is \['eager'\]; it takes a dict"),
         (
             {"codegen": "eager", "inductor": {"max_autotune": True}},
@@ -84,7 +87,11 @@ def test_compile_takes_a_mode_beside_options(one_rank):
     [
         ({"mode": "fast"}, "mode 'fast' is not one of Inductor's"),
         ({"mode": "max-autotune", "inductor": 3}, "option 'inductor' is 3; it takes a dict"),
-        ({"mode": "max-autotune", "codegen": "eager"}, "option 'inductor' has no effect with codegen='eager'"),
+        ({"mode": "max-autotune", "codegen": "eager"}, "mode 'max-autotune' has no effect with codegen='eager'"),
+        (
+            {"mode": "max-autotune", "inductor": {"max_autotune": False}},
+            "'max_autotune' is given twice: mode 'max-autotune' sets it to True, option 'inductor' to False",
+        ),
     ],
 )
 def test_compile_refuses_a_mode_before_it_changes_anything(one_rank, options, message):

@@ -15,7 +15,8 @@ from torch.fx import GraphModule, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
 from dsgraph.passes import CostModel, ParamInfo, PassContext, Phase
-from dsgraph.passes.cost import UNKNOWN_SIZE, flops, hint, moved_bytes, sent_bytes, size_hints, tensor_bytes
+from dsgraph.passes.compat import OpOverload
+from dsgraph.passes.cost import flops, moved_bytes, number_of, sent_bytes, tensor_bytes
 from dsgraph.passes.graph import (
     collective_group,
     collective_kind,
@@ -75,7 +76,7 @@ class Describer:
         elif is_collective(node):
             changes["collective"] = _collective(node, around)
         elif node.op == "call_function" and ctx.phase in _RUNNING:
-            changes["flops"], changes["moved"] = _number(node, flops(node)), _number(node, moved_bytes(node))
+            changes["flops"], changes["moved"] = number_of(node, flops(node)), number_of(node, moved_bytes(node))
             changes["seconds"] = around.costs.seconds(node) or 0.0
         record = dataclasses.replace(self._alone(node), **changes)
         self._known[node] = (state, record)
@@ -141,16 +142,11 @@ def _collective(node: Node, around: _Around) -> CollectiveRecord:
         group=group,
         axis=axis.name if axis is not None else "",
         ranks=axis.size if axis is not None else 0,
-        sent=None if sent is None else _number(node, sent),
+        sent=None if sent is None else number_of(node, sent),
         seconds=around.costs.seconds(node),
         wait=wait.name if wait is not None else "",
         parameters=(gathered,) if gathered else around.reduced.get(node, ()),
     )
-
-
-def _number(node: Node, size: Any) -> int:
-    hints = size_hints([value.meta.get("val") for value in (node, *node.all_input_nodes)])
-    return hint(size, hints, unknown=UNKNOWN_SIZE)
 
 
 def _gathered_parameter(node: Node, ctx: PassContext) -> str:
@@ -225,7 +221,7 @@ def _target(node: Node) -> str:
     target = node.target
     if isinstance(target, str):
         return target
-    if isinstance(target, torch._ops.OpOverload):
+    if isinstance(target, OpOverload):
         return str(target)
     name = getattr(target, "__qualname__", getattr(target, "__name__", type(target).__name__))
     module = getattr(target, "__module__", None) or ""
@@ -256,7 +252,7 @@ def _text(value: Any) -> str:
         return str(value)
     if value is None or isinstance(value, (bool, int, float, complex, str)):
         return repr(value)
-    if isinstance(value, torch._ops.OpOverload):
+    if isinstance(value, OpOverload):
         return f"torch.ops.{value}"
     return f"<{getattr(value, '__qualname__', type(value).__name__)}>"
 

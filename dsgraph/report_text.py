@@ -1,0 +1,198 @@
+"""A report as text of at most 100 columns."""
+
+from __future__ import annotations
+
+import textwrap
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tabulate import tabulate
+
+if TYPE_CHECKING:
+    from .measure import Activations
+    from .report import Compile, Parameter, Report
+
+_WIDTH = 100
+
+
+def write_report(report: Report) -> str:
+    """All sections of a report that have something to say."""
+    sections = [
+        _head(report),
+        _parameters(report.parameters),
+        _compiles(report.compiles),
+        _passes(report.compiles),
+        _step(report),
+        _activations(report.compiles),
+        _list("graph breaks", [(f"at {_short(item.place)}", item.reason) for item in report.graph_breaks]),
+        _list(
+            "recompiles",
+            [
+                (f"compile {item.compile}: {_short(item.function)}, time {item.times}", item.reason)
+                for item in report.recompiles
+            ],
+        ),
+        _list(
+            "fallbacks",
+            [
+                (
+                    f"{item.kind}: {item.what}, {item.count} x" + (f", {_short(item.place)}" * bool(item.place)),
+                    item.reason,
+                )
+                for item in report.fallbacks
+            ],
+        ),
+        _list("near misses", [(f"{item.phase}, {item.pass_name}", item.note) for item in report.near_misses]),
+        _list(
+            "checkpoint regions",
+            [
+                (
+                    _short(item.place),
+                    item.problem + ("" if item.saved_bytes is None else f" ({size(item.saved_bytes)})"),
+                )
+                for item in report.checkpoint_regions
+            ],
+        ),
+    ]
+    return "\n\n".join(section for section in sections if section)
+
+
+def size(amount: int | None) -> str:
+    """Bytes for people: `1.5 MB`; `?` where they are not known."""
+    if amount is None:
+        return "?"
+    value, units = float(amount), ["B", "kB", "MB", "GB", "TB"]
+    while value >= 999.5 and len(units) > 1:
+        value /= 1000
+        units.pop(0)
+    return f"{value:.0f} {units[0]}" if units[0] == "B" or value >= 100 else f"{value:.1f} {units[0]}"
+
+
+def _head(report: Report) -> str:
+    mesh = ", ".join(f"{name} {count}" for name, count in report.mesh.items())
+    stages = ", ".join(str(stage) for stage in sorted(set(report.stages)))
+    where = f" (ZeRO stage {stages}; mesh: {mesh})" if report.stages else ""
+    return _wrap(f"dsgraph report of {report.model}{where}", report.status)
+
+
+def _parameters(parameters: Sequence[Parameter]) -> str:
+    if not parameters:
+        return ""
+    groups: dict[str, list[Parameter]] = {}
+    for parameter in parameters:
+        kind = f"split over {parameter.split_over}" if parameter.split_over else f"whole: {parameter.whole_because}"
+        groups.setdefault(kind, []).append(parameter)
+    rows = [
+        (
+            kind,
+            len(members),
+            size(sum(item.bytes_full for item in members)),
+            size(sum(item.bytes_here for item in members)),
+            size(sum(item.bytes_replica for item in members)),
+        )
+        for kind, members in groups.items()
+    ]
+    return "parameters\n" + _table(rows, ("", "how many", "full", "on this rank", "gathered copy"))
+
+
+def _compiles(compiles: Sequence[Compile]) -> str:
+    if not compiles:
+        return ""
+    rows = []
+    for item in compiles:
+        after = f" after line {item.resumes_at}" if item.resumes_at else ""
+        made = "cache: no passes" if item.from_cache else f"{item.codegen}"
+        graphs = ", ".join(f"{graph.phase} {graph.nodes}" for graph in item.graphs) or "?"
+        rows.append(
+            (
+                item.number,
+                _fit(_short(item.function) + after, 34),
+                item.kind,
+                made,
+                graphs,
+                f"{1000 * item.pass_seconds:.0f} + {1000 * item.verify_seconds:.0f} ms",
+            )
+        )
+    return "compiles\n" + _table(rows, ("", "function", "for", "by", "nodes", "passes, checks"))
+
+
+def _passes(compiles: Sequence[Compile]) -> str:
+    rows = [
+        (
+            item.number,
+            one.phase,
+            one.name,
+            one.changed,
+            f"{one.nodes_before} -> {one.nodes_after}",
+            f"{1000 * one.seconds:.1f}",
+        )
+        for item in compiles
+        for one in item.passes
+        if one.changed or one.nodes_before != one.nodes_after
+    ]
+    idle = sum(len(item.passes) for item in compiles) - len(rows)
+    lines = [_table(rows, ("compile", "phase", "pass", "changed", "nodes", "ms"))] if rows else []
+    if idle:
+        lines.append(f"{idle} runs of passes changed nothing")
+    return "\n".join(["passes", *lines]) if lines else ""
+
+
+def _step(report: Report) -> str:
+    step = report.step
+    rows = [
+        (_fit(part.where, 32), part.times, _fit(item.kind, 24), _fit(item.axis, 12), item.count, size(item.sent_bytes))
+        for part in step.parts
+        for item in part.traffic
+    ]
+    if not rows and step.sent_bytes is None:
+        return ""
+    lines = [f"a training step: each rank sends {size(step.sent_bytes)}"]
+    if step.accumulated_each_bytes is not None:
+        each, once = size(step.accumulated_each_bytes), size(step.accumulated_once_bytes)
+        lines.append(f"with accumulate: {each} each micro-batch and {once} once a step")
+    if rows:
+        lines.append(_table(rows, ("", "runs", "collective", "over", "calls", "sends")))
+    return "\n".join(lines)
+
+
+def _activations(compiles: Sequence[Compile]) -> str:
+    rows = [(item.number, *_activation_row(item.activations)) for item in compiles if item.activations is not None]
+    heads = ("compile", "saved", "kept parameters", "computed again", "gathered again")
+    return "for the backward\n" + _table(rows, heads) if rows else ""
+
+
+def _activation_row(found: Activations) -> tuple[str, ...]:
+    return (
+        f"{found.saved}: {size(found.saved_bytes)}",
+        f"{found.kept_parameters}: {size(found.kept_parameter_bytes)}",
+        f"{found.recomputed}: {size(found.recomputed_bytes)}",
+        f"{found.gathered_again}: {size(found.gathered_again_bytes)}",
+    )
+
+
+def _list(title: str, items: Iterable[tuple[str, str]]) -> str:
+    lines = []
+    for (what, why), count in Counter(items).items():
+        again = f" ({count} x)" if count > 1 else ""
+        lines.append(textwrap.fill(f"- {what}{again}: {why}", _WIDTH, subsequent_indent="  "))
+    return "\n".join([title, *lines]) if lines else ""
+
+
+def _table(rows: Iterable[tuple[object, ...]], headers: Sequence[str]) -> str:
+    return tabulate(rows, headers=headers, tablefmt="simple", disable_numparse=True)
+
+
+def _short(place: str) -> str:
+    """`/home/me/project/model.py:12 (f)` -> `project/model.py:12 (f)`."""
+    head, separator, tail = place.partition(":")
+    return str(Path(*Path(head).parts[-2:])) + separator + tail
+
+
+def _fit(text: str, width: int) -> str:
+    return text if len(text) <= width else "..." + text[len(text) - width + 3 :]
+
+
+def _wrap(*lines: str) -> str:
+    return "\n".join(textwrap.fill(line, _WIDTH) for line in lines)

@@ -1,0 +1,122 @@
+"""What a rank sends in one training step, from the graphs that such a step runs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+from . import compat
+from .records import CompileRecord
+from .state import PartitionState
+from .traffic import Traffic, accumulated_traffic, add_up, refresh_traffic, total
+
+
+@dataclass(frozen=True)
+class Part:
+    """What one graph, or dsgraph outside any graph, sends in a step.
+
+    Attributes:
+        where: "forward" or "backward" and the function, or what happens outside the graphs.
+        times: How many layers share the graph, each of which runs it.
+        traffic: Of one run.
+    """
+
+    where: str
+    times: int
+    traffic: tuple[Traffic, ...]
+
+
+@dataclass(frozen=True)
+class Step:
+    """What a rank sends in one training step: each graph of the newest compile of each function, run once.
+
+    Attributes:
+        sent_bytes: With one forward and one backward. None where it is not known: nothing has run with gradients, a
+            graph came from torch's cache, or a collective is of an unknown kind.
+        parts: The same by graph.
+        accumulated_each_bytes: In each micro-batch of a step under `dsgraph.accumulate`, the last one included. None
+            where it is not known: stages 0 and 1 have other graphs for it, which are compiled when they first run.
+        accumulated_once_bytes: Once in such a step, besides. A step of n micro-batches sends n times the former and
+            once the latter.
+    """
+
+    sent_bytes: int | None
+    parts: tuple[Part, ...]
+    accumulated_each_bytes: int | None
+    accumulated_once_bytes: int | None
+
+
+def measure_step(model: nn.Module, states: Sequence[PartitionState], records: Sequence[CompileRecord]) -> Step:
+    """What a step sends, from a model's state and its compiles."""
+    training = [record for record in records if record.training]
+    if not training:
+        return Step(None, (), None, None)
+    at_step, accumulating = _newest(training, reduces=True), _newest(training, reduces=False)
+    shared = _sharing(model, at_step)
+    refreshed = add_up(item for state in states for item in refresh_traffic(state))
+    parts = _parts(at_step, shared)
+    if refreshed:
+        parts.append(Part("replicas, gathered after an optimizer step", 1, refreshed))
+
+    keeps_local = any(state.stage < 2 for state in states)
+    each, once = at_step, add_up(item for state in states for item in accumulated_traffic(state))
+    if keeps_local:
+        each = accumulating
+    known = bool(states) and (not keeps_local or any(not record.reduces for record in each))
+    return Step(
+        sent_bytes=_bytes(at_step, parts),
+        parts=tuple(parts),
+        accumulated_each_bytes=_bytes(each, _parts(each, _sharing(model, each))) if known else None,
+        accumulated_once_bytes=total([*once, *refreshed]) if known else None,
+    )
+
+
+def _newest(records: Sequence[CompileRecord], *, reduces: bool) -> list[CompileRecord]:
+    """Of each function and module the newest compile, of those that reduce gradients or do not if there are any."""
+    found: dict[object, CompileRecord] = {}
+    for record in records:
+        capture = record.capture
+        key = (capture.function, capture.resumes_at, record.module)
+        if key not in found or record.reduces == reduces or found[key].reduces != reduces:
+            found[key] = record
+    return list(found.values())
+
+
+def _sharing(model: nn.Module, records: Sequence[CompileRecord]) -> dict[int, int]:
+    """Record number -> layers that run it: those compiled for themselves that have no graph of their own."""
+    compiled = {id(module): module for module in compat.compiled_modules(model)}
+    own = {record.module for record in records}
+    counts = {record.number: 1 for record in records}
+    newest = {
+        (record.module_type, record.capture.function, record.capture.resumes_at): record
+        for record in records
+        if record.module in compiled
+    }
+    for (kind, *_), record in newest.items():
+        counts[record.number] += sum(type(module) is kind and key not in own for key, module in compiled.items())
+    return counts
+
+
+def _parts(records: Sequence[CompileRecord], times: dict[int, int]) -> list[Part]:
+    return [
+        Part(f"{graph.phase} of {_name(record)}", times[record.number], graph.traffic)
+        for record in records
+        for graph in record.graphs
+        if graph.traffic
+    ]
+
+
+def _name(record: CompileRecord) -> str:
+    capture = record.capture
+    return capture.function.function + (f" after line {capture.resumes_at}" if capture.resumes_at else "")
+
+
+def _bytes(records: Sequence[CompileRecord], parts: Sequence[Part]) -> int | None:
+    if any(record.from_cache for record in records):
+        return None
+    amounts = [(part.times, total(part.traffic)) for part in parts]
+    if any(amount is None for _, amount in amounts):
+        return None
+    return sum(times * (amount or 0) for times, amount in amounts)

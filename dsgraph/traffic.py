@@ -1,0 +1,130 @@
+"""Bytes that a rank sends: a graph's collectives, and what a partitioned model communicates outside its graphs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule
+
+from dsgraph.inductor_ext import chunk_rows, resolve_group
+from dsgraph.passes import MeshAxis
+from dsgraph.passes.cost import number_of, sent_bytes
+from dsgraph.passes.graph import collective_group, collective_kind, collectives
+
+from . import compat
+from .state import ParameterState, PartitionState
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Collectives of one kind over one group.
+
+    Attributes:
+        kind: The op, without its namespace.
+        axis: The mesh axis, or the name of a group outside the mesh.
+        count: How many.
+        sent_bytes: What each rank sends for all of them; None where that is not known.
+    """
+
+    kind: str
+    axis: str
+    count: int
+    sent_bytes: int | None
+
+
+def nbytes(value: object) -> int | None:
+    """Bytes of a tensor, or of all tensors of a list; dynamic sizes count as they are in the batch at hand."""
+    if isinstance(value, (list, tuple)):
+        parts = [nbytes(item) for item in value]
+        return None if None in parts else sum(part for part in parts if part is not None)
+    if not isinstance(value, Tensor):
+        return 0
+    sizes = [compat.size_hint(size) for size in value.shape]
+    if None in sizes:
+        return None
+    return math.prod(size for size in sizes if size is not None) * value.element_size()
+
+
+def graph_traffic(gm: GraphModule, axes: Iterable[MeshAxis]) -> tuple[Traffic, ...]:
+    """What a lowered graph sends each time it runs, by kind and axis, in the order of first use."""
+    by_group = {axis.group: axis for axis in axes}
+    found = []
+    for node in collectives(gm):
+        group = collective_group(node)
+        axis = by_group.get(group)
+        size = axis.size if axis is not None else resolve_group(group).size()
+        sent = sent_bytes(node, size)
+        amount = None if sent is None else number_of(node, sent)
+        found.append(Traffic(collective_kind(node), axis.name if axis is not None else group, 1, amount))
+    return add_up(found)
+
+
+def refresh_traffic(state: PartitionState) -> tuple[Traffic, ...]:
+    """What fetching all replicas of stages 1 and 2 sends, which happens once after each optimizer step."""
+    axis = state.axes[-1]
+    gathered = [_shard_bytes(entry, axis.size, entry.replica) for entry in state.replicated()]
+    return _over(axis, "refresh of replicas", [size * (axis.size - 1) for size in gathered])
+
+
+def accumulated_traffic(state: PartitionState) -> tuple[Traffic, ...]:
+    """What reducing the local gradients of stages 0 and 1 sends at the end of an accumulated step."""
+    trained = [entry for entry in state.parameters if entry.param.requires_grad]
+    if state.stage > 1 or not trained:
+        return ()
+    names = {axis.group: axis for axis in state.axes}
+    found: list[Traffic] = []
+    for axis in state.axes:  # which parameters were used at all: one int32 each
+        found += _over(axis, "all_reduce", [_all_reduced(4 * len(trained), axis.size)])
+    whole: dict[tuple[str, torch.dtype, torch.dtype], int] = {}
+    for entry in trained:
+        dtypes = entry.layout.dtypes(entry.param.dtype)
+        if entry.layout.group:
+            axis = names[entry.layout.group]
+            rows = _shard_bytes(entry, axis.size, torch.empty(0, dtype=dtypes[1]))
+            found += _over(axis, "reduce_scatter_tensor", [rows * (axis.size - 1)])
+            for group in entry.layout.outer_groups:
+                found += _over(names[group], "all_reduce", [_all_reduced(rows, names[group].size)])
+            continue
+        for group in entry.layout.outer_groups:
+            key = (group, *dtypes)
+            whole[key] = whole.get(key, 0) + entry.param.numel() * dtypes[1].itemsize
+    for (group, *_), amount in whole.items():
+        found += _over(names[group], "all_reduce", [_all_reduced(amount, names[group].size)])
+    return add_up(found)
+
+
+def add_up(traffic: Iterable[Traffic]) -> tuple[Traffic, ...]:
+    """The same, one entry for each kind and axis."""
+    totals: dict[tuple[str, str], Traffic] = {}
+    for item in traffic:
+        key = (item.kind, item.axis)
+        old = totals.get(key, Traffic(item.kind, item.axis, 0, 0))
+        known = old.sent_bytes is not None and item.sent_bytes is not None
+        amount = (old.sent_bytes or 0) + (item.sent_bytes or 0) if known else None
+        totals[key] = Traffic(item.kind, item.axis, old.count + item.count, amount)
+    return tuple(totals.values())
+
+
+def total(traffic: Iterable[Traffic]) -> int | None:
+    """All bytes together; None when some are not known."""
+    amounts = [item.sent_bytes for item in traffic]
+    return None if None in amounts else sum(amount for amount in amounts if amount is not None)
+
+
+def _over(axis: MeshAxis, kind: str, amounts: list[int]) -> tuple[Traffic, ...]:
+    return add_up(Traffic(kind, axis.name, 1, amount) for amount in amounts)
+
+
+def _all_reduced(amount: int, size: int) -> int:
+    return round(amount * 2 * (size - 1) / size)
+
+
+def _shard_bytes(entry: ParameterState, size: int, like: Tensor | None) -> int:
+    """Bytes of one rank's rows, padded to those of the largest shard, in the dtype of `like`."""
+    assert like is not None
+    rows, *rest = entry.layout.shape
+    return chunk_rows(rows, size) * math.prod(rest) * like.element_size()
