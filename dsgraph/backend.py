@@ -6,6 +6,7 @@ import os
 import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from torch.fx import GraphModule
 
 from . import compat
 from .agreement import Agreement
+from .bisect import Bisection
 from .capture import communication_lines, partitioned_mesh, read_facts
 from .codegen import Compilation
 from .errors import StrictError
@@ -64,8 +66,12 @@ class Backend:
         facts = read_facts(gm, example_inputs)
         compilation = Compilation(chosen, facts, number=self._compiles, mode=mode)
         mesh = partitioned_mesh(example_inputs, facts)
+        folder = os.environ.get("DSGRAPH_BISECT")
         if mesh is None:
             self._warn_of_local_gradients(example_inputs, chosen)
+            if folder:
+                bisection = Bisection(Path(folder), chosen, facts, mode=mode)
+                return _refreshing_replicas(bisection.compile(gm, example_inputs), example_inputs)
             return _refreshing_replicas(compilation.compile(gm, example_inputs), example_inputs)
 
         training = torch.is_grad_enabled() and any(info.requires_grad for info in facts.params.values())
@@ -74,6 +80,11 @@ class Backend:
         is_new = not agreement.knows(lines)
         if is_new:
             agreement.confirm("compile different collectives", lines)
+        if folder:
+            bisection = Bisection(Path(folder), chosen, facts, mode=mode, agreement=agreement)
+            # Ranks meet to compare. A graph that communicates like one before may be compiled by some of them alone.
+            compile_all = bisection.compile if is_new else bisection.compile_reference
+            return _refreshing_replicas(compile_all(gm, example_inputs), example_inputs)
         compiled = compilation.compile(gm, example_inputs)
         if is_new:
             agreement.confirm("run different collectives", compilation.collectives)
