@@ -62,13 +62,33 @@ class Agreement:
         if lines is not None:
             self.agreed.add(_digest(lines))
 
+    def exchange(self, what: str, text: str) -> dict[int, str]:
+        """Every rank's `text`, by rank. All ranks call it.
+
+        Args:
+            what: What is exchanged, for the message: "how a pass did".
+            text: This rank's.
+
+        Raises:
+            RanksDisagreeError: A rank did not come in time.
+        """
+        if len(self.ranks) == 1:
+            return {self.ranks[0]: text}
+        store, rank = compat.default_store(), dist.get_rank()
+        prefix = self._meeting(store, rank)
+        store.set(f"{prefix}/text/{rank}", text)
+        keys = {other: f"{prefix}/text/{other}" for other in self.ranks}
+        self._wait(store, list(keys.values()), f"all ranks to say {what}")
+        return {other: store.get(key).decode() for other, key in keys.items()}
+
+    def _meeting(self, store: dist.Store, rank: int) -> str:
+        """Where the ranks' next meeting keeps its keys; each rank counts its own: the n-th meets the n-th."""
+        members = hashlib.sha256(json.dumps(self.ranks).encode()).hexdigest()[:12]
+        return f"dsgraph/{members}/{store.add(f'dsgraph/{members}/meetings/{rank}', 1)}"
+
     def _compare(self, would: str, lines: Sequence[str] | None, steps: Sequence[str]) -> None:
         store, rank = compat.default_store(), dist.get_rank()
-        members = hashlib.sha256(json.dumps(self.ranks).encode()).hexdigest()[:12]
-        meeting = store.add(
-            f"dsgraph/{members}/meetings/{rank}", 1
-        )  # each rank counts its own: the n-th meets the n-th
-        prefix = f"dsgraph/{members}/{meeting}"
+        prefix = self._meeting(store, rank)
         store.set(f"{prefix}/lines/{rank}", json.dumps(list(lines or ())))
         store.set(f"{prefix}/steps/{rank}", json.dumps(list(steps)))
         store.set(f"{prefix}/digest/{rank}", "" if lines is None else _digest(lines))

@@ -19,6 +19,7 @@ from dsgraph.passes import CaptureFacts
 
 from . import compat
 from .agreement import Agreement
+from .bisect import Bisection
 from .capture import communication_lines, partitioned_mesh, read_facts
 from .codegen import Compilation
 from .dumping.writer import DumpFolder, GraphDump
@@ -80,7 +81,7 @@ class Backend:
             refuse_capture(capture, chosen, self.log)
         facts = read_facts(gm, example_inputs)
         compilation = Compilation(chosen, facts, mode=mode, dump=self._begin_dump(chosen, facts))
-        compiled = self._compile(compilation, gm, example_inputs, facts)
+        compiled = self._compile(compilation, gm, example_inputs, facts, mode=mode)
         record = _record(self._compiles, capture, module, chosen, compilation, training=_trains(example_inputs))
         if chosen.strict:
             refuse_compile(record)
@@ -88,11 +89,22 @@ class Backend:
         return compiled
 
     def _compile(
-        self, compilation: Compilation, gm: GraphModule, example_inputs: Sequence[Any], facts: CaptureFacts
+        self,
+        compilation: Compilation,
+        gm: GraphModule,
+        example_inputs: Sequence[Any],
+        facts: CaptureFacts,
+        *,
+        mode: str | None,
     ) -> Callable[..., Any]:
+        chosen = compilation.options
         mesh = partitioned_mesh(example_inputs, facts)
+        folder = os.environ.get("DSGRAPH_BISECT")
         if mesh is None:
-            self._warn_of_local_gradients(example_inputs, compilation.options)
+            self._warn_of_local_gradients(example_inputs, chosen)
+            if folder:
+                bisection = Bisection(Path(folder), chosen, facts, mode=mode)
+                return _refreshing_replicas(bisection.compile(gm, example_inputs), example_inputs)
             return _refreshing_replicas(compilation.compile(gm, example_inputs), example_inputs)
 
         training = torch.is_grad_enabled() and any(info.requires_grad for info in facts.params.values())
@@ -101,6 +113,11 @@ class Backend:
         is_new = not agreement.knows(lines)
         if is_new:
             agreement.confirm("compile different collectives", lines)
+        if folder:
+            bisection = Bisection(Path(folder), chosen, facts, mode=mode, agreement=agreement)
+            # Ranks meet to compare. A graph that communicates like one before may be compiled by some of them alone.
+            compile_all = bisection.compile if is_new else bisection.compile_reference
+            return _refreshing_replicas(compile_all(gm, example_inputs), example_inputs)
         compiled = compilation.compile(gm, example_inputs)
         if is_new:
             agreement.confirm("run different collectives", compilation.collectives, steps=compilation.orders)

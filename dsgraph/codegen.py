@@ -55,9 +55,16 @@ class Compilation:
     """
 
     def __init__(
-        self, options: BackendOptions, facts: CaptureFacts, *, mode: str | None, dump: GraphDump | None
+        self,
+        options: BackendOptions,
+        facts: CaptureFacts,
+        *,
+        mode: str | None,
+        dump: GraphDump | None = None,
+        boxed: Callable[[GraphModule], Callable[..., Any]] = compat.boxed,
     ) -> None:
         self.options = options
+        self._boxed = boxed  # how codegen "eager" runs a graph
         self._facts = facts
         self._mode = mode
         self.collectives: list[str] | None = None
@@ -119,12 +126,12 @@ class Compilation:
 
         def compile_inference(graph_module: GraphModule, _: Sequence[Any]) -> Callable[..., Any]:
             lowering(graph_module.graph)
-            return compat.boxed(graph_module)
+            return self._boxed(graph_module)
 
         return compat.compile_with_aot(
             gm,
             inputs,
-            compiler=lambda graph_module, _: compat.boxed(graph_module),
+            compiler=lambda graph_module, _: self._boxed(graph_module),
             inference_compiler=compile_inference,
             partition_fn=_Partitioner(self._runner, self._facts, self.measurements),
         )

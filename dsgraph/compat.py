@@ -157,6 +157,14 @@ def boxed(gm: GraphModule) -> Callable[..., Any]:
     return run
 
 
+def default_tolerances(dtype: torch.dtype) -> tuple[float, float]:
+    """The relative and the absolute tolerance of `torch.testing.assert_close`."""
+    from torch.testing._comparison import default_tolerances
+
+    rtol, atol = default_tolerances(dtype)
+    return rtol, atol
+
+
 def inductor_mode(mode: str) -> dict[str, Any]:
     """Inductor's configuration for a `torch.compile` mode."""
     from torch._inductor import list_mode_options

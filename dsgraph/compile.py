@@ -11,7 +11,8 @@ from torch.distributed.tensor import DeviceMesh
 
 from .backend import backend
 from .errors import OptionError
-from .options import BackendOptions, mode_settings, nearest, parse_options
+from .nearest import nearest
+from .options import BackendOptions, mode_settings, parse_options
 from .partition import partition
 
 _PARTITION_OPTIONS = ("param_dtype", "reduce_dtype", "keep_whole_below")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -13,6 +12,7 @@ from dsgraph.passes import PassError, Pipeline, default_pipeline
 
 from . import compat
 from .errors import OptionError
+from .nearest import nearest
 
 
 class BackendOptions(BaseModel):
@@ -135,12 +135,6 @@ _TAKES = {
 
 def _unknown(kind: str, found: str, known: list[str]) -> str:
     return f"unknown {kind} {found!r}{nearest(found, known)}; known: {', '.join(sorted(known))}"
-
-
-def nearest(found: str, known: list[str]) -> str:
-    """A question with the known name that is nearest, to end an error message; empty when none is near."""
-    close = difflib.get_close_matches(found, known, n=1, cutoff=0.5)
-    return f"; did you mean {close[0]!r}?" if close else ""
 
 
 def _describe(error: ValidationError) -> str:

@@ -38,6 +38,7 @@ class Command:
         configure: Adds its arguments to a parser; `--json` is there already.
         run: Does it. Raises CommandError for bad input. Imports torch only if it must, and only here: reading a dump
             does not need it, and loading it takes longer than the rest.
+        takes_rest: Whether what stands behind `--` is for a script: `run` finds it as `rest`, a list.
     """
 
     name: str
@@ -45,3 +46,4 @@ class Command:
     description: str
     configure: Callable[[argparse.ArgumentParser], None]
     run: Callable[[argparse.Namespace], Answer]
+    takes_rest: bool = False

@@ -9,10 +9,13 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from . import collectives, diff, dot, explain, ls, memory, ranks, show
+from dsgraph.nearest import nearest
+
+from . import bisect, collectives, diff, doctor, dot, explain, ls, memory, passes, ranks, run, show
 from .command import Command, CommandError
 
 COMMANDS: tuple[Command, ...] = (
+    run.COMMAND,
     ls.COMMAND,
     show.COMMAND,
     diff.COMMAND,
@@ -21,6 +24,9 @@ COMMANDS: tuple[Command, ...] = (
     memory.COMMAND,
     ranks.COMMAND,
     dot.COMMAND,
+    passes.COMMAND,
+    bisect.COMMAND,
+    doctor.COMMAND,
 )
 
 _EPILOG = """\
@@ -36,7 +42,7 @@ class _Parser(argparse.ArgumentParser):
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command; returns the exit code."""
     try:
-        parsed = build_parser().parse_args(arguments)
+        parsed = _parse(sys.argv[1:] if arguments is None else arguments)
         command: Command = parsed.command
         answer = command.run(parsed)
         print(json.dumps(answer.data, indent=1) if parsed.json else answer.text)
@@ -50,6 +56,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     return answer.code
+
+
+def _parse(arguments: Sequence[str]) -> argparse.Namespace:
+    known = {command.name: command for command in COMMANDS}
+    name = arguments[0] if arguments else ""
+    if name and not name.startswith("-") and name not in known:
+        raise CommandError(f"unknown command {name!r}{nearest(name, known)}; known: {', '.join(known)}")
+    # Split here, because argparse has treated `--` in other ways from version to version of Python.
+    takes_rest = name in known and known[name].takes_rest
+    end = arguments.index("--") if takes_rest and "--" in arguments else len(arguments)
+    parsed, unknown = build_parser().parse_known_args(arguments[:end])
+    if unknown:
+        hint = "the script's own arguments go behind ` -- `" if takes_rest else f"see dsgraph {name} --help"
+        raise CommandError(f"unrecognized arguments: {' '.join(unknown)} ({hint})")
+    parsed.rest = list(arguments[end + 1 :])
+    return parsed
 
 
 def build_parser() -> argparse.ArgumentParser:

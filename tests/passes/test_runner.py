@@ -157,14 +157,14 @@ def test_the_sink_sees_every_step():
     steps = []
 
     class Sink:
-        def write(self, gm, *, phase, step):
-            steps.append(f"{phase.value} {step}")
+        def write(self, gm, ctx, *, number, record):
+            steps.append(f"{ctx.phase.value} {number} {record.name if record else 'before'}")
 
     def nothing(gm, ctx):
         return 0
 
     Runner(Pipeline([graph_pass(phase="joint")(nothing)]), sink=Sink()).run(_graph(), PassContext(phase=Phase.JOINT))
-    assert steps == ["joint 0-before", "joint 1-nothing"]
+    assert steps == ["joint 0 before", "joint 1 nothing"]
 
 
 def test_topological_sort_moves_only_what_must_move():

@@ -1,0 +1,137 @@
+"""What `dsgraph doctor` must load torch for, in a process of its own: it may crash or hang. One JSON object a line."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import multiprocessing
+import os
+import sys
+import tempfile
+from collections.abc import Callable
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+REQUIRED = ("numpy", "networkx", "sympy", "tabulate", "pydantic", "tqdm", "typing_extensions")
+_TIMEOUT = 8  # seconds
+
+
+def main() -> None:
+    """Makes one check after the other."""
+    sys.stdout = sys.stderr  # what packages print when they are imported is no part of the answer
+    for package in REQUIRED:
+        _report(package, partial(_imported, package))
+    if _report("torch", _torch):
+        _report("two ranks", two_ranks)  # before CUDA is initialised, after which one cannot fork
+        _report("process groups", _process_groups)
+        _report("devices", _devices)
+        _report("dsgraph", _dsgraph)
+        _report("torch.compile", _registered)
+        if sys.platform == "linux":
+            _report("triton", partial(_imported, "triton"))
+
+
+def two_ranks() -> str:
+    """Sums over a gloo group of two processes.
+
+    Raises:
+        RuntimeError: They do not finish in time, or with the wrong sum.
+    """
+    # A fork shares the torch that is loaded; on macOS forking after loading frameworks is unsafe.
+    context: Any = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")
+    with tempfile.TemporaryDirectory(prefix="dsgraph-doctor-") as folder:
+        pipes = [context.Pipe(duplex=False) for _ in range(2)]
+        processes = [
+            context.Process(target=_rank, args=(rank, str(Path(folder) / "store"), pipes[rank][1]), daemon=True)
+            for rank in range(2)
+        ]
+        for process in processes:
+            process.start()
+        for process in processes:
+            process.join(_TIMEOUT)
+        stuck = [process for process in processes if process.is_alive()]
+        for process in stuck:
+            process.kill()
+            process.join()
+        answers = [receiver.recv() for receiver, _ in pipes if receiver.poll()]
+    wrong = [answer for answer in answers if answer != 3.0]
+    if wrong or len(answers) < 2:
+        raise RuntimeError(str(wrong[0]) if wrong else f"two processes did not meet within {_TIMEOUT} s")
+    return "a sum over two processes is right"
+
+
+def _rank(rank: int, store: str, sender: Any) -> None:
+    import torch
+    import torch.distributed as dist
+
+    try:
+        dist.init_process_group(
+            "gloo", store=dist.FileStore(store, 2), rank=rank, world_size=2, timeout=timedelta(seconds=_TIMEOUT - 2)
+        )
+        value = torch.tensor(rank + 1.0)
+        dist.all_reduce(value)
+        sender.send(value.item())
+        dist.destroy_process_group()
+    except Exception as error:
+        sender.send(_describe(error))
+
+
+def _imported(package: str) -> str:
+    return str(getattr(importlib.import_module(package), "__version__", "present"))
+
+
+def _torch() -> str:
+    import torch
+
+    if torch.version.cuda:
+        return f"{torch.__version__}, CUDA {torch.version.cuda}"
+    return f"{torch.__version__}, {'ROCm ' + torch.version.hip if torch.version.hip else 'for CPUs'}"
+
+
+def _process_groups() -> list[str]:
+    import torch.distributed as dist
+
+    if not dist.is_available():
+        return []
+    there = {"gloo": dist.is_gloo_available(), "nccl": dist.is_nccl_available(), "mpi": dist.is_mpi_available()}
+    return [name for name, is_there in there.items() if is_there]
+
+
+def _devices() -> list[str]:
+    import torch
+
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    return [
+        f"{torch.cuda.get_device_name(index)}, {torch.cuda.get_device_properties(index).total_memory / 2**30:.0f} GiB"
+        for index in range(count)
+    ]
+
+
+def _dsgraph() -> str:
+    import dsgraph.api
+
+    return f"{dsgraph.__version__} in {Path(dsgraph.__file__).parent}"
+
+
+def _registered() -> str:
+    import torch
+
+    names = torch.compiler.list_backends()
+    if "dsgraph" not in names:
+        raise RuntimeError(f"backend 'dsgraph' is not registered; there are {', '.join(names)}")
+    return "finds backend 'dsgraph'"
+
+
+def _report(name: str, check: Callable[[], object]) -> bool:
+    try:
+        line = {"name": name, "found": check(), "problem": None}
+    except BaseException as error:  # a package may end the process that imports it
+        line = {"name": name, "found": None, "problem": _describe(error)}
+    os.write(1, (json.dumps(line) + "\n").encode())
+    return line["problem"] is None
+
+
+def _describe(error: BaseException) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"

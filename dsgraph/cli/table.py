@@ -1,0 +1,17 @@
+"""Tables for people."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+def table(rows: Sequence[Sequence[str]], headers: Sequence[str] = ()) -> str:
+    """Rows of text in columns. `dsgraph doctor` must print one where even tabulate is missing."""
+    try:
+        from tabulate import tabulate
+    except ImportError:
+        lines = [headers, *rows] if headers else rows
+        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+        return "\n".join("  ".join(map(str.ljust, line, widths)).rstrip() for line in lines)
+    # Numbers come as text that is written as it should be read.
+    return tabulate(rows, headers=headers, tablefmt="simple" if headers else "plain", disable_numparse=True)
