@@ -102,7 +102,7 @@ def _configure(parser: argparse.ArgumentParser) -> None:
 
 COMMAND = Command(
     name="dot",
-    help="a graph, or the neighbourhood of a node, for Graphviz or as GraphML",
+    help="a graph, or what is around a node, for Graphviz or as GraphML",
     description="Writes a graph for other programs: `dsgraph dot DIR forward --around mm_3 | dot -Tsvg > mm_3.svg`. "
     "Collectives are orange, their waits light orange, edges carry bytes.",
     configure=_configure,

@@ -29,6 +29,8 @@ COMMANDS: tuple[Command, ...] = (
     doctor.COMMAND,
 )
 
+_DESCRIPTION = "Shows what dsgraph made of a model: every graph, before and after every pass, on every rank."
+
 _EPILOG = """\
 exit codes: 0 done; 1 a difference or a failure was found; 2 bad input; 130 interrupted.
 `dsgraph COMMAND --help` tells more; --json prints any answer as JSON."""
@@ -74,20 +76,24 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     return parsed
 
 
+def _listing() -> str:
+    return "\n".join(f"  {command.name:<12} {command.help}" for command in COMMANDS)
+
+
 def build_parser() -> argparse.ArgumentParser:
     """The parser of all commands."""
     parser = _Parser(
         prog="dsgraph",
-        description="Shows what dsgraph made of a model: every graph, before and after every pass, on every rank.",
+        usage="dsgraph COMMAND ...",
+        description=f"{_DESCRIPTION}\n\n{_listing()}",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parsers = parser.add_subparsers(metavar="COMMAND", required=True, title="commands")
+    parsers = parser.add_subparsers(metavar="COMMAND", required=True, help=argparse.SUPPRESS)
     for command in COMMANDS:
         sub = parsers.add_parser(
             command.name,
-            help=command.help,
             description=command.description,
             allow_abbrev=False,
             prog=f"dsgraph {command.name}",

@@ -197,6 +197,7 @@ class StepRecord:
         notes: What it remarks.
         seconds: That it took.
         verify_seconds: That checking its result took.
+        dump_seconds: That describing and writing the graph took.
         nodes: After it.
         collectives: After it.
         sent: Bytes that a rank sends when the graph runs once.
@@ -214,6 +215,7 @@ class StepRecord:
     notes: tuple[str, ...] = ()
     seconds: float = 0.0
     verify_seconds: float = 0.0
+    dump_seconds: float = 0.0
     nodes: int = 0
     collectives: int = 0
     sent: int = 0

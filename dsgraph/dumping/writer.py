@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -116,6 +117,7 @@ class GraphDump:
 
     def write(self, gm: GraphModule, ctx: PassContext, *, number: int, record: PassRecord | None) -> None:
         """Writes a graph and lists it."""
+        started = time.perf_counter()
         pass_name = record.name if record is not None else ""
         touched = 0
         if self._before is not None and record is not None:
@@ -141,6 +143,7 @@ class GraphDump:
                 bodies=self._describer.bodies(gm),
             )
             step = replace(_step(self._last, record), touched=touched, left_out=self._write_graph(self._last))
+        step = replace(step, dump_seconds=round(time.perf_counter() - started, 6))
         self.record = replace(self.record, steps=(*self.record.steps, step))
         manifest = to_json_text(self.record)
         self.folder.attempt(partial(_write, self.place / MANIFEST, manifest), strict=self.strict)
