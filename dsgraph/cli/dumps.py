@@ -177,7 +177,7 @@ def find_node(graph: GraphRecord, name: str) -> NodeRecord:
 
 
 def find_graph_of(dump: Dump, node: str) -> GraphName:
-    """The last graph, of any phase and compile of the first rank, that has a node of this name.
+    """The last graph, of any pass and compile of the first rank, that has a node of this name.
 
     Raises:
         CommandError: None has.
@@ -185,12 +185,15 @@ def find_graph_of(dump: Dump, node: str) -> GraphName:
     wanted = node.removeprefix("%")
     names: set[str] = set()
     for record in reversed(dump.compiles(dump.ranks[0])):
-        for name in reversed(dump.last_graphs(record.rank, record.compile).values()):
+        for step in reversed(record.steps):
+            if step.same_as or step.left_out:
+                continue
+            name = GraphName(record.rank, record.compile, step.graph)
             nodes = {item.name for item in dump.read(name).nodes}
             if wanted in nodes:
                 return name
             names |= nodes
-    raise CommandError(f"no node {node!r} in the last graphs of {dump.folder}{_nearest(wanted, sorted(names))}")
+    raise CommandError(f"no node {node!r} in {dump.folder}{_nearest(wanted, sorted(names))}")
 
 
 def _find_compiles(folder: Path) -> dict[tuple[int, int], Path]:
