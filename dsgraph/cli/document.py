@@ -12,8 +12,8 @@ from .main import COMMANDS, build_parser
 _HEAD = """\
 # The command line
 
-`python -m dsgraph.cli.document docs/cli.md` writes this page from what `dsgraph COMMAND --help` says. `python -m dsgraph`
-is the same as `dsgraph`.
+`python -m dsgraph.cli.document docs/cli.md` writes this page from what `dsgraph COMMAND --help` says.
+`python -m dsgraph` is the same as `dsgraph`.
 """
 
 
