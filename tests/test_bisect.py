@@ -325,3 +325,26 @@ def test_a_pass_that_fails_on_one_rank_is_run_on_none(ranks, tmp_path):
         assert step["state"] == "failed"
         assert "ValueError: only here" in step["problem"]
     assert "on rank 1" in _results(tmp_path, 0)[0]["steps"][-1]["problem"]
+
+
+def test_nodes_that_were_only_renumbered_are_not_mistaken(folder):
+    @dsgraph.graph_pass(phase="capture")
+    def rewrite(gm, ctx):
+        first, *_, last = (node for node in gm.graph.nodes if node.target is operator.mul)
+        with gm.graph.inserting_before(first):
+            same = gm.graph.call_function(operator.mul, (first.args[0], 1.0))  # right, and shifts all later numbers
+        first.replace_input_with(first.args[0], same)
+        last.args = (last.args[0], 7.0)
+        return 2
+
+    def f(x: Tensor) -> Tensor:
+        x = x * 2.0
+        x = x.sin() * 3.0
+        x = x.cos() * 4.0
+        return x * 5.0
+
+    compiled = torch.compile(f, backend="dsgraph", options={"codegen": "eager", "pipeline": [rewrite]})
+    compiled(torch.randn(3, requires_grad=True)).sum().backward()
+    node = _results(folder)[0]["first"]["node"]
+    assert node["code"] == "return x * 5.0"
+    assert node["op"] == "aten.mul.Tensor"
