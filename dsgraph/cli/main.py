@@ -44,10 +44,7 @@ class _Parser(argparse.ArgumentParser):
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command; returns the exit code."""
     try:
-        parsed = _parse(sys.argv[1:] if arguments is None else arguments)
-        command: Command = parsed.command
-        answer = command.run(parsed)
-        print(json.dumps(answer.data, indent=1) if parsed.json else answer.text)
+        code = _answer(sys.argv[1:] if arguments is None else arguments)
         sys.stdout.flush()
     except CommandError as error:
         print(f"dsgraph: {error}", file=sys.stderr)
@@ -57,6 +54,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     except KeyboardInterrupt:
         return 130
+    return code
+
+
+def _answer(arguments: Sequence[str]) -> int:
+    try:
+        parsed = _parse(arguments)
+    except SystemExit:  # argparse has printed its help
+        return 0
+    command: Command = parsed.command
+    answer = command.run(parsed)
+    print(json.dumps(answer.data, indent=1) if parsed.json else answer.text)
     return answer.code
 
 
