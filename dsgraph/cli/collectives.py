@@ -7,14 +7,13 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from tabulate import tabulate
-
 from dsgraph.dumping.records import GraphRecord, NodeRecord
 from dsgraph.dumping.render import bytes_text, listed
 
 from . import plots
 from .command import Answer, Command, CommandError
 from .dumps import Dump, GraphName, add_dump_argument, add_graphs_argument, chosen_graphs
+from .table import table
 from .timeline import Timeline, Transfer, critical_path, simulate
 
 
@@ -36,7 +35,7 @@ def _describe(name: GraphName, graph: GraphRecord, timeline: Timeline) -> str:
     if not timeline.transfers:
         return f"{name}: no collectives"
     headers = ["node", "kind", "why", "axis", "sent", "ms", "exposed ms", "overlaps with"]
-    table = tabulate([_row(transfer) for transfer in timeline.transfers], headers=headers, disable_numparse=True)
+    listing = table([_row(transfer) for transfer in timeline.transfers], headers, right=(4, 5, 6))
     path = critical_path(graph)
     on_path = [node for node in path if node.collective is not None]
     sent = sum(transfer.node.collective.sent or 0 for transfer in timeline.transfers if transfer.node.collective)
@@ -44,7 +43,7 @@ def _describe(name: GraphName, graph: GraphRecord, timeline: Timeline) -> str:
     return (
         f"{name}: {len(timeline.transfers)} collectives, {bytes_text(sent)} sent a rank; predicted "
         f"{_ms(timeline.seconds)} ms, of which {_ms(computing)} ms compute and {_ms(timeline.exposed)} ms wait\n"
-        f"{table}\n"
+        f"{listing}\n"
         f"critical path: {len(path)} nodes, of them collectives: {listed([node.name for node in on_path]) or 'none'}"
     )
 

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from .main import COMMANDS, build_parser
+from .main import COMMANDS, build_parser, load, parser_of
 
 _HEAD = """\
 # The command line
@@ -26,12 +26,10 @@ def main() -> None:
 
 def page() -> str:
     """The whole page, the same under every version of Python: argparse's own layout is not."""
-    parser = build_parser()
-    (subparsers,) = (action for action in parser._actions if isinstance(action, argparse._SubParsersAction))
-    rows = [f"| [`dsgraph {command.name}`](#dsgraph-{command.name}) | {_cell(command.help)} |" for command in COMMANDS]
-    parts = [_HEAD, "\n".join(["| command | does |", "|---|---|", *rows]) + "\n", f"{parser.epilog or ''}\n"]
-    for command in COMMANDS:
-        parts.append("\n".join(_section(subparsers.choices[command.name])))
+    commands = [load(name) for name in COMMANDS]
+    rows = [f"| [`dsgraph {command.name}`](#dsgraph-{command.name}) | {_cell(command.help)} |" for command in commands]
+    parts = [_HEAD, "\n".join(["| command | does |", "|---|---|", *rows]) + "\n", f"{build_parser().epilog or ''}\n"]
+    parts += ["\n".join(_section(parser_of(command))) for command in commands]
     return "\n".join(parts)
 
 

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import Any
-
-from tabulate import tabulate
 
 from dsgraph.dumping.records import CompileRecord, to_json
 from dsgraph.dumping.render import bytes_text
 
 from .command import Answer, Command
 from .dumps import Dump, add_dump_argument
+from .table import table
 
 _HEADERS = ["graph", "changed", "nodes", "coll.", "sent", "peak", "ms", "verify ms"]
 
@@ -39,22 +37,19 @@ def _describe(record: CompileRecord) -> str:
         f"rank {record.rank} of {record.world}, compile {record.compile}, {record.time}: {axes}, "
         f"{len(record.parameters)} parameters, codegen {record.codegen}, torch {record.torch}"
     )
-    return f"{head}\n{tabulate(_rows(record), headers=_HEADERS, disable_numparse=True, colalign=_ALIGN)}"
+    return f"{head}\n{table(_rows(record), _HEADERS, right=range(1, 8))}"
 
 
-_ALIGN = ["left", "right", "right", "right", "right", "right", "right", "right"]
-
-
-def _rows(record: CompileRecord) -> list[list[Any]]:
+def _rows(record: CompileRecord) -> list[list[str]]:
     rows = []
     for step in record.steps:
         is_before = not step.pass_name
         rows.append(
             [
                 step.graph,
-                "" if is_before else step.changed,
-                step.nodes,
-                step.collectives,
+                "" if is_before else str(step.changed),
+                str(step.nodes),
+                str(step.collectives),
                 bytes_text(step.sent) if step.sent else "",
                 "" if step.peak is None else bytes_text(step.peak),
                 "" if is_before else f"{1000 * step.seconds:.1f}",

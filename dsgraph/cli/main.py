@@ -7,27 +7,18 @@ import json
 import os
 import sys
 from collections.abc import Sequence
+from importlib import import_module
 from typing import NoReturn
 
 from dsgraph.nearest import nearest
 
-from . import bisect, collectives, diff, doctor, dot, explain, ls, memory, passes, ranks, run, show
 from .command import Command, CommandError
 
-COMMANDS: tuple[Command, ...] = (
-    run.COMMAND,
-    ls.COMMAND,
-    show.COMMAND,
-    diff.COMMAND,
-    explain.COMMAND,
-    collectives.COMMAND,
-    memory.COMMAND,
-    ranks.COMMAND,
-    dot.COMMAND,
-    passes.COMMAND,
-    bisect.COMMAND,
-    doctor.COMMAND,
+COMMANDS = (
+    *("run", "ls", "show", "diff", "explain", "collectives", "memory", "ranks", "dot"),
+    *("passes", "bisect", "doctor"),
 )
+"""Each in the module of its name, which is loaded when it is called: `doctor` must work where others cannot."""
 
 _DESCRIPTION = "Shows what dsgraph made of a model: every graph, before and after every pass, on every rank."
 
@@ -69,44 +60,45 @@ def _answer(arguments: Sequence[str]) -> int:
 
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
-    known = {command.name: command for command in COMMANDS}
     name = arguments[0] if arguments else ""
-    if name and not name.startswith("-") and name not in known:
-        raise CommandError(f"unknown command {name!r}{nearest(name, known)}; known: {', '.join(known)}")
+    if name and not name.startswith("-") and name not in COMMANDS:
+        raise CommandError(f"unknown command {name!r}{nearest(name, COMMANDS)}; known: {', '.join(COMMANDS)}")
+    if name not in COMMANDS:
+        build_parser().parse_args(arguments)
+        raise CommandError("no command (see dsgraph --help)")
+    command = load(name)
     # Split here, because argparse has treated `--` in other ways from version to version of Python.
-    takes_rest = name in known and known[name].takes_rest
-    end = arguments.index("--") if takes_rest and "--" in arguments else len(arguments)
-    parsed, unknown = build_parser().parse_known_args(arguments[:end])
+    end = arguments.index("--") if command.takes_rest and "--" in arguments else len(arguments)
+    parsed, unknown = parser_of(command).parse_known_args(arguments[1:end])
     if unknown:
-        hint = "the script's own arguments go behind ` -- `" if takes_rest else f"see dsgraph {name} --help"
+        hint = "the script's own arguments go behind ` -- `" if command.takes_rest else f"see dsgraph {name} --help"
         raise CommandError(f"unrecognized arguments: {' '.join(unknown)} ({hint})")
-    parsed.rest = list(arguments[end + 1 :])
+    parsed.command, parsed.rest = command, list(arguments[end + 1 :])
     return parsed
 
 
-def _listing() -> str:
-    return "\n".join(f"  {command.name:<12} {command.help}" for command in COMMANDS)
+def load(name: str) -> Command:
+    """The command of this name."""
+    command: Command = import_module(f"{__package__}.{name}").COMMAND
+    return command
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The parser of all commands."""
-    parser = _Parser(
+    """The parser of `dsgraph` without a command, which only knows how to help."""
+    listing = "\n".join(f"  {command.name:<12} {command.help}" for command in map(load, COMMANDS))
+    return _Parser(
         prog="dsgraph",
         usage="dsgraph COMMAND ...",
-        description=f"{_DESCRIPTION}\n\n{_listing()}",
+        description=f"{_DESCRIPTION}\n\n{listing}",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parsers = parser.add_subparsers(metavar="COMMAND", required=True, help=argparse.SUPPRESS)
-    for command in COMMANDS:
-        sub = parsers.add_parser(
-            command.name,
-            description=command.description,
-            allow_abbrev=False,
-            prog=f"dsgraph {command.name}",
-        )
-        sub.add_argument("--json", action="store_true", help="print JSON")
-        command.configure(sub)
-        sub.set_defaults(command=command)
+
+
+def parser_of(command: Command) -> argparse.ArgumentParser:
+    """The parser of one command's arguments."""
+    parser = _Parser(prog=f"dsgraph {command.name}", description=command.description, allow_abbrev=False)
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    command.configure(parser)
     return parser

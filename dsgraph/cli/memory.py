@@ -6,8 +6,6 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from tabulate import tabulate
-
 from dsgraph.dumping.records import GraphRecord
 from dsgraph.dumping.render import bytes_text
 
@@ -15,6 +13,7 @@ from . import plots
 from .command import Answer, Command, CommandError
 from .dumps import Dump, GraphName, add_dump_argument, add_graphs_argument, chosen_graphs
 from .lifetimes import alive_at, allocator, by_origin
+from .table import table
 
 _ROWS = 16
 _WIDTH = 50
@@ -41,16 +40,14 @@ def _describe(name: GraphName, graph: GraphRecord, most: int) -> str:
     peak, at = max(graph.live), graph.live.index(max(graph.live))
     node = graph.nodes[at]
     alive = by_origin(graph, alive_at(graph, at))
-    rows = [[bytes_text(size), count, place] for place, size, count in alive[:most]]
+    rows = [[bytes_text(size), str(count), place] for place, size, count in alive[:most]]
     if len(alive) > most:
         rows.append([bytes_text(sum(size for _, size, _ in alive[most:])), "", f"{len(alive) - most} more (--most)"])
-    table = tabulate(
-        rows, headers=["bytes", "values", "from"], disable_numparse=True, colalign=("right", "right", "left")
-    )
+    listing = table(rows, ["bytes", "values", "from"], right=(0, 1))
     where = f" ({node.source})" if node.source else ""
     return (
         f"{name}: peak {bytes_text(peak)} at {node.name}{where}, node {at} of {len(graph.nodes)}\n"
-        f"{_curve(graph)}\nalive at the peak:\n{table}"
+        f"{_curve(graph)}\nalive at the peak:\n{listing}"
     )
 
 

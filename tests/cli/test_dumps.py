@@ -148,7 +148,7 @@ def test_a_pass_of_several_phases_must_be_told_apart(call, copy):
         (("memory", "--plot", "picture.bmp"), "picture.bmp"),
         (("collectives", "--plot", "/nowhere/x.svg"), "does not exist"),
         (("diff", "joint"), "required: B"),
-        (("lss",), "invalid choice"),
+        (("lss",), "did you mean 'ls'"),
     ],
 )
 def test_wrong_arguments(arguments, said, call, gpt_dump):
