@@ -73,7 +73,7 @@ def observe(gm: GraphModule, ctx: PassContext) -> GraphFacts:
         outputs=tuple(outputs),
         values=values,
         aliases=tuple(_aliases(value, memory) for value in outputs),
-        unknown_values=frozenset(n for n in memory.roots if n.op == "call_function" and "val" not in n.meta),
+        unknown_values=frozenset(n for n in gm.graph.nodes if n.op == "call_function" and "val" not in n.meta),
         memory=memory,
         collectives=invariants_collectives.observe(gm, memory, outputs, ctx),
         reductions=invariants_reductions.observe(gm, outputs, ctx),
@@ -178,7 +178,7 @@ def _check_interface(before: GraphFacts, after: GraphFacts, who: str) -> None:
 
 
 def _check_outputs(before: GraphFacts, after: GraphFacts, who: str) -> None:
-    nodes = after.memory.roots
+    nodes = after.memory
     for index, (old, new) in enumerate(zip(before.outputs, after.outputs, strict=True)):
         was, now = before.aliases[index], after.aliases[index]
         if was != now:
@@ -214,7 +214,7 @@ def _input_name(node: Node) -> str | None:
 def _aliases(value: object, memory: MemoryFacts) -> object:
     if not isinstance(value, Node):
         return value
-    return frozenset(root.name for root in memory.roots[value] if root.op == "placeholder")
+    return frozenset(root.name for root in memory.roots(value) if root.op == "placeholder")
 
 
 def _describe_alias(alias: object) -> str:

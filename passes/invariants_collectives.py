@@ -171,15 +171,15 @@ def _writes_in_flight(gm: GraphModule, started: list[Node], memory: MemoryFacts)
     for node in gm.graph.nodes:
         if is_wait(node):
             for buffers in (reading, writing):
-                _land(buffers, memory.roots[node])
+                _land(buffers, memory.roots(node))
             continue
-        yield from _disturbs(node, reading, writing, memory.roots)
+        yield from _disturbs(node, reading, writing, memory)
         if is_collective(node):
-            written = {root for buffer in written_nodes(node) for root in memory.roots[buffer]}
+            written = {root for buffer in written_nodes(node) for root in memory.roots(buffer)}
             for root in written:
                 writing.setdefault(root, []).append(node)
             for source in node.all_input_nodes:
-                for root in memory.roots[source] - written:
+                for root in memory.roots(source) - written:
                     reading.setdefault(root, []).append(node)
 
 
@@ -192,11 +192,13 @@ def _land(buffers: dict[Node, list[Node]], result: Roots) -> None:
 
 
 def _disturbs(
-    node: Node, reading: Mapping[Node, list[Node]], writing: Mapping[Node, list[Node]], roots: Mapping[Node, Roots]
+    node: Node, reading: Mapping[Node, list[Node]], writing: Mapping[Node, list[Node]], memory: MemoryFacts
 ) -> Iterator[Violation]:
     known = traits(node)
-    written = {root for target in written_nodes(node) for root in roots[target]} if known.writes else set()
-    touched = {root for source in node.all_input_nodes for root in roots[source]} if known.reads or written else set()
+    written = {root for target in written_nodes(node) for root in memory.roots(target)} if known.writes else set()
+    touched = (
+        {root for source in node.all_input_nodes for root in memory.roots(source)} if known.reads or written else set()
+    )
     disturbed = [(root, collective) for root in written & reading.keys() for collective in reading[root]]
     disturbed += [(root, collective) for root in touched & writing.keys() for collective in writing[root]]
     for buffer, collective in disturbed:
@@ -216,7 +218,7 @@ def _saved_gathers(
     gathered = {node for node in started if node.target in _GATHERS and _is_tagged(node)}
     kept = {node for node in gathered if any(user.meta.get(KEPT) for user in node.users)}
     for index, value in enumerate(outputs[ctx.user_outputs :], start=ctx.user_outputs):
-        for root in memory.roots[value] & (gathered - kept) if isinstance(value, Node) else ():
+        for root in memory.roots(value) & (gathered - kept) if isinstance(value, Node) else ():
             yield (
                 f"saved {root.name}",
                 f"output {index} ({value}) saves the full parameter that {root.name} gathers for the backward, which "
@@ -289,7 +291,7 @@ def _check_gathers(before: CollectiveFacts, after: CollectiveFacts, graph_pass: 
 
 
 def _check_tags(before: CollectiveFacts, after: CollectiveFacts, graph_pass: GraphPass, memory: MemoryFacts) -> None:
-    lost = [node.name for node in before.tagged if node in memory.roots and not _is_tagged(node)]
+    lost = [node.name for node in before.tagged if node in memory and not _is_tagged(node)]
     lost += sorted(name for name in before.recomputed & after.gathers.keys() if name not in after.recomputed)
     lost += [node.name for node in after.untagged if node not in before.untagged]
     if lost:

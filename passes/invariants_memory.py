@@ -20,7 +20,8 @@ class MemoryFacts:
     """Who shares memory with whom in a graph, and who writes to it.
 
     Attributes:
-        roots: For each node, the nodes whose memory its value may be: itself, if it is a tensor of its own.
+        single_roots: For each node, the one whose memory its value may be: itself, if it is a tensor of its own.
+        joint_roots: For nodes whose value may be the memory of several, these.
         input_writes: Per input that the graph writes to, the calls that write to it, in program order.
         ordered: Barriers, collectives and waits, in program order.
         accesses: Per root that is written to, the nodes that read or write it, in program order.
@@ -28,40 +29,51 @@ class MemoryFacts:
         released: Nodes that read memory which was given back, each with the node that had given it back.
     """
 
-    roots: Mapping[Node, Roots] = field(default_factory=dict)
+    single_roots: Mapping[Node, Node] = field(default_factory=dict)
+    joint_roots: Mapping[Node, Roots] = field(default_factory=dict)
     input_writes: Mapping[str, tuple[Node, ...]] = field(default_factory=dict)
     ordered: tuple[Node, ...] = ()
     accesses: Mapping[Node, tuple[Node, ...]] = field(default_factory=dict)
     writers: frozenset[Node] = frozenset()
     released: tuple[tuple[Node, Node], ...] = ()
 
+    def __contains__(self, node: object) -> bool:
+        """Whether the node is in the graph."""
+        return node in self.single_roots
+
+    def roots(self, node: Node) -> Roots:
+        """The nodes whose memory the value of `node` may be."""
+        return self.joint_roots.get(node) or frozenset((self.single_roots[node],))
+
 
 def observe(gm: GraphModule) -> MemoryFacts:
     """Takes down the facts about one graph."""
-    roots: dict[Node, Roots] = {}
+    single: dict[Node, Node] = {}
+    joint: dict[Node, Roots] = {}
+    sharing = MemoryFacts(single, joint)  # grows below
     ordered: list[Node] = []
-    writers: list[Node] = []
-    gives_back = False
+    barriers: list[Node] = []
     for node in gm.graph.nodes:
         shares = traits(node).shares
-        roots[node] = _union(roots[source] for source in argument_nodes(node, shares)) if shares else _NONE
-        roots[node] = roots[node] or frozenset((node,))
-        if node.op != "call_function" and not node.op.startswith("call_"):
-            continue
-        if is_barrier(node):
+        sources = tuple(argument_nodes(node, shares)) if shares else ()
+        single[node] = single[sources[0]] if sources else node
+        if len(sources) > 1 or (sources and sources[0] in joint):
+            joint[node] = _union(sharing.roots(source) for source in sources)
+        if node.op.startswith("call_") and is_barrier(node):
             ordered.append(node)
-            writers.append(node)
-            gives_back = gives_back or releases(node) is not None
+            barriers.append(node)
         elif is_collective(node) or is_wait(node):
             ordered.append(node)
-    writers = [node for node in writers if any(True for _ in written_nodes(node))]
+    writers = [node for node in barriers if any(True for _ in written_nodes(node))]
+    gives_back = any(releases(node) is not None for node in writers)
     return MemoryFacts(
-        roots=roots,
-        input_writes=_input_writes(writers, roots),
+        single_roots=single,
+        joint_roots=joint,
+        input_writes=_input_writes(writers, sharing),
         ordered=tuple(ordered),
-        accesses=_accesses(gm, writers, roots) if writers else {},
+        accesses=_accesses(gm, writers, sharing) if writers else {},
         writers=frozenset(writers),
-        released=tuple(_reads_after_release(gm, roots)) if gives_back else (),
+        released=tuple(_reads_after_release(gm, sharing)) if gives_back else (),
     )
 
 
@@ -72,44 +84,44 @@ def _union(sets: Iterable[Roots]) -> Roots:
     return result
 
 
-def _input_writes(writers: Iterable[Node], roots: Mapping[Node, Roots]) -> dict[str, tuple[Node, ...]]:
+def _input_writes(writers: Iterable[Node], memory: MemoryFacts) -> dict[str, tuple[Node, ...]]:
     found: dict[str, tuple[Node, ...]] = {}
     for writer in writers:
-        for root in _union(roots[node] for node in written_nodes(writer)):
+        for root in _union(memory.roots(node) for node in written_nodes(writer)):
             if root.op == "placeholder" and not is_unknown(writer):
                 found[root.name] = (*found.get(root.name, ()), writer)
     return found
 
 
-def _accesses(gm: GraphModule, writers: Iterable[Node], roots: Mapping[Node, Roots]) -> dict[Node, tuple[Node, ...]]:
+def _accesses(gm: GraphModule, writers: Iterable[Node], memory: MemoryFacts) -> dict[Node, tuple[Node, ...]]:
     found: dict[Node, list[Node]] = {
-        root: [] for writer in writers for node in written_nodes(writer) for root in roots[node]
+        root: [] for writer in writers for node in written_nodes(writer) for root in memory.roots(node)
     }
     for node in gm.graph.nodes:
         known = traits(node)
         if known.reads or known.writes:
-            for root in _union(roots[source] for source in node.all_input_nodes):
+            for root in _union(memory.roots(source) for source in node.all_input_nodes):
                 if root in found:
                     found[root].append(node)
     return {root: tuple(nodes) for root, nodes in found.items()}
 
 
-def _reads_after_release(gm: GraphModule, roots: Mapping[Node, Roots]) -> Iterator[tuple[Node, Node]]:
+def _reads_after_release(gm: GraphModule, memory: MemoryFacts) -> Iterator[tuple[Node, Node]]:
     gone: dict[Node, Node] = {}
     for node in gm.graph.nodes:
         given = allocates(node)
         if given is not None:
-            for root in roots[given]:
+            for root in memory.roots(given):
                 gone.pop(root, None)
             continue
         released = releases(node)
         if released is not None:
-            gone.update(dict.fromkeys(roots[released], node))
+            gone.update(dict.fromkeys(memory.roots(released), node))
         elif gone and (traits(node).reads or node.op == "output"):
             for source in node.all_input_nodes:
                 if node.op == "output" and source.op == "placeholder":
                     continue  # handing an input on does not read it
-                for root in roots[source] & gone.keys():
+                for root in memory.roots(source) & gone.keys():
                     yield node, gone[root]
 
 
@@ -129,8 +141,8 @@ def _check_input_writes(before: MemoryFacts, after: MemoryFacts, who: str) -> No
         was, now = before.input_writes.get(name, ()), after.input_writes.get(name, ())
         if len(was) == len(now):
             continue
-        lost = ", ".join(node.name for node in was if node not in after.roots)
-        new = ", ".join(node.name for node in now if node not in before.roots)
+        lost = ", ".join(node.name for node in was if node not in after)
+        new = ", ".join(node.name for node in now if node not in before)
         detail = "; ".join(part for part in (f"gone: {lost}" if lost else "", f"new: {new}" if new else "") if part)
         raise PassError(
             f"{who} changed how often the graph writes to input {name!r} from {len(was)} to {len(now)} times "

@@ -49,6 +49,9 @@ class _Value:
     parts: tuple[tuple[int, Histories], ...] = ()
 
 
+_NEW = _Value(_EMPTY)
+
+
 def observe(gm: GraphModule, outputs: Iterable[object], ctx: PassContext) -> tuple[Histories, ...]:
     """The histories of each of a graph's outputs; empty for those that are no gradients."""
     sizes = {axis.group: axis.size for axis in ctx.axes}
@@ -56,7 +59,7 @@ def observe(gm: GraphModule, outputs: Iterable[object], ctx: PassContext) -> tup
     for node in gm.graph.nodes:
         if node.op == "placeholder":
             if is_tangent(node):
-                values[node] = _Value(_EMPTY)
+                values[node] = _NEW
         elif node.op == "call_function":
             sources = [values[source] for source in node.all_input_nodes if source in values]
             if sources:
@@ -98,7 +101,7 @@ def _follow(node: Node, sources: list[_Value], values: Mapping[Node, _Value], si
     if is_collective(node):
         return _communicated(node, sources, sizes)
     if not traits(node).carries_sums:
-        return _Value(_EMPTY)
+        return _NEW
     packet = getattr(target, "overloadpacket", None)
     if packet is aten.sum:
         return _added_up(sources[0])
@@ -107,7 +110,8 @@ def _follow(node: Node, sources: list[_Value], values: Mapping[Node, _Value], si
     if len(sources) == 1:
         source = sources[0]
         return source if not source.parts else _part(node, source)
-    return _Value(_union(source.histories for source in sources))
+    union = _union(source.histories for source in sources)
+    return _NEW if union == _EMPTY else _Value(union)
 
 
 def _communicated(node: Node, sources: list[_Value], sizes: Mapping[str, int]) -> _Value:
@@ -138,6 +142,8 @@ def _summed(source: _Value, events: Iterable[str]) -> _Value:
 
 def _added_up(source: _Value) -> _Value:
     """A local sum: what every rank had sent is a reduction once it is added up."""
+    if source is _NEW:
+        return source
     return _Value(
         frozenset(tuple(sorted(event.removeprefix(_EXCHANGED) for event in history)) for history in source.histories)
     )

@@ -5,7 +5,7 @@ import torch
 from torch.testing import FileCheck
 
 from dsgraph.passes import ChooseCollectiveAlgorithms, DelayReductionWaits, InsertZeroCollectives, PassError, Pipeline
-from dsgraph.passes.graph import collectives, wait_of
+from dsgraph.passes.graph import collectives, find_calls, is_barrier, wait_of
 from tests.passes import lockstep
 from tests.passes.tracing import GLOO, OUTER, SHARD, code, reduce, run_pass, trace
 
@@ -73,6 +73,21 @@ def test_what_is_computed_or_communicated_with_is_left_alone(function):
     assert started.next is wait_of(started)
     run_pass(DelayReductionWaits(), gm, SHARD, OUTER)
     assert started.next is wait_of(started) < following
+
+
+@pytest.mark.parametrize("stop", [lambda x, y: torch.ops.dsgraph_tests.unknown(y), lambda x, y: y.copy_(x)])
+def test_no_wait_moves_across_a_barrier(stop):
+    def function(x, y):
+        own = reduce(x, (2, 3))
+        z = y * 2
+        stopped = stop(x, y)
+        return own, z, stopped * 1, reduce(x * 3, (2, 3))
+
+    gm = _lowered(function, [torch.randn(4, 3), torch.randn(4, 3)])
+    barrier = next(node for node in gm.graph.nodes if is_barrier(node))
+    first = collectives(gm)[0]
+    assert run_pass(DelayReductionWaits(), gm).changed == 1
+    assert first < find_calls(gm, torch.ops.aten.mul.Tensor)[0] < wait_of(first) < barrier
 
 
 def test_a_graph_without_reductions():

@@ -20,7 +20,7 @@ from dsgraph.passes import (
 from dsgraph.passes.graph import collectives, emit, find_calls, placeholders, replace_and_erase, wait_of
 from tests.passes import faults
 from tests.passes.faults import aten, c10d, joint, run
-from tests.passes.tracing import GLOO, OUTER, SHARD, gather, reduce, run_pass, trace
+from tests.passes.tracing import GLOO, OUTER, SHARD, gather, reduce, run_pass, trace, unknown
 
 CHANGES = {"changes_collectives": True}
 
@@ -29,6 +29,11 @@ CHANGES = {"changes_collectives": True}
     ("fault", "declared", "message"),
     [
         (faults.remove_an_input, {}, r"changed the graph's inputs from .*tangents"),
+        (
+            faults.change_what_an_input_is,
+            {},
+            r"changed input 'a_1' from float32\[2, 4\] on cpu to float64\[2, 4\] on cpu",
+        ),
         (faults.swap_outputs, {}, r"made output 1 of (\w+), which is output 2, though \w+ is still in the graph"),
         (faults.change_an_outputs_dtype, {}, r"changed output 0 from float32\[\] on cpu to float64\[\] on cpu"),
         (faults.change_an_outputs_shape, {}, r"changed output 0 from float32\[\] on cpu to float32\[1\] on cpu"),
@@ -141,20 +146,10 @@ def test_a_partitioner_that_loses_a_reduction_is_named():
         runner.run(backward, PassContext(phase=Phase.BACKWARD, axes=(SHARD,)))
 
 
-@torch.library.custom_op("dsgraph_tests::opaque", mutates_args=())
-def opaque(x: torch.Tensor) -> torch.Tensor:
-    return x.clone()
-
-
-@opaque.register_fake
-def _(x):
-    return torch.empty_like(x)
-
-
 def test_an_unknown_op_is_a_barrier():
     def function(x, y):
         first = c10d.wait_tensor(c10d.all_reduce(x, "sum", "0"))
-        z = opaque(y)
+        z = unknown(y)
         return first, c10d.wait_tensor(c10d.all_reduce(y, "sum", "0")), z
 
     def start_early(gm, ctx):
@@ -162,7 +157,7 @@ def test_an_unknown_op_is_a_barrier():
         return 1
 
     gm = trace(function, torch.randn(3), torch.randn(3))
-    with pytest.raises(PassError, match=r"moved all_reduce_1 .* across opaque .*, which may do anything"):
+    with pytest.raises(PassError, match=r"moved all_reduce_1 .* across unknown .*, which may do anything"):
         run(start_early, gm, reorders_collectives=True)
 
 

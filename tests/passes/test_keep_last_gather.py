@@ -14,7 +14,7 @@ from dsgraph.passes import (
     Pipeline,
     ReleaseKeptGather,
 )
-from dsgraph.passes.graph import collectives, is_wait, placeholders
+from dsgraph.passes.graph import collectives, find_calls, is_wait, placeholders
 from examples.gpt import GPT, GPTConfig
 from tests.passes import lockstep
 from tests.passes.tracing import GLOO, SHARD, code, gather, reduce, run_pass, trace
@@ -106,6 +106,19 @@ def test_what_was_kept_is_computed_with_first():
     before = code(gm)
     assert run_pass(ReleaseKeptGather(), gm).changed == 0
     assert code(gm) == before
+
+
+def test_nothing_moves_across_an_unknown_op():
+    def backward(kept, x, dy):
+        dw = torch.ops.dsgraph_tests.unknown(torch.mm(dy.t(), x))
+        return dw, torch.mm(dy, kept[:4])
+
+    gm = trace(backward, torch.randn(6, 4), torch.randn(3, 4), torch.randn(3, 4))
+    placeholders(gm)[0].meta["dsgraph_kept"] = True
+    unknown = find_calls(gm, torch.ops.dsgraph_tests.unknown.default)[0]
+    run_pass(ReleaseKeptGather(), gm)
+    first, second = find_calls(gm, torch.ops.aten.mm.default)
+    assert first < unknown < second
 
 
 def test_nothing_moves_across_a_write():

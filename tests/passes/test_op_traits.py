@@ -13,11 +13,6 @@ aten = torch.ops.aten
 resize = torch.ops.inductor.resize_storage_bytes_.default
 
 
-@torch.library.custom_op("dsgraph_tests::pure", mutates_args=())
-def pure(x: torch.Tensor) -> torch.Tensor:
-    return x.clone()
-
-
 def _node(target, *args, **kwargs):
     graph = torch.fx.Graph()
     x, y = graph.placeholder("x"), graph.placeholder("y")
@@ -36,8 +31,8 @@ def _node(target, *args, **kwargs):
         (torch.ops._c10d_functional.all_reduce_.default, ("x", "sum", "0"), True),
         (torch.ops.dsgraph.gather_by_broadcasts.default, ("x", 2, "0"), False),
         (resize, ("x", 0), True),
-        (torch.ops.dsgraph_tests.pure.default, ("x",), True),
-        (torch.ops.higher_order.auto_functionalized, (torch.ops.dsgraph_tests.pure.default,), True),
+        (torch.ops.dsgraph_tests.unknown.default, ("x",), True),
+        (torch.ops.higher_order.auto_functionalized, (torch.ops.dsgraph_tests.unknown.default,), True),
         (torch.ops.higher_order.auto_functionalized, (aten.add_.Tensor,), False),
         (torch.ops.higher_order.flex_attention, ("x", "x", "y"), False),
         (torch.ops.higher_order.cond, ("x",), True),

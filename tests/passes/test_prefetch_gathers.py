@@ -138,6 +138,19 @@ def test_no_read_moves_across_a_write():
     assert code(gm) == before
 
 
+@pytest.mark.parametrize("graph_pass", [PrefetchForwardGathers(), PrefetchBackwardGathers()])
+def test_no_gather_moves_across_an_unknown_op(graph_pass):
+    def function(x, a, b):
+        x = torch.mm(x, c10d.wait_tensor(c10d.all_gather_into_tensor(a, 2, "0")))
+        x = torch.mm(torch.ops.dsgraph_tests.unknown(x), x)
+        return (torch.mm(x, c10d.wait_tensor(c10d.all_gather_into_tensor(b, 2, "0"))),)
+
+    gm = trace(function, torch.randn(4, 4), torch.randn(2, 4), torch.randn(2, 4))
+    before = code(gm)
+    assert run_pass(graph_pass, gm).changed == 0
+    assert code(gm) == before
+
+
 def test_a_second_run_changes_nothing():
     gm = _lowered()
     run_pass(PrefetchForwardGathers(), gm)

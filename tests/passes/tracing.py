@@ -19,6 +19,17 @@ GLOO = MeshAxis("shard", 2, "0", "gloo")
 OUTER = MeshAxis("replicate", 2, "1", "nccl")
 
 
+@torch.library.custom_op("dsgraph_tests::unknown", mutates_args=())
+def unknown(x: Tensor) -> Tensor:
+    """An op of somebody else's."""
+    return x.clone()
+
+
+@unknown.register_fake
+def _(x: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
 def gather(shard: Tensor, shape: Sequence[int], replica: Tensor | None = None, **how: Any) -> Tensor:
     options = {"dtype": torch.float32, "reduce_dtype": torch.float32, "group": "0", "outer_groups": []}
     return torch.ops.dsgraph.gather_param(shard, replica, shape, **(options | how))
