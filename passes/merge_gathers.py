@@ -41,16 +41,16 @@ class MergeGathers(GraphPass):
 
 def _notes_on_uses(gm: GraphModule, ctx: PassContext) -> list[str]:
     """Which parameters the graph gathers more than once all the same."""
-    uses: dict[str, list[Node]] = {}
+    uses: dict[Node, list[Node]] = {}
     for node in gm.graph.nodes:
         if is_gather_marker(node):
-            uses.setdefault(parameter_of(node.all_input_nodes[0], ctx), []).append(node)
+            uses.setdefault(_sources(node)[-1], []).append(node)
     notes = []
-    for name, markers in uses.items():
+    for parameter, markers in uses.items():
         if len(markers) > 1:
             read = all(_is_only_read(source) for node in markers for source in _sources(node))
             reason = "its uses differ in grad mode" if read else "the graph may write to it"
-            notes.append(f"{name} is gathered {len(markers)} times: {reason}")
+            notes.append(f"{parameter_of(parameter, ctx)} is gathered {len(markers)} times: {reason}")
     return notes
 
 
@@ -60,12 +60,13 @@ def _notes_on_regions(gm: GraphModule) -> list[str]:
     inside = [count for count in counts if count]
     if not inside:
         return []
-    return [f"{sum(inside)} gathers stand in {len(inside)} checkpoint regions, each of which gathers for itself"]
+    return [f"checkpoint regions gather for themselves: {sum(inside)} gathers in {len(inside)} regions"]
 
 
 def _sources(marker: Node) -> list[Node]:
-    """What a marker reads: its shard, the parameter, its replica."""
-    return [*marker.all_input_nodes, *(source for node in marker.all_input_nodes for source in node.all_input_nodes)]
+    """What a marker reads: its replica if it has one, its shard, and last the parameter that the shard is of."""
+    shard = marker.all_input_nodes[0]
+    return [*marker.all_input_nodes[:0:-1], shard, *shard.all_input_nodes]
 
 
 def _merge(gm: GraphModule, grad_mode: object) -> int:

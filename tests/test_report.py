@@ -16,7 +16,6 @@ import dsgraph
 from tests.models import build, tokens
 
 EAGER = {"codegen": "eager"}
-STRICT = {**EAGER, "strict": True}
 HERE = Path(__file__).name
 
 
@@ -375,12 +374,6 @@ def test_values_that_are_kept_in_spite_of_their_region(fake_ranks):
     assert f"{HERE}:{_line('exp')}" in found.place and found.saved_bytes == 2 * 16 * 4
 
 
-def test_strict_refuses_values_that_are_kept_in_spite_of_their_region(fake_ranks):
-    compiled = _compiled(_with_region(), pipeline=dsgraph.default_pipeline() + [keep_exp], strict=True)
-    text = _refused(compiled, torch.ones(2, 8))
-    assert "exp (128 bytes" in text and f"{HERE}:{_line('exp')}" in text
-
-
 def test_checkpoint_regions_that_run_eagerly(fake_ranks):
     compiled = _compiled(Net(lambda h: checkpoint(_break, h, use_reentrant=False)))  # the region
     compiled(torch.ones(2, 8)).backward()
@@ -426,81 +419,6 @@ def test_models_do_not_mix(fake_ranks):
     one(torch.ones(2, 8)), other(torch.ones(2, 8))
     assert [len(dsgraph.report(model).compiles) for model in (one, other)] == [1, 1]
     assert dsgraph.report(one).compiles[0].number != dsgraph.report(other).compiles[0].number
-
-
-# strict=True
-
-
-def _refused(compiled, *inputs) -> str:
-    with pytest.raises(Exception, match="strict: ") as caught:
-        compiled(*inputs)
-    return str(caught.value)
-
-
-def test_strict_refuses_graph_breaks(fake_ranks):
-    text = _refused(_compiled(Net(_break), strict=True), torch.ones(2, 8))
-    assert f"{HERE}:{_line('the break')} (_break)" in text and "graph_break()" in text and "Change that line" in text
-
-
-def test_strict_refuses_what_follows_a_break_with_nothing_ahead_of_it(fake_ranks):
-    text = _refused(_compiled(BreaksFirst(), strict=True), torch.ones(2, 8))
-    assert f"{HERE}:{_line('the first break')} (BreaksFirst.forward)" in text and "graph_break()" in text
-
-
-def test_strict_refuses_what_dynamo_gave_up_on(fake_ranks):
-    class Inner(Net):
-        pass
-
-    class Outer(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = Inner()
-
-        def forward(self, x):
-            for _ in range(2):
-                x = torch.tanh(x)
-                torch._dynamo.graph_break()
-            return self.inner(x)
-
-    text = _refused(_compiled(Outer(), strict=True), torch.ones(2, 8))
-    assert "Dynamo gave up on" in text and "forward" in text
-
-
-def test_strict_does_not_mind_what_dynamo_gave_up_on_elsewhere(fake_ranks):
-    _compiled(Loops())(torch.ones(2, 8))
-    _compiled(strict=True)(torch.ones(2, 8))
-
-
-def test_strict_bounds_recompiles(fake_ranks):
-    model = Net()
-    model._between = lambda h: h * model.factor
-    compiled = torch.compile(dsgraph.partition(model), backend="dsgraph", options={**STRICT, "recompile_limit": 2})
-    for factor in (1, 2):
-        model.factor = factor
-        compiled(torch.ones(2, 8))
-    model.factor = 3
-    text = _refused(compiled, torch.ones(2, 8))
-    assert "compile 3 of" in text and "'recompile_limit' is 2" in text and "factor == 2" in text
-
-
-def test_strict_ends_before_dynamo_would_run_the_function_uncompiled(fake_ranks):
-    model = Net()
-    model._between = lambda h: h * model.factor
-    compiled = torch.compile(dsgraph.partition(model), backend="dsgraph", options=STRICT)
-    for factor in range(7):
-        model.factor = factor
-        compiled(torch.ones(2, 8))
-    model.factor = 7
-    assert "recompile_limit is 8: this would be the last time" in _refused(compiled, torch.ones(2, 8))
-
-
-def test_strict_lets_a_good_model_pass(fake_ranks):
-    compiled = _compiled(Net(lambda h: checkpoint(torch.sin, h, use_reentrant=False)), strict=True)
-    compiled(torch.ones(2, 8)).backward()
-    with torch.no_grad():
-        compiled(torch.ones(2, 8))
-    with dsgraph.accumulate(compiled._orig_mod):
-        compiled(torch.ones(2, 8)).backward()
 
 
 # With Inductor.

@@ -71,8 +71,13 @@ def test_what_is_computed_or_communicated_with_is_left_alone(function):
     gm = _lowered(function, [torch.randn(4, 3), torch.randn(4, 3)], axes=(SHARD, OUTER))
     started, following = collectives(gm)[:2]
     assert started.next is wait_of(started)
-    run_pass(DelayReductionWaits(), gm, SHARD, OUTER)
+    (note,) = run_pass(DelayReductionWaits(), gm, SHARD, OUTER).notes
     assert started.next is wait_of(started) < following
+    name, reason = {
+        _computed_with: ("all_reduce", " computes with what it reduces and with other values"),
+        _communicated_again: ("reduce_scatter_tensor_default", "all_reduce_default communicates what it reduces again"),
+    }[function]
+    assert note.startswith(f"{name} [") and " is waited for at once: " in note and note.endswith(reason)
 
 
 @pytest.mark.parametrize("stop", [lambda x, y: torch.ops.dsgraph_tests.unknown(y), lambda x, y: y.copy_(x)])

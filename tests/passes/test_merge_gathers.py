@@ -48,6 +48,10 @@ def _merge(gm):
     return runner.records[0].changed
 
 
+def _notes(gm):
+    return MergeGathers().run(gm, PassContext(phase=Phase.CAPTURE)).notes
+
+
 def _markers(gm):
     return sum(is_gather_marker(node) for module in all_graph_modules(gm) for node in module.graph.nodes)
 
@@ -86,6 +90,8 @@ def test_grad_modes_are_kept_apart():
     gm = _capture(forward)
     assert _merge(gm) == 0
     assert _markers(gm) == 2
+    (note,) = _notes(gm)
+    assert note.endswith("is gathered 2 times: its uses differ in grad mode")
 
 
 def test_uses_within_one_grad_mode_merge_around_another():
@@ -109,6 +115,7 @@ def test_checkpoint_regions_gather_for_themselves():
     assert _markers(gm) == 3
     assert _merge(gm) == 1
     assert _markers(gm) == 2
+    assert _notes(gm) == ("checkpoint regions gather for themselves: 1 gathers in 1 regions",)
 
 
 def test_a_parameter_that_the_graph_writes_to_is_left_alone():
@@ -122,6 +129,8 @@ def test_a_parameter_that_the_graph_writes_to_is_left_alone():
     before = gm.code
     assert _merge(gm) == 0
     assert gm.code == before
+    (note,) = _notes(gm)
+    assert note.endswith("is gathered 2 times: the graph may write to it")
 
 
 def test_different_parameters_are_left_alone():

@@ -88,30 +88,36 @@ def test_meaning_is_kept_bit_for_bit():
 
 
 @pytest.mark.parametrize(
-    "second",
+    ("second", "reason"),
     [
-        pytest.param(lambda x, b: c10d.all_gather_into_tensor(x[:2], 2, "0"), id="of what the graph computes"),
-        pytest.param(lambda x, b: c10d.all_gather_into_tensor(b.sin(), 2, "0"), id="of a computation on an input"),
-        pytest.param(lambda x, b: c10d.all_gather_into_tensor(b, 2, "a group of the user's"), id="outside the mesh"),
+        (lambda x, b: c10d.all_gather_into_tensor(x[:2], 2, "0"), "it is of what the graph computes"),
+        (lambda x, b: c10d.all_gather_into_tensor(b.sin(), 2, "0"), "it is of what the graph computes"),
+        (lambda x, b: c10d.all_gather_into_tensor(b, 2, "a group of the user's"), "its group is outside the mesh"),
     ],
+    ids=["of what the graph computes", "of a computation on an input", "outside the mesh"],
 )
-def test_other_gathers_are_left_alone(second):
+def test_other_gathers_are_left_alone(second, reason):
     def function(x, a, b):
         x = torch.mm(x, c10d.wait_tensor(c10d.all_gather_into_tensor(a, 2, "0")))
         return (torch.mm(x, c10d.wait_tensor(second(x, b))),)
 
     gm = trace(function, torch.randn(2, 4), torch.randn(2, 4), torch.randn(2, 4))
     before = code(gm)
-    assert run_pass(PrefetchForwardGathers(), gm).changed == 0
+    result = run_pass(PrefetchForwardGathers(), gm)
+    assert result.changed == 0
     assert code(gm) == before
+    (note,) = result.notes
+    assert note.endswith(f" [4, 4] float32 is not started earlier: {reason}")
 
 
 def test_two_of_gloos_own_are_never_under_way_at_once():
     gm = trace(_three_layers, *_inputs())
     run_pass(InsertZeroCollectives(), gm, GLOO)
     before = code(gm)
-    assert run_pass(PrefetchForwardGathers(), gm, GLOO).changed == 0
+    result = run_pass(PrefetchForwardGathers(), gm, GLOO)
+    assert result.changed == 0
     assert code(gm) == before
+    assert len(result.notes) == 3 and "gloo's own gathers must not overlap" in result.notes[0]
 
 
 def test_what_overlaps_already_stays():
@@ -149,6 +155,18 @@ def test_no_gather_moves_across_an_unknown_op(graph_pass):
     before = code(gm)
     assert run_pass(graph_pass, gm).changed == 0
     assert code(gm) == before
+
+
+def test_a_write_in_between_is_noted():
+    def function(x, a, b, c):
+        x = torch.mm(x, c10d.wait_tensor(c10d.all_gather_into_tensor(a, 2, "0")))
+        torch.ops.aten.copy_(c, x)
+        return (torch.mm(x, c10d.wait_tensor(c10d.all_gather_into_tensor(b, 2, "0"))),)
+
+    gm = trace(function, *(torch.randn(2, 4) for _ in range(4)))
+    result = run_pass(PrefetchForwardGathers(), gm)
+    assert result.changed == 0
+    assert [note.partition(" ")[2] for note in result.notes] == ["is not gathered earlier: an op in between may write"]
 
 
 def test_a_second_run_changes_nothing():
