@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from .errors import AccumulationError, OptionError, PartitionError, RanksDisagreeError, StrictError
     from .materialize import materialize
     from .partition import partition
-    from .report import Report, report
+    from .reporting.report import Report, report
 
 __version__ = "0.1.0"
 

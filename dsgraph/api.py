@@ -14,7 +14,7 @@ from .compile import compile
 from .errors import AccumulationError, OptionError, PartitionError, RanksDisagreeError, StrictError
 from .materialize import materialize
 from .partition import partition
-from .report import Report, report
+from .reporting.report import Report, report
 
 __all__ = [
     "AccumulationError",

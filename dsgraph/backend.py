@@ -19,16 +19,16 @@ from dsgraph.passes import CaptureFacts
 
 from . import compat
 from .agreement import Agreement
-from .bisect import Bisection
+from .bisecting.bisection import Bisection
 from .capture import communication_lines, partitioned_mesh, read_facts
 from .codegen import Compilation
 from .dumping.writer import DumpFolder, GraphDump
 from .errors import StrictError
-from .frames import Capture, read_capture
 from .options import BackendOptions, parse_options
-from .records import CompileLog, CompileRecord, owners_among
+from .reporting.compile_log import CompileLog, CompileRecord, owners_among
+from .reporting.frames import Capture, read_capture
+from .reporting.strict import refuse_capture, refuse_compile, refuse_given_up
 from .state import PartitionState
-from .strict import refuse_capture, refuse_compile, refuse_given_up
 
 
 class Backend:

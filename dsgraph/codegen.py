@@ -17,8 +17,8 @@ from . import compat
 from .capture import normalize_markers
 from .dumping.writer import GraphDump
 from .errors import OptionError
-from .measure import Measurements
 from .options import BackendOptions, mode_settings
+from .reporting.measure import Measurements
 
 # The hooks through which Inductor takes the passes; options["inductor"] cannot use them as well.
 _HOOKS = ("custom_partitioner_fn", "joint_custom_post_pass")

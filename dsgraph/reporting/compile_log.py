@@ -12,9 +12,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from dsgraph import compat
 from dsgraph.passes import PassRecord
 
-from . import compat
 from .frames import Capture, Place, Span, first_sentences, is_torchs
 from .measure import Activations, IgnoredTag, LoweredGraph
 

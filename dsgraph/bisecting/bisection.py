@@ -18,15 +18,15 @@ import torch
 import torch.distributed as dist
 from torch.fx import GraphModule
 
+from dsgraph import compat
+from dsgraph.agreement import Agreement
+from dsgraph.codegen import Compilation
+from dsgraph.errors import RanksDisagreeError
+from dsgraph.options import BackendOptions
 from dsgraph.passes import CaptureFacts, GraphPass, Phase, Pipeline
 from dsgraph.passes.graph import all_graph_modules, is_collective, is_gather_marker, placeholders
 
-from . import compat
-from .agreement import Agreement
-from .codegen import Compilation
-from .errors import RanksDisagreeError
 from .first_node import Parting, WatchedGraph, where
-from .options import BackendOptions
 from .replay import Replay, Tolerance, Values, compare
 
 SETTINGS = "settings.json"

@@ -337,7 +337,7 @@ def test_passes_that_switch_caches_off_are_named():
     from dsgraph.options import parse_options
     from dsgraph.passes import CaptureFacts
 
-    compilation = Compilation(parse_options({"pipeline": [nosy]}, {}), CaptureFacts(), number=1, mode=None)
+    compilation = Compilation(parse_options({"pipeline": [nosy]}, {}), CaptureFacts(), mode=None)
     assert compilation.unidentified == ("nosy",)
 
 

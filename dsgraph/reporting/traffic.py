@@ -10,13 +10,12 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
+from dsgraph import compat
 from dsgraph.inductor_ext import chunk_rows, resolve_group
 from dsgraph.passes import MeshAxis
 from dsgraph.passes.cost import number_of, sent_bytes
 from dsgraph.passes.graph import collective_group, collective_kind, collectives
-
-from . import compat
-from .state import ParameterState, PartitionState
+from dsgraph.state import ParameterState, PartitionState
 
 
 @dataclass(frozen=True)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from . import compat
-from .errors import StrictError
+from dsgraph import compat
+from dsgraph.errors import StrictError
+from dsgraph.options import BackendOptions
+
+from .compile_log import CompileLog, CompileRecord, GivenUp
 from .frames import Capture
 from .measure import is_own_op
-from .options import BackendOptions
-from .records import CompileLog, CompileRecord, GivenUp
 
 _WITHOUT = "or compile without strict=True; dsgraph.report(model) lists all of them then"
 

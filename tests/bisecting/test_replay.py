@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from dsgraph.replay import Replay, Tolerance, compare, difference
+from dsgraph.bisecting.replay import Replay, Tolerance, compare, difference
 
 INF, NAN = math.inf, math.nan
 

@@ -9,9 +9,10 @@ from types import FunctionType
 
 from torch import nn
 
+from dsgraph.state import PartitionState
+
+from .compile_log import CompileLog, CompileRecord
 from .frames import Span, is_torchs
-from .records import CompileLog, CompileRecord
-from .state import PartitionState
 
 
 @dataclass(frozen=True)

@@ -12,10 +12,10 @@ from typing import Any
 from torch import Tensor
 from torch.fx import GraphModule, Interpreter, Node
 
+from dsgraph import compat
 from dsgraph.passes.compat import OpOverload, is_tangent
 from dsgraph.passes.graph import is_collective, placeholders
 
-from . import compat
 from .replay import Difference, Tolerance, difference
 
 _OWN_FOLDER = str(Path(__file__).resolve().parent)

@@ -7,7 +7,11 @@ from typing import Any
 
 from torch import nn
 
-from . import compat
+from dsgraph import compat
+from dsgraph.backend import backend
+from dsgraph.errors import PartitionError
+from dsgraph.state import ParameterState, PartitionState, partition_states
+
 from .activity import (
     Break,
     Fallback,
@@ -20,13 +24,10 @@ from .activity import (
     recompiles_of,
     regions_of,
 )
-from .backend import backend
-from .errors import PartitionError
+from .compile_log import CompileRecord
 from .measure import Activations, LoweredGraph
-from .records import CompileRecord
-from .report_text import write_report
-from .state import ParameterState, PartitionState, partition_states
 from .step import Step, measure_step
+from .text import write_report
 from .traffic import nbytes
 
 SCHEMA = 1

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from . import compat
+from dsgraph import compat
 
 Values = Mapping[str, Any]
 """What a run produced, by name: "output 0", "gradient of block.weight", "norm.running_mean as the graph leaves it"."""

@@ -90,7 +90,7 @@ def test_a_wrong_pass_of_each_phase_is_found_with_its_node(folder, phase):
     line = "return self.last(h).square().mean()" if phase == "backward" else "h = torch.tanh(self.first(x))"
     assert code == line
     path, _, number = where.rpartition(":")
-    assert Path(path).name == "test_bisect.py"
+    assert Path(path).name == "test_bisection.py"
     assert Path(__file__).read_text().splitlines()[int(number) - 1].strip() == line
     largest = {off["what"]: off["largest"] for off in result["steps"][-1]["off"]}
     assert all(value > 1e-5 for value in largest.values())

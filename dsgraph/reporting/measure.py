@@ -10,12 +10,12 @@ import torch
 from torch.fx import GraphModule, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
+from dsgraph import compat
 from dsgraph.inductor_ext import c10d_functional
 from dsgraph.passes import MeshAxis, Phase
 from dsgraph.passes.compat import OpOverload, is_tangent
 from dsgraph.passes.graph import is_collective, is_view, is_wait, placeholders
 
-from . import compat
 from .frames import Place, user_line
 from .traffic import Traffic, graph_traffic, nbytes
 

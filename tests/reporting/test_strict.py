@@ -8,7 +8,18 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import dsgraph
-from tests.test_report import EAGER, HERE, BreaksFirst, Loops, Net, _break, _compiled, _line, _with_region, keep_exp
+from tests.reporting.test_report import (
+    EAGER,
+    HERE,
+    BreaksFirst,
+    Loops,
+    Net,
+    _break,
+    _compiled,
+    _line,
+    _with_region,
+    keep_exp,
+)
 
 STRICT = {**EAGER, "strict": True}
 

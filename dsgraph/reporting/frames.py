@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.fx import GraphModule
 
-from . import compat
+from dsgraph import compat
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep  # noqa: PTH120  # compared as text with `co_filename`
 _RESUMED = re.compile(r"^torch_dynamo_resume_in_.*_at_(\d+)$")

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from . import compat
-from .records import CompileRecord
-from .state import PartitionState
+from dsgraph import compat
+from dsgraph.state import PartitionState
+
+from .compile_log import CompileRecord
 from .traffic import Traffic, accumulated_traffic, add_up, refresh_traffic, total
 
 
