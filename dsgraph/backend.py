@@ -6,6 +6,8 @@ import os
 import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +30,7 @@ from .options import BackendOptions, parse_options
 from .reporting.compile_log import CompileLog, CompileRecord, owners_among
 from .reporting.frames import Capture, read_capture
 from .reporting.strict import refuse_capture, refuse_compile, refuse_given_up
+from .sources import short_path
 from .state import PartitionState
 
 
@@ -80,8 +83,13 @@ class Backend:
             refuse_given_up(given_up, capture)
             refuse_capture(capture, chosen, self.log)
         facts = read_facts(gm, example_inputs)
-        compilation = Compilation(chosen, facts, mode=mode, dump=self._begin_dump(chosen, facts))
-        compiled = self._compile(compilation, gm, example_inputs, facts, mode=mode)
+        bisect_in = os.environ.get("DSGRAPH_BISECT", "")  # set by `dsgraph bisect`
+        dump = None if bisect_in else self._begin_dump(chosen, facts, capture)
+        compilation = Compilation(chosen, facts, mode=mode, dump=dump)
+        bisect: Callable[..., Bisection] | None = None
+        if bisect_in:
+            bisect = partial(Bisection, Path(bisect_in), chosen, facts, mode=mode)
+        compiled = self._compile(compilation, gm, example_inputs, facts, bisect)
         record = _record(self._compiles, capture, module, chosen, compilation, training=_trains(example_inputs))
         if chosen.strict:
             refuse_compile(record)
@@ -94,18 +102,13 @@ class Backend:
         gm: GraphModule,
         example_inputs: Sequence[Any],
         facts: CaptureFacts,
-        *,
-        mode: str | None,
+        bisect: Callable[..., Bisection] | None,
     ) -> Callable[..., Any]:
-        chosen = compilation.options
         mesh = partitioned_mesh(example_inputs, facts)
-        folder = os.environ.get("DSGRAPH_BISECT")
         if mesh is None:
-            self._warn_of_local_gradients(example_inputs, chosen)
-            if folder:
-                bisection = Bisection(Path(folder), chosen, facts, mode=mode)
-                return _refreshing_replicas(bisection.compile(gm, example_inputs), example_inputs)
-            return _refreshing_replicas(compilation.compile(gm, example_inputs), example_inputs)
+            self._warn_of_local_gradients(example_inputs, compilation.options)
+            compile_it = bisect().compile if bisect is not None else compilation.compile
+            return _refreshing_replicas(compile_it(gm, example_inputs), example_inputs)
 
         training = torch.is_grad_enabled() and any(info.requires_grad for info in facts.params.values())
         lines = communication_lines(gm, facts, training=training)
@@ -113,21 +116,22 @@ class Backend:
         is_new = not agreement.knows(lines)
         if is_new:
             agreement.confirm("compile different collectives", lines)
-        if folder:
-            bisection = Bisection(Path(folder), chosen, facts, mode=mode, agreement=agreement)
+        if bisect is not None:
+            bisection = bisect(agreement=agreement)
             # Ranks meet to compare. A graph that communicates like one before may be compiled by some of them alone.
-            compile_all = bisection.compile if is_new else bisection.compile_reference
-            return _refreshing_replicas(compile_all(gm, example_inputs), example_inputs)
+            compile_it = bisection.compile if is_new else bisection.compile_reference
+            return _refreshing_replicas(compile_it(gm, example_inputs), example_inputs)
         compiled = compilation.compile(gm, example_inputs)
         if is_new:
             agreement.confirm("run different collectives", compilation.collectives, steps=compilation.orders)
         return _refreshing_replicas(compiled, example_inputs)
 
-    def _begin_dump(self, options: BackendOptions, facts: CaptureFacts) -> GraphDump | None:
+    def _begin_dump(self, options: BackendOptions, facts: CaptureFacts, capture: Capture) -> GraphDump | None:
         if options.dump is None:
             return None
         folder = self._dumps.setdefault(options.dump.absolute(), DumpFolder(options.dump, most=options.dump_compiles))
-        return folder.begin(facts, codegen=options.codegen, strict=options.strict)
+        function = replace(capture.function, file=short_path(capture.function.file))
+        return folder.begin(facts, of=str(function), codegen=options.codegen, strict=options.strict)
 
     def _agreement(self, mesh: DeviceMesh) -> Agreement:
         """What this mesh's ranks agreed on, for as long as the process group lives."""

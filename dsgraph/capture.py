@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -18,8 +17,7 @@ from dsgraph.passes.graph import all_graph_modules, bound_arguments, is_collecti
 
 from . import compat
 from .mesh import mesh_axes
-
-_OWN_FOLDER = str(Path(__file__).resolve().parent)
+from .sources import OWN_FOLDER
 
 
 def read_facts(gm: GraphModule, inputs: Sequence[Any]) -> CaptureFacts:
@@ -119,5 +117,5 @@ def normalize_markers(gm: GraphModule) -> None:
                 shard.op, shard.target = "call_method", "to_local"
             for part in (shard, node):
                 frames = re.split(r"(?m)^(?=  File )", part.stack_trace or "")
-                part.stack_trace = "".join(frame for frame in frames if _OWN_FOLDER not in frame)
+                part.stack_trace = "".join(frame for frame in frames if OWN_FOLDER not in frame)
         module.recompile()

@@ -20,7 +20,10 @@ def test_defaults():
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"codgen": "eager"}, r"unknown option 'codgen'; did you mean 'codegen'\?; known: codegen, dump, dump_compiles, inductor"),
+        (
+            {"codgen": "eager"},
+            r"unknown option 'codgen'; did you mean 'codegen'\?; known: codegen, dump, dump_compiles, inductor",
+        ),
         ({"zzz": 1}, r"unknown option 'zzz'; known:"),
         ({"codegen": "eagr"}, r"option 'codegen' is 'eagr'; did you mean 'eager'\?; it takes 'inductor' or 'eager'"),
         ({"strict": "yes"}, r"option 'strict' is 'yes'"),

@@ -6,7 +6,6 @@ import difflib
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from torch import Tensor
@@ -15,10 +14,10 @@ from torch.fx import GraphModule, Interpreter, Node
 from dsgraph import compat
 from dsgraph.passes.compat import OpOverload, is_tangent
 from dsgraph.passes.graph import is_collective, placeholders
+from dsgraph.sources import user_source
 
 from .replay import Difference, Tolerance, difference
 
-_OWN_FOLDER = str(Path(__file__).resolve().parent)
 _MADE_AT_MOST = 8
 
 Place = tuple[str, str]
@@ -223,18 +222,7 @@ def op_name(node: Node) -> str:
 
 def where(node: Node) -> tuple[str, str]:
     """The user's `file:line` that a node comes from, and the text of that line; empty when unknown."""
-    frames = re.findall(r'File "([^"]+)", line (\d+), in [^\n]*\n\s*([^\n]*)', node.meta.get("stack_trace") or "")
-    for path, line, code in reversed(frames):
-        if not path.startswith(_OWN_FOLDER):
-            return f"{_short(path)}:{line}", code.strip()
-    return "", ""
-
-
-def _short(path: str) -> str:
-    try:
-        return str(Path(path).relative_to(Path.cwd()))
-    except ValueError:
-        return path
+    return user_source(node.meta.get("stack_trace"))
 
 
 def _arguments(node: Node) -> str:

@@ -34,8 +34,8 @@ def list_dump(folder: str | Path, *, rank: int | None = None) -> Answer:
 def _describe(record: CompileRecord) -> str:
     axes = ", ".join(f"{axis.name}={axis.size} ({axis.backend})" for axis in record.axes) or "not partitioned"
     head = (
-        f"rank {record.rank} of {record.world}, compile {record.compile}, {record.time}: {axes}, "
-        f"{len(record.parameters)} parameters, codegen {record.codegen}, torch {record.torch}"
+        f"rank {record.rank} of {record.world}, compile {record.compile}: {record.function}\n"
+        f"{axes}, {len(record.parameters)} parameters, codegen {record.codegen}, torch {record.torch}, {record.time}"
     )
     return f"{head}\n{table(_rows(record), _HEADERS, right=range(1, 8))}"
 

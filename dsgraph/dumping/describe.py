@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -25,14 +24,13 @@ from dsgraph.passes.graph import (
     placeholders,
 )
 from dsgraph.passes.memory import GraphMemory, simulate
+from dsgraph.sources import user_source
 
 from .history import history
 from .records import BodyRecord, CollectiveRecord, EventRecord, NodeRecord, PieceRecord, Size, ValueRecord
 
 # The phases whose graphs run; captured and joint graphs are only on the way there.
 _RUNNING = (Phase.FORWARD, Phase.BACKWARD)
-
-_FRAME = re.compile(r'File "(.+?)", line (\d+), in .*\n\s*(.*)')
 
 
 @dataclass
@@ -115,9 +113,7 @@ class Describer:
     def _place(self, stack_trace: str) -> tuple[str, str]:
         """`file:line` of the innermost frame, and its text."""
         if stack_trace not in self._places:
-            frames = _FRAME.findall(stack_trace)
-            path, line, code = frames[-1] if frames else ("", "", "")
-            self._places[stack_trace] = (f"{_relative(path)}:{line}" if path else "", code.strip())
+            self._places[stack_trace] = user_source(stack_trace)
         return self._places[stack_trace]
 
 
@@ -264,8 +260,3 @@ def _module(node: Node) -> str:
     path = str(list(stack.values())[-1][0])
     path = re.sub(r"^[LG]\['[^']*'\]\.?", "", path)
     return re.sub(r"\.?_modules\['([^']*)'\]", r".\1", path).strip(".")
-
-
-def _relative(path: str) -> str:
-    relative = os.path.relpath(path)
-    return path if relative.startswith("..") else relative

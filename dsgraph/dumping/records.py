@@ -267,6 +267,7 @@ class CompileRecord:
         dsgraph: Version.
         torch: Version.
         codegen: Code generator.
+        function: The user's function, `file:line (name)`.
         axes: The mesh.
         parameters: In the order of the graph's inputs.
         steps: The passes in the order in which they ran.
@@ -281,6 +282,7 @@ class CompileRecord:
     dsgraph: str
     torch: str
     codegen: str
+    function: str = ""
     axes: tuple[AxisRecord, ...] = ()
     parameters: tuple[ParameterRecord, ...] = ()
     steps: tuple[StepRecord, ...] = ()

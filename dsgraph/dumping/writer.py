@@ -60,8 +60,15 @@ class DumpFolder:
     compiles: int = 0
     _has_failed: bool = False
 
-    def begin(self, facts: CaptureFacts, *, codegen: str, strict: bool) -> GraphDump | None:
-        """The dump of one more compile; None when enough were written, or when writing has failed before."""
+    def begin(self, facts: CaptureFacts, *, codegen: str, strict: bool, of: str = "") -> GraphDump | None:
+        """The dump of one more compile; None when enough were written, or when writing has failed before.
+
+        Args:
+            facts: Of the captured graph.
+            codegen: The code generator.
+            strict: Whether a file system that refuses is an error.
+            of: The user's function.
+        """
         self.compiles += 1
         if self.compiles > self.most or (self._has_failed and not strict):
             return None
@@ -76,6 +83,7 @@ class DumpFolder:
             dsgraph=__version__,
             torch=torch.__version__,
             codegen=codegen,
+            function=of,
             axes=tuple(AxisRecord(axis.name, axis.size, axis.group, axis.backend) for axis in facts.axes),
             parameters=tuple(_parameter(info) for info in facts.params.values()),
         )

@@ -15,6 +15,7 @@ from torch import nn
 from torch.fx import GraphModule
 
 from dsgraph import compat
+from dsgraph.sources import OWN_FOLDER
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep  # noqa: PTH120  # compared as text with `co_filename`
 _RESUMED = re.compile(r"^torch_dynamo_resume_in_.*_at_(\d+)$")
@@ -165,10 +166,9 @@ def _frames(frame: FrameType | None) -> Iterator[FrameType]:
 
 
 def _user_frames(frame: FrameType | None) -> Iterator[FrameType]:
-    own = os.path.dirname(__file__) + os.sep  # noqa: PTH120
     for one in _frames(frame):
         file = one.f_code.co_filename
-        if not is_torchs(file) and not file.startswith(own):
+        if not is_torchs(file) and not file.startswith(OWN_FOLDER):
             yield one
 
 

@@ -1,0 +1,25 @@
+"""The user's lines: where in a model something comes from, as errors, dumps and reports name it."""
+
+from __future__ import annotations
+
+import os
+import re
+
+OWN_FOLDER = os.path.dirname(os.path.abspath(__file__)) + os.sep  # noqa: PTH100, PTH120  # compared as text
+"""Where dsgraph's own files are: lines from there are nobody's model."""
+
+_FRAME = re.compile(r'File "([^"]+)", line (\d+), in [^\n]*\n\s*([^\n]*)')
+
+
+def short_path(path: str) -> str:
+    """A path relative to the current folder, if it is in there."""
+    relative = os.path.relpath(path)
+    return path if relative.startswith("..") else relative
+
+
+def user_source(stack_trace: str | None) -> tuple[str, str]:
+    """`file:line` of the innermost frame of a node's stack trace that is not dsgraph's, and its text; else empty."""
+    for path, line, code in reversed(_FRAME.findall(stack_trace or "")):
+        if not path.startswith(OWN_FOLDER):
+            return f"{short_path(path)}:{line}", code.strip()
+    return "", ""
