@@ -10,7 +10,14 @@ from typing import Any
 
 import sympy
 import torch
-from torch._functorch._aot_autograd.descriptors import AOTInput, PlainAOTInput, SubclassGetAttrAOTInput
+from torch._functorch._aot_autograd.descriptors import (
+    AOTInput,
+    AOTOutput,
+    GradAOTOutput,
+    PlainAOTInput,
+    SubclassGetAttrAOTInput,
+    SubclassGetAttrAOTOutput,
+)
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._guards import detect_fake_mode
 from torch._inductor.custom_graph_pass import CustomGraphPass, CustomPartitionerFn
@@ -27,6 +34,7 @@ __all__ = [
     "OpOverload",
     "captured_input",
     "detect_fake_mode",
+    "differentiated_inputs",
     "is_to_local",
     "known_sizes",
     "min_cut_rematerialization_partition",
@@ -87,10 +95,24 @@ def captured_input(placeholder: Node) -> int | None:
 
     AOTAutograd takes a `DTensor` input apart into its shard and its mesh; both come from the same input.
     """
-    desc: AOTInput | None = placeholder.meta.get("desc")
+    return _input_number(placeholder.meta.get("desc"))
+
+
+def _input_number(desc: AOTInput | None) -> int | None:
     while isinstance(desc, SubclassGetAttrAOTInput):
         desc = desc.base
     return desc.idx if isinstance(desc, PlainAOTInput) else None
+
+
+def differentiated_inputs(output: Node) -> list[int | None]:
+    """For each value that a backward graph returns, the input of the captured graph of which it is the gradient."""
+    found: list[int | None] = []
+    for value in output.meta.get("desc") or ():
+        desc: AOTOutput | None = value
+        while isinstance(desc, SubclassGetAttrAOTOutput):
+            desc = desc.base
+        found.append(_input_number(desc.grad_of) if isinstance(desc, GradAOTOutput) else None)
+    return found
 
 
 def symbolic_expression(size: torch.SymInt) -> int | sympy.Expr:

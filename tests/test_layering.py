@@ -12,7 +12,10 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 FLOORS = {"inductor_ext": 0, "passes": 1, "dsgraph": 2}
 # What passes share: everything in their folder that is not a pass.
-SHARED = {"base", "compat", "errors", "graph", "invariants", "partitioner", "pipeline", "runner", "__init__"}
+SHARED = {
+    *("base", "compat", "errors", "graph", "invariants", "partitioner", "pipeline", "runner", "__init__"),
+    *("cost", "memory", "step_memory"),
+}
 
 
 def _files(floor: str) -> list[Path]:
