@@ -23,7 +23,7 @@ _SOURCE = r"""
 namespace {
 std::mutex mutex;
 std::unordered_map<void*, size_t> sizes;  // of what is alive
-long long live = 0, peak = 0;
+long long live = 0, peak = 0, allocated = 0;
 c10::Allocator* inner = nullptr;
 
 void forget(void* data) {
@@ -44,6 +44,7 @@ struct Counting final : c10::Allocator {
     std::lock_guard<std::mutex> lock(mutex);
     sizes[data] = bytes;
     live += bytes;
+    allocated += bytes;
     if (live > peak) peak = live;
     return {data, got.release_context(), &forget, got.device()};
   }
@@ -60,6 +61,7 @@ void install() {
 }
 long long live_bytes() { std::lock_guard<std::mutex> lock(mutex); return live; }
 long long peak_bytes() { std::lock_guard<std::mutex> lock(mutex); return peak; }
+long long allocated_bytes() { std::lock_guard<std::mutex> lock(mutex); return allocated; }
 void reset_peak() { std::lock_guard<std::mutex> lock(mutex); peak = live; }
 }
 """
@@ -101,7 +103,7 @@ class AllocationCounter:
     def __init__(self, library: Path) -> None:
         """Puts the counter in front of the allocator. `library` is from `build_counter`."""
         self._counter = ctypes.CDLL(str(library))
-        for function in (self._counter.live_bytes, self._counter.peak_bytes):
+        for function in (self._counter.live_bytes, self._counter.peak_bytes, self._counter.allocated_bytes):
             function.restype = ctypes.c_longlong
         self._counter.install()
 
@@ -114,6 +116,11 @@ class AllocationCounter:
     def peak(self) -> int:
         """The most bytes alive at once since `reset_peak`, or since the counter was made."""
         return int(self._counter.peak_bytes())
+
+    @property
+    def allocated(self) -> int:
+        """Bytes allocated since the counter was made, alive or freed."""
+        return int(self._counter.allocated_bytes())
 
     def reset_peak(self) -> None:
         """Forgets peaks that lie in the past."""

@@ -95,10 +95,10 @@ def captured_input(placeholder: Node) -> int | None:
 
     AOTAutograd takes a `DTensor` input apart into its shard and its mesh; both come from the same input.
     """
-    return _number(placeholder.meta.get("desc"))
+    return _input_number(placeholder.meta.get("desc"))
 
 
-def _number(desc: AOTInput | None) -> int | None:
+def _input_number(desc: AOTInput | None) -> int | None:
     while isinstance(desc, SubclassGetAttrAOTInput):
         desc = desc.base
     return desc.idx if isinstance(desc, PlainAOTInput) else None

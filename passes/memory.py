@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from .compat import storage_id
+from .compat import captured_input, storage_id
 from .cost import UNKNOWN_SIZE, hint, tensor_bytes
 from .graph import aliased_arguments, collective_kind, is_collective, is_wait
 
@@ -96,6 +96,10 @@ class GraphMemory:
         """Its name; empty for a graph without nodes."""
         return self.nodes[self.peak_index] if self.nodes else ""
 
+    def bytes_of(self, names: Collection[str]) -> int:
+        """Bytes of the named pieces."""
+        return sum(self.by_name[name].bytes for name in names)
+
     def alive_at(self, index: int) -> list[Piece]:
         """What is alive while the node of this number runs, largest first."""
         found = [piece for piece in self.pieces if piece.first <= index <= piece.last]
@@ -103,7 +107,7 @@ class GraphMemory:
 
 
 def simulate(
-    gm: GraphModule, *, owned: Collection[str] = (), roots: Mapping[str, str] = MappingProxyType({})
+    gm: GraphModule, *, owned: Collection[str] | None = None, roots: Mapping[str, str] = MappingProxyType({})
 ) -> GraphMemory:
     """The memory of `gm` as the eager code generator runs it.
 
@@ -112,7 +116,8 @@ def simulate(
 
     Args:
         gm: A graph of ATen ops with fake values on its nodes.
-        owned: Names of inputs that the caller holds: alive all the time. Others are freed behind their last use.
+        owned: Names of inputs that the caller holds: alive all the time. Others are freed behind their last use. By
+            default those that were inputs of the captured graph, so that what is freed are tangents and saved values.
         roots: For inputs that are results of another graph, the piece of memory in which each lies there: inputs in
             the same piece are counted once. Of other inputs, fake tensors tell.
 
@@ -123,6 +128,8 @@ def simulate(
     table = _Table(roots)
     for number, node in enumerate(nodes):
         table.place(node, number)
+    if owned is None:
+        owned = {node.name for node in nodes if node.op == "placeholder" and captured_input(node) is not None}
     outputs = _outputs(nodes)
     leaving = {name for node in outputs if node is not None for name in table.names(node)}
     held = {name for node in nodes if node.name in owned or node.op == "get_attr" for name in table.names(node)}

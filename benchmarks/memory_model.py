@@ -1,0 +1,318 @@
+"""How well `dsgraph.passes.step_memory` predicts the memory of a training step, and what compiling allocates.
+
+    python -m benchmarks.memory_model --json out.json
+
+Each model is trained on 2 ranks at every ZeRO stage, by both code generators. Columns, of the rank whose prediction is
+furthest off:
+    predicted_mb  the simulated peak of a step, from the graphs' fake tensors alone, in 10**6 bytes
+    measured_mb   most bytes of tensors alive at once in a step, counted at torch's allocator
+    error         predicted over measured, less 1
+    where         the part of the step at the simulated peak
+    compile_mb    bytes of tensors allocated until the first graph ran, and while each further one was compiled
+
+The printed table adds what the simulated peak is made of.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.fx import GraphModule
+
+import dsgraph
+from dsgraph.passes import GraphPass, PassContext, PassResult, Phase
+from dsgraph.passes.step_memory import PairMemory, StepMemory, pair_memory, simulate_step
+from examples.gpt import GPT, GPTConfig
+
+from .memory import AllocationCounter, build_counter
+from .report import MB, Check, Report, Row, add_arguments, machine
+from .training import GPT_27M, GPT_TINY
+from .workers import WorkerError, Workers
+
+WORLD = 2  # ranks
+CODEGENS = ("eager", "inductor")
+WARM_UP = 2  # steps: the first one compiles, and it makes the optimizer's state
+MEASURED = 2
+
+# Sizes of the transformers models: 4 to 5 million parameters.
+WIDTH, LAYERS, HEADS, VOCAB = 256, 4, 4, 4096
+BATCH, LENGTH = 2, 128  # rows of a rank, tokens of a row
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model to train.
+
+    Attributes:
+        build: Makes it.
+        vocab: How many tokens it knows.
+        loss: The loss of a model on tokens and targets.
+        batch: Rows of a rank.
+        length: Tokens of a row.
+    """
+
+    build: Callable[[], nn.Module]
+    vocab: int
+    loss: Callable[[Any, Tensor, Tensor], Tensor]
+    batch: int = BATCH
+    length: int = LENGTH
+
+
+def _gpt(config: GPTConfig) -> Case:
+    return Case(lambda: GPT(config), config.vocab, lambda model, tokens, targets: model(tokens, targets))
+
+
+def _labelled(build: Callable[[], nn.Module]) -> Case:
+    return Case(build, VOCAB, lambda model, tokens, targets: model(input_ids=tokens, labels=targets).loss)
+
+
+def _llama() -> nn.Module:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=VOCAB,
+            hidden_size=WIDTH,
+            intermediate_size=688,
+            num_hidden_layers=LAYERS,
+            num_attention_heads=HEADS,
+            num_key_value_heads=HEADS // 2,
+        )
+    )
+
+
+def _gpt2() -> nn.Module:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    return GPT2LMHeadModel(
+        GPT2Config(vocab_size=VOCAB, n_embd=WIDTH, n_layer=LAYERS, n_head=HEADS, n_positions=2 * LENGTH)
+    )
+
+
+def _bert() -> nn.Module:
+    from transformers import BertConfig, BertForMaskedLM
+
+    return BertForMaskedLM(
+        BertConfig(
+            vocab_size=VOCAB,
+            hidden_size=WIDTH,
+            intermediate_size=4 * WIDTH,
+            num_hidden_layers=LAYERS,
+            num_attention_heads=HEADS,
+        )
+    )
+
+
+CASES = {
+    "gpt": _gpt(GPT_27M),
+    "llama": _labelled(_llama),
+    "gpt2": _labelled(_gpt2),
+    "bert": _labelled(_bert),
+    "gpt-small": _gpt(GPTConfig(vocab=512, width=64, heads=2, layers=2)),
+    "gpt-tiny": _gpt(GPT_TINY),
+}
+DEFAULT = ("gpt", "llama", "gpt2", "bert")
+QUICK = ("gpt-small",)
+
+
+@dataclass
+class Graphs:
+    """What the two recording passes of one model share: the memory of each captured graph, in order."""
+
+    pairs: list[PairMemory] = field(default_factory=list)
+    forward: tuple[GraphModule, PassContext] | None = None
+
+
+@dataclass(frozen=True)
+class RecordForward(GraphPass):
+    """Changes nothing; keeps the forward for `RecordBackward`."""
+
+    graphs: Graphs
+    phase = Phase.FORWARD
+
+    def run(self, gm: GraphModule, ctx: PassContext) -> PassResult:
+        self.graphs.forward = gm, ctx
+        if ctx.inference:
+            self.graphs.pairs.append(pair_memory(gm, None, ctx))
+        return PassResult()
+
+    def fingerprint(self) -> None:
+        return None  # a graph from a cache would not come by
+
+
+@dataclass(frozen=True)
+class RecordBackward(GraphPass):
+    """Changes nothing; simulates a forward and its backward as the code generator gets them."""
+
+    graphs: Graphs
+    phase = Phase.BACKWARD
+
+    def run(self, gm: GraphModule, ctx: PassContext) -> PassResult:
+        assert self.graphs.forward is not None
+        forward, forward_ctx = self.graphs.forward
+        self.graphs.pairs.append(pair_memory(forward, gm, forward_ctx))
+        return PassResult()
+
+    def fingerprint(self) -> None:
+        return None
+
+
+class Measured:
+    """One model's training on this rank. All ranks call the same methods in the same order."""
+
+    def __init__(self, model: str, stage: int, codegen: str, counter: Path) -> None:
+        """Builds the model, partitions it, and prepares its compilation. `counter` is from `memory.build_counter`."""
+        self._counter = AllocationCounter(counter)
+        self._case = CASES[model]
+        self._graphs = Graphs()
+        self._compiling_since = self._compiled_bytes = 0
+        torch.manual_seed(0)
+        module = dsgraph.partition(self._case.build(), stage=stage)
+        recording = [RecordForward(self._graphs), RecordBackward(self._graphs)]
+        self._options = {"codegen": codegen, "pipeline": dsgraph.default_pipeline() + recording}
+        self._optimizer = torch.optim.AdamW(module.parameters(), lr=1e-3, fused=True)
+        self._model: Any = torch.compile(module, backend=self._compile)
+        self._steps = 0
+
+    def measure(self) -> Row:
+        """This rank's bytes: simulated and measured peak of a step, and what compiling allocated."""
+        self._compiling_since = self._counter.allocated
+        for _ in range(WARM_UP):
+            self._step()
+        gc.collect()  # a compile that ended at a graph break left cycles, which hold the first step's outputs
+        self._counter.reset_peak()
+        for _ in range(MEASURED):
+            self._step()
+        predicted = simulate_step(self._graphs.pairs)
+        return {"predicted": predicted, "measured": self._counter.peak, "compiling": self._compiled_bytes}
+
+    def _compile(self, gm: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        """The backend, with its allocations counted up to the first run of what it returns."""
+        if self._compiling_since == 0:
+            self._compiling_since = self._counter.allocated
+        compiled = dsgraph.backend(gm, inputs, options=self._options)
+
+        def run(*args: Any) -> Any:
+            if self._compiling_since:
+                self._compiled_bytes += self._counter.allocated - self._compiling_since
+                self._compiling_since = 0
+            return compiled(*args)
+
+        return run
+
+    def _step(self) -> None:
+        generator = torch.Generator().manual_seed(1_000_003 * self._steps + dist.get_rank())
+        case = self._case
+        text = torch.randint(0, case.vocab, (case.batch, case.length + 1), generator=generator)
+        tokens, targets = text[:, :-1].contiguous(), text[:, 1:].contiguous()
+        del text
+        case.loss(self._model, tokens, targets).backward()
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        self._steps += 1
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the benchmark; returns the exit code: 1 when a case failed, otherwise 0, whatever the figures are."""
+    options = _parse(arguments)
+    report = Report(machine=machine(["transformers"]))
+    errors: list[str] = []
+    with tempfile.TemporaryDirectory() as folder:
+        counter = build_counter(Path(folder))
+        if counter is None:
+            print("no C++ compiler ($CXX, by default g++): nothing counts bytes", file=sys.stderr)
+            return 1
+        for model in options.models:
+            for codegen in options.codegens:
+                for stage in options.stages:
+                    try:
+                        report.rows.append(measure(model, stage, codegen, counter=counter))
+                    except WorkerError as error:
+                        errors.append(str(error))
+    report.checks = checks(report.rows)
+    report.print([_in_columns(row) for row in report.rows])
+    report.write(options.json)
+    for text in errors:
+        print(f"\nFAILED {text}", file=sys.stderr)
+    return 1 if errors else 0
+
+
+def measure(model: str, stage: int, codegen: str, *, counter: Path) -> Row:
+    """Trains one of `CASES` on `WORLD` ranks; returns the row of the rank whose prediction is furthest off.
+
+    Raises:
+        WorkerError: A rank failed.
+    """
+    name = f"{model}, stage {stage}, {codegen}"
+    with Workers(name, Measured, model, stage, codegen, counter, world=WORLD) as group:
+        rank = max(group.call("measure"), key=lambda found: abs(_error(found)))
+    predicted: StepMemory = rank["predicted"]
+    row = {
+        "model": model,
+        "stage": stage,
+        "codegen": codegen,
+        "predicted_mb": predicted.peak / MB,
+        "measured_mb": rank["measured"] / MB,
+        "error": _error(rank),
+        "where": predicted.at_peak.name,
+        "compile_mb": rank["compiling"] / MB,
+        "composition_mb": {part: size / MB for part, size in predicted.at_peak.composition.items()},
+    }
+    print(f"{name}: {row['predicted_mb']:.1f} MB predicted, {row['measured_mb']:.1f} measured", flush=True)
+    return row
+
+
+def checks(rows: Sequence[Row]) -> list[Check]:
+    """The figures to reach, from the rows that were measured."""
+    found = []
+    for codegen in CODEGENS:
+        own = [row for row in rows if row["codegen"] == codegen]
+        worst = max(own, key=lambda row: abs(row["error"]), default=None)
+        what = "not measured" if worst is None else f"largest of {len(own)}: {worst['model']}, stage {worst['stage']}"
+        distance = None if worst is None else abs(worst["error"])
+        found.append(
+            Check(f"simulated over measured peak, distance from 1, {codegen} ({what})", distance, 0.10, "lower")
+        )
+        compiling = max((row["compile_mb"] / row["measured_mb"] for row in own), default=None)
+        found.append(Check(f"allocated while compiling over the peak of a step, {codegen}", compiling, 0.05, "lower"))
+    return found
+
+
+def _error(found: Mapping[str, Any]) -> float:
+    return float(found["predicted"].peak / found["measured"] - 1)
+
+
+def _in_columns(row: Row) -> Row:
+    return {key: value for key, value in row.items() if key != "composition_mb"} | row["composition_mb"]
+
+
+def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.memory_model", description="Memory, as simulated.")
+    add_arguments(parser)
+    parser.add_argument("--models", help=f"comma-separated, of: {', '.join(CASES)}; default: {', '.join(DEFAULT)}")
+    parser.add_argument("--stages", default="0,1,2,3", help="comma-separated ZeRO stages")
+    parser.add_argument("--codegens", help=f"comma-separated, of: {', '.join(CODEGENS)}; default: all")
+    options = parser.parse_args(arguments)
+    options.models = options.models.split(",") if options.models else list(QUICK if options.quick else DEFAULT)
+    options.codegens = options.codegens.split(",") if options.codegens else list(CODEGENS[: 1 if options.quick else 2])
+    options.stages = options.stages.split(",")
+    for given, known in ((options.models, CASES), (options.codegens, CODEGENS), (options.stages, ("0", "1", "2", "3"))):
+        unknown = [name for name in given if name not in known]
+        if unknown:
+            parser.error(f"{unknown[0]!r} is not one of {', '.join(known)}")
+    options.stages = [int(stage) for stage in options.stages]
+    return options
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,81 @@
+"""`benchmarks.memory_model`: what it computes from rows, and the simulation of a small model against the allocator."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from benchmarks import memory_model
+from benchmarks.memory import build_counter
+from benchmarks.memory_model import checks, measure
+
+COLUMNS = {
+    *("model", "stage", "codegen", "predicted_mb", "measured_mb", "error", "where", "compile_mb", "composition_mb"),
+}
+
+
+def row(codegen: str, error: float, *, stage: int = 3, compile_mb: float = 1.0) -> dict[str, object]:
+    return {
+        "model": "gpt",
+        "stage": stage,
+        "codegen": codegen,
+        "measured_mb": 100.0,
+        "error": error,
+        "compile_mb": compile_mb,
+    }
+
+
+def test_checks_take_the_worst_in_either_direction():
+    rows = [row("eager", 0.05), row("eager", -0.2, stage=1, compile_mb=7.0), row("inductor", 0.1)]
+    eager, eager_compiling, inductor, inductor_compiling = checks(rows)
+    assert eager.value == 0.2 and not eager.ok and "gpt, stage 1" in eager.name and "eager" in eager.name
+    assert eager_compiling.value == pytest.approx(0.07) and not eager_compiling.ok
+    assert inductor.value == 0.1 and inductor.ok and inductor_compiling.ok
+
+
+def test_what_was_not_measured_is_not_reached():
+    assert [check.value for check in checks([])] == [None] * 4 and not any(check.ok for check in checks([]))
+
+
+@pytest.mark.parametrize("arguments", [["--models", "gpt,bart"], ["--stages", "4"], ["--codegens", "triton"]])
+def test_wrong_arguments_are_refused(arguments, capsys):
+    with pytest.raises(SystemExit) as error:
+        memory_model.main(arguments)
+    assert error.value.code == 2
+    assert f"{arguments[1].split(',')[-1]!r} is not one of" in capsys.readouterr().err
+
+
+def test_without_a_compiler_nothing_counts(monkeypatch, capsys):
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    assert memory_model.main(["--quick"]) == 1
+    assert "no C++ compiler" in capsys.readouterr().err
+
+
+@pytest.fixture(scope="module")
+def counter(tmp_path_factory):
+    library = build_counter(tmp_path_factory.mktemp("counter"))
+    if library is None:
+        pytest.skip("no C++ compiler")
+    return library
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("stage", [0, 3])
+def test_simulated_peak_is_within_ten_percent_of_the_measured_one(counter, stage):
+    found = measure("gpt-small", stage, "eager", counter=counter)
+    assert abs(found["error"]) < 0.10
+    assert found["measured_mb"] > 5  # of which a parameter, its gradient and its state are 1.6: not that alone
+    assert sum(found["composition_mb"].values()) == pytest.approx(found["predicted_mb"])
+    assert 0 < found["compile_mb"] < 0.05 * found["measured_mb"]
+
+
+@pytest.mark.distributed
+def test_smoke_run_writes_the_schema(tmp_path):
+    out = tmp_path / "out.json"
+    assert memory_model.main(["--quick", "--models", "gpt-tiny", "--stages", "1", "--json", str(out)]) == 0
+    read = json.loads(out.read_text())
+    assert set(read) == {"rows", "checks", "machine"}
+    (only,) = read["rows"]
+    assert set(only) == COLUMNS and (only["model"], only["stage"], only["codegen"]) == ("gpt-tiny", 1, "eager")
+    assert len(read["checks"]) == 4
