@@ -27,7 +27,7 @@ from .codegen import Compilation
 from .dumping.writer import DumpFolder, GraphDump
 from .errors import StrictError
 from .options import BackendOptions, parse_options
-from .reporting.compile_log import CompileLog, CompileRecord, owners_among
+from .reporting.compile_log import CompileEntry, CompileLog, owners_among
 from .reporting.frames import Capture, read_capture
 from .reporting.strict import refuse_capture, refuse_compile, refuse_given_up
 from .sources import short_path
@@ -171,9 +171,9 @@ def _record(
     compilation: Compilation,
     *,
     training: bool,
-) -> CompileRecord:
+) -> CompileEntry:
     measured = compilation.measurements
-    return CompileRecord(
+    return CompileEntry(
         number=number,
         capture=capture,
         module=id(module) if module is not None else 0,
@@ -186,6 +186,7 @@ def _record(
         passes=compilation.passes,
         graphs=tuple(measured.graphs),
         activations=measured.activations,
+        memory=measured.memory,
         ignored_tags=measured.ignored_tags,
         unlowered=tuple(sorted(measured.unlowered.items())),
     )

@@ -9,7 +9,7 @@ import torch
 from torch.fx import GraphModule
 
 from dsgraph.inductor_ext import register_lowerings
-from dsgraph.passes import CaptureFacts, InferenceLowering, Partitioner, PassRecord, Phase, Runner
+from dsgraph.passes import CaptureFacts, InferenceLowering, Partitioner, PassContext, PassRecord, Phase, Runner
 from dsgraph.passes.collective_order import collective_lines
 from dsgraph.passes.partitioner import source_hash
 
@@ -136,9 +136,8 @@ class Compilation:
             partition_fn=_Partitioner(self._runner, self._facts, self.measurements),
         )
 
-    def _after_phase(self, gm: GraphModule, phase: Phase) -> None:
-        self.measurements.take(gm, phase)
-        if phase in (Phase.FORWARD, Phase.BACKWARD):
-            ctx = self._facts.context(gm, phase)
-            lines = [f"{phase.value}: {line}" for line in collective_lines(gm, ctx)]
+    def _after_phase(self, gm: GraphModule, ctx: PassContext) -> None:
+        self.measurements.take(gm, ctx)
+        if ctx.phase in (Phase.FORWARD, Phase.BACKWARD):
+            lines = [f"{ctx.phase.value}: {line}" for line in collective_lines(gm, ctx)]
             self.collectives = [*(self.collectives or []), *lines]

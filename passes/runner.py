@@ -49,7 +49,7 @@ class Runner:
     Attributes:
         pipeline: The passes.
         sink: Where graphs are dumped; None for nowhere.
-        after_phase: Called with each graph that has been through a phase.
+        after_phase: Called with each graph that has been through a phase, and its context.
         records: What each pass did so far.
         orders: The order of collectives at the start of each phase, and after each pass that may have changed it.
         verify: Whether to check each graph after each pass, see `passes/invariants.py`.
@@ -57,7 +57,7 @@ class Runner:
 
     pipeline: Pipeline
     sink: GraphSink | None = None
-    after_phase: Callable[[GraphModule, Phase], None] | None = None
+    after_phase: Callable[[GraphModule, PassContext], None] | None = None
     records: list[PassRecord] = field(default_factory=list)
     orders: list[str] = field(default_factory=list)
     verify: bool = True
@@ -81,7 +81,7 @@ class Runner:
             self._dump(gm, ctx, number, self.records[-1])
         self._verifier.end()
         if self.after_phase is not None:
-            self.after_phase(gm, ctx.phase)
+            self.after_phase(gm, ctx)
 
     def _run_one(self, item: GraphPass, gm: GraphModule, ctx: PassContext) -> PassRecord:
         nodes_before = len(gm.graph.nodes)

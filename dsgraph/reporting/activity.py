@@ -11,7 +11,7 @@ from torch import nn
 
 from dsgraph.state import PartitionState
 
-from .compile_log import CompileLog, CompileRecord
+from .compile_log import CompileEntry, CompileLog
 from .frames import Span, is_torchs
 
 
@@ -78,7 +78,7 @@ class Region:
     saved_bytes: int | None
 
 
-def graph_breaks_of(records: Sequence[CompileRecord], log: CompileLog) -> tuple[Break, ...]:
+def graph_breaks_of(records: Sequence[CompileEntry], log: CompileLog) -> tuple[Break, ...]:
     """Graph breaks, one entry a place: those that end a graph, and those with nothing to compile ahead of them."""
     counts: Counter[tuple[str, str]] = Counter()
     known: set[tuple[str, int | None]] = set()
@@ -95,7 +95,7 @@ def graph_breaks_of(records: Sequence[CompileRecord], log: CompileLog) -> tuple[
     return tuple(Break(place, reason, count) for (place, reason), count in counts.items())
 
 
-def recompiles_of(records: Sequence[CompileRecord]) -> tuple[Recompile, ...]:
+def recompiles_of(records: Sequence[CompileEntry]) -> tuple[Recompile, ...]:
     """Compiles of functions that had been compiled before."""
     return tuple(
         Recompile(
@@ -110,7 +110,7 @@ def recompiles_of(records: Sequence[CompileRecord]) -> tuple[Recompile, ...]:
 
 
 def fallbacks_of(
-    model: nn.Module, states: Sequence[PartitionState], records: Sequence[CompileRecord], log: CompileLog
+    model: nn.Module, states: Sequence[PartitionState], records: Sequence[CompileEntry], log: CompileLog
 ) -> tuple[Fallback, ...]:
     """Everything that does not run as compiled code, or not from a cache."""
     found = [
@@ -135,7 +135,7 @@ def fallbacks_of(
     return tuple(found)
 
 
-def near_misses_of(records: Sequence[CompileRecord]) -> tuple[NearMiss, ...]:
+def near_misses_of(records: Sequence[CompileEntry]) -> tuple[NearMiss, ...]:
     """The notes of all passes."""
     counts = Counter(
         (item.phase.value, item.name, note) for record in records for item in record.passes for note in item.notes
@@ -143,7 +143,7 @@ def near_misses_of(records: Sequence[CompileRecord]) -> tuple[NearMiss, ...]:
     return tuple(NearMiss(*key, count) for key, count in counts.items())
 
 
-def regions_of(records: Sequence[CompileRecord]) -> tuple[Region, ...]:
+def regions_of(records: Sequence[CompileEntry]) -> tuple[Region, ...]:
     """Checkpoint regions that keep what they should recompute, and those that run eagerly around a graph."""
     found = []
     for record in records:
@@ -171,7 +171,7 @@ def _eager_reads(states: Sequence[PartitionState]) -> dict[str, int]:
     return counts
 
 
-def _functions_of(model: nn.Module, records: Iterable[CompileRecord]) -> set[Span]:
+def _functions_of(model: nn.Module, records: Iterable[CompileEntry]) -> set[Span]:
     """The model's own methods, and the functions of which its graphs are."""
     found = {span for record in records for span in record.capture.running[:1]}
     for kind in {base for module in model.modules() for base in type(module).__mro__}:

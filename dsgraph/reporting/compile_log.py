@@ -14,13 +14,14 @@ from torch import Tensor, nn
 
 from dsgraph import compat
 from dsgraph.passes import PassRecord
+from dsgraph.passes.step_memory import PairMemory
 
 from .frames import Capture, Place, Span, first_sentences, is_torchs
 from .measure import Activations, IgnoredTag, LoweredGraph
 
 
 @dataclass(frozen=True)
-class CompileRecord:
+class CompileEntry:
     """One compile of one captured graph.
 
     Attributes:
@@ -36,6 +37,7 @@ class CompileRecord:
         passes: What each pass did.
         graphs: The lowered graphs; empty when they came from the cache.
         activations: What passes from forward to backward.
+        memory: Of the two graphs; None without a backward.
         ignored_tags: Where checkpoint regions were not honoured.
         unlowered: Op, calls: what Inductor runs as it is.
     """
@@ -52,6 +54,7 @@ class CompileRecord:
     passes: tuple[PassRecord, ...]
     graphs: tuple[LoweredGraph, ...]
     activations: Activations | None
+    memory: PairMemory | None
     ignored_tags: tuple[IgnoredTag, ...]
     unlowered: tuple[tuple[str, int], ...]
 
@@ -84,7 +87,7 @@ class GivenUp:
 
 @dataclass
 class _Entry:
-    record: CompileRecord
+    record: CompileEntry
     owners: list[weakref.ref[Any]] = field(default_factory=list)
     living: int = 0
 
@@ -99,13 +102,13 @@ class CompileLog:
 
     def __init__(self) -> None:
         self._entries: dict[int, _Entry] = {}
-        self._ownerless: deque[CompileRecord] = deque(maxlen=32)
+        self._ownerless: deque[CompileEntry] = deque(maxlen=32)
         self._given_up: deque[GivenUp] = deque(maxlen=256)
         self._restarts: deque[tuple[str, int, str]] = deque(maxlen=256)
         self._last_metric: Any = None
         self._keys = itertools.count()
 
-    def add(self, record: CompileRecord, owners: Sequence[object]) -> None:
+    def add(self, record: CompileEntry, owners: Sequence[object]) -> None:
         """Keeps a record for as long as one of `owners` lives."""
         function = record.capture.function
         if not owners:
@@ -119,7 +122,7 @@ class CompileLog:
             self._ownerless.remove(waiting)
             self._keep(waiting, owners)
 
-    def of(self, objects: Iterable[object]) -> list[CompileRecord]:
+    def of(self, objects: Iterable[object]) -> list[CompileEntry]:
         """The records that belong to one of `objects`, in the order of compiling."""
         wanted = {id(item) for item in objects}
         found = []
@@ -160,7 +163,7 @@ class CompileLog:
         lines = {(function.file, function.line)}
         return next((why for file, line, why in reversed(self._restarts) if (file, line) in lines), "")
 
-    def _keep(self, record: CompileRecord, owners: Iterable[object]) -> None:
+    def _keep(self, record: CompileEntry, owners: Iterable[object]) -> None:
         key, entry, log = next(self._keys), _Entry(record), weakref.ref(self)
 
         def release(_: object) -> None:

@@ -12,9 +12,10 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from dsgraph import compat
 from dsgraph.inductor_ext import c10d_functional
-from dsgraph.passes import MeshAxis, Phase
+from dsgraph.passes import MeshAxis, PassContext, Phase
 from dsgraph.passes.compat import OpOverload, is_tangent
 from dsgraph.passes.graph import is_collective, is_view, is_wait, placeholders
+from dsgraph.passes.step_memory import PairMemory, pair_memory
 
 from .frames import Place, user_line
 from .traffic import Traffic, graph_traffic, nbytes
@@ -86,6 +87,7 @@ class Measurements:
         with_inductor: Whether Inductor will compile the graphs, so that ops without a lowering count.
         graphs: Those that have been through their passes.
         activations: What passes from forward to backward; None before the backward graph exists, or without one.
+        memory: Of the two graphs; None before the backward graph exists, or without one.
         ignored_tags: Where a checkpoint region was not honoured.
         unlowered: Op -> calls, for ops that Inductor runs as they are.
     """
@@ -94,17 +96,20 @@ class Measurements:
     with_inductor: bool
     graphs: list[LoweredGraph] = field(default_factory=list)
     activations: Activations | None = None
+    memory: PairMemory | None = None
     ignored_tags: tuple[IgnoredTag, ...] = ()
     unlowered: Counter[str] = field(default_factory=Counter)
     _tagged: dict[str, Place | None] = field(default_factory=dict)
     _forward: dict[str, tuple[object, bool, bool]] = field(default_factory=dict)
+    _forward_graph: tuple[GraphModule, PassContext] | None = None
 
     def take_regions(self, joint: GraphModule) -> None:
         """Reads the checkpoint regions of a joint graph, before any pass."""
         self._tagged = dict(_tags_of_regions(joint))
 
-    def take(self, gm: GraphModule, phase: Phase) -> None:
-        """Reads a graph that has been through the passes of `phase`."""
+    def take(self, gm: GraphModule, ctx: PassContext) -> None:
+        """Reads a graph that has been through the passes of a phase."""
+        phase = ctx.phase
         if phase not in (Phase.FORWARD, Phase.BACKWARD):
             return
         self.graphs.append(LoweredGraph(phase.value, len(gm.graph.nodes), graph_traffic(gm, self.axes)))
@@ -112,8 +117,12 @@ class Measurements:
             self.unlowered.update(_unlowered(gm))
         if phase is Phase.FORWARD:
             self._forward = {node.name: _seen_from_backward(node) for node in gm.graph.nodes}
+            self._forward_graph = (gm, ctx)
         else:
             self.activations = self._activations(gm)
+            assert self._forward_graph is not None
+            forward, its_ctx = self._forward_graph
+            self.memory, self._forward_graph = pair_memory(forward, gm, its_ctx), None
             self.ignored_tags = tuple(
                 IgnoredTag(node.name, self._tagged[node.name], nbytes(node.meta.get("val")))
                 for node in _saved_values(gm)

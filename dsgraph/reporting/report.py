@@ -24,9 +24,9 @@ from .activity import (
     recompiles_of,
     regions_of,
 )
-from .compile_log import CompileRecord
+from .compile_log import CompileEntry
 from .measure import Activations, LoweredGraph
-from .step import Step, measure_step
+from .step import Memory, Step, measure_step, predict_memory
 from .text import write_report
 from .traffic import nbytes
 
@@ -121,6 +121,7 @@ class Report:
         parameters: All partitioned parameters.
         compiles: Every graph that was compiled, in order.
         step: What a rank sends in a training step.
+        memory: What a rank is predicted to hold in one; None where it is not known.
         graph_breaks: Where Dynamo had to end a graph.
         recompiles: Functions that were compiled more than once.
         fallbacks: What does not run as compiled code.
@@ -136,6 +137,7 @@ class Report:
     parameters: tuple[Parameter, ...]
     compiles: tuple[Compile, ...]
     step: Step
+    memory: Memory | None
     graph_breaks: tuple[Break, ...]
     recompiles: tuple[Recompile, ...]
     fallbacks: tuple[Fallback, ...]
@@ -180,6 +182,7 @@ def report(model: nn.Module) -> Report:
         parameters=tuple(_parameter(entry, state) for state in states for entry in state.parameters),
         compiles=compiled,
         step=measure_step(model, states, records),
+        memory=predict_memory(model, records),
         graph_breaks=graph_breaks_of(records, backend.log),
         recompiles=recompiles_of(records),
         fallbacks=fallbacks_of(model, states, records, backend.log),
@@ -196,7 +199,7 @@ def _objects_of(model: nn.Module, states: list[PartitionState]) -> list[object]:
     return [item for item in objects if item is not None]
 
 
-def _status(states: list[PartitionState], records: list[CompileRecord]) -> str:
+def _status(states: list[PartitionState], records: list[CompileEntry]) -> str:
     parts = [] if states else ["not partitioned: call dsgraph.partition(model, ...) before torch.compile"]
     if not records:
         parts.append("nothing was compiled by dsgraph: the model was not given to torch.compile, or has not run yet")
@@ -225,7 +228,7 @@ def _parameter(entry: ParameterState, state: PartitionState) -> Parameter:
     )
 
 
-def _compile(record: CompileRecord) -> Compile:
+def _compile(record: CompileEntry) -> Compile:
     passes = tuple(
         Pass(
             phase=item.phase.value,
@@ -233,7 +236,7 @@ def _compile(record: CompileRecord) -> Compile:
             changed=item.changed,
             notes=item.notes,
             seconds=item.seconds,
-            verify_seconds=getattr(item, "verify_seconds", 0.0),
+            verify_seconds=item.verify_seconds,
             nodes_before=item.nodes_before,
             nodes_after=item.nodes_after,
         )

@@ -1,4 +1,4 @@
-"""What a rank sends in one training step, from the graphs that such a step runs."""
+"""What a rank sends and holds in one training step, from the graphs that such a step runs."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from torch import nn
 
 from dsgraph import compat
+from dsgraph.passes.step_memory import simulate_step
 from dsgraph.state import PartitionState
 
-from .compile_log import CompileRecord
+from .compile_log import CompileEntry
 from .traffic import Traffic, accumulated_traffic, add_up, refresh_traffic, total
 
 
@@ -49,7 +50,38 @@ class Step:
     accumulated_once_bytes: int | None
 
 
-def measure_step(model: nn.Module, states: Sequence[PartitionState], records: Sequence[CompileRecord]) -> Step:
+@dataclass(frozen=True)
+class Memory:
+    """The predicted memory of a training step: of the same graphs, for an optimizer that keeps two tensors a parameter.
+
+    Attributes:
+        peak: The most bytes alive at once.
+        where: The part of the step at the peak: "forward of GPT.forward", "optimizer", ...
+        node: The node at the peak; empty outside graphs.
+        parts: What the peak is made of, in bytes.
+    """
+
+    peak: int
+    where: str
+    node: str
+    parts: dict[str, int]
+
+
+def predict_memory(model: nn.Module, records: Sequence[CompileEntry]) -> Memory | None:
+    """The memory of a step; None where nothing has run with gradients, or a graph came from torch's cache."""
+    at_step = _newest([record for record in records if record.training], reduces=True)
+    shared = _sharing(model, at_step)
+    running = [record for record in at_step for _ in range(shared[record.number])]
+    pairs = [record.memory for record in running if record.memory is not None]
+    if not pairs or len(pairs) < len(running):
+        return None
+    found = simulate_step(pairs).at_peak
+    phase, _, number = found.name.partition(" ")
+    where = f"{phase} of {_name(running[int(number)])}" if number else phase
+    return Memory(found.bytes, where, found.node, dict(found.composition))
+
+
+def measure_step(model: nn.Module, states: Sequence[PartitionState], records: Sequence[CompileEntry]) -> Step:
     """What a step sends, from a model's state and its compiles."""
     training = [record for record in records if record.training]
     if not training:
@@ -74,9 +106,9 @@ def measure_step(model: nn.Module, states: Sequence[PartitionState], records: Se
     )
 
 
-def _newest(records: Sequence[CompileRecord], *, reduces: bool) -> list[CompileRecord]:
+def _newest(records: Sequence[CompileEntry], *, reduces: bool) -> list[CompileEntry]:
     """Of each function and module the newest compile, of those that reduce gradients or do not if there are any."""
-    found: dict[object, CompileRecord] = {}
+    found: dict[object, CompileEntry] = {}
     for record in records:
         capture = record.capture
         key = (capture.function, capture.resumes_at, record.module)
@@ -85,7 +117,7 @@ def _newest(records: Sequence[CompileRecord], *, reduces: bool) -> list[CompileR
     return list(found.values())
 
 
-def _sharing(model: nn.Module, records: Sequence[CompileRecord]) -> dict[int, int]:
+def _sharing(model: nn.Module, records: Sequence[CompileEntry]) -> dict[int, int]:
     """Record number -> layers that run it: those compiled for themselves that have no graph of their own."""
     compiled = {id(module): module for module in compat.compiled_modules(model)}
     own = {record.module for record in records}
@@ -100,7 +132,7 @@ def _sharing(model: nn.Module, records: Sequence[CompileRecord]) -> dict[int, in
     return counts
 
 
-def _parts(records: Sequence[CompileRecord], times: dict[int, int]) -> list[Part]:
+def _parts(records: Sequence[CompileEntry], times: dict[int, int]) -> list[Part]:
     return [
         Part(f"{graph.phase} of {_name(record)}", times[record.number], graph.traffic)
         for record in records
@@ -109,12 +141,12 @@ def _parts(records: Sequence[CompileRecord], times: dict[int, int]) -> list[Part
     ]
 
 
-def _name(record: CompileRecord) -> str:
+def _name(record: CompileEntry) -> str:
     capture = record.capture
     return capture.function.function + (f" after line {capture.resumes_at}" if capture.resumes_at else "")
 
 
-def _bytes(records: Sequence[CompileRecord], parts: Sequence[Part]) -> int | None:
+def _bytes(records: Sequence[CompileEntry], parts: Sequence[Part]) -> int | None:
     if any(record.from_cache for record in records):
         return None
     amounts = [(part.times, total(part.traffic)) for part in parts]

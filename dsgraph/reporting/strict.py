@@ -8,7 +8,7 @@ from dsgraph import compat
 from dsgraph.errors import StrictError
 from dsgraph.options import BackendOptions
 
-from .compile_log import CompileLog, CompileRecord, GivenUp
+from .compile_log import CompileEntry, CompileLog, GivenUp
 from .frames import Capture
 from .measure import is_own_op
 
@@ -56,7 +56,7 @@ def refuse_capture(capture: Capture, options: BackendOptions, log: CompileLog) -
         )
 
 
-def refuse_compile(record: CompileRecord) -> None:
+def refuse_compile(record: CompileEntry) -> None:
     """Refuses checkpoint regions that were not honoured, ops without a lowering, and passes that switch caches off.
 
     Raises:

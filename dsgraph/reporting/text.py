@@ -10,9 +10,12 @@ from typing import TYPE_CHECKING
 
 from tabulate import tabulate
 
+from dsgraph.dumping.render import bytes_text
+
 if TYPE_CHECKING:
     from .measure import Activations
     from .report import Compile, Parameter, Report
+    from .step import Memory
 
 _WIDTH = 100
 
@@ -26,6 +29,7 @@ def write_report(report: Report) -> str:
         _passes(report.compiles),
         _step(report),
         _activations(report.compiles),
+        _memory(report.memory),
         _list("graph breaks", [(f"at {_short(item.place)}", item.reason) for item in report.graph_breaks]),
         _list(
             "recompiles",
@@ -50,24 +54,13 @@ def write_report(report: Report) -> str:
             [
                 (
                     _short(item.place),
-                    item.problem + ("" if item.saved_bytes is None else f" ({size(item.saved_bytes)})"),
+                    item.problem + ("" if item.saved_bytes is None else f" ({bytes_text(item.saved_bytes)})"),
                 )
                 for item in report.checkpoint_regions
             ],
         ),
     ]
     return "\n\n".join(section for section in sections if section)
-
-
-def size(amount: int | None) -> str:
-    """Bytes for people: `1.5 MB`; `?` where they are not known."""
-    if amount is None:
-        return "?"
-    value, units = float(amount), ["B", "kB", "MB", "GB", "TB"]
-    while value >= 999.5 and len(units) > 1:
-        value /= 1000
-        units.pop(0)
-    return f"{value:.0f} {units[0]}" if units[0] == "B" or value >= 100 else f"{value:.1f} {units[0]}"
 
 
 def _head(report: Report) -> str:
@@ -88,9 +81,9 @@ def _parameters(parameters: Sequence[Parameter]) -> str:
         (
             kind,
             len(members),
-            size(sum(item.bytes_full for item in members)),
-            size(sum(item.bytes_here for item in members)),
-            size(sum(item.bytes_replica for item in members)),
+            bytes_text(sum(item.bytes_full for item in members)),
+            bytes_text(sum(item.bytes_here for item in members)),
+            bytes_text(sum(item.bytes_replica for item in members)),
         )
         for kind, members in groups.items()
     ]
@@ -142,15 +135,22 @@ def _passes(compiles: Sequence[Compile]) -> str:
 def _step(report: Report) -> str:
     step = report.step
     rows = [
-        (_fit(part.where, 32), part.times, _fit(item.kind, 24), _fit(item.axis, 12), item.count, size(item.sent_bytes))
+        (
+            _fit(part.where, 32),
+            part.times,
+            _fit(item.kind, 24),
+            _fit(item.axis, 12),
+            item.count,
+            bytes_text(item.sent_bytes),
+        )
         for part in step.parts
         for item in part.traffic
     ]
     if not rows and step.sent_bytes is None:
         return ""
-    lines = [f"a training step: each rank sends {size(step.sent_bytes)}"]
+    lines = [f"a training step: each rank sends {bytes_text(step.sent_bytes)}"]
     if step.accumulated_each_bytes is not None:
-        each, once = size(step.accumulated_each_bytes), size(step.accumulated_once_bytes)
+        each, once = bytes_text(step.accumulated_each_bytes), bytes_text(step.accumulated_once_bytes)
         lines.append(f"with accumulate: {each} each micro-batch and {once} once a step")
     if rows:
         lines.append(_table(rows, ("", "runs", "collective", "over", "calls", "sends")))
@@ -165,10 +165,21 @@ def _activations(compiles: Sequence[Compile]) -> str:
 
 def _activation_row(found: Activations) -> tuple[str, ...]:
     return (
-        f"{found.saved}: {size(found.saved_bytes)}",
-        f"{found.kept_parameters}: {size(found.kept_parameter_bytes)}",
-        f"{found.recomputed}: {size(found.recomputed_bytes)}",
-        f"{found.gathered_again}: {size(found.gathered_again_bytes)}",
+        f"{found.saved}: {bytes_text(found.saved_bytes)}",
+        f"{found.kept_parameters}: {bytes_text(found.kept_parameter_bytes)}",
+        f"{found.recomputed}: {bytes_text(found.recomputed_bytes)}",
+        f"{found.gathered_again}: {bytes_text(found.gathered_again_bytes)}",
+    )
+
+
+def _memory(memory: Memory | None) -> str:
+    if memory is None:
+        return ""
+    parts = ", ".join(f"{name} {bytes_text(amount)}" for name, amount in memory.parts.items() if amount)
+    node = f" at {memory.node}" if memory.node else ""
+    return _wrap(
+        f"predicted peak memory of a training step: {bytes_text(memory.peak)} in {memory.where}{node}",
+        f"of that {parts}; the optimizer taken to be Adam",
     )
 
 

@@ -341,6 +341,28 @@ def test_passes_that_switch_caches_off_are_named():
     assert compilation.unidentified == ("nosy",)
 
 
+# Memory.
+
+
+@pytest.mark.parametrize("stage", (0, 1, 3))
+def test_the_memory_of_a_step_is_predicted(fake_ranks, stage):
+    model = dsgraph.partition(build("gpt"), stage=stage, keep_whole_below=100)
+    compiled = torch.compile(model, backend="dsgraph", options=EAGER)
+    assert dsgraph.report(model).memory is None, "nothing has run"
+    with torch.no_grad():
+        compiled(*tokens(0, 0))
+    assert dsgraph.report(model).memory is None, "nothing has run with gradients"
+    compiled(*tokens(0, 0)).backward()
+    found = dsgraph.report(model).memory
+    shards = sum(param.to_local().numel() * 4 for param in model.parameters())
+    replicas = sum(param.numel() * 4 for param in model.parameters() if param.numel() >= 100) if stage == 1 else 0
+    assert found.peak == sum(found.parts.values())
+    assert found.parts["parameters"] == shards + replicas
+    assert found.parts["optimizer state"] == 2 * shards
+    assert found.where == "backward of GPT.forward" and found.parts["saved for backward"] > 0
+    assert "predicted peak memory of a training step" in str(dsgraph.report(model))
+
+
 # Near misses and checkpoint regions.
 
 
@@ -397,8 +419,8 @@ def test_it_fits_the_screen_and_json(fake_ranks):
     given = report.to_dict()
     assert json.loads(json.dumps(given)) == given
     assert list(given) == [
-        *("schema", "model", "status", "stages", "mesh", "parameters", "compiles", "step", "graph_breaks"),
-        *("recompiles", "fallbacks", "near_misses", "checkpoint_regions"),
+        *("schema", "model", "status", "stages", "mesh", "parameters", "compiles", "step", "memory"),
+        *("graph_breaks", "recompiles", "fallbacks", "near_misses", "checkpoint_regions"),
     ]
 
 
