@@ -360,7 +360,6 @@ def test_the_memory_of_a_step_is_predicted(fake_ranks, stage):
     assert found.parts["parameters"] == shards + replicas
     assert found.parts["optimizer state"] == 2 * shards
     assert found.where == "backward of GPT.forward"
-    assert found.parts["saved for backward"] + found.parts["gradients"] > 0
     assert "predicted peak memory of a training step" in str(dsgraph.report(model))
 
 
