@@ -14,7 +14,7 @@ FLOORS = {"inductor_ext": 0, "passes": 1, "dsgraph": 2}
 # What passes share: everything in their folder that is not a pass.
 SHARED = {
     *("base", "compat", "errors", "graph", "invariants", "partitioner", "pipeline", "runner", "__init__"),
-    *("cost", "memory", "step_memory"),
+    *("cost", "fusion", "memory", "step_memory"),
 }
 
 
