@@ -21,6 +21,7 @@ from torch.fx import GraphModule, Node
 
 from .compat import captured_input, storage_id
 from .cost import UNKNOWN_SIZE, hint, tensor_bytes
+from .fusion import inlined, writes_over_operands
 from .graph import aliased_arguments, collective_kind, is_collective, is_wait
 
 
@@ -107,9 +108,13 @@ class GraphMemory:
 
 
 def simulate(
-    gm: GraphModule, *, owned: Collection[str] | None = None, roots: Mapping[str, str] = MappingProxyType({})
+    gm: GraphModule,
+    *,
+    owned: Collection[str] | None = None,
+    roots: Mapping[str, str] = MappingProxyType({}),
+    fused: bool = False,
 ) -> GraphMemory:
-    """The memory of `gm` as the eager code generator runs it.
+    """The memory of `gm` as the eager code generator runs it, or, `fused`, about as Inductor does.
 
     Besides what the graph shows, one thing is known of kernels: a collective reads its argument until its wait, unless
     it works on a copy.
@@ -120,12 +125,14 @@ def simulate(
             default those that were inputs of the captured graph, so that what is freed are tangents and saved values.
         roots: For inputs that are results of another graph, the piece of memory in which each lies there: inputs in
             the same piece are counted once. Of other inputs, fake tensors tell.
+        fused: By the rules of `fusion`: what is computed where it is read takes no memory, and what it is made of lives
+            until then; and a result may lie where an operand lay.
 
     Returns:
         Bytes, in which a size that only the data decide counts as `UNKNOWN_SIZE`.
     """
     nodes = list(gm.graph.nodes)
-    table = _Table(roots)
+    table = _Table(roots, inlined=inlined(nodes) if fused else frozenset())
     for number, node in enumerate(nodes):
         table.place(node, number)
     if owned is None:
@@ -134,7 +141,10 @@ def simulate(
     leaving = {name for node in outputs if node is not None for name in table.names(node)}
     held = {name for node in nodes if node.name in owned or node.op == "get_attr" for name in table.names(node)}
     pieces = []
-    for piece, last in zip(table.pieces, _last_uses(nodes, table), strict=True):
+    ends = _last_uses(nodes, table)
+    if fused:
+        ends = _written_over(nodes, table, ends, leaving | held)
+    for piece, last in zip(table.pieces, ends, strict=True):
         kind = MemoryKind.OUTPUT if piece.node in leaving and piece.kind is not MemoryKind.INPUT else piece.kind
         stays = piece.node in leaving | held
         pieces.append(replace(piece, kind=kind, owned=piece.node in held, last=len(nodes) if stays else last))
@@ -154,8 +164,9 @@ class _Table:
         pieces: All pieces, in the order in which they come to life; `last` is not known yet.
     """
 
-    def __init__(self, given_roots: Mapping[str, str]) -> None:
+    def __init__(self, given_roots: Mapping[str, str], *, inlined: Collection[Node]) -> None:
         self.pieces: list[Piece] = []
+        self._inlined = inlined
         self._given_roots = given_roots
         self._places: dict[Node, list[tuple[str, ...]]] = {}  # a tuple for each of a node's results
         self._inputs: dict[str | int, str] = {}  # piece of another graph, or storage -> piece
@@ -172,6 +183,8 @@ class _Table:
             self._places[node] = [self._input(node, value)]
         elif node.op == "call_function" and node.target is operator.getitem:
             self._places[node] = [self._item(*node.args)]
+        elif node in self._inlined:
+            self._places[node] = [tuple(name for source in node.all_input_nodes for name in self.names(source))]
         elif node.op != "output":
             own: dict[int, str] = {}  # results of one op may share memory
             self._places[node] = [
@@ -255,3 +268,21 @@ def _live_bytes(pieces: Sequence[Piece], count: int) -> tuple[int, ...]:
         changes[piece.first] += piece.bytes
         changes[min(piece.last + 1, count)] -= piece.bytes
     return tuple(accumulate(changes[:count]))
+
+
+def _written_over(nodes: Sequence[Node], table: _Table, ends: Sequence[int], stays: Collection[str]) -> list[int]:
+    """`ends` with each operand that a kernel writes its result over freed ahead of that result."""
+    changed = list(ends)
+    number_of = {piece.node: number for number, piece in enumerate(table.pieces)}
+    for result in table.pieces:
+        node = nodes[result.first]
+        if result.kind is not MemoryKind.OTHER or not writes_over_operands(node):
+            continue
+        for name in dict.fromkeys(name for source in node.all_input_nodes for name in table.names(source)):
+            number = number_of[name]
+            operand = table.pieces[number]
+            dies = changed[number] == result.first and name not in stays and operand.kind is MemoryKind.OTHER
+            if dies and operand is not result and operand.bytes == result.bytes:
+                changed[number] -= 1
+                break
+    return changed

@@ -55,15 +55,18 @@ class PairMemory:
     refresh_bytes: int
 
 
-def pair_memory(forward: GraphModule, backward: GraphModule | None, ctx: PassContext) -> PairMemory:
+def pair_memory(
+    forward: GraphModule, backward: GraphModule | None, ctx: PassContext, *, fused: bool = False
+) -> PairMemory:
     """The memory of a captured graph, from its graphs as the code generator gets them.
 
     Args:
         forward: What the passes of the forward phase left.
         backward: The same of the backward phase; None where nothing needs a gradient.
         ctx: What the passes of the forward phase were given.
+        fused: For Inductor, see `simulate`.
     """
-    ahead = simulate(forward, owned=[node.name for node in placeholders(forward)])
+    ahead = simulate(forward, owned=[node.name for node in placeholders(forward)], fused=fused)
     held = {piece.node for piece in ahead.pieces if piece.owned}
     known = set(ahead.nodes)
     saved = [node.name for node in placeholders(backward) if node.name in known] if backward is not None else []
@@ -74,7 +77,9 @@ def pair_memory(forward: GraphModule, backward: GraphModule | None, ctx: PassCon
     replicas = _replicas(forward, ctx)
     behind, gradients = None, dict[str, str]()
     if backward is not None:
-        behind = simulate(backward, owned=[name for name, root in roots.items() if root in held], roots=roots)
+        behind = simulate(
+            backward, owned=[name for name, root in roots.items() if root in held], roots=roots, fused=fused
+        )
         gradients = _gradients(forward, backward, behind, ctx)
     return PairMemory(
         forward=ahead,

@@ -11,31 +11,45 @@ from benchmarks.memory import build_counter
 from benchmarks.memory_model import checks, measure
 
 COLUMNS = {
-    *("model", "stage", "codegen", "predicted_mb", "measured_mb", "error", "where", "compile_mb", "composition_mb"),
+    *(
+        "model",
+        "stage",
+        "codegen",
+        "predicted_mb",
+        "unfused_mb",
+        "measured_mb",
+        "error",
+        "where",
+        "compile_mb",
+        "composition_mb",
+    ),
 }
 
 
-def row(codegen: str, error: float, *, stage: int = 3, compile_mb: float = 1.0) -> dict[str, object]:
+def row(codegen: str, predicted: float, *, unfused: float = 100, stage: int = 3, compiling: float = 1) -> dict:
     return {
         "model": "gpt",
         "stage": stage,
         "codegen": codegen,
+        "predicted_mb": predicted,
+        "unfused_mb": unfused,
         "measured_mb": 100.0,
-        "error": error,
-        "compile_mb": compile_mb,
+        "compile_mb": compiling,
     }
 
 
 def test_checks_take_the_worst_in_either_direction():
-    rows = [row("eager", 0.05), row("eager", -0.2, stage=1, compile_mb=7.0), row("inductor", 0.1)]
-    eager, eager_compiling, inductor, inductor_compiling = checks(rows)
-    assert eager.value == 0.2 and not eager.ok and "gpt, stage 1" in eager.name and "eager" in eager.name
+    rows = [row("eager", 105), row("eager", 80, stage=1, compiling=7), row("inductor", 92, unfused=113)]
+    eager, eager_compiling, fused, unfused, inductor_compiling = checks(rows)
+    assert eager.value == pytest.approx(0.2) and not eager.ok and "2: gpt, stage 1" in eager.name
     assert eager_compiling.value == pytest.approx(0.07) and not eager_compiling.ok
-    assert inductor.value == 0.1 and inductor.ok and inductor_compiling.ok
+    assert fused.value == pytest.approx(0.08) and fused.ok and "inductor" in fused.name
+    assert unfused.value == pytest.approx(0.13) and not unfused.ok and "node by node" in unfused.name
+    assert inductor_compiling.value == pytest.approx(0.01) and inductor_compiling.ok
 
 
 def test_what_was_not_measured_is_not_reached():
-    assert [check.value for check in checks([])] == [None] * 4 and not any(check.ok for check in checks([]))
+    assert [check.value for check in checks([])] == [None] * 5 and not any(check.ok for check in checks([]))
 
 
 @pytest.mark.parametrize("arguments", [["--models", "gpt,bart"], ["--stages", "4"], ["--codegens", "triton"]])
@@ -78,4 +92,4 @@ def test_smoke_run_writes_the_schema(tmp_path):
     assert set(read) == {"rows", "checks", "machine"}
     (only,) = read["rows"]
     assert set(only) == COLUMNS and (only["model"], only["stage"], only["codegen"]) == ("gpt-tiny", 1, "eager")
-    assert len(read["checks"]) == 4
+    assert len(read["checks"]) == 5
