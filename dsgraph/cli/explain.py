@@ -58,8 +58,11 @@ def _communication(node: NodeRecord) -> list[str]:
 
 
 def _life(graph: GraphRecord, node: NodeRecord) -> list[str]:
+    pieces = pieces_of(graph, node)
+    if graph.live and node.bytes and not pieces:
+        return [f"  {bytes_text(node.bytes)} that take no memory: computed inside the kernels that read it"]
     lines = []
-    for piece in pieces_of(graph, node):
+    for piece in pieces:
         shared = f", in the memory of {node.shares}" if node.shares else ""
         last = graph.nodes[piece.last].name if piece.last < len(graph.nodes) else "the end, and beyond"
         lines.append(

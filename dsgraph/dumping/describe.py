@@ -17,11 +17,11 @@ from dsgraph.passes import CostModel, ParamInfo, PassContext, Phase
 from dsgraph.passes.compat import OpOverload
 from dsgraph.passes.cost import flops, moved_bytes, number_of, sent_bytes, tensor_bytes
 from dsgraph.passes.graph import (
+    aliased_arguments,
     collective_group,
     collective_kind,
     is_collective,
     is_wait,
-    placeholders,
 )
 from dsgraph.passes.memory import GraphMemory, simulate
 from dsgraph.sources import user_source
@@ -41,13 +41,13 @@ class Describer:
     _places: dict[str, tuple[str, str]] = field(default_factory=dict)
     _values: dict[int, tuple[Tensor, ValueRecord]] = field(default_factory=dict)
 
-    def nodes(self, gm: GraphModule, ctx: PassContext, memory: GraphMemory | None) -> tuple[NodeRecord, ...]:
+    def nodes(self, gm: GraphModule, ctx: PassContext) -> tuple[NodeRecord, ...]:
         """The nodes of a graph, in program order. A node that no pass has touched keeps its record, the same object."""
         around = _Around(
             ctx=ctx,
             costs=CostModel.default(ctx.axes, device_type=_device(gm)),
             reduced=_reduced_parameters(gm, ctx),
-            roots=memory.roots if memory is not None else {},
+            roots=_memory_roots(gm) if ctx.phase is not Phase.CAPTURE else {},
         )
         return tuple(self._node(node, around) for node in gm.graph.nodes)
 
@@ -59,7 +59,7 @@ class Describer:
     def _node(self, node: Node, around: _Around) -> NodeRecord:
         """The record of a node, with what depends on the graph around it."""
         users = tuple(node.users) if is_collective(node) else ()
-        root = around.roots.get(node.name, ("",))[0].partition(":")[0]
+        root = around.roots.get(node, node).name
         tag = node.meta.get("recompute")
         state = (node.op, node.target, node.args, node.kwargs, tag, history(node), users, root)
         known = self._known.get(node)
@@ -124,7 +124,7 @@ class _Around:
     ctx: PassContext
     costs: CostModel
     reduced: Mapping[Node, tuple[str, ...]]
-    roots: Mapping[str, tuple[str, ...]]
+    roots: Mapping[Node, Node]
 
 
 def _collective(node: Node, around: _Around) -> CollectiveRecord:
@@ -143,6 +143,17 @@ def _collective(node: Node, around: _Around) -> CollectiveRecord:
         wait=wait.name if wait is not None else "",
         parameters=(gathered,) if gathered else around.reduced.get(node, ()),
     )
+
+
+def _memory_roots(gm: GraphModule) -> dict[Node, Node]:
+    """For each node that makes no memory of its own, the node whose memory its (first) result lies in."""
+    roots: dict[Node, Node] = {}
+    for node in gm.graph.nodes:
+        if node.op == "call_function":
+            source = aliased_arguments(node)[0]
+            if source is not None:
+                roots[node] = roots.get(source, source)
+    return roots
 
 
 def _gathered_parameter(node: Node, ctx: PassContext) -> str:
@@ -177,13 +188,9 @@ def _is_after_reduction(node: Node) -> bool:
     return is_wait(node) or len(node.all_input_nodes) == 1
 
 
-def memory_of(gm: GraphModule, ctx: PassContext) -> GraphMemory | None:
-    """The memory of a graph; None for captured and joint graphs, which never run as they are."""
-    if ctx.phase not in _RUNNING:
-        return None
-    # All inputs outlive the graph but what the forward saved for the backward.
-    owned = {node.name for node in placeholders(gm) if ctx.phase is not Phase.BACKWARD or node.name in ctx.params}
-    return simulate(gm, owned=owned)
+def memory_of(gm: GraphModule, ctx: PassContext, *, fused: bool) -> GraphMemory | None:
+    """The memory of a graph; None for captured and joint graphs, which never run as they are. `fused`: by Inductor."""
+    return simulate(gm, fused=fused) if ctx.phase in _RUNNING else None
 
 
 def pieces(memory: GraphMemory) -> tuple[PieceRecord, ...]:

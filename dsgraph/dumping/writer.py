@@ -135,7 +135,7 @@ class GraphDump:
         if record is not None and touched == 0 and self._last is not None:
             step = self._same_again(graph, record)
         else:
-            memory = memory_of(gm, ctx)
+            memory = memory_of(gm, ctx, fused=self.record.codegen == "inductor")
             self._last = GraphRecord(
                 format=GRAPH_FORMAT,
                 version=VERSION,
@@ -145,7 +145,7 @@ class GraphDump:
                 phase=ctx.phase.value,
                 number=number,
                 pass_name=pass_name,
-                nodes=self._describer.nodes(gm, ctx, memory),
+                nodes=self._describer.nodes(gm, ctx),
                 live=memory.live if memory is not None else (),
                 memory=pieces(memory) if memory is not None else (),
                 bodies=self._describer.bodies(gm),

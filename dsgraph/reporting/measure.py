@@ -122,7 +122,7 @@ class Measurements:
             self.activations = self._activations(gm)
             assert self._forward_graph is not None
             forward, its_ctx = self._forward_graph
-            self.memory, self._forward_graph = pair_memory(forward, gm, its_ctx), None
+            self.memory, self._forward_graph = pair_memory(forward, gm, its_ctx, fused=self.with_inductor), None
             self.ignored_tags = tuple(
                 IgnoredTag(node.name, self._tagged[node.name], nbytes(node.meta.get("val")))
                 for node in _saved_values(gm)
