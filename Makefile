@@ -17,7 +17,7 @@ test: $(VENV)/.installed-test lint
 	$(PYTEST) -m "not gpu"
 
 test-fast: $(VENV)/.installed-test
-	$(PYTEST) -m "not gpu and not distributed and not inductor and not packaging"
+	$(PYTEST) -m "not gpu and not distributed and not inductor and not packaging and not slow"
 
 lint: $(VENV)/.installed-test
 	$(BIN)/ruff format --check .

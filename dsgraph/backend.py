@@ -129,9 +129,16 @@ class Backend:
     def _begin_dump(self, options: BackendOptions, facts: CaptureFacts, capture: Capture) -> GraphDump | None:
         if options.dump is None:
             return None
-        folder = self._dumps.setdefault(options.dump.absolute(), DumpFolder(options.dump, most=options.dump_compiles))
+        path = options.dump.absolute()
+        folder = self._dumps.setdefault(path, DumpFolder(path))
         function = replace(capture.function, file=short_path(capture.function.file))
-        return folder.begin(facts, of=str(function), codegen=options.codegen, strict=options.strict)
+        return folder.begin(
+            facts,
+            of=str(function),
+            codegen=options.codegen,
+            strict=options.strict,
+            most=options.dump_compiles,
+        )
 
     def _agreement(self, mesh: DeviceMesh) -> Agreement:
         """What this mesh's ranks agreed on, for as long as the process group lives."""

@@ -31,7 +31,7 @@ class BackendOptions(BaseModel):
             backend: so the last compile that Dynamo allows is an error as well, and this number cannot exceed that one.
         dump: Folder for a readable copy of every graph before and after every pass. Default: the environment variable
             DSGRAPH_DUMP, or nowhere.
-        dump_compiles: How many compiles are dumped; later ones are not.
+        dump_compiles: How many compiles of a process are dumped into the folder; later ones are not.
         inductor: Inductor configuration for this model, by the names of `torch._inductor.config`.
     """
 
@@ -96,6 +96,8 @@ def parse_options(given: Mapping[str, Any] | None, environ: Mapping[str, str]) -
 
 
 def _refuse_without_effect(options: BackendOptions, given: Mapping[str, Any]) -> None:
+    if "dump_compiles" in given and options.dump is None:
+        raise OptionError("option 'dump_compiles' has no effect without 'dump' (or DSGRAPH_DUMP): remove it, or add it")
     if "recompile_limit" not in given:
         return
     if not options.strict:

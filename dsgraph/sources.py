@@ -5,8 +5,12 @@ from __future__ import annotations
 import os
 import re
 
+import torch
+
 OWN_FOLDER = os.path.dirname(os.path.abspath(__file__)) + os.sep  # noqa: PTH100, PTH120  # compared as text
 """Where dsgraph's own files are: lines from there are nobody's model."""
+
+TORCH_FOLDER = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep  # noqa: PTH100, PTH120  # likewise
 
 _FRAME = re.compile(r'File "([^"]+)", line (\d+), in [^\n]*\n\s*([^\n]*)')
 
@@ -18,8 +22,8 @@ def short_path(path: str) -> str:
 
 
 def user_source(stack_trace: str | None) -> tuple[str, str]:
-    """`file:line` of the innermost frame of a node's stack trace that is not dsgraph's, and its text; else empty."""
+    """`file:line` of the innermost frame of a stack trace that is the user's, and its text; empty without one."""
     for path, line, code in reversed(_FRAME.findall(stack_trace or "")):
-        if not path.startswith(OWN_FOLDER):
+        if not path.startswith((OWN_FOLDER, TORCH_FOLDER)):
             return f"{short_path(path)}:{line}", code.strip()
     return "", ""

@@ -47,7 +47,9 @@ class PrefetchForwardGathers(GraphPass):
             if _start_after(place, [*preparations, started]):
                 changed += 1
             elif any(place < node for node in (*preparations, started)) and barrier_between(place, started):
-                notes.append(f"{parameter_of(started, ctx)} is not gathered earlier: an op in between may write")
+                notes.append(
+                    f"{parameter_of(started, ctx)} is not gathered earlier: an op in between may write, or is not known"
+                )
         return PassResult(changed=changed, notes=tuple(notes))
 
     def _place(self, previous: Node, needed: Node) -> Node:

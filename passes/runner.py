@@ -74,7 +74,11 @@ class Runner:
         self._note_order(gm, None, ctx)
         for number, item in enumerate(self.pipeline.of(ctx.phase), start=1):
             record = self._run_one(item, gm, ctx)
-            verify_seconds += self._verify(gm, item, ctx)
+            try:
+                verify_seconds += self._verify(gm, item, ctx)
+            except PassError as error:  # the graph that one wants to see
+                self._dump(gm, ctx, number, replace(record, notes=(*record.notes, f"refused: {error}")))
+                raise
             self._note_order(gm, item, ctx)
             self.records.append(replace(record, verify_seconds=verify_seconds))
             verify_seconds = 0.0

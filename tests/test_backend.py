@@ -119,6 +119,7 @@ def test_dynamic_sizes_compile_once(one_rank):
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", (1, 3))
 def test_everything_dynamic_leaves_parameters_static(one_rank, stage):
     model, alone = dsgraph.partition(build("gpt"), stage=stage, keep_whole_below=0), build("gpt")
@@ -204,6 +205,7 @@ def test_warm_starts_hit_the_caches_and_other_options_miss(tmp_path):
     assert _start(tmp_path, other)[:2] == [0, 0]
 
 
+@pytest.mark.slow
 def test_the_backend_is_found_by_name_without_importing_dsgraph():
     script = "import torch; print(torch.compile(torch.nn.Linear(2, 2), backend='dsgraph', options={'codegen': 'eager'})"
     script += "(torch.ones(1, 2)).shape)"

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import copy
 import json
-import os
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
@@ -21,6 +20,7 @@ from torch.fx import GraphModule
 from dsgraph import compat
 from dsgraph.agreement import Agreement
 from dsgraph.codegen import Compilation
+from dsgraph.dumping.contents import write_whole
 from dsgraph.errors import RanksDisagreeError
 from dsgraph.options import BackendOptions
 from dsgraph.passes import CaptureFacts, GraphPass, Phase, Pipeline
@@ -234,9 +234,7 @@ class Bisection:
 
     def _write(self) -> None:
         path = self._folder / f"graph{self._result['graph']}.json"
-        unfinished = path.with_suffix(f".{os.getpid()}.tmp")
-        unfinished.write_text(json.dumps(self._result, indent=1))
-        unfinished.replace(path)
+        write_whole(path, json.dumps(self._result, indent=1).encode())
 
 
 def _describe(error: Exception) -> str:

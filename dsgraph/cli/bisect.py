@@ -130,9 +130,8 @@ def _describe_first(result: dict[str, Any]) -> list[str]:
     first = result["first"]
     if first is None or result["unrepeatable"]:
         return []
-    step = next(
-        step for step in result["steps"] if (step["pass"], step["codegen"]) == (first["pass"], first["codegen"])
-    )
+    key = ("pass", "phase", "codegen")
+    step = next(step for step in result["steps"] if [step[name] for name in key] == [first[name] for name in key])
     who = f"rank {result['rank']}: " if result["world"] > 1 else ""
     if step["state"] == "failed":
         return [f"{who}{_name(first)} fails: {step['problem']}"]

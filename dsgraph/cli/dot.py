@@ -31,7 +31,7 @@ def dot(args: argparse.Namespace) -> Answer:
     if args.out is None:
         return Answer(text, {**data, "text": text})
     try:
-        args.out.write_text(text + "\n")
+        args.out.write_text(text + "\n", encoding="utf-8")
     except OSError as error:
         raise CommandError(f"--out: {args.out} cannot be written: {error.strerror}") from None
     return Answer(f"{args.out}: {data['nodes']} nodes, {data['edges']} edges", {**data, "file": str(args.out)})

@@ -24,7 +24,10 @@ from typing import NoReturn
 from .command import CommandError
 
 # What torchrun tells a rank. None of it is passed on from where `dsgraph` itself was started.
-_OF_RANKS = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_")
+_OF_RANKS = {
+    *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE"),
+    *("ROLE_RANK", "ROLE_NAME", "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
+}
 _MARK = "DSGRAPH_LAUNCH"
 # How long the processes get to end by themselves after Ctrl-C, and after SIGTERM, seconds.
 _PATIENCE = (1.0, 5.0)
@@ -95,7 +98,11 @@ def run_script(
         environment: Variables to set besides ours.
         quiet: Write its output to stderr, because stdout is for something else.
     """
-    variables = {name: value for name, value in os.environ.items() if not name.startswith(_OF_RANKS)}
+    variables = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in _OF_RANKS and not name.startswith("TORCHELASTIC_")
+    }
     if script.root is not None:
         known = [variables["PYTHONPATH"]] if variables.get("PYTHONPATH") else []
         variables["PYTHONPATH"] = os.pathsep.join([str(script.root), *known])
@@ -133,10 +140,15 @@ def _count(text: str) -> int:
     return int(text)
 
 
+def _is_of_ranks(variable: str) -> bool:
+    return variable in _OF_RANKS or variable.startswith("TORCHELASTIC_")
+
+
 def _check_module(module: str) -> None:
     """Looks a module up without importing anything of it, as its package may do anything when it is imported."""
     first, *rest = module.split(".")
-    sys.path.insert(0, str(Path.cwd()))  # as `python -m` does
+    here = str(Path.cwd())
+    sys.path.insert(0, here)  # as `python -m` does
     try:
         spec = importlib.util.find_spec(first) if first else None
         for name in rest:
@@ -146,7 +158,8 @@ def _check_module(module: str) -> None:
     except (ImportError, ValueError):
         spec = None
     finally:
-        sys.path.pop(0)
+        if here in sys.path:
+            sys.path.remove(here)
     if spec is None:
         raise CommandError(f"there is no module {module!r} that Python could run")
 

@@ -55,8 +55,9 @@ def _curve(graph: GraphRecord) -> str:
     """Live bytes over the program, one bar for every so many nodes."""
     peak, count = max(graph.live), len(graph.live)
     lines = []
-    for row in range(min(_ROWS, count)):
-        start, end = row * count // _ROWS, max((row + 1) * count // _ROWS, row * count // _ROWS + 1)
+    rows = min(_ROWS, count)
+    for row in range(rows):
+        start, end = row * count // rows, (row + 1) * count // rows
         most = max(graph.live[start:end])
         module = next((node.module for node in graph.nodes[start:end] if node.module), "")
         lines.append(

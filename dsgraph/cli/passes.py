@@ -73,7 +73,8 @@ def _users_passes(text: str) -> list[dict[str, Any]]:
     module_name, _, path = text.partition(":")
     if not module_name or not path:
         raise CommandError(f"--pipeline is {text!r}; it takes MODULE:OBJECT, such as mymodel.passes:PIPELINE")
-    sys.path.insert(0, str(Path.cwd()))
+    here = str(Path.cwd())
+    sys.path.insert(0, here)
     try:
         found: Any = importlib.import_module(module_name)
         for name in path.split("."):
@@ -88,7 +89,8 @@ def _users_passes(text: str) -> list[dict[str, Any]]:
     except (Exception, SystemExit) as error:  # whatever the user's module does
         raise CommandError(f"--pipeline {text}: {type(error).__name__}: {' '.join(str(error).split())}") from error
     finally:
-        sys.path.pop(0)
+        if here in sys.path:
+            sys.path.remove(here)
     default = set(default_pipeline())
     return [describe(type(item), item, origin=text) for item in pipeline if item not in default]
 

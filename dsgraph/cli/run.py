@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import re
 from pathlib import Path
+
+from dsgraph.dumping.contents import rank_folders, remove_compiles, stranger
 
 from .command import Answer, Command, CommandError
 from .launch import add_arguments, describe_exit, find_script, run_script
@@ -14,10 +15,6 @@ _DESCRIPTION = """\
 Runs a Python script, alone or on several ranks, while every graph before and after every pass is written to a folder;
 then prints what `dsgraph ls` prints. A script inside a package that uses relative imports runs as a module of it.
 Exit code 1: the script failed, or it compiled nothing with dsgraph."""
-
-# All that a dump consists of; nothing else is ever deleted.
-_RANK, _COMPILE = re.compile(r"rank\d+"), re.compile(r"compile\d+")
-_FILE = re.compile(r"compile\.json|(capture|joint|forward|backward)-\d+-[^/]*\.(py|json)|.*\.tmp")
 
 
 def _configure(parser: argparse.ArgumentParser) -> None:
@@ -63,38 +60,18 @@ def _make_room(folder: Path, *, overwrite: bool) -> None:
         raise CommandError(f"--dump {folder} is a file; give a folder")
     if not folder.is_dir() or not any(folder.iterdir()):
         return
-    files, folders, strange = _contents(folder)
+    strange = stranger(folder)
     if strange is not None:
         raise CommandError(f"{folder} holds {strange}, which is no part of a dump; give --dump another folder")
     if not overwrite:
         raise CommandError(f"{folder} holds an older dump; give --overwrite to replace it, or --dump another folder")
-    for path in files:
-        path.unlink()
-    for path in folders:
-        path.rmdir()
-
-
-def _contents(folder: Path) -> tuple[list[Path], list[Path], Path | None]:
-    """Files and folders of a dump, inner folders first, and something that is no part of one."""
-    files: list[Path] = []
-    folders: list[Path] = []
-    for rank in sorted(folder.iterdir()):
-        if not _is_folder(rank, _RANK):
-            return files, folders, rank.relative_to(folder)
-        for compiled in sorted(rank.iterdir()):
-            if not _is_folder(compiled, _COMPILE):
-                return files, folders, compiled.relative_to(folder)
-            for path in sorted(compiled.iterdir()):
-                if path.is_symlink() or not path.is_file() or not _FILE.fullmatch(path.name):
-                    return files, folders, path.relative_to(folder)
-                files.append(path)
-            folders.append(compiled)
-        folders.append(rank)
-    return files, folders, None
-
-
-def _is_folder(path: Path, name: re.Pattern[str]) -> bool:
-    return path.is_dir() and not path.is_symlink() and name.fullmatch(path.name) is not None
+    try:
+        for _, rank in list(rank_folders(folder)):
+            remove_compiles(rank)
+    except OSError as error:
+        raise CommandError(
+            f"{error.filename} cannot be deleted ({error.strerror}); give --dump another folder"
+        ) from None
 
 
 COMMAND = Command("run", "run a script with dumping on, then list the dump", _DESCRIPTION, _configure, _run, True)

@@ -54,15 +54,20 @@ def simulate(graph: GraphRecord) -> Timeline:
     now = free = 0.0  # when the computation, and the link, are ready for the next
     computed: list[tuple[NodeRecord, float, float]] = []
     started: dict[str, tuple[NodeRecord, float, float]] = {}
+    started_by: dict[str, str] = {}  # what a wait may read -> the collective
     exposed: dict[str, float] = {}
     for node in graph.nodes:
         if node.collective is not None:
             begin = max(now, free)
             free = begin + (node.collective.seconds or 0.0)
             started[node.name] = (node, begin, free)
-        elif node.inputs and node.inputs[0] in started and _is_wait(node):
-            end = started[node.inputs[0]][2]
-            exposed[node.inputs[0]] = max(0.0, end - now)
+            started_by[node.name] = node.name
+        elif node.target == "operator.getitem" and node.inputs[0] in started_by:
+            started_by[node.name] = started_by[node.inputs[0]]  # one result of a coalesced collective
+        elif _is_wait(node) and node.inputs and node.inputs[0] in started_by:
+            name = started_by[node.inputs[0]]
+            end = started[name][2]
+            exposed[name] = exposed.get(name, 0.0) + max(0.0, end - now)
             now = max(now, end)
         elif node.seconds:
             computed.append((node, now, now + node.seconds))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import operator
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -27,7 +28,7 @@ from dsgraph.passes.memory import GraphMemory, simulate
 from dsgraph.sources import user_source
 
 from .history import history
-from .records import BodyRecord, CollectiveRecord, EventRecord, NodeRecord, PieceRecord, Size, ValueRecord
+from .records import BodyRecord, CollectiveRecord, NodeRecord, PieceRecord, Size, ValueRecord
 
 # The phases whose graphs run; captured and joint graphs are only on the way there.
 _RUNNING = (Phase.FORWARD, Phase.BACKWARD)
@@ -58,7 +59,8 @@ class Describer:
 
     def _node(self, node: Node, around: _Around) -> NodeRecord:
         """The record of a node, with what depends on the graph around it."""
-        users = tuple(node.users) if is_collective(node) else ()
+        # What the record of these tells of the graph around them.
+        users = (tuple(node.users), around.reduced.get(node)) if is_collective(node) else ()
         root = around.roots.get(node, node).name
         tag = node.meta.get("recompute")
         state = (node.op, node.target, node.args, node.kwargs, tag, history(node), users, root)
@@ -95,7 +97,7 @@ class Describer:
             source=source,
             code=code,
             recompute=tag.name.lower() if isinstance(tag, CheckpointPolicy) else "",
-            history=tuple(EventRecord(event.phase, event.pass_name, event.action) for event in history(node)),
+            history=history(node),
         )
 
     def _value(self, tensor: Tensor) -> ValueRecord:
@@ -131,7 +133,8 @@ def _collective(node: Node, around: _Around) -> CollectiveRecord:
     group = collective_group(node)
     axis = next((axis for axis in around.ctx.axes if axis.group == group), None)
     sent = sent_bytes(node, axis.size) if axis is not None else None
-    wait = next((user for user in node.users if is_wait(user)), None)
+    readers = [node, *(user for user in node.users if user.target is operator.getitem)]  # a coalesced one gives several
+    wait = next((user for reader in readers for user in reader.users if is_wait(user)), None)
     gathered = _gathered_parameter(node, around.ctx)
     return CollectiveRecord(
         kind=collective_kind(node),

@@ -8,23 +8,15 @@ from typing import Any
 from torch.fx import GraphModule, Node
 
 from .order import out_of_order
+from .records import EventRecord
 
 # Copied with all other meta data when a joint graph is split.
 _HISTORY = "dsgraph_history"
 
 
-@dataclass(frozen=True)
-class Event:
-    """What one pass did to a node: "made", "changed" (its op or arguments), "tagged" (recomputed or saved), "moved"."""
-
-    phase: str
-    pass_name: str
-    action: str
-
-
-def history(node: Node) -> tuple[Event, ...]:
+def history(node: Node) -> tuple[EventRecord, ...]:
     """What passes did to the node, first things first."""
-    events: tuple[Event, ...] = node.meta.get(_HISTORY, ())
+    events: tuple[EventRecord, ...] = node.meta.get(_HISTORY, ())
     return events
 
 
@@ -54,20 +46,20 @@ def note_changes(gm: GraphModule, before: Snapshot, *, phase: str, pass_name: st
     touched = 0
     for node in gm.graph.nodes:
         if node not in before.calls:
-            _note(node, Event(phase, pass_name, "made"))
+            _note(node, EventRecord(phase, pass_name, "made"))
             touched += 1
             continue
         kept.append(node)
         if before.calls[node] != _call(node):
-            _note(node, Event(phase, pass_name, "changed"))
+            _note(node, EventRecord(phase, pass_name, "changed"))
             touched += 1
         if before.tags.get(node) != node.meta.get("recompute"):
-            _note(node, Event(phase, pass_name, "tagged"))
+            _note(node, EventRecord(phase, pass_name, "tagged"))
             touched += 1
     places = {node: place for place, node in enumerate(before.calls)}
     moved = out_of_order([places[node] for node in kept])
     for index in moved:
-        _note(kept[index], Event(phase, pass_name, "moved"))
+        _note(kept[index], EventRecord(phase, pass_name, "moved"))
     return touched + len(moved) + len(before.calls) - len(kept)
 
 
@@ -75,5 +67,5 @@ def _call(node: Node) -> tuple[Any, ...]:
     return (node.op, node.target, node.args, node.kwargs)
 
 
-def _note(node: Node, event: Event) -> None:
+def _note(node: Node, event: EventRecord) -> None:
     node.meta[_HISTORY] = (*history(node), event)

@@ -20,6 +20,7 @@ from dsgraph import __version__
 from dsgraph.errors import StrictError
 from dsgraph.passes import CaptureFacts, PassContext, PassRecord
 
+from .contents import rank_folders, remove_compiles, write_whole
 from .describe import Describer, memory_of, pieces
 from .history import Snapshot, note_changes
 from .records import (
@@ -48,31 +49,30 @@ class DumpFolder:
     What an earlier process has dumped for this rank is removed when the first graph is written.
 
     Attributes:
-        folder: The user's folder.
-        most: How many compiles are written.
+        folder: The user's folder, an absolute path.
         largest: A graph whose text or JSON is larger is left out. Bytes.
         compiles: How many were begun.
     """
 
     folder: Path
-    most: int
     largest: int = LARGEST_GRAPH
     compiles: int = 0
     _has_failed: bool = False
 
-    def begin(self, facts: CaptureFacts, *, codegen: str, strict: bool, of: str = "") -> GraphDump | None:
+    def begin(self, facts: CaptureFacts, *, codegen: str, strict: bool, most: int, of: str = "") -> GraphDump | None:
         """The dump of one more compile; None when enough were written, or when writing has failed before.
 
         Args:
             facts: Of the captured graph.
             codegen: The code generator.
             strict: Whether a file system that refuses is an error.
+            most: How many compiles are written.
             of: The user's function.
         """
         self.compiles += 1
-        if self.compiles > self.most or (self._has_failed and not strict):
+        if self.compiles > most or (self._has_failed and not strict):
             return None
-        rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+        rank, world = _rank_and_world()
         record = CompileRecord(
             format=COMPILE_FORMAT,
             version=VERSION,
@@ -89,8 +89,14 @@ class DumpFolder:
         )
         place = self.folder / f"rank{rank}"
         if self.compiles == 1:
-            self.attempt(partial(_remove_older, place), strict=strict)
+            self.attempt(partial(self._remove_older, rank, world), strict=strict)
         return GraphDump(self, place / f"compile{self.compiles}", record, strict=strict)
+
+    def _remove_older(self, rank: int, world: int) -> None:
+        """Removes what an earlier run has dumped for this rank; the first also for ranks that are no more."""
+        for number, place in list(rank_folders(self.folder)):
+            if number == rank or (rank == 0 and number >= world):
+                remove_compiles(place)
 
     def attempt(self, write: Callable[[], object], *, strict: bool) -> None:
         """Calls `write`; when the file system refuses, warns once, and nothing is written any more.
@@ -153,23 +159,24 @@ class GraphDump:
             step = replace(_step(self._last, record), touched=touched, left_out=self._write_graph(self._last))
         step = replace(step, dump_seconds=round(time.perf_counter() - started, 6))
         self.record = replace(self.record, steps=(*self.record.steps, step))
-        manifest = to_json_text(self.record)
-        self.folder.attempt(partial(_write, self.place / MANIFEST, manifest), strict=self.strict)
+        manifest = to_json_text(self.record).encode()
+        self.folder.attempt(partial(write_whole, self.place / MANIFEST, manifest), strict=self.strict)
 
     def _same_again(self, graph: str, record: PassRecord) -> StepRecord:
         before = self.record.steps[-1]
         same_as = before.same_as or before.graph
-        text = f"# unchanged by pass {record.name}: see {same_as}.py\n"
-        self.folder.attempt(partial(_write, self.place / f"{graph}.py", text), strict=self.strict)
+        text = f"# unchanged by pass {record.name}: see {same_as}.py\n".encode()
+        self.folder.attempt(partial(write_whole, self.place / f"{graph}.py", text), strict=self.strict)
         return replace(before, graph=graph, same_as=same_as, number=before.number + 1, **_about(record))
 
     def _write_graph(self, graph: GraphRecord) -> str:
         """Writes both files; returns why they were left out, if they were."""
-        for text, suffix in ((self._texts.python(graph), ".py"), (self._texts.json(graph), ".json")):
+        texts = {".py": self._texts.python(graph).encode(), ".json": self._texts.json(graph).encode()}
+        for suffix, text in texts.items():
             if len(text) > self.folder.largest:
                 return f"its {suffix} has {len(text):,} bytes, more than {self.folder.largest:,}"
-            path = self.place / f"{graph.graph}{suffix}"
-            self.folder.attempt(partial(_write, path, text), strict=self.strict)
+        for suffix, text in texts.items():
+            self.folder.attempt(partial(write_whole, self.place / f"{graph.graph}{suffix}", text), strict=self.strict)
         return ""
 
 
@@ -238,23 +245,7 @@ def _parameter(info: Any) -> ParameterRecord:
     )
 
 
-def _write(path: Path, text: str) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    try:
-        unfinished.write_text(text)
-        unfinished.replace(path)  # a reader sees the whole file or none
-    except OSError:
-        unfinished.unlink(missing_ok=True)
-        raise
-
-
-def _remove_older(place: Path) -> None:
-    """Removes the compiles that an earlier process has dumped for this rank, and nothing else."""
-    for folder in place.glob("compile*"):
-        if not (folder / MANIFEST).is_file():
-            continue
-        for path in [*folder.glob("*.py"), *folder.glob("*.json")]:
-            path.unlink()
-        if not any(folder.iterdir()):
-            folder.rmdir()
+def _rank_and_world() -> tuple[int, int]:
+    if dist.is_initialized():
+        return dist.get_rank(), dist.get_world_size()
+    return int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))  # as torchrun has set them

@@ -16,7 +16,7 @@ from dsgraph import compat
 from dsgraph.passes import PassRecord
 from dsgraph.passes.step_memory import PairMemory
 
-from .frames import Capture, Place, Span, first_sentences, is_torchs
+from .frames import Capture, Place, Span, first_sentences, guard_of, is_torchs
 from .measure import Activations, IgnoredTag, LoweredGraph
 
 
@@ -126,7 +126,7 @@ class CompileLog:
         """The records that belong to one of `objects`, in the order of compiling."""
         wanted = {id(item) for item in objects}
         found = []
-        for entry in self._entries.values():
+        for entry in list(self._entries.values()):  # an owner may die meanwhile
             living = (reference() for reference in entry.owners)
             if any(owner is not None and id(owner) in wanted for owner in living):
                 found.append(entry.record)
@@ -182,7 +182,7 @@ class CompileLog:
             del self._entries[key]
 
     def _owners_of(self, function: Place) -> list[object]:
-        for entry in reversed(self._entries.values()):
+        for entry in reversed(list(self._entries.values())):
             if entry.record.capture.function == function:
                 living = (reference() for reference in entry.owners)
                 return [owner for owner in living if owner is not None]
@@ -193,7 +193,7 @@ class CompileLog:
         function = Place(metric.co_filename or "", metric.co_firstlineno or 0, metric.co_name or "")
         if not function.file:  # refused before the frame was looked at: its limit is reached
             function = self._function_compiled_as(str(metric.compile_id)) or Place("<unknown>", 0)
-            reason += f"; the last guard to fail was {_first_guard(metric.recompile_reason)}"
+            reason += f"; the last guard to fail was {guard_of(metric.recompile_reason or 'unknown')}"
         file, line = metric.fail_user_frame_filename, metric.fail_user_frame_lineno
         stack = re.findall(r"Line: (\d+), Name: .+, Filename: (.+)", "\n".join(metric.stack_trace or ()))
         return GivenUp(
@@ -206,7 +206,7 @@ class CompileLog:
 
     def _function_compiled_as(self, compile_id: str) -> Place | None:
         frame = compile_id.partition("/")[0]
-        for entry in reversed(self._entries.values()):
+        for entry in reversed(list(self._entries.values())):
             if entry.record.capture.compile_id.partition("/")[0] == frame:
                 return entry.record.capture.function
         return None
@@ -228,7 +228,3 @@ def _runs_uncompiled(metric: Any) -> bool:
         return False
     # Anything else was raised to the user, unless he asked torch to suppress it.
     return metric.fail_type in ("Unsupported", "UserError") or bool(metric.config_suppress_errors)
-
-
-def _first_guard(reason: str | None) -> str:
-    return re.sub(r"^\d+/\d+: ", "", (reason or "unknown").partition("\n")[0]).partition("  #")[0].strip()

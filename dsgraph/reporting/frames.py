@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import linecache
-import os
 import re
 import sys
 from collections.abc import Iterator
@@ -15,9 +14,8 @@ from torch import nn
 from torch.fx import GraphModule
 
 from dsgraph import compat
-from dsgraph.sources import OWN_FOLDER
+from dsgraph.sources import OWN_FOLDER, TORCH_FOLDER
 
-_TORCH = os.path.dirname(torch.__file__) + os.sep  # noqa: PTH120  # compared as text with `co_filename`
 _RESUMED = re.compile(r"^torch_dynamo_resume_in_.*_at_(\d+)$")
 _STACK_LINE = re.compile(r'^  File "([^"]+)", line (\d+), in (\S+)', re.MULTILINE)
 
@@ -109,7 +107,7 @@ def read_capture(gm: GraphModule) -> tuple[Capture, nn.Module | None]:
         resumes_at=int(resumed[1]) if resumed else None,
         compile_id=traced.compile_id,
         times=traced.times,
-        recompile_reason=_guard(traced.recompile_reason),
+        recompile_reason=guard_of(traced.recompile_reason),
         ends_in=_break_of(gm),
         region=_region(sys._getframe(1)),
         running=tuple(Span.of(code) for code in (traced.code, *(frame.f_code for frame in stack))),
@@ -119,7 +117,7 @@ def read_capture(gm: GraphModule) -> tuple[Capture, nn.Module | None]:
 
 def is_torchs(file: str) -> bool:
     """Whether a source file is part of torch, or made up by it."""
-    return file.startswith((_TORCH, "<eval_with_key>", "<frozen "))
+    return file.startswith((TORCH_FOLDER, "<eval_with_key>", "<frozen "))
 
 
 def first_sentences(reason: str) -> str:
@@ -132,11 +130,11 @@ def first_sentences(reason: str) -> str:
 def user_line(stack_trace: str | None) -> Place | None:
     """The innermost of the user's lines in a node's stack trace."""
     found = [Place(file, int(line), name) for file, line, name in _STACK_LINE.findall(stack_trace or "")]
-    own = [place for place in found if not is_torchs(place.file)]
+    own = [place for place in found if not is_torchs(place.file) and not place.file.startswith(OWN_FOLDER)]
     return own[-1] if own else None
 
 
-def _guard(reason: str) -> str:
+def guard_of(reason: str) -> str:
     """`0/0: self.k == 0      # return self.a(x) * self.k ...` -> `self.k == 0`."""
     first = reason.strip().partition("\n")[0]
     return re.sub(r"^\d+/\d+: ", "", first).partition("  #")[0].strip()

@@ -1,4 +1,4 @@
-"""What is read off the graphs of a compile for the report, as plain data: no graph is kept."""
+"""What is read off the graphs of a compile for the report, as plain data."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ class Measurements:
             self.unlowered.update(_unlowered(gm))
         if phase is Phase.FORWARD:
             self._forward = {node.name: _seen_from_backward(node) for node in gm.graph.nodes}
-            self._forward_graph = (gm, ctx)
+            self._forward_graph = None if ctx.inference else (gm, ctx)  # until the backward is there
         else:
             self.activations = self._activations(gm)
             assert self._forward_graph is not None

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import nn
 
 from dsgraph import compat
-from dsgraph.passes.step_memory import simulate_step
+from dsgraph.passes.step_memory import PairMemory, simulate_step
 from dsgraph.state import PartitionState
 
 from .compile_log import CompileEntry
@@ -71,14 +71,29 @@ def predict_memory(model: nn.Module, records: Sequence[CompileEntry]) -> Memory 
     """The memory of a step; None where nothing has run with gradients, or a graph came from torch's cache."""
     at_step = _newest([record for record in records if record.training], reduces=True)
     shared = _sharing(model, at_step)
-    running = [record for record in at_step for _ in range(shared[record.number])]
-    pairs = [record.memory for record in running if record.memory is not None]
+    running = [(record, layer) for record in at_step for layer in range(shared[record.number])]
+    pairs = [
+        # Graphs of one module share its parameters, layers that share a graph have each their own.
+        _renamed(record.memory, f"{record.module}, layer {layer}: ")
+        for record, layer in running
+        if record.memory is not None
+    ]
     if not pairs or len(pairs) < len(running):
         return None
     found = simulate_step(pairs).at_peak
     phase, _, number = found.name.partition(" ")
-    where = f"{phase} of {_name(running[int(number)])}" if number else phase
+    where = f"{phase} of {_name(running[int(number)][0])}" if number else phase
     return Memory(found.bytes, where, found.node, dict(found.composition))
+
+
+def _renamed(pair: PairMemory, prefix: str) -> PairMemory:
+    """The same with other names: those of a captured graph are local to the module that was captured."""
+    return replace(
+        pair,
+        params={node: replace(info, name=prefix + info.name) for node, info in pair.params.items()},
+        replicas={node: prefix + name for node, name in pair.replicas.items()},
+        gradients={prefix + name: piece for name, piece in pair.gradients.items()},
+    )
 
 
 def measure_step(model: nn.Module, states: Sequence[PartitionState], records: Sequence[CompileEntry]) -> Step:

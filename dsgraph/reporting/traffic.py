@@ -8,12 +8,12 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 
 from dsgraph import compat
 from dsgraph.inductor_ext import chunk_rows, resolve_group
-from dsgraph.passes import MeshAxis
-from dsgraph.passes.cost import number_of, sent_bytes
+from dsgraph.passes import MeshAxis, PassError
+from dsgraph.passes.cost import Size, hint, sent_bytes, size_hints
 from dsgraph.passes.graph import collective_group, collective_kind, collectives
 from dsgraph.state import ParameterState, PartitionState
 
@@ -57,9 +57,17 @@ def graph_traffic(gm: GraphModule, axes: Iterable[MeshAxis]) -> tuple[Traffic, .
         axis = by_group.get(group)
         size = axis.size if axis is not None else resolve_group(group).size()
         sent = sent_bytes(node, size)
-        amount = None if sent is None else number_of(node, sent)
+        amount = None if sent is None else _known(node, sent)
         found.append(Traffic(collective_kind(node), axis.name if axis is not None else group, 1, amount))
     return add_up(found)
+
+
+def _known(node: Node, size: Size) -> int | None:
+    """The number behind a size; None where only the data decide it."""
+    try:
+        return hint(size, size_hints([value.meta.get("val") for value in (node, *node.all_input_nodes)]))
+    except PassError:
+        return None
 
 
 def refresh_traffic(state: PartitionState) -> tuple[Traffic, ...]:

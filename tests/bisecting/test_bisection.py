@@ -15,6 +15,7 @@ from torch import Tensor, nn
 import dsgraph
 from tests.models import build, tokens
 
+pytestmark = pytest.mark.slow
 aten = torch.ops.aten
 PHASES = ("capture", "joint", "forward", "backward")
 

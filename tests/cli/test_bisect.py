@@ -12,11 +12,12 @@ import pytest
 from dsgraph.cli import main
 from dsgraph.cli.bisect import report
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 
 WRONG = """
 import torch, dsgraph
-
 @dsgraph.graph_pass(phase="forward")
 def square_twice(gm, ctx):
     (node,) = gm.graph.find_nodes(op="call_function", target=torch.ops.aten.pow.Tensor_Scalar)

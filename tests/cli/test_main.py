@@ -53,6 +53,7 @@ def test_json_is_json(capsys):
     assert json.loads(capsys.readouterr().out)[0]["name"] == "merge_gathers"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arguments", (["--help"], ["passes"]))
 def test_a_closed_pipe_is_no_failure(arguments):
     process = subprocess.Popen(

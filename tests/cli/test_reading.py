@@ -222,6 +222,7 @@ def test_ranks_that_agree(call, gpt_dump):
     assert "ranks 0, 1 run the same" in printed.out
 
 
+@pytest.mark.slow
 def test_uneven_rows_are_no_difference(call, tmp_path):
     for rank in range(3):
         dump(tmp_path, rank=rank, world=3)
@@ -240,6 +241,7 @@ def test_the_first_difference_of_ranks_is_named(call, tmp_path):
     assert "joint-1-bucket_small_reductions" in printed.out
 
 
+@pytest.mark.slow
 def test_a_pass_that_parts_ranks_is_named(call, tmp_path):
     @dsgraph.graph_pass(phase="forward")
     def add_nothing_on_rank_one(gm, ctx):
@@ -282,3 +284,43 @@ def test_paths_may_have_spaces_and_letters_of_any_kind(call, tmp_path):
     folder = Path(tmp_path) / "größe und Form"
     dump(folder)
     assert call("ls", folder).code == 0
+
+
+def test_small_graphs_have_a_curve_of_their_own(call, tmp_path):
+    torch._dynamo.reset()
+    backend = dsgraph.backend.__class__()
+    options = {"codegen": "eager", "dump": tmp_path}
+    torch.compile(torch.nn.Linear(3, 300), backend=backend, options=options)(torch.randn(2, 3))
+    lines = [line for line in call("memory", tmp_path, "forward").out.splitlines() if "#" in line]
+    (data,) = call("memory", tmp_path, "forward", "--json").json
+    assert len(lines) == len(data["live"]) < 16
+    assert [int(line.split()[0]) for line in lines] == list(range(len(lines)))
+
+
+def test_every_wait_of_a_coalesced_collective_counts():
+    sends = NodeRecord(
+        "send",
+        "call_function",
+        "c10d.all_gather_coalesced",
+        collective=CollectiveRecord("all_gather", "0", seconds=4.0),
+    )
+    item = NodeRecord("item", "call_function", "operator.getitem", args="%send, 0", inputs=("send",))
+    wait = NodeRecord("wait", "call_function", "c10d.wait_tensor.default", inputs=("item",))
+    timeline = simulate(GraphRecord("dsgraph-graph", 1, "g", 0, 1, "forward", 0, "", (sends, item, wait)))
+    assert timeline.exposed == timeline.seconds == 4.0
+
+
+def test_a_refused_graph_is_dumped(call, tmp_path):
+    @dsgraph.graph_pass(phase="joint")
+    def drop_a_wait(gm, ctx):
+        wait = find_calls(gm, torch.ops._c10d_functional.wait_tensor.default)[0]
+        wait.replace_all_uses_with(wait.args[0])
+        gm.graph.erase_node(wait)
+        return 1
+
+    with pytest.raises(Exception, match="drop_a_wait"):
+        dump(tmp_path, pipeline=dsgraph.default_pipeline() + drop_a_wait)
+    step = call("ls", tmp_path, "--json").json["compiles"][0]["steps"][-1]
+    assert step["pass_name"] == "drop_a_wait"
+    assert step["notes"][0].startswith("refused: ")
+    assert call("show", tmp_path, "drop_a_wait").code == 0

@@ -14,6 +14,8 @@ import pytest
 
 from dsgraph.cli import main
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 
 # Says how it was run.

