@@ -18,6 +18,7 @@ ROOT = Path(__file__).parents[2]
 
 WRONG = """
 import torch, dsgraph
+
 @dsgraph.graph_pass(phase="forward")
 def square_twice(gm, ctx):
     (node,) = gm.graph.find_nodes(op="call_function", target=torch.ops.aten.pow.Tensor_Scalar)
