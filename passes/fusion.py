@@ -79,8 +79,9 @@ def inlined(nodes: Sequence[Node]) -> frozenset[Node]:
         if _is_view(node):
             reads[node] = count
             continue
-        few = count <= (MOST_READS if len(node.users) == 1 else MOST_READS_SHARED)
-        if few and _is_pointwise(node) and node.users and all(map(_computes_what_it_reads, node.users)):
+        readers = _readers(node)
+        few = count <= (MOST_READS if len(readers) == 1 else MOST_READS_SHARED)
+        if few and _is_pointwise(node) and readers and all(map(_computes_what_it_reads, readers)):
             found.add(node)
             reads[node] = count
     return frozenset(found)
@@ -88,13 +89,16 @@ def inlined(nodes: Sequence[Node]) -> frozenset[Node]:
 
 def writes_over_operands(node: Node) -> bool:
     """Whether a node's kernel may write its result where one of its operands lies."""
-    return _is_pointwise(node) or _is_reader(node)
+    return _computes_what_it_reads(node)
 
 
-def _computes_what_it_reads(user: Node) -> bool:
-    if _is_view(user):
-        return all(map(_computes_what_it_reads, user.users))
-    return _is_pointwise(user) or _is_reader(user)
+def _readers(node: Node) -> list[Node]:
+    """What reads a node's result, through views."""
+    return [reader for user in node.users for reader in (_readers(user) if _is_view(user) else [user])]
+
+
+def _computes_what_it_reads(node: Node) -> bool:
+    return _is_pointwise(node) or (isinstance(node.target, OpOverload) and node.target.overloadpacket in _READERS)
 
 
 def _is_pointwise(node: Node) -> bool:
@@ -102,10 +106,6 @@ def _is_pointwise(node: Node) -> bool:
     return isinstance(target, OpOverload) and (
         torch.Tag.pointwise in target.tags or target.overloadpacket in _POINTWISE
     )
-
-
-def _is_reader(node: Node) -> bool:
-    return isinstance(node.target, OpOverload) and node.target.overloadpacket in _READERS
 
 
 def _is_view(node: Node) -> bool:

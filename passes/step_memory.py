@@ -270,7 +270,7 @@ class _Step:
         for piece in dict.fromkeys(pair.gradients.values()):  # small ones may lie in one piece
             names = [name for name, where in pair.gradients.items() if where == piece]
             if not any(name in self._gradients for name in names):  # otherwise it is added to one that is there
-                self._gradients[names[0]] = memory.bytes_of([piece])
+                self._gradients |= {**dict.fromkeys(names, 0), names[0]: memory.bytes_of([piece])}
         return phase
 
     def _phase(

