@@ -140,14 +140,15 @@ def simulate(
     outputs = _outputs(nodes)
     leaving = {name for node in outputs if node is not None for name in table.names(node)}
     held = {name for node in nodes if node.name in owned or node.op == "get_attr" for name in table.names(node)}
+    staying = leaving | held
     pieces = []
     ends = _last_uses(nodes, table)
     if fused:
-        ends = _written_over(nodes, table, ends, leaving | held)
+        ends = _written_over(nodes, table, ends, staying)
     for piece, last in zip(table.pieces, ends, strict=True):
         kind = MemoryKind.OUTPUT if piece.node in leaving and piece.kind is not MemoryKind.INPUT else piece.kind
-        stays = piece.node in leaving | held
-        pieces.append(replace(piece, kind=kind, owned=piece.node in held, last=len(nodes) if stays else last))
+        last = len(nodes) if piece.node in staying else last
+        pieces.append(replace(piece, kind=kind, owned=piece.node in held, last=last))
     return GraphMemory(
         nodes=tuple(node.name for node in nodes),
         live=_live_bytes(pieces, len(nodes)),
@@ -270,7 +271,7 @@ def _live_bytes(pieces: Sequence[Piece], count: int) -> tuple[int, ...]:
     return tuple(accumulate(changes[:count]))
 
 
-def _written_over(nodes: Sequence[Node], table: _Table, ends: Sequence[int], stays: Collection[str]) -> list[int]:
+def _written_over(nodes: Sequence[Node], table: _Table, ends: Sequence[int], staying: Collection[str]) -> list[int]:
     """`ends` with each operand that a kernel writes its result over freed ahead of that result."""
     changed = list(ends)
     number_of = {piece.node: number for number, piece in enumerate(table.pieces)}
@@ -281,7 +282,7 @@ def _written_over(nodes: Sequence[Node], table: _Table, ends: Sequence[int], sta
         for name in dict.fromkeys(name for source in node.all_input_nodes for name in table.names(source)):
             number = number_of[name]
             operand = table.pieces[number]
-            dies = changed[number] == result.first and name not in stays and operand.kind is MemoryKind.OTHER
+            dies = changed[number] == result.first and name not in staying and operand.kind is MemoryKind.OTHER
             if dies and operand is not result and operand.bytes == result.bytes:
                 changed[number] -= 1
                 break
