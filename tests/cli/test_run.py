@@ -46,9 +46,15 @@ def script(tmp_path: Path) -> Callable[[str], str]:
     return write
 
 
+def _hears_ctrl_c() -> None:
+    """A shell lets what it starts in the background ignore Ctrl-C, and all that this starts in turn."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 def _start(*arguments: str, cwd: Path, **more: Any) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [sys.executable, "-m", "dsgraph", "run", *arguments],
+        preexec_fn=_hears_ctrl_c,
         cwd=cwd,
         env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "RANK": "7"},  # RANK is not passed on
         stdout=subprocess.PIPE,
