@@ -119,6 +119,8 @@ def _replicas(forward: GraphModule, ctx: PassContext) -> dict[str, str]:
         value = node.meta.get("val")
         if node.name in ctx.params or not isinstance(value, torch.Tensor) or not value.is_floating_point():
             continue
+        if not all(isinstance(size, int) for size in value.shape):
+            continue  # a parameter's sizes never vary
         candidates = unread.get(tuple(value.shape))
         if candidates:
             found[node.name] = candidates.pop(0)

@@ -24,10 +24,14 @@ def collectives(args: argparse.Namespace) -> Answer:
     dump = Dump(args.dir)
     names = chosen_graphs(dump, args.graph)
     graphs = [(name, dump.read(name)) for name in names]
+    for name, graph in graphs:
+        if graph.phase not in ("forward", "backward"):
+            raise CommandError(f"{name} never runs as it is: take a forward or backward graph")
     timelines = [(name, graph, simulate(graph)) for name, graph in graphs]
     if args.plot is not None:
         _plot(timelines, args.plot)
     parts = [_describe(name, graph, timeline) for name, graph, timeline in timelines]
+    parts += [f"{args.plot}: compute and communication over time"] if args.plot is not None else []
     return Answer("\n\n".join(parts), [_data(name, graph, timeline) for name, graph, timeline in timelines])
 
 

@@ -11,7 +11,7 @@ from dsgraph.dumping.records import GraphRecord, NodeRecord, to_json
 from dsgraph.dumping.render import listed, render_node
 
 from .command import Answer, Command
-from .dumps import GRAPH_HELP, Dump, add_dump_argument
+from .dumps import GRAPH_HELP, Dump, add_dump_argument, add_most_argument
 from .matching import Change, Difference, compare
 
 
@@ -21,16 +21,22 @@ def diff(args: argparse.Namespace) -> Answer:
     first = dump.graph(args.a)
     second = (dump if args.other is None else Dump(args.other)).graph(args.b)
     difference = compare(first.nodes, second.nodes)
-    text = describe(first, second, difference, most=args.most)
-    return Answer(text, _data(difference), code=0 if difference.is_empty else 1)
+    names = [_name(first), _name(second)]
+    if args.other is not None:
+        names = [f"{folder}/{name}" for folder, name in zip((args.dir, args.other), names, strict=True)]
+    text = describe(names, difference, most=args.most)
+    return Answer(text, {"a": names[0], "b": names[1], **_data(difference)}, code=0 if difference.is_empty else 1)
 
 
-def describe(first: GraphRecord, second: GraphRecord, difference: Difference, *, most: int) -> str:
+def _name(graph: GraphRecord) -> str:
+    return f"rank{graph.rank}/compile{graph.compile}/{graph.graph}"
+
+
+def describe(names: Sequence[str], difference: Difference, *, most: int) -> str:
     """A difference in words, at most `most` lines of each kind."""
-    names = [f"rank{graph.rank}/compile{graph.compile}/{graph.graph}" for graph in (first, second)]
     counts = (
         f"{len(difference.removed)} nodes removed, {len(difference.added)} added, {len(difference.changed)} changed, "
-        f"{len(difference.moved)} moved, {difference.same} the same but for names"
+        f"{len(difference.moved)} moved; {difference.same} are the same, whatever their names and places"
     )
     lines = [f"{names[0]} -> {names[1]}: {counts}"]
     for sign, nodes in (("-", difference.removed), ("+", difference.added), (">", difference.moved)):
@@ -74,7 +80,7 @@ def _configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("a", metavar="A", help=GRAPH_HELP)
     parser.add_argument("b", metavar="B", help="likewise")
     parser.add_argument("--with", dest="other", metavar="DIR2", type=Path, help="take B from this dump: another run")
-    parser.add_argument("--most", type=int, default=40, help="lines of each kind to print (default: 40)")
+    add_most_argument(parser, "lines of each kind to print", 40)
 
 
 COMMAND = Command(

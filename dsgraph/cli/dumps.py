@@ -149,6 +149,17 @@ def add_graphs_argument(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_most_argument(parser: argparse.ArgumentParser, what: str, default: int) -> None:
+    """--most, how many lines to print."""
+    parser.add_argument("--most", type=_count, default=default, metavar="N", help=f"{what} (default: {default})")
+
+
+def _count(text: str) -> int:
+    if not text.isdigit():
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of lines, 0 or more")
+    return int(text)
+
+
 def chosen_graphs(dump: Dump, text: str | None) -> list[GraphName]:
     """The graph that a user names, or all graphs of the first rank that run in the end."""
     if text is not None:

@@ -37,7 +37,8 @@ def _describe(record: CompileRecord) -> str:
         f"rank {record.rank} of {record.world}, compile {record.compile}: {record.function}\n"
         f"{axes}, {len(record.parameters)} parameters, codegen {record.codegen}, torch {record.torch}, {record.time}"
     )
-    return f"{head}\n{table(_rows(record), _HEADERS, right=range(1, 8))}"
+    remarks = [f"{step.graph} {note}" for step in record.steps for note in step.notes if note.startswith("refused: ")]
+    return "\n".join([f"{head}\n{table(_rows(record), _HEADERS, right=range(1, 8))}", *remarks])
 
 
 def _rows(record: CompileRecord) -> list[list[str]]:

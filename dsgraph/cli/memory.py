@@ -11,7 +11,7 @@ from dsgraph.dumping.render import bytes_text
 
 from . import plots
 from .command import Answer, Command, CommandError
-from .dumps import Dump, GraphName, add_dump_argument, add_graphs_argument, chosen_graphs
+from .dumps import Dump, GraphName, add_dump_argument, add_graphs_argument, add_most_argument, chosen_graphs
 from .lifetimes import alive_at, allocator, by_origin
 from .table import table
 
@@ -33,6 +33,7 @@ def memory(args: argparse.Namespace) -> Answer:
     if args.plot is not None:
         _plot(graphs, args.plot)
     parts = [_describe(name, graph, args.most) for name, graph in graphs]
+    parts += [f"{args.plot}: live bytes over the program"] if args.plot is not None else []
     return Answer("\n\n".join(parts), [_data(name, graph) for name, graph in graphs])
 
 
@@ -106,7 +107,7 @@ def _plot(graphs: list[tuple[GraphName, GraphRecord]], path: Path) -> None:
 def _configure(parser: argparse.ArgumentParser) -> None:
     add_dump_argument(parser)
     add_graphs_argument(parser)
-    parser.add_argument("--most", type=int, default=12, help="lines of the user's model to list (default: 12)")
+    add_most_argument(parser, "lines of the user's model to list", 12)
     parser.add_argument("--plot", metavar="FILE", type=Path, help="draw live bytes over the program: .svg, .png")
 
 

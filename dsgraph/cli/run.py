@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from pathlib import Path
 
 from dsgraph.dumping.contents import rank_folders, remove_compiles, stranger
@@ -58,7 +59,13 @@ def _make_room(folder: Path, *, overwrite: bool) -> None:
     """
     if folder.exists() and not folder.is_dir():
         raise CommandError(f"--dump {folder} is a file; give a folder")
-    if not folder.is_dir() or not any(folder.iterdir()):
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise CommandError(f"--dump {folder} cannot be made ({error.strerror}); give another folder") from None
+    if not os.access(folder, os.W_OK):
+        raise CommandError(f"--dump {folder} cannot be written to; give another folder")
+    if not any(folder.iterdir()):
         return
     strange = stranger(folder)
     if strange is not None:

@@ -145,6 +145,8 @@ def test_a_pass_of_several_phases_must_be_told_apart(call, copy):
         (("dot", "joint", "--out", "/nowhere/x.dot"), "cannot be written"),
         (("show", "joint", "--op", "convolution"), "no node of joint-4-keep_last_gather is left"),
         (("memory", "joint"), "never runs as it is"),
+        (("collectives", "joint"), "never runs as it is"),
+        (("memory", "--most", "-1"), "is not a number of lines"),
         (("memory", "--plot", "picture.bmp"), "picture.bmp"),
         (("collectives", "--plot", "/nowhere/x.svg"), "does not exist"),
         (("diff", "joint"), "required: B"),

@@ -89,6 +89,7 @@ def test_diff_of_two_ranks_and_two_runs(call, gpt_dump, tmp_path):
     printed = call("diff", gpt_dump, "joint", "joint", "--with", tmp_path)
     assert printed.code == 0
     assert "0 nodes removed, 0 added, 0 changed, 0 moved" in printed.out
+    assert printed.out.startswith(f"{gpt_dump}/rank0")
 
 
 def _nodes(*lines: str) -> list[NodeRecord]:
@@ -323,4 +324,5 @@ def test_a_refused_graph_is_dumped(call, tmp_path):
     step = call("ls", tmp_path, "--json").json["compiles"][0]["steps"][-1]
     assert step["pass_name"] == "drop_a_wait"
     assert step["notes"][0].startswith("refused: ")
+    assert "drop_a_wait refused: " in call("ls", tmp_path).out
     assert call("show", tmp_path, "drop_a_wait").code == 0

@@ -516,3 +516,24 @@ print(json.dumps(dsgraph.report(model).to_dict()))
     assert warm["from_cache"] and warm["graphs"] == []
     assert {item["phase"] for item in warm["passes"]} == {"capture"}
     assert json.loads(second.stdout)["step"]["sent_bytes"] is None
+
+
+@pytest.mark.parametrize("stage", (0, 1, 3))
+def test_another_batch_size_recompiles_once_and_is_reported(fake_ranks, tmp_path, stage):
+    model = dsgraph.partition(
+        nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8)), stage=stage, keep_whole_below=1
+    )
+    backend = dsgraph.backend.__class__()
+    compiled = torch.compile(model, backend=backend, options={**EAGER, "dump": tmp_path})
+    for rows in (16, 8, 24):
+        compiled(torch.ones(rows, 8)).sum().backward()
+    assert {path.name for path in (tmp_path / "rank0").iterdir()} == {"compile1", "compile2"}
+
+
+def test_the_memory_of_a_step_with_sizes_that_vary_is_that_of_the_batch_at_hand(fake_ranks):
+    compiled = _compiled(nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8)), stage=1)
+    x = torch.ones(64, 8)
+    torch._dynamo.mark_dynamic(x, 0)
+    compiled(x).sum().backward()
+    found = dsgraph.report(compiled).memory
+    assert found.peak == sum(found.parts.values()) > 64 * 16 * 4
