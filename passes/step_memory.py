@@ -118,7 +118,8 @@ def _replicas(forward: GraphModule, ctx: PassContext) -> dict[str, str]:
         value = node.meta.get("val")
         if node.name in ctx.params or not isinstance(value, torch.Tensor) or not value.is_floating_point():
             continue
-        candidates = unread.get(tuple(value.shape))
+        is_static = all(isinstance(size, int) for size in value.shape)  # a replica's sizes always are
+        candidates = unread.get(tuple(value.shape)) if is_static else None
         if candidates:
             found[node.name] = candidates.pop(0)
     return found
