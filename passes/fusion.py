@@ -6,6 +6,7 @@ A model of few rules, which are those of Inductor's lowering (torch 2.13) before
   collective, the caller) needs it in memory, or computing it takes too many reads: more than
   `realize_acc_reads_threshold` where one kernel needs it, more than `realize_reads_threshold` where several do.
 - A kernel writes its result over an operand of the same size that nothing needs afterwards.
+- What such kernels compute for a concatenation they write into its result, which is allocated for the first of them.
 """
 
 from __future__ import annotations
@@ -90,6 +91,11 @@ def inlined(nodes: Sequence[Node]) -> frozenset[Node]:
 def writes_over_operands(node: Node) -> bool:
     """Whether a node's kernel may write its result where one of its operands lies."""
     return _computes_what_it_reads(node)
+
+
+def is_concatenation(node: Node) -> bool:
+    """Whether a node joins its operands, so that they may be computed where they end up."""
+    return isinstance(node.target, OpOverload) and node.target.overloadpacket is aten.cat
 
 
 def _readers(node: Node) -> list[Node]:

@@ -21,7 +21,7 @@ from torch.fx import GraphModule, Node
 
 from .compat import captured_input, storage_id
 from .cost import UNKNOWN_SIZE, hint, tensor_bytes
-from .fusion import inlined, writes_over_operands
+from .fusion import inlined, is_concatenation, writes_over_operands
 from .graph import aliased_arguments, collective_kind, is_collective, is_wait
 
 
@@ -145,6 +145,7 @@ def simulate(
     ends = _last_uses(nodes, table)
     if fused:
         ends = _written_over(nodes, table, ends, staying)
+        table.pieces = _written_into(nodes, table)
     for piece, last in zip(table.pieces, ends, strict=True):
         kind = MemoryKind.OUTPUT if piece.node in leaving and piece.kind is not MemoryKind.INPUT else piece.kind
         last = len(nodes) if piece.node in staying else last
@@ -286,4 +287,20 @@ def _written_over(nodes: Sequence[Node], table: _Table, ends: Sequence[int], sta
             if dies and operand is not result and operand.bytes == result.bytes:
                 changed[number] -= 1
                 break
+    return changed
+
+
+def _written_into(nodes: Sequence[Node], table: _Table) -> list[Piece]:
+    """The pieces, with what loops compute for a concatenation as parts of its result, which is there from the first."""
+    changed = list(table.pieces)
+    number_of = {piece.node: number for number, piece in enumerate(table.pieces)}
+    for result, piece in enumerate(table.pieces):
+        if not is_concatenation(nodes[piece.first]):
+            continue
+        for source in nodes[piece.first].all_input_nodes:
+            for number in (number_of[name] for name in table.names(source)):
+                part = changed[number]
+                if part.kind is MemoryKind.OTHER and writes_over_operands(nodes[part.first]):
+                    changed[number] = replace(part, bytes=0)
+                    changed[result] = replace(changed[result], first=min(part.first, changed[result].first))
     return changed

@@ -97,3 +97,24 @@ def test_a_result_takes_the_place_of_one_operand_only():
 
     memory = simulate(trace(function, x(), torch.randn(8, 8)), fused=True)
     assert sorted(names[1] for node, names in lifetimes(memory).items() if node.startswith("mm")) == ["add", "mm_1"]
+
+
+def test_what_loops_compute_for_a_concatenation_is_written_into_it():
+    def function(x, w):
+        total = x.sum(1)
+        product = torch.mm(x, w)
+        return torch.cat([total, aten._unsafe_view(product, [32]), torch.sin(x).view(32)])
+
+    gm = trace(function, x(), torch.randn(8, 8))
+    memory = simulate(gm, fused=True)
+    pieces = memory.by_name
+    assert pieces["sum_1"].bytes == 0 and pieces["cat"].bytes == 4 * 4 + 2 * X
+    assert lifetimes(memory)["cat"] == ("sum_1", "end")
+    assert pieces["mm"].bytes == X and lifetimes(memory)["mm"] == ("mm", "cat")  # copied
+    assert "sin" not in pieces
+    assert simulate(gm).by_name["sum_1"].bytes == 4 * 4
+
+
+def test_a_concatenation_of_inputs_is_there_when_it_runs():
+    memory = simulate(trace(lambda x, y: torch.cat([x, y]).sin(), x(), x()), fused=True)
+    assert memory.peak == 4 * X and {piece.node: piece.bytes for piece in memory.pieces}["cat"] == 2 * X

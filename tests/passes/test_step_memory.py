@@ -145,14 +145,15 @@ class Model(nn.Module):
         return (self.down(torch.relu(self.up(x))) * self.scale[:8]).sum()
 
 
-def recorded(stage):
+def recorded(stage, batch):
+    """What the passes of a compiled model's forward and backward saw."""
     forward, backward = Record(), RecordBackward()
     model = dsgraph.partition(Model(), stage=stage, keep_whole_below=12)
     pipeline = dsgraph.default_pipeline() + [forward, backward]
     compiled = torch.compile(model, backend="dsgraph", options={"codegen": "eager", "pipeline": pipeline})
-    compiled(torch.randn(4, 8)).backward()
+    compiled(batch).backward()
     ((before, ctx),), ((after, _),) = forward.found, backward.found
-    return pair_memory(before, after, ctx)
+    return before, after, ctx
 
 
 UP, DOWN, BIAS = 60 * 8 * F32, 8 * 60 * F32, 8 * F32
@@ -164,7 +165,7 @@ def shards(world):
 
 @pytest.mark.parametrize("stage", [0, 1, 3])
 def test_pairs_are_read_off_compiled_graphs(fake_ranks, stage):
-    found = recorded(stage)
+    found = pair_memory(*recorded(stage, torch.randn(4, 8)))
     assert {info.name for info in found.params.values()} == {"up.weight", "down.weight", "down.bias"}
     assert sorted(found.replicas.values()) == (["down.weight", "up.weight"] if stage == 1 else [])
     assert found.gradients.keys() == {"up.weight", "down.weight", "down.bias"}
@@ -192,3 +193,12 @@ def test_inference_has_no_backward(fake_ranks):
     step = simulate_step([pair_memory(gm, None, ctx)], optimizer_state=0)
     assert [phase.name for phase in step.phases] == ["refresh", "forward 0", "optimizer"]
     assert step.at_peak.name == "forward 0" and step.at_peak.composition["communication"] > 0
+
+
+def test_dynamic_sizes_count_as_those_of_the_first_run(fake_ranks):
+    batch = torch.randn(12, 8)
+    torch._dynamo.mark_dynamic(batch, 0)
+    before, after, ctx = recorded(3, batch)
+    assert any(isinstance(node.meta.get("val"), torch.SymInt) for node in before.graph.nodes)
+    step = simulate_step([pair_memory(before, after, ctx)])
+    assert step.phases[-1].composition["other"] == 12 * 8 * F32 + 500 * F32
