@@ -197,6 +197,8 @@ def sent_bytes(node: Node, size: int) -> Size | None:
 
 def number_of(node: Node, size: Size) -> int:
     """The number behind a size that was worked out for a node; what only the data decide counts as `UNKNOWN_SIZE`."""
+    if not isinstance(size, sympy.Expr):
+        return int(size)
     hints = size_hints([value.meta.get("val") for value in (node, *node.all_input_nodes)])
     return hint(size, hints, unknown=UNKNOWN_SIZE)
 
@@ -308,7 +310,10 @@ class CostModel:
         """
         if is_collective(node):
             return self._transfer_seconds(node)
-        operations, moved = number_of(node, flops(node)), number_of(node, moved_bytes(node))
+        return self.kernel_seconds(number_of(node, flops(node)), number_of(node, moved_bytes(node)))
+
+    def kernel_seconds(self, operations: int, moved: int) -> float:
+        """How long a kernel takes that does so many operations and moves so many bytes; 0 if there is none."""
         if not operations and not moved:
             return 0.0
         return self.device.kernel_s + max(operations / self.device.flops_per_s, moved / self.device.bytes_per_s)

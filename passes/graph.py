@@ -12,7 +12,7 @@ from torch.fx import Graph, GraphModule, Node
 from dsgraph.inductor_ext import c10d_functional
 
 from .compat import OpOverload, detect_fake_mode, storage_id
-from .op_traits import is_unknown, traits
+from .op_traits import argument_nodes, is_unknown, result_aliases, traits
 
 # Where a node came from; a node that replaces another inherits these.
 _PROVENANCE = (
@@ -189,18 +189,7 @@ def _declared_aliases(node: Node) -> list[Node | None]:
     """For each result in the op's schema, the argument that it is said to alias."""
     if not isinstance(node.target, OpOverload):
         return []
-    schema = node.target._schema
-    if not any(result.alias_info for result in schema.returns):
-        return [None] * len(schema.returns)
-    call = bound_arguments(node)
-    owners = {
-        name: call[argument.name]
-        for argument in schema.arguments
-        if argument.alias_info and isinstance(call[argument.name], Node)
-        for name in argument.alias_info.before_set
-    }
-    sets = [result.alias_info.before_set if result.alias_info else () for result in schema.returns]
-    return [next((owners[name] for name in names if name in owners), None) for names in sets]
+    return [next(argument_nodes(node, arguments), None) for arguments in result_aliases(node.target)]
 
 
 def _same_storage(node: Node, result: Any) -> Node | None:

@@ -101,6 +101,19 @@ def traits(node: Node) -> OpTraits:
     return _NOTHING
 
 
+@lru_cache(maxsize=2048)
+def result_aliases(target: OpOverload) -> tuple[tuple[Argument, ...], ...]:
+    """For each result in an op's schema, the arguments whose memory it is said to share."""
+    schema = target._schema
+    sets = [frozenset(result.alias_info.before_set) if result.alias_info else () for result in schema.returns]
+    owned = [
+        ((number, argument.name), argument.alias_info.before_set)
+        for number, argument in enumerate(schema.arguments)
+        if argument.alias_info is not None
+    ]
+    return tuple(tuple(owner for owner, marks in owned if not marks.isdisjoint(names)) for names in sets)
+
+
 def argument_nodes(node: Node, arguments: tuple[Argument, ...]) -> Iterator[Node]:
     """The nodes that a call passes for some of its op's arguments."""
     for position, name in arguments:

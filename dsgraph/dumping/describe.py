@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import operator
 import re
 from collections.abc import Mapping
@@ -36,11 +35,15 @@ _RUNNING = (Phase.FORWARD, Phase.BACKWARD)
 
 @dataclass
 class Describer:
-    """Describes the graphs of one compile. What stays the same from pass to pass is worked out once."""
+    """Describes the graphs of one compile. What stays the same from pass to pass is worked out once.
 
-    _known: dict[Node, tuple[object, NodeRecord]] = field(default_factory=dict)
+    It makes few objects that live on: each brings the next collection of garbage in the whole program nearer.
+    """
+
+    _known: dict[Node, tuple[Any, ...]] = field(default_factory=dict)
     _places: dict[str, tuple[str, str]] = field(default_factory=dict)
     _values: dict[int, tuple[Tensor, ValueRecord]] = field(default_factory=dict)
+    _modules: dict[str, str] = field(default_factory=dict)
 
     def nodes(self, gm: GraphModule, ctx: PassContext) -> tuple[NodeRecord, ...]:
         """The nodes of a graph, in program order. A node that no pass has touched keeps its record, the same object."""
@@ -48,9 +51,12 @@ class Describer:
             ctx=ctx,
             costs=CostModel.default(ctx.axes, device_type=_device(gm)),
             reduced=_reduced_parameters(gm, ctx),
-            roots=_memory_roots(gm) if ctx.phase is not Phase.CAPTURE else {},
         )
         return tuple(self._node(node, around) for node in gm.graph.nodes)
+
+    def forget_nodes(self) -> None:
+        """Another phase's graph has other nodes."""
+        self._known.clear()
 
     def bodies(self, gm: GraphModule) -> tuple[BodyRecord, ...]:
         """The graphs inside a graph."""
@@ -61,14 +67,18 @@ class Describer:
         """The record of a node, with what depends on the graph around it."""
         # What the record of these tells of the graph around them.
         users = (tuple(node.users), around.reduced.get(node)) if is_collective(node) else ()
-        root = around.roots.get(node, node).name
-        tag = node.meta.get("recompute")
-        state = (node.op, node.target, node.args, node.kwargs, tag, history(node), users, root)
-        known = self._known.get(node)
-        if known is not None and known[0] == state:
-            return known[1]
+        call = (node.op, node.target, node.args, node.kwargs, node.meta.get("recompute"), history(node), users)
+        *known_call, alias, known_root, record = self._known.get(node, (None, None, None, None))
+        is_known = call == tuple(known_call)
+        if not is_known:
+            alias = _alias(node) if around.ctx.phase is not Phase.CAPTURE else None
+        root = ""
+        if alias is not None:  # `node` makes no memory of its own: its (first) result lies in that of another
+            root = around.roots[node] = around.roots.get(alias, alias.name)
+        if is_known and known_root == root:
+            return record
         ctx = around.ctx
-        changes: dict[str, Any] = {"shares": "" if root == node.name else root}
+        changes: dict[str, Any] = {"shares": root}
         if node.op == "placeholder" and node.name in ctx.params:
             changes["parameter"] = ctx.params[node.name].name
         elif node.op == "output":
@@ -76,13 +86,14 @@ class Describer:
         elif is_collective(node):
             changes["collective"] = _collective(node, around)
         elif node.op == "call_function" and ctx.phase in _RUNNING:
-            changes["flops"], changes["moved"] = number_of(node, flops(node)), number_of(node, moved_bytes(node))
-            changes["seconds"] = around.costs.seconds(node) or 0.0
-        record = dataclasses.replace(self._alone(node), **changes)
-        self._known[node] = (state, record)
+            operations, moved = number_of(node, flops(node)), number_of(node, moved_bytes(node))
+            seconds = around.costs.kernel_seconds(operations, moved)
+            changes.update(flops=operations, moved=moved, seconds=seconds)
+        record = self._alone(node, **changes)
+        self._known[node] = (*call, alias, root, record)
         return record
 
-    def _alone(self, node: Node) -> NodeRecord:
+    def _alone(self, node: Node, **around: Any) -> NodeRecord:
         source, code = self._place(node.stack_trace or "")
         value = node.meta.get("val", node.meta.get("example_value"))
         tag = node.meta.get("recompute")
@@ -93,11 +104,12 @@ class Describer:
             args=_call_text(node),
             inputs=tuple(source.name for source in node.all_input_nodes),
             values=tuple(map(self._value, _tensors(value))),
-            module=_module(node),
+            module=self._module(node),
             source=source,
             code=code,
             recompute=tag.name.lower() if isinstance(tag, CheckpointPolicy) else "",
             history=history(node),
+            **around,
         )
 
     def _value(self, tensor: Tensor) -> ValueRecord:
@@ -118,6 +130,15 @@ class Describer:
             self._places[stack_trace] = user_source(stack_trace)
         return self._places[stack_trace]
 
+    def _module(self, node: Node) -> str:
+        stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack")
+        if not stack:
+            return ""
+        path = str(stack[next(reversed(stack))][0])
+        if path not in self._modules:
+            self._modules[path] = _module_path(path)
+        return self._modules[path]
+
 
 @dataclass(frozen=True)
 class _Around:
@@ -126,7 +147,7 @@ class _Around:
     ctx: PassContext
     costs: CostModel
     reduced: Mapping[Node, tuple[str, ...]]
-    roots: Mapping[Node, Node]
+    roots: dict[Node, str] = field(default_factory=dict)  # of the nodes before
 
 
 def _collective(node: Node, around: _Around) -> CollectiveRecord:
@@ -148,15 +169,8 @@ def _collective(node: Node, around: _Around) -> CollectiveRecord:
     )
 
 
-def _memory_roots(gm: GraphModule) -> dict[Node, Node]:
-    """For each node that makes no memory of its own, the node whose memory its (first) result lies in."""
-    roots: dict[Node, Node] = {}
-    for node in gm.graph.nodes:
-        if node.op == "call_function":
-            source = aliased_arguments(node)[0]
-            if source is not None:
-                roots[node] = roots.get(source, source)
-    return roots
+def _alias(node: Node) -> Node | None:
+    return aliased_arguments(node)[0] if node.op == "call_function" else None
 
 
 def _gathered_parameter(node: Node, ctx: PassContext) -> str:
@@ -206,7 +220,7 @@ def pieces(memory: GraphMemory) -> tuple[PieceRecord, ...]:
 
 
 def _device(gm: GraphModule) -> str:
-    for node in gm.graph.nodes:
+    for node in gm.graph.find_nodes(op="placeholder"):
         for tensor in _tensors(node.meta.get("val")):
             if tensor.device.type != "cpu":
                 return tensor.device.type
@@ -263,10 +277,6 @@ def _text(value: Any) -> str:
     return f"<{getattr(value, '__qualname__', type(value).__name__)}>"
 
 
-def _module(node: Node) -> str:
-    stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack")
-    if not stack:
-        return ""
-    path = str(list(stack.values())[-1][0])
+def _module_path(path: str) -> str:
     path = re.sub(r"^[LG]\['[^']*'\]\.?", "", path)
     return re.sub(r"\.?_modules\['([^']*)'\]", r".\1", path).strip(".")

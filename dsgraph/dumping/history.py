@@ -12,6 +12,7 @@ from .records import EventRecord
 
 # Copied with all other meta data when a joint graph is split.
 _HISTORY = "dsgraph_history"
+_ACTIONS = ("made", "changed", "tagged", "moved")
 
 
 def history(node: Node) -> tuple[EventRecord, ...]:
@@ -24,16 +25,26 @@ def history(node: Node) -> tuple[EventRecord, ...]:
 class Snapshot:
     """The nodes of a graph in order, each with what it calls on what; and which are to be recomputed or saved."""
 
-    calls: dict[Node, tuple[Any, ...]]
+    targets: dict[Node, Any]
+    args: dict[Node, Any]
+    kwargs: dict[Node, Any]
     tags: dict[Node, Any]
 
     @staticmethod
     def of(gm: GraphModule) -> Snapshot:
         """Takes down a graph before a pass runs."""
+        nodes = list(gm.graph.nodes)
         return Snapshot(
-            calls={node: _call(node) for node in gm.graph.nodes},
-            tags={node: node.meta["recompute"] for node in gm.graph.nodes if "recompute" in node.meta},
+            targets={node: node.target for node in nodes},
+            args={node: node.args for node in nodes},
+            kwargs={node: node.kwargs for node in nodes if node.kwargs},
+            tags={node: node.meta["recompute"] for node in nodes if "recompute" in node.meta},
         )
+
+    def has_call(self, node: Node) -> bool:
+        """Whether the node calls now what it called then."""
+        then = (self.targets[node], self.args[node], self.kwargs.get(node, {}))
+        return then == (node.target, node.args, node.kwargs)
 
 
 def note_changes(gm: GraphModule, before: Snapshot, *, phase: str, pass_name: str) -> int:
@@ -44,27 +55,24 @@ def note_changes(gm: GraphModule, before: Snapshot, *, phase: str, pass_name: st
     """
     kept: list[Node] = []
     touched = 0
+    made, changed, tagged, moved = (EventRecord(phase, pass_name, what) for what in _ACTIONS)
     for node in gm.graph.nodes:
-        if node not in before.calls:
-            _note(node, EventRecord(phase, pass_name, "made"))
+        if node not in before.targets:
+            _note(node, made)
             touched += 1
             continue
         kept.append(node)
-        if before.calls[node] != _call(node):
-            _note(node, EventRecord(phase, pass_name, "changed"))
+        if not before.has_call(node):
+            _note(node, changed)
             touched += 1
         if before.tags.get(node) != node.meta.get("recompute"):
-            _note(node, EventRecord(phase, pass_name, "tagged"))
+            _note(node, tagged)
             touched += 1
-    places = {node: place for place, node in enumerate(before.calls)}
-    moved = out_of_order([places[node] for node in kept])
-    for index in moved:
-        _note(kept[index], EventRecord(phase, pass_name, "moved"))
-    return touched + len(moved) + len(before.calls) - len(kept)
-
-
-def _call(node: Node) -> tuple[Any, ...]:
-    return (node.op, node.target, node.args, node.kwargs)
+    places = {node: place for place, node in enumerate(before.targets)}
+    strays = out_of_order([places[node] for node in kept])
+    for index in strays:
+        _note(kept[index], moved)
+    return touched + len(strays) + len(before.targets) - len(kept)
 
 
 def _note(node: Node, event: EventRecord) -> None:

@@ -20,7 +20,7 @@ Size = Union[int, str]  # noqa: UP007  # read at run time
 """A number, or the text of a symbolic expression."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class ValueRecord:
     """A tensor that a node makes.
 
@@ -37,7 +37,7 @@ class ValueRecord:
     bytes: Size
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class CollectiveRecord:
     """What a node that starts a collective sends, and why.
 
@@ -62,7 +62,7 @@ class CollectiveRecord:
     parameters: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class EventRecord:
     """What a pass did to a node: "made", "changed", "tagged" (for recomputation) or "moved"."""
 
@@ -71,7 +71,7 @@ class EventRecord:
     action: str
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class NodeRecord:
     """A node of a graph.
 
@@ -121,7 +121,7 @@ class NodeRecord:
         return sum(value.bytes for value in self.values if isinstance(value.bytes, int))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class PieceRecord:
     """A piece of memory.
 
@@ -142,7 +142,7 @@ class PieceRecord:
     owned: bool = False
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class BodyRecord:
     """A graph inside a graph: the body of a checkpoint region or of another higher-order op."""
 
@@ -150,7 +150,7 @@ class BodyRecord:
     nodes: tuple[NodeRecord, ...]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class GraphRecord:
     """A graph as one pass left it.
 
@@ -184,7 +184,7 @@ class GraphRecord:
     bodies: tuple[BodyRecord, ...] = ()
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class StepRecord:
     """One pass over one graph, as `compile.json` lists it.
 
@@ -222,7 +222,7 @@ class StepRecord:
     peak: int | None = None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class AxisRecord:
     """An axis of the device mesh."""
 
@@ -232,7 +232,7 @@ class AxisRecord:
     backend: str
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class ParameterRecord:
     """A parameter that `partition` manages.
 
@@ -253,7 +253,7 @@ class ParameterRecord:
     requires_grad: bool
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class CompileRecord:
     """One compile of one captured graph on one rank.
 
@@ -288,7 +288,7 @@ class CompileRecord:
     steps: tuple[StepRecord, ...] = ()
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class HeadRecord:
     """What every file begins with, whatever its version."""
 

@@ -85,7 +85,7 @@ def render_value(value: ValueRecord) -> str:
 
 def without_marks(args: str) -> str:
     """Arguments as Python has them: `%x` becomes `x`."""
-    return re.sub(r"%(\w+)", r"\1", args)
+    return re.sub(r"%(?=\w)", "", args)
 
 
 def _callee(node: NodeRecord) -> str:

@@ -136,6 +136,9 @@ class GraphDump:
         touched = 0
         if self._before is not None and record is not None:
             touched = note_changes(gm, self._before, phase=ctx.phase.value, pass_name=pass_name)
+        else:
+            self._describer.forget_nodes()
+            self._texts = _Texts()
         self._before = Snapshot.of(gm)
         graph = f"{ctx.phase.value}-{number}-{pass_name or 'before'}"
         if record is not None and touched == 0 and self._last is not None:
@@ -184,8 +187,7 @@ class GraphDump:
 class _Texts:
     """A graph as text, of which one pass changes little: each node's part is made once."""
 
-    _lines: dict[int, tuple[NodeRecord, str]] = field(default_factory=dict)
-    _fragments: dict[int, tuple[NodeRecord, str]] = field(default_factory=dict)
+    _texts: dict[int, tuple[NodeRecord, str, str]] = field(default_factory=dict)
 
     def python(self, graph: GraphRecord) -> str:
         bodies = [render_function(body.name, body.nodes, render=self._line) for body in graph.bodies]
@@ -199,14 +201,16 @@ class _Texts:
         return f'{head[:-1]}, "nodes": [\n{nodes}\n]}}\n'
 
     def _line(self, node: NodeRecord) -> str:
-        if id(node) not in self._lines:
-            self._lines[id(node)] = (node, render_node(node))
-        return self._lines[id(node)][1]
+        return self._both(node)[1]
 
     def _fragment(self, node: NodeRecord) -> str:
-        if id(node) not in self._fragments:
-            self._fragments[id(node)] = (node, to_json_text(node))
-        return self._fragments[id(node)][1]
+        return self._both(node)[2]
+
+    def _both(self, node: NodeRecord) -> tuple[NodeRecord, str, str]:
+        found = self._texts.get(id(node))
+        if found is None:
+            found = self._texts[id(node)] = (node, render_node(node), to_json_text(node))
+        return found
 
 
 def _step(graph: GraphRecord, record: PassRecord | None) -> StepRecord:
