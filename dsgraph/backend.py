@@ -111,7 +111,8 @@ class Backend:
             return _refreshing_replicas(compile_it(gm, example_inputs), example_inputs)
 
         training = torch.is_grad_enabled() and any(info.requires_grad for info in facts.params.values())
-        lines = communication_lines(gm, facts, training=training)
+        lines = [f"pass {name}" for name in compilation.pass_names]
+        lines += communication_lines(gm, facts, training=training)
         agreement = self._agreement(mesh)
         is_new = not agreement.knows(lines)
         if is_new:

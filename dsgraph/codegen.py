@@ -82,6 +82,11 @@ class Compilation:
         return self._runner.orders
 
     @property
+    def pass_names(self) -> list[str]:
+        """The passes that are to run, in order."""
+        return [item.name for item in self._runner.pipeline]
+
+    @property
     def reduces(self) -> bool:
         """Whether the graph reads parameters of a partitioned model, whose gradients it then reduces."""
         return bool(self._facts.params)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -27,11 +28,11 @@ class PassRecord:
 
     name: str
     phase: Phase
-    changed: int
-    notes: tuple[str, ...]
-    seconds: float
-    nodes_before: int
-    nodes_after: int
+    changed: int = 0
+    notes: tuple[str, ...] = ()
+    seconds: float = 0.0
+    nodes_before: int = 0
+    nodes_after: int = 0
     verify_seconds: float = 0.0
 
 
@@ -73,11 +74,12 @@ class Runner:
         verify_seconds = self._verify(gm, None, ctx)
         self._note_order(gm, None, ctx)
         for number, item in enumerate(self.pipeline.of(ctx.phase), start=1):
-            record = self._run_one(item, gm, ctx)
+            record = PassRecord(item.name, ctx.phase, nodes_before=len(gm.graph.nodes))
             try:
+                record = self._run_one(item, gm, ctx)
                 verify_seconds += self._verify(gm, item, ctx)
             except PassError as error:  # the graph that one wants to see
-                self._dump(gm, ctx, number, replace(record, notes=(*record.notes, f"refused: {error}")))
+                self._dump_refused(gm, ctx, number, replace(record, notes=(*record.notes, f"refused: {error}")))
                 raise
             self._note_order(gm, item, ctx)
             self.records.append(replace(record, verify_seconds=verify_seconds))
@@ -128,6 +130,10 @@ class Runner:
     def _dump(self, gm: GraphModule, ctx: PassContext, number: int, record: PassRecord | None) -> None:
         if self.sink is not None:
             self.sink.write(gm, ctx, number=number, record=record)
+
+    def _dump_refused(self, gm: GraphModule, ctx: PassContext, number: int, record: PassRecord) -> None:
+        with suppress(Exception):  # of a graph that a pass has left half done; what the pass did wrong matters more
+            self._dump(gm, ctx, number, record)
 
 
 def _describe(error: Exception) -> str:

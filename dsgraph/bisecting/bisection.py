@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import json
 import re
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -87,7 +88,9 @@ class Bisection:
         self._begin(gm)
         names = _input_names(gm, self._facts)
         run_reference = self.compile_reference(gm, inputs)
-        for version, pipeline in self._planned():
+        planned = list(self._planned())
+        for number, (version, pipeline) in enumerate(planned, start=1):
+            self._tell(f"compiling {number} of {len(planned)}, {version.phase} {version.name}")
             self._compile(version, pipeline, gm, inputs)
             self._versions.append(version)
             if version.problem:
@@ -225,6 +228,10 @@ class Bisection:
         parting.watch_after(lambda: replay.run(run_after))
         finding = parting.describe()
         return None if finding is None else asdict(finding)
+
+    def _tell(self, what: str) -> None:
+        if self._result["rank"] == 0:
+            print(f"dsgraph bisect: graph {self._result['graph']}, {what}", file=sys.stderr, flush=True)
 
     def _say(self, what: str, text: str) -> dict[int, str]:
         """What the ranks say that have something to say."""

@@ -77,7 +77,9 @@ def report(results: list[dict[str, Any]], code: int) -> Answer:
     if first is not None and wrong[0]["unrepeatable"]:
         lines.append(f"graph {wrong[0]['graph']} gives other results when it is run again: nothing can be said of it")
     elif first is not None:
-        lines.append(f"{_name(first)} changes what graph {wrong[0]['graph']} computes")
+        failed = any(step["state"] == "failed" for step in wrong[0]["steps"])
+        does = "fails on" if failed else "changes what"
+        lines.append(f"{_name(first)} {does} graph {wrong[0]['graph']}{'' if failed else ' computes'}")
     elif compared:
         lines.append(f"all passes keep the meaning of {len(compared)} graph{'s' if len(compared) > 1 else ''}")
     else:
@@ -85,7 +87,9 @@ def report(results: list[dict[str, Any]], code: int) -> Answer:
     if code != 0:
         lines.append(f"the script failed ({describe_exit(code)})")
     found = wrong or code != 0 or not compared
-    return Answer("\n".join(lines), {"exit_code": code, "first": first, "graphs": results}, code=1 if found else 0)
+    return Answer(
+        "\n".join(lines), {"script_exit_code": code, "first": first, "graphs": results}, code=1 if found else 0
+    )
 
 
 def _describe_graph(results: list[dict[str, Any]]) -> list[str]:

@@ -13,6 +13,7 @@ from typing import TypeVar
 from dsgraph.dumping.records import (
     COMPILE_FORMAT,
     GRAPH_FORMAT,
+    NODES_BEGIN,
     VERSION,
     CompileRecord,
     GraphRecord,
@@ -123,6 +124,18 @@ class Dump:
         place = self._places[name.rank, name.compile]
         record = _read(place / f"{step.same_as or step.graph}.json", GRAPH_FORMAT, GraphRecord)
         return record
+
+    def has_same_nodes(self, first: GraphName, other: GraphName) -> bool:
+        """Whether the files of two graphs list the same nodes, letter for letter; False also when one is not there."""
+        texts = []
+        for name in (first, other):
+            step = self.step(name)
+            try:
+                text = (self._places[name.rank, name.compile] / f"{step.same_as or step.graph}.json").read_bytes()
+            except OSError:
+                return False
+            texts.append(text.partition(NODES_BEGIN.encode())[2])
+        return texts[0] == texts[1] and texts[0].rstrip().endswith(b"]}")
 
     def graph(self, text: str) -> GraphRecord:
         """The graph that a user means, read."""

@@ -68,8 +68,11 @@ def _compare(dump: Dump, first: int, other: int) -> tuple[Parting | None, int, i
                 return Parting(other, f"{where}: the passes", *texts), sizes, seen
             if (a.same_as and b.same_as) or a.left_out or b.left_out:
                 continue
-            graphs = [dump.read(GraphName(rank, mine.compile, a.graph)) for rank in (first, other)]
+            names = [GraphName(rank, mine.compile, a.graph) for rank in (first, other)]
             seen += 1
+            if dump.has_same_nodes(*names):
+                continue
+            graphs = [dump.read(name) for name in names]
             parting, differing = _first_difference(*graphs)
             sizes += differing
             if parting is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 from pathlib import Path
 
 from dsgraph.dumping.contents import rank_folders, remove_compiles, stranger
@@ -28,15 +29,20 @@ def _run(arguments: argparse.Namespace) -> Answer:
     script = find_script(arguments.script, arguments.module)
     folder = Path(arguments.dump)
     _make_room(folder, overwrite=arguments.overwrite)
-    code = run_script(
-        script,
-        arguments.rest,
-        nproc=arguments.nproc,
-        environment={"DSGRAPH_DUMP": str(folder.absolute())},
-        quiet=arguments.json,
-    )
+    try:
+        code = run_script(
+            script,
+            arguments.rest,
+            nproc=arguments.nproc,
+            environment={"DSGRAPH_DUMP": str(folder.absolute())},
+            quiet=arguments.json,
+        )
+    except KeyboardInterrupt:
+        if any(folder.glob("rank*/compile*")):
+            print(f"stopped; what was dumped until then: dsgraph ls {folder}", file=sys.stderr)
+        raise
     lines = []
-    data = {"exit_code": code, "dump": str(folder), "listing": None}
+    data = {"script_exit_code": code, "dump": str(folder), "listing": None}
     if any(folder.glob("rank*/compile*")):
         listing = list_dump(folder)
         data["listing"] = listing.data

@@ -15,6 +15,7 @@ from pydantic import TypeAdapter, ValidationError
 VERSION = 1
 GRAPH_FORMAT = "dsgraph-graph"
 COMPILE_FORMAT = "dsgraph-compile"
+NODES_BEGIN = '"nodes": ['  # in the file of a graph; the rest of it are its nodes, one a line
 
 Size = Union[int, str]  # noqa: UP007  # read at run time
 """A number, or the text of a symbolic expression."""

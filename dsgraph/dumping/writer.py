@@ -26,6 +26,7 @@ from .history import Snapshot, note_changes
 from .records import (
     COMPILE_FORMAT,
     GRAPH_FORMAT,
+    NODES_BEGIN,
     VERSION,
     AxisRecord,
     CompileRecord,
@@ -198,7 +199,7 @@ class _Texts:
         """One node a line."""
         head = to_json_text(replace(graph, nodes=()))
         nodes = ",\n".join(map(self._fragment, graph.nodes))
-        return f'{head[:-1]}, "nodes": [\n{nodes}\n]}}\n'
+        return f"{head[:-1]}, {NODES_BEGIN}\n{nodes}\n]}}\n"
 
     def _line(self, node: NodeRecord) -> str:
         return self._both(node)[1]

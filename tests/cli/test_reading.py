@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -221,6 +222,20 @@ def test_ranks_that_agree(call, gpt_dump):
     printed = call("ranks", gpt_dump)
     assert printed.code == 0
     assert "ranks 0, 1 run the same" in printed.out
+
+
+def test_ranks_reads_a_graph_only_where_files_differ(call, gpt_dump, tmp_path, monkeypatch):
+    shutil.copytree(gpt_dump, tmp_path / "copy")
+    read = []
+    original = Dump.read
+    monkeypatch.setattr(Dump, "read", lambda self, name: read.append(str(name)) or original(self, name))
+    assert call("ranks", tmp_path / "copy").code == 0
+    assert not read
+    path = next((tmp_path / "copy" / "rank1" / "compile1").glob("backward-0-before.json"))
+    path.write_text(path.read_text().replace('"target":"aten.mm.default"', '"target":"aten.sub.Tensor"'))
+    printed = call("ranks", tmp_path / "copy")
+    assert printed.code == 1 and "aten.sub.Tensor" in printed.out
+    assert read == [f"rank{rank}/compile1/backward-0-before" for rank in (0, 1)]
 
 
 @pytest.mark.slow

@@ -166,7 +166,7 @@ def test_one_rank_may_form_a_group_and_its_dump_is_listed(script, tmp_path):
     code, out, err = _run(script(TRAIN), "--json", "--", "--group", cwd=tmp_path)
     assert code == 0, err
     answer = json.loads(out)  # what the script printed is elsewhere
-    assert answer["exit_code"] == 0
+    assert answer["script_exit_code"] == 0
     assert answer["listing"]
     assert "ranks: 1" in err
     assert (tmp_path / "dsgraph-dump" / "rank0" / "compile1" / "joint-0-before.py").is_file()
@@ -239,3 +239,14 @@ def _wait_until(condition: Callable[[], bool], *, seconds: float) -> None:
     while not condition():
         assert time.monotonic() < end
         time.sleep(0.05)
+
+
+def test_ctrl_c_says_where_the_dump_is(script, tmp_path):
+    path = script(TRAIN.replace("sys.exit", "import time; print('dumped', flush=True); time.sleep(600); sys.exit"))
+    process = _start(path, "--dump", "d", cwd=tmp_path)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "dumped\n"
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert err.endswith("stopped; what was dumped until then: dsgraph ls d\n")

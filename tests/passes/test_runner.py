@@ -167,6 +167,22 @@ def test_the_sink_sees_every_step():
     assert steps == ["joint 0 before", "joint 1 nothing"]
 
 
+@pytest.mark.parametrize("fault", [raise_an_error, use_before_definition, drop_a_wait])
+def test_the_sink_sees_what_a_refused_pass_has_left(fault):
+    notes = []
+
+    class Sink:
+        def write(self, gm, ctx, *, number, record):
+            notes.extend(record.notes if record else ())
+            if number:
+                raise ValueError("this graph cannot be drawn")
+
+    with pytest.raises(PassError, match=fault.__name__):
+        Runner(Pipeline([graph_pass(phase="joint")(fault)]), sink=Sink()).run(_graph(), PassContext(phase=Phase.JOINT))
+    (note,) = notes
+    assert note.startswith("refused: ") and fault.__name__ in note
+
+
 def test_topological_sort_moves_only_what_must_move():
     gm = trace(lambda x: (x.sin().cos(), x + 1), torch.randn(3))
     sin, cos, add = (find_calls(gm, op)[0] for op in (aten.sin.default, aten.cos.default, aten.add.Tensor))
