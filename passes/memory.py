@@ -12,7 +12,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, chain
 from types import MappingProxyType
 from typing import Any
 
@@ -171,28 +171,35 @@ class _Table:
         self._inlined = inlined
         self._given_roots = given_roots
         self._places: dict[Node, list[tuple[str, ...]]] = {}  # a tuple for each of a node's results
+        self._names: dict[Node, tuple[str, ...]] = {}
         self._inputs: dict[str | int, str] = {}  # piece of another graph, or storage -> piece
 
     def names(self, node: Node) -> tuple[str, ...]:
         """The pieces in which a node's value lies, in order, each once."""
-        return tuple(dict.fromkeys(name for names in self._places.get(node, ()) for name in names))
+        return self._names.get(node, ())
 
     def place(self, node: Node, number: int) -> None:
         """Notes where a node's results lie. Nodes come in program order."""
+        places = self._places_of(node, number)
+        self._places[node] = places
+        self._names[node] = tuple(dict.fromkeys(chain(*places)))
+
+    def _places_of(self, node: Node, number: int) -> list[tuple[str, ...]]:
         value = node.meta.get("val")
         results = list(value) if isinstance(value, (tuple, list)) else [value]
         if node.op in ("placeholder", "get_attr"):
-            self._places[node] = [self._input(node, value)]
-        elif node.op == "call_function" and node.target is operator.getitem:
-            self._places[node] = [self._item(*node.args)]
-        elif node in self._inlined:
-            self._places[node] = [tuple(name for source in node.all_input_nodes for name in self.names(source))]
-        elif node.op != "output":
-            own: dict[int, str] = {}  # results of one op may share memory
-            self._places[node] = [
-                self.names(source) if source is not None else self._allocate(node, result, number, own)
-                for source, result in zip(aliased_arguments(node), results, strict=True)
-            ]
+            return [self._input(node, value)]
+        if node.op == "call_function" and node.target is operator.getitem:
+            return [self._item(*node.args)]
+        if node in self._inlined:
+            return [tuple(dict.fromkeys(chain(*map(self.names, node.all_input_nodes))))]
+        if node.op == "output":
+            return []
+        own: dict[int, str] = {}  # results of one op may share memory
+        return [
+            self.names(source) if source is not None else self._allocate(node, result, number, own)
+            for source, result in zip(aliased_arguments(node), results, strict=True)
+        ]
 
     def _input(self, node: Node, value: object) -> tuple[str, ...]:
         if not isinstance(value, torch.Tensor):

@@ -68,15 +68,18 @@ class Describer:
         # What the record of these tells of the graph around them.
         users = (tuple(node.users), around.reduced.get(node)) if is_collective(node) else ()
         call = (node.op, node.target, node.args, node.kwargs, node.meta.get("recompute"), history(node), users)
-        *known_call, alias, known_root, record = self._known.get(node, (None, None, None, None))
-        is_known = call == tuple(known_call)
-        if not is_known:
+        known = self._known.get(node)
+        is_known = known is not None and known[:-3] == call
+        if known is not None and is_known:
+            alias, known_root, record = known[-3:]
+        else:
             alias = _alias(node) if around.ctx.phase is not Phase.CAPTURE else None
         root = ""
         if alias is not None:  # `node` makes no memory of its own: its (first) result lies in that of another
             root = around.roots[node] = around.roots.get(alias, alias.name)
         if is_known and known_root == root:
-            return record
+            found: NodeRecord = record
+            return found
         ctx = around.ctx
         changes: dict[str, Any] = {"shares": root}
         if node.op == "placeholder" and node.name in ctx.params:
