@@ -41,7 +41,13 @@ def read_facts(gm: GraphModule, inputs: Sequence[Any]) -> CaptureFacts:
             placement="shard" if split else "whole",
             requires_grad=value.requires_grad,
         )
-    return CaptureFacts(axes=tuple(axes.values()), params=MappingProxyType(params))
+    return CaptureFacts(axes=tuple(axes.values()), params=MappingProxyType(params), device_type=_device_type(inputs))
+
+
+def _device_type(inputs: Sequence[Any]) -> str:
+    """The accelerator that the graph computes on, if any of its inputs lies on one."""
+    kinds = (value.device.type for value in inputs if isinstance(value, torch.Tensor))
+    return next((kind for kind in kinds if kind != "cpu"), "cpu")
 
 
 def _shard_shape(value: DTensor) -> tuple[int, ...]:

@@ -1,6 +1,6 @@
 """Floor 1, the compiler: passes, the runner that runs them and the partitioner that carries them."""
 
-from .base import FunctionPass, GraphPass, MeshAxis, ParamInfo, PassContext, PassResult, Phase, graph_pass
+from .base import FunctionPass, GraphPass, ParamInfo, PassContext, PassResult, Phase, graph_pass
 from .bucket_small_reductions import BucketSmallReductions
 from .choose_collective_algorithms import ChooseCollectiveAlgorithms
 from .cost import CostModel
@@ -9,6 +9,7 @@ from .errors import PassError
 from .insert_zero_collectives import InsertZeroCollectives
 from .keep_last_gather import KeepLastGather, ReleaseKeptGather
 from .merge_gathers import MergeGathers
+from .mesh_axis import MeshAxis
 from .partitioner import CaptureFacts, InferenceLowering, Partitioner
 from .pipeline import Pipeline, default_pipeline
 from .prefetch_gathers import PrefetchBackwardGathers, PrefetchForwardGathers

@@ -16,7 +16,9 @@ from typing import ClassVar
 import torch
 from torch.fx import GraphModule
 
+from .cost import CostModel
 from .errors import PassError
+from .mesh_axis import MeshAxis
 
 
 class Phase(Enum):
@@ -34,16 +36,6 @@ class Phase(Enum):
     def __lt__(self, other: Phase) -> bool:
         order = list(Phase)
         return order.index(self) < order.index(other)
-
-
-@dataclass(frozen=True)
-class MeshAxis:
-    """One axis of the device mesh: its name, how many ranks it spans, its process group and that group's backend."""
-
-    name: str
-    size: int
-    group: str
-    backend: str
 
 
 @dataclass(frozen=True)
@@ -80,6 +72,8 @@ class PassContext:
         inference: True when no backward follows; for a captured graph, when it starts with gradients switched off.
         user_outputs: How many of a forward graph's outputs, which come first, are the model's: those behind them are
             saved for the backward. None when nothing is saved, or where it is not known.
+        costs: How long computing and communicating takes; of the first rank's host, the same on every rank.
+        memory_limit: How much of the device's memory a step may use, bytes; None when nothing is known of it.
     """
 
     phase: Phase
@@ -88,6 +82,8 @@ class PassContext:
     gradients: Mapping[int, str] = field(default_factory=lambda: MappingProxyType({}))
     inference: bool = False
     user_outputs: int | None = None
+    costs: CostModel = field(default_factory=CostModel.default)
+    memory_limit: int | None = None
 
     def axis(self, group: str) -> MeshAxis:
         """The axis of a process group that a node names.

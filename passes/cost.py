@@ -19,7 +19,6 @@ from torch.fx import Node
 from torch.fx.node import map_arg
 from torch.utils.flop_counter import flop_registry
 
-from .base import MeshAxis
 from .compat import OpOverload, known_sizes, symbolic_expression
 from .errors import PassError
 from .graph import (
@@ -30,6 +29,7 @@ from .graph import (
     is_collective,
     mutates_arguments,
 )
+from .mesh_axis import MeshAxis
 
 aten = torch.ops.aten
 

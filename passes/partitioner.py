@@ -14,7 +14,7 @@ import torch
 from torch.fx import Graph, GraphModule
 from typing_extensions import Self
 
-from .base import MeshAxis, ParamInfo, PassContext, Phase
+from .base import ParamInfo, PassContext, Phase
 from .compat import (
     CustomGraphPass,
     CustomPartitionerFn,
@@ -24,7 +24,9 @@ from .compat import (
     min_cut_rematerialization_partition,
     put_opaque_values_last,
 )
+from .cost import CostModel
 from .graph import collectives, emit, is_returned, is_wait, placeholders, replace_and_erase
+from .mesh_axis import MeshAxis
 from .runner import Runner
 
 
@@ -35,10 +37,16 @@ class CaptureFacts:
     Attributes:
         axes: The mesh axes of its parameters.
         params: Input number of the captured graph -> parameter.
+        costs: How long computing and communicating takes; None for the defaults of the device.
+        memory_limit: See `PassContext`.
+        device_type: Where the parameters lie: "cpu", "cuda", ...
     """
 
     axes: tuple[MeshAxis, ...] = ()
     params: Mapping[int, ParamInfo] = field(default_factory=lambda: MappingProxyType({}))
+    costs: CostModel | None = None
+    memory_limit: int | None = None
+    device_type: str = "cpu"
 
     def context(
         self, gm: GraphModule, phase: Phase, *, inference: bool = False, user_outputs: int | None = None
@@ -60,6 +68,8 @@ class CaptureFacts:
             gradients=MappingProxyType(gradients),
             inference=inference,
             user_outputs=user_outputs,
+            costs=self.costs or CostModel.default(self.axes, device_type=self.device_type),
+            memory_limit=self.memory_limit,
         )
 
 
@@ -139,7 +149,8 @@ def _identity(runner: Runner, facts: CaptureFacts) -> object | None:
     prints = runner.pipeline.fingerprint()
     if prints is None:
         return None
-    return ("dsgraph", source_hash(), prints, repr(facts.axes), repr(sorted(facts.params.items())))
+    known = (facts.axes, sorted(facts.params.items()), facts.costs, facts.memory_limit, facts.device_type)
+    return ("dsgraph", source_hash(), prints, repr(known))
 
 
 @cache

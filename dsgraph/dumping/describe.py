@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
-from dsgraph.passes import CostModel, ParamInfo, PassContext, Phase
+from dsgraph.passes import ParamInfo, PassContext, Phase
 from dsgraph.passes.compat import OpOverload
 from dsgraph.passes.cost import flops, moved_bytes, number_of, sent_bytes, tensor_bytes
 from dsgraph.passes.graph import (
@@ -49,7 +49,6 @@ class Describer:
         """The nodes of a graph, in program order. A node that no pass has touched keeps its record, the same object."""
         around = _Around(
             ctx=ctx,
-            costs=CostModel.default(ctx.axes, device_type=_device(gm)),
             reduced=_reduced_parameters(gm, ctx),
         )
         return tuple(self._node(node, around) for node in gm.graph.nodes)
@@ -90,7 +89,7 @@ class Describer:
             changes["collective"] = _collective(node, around)
         elif node.op == "call_function" and ctx.phase in _RUNNING:
             operations, moved = number_of(node, flops(node)), number_of(node, moved_bytes(node))
-            seconds = around.costs.kernel_seconds(operations, moved)
+            seconds = around.ctx.costs.kernel_seconds(operations, moved)
             changes.update(flops=operations, moved=moved, seconds=seconds)
         record = self._alone(node, **changes)
         self._known[node] = (*call, alias, root, record)
@@ -148,7 +147,6 @@ class _Around:
     """What the record of a node needs to know besides the node."""
 
     ctx: PassContext
-    costs: CostModel
     reduced: Mapping[Node, tuple[str, ...]]
     roots: dict[Node, str] = field(default_factory=dict)  # of the nodes before
 
@@ -166,7 +164,7 @@ def _collective(node: Node, around: _Around) -> CollectiveRecord:
         axis=axis.name if axis is not None else "",
         ranks=axis.size if axis is not None else 0,
         sent=None if sent is None else number_of(node, sent),
-        seconds=around.costs.seconds(node),
+        seconds=around.ctx.costs.seconds(node),
         wait=wait.name if wait is not None else "",
         parameters=(gathered,) if gathered else around.reduced.get(node, ()),
     )
@@ -220,14 +218,6 @@ def pieces(memory: GraphMemory) -> tuple[PieceRecord, ...]:
         for piece in memory.pieces
         if piece.bytes
     )
-
-
-def _device(gm: GraphModule) -> str:
-    for node in gm.graph.find_nodes(op="placeholder"):
-        for tensor in _tensors(node.meta.get("val")):
-            if tensor.device.type != "cpu":
-                return tensor.device.type
-    return "cpu"
 
 
 def _tensors(value: Any) -> list[Tensor]:
