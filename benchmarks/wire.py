@@ -39,6 +39,8 @@ _RULES: dict[str, tuple[int, Callable[[int], float]]] = {
     "alltoall_base_": (1, lambda n: (n - 1) / n),
     "broadcast_": (0, lambda n: (n - 1) / n),
     "reduce_": (0, lambda n: (n - 1) / n),
+    "send": (0, lambda n: 1),
+    "recv_": (0, lambda n: 0),
     "barrier": (0, lambda n: 0),
     "monitored_barrier_": (0, lambda n: 0),
 }

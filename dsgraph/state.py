@@ -14,7 +14,7 @@ from torch.distributed.tensor import DeviceMesh, DTensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from dsgraph.inductor_ext import c10d_functional, chunk_rows, pad_rows, resolve_group, start_broadcasts
+from dsgraph.inductor_ext import c10d_functional, chunk_rows, pad_rows, resolve_group, start_gather
 from dsgraph.passes import MeshAxis
 
 from . import compat
@@ -223,7 +223,7 @@ def _start_gather(entry: ParameterState) -> tuple[Tensor, Tensor]:
     is_even = rows * world == layout.shape[0]
     target = replica.detach() if is_even else replica.new_empty((rows * world, *layout.shape[1:]))
     if compat.backend_name(group, replica.device.type) == "gloo":  # whose own gathers must not overlap
-        start_broadcasts(shard, target, layout.group)
+        start_gather(shard, target, layout.group)
     else:
         c10d_functional.all_gather_into_tensor_out(shard, world, layout.group, out=target)
     return replica, target

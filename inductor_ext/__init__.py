@@ -5,8 +5,10 @@ needs one. Importing this package registers the ops; `register_lowerings` regist
 """
 
 from .compat import c10d_functional, resolve_group
-from .gather_by_broadcasts import gather_by_broadcasts, start_broadcasts
-from .gather_by_broadcasts import register_lowering as register_lowerings  # the only one so far
+from .exchange_by_messages import exchange_by_messages
+from .exchange_by_messages import register_lowering as _register_exchange
+from .gather_by_messages import gather_by_messages, start_gather
+from .gather_by_messages import register_lowering as _register_gather
 from .gather_param import (
     all_gather_rows,
     all_reduce_sum,
@@ -18,12 +20,20 @@ from .gather_param import (
     reduce_scatter_rows,
 )
 
+
+def register_lowerings() -> None:
+    """Tells Inductor of the ops that are collectives."""
+    _register_gather()
+    _register_exchange()
+
+
 __all__ = [
+    "exchange_by_messages",
     "all_gather_rows",
     "all_reduce_sum",
     "c10d_functional",
     "chunk_rows",
-    "gather_by_broadcasts",
+    "gather_by_messages",
     "gather_param",
     "group_count",
     "pad_rows",
@@ -31,5 +41,5 @@ __all__ = [
     "reduce_scatter_rows",
     "register_lowerings",
     "resolve_group",
-    "start_broadcasts",
+    "start_gather",
 ]

@@ -231,7 +231,8 @@ _COLLECTIVES = {
     "all_reduce": _Collective(lambda n: 2 * (n - 1), lambda n: 2 * (n - 1)),
     "all_to_all_single": _Collective(lambda n: n - 1, lambda n: n - 1),
     "broadcast": _Collective(lambda n: n - 1, _tree_depth),
-    "gather_by_broadcasts": _Collective(_GATHER.shares, _tree_depth),  # all of them at once
+    "gather_by_messages": _Collective(_GATHER.shares, lambda n: 1),  # all of them at once
+    "exchange_by_messages": _Collective(lambda n: n - 1, lambda n: 1),
     "isend": _Collective(lambda n: n, lambda n: 1),
     "irecv": _Collective(lambda n: 0, lambda n: 1),
 }

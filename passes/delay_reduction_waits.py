@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+import torch
 from torch.fx import GraphModule, Node
 
 from dsgraph.inductor_ext import c10d_functional
@@ -51,6 +52,7 @@ def _is_reduction(node: Node) -> bool:
     return is_collective(node) and node.target in (
         c10d_functional.reduce_scatter_tensor.default,
         c10d_functional.all_to_all_single.default,
+        torch.ops.dsgraph.exchange_by_messages.default,
         c10d_functional.all_reduce.default,
     )
 

@@ -39,6 +39,8 @@ def all_graph_modules(gm: GraphModule) -> Iterator[GraphModule]:
             yield module
 
 
+_OWN_COLLECTIVES = (torch.ops.dsgraph.gather_by_messages.default, torch.ops.dsgraph.exchange_by_messages.default)
+
 # Marks a gathered parameter that a pass keeps for the backward, on the forward's node and so on the backward's input.
 KEPT = "dsgraph_kept"
 
@@ -100,7 +102,7 @@ def is_collective(node: Node) -> bool:
         return False
     if target.namespace == c10d_functional.name:
         return target is not c10d_functional.wait_tensor.default
-    return target is torch.ops.dsgraph.gather_by_broadcasts.default
+    return target in _OWN_COLLECTIVES
 
 
 def is_wait(node: Node) -> bool:

@@ -28,7 +28,7 @@ Violation = tuple[str, str]
 _GATHERS = (
     c10d_functional.all_gather_into_tensor.default,
     c10d_functional.all_gather_into_tensor_out.default,
-    torch.ops.dsgraph.gather_by_broadcasts.default,
+    torch.ops.dsgraph.gather_by_messages.default,
 )
 _PREPARATIONS = (
     *(aten._to_copy.default, aten.constant_pad_nd.default, aten.clone.default, aten.cat.default),

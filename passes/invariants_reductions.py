@@ -122,7 +122,7 @@ def _communicated(node: Node, sources: list[_Value], sizes: Mapping[str, int]) -
     if packet in _REDUCTIONS:
         changed = _summed(source, [_event(call["group_name"], call["reduce_op"])])
         return changed if _rows(node) == sum(size for size, _ in source.parts) else _Value(changed.histories)
-    if packet is c10d_functional.all_to_all_single:
+    if packet in (c10d_functional.all_to_all_single, torch.ops.dsgraph.exchange_by_messages):
         return _Value(_summed(source, [f"{_EXCHANGED}group {call['group_name']!r}"]).histories)
     return _Value(source.histories)
 

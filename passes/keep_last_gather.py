@@ -16,7 +16,7 @@ from .compat import is_tangent
 from .graph import KEPT, barrier_between, collectives, is_barrier, is_collective, is_view, placeholders, wait_of
 from .notes import parameter_of
 
-_GATHERS = (c10d_functional.all_gather_into_tensor.default, torch.ops.dsgraph.gather_by_broadcasts.default)
+_GATHERS = (c10d_functional.all_gather_into_tensor.default, torch.ops.dsgraph.gather_by_messages.default)
 
 
 @dataclass(frozen=True)

@@ -258,7 +258,7 @@ def _last_uses(nodes: Sequence[Node], table: _Table) -> list[int]:
 
 
 # These have read their argument when they return: they work on a copy, or copy it to where the others' rows arrive.
-_COPYING = ("all_reduce", "broadcast", "gather_by_broadcasts")
+_COPYING = ("all_reduce", "broadcast", "gather_by_messages")
 
 
 def _read_until(wait: Node, table: _Table) -> list[str]:

@@ -18,7 +18,7 @@ from .notes import described, parameter_of
 
 aten = torch.ops.aten
 
-_GATHERS = (c10d_functional.all_gather_into_tensor.default, torch.ops.dsgraph.gather_by_broadcasts.default)
+_GATHERS = (c10d_functional.all_gather_into_tensor.default, torch.ops.dsgraph.gather_by_messages.default)
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class PrefetchForwardGathers(GraphPass):
 
     So one gather is under way during compute, and one more parameter than before is alive. Casts and padding of the
     shard move along. Left alone: gathers of what the graph computes, of a group outside the mesh, behind a barrier
-    (an op that writes to an argument, or an unknown one), and gloo's own, see `gather_by_broadcasts`.
+    (an op that writes to an argument, or an unknown one), and gloo's own, see `gather_by_messages`.
     """
 
     phase: ClassVar[Phase] = Phase.FORWARD
@@ -126,13 +126,13 @@ def _notes_on_others(gm: GraphModule, ctx: PassContext) -> list[str]:
 
 
 def _kinds(ctx: PassContext, group: str) -> tuple[object, ...]:
-    by_broadcasts = torch.ops.dsgraph.gather_by_broadcasts.default
+    by_messages = torch.ops.dsgraph.gather_by_messages.default
     backends = {axis.backend for axis in ctx.axes if axis.group == group}
     if not backends:
         return ()  # a user's own group
     if "gloo" in backends:
-        return (by_broadcasts,)  # two of its own gathers must never be under way at once
-    return (c10d_functional.all_gather_into_tensor.default, by_broadcasts)
+        return (by_messages,)  # two of its own gathers must never be under way at once
+    return (c10d_functional.all_gather_into_tensor.default, by_messages)
 
 
 def _takes_long(node: Node) -> bool:

@@ -22,7 +22,7 @@ from .traffic import Traffic, graph_traffic, nbytes
 
 aten = torch.ops.aten
 
-_GATHERS = (c10d_functional.all_gather_into_tensor.default, torch.ops.dsgraph.gather_by_broadcasts.default)
+_GATHERS = (c10d_functional.all_gather_into_tensor.default, torch.ops.dsgraph.gather_by_messages.default)
 _CASTS = (aten._to_copy.default, torch.ops.prims.convert_element_type.default)
 _RECOMPUTE = (CheckpointPolicy.PREFER_RECOMPUTE, CheckpointPolicy.MUST_RECOMPUTE)
 # Ops of these are torch's or dsgraph's own: where Inductor has no lowering, none was expected.

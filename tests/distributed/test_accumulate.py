@@ -20,16 +20,18 @@ MICRO_BATCHES = 4
 
 
 def _collectives(profile) -> dict[str, int]:
-    """Collectives that ran, by kind, wherever they were called from; broadcasts of all ranks count as a gather."""
+    """Collectives that ran, by kind, wherever they were called from; messages that are no exchange are a gather's."""
     counts: Counter[str] = Counter()
     for event in profile.events():
         if event.name.startswith("_c10d_functional::") and "wait" not in event.name:
             counts[event.name.split("::")[1].removesuffix("_out")] += 1
-        elif event.name == "c10d::broadcast_":
-            counts["broadcast"] += 1
-    broadcasts = counts.pop("broadcast", 0)
-    assert broadcasts % dist.get_world_size() == 0
-    counts["all_gather_into_tensor"] += broadcasts // dist.get_world_size()
+        elif event.name == "c10d::send":
+            counts["message"] += 1
+        elif event.name == "dsgraph::exchange_by_messages":
+            counts["exchange"] += 1
+    messages, others = counts.pop("message", 0), dist.get_world_size() - 1
+    assert messages % others == 0
+    counts["all_gather_into_tensor"] += messages // others - counts["exchange"]
     return dict(counts)
 
 
@@ -55,7 +57,7 @@ def _count(stage: int, codegen: str | None) -> dict[str, int]:
 def test_collectives_of_a_step(ranks, stage, codegen):
     counts = ranks(2).run(_count, stage, codegen)[0]
     gathers = counts.get("all_gather_into_tensor", 0)
-    scatters = counts.get("reduce_scatter_tensor", 0) + counts.get("all_to_all_single", 0)
+    scatters = counts.get("reduce_scatter_tensor", 0) + counts.get("exchange", 0)
     reductions = counts.get("all_reduce", 0)
     if stage == 0:
         # Local gradients are reduced once: all whole parameters in one bucket, and which of them were used.

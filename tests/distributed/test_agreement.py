@@ -104,7 +104,7 @@ def _reorder_on_one_rank() -> tuple[str, float]:
             _reorder_on_one_rank,
             [
                 "run different collectives",
-                "gather_by_broadcasts.default [4, 4] torch.float32 over shard of 0.weight], rank 1 has [",
+                "gather_by_messages.default [4, 4] torch.float32 over shard of 0.weight], rank 1 has [",
                 "They part here: rank 0 has [the forward graph after pass start_the_last_gather_first: 3 collectives",
             ],
         ),

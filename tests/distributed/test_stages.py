@@ -137,7 +137,7 @@ def _compare_order() -> None:
 
     _, sources = run_and_get_code(step)
     found = [COLLECTIVES.findall(source) for source in sources]
-    assert found == expected and {"gather_by_broadcasts", "all_to_all_single"} <= {*found[0], *found[1]}
+    assert found == expected and {"gather_by_messages", "exchange_by_messages"} <= {*found[0], *found[1]}
 
 
 @pytest.mark.inductor

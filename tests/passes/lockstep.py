@@ -100,7 +100,7 @@ def _peers(group: str, rank: int, groups: Groups) -> list[int]:
 def _collective(target: Any, calls: list[Call], position: int) -> Tensor:
     tensors = [call.args[0] for call in calls]
     assert len({tensor.dtype for tensor in tensors}) == 1
-    if target in (c10d.all_gather_into_tensor.default, markers.gather_by_broadcasts.default):
+    if target in (c10d.all_gather_into_tensor.default, markers.gather_by_messages.default):
         assert len({tensor.shape for tensor in tensors}) == 1, "ranks gather pieces of different shapes"
         return torch.cat(tensors)
     if target is c10d.reduce_scatter_tensor.default:
@@ -109,6 +109,8 @@ def _collective(target: Any, calls: list[Call], position: int) -> Tensor:
         return _sum(tensors)
     if target is c10d.all_to_all_single.default:
         return torch.cat([call.args[0].split(call.args[2])[position] for call in calls])
+    if target is markers.exchange_by_messages.default:
+        return torch.cat([tensor.chunk(len(tensors))[position] for tensor in tensors])
     raise NotImplementedError(target)
 
 

@@ -25,7 +25,7 @@ def _lowered(*inputs, rows=2, axis=GLOO):
 def test_gloo_exchanges_rows_and_adds_them_up():
     gm = _lowered(torch.randn(4, 3))
     assert run_pass(ChooseCollectiveAlgorithms(), gm, GLOO).changed == 1
-    FileCheck().check("all_to_all_single.default(mul, [2, 2], [2, 2], '0')").check_next("wait_tensor").check_next(
+    FileCheck().check("exchange_by_messages.default(mul, 2, '0')").check_next("wait_tensor").check_next(
         "view.default("
     ).check_same("[2, 2, 3]").check_next("sum.dim_IntList(").check_same("[0]").check_next("div.Tensor").run(code(gm))
     FileCheck().check_not("reduce_scatter").run(code(gm))
@@ -37,10 +37,10 @@ def _gathering(shard):
     return gm
 
 
-def test_gloo_gathers_by_broadcasts_that_are_still_repeated_in_the_backward():
+def test_gloo_gathers_by_messages_that_are_still_repeated_in_the_backward():
     gm = _gathering(torch.randn(3, 3))
     assert run_pass(ChooseCollectiveAlgorithms(), gm, GLOO).changed == 1
-    FileCheck().check("gather_by_broadcasts.default(a_1, 2, '0')").check_next("wait_tensor").check_next(
+    FileCheck().check("gather_by_messages.default(a_1, 2, '0')").check_next("wait_tensor").check_next(
         "slice.Tensor"
     ).run(code(gm))
     FileCheck().check_not("all_gather").run(code(gm))

@@ -44,7 +44,7 @@ def test_lines_say_whose_each_collective_is():
         "_c10d_functional.reduce_scatter_tensor.default [2, 4] torch.float32 over shard for the gradient of first",
     ]
     assert collective_lines(_lowered(GLOO), _context(GLOO))[-1] == (
-        "_c10d_functional.all_to_all_single.default [4, 4] torch.float32 over shard for the gradient of first"
+        "dsgraph.exchange_by_messages.default [4, 4] torch.float32 over shard for the gradient of first"
     )
 
 

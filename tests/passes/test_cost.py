@@ -99,7 +99,7 @@ def test_a_kernel_reads_its_operands_and_writes_its_results():
 
 
 def exchange(x):
-    gathered = torch.ops.dsgraph.gather_by_broadcasts(x, 4, "0")
+    gathered = torch.ops.dsgraph.gather_by_messages(x, 4, "0")
     calls = [
         gathered,
         c10d.all_gather_into_tensor(x, 4, "0"),
@@ -158,7 +158,7 @@ def test_seconds_of_a_collective_are_steps_and_bytes_of_its_axis():
     gm = trace(exchange, torch.randn(8, 3))
     x = 8 * 3 * F32
     seconds = [model.seconds(n) for n in collectives(gm)]
-    assert seconds[:4] == pytest.approx([2 + 3 * x / 24, 3 + 3 * x / 24, 3 + 3 * x / 96, 6 + 6 * x / 96])
+    assert seconds[:4] == pytest.approx([1 + 3 * x / 24, 3 + 3 * x / 24, 3 + 3 * x / 96, 6 + 6 * x / 96])
     gm = trace(lambda y: c10d.wait_tensor(c10d.all_reduce(y, "sum", "users own")), torch.randn(4))
     assert model.seconds(collectives(gm)[0]) is None
 

@@ -40,9 +40,9 @@ def test_each_is_waited_for_when_the_next_one_starts():
 def test_sums_over_ranks_move_along():
     gm = _lowered(axes=(GLOO,))
     assert run_pass(DelayReductionWaits(), gm, GLOO).changed == 2
-    FileCheck().check("all_to_all_single").check_next("mul.Tensor(y_1, 3)").check_next("wait_tensor").check_next(
+    FileCheck().check("exchange_by_messages").check_next("mul.Tensor(y_1, 3)").check_next("wait_tensor").check_next(
         "view"
-    ).check_next("sum").check_next("div").check_next("all_to_all_single").run(code(gm))
+    ).check_next("sum").check_next("div").check_next("exchange_by_messages").run(code(gm))
 
 
 @pytest.mark.parametrize("axis", [SHARD, GLOO])

@@ -160,8 +160,8 @@ def test_a_collective_reads_its_argument_until_its_wait():
 
 def test_a_collective_that_works_on_a_copy_does_not():
     assert in_flight(lambda sent: c10d.all_reduce(sent, "sum", "0"))[0] == "all_reduce"
-    last, gathered = in_flight(lambda sent: torch.ops.dsgraph.gather_by_broadcasts(sent, 2, "0"))
-    assert last == "gather_by_broadcasts" and gathered.bytes == 2 * X
+    last, gathered = in_flight(lambda sent: torch.ops.dsgraph.gather_by_messages(sent, 2, "0"))
+    assert last == "gather_by_messages" and gathered.bytes == 2 * X
     assert gathered.kind is MemoryKind.OUTPUT  # it is returned
     gm = trace(lambda x: c10d.wait_tensor(c10d.all_reduce(x, "sum", "0")) + 1, x())
     assert simulate(gm).by_name["all_reduce"].kind is MemoryKind.COMMUNICATION

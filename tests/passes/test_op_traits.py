@@ -29,7 +29,7 @@ def _node(target, *args, **kwargs):
         (torch.ops.prims.convert_element_type.default, ("x", torch.float64), False),
         (torch.ops._c10d_functional.all_reduce.default, ("x", "sum", "0"), False),
         (torch.ops._c10d_functional.all_reduce_.default, ("x", "sum", "0"), True),
-        (torch.ops.dsgraph.gather_by_broadcasts.default, ("x", 2, "0"), False),
+        (torch.ops.dsgraph.gather_by_messages.default, ("x", 2, "0"), False),
         (resize, ("x", 0), True),
         (torch.ops.dsgraph_tests.unknown.default, ("x",), True),
         (torch.ops.higher_order.auto_functionalized, (torch.ops.dsgraph_tests.unknown.default,), True),

@@ -37,7 +37,7 @@ def _lowered(function=_three_layers, inputs=None, axis=SHARD):
 
 
 @pytest.mark.parametrize("graph_pass", [PrefetchForwardGathers(), PrefetchBackwardGathers()])
-@pytest.mark.parametrize(("axis", "op"), [(SHARD, "all_gather_into_tensor"), (GLOO, "gather_by_broadcasts")])
+@pytest.mark.parametrize(("axis", "op"), [(SHARD, "all_gather_into_tensor"), (GLOO, "gather_by_messages")])
 def test_the_next_gather_starts_as_the_last_one_has_arrived(graph_pass, axis, op):
     gm = _lowered(axis=axis)
     assert run_pass(graph_pass, gm, axis).changed == 2
@@ -54,7 +54,7 @@ def _backward(dz, y, a, b):
     return da, torch.mm(dy, gather(a, (4, 4)).t())
 
 
-@pytest.mark.parametrize(("axis", "op"), [(SHARD, "all_gather_into_tensor"), (GLOO, "gather_by_broadcasts")])
+@pytest.mark.parametrize(("axis", "op"), [(SHARD, "all_gather_into_tensor"), (GLOO, "gather_by_messages")])
 def test_in_the_backward_a_gather_starts_when_the_last_one_is_done_with(axis, op):
     gm = _lowered(_backward, [torch.randn(2, 4) for _ in range(4)], axis)
     assert run_pass(PrefetchBackwardGathers(), gm, axis).changed == 1

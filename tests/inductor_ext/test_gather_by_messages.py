@@ -4,15 +4,15 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from dsgraph.inductor_ext import start_broadcasts
+from dsgraph.inductor_ext import start_gather
 
-gather_by_broadcasts = torch.ops.dsgraph.gather_by_broadcasts
+gather_by_messages = torch.ops.dsgraph.gather_by_messages
 wait = torch.ops._c10d_functional.wait_tensor
 
 
 @pytest.mark.parametrize("shape", [(4, 3), (1,), (0, 3)])
 def test_opcheck(one_rank, shape):
-    torch.library.opcheck(gather_by_broadcasts.default, (torch.randn(shape), 1, dist.group.WORLD.group_name))
+    torch.library.opcheck(gather_by_messages.default, (torch.randn(shape), 1, dist.group.WORLD.group_name))
 
 
 def _gather(shape: tuple[int, ...], dtype_name: str) -> None:
@@ -20,11 +20,11 @@ def _gather(shape: tuple[int, ...], dtype_name: str) -> None:
     dtype = getattr(torch, dtype_name)
     shards = torch.randn((world, *shape), generator=torch.Generator().manual_seed(0)).to(dtype)
     mine = shards[rank].clone()
-    started = gather_by_broadcasts(mine, world, group)
+    started = gather_by_messages(mine, world, group)
     mine.fill_(7)  # the shard is free as soon as the op returns
     assert torch.equal(wait(started), shards.flatten(0, 1))
     target = torch.empty((world * shape[0], *shape[1:]), dtype=dtype)
-    start_broadcasts(shards[rank], target, group)
+    start_gather(shards[rank], target, group)
     assert torch.equal(wait(target), shards.flatten(0, 1))
 
 
@@ -44,12 +44,10 @@ def _overlap(rounds: int) -> None:
     sizes = (256 * 128, 128 * 384, 128 * 128, 128 * 512)
     for _ in range(rounds):
         shards = [torch.full((size // world,), float(rank + size)) for size in sizes]
-        started = [gather_by_broadcasts(shard, world, group) for shard in shards]
+        started = [gather_by_messages(shard, world, group) for shard in shards]
         for size, full in zip(sizes, started, strict=True):
             rows = size // world
-            exchange = torch.ops._c10d_functional.all_to_all_single(
-                torch.ones(size), [rows] * world, [rows] * world, group
-            )
+            exchange = torch.ops.dsgraph.exchange_by_messages(torch.ones(size), world, group)
             by_rank = wait(full).view(world, rows)
             assert torch.equal(by_rank, (torch.arange(world) + float(size))[:, None].expand(world, rows))
             assert wait(exchange).sum() == size

@@ -1,0 +1,37 @@
+"""Messages between the ranks of a group: what the ops `*_by_messages` are made of.
+
+gloo starts to send as soon as it knows that the other side is ready to receive, and what it has to say on a connection
+queues up behind the bytes that are being sent there. Whoever sends first and offers to receive afterwards, as gloo's
+own all-to-all may, gets its bytes only when its own are through: half the speed of a link that carries both ways at
+once. Here every receive is offered before the first byte is sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from .compat import register_work
+
+# Apart from a user's own messages, whose tag is 0 by default. Messages of one tag arrive in the order in which they
+# were sent, and all ranks run the same collectives in the same order.
+_TAG = 0xD5
+
+
+def start_messages(result: Tensor, *, receive: Sequence[Tensor], send: Sequence[Tensor], group: ProcessGroup) -> None:
+    """Starts to exchange messages with every other rank of a group; `wait_tensor(result)` ends it.
+
+    Args:
+        result: What is waited for.
+        receive: For each rank, where its message goes; contiguous.
+        send: For each rank, what it is sent; contiguous, not to be written to before the end.
+        group: The process group.
+    """
+    others = [rank for rank in range(group.size()) if rank != group.rank()]
+    for rank in others:
+        register_work(result, dist.irecv(receive[rank], group=group, group_src=rank, tag=_TAG))
+    for rank in others:
+        register_work(result, dist.isend(send[rank], group=group, group_dst=rank, tag=_TAG))
