@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import math
+import sys
+from bisect import bisect_right
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import ClassVar
@@ -13,27 +17,57 @@ from dsgraph.inductor_ext import c10d_functional
 
 from .base import GraphPass, PassContext, PassResult, Phase
 from .compat import OpOverload
-from .graph import barrier_between, collective_group, collectives, is_collective, is_view, is_wait, wait_of
+from .cost import number_of, tensor_bytes
+from .graph import (
+    KEPT,
+    barrier_between,
+    collective_group,
+    collectives,
+    fake_value,
+    is_collective,
+    is_view,
+    is_wait,
+    placeholders,
+    wait_of,
+)
+from .memory import simulate
 from .notes import described, parameter_of
+from .schedule import predict
 
 aten = torch.ops.aten
 
 _GATHERS = (c10d_functional.all_gather_into_tensor.default, torch.ops.dsgraph.gather_by_messages.default)
 
 
+Gather = tuple[Node, list[Node]]
+"""The node that starts a gather, and what its argument is made of, in program order."""
+
+
 @dataclass(frozen=True)
 class PrefetchForwardGathers(GraphPass):
-    """Start each parameter's gather right after the wait for the parameter before it.
+    """Start each parameter's gather when the parameter before has arrived; earlier where it would come too late.
 
     before:  a = wait_tensor(all_gather_into_tensor(shard_a)); y = mm(x, a)
              b = wait_tensor(all_gather_into_tensor(shard_b)); z = mm(y, b)
     after:   a = wait_tensor(all_gather_into_tensor(shard_a)); started_b = all_gather_into_tensor(shard_b); y = mm(x, a)
              b = wait_tensor(started_b); z = mm(y, b)
 
-    So one gather is under way during compute, and one more parameter than before is alive. Casts and padding of the
-    shard move along. Left alone: gathers of what the graph computes, of a group outside the mesh, behind a barrier
-    (an op that writes to an argument, or an unknown one), and gloo's own, see `gather_by_messages`.
+    How much earlier, the predicted times decide. The graph is timed as if all gathers had been asked for at its start:
+    no schedule is faster. Then, from the last to the first, each gets the latest start with which its parameter, and
+    those that follow on the link, still arrive by the time at which they are needed. A fast link gathers one parameter
+    ahead; on a slow one transfers follow each other without a gap. No gather overtakes another collective then: times
+    differ from rank to rank, and the order of collectives must not.
+
+    Casts and padding of the shard move along. Left alone: gathers of what the graph computes, of a group outside the
+    mesh, behind a barrier (an op that writes to an argument, or an unknown one), and gloo's own, see
+    `gather_by_messages`.
+
+    Attributes:
+        ahead_bytes: How much may be gathered, or under way, ahead of its use, besides the next parameter; less where
+            the memory limit leaves less. Bytes.
     """
+
+    ahead_bytes: int = 64 * 2**20
 
     phase: ClassVar[Phase] = Phase.FORWARD
     needs_mesh: ClassVar[bool] = True
@@ -41,25 +75,46 @@ class PrefetchForwardGathers(GraphPass):
     reorders_collectives: ClassVar[bool] = True
 
     def run(self, gm: GraphModule, ctx: PassContext) -> PassResult:
-        changed, notes = 0, _notes_on_others(gm, ctx)
-        for (previous, _), (started, preparations) in pairwise(_gathered_parameters(gm, ctx)):
-            place = self._place(wait_of(previous), wait_of(started))
-            if _start_after(place, [*preparations, started]):
-                changed += 1
-            elif any(place < node for node in (*preparations, started)) and barrier_between(place, started):
-                notes.append(
-                    f"{parameter_of(started, ctx)} is not gathered earlier: an op in between may write, or is not known"
-                )
-        return PassResult(changed=changed, notes=tuple(notes))
+        gathers, notes = _gathered_parameters(gm, ctx), _notes_on_others(gm, ctx)
+        if not gathers:
+            return PassResult(notes=tuple(notes))
+        moved: set[Node] = set()
+        first = self._first_place(gm, gathers[0])
+        places = [first, *(self._place(wait_of(a), wait_of(b)) for (a, _), (b, _) in pairwise(gathers))]
+        for gather, place in zip(gathers, places, strict=True):
+            if place is None:
+                continue
+            if _start_after(place, gather):
+                moved.add(gather[0])
+            elif place < gather[0] and barrier_between(place, gather[0]):
+                whose = parameter_of(gather[0], ctx)
+                notes.append(f"{whose} is not gathered earlier: an op in between may write, or is not known")
+        moved |= self._start_in_time(gm, gathers, ctx)
+        return PassResult(changed=len(moved), notes=tuple(notes))
+
+    def _first_place(self, gm: GraphModule, first: Gather) -> Node | None:
+        """Behind which node the first gather starts; None to leave it where it is."""
+        return None
 
     def _place(self, previous: Node, needed: Node) -> Node:
         """Behind which node a gather starts, given the waits for the one before it and for itself."""
         return previous
 
+    def _start_in_time(self, gm: GraphModule, gathers: Sequence[Gather], ctx: PassContext) -> set[Node]:
+        """Starts gathers earlier that would arrive too late; the nodes that were moved."""
+        room = _Room(gathers, min(self.ahead_bytes, _memory_left(gm, ctx)))
+        before = _collectives_before(gm)
+        moved = set()
+        for number, (gather, latest) in enumerate(zip(gathers, _latest_places(gm, gathers, ctx), strict=True)):
+            place = max(latest, before[gather[0]] or latest)
+            if place < gather[0] and _start_after(room.at_or_after(place, number), gather):
+                moved.add(gather[0])
+        return moved
+
 
 @dataclass(frozen=True)
 class PrefetchBackwardGathers(PrefetchForwardGathers):
-    """Start each gather that the backward repeats as soon as the parameter before it is done with.
+    """Start each gather that the backward repeats when the parameter before it is done with; or earlier, likewise.
 
     before:  b = wait_tensor(all_gather_into_tensor(shard_b)); dy = mm(dz, t(b)); da = mm(t(y), dy)
              a = wait_tensor(all_gather_into_tensor(shard_a)); dx = mm(dy, t(a))
@@ -67,11 +122,19 @@ class PrefetchBackwardGathers(PrefetchForwardGathers):
              started_a = all_gather_into_tensor(shard_a); da = mm(t(y), dy); a = wait_tensor(started_a)
              dx = mm(dy, t(a))
 
-    A parameter's own gradient is computed meanwhile, so that no two gathered parameters are alive. Where nothing but
-    pointwise ops stands in between (a frozen layer), as in `PrefetchForwardGathers`.
+    A parameter's own gradient is computed meanwhile, so that no two gathered parameters are alive. The first gather
+    starts when what the forward has kept is done with; without that, at the beginning. Where nothing but pointwise ops
+    stands in between (a frozen layer), a gather starts when the parameter before has arrived. All else, and what is
+    left alone, as in `PrefetchForwardGathers`.
     """
 
     phase: ClassVar[Phase] = Phase.BACKWARD
+
+    def _first_place(self, gm: GraphModule, first: Gather) -> Node | None:
+        inputs = placeholders(gm)
+        needed = wait_of(first[0])
+        kept = [self._place(node, needed) for node in inputs if node.meta.get(KEPT)]
+        return max([*kept, inputs[-1]])
 
     def _place(self, previous: Node, needed: Node) -> Node:
         last, frontier = previous, [previous]
@@ -88,11 +151,58 @@ class PrefetchBackwardGathers(PrefetchForwardGathers):
         return previous
 
 
+def _latest_places(gm: GraphModule, gathers: Sequence[Gather], ctx: PassContext) -> list[Node]:
+    """Behind which node each gather must start at the latest, so that nothing waits longer than it has to."""
+    nodes = list(gm.graph.nodes)
+    schedule = predict(nodes, ctx.costs, early={started for started, _ in gathers})
+    times = [schedule.begins[node] for node in nodes]
+    inputs = sum(node.op == "placeholder" for node in nodes)
+    places, latest = [], math.inf
+    for started, _ in reversed(gathers):
+        latest = min(latest, schedule.begins[wait_of(started)]) - schedule.seconds[started]
+        following = bisect_right(times, latest) - 1  # the last node that begins by then
+        places.append(nodes[max(following, inputs) - 1])
+    return places[::-1]
+
+
+def _collectives_before(gm: GraphModule) -> dict[Node, Node | None]:
+    """For each collective the one ahead of it."""
+    found = collectives(gm)
+    return dict(zip(found, [None, *found], strict=False))
+
+
+def _memory_left(gm: GraphModule, ctx: PassContext) -> int:
+    """Bytes that the limit leaves besides what the graph needs as it is, and an optimizer with two states."""
+    if ctx.memory_limit is None:
+        return sys.maxsize
+    states = 2 * sum(math.prod(info.shard_shape) * info.dtype.itemsize for info in ctx.params.values())
+    return max(0, ctx.memory_limit - simulate(gm).peak - states)
+
+
+class _Room:
+    """Keeps what is gathered ahead of its use within bounds."""
+
+    def __init__(self, gathers: Sequence[Gather], most: int) -> None:
+        self._waits = [wait_of(started) for started, _ in gathers]
+        self._bytes = [number_of(started, tensor_bytes(fake_value(started))) for started, _ in gathers]
+        self._most = most
+        self._oldest = 0  # the first gather that may not have been waited for
+
+    def at_or_after(self, place: Node, number: int) -> Node:
+        """`place`, or the first wait behind it at which there is room for the gather of this number."""
+        while self._oldest < number and self._waits[self._oldest] <= place:
+            self._oldest += 1
+        while self._oldest < number and sum(self._bytes[self._oldest : number + 1]) > self._most:
+            place = self._waits[self._oldest]
+            self._oldest += 1
+        return place
+
+
 # What may stand between a shard and its gather.
 _PREPARATIONS = (aten._to_copy.default, aten.constant_pad_nd.default, torch.ops.prims.convert_element_type.default)
 
 
-def _gathered_parameters(gm: GraphModule, ctx: PassContext) -> list[tuple[Node, list[Node]]]:
+def _gathered_parameters(gm: GraphModule, ctx: PassContext) -> list[Gather]:
     """Each gather that can start at any time, and what it is made of, in program order."""
     found = []
     for started in collectives(gm):
@@ -142,14 +252,13 @@ def _takes_long(node: Node) -> bool:
     return not (is_view(node) or torch.Tag.pointwise in node.target.tags)
 
 
-def _start_after(wait: Node, nodes: list[Node]) -> bool:
-    """Moves `nodes` up to behind `wait`; False where they stand there or before already, or may not move."""
-    nodes = [node for node in nodes if wait < node]
-    if not nodes:
+def _start_after(place: Node, gather: Gather) -> bool:
+    """Moves a gather up to behind `place`; False where it stands there or before already, or may not move."""
+    started, preparations = gather
+    nodes = [node for node in (*preparations, started) if place < node]
+    if not nodes or barrier_between(place, nodes[-1]) is not None:
         return False
-    if barrier_between(wait, nodes[-1]) is not None:
-        return False
-    place, changed = wait, False
+    changed = False
     for node in nodes:
         if place.next is not node:
             place.append(node)

@@ -6,6 +6,7 @@ from torch.testing import FileCheck
 
 from dsgraph.passes import (
     ChooseCollectiveAlgorithms,
+    CostModel,
     InsertZeroCollectives,
     PassError,
     Phase,
@@ -13,6 +14,8 @@ from dsgraph.passes import (
     PrefetchBackwardGathers,
     PrefetchForwardGathers,
 )
+from dsgraph.passes.cost import Device, Link
+from dsgraph.passes.graph import KEPT, placeholders
 from tests.passes import lockstep
 from tests.passes.tracing import GLOO, SHARD, code, gather, run_pass, trace
 
@@ -57,7 +60,7 @@ def _backward(dz, y, a, b):
 @pytest.mark.parametrize(("axis", "op"), [(SHARD, "all_gather_into_tensor"), (GLOO, "gather_by_messages")])
 def test_in_the_backward_a_gather_starts_when_the_last_one_is_done_with(axis, op):
     gm = _lowered(_backward, [torch.randn(2, 4) for _ in range(4)], axis)
-    assert run_pass(PrefetchBackwardGathers(), gm, axis).changed == 1
+    assert run_pass(PrefetchBackwardGathers(), gm, axis, costs=_costs(0.5)).changed == 1
     FileCheck().check(f"{op}.default(b_1").check_next("wait_tensor").check_next("t.default").check_next(
         "mm"
     ).check_next(f"{op}.default(a_1").check_next("sin").check_next("t.default(y_1").check_next("mm").check_next(
@@ -177,6 +180,79 @@ def test_a_second_run_changes_nothing():
     before = code(gm)
     assert run_pass(PrefetchForwardGathers(), gm).changed == 0
     assert code(gm) == before
+
+
+def _costs(seconds_a_gather: float, seconds_a_kernel: float = 1.0) -> CostModel:
+    """Every kernel takes as long as any other, and so does every gather."""
+    device = Device(flops_per_s=1e30, bytes_per_s=1e30, kernel_s=seconds_a_kernel)
+    return CostModel(device, (SHARD,), {"0": Link(latency_s=seconds_a_gather, bytes_per_s=1e30)})
+
+
+def _lanes(gm) -> str:
+    """The order of a graph: a gather as `a`, the wait for it as `A`, a kernel as a dot, another collective as `!`."""
+    text, names = "", {}
+    for node in gm.graph.nodes:
+        if node.target is c10d.all_gather_into_tensor.default:
+            names[node] = node.args[0].name[0]
+            text += names[node]
+        elif node.target is c10d.wait_tensor.default:
+            text += names.get(node.args[0], "!").upper()
+        elif node.op == "call_function":
+            text += "!" if node.target.namespace == "_c10d_functional" else "."
+    return text
+
+
+def _uneven(x, a, b, c, d, e):
+    """One kernel a layer, but many in the third."""
+    for shard in (a, b, c, d, e):
+        x = torch.mm(x, gather(shard, (4, 4)))
+        if shard is c:
+            x = x.sin().cos().sin().cos().sin()
+    return (x,)
+
+
+def _prefetched(seconds_a_gather, graph_pass=None, function=_uneven, **facts):
+    gm = _lowered(function, [torch.randn(2, 4) for _ in range(6)])
+    graph_pass = graph_pass or PrefetchForwardGathers()
+    run_pass(graph_pass, gm, costs=_costs(seconds_a_gather), **facts)
+    return _lanes(gm)
+
+
+def test_a_fast_link_gathers_one_parameter_ahead():
+    assert _prefetched(0.5) == "aAb.Bc.Cd......De.E."
+
+
+def test_a_gather_that_would_come_too_late_starts_earlier():
+    """Behind the kernels of the third layer there is time for two: the last one's 2 s end a kernel, of 1 s, after D."""
+    assert _prefetched(2.0) == "aAb.Bc.Cd.....e.D.E."
+
+
+def test_what_is_gathered_ahead_stays_within_bounds():
+    least = "aAb.Bc.Cd......De.E."
+    assert _prefetched(2.0, PrefetchForwardGathers(ahead_bytes=127)) == least
+    assert _prefetched(2.0, memory_limit=0) == least
+
+
+def test_no_gather_overtakes_another_collective():
+    def function(x, a, b, c, d, e):
+        x = torch.mm(x, gather(a, (4, 4))).sin().cos().sin()
+        x = c10d.wait_tensor(c10d.all_reduce(x, "sum", "0"))
+        return (torch.mm(torch.mm(torch.mm(x, gather(b, (4, 4))), gather(c, (4, 4))), gather(d, (4, 4))),)
+
+    assert _prefetched(2.0, function=function) == "aAb....!!Bc.Cd.D."
+
+
+@pytest.mark.parametrize(("is_kept", "lanes"), [(True, "..a..A.."), (False, "a....A..")])
+def test_the_first_gather_of_a_backward_starts_when_the_kept_parameter_is_done_with(is_kept, lanes):
+    def function(dz, y, kept, a):
+        dy = torch.mm(dz, kept.t())
+        return torch.mm(y.t(), dz), torch.mm(dy, gather(a, (4, 4)).t())
+
+    gm = _lowered(function, [torch.randn(2, 4), torch.randn(2, 4), torch.randn(4, 4), torch.randn(2, 4)])
+    placeholders(gm)[2].meta.update({KEPT: True} if is_kept else {})
+    assert _lanes(gm) == "....aA.."
+    assert run_pass(PrefetchBackwardGathers(), gm, costs=_costs(0.5)).changed == 1
+    assert _lanes(gm) == lanes
 
 
 def test_phases_and_contract():

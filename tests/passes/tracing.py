@@ -11,7 +11,7 @@ from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import dsgraph  # noqa: F401  # registers the ops
-from dsgraph.passes import MeshAxis, PassContext, PassResult, Phase, Pipeline, Runner
+from dsgraph.passes import CostModel, MeshAxis, PassContext, PassResult, Phase, Pipeline, Runner
 from dsgraph.passes.base import GraphPass
 
 SHARD = MeshAxis("shard", 2, "0", "nccl")
@@ -45,9 +45,10 @@ def trace(function: Callable[..., Any], *inputs: Tensor) -> GraphModule:
     return make_fx(function, tracing_mode="fake")(*inputs)
 
 
-def run_pass(graph_pass: GraphPass, gm: GraphModule, *axes: MeshAxis, providing: Sequence[str] = ()) -> PassResult:
-    """Runs one pass under the runner, with whatever it requires taken as given."""
-    ctx = PassContext(phase=graph_pass.phase, axes=axes or (SHARD,))
+def run_pass(graph_pass: GraphPass, gm: GraphModule, *axes: MeshAxis, **facts: Any) -> PassResult:
+    """Runs one pass under the runner, with whatever it requires taken as given; `facts` of the context besides."""
+    axes = axes or (SHARD,)
+    ctx = PassContext(**{"phase": graph_pass.phase, "axes": axes, "costs": CostModel.default(axes), **facts})
     runner = Runner(Pipeline([Providing(frozenset(graph_pass.requires)), graph_pass]))
     runner.run(gm, ctx)
     record = runner.records[-1]

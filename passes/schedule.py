@@ -1,0 +1,55 @@
+"""When each node of a graph is predicted to run: the computation in one lane, transfers in another, one by one."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+from torch.fx import Node
+
+from .cost import CostModel
+from .graph import is_collective, is_wait
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Predicted times, in seconds from the start of a graph.
+
+    Attributes:
+        begins: When the computation comes to each node; to a wait: when it gets past it.
+        seconds: How long each collective takes by itself.
+        total: Until all is done.
+        exposed: How long the computation stands still for collectives.
+    """
+
+    begins: Mapping[Node, float]
+    seconds: Mapping[Node, float]
+    total: float
+    exposed: float
+
+
+def predict(nodes: Sequence[Node], costs: CostModel, *, early: Collection[Node] = frozenset()) -> Schedule:
+    """The schedule of a graph whose collectives share one link, in program order.
+
+    Args:
+        nodes: In program order.
+        costs: A collective whose time is not known counts as nothing.
+        early: Collectives that are taken to have been asked for at the very start, wherever they stand.
+    """
+    now = free = exposed = 0.0
+    begins: dict[Node, float] = {}
+    seconds: dict[Node, float] = {}
+    ends: dict[Node, float] = {}
+    for node in nodes:
+        if is_collective(node):
+            seconds[node] = costs.seconds(node) or 0.0
+            free = (free if node in early else max(now, free)) + seconds[node]
+            ends[node] = free
+        elif is_wait(node):
+            end = max((ends.get(source, 0.0) for source in node.all_input_nodes), default=0.0)
+            exposed += max(0.0, end - now)
+            now = max(now, end)
+        begins[node] = now
+        if not is_collective(node) and not is_wait(node):
+            now += costs.seconds(node) or 0.0
+    return Schedule(begins, seconds, max(now, free), exposed)
