@@ -28,7 +28,7 @@ from .report import Check, Report, Row, add_arguments, ratio
 COMMANDS = {
     "ls": ["ls"],
     "show": ["show", "joint"],
-    "diff of two passes": ["diff", "joint-1", "joint-2"],
+    "diff of two passes": ["diff", "joint-2", "joint-3"],
     "diff of two ranks": ["diff", "rank0/backward", "rank1/backward"],
     "explain": ["explain", "mm_1"],
     "collectives": ["collectives"],

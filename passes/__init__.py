@@ -3,6 +3,7 @@
 from .base import FunctionPass, GraphPass, ParamInfo, PassContext, PassResult, Phase, graph_pass
 from .bucket_small_reductions import BucketSmallReductions
 from .choose_collective_algorithms import ChooseCollectiveAlgorithms
+from .compress_gathers import CompressGathers
 from .cost import CostModel
 from .delay_reduction_waits import DelayReductionWaits
 from .errors import PassError
@@ -19,6 +20,7 @@ __all__ = [
     "BucketSmallReductions",
     "CaptureFacts",
     "ChooseCollectiveAlgorithms",
+    "CompressGathers",
     "CostModel",
     "DelayReductionWaits",
     "FunctionPass",

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from .base import GraphPass, Phase
 from .bucket_small_reductions import BucketSmallReductions
 from .choose_collective_algorithms import ChooseCollectiveAlgorithms
+from .compress_gathers import CompressGathers
 from .delay_reduction_waits import DelayReductionWaits
 from .errors import PassError
 from .insert_zero_collectives import InsertZeroCollectives
@@ -86,6 +87,7 @@ def default_pipeline() -> Pipeline:
     return Pipeline(
         [
             MergeGathers(),
+            CompressGathers(),
             BucketSmallReductions(),
             InsertZeroCollectives(),
             ChooseCollectiveAlgorithms(),

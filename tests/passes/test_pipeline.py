@@ -28,6 +28,7 @@ def test_passes_run_phase_by_phase_in_the_order_listed():
     pipeline = default_pipeline() + [Late(), early]
     assert [item.name for item in pipeline] == [
         "merge_gathers",
+        "compress_gathers",
         "bucket_small_reductions",
         "insert_zero_collectives",
         "choose_collective_algorithms",
