@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
+from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 from torch.distributed.tensor import DeviceMesh
@@ -14,6 +15,9 @@ from torch.distributed.tensor import DeviceMesh
 from . import compat
 from .errors import RanksDisagreeError
 from .mesh import axis_group, mesh_ranks
+
+if TYPE_CHECKING:
+    from .calibration.agreed import KnownCosts
 
 
 @dataclass
@@ -27,11 +31,13 @@ class Agreement:
         ranks: Global ranks that take part.
         timeout: How long to wait for the slowest of them.
         agreed: Hashes that all of them are known to have confirmed.
+        costs: Type of device -> what all of them know of its costs.
     """
 
     ranks: tuple[int, ...]
     timeout: timedelta
     agreed: set[str] = field(default_factory=set)
+    costs: dict[str, KnownCosts] = field(default_factory=dict)
 
     @staticmethod
     def over(mesh: DeviceMesh) -> Agreement:
@@ -78,7 +84,10 @@ class Agreement:
         prefix = self._meeting(store, rank)
         store.set(f"{prefix}/text/{rank}", text)
         keys = {other: f"{prefix}/text/{other}" for other in self.ranks}
-        self._wait(store, list(keys.values()), f"all ranks to say {what}")
+        try:
+            store.wait(list(keys.values()), self.timeout)
+        except (dist.DistError, RuntimeError) as error:
+            raise RanksDisagreeError(self._absence(store, keys, f"all ranks say {what}")) from error
         return {other: store.get(key).decode() for other, key in keys.items()}
 
     def _meeting(self, store: dist.Store, rank: int) -> str:
@@ -106,11 +115,7 @@ class Agreement:
         try:
             store.wait(list(keys.values()), self.timeout)
         except (dist.DistError, RuntimeError):
-            absent = [rank for rank, key in keys.items() if not store.check([key])]
-            return (
-                f"ranks {absent} did not come within {self.timeout.total_seconds():.0f} s to where the others compare "
-                f"whether they {would}: they have died, hang, or run another program"
-            )
+            return self._absence(store, keys, f"the others compare whether they {would}")
         digests = {rank: store.get(key) for rank, key in keys.items()}
         known = [rank for rank in self.ranks if digests[rank]]
         for rank in known:
@@ -120,6 +125,14 @@ class Agreement:
                 steps = [_lines(store, f"{prefix}/steps", which) for which in pair]
                 return _difference(would, *pair, *lines) + _first_step_apart(*pair, *steps)
         return ""
+
+    def _absence(self, store: dist.Store, keys: Mapping[int, str], where: str) -> str:
+        """Which ranks have not set their keys, in words."""
+        absent = [rank for rank, key in keys.items() if not store.check([key])]
+        return (
+            f"ranks {absent} did not come within {self.timeout.total_seconds():.0f} s to where {where}: "
+            "they have died, hang, or run another program"
+        )
 
     def _wait(self, store: dist.Store, keys: list[str], what: str) -> None:
         try:

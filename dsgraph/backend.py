@@ -22,6 +22,7 @@ from dsgraph.passes import CaptureFacts
 from . import compat
 from .agreement import Agreement
 from .bisecting.bisection import Bisection
+from .calibration.agreed import DEFAULTS, KnownCosts
 from .capture import communication_lines, partitioned_mesh, read_facts
 from .codegen import Compilation
 from .dumping.writer import DumpFolder, GraphDump
@@ -83,14 +84,21 @@ class Backend:
             refuse_given_up(given_up, capture)
             refuse_capture(capture, chosen, self.log)
         facts = read_facts(gm, example_inputs)
+        mesh = partitioned_mesh(example_inputs, facts)
+        costs = DEFAULTS
+        if mesh is not None:
+            known = self._known_costs(mesh)
+            facts = replace(facts, costs=known.model(mesh, facts.axes))
+            costs = known.describe(mesh, facts.axes)
         bisect_in = os.environ.get("DSGRAPH_BISECT", "")  # set by `dsgraph bisect`
         dump = None if bisect_in else self._begin_dump(chosen, facts, capture)
         compilation = Compilation(chosen, facts, mode=mode, dump=dump)
         bisect: Callable[..., Bisection] | None = None
         if bisect_in:
             bisect = partial(Bisection, Path(bisect_in), chosen, facts, mode=mode)
-        compiled = self._compile(compilation, gm, example_inputs, facts, bisect)
-        record = _record(self._compiles, capture, module, chosen, compilation, training=_trains(example_inputs))
+        compiled = self._compile(compilation, gm, example_inputs, facts, mesh, bisect)
+        trains = _trains(example_inputs)
+        record = _record(self._compiles, capture, module, chosen, compilation, training=trains, costs=costs)
         if chosen.strict:
             refuse_compile(record)
         self.log.add(record, owners_among(example_inputs, module))
@@ -102,9 +110,9 @@ class Backend:
         gm: GraphModule,
         example_inputs: Sequence[Any],
         facts: CaptureFacts,
+        mesh: DeviceMesh | None,
         bisect: Callable[..., Bisection] | None,
     ) -> Callable[..., Any]:
-        mesh = partitioned_mesh(example_inputs, facts)
         if mesh is None:
             self._warn_of_local_gradients(example_inputs, compilation.options)
             compile_it = bisect().compile if bisect is not None else compilation.compile
@@ -151,6 +159,13 @@ class Backend:
         self._agreements[fresh.ranks] = (weakref.ref(world), fresh)
         return fresh
 
+    def _known_costs(self, mesh: DeviceMesh) -> KnownCosts:
+        """What this mesh's ranks know of costs. They learn it together, before its first graph is compiled."""
+        costs = self._agreement(mesh).costs
+        if mesh.device_type not in costs:
+            costs[mesh.device_type] = KnownCosts.of(self._agreement(mesh), mesh.device_type)
+        return costs[mesh.device_type]
+
     def _warn_of_local_gradients(self, inputs: Sequence[Any], options: BackendOptions) -> None:
         if self._has_warned or not dist.is_initialized() or dist.get_world_size() == 1 or compat.active_ddp():
             return
@@ -179,6 +194,7 @@ def _record(
     compilation: Compilation,
     *,
     training: bool,
+    costs: str,
 ) -> CompileEntry:
     measured = compilation.measurements
     return CompileEntry(
@@ -195,6 +211,7 @@ def _record(
         graphs=tuple(measured.graphs),
         activations=measured.activations,
         memory=measured.memory,
+        costs=costs,
         ignored_tags=measured.ignored_tags,
         unlowered=tuple(sorted(measured.unlowered.items())),
     )

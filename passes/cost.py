@@ -238,12 +238,43 @@ _COLLECTIVES = {
 }
 
 
+def collective_steps(kind: str, size: int) -> int | None:
+    """After how many transfers, one after the other, a collective of `size` ranks is through; None if not known.
+
+    Args:
+        kind: As `collective_kind` names it: "all_reduce".
+        size: Number of ranks.
+    """
+    return _COLLECTIVES[kind].steps(size) if kind in _COLLECTIVES else None
+
+
 @dataclass(frozen=True)
 class Link:
     """A connection between ranks: a message of n bytes takes `latency_s + n / bytes_per_s` (the alpha-beta model)."""
 
     latency_s: float
     bytes_per_s: float
+
+    def of(self, kind: str) -> Link:
+        """Itself: the same for every kind of collective."""
+        return self
+
+
+@dataclass(frozen=True)
+class LinkTable:
+    """A connection that a backend uses better for some kinds of collectives than for others.
+
+    Attributes:
+        usual: For every kind that is not listed.
+        kinds: Kind of collective (as `collective_kind` names it), its link; each kind once.
+    """
+
+    usual: Link
+    kinds: tuple[tuple[str, Link], ...] = ()
+
+    def of(self, kind: str) -> Link:
+        """The link that a kind of collective sees."""
+        return next((link for name, link in self.kinds if name == kind), self.usual)
 
 
 @dataclass(frozen=True)
@@ -254,11 +285,18 @@ class Device:
         flops_per_s: Floating-point operations a second that a large matrix product reaches.
         bytes_per_s: Bytes a second that a large copy reads and writes.
         kernel_s: Seconds that a kernel takes which does nothing.
+        of_dtype: Name of a dtype (without `torch.`), its operations a second where they are others than `flops_per_s`.
     """
 
     flops_per_s: float
     bytes_per_s: float
     kernel_s: float
+    of_dtype: tuple[tuple[str, float], ...] = ()
+
+    def rate(self, dtype: torch.dtype | None) -> float:
+        """Floating-point operations a second on a dtype; None for one that is not known."""
+        name = str(dtype).removeprefix("torch.")
+        return next((rate for listed, rate in self.of_dtype if listed == name), self.flops_per_s)
 
 
 # Device type -> orders of magnitude: one core of a server's processor (fp32, AVX2); an accelerator of the A100's class
@@ -270,9 +308,23 @@ DEVICES: Mapping[str, Device] = MappingProxyType(
     }
 )
 
-# Backend -> orders of magnitude: gloo between processes of one host; NCCL over NVLink.
-LINKS: Mapping[str, Link] = MappingProxyType(
-    {"gloo": Link(latency_s=1e-4, bytes_per_s=1e9), "nccl": Link(latency_s=1e-5, bytes_per_s=1e11)}
+# Backend -> orders of magnitude: gloo between processes of one host, as two of them share 109 MB; NCCL over NVLink,
+# where a broadcast for each rank gives no more than half of what NCCL's own all-gather does.
+LINKS: Mapping[str, LinkTable] = MappingProxyType(
+    {
+        "gloo": LinkTable(
+            Link(latency_s=1e-4, bytes_per_s=1e9),
+            (
+                ("all_gather_into_tensor", Link(latency_s=1e-4, bytes_per_s=4e8)),
+                ("gather_by_broadcasts", Link(latency_s=1e-4, bytes_per_s=7e8)),
+                ("reduce_scatter_tensor", Link(latency_s=1e-4, bytes_per_s=3e8)),
+            ),
+        ),
+        "nccl": LinkTable(
+            Link(latency_s=1e-5, bytes_per_s=1e11),
+            (("gather_by_broadcasts", Link(latency_s=2e-5, bytes_per_s=5e10)),),
+        ),
+    }
 )
 
 
@@ -283,22 +335,20 @@ class CostModel:
     Attributes:
         device: What computes.
         axes: The mesh axes that collectives may run over.
-        links: Process group -> its link.
+        links: Process group -> its link, for all kinds of collectives or one for each.
     """
 
     device: Device
     axes: tuple[MeshAxis, ...] = ()
-    links: Mapping[str, Link] = field(default_factory=lambda: MappingProxyType({}))
+    links: Mapping[str, Link | LinkTable] = field(default_factory=lambda: MappingProxyType({}))
 
     @staticmethod
     def default(axes: Sequence[MeshAxis] = (), *, device_type: str = "cpu") -> CostModel:
         """A model with the figures of `DEVICES` and `LINKS`.
 
-        Those of "cuda" stand for every accelerator that is not listed, and a backend that is not listed has the link
-        that is usual on the device: gloo's on the CPU, otherwise NCCL's.
+        Those of "cuda" stand for every accelerator that is not listed.
         """
-        usual = LINKS["gloo" if device_type == "cpu" else "nccl"]
-        links = {axis.group: LINKS.get(axis.backend, usual) for axis in axes}
+        links = {axis.group: default_links(axis.backend, device_type=device_type) for axis in axes}
         return CostModel(DEVICES.get(device_type, DEVICES["cuda"]), tuple(axes), MappingProxyType(links))
 
     def seconds(self, node: Node) -> float | None:
@@ -311,23 +361,57 @@ class CostModel:
         """
         if is_collective(node):
             return self._transfer_seconds(node)
-        return self.kernel_seconds(number_of(node, flops(node)), number_of(node, moved_bytes(node)))
+        operations, moved = number_of(node, flops(node)), number_of(node, moved_bytes(node))
+        return self.kernel_seconds(operations, moved, dtype=computed_dtype(node))
 
-    def kernel_seconds(self, operations: int, moved: int) -> float:
-        """How long a kernel takes that does so many operations and moves so many bytes; 0 if there is none."""
+    def kernel_seconds(self, operations: int, moved: int, *, dtype: torch.dtype | None = None) -> float:
+        """How long a kernel takes that does so many operations and moves so many bytes; 0 if there is none.
+
+        Args:
+            operations: Floating-point operations.
+            moved: Bytes read and written.
+            dtype: What it computes with, see `computed_dtype`.
+        """
         if not operations and not moved:
             return 0.0
-        return self.device.kernel_s + max(operations / self.device.flops_per_s, moved / self.device.bytes_per_s)
+        return self.device.kernel_s + max(operations / self.device.rate(dtype), moved / self.device.bytes_per_s)
+
+    def transfer_seconds(self, kind: str, group: str, sent: int) -> float | None:
+        """How long a collective takes from its start to its end.
+
+        Args:
+            kind: As `collective_kind` names it: "all_reduce".
+            group: Name of the process group.
+            sent: Bytes that each rank sends, see `sent_bytes`.
+
+        Returns:
+            Seconds; None for a kind that is not known, or a group outside the mesh.
+        """
+        links = self.links.get(group)
+        sizes = [axis.size for axis in self.axes if axis.group == group]
+        steps = collective_steps(kind, sizes[0]) if sizes else None
+        if links is None or steps is None:
+            return None
+        link = links.of(kind)
+        return steps * link.latency_s + sent / link.bytes_per_s
 
     def _transfer_seconds(self, node: Node) -> float | None:
-        link = self.links.get(collective_group(node))
-        sizes = [axis.size for axis in self.axes if axis.group == collective_group(node)]
-        kind = _COLLECTIVES.get(collective_kind(node))
-        if link is None or not sizes or kind is None:
-            return None
-        sent = sent_bytes(node, sizes[0])
-        assert sent is not None
-        return kind.steps(sizes[0]) * link.latency_s + number_of(node, sent) / link.bytes_per_s
+        kind, group = collective_kind(node), collective_group(node)
+        size = next((axis.size for axis in self.axes if axis.group == group), None)
+        sent = sent_bytes(node, size) if size is not None else None
+        return None if sent is None else self.transfer_seconds(kind, group, number_of(node, sent))
+
+
+def default_links(backend: str, *, device_type: str) -> LinkTable:
+    """The links of `LINKS`; a backend that is not listed has what is usual on the device: on the CPU gloo's."""
+    return LINKS.get(backend, LINKS["gloo" if device_type == "cpu" else "nccl"])
+
+
+def computed_dtype(node: Node) -> torch.dtype | None:
+    """The dtype of a node's (first) result, which decides how fast a device computes it; None where there is none."""
+    value = node.meta.get("val")
+    first = value[0] if isinstance(value, (tuple, list)) and value else value
+    return first.dtype if isinstance(first, Tensor) else None
 
 
 def _expression(size: Any) -> Any:

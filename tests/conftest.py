@@ -11,6 +11,14 @@ import torch.distributed as dist
 from tests.distributed.ranks import Processes, Ranks
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _no_calibration(tmp_path_factory) -> Iterator[None]:
+    """Whatever was measured on this machine: tests, and what they start, see an empty cache folder."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[Callable[[int], Ranks]]:
     """`ranks(n)`: n gloo ranks that live as long as the test session."""

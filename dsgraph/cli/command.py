@@ -19,6 +19,7 @@ class Answer:
     Attributes:
         text: For people; what is printed without `--json`.
         data: The same for programs; what `--json` prints. Made of dicts, lists, strings, numbers, booleans and None.
+            None itself: there is nothing to print, as on ranks other than the first.
         code: Exit code: 0, or 1 when the command looked for a difference and found one.
     """
 

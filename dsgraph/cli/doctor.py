@@ -8,6 +8,7 @@ import importlib.util
 import json
 import os
 import shutil
+import socket
 import subprocess
 import sys
 import sysconfig
@@ -40,7 +41,7 @@ _OPTIONAL = {  # package -> where to get it
     "deepspeed": "https://github.com/deepspeedai/DeepSpeed",
     "torchtitan": "https://github.com/pytorch/torchtitan",
 }
-_NOT_NEEDED = ("processors", "dot", "devices", *_OPTIONAL)
+_NOT_NEEDED = ("processors", "calibration", "dot", "devices", *_OPTIONAL)
 _PROGRAM = """\
 #include <Python.h>
 #include <omp.h>
@@ -183,6 +184,19 @@ def _graphviz() -> Check:
     return Check("dot", "ok", path)
 
 
+def _calibration() -> Check:
+    """Which of this host's devices were calibrated, and when."""
+    from dsgraph.calibration.store import CalibrationError, load_all
+
+    try:
+        records = load_all(socket.gethostname())
+    except CalibrationError as error:
+        return Check("calibration", "broken", advice=str(error))
+    if not records:
+        return Check("calibration", "missing", advice="default costs are used; `dsgraph calibrate` measures them")
+    return Check("calibration", "ok", "; ".join(f"{record.device}: {record.time}" for record in records))
+
+
 def _optional(package: str) -> Check:
     """Whether a package is installed; it is not imported, which may take long."""
     try:
@@ -199,6 +213,7 @@ _CHECKS: Mapping[str, Callable[[], Check]] = {
     "processors": _processors,
     "C++ compiler": _compiler,
     "caches": _caches,
+    "calibration": _calibration,
     "dot": _graphviz,
 }
 

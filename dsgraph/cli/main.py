@@ -16,7 +16,7 @@ from .command import Command, CommandError
 
 COMMANDS = (
     *("run", "ls", "show", "diff", "explain", "collectives", "memory", "ranks", "dot"),
-    *("passes", "bisect", "doctor"),
+    *("passes", "bisect", "calibrate", "doctor"),
 )
 """Each in the module of its name, which is loaded when it is called: `doctor` must work where others cannot."""
 
@@ -55,7 +55,8 @@ def _answer(arguments: Sequence[str]) -> int:
         return 0
     command: Command = parsed.command
     answer = command.run(parsed)
-    print(json.dumps(answer.data, indent=1) if parsed.json else answer.text)
+    if answer.data is not None:
+        print(json.dumps(answer.data, indent=1) if parsed.json else answer.text)
     return answer.code
 
 

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from dsgraph.passes import ParamInfo, PassContext, Phase
 from dsgraph.passes.compat import OpOverload
-from dsgraph.passes.cost import flops, moved_bytes, number_of, sent_bytes, tensor_bytes
+from dsgraph.passes.cost import computed_dtype, flops, moved_bytes, number_of, sent_bytes, tensor_bytes
 from dsgraph.passes.graph import (
     aliased_arguments,
     collective_group,
@@ -89,7 +89,7 @@ class Describer:
             changes["collective"] = _collective(node, around)
         elif node.op == "call_function" and ctx.phase in _RUNNING:
             operations, moved = number_of(node, flops(node)), number_of(node, moved_bytes(node))
-            seconds = around.ctx.costs.kernel_seconds(operations, moved)
+            seconds = around.ctx.costs.kernel_seconds(operations, moved, dtype=computed_dtype(node))
             changes.update(flops=operations, moved=moved, seconds=seconds)
         record = self._alone(node, **changes)
         self._known[node] = (*call, alias, root, record)

@@ -118,6 +118,7 @@ class Report:
         status: In one sentence: compiled, not yet run, not partitioned.
         stages: ZeRO stage of each partitioned part.
         mesh: Axis name -> ranks.
+        costs: Whether the costs that passes decided by are measured or defaults; empty before the first compile.
         parameters: All partitioned parameters.
         compiles: Every graph that was compiled, in order.
         step: What a rank sends in a training step.
@@ -134,6 +135,7 @@ class Report:
     status: str
     stages: tuple[int, ...]
     mesh: dict[str, int]
+    costs: str
     parameters: tuple[Parameter, ...]
     compiles: tuple[Compile, ...]
     step: Step
@@ -179,6 +181,7 @@ def report(model: nn.Module) -> Report:
         status=_status(states, records),
         stages=tuple(state.stage for state in states),
         mesh={axis.name: axis.size for state in states for axis in state.axes},
+        costs="; ".join(dict.fromkeys(record.costs for record in records)),
         parameters=tuple(_parameter(entry, state) for state in states for entry in state.parameters),
         compiles=compiled,
         step=measure_step(model, states, records),

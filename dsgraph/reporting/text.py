@@ -67,7 +67,9 @@ def _head(report: Report) -> str:
     mesh = ", ".join(f"{name} {count}" for name, count in report.mesh.items())
     stages = ", ".join(str(stage) for stage in sorted(set(report.stages)))
     where = f" (ZeRO stage {stages}; mesh: {mesh})" if report.stages else ""
-    return _wrap(f"dsgraph report of {report.model}{where}", report.status)
+    return _wrap(
+        f"dsgraph report of {report.model}{where}", report.status, *([f"costs: {report.costs}"] if report.costs else [])
+    )
 
 
 def _parameters(parameters: Sequence[Parameter]) -> str:

@@ -13,6 +13,7 @@ from dsgraph.passes.cost import (
     CostModel,
     Device,
     Link,
+    LinkTable,
     flops,
     hint,
     moved_bytes,
@@ -165,10 +166,33 @@ def test_seconds_of_a_collective_are_steps_and_bytes_of_its_axis():
 
 def test_defaults_follow_device_and_backend():
     gloo = CostModel.default([GLOO, OUTER])
-    assert gloo.device == DEVICES["cpu"] and gloo.links == {"0": LINKS["gloo"], "1": LINKS["nccl"]}
+    assert gloo.device == DEVICES["cpu"]
+    assert gloo.links == {"0": LINKS["gloo"], "1": LINKS["nccl"]}
     fake = MeshAxis("shard", 8, "2", "fake")
     assert CostModel.default([fake]).links == {"2": LINKS["gloo"]}
     assert CostModel.default([fake], device_type="xpu") == CostModel(DEVICES["cuda"], (fake,), {"2": LINKS["nccl"]})
+
+
+def test_a_link_may_be_another_for_each_kind():
+    shard = MeshAxis("shard", 4, "0", "gloo")
+    table = LinkTable(Link(1.0, 24.0), (("all_reduce", Link(0.5, 48.0)),))
+    model = CostModel(DEVICES["cpu"], (shard,), {"0": table})
+    gm = trace(lambda y: c10d.wait_tensor(c10d.all_reduce(y, "sum", "0")), torch.randn(8, 3))
+    assert model.seconds(collectives(gm)[0]) == pytest.approx(6 * 0.5 + 6 * 96 / 4 / 48)
+    assert model.transfer_seconds("all_reduce", "0", 96) == pytest.approx(6 * 0.5 + 2)
+    assert model.transfer_seconds("all_to_all_single", "0", 96) == pytest.approx(3 * 1 + 4)
+    assert model.transfer_seconds("all_reduce", "users own", 96) is None
+    assert model.transfer_seconds("of_another_kind", "0", 96) is None
+    assert table.of("all_reduce") != table.of("broadcast") == Link(1.0, 24.0).of("all_reduce") == table.usual
+
+
+def test_kernels_run_at_the_rate_of_their_dtype():
+    gm = trace(torch.mm, torch.randn(64, 64), torch.randn(64, 64))
+    half = trace(torch.mm, torch.randn(64, 64).bfloat16(), torch.randn(64, 64).bfloat16())
+    model = CostModel(Device(1e6, 1e30, 0.0, of_dtype=(("float32", 1e3),)))
+    assert model.seconds(node(gm, "mm")) == pytest.approx(2 * 64**3 / 1e3)
+    assert model.seconds(node(half, "mm")) == pytest.approx(2 * 64**3 / 1e6)
+    assert model.kernel_seconds(1000, 0) == pytest.approx(1e-3)
 
 
 def test_sizes_that_only_the_data_decide_have_a_number_in_seconds():

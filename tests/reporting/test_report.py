@@ -3,6 +3,7 @@ from __future__ import annotations
 import gc
 import json
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -63,7 +64,10 @@ def test_a_partitioned_model_that_has_not_run(fake_ranks):
     compiled = _compiled()
     assert "has not run yet" in dsgraph.report(compiled).status
     compiled(torch.ones(2, 8))
-    assert dsgraph.report(compiled).status == "1 graph compiled"
+    report = dsgraph.report(compiled)
+    assert report.status == "1 graph compiled"
+    assert report.costs == f"defaults: {socket.gethostname()} has no calibration (dsgraph calibrate makes one)"
+    assert f"\ncosts: {report.costs}\n" in str(report)
 
 
 def test_it_takes_modules_only():
@@ -420,7 +424,7 @@ def test_it_fits_the_screen_and_json(fake_ranks):
     given = report.to_dict()
     assert json.loads(json.dumps(given)) == given
     assert list(given) == [
-        *("schema", "model", "status", "stages", "mesh", "parameters", "compiles", "step", "memory"),
+        *("schema", "model", "status", "stages", "mesh", "costs", "parameters", "compiles", "step", "memory"),
         *("graph_breaks", "recompiles", "fallbacks", "near_misses", "checkpoint_regions"),
     ]
 

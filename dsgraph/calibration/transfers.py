@@ -1,0 +1,133 @@
+"""How long collectives take: those that passes choose among, in the form in which graphs run them."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dsgraph.inductor_ext import c10d_functional, gather_by_broadcasts
+
+from .device import synchronize
+from .fit import Fit, fit_line
+
+# Bytes of the whole tensor: of all rows that are gathered, scattered, exchanged or summed up.
+SIZES = (1 << 10, 1 << 12, 1 << 14, 1 << 16, 1 << 18, 1 << 20, 1 << 22, 1 << 24, 1 << 25)
+_MOST_REPEATS, _LEAST_REPEATS = 25, 3
+_LEAST_SIZES = 4
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of collective.
+
+    Attributes:
+        name: As `collective_kind` of the passes names it.
+        rounds: How often each rank sends all but its own part of the whole tensor.
+        start: Starts it: this rank's part `[rows]`, the whole `[ranks * rows]`, the number of ranks, the group's name.
+    """
+
+    name: str
+    rounds: int
+    start: Callable[[Tensor, Tensor, int, str], Tensor]
+
+
+KINDS = (
+    Kind(
+        "all_gather_into_tensor",
+        1,
+        lambda part, whole, ranks, group: c10d_functional.all_gather_into_tensor(part, ranks, group),
+    ),
+    Kind("gather_by_broadcasts", 1, lambda part, whole, ranks, group: gather_by_broadcasts(part, ranks, group)),
+    Kind(
+        "reduce_scatter_tensor",
+        1,
+        lambda part, whole, ranks, group: c10d_functional.reduce_scatter_tensor(whole, "sum", ranks, group),
+    ),
+    Kind(
+        "all_to_all_single",
+        1,
+        lambda part, whole, ranks, group: c10d_functional.all_to_all_single(
+            whole, [len(part)] * ranks, [len(part)] * ranks, group
+        ),
+    ),
+    Kind("all_reduce", 2, lambda part, whole, ranks, group: c10d_functional.all_reduce(whole, "sum", group)),
+)
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What was found out about a kind of collective.
+
+    Attributes:
+        fit: The alpha-beta model of it.
+        samples: Bytes that each rank sent, and the seconds (a median) that it took the slowest rank.
+    """
+
+    fit: Fit
+    samples: tuple[tuple[int, float], ...]
+
+
+def measure_collectives(
+    group: dist.ProcessGroup, *, device_type: str, seconds: float, kinds: Sequence[Kind] = KINDS
+) -> dict[str, Measured]:
+    """Measures kinds of collectives over a group, from small tensors to large ones until the time is over.
+
+    The kinds take turns, so that what disturbs the machine for a while disturbs them alike. All ranks of the default
+    group call it, each with a group of its own; the first rank decides for all.
+
+    Args:
+        group: Over which ranks; two or more.
+        device_type: Where the tensors lie.
+        seconds: How long it may take; the four smallest sizes are measured in any case.
+        kinds: What to measure.
+
+    Returns:
+        Name of the kind -> what was found out.
+    """
+    end = time.perf_counter() + seconds
+    samples: dict[str, list[tuple[int, float]]] = {kind.name: [] for kind in kinds}
+    turn = 0.0  # seconds that one call of every kind takes
+    for number, size in enumerate(SIZES):
+        guess = turn * size / SIZES[number - 1]
+        if not _agreed(number < _LEAST_SIZES or time.perf_counter() + _LEAST_REPEATS * guess < end):
+            break
+        rows = max(1, size // (4 * group.size()))
+        part = torch.ones(rows, device=device_type)
+        whole = torch.ones(rows * group.size(), device=device_type)
+        # The first call brings memory and connections.
+        turn = sum(_seconds(kind, part, whole, group) for kind in kinds)
+        fair = (end - time.perf_counter()) / (len(SIZES) - number)
+        repeats = _agreed(min(_MOST_REPEATS, max(_LEAST_REPEATS, int(fair / turn))))
+        turns = [[_seconds(kind, part, whole, group) for kind in kinds] for _ in range(repeats)]
+        medians = _slowest([statistics.median(times) for times in zip(*turns, strict=True)])
+        for kind, median in zip(kinds, medians, strict=True):
+            samples[kind.name].append((kind.rounds * part.nbytes * (group.size() - 1), median))
+    return {name: Measured(fit_line(found), tuple(found)) for name, found in samples.items()}
+
+
+def _seconds(kind: Kind, part: Tensor, whole: Tensor, group: dist.ProcessGroup) -> float:
+    """How long a collective takes from its start to its end."""
+    start = time.perf_counter()
+    c10d_functional.wait_tensor(kind.start(part, whole, group.size(), group.group_name))
+    synchronize(part.device.type)
+    return time.perf_counter() - start
+
+
+def _agreed(number: int) -> int:
+    """The first rank's number."""
+    value = torch.tensor([int(number)])
+    dist.broadcast(value, src=0)
+    return int(value.item())
+
+
+def _slowest(seconds: Sequence[float]) -> list[float]:
+    """Of each time the most that any rank of the default group has."""
+    values = torch.tensor(seconds, dtype=torch.float64)
+    dist.all_reduce(values, op=dist.ReduceOp.MAX)
+    return [float(value) for value in values]
