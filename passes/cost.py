@@ -308,22 +308,17 @@ DEVICES: Mapping[str, Device] = MappingProxyType(
     }
 )
 
-# Backend -> orders of magnitude: gloo between processes of one host, as two of them share 109 MB; NCCL over NVLink,
-# where a broadcast for each rank gives no more than half of what NCCL's own all-gather does.
+# Backend -> orders of magnitude: gloo between processes of one host, as two of them share 109 MB; NCCL over NVLink.
 LINKS: Mapping[str, LinkTable] = MappingProxyType(
     {
         "gloo": LinkTable(
             Link(latency_s=1e-4, bytes_per_s=1e9),
             (
                 ("all_gather_into_tensor", Link(latency_s=1e-4, bytes_per_s=4e8)),
-                ("gather_by_broadcasts", Link(latency_s=1e-4, bytes_per_s=7e8)),
                 ("reduce_scatter_tensor", Link(latency_s=1e-4, bytes_per_s=3e8)),
             ),
         ),
-        "nccl": LinkTable(
-            Link(latency_s=1e-5, bytes_per_s=1e11),
-            (("gather_by_broadcasts", Link(latency_s=2e-5, bytes_per_s=5e10)),),
-        ),
+        "nccl": LinkTable(Link(latency_s=1e-5, bytes_per_s=1e11)),
     }
 )
 

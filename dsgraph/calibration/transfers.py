@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dsgraph.inductor_ext import c10d_functional, gather_by_broadcasts
+from dsgraph.inductor_ext import c10d_functional, exchange_by_messages, gather_by_messages
 
 from .device import synchronize
 from .fit import Fit, fit_line
@@ -30,11 +30,13 @@ class Kind:
         name: As `collective_kind` of the passes names it.
         rounds: How often each rank sends all but its own part of the whole tensor.
         start: Starts it: this rank's part `[rows]`, the whole `[ranks * rows]`, the number of ranks, the group's name.
+        only_on: The backend for which it is made; empty for every one.
     """
 
     name: str
     rounds: int
     start: Callable[[Tensor, Tensor, int, str], Tensor]
+    only_on: str = ""
 
 
 KINDS = (
@@ -43,7 +45,18 @@ KINDS = (
         1,
         lambda part, whole, ranks, group: c10d_functional.all_gather_into_tensor(part, ranks, group),
     ),
-    Kind("gather_by_broadcasts", 1, lambda part, whole, ranks, group: gather_by_broadcasts(part, ranks, group)),
+    Kind(
+        "gather_by_messages",
+        1,
+        lambda part, whole, ranks, group: gather_by_messages(part, ranks, group),
+        only_on="gloo",
+    ),
+    Kind(
+        "exchange_by_messages",
+        1,
+        lambda part, whole, ranks, group: exchange_by_messages(whole, ranks, group),
+        only_on="gloo",
+    ),
     Kind(
         "reduce_scatter_tensor",
         1,
@@ -90,6 +103,8 @@ def measure_collectives(
     Returns:
         Name of the kind -> what was found out.
     """
+    backend = dist.get_backend(group)
+    kinds = [kind for kind in kinds if kind.only_on in ("", backend)]
     end = time.perf_counter() + seconds
     samples: dict[str, list[tuple[int, float]]] = {kind.name: [] for kind in kinds}
     turn = 0.0  # seconds that one call of every kind takes

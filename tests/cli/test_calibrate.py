@@ -17,7 +17,14 @@ from tests.calibration.records import LINK, calibration
 
 ROOT = Path(__file__).parents[2]
 KINDS = {
-    *("all_gather_into_tensor", "gather_by_broadcasts", "reduce_scatter_tensor", "all_to_all_single", "all_reduce"),
+    *(
+        "all_gather_into_tensor",
+        "gather_by_messages",
+        "exchange_by_messages",
+        "reduce_scatter_tensor",
+        "all_to_all_single",
+        "all_reduce",
+    ),
 }
 
 
