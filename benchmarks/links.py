@@ -8,7 +8,7 @@ besides those of `benchmarks.zero`, of which `loss` is that of the last step:
     bound_s     seconds below which no step can be: the longer of computing and sending `theory_mb` at the rate
     step/bound  the step's time over it
     theory_mb   what a rank must send a step by the ZeRO stage's definition: in stage 3, half of its parameters 3 times
-    link_mb     what it did send: bytes that left its host in a step, headers included
+    link_mb     what it did send: bytes that left its host in a step, most headers of TCP not counted
     link_mbit   what the link gives gloo, Mbit/s, both directions at once; headers take 4.4 % of the rate
 
 `compute` is one rank alone with its own rows: forward, backward and its part of the optimizer, compiled by Inductor,
@@ -34,7 +34,7 @@ import torch.distributed as dist
 from .comparison import WARM_UP, Comparison
 from .memory import build_counter
 from .namespaces import LinkError, Placement, interface_bytes, linked_hosts, parse_rate, require_hosts
-from .report import MB, Check, Report, Row, add_arguments, machine, ratio
+from .report import MB, Check, Report, Row, add_arguments, machine, ratio, table
 from .systems import ACCUMULATING, MICRO_BATCHES, SYSTEMS, System, compute_name, compute_systems, installed
 from .training import Training, Workload
 from .workers import Workers
@@ -69,13 +69,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with tempfile.TemporaryDirectory() as folder, _leaving_on_signals():
             run = _Run(workload, systems, build_counter(Path(folder)), options.steps)
             for rate in options.rates:
-                report.rows += run.measure(rate, names)
+                rows = run.measure(rate, names)
+                report.rows += rows
+                report.checks = checks(report.rows)
+                report.write(options.json)  # a run may take an hour: what ends it does not lose the rates before
+                print(table(rows), flush=True)
     except LinkError as error:
         print(f"benchmarks.links: {error}", file=sys.stderr)
         return 2
-    report.checks = checks(report.rows)
     report.print()
-    report.write(options.json)
     for text in run.errors:
         print(f"\nFAILED {text}", file=sys.stderr)
     return 1 if run.errors else 0
