@@ -6,7 +6,8 @@ A system is imported where it is set up, so that no process holds one that it do
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 
@@ -31,6 +32,8 @@ class System:
         world: Number of ranks, where it is not the run's.
         environ: Environment variables that must be set before it is imported.
         package: The distribution that it needs besides torch.
+        micro_batches: Number of parts of a step's rows that go through the model one after the other. A step has as
+            many times the rows.
     """
 
     setup: Callable[[GPT], Step]
@@ -40,6 +43,7 @@ class System:
     world: int | None = None
     environ: tuple[tuple[str, str], ...] = ()
     package: str | None = None
+    micro_batches: int = 1
 
     @property
     def is_installed(self) -> bool:
@@ -51,23 +55,61 @@ def _optimizer(model: GPT) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
 
 
-def _trainer(model: Callable[..., Tensor], optimizer: torch.optim.Optimizer) -> Step:
+def _trainer(
+    model: Callable[..., Tensor],
+    optimizer: torch.optim.Optimizer | _PartOfOptimizer,
+    *,
+    micro_batches: int = 1,
+    accumulating: Callable[[], AbstractContextManager[object]] = nullcontext,
+) -> Step:
+    """A step of `micro_batches` parts, all but the last in `accumulating()`; loss and gradients are their means."""
+
     def step(tokens: Tensor, targets: Tensor) -> Tensor:
-        loss = model(tokens, targets)
-        loss.backward()
+        total = torch.zeros(())
+        for part in range(micro_batches):
+            with nullcontext() if part == micro_batches - 1 else accumulating():
+                loss = model(tokens.chunk(micro_batches)[part], targets.chunk(micro_batches)[part]) / micro_batches
+                loss.backward()
+            total += loss.detach()
         optimizer.step()
         optimizer.zero_grad()
-        return loss.detach()
+        return total
 
     return step
+
+
+class _PartOfOptimizer:
+    """AdamW over the first of `parts` equal pieces of every parameter, as on a rank that holds one of them."""
+
+    def __init__(self, model: GPT, parts: int) -> None:
+        self._params = list(model.parameters())
+        self._pieces = [param.detach().flatten()[: -(-param.numel() // parts)] for param in self._params]
+        self._adam = torch.optim.AdamW(self._pieces, lr=1e-3, fused=True)
+
+    def step(self) -> None:
+        for param, piece in zip(self._params, self._pieces, strict=True):
+            assert param.grad is not None
+            piece.grad = param.grad.flatten()[: piece.numel()]
+        self._adam.step()
+
+    def zero_grad(self) -> None:
+        self._adam.zero_grad()
+        for param in self._params:
+            param.grad = None
 
 
 def _single(model: GPT, *, compiled: bool = False) -> Step:
     return _trainer(torch.compile(model) if compiled else model, _optimizer(model))
 
 
-def _ddp(model: GPT) -> Step:
-    return _trainer(nn.parallel.DistributedDataParallel(model), _optimizer(model))
+def _compute(model: GPT, *, parts: int, micro_batches: int, compiled: bool) -> Step:
+    optimizer = _PartOfOptimizer(model, parts)
+    return _trainer(torch.compile(model) if compiled else model, optimizer, micro_batches=micro_batches)
+
+
+def _ddp(model: GPT, *, micro_batches: int = 1) -> Step:
+    ddp = nn.parallel.DistributedDataParallel(model)
+    return _trainer(ddp, _optimizer(model), micro_batches=micro_batches, accumulating=ddp.no_sync)
 
 
 def _fsdp2(model: GPT, *, compiled: bool = False, split_root: bool = False) -> Step:
@@ -120,11 +162,16 @@ def _deepspeed(model: GPT, *, stage: int) -> Step:
     return step
 
 
-def _dsgraph(model: GPT, *, stage: int, codegen: str) -> Step:
+def _dsgraph(model: GPT, *, stage: int, codegen: str, micro_batches: int = 1) -> Step:
     import dsgraph
 
     dsgraph.partition(model, stage=stage)
-    return _trainer(torch.compile(model, backend="dsgraph", options={"codegen": codegen}), _optimizer(model))
+    return _trainer(
+        torch.compile(model, backend="dsgraph", options={"codegen": codegen}),
+        _optimizer(model),
+        micro_batches=micro_batches,
+        accumulating=partial(dsgraph.accumulate, model),
+    )
 
 
 def _deepspeed_systems() -> dict[str, System]:
@@ -159,3 +206,50 @@ SYSTEMS = {
     **_deepspeed_systems(),
     **_dsgraph_systems(),
 }
+
+
+MICRO_BATCHES = 4
+
+# Besides: steps of four micro-batches, whose gradients are reduced as late as the memory class lets them.
+ACCUMULATING = {
+    f"ddp-x{MICRO_BATCHES}": System(
+        partial(_ddp, micro_batches=MICRO_BATCHES), memory=0, is_peer=True, micro_batches=MICRO_BATCHES
+    ),
+    **{
+        f"dsgraph-{stage}-x{MICRO_BATCHES}{suffix}": System(
+            partial(_dsgraph, stage=stage, codegen=codegen, micro_batches=MICRO_BATCHES),
+            memory=stage,
+            micro_batches=MICRO_BATCHES,
+        )
+        for codegen, suffix in (("inductor", ""), ("eager", "-eager"))
+        for stage in (0, 1, 2, 3)
+    },
+}
+
+
+def compute_systems(parts: int, *, compiled: bool = True) -> dict[str, System]:
+    """What a rank computes, alone and without any communication: its own rows, and its part of the optimizer.
+
+    Args:
+        parts: Number of ranks that share the optimizer's work.
+        compiled: By torch.compile.
+    """
+    return {
+        compute_name(count): System(
+            partial(_compute, parts=parts, micro_batches=count, compiled=compiled), world=1, micro_batches=count
+        )
+        for count in (1, MICRO_BATCHES)
+    }
+
+
+def compute_name(micro_batches: int) -> str:
+    """What the reference of systems with so many micro-batches a step is called."""
+    return "compute" if micro_batches == 1 else f"compute-x{micro_batches}"
+
+
+def installed(names: Sequence[str], systems: Mapping[str, System]) -> list[str]:
+    """Those of the systems named whose packages are there; prints which are not."""
+    missing = [name for name in names if not systems[name].is_installed]
+    if missing:
+        print(f"left out, because the extra `peers` is not installed: {', '.join(missing)}", flush=True)
+    return [name for name in names if name not in missing]

@@ -69,7 +69,7 @@ class Training:
             counter: From `memory.build_counter`.
         """
         self._counter = AllocationCounter(counter) if counter is not None else None
-        self._workload = workload
+        self._workload = replace(workload, batch=system.micro_batches * workload.batch)
         self._alone = system.alone
         self._losses: list[Tensor] = []
         self._step = system.setup(workload.build())

@@ -50,6 +50,7 @@ class Workers:
         *args: Any,
         world: int,
         environ: Mapping[str, str] | None = None,
+        place: Callable[[int], None] | None = None,
     ) -> None:
         """Starts the processes; `make(*args)` is called on each once the process group stands.
 
@@ -59,6 +60,8 @@ class Workers:
             *args: Picklable.
             world: Number of ranks.
             environ: Environment variables that must be set before the workers import torch.
+            place: Called with the rank in each process before it does anything else, such as to move it to a host.
+                Picklable.
 
         Raises:
             WorkerError: `make` raised.
@@ -72,17 +75,21 @@ class Workers:
         caches = {
             variable: str(self._folder / variable) for variable in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
         }
-        with _environment({**_ENVIRON, **caches, "WORLD_SIZE": str(world), **(environ or {})}):
-            for rank in range(world):
-                here, there = context.Pipe()
-                process = context.Process(
-                    target=_work, args=(there, self._folder, rank, world, make, args), daemon=True
-                )
-                process.start()
-                there.close()
-                self._processes.append(process)
-                self._pipes.append(here)
-        self._collect()
+        try:
+            with _environment({**_ENVIRON, **caches, "WORLD_SIZE": str(world), **(environ or {})}):
+                for rank in range(world):
+                    here, there = context.Pipe()
+                    process = context.Process(
+                        target=_work, args=(there, self._folder, rank, world, place, make, args), daemon=True
+                    )
+                    self._pipes.append(here)
+                    process.start()
+                    self._processes.append(process)
+                    there.close()
+            self._collect()
+        except BaseException:  # Ctrl-C: nobody else knows of the processes yet
+            self.close()
+            raise
 
     def call(self, method: str, *args: Any) -> list[Any]:
         """Calls a method of every rank's object; returns what each rank returned.
@@ -169,7 +176,13 @@ def _environment(variables: Mapping[str, str]) -> Iterator[None]:
 
 
 def _work(
-    pipe: Connection, folder: Path, rank: int, world: int, make: Callable[..., Any], args: tuple[Any, ...]
+    pipe: Connection,
+    folder: Path,
+    rank: int,
+    world: int,
+    place: Callable[[int], None] | None,
+    make: Callable[..., Any],
+    args: tuple[Any, ...],
 ) -> None:
     log = os.open(_log(folder, rank), os.O_WRONLY | os.O_CREAT)
     os.dup2(log, 1)  # what libraries print must not end up in the benchmark's table
@@ -177,6 +190,8 @@ def _work(
     os.environ.update({"RANK": str(rank), "LOCAL_RANK": str(rank)})
     torch.set_num_threads(1)
     try:
+        if place is not None:
+            place(rank)
         store = dist.FileStore(str(folder / "store"), world)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=CALL_LIMIT))
         session = make(*args)

@@ -15,23 +15,18 @@ The printed table adds step time and peak memory over those of the best peer of 
 from __future__ import annotations
 
 import argparse
-import contextlib
-import statistics
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from .comparison import WARM_UP, Comparison
 from .memory import build_counter
-from .report import MB, Check, Report, Row, add_arguments, machine, ratio
-from .systems import SYSTEMS
-from .training import Training, Workload
-from .workers import WorkerError, Workers
+from .report import Check, Report, Row, add_arguments, machine, ratio
+from .systems import SYSTEMS, installed
+from .training import Workload
 
 LOSS_STEP = 20  # whose loss is compared
-PEAK_STEPS = 2
-WARM_UP = 1 + PEAK_STEPS + 1  # the first, those that measure memory, the one that counts bytes sent
-STEPS_A_TURN = 2
 LEAST_STEPS = LOSS_STEP - WARM_UP
 
 QUICK = ("single", "ddp", "fsdp2", "dsgraph-3-eager")
@@ -49,8 +44,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if counter is None:
             print("no C++ compiler: peak_mb is not measured", flush=True)
         found: dict[str, Row] = {}
-        for heat in heats(_installed(options.systems)):
-            comparison = Comparison(workload, counter)
+        for heat in heats(installed(options.systems, SYSTEMS)):
+            comparison = Comparison(workload, counter, systems=SYSTEMS, loss_step=LOSS_STEP)
             try:
                 for name in heat:
                     comparison.start(name)
@@ -78,76 +73,6 @@ def heats(names: Sequence[str]) -> list[list[str]]:
     first = [name for name in names if SYSTEMS[name].memory in (3, None)]
     second = [name for name in names if name not in first]
     return [heat for heat in (first, second) if heat]
-
-
-class Comparison:
-    """The systems of one run, each in processes of its own.
-
-    Attributes:
-        errors: What went wrong, one text a system that failed. The others go on.
-    """
-
-    def __init__(self, workload: Workload, counter: Path | None) -> None:
-        self._workload = workload
-        self._counter = counter
-        self._groups: dict[str, Workers] = {}
-        self._rows: dict[str, Row] = {}
-        self._step_times: dict[str, list[float]] = {}
-        self.errors: list[str] = []
-
-    def start(self, name: str) -> None:
-        """Starts a system, alone, and measures all that needs no turns: compiling, memory, bytes sent."""
-        system = SYSTEMS[name]
-        world = system.world or self._workload.world
-        with self._noting_failure(name):
-            group = self._groups[name] = Workers(
-                name, Training, system, self._workload, self._counter, world=world, environ=dict(system.environ)
-            )
-            first = max(group.call("first_step"))
-            peaks, sent = group.call("peak_bytes", PEAK_STEPS), group.call("sent_bytes")
-            self._step_times[name] = []
-            self._rows[name] = {
-                "system": name,
-                "world": world,
-                "step_s": None,
-                "peak_mb": None if None in peaks else max(peaks) / MB,
-                "first_step_s": first,
-                "wire_mb": None if None in sent else max(sent) / MB,
-                "loss": None,
-            }
-            print(f"{name}: first step {first:.2f} s", flush=True)
-
-    def take_turns(self, steps: int) -> None:
-        """Times `steps` steps of every system, a few at a time, round after round, so that all see the same load."""
-        for done in range(0, steps, STEPS_A_TURN):
-            for name in list(self._groups):
-                with self._noting_failure(name):
-                    by_rank = self._groups[name].call("timed_steps", min(STEPS_A_TURN, steps - done))
-                    self._step_times[name] += map(max, zip(*by_rank, strict=True))
-
-    def rows(self) -> dict[str, Row]:
-        """One row a system that got through, by its name."""
-        for name in list(self._groups):
-            with self._noting_failure(name):
-                losses = [rank[LOSS_STEP - 1] for rank in self._groups[name].call("losses")]
-                step = statistics.median(self._step_times[name])
-                self._rows[name] |= {"step_s": step, "loss": statistics.fmean(losses)}
-        return {name: self._rows[name] for name in self._groups}
-
-    def close(self) -> None:
-        """Ends all processes."""
-        for group in self._groups.values():
-            group.dismiss()
-        for group in self._groups.values():
-            group.close()
-
-    @contextlib.contextmanager
-    def _noting_failure(self, name: str) -> Iterator[None]:
-        try:
-            yield
-        except WorkerError as error:  # its group has closed itself
-            self.errors.append(str(error))
-            self._groups.pop(name, None)
 
 
 def checks(rows: Sequence[Row], *, world: int) -> list[Check]:
@@ -231,13 +156,6 @@ def _print_compile_times(rows: Sequence[Row]) -> None:
     seconds = {row["system"]: compile_seconds(row) for row in rows if row["system"] in names}
     if seconds:
         print("compile time, s: " + ", ".join(f"{name} {value:.1f}" for name, value in seconds.items()))
-
-
-def _installed(names: Sequence[str]) -> list[str]:
-    missing = [name for name in names if not SYSTEMS[name].is_installed]
-    if missing:
-        print(f"left out, because the extra `peers` is not installed: {', '.join(missing)}", flush=True)
-    return [name for name in names if name not in missing]
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:

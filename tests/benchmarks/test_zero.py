@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from benchmarks import zero
-from benchmarks.systems import SYSTEMS, System
+from benchmarks.systems import SYSTEMS, System, installed
 from benchmarks.training import Workload
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -126,7 +126,7 @@ def test_wrong_arguments_are_refused(arguments, message, capsys):
 
 def test_peers_that_are_not_installed_are_left_out_and_named(monkeypatch, capsys):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    assert zero._installed(["ddp", "deepspeed-3", "dsgraph-3"]) == ["ddp", "dsgraph-3"]
+    assert installed(["ddp", "deepspeed-3", "dsgraph-3"], SYSTEMS) == ["ddp", "dsgraph-3"]
     assert "deepspeed-3" in capsys.readouterr().out
 
 

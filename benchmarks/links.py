@@ -1,0 +1,290 @@
+"""ZeRO over a slow link: the systems of `benchmarks.zero` on two hosts, joined by a link of a set rate.
+
+    python -m benchmarks.links --rates 1gbit --json links.json
+
+Linux and root: the hosts are network namespaces, see `benchmarks.namespaces`. Each has one rank on one core. Columns
+besides those of `benchmarks.zero`, of which `loss` is that of the last step:
+    rate        of each direction of the link, frames' headers included
+    bound_s     seconds below which no step can be: the longer of computing and sending `theory_mb` at the rate
+    step/bound  the step's time over it
+    theory_mb   what a rank must send a step by the ZeRO stage's definition: in stage 3, half of its parameters 3 times
+    link_mb     what it did send: bytes that left its host in a step, most headers of TCP not counted
+    link_mbit   what the link gives gloo, Mbit/s, both directions at once; headers take 4.4 % of the rate
+
+`compute` is one rank alone with its own rows: forward, backward and its part of the optimizer, compiled by Inductor,
+and nothing sent. Systems called `-x4` run four micro-batches a step. Their gradients meet as late as the system can:
+DDP's in `no_sync`, dsgraph's in `accumulate`; `compute-x4` is their reference.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import signal
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from .comparison import WARM_UP, Comparison
+from .memory import build_counter
+from .namespaces import LinkError, Placement, interface_bytes, linked_hosts, parse_rate, require_hosts
+from .report import MB, Check, Report, Row, add_arguments, machine, ratio, table
+from .systems import ACCUMULATING, MICRO_BATCHES, SYSTEMS, System, compute_name, compute_systems, installed
+from .training import Training, Workload
+from .workers import Workers
+
+RANKS = 2  # one a host
+RATES = ("100mbit", "1gbit", "10gbit", "unlimited")
+STEPS = 8
+PROBES = 5
+PROBE_BYTES = 25 * MB  # a burst of the token bucket is 0.5 % of it
+
+DEFAULT = (
+    *("ddp", "fsdp2", "fsdp2-compile", "fsdp2-split", "deepspeed-3", "dsgraph-3"),
+    *("ddp-x4", "dsgraph-2-x4"),
+)
+STAGE_3_PEERS = [name for name, system in SYSTEMS.items() if system.is_peer and system.memory == 3]
+QUICK = ("ddp", "dsgraph-3-eager", "dsgraph-2-x4-eager")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the benchmark; returns the exit code.
+
+    Returns:
+        0, whatever the figures are; 1 when a system failed; 2 when two hosts cannot be made here.
+    """
+    options = _parse(arguments)
+    workload = Workload(world=RANKS).quick() if options.quick else Workload(world=RANKS)
+    systems = {**SYSTEMS, **ACCUMULATING, **compute_systems(RANKS, compiled=not options.quick)}
+    names = installed(options.systems, systems)
+    report = Report(machine=machine(["deepspeed"]))
+    try:
+        require_hosts()
+        with tempfile.TemporaryDirectory() as folder, _leaving_on_signals():
+            run = _Run(workload, systems, build_counter(Path(folder)), options.steps)
+            for rate in options.rates:
+                rows = run.measure(rate, names)
+                report.rows += rows
+                report.checks = checks(report.rows)
+                report.write(options.json)  # a run may take an hour: what ends it does not lose the rates before
+                print(table(rows), flush=True)
+    except LinkError as error:
+        print(f"benchmarks.links: {error}", file=sys.stderr)
+        return 2
+    report.print()
+    for text in run.errors:
+        print(f"\nFAILED {text}", file=sys.stderr)
+    return 1 if run.errors else 0
+
+
+class LinkTraining(Training):
+    """Training on a host of a link."""
+
+    def link_bytes(self) -> int:
+        """Bytes that leave this host in the next step, and in the two barriers around it."""
+        before = interface_bytes()
+        self.timed_steps(1)
+        return interface_bytes() - before
+
+
+class LinkComparison(Comparison):
+    """Systems on the two hosts of a link."""
+
+    def warm_up(self, group: Workers) -> Row:
+        """The columns of what needs no turns, and what leaves a host."""
+        return {**super().warm_up(group), "link_mb": max(group.call("link_bytes")) / MB}
+
+
+class LinkProbe:
+    """What the link gives to gloo."""
+
+    def megabits(self) -> float:
+        """Mbit/s of each direction while both ranks send to each other, median."""
+        give, take = torch.zeros(PROBE_BYTES, dtype=torch.uint8), torch.zeros(PROBE_BYTES, dtype=torch.uint8)
+        other = 1 - dist.get_rank()
+        rates = []
+        for _ in range(PROBES):
+            dist.barrier()
+            started = time.perf_counter()
+            # In this order: with the send first, and in most of gloo's collectives, one direction follows the other.
+            works = [dist.irecv(take, other), dist.isend(give, other)]
+            for work in works:
+                assert work is not None
+                work.wait()
+            rates.append(8 * PROBE_BYTES / (time.perf_counter() - started) / 10**6)
+        return statistics.median(rates)
+
+
+class _Run:
+    """All systems, at one rate after the other."""
+
+    def __init__(self, workload: Workload, systems: Mapping[str, System], counter: Path | None, steps: int) -> None:
+        self._workload = workload
+        self._systems = systems
+        self._counter = counter
+        self._steps = steps
+        self._parameter_bytes = sum(param.nbytes for param in workload.build().parameters())
+        self.errors: list[str] = []
+
+    def measure(self, rate: str, names: Sequence[str]) -> list[Row]:
+        """The rows of a rate: all systems anew, since what a compiler decides may depend on the link."""
+        found: dict[str, Row] = {}
+        print(f"link: {rate}", flush=True)
+        with linked_hosts(parse_rate(rate)) as hosts:
+            place = Placement(hosts)
+            with Workers("link", LinkProbe, world=RANKS, place=place) as probe:
+                given = probe.call("megabits")
+                for heat in heats(names, self._systems):
+                    found |= self._measure(heat, place)
+                given += probe.call("megabits")
+        return [self._with_bound(found, name, rate=rate, megabits=statistics.median(given)) for name in found]
+
+    def _measure(self, heat: Sequence[str], place: Placement) -> dict[str, Row]:
+        comparison = LinkComparison(
+            self._workload,
+            self._counter,
+            systems=self._systems,
+            loss_step=WARM_UP + 1 + self._steps,
+            make=LinkTraining,
+            place=place,
+        )
+        try:
+            for name in heat:
+                comparison.start(name)
+            comparison.take_turns(self._steps)
+            return comparison.rows()
+        finally:
+            comparison.close()
+            self.errors += comparison.errors
+
+    def _with_bound(self, found: Mapping[str, Row], name: str, *, rate: str, megabits: float) -> Row:
+        system, row = self._systems[name], found[name]
+        compute = found.get(compute_name(system.micro_batches), {}).get("step_s")
+        sends = theory_bytes(system, self._parameter_bytes)
+        bound = None if sends is None else bound_seconds(compute, sends, parse_rate(rate))
+        return {
+            "rate": rate,
+            "system": name,
+            "world": row["world"],
+            "step_s": row["step_s"],
+            "bound_s": bound,
+            "step/bound": ratio(row["step_s"], [bound]),
+            "peak_mb": row["peak_mb"],
+            "first_step_s": row["first_step_s"],
+            "wire_mb": row["wire_mb"],
+            "theory_mb": None if sends is None else sends / MB,
+            "link_mb": row["link_mb"],
+            "link_mbit": megabits,
+            "loss": row["loss"],
+        }
+
+
+def theory_bytes(system: System, parameter_bytes: int) -> float | None:
+    """Bytes that a rank must send a step by the definition of its memory class; None for what has none.
+
+    Gathers and reductions move `(n - 1) / n` of the parameters each; an all-reduce is one of either.
+    """
+    micro = system.micro_batches
+    times = {0: 1 + 1, 1: 1 + 1, 2: 1 + micro, 3: (2 + 1) * micro}
+    if system.memory is None:
+        return None
+    return times[system.memory] * parameter_bytes * (RANKS - 1) / RANKS
+
+
+def bound_seconds(compute: float | None, sends: float, rate: float | None) -> float | None:
+    """Seconds below which no step can be; None when it is not known what computing takes.
+
+    Args:
+        compute: Seconds of computing alone.
+        sends: Bytes that a rank sends.
+        rate: Of the link, bits a second; None for one without a limit.
+    """
+    if compute is None:
+        return None
+    return compute if rate is None else max(compute, 8 * sends / rate)
+
+
+def heats(names: Sequence[str], systems: Mapping[str, System]) -> list[list[str]]:
+    """The systems whose steps are timed in turns, those of equally many micro-batches, each heat with its reference."""
+    counts = sorted({systems[name].micro_batches for name in names})
+    found = []
+    for count in counts:
+        heat = [name for name in names if systems[name].micro_batches == count]
+        found.append(list(dict.fromkeys([compute_name(count), *heat])))
+    return found
+
+
+def checks(rows: Sequence[Row]) -> list[Check]:
+    """The figures to reach, of the rates and systems that were measured."""
+    by_rate: dict[str, dict[str, Row]] = {}
+    for row in rows:
+        by_rate.setdefault(row["rate"], {})[row["system"]] = row
+    slow, free = by_rate.get("1gbit", {}), by_rate.get("unlimited", {})
+    found = []
+    if {"dsgraph-3", compute_name(1)} <= slow.keys():
+        found.append(Check("1gbit: dsgraph-3 step time over the bound", slow["dsgraph-3"]["step/bound"], 1.20, "lower"))
+    for rate, among, limit in (("1gbit", slow, 0.60), ("unlimited", free, 0.65)):
+        peers = [name for name in among if name in STAGE_3_PEERS]
+        if peers and "dsgraph-3" in among:
+            value = ratio(among["dsgraph-3"]["step_s"], [among[peer]["step_s"] for peer in peers])
+            of_peers = f"the fastest of {', '.join(peers)}"
+            found.append(Check(f"{rate}: dsgraph-3 step time over {of_peers}", value, limit, "lower"))
+    ours, theirs = (f"{name}-x{MICRO_BATCHES}" for name in ("dsgraph-2", "ddp"))
+    if {ours, theirs} <= slow.keys():
+        value = ratio(slow[ours]["step_s"], [slow[theirs]["step_s"]])
+        found.append(Check(f"1gbit: {ours} step time over {theirs}, which uses no_sync", value, 1.0, "lower"))
+    sent = [ratio(row["wire_mb"], [row["theory_mb"]]) for row in rows if row["system"] == "dsgraph-3"]
+    if sent:
+        most = None if None in sent else max(value for value in sent if value is not None)
+        found.append(Check("dsgraph-3 bytes sent over the theory's", most, 1.01, "lower"))
+    return found
+
+
+@contextlib.contextmanager
+def _leaving_on_signals() -> Iterator[None]:
+    """Lets signals that end a process unwind it first, as Ctrl-C does, so that hosts and processes are removed."""
+
+    def leave(number: int, _: object) -> None:
+        sys.exit(128 + number)
+
+    before = {number: signal.signal(number, leave) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.links", description="ZeRO over a slow link.")
+    add_arguments(parser)
+    parser.add_argument("--rates", help=f"comma-separated, as tc writes them; default {','.join(RATES)}")
+    parser.add_argument("--steps", type=int, default=STEPS, help="timed steps")
+    known = [*SYSTEMS, *ACCUMULATING]
+    parser.add_argument(
+        "--systems", help=f"comma-separated, of: {', '.join(known)}; default {','.join(DEFAULT)}; references are added"
+    )
+    options = parser.parse_args(arguments)
+    options.rates = options.rates.split(",") if options.rates else ["1gbit"] if options.quick else list(RATES)
+    options.systems = options.systems.split(",") if options.systems else list(QUICK if options.quick else DEFAULT)
+    unknown = [name for name in options.systems if name not in known]
+    if unknown:
+        parser.error(f"no system called {unknown[0]!r}; there are {', '.join(known)}")
+    if options.steps < 1:
+        parser.error(f"--steps is {options.steps}; it must be 1 or more")
+    for rate in options.rates:
+        try:
+            parse_rate(rate)
+        except ValueError as error:
+            parser.error(f"--rates: {error}")
+    return options
+
+
+if __name__ == "__main__":
+    sys.exit(main())

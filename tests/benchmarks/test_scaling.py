@@ -1,0 +1,63 @@
+"""`benchmarks.scaling`: what it computes from rows, and a smoke run."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+import dsgraph
+from benchmarks import scaling
+
+COLUMNS = [
+    *("layers", "ranks", "compile_s", "passes_s", "share", "us_a_node", "verify_s", "forward_nodes", "backward_nodes"),
+    *("collectives", "sent_mb", "compute_s", "exposed_s", "passes"),
+]
+
+
+def row(layers: int, **columns: object) -> dict[str, object]:
+    return {"layers": layers, "ranks": 8, "share": 0.05, "us_a_node": 100.0, **columns}
+
+
+def test_checks_are_medians_over_the_numbers_of_ranks():
+    rows = [row(24, us_a_node=80.0), row(24, us_a_node=100.0), row(24, us_a_node=300.0)]
+    rows += [row(96, us_a_node=160.0, share=0.12), row(12, share=0.9)]
+    share, growth = scaling.checks(rows)
+    assert (share.value, share.limit, share.ok) == (0.12, 0.10, False)
+    assert (growth.value, growth.limit, growth.ok) == (pytest.approx(1.6), 1.5, False)
+
+
+def test_checks_of_depths_that_did_not_run_are_left_out():
+    assert scaling.checks([]) == scaling.checks([row(12), row(24)]) == []
+    assert [check.limit for check in scaling.checks([row(96)])] == [0.10]
+
+
+def test_passes_that_touch_communication():
+    names = scaling.communication_passes()
+    assert {"merge_gathers", "insert_zero_collectives", "delay_reduction_waits"} <= names
+    assert names <= {item.name for item in dsgraph.default_pipeline()}
+
+
+@pytest.mark.parametrize("arguments", [["--layers", "12,many"], ["--ranks", "0"]])
+def test_wrong_arguments_are_refused(arguments):
+    with pytest.raises(SystemExit) as error:
+        scaling.main(arguments)
+    assert error.value.code == 2
+
+
+@pytest.mark.slow
+def test_smoke_run_writes_the_schema(tmp_path, capsys):
+    out = tmp_path / "out.json"
+    assert scaling.main(["--quick", "--json", str(out)]) == 0
+    read = json.loads(out.read_text())
+    one, two = read["rows"]
+    assert list(one) == list(two) == COLUMNS
+    assert (one["layers"], two["layers"], one["ranks"]) == (1, 2, 8)
+    for name in ("forward_nodes", "backward_nodes", "compute_s"):
+        assert 0 < one[name] < two[name]
+    for line in (one, two):
+        assert line["passes_s"] == pytest.approx(sum(line["passes"].values()))
+        assert line["share"] == pytest.approx(line["passes_s"] / line["compile_s"])
+        assert line["exposed_s"] >= 0 and line["sent_mb"] > 0 and line["collectives"] > 0
+    assert read["checks"] == []
+    assert "us_a_node" in capsys.readouterr().out
