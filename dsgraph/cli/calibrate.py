@@ -116,7 +116,7 @@ def _link_rows(record: CalibrationRecord) -> Sequence[Sequence[str]]:
     return [
         [
             *(link.kind, link.backend, str(link.ranks), str(link.hosts)),
-            *(f"{1e6 * link.latency_s:.3g}", f"{link.bytes_per_s / 1e6:.4g}", f"{100 * link.error:.0f} %"),
+            *(f"{1e6 * link.latency_s:.4g}", f"{link.bytes_per_s / 1e6:.4g}", f"{100 * link.error:.0f} %"),
         ]
         for link in record.links
     ]

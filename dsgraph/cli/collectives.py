@@ -15,6 +15,7 @@ from .command import Answer, Command, CommandError
 from .dumps import Dump, GraphName, add_dump_argument, add_graphs_argument, chosen_graphs
 from .table import table
 from .timeline import Timeline, Transfer, critical_path, simulate
+from .timeline_plot import draw
 
 
 def collectives(args: argparse.Namespace) -> Answer:
@@ -29,7 +30,9 @@ def collectives(args: argparse.Namespace) -> Answer:
             raise CommandError(f"{name} never runs as it is: take a forward or backward graph")
     timelines = [(name, graph, simulate(graph)) for name, graph in graphs]
     if args.plot is not None:
-        _plot(timelines, args.plot)
+        if not any(timeline.transfers for _, _, timeline in timelines):
+            raise CommandError("--plot: these graphs have no collectives to draw")
+        draw([(name, timeline) for name, _, timeline in timelines], _why, args.plot)
     parts = [_describe(name, graph, timeline) for name, graph, timeline in timelines]
     parts += [f"{args.plot}: compute and communication over time"] if args.plot is not None else []
     return Answer("\n\n".join(parts), [_data(name, graph, timeline) for name, graph, timeline in timelines])
@@ -38,18 +41,25 @@ def collectives(args: argparse.Namespace) -> Answer:
 def _describe(name: GraphName, graph: GraphRecord, timeline: Timeline) -> str:
     if not timeline.transfers:
         return f"{name}: no collectives"
-    headers = ["node", "kind", "why", "axis", "sent", "ms", "exposed ms", "overlaps with"]
-    listing = table([_row(transfer) for transfer in timeline.transfers], headers, right=(4, 5, 6))
+    headers = ["node", "kind", "why", "axis", "sent", "ms", "exposed ms", "queued ms", "overlaps with"]
+    listing = table([_row(transfer) for transfer in timeline.transfers], headers, right=(4, 5, 6, 7))
     path = critical_path(graph)
     on_path = [node for node in path if node.collective is not None]
     sent = sum(transfer.node.collective.sent or 0 for transfer in timeline.transfers if transfer.node.collective)
     computing = sum(end - start for _, start, end in timeline.computed)
     return (
         f"{name}: {len(timeline.transfers)} collectives, {bytes_text(sent)} sent a rank; predicted "
-        f"{_ms(timeline.seconds)} ms, of which {_ms(computing)} ms compute and {_ms(timeline.exposed)} ms wait\n"
+        f"{_ms(timeline.seconds)} ms, of which {_ms(computing)} ms compute and {_ms(timeline.exposed)} ms wait"
+        f"{_queue(timeline)}\n"
         f"{listing}\n"
         f"critical path: {len(path)} nodes, of them collectives: {listed([node.name for node in on_path]) or 'none'}"
     )
+
+
+def _queue(timeline: Timeline) -> str:
+    """How much of the waiting is for others' transfers, before that which is waited for has begun."""
+    queued = sum(transfer.queued for transfer in timeline.transfers)
+    return f" ({_ms(queued)} ms of it in the queue behind other collectives)" if queued else ""
 
 
 def _row(transfer: Transfer) -> list[str]:
@@ -64,6 +74,7 @@ def _row(transfer: Transfer) -> list[str]:
         bytes_text(found.sent),
         _ms(found.seconds or 0.0),
         _ms(transfer.exposed),
+        _ms(transfer.queued),
         _overlaps(transfer),
     ]
 
@@ -108,33 +119,12 @@ def _data(name: GraphName, graph: GraphRecord, timeline: Timeline) -> dict[str, 
                 "start": transfer.start,
                 "end": transfer.end,
                 "exposed": transfer.exposed,
+                "queued": transfer.queued,
                 "overlaps_with": [node.name for node in transfer.behind],
             }
         )
     path = [node.name for node in critical_path(graph)]
     return {"graph": str(name), "seconds": timeline.seconds, "collectives": rows, "critical_path": path}
-
-
-def _plot(timelines: list[tuple[GraphName, GraphRecord, Timeline]], path: Path) -> None:
-    timelines = [item for item in timelines if item[2].transfers]
-    if not timelines:
-        raise CommandError("--plot: these graphs have no collectives to draw")
-    figure, axes = plots.new_figure(rows=len(timelines), height=1.8)
-    for axis, (name, _, timeline) in zip(axes, timelines, strict=True):
-        compute = [(1000 * start, 1000 * (end - start)) for _, start, end in timeline.computed]
-        sends = [(1000 * transfer.start, 1000 * (transfer.end - transfer.start)) for transfer in timeline.transfers]
-        waits = [(1000 * (t.end - t.exposed), 1000 * t.exposed) for t in timeline.transfers if t.exposed]
-        axis.broken_barh(compute, (10, 8), facecolors="tab:blue", edgecolor="white", linewidth=0.2, label="compute")
-        axis.broken_barh(
-            sends, (0, 8), facecolors="tab:orange", edgecolor="white", linewidth=0.4, label="communication"
-        )
-        axis.broken_barh(waits, (10, 8), facecolors="tab:red", alpha=0.4, label="exposed: compute waits")
-        axis.set_yticks([4, 14], ["link", "compute"])
-        axis.set_xlabel("predicted ms")
-        axis.set_title(f"{name}: {_ms(timeline.seconds)} ms, {_ms(timeline.exposed)} ms exposed", fontsize=10)
-        axis.legend(loc="upper right", fontsize=7, ncols=3)
-        axis.set_ylim(-1, 26)
-    plots.save(figure, path)
 
 
 def _configure(parser: argparse.ArgumentParser) -> None:
@@ -149,8 +139,10 @@ COMMAND = Command(
     name="collectives",
     help="why each collective is there, its bytes, what it overlaps with",
     description="Lists each collective: the parameter that it gathers, or whose gradient it reduces, or the pass that "
-    "made it; bytes that a rank sends; predicted time, and for how much of it the computation stands still; what "
-    "computes meanwhile; and the critical path.",
+    "made it; bytes that a rank sends; predicted time; for how long the computation stands still until it is through, "
+    "and for how much of that it queues behind other collectives; what computes meanwhile; and the critical path. "
+    "--plot draws a lane for computation and one for each process group, a compile's forward and backward side by "
+    "side, and names the longest waits.",
     configure=_configure,
     run=collectives,
 )

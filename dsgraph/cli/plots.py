@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,16 @@ def new_figure(*, rows: int, height: float) -> tuple[Any, list[Any]]:
     Raises:
         CommandError: matplotlib is not installed.
     """
+    figure, axes = new_grid(rows=rows, height=height)
+    return figure, [row[0] for row in axes]
+
+
+def new_grid(*, rows: int, height: float, widths: Sequence[float] = (1.0,)) -> tuple[Any, list[list[Any]]]:
+    """A figure with rows of axes, `height` inches each, and columns whose widths are as `widths` to one another.
+
+    Raises:
+        CommandError: matplotlib is not installed.
+    """
     try:
         import matplotlib as mpl
     except ImportError:
@@ -24,8 +35,11 @@ def new_figure(*, rows: int, height: float) -> tuple[Any, list[Any]]:
     mpl.rcParams["svg.hashsalt"] = "dsgraph"  # the same picture is the same file
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(rows, 1, figsize=(10, 0.4 + height * rows), squeeze=False, layout="constrained")
-    return figure, [row[0] for row in axes]
+    size = (10, 0.4 + height * rows)
+    figure, axes = pyplot.subplots(
+        rows, len(widths), figsize=size, squeeze=False, layout="constrained", width_ratios=list(widths)
+    )
+    return figure, [list(row) for row in axes]
 
 
 def check_path(path: Path) -> None:

@@ -19,6 +19,7 @@ class Transfer:
         start: When, seconds from the start of the graph.
         end: When it is through.
         exposed: How long the computation stands still for it. Seconds.
+        queued: For how much of that others are under way, and it has not begun. Seconds.
         behind: The nodes that compute meanwhile.
     """
 
@@ -26,6 +27,7 @@ class Transfer:
     start: float
     end: float
     exposed: float
+    queued: float
     behind: tuple[NodeRecord, ...]
 
 
@@ -56,6 +58,7 @@ def simulate(graph: GraphRecord) -> Timeline:
     started: dict[str, tuple[NodeRecord, float, float]] = {}
     started_by: dict[str, str] = {}  # what a wait may read -> the collective
     exposed: dict[str, float] = {}
+    queued: dict[str, float] = {}
     for node in graph.nodes:
         if node.collective is not None:
             begin = max(now, free)
@@ -66,14 +69,15 @@ def simulate(graph: GraphRecord) -> Timeline:
             started_by[node.name] = started_by[node.inputs[0]]  # one result of a coalesced collective
         elif _is_wait(node) and node.inputs and node.inputs[0] in started_by:
             name = started_by[node.inputs[0]]
-            end = started[name][2]
+            _, begin, end = started[name]
             exposed[name] = exposed.get(name, 0.0) + max(0.0, end - now)
+            queued[name] = queued.get(name, 0.0) + max(0.0, begin - now)
             now = max(now, end)
         elif node.seconds:
             computed.append((node, now, now + node.seconds))
             now += node.seconds
     transfers = tuple(
-        Transfer(node, begin, end, exposed.get(name, 0.0), _between(computed, begin, end))
+        Transfer(node, begin, end, exposed.get(name, 0.0), queued.get(name, 0.0), _between(computed, begin, end))
         for name, (node, begin, end) in started.items()
     )
     return Timeline(tuple(computed), transfers, max(now, free))

@@ -17,6 +17,7 @@ import dsgraph
 from dsgraph.cli.dumps import Dump
 from dsgraph.cli.matching import compare
 from dsgraph.cli.timeline import critical_path, simulate
+from dsgraph.cli.timeline_plot import overlaps
 from dsgraph.dumping.records import CollectiveRecord, GraphRecord, NodeRecord
 from dsgraph.passes.graph import emit, find_calls
 from tests.dumping.dumps import dump
@@ -196,6 +197,51 @@ def test_a_transfer_hides_behind_what_computes_meanwhile():
     assert transfer.exposed == timeline.exposed == 2.0
     assert [node.name for node in transfer.behind] == ["work"]
     assert [node.name for node in critical_path(graph)] == ["send", "use"]
+
+
+def test_time_in_the_queue_is_told_from_time_under_way():
+    nodes = (
+        _timed("first", 5.0, sends=True),
+        _timed("second", 2.0, sends=True),
+        _timed("work", 3.0),
+        _timed("wait_second", 0.0, "second", waits=True),
+        _timed("wait_first", 0.0, "first", waits=True),
+    )
+    timeline = simulate(GraphRecord("dsgraph-graph", 1, "g", 0, 1, "forward", 0, "", nodes))
+    first, second = timeline.transfers
+    assert (second.exposed, second.queued) == (4.0, 2.0)
+    assert (first.exposed, first.queued) == (0.0, 0.0)
+    assert timeline.seconds == 7.0 == 3.0 + timeline.exposed
+
+
+def test_overlap_is_where_both_lanes_are_busy():
+    nodes = (
+        _timed("a", 1.0),
+        _timed("send", 5.0, sends=True),
+        _timed("b", 1.0),
+        _timed("c", 1.0),
+        _timed("wait", 0.0, "send", waits=True),
+        _timed("d", 1.0),
+    )
+    timeline = simulate(GraphRecord("dsgraph-graph", 1, "g", 0, 1, "forward", 0, "", nodes))
+    assert overlaps(timeline) == [(1.0, 3.0)]
+
+
+def test_the_picture_names_lanes_graphs_and_waits(call, gpt_dump, tmp_path):
+    path = tmp_path / "picture.svg"
+    printed = call("collectives", gpt_dump, "--plot", path)
+    assert printed.code == 0
+    texts = re.findall(r"<!-- (.*?) -->", path.read_text())
+    for name in call("collectives", gpt_dump, "--json").json:
+        assert any(name["graph"] in text for text in texts)
+        longest = max(name["collectives"], key=lambda row: row["exposed"])
+        assert any(text.endswith(f" ms for {longest['why']}") for text in texts)
+    assert texts.count("compute") == 3  # a lane in each of two graphs, and the legend
+    assert texts.count("shard (2 ranks)") == 2
+    for word in ("overlap", "communication", "exposed: compute waits"):
+        assert texts.count(word) == 1
+    call("collectives", gpt_dump, "forward", "--plot", path)
+    assert path.read_text().count("<!-- compute -->") == 2
 
 
 def test_memory(call, gpt_dump):
