@@ -11,6 +11,8 @@ besides those of `benchmarks.zero`, of which `loss` is that of the last step:
     link_mb     what it did send: bytes that left its host in a step, most headers of TCP not counted
     link_mbit   what the link gives gloo, Mbit/s, both directions at once; headers take 4.4 % of the rate
 
+dsgraph is calibrated first at every rate, as `dsgraph calibrate` does it, on the two hosts: its passes know the link.
+
 `compute` is one rank alone with its own rows: forward, backward and its part of the optimizer, compiled by Inductor,
 and nothing sent. Systems called `-x4` run four micro-batches a step. Their gradients meet as late as the system can:
 DDP's in `no_sync`, dsgraph's in `accumulate`; `compute-x4` is their reference.
@@ -20,6 +22,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import os
 import signal
 import statistics
 import sys
@@ -30,6 +33,9 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+
+from dsgraph.calibration.ranks import measure_ranks
+from dsgraph.calibration.store import save
 
 from .comparison import WARM_UP, Comparison
 from .memory import build_counter
@@ -43,6 +49,7 @@ RANKS = 2  # one a host
 RATES = ("100mbit", "1gbit", "10gbit", "unlimited")
 STEPS = 8
 PROBES = 5
+CALIBRATION_SECONDS = 20.0
 PROBE_BYTES = 25 * MB  # a burst of the token bucket is 0.5 % of it
 
 DEFAULT = (
@@ -121,6 +128,17 @@ class LinkProbe:
         return statistics.median(rates)
 
 
+class Calibrator:
+    """`dsgraph calibrate` on the two hosts, which have one name and so one file."""
+
+    def calibrate(self) -> None:
+        """Measures; the first rank writes."""
+        records = measure_ranks(["cpu"], seconds=CALIBRATION_SECONDS)
+        if dist.get_rank() == 0:
+            for record in records:
+                save(record)
+
+
 class _Run:
     """All systems, at one rate after the other."""
 
@@ -136,8 +154,10 @@ class _Run:
         """The rows of a rate: all systems anew, since what a compiler decides may depend on the link."""
         found: dict[str, Row] = {}
         print(f"link: {rate}", flush=True)
-        with linked_hosts(parse_rate(rate)) as hosts:
+        with linked_hosts(parse_rate(rate)) as hosts, _cache_folder():
             place = Placement(hosts)
+            with Workers("calibrate", Calibrator, world=RANKS, place=place) as calibrators:
+                calibrators.call("calibrate")
             with Workers("link", LinkProbe, world=RANKS, place=place) as probe:
                 given = probe.call("megabits")
                 for heat in heats(names, self._systems):
@@ -244,6 +264,19 @@ def checks(rows: Sequence[Row]) -> list[Check]:
         most = None if None in sent else max(value for value in sent if value is not None)
         found.append(Check("dsgraph-3 bytes sent over the theory's", most, 1.01, "lower"))
     return found
+
+
+@contextlib.contextmanager
+def _cache_folder() -> Iterator[None]:
+    """An empty folder for calibrations, in the environment of all processes that are started meanwhile."""
+    before = os.environ.get("XDG_CACHE_HOME")
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["XDG_CACHE_HOME"] = folder
+        try:
+            yield
+        finally:
+            del os.environ["XDG_CACHE_HOME"]
+            os.environ.update({} if before is None else {"XDG_CACHE_HOME": before})
 
 
 @contextlib.contextmanager
