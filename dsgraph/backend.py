@@ -34,6 +34,9 @@ from .reporting.strict import refuse_capture, refuse_compile, refuse_given_up
 from .sources import short_path
 from .state import PartitionState
 
+# How much of a device's memory a step may use unless the user says otherwise.
+_MEMORY_SHARE = 0.9
+
 
 class Backend:
     """The compiler that Dynamo calls with each graph it captures.
@@ -88,7 +91,8 @@ class Backend:
         costs = DEFAULTS
         if mesh is not None:
             known = self._known_costs(mesh)
-            facts = replace(facts, costs=known.model(mesh, facts.axes))
+            limit = chosen.memory_limit or _device_memory_limit(facts.device_type)
+            facts = replace(facts, costs=known.model(mesh, facts.axes), memory_limit=limit)
             costs = known.describe(mesh, facts.axes)
         bisect_in = os.environ.get("DSGRAPH_BISECT", "")  # set by `dsgraph bisect`
         dump = None if bisect_in else self._begin_dump(chosen, facts, capture)
@@ -180,6 +184,12 @@ class Backend:
             raise StrictError(message)
         self._has_warned = True
         warnings.warn(message, stacklevel=2)
+
+
+def _device_memory_limit(device_type: str) -> int | None:
+    if device_type != "cuda":
+        return None
+    return int(_MEMORY_SHARE * torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory)
 
 
 def _trains(inputs: Sequence[Any]) -> bool:

@@ -29,6 +29,9 @@ class BackendOptions(BaseModel):
         recompile_limit: With `strict`, how often one function may be compiled. Dynamo itself stops at
             torch._dynamo.config.recompile_limit (8) and runs the function uncompiled from then on, without asking a
             backend: so the last compile that Dynamo allows is an error as well, and this number cannot exceed that one.
+        memory_limit: Bytes of the device's memory that a step may use: no gather starts so early that the predicted
+            peak of its graph, with the states of an optimizer, exceeds it. Default: 90 % of a CUDA device's memory, and
+            no limit on the CPU.
         dump: Folder for a readable copy of every graph before and after every pass. Default: the environment variable
             DSGRAPH_DUMP, or nowhere.
         dump_compiles: How many compiles of a process are dumped into the folder; later ones are not.
@@ -42,6 +45,7 @@ class BackendOptions(BaseModel):
     verify: bool = True
     strict: bool = False
     recompile_limit: int = Field(default=8, ge=1)
+    memory_limit: int | None = Field(default=None, ge=1)
     dump: Path | None = None
     dump_compiles: int = Field(default=8, ge=1)
     inductor: dict[str, Any] = Field(default_factory=dict)
@@ -129,6 +133,7 @@ _TAKES = {
     "verify": "True or False",
     "strict": "True or False",
     "recompile_limit": "a number of compiles, 1 or more",
+    "memory_limit": "a number of bytes, 1 or more",
     "dump": "the path of a folder",
     "dump_compiles": "a number of compiles, 1 or more",
     "inductor": "a dict from names of torch._inductor.config to values",

@@ -107,6 +107,21 @@ def test_one_rank_matches_the_plain_model(one_rank, stage):
         assert torch.equal(mine.grad.full_tensor(), theirs.grad)
 
 
+@pytest.mark.parametrize("limit", [None, 10**9])
+def test_the_memory_limit_reaches_the_passes(one_rank, limit):
+    seen = []
+
+    @dsgraph.graph_pass(phase="forward")
+    def look(gm, ctx):
+        seen.append(ctx.memory_limit)
+        return 0
+
+    model = dsgraph.partition(nn.Linear(4, 4), keep_whole_below=0)
+    options = {**EAGER, "pipeline": dsgraph.default_pipeline() + look, "memory_limit": limit}
+    torch.compile(model, backend="dsgraph", options=options)(torch.randn(2, 4))
+    assert seen == [limit]
+
+
 def test_dynamic_sizes_compile_once(one_rank):
     model = dsgraph.partition(build("gpt"), stage=3, keep_whole_below=0)
     compiled = torch.compile(model, backend="dsgraph", options=EAGER, fullgraph=True)

@@ -36,6 +36,7 @@ def test_defaults():
         ({"recompile_limit": 3}, r"option 'recompile_limit' has no effect without strict=True"),
         ({"recompile_limit": 0, "strict": True}, r"option 'recompile_limit' is 0; it takes a number of compiles"),
         ({"recompile_limit": 99, "strict": True}, r"option 'recompile_limit' is 99, but Dynamo stops at 8"),
+        ({"memory_limit": 0}, r"option 'memory_limit' is 0; it takes a number of bytes, 1 or more"),
         (["eager"], r"options is \['eager'\]; it takes a dict"),
         (
             {"codegen": "eager", "inductor": {"max_autotune": True}},
