@@ -29,6 +29,7 @@ from .graph import (
     is_collective,
     mutates_arguments,
 )
+from .hardware import DEVICES, Device, Link, LinkTable, default_links
 from .mesh_axis import MeshAxis
 
 aten = torch.ops.aten
@@ -249,81 +250,6 @@ def collective_steps(kind: str, size: int) -> int | None:
 
 
 @dataclass(frozen=True)
-class Link:
-    """A connection between ranks: a message of n bytes takes `latency_s + n / bytes_per_s` (the alpha-beta model)."""
-
-    latency_s: float
-    bytes_per_s: float
-
-    def of(self, kind: str) -> Link:
-        """Itself: the same for every kind of collective."""
-        return self
-
-
-@dataclass(frozen=True)
-class LinkTable:
-    """A connection that a backend uses better for some kinds of collectives than for others.
-
-    Attributes:
-        usual: For every kind that is not listed.
-        kinds: Kind of collective (as `collective_kind` names it), its link; each kind once.
-    """
-
-    usual: Link
-    kinds: tuple[tuple[str, Link], ...] = ()
-
-    def of(self, kind: str) -> Link:
-        """The link that a kind of collective sees."""
-        return next((link for name, link in self.kinds if name == kind), self.usual)
-
-
-@dataclass(frozen=True)
-class Device:
-    """What computes.
-
-    Attributes:
-        flops_per_s: Floating-point operations a second that a large matrix product reaches.
-        bytes_per_s: Bytes a second that a large copy reads and writes.
-        kernel_s: Seconds that a kernel takes which does nothing.
-        of_dtype: Name of a dtype (without `torch.`), its operations a second where they are others than `flops_per_s`.
-    """
-
-    flops_per_s: float
-    bytes_per_s: float
-    kernel_s: float
-    of_dtype: tuple[tuple[str, float], ...] = ()
-
-    def rate(self, dtype: torch.dtype | None) -> float:
-        """Floating-point operations a second on a dtype; None for one that is not known."""
-        name = str(dtype).removeprefix("torch.")
-        return next((rate for listed, rate in self.of_dtype if listed == name), self.flops_per_s)
-
-
-# Device type -> orders of magnitude: one core of a server's processor (fp32, AVX2); an accelerator of the A100's class
-# (bf16), of which matrix products reach half the peak.
-DEVICES: Mapping[str, Device] = MappingProxyType(
-    {
-        "cpu": Device(flops_per_s=5e10, bytes_per_s=1e10, kernel_s=5e-6),
-        "cuda": Device(flops_per_s=1.5e14, bytes_per_s=1.5e12, kernel_s=5e-6),
-    }
-)
-
-# Backend -> orders of magnitude: gloo between processes of one host, as two of them share 109 MB; NCCL over NVLink.
-LINKS: Mapping[str, LinkTable] = MappingProxyType(
-    {
-        "gloo": LinkTable(
-            Link(latency_s=1e-4, bytes_per_s=1e9),
-            (
-                ("all_gather_into_tensor", Link(latency_s=1e-4, bytes_per_s=4e8)),
-                ("reduce_scatter_tensor", Link(latency_s=1e-4, bytes_per_s=3e8)),
-            ),
-        ),
-        "nccl": LinkTable(Link(latency_s=1e-5, bytes_per_s=1e11)),
-    }
-)
-
-
-@dataclass(frozen=True)
 class CostModel:
     """Seconds of nodes on a device and over links.
 
@@ -395,11 +321,6 @@ class CostModel:
         size = next((axis.size for axis in self.axes if axis.group == group), None)
         sent = sent_bytes(node, size) if size is not None else None
         return None if sent is None else self.transfer_seconds(kind, group, number_of(node, sent))
-
-
-def default_links(backend: str, *, device_type: str) -> LinkTable:
-    """The links of `LINKS`; a backend that is not listed has what is usual on the device: on the CPU gloo's."""
-    return LINKS.get(backend, LINKS["gloo" if device_type == "cpu" else "nccl"])
 
 
 def computed_dtype(node: Node) -> torch.dtype | None:

@@ -41,6 +41,9 @@ def all_graph_modules(gm: GraphModule) -> Iterator[GraphModule]:
 
 _OWN_COLLECTIVES = (torch.ops.dsgraph.gather_by_messages.default, torch.ops.dsgraph.exchange_by_messages.default)
 
+# What `InsertZeroCollectives` and `ChooseCollectiveAlgorithms` make of a gather.
+GATHERS = (c10d_functional.all_gather_into_tensor.default, torch.ops.dsgraph.gather_by_messages.default)
+
 # Marks a gathered parameter that a pass keeps for the backward, on the forward's node and so on the backward's input.
 KEPT = "dsgraph_kept"
 

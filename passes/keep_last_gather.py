@@ -9,14 +9,20 @@ import torch
 from torch.fx import GraphModule, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
-from dsgraph.inductor_ext import c10d_functional
-
 from .base import GraphPass, PassContext, PassResult, Phase
 from .compat import is_tangent
-from .graph import KEPT, barrier_between, collectives, is_barrier, is_collective, is_view, placeholders, wait_of
+from .graph import (
+    GATHERS,
+    KEPT,
+    barrier_between,
+    collectives,
+    is_barrier,
+    is_collective,
+    is_view,
+    placeholders,
+    wait_of,
+)
 from .notes import parameter_of
-
-_GATHERS = (c10d_functional.all_gather_into_tensor.default, torch.ops.dsgraph.gather_by_messages.default)
 
 
 @dataclass(frozen=True)
@@ -38,7 +44,7 @@ class KeepLastGather(GraphPass):
 
     def run(self, gm: GraphModule, ctx: PassContext) -> PassResult:
         tangents = [node.meta["val"] for node in placeholders(gm) if is_tangent(node)]
-        gathers = [started for started in collectives(gm) if started.target in _GATHERS and _is_recomputed(started)]
+        gathers = [started for started in collectives(gm) if started.target in GATHERS and _is_recomputed(started)]
         if not any(isinstance(value, torch.Tensor) and value.dim() == 0 for value in tangents):
             return PassResult(notes=_why_nothing(gathers, ctx) if tangents else ())
         if not gathers:

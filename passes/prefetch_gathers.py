@@ -19,6 +19,7 @@ from .base import GraphPass, PassContext, PassResult, Phase
 from .compat import OpOverload
 from .cost import number_of, tensor_bytes
 from .graph import (
+    GATHERS,
     KEPT,
     barrier_between,
     collective_group,
@@ -35,8 +36,6 @@ from .notes import described, parameter_of
 from .schedule import predict
 
 aten = torch.ops.aten
-
-_GATHERS = (c10d_functional.all_gather_into_tensor.default, torch.ops.dsgraph.gather_by_messages.default)
 
 
 Gather = tuple[Node, list[Node]]
@@ -222,7 +221,7 @@ def _notes_on_others(gm: GraphModule, ctx: PassContext) -> list[str]:
     movable = {started for started, _ in _gathered_parameters(gm, ctx)}
     notes = []
     for started in collectives(gm):
-        if started in movable or started.target not in _GATHERS:
+        if started in movable or started.target not in GATHERS:
             continue
         kinds = _kinds(ctx, collective_group(started))
         if not kinds:

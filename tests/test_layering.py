@@ -14,7 +14,7 @@ FLOORS = {"inductor_ext": 0, "passes": 1, "dsgraph": 2}
 # What passes share: everything in their folder that is not a pass.
 SHARED = {
     *("base", "collective_order", "compat", "errors", "graph", "notes", "op_traits", "partitioner", "pipeline"),
-    *("__init__", "cost", "fusion", "memory", "mesh_axis", "runner", "schedule", "step_memory"),
+    *("__init__", "cost", "fusion", "hardware", "memory", "mesh_axis", "runner", "schedule", "step_memory"),
     *("invariants", "invariants_collectives", "invariants_memory", "invariants_reductions"),
 }
 

@@ -16,7 +16,8 @@ from torch.distributed.tensor import DeviceMesh
 
 from dsgraph.mesh import mesh_axes
 from dsgraph.passes import CostModel, MeshAxis
-from dsgraph.passes.cost import Device, Link, LinkTable, collective_steps, default_links
+from dsgraph.passes.cost import collective_steps
+from dsgraph.passes.hardware import Device, Link, LinkTable, default_links
 
 from .device import device_name, host_name
 from .records import CalibrationRecord, LinkRecord, from_text, to_text

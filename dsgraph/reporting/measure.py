@@ -11,10 +11,9 @@ from torch.fx import GraphModule, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
 from dsgraph import compat
-from dsgraph.inductor_ext import c10d_functional
 from dsgraph.passes import MeshAxis, PassContext, Phase
 from dsgraph.passes.compat import OpOverload, is_tangent
-from dsgraph.passes.graph import is_collective, is_view, is_wait, placeholders
+from dsgraph.passes.graph import GATHERS, is_collective, is_view, is_wait, placeholders
 from dsgraph.passes.step_memory import PairMemory, pair_memory
 
 from .frames import Place, user_line
@@ -22,7 +21,6 @@ from .traffic import Traffic, graph_traffic, nbytes
 
 aten = torch.ops.aten
 
-_GATHERS = (c10d_functional.all_gather_into_tensor.default, torch.ops.dsgraph.gather_by_messages.default)
 _CASTS = (aten._to_copy.default, torch.ops.prims.convert_element_type.default)
 _RECOMPUTE = (CheckpointPolicy.PREFER_RECOMPUTE, CheckpointPolicy.MUST_RECOMPUTE)
 # Ops of these are torch's or dsgraph's own: where Inductor has no lowering, none was expected.
@@ -177,7 +175,7 @@ def _seen_from_backward(node: Node) -> tuple[object, bool, bool]:
     is_input = source.op == "placeholder"
     while source.op == "call_function" and (is_view(source) or source.target in _CASTS):
         source = source.all_input_nodes[0]
-    return node.target, is_input, is_wait(source) and source.all_input_nodes[0].target in _GATHERS
+    return node.target, is_input, is_wait(source) and source.all_input_nodes[0].target in GATHERS
 
 
 def _tags_of_regions(joint: GraphModule) -> Iterator[tuple[str, Place | None]]:

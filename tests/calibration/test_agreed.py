@@ -22,7 +22,7 @@ from dsgraph.calibration.agreed import KnownCosts
 from dsgraph.calibration.device import device_name, host_name
 from dsgraph.calibration.store import save
 from dsgraph.mesh import mesh_axes
-from dsgraph.passes.cost import DEVICES, LINKS, Link
+from dsgraph.passes.hardware import DEVICES, LINKS, Link
 from tests.calibration.records import LINK, calibration
 
 EAGER = {"codegen": "eager"}

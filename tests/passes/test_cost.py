@@ -7,13 +7,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from dsgraph.passes import MeshAxis, PassError
 from dsgraph.passes.cost import (
-    DEVICES,
-    LINKS,
     UNKNOWN_SIZE,
     CostModel,
-    Device,
-    Link,
-    LinkTable,
     flops,
     hint,
     moved_bytes,
@@ -22,6 +17,7 @@ from dsgraph.passes.cost import (
     tensor_bytes,
 )
 from dsgraph.passes.graph import collectives
+from dsgraph.passes.hardware import DEVICES, LINKS, Device, Link, LinkTable
 from tests.passes.tracing import GLOO, OUTER, trace
 
 aten = torch.ops.aten

@@ -14,8 +14,8 @@ from dsgraph.passes import (
     PrefetchBackwardGathers,
     PrefetchForwardGathers,
 )
-from dsgraph.passes.cost import Device, Link
 from dsgraph.passes.graph import KEPT, placeholders
+from dsgraph.passes.hardware import Device, Link
 from tests.passes import lockstep
 from tests.passes.tracing import GLOO, SHARD, code, gather, run_pass, trace
 
