@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -11,13 +13,15 @@ from torch.fx import GraphModule, Node
 from dsgraph.inductor_ext import c10d_functional
 
 from .base import GraphPass, PassContext, PassResult, Phase
-from .graph import barrier_between, is_barrier, is_collective, wait_of
+from .cost import number_of, tensor_bytes
+from .graph import barrier_between, fake_value, is_barrier, is_collective, wait_of
 from .notes import described
+from .schedule import memory_left, predict
 
 
 @dataclass(frozen=True)
 class DelayReductionWaits(GraphPass):
-    """Wait for each reduction when the next one is about to start; for the last, at the end.
+    """Wait for each reduction when the next one is about to start, or later, when it is through; the last at the end.
 
     before:  da = mm(x, dy); own_a = wait_tensor(reduce_scatter_tensor(da))
              db = mm(u, dv); own_b = wait_tensor(reduce_scatter_tensor(db))
@@ -25,11 +29,17 @@ class DelayReductionWaits(GraphPass):
              db = mm(u, dv); own_a = wait_tensor(started_a); started_b = reduce_scatter_tensor(db)
              own_b = wait_tensor(started_b)
 
-    So at most one reduction is under way during compute, and one more gradient than before is alive. What is made of
-    the result alone (sums over ranks, averages, slices) moves along. Left alone: a result that the backward computes
-    with or communicates again, as in hybrid sharding. Nothing moves across a barrier (an op that writes to an argument,
-    or an unknown one): ahead of one the wait stays.
+    On a fast link one reduction is under way during compute, and one more gradient than before is alive; on a slow one,
+    as the predicted times say, several. What is made of the result alone (sums over ranks, averages, slices) moves
+    along. Left alone: a result that the backward computes with or communicates again, as in hybrid sharding. Nothing
+    moves across a barrier (an op that writes to an argument, or an unknown one): ahead of one the wait stays.
+
+    Attributes:
+        in_flight_bytes: How much reductions under way may read and write together; less where the memory limit
+            leaves less. A larger one goes alone. Bytes.
     """
+
+    in_flight_bytes: int = 64 * 2**20
 
     phase: ClassVar[Phase] = Phase.BACKWARD
     needs_mesh: ClassVar[bool] = True
@@ -39,13 +49,41 @@ class DelayReductionWaits(GraphPass):
         reductions = [node for node in gm.graph.nodes if _is_reduction(node)]
         end = next(iter(gm.graph.find_nodes(op="output")))
         changed, notes = 0, []
-        for started, following in zip(reductions, [*reductions[1:], end], strict=False):
+        for started, place in zip(reductions, self._places(gm, reductions, end, ctx), strict=True):
             results = _results(started)
             if isinstance(results, str):
                 notes.append(f"{described(started)} is waited for at once: {results}")
-            elif _move_ahead(results, following):
+            elif _move_ahead(results, place):
                 changed += 1
         return PassResult(changed=changed, notes=tuple(notes))
+
+    def _places(self, gm: GraphModule, reductions: Sequence[Node], end: Node, ctx: PassContext) -> list[Node]:
+        """Ahead of which node each reduction is waited for."""
+        if not reductions:
+            return []
+        nodes = list(gm.graph.nodes)
+        schedule = predict(nodes, ctx.costs, unwaited=set(reductions))
+        times = [schedule.begins[node] for node in nodes]
+        most = min(self.in_flight_bytes, memory_left(gm, ctx))
+        sizes = [_bytes(started) for started in reductions]
+        places = []
+        for number, started in enumerate(reductions):
+            following = reductions[number + 1] if number + 1 < len(reductions) else end
+            through = bisect_left(times, schedule.ends[started])
+            place = max(following, nodes[through] if through < len(nodes) else end)
+            total = sizes[number]
+            for later in range(number + 1, len(reductions)):
+                total += sizes[later]
+                if total > most:
+                    place = min(place, reductions[later])
+                    break
+            places.append(place)
+        return places
+
+
+def _bytes(started: Node) -> int:
+    """Bytes that a reduction reads and writes."""
+    return number_of(started, tensor_bytes([fake_value(node) for node in (started, *started.all_input_nodes)]))
 
 
 def _is_reduction(node: Node) -> bool:

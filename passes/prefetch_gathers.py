@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -31,9 +30,8 @@ from .graph import (
     placeholders,
     wait_of,
 )
-from .memory import simulate
 from .notes import described, parameter_of
-from .schedule import predict
+from .schedule import memory_left, predict
 
 aten = torch.ops.aten
 
@@ -101,7 +99,7 @@ class PrefetchForwardGathers(GraphPass):
 
     def _start_in_time(self, gm: GraphModule, gathers: Sequence[Gather], ctx: PassContext) -> set[Node]:
         """Starts gathers earlier that would arrive too late; the nodes that were moved."""
-        room = _Room(gathers, min(self.ahead_bytes, _memory_left(gm, ctx)))
+        room = _Room(gathers, min(self.ahead_bytes, memory_left(gm, ctx)))
         before = _collectives_before(gm)
         moved = set()
         for number, (gather, latest) in enumerate(zip(gathers, _latest_places(gm, gathers, ctx), strict=True)):
@@ -168,14 +166,6 @@ def _collectives_before(gm: GraphModule) -> dict[Node, Node | None]:
     """For each collective the one ahead of it."""
     found = collectives(gm)
     return dict(zip(found, [None, *found], strict=False))
-
-
-def _memory_left(gm: GraphModule, ctx: PassContext) -> int:
-    """Bytes that the limit leaves besides what the graph needs as it is, and an optimizer with two states."""
-    if ctx.memory_limit is None:
-        return sys.maxsize
-    states = 2 * sum(math.prod(info.shard_shape) * info.dtype.itemsize for info in ctx.params.values())
-    return max(0, ctx.memory_limit - simulate(gm).peak - states)
 
 
 class _Room:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import math
+import sys
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from torch.fx import Node
+from torch.fx import GraphModule, Node
 
+from .base import PassContext
 from .cost import CostModel
 from .graph import is_collective, is_wait
+from .memory import simulate
 
 
 @dataclass(frozen=True)
@@ -17,24 +21,33 @@ class Schedule:
 
     Attributes:
         begins: When the computation comes to each node; to a wait: when it gets past it.
+        ends: When each collective is through.
         seconds: How long each collective takes by itself.
         total: Until all is done.
         exposed: How long the computation stands still for collectives.
     """
 
     begins: Mapping[Node, float]
+    ends: Mapping[Node, float]
     seconds: Mapping[Node, float]
     total: float
     exposed: float
 
 
-def predict(nodes: Sequence[Node], costs: CostModel, *, early: Collection[Node] = frozenset()) -> Schedule:
+def predict(
+    nodes: Sequence[Node],
+    costs: CostModel,
+    *,
+    early: Collection[Node] = frozenset(),
+    unwaited: Collection[Node] = frozenset(),
+) -> Schedule:
     """The schedule of a graph whose collectives share one link, in program order.
 
     Args:
         nodes: In program order.
         costs: A collective whose time is not known counts as nothing.
         early: Collectives that are taken to have been asked for at the very start, wherever they stand.
+        unwaited: Collectives whose waits are taken to cost nothing.
     """
     now = free = exposed = 0.0
     begins: dict[Node, float] = {}
@@ -46,10 +59,19 @@ def predict(nodes: Sequence[Node], costs: CostModel, *, early: Collection[Node] 
             free = (free if node in early else max(now, free)) + seconds[node]
             ends[node] = free
         elif is_wait(node):
-            end = max((ends.get(source, 0.0) for source in node.all_input_nodes), default=0.0)
+            awaited = [source for source in node.all_input_nodes if source not in unwaited]
+            end = max((ends.get(source, 0.0) for source in awaited), default=0.0)
             exposed += max(0.0, end - now)
             now = max(now, end)
         begins[node] = now
         if not is_collective(node) and not is_wait(node):
             now += costs.seconds(node) or 0.0
-    return Schedule(begins, seconds, max(now, free), exposed)
+    return Schedule(begins, ends, seconds, max(now, free), exposed)
+
+
+def memory_left(gm: GraphModule, ctx: PassContext) -> int:
+    """Bytes that the memory limit leaves besides what the graph needs as it is, and an optimizer with two states."""
+    if ctx.memory_limit is None:
+        return sys.maxsize
+    states = 2 * sum(math.prod(info.shard_shape) * info.dtype.itemsize for info in ctx.params.values())
+    return max(0, ctx.memory_limit - simulate(gm).peak - states)
