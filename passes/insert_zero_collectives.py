@@ -92,13 +92,13 @@ def _lower_reduction(node: Node, ctx: PassContext) -> Node:
     if call["group"] and ctx.axis(call["group"]).size > 1:
         axis = ctx.axis(call["group"])
         padded_rows = axis.size * chunk_rows(fake_value(summed).shape[0], axis.size)
-        padded = _pad_rows(node, summed, padded_rows)
+        padded = _contiguous(node, _pad_rows(node, summed, padded_rows))
         started = emit(node, c10d_functional.reduce_scatter_tensor.default, padded, "sum", axis.size, axis.group)
         summed = emit(node, c10d_functional.wait_tensor.default, started)
     for group in call["outer_groups"]:
         if ctx.axis(group).size == 1:
             continue
-        started = emit(node, c10d_functional.all_reduce.default, summed, "sum", group)
+        started = emit(node, c10d_functional.all_reduce.default, _contiguous(node, summed), "sum", group)
         summed = emit(node, c10d_functional.wait_tensor.default, started)
     if call["group"]:  # after the outer groups, so that all ranks reduce the same shape over them
         summed = _take_rows(node, summed, call["shard_shape"][0])
@@ -118,6 +118,13 @@ def _pad_rows(node: Node, value: Node, rows: int) -> Node:
         return value
     padding = [0, 0] * (have.dim() - 1) + [0, rows - have.shape[0]]  # last dimension first
     return emit(node, aten.constant_pad_nd.default, value, padding)
+
+
+def _contiguous(node: Node, value: Node) -> Node:
+    """`value` in the one layout that collectives take: some versions of torch (2.11) refuse others."""
+    if fake_value(value).is_contiguous():
+        return value
+    return emit(node, aten.clone.default, value, memory_format=torch.contiguous_format)
 
 
 def _take_rows(node: Node, value: Node, rows: int) -> Node:

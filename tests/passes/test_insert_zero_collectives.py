@@ -6,6 +6,7 @@ from torch.testing import FileCheck
 from torch.utils.checkpoint import CheckpointPolicy
 
 from dsgraph.passes import InsertZeroCollectives, PassContext, PassError, Phase, Pipeline, Runner
+from dsgraph.passes.graph import collectives
 from tests.passes import lockstep
 from tests.passes.tracing import OUTER, SHARD, code, gather, reduce, run_pass, trace
 
@@ -163,3 +164,12 @@ def test_nothing_happens_without_markers():
     before = code(gm)
     Runner(Pipeline([InsertZeroCollectives()])).run(gm, PassContext(phase=Phase.JOINT))
     assert code(gm) == before
+
+
+@pytest.mark.parametrize("groups", [{"group": "0"}, {"group": "", "outer_groups": ["0"]}], ids=["sharded", "whole"])
+def test_a_gradient_of_other_strides_is_made_contiguous(groups):
+    gm = trace(lambda x: (reduce(x.t(), (2, 3) if groups["group"] else (4, 3), **groups),), torch.randn(3, 4))
+    run_pass(InsertZeroCollectives(), gm)
+    (started,) = collectives(gm)
+    assert started.args[0].meta["val"].is_contiguous()
+    assert started.args[0].target is torch.ops.aten.clone.default
