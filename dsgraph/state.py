@@ -222,8 +222,11 @@ def _start_gather(entry: ParameterState) -> tuple[Tensor, Tensor]:
     shard = pad_rows(entry.param.to_local().detach().to(replica.dtype), rows)
     is_even = rows * world == layout.shape[0]
     target = replica.detach() if is_even else replica.new_empty((rows * world, *layout.shape[1:]))
-    if compat.backend_name(group, replica.device.type) == "gloo":  # whose own gathers must not overlap
+    on_gloo = compat.backend_name(group, replica.device.type) == "gloo"
+    if on_gloo and replica.device.type == "cpu":
         start_gather(shard, target, layout.group)
-    else:
-        c10d_functional.all_gather_into_tensor_out(shard, world, layout.group, out=target)
+        return replica, target
+    c10d_functional.all_gather_into_tensor_out(shard, world, layout.group, out=target)
+    if on_gloo:  # it sends no messages from elsewhere, and two of its own gathers must not overlap
+        c10d_functional.wait_tensor(target)
     return replica, target
