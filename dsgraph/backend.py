@@ -120,7 +120,10 @@ class Backend:
         if mesh is None:
             self._warn_of_local_gradients(example_inputs, compilation.options)
             compile_it = bisect().compile if bisect is not None else compilation.compile
-            return _refreshing_replicas(compile_it(gm, example_inputs), example_inputs)
+            compiled = compile_it(gm, example_inputs)
+            return _refreshing_replicas(
+                compiled, example_inputs, await_them=bisect is not None or not compilation.awaits_replicas
+            )
 
         training = torch.is_grad_enabled() and any(info.requires_grad for info in facts.params.values())
         lines = [f"pass {name}" for name in compilation.pass_names]
@@ -133,11 +136,11 @@ class Backend:
             bisection = bisect(agreement=agreement)
             # Ranks meet to compare. A graph that communicates like one before may be compiled by some of them alone.
             compile_it = bisection.compile if is_new else bisection.compile_reference
-            return _refreshing_replicas(compile_it(gm, example_inputs), example_inputs)
+            return _refreshing_replicas(compile_it(gm, example_inputs), example_inputs, await_them=True)
         compiled = compilation.compile(gm, example_inputs)
         if is_new:
             agreement.confirm("run different collectives", compilation.collectives, steps=compilation.orders)
-        return _refreshing_replicas(compiled, example_inputs)
+        return _refreshing_replicas(compiled, example_inputs, await_them=not compilation.awaits_replicas)
 
     def _begin_dump(self, options: BackendOptions, facts: CaptureFacts, capture: Capture) -> GraphDump | None:
         if options.dump is None:
@@ -227,8 +230,16 @@ def _record(
     )
 
 
-def _refreshing_replicas(compiled: Callable[..., Any], inputs: Sequence[Any]) -> Callable[..., Any]:
-    """`compiled`, preceded by a refresh of the replicas that it reads, if it reads any."""
+def _refreshing_replicas(
+    compiled: Callable[..., Any], inputs: Sequence[Any], *, await_them: bool
+) -> Callable[..., Any]:
+    """`compiled`, preceded by a refresh of the replicas that it reads, if it reads any.
+
+    Args:
+        compiled: A compiled graph.
+        inputs: Its inputs.
+        await_them: Whether `compiled` takes the replicas to be there when it is called.
+    """
     readers: dict[int, int] = {}
     for number, value in enumerate(inputs):
         partition = getattr(value, "dsgraph_partition", None)
@@ -242,6 +253,8 @@ def _refreshing_replicas(compiled: Callable[..., Any], inputs: Sequence[Any]) ->
         partitions: list[PartitionState] = [args[number].dsgraph_partition for number in numbers]
         for partition in partitions:
             partition.refresh()
+            if await_them:
+                partition.finish()
         outputs = compiled(*args)
         if torch.is_grad_enabled():
             _note_gradients(outputs, partitions)

@@ -41,7 +41,12 @@ def read_facts(gm: GraphModule, inputs: Sequence[Any]) -> CaptureFacts:
             placement="shard" if split else "whole",
             requires_grad=value.requires_grad,
         )
-    return CaptureFacts(axes=tuple(axes.values()), params=MappingProxyType(params), device_type=_device_type(inputs))
+    return CaptureFacts(
+        axes=tuple(axes.values()),
+        params=MappingProxyType(params),
+        replicas=frozenset(number for number, value in enumerate(inputs) if hasattr(value, "dsgraph_partition")),
+        device_type=_device_type(inputs),
+    )
 
 
 def _device_type(inputs: Sequence[Any]) -> str:

@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch.fx import GraphModule
 
 from dsgraph.inductor_ext import register_lowerings
-from dsgraph.passes import CaptureFacts, InferenceLowering, Partitioner, PassContext, PassRecord, Phase, Runner
+from dsgraph.passes import (
+    AwaitReplicas,
+    CaptureFacts,
+    InferenceLowering,
+    Partitioner,
+    PassContext,
+    PassRecord,
+    Phase,
+    Runner,
+)
 from dsgraph.passes.collective_order import collective_lines
 from dsgraph.passes.partitioner import source_hash
 
@@ -47,6 +57,7 @@ class Compilation:
 
     Attributes:
         options: The user's.
+        awaits_replicas: Whether the compiled graph waits for the replicas that it reads; otherwise its caller must.
         collectives: One line a collective of the lowered graphs; None until they are lowered, and for good when torch's
             cache had the compiled graph.
         measurements: What the lowered graphs hold, for the report; empty for the same reason.
@@ -65,10 +76,15 @@ class Compilation:
     ) -> None:
         self.options = options
         self._boxed = boxed  # how codegen "eager" runs a graph
-        self._facts = facts
         self._mode = mode
         self.collectives: list[str] | None = None
-        pipeline = options.pipeline if facts.params else options.pipeline.without_mesh()
+        # A replayed recording of kernels would not wait for what is under way.
+        if facts.replicas and options.codegen == "inductor" and compat.uses_cudagraphs(self._settings()):
+            facts = replace(facts, replicas=frozenset())
+        self._facts = facts
+        is_partitioned = bool(facts.params or facts.replicas)
+        pipeline = options.pipeline if is_partitioned else options.pipeline.without_mesh()
+        self.awaits_replicas = bool(facts.replicas) and any(isinstance(item, AwaitReplicas) for item in pipeline)
         self.measurements = Measurements(facts.axes, with_inductor=options.codegen == "inductor")
         self.from_cache = False
         self.unidentified: tuple[str, ...] = ()
@@ -107,10 +123,14 @@ class Compilation:
         self.from_cache = compat.autograd_cache_hits() > hits
         return compiled
 
+    def _settings(self) -> dict[str, Any]:
+        """What the mode and the options change of Inductor's configuration."""
+        return {**mode_settings(self._mode), **self.options.inductor}
+
     def _compile_inductor(self, gm: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         register_lowerings()
-        patches = {**mode_settings(self._mode), **self.options.inductor}
-        if self._facts.params:
+        patches = self._settings()
+        if self._facts.params or self._facts.replicas:
             patches.setdefault(*_KEEP_ORDER)
         if len(self._runner.pipeline) == 0:
             return compat.compile_with_inductor(gm, inputs, patches=patches, cache_tag=source_hash())

@@ -6,7 +6,7 @@ Checked on torch 2.11.0, 2.12.1 and 2.13.0.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from importlib.metadata import entry_points
@@ -170,6 +170,13 @@ def inductor_mode(mode: str) -> dict[str, Any]:
     from torch._inductor import list_mode_options
 
     return dict(list_mode_options(mode))
+
+
+def uses_cudagraphs(settings: Mapping[str, Any]) -> bool:
+    """Whether Inductor replays graphs of kernels that it recorded, given what is set besides its configuration."""
+    from torch._inductor import config
+
+    return bool(settings.get("triton.cudagraphs", config.triton.cudagraphs))
 
 
 def inductor_settings() -> list[str]:

@@ -120,10 +120,10 @@ def _read_eagerly(module: nn.Module, name: str, layout: Layout) -> Tensor:
     held.eager_reads[name] += 1
     if held.partition.gradients_stay_local:
         held.partition.refresh()
-        return layout.local(held.leaves[name])
+        return layout.local(held.partition.arrived(held.leaves[name]))
     if layout.stage in (1, 2) and layout.group:
         held.partition.refresh()
-        return _HandOut.apply(shard, held.replicas[name], layout, held.partition.note_gradient)
+        return _HandOut.apply(shard, held.partition.arrived(held.replicas[name]), layout, held.partition.note_gradient)
     if layout.group:
         return layout.mark(shard, None, layout.shape)
     dtype, _ = layout.dtypes(shard.dtype)

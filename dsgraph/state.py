@@ -14,7 +14,7 @@ from torch.distributed.tensor import DeviceMesh, DTensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from dsgraph.inductor_ext import c10d_functional, chunk_rows, pad_rows, resolve_group, start_gather
+from dsgraph.inductor_ext import c10d_functional, chunk_rows, resolve_group, start_gather
 from dsgraph.passes import MeshAxis
 
 from . import compat
@@ -92,6 +92,7 @@ class PartitionState:
         parameters: One entry a parameter, in the order of `named_parameters()`.
         accumulating: True inside `accumulate(model)`.
         gradients_stay_local: True while gradients are added up instead of reduced, see `local_gradients`.
+        under_way: Replicas that may not have arrived yet.
         reduces_once: Whether `accumulate` reduces gradients once a step, as it did last; at first as the stage does.
         awaiting_last_backward: True from the first gradient under `accumulate` to the backward that ends the step.
         flush_queued: True while a backward runs that will reduce local gradients at its end.
@@ -103,6 +104,7 @@ class PartitionState:
     axes: tuple[MeshAxis, ...]
     stage: int
     parameters: list[ParameterState] = field(default_factory=list)
+    under_way: list[Tensor] = field(default_factory=list)
     accumulating: bool = False
     gradients_stay_local: bool = False
     reduces_once: bool = field(init=False)
@@ -119,13 +121,17 @@ class PartitionState:
         return [entry for entry in self.parameters if entry.replica is not None]
 
     def refresh(self) -> None:
-        """Gathers every replica that may differ from its shards. All ranks call it at the same point."""
+        """Starts to gather every replica that may differ from its shards. All ranks call it at the same point.
+
+        Whatever reads a replica afterwards waits for it: a graph by `AwaitReplicas`, eager code by `arrived`.
+        """
         stale = [entry for entry in self.replicated() if entry.observe() is not Freshness.FRESH]
         if not stale:
             return
         self._watch_optimizers()
-        with torch.no_grad():
-            _gather_replicas(stale)
+        self.finish()
+        self.under_way = [entry.replica for entry in stale if entry.replica is not None]
+        _start_gathers(stale)
         in_step = self.accumulating or self.awaiting_last_backward
         for entry in stale:
             # With a gradient at hand, an optimizer may still write to the shard in a way that leaves no trace (through
@@ -133,8 +139,26 @@ class PartitionState:
             trusted = in_step or entry.param.grad is None
             entry.mark_gathered(Freshness.FRESH if trusted else Freshness.SUSPECT)
 
+    def arrived(self, tensor: Tensor) -> Tensor:
+        """A replica, when it has arrived; any other tensor at once."""
+        if self.under_way:
+            with torch.no_grad():
+                c10d_functional.wait_tensor(tensor.detach())
+        return tensor
+
+    def finish(self) -> None:
+        """Waits for all replicas that are still under way, be it that no graph has read them."""
+        for replica in self.under_way:
+            self.arrived(replica)
+        self.under_way = []
+
+    def __getstate__(self) -> dict[str, Any]:
+        self.finish()  # a copy of a replica would never arrive
+        return self.__dict__
+
     def note_gradient(self) -> None:
         """A gradient went through the seam: unless the step goes on, expect an update of the shards."""
+        self.finish()  # what a backward reads must not be written to
         self.awaiting_last_backward = self.accumulating
         if self.accumulating:
             return
@@ -193,45 +217,45 @@ def partition_states(model: nn.Module) -> list[PartitionState]:
 def new_replica(layout: Layout, shard: Tensor, partition: PartitionState) -> Tensor:
     """An empty full parameter, `[*layout.shape]` in the dtype that the forward sees.
 
-    It knows its partition, so that a compiled graph that reads it can have it refreshed first.
+    It knows its partition, so that a compiled graph that reads it can have it refreshed first. Its memory has room for
+    equally many rows of each rank, so that it can be gathered in place.
     """
     dtype, _ = layout.dtypes(shard.dtype)
-    replica = torch.empty(layout.shape, dtype=dtype, device=shard.device)
+    rows, *rest = layout.shape
+    world = resolve_group(layout.group).size()
+    replica = torch.zeros((chunk_rows(rows, world) * world, *rest), dtype=dtype, device=shard.device)
+    replica.resize_(layout.shape)  # which leaves the memory as it is
     compat.keep_static(replica)
     replica.dsgraph_partition = partition  # type: ignore[attr-defined]
     return replica
 
 
-def _gather_replicas(entries: list[ParameterState]) -> None:
-    """Fetches replicas in one sweep: every gather is under way before the first is waited for."""
+def _start_gathers(entries: list[ParameterState]) -> None:
+    """Starts to fetch replicas, in the order of the model's parameters, which is mostly that of their use."""
     replicas = tuple(entry.replica for entry in entries if entry.replica is not None)
     # What autograd saved of a replica stays valid when the replica is only fetched once more.
-    with compat.keeping_version(replicas):
-        started = [(entry, *_start_gather(entry)) for entry in entries]
-        for _, replica, target in started:
-            c10d_functional.wait_tensor(target)
-            if target.data_ptr() != replica.data_ptr():
-                replica.copy_(target[: replica.shape[0]])
-    for entry, replica, _ in started:
+    with torch.no_grad(), compat.keeping_version(replicas):
+        for entry in entries:
+            _start_gather(entry)
+    for entry, replica in zip(entries, replicas, strict=True):
         if entry.freshness is Freshness.STALE:
             torch.autograd.graph.increment_version(replica)
 
 
-def _start_gather(entry: ParameterState) -> tuple[Tensor, Tensor]:
-    """Starts to gather one replica; returns it, and the tensor in which it arrives."""
+def _start_gather(entry: ParameterState) -> None:
     replica, layout = entry.replica, entry.layout
     assert replica is not None
     group = resolve_group(layout.group)
     world = group.size()
     rows = chunk_rows(layout.shape[0], world)
-    shard = pad_rows(entry.param.to_local().detach().to(replica.dtype), rows)
-    is_even = rows * world == layout.shape[0]
-    target = replica.detach() if is_even else replica.new_empty((rows * world, *layout.shape[1:]))
+    whole = replica.detach().as_strided((rows * world, *layout.shape[1:]), replica.stride())
+    own = whole[group.rank() * rows :][:rows]
+    shard = entry.param.to_local().detach()
+    own[: shard.shape[0]].copy_(shard)  # so that the shard may be written to while they travel
     on_gloo = compat.backend_name(group, replica.device.type) == "gloo"
     if on_gloo and replica.device.type == "cpu":
-        start_gather(shard, target, layout.group)
-        return replica, target
-    c10d_functional.all_gather_into_tensor_out(shard, world, layout.group, out=target)
+        start_gather(own, whole, layout.group)
+        return
+    c10d_functional.all_gather_into_tensor_out(own, world, layout.group, out=whole)
     if on_gloo:  # it sends no messages from elsewhere, and two of its own gathers must not overlap
-        c10d_functional.wait_tensor(target)
-    return replica, target
+        c10d_functional.wait_tensor(whole)

@@ -24,13 +24,17 @@ from .messages import start_messages
 
 
 def start_gather(shard: Tensor, full: Tensor, group_name: str) -> None:
-    """Starts to fill `full` `[n * rows, ...]` with the `[rows, ...]` of each rank of a group; `wait_tensor(full)`."""
+    """Starts to fill `full` `[n * rows, ...]` with the `[rows, ...]` of each rank of a group; `wait_tensor(full)`.
+
+    `shard` may be this rank's rows of `full`.
+    """
     if shard.numel() == 0:
         return
     group = resolve_group(group_name)
     rows_of = full.chunk(group.size())
     own = rows_of[group.rank()]
-    own.copy_(shard)
+    if shard.data_ptr() != own.data_ptr():
+        own.copy_(shard)
     start_messages(full, receive=rows_of, send=[own] * group.size(), group=group)
 
 

@@ -1,5 +1,6 @@
 """Floor 1, the compiler: passes, the runner that runs them and the partitioner that carries them."""
 
+from .await_replicas import AwaitReplicas
 from .base import FunctionPass, GraphPass, ParamInfo, PassContext, PassResult, Phase, graph_pass
 from .bucket_small_reductions import BucketSmallReductions
 from .choose_collective_algorithms import ChooseCollectiveAlgorithms
@@ -17,6 +18,7 @@ from .prefetch_gathers import PrefetchBackwardGathers, PrefetchForwardGathers
 from .runner import GraphSink, PassRecord, Runner
 
 __all__ = [
+    "AwaitReplicas",
     "BucketSmallReductions",
     "CaptureFacts",
     "ChooseCollectiveAlgorithms",

@@ -113,6 +113,11 @@ def is_wait(node: Node) -> bool:
     return node.op == "call_function" and node.target is c10d_functional.wait_tensor.default
 
 
+def is_arrival(node: Node) -> bool:
+    """Whether the node waits for an input of the graph that is under way, see `AwaitReplicas`."""
+    return is_wait(node) and node.all_input_nodes[0].op == "placeholder"
+
+
 def collective_kind(node: Node) -> str:
     """What kind of collective a node starts, such as `all_reduce`, be it in place, into an argument or coalesced."""
     assert isinstance(node.target, OpOverload)

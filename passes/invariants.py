@@ -10,13 +10,14 @@ from torch.fx import GraphModule, Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.fx.node import map_aggregate
 
-from . import invariants_collectives, invariants_memory, invariants_reductions
+from . import invariants_collectives, invariants_memory, invariants_reductions, invariants_replicas
 from .base import GraphPass, PassContext, Phase
 from .errors import PassError
 from .graph import find_calls, placeholders
 from .invariants_collectives import CollectiveFacts, Violation
 from .invariants_memory import MemoryFacts
 from .invariants_reductions import Histories
+from .invariants_replicas import ReplicaFacts
 
 _NO_MARKERS = "zero-collectives"
 
@@ -34,6 +35,7 @@ class GraphFacts:
         memory: Who shares memory with whom. Of ATen graphs alone, as all that follows.
         collectives: Collectives and markers.
         reductions: For each output that is a gradient, what it is summed over.
+        replicas: The replicas that it waits for.
     """
 
     inputs: tuple[tuple[str, object], ...]
@@ -44,6 +46,7 @@ class GraphFacts:
     memory: MemoryFacts = field(default_factory=MemoryFacts)
     collectives: CollectiveFacts = field(default_factory=CollectiveFacts)
     reductions: tuple[Histories, ...] = ()
+    replicas: ReplicaFacts = field(default_factory=ReplicaFacts)
 
     @property
     def violations(self) -> tuple[Violation, ...]:
@@ -56,7 +59,7 @@ class GraphFacts:
             )
             for node, by in self.memory.released
         )
-        return (*self.collectives.violations, *released)
+        return (*self.collectives.violations, *self.replicas.violations, *released)
 
 
 def observe(gm: GraphModule, ctx: PassContext) -> GraphFacts:
@@ -77,6 +80,7 @@ def observe(gm: GraphModule, ctx: PassContext) -> GraphFacts:
         memory=memory,
         collectives=invariants_collectives.observe(gm, memory, outputs, ctx),
         reductions=invariants_reductions.observe(gm, outputs, ctx),
+        replicas=invariants_replicas.observe(gm, ctx),
     )
 
 
@@ -122,6 +126,7 @@ class Verifier:
             invariants_collectives.check(before.collectives, after.collectives, graph_pass, after.memory)
             invariants_reductions.check(before.reductions, after.reductions, who, ctx)
             invariants_memory.check(before.memory, after.memory, who)
+            invariants_replicas.check(before.replicas, after.replicas, who)
             self._check_markers(gm, graph_pass)
         self._note(after, ctx)
 

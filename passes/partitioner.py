@@ -40,6 +40,7 @@ class CaptureFacts:
         costs: How long computing and communicating takes; None for the defaults of the device.
         memory_limit: See `PassContext`.
         device_type: Where the parameters lie: "cpu", "cuda", ...
+        replicas: Input numbers of gathered copies of parameters that are on their way when the graph begins to run.
     """
 
     axes: tuple[MeshAxis, ...] = ()
@@ -47,14 +48,17 @@ class CaptureFacts:
     costs: CostModel | None = None
     memory_limit: int | None = None
     device_type: str = "cpu"
+    replicas: frozenset[int] = frozenset()
 
     def context(
         self, gm: GraphModule, phase: Phase, *, inference: bool = False, user_outputs: int | None = None
     ) -> PassContext:
         """The facts as passes over `gm` see them: parameters by the names of its placeholders."""
-        params = {}
+        params, replicas = {}, set[str]()
         for number, node in enumerate(placeholders(gm)):
             origin = number if phase is Phase.CAPTURE else captured_input(node)
+            if origin in self.replicas:
+                replicas.add(node.name)
             is_tensor = phase is Phase.CAPTURE or isinstance(node.meta.get("val"), torch.Tensor)
             if origin is not None and origin in self.params and is_tensor:  # a DTensor's mesh is a placeholder, too
                 params[node.name] = self.params[origin]
@@ -65,6 +69,7 @@ class CaptureFacts:
             phase=phase,
             axes=self.axes,
             params=MappingProxyType(params),
+            replicas=frozenset(replicas),
             gradients=MappingProxyType(gradients),
             inference=inference,
             user_outputs=user_outputs,
@@ -149,7 +154,8 @@ def _identity(runner: Runner, facts: CaptureFacts) -> object | None:
     prints = runner.pipeline.fingerprint()
     if prints is None:
         return None
-    known = (facts.axes, sorted(facts.params.items()), facts.costs, facts.memory_limit, facts.device_type)
+    params, replicas = sorted(facts.params.items()), sorted(facts.replicas)
+    known = (facts.axes, params, replicas, facts.costs, facts.memory_limit, facts.device_type)
     return ("dsgraph", source_hash(), prints, repr(known))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
+from .await_replicas import AwaitReplicas
 from .base import GraphPass, Phase
 from .bucket_small_reductions import BucketSmallReductions
 from .choose_collective_algorithms import ChooseCollectiveAlgorithms
@@ -93,6 +94,7 @@ def default_pipeline() -> Pipeline:
             ChooseCollectiveAlgorithms(),
             KeepLastGather(),
             PrefetchForwardGathers(),
+            AwaitReplicas(),
             ReleaseKeptGather(),
             PrefetchBackwardGathers(),
             DelayReductionWaits(),

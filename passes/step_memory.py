@@ -2,7 +2,7 @@
 
 A step goes like this; the caller holds parameters, replicas, optimizer state, buffers and the batch all the time.
 
-    refresh        stages 1 and 2: replicas are gathered; those whose rows do not divide go through a padded buffer
+    refresh        stages 1 and 2: replicas are gathered in place
     forward 0..n   one a captured graph; adds what is saved for the backward, and hands its outputs to the next
     backward n..0  each frees what its forward saved, and leaves gradients
     optimizer      gradients beside parameters and state; it is taken to need nothing else, as fused ones do
@@ -41,7 +41,7 @@ class PairMemory:
         saved: Pieces that the forward allocates and the backward reads.
         read_again: Pieces that come into the forward and that the backward reads as well.
         outputs: Pieces that the forward allocates and hands to its caller.
-        refresh_bytes: What gathering the replicas needs besides them.
+        replica_bytes: What they hold: as many rows of each rank, of which some may be padding.
     """
 
     forward: GraphMemory
@@ -52,7 +52,7 @@ class PairMemory:
     saved: frozenset[str]
     read_again: frozenset[str]
     outputs: frozenset[str]
-    refresh_bytes: int
+    replica_bytes: Mapping[str, int]
 
 
 def pair_memory(
@@ -90,7 +90,7 @@ def pair_memory(
         saved=frozenset(roots.values()) - held,
         read_again=frozenset(roots.values()) & held,
         outputs=frozenset(outputs - held),
-        refresh_bytes=_refresh_bytes(replicas, ahead, ctx),
+        replica_bytes=_replica_bytes(replicas, ahead, ctx),
     )
 
 
@@ -127,16 +127,13 @@ def _replicas(forward: GraphModule, ctx: PassContext) -> dict[str, str]:
     return found
 
 
-def _refresh_bytes(replicas: Mapping[str, str], memory: GraphMemory, ctx: PassContext) -> int:
-    """Where rows do not divide, ranks gather padded ones, all parameters at once, and copy what they need."""
-    shapes = {info.name: info for info in ctx.params.values()}
-    total = 0
-    for node, name in replicas.items():
-        rows, world = shapes[name].shape[0], ctx.axes[-1].size  # rows are split over the last axis
-        padded = chunk_rows(rows, world) * world
-        if padded != rows:
-            total += memory.bytes_of([node]) // rows * padded
-    return total
+def _replica_bytes(replicas: Mapping[str, str], memory: GraphMemory, ctx: PassContext) -> dict[str, int]:
+    rows_of = {info.name: info.shape[0] for info in ctx.params.values() if info.placement == "shard"}
+    world = ctx.axes[-1].size if ctx.axes else 1  # rows are split over the last axis
+    return {
+        node: memory.bytes_of([node]) // rows_of[name] * chunk_rows(rows_of[name], world) * world
+        for node, name in replicas.items()
+    }
 
 
 @dataclass(frozen=True)
@@ -203,7 +200,7 @@ class _Step:
         self._pairs = pairs
         self._keeps_outputs = keeps_outputs
         params = {info.name: info for pair in pairs for info in pair.params.values()}
-        copies = {name: pair.forward.bytes_of([node]) for pair in pairs for node, name in pair.replicas.items()}
+        copies = {name: pair.replica_bytes[node] for pair in pairs for node, name in pair.replicas.items()}
         self._parameters = sum(map(_shard_bytes, params.values())) + sum(copies.values())
         self._state = optimizer_state * sum(_shard_bytes(info) for info in params.values() if info.requires_grad)
         self._inputs = other_bytes
@@ -215,7 +212,7 @@ class _Step:
 
     def result(self) -> StepMemory:
         numbers = range(len(self._pairs))
-        phases = [self._phase("refresh", communication=sum(pair.refresh_bytes for pair in self._pairs))]
+        phases = [self._phase("refresh")]
         phases += [self._forward(number) for number in numbers]
         phases += [self._backward(number) for number in reversed(numbers) if self._pairs[number].backward is not None]
         return StepMemory((*phases, self._phase("optimizer", gradients=sum(self._gradients.values()))))

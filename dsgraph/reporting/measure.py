@@ -13,7 +13,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 from dsgraph import compat
 from dsgraph.passes import MeshAxis, PassContext, Phase
 from dsgraph.passes.compat import OpOverload, is_tangent
-from dsgraph.passes.graph import GATHERS, is_collective, is_view, is_wait, placeholders
+from dsgraph.passes.graph import GATHERS, is_arrival, is_collective, is_view, is_wait, placeholders
 from dsgraph.passes.step_memory import PairMemory, pair_memory
 
 from .frames import Place, user_line
@@ -170,7 +170,7 @@ def _sum(nodes: Iterable[Node]) -> int | None:
 def _seen_from_backward(node: Node) -> tuple[object, bool, bool]:
     """Target, whether it is an input or shares an input's memory, whether it is a gathered parameter."""
     source = node
-    while source.op == "call_function" and is_view(source):
+    while source.op == "call_function" and (is_view(source) or is_arrival(source)):
         source = source.all_input_nodes[0]
     is_input = source.op == "placeholder"
     while source.op == "call_function" and (is_view(source) or source.target in _CASTS):
