@@ -28,7 +28,7 @@ class InsertZeroCollectives(GraphPass):
     stage 3, after:   padded = constant_pad_nd(shard, [0, 0, 0, 1])        only when rows do not divide
                       wait = wait_tensor(all_gather_into_tensor(padded, 2, "0"))
                       w = slice(wait, 0, 0, 5)                             likewise
-    stage 2, 1:       w = replica                                          gathered once a step, outside the graph
+    stage 2, 1:       w = replica                                          gathered once a step; see AwaitReplicas
     stage 0, whole:   w = shard
 
     before:  g = reduce_grad(grad, [3, 8], group="0", outer_groups=["1"])

@@ -15,7 +15,7 @@ FLOORS = {"inductor_ext": 0, "passes": 1, "dsgraph": 2}
 SHARED = {
     *("base", "collective_order", "compat", "errors", "graph", "notes", "op_traits", "partitioner", "pipeline"),
     *("__init__", "cost", "fusion", "hardware", "memory", "mesh_axis", "runner", "schedule", "step_memory"),
-    *("invariants", "invariants_collectives", "invariants_memory", "invariants_reductions"),
+    *("invariants", "invariants_collectives", "invariants_memory", "invariants_reductions", "invariants_replicas"),
 }
 
 
