@@ -15,6 +15,7 @@ from .partitioner import CaptureFacts, InferenceLowering, Partitioner
 from .pipeline import Pipeline, default_pipeline
 from .prefetch_gathers import PrefetchBackwardGathers, PrefetchForwardGathers
 from .runner import GraphSink, PassRecord, Runner
+from .selective_gather import SelectiveGather
 
 __all__ = [
     "BucketSmallReductions",
@@ -43,6 +44,7 @@ __all__ = [
     "PrefetchForwardGathers",
     "ReleaseKeptGather",
     "Runner",
+    "SelectiveGather",
     "default_pipeline",
     "graph_pass",
 ]

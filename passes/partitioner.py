@@ -39,6 +39,7 @@ class CaptureFacts:
         params: Input number of the captured graph -> parameter.
         costs: How long computing and communicating takes; None for the defaults of the device.
         memory_limit: See `PassContext`.
+        keep_bytes: See `PassContext`.
         device_type: Where the parameters lie: "cpu", "cuda", ...
     """
 
@@ -46,6 +47,7 @@ class CaptureFacts:
     params: Mapping[int, ParamInfo] = field(default_factory=lambda: MappingProxyType({}))
     costs: CostModel | None = None
     memory_limit: int | None = None
+    keep_bytes: int | None = None
     device_type: str = "cpu"
 
     def context(
@@ -70,6 +72,7 @@ class CaptureFacts:
             user_outputs=user_outputs,
             costs=self.costs or CostModel.default(self.axes, device_type=self.device_type),
             memory_limit=self.memory_limit,
+            keep_bytes=self.keep_bytes,
         )
 
 
@@ -149,8 +152,8 @@ def _identity(runner: Runner, facts: CaptureFacts) -> object | None:
     prints = runner.pipeline.fingerprint()
     if prints is None:
         return None
-    known = (facts.axes, sorted(facts.params.items()), facts.costs, facts.memory_limit, facts.device_type)
-    return ("dsgraph", source_hash(), prints, repr(known))
+    known = (facts.axes, sorted(facts.params.items()), facts.costs, facts.device_type)
+    return ("dsgraph", source_hash(), prints, repr((*known, facts.memory_limit, facts.keep_bytes)))
 
 
 @cache
