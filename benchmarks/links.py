@@ -23,7 +23,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
-import signal
 import statistics
 import sys
 import tempfile
@@ -36,6 +35,7 @@ import torch.distributed as dist
 
 from dsgraph.calibration.ranks import measure_ranks
 from dsgraph.calibration.store import save
+from dsgraph.cli.launch import ended_by_signals
 
 from .comparison import WARM_UP, Comparison
 from .memory import build_counter
@@ -73,7 +73,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     report = Report(machine=machine(["deepspeed"]))
     try:
         require_hosts()
-        with tempfile.TemporaryDirectory() as folder, _leaving_on_signals():
+        with tempfile.TemporaryDirectory() as folder, ended_by_signals():
             run = _Run(workload, systems, build_counter(Path(folder)), options.steps)
             for rate in options.rates:
                 rows = run.measure(rate, names)
@@ -277,21 +277,6 @@ def _cache_folder() -> Iterator[None]:
         finally:
             del os.environ["XDG_CACHE_HOME"]
             os.environ.update({} if before is None else {"XDG_CACHE_HOME": before})
-
-
-@contextlib.contextmanager
-def _leaving_on_signals() -> Iterator[None]:
-    """Lets signals that end a process unwind it first, as Ctrl-C does, so that hosts and processes are removed."""
-
-    def leave(number: int, _: object) -> None:
-        sys.exit(128 + number)
-
-    before = {number: signal.signal(number, leave) for number in (signal.SIGTERM, signal.SIGHUP)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
