@@ -34,6 +34,7 @@ class System:
         package: The distribution that it needs besides torch.
         micro_batches: Number of parts of a step's rows that go through the model one after the other. A step has as
             many times the rows.
+        reductions: How often a step reduces each gradient.
     """
 
     setup: Callable[[GPT], Step]
@@ -44,6 +45,7 @@ class System:
     environ: tuple[tuple[str, str], ...] = ()
     package: str | None = None
     micro_batches: int = 1
+    reductions: int = 1
 
     @property
     def is_installed(self) -> bool:
@@ -162,7 +164,7 @@ def _deepspeed(model: GPT, *, stage: int) -> Step:
     return step
 
 
-def _dsgraph(model: GPT, *, stage: int, codegen: str, micro_batches: int = 1) -> Step:
+def _dsgraph(model: GPT, *, stage: int, codegen: str, micro_batches: int = 1, reduce_once: bool | None = None) -> Step:
     import dsgraph
 
     dsgraph.partition(model, stage=stage)
@@ -170,7 +172,7 @@ def _dsgraph(model: GPT, *, stage: int, codegen: str, micro_batches: int = 1) ->
         torch.compile(model, backend="dsgraph", options={"codegen": codegen}),
         _optimizer(model),
         micro_batches=micro_batches,
-        accumulating=partial(dsgraph.accumulate, model),
+        accumulating=partial(dsgraph.accumulate, model, reduce_once=reduce_once),
     )
 
 
@@ -220,9 +222,18 @@ ACCUMULATING = {
             partial(_dsgraph, stage=stage, codegen=codegen, micro_batches=MICRO_BATCHES),
             memory=stage,
             micro_batches=MICRO_BATCHES,
+            reductions=1 if stage < 2 else MICRO_BATCHES,
         )
         for codegen, suffix in (("inductor", ""), ("eager", "-eager"))
         for stage in (0, 1, 2, 3)
+    },
+    **{
+        f"dsgraph-2-once-x{MICRO_BATCHES}{suffix}": System(
+            partial(_dsgraph, stage=2, codegen=codegen, micro_batches=MICRO_BATCHES, reduce_once=True),
+            memory=1,  # it holds full gradients
+            micro_batches=MICRO_BATCHES,
+        )
+        for codegen, suffix in (("inductor", ""), ("eager", "-eager"))
     },
 }
 

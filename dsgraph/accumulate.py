@@ -13,7 +13,7 @@ from .state import partition_states
 
 
 @contextmanager
-def accumulate(model: nn.Module) -> Iterator[None]:
+def accumulate(model: nn.Module, *, reduce_once: bool | None = None) -> Iterator[None]:
     """Marks micro-batches that are not the last of a step.
 
     Run all micro-batches but the last inside it, forward and backward, and the last one outside:
@@ -26,13 +26,20 @@ def accumulate(model: nn.Module) -> Iterator[None]:
 
     Gradients add up, as they always do in torch; scale the loss if they should be averaged. Stages 0 and 1 add them up
     locally and reduce the sum once, at the end of the last backward. Stages 1 and 2 gather each parameter once a step.
-    Stage 3 reduces in every backward, inside and outside.
+    Stages 2 and 3 reduce in every backward, inside and outside; stage 2 does as stage 1 does if asked to, for links
+    over which bytes are dearer than memory.
 
     Args:
         model: A partitioned model, compiled or not, or a module that contains partitioned ones.
+        reduce_once: Whether gradients stay on each rank, at full size, until the end of the last backward. None: as the
+            stage does, True in stages 0 and 1, False in 2 and 3. Stage 2 takes both. With True it holds from the first
+            backward of the step to the end of the last one a full gradient more, in the dtype of the parameter's
+            gathered copy (and its sum in the master dtype, where that has more bits), and sends each gradient once a
+            step. It is DDP's `no_sync`, FSDP2's `set_requires_gradient_sync(False)`. Once gradients of a step have
+            stayed on the ranks, those of its other micro-batches do as well.
 
     Raises:
-        PartitionError: Nothing in `model` is partitioned.
+        PartitionError: Nothing in `model` is partitioned, or its stage cannot do as `reduce_once` says.
     """
     states = partition_states(model)
     if not states:
@@ -40,9 +47,29 @@ def accumulate(model: nn.Module) -> Iterator[None]:
             f"accumulate: no partitioned module in {type(model).__name__}; call dsgraph.partition(model, ...) first"
         )
     for state in states:
-        enter_accumulation(state)
+        _check(reduce_once, state.stage)
+    for state in states:
+        enter_accumulation(state, reduce_once=state.stage < 2 if reduce_once is None else reduce_once)
     try:
         yield
     finally:
         for state in states:
             leave_accumulation(state)
+
+
+def _check(reduce_once: object, stage: int) -> None:
+    if reduce_once is None:
+        return
+    if not isinstance(reduce_once, bool):
+        raise PartitionError(f"accumulate: reduce_once is {reduce_once!r}; it takes True, False or None")
+    if stage == 2 or reduce_once == (stage < 2):
+        return
+    if reduce_once:
+        raise PartitionError(
+            "accumulate: reduce_once is True, and the model was partitioned with stage=3, in which no rank holds a "
+            "full parameter whose gradient it could keep: leave reduce_once out, or partition with stage=2"
+        )
+    raise PartitionError(
+        f"accumulate: reduce_once is False, and the model was partitioned with stage={stage}, in which micro-batches "
+        "add their gradients up locally: leave reduce_once out, or partition with stage=2"
+    )

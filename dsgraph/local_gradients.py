@@ -1,7 +1,8 @@
-"""Gradients of stages 0 and 1 under accumulation: added up on each rank, reduced once.
+"""Gradients that stay local under accumulation: added up on each rank, reduced once.
 
-Inside `accumulate`, a module hands out a leaf in place of the marker: the replica (stage 1), or an alias of the shard
-of a parameter that every rank holds whole. Autograd adds gradients up in the leaf's `.grad`, so the captured graph has
+So do those of stages 0 and 1, and those of stage 2 with `reduce_once`. Inside `accumulate`, a module then hands out a
+leaf in place of the marker: the replica (stages 1 and 2), or an alias of the shard of a parameter that every rank holds
+whole. Autograd adds gradients up in the leaf's `.grad`, so the captured graph has
 no collective at all. The backward that follows `accumulate` still runs that graph; when it is through, the sums are
 reduced into the parameters' `.grad`, and from then on modules hand out markers again.
 """
@@ -29,11 +30,17 @@ if TYPE_CHECKING:
     from .state import ParameterState, PartitionState
 
 
-def enter_accumulation(state: PartitionState) -> None:
-    """From here on gradients of `state` belong to a step that is not over; stages 0 and 1 stop reducing them."""
+def enter_accumulation(state: PartitionState, *, reduce_once: bool) -> None:
+    """From here on gradients of `state` belong to a step that is not over.
+
+    With `reduce_once` they are no longer reduced. So it stays in a step in which some have not been: they are reduced
+    by the backward that ends it.
+    """
     state.accumulating = True
-    if state.stage > 1:
+    if not reduce_once and not state.gradients_stay_local:
+        state.reduces_once = False
         return
+    state.reduces_once = True
     state.gradients_stay_local = True
     _refuse_early_steps(state)
     for entry in state.parameters:

@@ -42,7 +42,7 @@ def partition(
         mesh: One dimension (all ranks share one copy of the parameters) or two (replicate x shard: hybrid sharding).
             None: one dimension over all ranks.
         stage: ZeRO stage. 0: replicated. 1, 2: shards, gathered once a step; with `accumulate`, stage 1 adds gradients
-            up locally. 3: shards, gathered around each use.
+            up locally, as stage 2 does if asked to. 3: shards, gathered around each use.
         param_dtype: Dtype in which the forward sees floating-point parameters; shards keep theirs. None: the shard's.
         reduce_dtype: Dtype in which gradients are summed over ranks. None: the dtype in which the forward sees them.
         keep_whole_below: Parameters with fewer elements stay replicated. Empty and 0-dimensional ones always do.

@@ -90,7 +90,7 @@ def property_for(name: str, layout: Layout) -> property:
     what `torch.func.functional_call` put there) is returned as it is.
     """
     keeps_replica = bool(layout.group) and layout.stage in (1, 2)
-    may_stay_local = layout.stage < 2
+    may_stay_local = layout.stage < 3
 
     def read(self: nn.Module) -> Any:
         param: Any = self._parameters[name]
@@ -118,7 +118,7 @@ def _read_eagerly(module: nn.Module, name: str, layout: Layout) -> Tensor:
     param: Any = module._parameters[name]
     held, shard = held_by(module), param.to_local()
     held.eager_reads[name] += 1
-    if layout.stage < 2 and held.partition.gradients_stay_local:
+    if held.partition.gradients_stay_local:
         held.partition.refresh()
         return layout.local(held.leaves[name])
     if layout.stage in (1, 2) and layout.group:

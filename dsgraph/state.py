@@ -43,7 +43,7 @@ class ParameterState:
         whole_because: Why every rank holds all of it; empty for a sharded parameter.
         replica: `[*shape]`, the gathered copy of stages 1 and 2; None in other stages and for whole parameters.
         freshness: What is known of the replica.
-        leaf: Where local gradients add up while they are not reduced (stages 0 and 1); see `local_gradients`.
+        leaf: Where local gradients add up while they are not reduced; see `local_gradients`.
         local_sum: `[*shape]`, their sum in the master dtype, where the leaf has fewer bits.
         hooked_leaf: id of the leaf that reports its gradients.
     """
@@ -91,7 +91,8 @@ class PartitionState:
         stage: ZeRO stage.
         parameters: One entry a parameter, in the order of `named_parameters()`.
         accumulating: True inside `accumulate(model)`.
-        gradients_stay_local: True while stages 0 and 1 add gradients up instead of reducing them.
+        gradients_stay_local: True while gradients are added up instead of reduced, see `local_gradients`.
+        reduces_once: Whether `accumulate` reduces gradients once a step, as it did last; at first as the stage does.
         awaiting_last_backward: True from the first gradient under `accumulate` to the backward that ends the step.
         flush_queued: True while a backward runs that will reduce local gradients at its end.
         watching: id of the state whose optimizer hook is registered; a deep copy must register its own.
@@ -104,10 +105,14 @@ class PartitionState:
     parameters: list[ParameterState] = field(default_factory=list)
     accumulating: bool = False
     gradients_stay_local: bool = False
+    reduces_once: bool = field(init=False)
     awaiting_last_backward: bool = False
     flush_queued: bool = False
     watching: int = 0
     guarding: int = 0
+
+    def __post_init__(self) -> None:
+        self.reduces_once = self.stage < 2
 
     def replicated(self) -> list[ParameterState]:
         """The parameters of which a gathered replica is kept."""
@@ -222,8 +227,11 @@ def _start_gather(entry: ParameterState) -> tuple[Tensor, Tensor]:
     shard = pad_rows(entry.param.to_local().detach().to(replica.dtype), rows)
     is_even = rows * world == layout.shape[0]
     target = replica.detach() if is_even else replica.new_empty((rows * world, *layout.shape[1:]))
-    if compat.backend_name(group, replica.device.type) == "gloo":  # whose own gathers must not overlap
+    on_gloo = compat.backend_name(group, replica.device.type) == "gloo"
+    if on_gloo and replica.device.type == "cpu":
         start_gather(shard, target, layout.group)
-    else:
-        c10d_functional.all_gather_into_tensor_out(shard, world, layout.group, out=target)
+        return replica, target
+    c10d_functional.all_gather_into_tensor_out(shard, world, layout.group, out=target)
+    if on_gloo:  # it sends no messages from elsewhere, and two of its own gathers must not overlap
+        c10d_functional.wait_tensor(target)
     return replica, target

@@ -204,10 +204,39 @@ def test_accumulate_needs_a_partitioned_model():
         pass
 
 
-def test_an_early_step_does_not_lose_local_gradients():
-    model = dsgraph.partition(_net(), stage=1, keep_whole_below=0)
+@pytest.mark.parametrize(
+    ("stage", "reduce_once", "message"),
+    [
+        (0, False, r"reduce_once is False, .* stage=0, .* locally: leave reduce_once out, or partition with stage=2"),
+        (1, False, r"reduce_once is False, .* stage=1, .* locally: leave reduce_once out, or partition with stage=2"),
+        (3, True, r"reduce_once is True, .* stage=3, .* it could keep: leave reduce_once out, or .* stage=2"),
+        (2, 1, r"reduce_once is 1; it takes True, False or None"),
+    ],
+)
+def test_a_stage_that_cannot_reduce_so_refuses(stage, reduce_once, message):
+    model = dsgraph.partition(_net(), stage=stage, keep_whole_below=0)
+    with (
+        pytest.raises(dsgraph.PartitionError, match=f"accumulate: {message}"),
+        dsgraph.accumulate(model, reduce_once=reduce_once),
+    ):
+        pass
+    model(torch.randn(1, 4)).sum().backward()
+    assert all(param.grad is not None for param in model.parameters()), "nothing was changed"
+
+
+@pytest.mark.parametrize(("stage", "reduce_once"), [(0, True), (1, True), (2, True), (2, False), (3, False)])
+def test_what_a_stage_does_anyway_may_be_said(stage, reduce_once):
+    model = dsgraph.partition(_net(), stage=stage, keep_whole_below=0)
+    with dsgraph.accumulate(model, reduce_once=reduce_once):
+        model(torch.randn(1, 4)).sum().backward()
+    assert all((param.grad is None) == reduce_once for param in model.parameters())
+
+
+@pytest.mark.parametrize(("stage", "reduce_once"), [(1, None), (2, True)])
+def test_an_early_step_does_not_lose_local_gradients(stage, reduce_once):
+    model = dsgraph.partition(_net(), stage=stage, keep_whole_below=0)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with dsgraph.accumulate(model):
+    with dsgraph.accumulate(model, reduce_once=reduce_once):
         model(torch.randn(1, 4)).sum().backward()
     with pytest.raises(dsgraph.AccumulationError, match=r"parameter '0.weight'.*run the last micro-batch.*outside"):
         optimizer.step()

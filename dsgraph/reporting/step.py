@@ -39,15 +39,19 @@ class Step:
             graph came from torch's cache, or a collective is of an unknown kind.
         parts: The same by graph.
         accumulated_each_bytes: In each micro-batch of a step under `dsgraph.accumulate`, the last one included. None
-            where it is not known: stages 0 and 1 have other graphs for it, which are compiled when they first run.
+            where it is not known: where gradients are reduced once there are other graphs for it, which are compiled
+            when they first run.
         accumulated_once_bytes: Once in such a step, besides. A step of n micro-batches sends n times the former and
             once the latter.
+        accumulated_reduces_once: Whether gradients are reduced once in such a step, as in stages 0 and 1. Stage 2 does
+            what the last `accumulate` was told (`reduce_once`).
     """
 
     sent_bytes: int | None
     parts: tuple[Part, ...]
     accumulated_each_bytes: int | None
     accumulated_once_bytes: int | None
+    accumulated_reduces_once: bool
 
 
 @dataclass(frozen=True)
@@ -100,7 +104,7 @@ def measure_step(model: nn.Module, states: Sequence[PartitionState], records: Se
     """What a step sends, from a model's state and its compiles."""
     training = [record for record in records if record.training]
     if not training:
-        return Step(None, (), None, None)
+        return Step(None, (), None, None, any(state.reduces_once for state in states))
     at_step, accumulating = _newest(training, reduces=True), _newest(training, reduces=False)
     shared = _sharing(model, at_step)
     refreshed = add_up(item for state in states for item in refresh_traffic(state))
@@ -108,7 +112,7 @@ def measure_step(model: nn.Module, states: Sequence[PartitionState], records: Se
     if refreshed:
         parts.append(Part("replicas, gathered after an optimizer step", 1, refreshed))
 
-    keeps_local = any(state.stage < 2 for state in states)
+    keeps_local = any(state.reduces_once for state in states)
     each, once = at_step, add_up(item for state in states for item in accumulated_traffic(state))
     if keeps_local:
         each = accumulating
@@ -118,6 +122,7 @@ def measure_step(model: nn.Module, states: Sequence[PartitionState], records: Se
         parts=tuple(parts),
         accumulated_each_bytes=_bytes(each, _parts(each, _sharing(model, each))) if known else None,
         accumulated_once_bytes=total([*once, *refreshed]) if known else None,
+        accumulated_reduces_once=keeps_local,
     )
 
 

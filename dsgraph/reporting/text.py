@@ -153,7 +153,8 @@ def _step(report: Report) -> str:
     lines = [f"a training step: each rank sends {bytes_text(step.sent_bytes)}"]
     if step.accumulated_each_bytes is not None:
         each, once = bytes_text(step.accumulated_each_bytes), bytes_text(step.accumulated_once_bytes)
-        lines.append(f"with accumulate: {each} each micro-batch and {once} once a step")
+        how = "accumulate(reduce_once=True)" if 2 in report.stages and step.accumulated_reduces_once else "accumulate"
+        lines.append(f"with {how}: {each} each micro-batch and {once} once a step")
     if rows:
         lines.append(_table(rows, ("", "runs", "collective", "over", "calls", "sends")))
     return "\n".join(lines)

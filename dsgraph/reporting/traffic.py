@@ -78,9 +78,9 @@ def refresh_traffic(state: PartitionState) -> tuple[Traffic, ...]:
 
 
 def accumulated_traffic(state: PartitionState) -> tuple[Traffic, ...]:
-    """What reducing the local gradients of stages 0 and 1 sends at the end of an accumulated step."""
+    """What reducing local gradients sends at the end of an accumulated step."""
     trained = [entry for entry in state.parameters if entry.param.requires_grad]
-    if state.stage > 1 or not trained:
+    if not state.reduces_once or not trained:
         return ()
     names = {axis.group: axis for axis in state.axes}
     found: list[Traffic] = []

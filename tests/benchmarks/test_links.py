@@ -98,7 +98,7 @@ def test_theory_of_each_stage():
         150,
     ]
     assert [sends[f"dsgraph-{stage}-x4"] for stage in range(4)] == [100, 100, 250, 600]
-    assert sends["ddp-x4"] == 100
+    assert sends["ddp-x4"] == sends["dsgraph-2-once-x4"] == 100
 
 
 def test_the_bound_is_the_longer_of_computing_and_sending():
@@ -122,16 +122,18 @@ def test_checks_are_computed_from_rows():
         row("1gbit", "ddp", step_s=0.1),
         row("1gbit", "dsgraph-3", step_s=1.3, **{"step/bound": 1.3}, wire_mb=90.0),
         row("1gbit", "ddp-x4", step_s=2.0),
-        row("1gbit", "dsgraph-2-x4", step_s=1.0),
+        row("1gbit", "dsgraph-2-x4", step_s=3.0),
+        row("1gbit", "dsgraph-2-once-x4", step_s=1.0),
         row("unlimited", "fsdp2", step_s=1.0),
         row("unlimited", "dsgraph-3", step_s=0.7, wire_mb=102.0),
     ]
-    bound, peers, micro, free, sent = sorted(
+    bound, peers, micro, once, free, sent = sorted(
         links.checks(rows), key=lambda check: [1.20, 0.60, 1.0, 0.65, 1.01].index(check.limit)
     )
     assert (bound.value, bound.ok) == (1.3, False)
     assert (peers.value, peers.ok) == (0.65, False) and "of fsdp2, deepspeed-3" in peers.name
-    assert (micro.value, micro.ok) == (0.5, True)
+    assert (micro.value, micro.ok) == (1.5, False) and "dsgraph-2-x4" in micro.name
+    assert (once.value, once.ok) == (0.5, True) and "dsgraph-2-once-x4" in once.name
     assert (free.value, free.ok) == (0.7, False) and free.name.startswith("unlimited")
     assert (sent.value, sent.ok) == (pytest.approx(1.02), False)
 
@@ -163,7 +165,7 @@ def test_all_rates_run_by_default():
     options = links._parse([])
     assert options.rates == ["100mbit", "1gbit", "10gbit", "unlimited"]
     assert {"ddp", "fsdp2", "fsdp2-compile", "fsdp2-split", "deepspeed-3", "dsgraph-3"} < set(options.systems)
-    assert {"ddp-x4", "dsgraph-2-x4"} < set(options.systems)
+    assert {"ddp-x4", "dsgraph-2-x4", "dsgraph-2-once-x4"} < set(options.systems)
 
 
 @pytest.mark.parametrize(

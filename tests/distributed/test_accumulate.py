@@ -8,6 +8,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 import dsgraph
 from tests.distributed.training import compare, full
@@ -17,6 +18,9 @@ pytestmark = pytest.mark.distributed
 
 MATRICES = 2 + 4  # of the one-layer GPT: embedding, head, qkv, out, up, down
 MICRO_BATCHES = 4
+
+# ZeRO stages, with what `accumulate` is told.
+REDUCING_ONCE = ((0, None), (1, None), (2, True))
 
 
 def _collectives(profile) -> dict[str, int]:
@@ -35,7 +39,7 @@ def _collectives(profile) -> dict[str, int]:
     return dict(counts)
 
 
-def _count(stage: int, codegen: str | None) -> dict[str, int]:
+def _count(stage: int, codegen: str | None, reduce_once: bool | None) -> dict[str, int]:
     """Collectives of the second step of four micro-batches."""
     rank = dist.get_rank()
     model = dsgraph.partition(build("gpt"), stage=stage, keep_whole_below=20)
@@ -44,8 +48,8 @@ def _count(stage: int, codegen: str | None) -> dict[str, int]:
     for step in range(2):
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
             for micro in range(MICRO_BATCHES):
-                waiting = dsgraph.accumulate(model) if micro < MICRO_BATCHES - 1 else nullcontext()
-                with waiting:
+                is_last = micro == MICRO_BATCHES - 1
+                with nullcontext() if is_last else dsgraph.accumulate(model, reduce_once=reduce_once):
                     runs(*tokens(MICRO_BATCHES * step + micro, rank)).backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -53,16 +57,16 @@ def _count(stage: int, codegen: str | None) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("codegen", (None, "eager"))
-@pytest.mark.parametrize("stage", (0, 1, 2, 3))
-def test_collectives_of_a_step(ranks, stage, codegen):
-    counts = ranks(2).run(_count, stage, codegen)[0]
+@pytest.mark.parametrize(("stage", "reduce_once"), [*REDUCING_ONCE, (2, None), (3, None)])
+def test_collectives_of_a_step(ranks, stage, reduce_once, codegen):
+    counts = ranks(2).run(_count, stage, codegen, reduce_once)[0]
     gathers = counts.get("all_gather_into_tensor", 0)
     scatters = counts.get("reduce_scatter_tensor", 0) + counts.get("exchange", 0)
     reductions = counts.get("all_reduce", 0)
     if stage == 0:
         # Local gradients are reduced once: all whole parameters in one bucket, and which of them were used.
         assert (gathers, scatters, reductions) == (0, 0, 2)
-    elif stage == 1:
+    elif stage == 1 or reduce_once:
         assert (gathers, scatters, reductions) == (MATRICES, MATRICES, 2)
     elif stage == 2:
         assert (gathers, scatters) == (MATRICES, MATRICES * MICRO_BATCHES)
@@ -71,12 +75,12 @@ def test_collectives_of_a_step(ranks, stage, codegen):
         assert gathers == (MATRICES if codegen is None else 2 * MATRICES - 2) * MICRO_BATCHES
 
 
-@pytest.mark.parametrize("stage", (0, 1))
-def test_low_precision_sums_are_kept_in_the_master_dtype(ranks, stage):
-    ranks(2).run(_sum_of_many, stage)
+@pytest.mark.parametrize(("stage", "reduce_once"), REDUCING_ONCE)
+def test_low_precision_sums_are_kept_in_the_master_dtype(ranks, stage, reduce_once):
+    ranks(2).run(_sum_of_many, stage, reduce_once)
 
 
-def _sum_of_many(stage: int) -> None:
+def _sum_of_many(stage: int, reduce_once: bool | None) -> None:
     """Seventeen equal bf16 gradients: added up in bf16 the last ones would be lost."""
 
     class Scale(torch.nn.Module):
@@ -90,20 +94,21 @@ def _sum_of_many(stage: int) -> None:
     model = dsgraph.partition(Scale(), stage=stage, keep_whole_below=0, param_dtype=torch.bfloat16)
     summands = [256.0] + [1.0] * 16
     for number, summand in enumerate(summands):
-        with dsgraph.accumulate(model) if number < len(summands) - 1 else nullcontext():
+        is_last = number == len(summands) - 1
+        with nullcontext() if is_last else dsgraph.accumulate(model, reduce_once=reduce_once):
             model(torch.full((4, 4), summand, dtype=torch.bfloat16)).backward()
     grad = full(next(model.parameters()).grad)
     assert grad.dtype is torch.float32
     assert torch.equal(grad, torch.full((4, 4), 272.0)), grad
 
 
-def _unused_on_one_rank() -> None:
+def _unused_on_one_rank(stage: int, reduce_once: bool | None) -> None:
     """A parameter that only one rank uses is averaged with zeros; one that nobody uses keeps no gradient."""
     rank = dist.get_rank()
     layers = torch.nn.ModuleList(torch.nn.Linear(2, 2, bias=False) for _ in range(3))
-    model = dsgraph.partition(layers, stage=1, keep_whole_below=0)
+    model = dsgraph.partition(layers, stage=stage, keep_whole_below=0)
     x = torch.ones(1, 2)
-    with dsgraph.accumulate(model):
+    with dsgraph.accumulate(model, reduce_once=reduce_once):
         model[0](x).sum().backward()
     (model[0](x).sum() + (model[1](x).sum() if rank == 0 else 0)).backward()
     grads = [next(layer.parameters()).grad for layer in model]
@@ -112,23 +117,25 @@ def _unused_on_one_rank() -> None:
     assert grads[2] is None
 
 
-def test_unused_parameters(ranks):
-    ranks(2).run(_unused_on_one_rank)
+@pytest.mark.parametrize(("stage", "reduce_once"), REDUCING_ONCE[1:])
+def test_unused_parameters(ranks, stage, reduce_once):
+    ranks(2).run(_unused_on_one_rank, stage, reduce_once)
 
 
-def _compare_tied(stage: int) -> None:
-    compare(CASES["tied"].build, CASES["tied"].batches, stage=stage, codegen=None, micro_batches=3)
+def _compare_tied(stage: int, reduce_once: bool | None) -> None:
+    case = CASES["tied"]
+    compare(case.build, case.batches, stage=stage, codegen=None, micro_batches=3, reduce_once=reduce_once)
 
 
-@pytest.mark.parametrize("stage", (0, 1, 2, 3))
-def test_uncompiled_accumulation_matches_one_process(ranks, stage):
-    ranks(2).run(_compare_tied, stage)
+@pytest.mark.parametrize(("stage", "reduce_once"), [*REDUCING_ONCE, (2, False), (3, False)])
+def test_uncompiled_accumulation_matches_one_process(ranks, stage, reduce_once):
+    ranks(2).run(_compare_tied, stage, reduce_once)
 
 
-def _two_forwards_a_backward(stage: int) -> None:
+def _two_forwards_a_backward(stage: int, reduce_once: bool | None) -> None:
     rank = dist.get_rank()
     model, alone = dsgraph.partition(build("gpt"), stage=stage, keep_whole_below=20), build("gpt")
-    with dsgraph.accumulate(model):
+    with dsgraph.accumulate(model, reduce_once=reduce_once):
         (model(*tokens(0, rank)) + model(*tokens(1, rank))).backward()
     (model(*tokens(2, rank)) * model(*tokens(3, rank))).backward()
     (alone(*tokens(0, rank)) + alone(*tokens(1, rank))).backward()
@@ -138,6 +145,81 @@ def _two_forwards_a_backward(stage: int) -> None:
         torch.testing.assert_close(full(mine.grad), theirs.grad / dist.get_world_size(), rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("stage", (0, 1, 2))
-def test_no_local_gradient_counts_twice(ranks, stage):
-    ranks(2).run(_two_forwards_a_backward, stage)
+@pytest.mark.parametrize(("stage", "reduce_once"), [*REDUCING_ONCE, (2, None)])
+def test_no_local_gradient_counts_twice(ranks, stage, reduce_once):
+    ranks(2).run(_two_forwards_a_backward, stage, reduce_once)
+
+
+def _compare_reducing_once(case: str) -> None:
+    compare(CASES[case].build, CASES[case].batches, stage=2, micro_batches=3, reduce_once=True)
+
+
+@pytest.mark.parametrize("case", ("gpt", "graph_break", "uneven", "frozen"))
+def test_stage_2_reducing_once_matches_one_process(ranks, case):
+    ranks(2).run(_compare_reducing_once, case)
+
+
+def _train(stage: int, ways: list[list[bool | None]], codegen: str | None, dtype: torch.dtype | None) -> list[Tensor]:
+    """Losses, gradients and parameters of steps whose micro-batches before the last run in these ways."""
+    rank = dist.get_rank()
+    model = dsgraph.partition(build("gpt"), stage=stage, keep_whole_below=20, param_dtype=dtype)
+    runs = model if codegen is None else torch.compile(model, backend="dsgraph", options={"codegen": codegen})
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+    found = []
+    for step, before_last in enumerate(ways):
+        for micro, reduce_once in enumerate(before_last):
+            with dsgraph.accumulate(model, reduce_once=reduce_once):
+                runs(*tokens(10 * step + micro, rank)).backward()
+        loss = runs(*tokens(10 * step + 9, rank))
+        loss.backward()
+        found += [loss.detach(), *(param.grad.to_local() for param in model.parameters())]
+        optimizer.step()
+        optimizer.zero_grad()
+        found += [param.to_local().detach().clone() for param in model.parameters()]
+    return found
+
+
+def _same_as_stage_1(codegen: str | None, dtype: torch.dtype | None) -> None:
+    mine = _train(2, [[True, True]] * 3, codegen, dtype)
+    theirs = _train(1, [[None, None]] * 3, codegen, dtype)
+    assert len(mine) == len(theirs)
+    for ours, expected in zip(mine, theirs, strict=True):
+        assert ours.dtype is expected.dtype and torch.equal(ours, expected)
+
+
+@pytest.mark.parametrize("dtype", (None, torch.bfloat16))
+@pytest.mark.parametrize("codegen", (None, "eager"))
+def test_stage_2_reducing_once_computes_the_bits_of_stage_1(ranks, codegen, dtype):
+    ranks(2).run(_same_as_stage_1, codegen, dtype)
+
+
+def _mix(codegen: str | None) -> None:
+    """Each step in another way, and steps in which the way changes."""
+    ways = [[True, True], [None, None], [], [False, True], [True, False], [True, True]]
+    mine = _train(2, ways, codegen, None)
+    theirs = _train(2, [[None] * len(before_last) for before_last in ways], codegen, None)
+    for ours, expected in zip(mine, theirs, strict=True):
+        torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("codegen", (None, "eager"))
+def test_ways_of_accumulating_mix(ranks, codegen):
+    ranks(2).run(_mix, codegen)
+
+
+def _keep_local(stage: int, reduce_once: bool | None) -> list[tuple[bool, int]]:
+    """After a micro-batch under accumulate: whether each parameter has a gradient, and bytes that its leaf holds."""
+    model = dsgraph.partition(build("gpt"), stage=stage, keep_whole_below=20)
+    with dsgraph.accumulate(model, reduce_once=reduce_once):
+        model(*tokens(0, dist.get_rank())).backward()
+    entries = model._dsgraph.partition.parameters
+    held = [0 if entry.leaf is None or entry.leaf.grad is None else entry.leaf.grad.nbytes for entry in entries]
+    return [(entry.param.grad is not None, size) for entry, size in zip(entries, held, strict=True)]
+
+
+def test_memory_of_gradients(ranks):
+    """Reducing once costs a full gradient, as in stage 1, which stage 2 does not hold by itself."""
+    full_bytes = [4 * param.numel() for param in build("gpt").parameters()]
+    assert ranks(2).run(_keep_local, 2, True)[0] == [(False, size) for size in full_bytes]
+    assert ranks(2).run(_keep_local, 1, None)[0] == [(False, size) for size in full_bytes]
+    assert ranks(2).run(_keep_local, 2, None)[0] == [(True, 0) for _ in full_bytes]

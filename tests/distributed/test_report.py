@@ -15,7 +15,9 @@ from tests.models import CASES, build
 pytestmark = pytest.mark.distributed
 
 
-def _measure(case: str, stage: int, micro_batches: int, *, evaluate: bool = False) -> tuple[float, int, int, int]:
+def _measure(
+    case: str, stage: int, micro_batches: int, *, evaluate: bool = False, reduce_once: bool | None = None
+) -> tuple[float, int, int, int]:
     """Bytes sent in the third step, and what the report says: a step, a micro-batch under accumulate, once in it."""
     model = dsgraph.partition(build(case), stage=stage, keep_whole_below=20)
     compiled = torch.compile(model, backend="dsgraph", options={"codegen": "eager"})
@@ -24,7 +26,8 @@ def _measure(case: str, stage: int, micro_batches: int, *, evaluate: bool = Fals
 
     def step() -> None:
         for micro in range(micro_batches):
-            with dsgraph.accumulate(model) if micro < micro_batches - 1 else nullcontext():
+            is_last = micro == micro_batches - 1
+            with nullcontext() if is_last else dsgraph.accumulate(model, reduce_once=reduce_once):
                 compiled(*CASES[case].batches(micro, rank)).backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -49,9 +52,9 @@ def test_bytes_of_a_step_are_those_on_the_wire(ranks, case, stage):
         assert said == sent > 0
 
 
-@pytest.mark.parametrize("stage", (0, 1, 2, 3))
-def test_bytes_of_an_accumulated_step_are_those_on_the_wire(ranks, stage):
-    for sent, _, each, once in ranks(2).run(_measure, "gpt", stage, 3):
+@pytest.mark.parametrize(("stage", "reduce_once"), [(0, None), (1, None), (2, None), (2, True), (3, None)])
+def test_bytes_of_an_accumulated_step_are_those_on_the_wire(ranks, stage, reduce_once):
+    for sent, _, each, once in ranks(2).run(_measure, "gpt", stage, 3, reduce_once=reduce_once):
         assert 3 * each + once == sent > 0
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -34,6 +35,7 @@ def compare(
     keep_whole_below: int = 12,
     exact: bool = False,
     evaluate: bool = False,
+    reduce_once: bool | None = None,
     **options: Any,
 ) -> None:
     """Losses, gradients and parameters of `steps` steps under dsgraph against one process with everybody's batches.
@@ -69,8 +71,9 @@ def compare(
     optimizer, alone_optimizer = make(partitioned.parameters()), make(alone.parameters())
     check = _check_exactly if exact else _check_closely
     for step in range(steps):
-        loss = _step(runs, batches, step, rank, micro_batches, partitioned)
-        expected = sum(_step(alone, batches, step, other, micro_batches, None) for other in range(world)) / world
+        waiting = partial(dsgraph.accumulate, partitioned, reduce_once=reduce_once)
+        loss = _step(runs, batches, step, rank, micro_batches, waiting)
+        expected = sum(_step(alone, batches, step, other, micro_batches, nullcontext) for other in range(world)) / world
         for param in alone.parameters():
             if param.grad is not None:
                 param.grad /= world
@@ -94,14 +97,17 @@ def compare(
 
 
 def _step(
-    model: Any, batches: Batches, step: int, rank: int, micro_batches: int, partitioned: nn.Module | None
+    model: Any,
+    batches: Batches,
+    step: int,
+    rank: int,
+    micro_batches: int,
+    accumulating: Callable[[], AbstractContextManager[None]],
 ) -> Tensor:
     total = torch.zeros(())
     for micro in range(micro_batches):
         torch.manual_seed(10_000 + 100 * step + 10 * micro + rank)  # for dropout
-        is_last = micro == micro_batches - 1
-        waiting = nullcontext() if partitioned is None or is_last else dsgraph.accumulate(partitioned)
-        with waiting:
+        with nullcontext() if micro == micro_batches - 1 else accumulating():
             loss = model(*batches(step * micro_batches + micro, rank)) / micro_batches
             loss.backward()
         total += loss.detach()

@@ -177,6 +177,19 @@ def test_replicas_are_gathered_once_a_step(fake_ranks):
     assert (step.accumulated_each_bytes, step.accumulated_once_bytes) == (each, each)
 
 
+def test_the_report_follows_how_stage_2_accumulates(fake_ranks):
+    compiled = _compiled(nn.Linear(8, 16, bias=False), stage=2)
+    compiled(torch.ones(2, 8)).sum().backward()
+    each = 16 * 8 * 4 * 7 // 8
+    assert "with accumulate: 448 B each" in str(dsgraph.report(compiled))
+    with dsgraph.accumulate(compiled._orig_mod, reduce_once=True):
+        compiled(torch.ones(2, 8)).sum().backward()
+    report = dsgraph.report(compiled)
+    assert report.step.sent_bytes == 2 * each
+    assert (report.step.accumulated_each_bytes, report.step.accumulated_once_bytes) == (0, 2 * each + 4 * 2 * 7 // 8)
+    assert "with accumulate(reduce_once=True): 0 B each micro-batch and 903 B once a step" in str(report)
+
+
 def test_accumulation_is_known_once_it_has_run(fake_ranks):
     compiled = _compiled(nn.Linear(8, 16, bias=False), stage=0)
     compiled(torch.ones(2, 8)).sum().backward()
