@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING
@@ -32,12 +32,14 @@ class Agreement:
         timeout: How long to wait for the slowest of them.
         agreed: Hashes that all of them are known to have confirmed.
         costs: Type of device -> what all of them know of its costs.
+        spare: Digest of lines -> bytes that all of them have to spare when they run what the lines tell of.
     """
 
     ranks: tuple[int, ...]
     timeout: timedelta
     agreed: set[str] = field(default_factory=set)
     costs: dict[str, KnownCosts] = field(default_factory=dict)
+    spare: dict[str, int | None] = field(default_factory=dict)
 
     @staticmethod
     def over(mesh: DeviceMesh) -> Agreement:
@@ -89,6 +91,29 @@ class Agreement:
         except (dist.DistError, RuntimeError) as error:
             raise RanksDisagreeError(self._absence(store, keys, f"all ranks say {what}")) from error
         return {other: store.get(key).decode() for other, key in keys.items()}
+
+    def least_spare(self, lines: Sequence[str], own: Callable[[], int | None]) -> int | None:
+        """The least that any rank has to spare, as it was when these lines were first compiled.
+
+        Later batches may leave more or less; a rank that compiles for one of them compiles alone, and must come to
+        the same collectives as the others.
+
+        Args:
+            lines: What the ranks are about to compile, equal on all of them.
+            own: Finds out what this rank has, bytes; None when it does not know.
+
+        Returns:
+            Bytes; None when a rank does not know.
+
+        Raises:
+            RanksDisagreeError: A rank did not come in time.
+        """
+        digest = _digest(lines)
+        if digest not in self.spare:
+            said = self.exchange("how much memory they have to spare", json.dumps(own())).values()
+            known = [json.loads(each) for each in said]
+            self.spare[digest] = None if None in known else min(known)
+        return self.spare[digest]
 
     def _meeting(self, store: dist.Store, rank: int) -> str:
         """Where the ranks' next meeting keeps its keys; each rank counts its own: the n-th meets the n-th."""

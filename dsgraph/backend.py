@@ -32,6 +32,7 @@ from .reporting.compile_log import CompileEntry, CompileLog, owners_among
 from .reporting.frames import Capture, read_capture
 from .reporting.strict import refuse_capture, refuse_compile, refuse_given_up
 from .sources import short_path
+from .spare_memory import spare_bytes
 from .state import PartitionState
 
 # How much of a device's memory a step may use unless the user says otherwise.
@@ -93,6 +94,9 @@ class Backend:
             known = self._known_costs(mesh)
             limit = chosen.memory_limit or _device_memory_limit(facts.device_type)
             facts = replace(facts, costs=known.model(mesh, facts.axes), memory_limit=limit)
+            spare = partial(spare_bytes, gm, example_inputs, facts=facts, module=module)
+            lines = [f"within {limit}", *communication_lines(gm, facts, training=_reduces(facts))]
+            facts = replace(facts, keep_bytes=self._agreement(mesh).least_spare(lines, spare))
             costs = known.describe(mesh, facts.axes)
         bisect_in = os.environ.get("DSGRAPH_BISECT", "")  # set by `dsgraph bisect`
         dump = None if bisect_in else self._begin_dump(chosen, facts, capture)
@@ -125,9 +129,8 @@ class Backend:
                 compiled, example_inputs, await_them=bisect is not None or not compilation.awaits_replicas
             )
 
-        training = torch.is_grad_enabled() and any(info.requires_grad for info in facts.params.values())
         lines = [f"pass {name}" for name in compilation.pass_names]
-        lines += communication_lines(gm, facts, training=training)
+        lines += communication_lines(gm, facts, training=_reduces(facts))
         agreement = self._agreement(mesh)
         is_new = not agreement.knows(lines)
         if is_new:
@@ -193,6 +196,10 @@ def _device_memory_limit(device_type: str) -> int | None:
     if device_type != "cuda":
         return None
     return int(_MEMORY_SHARE * torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory)
+
+
+def _reduces(facts: CaptureFacts) -> bool:
+    return torch.is_grad_enabled() and any(info.requires_grad for info in facts.params.values())
 
 
 def _trains(inputs: Sequence[Any]) -> bool:

@@ -15,6 +15,12 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+    UnsupportedOperatorException,
+)
 from torch.fx import GraphModule, Node
 
 MINIMUM_TORCH = (2, 11)
@@ -276,6 +282,19 @@ def runs_as_it_is(op: Any) -> bool:
     from torch._inductor.lowering import fallbacks, lowerings
 
     return op not in lowerings or op in fallbacks
+
+
+# What an op raises on fake tensors where its result depends on the data, or where it has no fake kernel.
+UNKNOWN_SIZES = (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    UnsupportedOperatorException,
+)
+
+
+def fake_mode() -> Any:
+    """A context in which nothing is computed and every size is a number; `from_tensor` takes tensors into it."""
+    return FakeTensorMode(allow_non_fake_inputs=True)
 
 
 def size_hint(size: int | torch.SymInt) -> int | None:

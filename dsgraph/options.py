@@ -29,9 +29,12 @@ class BackendOptions(BaseModel):
         recompile_limit: With `strict`, how often one function may be compiled. Dynamo itself stops at
             torch._dynamo.config.recompile_limit (8) and runs the function uncompiled from then on, without asking a
             backend: so the last compile that Dynamo allows is an error as well, and this number cannot exceed that one.
-        memory_limit: Bytes of the device's memory that a step may use: no gather starts so early that the predicted
-            peak of its graph, with the states of an optimizer, exceeds it. Default: 90 % of a CUDA device's memory, and
-            no limit on the CPU.
+        memory_limit: Bytes of the device's memory that a step may use. It bounds what passes add to a graph for speed.
+            Gathered parameters are kept for the backward as far as the rest of a step leaves room, see
+            `SelectiveGather`; gathers more than one parameter ahead, and reductions under way besides the next, are as
+            many as keep the predicted peak of the graph, with the states of an optimizer, below it. What a graph needs
+            without all that is not bounded. Default: 90 % of a CUDA device's memory; on the CPU there is no limit, and
+            nothing but a loss's last parameter is kept.
         dump: Folder for a readable copy of every graph before and after every pass. Default: the environment variable
             DSGRAPH_DUMP, or nowhere.
         dump_compiles: How many compiles of a process are dumped into the folder; later ones are not.

@@ -28,11 +28,11 @@ def register_lowerings() -> None:
 
 
 __all__ = [
-    "exchange_by_messages",
     "all_gather_rows",
     "all_reduce_sum",
     "c10d_functional",
     "chunk_rows",
+    "exchange_by_messages",
     "gather_by_messages",
     "gather_param",
     "group_count",

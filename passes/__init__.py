@@ -16,6 +16,7 @@ from .partitioner import CaptureFacts, InferenceLowering, Partitioner
 from .pipeline import Pipeline, default_pipeline
 from .prefetch_gathers import PrefetchBackwardGathers, PrefetchForwardGathers
 from .runner import GraphSink, PassRecord, Runner
+from .selective_gather import SelectiveGather
 
 __all__ = [
     "AwaitReplicas",
@@ -45,6 +46,7 @@ __all__ = [
     "PrefetchForwardGathers",
     "ReleaseKeptGather",
     "Runner",
+    "SelectiveGather",
     "default_pipeline",
     "graph_pass",
 ]

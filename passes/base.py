@@ -74,6 +74,8 @@ class PassContext:
             saved for the backward. None when nothing is saved, or where it is not known.
         costs: How long computing and communicating takes; of the first rank's host, the same on every rank.
         memory_limit: How much of the device's memory a step may use, bytes; None when nothing is known of it.
+        keep_bytes: How much of it may hold gathered parameters from the forward to the backward, bytes, the same on
+            every rank; None when nothing is known of it.
         replicas: Placeholders of gathered copies of parameters that are on their way when the graph begins to run.
     """
 
@@ -85,6 +87,7 @@ class PassContext:
     user_outputs: int | None = None
     costs: CostModel = field(default_factory=CostModel.default)
     memory_limit: int | None = None
+    keep_bytes: int | None = None
     replicas: frozenset[str] = frozenset()
 
     def axis(self, group: str) -> MeshAxis:

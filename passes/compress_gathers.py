@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -9,7 +10,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from .base import GraphPass, PassContext, PassResult, Phase
-from .graph import bound_arguments, emit, fake_value, find_calls, replace_and_erase
+from .graph import bound_arguments, emit, fake_value, find_calls, is_returned, replace_and_erase
 
 aten = torch.ops.aten
 
@@ -23,8 +24,8 @@ class CompressGathers(GraphPass):
 
     As autocast casts the weights of matrix products: half the bytes on the wire, half the memory, and the same numbers
     bit for bit, because a cast takes no notice of its neighbours. Gradients travel as before. Left alone: a parameter
-    that is used in its own precision as well, or in two lower ones; replicas, which are gathered outside the graph;
-    parameters that every rank holds whole.
+    that is used in its own precision as well, or in two lower ones; one of which the graph returns two casts, which are
+    two tensors; replicas, which are gathered outside the graph; parameters that every rank holds whole.
     """
 
     phase: ClassVar[Phase] = Phase.JOINT
@@ -36,34 +37,29 @@ class CompressGathers(GraphPass):
     def run(self, gm: GraphModule, ctx: PassContext) -> PassResult:
         changed = 0
         for gather in find_calls(gm, torch.ops.dsgraph.gather_param.default):
-            call = bound_arguments(gather)
-            dtypes = {_lower_dtype(user, gather) for user in gather.users}
-            if call["replica"] is not None or not call["group"] or len(dtypes) != 1 or None in dtypes:
+            call, casts = bound_arguments(gather), list(gather.users)
+            dtype = _lower_dtype(casts, call["dtype"])
+            if dtype is None or call["replica"] is not None or not call["group"] or sum(map(is_returned, casts)) > 1:
                 continue
-            (dtype,) = dtypes
             how = {name: call[name] for name in ("reduce_dtype", "group", "outer_groups")}
             low = emit(
                 gather, torch.ops.dsgraph.gather_param.default, call["shard"], None, call["shape"], dtype=dtype, **how
             )
-            for cast in list(gather.users):
+            for cast in casts:
                 replace_and_erase(cast, low)
             gather.graph.erase_node(gather)
             changed += 1
         return PassResult(changed=changed)
 
 
-def _lower_dtype(node: Node, gathered: Node) -> torch.dtype | None:
-    """The dtype to which a node casts `gathered` down; None for any other node."""
-    if node.target is torch.ops.prims.convert_element_type.default:
-        dtype = node.args[1]
-    elif node.target is aten._to_copy.default and set(node.kwargs) == {"dtype"}:
-        dtype = node.kwargs["dtype"]
-    else:
-        return None
-    is_lower = isinstance(dtype, torch.dtype) and dtype.is_floating_point and dtype.itemsize < _dtype(gathered).itemsize
-    return dtype if isinstance(dtype, torch.dtype) and is_lower else None
+def _lower_dtype(users: Sequence[Node], dtype: torch.dtype) -> torch.dtype | None:
+    """The one dtype to which all users of a parameter cast it, if that is a lower precision."""
+    dtypes = {fake_value(user).dtype if _is_cast(user) else None for user in users}
+    low: torch.dtype | None = dtypes.pop() if len(dtypes) == 1 else None
+    is_lower = low is not None and low.is_floating_point and low.itemsize < dtype.itemsize
+    return low if is_lower else None
 
 
-def _dtype(node: Node) -> torch.dtype:
-    dtype: torch.dtype = fake_value(node).dtype
-    return dtype
+def _is_cast(node: Node) -> bool:
+    is_copy = node.target is aten._to_copy.default and set(node.kwargs) == {"dtype"}
+    return is_copy or node.target is torch.ops.prims.convert_element_type.default

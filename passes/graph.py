@@ -8,6 +8,7 @@ from typing import Any, TypeGuard
 
 import torch
 from torch.fx import Graph, GraphModule, Node
+from torch.utils.checkpoint import CheckpointPolicy
 
 from dsgraph.inductor_ext import c10d_functional
 
@@ -46,6 +47,11 @@ GATHERS = (c10d_functional.all_gather_into_tensor.default, torch.ops.dsgraph.gat
 
 # Marks a gathered parameter that a pass keeps for the backward, on the forward's node and so on the backward's input.
 KEPT = "dsgraph_kept"
+
+
+def is_gathered_again(started: Node) -> bool:
+    """Whether the backward repeats a gather of a joint graph, unless its wait is kept."""
+    return started.meta.get("recompute") is CheckpointPolicy.MUST_RECOMPUTE
 
 
 def is_gather_marker(node: Node) -> bool:

@@ -20,6 +20,10 @@ class Link:
         """Itself: the same for every kind of collective."""
         return self
 
+    def has(self, kind: str) -> bool:
+        """Whether there are figures of this kind by itself: there are not."""
+        return False
+
 
 @dataclass(frozen=True)
 class LinkTable:
@@ -36,6 +40,10 @@ class LinkTable:
     def of(self, kind: str) -> Link:
         """The link that a kind of collective sees."""
         return next((link for name, link in self.kinds if name == kind), self.usual)
+
+    def has(self, kind: str) -> bool:
+        """Whether there are figures of this kind by itself."""
+        return any(name == kind for name, _ in self.kinds)
 
 
 @dataclass(frozen=True)

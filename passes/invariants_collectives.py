@@ -16,7 +16,7 @@ from dsgraph.inductor_ext import c10d_functional
 
 from .base import GraphPass, PassContext, Phase
 from .errors import PassError
-from .graph import KEPT, bound_arguments, collective_group, is_collective, is_gather_marker, is_view, is_wait
+from .graph import GATHERS, KEPT, bound_arguments, collective_group, is_collective, is_gather_marker, is_view, is_wait
 from .invariants_memory import MemoryFacts, Roots
 from .op_traits import traits, written_nodes
 
@@ -25,11 +25,7 @@ aten = torch.ops.aten
 Violation = tuple[str, str]
 """What identifies a broken rule, and the sentence that says it."""
 
-_GATHERS = (
-    c10d_functional.all_gather_into_tensor.default,
-    c10d_functional.all_gather_into_tensor_out.default,
-    torch.ops.dsgraph.gather_by_messages.default,
-)
+_GATHERS = (*GATHERS, c10d_functional.all_gather_into_tensor_out.default)
 _PREPARATIONS = (
     *(aten._to_copy.default, aten.constant_pad_nd.default, aten.clone.default, aten.cat.default),
     torch.ops.prims.convert_element_type.default,

@@ -18,6 +18,7 @@ from .graph import (
     collectives,
     is_barrier,
     is_collective,
+    is_gathered_again,
     is_view,
     placeholders,
     wait_of,
@@ -44,7 +45,7 @@ class KeepLastGather(GraphPass):
 
     def run(self, gm: GraphModule, ctx: PassContext) -> PassResult:
         tangents = [node.meta["val"] for node in placeholders(gm) if is_tangent(node)]
-        gathers = [started for started in collectives(gm) if started.target in GATHERS and _is_recomputed(started)]
+        gathers = [started for started in collectives(gm) if started.target in GATHERS and is_gathered_again(started)]
         if not any(isinstance(value, torch.Tensor) and value.dim() == 0 for value in tangents):
             return PassResult(notes=_why_nothing(gathers, ctx) if tangents else ())
         if not gathers:
@@ -53,10 +54,6 @@ class KeepLastGather(GraphPass):
         kept.meta["recompute"] = CheckpointPolicy.MUST_SAVE
         kept.meta[KEPT] = True
         return PassResult(changed=1)
-
-
-def _is_recomputed(started: Node) -> bool:
-    return started.meta.get("recompute") is CheckpointPolicy.MUST_RECOMPUTE
 
 
 def _why_nothing(gathers: list[Node], ctx: PassContext) -> tuple[str, ...]:

@@ -39,6 +39,7 @@ class CaptureFacts:
         params: Input number of the captured graph -> parameter.
         costs: How long computing and communicating takes; None for the defaults of the device.
         memory_limit: See `PassContext`.
+        keep_bytes: See `PassContext`.
         device_type: Where the parameters lie: "cpu", "cuda", ...
         replicas: Input numbers of gathered copies of parameters that are on their way when the graph begins to run.
     """
@@ -47,6 +48,7 @@ class CaptureFacts:
     params: Mapping[int, ParamInfo] = field(default_factory=lambda: MappingProxyType({}))
     costs: CostModel | None = None
     memory_limit: int | None = None
+    keep_bytes: int | None = None
     device_type: str = "cpu"
     replicas: frozenset[int] = frozenset()
 
@@ -75,6 +77,7 @@ class CaptureFacts:
             user_outputs=user_outputs,
             costs=self.costs or CostModel.default(self.axes, device_type=self.device_type),
             memory_limit=self.memory_limit,
+            keep_bytes=self.keep_bytes,
         )
 
 
@@ -155,8 +158,8 @@ def _identity(runner: Runner, facts: CaptureFacts) -> object | None:
     if prints is None:
         return None
     params, replicas = sorted(facts.params.items()), sorted(facts.replicas)
-    known = (facts.axes, params, replicas, facts.costs, facts.memory_limit, facts.device_type)
-    return ("dsgraph", source_hash(), prints, repr(known))
+    known = (facts.axes, params, replicas, facts.costs, facts.device_type)
+    return ("dsgraph", source_hash(), prints, repr((*known, facts.memory_limit, facts.keep_bytes)))
 
 
 @cache

@@ -16,6 +16,7 @@ from .insert_zero_collectives import InsertZeroCollectives
 from .keep_last_gather import KeepLastGather, ReleaseKeptGather
 from .merge_gathers import MergeGathers
 from .prefetch_gathers import PrefetchBackwardGathers, PrefetchForwardGathers
+from .selective_gather import SelectiveGather
 
 
 @dataclass(frozen=True, init=False)
@@ -93,6 +94,7 @@ def default_pipeline() -> Pipeline:
             InsertZeroCollectives(),
             ChooseCollectiveAlgorithms(),
             KeepLastGather(),
+            SelectiveGather(),
             PrefetchForwardGathers(),
             AwaitReplicas(),
             ReleaseKeptGather(),

@@ -79,8 +79,6 @@ class PrefetchForwardGathers(GraphPass):
         first = self._first_place(gm, gathers[0])
         places = [first, *(self._place(wait_of(a), wait_of(b)) for (a, _), (b, _) in pairwise(gathers))]
         for gather, place in zip(gathers, places, strict=True):
-            if place is None:
-                continue
             if _start_after(place, gather):
                 moved.add(gather[0])
             elif place < gather[0] and barrier_between(place, gather[0]):
@@ -89,9 +87,9 @@ class PrefetchForwardGathers(GraphPass):
         moved |= self._start_in_time(gm, gathers, ctx)
         return PassResult(changed=len(moved), notes=tuple(notes))
 
-    def _first_place(self, gm: GraphModule, first: Gather) -> Node | None:
-        """Behind which node the first gather starts; None to leave it where it is."""
-        return None
+    def _first_place(self, gm: GraphModule, first: Gather) -> Node:
+        """Behind which node the first gather starts: here it stays where it is."""
+        return first[0]
 
     def _place(self, previous: Node, needed: Node) -> Node:
         """Behind which node a gather starts, given the waits for the one before it and for itself."""
@@ -100,10 +98,11 @@ class PrefetchForwardGathers(GraphPass):
     def _start_in_time(self, gm: GraphModule, gathers: Sequence[Gather], ctx: PassContext) -> set[Node]:
         """Starts gathers earlier that would arrive too late; the nodes that were moved."""
         room = _Room(gathers, min(self.ahead_bytes, memory_left(gm, ctx)))
-        before = _collectives_before(gm)
+        started = collectives(gm)
+        before = dict(zip(started[1:], started, strict=False))
         moved = set()
         for number, (gather, latest) in enumerate(zip(gathers, _latest_places(gm, gathers, ctx), strict=True)):
-            place = max(latest, before[gather[0]] or latest)
+            place = max(latest, before.get(gather[0], latest))
             if place < gather[0] and _start_after(room.at_or_after(place, number), gather):
                 moved.add(gather[0])
         return moved
@@ -120,17 +119,17 @@ class PrefetchBackwardGathers(PrefetchForwardGathers):
              dx = mm(dy, t(a))
 
     A parameter's own gradient is computed meanwhile, so that no two gathered parameters are alive. The first gather
-    starts when what the forward has kept is done with; without that, at the beginning. Where nothing but pointwise ops
-    stands in between (a frozen layer), a gather starts when the parameter before has arrived. All else, and what is
-    left alone, as in `PrefetchForwardGathers`.
+    starts when what the forward has kept, and is read before it, is done with; without that, at the beginning. Where
+    nothing but pointwise ops stands in between (a frozen layer), a gather starts when the parameter before has arrived.
+    All else, and what is left alone, as in `PrefetchForwardGathers`.
     """
 
     phase: ClassVar[Phase] = Phase.BACKWARD
 
-    def _first_place(self, gm: GraphModule, first: Gather) -> Node | None:
+    def _first_place(self, gm: GraphModule, first: Gather) -> Node:
         inputs = placeholders(gm)
         needed = wait_of(first[0])
-        kept = [self._place(node, needed) for node in inputs if node.meta.get(KEPT)]
+        kept = [self._place(node, needed) for node in inputs if node.meta.get(KEPT) and _is_read_before(node, needed)]
         return max([*kept, inputs[-1]])
 
     def _place(self, previous: Node, needed: Node) -> Node:
@@ -160,12 +159,6 @@ def _latest_places(gm: GraphModule, gathers: Sequence[Gather], ctx: PassContext)
         following = bisect_right(times, latest) - 1  # the last node that begins by then
         places.append(nodes[max(following, inputs) - 1])
     return places[::-1]
-
-
-def _collectives_before(gm: GraphModule) -> dict[Node, Node | None]:
-    """For each collective the one ahead of it."""
-    found = collectives(gm)
-    return dict(zip(found, [None, *found], strict=False))
 
 
 class _Room:
@@ -232,6 +225,10 @@ def _kinds(ctx: PassContext, group: str) -> tuple[object, ...]:
     if "gloo" in backends:
         return (by_messages,)  # two of its own gathers must never be under way at once
     return (c10d_functional.all_gather_into_tensor.default, by_messages)
+
+
+def _is_read_before(value: Node, place: Node) -> bool:
+    return any(_is_read_before(user, place) if is_view(user) else user < place for user in value.users)
 
 
 def _takes_long(node: Node) -> bool:

@@ -85,6 +85,7 @@ class Runner:
             self.records.append(replace(record, verify_seconds=verify_seconds))
             verify_seconds = 0.0
             self._dump(gm, ctx, number, self.records[-1])
+        gm.recompile()  # once: between passes nobody runs the graph, and its text takes as long as a pass
         self._verifier.end()
         if self.after_phase is not None:
             self.after_phase(gm, ctx)
@@ -154,4 +155,3 @@ def _tidy(item: GraphPass, gm: GraphModule, ctx: PassContext) -> None:
     except Exception as error:
         first_line = str(error).partition("\n")[0]
         raise PassError(f"pass {item.name} left a malformed {ctx.phase.value} graph: {first_line}") from error
-    gm.recompile()

@@ -23,15 +23,11 @@ class Schedule:
         begins: When the computation comes to each node; to a wait: when it gets past it.
         ends: When each collective is through.
         seconds: How long each collective takes by itself.
-        total: Until all is done.
-        exposed: How long the computation stands still for collectives.
     """
 
     begins: Mapping[Node, float]
     ends: Mapping[Node, float]
     seconds: Mapping[Node, float]
-    total: float
-    exposed: float
 
 
 def predict(
@@ -49,7 +45,7 @@ def predict(
         early: Collectives that are taken to have been asked for at the very start, wherever they stand.
         unwaited: Collectives whose waits are taken to cost nothing.
     """
-    now = free = exposed = 0.0
+    now = free = 0.0
     begins: dict[Node, float] = {}
     seconds: dict[Node, float] = {}
     ends: dict[Node, float] = {}
@@ -61,12 +57,11 @@ def predict(
         elif is_wait(node):
             awaited = [source for source in node.all_input_nodes if source not in unwaited]
             end = max((ends.get(source, 0.0) for source in awaited), default=0.0)
-            exposed += max(0.0, end - now)
             now = max(now, end)
         begins[node] = now
         if not is_collective(node) and not is_wait(node):
             now += costs.seconds(node) or 0.0
-    return Schedule(begins, ends, seconds, max(now, free), exposed)
+    return Schedule(begins, ends, seconds)
 
 
 def memory_left(gm: GraphModule, ctx: PassContext) -> int:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import os
 import re
-import tempfile
-from contextlib import suppress
 from pathlib import Path
 
+from dsgraph.dumping.contents import write_whole
 from dsgraph.dumping.records import RecordError
 
 from .records import CalibrationRecord, from_text, to_text
@@ -74,17 +73,9 @@ def save(record: CalibrationRecord) -> Path:
     path = path_of(record.host, record.device)
     if path is None:
         raise CalibrationError("there is no home folder to keep a calibration in: set XDG_CACHE_HOME")
-    unfinished: Path | None = None
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".tmp", delete=False, encoding="utf-8") as file:
-            unfinished = Path(file.name)
-            file.write(to_text(record) + "\n")
-        unfinished.replace(path)
+        write_whole(path, f"{to_text(record)}\n".encode())
     except OSError as error:
-        if unfinished is not None:
-            with suppress(OSError):
-                unfinished.unlink()
         raise CalibrationError(
             f"{path} cannot be written ({error.strerror}): set XDG_CACHE_HOME to a folder that can"
         ) from error

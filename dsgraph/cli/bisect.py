@@ -77,7 +77,8 @@ def report(results: list[dict[str, Any]], code: int) -> Answer:
     if first is not None and wrong[0]["unrepeatable"]:
         lines.append(f"graph {wrong[0]['graph']} gives other results when it is run again: nothing can be said of it")
     elif first is not None:
-        failed = any(step["state"] == "failed" for step in wrong[0]["steps"])
+        of_graph = [result for result in wrong if result["graph"] == wrong[0]["graph"]]
+        failed = any(_step_of(first, result)["state"] == "failed" for result in of_graph)
         does = "fails on" if failed else "changes what"
         lines.append(f"{_name(first)} {does} graph {wrong[0]['graph']}{'' if failed else ' computes'}")
     elif compared:
@@ -134,8 +135,7 @@ def _describe_first(result: dict[str, Any]) -> list[str]:
     first = result["first"]
     if first is None or result["unrepeatable"]:
         return []
-    key = ("pass", "phase", "codegen")
-    step = next(step for step in result["steps"] if [step[name] for name in key] == [first[name] for name in key])
+    step = _step_of(first, result)
     who = f"rank {result['rank']}: " if result["world"] > 1 else ""
     if step["state"] == "failed":
         return [f"{who}{_name(first)} fails: {step['problem']}"]
@@ -152,6 +152,12 @@ def _describe_first(result: dict[str, Any]) -> list[str]:
     else:
         lines.append(f"  the graphs are right after all passes: what {first['codegen']} makes of them is not")
     return lines
+
+
+def _step_of(first: dict[str, Any], result: dict[str, Any]) -> dict[str, Any]:
+    """What one rank has written of the first pass that is off."""
+    key = ("pass", "phase", "codegen")
+    return next(step for step in result["steps"] if all(step[name] == first[name] for name in key))
 
 
 def _describe_node(node: dict[str, Any]) -> list[str]:

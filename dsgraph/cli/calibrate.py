@@ -14,7 +14,7 @@ from dsgraph.calibration.store import CalibrationError, load, save
 from dsgraph.dumping.records import to_json
 
 from .command import Answer, Command, CommandError
-from .launch import Script, describe_exit, run_script
+from .launch import Script, describe_exit, rank_count, run_script
 from .table import table
 
 _SECONDS = 25.0
@@ -122,12 +122,6 @@ def _link_rows(record: CalibrationRecord) -> Sequence[Sequence[str]]:
     ]
 
 
-def _ranks(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"is {text!r}; it takes a whole number above 0")
-    return int(text)
-
-
 def _duration(text: str) -> float:
     try:
         value = float(text)
@@ -139,7 +133,7 @@ def _duration(text: str) -> float:
 
 
 def _configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--nproc", type=_ranks, metavar="N", help=f"ranks to start for gloo (default: {_RANKS})")
+    parser.add_argument("--nproc", type=rank_count, metavar="N", help=f"ranks to start for gloo (default: {_RANKS})")
     parser.add_argument(
         "--seconds",
         type=_duration,

@@ -52,8 +52,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("script", metavar="SCRIPT", nargs="?", help="path of a Python script")
     parser.add_argument("-m", dest="module", metavar="MODULE", help="a module to run, as python -m does")
     parser.add_argument(
-        "--nproc", type=_count, default=1, metavar="N", help="ranks to start on this machine (default: 1)"
+        "--nproc", type=rank_count, default=1, metavar="N", help="ranks to start on this machine (default: 1)"
     )
+
+
+def rank_count(text: str) -> int:
+    """The type of an argument `--nproc`."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"is {text!r}; it takes a whole number above 0")
+    return int(text)
 
 
 def find_script(path: str | None, module: str | None) -> Script:
@@ -114,7 +121,7 @@ def run_script(
         command = [sys.executable, "-u", "-m", "dsgraph.cli.torchrun", str(nproc), *script.arguments, *arguments]
     mark = uuid.uuid4().hex
     sys.stdout.flush()
-    with _ended_by_signals():
+    with ended_by_signals():
         child = subprocess.Popen(
             command, env={**variables, **environment, _MARK: mark}, stdout=sys.stderr if quiet else None
         )
@@ -125,6 +132,24 @@ def run_script(
             raise
 
 
+@contextmanager
+def ended_by_signals() -> Iterator[None]:
+    """Lets SIGTERM and SIGHUP end this process the way Ctrl-C does: by an exception, after which one can tidy up."""
+
+    def stop(number: int, _: FrameType | None) -> NoReturn:
+        raise SystemExit(128 + number)
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
 def describe_exit(code: int) -> str:
     """How a script ended, in words: "exit code 3", "killed by SIGKILL"."""
     number = -code if code < 0 else code - 128
@@ -132,12 +157,6 @@ def describe_exit(code: int) -> str:
         if code < 0 or code > 128:
             return f"killed by {signal.Signals(number).name}"
     return f"exit code {code}"
-
-
-def _count(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"is {text!r}; it takes a whole number above 0")
-    return int(text)
 
 
 def _is_of_ranks(variable: str) -> bool:
@@ -185,24 +204,6 @@ def _alone() -> dict[str, str]:
         port = free.getsockname()[1]
     one = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
     return {**one, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-
-
-@contextmanager
-def _ended_by_signals() -> Iterator[None]:
-    """Lets SIGTERM and SIGHUP end this process the way Ctrl-C does: by an exception, after which one can tidy up."""
-
-    def stop(number: int, _: FrameType | None) -> NoReturn:
-        raise SystemExit(128 + number)
-
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGHUP)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def _end(child: subprocess.Popen[bytes], mark: str) -> None:

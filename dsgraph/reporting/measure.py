@@ -14,6 +14,7 @@ from dsgraph import compat
 from dsgraph.passes import MeshAxis, PassContext, Phase
 from dsgraph.passes.compat import OpOverload, is_tangent
 from dsgraph.passes.graph import GATHERS, is_arrival, is_collective, is_view, is_wait, placeholders
+from dsgraph.passes.notes import parameter_behind
 from dsgraph.passes.step_memory import PairMemory, pair_memory
 
 from .frames import Place, user_line
@@ -59,6 +60,7 @@ class Activations:
         saved: Values that are kept for the backward and are neither inputs, views of them, nor gathered parameters.
         saved_bytes: Their bytes.
         kept_parameters: Gathered parameters that are kept.
+        kept_names: Their names.
         kept_parameter_bytes: Their bytes.
         recomputed: Forward nodes that the backward graph repeats, views and gathers left out.
         recomputed_bytes: Bytes of their results.
@@ -69,6 +71,7 @@ class Activations:
     saved: int = 0
     saved_bytes: int | None = 0
     kept_parameters: int = 0
+    kept_names: tuple[str, ...] = ()
     kept_parameter_bytes: int | None = 0
     recomputed: int = 0
     recomputed_bytes: int | None = 0
@@ -117,9 +120,9 @@ class Measurements:
             self._forward = {node.name: _seen_from_backward(node) for node in gm.graph.nodes}
             self._forward_graph = None if ctx.inference else (gm, ctx)  # until the backward is there
         else:
-            self.activations = self._activations(gm)
             assert self._forward_graph is not None
             forward, its_ctx = self._forward_graph
+            self.activations = self._activations(gm, forward, its_ctx)
             self.memory, self._forward_graph = pair_memory(forward, gm, its_ctx, fused=self.with_inductor), None
             self.ignored_tags = tuple(
                 IgnoredTag(node.name, self._tagged[node.name], nbytes(node.meta.get("val")))
@@ -127,7 +130,7 @@ class Measurements:
                 if node.name in self._tagged
             )
 
-    def _activations(self, backward: GraphModule) -> Activations:
+    def _activations(self, backward: GraphModule, forward: GraphModule, ctx: PassContext) -> Activations:
         saved: list[Node] = []
         kept: list[Node] = []
         repeated: list[Node] = []
@@ -141,10 +144,13 @@ class Measurements:
             if node.op != "call_function" or node.target is not target or is_view(node) or is_collective(node):
                 continue
             (gathered if is_wait(node) and is_parameter else repeated).append(node)
+        by_name = {node.name: node for node in forward.graph.nodes}
+        behind = [parameter_behind(by_name[node.name], ctx) for node in kept]
         return Activations(
             saved=len(saved),
             saved_bytes=_sum(saved),
             kept_parameters=len(kept),
+            kept_names=tuple(info.name for info in behind if info is not None),
             kept_parameter_bytes=_sum(kept),
             recomputed=len(repeated),
             recomputed_bytes=_sum(repeated),

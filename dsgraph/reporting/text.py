@@ -163,7 +163,12 @@ def _step(report: Report) -> str:
 def _activations(compiles: Sequence[Compile]) -> str:
     rows = [(item.number, *_activation_row(item.activations)) for item in compiles if item.activations is not None]
     heads = ("compile", "saved", "kept parameters", "computed again", "gathered again")
-    return "for the backward\n" + _table(rows, heads) if rows else ""
+    names = [
+        f"kept of compile {item.number}: {', '.join(item.activations.kept_names)}"
+        for item in compiles
+        if item.activations is not None and item.activations.kept_names
+    ]
+    return "\n".join(["for the backward", _table(rows, heads), *map(_wrap, names)]) if rows else ""
 
 
 def _activation_row(found: Activations) -> tuple[str, ...]:

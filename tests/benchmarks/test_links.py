@@ -121,17 +121,19 @@ def test_checks_are_computed_from_rows():
         row("1gbit", "deepspeed-3", step_s=2.0),
         row("1gbit", "ddp", step_s=0.1),
         row("1gbit", "dsgraph-3", step_s=1.3, **{"step/bound": 1.3}, wire_mb=90.0),
+        row("1gbit", "dsgraph-3-spare", step_s=0.8),
         row("1gbit", "ddp-x4", step_s=2.0),
         row("1gbit", "dsgraph-2-x4", step_s=3.0),
         row("1gbit", "dsgraph-2-once-x4", step_s=1.0),
         row("unlimited", "fsdp2", step_s=1.0),
         row("unlimited", "dsgraph-3", step_s=0.7, wire_mb=102.0),
     ]
-    bound, peers, micro, once, free, sent = sorted(
+    bound, peers, spare, micro, once, free, sent = sorted(
         links.checks(rows), key=lambda check: [1.20, 0.60, 1.0, 0.65, 1.01].index(check.limit)
     )
     assert (bound.value, bound.ok) == (1.3, False)
     assert (peers.value, peers.ok) == (0.65, False) and "of fsdp2, deepspeed-3" in peers.name
+    assert (spare.value, spare.ok) == (0.4, True) and "dsgraph-3-spare step time over" in spare.name
     assert (micro.value, micro.ok) == (1.5, False) and "dsgraph-2-x4" in micro.name
     assert (once.value, once.ok) == (0.5, True) and "dsgraph-2-once-x4" in once.name
     assert (free.value, free.ok) == (0.7, False) and free.name.startswith("unlimited")

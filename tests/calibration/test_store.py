@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import os
 import stat
 from dataclasses import replace
 from pathlib import Path
@@ -111,8 +112,12 @@ def test_a_relative_folder_is_ignored_and_home_is_the_default(monkeypatch, tmp_p
         assert folder() == tmp_path / "home" / ".cache" / "dsgraph" / "calibration"
 
 
-def test_others_of_the_cache_may_not_write():
-    assert not stat.S_IMODE(save(calibration()).stat().st_mode) & 0o022
+def test_who_may_read_it_is_the_users_choice():
+    before = os.umask(0o077)
+    try:
+        assert stat.S_IMODE(save(calibration()).stat().st_mode) == 0o600
+    finally:
+        os.umask(before)
 
 
 def test_groups_that_were_not_measured_anew_are_kept():

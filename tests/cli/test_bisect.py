@@ -156,6 +156,15 @@ def test_the_worst_rank_counts():
     assert "rank 1: after pass cast (joint graph), 1 of 1 results are off:" in answer.text
 
 
+@pytest.mark.parametrize(("state", "does"), [("failed", "fails on graph 1"), ("off", "changes what graph 1 computes")])
+def test_what_is_said_is_of_the_first_pass_on_whichever_rank(state, does):
+    first = {"pass": "cast", "phase": "joint", "codegen": "eager", "ranks": [1], "node": None}
+    later = {**_step("sort", "failed"), "problem": "later"}
+    steps = [_step("cast", "ok"), {**_step("cast", state), "problem": "no such op"}]
+    results = [_result(rank, steps=[step, later], first=first) for rank, step in enumerate(steps)]
+    assert report(results, 0).text.splitlines()[-1] == f"pass cast (joint graph) {does}"
+
+
 def test_graphs_that_were_never_called_prove_nothing():
     answer = report([_result(0, called=False), _result(1, called=False)], 0)
     assert answer.code == 1

@@ -8,8 +8,16 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.testing import FileCheck
 from torch.utils.checkpoint import CheckpointPolicy
 
-from dsgraph.passes import ChooseCollectiveAlgorithms, InsertZeroCollectives, PassError, Pipeline
-from dsgraph.passes.graph import collectives, fake_value
+from dsgraph.passes import (
+    ChooseCollectiveAlgorithms,
+    CostModel,
+    InsertZeroCollectives,
+    PassError,
+    PassResult,
+    Pipeline,
+)
+from dsgraph.passes.graph import collective_kind, collectives, fake_value
+from dsgraph.passes.hardware import DEVICES, Link, LinkTable
 from tests.passes import lockstep
 from tests.passes.tracing import GLOO, SHARD, code, gather, reduce, run_pass, trace
 
@@ -71,10 +79,121 @@ def test_meaning_is_kept_bit_for_bit(rows):
         assert torch.equal(before[0], after[0])
 
 
+FORMS = ("exchange_by_messages", "all_to_all_single", "reduce_scatter_tensor")
+
+
+def _costs(axis=GLOO, **latencies):
+    """Costs by which kinds of collectives take so many seconds, whatever they send."""
+    table = LinkTable(Link(9.0, 1e30), tuple((kind, Link(seconds, 1e30)) for kind, seconds in latencies.items()))
+    return CostModel(DEVICES["cpu"], (axis,), {axis.group: table})
+
+
+def _favouring(form, axis=GLOO):
+    steps = axis.size - 1  # of gloo's own, one after the other
+    kinds = {kind: (0.001 if kind == form else 0.002) / (1 if kind == FORMS[0] else steps) for kind in FORMS}
+    return _costs(axis, **kinds)
+
+
+def test_the_fastest_form_of_a_reduction_is_taken_by_the_measured_figures():
+    codes = {}
+    for form in FORMS:
+        gm = _lowered(torch.randn(4, 3))
+        result = run_pass(ChooseCollectiveAlgorithms(), gm, GLOO, costs=_favouring(form))
+        assert result.changed == (form != "reduce_scatter_tensor")
+        codes[form] = code(gm)
+        note = f"1 of 1 reductions are not exchanged by messages: {form} is predicted to take 1"
+        assert [note in found and "2.01 ms" in found for found in result.notes] == [True] * (form != FORMS[0])
+    FileCheck().check("exchange_by_messages.default(mul, 2, '0')").check_next("wait_tensor").check_next(
+        "[2, 2, 3]"
+    ).check_next("sum.dim_IntList(").run(codes["exchange_by_messages"])
+    FileCheck().check("all_to_all_single.default(mul, [2, 2], [2, 2], '0')").check_next("wait_tensor").check_next(
+        "[2, 2, 3]"
+    ).check_next("sum.dim_IntList(").run(codes["all_to_all_single"])
+    assert codes["reduce_scatter_tensor"] == code(_lowered(torch.randn(4, 3)))
+
+
+def test_the_local_sum_counts():
+    times = {"exchange_by_messages": 0.001, "reduce_scatter_tensor": 0.001}
+    gm = _lowered(torch.randn(4, 3))
+    assert run_pass(ChooseCollectiveAlgorithms(), gm, GLOO, costs=_costs(**times)).changed == 0
+
+
+@pytest.mark.parametrize(
+    "times",
+    [
+        {"exchange_by_messages": 0.001, "all_to_all_single": 0.001},  # equals
+        {"all_to_all_single": 0.001, "reduce_scatter_tensor": 0.001},  # nobody has measured messages
+        {},
+    ],
+)
+def test_equals_and_missing_figures_are_messages(times):
+    gm = _lowered(torch.randn(4, 3))
+    assert run_pass(ChooseCollectiveAlgorithms(), gm, GLOO, costs=_costs(**times)).notes == ()
+    FileCheck().check("exchange_by_messages").run(code(gm))
+
+
+def test_costs_without_the_group_and_gradients_without_elements_are_messages():
+    for gm, costs in (
+        (_lowered(torch.randn(4, 3)), replace(_favouring("all_to_all_single"), links={})),
+        (_lowered(torch.randn(0, 3), rows=0), _favouring("all_to_all_single")),
+    ):
+        run_pass(ChooseCollectiveAlgorithms(), gm, GLOO, costs=costs)
+        FileCheck().check("exchange_by_messages").run(code(gm))
+
+
+def test_small_and_large_reductions_may_differ_and_are_counted():
+    def function(a, b, c):
+        return tuple(reduce(grad * 2, (len(grad) // 2, 64)) for grad in (a, b, c))
+
+    gm = trace(function, torch.randn(4, 64), torch.randn(4096, 64), torch.randn(2, 64))
+    run_pass(InsertZeroCollectives(), gm, GLOO)
+    table = (("exchange_by_messages", Link(1e-3, 1e9)), ("all_to_all_single", Link(1e-4, 1e8)))
+    costs = replace(_costs(), links={"0": LinkTable(Link(9.0, 1.0), table)})
+    (note,) = run_pass(ChooseCollectiveAlgorithms(), gm, GLOO, costs=costs).notes
+    assert note.startswith("2 of 3 reductions are not exchanged by messages: all_to_all_single is predicted to take")
+    kinds = [collective_kind(started) for started in collectives(gm)]
+    assert kinds == ["all_to_all_single", "exchange_by_messages", "all_to_all_single"]
+
+
+def test_more_than_two_ranks_never_take_the_reduction_that_adds_in_another_order():
+    axis = replace(GLOO, size=3)
+    gm = _lowered(torch.randn(6, 3), axis=axis)
+    run_pass(ChooseCollectiveAlgorithms(), gm, axis, costs=_favouring("reduce_scatter_tensor", axis))
+    FileCheck().check("exchange_by_messages").run(code(gm))
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("rows", [(3, 2), (2, 2, 2)])
+def test_all_forms_give_the_same_numbers_and_ranks_choose_alike(rows, form):
+    torch.manual_seed(0)
+    axis = replace(GLOO, size=len(rows))
+    inputs = [[torch.randn(sum(rows), 3)] for _ in rows]
+    outputs = []
+    for costs in (_favouring(form, axis), CostModel.default((axis,))):
+        graphs = [_lowered(*given, rows=own, axis=axis) for given, own in zip(inputs, rows, strict=True)]
+        for gm in graphs:
+            run_pass(ChooseCollectiveAlgorithms(), gm, axis, costs=costs)
+        outputs.append(lockstep.run(graphs, inputs))
+    for ours, theirs in zip(*outputs, strict=True):
+        assert torch.equal(ours[0], theirs[0])
+
+
+def test_gathers_go_by_messages_even_where_gloos_own_are_faster():
+    gm = _gathering(torch.randn(3, 3))
+    costs = _costs(gather_by_messages=0.002, all_gather_into_tensor=0.001)
+    (note,) = run_pass(ChooseCollectiveAlgorithms(), gm, GLOO, costs=costs).notes
+    assert note == (
+        "1 of 1 gathers go by messages, predicted to take 2 ms, though gloo's own take 1 ms: of those no two may be "
+        "under way at once"
+    )
+    FileCheck().check("gather_by_messages").run(code(gm))
+
+
 def test_other_backends_keep_their_own():
     gm = _lowered(torch.randn(4, 3), axis=SHARD)
     before = code(gm)
-    assert run_pass(ChooseCollectiveAlgorithms(), gm, SHARD).changed == 0
+    for costs in (CostModel.default((SHARD,)), _favouring("all_to_all_single", SHARD)):
+        assert run_pass(ChooseCollectiveAlgorithms(), gm, SHARD, costs=costs) == PassResult()
     assert code(gm) == before
 
 

@@ -2,10 +2,13 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import nn
 from torch.testing import FileCheck
 
+import dsgraph
 from dsgraph.passes import CompressGathers, InsertZeroCollectives, PassError, Phase, Pipeline
-from dsgraph.passes.graph import find_calls
+from dsgraph.passes.graph import GATHERS, collectives, fake_value, find_calls
+from dsgraph.passes.notes import parameter_of
 from tests.passes import lockstep
 from tests.passes.tracing import code, gather, run_pass, trace
 
@@ -57,8 +60,9 @@ def test_half_the_bytes_travel_and_the_numbers_are_the_same_bit_for_bit():
         lambda x, a: (gather(a, (4, 4)).to(torch.int8),),
         lambda x, a: (gather(a, (4, 4), replica=x).to(BF16),),
         lambda x, a: (gather(a, (4, 4), group="").to(BF16),),
+        lambda x, a: (lambda w: (w.to(BF16), w.to(BF16).t()))(gather(a, (4, 4))),
     ],
-    ids=["two gathers", "two lower", "own as well", "higher", "no float", "replica", "whole"],
+    ids=["two gathers", "two lower", "own as well", "higher", "no float", "replica", "whole", "two returned"],
 )
 def test_what_is_left_alone(function, request):
     gm = trace(function, torch.randn(4, 4), torch.randn(2, 4))
@@ -66,6 +70,31 @@ def test_what_is_left_alone(function, request):
     before = code(gm)
     assert run_pass(CompressGathers(), gm).changed == expected
     assert (code(gm) == before) == (expected == 0)
+
+
+def test_one_cast_may_be_returned():
+    gm = trace(lambda x, a: (lambda w: (w.to(BF16), x.to(BF16) @ w.to(BF16)))(gather(a, (4, 4))), *_inputs())
+    assert run_pass(CompressGathers(), gm).changed == 1
+
+
+def test_autocast_gathers_the_weights_of_matrix_products_in_its_own_precision(fake_ranks):
+    found = {}
+
+    @dsgraph.graph_pass(phase="joint", requires={"zero-collectives"})
+    def keep_dtypes(gm, ctx):
+        gathers = [node for node in collectives(gm) if node.target in GATHERS]
+        found.update({parameter_of(node, ctx): fake_value(node).dtype for node in gathers})
+        return 0
+
+    layers = nn.Sequential(nn.Linear(16, 24), nn.LayerNorm(24), nn.Linear(24, 8, bias=False))
+    model = dsgraph.partition(layers, stage=3, keep_whole_below=0)
+    pipeline = [*dsgraph.default_pipeline(), keep_dtypes]
+    compiled = torch.compile(model, backend="dsgraph", options={"codegen": "eager", "pipeline": pipeline})
+    with torch.autocast("cpu", BF16):
+        compiled(torch.randn(4, 16))
+    names = {name: found[f"parameter {name}"] for name, _ in layers.named_parameters()}
+    low = {name for name, dtype in names.items() if dtype is BF16}
+    assert low == {"0.weight", "0.bias", "2.weight"}
 
 
 def test_phase_and_contract():

@@ -33,14 +33,16 @@ def test_passes_run_phase_by_phase_in_the_order_listed():
         "insert_zero_collectives",
         "choose_collective_algorithms",
         "keep_last_gather",
+        "selective_gather",
         "prefetch_forward_gathers",
+        "await_replicas",
         "early",
         "release_kept_gather",
         "prefetch_backward_gathers",
         "delay_reduction_waits",
         "late",
     ]
-    assert [item.name for item in pipeline.of(Phase.FORWARD)] == ["prefetch_forward_gathers", "early"]
+    assert [item.name for item in pipeline.of(Phase.FORWARD)] == ["prefetch_forward_gathers", "await_replicas", "early"]
 
 
 def test_missing_requirement_is_named():
