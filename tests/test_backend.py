@@ -12,6 +12,9 @@ import torch.distributed as dist
 from torch import nn
 
 import dsgraph
+from dsgraph.codegen import Compilation
+from dsgraph.options import parse_options
+from dsgraph.passes import CaptureFacts
 from tests.models import build, tokens
 
 EAGER = {"codegen": "eager"}
@@ -226,3 +229,19 @@ def test_the_backend_is_found_by_name_without_importing_dsgraph():
     script += "(torch.ones(1, 2)).shape)"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
     assert "torch.Size([1, 2])" in done.stdout, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "mode", "awaits"),
+    [
+        ({"codegen": "eager"}, None, True),
+        ({}, None, True),
+        ({}, "reduce-overhead", False),
+        ({"inductor": {"triton.cudagraphs": True}}, None, False),
+        ({"pipeline": dsgraph.default_pipeline().without("await_replicas")}, None, False),
+    ],
+)
+def test_recorded_kernels_wait_for_nothing(options, mode, awaits):
+    """Where a replay of CUDA graphs would not wait for replicas, the graph's caller does."""
+    facts = CaptureFacts(replicas=frozenset({0}))
+    assert Compilation(parse_options(options, {}), facts, mode=mode).awaits_replicas is awaits
