@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from .base import PassContext
-from .graph import collective_group, collectives
+from .graph import collective_group, collectives, is_collective
 from .op_traits import traits
 
 _REACH = 64  # nodes looked at on the way from a collective to a gradient
@@ -50,7 +50,9 @@ def _whose(node: Node, gradients: dict[Any, str], ctx: PassContext) -> str:
         for user in node.users:
             if user in gradients:
                 return f" for the gradient of {gradients[user]}"
-            if user not in reached and len(frontier) < _REACH and traits(user).carries_sums:
+            # Through further collectives as well: hybrid sharding reduces over one axis after the other.
+            carries = is_collective(user) or traits(user).carries_sums
+            if carries and user not in reached and len(frontier) < _REACH:
                 reached.add(user)
                 frontier.append(user)
     return ""

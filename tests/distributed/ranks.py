@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import tempfile
 import traceback
@@ -110,6 +111,7 @@ def _serve(pipe: Connection) -> None:
             function, args, kwargs, rank, world, store, timeout_s = pipe.recv()
         except EOFError:
             return
+        faulthandler.dump_traceback_later(CALL_LIMIT - 10)  # where it hangs, to stderr, before it is killed
         try:
             dist.init_process_group(
                 "gloo",
@@ -125,3 +127,5 @@ def _serve(pipe: Connection) -> None:
             pipe.send((True, result))
         except BaseException:
             pipe.send((False, traceback.format_exc()))
+        finally:
+            faulthandler.cancel_dump_traceback_later()

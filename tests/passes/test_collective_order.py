@@ -16,7 +16,9 @@ from dsgraph.passes import (
 )
 from dsgraph.passes.collective_order import collective_lines, describe_order
 from dsgraph.passes.graph import collectives
-from tests.passes.tracing import GLOO, SHARD, gather, reduce, run_pass, trace
+from tests.passes.tracing import GLOO, OUTER, SHARD, gather, reduce, run_pass, trace
+
+AXES = ("shard", "replicate")
 
 
 def _layer(x, a, b):
@@ -46,6 +48,16 @@ def test_lines_say_whose_each_collective_is():
     assert collective_lines(_lowered(GLOO), _context(GLOO))[-1] == (
         "dsgraph.exchange_by_messages.default [4, 4] torch.float32 over shard for the gradient of first"
     )
+
+
+def test_reductions_over_one_axis_after_the_other_are_for_the_same_gradient():
+    how = {"outer_groups": ["1"]}
+    gm = trace(lambda x: (reduce(x * 2, (2, 4), **how), reduce(x * 3, (2, 4), **how)), torch.randn(4, 4))
+    run_pass(InsertZeroCollectives(), gm, GLOO, OUTER)
+    run_pass(ChooseCollectiveAlgorithms(), gm, GLOO, OUTER)
+    ctx = PassContext(Phase.JOINT, (GLOO, OUTER), gradients=MappingProxyType({0: "first", 1: "second"}))
+    lines = [line.partition(" over ")[2] for line in collective_lines(gm, ctx)]
+    assert lines == [f"{axis} for the gradient of {name}" for name in ("first", "second") for axis in AXES]
 
 
 def test_what_is_nobodys_has_its_op_and_shape():

@@ -1,0 +1,117 @@
+"""Each default pass alone, left out, and with each other one: all compute what one process computes, bit for bit alike.
+
+A pass that is new in the defaults is tried by itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import combinations
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import dsgraph
+from dsgraph.passes import Pipeline
+from dsgraph.passes.base import GraphPass
+from tests.distributed.training import ATOL, RTOL, full
+from tests.models import features
+
+pytestmark = pytest.mark.distributed
+
+# Lowers the markers: without it there is nothing to pass over.
+NEEDED = "insert_zero_collectives"
+
+# Passes that have nothing to do without another one.
+FOLLOWERS = {"release_kept_gather": "keep_last_gather"}
+
+# Passes that add up in another order: one gradient of a weight that is used twice is reduced, in place of two. All
+# others change places, memory and bytes, and no bit of a result.
+REASSOCIATING = {"merge_gathers"}
+
+
+class Varied(nn.Module):
+    """Something to do for every pass: a weight used twice, one in a lower precision, small parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm = nn.Linear(7, 16, bias=False), nn.LayerNorm(16)
+        self.twice, self.low = nn.Linear(16, 16, bias=False), nn.Linear(16, 5, bias=False)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        h = self.twice(torch.tanh(self.twice(self.norm(self.first(x)))))
+        return F.mse_loss(F.linear(h.bfloat16(), self.low.weight.bfloat16()).float(), y)
+
+
+def _units() -> list[frozenset[str]]:
+    """What is switched on and off: the names of passes, each with those that follow it."""
+    names = [item.name for item in dsgraph.default_pipeline() if item.name != NEEDED]
+    alone = [name for name in names if name not in FOLLOWERS]
+    return [frozenset({name, *(other for other in names if FOLLOWERS.get(other) == name)}) for name in alone]
+
+
+def _combinations(units: Sequence[frozenset[str]]) -> list[frozenset[str]]:
+    """None, each alone, each pair, and each left out."""
+    counts = dict.fromkeys((0, 1, 2, len(units) - 1))  # as many at a time
+    return [frozenset().union(*some) for count in counts for some in combinations(units, count)]
+
+
+def _pipeline(names: Iterable[str]) -> Pipeline:
+    """The default passes of these names, those that provide what they require, and what is needed."""
+    default = dsgraph.default_pipeline()
+    chosen: set[GraphPass] = set()
+    frontier = [item for item in default if item.name in {NEEDED, *names}]
+    while frontier:
+        item = frontier.pop()
+        chosen.add(item)
+        frontier += [other for other in default if other.provides & item.requires and other not in chosen]
+    return Pipeline(item for item in default if item in chosen)
+
+
+def _alone(world: int) -> list[Tensor]:
+    """The loss on this rank's batch, and the gradients of all ranks' batches, averaged, in one process."""
+    losses, gradients = [], []
+    for rank in range(world):
+        torch.manual_seed(0)
+        model = Varied()
+        losses.append(model(*features(0, rank)))
+        gradients.append(torch.autograd.grad(losses[rank], list(model.parameters())))
+    return [losses[dist.get_rank()].detach(), *(sum(each) / world for each in zip(*gradients, strict=True))]
+
+
+def _train(model: nn.Module, pipeline: Pipeline) -> list[Tensor]:
+    torch._dynamo.reset()
+    model.zero_grad()
+    compiled = torch.compile(model, backend="dsgraph", options={"codegen": "eager", "pipeline": pipeline})
+    loss = compiled(*features(0, dist.get_rank()))
+    loss.backward()
+    return [loss.detach(), *(full(parameter.grad) for parameter in model.parameters())]
+
+
+def _compare_all(stage: int) -> set[str]:
+    """Compares all combinations of the passes that have something to do; returns their names."""
+    torch.manual_seed(0)
+    model = dsgraph.partition(Varied(), stage=stage, keep_whole_below=20)
+    names = ["loss", *(name for name, _ in model.named_parameters())]
+    alone = _alone(dist.get_world_size())
+    every = frozenset().union(*_units())
+    first = {every & REASSOCIATING: _train(model, _pipeline(every))}
+    changed = {item.name for item in dsgraph.report(model).compiles[0].passes if item.changed}
+    for chosen in _combinations([unit for unit in _units() if unit & changed]):
+        found = _train(model, _pipeline(chosen))
+        expected = first.setdefault(chosen & REASSOCIATING, found)
+        for name, ours, alike in zip(names, found, expected, strict=True):
+            assert torch.equal(ours, alike), f"passes {sorted(chosen)} change a bit of {name}"
+    for found in first.values():
+        torch.testing.assert_close(found, alone, rtol=RTOL, atol=ATOL)
+    return changed
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_every_combination_computes_what_one_process_computes(ranks, stage):
+    changed = ranks(2).run(_compare_all, stage)[0]
+    idle = {item.name for item in dsgraph.default_pipeline()} - changed
+    assert all("gather" in name for name in idle) if stage == 2 else not idle, f"{sorted(idle)} had nothing to do"
