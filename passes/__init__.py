@@ -1,6 +1,8 @@
 """Floor 1, the compiler: passes, the runner that runs them and the partitioner that carries them."""
 
 from .base import FunctionPass, GraphPass, ParamInfo, PassContext, PassResult, Phase, graph_pass
+from .bucket_gathers import BucketBackwardGathers, BucketForwardGathers
+from .bucket_reductions import BucketReductions
 from .bucket_small_reductions import BucketSmallReductions
 from .choose_collective_algorithms import ChooseCollectiveAlgorithms
 from .compress_gathers import CompressGathers
@@ -17,6 +19,9 @@ from .prefetch_gathers import PrefetchBackwardGathers, PrefetchForwardGathers
 from .runner import GraphSink, PassRecord, Runner
 
 __all__ = [
+    "BucketBackwardGathers",
+    "BucketForwardGathers",
+    "BucketReductions",
     "BucketSmallReductions",
     "CaptureFacts",
     "ChooseCollectiveAlgorithms",

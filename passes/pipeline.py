@@ -6,6 +6,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from .base import GraphPass, Phase
+from .bucket_gathers import BucketBackwardGathers, BucketForwardGathers
+from .bucket_reductions import BucketReductions
 from .bucket_small_reductions import BucketSmallReductions
 from .choose_collective_algorithms import ChooseCollectiveAlgorithms
 from .compress_gathers import CompressGathers
@@ -92,9 +94,12 @@ def default_pipeline() -> Pipeline:
             InsertZeroCollectives(),
             ChooseCollectiveAlgorithms(),
             KeepLastGather(),
+            BucketForwardGathers(),
             PrefetchForwardGathers(),
             ReleaseKeptGather(),
+            BucketBackwardGathers(),
             PrefetchBackwardGathers(),
+            BucketReductions(),
             DelayReductionWaits(),
         ]
     )

@@ -12,6 +12,7 @@ import torch.distributed as dist
 import dsgraph
 from tests.distributed.training import compare, full
 from tests.models import CASES, build, tokens
+from tests.pipelines import without_buckets
 
 pytestmark = pytest.mark.distributed
 
@@ -39,7 +40,8 @@ def _count(stage: int, codegen: str | None) -> dict[str, int]:
     """Collectives of the second step of four micro-batches."""
     rank = dist.get_rank()
     model = dsgraph.partition(build("gpt"), stage=stage, keep_whole_below=20)
-    runs = model if codegen is None else torch.compile(model, backend="dsgraph", options={"codegen": codegen})
+    options = {"codegen": codegen, "pipeline": without_buckets()}
+    runs = model if codegen is None else torch.compile(model, backend="dsgraph", options=options)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     for step in range(2):
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
