@@ -5,9 +5,9 @@ needs one. Importing this package registers the ops; `register_lowerings` regist
 """
 
 from .compat import c10d_functional, resolve_group
-from .exchange_by_messages import exchange_by_messages
+from .exchange_by_messages import exchange_by_messages, exchange_by_messages_coalesced
 from .exchange_by_messages import register_lowering as _register_exchange
-from .gather_by_messages import gather_by_messages, start_gather
+from .gather_by_messages import gather_by_messages, gather_by_messages_coalesced, start_gather
 from .gather_by_messages import register_lowering as _register_gather
 from .gather_param import (
     all_gather_rows,
@@ -33,7 +33,9 @@ __all__ = [
     "c10d_functional",
     "chunk_rows",
     "exchange_by_messages",
+    "exchange_by_messages_coalesced",
     "gather_by_messages",
+    "gather_by_messages_coalesced",
     "gather_param",
     "group_count",
     "pad_rows",

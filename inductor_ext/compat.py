@@ -38,7 +38,9 @@ def register_work(tensor: Tensor, work: Work | None) -> None:
 
 @cache
 def lower_as_collective(op: OpOverload) -> None:
-    """Makes Inductor treat `op`, whose first argument is its only tensor, as a functional collective.
+    """Makes Inductor treat `op` as a functional collective.
+
+    Its first argument is its only tensor and its result one; or both are lists, of as many tensors, in one order.
 
     As an unknown op it would be free to run in another order than other collectives, and in another order on other
     ranks. Imports Inductor, which takes a second: call it when something is about to be compiled.
@@ -49,7 +51,6 @@ def lower_as_collective(op: OpOverload) -> None:
     add_layout_constraint(op, constrain_to_fx_strides)
 
     @register_lowering(op, type_promotion_kind=None)
-    def lower(tensor: Any, *args: Any) -> Any:
-        kernel = ir._CollectiveKernel.create_out_of_place(op, tensor, *args)
-        assert isinstance(kernel, ir.IRNode)  # one output, not a list
-        return ir.TensorBox.create(kernel)
+    def lower(given: Any, *args: Any) -> Any:
+        result = ir._CollectiveKernel.create_out_of_place(op, given, *args)
+        return list(map(ir.TensorBox.create, result)) if isinstance(result, list) else ir.TensorBox.create(result)

@@ -12,15 +12,20 @@ Like torch's functional collectives it starts the transfer and returns; `wait_te
 - Rows land where they belong. gloo's own flattens and copies on the way.
 
 The bytes on the wire are the least possible: each rank sends `n - 1` shards' worth.
+
+`dsgraph::gather_by_messages_coalesced` gathers several tensors at once, each into memory of its own, and each with a
+wait of its own: the latency of one gather, and nothing is copied together or apart.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
 
 from .compat import lower_as_collective, resolve_group
-from .messages import start_messages
+from .messages import Messages, start_messages
 
 
 def start_gather(shard: Tensor, full: Tensor, group_name: str) -> None:
@@ -28,14 +33,25 @@ def start_gather(shard: Tensor, full: Tensor, group_name: str) -> None:
 
     `shard` may be this rank's rows of `full`.
     """
-    if shard.numel() == 0:
-        return
+    _start_gathers([(shard, full)], group_name)
+
+
+def _start_gathers(pairs: Iterable[tuple[Tensor, Tensor]], group_name: str) -> None:
     group = resolve_group(group_name)
-    rows_of = full.chunk(group.size())
-    own = rows_of[group.rank()]
-    if shard.data_ptr() != own.data_ptr():
-        own.copy_(shard)
-    start_messages(full, receive=rows_of, send=[own] * group.size(), group=group)
+    tensors = []
+    for shard, full in pairs:
+        if shard.numel() == 0:
+            continue
+        rows_of = full.chunk(group.size())
+        own = rows_of[group.rank()]
+        if shard.data_ptr() != own.data_ptr():
+            own.copy_(shard)
+        tensors.append(Messages(full, receive=rows_of, send=[own] * group.size()))
+    start_messages(tensors, group)
+
+
+def _empty_full(shard: Tensor, group_size: int) -> Tensor:
+    return shard.new_empty((group_size * shard.shape[0], *shard.shape[1:]))
 
 
 @torch.library.custom_op(
@@ -54,16 +70,43 @@ def gather_by_messages(shard: Tensor, group_size: int, group_name: str) -> Tenso
     Returns:
         `[group_size * rows, ...]`, to be read after `wait_tensor`.
     """
-    full = shard.new_empty((group_size * shard.shape[0], *shard.shape[1:]))
+    full = _empty_full(shard, group_size)
     start_gather(shard, full, group_name)
     return full
 
 
 @gather_by_messages.register_fake
 def _(shard: Tensor, group_size: int, group_name: str) -> Tensor:
-    return shard.new_empty((group_size * shard.shape[0], *shard.shape[1:]))
+    return _empty_full(shard, group_size)
+
+
+@torch.library.custom_op(
+    "dsgraph::gather_by_messages_coalesced",
+    mutates_args=(),
+    schema="(Tensor[] shards, int group_size, str group_name) -> Tensor[]",
+)
+def gather_by_messages_coalesced(shards: Sequence[Tensor], group_size: int, group_name: str) -> list[Tensor]:
+    """For each of several tensors the rows of all ranks of a group, in rank order.
+
+    Args:
+        shards: Each `[rows, ...]`, of the same shape on every rank, in the same order. Read before the op returns.
+        group_size: Number of ranks in the group.
+        group_name: Name of the process group.
+
+    Returns:
+        For each a `[group_size * rows, ...]`, to be read after its own `wait_tensor`.
+    """
+    fulls = [_empty_full(shard, group_size) for shard in shards]
+    _start_gathers(zip(shards, fulls, strict=True), group_name)
+    return fulls
+
+
+@gather_by_messages_coalesced.register_fake
+def _(shards: Sequence[Tensor], group_size: int, group_name: str) -> list[Tensor]:
+    return [_empty_full(shard, group_size) for shard in shards]
 
 
 def register_lowering() -> None:
-    """Tells Inductor that the op is a collective."""
+    """Tells Inductor that the ops are collectives."""
     lower_as_collective(torch.ops.dsgraph.gather_by_messages.default)
+    lower_as_collective(torch.ops.dsgraph.gather_by_messages_coalesced.default)

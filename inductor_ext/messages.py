@@ -9,6 +9,7 @@ once. Here every receive is offered before the first byte is sent.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch.distributed as dist
 from torch import Tensor
@@ -21,17 +22,33 @@ from .compat import register_work
 _TAG = 0xD5
 
 
-def start_messages(result: Tensor, *, receive: Sequence[Tensor], send: Sequence[Tensor], group: ProcessGroup) -> None:
-    """Starts to exchange messages with every other rank of a group; `wait_tensor(result)` ends it.
+@dataclass(frozen=True)
+class Messages:
+    """One tensor's messages with every other rank of a group.
 
-    Args:
+    Attributes:
         result: What is waited for.
         receive: For each rank, where its message goes; contiguous.
         send: For each rank, what it is sent; contiguous, not to be written to before the end.
+    """
+
+    result: Tensor
+    receive: Sequence[Tensor]
+    send: Sequence[Tensor]
+
+
+def start_messages(tensors: Sequence[Messages], group: ProcessGroup) -> None:
+    """Starts the messages of several tensors at once; `wait_tensor` of a tensor's `result` ends that tensor's.
+
+    Args:
+        tensors: In the same order on every rank of the group.
         group: The process group.
     """
     others = [rank for rank in range(group.size()) if rank != group.rank()]
-    for rank in others:
-        register_work(result, dist.irecv(receive[rank], group=group, group_src=rank, tag=_TAG))
-    for rank in others:
-        register_work(result, dist.isend(send[rank], group=group, group_dst=rank, tag=_TAG))
+    for tensor in tensors:
+        for rank in others:
+            work = dist.irecv(tensor.receive[rank], group=group, group_src=rank, tag=_TAG)
+            register_work(tensor.result, work)
+    for tensor in tensors:
+        for rank in others:
+            register_work(tensor.result, dist.isend(tensor.send[rank], group=group, group_dst=rank, tag=_TAG))

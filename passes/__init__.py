@@ -2,6 +2,8 @@
 
 from .await_replicas import AwaitReplicas
 from .base import FunctionPass, GraphPass, ParamInfo, PassContext, PassResult, Phase, graph_pass
+from .bucket_gathers import BucketBackwardGathers, BucketForwardGathers
+from .bucket_reductions import BucketReductions
 from .bucket_small_reductions import BucketSmallReductions
 from .choose_collective_algorithms import ChooseCollectiveAlgorithms
 from .compress_gathers import CompressGathers
@@ -20,6 +22,9 @@ from .selective_gather import SelectiveGather
 
 __all__ = [
     "AwaitReplicas",
+    "BucketBackwardGathers",
+    "BucketForwardGathers",
+    "BucketReductions",
     "BucketSmallReductions",
     "CaptureFacts",
     "ChooseCollectiveAlgorithms",

@@ -9,7 +9,9 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from .base import PassContext
+from .coalesced import inputs_of, results_of
 from .graph import collective_group, collectives, is_collective
+from .notes import origin
 from .op_traits import traits
 
 _REACH = 64  # nodes looked at on the way from a collective to a gradient
@@ -27,8 +29,10 @@ def collective_lines(gm: GraphModule, ctx: PassContext) -> list[str]:
     lines = []
     for node in collectives(gm):
         value, group = node.meta.get("val"), collective_group(node)
-        shape = f"{list(value.shape)} {value.dtype}" if isinstance(value, Tensor) else ""
-        lines.append(f"{node.target} {shape} over {names.get(group, group)}{_whose(node, gradients, ctx)}")
+        values = value if isinstance(value, (list, tuple)) else [value]
+        shapes = ", ".join(f"{list(one.shape)} {one.dtype}" for one in values if isinstance(one, Tensor))
+        whose = " and".join(filter(None, (_whose(result, gradients, ctx) for result in results_of(node))))
+        lines.append(f"{node.target} {shapes} over {names.get(group, group)}{whose}")
     return lines
 
 
@@ -40,9 +44,7 @@ def describe_order(gm: GraphModule, ctx: PassContext) -> str:
 
 
 def _whose(node: Node, gradients: dict[Any, str], ctx: PassContext) -> str:
-    source = node.all_input_nodes[0] if node.all_input_nodes else node
-    while source.op == "call_function" and len(source.all_input_nodes) == 1:
-        source = source.all_input_nodes[0]
+    source = origin(next(iter(inputs_of(node)), node))
     if source.name in ctx.params:
         return f" of {ctx.params[source.name].name}"
     reached, frontier = {node}, [node]

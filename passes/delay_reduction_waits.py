@@ -7,15 +7,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
 from torch.fx import GraphModule, Node
-
-from dsgraph.inductor_ext import c10d_functional
 
 from .base import GraphPass, PassContext, PassResult, Phase
 from .cost import number_of, tensor_bytes
-from .graph import barrier_between, fake_value, is_barrier, is_collective, wait_of
+from .graph import barrier_between, fake_value
 from .notes import described
+from .reductions import is_reduction, made_of
 from .schedule import memory_left, predict
 
 
@@ -44,13 +42,14 @@ class DelayReductionWaits(GraphPass):
     phase: ClassVar[Phase] = Phase.BACKWARD
     needs_mesh: ClassVar[bool] = True
     requires: ClassVar[frozenset[str]] = frozenset({"zero-collectives"})
+    provides: ClassVar[frozenset[str]] = frozenset({"delayed-reduction-waits"})
 
     def run(self, gm: GraphModule, ctx: PassContext) -> PassResult:
-        reductions = [node for node in gm.graph.nodes if _is_reduction(node)]
+        reductions = [node for node in gm.graph.nodes if is_reduction(node)]
         end = next(iter(gm.graph.find_nodes(op="output")))
         changed, notes = 0, []
         for started, place in zip(reductions, self._places(gm, reductions, end, ctx), strict=True):
-            results = _results(started)
+            results = made_of(started)
             if isinstance(results, str):
                 notes.append(f"{described(started)} is waited for at once: {results}")
             elif _move_ahead(results, place):
@@ -84,35 +83,6 @@ class DelayReductionWaits(GraphPass):
 def _bytes(started: Node) -> int:
     """Bytes that a reduction reads and writes."""
     return number_of(started, tensor_bytes([fake_value(node) for node in (started, *started.all_input_nodes)]))
-
-
-def _is_reduction(node: Node) -> bool:
-    return is_collective(node) and node.target in (
-        c10d_functional.reduce_scatter_tensor.default,
-        c10d_functional.all_to_all_single.default,
-        torch.ops.dsgraph.exchange_by_messages.default,
-        c10d_functional.all_reduce.default,
-    )
-
-
-def _results(started: Node) -> list[Node] | str:
-    """The wait and all that is made of it, in program order; the reason where that must stay where it is."""
-    wait = wait_of(started)
-    found, frontier = {wait}, [wait]
-    while frontier:
-        for user in frontier.pop().users:
-            if user.op == "output" or user in found:
-                continue
-            if is_collective(user):
-                return f"{user.name} communicates what it reduces again"
-            if is_barrier(user):
-                return f"{user.name} may write to what it reduces, or is of a kind that nothing moves across"
-            found.add(user)
-            frontier.append(user)
-    for node in sorted(found - {wait}):
-        if any(source not in found for source in node.all_input_nodes):
-            return f"{node.name} computes with what it reduces and with other values"
-    return sorted(found)
 
 
 def _move_ahead(nodes: list[Node], place: Node) -> bool:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from types import MappingProxyType
 from typing import Any, TypeGuard
 
 import torch
@@ -40,10 +41,20 @@ def all_graph_modules(gm: GraphModule) -> Iterator[GraphModule]:
             yield module
 
 
-_OWN_COLLECTIVES = (torch.ops.dsgraph.gather_by_messages.default, torch.ops.dsgraph.exchange_by_messages.default)
-
 # What `InsertZeroCollectives` and `ChooseCollectiveAlgorithms` make of a gather.
 GATHERS = (c10d_functional.all_gather_into_tensor.default, torch.ops.dsgraph.gather_by_messages.default)
+
+# One tensor's form of a collective -> that of several at once, each with a result and a wait of its own.
+COALESCED: Mapping[OpOverload, OpOverload] = MappingProxyType(
+    {
+        c10d_functional.all_gather_into_tensor.default: c10d_functional.all_gather_into_tensor_coalesced.default,
+        c10d_functional.reduce_scatter_tensor.default: c10d_functional.reduce_scatter_tensor_coalesced.default,
+        torch.ops.dsgraph.gather_by_messages.default: torch.ops.dsgraph.gather_by_messages_coalesced.default,
+        torch.ops.dsgraph.exchange_by_messages.default: torch.ops.dsgraph.exchange_by_messages_coalesced.default,
+    }
+)
+
+_OWN_COLLECTIVES = frozenset(op for pair in COALESCED.items() for op in pair if op.namespace == "dsgraph")
 
 # Marks a gathered parameter that a pass keeps for the backward, on the forward's node and so on the backward's input.
 KEPT = "dsgraph_kept"
@@ -144,7 +155,7 @@ def collectives(gm: GraphModule) -> list[Node]:
 
 
 def wait_of(started: Node) -> Node:
-    """The one wait for a collective.
+    """The one wait for a collective, or for one result of a collective of several tensors.
 
     Raises:
         ValueError: Something else reads the collective's result as well, or nothing does.

@@ -15,8 +15,19 @@ from torch.utils.checkpoint import CheckpointPolicy
 from dsgraph.inductor_ext import c10d_functional
 
 from .base import GraphPass, PassContext, Phase
+from .coalesced import inputs_of, is_result, results_of
 from .errors import PassError
-from .graph import GATHERS, KEPT, bound_arguments, collective_group, is_collective, is_gather_marker, is_view, is_wait
+from .graph import (
+    COALESCED,
+    GATHERS,
+    KEPT,
+    bound_arguments,
+    collective_group,
+    is_collective,
+    is_gather_marker,
+    is_view,
+    is_wait,
+)
 from .invariants_memory import MemoryFacts, Roots
 from .op_traits import traits, written_nodes
 
@@ -25,7 +36,7 @@ aten = torch.ops.aten
 Violation = tuple[str, str]
 """What identifies a broken rule, and the sentence that says it."""
 
-_GATHERS = (*GATHERS, c10d_functional.all_gather_into_tensor_out.default)
+_GATHERS = (*GATHERS, *(COALESCED[op] for op in GATHERS), c10d_functional.all_gather_into_tensor_out.default)
 _PREPARATIONS = (
     *(aten._to_copy.default, aten.constant_pad_nd.default, aten.clone.default, aten.cat.default),
     torch.ops.prims.convert_element_type.default,
@@ -101,15 +112,17 @@ def _gathers(
             call = bound_arguments(node)
             source, group = call["shard"], call["group"] if call["replica"] is None else ""
         elif node.target in _GATHERS:
-            source, group = node.all_input_nodes[0], collective_group(node)
+            source, group = None, collective_group(node)
         else:
             continue
         if not group or group in alone:
             continue
-        for name in _inputs_of(source):
-            gathers[name] = gathers.get(name, frozenset()) | {group}
-            is_repeated = _is_tagged(node) and all(map(_is_tagged, node.users))
-            repeated[name] = repeated.get(name, True) and is_repeated
+        for result in results_of(node):
+            is_repeated = _is_tagged(node) and all(map(_is_tagged, (result, *result.users)))
+            made_of = inputs_of(result) if source is None else [source]
+            for name in (name for shard in made_of for name in _inputs_of(shard)):
+                gathers[name] = gathers.get(name, frozenset()) | {group}
+                repeated[name] = repeated.get(name, True) and is_repeated
     return gathers, frozenset(name for name, is_repeated in repeated.items() if is_repeated)
 
 
@@ -139,7 +152,7 @@ def _tags(started: list[Node]) -> tuple[frozenset[Node], frozenset[Node]]:
         node = frontier.pop()
         if _is_tagged(node):
             tagged.add(node)
-            frontier.extend(user for user in node.users if is_wait(user) or is_view(user))
+            frontier.extend(user for user in node.users if is_wait(user) or is_view(user) or is_result(user))
         elif not node.meta.get(KEPT) and node.meta.get("partitioner_tag") != "is_backward":
             untagged.add(node)
     return frozenset(tagged), frozenset(untagged)
@@ -148,7 +161,15 @@ def _tags(started: list[Node]) -> tuple[frozenset[Node], frozenset[Node]]:
 def _wrong_waits(started: list[Node]) -> Iterator[Violation]:
     for node in started:
         # Several tensors at once are waited for one by one.
-        results = list(node.users) if isinstance(node.meta.get("val"), (list, tuple)) else [node]
+        value = node.meta.get("val")
+        results = list(node.users) if isinstance(value, (list, tuple)) else [node]
+        read = {result.args[1] for result in results if is_result(result)}
+        if isinstance(value, (list, tuple)) and len(read) < len(value):
+            yield (
+                f"results {node.name}",
+                f"collective {node.name} has {len(value)} results, of which {len(read)} are read; each must have its "
+                "one wait",
+            )
         for result in results:
             waits = sum(map(is_wait, result.users))
             if waits != 1 or len(result.users) != 1:
@@ -174,13 +195,13 @@ def _writes_in_flight(gm: GraphModule, started: list[Node], memory: MemoryFacts)
             written = {root for buffer in written_nodes(node) for root in memory.roots(buffer)}
             for root in written:
                 writing.setdefault(root, []).append(node)
-            for source in node.all_input_nodes:
-                for root in memory.roots(source) - written:
-                    reading.setdefault(root, []).append(node)
+            for result in results_of(node):
+                for root in {root for source in inputs_of(result) for root in memory.roots(source)} - written:
+                    reading.setdefault(root, []).append(result)
 
 
 def _land(buffers: dict[Node, list[Node]], result: Roots) -> None:
-    """Takes what a wait ends out of the buffers in flight: `result` is the collective, or the tensor it writes to."""
+    """Takes what a wait ends out of the buffers in flight: `result` is one of its results, or what it writes to."""
     for root, nodes in list(buffers.items()):
         nodes[:] = [node for node in nodes if node not in result and root not in result]
         if not nodes:
@@ -197,7 +218,8 @@ def _disturbs(
     )
     disturbed = [(root, collective) for root in written & reading.keys() for collective in reading[root]]
     disturbed += [(root, collective) for root in touched & writing.keys() for collective in writing[root]]
-    for buffer, collective in disturbed:
+    for buffer, result in disturbed:
+        collective = result.all_input_nodes[0] if is_result(result) else result
         verb = "writes to" if buffer in written else "reads"
         yield (
             f"flight {node.name} {collective.name}",
@@ -211,7 +233,7 @@ def _saved_gathers(
 ) -> Iterator[Violation]:
     if ctx.user_outputs is None:
         return
-    gathered = {node for node in started if node.target in _GATHERS and _is_tagged(node)}
+    gathered = {item for node in started if node.target in _GATHERS and _is_tagged(node) for item in results_of(node)}
     kept = {node for node in gathered if any(user.meta.get(KEPT) for user in node.users)}
     for index, value in enumerate(outputs[ctx.user_outputs :], start=ctx.user_outputs):
         for root in memory.roots(value) & (gathered - kept) if isinstance(value, Node) else ():

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from torch.fx import GraphModule, Node
 
+from .coalesced import is_result
 from .errors import PassError
 from .graph import is_barrier, is_collective, is_wait
 from .op_traits import allocates, argument_nodes, is_unknown, releases, traits, written_nodes
@@ -54,7 +55,7 @@ def observe(gm: GraphModule) -> MemoryFacts:
     ordered: list[Node] = []
     barriers: list[Node] = []
     for node in gm.graph.nodes:
-        shares = traits(node).shares
+        shares = () if _is_new_result(node) else traits(node).shares
         sources = tuple(argument_nodes(node, shares)) if shares else ()
         single[node] = single[sources[0]] if sources else node
         if len(sources) > 1 or (sources and sources[0] in joint):
@@ -75,6 +76,11 @@ def observe(gm: GraphModule) -> MemoryFacts:
         writers=frozenset(writers),
         released=tuple(_reads_after_release(gm, sharing)) if gives_back else (),
     )
+
+
+def _is_new_result(node: Node) -> bool:
+    """Whether the node is a tensor of its own, of several that a collective makes at once."""
+    return is_result(node) and not traits(node.all_input_nodes[0]).shares
 
 
 def _union(sets: Iterable[Roots]) -> Roots:

@@ -17,6 +17,7 @@ from torch.fx import GraphModule, Node
 from dsgraph.inductor_ext import c10d_functional
 
 from .base import PassContext
+from .coalesced import inputs_of, is_result
 from .compat import is_tangent
 from .errors import PassError
 from .graph import bound_arguments, is_collective
@@ -37,6 +38,11 @@ _REDUCTIONS = frozenset(
         *(c10d_functional.all_reduce, c10d_functional.all_reduce_),
         *(c10d_functional.all_reduce_coalesced, c10d_functional.all_reduce_coalesced_),
     }
+)
+_EXCHANGES = (
+    c10d_functional.all_to_all_single,
+    torch.ops.dsgraph.exchange_by_messages,
+    torch.ops.dsgraph.exchange_by_messages_coalesced,
 )
 _SPLITS = frozenset({aten.split_with_sizes.default, aten.split.Tensor, aten.split.sizes})
 
@@ -61,9 +67,12 @@ def observe(gm: GraphModule, outputs: Iterable[object], ctx: PassContext) -> tup
             if is_tangent(node):
                 values[node] = _NEW
         elif node.op == "call_function":
-            sources = [values[source] for source in node.all_input_nodes if source in values]
+            # Of several tensors that a collective reduces at once, each has a history of its own.
+            given = inputs_of(node) if is_result(node) else node.all_input_nodes
+            sources = [values[source] for source in given if source in values]
             if sources:
-                values[node] = _follow(node, sources, values, sizes)
+                call = node.all_input_nodes[0] if is_result(node) else node
+                values[node] = _follow(call, sources, values, sizes)
     found = (values.get(value) if isinstance(value, Node) else None for value in outputs)
     return tuple(_NOT_FOLLOWED if value is None else value.histories for value in found)
 
@@ -122,7 +131,7 @@ def _communicated(node: Node, sources: list[_Value], sizes: Mapping[str, int]) -
     if packet in _REDUCTIONS:
         changed = _summed(source, [_event(call["group_name"], call["reduce_op"])])
         return changed if _rows(node) == sum(size for size, _ in source.parts) else _Value(changed.histories)
-    if packet in (c10d_functional.all_to_all_single, torch.ops.dsgraph.exchange_by_messages):
+    if packet in _EXCHANGES:
         return _Value(_summed(source, [f"{_EXCHANGED}group {call['group_name']!r}"]).histories)
     return _Value(source.histories)
 

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
+from .coalesced import collective_behind, inputs_of
 from .compat import captured_input, storage_id
 from .cost import UNKNOWN_SIZE, hint, tensor_bytes
 from .fusion import inlined, is_concatenation, writes_over_operands
@@ -263,12 +264,10 @@ _COPYING = ("all_reduce", "broadcast", "gather_by_messages")
 
 def _read_until(wait: Node, table: _Table) -> list[str]:
     """The pieces that the collective which `wait` ends reads meanwhile."""
-    started = wait.all_input_nodes[0]
-    while started.target is operator.getitem:
-        started = started.all_input_nodes[0]
+    started = collective_behind(wait)
     if not is_collective(started) or collective_kind(started) in _COPYING:
         return []
-    return [name for source in started.all_input_nodes for name in table.names(source)]
+    return [name for source in inputs_of(wait.all_input_nodes[0]) for name in table.names(source)]
 
 
 def _live_bytes(pieces: Sequence[Piece], count: int) -> tuple[int, ...]:

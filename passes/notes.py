@@ -5,24 +5,38 @@ from __future__ import annotations
 from torch.fx import Node
 
 from .base import ParamInfo, PassContext
-from .graph import fake_value
+from .coalesced import inputs_of, results_of
+from .graph import fake_value, is_collective
 
 
 def parameter_behind(node: Node, ctx: PassContext) -> ParamInfo | None:
     """The parameter that a node is made of, and of nothing else; None where there is no such parameter."""
-    source = node
-    while source.op != "placeholder" and len(source.all_input_nodes) == 1:
-        source = source.all_input_nodes[0]
-    return ctx.params.get(source.name)
+    return ctx.params.get(origin(node).name)
 
 
 def parameter_of(node: Node, ctx: PassContext) -> str:
-    """The parameter that a node is made of, by its name in the model; else the node itself, by its name."""
-    known = parameter_behind(node, ctx)
-    return f"parameter {known.name}" if known is not None else node.name
+    """The parameter that a node is made of, by its name in the model; else the node itself, by its name.
+
+    Of a collective of several tensors, the parameters.
+    """
+    made_of = [item for result in results_of(node) for item in inputs_of(result)] if is_collective(node) else [node]
+    found = [parameter_behind(item, ctx) for item in made_of]
+    names = [info.name for info in found if info is not None]
+    if not names or len(names) < len(found):
+        return node.name
+    return f"parameter{'s' if len(names) > 1 else ''} {', '.join(names)}"
+
+
+def origin(node: Node) -> Node:
+    """What a node is made of, as far back as each step has one argument."""
+    while node.op != "placeholder" and len(node.all_input_nodes) == 1:
+        node = node.all_input_nodes[0]
+    return node
 
 
 def described(node: Node) -> str:
     """A node by name, shape and dtype: `reduce_grad_3 [64, 32] float32`."""
     value = fake_value(node)
-    return f"{node.name} {list(value.shape)} {str(value.dtype).removeprefix('torch.')}"
+    values = value if isinstance(value, (list, tuple)) else [value]
+    kinds = [f"{list(item.shape)} {str(item.dtype).removeprefix('torch.')}" for item in values]
+    return f"{node.name} {', '.join(kinds)}"

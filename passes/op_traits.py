@@ -62,8 +62,9 @@ _CARRIES_SUMS = frozenset(
         *(aten._to_copy, aten.clone, aten._unsafe_view, aten.cat, aten.stack, aten.constant_pad_nd, aten.sum),
         *(aten.slice_scatter, aten.select_scatter, aten.split_with_sizes_copy, aten.copy, aten.mean, aten.index),
         *(torch.ops.prims.convert_element_type, c10d_functional.wait_tensor, c10d_functional.broadcast),
-        *(c10d_functional.all_gather_into_tensor, torch.ops.dsgraph.gather_by_messages),
-        *(c10d_functional.all_gather_into_tensor_coalesced, c10d_functional.all_gather_into_tensor_out),
+        *(torch.ops.dsgraph.gather_by_messages, torch.ops.dsgraph.gather_by_messages_coalesced),
+        *(c10d_functional.all_gather_into_tensor, c10d_functional.all_gather_into_tensor_coalesced),
+        c10d_functional.all_gather_into_tensor_out,
     }
 )
 

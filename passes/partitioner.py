@@ -15,6 +15,7 @@ from torch.fx import Graph, GraphModule
 from typing_extensions import Self
 
 from .base import ParamInfo, PassContext, Phase
+from .coalesced import results_of
 from .compat import (
     CustomGraphPass,
     CustomPartitionerFn,
@@ -143,8 +144,8 @@ def _merge_waits(gm: GraphModule) -> None:
     one gather of the two, but not one wait, because it leaves alone what is returned.
     """
     merged = 0
-    for started in collectives(gm):
-        first, *others = sorted(filter(is_wait, started.users)) or [started]
+    for result in (result for started in collectives(gm) for result in results_of(started)):
+        first, *others = sorted(filter(is_wait, result.users)) or [result]
         for wait in others:
             both = is_returned(first) and is_returned(wait)  # by the model, which may write to one of them
             replace_and_erase(wait, emit(wait, torch.ops.aten.clone.default, first) if both else first)

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 from .await_replicas import AwaitReplicas
 from .base import GraphPass, Phase
+from .bucket_gathers import BucketBackwardGathers, BucketForwardGathers
+from .bucket_reductions import BucketReductions
 from .bucket_small_reductions import BucketSmallReductions
 from .choose_collective_algorithms import ChooseCollectiveAlgorithms
 from .compress_gathers import CompressGathers
@@ -95,10 +97,13 @@ def default_pipeline() -> Pipeline:
             ChooseCollectiveAlgorithms(),
             KeepLastGather(),
             SelectiveGather(),
+            BucketForwardGathers(),
             PrefetchForwardGathers(),
             AwaitReplicas(),
             ReleaseKeptGather(),
+            BucketBackwardGathers(),
             PrefetchBackwardGathers(),
+            BucketReductions(),
             DelayReductionWaits(),
         ]
     )

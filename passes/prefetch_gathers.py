@@ -12,13 +12,12 @@ from typing import ClassVar
 import torch
 from torch.fx import GraphModule, Node
 
-from dsgraph.inductor_ext import c10d_functional
-
 from .base import GraphPass, PassContext, PassResult, Phase
+from .coalesced import is_gather, waits_of
 from .compat import OpOverload
 from .cost import number_of, tensor_bytes
+from .gathers import Gather, gathered_parameters, kinds_in
 from .graph import (
-    GATHERS,
     KEPT,
     barrier_between,
     collective_group,
@@ -28,16 +27,9 @@ from .graph import (
     is_view,
     is_wait,
     placeholders,
-    wait_of,
 )
 from .notes import described, parameter_of
 from .schedule import memory_left, predict
-
-aten = torch.ops.aten
-
-
-Gather = tuple[Node, list[Node]]
-"""The node that starts a gather, and what its argument is made of, in program order."""
 
 
 @dataclass(frozen=True)
@@ -55,9 +47,9 @@ class PrefetchForwardGathers(GraphPass):
     ahead; on a slow one transfers follow each other without a gap. No gather overtakes another collective then: times
     differ from rank to rank, and the order of collectives must not.
 
-    Casts and padding of the shard move along. Left alone: gathers of what the graph computes, of a group outside the
-    mesh, behind a barrier (an op that writes to an argument, or an unknown one), and gloo's own, see
-    `gather_by_messages`.
+    A bucket (see `BucketForwardGathers`) starts when the first of the bucket before has arrived. Casts and padding of
+    the shard move along. Left alone: gathers of what the graph computes, of a group outside the mesh, behind a barrier
+    (an op that writes to an argument, or an unknown one), and gloo's own, see `gather_by_messages`.
 
     Attributes:
         ahead_bytes: How much may be gathered, or under way, ahead of its use, besides the next parameter; less where
@@ -69,15 +61,17 @@ class PrefetchForwardGathers(GraphPass):
     phase: ClassVar[Phase] = Phase.FORWARD
     needs_mesh: ClassVar[bool] = True
     requires: ClassVar[frozenset[str]] = frozenset({"zero-collectives"})
+    provides: ClassVar[frozenset[str]] = frozenset({"prefetched-forward-gathers"})
     reorders_collectives: ClassVar[bool] = True
 
     def run(self, gm: GraphModule, ctx: PassContext) -> PassResult:
-        gathers, notes = _gathered_parameters(gm, ctx), _notes_on_others(gm, ctx)
+        gathers, notes = gathered_parameters(gm, ctx), _notes_on_others(gm, ctx)
         if not gathers:
             return PassResult(notes=tuple(notes))
         moved: set[Node] = set()
         first = self._first_place(gm, gathers[0])
-        places = [first, *(self._place(wait_of(a), wait_of(b)) for (a, _), (b, _) in pairwise(gathers))]
+        waits = [waits_of(started) for started, _ in gathers]
+        places = [first, *(self._place_behind(before, needed[0]) for before, needed in pairwise(waits))]
         for gather, place in zip(gathers, places, strict=True):
             if _start_after(place, gather):
                 moved.add(gather[0])
@@ -91,9 +85,9 @@ class PrefetchForwardGathers(GraphPass):
         """Behind which node the first gather starts: here it stays where it is."""
         return first[0]
 
-    def _place(self, previous: Node, needed: Node) -> Node:
-        """Behind which node a gather starts, given the waits for the one before it and for itself."""
-        return previous
+    def _place_behind(self, previous: Sequence[Node], needed: Node) -> Node:
+        """Behind which node a gather starts, given the waits for the one before it, and the first one for itself."""
+        return previous[0]
 
     def _start_in_time(self, gm: GraphModule, gathers: Sequence[Gather], ctx: PassContext) -> set[Node]:
         """Starts gathers earlier that would arrive too late; the nodes that were moved."""
@@ -125,12 +119,16 @@ class PrefetchBackwardGathers(PrefetchForwardGathers):
     """
 
     phase: ClassVar[Phase] = Phase.BACKWARD
+    provides: ClassVar[frozenset[str]] = frozenset({"prefetched-backward-gathers"})
 
     def _first_place(self, gm: GraphModule, first: Gather) -> Node:
         inputs = placeholders(gm)
-        needed = wait_of(first[0])
+        needed = waits_of(first[0])[0]
         kept = [self._place(node, needed) for node in inputs if node.meta.get(KEPT) and _is_read_before(node, needed)]
         return max([*kept, inputs[-1]])
+
+    def _place_behind(self, previous: Sequence[Node], needed: Node) -> Node:
+        return max(self._place(wait, needed) for wait in previous)
 
     def _place(self, previous: Node, needed: Node) -> Node:
         last, frontier = previous, [previous]
@@ -155,7 +153,7 @@ def _latest_places(gm: GraphModule, gathers: Sequence[Gather], ctx: PassContext)
     inputs = sum(node.op == "placeholder" for node in nodes)
     places, latest = [], math.inf
     for started, _ in reversed(gathers):
-        latest = min(latest, schedule.begins[wait_of(started)]) - schedule.seconds[started]
+        latest = min(latest, schedule.begins[waits_of(started)[0]]) - schedule.seconds[started]
         following = bisect_right(times, latest) - 1  # the last node that begins by then
         places.append(nodes[max(following, inputs) - 1])
     return places[::-1]
@@ -165,7 +163,7 @@ class _Room:
     """Keeps what is gathered ahead of its use within bounds."""
 
     def __init__(self, gathers: Sequence[Gather], most: int) -> None:
-        self._waits = [wait_of(started) for started, _ in gathers]
+        self._waits = [waits_of(started)[-1] for started, _ in gathers]
         self._bytes = [number_of(started, tensor_bytes(fake_value(started))) for started, _ in gathers]
         self._most = most
         self._oldest = 0  # the first gather that may not have been waited for
@@ -180,33 +178,14 @@ class _Room:
         return place
 
 
-# What may stand between a shard and its gather.
-_PREPARATIONS = (aten._to_copy.default, aten.constant_pad_nd.default, torch.ops.prims.convert_element_type.default)
-
-
-def _gathered_parameters(gm: GraphModule, ctx: PassContext) -> list[Gather]:
-    """Each gather that can start at any time, and what it is made of, in program order."""
-    found = []
-    for started in collectives(gm):
-        if started.target not in _kinds(ctx, collective_group(started)):
-            continue
-        preparations, source = [], started.all_input_nodes[0]
-        while source.op == "call_function" and (is_view(source) or source.target in _PREPARATIONS):
-            preparations.append(source)
-            source = source.all_input_nodes[0]
-        if source.op == "placeholder":
-            found.append((started, preparations[::-1]))
-    return found
-
-
 def _notes_on_others(gm: GraphModule, ctx: PassContext) -> list[str]:
     """The gathers that cannot start at any time, and why."""
-    movable = {started for started, _ in _gathered_parameters(gm, ctx)}
+    movable = {started for started, _ in gathered_parameters(gm, ctx)}
     notes = []
     for started in collectives(gm):
-        if started in movable or started.target not in GATHERS:
+        if started in movable or not is_gather(started):
             continue
-        kinds = _kinds(ctx, collective_group(started))
+        kinds = kinds_in(ctx, collective_group(started))
         if not kinds:
             reason = "its group is outside the mesh"
         elif started.target not in kinds:
@@ -215,16 +194,6 @@ def _notes_on_others(gm: GraphModule, ctx: PassContext) -> list[str]:
             reason = "it is of what the graph computes"
         notes.append(f"{described(started)} is not started earlier: {reason}")
     return notes
-
-
-def _kinds(ctx: PassContext, group: str) -> tuple[object, ...]:
-    by_messages = torch.ops.dsgraph.gather_by_messages.default
-    backends = {axis.backend for axis in ctx.axes if axis.group == group}
-    if not backends:
-        return ()  # a user's own group
-    if "gloo" in backends:
-        return (by_messages,)  # two of its own gathers must never be under way at once
-    return (c10d_functional.all_gather_into_tensor.default, by_messages)
 
 
 def _is_read_before(value: Node, place: Node) -> bool:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from torch.fx import GraphModule, Node
 
 from .base import PassContext
+from .coalesced import collective_behind
 from .cost import CostModel
 from .graph import is_collective, is_wait
 from .memory import simulate
@@ -55,8 +56,8 @@ def predict(
             free = (free if node in early else max(now, free)) + seconds[node]
             ends[node] = free
         elif is_wait(node):
-            awaited = [source for source in node.all_input_nodes if source not in unwaited]
-            end = max((ends.get(source, 0.0) for source in awaited), default=0.0)
+            started = collective_behind(node)
+            end = 0.0 if started in unwaited else ends.get(started, 0.0)
             now = max(now, end)
         begins[node] = now
         if not is_collective(node) and not is_wait(node):

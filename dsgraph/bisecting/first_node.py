@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Interpreter, Node
 
 from dsgraph import compat
+from dsgraph.passes.coalesced import is_result
 from dsgraph.passes.compat import OpOverload, is_tangent
 from dsgraph.passes.graph import is_collective, placeholders
 from dsgraph.sources import user_source
@@ -49,7 +50,8 @@ class _Observed(Interpreter):
 
     def run_node(self, n: Node) -> Any:
         value = super().run_node(n)
-        if n.op != "output" and not is_collective(n):  # a collective's result is there only after its wait
+        under_way = is_collective(n) or is_result(n)  # what it gives is there only after a wait
+        if n.op != "output" and not under_way:
             self._look((self._kind, n.name), value)
         return value
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -13,7 +12,8 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
-from dsgraph.passes import ParamInfo, PassContext, Phase
+from dsgraph.passes import PassContext, Phase
+from dsgraph.passes.coalesced import inputs_of, results_of
 from dsgraph.passes.compat import OpOverload
 from dsgraph.passes.cost import computed_dtype, flops, moved_bytes, number_of, sent_bytes, tensor_bytes
 from dsgraph.passes.graph import (
@@ -24,6 +24,7 @@ from dsgraph.passes.graph import (
     is_wait,
 )
 from dsgraph.passes.memory import GraphMemory, simulate
+from dsgraph.passes.notes import origin
 from dsgraph.sources import user_source
 
 from .history import history
@@ -65,7 +66,8 @@ class Describer:
     def _node(self, node: Node, around: _Around) -> NodeRecord:
         """The record of a node, with what depends on the graph around it."""
         # What the record of these tells of the graph around them.
-        users = (tuple(node.users), around.reduced.get(node)) if is_collective(node) else ()
+        waits = _waits(node) if is_collective(node) else []
+        users = (*waits, around.reduced.get(node)) if is_collective(node) else ()
         call = (node.op, node.target, node.args, node.kwargs, node.meta.get("recompute"), history(node), users)
         known = self._known.get(node)
         is_known = known is not None and known[:-3] == call
@@ -155,9 +157,8 @@ def _collective(node: Node, around: _Around) -> CollectiveRecord:
     group = collective_group(node)
     axis = next((axis for axis in around.ctx.axes if axis.group == group), None)
     sent = sent_bytes(node, axis.size) if axis is not None else None
-    readers = [node, *(user for user in node.users if user.target is operator.getitem)]  # a coalesced one gives several
-    wait = next((user for reader in readers for user in reader.users if is_wait(user)), None)
-    gathered = _gathered_parameter(node, around.ctx)
+    waits = _waits(node)
+    gathered = _gathered_parameters(node, around.ctx)
     return CollectiveRecord(
         kind=collective_kind(node),
         group=group,
@@ -165,8 +166,8 @@ def _collective(node: Node, around: _Around) -> CollectiveRecord:
         ranks=axis.size if axis is not None else 0,
         sent=None if sent is None else number_of(node, sent),
         seconds=around.ctx.costs.seconds(node),
-        wait=wait.name if wait is not None else "",
-        parameters=(gathered,) if gathered else around.reduced.get(node, ()),
+        wait=waits[0].name if waits else "",
+        parameters=gathered or around.reduced.get(node, ()),
     )
 
 
@@ -174,12 +175,15 @@ def _alias(node: Node) -> Node | None:
     return aliased_arguments(node)[0] if node.op == "call_function" else None
 
 
-def _gathered_parameter(node: Node, ctx: PassContext) -> str:
-    """The parameter whose shard a collective sends; empty when it sends what the graph has computed."""
-    while node.op == "call_function" and len(node.all_input_nodes) == 1:
-        node = node.all_input_nodes[0]
-    info: ParamInfo | None = ctx.params.get(node.name)
-    return info.name if info is not None else ""
+def _waits(node: Node) -> list[Node]:
+    """The waits for a collective, in program order: of several tensors, one for each."""
+    return sorted(user for result in results_of(node) for user in result.users if is_wait(user))
+
+
+def _gathered_parameters(node: Node, ctx: PassContext) -> tuple[str, ...]:
+    """The parameters whose shards a collective sends; none when it sends what the graph has computed."""
+    sources = [origin(source).name for result in results_of(node) for source in inputs_of(result)]
+    return tuple(ctx.params[name].name for name in sources if name in ctx.params)
 
 
 def _reduced_parameters(gm: GraphModule, ctx: PassContext) -> dict[Node, tuple[str, ...]]:

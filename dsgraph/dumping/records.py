@@ -49,7 +49,7 @@ class CollectiveRecord:
         ranks: How many ranks it spans; 0 when unknown.
         sent: Bytes that each rank must send; None when the kind is not known.
         seconds: Predicted time; None when unknown.
-        wait: Name of the node that waits for it.
+        wait: Name of the node that waits for it; of several tensors at once, for the first of them.
         parameters: The parameters that it gathers, or whose gradients it reduces.
     """
 

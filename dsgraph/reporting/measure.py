@@ -12,8 +12,9 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from dsgraph import compat
 from dsgraph.passes import MeshAxis, PassContext, Phase
+from dsgraph.passes.coalesced import collective_behind, is_gather
 from dsgraph.passes.compat import OpOverload, is_tangent
-from dsgraph.passes.graph import GATHERS, is_arrival, is_collective, is_view, is_wait, placeholders
+from dsgraph.passes.graph import is_arrival, is_collective, is_view, is_wait, placeholders
 from dsgraph.passes.notes import parameter_behind
 from dsgraph.passes.step_memory import PairMemory, pair_memory
 
@@ -181,7 +182,7 @@ def _seen_from_backward(node: Node) -> tuple[object, bool, bool]:
     is_input = source.op == "placeholder"
     while source.op == "call_function" and (is_view(source) or source.target in _CASTS):
         source = source.all_input_nodes[0]
-    return node.target, is_input, is_wait(source) and source.all_input_nodes[0].target in GATHERS
+    return node.target, is_input, is_wait(source) and is_gather(collective_behind(source))
 
 
 def _tags_of_regions(joint: GraphModule) -> Iterator[tuple[str, Place | None]]:

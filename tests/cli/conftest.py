@@ -12,6 +12,7 @@ import pytest
 
 from dsgraph.cli import main
 from tests.dumping.dumps import dump
+from tests.pipelines import without_buckets
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,14 @@ def gpt_dump(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("gpt")
     for rank in range(2):
         dump(folder, rank=rank)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def apart_dump(tmp_path_factory) -> Path:
+    """The same without buckets: the collectives of so small a model would share one."""
+    folder = tmp_path_factory.mktemp("apart")
+    dump(folder, pipeline=without_buckets())
     return folder
 
 

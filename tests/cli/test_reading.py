@@ -38,7 +38,7 @@ def test_ls(call, gpt_dump):
     assert printed.code == 0
     assert "rank 0 of 2, compile 1" in printed.out
     assert re.search(r"joint-3-insert_zero_collectives +\d+ +\d+ +\d+ +[\d.]+ kB", printed.out)
-    assert re.search(r"forward-1-prefetch_forward_gathers .* [\d.]+ kB +[\d.]+ kB", printed.out)
+    assert re.search(r"forward-2-prefetch_forward_gathers .* [\d.]+ kB +[\d.]+ kB", printed.out)
     assert "ranks 1 as well" in printed.out
     data = call("ls", gpt_dump, "--json", "--rank", "1").json
     assert data["compiles"][0]["rank"] == 1
@@ -51,9 +51,9 @@ def test_bytes_on_the_wire_are_those_of_the_parameters(call, gpt_dump):
     sizes = {name: 4 * param.numel() for name, param in build("gpt").named_parameters()}
     whole = sum(size for name, size in sizes.items() if "norm" in name)
     sharded = sum(sizes.values()) - whole
-    assert steps["forward-1-prefetch_forward_gathers"]["sent"] == sharded // 2
+    assert steps["forward-2-prefetch_forward_gathers"]["sent"] == sharded // 2
     not_again = sizes["head.weight"] + sizes["embedding.weight"]  # kept; not read by the backward
-    assert steps["backward-3-delay_reduction_waits"]["sent"] == (2 * sharded - not_again) // 2 + whole
+    assert steps["backward-5-delay_reduction_waits"]["sent"] == (2 * sharded - not_again) // 2 + whole
 
 
 def test_show(call, gpt_dump):
@@ -75,14 +75,17 @@ def test_show(call, gpt_dump):
     assert data["graph"] == "rank1/compile1/joint-3-insert_zero_collectives"
 
 
-def test_diff_of_two_passes(call, gpt_dump):
+def test_diff_of_two_passes(call, gpt_dump, apart_dump):
     printed = call("diff", gpt_dump, "joint-2", "joint-3")
     assert printed.code == 1
     assert re.search(r"-- \d+ dsgraph\.gather_param\.default, \d+ dsgraph\.reduce_grad\.default", printed.out)
     assert "++ " in printed.out and "_c10d_functional.wait_tensor.default" in printed.out
-    moved = call("diff", gpt_dump, "forward-0", "forward-1", "--json").json
+    moved = call("diff", apart_dump, "forward-0", "forward-1", "--json").json
     assert (moved["removed"], moved["added"], moved["changed"]) == ([], [], [])
     assert {node["target"].split(".")[1] for node in moved["moved"]} <= {"all_gather_into_tensor", "view"}
+    fused = call("diff", gpt_dump, "forward-0", "forward-1", "--json").json
+    assert {node["target"].split(".")[1] for node in fused["removed"]} == {"all_gather_into_tensor"}
+    assert {node["target"].split(".")[1] for node in fused["added"]} == {"all_gather_into_tensor_coalesced", "getitem"}
 
 
 def test_diff_of_two_ranks_and_two_runs(call, gpt_dump, tmp_path):
@@ -150,26 +153,39 @@ def test_the_fewest_moves_explain_an_order():
     assert not difference.changed
 
 
-def test_explain(call, gpt_dump):
-    name = call("collectives", gpt_dump, "forward", "--json").json[0]["collectives"][1]["node"]
-    printed = call("explain", gpt_dump, f"%{name}", "--graph", "forward")
+def test_explain(call, gpt_dump, apart_dump):
+    name = call("collectives", apart_dump, "forward", "--json").json[0]["collectives"][1]["node"]
+    printed = call("explain", apart_dump, f"%{name}", "--graph", "forward")
     assert "made by insert_zero_collectives (joint)" in printed.out
     assert "moved by prefetch_forward_gathers (forward)" in printed.out
     assert "for blocks.0.attention.qkv.weight" in printed.out
     assert re.search(r"examples/gpt\.py:\d+: q, k, v = self\.qkv\(x\)", printed.out)
     assert re.search(r"[\d.]+ kB \(communication\), alive from \w+ to \w+", printed.out)
     assert "used by wait_tensor" in printed.out
-    data = call("explain", gpt_dump, name, "--graph", "forward", "--json").json
+    data = call("explain", apart_dump, name, "--graph", "forward", "--json").json
     assert data["memory"][0]["kind"] == "communication"
     assert call("explain", gpt_dump, "primals_2", "--graph", "joint").out.count("parameter embedding.weight") >= 1
 
 
-def test_collectives(call, gpt_dump):
-    printed = call("collectives", gpt_dump)
+def test_a_bucket_names_its_parameters(call, gpt_dump, apart_dump):
+    (bucket,), backward = (graph["collectives"] for graph in call("collectives", gpt_dump, "--json").json)
+    apart = call("collectives", apart_dump, "--json").json
+    assert bucket["parameters"] == [row["why"] for row in apart[0]["collectives"]], "in the order of use"
+    for rows, alone in (([bucket], apart[0]), (backward, apart[1])):
+        assert len(rows) < len(alone["collectives"])
+        assert sum(row["sent"] for row in rows) == sum(row["sent"] for row in alone["collectives"])
+        assert sum(row["seconds"] for row in rows) < sum(row["seconds"] for row in alone["collectives"])
+    printed = call("explain", gpt_dump, bucket["node"], "--graph", "forward").out
+    assert "made by bucket_forward_gathers (forward)" in printed
+    assert "for embedding.weight, blocks.0.attention.qkv.weight, blocks.0.attention.out.weight and" in printed
+
+
+def test_collectives(call, apart_dump):
+    printed = call("collectives", apart_dump)
     assert printed.out.count("critical path:") == 2
     for why in ("blocks.0.attention.qkv.weight", "head.weight", "norm"):
         assert why in printed.out
-    forward, backward = call("collectives", gpt_dump, "--json").json
+    forward, backward = call("collectives", apart_dump, "--json").json
     assert len(forward["collectives"]) == len([name for name, p in build("gpt").named_parameters() if p.dim() > 1])
     assert all(row["sent"] > 0 and row["seconds"] > 0 and row["ranks"] == 2 for row in forward["collectives"])
     assert any(row["overlaps_with"] for row in forward["collectives"])
@@ -330,7 +346,7 @@ def test_one_rank_alone_has_nothing_to_compare(call, tmp_path):
 
 def test_dot(call, gpt_dump, tmp_path):
     text = call("dot", gpt_dump, "forward").out
-    assert text.startswith('digraph "forward-1-prefetch_forward_gathers" {')
+    assert text.startswith('digraph "forward-2-prefetch_forward_gathers" {')
     graph = Dump(gpt_dump).graph("forward")
     assert text.count("fillcolor") == len(graph.nodes)
     near = call("dot", gpt_dump, "forward", "--around", "mm", "--radius", "1").out

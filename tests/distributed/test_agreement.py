@@ -14,6 +14,7 @@ from torch import nn
 import dsgraph
 from dsgraph.passes.graph import collectives
 from tests.models import build, tokens
+from tests.pipelines import without_buckets
 
 pytestmark = pytest.mark.distributed
 
@@ -78,7 +79,7 @@ def _reorder_on_one_rank() -> tuple[str, float]:
 
     layers = [nn.Linear(4, 4, bias=False) for _ in range(3)]  # of one shape: only the parameters' names tell them apart
     model = dsgraph.partition(nn.Sequential(*layers), keep_whole_below=0)
-    pipeline = dsgraph.default_pipeline() + [start_the_last_gather_first]
+    pipeline = without_buckets() + [start_the_last_gather_first]
     return _message(torch.compile(model, backend="dsgraph", options={**EAGER, "pipeline": pipeline}), torch.randn(2, 4))
 
 

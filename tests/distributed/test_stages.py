@@ -12,9 +12,13 @@ from torch._dynamo.utils import counters
 from torch._inductor.utils import run_and_get_code
 
 import dsgraph
-from dsgraph.passes.graph import is_collective, is_wait
+from dsgraph.passes.coalesced import results_of
+from dsgraph.passes.cost import tensor_bytes
+from dsgraph.passes.graph import collectives, is_collective, is_wait
+from dsgraph.reporting.traffic import graph_traffic
 from tests.distributed.training import compare, full
 from tests.models import CASES
+from tests.pipelines import with_buckets, without_buckets
 
 pytestmark = pytest.mark.distributed
 
@@ -32,7 +36,9 @@ CASES_BY_WORLD = [
 ALSO_EVALUATED = ("gpt", "graph_break", "uneven")
 
 
-def _compare(case: str, **how: object) -> None:
+def _compare(case: str, bucket_bytes: int | None = None, **how: object) -> None:
+    if bucket_bytes is not None:
+        how["pipeline"] = with_buckets(bucket_bytes) if bucket_bytes else without_buckets()
     compare(CASES[case].build, CASES[case].batches, **how)  # type: ignore[arg-type]
 
 
@@ -41,7 +47,19 @@ def _compare(case: str, **how: object) -> None:
 def test_matches_one_process(ranks, case, stage, world):
     # With two ranks nothing may differ, not even a bit: a sum of two is the same in any order, and halving is exact.
     exact, evaluate = case == "gpt" and world == 2, case in ALSO_EVALUATED and world == 2
-    ranks(world).run(_compare, case, stage=stage, exact=exact, evaluate=evaluate)
+    # On three ranks each collective by itself, so that many of them are under way at once.
+    buckets = {} if world == 2 else {"bucket_bytes": 0}
+    ranks(world).run(_compare, case, stage=stage, exact=exact, evaluate=evaluate, **buckets)
+
+
+# Of the gathered matrices of "gpt", two or three to a bucket.
+BUCKET_BYTES = 4096
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_buckets_match_one_process(ranks, world):
+    ranks(world).run(_compare, "gpt", BUCKET_BYTES, stage=3, exact=world == 2, evaluate=True)
+    ranks(world).run(_compare, "uneven", 200, stage=3)
 
 
 @pytest.mark.parametrize("world", WORLDS)
@@ -71,6 +89,47 @@ def test_uncompiled_model_matches_one_process(ranks, case, stage):
 @pytest.mark.parametrize(("case", "stage"), [("graph_break", 1), ("uneven", 3)])
 def test_inductor_matches_one_process(ranks, case, stage):
     ranks(2).run(_compare, case, stage=stage, codegen="inductor")
+
+
+@pytest.mark.inductor
+def test_inductor_with_several_buckets_matches_one_process(ranks):
+    ranks(2).run(_compare, "uneven", 200, stage=3, codegen="inductor")
+
+
+def _travelling(bucket_bytes: int) -> list[tuple[int, int, float, int, bool]]:
+    """Of each graph: how many collectives and tensors travel, of how many bytes, the largest buffer; loss is right."""
+    found = []
+
+    @dsgraph.graph_pass(phase="forward")
+    def note_forward(gm, ctx):
+        started = collectives(gm)
+        sizes = [[tensor_bytes(result.meta["val"]) for result in results_of(node)] for node in started]
+        sent = sum(traffic.sent_bytes for traffic in graph_traffic(gm, ctx.axes))
+        largest = max(sum(bucket) for bucket in sizes)
+        alone = all(len(bucket) == 1 for bucket in sizes if sum(bucket) == largest)
+        found.append((len(started), sum(map(len, sizes)), sent, largest, alone))
+        return 0
+
+    @dsgraph.graph_pass(phase="backward")
+    def note_backward(gm, ctx):
+        return note_forward.run(gm, ctx)
+
+    model = dsgraph.partition(CASES["gpt"].build(), stage=3, keep_whole_below=12)
+    pipeline = (with_buckets(bucket_bytes) if bucket_bytes else without_buckets()) + [note_forward, note_backward]
+    compiled = torch.compile(model, backend="dsgraph", options={"codegen": "eager", "pipeline": pipeline})
+    compiled(*CASES["gpt"].batches(0, 0)).backward()
+    return found
+
+
+def test_buckets_are_fewer_collectives_of_as_many_bytes(ranks):
+    apart, together = ranks(2).run(_travelling, 0)[0], ranks(2).run(_travelling, BUCKET_BYTES)[0]
+    for (alone, tensors, sent, _, _), (buckets, same_tensors, same_sent, largest, is_alone) in zip(
+        apart, together, strict=True
+    ):
+        assert alone == tensors == same_tensors
+        assert 1 < buckets < alone
+        assert same_sent == sent
+        assert largest <= BUCKET_BYTES or is_alone
 
 
 def _restart(cache: str) -> tuple[int, int]:
@@ -114,7 +173,7 @@ class _Layers(nn.Module):
         return x.square().mean()
 
 
-def _compare_order() -> None:
+def _compare_order(bucket_bytes: int) -> None:
     """Inductor must not move collectives past one another, nor waits back to where they overlap with nothing."""
     expected: list[list[str]] = []
 
@@ -129,7 +188,7 @@ def _compare_order() -> None:
         return note_forward.run(gm, ctx)
 
     model = dsgraph.partition(_Layers(), stage=3, keep_whole_below=0)
-    pipeline = dsgraph.default_pipeline() + [note_forward, note_backward]
+    pipeline = (with_buckets(bucket_bytes) if bucket_bytes else without_buckets()) + [note_forward, note_backward]
     compiled = torch.compile(model, backend="dsgraph", options={"pipeline": pipeline})
 
     def step():
@@ -137,9 +196,12 @@ def _compare_order() -> None:
 
     _, sources = run_and_get_code(step)
     found = [COLLECTIVES.findall(source) for source in sources]
-    assert found == expected and {"gather_by_messages", "exchange_by_messages"} <= {*found[0], *found[1]}
+    ending = "_coalesced" if bucket_bytes else ""
+    kinds = {f"gather_by_messages{ending}", f"exchange_by_messages{ending}"}
+    assert found == expected and kinds <= {*found[0], *found[1]}
 
 
 @pytest.mark.inductor
-def test_inductor_keeps_the_order_of_collectives(ranks):
-    ranks(2).run(_compare_order)
+@pytest.mark.parametrize("bucket_bytes", [0, 2 * 32 * 32 * 4])
+def test_inductor_keeps_the_order_of_collectives(ranks, bucket_bytes):
+    ranks(2).run(_compare_order, bucket_bytes)

@@ -20,6 +20,7 @@ from dsgraph.passes import CaptureFacts, PassContext, Phase, Pipeline, Runner
 from tests.dumping.dumps import dump, manifest, read
 from tests.models import build, tokens
 from tests.passes.tracing import trace
+from tests.pipelines import without_buckets
 
 SCHEMA = Path(__file__).parents[2] / "docs" / "dump.schema.json"
 
@@ -36,7 +37,9 @@ def test_every_pass_has_a_graph_before_and_after(place):
     assert [step.pass_name for step in record.steps if step.phase == "backward"] == [
         "",
         "release_kept_gather",
+        "bucket_backward_gathers",
         "prefetch_backward_gathers",
+        "bucket_reductions",
         "delay_reduction_waits",
     ]
     for step in record.steps:
@@ -82,10 +85,20 @@ def test_nodes_know_their_origin_and_their_passes(place):
     assert head.source.startswith("examples/gpt.py:")
     assert "self.head(" in head.code
     assert (head.collective.axis, head.collective.ranks) == ("shard", 2)
-    forward = read(place, "forward-1-prefetch_forward_gathers")
+    forward = read(place, "forward-0-before")
     (again,) = [node for node in forward.nodes if node.name == head.name]
     actions = [(event.pass_name, event.action) for event in again.history]
     assert ("insert_zero_collectives", "made") in actions, "history goes along into later graphs"
+    (bucket,) = [node for node in read(place, "forward-1-bucket_forward_gathers").nodes if node.collective]
+    assert [(event.pass_name, event.action) for event in bucket.history] == [("bucket_forward_gathers", "made")]
+    assert bucket.collective.parameters[-1] == "head.weight"
+    assert bucket.collective.wait == "wait_tensor_default"
+
+
+def test_a_move_is_in_the_history(tmp_path):
+    forward = read(dump(tmp_path, pipeline=without_buckets()), "forward-1-prefetch_forward_gathers")
+    moved = [node for node in forward.nodes if node.collective and node.collective.parameters == ("head.weight",)]
+    actions = [(event.pass_name, event.action) for event in moved[0].history]
     assert ("prefetch_forward_gathers", "moved") in actions
 
 
@@ -101,7 +114,7 @@ def test_reductions_know_their_parameters(place):
 
 
 def test_live_bytes_are_those_of_the_pieces(place):
-    for phase in ("forward-1-prefetch_forward_gathers", "backward-3-delay_reduction_waits"):
+    for phase in ("forward-2-prefetch_forward_gathers", "backward-5-delay_reduction_waits"):
         graph = read(place, phase)
         for number, live in enumerate(graph.live):
             assert live == sum(piece.bytes for piece in graph.memory if piece.first <= number <= piece.last)
@@ -158,7 +171,7 @@ def test_symbolic_sizes_are_kept_as_text(tmp_path):
     x, y = tokens(0, 0)
     torch._dynamo.mark_dynamic(x, 1)
     torch._dynamo.mark_dynamic(y, 1)
-    forward = read(dump(tmp_path, batch=(x, y)), "forward-1-prefetch_forward_gathers")
+    forward = read(dump(tmp_path, batch=(x, y)), "forward-2-prefetch_forward_gathers")
     shapes = [value.shape for node in forward.nodes for value in node.values]
     assert any(isinstance(size, str) for shape in shapes for size in shape)
     assert any(isinstance(value.bytes, str) for node in forward.nodes for value in node.values)

@@ -18,6 +18,14 @@ from torch.fx.node import map_arg
 c10d = torch.ops._c10d_functional
 markers = torch.ops.dsgraph
 
+# Of several tensors at once -> of each of them.
+_ONE_BY_ONE = {
+    c10d.all_gather_into_tensor_coalesced.default: c10d.all_gather_into_tensor.default,
+    c10d.reduce_scatter_tensor_coalesced.default: c10d.reduce_scatter_tensor.default,
+    markers.gather_by_messages_coalesced.default: markers.gather_by_messages.default,
+    markers.exchange_by_messages_coalesced.default: markers.exchange_by_messages.default,
+}
+
 Groups = dict[str, list[list[int]]]
 
 
@@ -72,7 +80,7 @@ def _interpret(gm: GraphModule, inputs: Sequence[Any]) -> Generator[Call, Any, l
             args, kwargs = map_arg((node.args, node.kwargs), lambda n: env[n])
             if node.target is c10d.wait_tensor.default:
                 env[node] = args[0]
-            elif node.target.namespace in ("_c10d_functional", "dsgraph"):
+            elif getattr(node.target, "namespace", "") in ("_c10d_functional", "dsgraph"):
                 env[node] = yield Call(node.target, args, kwargs)
             else:
                 env[node] = node.target(*args, **kwargs)
@@ -85,6 +93,9 @@ def _communicate(calls: list[Call], groups: Groups) -> list[Any]:
         return [_gather_param(call, rank, calls, groups) for rank, call in enumerate(calls)]
     if target is markers.reduce_grad.default:
         return [_reduce_grad(call, rank, calls, groups) for rank, call in enumerate(calls)]
+    if target in _ONE_BY_ONE:
+        given = [[Call(_ONE_BY_ONE[target], (tensor, *call.args[1:]), {}) for tensor in call.args[0]] for call in calls]
+        return list(map(list, zip(*(_communicate(list(one), groups) for one in zip(*given, strict=True)), strict=True)))
     group = calls[0].args[-1]
     answers = []
     for rank in range(len(calls)):

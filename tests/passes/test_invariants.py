@@ -5,6 +5,7 @@ import torch
 from torch.utils.checkpoint import CheckpointPolicy
 
 from dsgraph.passes import (
+    BucketReductions,
     BucketSmallReductions,
     ChooseCollectiveAlgorithms,
     DelayReductionWaits,
@@ -17,6 +18,7 @@ from dsgraph.passes import (
     Runner,
     graph_pass,
 )
+from dsgraph.passes.coalesced import results_of, waits_of
 from dsgraph.passes.graph import collectives, emit, find_calls, placeholders, replace_and_erase, wait_of
 from tests.passes import faults
 from tests.passes.faults import aten, c10d, joint, run
@@ -192,6 +194,73 @@ def test_writes_to_one_tensor_keep_their_order():
 
     with pytest.raises(PassError, match=r"pass swap_writes moved \w+ .* across"):
         run(swap_writes, trace(function, torch.randn(2)))
+
+
+def _bucketed(write=None):
+    """A bucket of two gathers; `write` is called between the waits for its members, with the shards."""
+
+    def function(x, a, b):
+        first, second = c10d.all_gather_into_tensor_coalesced([a, b], 2, "0")
+        y = torch.mm(x, c10d.wait_tensor(first))
+        if write is not None:
+            write(a, b)
+        return (torch.mm(y, c10d.wait_tensor(second)),)
+
+    return trace(function, torch.randn(2, 4), torch.randn(2, 4), torch.randn(2, 4))
+
+
+def test_each_member_of_a_bucket_has_a_wait():
+    def forget_one(gm, ctx):
+        (bucket,) = collectives(gm)
+        last = waits_of(bucket)[-1]
+        replace_and_erase(last, waits_of(bucket)[0])
+        return 1
+
+    with pytest.raises(PassError, match=r"after pass forget_one, collective \w+ has 2 results, of which 1 are read"):
+        run(forget_one, _bucketed())
+
+
+def test_a_member_of_a_bucket_is_not_read_before_its_own_wait():
+    def read_early(gm, ctx):
+        (bucket,) = collectives(gm)
+        find_calls(gm, aten.mm.default)[1].replace_input_with(waits_of(bucket)[1], results_of(bucket)[1])
+        return 1
+
+    with pytest.raises(PassError, match=r"after pass read_early, collective \w+ has 1 waits and 2 users"):
+        run(read_early, _bucketed())
+
+
+@pytest.mark.parametrize(("position", "is_fault"), [(0, False), (1, True)], ids=["waited for", "under way"])
+def test_only_a_members_own_shard_is_in_flight_until_its_wait(position, is_fault):
+    def change_a_shard(gm, ctx):
+        (bucket,) = collectives(gm)
+        emit(waits_of(bucket)[1], aten.mul_.Tensor, placeholders(gm)[1 + position], 2)
+        return 1
+
+    if is_fault:
+        with pytest.raises(PassError, match=r"mul_\w* writes to b_1 while collective \w+ is under way with it"):
+            run(change_a_shard, _bucketed())
+    else:  # what is wrong with it is only that it is a write too many
+        with pytest.raises(PassError, match=r"changed how often the graph writes to input 'a_1' from 0 to 1"):
+            run(change_a_shard, _bucketed())
+
+
+def test_gradients_of_one_bucket_have_each_its_own_sums():
+    def function(x, y, tangents_1):
+        summed = c10d.wait_tensor(c10d.all_reduce(x * tangents_1, "sum", "1"))
+        return reduce(summed, (2, 4)), reduce(y * tangents_1, (2, 4))
+
+    gm = trace(function, *(torch.randn(4, 4) for _ in range(3)))
+    run_pass(InsertZeroCollectives(), gm, SHARD, OUTER)
+    assert run_pass(BucketReductions(), gm, SHARD, OUTER).changed == 2
+
+    def swap_what_they_read(gm, ctx):
+        bucket = collectives(gm)[-1]
+        bucket.args = (bucket.args[0][::-1], *bucket.args[1:])
+        return 1
+
+    with pytest.raises(PassError, match=r"output 0, a gradient, .* from group '0' and group '1' to group '0'"):
+        run(swap_what_they_read, gm, phase="backward", axes=(SHARD, OUTER), **CHANGES)
 
 
 def test_verify_can_be_switched_off():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 import torch
 from torch import nn
@@ -9,7 +11,8 @@ from torch.fx import GraphModule
 
 import dsgraph
 from dsgraph.passes import Phase
-from dsgraph.passes.graph import collectives, placeholders
+from dsgraph.passes.coalesced import is_gather, results_of
+from dsgraph.passes.graph import collective_kind, collectives, placeholders
 from examples.gpt import GPT, GPTConfig
 
 CONFIG = GPTConfig(vocab=64, width=32, heads=2, layers=2)
@@ -42,11 +45,11 @@ def _graphs(stage: int, *, keep_whole_below: int = 64, backward: bool = True, **
 
 
 def _count(gm: GraphModule) -> dict[str, int]:
-    counts: dict[str, int] = {}
+    """How many tensors travel, by kind."""
+    counts: Counter[str] = Counter()
     for node in collectives(gm):
-        name = node.target.__name__.split(".")[0]
-        counts[name] = counts.get(name, 0) + 1
-    return counts
+        counts[collective_kind(node)] += len(results_of(node))
+    return dict(counts)
 
 
 MATRICES = 2 + 4 * CONFIG.layers  # embedding, head; qkv, out, up, down
@@ -62,6 +65,15 @@ def test_stage_3_gathers_in_both_directions_and_reduces_once(fake_ranks):
         "reduce_scatter_tensor": MATRICES,
         "all_reduce": 1,
     }
+
+
+def test_small_tensors_travel_together(fake_ranks):
+    graphs = _graphs(3)
+    assert [len(results_of(node)) for node in collectives(graphs[Phase.FORWARD])] == [MATRICES]
+    gathers, *reductions = collectives(graphs[Phase.BACKWARD])
+    assert len(results_of(gathers)) == MATRICES - 2
+    # Between those of the other matrices and the embedding, those of the norms.
+    assert [len(results_of(node)) for node in reductions] == [MATRICES - 1, 1, 1]
 
 
 @pytest.mark.parametrize("stage", (1, 2))
@@ -104,10 +116,10 @@ def test_stage_3_saves_nothing_that_was_made_of_parameters(fake_ranks, how):
 def test_bf16_goes_over_the_wire(fake_ranks):
     graphs = _graphs(3, param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     for node in collectives(graphs[Phase.FORWARD]):
-        assert node.meta["val"].dtype is torch.bfloat16
+        assert {result.meta["val"].dtype for result in results_of(node)} == {torch.bfloat16}
     for node in collectives(graphs[Phase.BACKWARD]):
-        is_gather = "all_gather" in node.target.__name__
-        assert node.meta["val"].dtype is (torch.bfloat16 if is_gather else torch.float32)
+        dtype = torch.bfloat16 if is_gather(node) else torch.float32
+        assert {result.meta["val"].dtype for result in results_of(node)} == {dtype}
 
 
 def test_uneven_rows_make_equal_collectives_on_every_rank(fake_ranks):

@@ -34,15 +34,23 @@ def test_passes_run_phase_by_phase_in_the_order_listed():
         "choose_collective_algorithms",
         "keep_last_gather",
         "selective_gather",
+        "bucket_forward_gathers",
         "prefetch_forward_gathers",
         "await_replicas",
         "early",
         "release_kept_gather",
+        "bucket_backward_gathers",
         "prefetch_backward_gathers",
+        "bucket_reductions",
         "delay_reduction_waits",
         "late",
     ]
-    assert [item.name for item in pipeline.of(Phase.FORWARD)] == ["prefetch_forward_gathers", "await_replicas", "early"]
+    assert [item.name for item in pipeline.of(Phase.FORWARD)] == [
+        "bucket_forward_gathers",
+        "prefetch_forward_gathers",
+        "await_replicas",
+        "early",
+    ]
 
 
 def test_missing_requirement_is_named():

@@ -1,0 +1,91 @@
+"""Collectives of several tensors at once: one start, and for each tensor a result that is waited for by itself.
+
+    started = all_gather_into_tensor_coalesced([shard_a, shard_b], 2, "0")
+    a = wait_tensor(getitem(started, 0)); b = wait_tensor(getitem(started, 1))
+
+Nothing is copied together or apart. What is said here of results holds for collectives of one tensor as well: such a
+one is its own only result.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+from torch.fx import Node
+
+from .graph import COALESCED, GATHERS, bound_arguments, emit, is_collective, replace_and_erase, wait_of
+
+_ALL_GATHERS = frozenset((*GATHERS, *(COALESCED[op] for op in GATHERS)))
+
+
+def is_gather(node: Node) -> bool:
+    """Whether the node starts a gather as passes of ours make them, of one tensor or of several."""
+    return node.op == "call_function" and node.target in _ALL_GATHERS
+
+
+def is_result(node: Node) -> bool:
+    """Whether the node is one of the results of a collective of several tensors."""
+    return node.target is operator.getitem and is_collective(node.all_input_nodes[0])
+
+
+def results_of(started: Node) -> list[Node]:
+    """What is to be waited for: the collective itself, or each result of one of several tensors, in their order."""
+    if not isinstance(started.meta.get("val"), (list, tuple)):
+        return [started]
+    return sorted(filter(is_result, started.users), key=_index)
+
+
+def inputs_of(result: Node) -> list[Node]:
+    """What a collective reads for one of its `results_of`: one tensor, where it says which."""
+    if not is_result(result):
+        return result.all_input_nodes
+    started = result.all_input_nodes[0]
+    given = started.args[0] if started.args else None
+    if isinstance(given, (list, tuple)) and len(given) == len(started.meta["val"]):
+        tensor = given[_index(result)]
+        if isinstance(tensor, Node):
+            return [tensor]
+    return started.all_input_nodes  # messages of a list of sends and receives
+
+
+def collective_behind(wait: Node) -> Node:
+    """The collective that a wait ends; what else it reads where there is none, such as an input of the graph."""
+    source = wait.all_input_nodes[0]
+    return source.all_input_nodes[0] if is_result(source) else source
+
+
+def waits_of(started: Node) -> list[Node]:
+    """The waits for a collective, one for each result, in program order.
+
+    Raises:
+        ValueError: Something else reads a result as well, or nothing waits for it.
+    """
+    return sorted(map(wait_of, results_of(started)))
+
+
+def coalesce(members: Sequence[Node], place: Node) -> Node:
+    """Replaces collectives of one tensor by one of all their tensors, ahead of `place`; their waits stay.
+
+    Args:
+        members: Of one kind, group and, where they reduce, operation.
+        place: Behind the arguments of all of them.
+    """
+    (tensor, _), *others = bound_arguments(members[0]).items()
+    rest = [value for _, value in others]
+    target: Any = members[0].target
+    together = emit(place, COALESCED[target], [bound_arguments(member)[tensor] for member in members], *rest)
+    results = [emit(place, operator.getitem, together, index) for index in range(len(members))]
+    for member, result in zip(members, results, strict=True):  # `place` may be one of them
+        for node in (together, result):
+            if "recompute" in member.meta:
+                node.meta["recompute"] = member.meta["recompute"]
+        replace_and_erase(member, result)
+    return together
+
+
+def _index(result: Node) -> int:
+    index = result.args[1]
+    assert isinstance(index, int)
+    return index

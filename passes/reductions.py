@@ -1,0 +1,47 @@
+"""Collectives that reduce, and what is made of their results."""
+
+from __future__ import annotations
+
+import torch
+from torch.fx import Node
+
+from dsgraph.inductor_ext import c10d_functional
+
+from .coalesced import waits_of
+from .graph import is_barrier, is_collective
+
+_REDUCTIONS = frozenset(
+    {
+        c10d_functional.reduce_scatter_tensor.default,
+        c10d_functional.reduce_scatter_tensor_coalesced.default,
+        c10d_functional.all_to_all_single.default,
+        torch.ops.dsgraph.exchange_by_messages.default,
+        torch.ops.dsgraph.exchange_by_messages_coalesced.default,
+        c10d_functional.all_reduce.default,
+    }
+)
+
+
+def is_reduction(node: Node) -> bool:
+    """Whether the node starts a collective that reduces, or that does with a local sum behind it."""
+    return is_collective(node) and node.target in _REDUCTIONS
+
+
+def made_of(started: Node) -> list[Node] | str:
+    """The waits and all that is made of them, in program order; the reason where that must stay where it is."""
+    waits = waits_of(started)
+    found, frontier = set(waits), list(waits)
+    while frontier:
+        for user in frontier.pop().users:
+            if user.op == "output" or user in found:
+                continue
+            if is_collective(user):
+                return f"{user.name} communicates what it reduces again"
+            if is_barrier(user):
+                return f"{user.name} may write to what it reduces, or is of a kind that nothing moves across"
+            found.add(user)
+            frontier.append(user)
+    for node in sorted(found.difference(waits)):
+        if any(source not in found for source in node.all_input_nodes):
+            return f"{node.name} computes with what it reduces and with other values"
+    return sorted(found)
