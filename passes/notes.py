@@ -28,9 +28,9 @@ def parameter_of(node: Node, ctx: PassContext) -> str:
 
 
 def origin(node: Node) -> Node:
-    """What a node is made of, as far back as each step has one argument."""
-    while node.op != "placeholder" and len(node.all_input_nodes) == 1:
-        node = node.all_input_nodes[0]
+    """What a node is made of, as far back as each step has one argument: of a bucket's result, its own."""
+    while node.op != "placeholder" and len(inputs_of(node)) == 1:
+        (node,) = inputs_of(node)
     return node
 
 
