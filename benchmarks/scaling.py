@@ -13,6 +13,7 @@ exist. Each case runs in a process of its own, which has compiled a small model 
     sent_mb      bytes that a rank sends a step, in 10**6, predicted
     compute_s    seconds of computing a step, predicted
     exposed_s    seconds of a step in which computing waits for communication, predicted
+    bucket_mb    the largest buffer of a collective of several parameters, in 10**6 bytes; 0 where none has several
 
 The JSON file has the seconds of each pass as well.
 """
@@ -33,12 +34,14 @@ from pathlib import Path
 
 from dsgraph.cli.dumps import Dump
 from dsgraph.cli.timeline import simulate
+from dsgraph.dumping.records import CollectiveRecord
 
 from .report import MB, Check, Report, Row, add_arguments, ratio
 
 LAYERS = (12, 24, 48, 96)
 RANKS = (8, 64, 512, 4096)
 SMALL, DEEP = 24, 96  # layers that the checks compare
+MEMORY_BOUND = 25 * 2**20 / MB  # of every bucketing pass by default
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -125,6 +128,9 @@ def checks(rows: Sequence[Row]) -> list[Check]:
     if deep is not None and small is not None:
         what = f"their seconds a node, {DEEP} layers over {SMALL}"
         found.append(Check(what, ratio(deep, [small]), 1.5, "lower"))
+    largest = max((row["bucket_mb"] for row in rows), default=0.0)
+    if largest:
+        found.append(Check("largest bucket over bucket_bytes", largest / MEMORY_BOUND, 1.0, "lower"))
     return found
 
 
@@ -165,7 +171,20 @@ def _predicted(folder: Path) -> Row:
     dump = Dump(folder)
     timelines = [simulate(dump.read(dump.find(phase))) for phase in ("forward", "backward")]
     computing = (stop - start for timeline in timelines for _, start, stop in timeline.computed)
-    return {"compute_s": sum(computing), "exposed_s": sum(timeline.exposed for timeline in timelines)}
+    collectives = [transfer.node.collective for timeline in timelines for transfer in timeline.transfers]
+    return {
+        "compute_s": sum(computing),
+        "exposed_s": sum(timeline.exposed for timeline in timelines),
+        "bucket_mb": max(map(_bucket_bytes, collectives), default=0.0) / MB,
+    }
+
+
+def _bucket_bytes(collective: CollectiveRecord | None) -> float:
+    """Bytes of the whole buffer of a collective, as every rank has it; 0 for one of a single parameter."""
+    if collective is None or len(collective.parameters) < 2 or not collective.sent:
+        return 0.0
+    rounds = 2 if collective.kind == "all_reduce" else 1
+    return collective.sent / rounds * collective.ranks / (collective.ranks - 1)
 
 
 def _in_a_process(**case: int | bool) -> Row:

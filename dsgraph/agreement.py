@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING
 import torch.distributed as dist
 from torch.distributed.tensor import DeviceMesh
 
+from dsgraph.inductor_ext import backend_name
+
 from . import compat
 from .errors import RanksDisagreeError
 from .mesh import axis_group, mesh_ranks
@@ -45,7 +47,7 @@ class Agreement:
     def over(mesh: DeviceMesh) -> Agreement:
         """An agreement of all ranks of a mesh; of this rank alone where the others are not real."""
         group = axis_group(mesh, mesh.ndim - 1)
-        if compat.backend_name(group, mesh.device_type) == "fake":
+        if backend_name(group, mesh.device_type) == "fake":
             return Agreement((dist.get_rank(),), timedelta())
         return Agreement(tuple(mesh_ranks(mesh)), compat.group_timeout(group, mesh.device_type))
 

@@ -56,11 +56,6 @@ def group_timeout(group: dist.ProcessGroup, device_type: str) -> timedelta:
     return timeout if isinstance(timeout, timedelta) else dist.distributed_c10d.default_pg_timeout
 
 
-def backend_name(group: dist.ProcessGroup, device_type: str) -> str:
-    """What runs a group's collectives on a kind of device: "gloo", "nccl", "fake", ..."""
-    return str(group._get_backend(torch.device(device_type)).name())
-
-
 def at_end_of_backward(callback: Callable[[], None]) -> None:
     """Calls `callback` when the running backward has accumulated all its gradients."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)

@@ -10,8 +10,8 @@ reduced into the parameters' `.grad`, and from then on modules hand out markers 
 from __future__ import annotations
 
 import weakref
-from collections import defaultdict
-from collections.abc import Sequence
+from collections import defaultdict, deque
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,6 +28,9 @@ from .seam import held_by
 
 if TYPE_CHECKING:
     from .state import ParameterState, PartitionState
+
+# How much is under way at once when sums are reduced: what travels is there twice.
+_IN_FLIGHT_BYTES = 64 * 2**20
 
 
 def enter_accumulation(state: PartitionState, *, reduce_once: bool) -> None:
@@ -71,10 +74,7 @@ def reduce_local_gradients(state: PartitionState) -> None:
             alone.append(entry)
         else:
             together[entry.layout.dtypes(entry.param.dtype), entry.layout.outer_groups].append(entry)
-    for entry in alone:
-        grad = taken.pop(entry)
-        assert grad is not None
-        _add_gradient(entry, entry.layout.reduce(grad, entry.param.to_local()))
+    _reduce_split({entry: taken.pop(entry) for entry in alone})
     for bucket in together.values():
         _reduce_whole(bucket, [taken.pop(entry) for entry in bucket])
     state.note_gradient()
@@ -136,6 +136,21 @@ def _used_anywhere(used_here: list[bool], state: PartitionState) -> list[bool]:
     device = state.parameters[0].param.device
     counts = torch.tensor(used_here, dtype=torch.int32, device=device)
     return (all_reduce_sum(counts, [axis.group for axis in state.axes]) > 0).tolist()
+
+
+def _reduce_split(grads: dict[ParameterState, Tensor | None]) -> None:
+    """Reduces gradients of split parameters, several on their way at once. Each is freed when it has been added."""
+    started: deque[tuple[ParameterState, int, Callable[[], Tensor]]] = deque()
+    for entry in list(grads):
+        grad = grads.pop(entry)
+        assert grad is not None
+        started.append((entry, grad.nbytes, entry.layout.start_reducing(grad, entry.param.to_local())))
+        del grad
+        while sum(size for _, size, _ in started) > _IN_FLIGHT_BYTES and len(started) > 1:
+            first, _, finish = started.popleft()
+            _add_gradient(first, finish())
+    for entry, _, finish in started:
+        _add_gradient(entry, finish())
 
 
 def _reduce_whole(bucket: Sequence[ParameterState], grads: Sequence[Tensor | None]) -> None:

@@ -11,10 +11,9 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DeviceMesh
 
-from dsgraph.inductor_ext import resolve_group
+from dsgraph.inductor_ext import backend_name, resolve_group
 from dsgraph.passes import MeshAxis
 
-from . import compat
 from .errors import PartitionError
 
 
@@ -57,7 +56,7 @@ def mesh_axes(mesh: DeviceMesh) -> tuple[MeshAxis, ...]:
     axes = []
     for dim, name in enumerate(names):
         group = axis_group(mesh, dim)
-        axes.append(MeshAxis(name, mesh.size(dim), group.group_name, compat.backend_name(group, mesh.device_type)))
+        axes.append(MeshAxis(name, mesh.size(dim), group.group_name, backend_name(group, mesh.device_type)))
     return tuple(axes)
 
 

@@ -15,6 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from dsgraph.inductor_ext import start_reduction
+
 from . import compat
 from .errors import PartitionError
 
@@ -66,8 +68,12 @@ class Layout:
 
     def reduce(self, grad: Tensor, shard: Tensor) -> Tensor:
         """This rank's part of the averaged gradient. `grad`: `[*shape]`; result: like `shard`."""
+        return self.start_reducing(grad, shard)()
+
+    def start_reducing(self, grad: Tensor, shard: Tensor) -> Callable[[], Tensor]:
+        """The same in two parts: the first lets the gradient travel, the result waits for it."""
         _, reduce_dtype = self.dtypes(shard.dtype)
-        return torch.ops.dsgraph.reduce_grad(
+        return start_reduction(
             grad,
             shard.shape,
             dtype=shard.dtype,

@@ -14,7 +14,14 @@ from torch.distributed.tensor import DeviceMesh, DTensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from dsgraph.inductor_ext import c10d_functional, chunk_rows, resolve_group, start_gather
+from dsgraph.inductor_ext import (
+    backend_name,
+    c10d_functional,
+    chunk_rows,
+    resolve_group,
+    sends_messages,
+    start_gather,
+)
 from dsgraph.passes import MeshAxis
 
 from . import compat
@@ -252,10 +259,10 @@ def _start_gather(entry: ParameterState) -> None:
     own = whole[group.rank() * rows :][:rows]
     shard = entry.param.to_local().detach()
     own[: shard.shape[0]].copy_(shard)  # so that the shard may be written to while they travel
-    on_gloo = compat.backend_name(group, replica.device.type) == "gloo"
-    if on_gloo and replica.device.type == "cpu":
+    if sends_messages(group, replica.device):
         start_gather(own, whole, layout.group)
         return
     c10d_functional.all_gather_into_tensor_out(own, world, layout.group, out=whole)
-    if on_gloo:  # it sends no messages from elsewhere, and two of its own gathers must not overlap
+    if backend_name(group, replica.device.type) == "gloo":
+        # It sends no messages from elsewhere, and two of its own gathers must not overlap.
         c10d_functional.wait_tensor(whole)

@@ -4,7 +4,7 @@ Each with its eager kernel and its fake, its derivative where autograd can meet 
 needs one. Importing this package registers the ops; `register_lowerings` registers the lowerings.
 """
 
-from .compat import c10d_functional, resolve_group
+from .compat import backend_name, c10d_functional, resolve_group
 from .exchange_by_messages import exchange_by_messages, exchange_by_messages_coalesced
 from .exchange_by_messages import register_lowering as _register_exchange
 from .gather_by_messages import gather_by_messages, gather_by_messages_coalesced, start_gather
@@ -17,8 +17,9 @@ from .gather_param import (
     group_count,
     pad_rows,
     reduce_grad,
-    reduce_scatter_rows,
+    start_reduction,
 )
+from .messages import sends_messages
 
 
 def register_lowerings() -> None:
@@ -30,6 +31,7 @@ def register_lowerings() -> None:
 __all__ = [
     "all_gather_rows",
     "all_reduce_sum",
+    "backend_name",
     "c10d_functional",
     "chunk_rows",
     "exchange_by_messages",
@@ -40,8 +42,9 @@ __all__ = [
     "group_count",
     "pad_rows",
     "reduce_grad",
-    "reduce_scatter_rows",
     "register_lowerings",
     "resolve_group",
+    "sends_messages",
     "start_gather",
+    "start_reduction",
 ]

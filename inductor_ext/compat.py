@@ -25,6 +25,11 @@ def resolve_group(name: str) -> ProcessGroup:
     return _resolve_process_group(cast("Any", name))
 
 
+def backend_name(group: ProcessGroup, device_type: str) -> str:
+    """What runs a group's collectives on a kind of device: "gloo", "nccl", "fake", ..."""
+    return str(group._get_backend(torch.device(device_type)).name())
+
+
 def register_work(tensor: Tensor, work: Work | None) -> None:
     """Makes `wait_tensor(tensor)` wait for `work`, as for a functional collective; several add up.
 

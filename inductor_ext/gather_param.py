@@ -16,13 +16,14 @@ graph they are markers: `InsertZeroCollectives` lowers them.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from .compat import c10d_functional, resolve_group
+from .messages import sends_messages
 
 
 def chunk_rows(rows: int, world: int) -> int:
@@ -46,12 +47,24 @@ def all_gather_rows(shard: Tensor, rows: int, group: str) -> Tensor:
     return full[:rows]
 
 
-def reduce_scatter_rows(grad: Tensor, shard_rows: int, group: str) -> Tensor:
-    """This rank's `shard_rows` rows of the sum of `grad` over `group`."""
-    world = resolve_group(group).size()
+def start_reduce_scatter(grad: Tensor, shard_rows: int, group: str) -> Callable[[], Tensor]:
+    """Starts to sum `grad` over `group`; the result waits for this rank's `shard_rows` rows of it.
+
+    On gloo by messages and a sum in the order of ranks: its own reduce-scatter is an all-reduce of everything.
+    """
+    process_group = resolve_group(group)
+    world = process_group.size()
     padded = pad_rows(grad, chunk_rows(grad.shape[0], world) * world)
-    own = c10d_functional.wait_tensor(c10d_functional.reduce_scatter_tensor(padded, "sum", world, group))
-    return own[:shard_rows]
+    if not sends_messages(process_group, padded.device):
+        own = c10d_functional.reduce_scatter_tensor(padded, "sum", world, group)
+        return lambda: c10d_functional.wait_tensor(own)[:shard_rows]
+    received = torch.ops.dsgraph.exchange_by_messages(padded, world, group)
+
+    def finish() -> Tensor:
+        by_rank = c10d_functional.wait_tensor(received).unflatten(0, (world, -1))
+        return by_rank.sum(0, dtype=padded.dtype)[:shard_rows]
+
+    return finish
 
 
 def all_reduce_sum(tensor: Tensor, groups: Sequence[str]) -> Tensor:
@@ -117,6 +130,25 @@ def _(
     return shard.new_empty(shape, dtype=dtype)
 
 
+def start_reduction(
+    grad: Tensor,
+    shard_shape: Sequence[int],
+    *,
+    dtype: torch.dtype,
+    reduce_dtype: torch.dtype,
+    group: str,
+    outer_groups: Sequence[str],
+) -> Callable[[], Tensor]:
+    """Starts what `reduce_grad` does, as far as `group`; the result waits for it and does the rest."""
+    summed = grad.to(reduce_dtype)
+    over_group = start_reduce_scatter(summed, shard_shape[0], group) if group else lambda: summed
+
+    def finish() -> Tensor:
+        return (all_reduce_sum(over_group(), outer_groups) / group_count(group, outer_groups)).to(dtype)
+
+    return finish
+
+
 @torch.library.custom_op(
     "dsgraph::reduce_grad",
     mutates_args=(),
@@ -145,11 +177,9 @@ def reduce_grad(
     Returns:
         `[*shard_shape]` in `dtype`, a new tensor.
     """
-    summed = grad.to(reduce_dtype)
-    if group:
-        summed = reduce_scatter_rows(summed, shard_shape[0], group)
-    summed = all_reduce_sum(summed, outer_groups)
-    return (summed / group_count(group, outer_groups)).to(dtype)
+    return start_reduction(
+        grad, shard_shape, dtype=dtype, reduce_dtype=reduce_dtype, group=group, outer_groups=outer_groups
+    )()
 
 
 @reduce_grad.register_fake

@@ -11,15 +11,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from .compat import register_work
+from .compat import backend_name, register_work
 
 # Apart from a user's own messages, whose tag is 0 by default. Messages of one tag arrive in the order in which they
 # were sent, and all ranks run the same collectives in the same order.
 _TAG = 0xD5
+
+
+def sends_messages(group: ProcessGroup, device: torch.device) -> bool:
+    """Whether messages are the way to go: on gloo, which sends them from the host's memory alone."""
+    return device.type == "cpu" and backend_name(group, "cpu") == "gloo"
 
 
 @dataclass(frozen=True)

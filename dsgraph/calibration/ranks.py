@@ -11,7 +11,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from dsgraph import __version__, compat
+from dsgraph import __version__
+from dsgraph.inductor_ext import backend_name
 
 from .device import DeviceFigures, device_name, host_name, measure_device
 from .records import FORMAT, VERSION, CalibrationRecord, LinkRecord
@@ -82,7 +83,7 @@ def _links(
     assert group is not None  # each way to part the ranks has all of them
     links = [
         LinkRecord(
-            backend=compat.backend_name(group, device_type),
+            backend=backend_name(group, device_type),
             ranks=group.size(),
             hosts=len({hosts[rank] for rank in ranks_of_groups[0]}),
             kind=kind,

@@ -11,12 +11,12 @@ from benchmarks import scaling
 
 COLUMNS = [
     *("layers", "ranks", "compile_s", "passes_s", "share", "us_a_node", "verify_s", "forward_nodes", "backward_nodes"),
-    *("collectives", "sent_mb", "compute_s", "exposed_s", "passes"),
+    *("collectives", "sent_mb", "compute_s", "exposed_s", "bucket_mb", "passes"),
 ]
 
 
 def row(layers: int, **columns: object) -> dict[str, object]:
-    return {"layers": layers, "ranks": 8, "share": 0.05, "us_a_node": 100.0, **columns}
+    return {"layers": layers, "ranks": 8, "share": 0.05, "us_a_node": 100.0, "bucket_mb": 0.0, **columns}
 
 
 def test_checks_are_medians_over_the_numbers_of_ranks():
@@ -30,6 +30,11 @@ def test_checks_are_medians_over_the_numbers_of_ranks():
 def test_checks_of_depths_that_did_not_run_are_left_out():
     assert scaling.checks([]) == scaling.checks([row(12), row(24)]) == []
     assert [check.limit for check in scaling.checks([row(96)])] == [0.10]
+
+
+def test_the_largest_bucket_is_held_against_the_bound_of_the_passes():
+    (check,) = scaling.checks([row(12, bucket_mb=20.0), row(12, bucket_mb=27.0)])
+    assert (check.limit, check.ok) == (1.0, False) and check.value == pytest.approx(27e6 / (25 * 2**20))
 
 
 def test_passes_that_touch_communication():
@@ -59,5 +64,5 @@ def test_smoke_run_writes_the_schema(tmp_path, capsys):
         assert line["passes_s"] == pytest.approx(sum(line["passes"].values()))
         assert line["share"] == pytest.approx(line["passes_s"] / line["compile_s"])
         assert line["exposed_s"] >= 0 and line["sent_mb"] > 0 and line["collectives"] > 0
-    assert read["checks"] == []
+    assert [(check["name"], check["ok"]) for check in read["checks"]] == [("largest bucket over bucket_bytes", True)]
     assert "us_a_node" in capsys.readouterr().out
