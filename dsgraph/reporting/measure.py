@@ -12,7 +12,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from dsgraph import compat
 from dsgraph.passes import MeshAxis, PassContext, Phase
-from dsgraph.passes.coalesced import collective_behind, is_gather
+from dsgraph.passes.coalesced import collective_behind, is_gather, is_result
 from dsgraph.passes.compat import OpOverload, is_tangent
 from dsgraph.passes.graph import is_arrival, is_collective, is_view, is_wait, placeholders
 from dsgraph.passes.notes import parameter_behind
@@ -118,7 +118,7 @@ class Measurements:
         if self.with_inductor:
             self.unlowered.update(_unlowered(gm))
         if phase is Phase.FORWARD:
-            self._forward = {node.name: _seen_from_backward(node) for node in gm.graph.nodes}
+            self._forward = {node.name: _seen_from_backward(node) for node in gm.graph.nodes if not is_result(node)}
             self._forward_graph = None if ctx.inference else (gm, ctx)  # until the backward is there
         else:
             assert self._forward_graph is not None
@@ -140,7 +140,8 @@ class Measurements:
             _, is_input, is_parameter = self._forward.get(node.name, (None, True, False))
             if not is_input and isinstance(node.meta.get("val"), torch.Tensor):
                 (kept if is_parameter else saved).append(node)
-        for node in backward.graph.nodes:
+        # Results of buckets, which passes add to either graph, may have the names of other things in the other.
+        for node in (node for node in backward.graph.nodes if not is_result(node)):
             target, _, is_parameter = self._forward.get(node.name, (None, True, False))
             if node.op != "call_function" or node.target is not target or is_view(node) or is_collective(node):
                 continue

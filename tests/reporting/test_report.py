@@ -14,7 +14,9 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint
 
 import dsgraph
+from examples.gpt import GPT, GPTConfig
 from tests.models import build, tokens
+from tests.pipelines import without_buckets
 
 EAGER = {"codegen": "eager"}
 HERE = Path(__file__).name
@@ -212,6 +214,18 @@ def test_bytes_for_the_backward(fake_ranks):
     assert found.saved == 2 and found.saved_bytes == (2 * 16 + 2 * 8) * 4, "tanh's result, and what scale is applied to"
     compiled(torch.ones(2, 8, requires_grad=True)).backward()
     assert dsgraph.report(compiled).compiles[-1].activations.gathered_again_bytes == matrix
+
+
+def test_what_buckets_add_is_not_taken_for_recomputed(fake_ranks):
+    found = []
+    for pipeline in (dsgraph.default_pipeline(), without_buckets()):
+        torch._dynamo.reset()
+        model = dsgraph.partition(GPT(GPTConfig(vocab=64, width=32, heads=2, layers=3)), stage=3, keep_whole_below=64)
+        tokens = torch.zeros(2, 8, dtype=torch.int64)
+        options = {"codegen": "eager", "pipeline": pipeline}
+        torch.compile(model, backend="dsgraph", options=options)(tokens, tokens)
+        found.append(dsgraph.report(model).compiles[0].activations)
+    assert found[0] == found[1] and found[0].recomputed > 0
 
 
 def test_recomputed_bytes(fake_ranks):
