@@ -25,18 +25,26 @@ def accumulate(model: nn.Module, *, reduce_once: bool | None = None) -> Iterator
         optimizer.step()
 
     Gradients add up, as they always do in torch; scale the loss if they should be averaged. Stages 0 and 1 add them up
-    locally and reduce the sum once, at the end of the last backward. Stages 1 and 2 gather each parameter once a step.
-    Stages 2 and 3 reduce in every backward, inside and outside; stage 2 does as stage 1 does if asked to, for links
-    over which bytes are dearer than memory.
+    locally and reduce the sum once, in the last backward. Stages 1 and 2 gather each parameter once a step. Stages 2
+    and 3 reduce in every backward, inside and outside; stage 2 does as stage 1 does if asked to, for links over which
+    bytes are dearer than memory.
+
+    Where gradients are reduced once, the compiled graphs of the last micro-batch do it: each sum travels with the last
+    gradient of its parameter, while the backward computes. They are graphs of their own, compiled when they first run.
+    As in a step without `accumulate`, the ranks must run the same graphs in the last micro-batch. What no graph has
+    reduced is reduced when that backward is through: parameters that this micro-batch does not use, and those of
+    uncompiled code, which ranks may use differently.
+
+    Until that backward is through, sums that stay local are not in `.grad`: `clip_grad_norm_` and `zero_grad` do not
+    see them. A step that is given up leaves its sums to the next one.
 
     Args:
         model: A partitioned model, compiled or not, or a module that contains partitioned ones.
-        reduce_once: Whether gradients stay on each rank, at full size, until the end of the last backward. None: as the
-            stage does, True in stages 0 and 1, False in 2 and 3. Stage 2 takes both. With True it holds from the first
-            backward of the step to the end of the last one a full gradient more, in the dtype of the parameter's
-            gathered copy (and its sum in the master dtype, where that has more bits), and sends each gradient once a
-            step. It is DDP's `no_sync`, FSDP2's `set_requires_gradient_sync(False)`. Once gradients of a step have
-            stayed on the ranks, those of its other micro-batches do as well.
+        reduce_once: Whether gradients stay on each rank, at full size, until the last backward. None: as the stage
+            does, True in stages 0 and 1, False in 2 and 3. Stage 2 takes both. With True it holds from the first
+            backward of the step to the end of the last one a full gradient more, in the dtype of the shards, and sends
+            each gradient once a step. It is DDP's `no_sync`, FSDP2's `set_requires_gradient_sync(False)`. Once
+            gradients of a step have stayed on the ranks, those of its other micro-batches do as well.
 
     Raises:
         PartitionError: Nothing in `model` is partitioned, or its stage cannot do as `reduce_once` says.

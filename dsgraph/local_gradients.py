@@ -1,10 +1,14 @@
 """Gradients that stay local under accumulation: added up on each rank, reduced once.
 
-So do those of stages 0 and 1, and those of stage 2 with `reduce_once`. Inside `accumulate`, a module then hands out a
-leaf in place of the marker: the replica (stages 1 and 2), or an alias of the shard of a parameter that every rank holds
-whole. Autograd adds gradients up in the leaf's `.grad`, so the captured graph has
-no collective at all. The backward that follows `accumulate` still runs that graph; when it is through, the sums are
-reduced into the parameters' `.grad`, and from then on modules hand out markers again.
+So do those of stages 0 and 1, and those of stage 2 with `reduce_once`. Inside `accumulate`, a module hands out a leaf
+in place of the marker: the replica (stages 1 and 2), or an alias of the shard of a parameter that every rank holds
+whole. The captured graph has no collective at all, and what arrives at the leaf is added to the parameter's local sum.
+
+The micro-batch after `accumulate` ends the step. Its compiled graphs hold markers again, each with the sum of its
+parameter, which is added to the gradient ahead of the reduction: gradients travel while the backward computes; see
+`last_micro_batch`. Uncompiled code goes on handing out leaves. When the backward is through, the ranks agree on which
+sums no graph has taken (of uncompiled code, of parameters that this micro-batch does not use), and those are reduced
+into the parameters' `.grad`. From then on modules hand out markers alone.
 """
 
 from __future__ import annotations
@@ -53,15 +57,23 @@ def enter_accumulation(state: PartitionState, *, reduce_once: bool) -> None:
 def leave_accumulation(state: PartitionState) -> None:
     """The next backward is the last of the step."""
     state.accumulating = False
-    state.gradients_stay_local = any(_has_local_gradient(entry) for entry in state.parameters)
+    state.gradients_stay_local = any(entry.is_summed for entry in state.parameters)
+    if not state.gradients_stay_local:
+        return
+    for entry in state.parameters:
+        if entry.param.requires_grad:
+            _hand_out_sum(entry, state)
 
 
 def reduce_local_gradients(state: PartitionState) -> None:
     """Averages the sums over all ranks and adds them to the parameters' `.grad`. All ranks call it together."""
-    state.flush_queued = False
+    state.reducing_in = -1
     state.gradients_stay_local = False
     trainable = [entry for entry in state.parameters if entry.param.requires_grad]
-    taken = {entry: _take_local_gradient(entry) for entry in trainable}
+    taken = {entry: _take_sum(entry) for entry in trainable}
+    # A graph whose backward is still to come, be it that it never comes, must not add them once more.
+    read_by_graphs = [total for total in taken.values() if total is not None] if state.sums_were_read else []
+    state.sums_were_read = False
     used = _used_anywhere([taken[entry] is not None for entry in trainable], state)
     alone: list[ParameterState] = []
     together: dict[object, list[ParameterState]] = defaultdict(list)
@@ -77,7 +89,31 @@ def reduce_local_gradients(state: PartitionState) -> None:
     _reduce_split({entry: taken.pop(entry) for entry in alone})
     for bucket in together.values():
         _reduce_whole(bucket, [taken.pop(entry) for entry in bucket])
+    for total in read_by_graphs:
+        empty_sum(total)
     state.note_gradient()
+
+
+def empty_sum(total: Tensor) -> None:
+    """Takes out of a local sum what has been reduced. Whatever graph still has it adds nothing."""
+    with torch.no_grad(), compat.keeping_version((total,)):
+        total.zero_()
+
+
+def withhold_sum(entry: ParameterState) -> None:
+    """Takes a sum away from a backward that must not add it, until `restore_sum`."""
+    assert entry.local_sum is not None
+    entry.withheld = entry.local_sum.clone()
+    empty_sum(entry.local_sum)
+
+
+def restore_sum(entry: ParameterState) -> None:
+    """Puts back what was withheld, if anything was: also where the backward failed before it was through."""
+    total, value = entry.local_sum, entry.withheld
+    entry.withheld = None
+    if total is not None and value is not None:
+        with torch.no_grad(), compat.keeping_version((total,)):
+            total.copy_(value)
 
 
 def _prepare_leaf(entry: ParameterState, state: PartitionState) -> None:
@@ -92,42 +128,82 @@ def _prepare_leaf(entry: ParameterState, state: PartitionState) -> None:
     leaf = entry.leaf.requires_grad_(entry.param.requires_grad)
     if leaf.requires_grad and entry.hooked_leaf != id(leaf):
         entry.hooked_leaf = id(leaf)
-        weak_entry, weak_state = weakref.ref(entry), weakref.ref(state)
+        _call_at_gradient(leaf, _on_local_gradient, entry, state)
+    if leaf.requires_grad and entry.hooked_param != id(entry.param):
+        entry.hooked_param = id(entry.param)
+        _call_at_gradient(entry.param, _on_reduced_gradient, entry, state)
 
-        def on_gradient(_: Tensor) -> None:
-            living_entry, living_state = weak_entry(), weak_state()
-            if living_entry is not None and living_state is not None:
-                _on_local_gradient(living_entry, living_state)
 
-        leaf.register_post_accumulate_grad_hook(on_gradient)
+def _call_at_gradient(
+    tensor: Tensor, call: Callable[[ParameterState, PartitionState], None], entry: ParameterState, state: PartitionState
+) -> None:
+    weak_entry, weak_state = weakref.ref(entry), weakref.ref(state)
+
+    def on_gradient(_: Tensor) -> None:
+        living_entry, living_state = weak_entry(), weak_state()
+        if living_entry is not None and living_state is not None:
+            call(living_entry, living_state)
+
+    tensor.register_post_accumulate_grad_hook(on_gradient)
 
 
 def _on_local_gradient(entry: ParameterState, state: PartitionState) -> None:
-    leaf, master = entry.leaf, entry.param.dtype
-    assert leaf is not None and leaf.grad is not None
-    if leaf.dtype != master:  # many small summands: add them up with the master's bits
-        grad = leaf.grad.to(master)
-        entry.local_sum = grad if entry.local_sum is None else entry.local_sum.add_(grad)
-        leaf.grad = None
+    """Adds what has arrived at the leaf to the sum, with the master's bits: there are many small summands."""
+    restore_sum(entry)
+    leaf = entry.leaf
+    if leaf is None or leaf.grad is None:
+        return  # a graph that only reads the replica sends no gradient here
+    grad = leaf.grad.to(entry.param.dtype)
+    leaf.grad = None
+    if entry.local_sum is None:
+        entry.local_sum = grad
+    else:
+        with torch.no_grad(), compat.keeping_version((entry.local_sum,)):  # a graph may have saved it
+            entry.local_sum.add_(grad)
+    entry.is_summed = True
     if state.accumulating:
         state.note_gradient()
-    elif not state.flush_queued:
-        state.flush_queued = True
+    else:
+        _reduce_at_end_of_backward(state)
+
+
+def _on_reduced_gradient(entry: ParameterState, state: PartitionState) -> None:
+    """A compiled graph has reduced the gradient: outside `accumulate`, the step ends with this backward."""
+    if state.gradients_stay_local and not state.accumulating:
+        _reduce_at_end_of_backward(state)
+
+
+def _reduce_at_end_of_backward(state: PartitionState) -> None:
+    backward = compat.running_backward()
+    if state.reducing_in != backward:  # one that failed never came to its end
+        state.reducing_in = backward
         compat.at_end_of_backward(lambda: reduce_local_gradients(state))
 
 
-def _has_local_gradient(entry: ParameterState) -> bool:
-    return entry.local_sum is not None or (entry.leaf is not None and entry.leaf.grad is not None)
+def _hand_out_sum(entry: ParameterState, state: PartitionState) -> None:
+    """Lets captured graphs read the sum: zeros where this rank has none, so that all ranks capture the same graph."""
+    total = entry.local_sum
+    if total is None:
+        total = torch.zeros(entry.layout.shape, dtype=entry.param.dtype, device=entry.param.device)
+        entry.local_sum = total
+    if not hasattr(total, "dsgraph_sum_of"):
+        total.dsgraph_sum_of = (entry, state)  # type: ignore[attr-defined]
+        compat.keep_static(total)
+    for module, attribute in entry.owners:
+        held_by(module).sums[attribute] = total
 
 
-def _take_local_gradient(entry: ParameterState) -> Tensor | None:
-    grad = entry.local_sum
+def _take_sum(entry: ParameterState) -> Tensor | None:
+    """The sum, if there is anything in it. The entry, its modules and its leaf let go of theirs."""
+    restore_sum(entry)
+    total = entry.local_sum if entry.is_summed else None
     entry.local_sum = None
+    entry.is_summed = False
+    for module, attribute in entry.owners:
+        held_by(module).sums.pop(attribute, None)
     if entry.leaf is not None:
-        grad = entry.leaf.grad if grad is None else grad
-        entry.leaf.grad = None
         entry.leaf.requires_grad_(False)
-    return grad
+    return total
 
 
 def _used_anywhere(used_here: list[bool], state: PartitionState) -> list[bool]:
@@ -182,7 +258,7 @@ def _refuse_early_steps(state: PartitionState) -> None:
             return
         stepping = {id(param) for group in optimizer.param_groups for param in group["params"]}
         for entry in living.parameters:
-            if id(entry.param) in stepping and _has_local_gradient(entry):
+            if id(entry.param) in stepping and entry.is_summed:
                 raise AccumulationError(
                     f"optimizer step before the accumulated gradients were reduced (parameter {entry.name!r}): "
                     "run the last micro-batch's forward and backward outside dsgraph.accumulate(model)"

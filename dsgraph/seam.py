@@ -49,13 +49,19 @@ class Layout:
         compute = self.param_dtype or master
         return compute, self.reduce_dtype or compute
 
-    def mark(self, shard: Tensor, replica: Tensor | None, shape: Sequence[int]) -> Tensor:
-        """The marker for this layout, or, run eagerly, the gather itself. `shape` is that of the full parameter."""
+    def mark(
+        self, shard: Tensor, replica: Tensor | None, shape: Sequence[int], local_sum: Tensor | None = None
+    ) -> Tensor:
+        """The marker for this layout, or, run eagerly, the gather itself. `shape` is that of the full parameter.
+
+        With a `local_sum` the backend decides whether the gradient is reduced together with it.
+        """
         dtype, reduce_dtype = self.dtypes(shard.dtype)
         return torch.ops.dsgraph.gather_param(
             shard,
             replica,
             shape,
+            *(() if local_sum is None else (local_sum,)),
             dtype=dtype,
             reduce_dtype=reduce_dtype,
             group=self.group,
@@ -109,11 +115,15 @@ def property_for(name: str, layout: Layout) -> property:
             )
         if not torch.compiler.is_compiling():
             return _read_eagerly(self, name, layout)
+        local_sum = None
         if may_stay_local and held_by(self).partition.gradients_stay_local:
-            return layout.local(held_by(self).leaves[name])
+            if held_by(self).partition.accumulating:
+                return layout.local(held_by(self).leaves[name])
+            if torch.is_grad_enabled():
+                local_sum = held_by(self).sums.get(name)
         replica = held_by(self).replicas[name] if keeps_replica else None
         # The shape is read off the parameter: Dynamo may take integers from elsewhere for dynamic sizes.
-        return layout.mark(param.to_local(), replica, param.shape)
+        return layout.mark(param.to_local(), replica, param.shape, local_sum)
 
     compat.only_inlined(read)
     return property(read, doc=f"The full parameter {name!r}; its shard stands in `named_parameters()`.")

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule, Interpreter, Node
 
+from dsgraph.inductor_ext import size_hint
 from dsgraph.passes import CaptureFacts
 from dsgraph.passes.compat import storage_id
-from dsgraph.passes.graph import is_gather_marker
+from dsgraph.passes.graph import all_graph_modules, is_gather_marker
 
 from . import compat
 from .state import partition_states
@@ -31,6 +32,8 @@ def spare_bytes(gm: GraphModule, inputs: Sequence[Any], *, facts: CaptureFacts, 
 
     The graph is run on fake tensors, and what plain autograd would save is added up. A compiled graph saves less, so
     this is on the safe side; what a checkpoint region computes again, and other graphs of the model, are not known.
+    It is an estimate that a step can do without: whatever keeps the graph from running on fake tensors, nothing is
+    known.
 
     Args:
         gm: The captured graph.
@@ -39,10 +42,13 @@ def spare_bytes(gm: GraphModule, inputs: Sequence[Any], *, facts: CaptureFacts, 
         module: Whose forward it is.
 
     Returns:
-        Bytes, 0 or more; None where nothing can be said: without a limit, without gradients, for a part of a model,
-        and for a graph with sizes that only the data decide.
+        Bytes, 0 or more; None where nothing can be kept (no gathers in the graph, no gradients) or said: without a
+        limit, for a part of a model, for a graph that cannot run on fake tensors, as with sizes that only the data
+        decide.
     """
-    if facts.memory_limit is None or not torch.is_grad_enabled() or not _is_whole_model(facts, module):
+    if facts.memory_limit is None or not torch.is_grad_enabled() or not _gathers(gm):
+        return None
+    if not _is_whole_model(facts, module):
         return None
     saved = _saved_by_autograd(gm, inputs)
     if saved is None:
@@ -51,6 +57,12 @@ def spare_bytes(gm: GraphModule, inputs: Sequence[Any], *, facts: CaptureFacts, 
     widest = max(math.prod(info.shape) * info.dtype.itemsize for info in facts.params.values())
     step = states + saved.total + _GRADIENTS_ALIVE * saved.largest + _PARAMETERS_ALIVE * widest
     return max(0, facts.memory_limit - step)
+
+
+def _gathers(gm: GraphModule) -> bool:
+    """Whether the graph fetches parameters, instead of reading replicas or whole ones."""
+    markers = (node for module in all_graph_modules(gm) for node in module.graph.nodes if is_gather_marker(node))
+    return any(marker.args[1] is None and marker.kwargs["group"] for marker in markers)
 
 
 def _is_whole_model(facts: CaptureFacts, module: nn.Module | None) -> bool:
@@ -98,12 +110,14 @@ class _Watching(Interpreter):
 
 def _saved_by_autograd(gm: GraphModule, inputs: Sequence[Any]) -> _Saved | None:
     saved = _Saved()
-    mode = compat.fake_mode()
-    fakes = [_fake(value, mode) for value in inputs]
+    hooks = torch.autograd.graph.saved_tensors_hooks(saved.add, lambda value: value)
     try:
-        with mode, torch.autograd.graph.saved_tensors_hooks(saved.add, lambda value: value):
+        mode = compat.fake_mode()
+        fakes = [_fake(value, mode) for value in inputs]
+        # A graph that fails may have switched gradients off, or entered a region of autocast.
+        with mode, torch.enable_grad(), compat.keeping_autocast(), hooks:
             _Watching(gm, saved).run(*fakes)
-    except compat.UNKNOWN_SIZES:
+    except Exception:
         return None
     return saved
 
@@ -111,4 +125,4 @@ def _saved_by_autograd(gm: GraphModule, inputs: Sequence[Any]) -> _Saved | None:
 def _fake(value: object, mode: Any) -> object:
     if isinstance(value, Tensor):
         return mode.from_tensor(value)
-    return compat.size_hint(value) if isinstance(value, torch.SymInt) else value
+    return size_hint(value) if isinstance(value, torch.SymInt) else value

@@ -50,9 +50,12 @@ class ParameterState:
         whole_because: Why every rank holds all of it; empty for a sharded parameter.
         replica: `[*shape]`, the gathered copy of stages 1 and 2; None in other stages and for whole parameters.
         freshness: What is known of the replica.
-        leaf: Where local gradients add up while they are not reduced; see `local_gradients`.
-        local_sum: `[*shape]`, their sum in the master dtype, where the leaf has fewer bits.
+        leaf: What modules hand out while gradients are not reduced; see `local_gradients`.
+        local_sum: `[*shape]` in the master dtype, the sum of the leaf's gradients, or zeros that wait for them.
+        is_summed: Whether anything is in the sum that has not been reduced.
+        withheld: What was in the sum, while a backward runs that must not add it.
         hooked_leaf: id of the leaf that reports its gradients.
+        hooked_param: id of the parameter that does so.
     """
 
     name: str
@@ -63,7 +66,10 @@ class ParameterState:
     freshness: Freshness = Freshness.STALE
     leaf: Tensor | None = None
     local_sum: Tensor | None = None
+    is_summed: bool = False
+    withheld: Tensor | None = None
     hooked_leaf: int = 0
+    hooked_param: int = 0
     _gathered_from: Any = None
     _gathered_version: int = -1
 
@@ -99,10 +105,11 @@ class PartitionState:
         parameters: One entry a parameter, in the order of `named_parameters()`.
         accumulating: True inside `accumulate(model)`.
         gradients_stay_local: True while gradients are added up instead of reduced, see `local_gradients`.
+        sums_were_read: Whether a compiled graph has been given sums that it may add to its gradients.
         under_way: Replicas that may not have arrived yet.
         reduces_once: Whether `accumulate` reduces gradients once a step, as it did last; at first as the stage does.
         awaiting_last_backward: True from the first gradient under `accumulate` to the backward that ends the step.
-        flush_queued: True while a backward runs that will reduce local gradients at its end.
+        reducing_in: The backward that reduces local gradients at its end, or was to and failed; -1 if there is none.
         watching: id of the state whose optimizer hook is registered; a deep copy must register its own.
         guarding: The same for the hook that refuses early steps.
     """
@@ -114,9 +121,10 @@ class PartitionState:
     under_way: list[Tensor] = field(default_factory=list)
     accumulating: bool = False
     gradients_stay_local: bool = False
+    sums_were_read: bool = False
     reduces_once: bool = field(init=False)
     awaiting_last_backward: bool = False
-    flush_queued: bool = False
+    reducing_in: int = -1
     watching: int = 0
     guarding: int = 0
 
@@ -201,13 +209,15 @@ class HeldParameters:
     Attributes:
         partition: What it is part of.
         replicas: Gathered copies of stages 1 and 2.
-        leaves: Where local gradients add up, see `local_gradients`.
+        leaves: What it hands out while gradients stay local, see `local_gradients`.
+        sums: What has been added up of them, while the last micro-batch of a step runs.
         eager_reads: How often each parameter was handed out outside a compiled graph.
     """
 
     partition: PartitionState
     replicas: dict[str, Tensor] = field(default_factory=dict)
     leaves: dict[str, Tensor] = field(default_factory=dict)
+    sums: dict[str, Tensor] = field(default_factory=dict)
     eager_reads: Counter[str] = field(default_factory=Counter)
 
 

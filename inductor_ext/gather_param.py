@@ -3,11 +3,12 @@
 For n ranks in all groups and p of them in `group`, with shard_r the r-th of p chunks of rows (`torch.chunk`'s rule):
 
     gather_param:  full   = concat(shard_0, ..., shard_{p-1}).to(dtype)            shape: `shape`
-    reduce_grad:   grad_r = 1/n * sum over n ranks of rows_r(grad), in reduce_dtype  shape: `shard_shape`
+    reduce_grad:   grad_r = 1/n * sum over n ranks of rows_r(local_sum + grad), in reduce_dtype  shape: `shard_shape`
 
 `group=""` means that every rank holds the whole parameter: nothing is gathered and the gradient is all-reduced over
 `outer_groups`. With a `group`, `outer_groups` are the replicas' groups of hybrid sharding. `replica` is a full copy
-that was gathered earlier; when it is given, it is the result and `shard` only receives the gradient.
+that was gathered earlier; when it is given, it is the result and `shard` only receives the gradient. `local_sum` is
+what this rank has added up of the gradient before, where there is any; see `dsgraph/local_gradients.py`.
 
 Run eagerly both ops are real collectives, so a model that holds them is correct without any compiler. In a captured
 graph they are markers: `InsertZeroCollectives` lowers them.
@@ -82,18 +83,20 @@ def group_count(group: str, outer_groups: Sequence[str]) -> int:
 @torch.library.custom_op(
     "dsgraph::gather_param",
     mutates_args=(),
-    schema="(Tensor shard, Tensor? replica, SymInt[] shape, *, ScalarType dtype, ScalarType reduce_dtype, "
-    "str group, str[] outer_groups) -> Tensor",
+    schema="(Tensor shard, Tensor? replica, SymInt[] shape, Tensor? local_sum=None, *, ScalarType dtype, "
+    "ScalarType reduce_dtype, str group, str[] outer_groups, bool adds_sum=False) -> Tensor",
 )
 def gather_param(
     shard: Tensor,
     replica: Tensor | None,
     shape: Sequence[int],
+    local_sum: Tensor | None = None,
     *,
     dtype: torch.dtype,
     reduce_dtype: torch.dtype,
     group: str,
     outer_groups: Sequence[str],
+    adds_sum: bool = False,
 ) -> Tensor:
     """The full parameter of which `shard` is this rank's part.
 
@@ -101,10 +104,13 @@ def gather_param(
         shard: `[rows_r, ...]`, this rank's rows in the master dtype; all rows when `group` is empty.
         replica: `[*shape]` in `dtype`, a copy gathered earlier, or None.
         shape: Shape of the full parameter.
+        local_sum: `[*shape]` in any dtype, a sum of gradients of this rank that were not reduced, or None.
         dtype: Dtype of the result. The cast comes before the gather, so that fewer bytes travel.
         reduce_dtype: Dtype in which the gradient is summed.
         group: Name of the process group over which rows are split; "" for a parameter that every rank holds whole.
         outer_groups: Names of the groups over which the gradient is averaged besides.
+        adds_sum: Whether the gradient is reduced together with `local_sum`. Who sets it sees to it that the sum is
+            added once.
 
     Returns:
         `[*shape]` in `dtype`, a new tensor.
@@ -121,11 +127,13 @@ def _(
     shard: Tensor,
     replica: Tensor | None,
     shape: Sequence[int],
+    local_sum: Tensor | None = None,
     *,
     dtype: torch.dtype,
     reduce_dtype: torch.dtype,
     group: str,
     outer_groups: Sequence[str],
+    adds_sum: bool = False,
 ) -> Tensor:
     return shard.new_empty(shape, dtype=dtype)
 
@@ -152,12 +160,13 @@ def start_reduction(
 @torch.library.custom_op(
     "dsgraph::reduce_grad",
     mutates_args=(),
-    schema="(Tensor grad, SymInt[] shard_shape, *, ScalarType dtype, ScalarType reduce_dtype, "
-    "str group, str[] outer_groups) -> Tensor",
+    schema="(Tensor grad, SymInt[] shard_shape, Tensor? local_sum=None, *, ScalarType dtype, "
+    "ScalarType reduce_dtype, str group, str[] outer_groups) -> Tensor",
 )
 def reduce_grad(
     grad: Tensor,
     shard_shape: Sequence[int],
+    local_sum: Tensor | None = None,
     *,
     dtype: torch.dtype,
     reduce_dtype: torch.dtype,
@@ -169,6 +178,7 @@ def reduce_grad(
     Args:
         grad: `[*shape]`, this rank's gradient of the full parameter.
         shard_shape: Shape of the result: that of this rank's shard.
+        local_sum: `[*shape]`, to which `grad` is added first, in the dtype of the sum; or None.
         dtype: Dtype of the result: the master dtype of the shard.
         reduce_dtype: Dtype in which ranks are summed.
         group: Name of the group whose ranks each keep their rows; "" keeps all rows on every rank.
@@ -177,6 +187,8 @@ def reduce_grad(
     Returns:
         `[*shard_shape]` in `dtype`, a new tensor.
     """
+    if local_sum is not None:
+        grad = local_sum + grad.to(local_sum.dtype)
     return start_reduction(
         grad, shard_shape, dtype=dtype, reduce_dtype=reduce_dtype, group=group, outer_groups=outer_groups
     )()
@@ -186,6 +198,7 @@ def reduce_grad(
 def _(
     grad: Tensor,
     shard_shape: Sequence[int],
+    local_sum: Tensor | None = None,
     *,
     dtype: torch.dtype,
     reduce_dtype: torch.dtype,
@@ -196,15 +209,17 @@ def _(
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, Any], output: Tensor) -> None:
-    shard, _, _ = inputs
+    shard, _, _, local_sum = inputs
     ctx.shard_shape = shard.shape
     ctx.dtype = shard.dtype
     ctx.reduce = {name: keyword_only_inputs[name] for name in ("reduce_dtype", "group", "outer_groups")}
+    ctx.save_for_backward(local_sum if keyword_only_inputs["adds_sum"] else None)
 
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    shard_grad = torch.ops.dsgraph.reduce_grad(grad, ctx.shard_shape, dtype=ctx.dtype, **ctx.reduce)
-    return shard_grad, None, None
+    (local_sum,) = ctx.saved_tensors
+    shard_grad = torch.ops.dsgraph.reduce_grad(grad, ctx.shard_shape, local_sum, dtype=ctx.dtype, **ctx.reduce)
+    return shard_grad, None, None, None
 
 
 gather_param.register_autograd(_backward, setup_context=_setup_context)

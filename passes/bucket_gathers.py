@@ -8,15 +8,15 @@ from typing import ClassVar
 
 from torch.fx import GraphModule, Node
 
-from .base import GraphPass, PassContext, PassResult, Phase
-from .buckets import Limits, fill
+from .base import PassContext, PassResult, Phase
+from .buckets import Bucketing, fill
 from .coalesced import coalesce, is_gather, results_of
 from .gathers import gathered_parameters
 from .graph import barrier_between, collectives, is_wait
 
 
 @dataclass(frozen=True)
-class BucketForwardGathers(GraphPass):
+class BucketForwardGathers(Bucketing):
     """Gather small parameters that are used one after the other at once, where the latency saved is worth it.
 
     before:  a = wait_tensor(all_gather_into_tensor(shard_a)); y = mm(x, a)
@@ -33,18 +33,11 @@ class BucketForwardGathers(GraphPass):
     `gather_by_messages`), backends that are not known to start several at once; nothing moves across a barrier (an op
     that writes to an argument, or an unknown one).
 
-    Attributes:
-        bucket_bytes: The most bytes of gathered parameters in a bucket. A larger parameter goes alone.
-        latency_share: A bucket grows while a latency is at least this share of the time that it takes to travel.
+    A bucket takes at most `bucket_bytes` of gathered parameters, and grows while a latency is at least `latency_share`
+    of the time that it travels.
     """
 
-    bucket_bytes: int = 25 * 2**20
-    latency_share: float = 0.25
-
     phase: ClassVar[Phase] = Phase.FORWARD
-    needs_mesh: ClassVar[bool] = True
-    changes_collectives: ClassVar[bool] = True
-    requires: ClassVar[frozenset[str]] = frozenset({"zero-collectives"})
     conflicts: ClassVar[frozenset[str]] = frozenset({"prefetched-forward-gathers"})
 
     def run(self, gm: GraphModule, ctx: PassContext) -> PassResult:
@@ -59,7 +52,7 @@ class BucketForwardGathers(GraphPass):
             return f"{stops.name} in between may write, or is not known" if stops is not None else None
 
         ordered = sorted(filter(is_gather, collectives(gm)), key=_first_use)
-        buckets, notes = fill(ordered, ctx, Limits(self.bucket_bytes, self.latency_share), obstacle=obstacle)
+        buckets, notes = fill(ordered, ctx, self, obstacle=obstacle)
         for bucket in buckets:
             place = min(bucket)
             for node in (node for member in bucket for node in movable[member] if place < node):

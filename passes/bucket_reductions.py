@@ -8,15 +8,15 @@ from typing import ClassVar
 
 from torch.fx import GraphModule, Node
 
-from .base import GraphPass, PassContext, PassResult, Phase
-from .buckets import Limits, fill
+from .base import PassContext, PassResult, Phase
+from .buckets import Bucketing, fill
 from .coalesced import coalesce, results_of
 from .graph import barrier_between, collectives
 from .reductions import is_reduction, made_of
 
 
 @dataclass(frozen=True)
-class BucketReductions(GraphPass):
+class BucketReductions(Bucketing):
     """Reduce and scatter small gradients that follow each other at once, where the latency saved is worth it.
 
     before:  da = mm(x, dy); own_a = wait_tensor(reduce_scatter_tensor(da))
@@ -33,23 +33,16 @@ class BucketReductions(GraphPass):
     with or communicates again, as in hybrid sharding, unless it is the last of its bucket; backends that are not known
     to start several at once. Nothing moves across a barrier (an op that writes to an argument, or an unknown one).
 
-    Attributes:
-        bucket_bytes: The most bytes of gradients in a bucket. A larger gradient goes alone.
-        latency_share: A bucket grows while a latency is at least this share of the time that it takes to travel.
+    A bucket takes at most `bucket_bytes` of gradients, and grows while a latency is at least `latency_share` of the
+    time that it travels.
     """
 
-    bucket_bytes: int = 25 * 2**20
-    latency_share: float = 0.25
-
     phase: ClassVar[Phase] = Phase.BACKWARD
-    needs_mesh: ClassVar[bool] = True
-    changes_collectives: ClassVar[bool] = True
-    requires: ClassVar[frozenset[str]] = frozenset({"zero-collectives"})
     conflicts: ClassVar[frozenset[str]] = frozenset({"delayed-reduction-waits"})
 
     def run(self, gm: GraphModule, ctx: PassContext) -> PassResult:
         reductions = list(filter(is_reduction, collectives(gm)))
-        buckets, notes = fill(reductions, ctx, Limits(self.bucket_bytes, self.latency_share), obstacle=_obstacle)
+        buckets, notes = fill(reductions, ctx, self, obstacle=_obstacle)
         for bucket in buckets:
             _reduce_together(bucket)
         return PassResult(changed=sum(map(len, buckets)), notes=notes)

@@ -10,12 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 from torch.fx import Node
 
 from dsgraph.inductor_ext import c10d_functional
 
-from .base import PassContext
+from .base import GraphPass, PassContext
 from .compat import OpOverload
 from .cost import sent_bytes, tensor_bytes
 from .graph import COALESCED, bound_arguments, collective_group, collective_kind, fake_value
@@ -29,16 +30,21 @@ Obstacle = Callable[[Sequence[Node], Node], "str | None"]
 
 
 @dataclass(frozen=True)
-class Limits:
-    """What bounds a bucket.
+class Bucketing(GraphPass):
+    """A pass that fills buckets, and what bounds one.
 
     Attributes:
-        bucket_bytes: The most bytes that the buffers of a bucket of several take.
+        bucket_bytes: The most bytes of full tensors (gathered parameters, whole gradients) in a bucket. A larger tensor
+            goes alone.
         latency_share: A bucket grows while a latency is at least this share of the time that it takes to travel.
     """
 
-    bucket_bytes: int
-    latency_share: float
+    bucket_bytes: int = 25 * 2**20
+    latency_share: float = 0.25
+
+    needs_mesh: ClassVar[bool] = True
+    changes_collectives: ClassVar[bool] = True
+    requires: ClassVar[frozenset[str]] = frozenset({"zero-collectives"})
 
 
 @dataclass(frozen=True)
@@ -59,7 +65,7 @@ class _Member:
 
 
 def fill(
-    ordered: Sequence[Node], ctx: PassContext, limits: Limits, *, obstacle: Obstacle
+    ordered: Sequence[Node], ctx: PassContext, limits: Bucketing, *, obstacle: Obstacle
 ) -> tuple[list[list[Node]], tuple[str, ...]]:
     """Buckets of two collectives or more, in order, and notes on what was left apart.
 
@@ -67,7 +73,7 @@ def fill(
         ordered: Collectives in the order in which buckets follow them. Only neighbours share one; what can be in no
             bucket stands among them.
         ctx: The facts; of them, links and sizes of groups.
-        limits: What bounds a bucket.
+        limits: The pass, with what bounds its buckets.
         obstacle: What else may be in the way.
     """
     members = [_member(node, ctx) for node in ordered]
@@ -81,7 +87,7 @@ def fill(
 
 
 def _grow(
-    members: Sequence[_Member | None], ctx: PassContext, limits: Limits, *, obstacle: Obstacle
+    members: Sequence[_Member | None], ctx: PassContext, limits: Bucketing, *, obstacle: Obstacle
 ) -> tuple[list[list[_Member]], list[str]]:
     """The buckets, and for what was stopped by an obstacle, the reason. None for what can be in no bucket."""
     buckets: list[list[_Member]] = [[]]
@@ -98,7 +104,7 @@ def _grow(
     return [bucket for bucket in buckets if len(bucket) > 1], reasons
 
 
-def _may_join(bucket: Sequence[_Member], member: _Member, ctx: PassContext, limits: Limits) -> bool:
+def _may_join(bucket: Sequence[_Member], member: _Member, ctx: PassContext, limits: Bucketing) -> bool:
     together = (*bucket, member)
     if member.alike != bucket[0].alike or sum(one.bytes for one in together) > limits.bucket_bytes:
         return False
@@ -134,7 +140,7 @@ def _seconds(node: Node, sent: int, ctx: PassContext) -> float:
     return ctx.costs.transfer_seconds(collective_kind(node), collective_group(node), sent) or 0.0
 
 
-def _why_apart(possible: Sequence[Sequence[_Member]], ctx: PassContext, limits: Limits) -> str:
+def _why_apart(possible: Sequence[Sequence[_Member]], ctx: PassContext, limits: Bucketing) -> str:
     alone = sum(_seconds(member.node, member.sent, ctx) for bucket in possible for member in bucket)
     together = sum(_seconds(bucket[0].node, sum(member.sent for member in bucket), ctx) for bucket in possible)
     return (

@@ -77,6 +77,63 @@ DEVICES: Mapping[str, Device] = MappingProxyType(
     }
 )
 
+
+@dataclass(frozen=True)
+class Gpu:
+    """A GPU that code can be generated for without having it.
+
+    Attributes:
+        name: As its maker calls it.
+        device: How fast it is.
+        multiprocessors: How many it has.
+        shared_bytes: Shared memory that one block may use, at most.
+        l2_bytes: Its second cache.
+        memory_bytes: Its memory.
+    """
+
+    name: str
+    device: Device
+    multiprocessors: int
+    shared_bytes: int
+    l2_bytes: int
+    memory_bytes: int
+
+
+def _of_peaks(tensor_core: float, bandwidth: float, **others: float) -> Device:
+    """A device from the peaks of its data sheet, of which kernels reach a part: products 0.7, copies 0.85.
+
+    Args:
+        tensor_core: Dense bf16 and fp16 operations a second.
+        bandwidth: Bytes a second of its memory.
+        others: Dtype -> operations a second.
+    """
+    rates = tuple((dtype, 0.7 * rate) for dtype, rate in sorted(others.items()))
+    return Device(0.7 * tensor_core, 0.85 * bandwidth, kernel_s=5e-6, of_dtype=rates)
+
+
+# Triton's name of an architecture -> its usual GPU, by NVIDIA's data sheets (SXM; without sparsity, fp32 without TF32,
+# which torch does not use unless told to).
+GPUS: Mapping[str, Gpu] = MappingProxyType(
+    {
+        "sm_80": Gpu(
+            "A100 80GB",
+            _of_peaks(312e12, 2.039e12, float32=19.5e12, float64=19.5e12),
+            multiprocessors=108,
+            shared_bytes=163 * 1024,
+            l2_bytes=40 * 2**20,
+            memory_bytes=80 * 2**30,
+        ),
+        "sm_90": Gpu(
+            "H100",
+            _of_peaks(989e12, 3.35e12, float32=67e12, float64=67e12),
+            multiprocessors=132,
+            shared_bytes=227 * 1024,
+            l2_bytes=50 * 2**20,
+            memory_bytes=80 * 2**30,
+        ),
+    }
+)
+
 # Backend -> orders of magnitude: gloo between processes of one host, as two of them share 109 MB; NCCL over NVLink.
 LINKS: Mapping[str, LinkTable] = MappingProxyType(
     {

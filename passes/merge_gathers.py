@@ -36,7 +36,9 @@ class MergeGathers(GraphPass):
         # With which grad mode the body of a checkpoint region starts is not known here: it matches no other.
         modes = ((module, not ctx.inference if module is gm else None) for module in all_graph_modules(gm))
         changed = sum(_merge(module, mode) for module, mode in modes)
-        return PassResult(changed=changed, notes=(*_notes_on_uses(gm, ctx), *_notes_on_regions(gm)))
+        return PassResult(
+            changed=changed, notes=(*_notes_on_uses(gm, ctx), *_notes_on_regions(gm), *_notes_on_sums(gm, ctx))
+        )
 
 
 def _notes_on_uses(gm: GraphModule, ctx: PassContext) -> list[str]:
@@ -63,8 +65,24 @@ def _notes_on_regions(gm: GraphModule) -> list[str]:
     return [f"checkpoint regions gather for themselves: {sum(inside)} gathers in {len(inside)} regions"]
 
 
+def _notes_on_sums(gm: GraphModule, ctx: PassContext) -> list[str]:
+    """Which parameters' local sums are not reduced together with the gradients of this graph."""
+    markers = [
+        node
+        for module in all_graph_modules(gm)
+        for node in module.graph.nodes
+        if is_gather_marker(node) and len(node.args) > 3 and not node.kwargs.get("adds_sum")
+    ]
+    names = dict.fromkeys(parameter_of(_sources(node)[-1], ctx) for node in markers)
+    return [
+        f"the local sum of {name} is reduced by itself when the backward is through: the graph reads the shard, too, "
+        "or reads the parameter in an op that may not run"
+        for name in names
+    ]
+
+
 def _sources(marker: Node) -> list[Node]:
-    """What a marker reads: its replica if it has one, its shard, and last the parameter that the shard is of."""
+    """What a marker reads: its local sum and replica if it has one, its shard, and last the parameter of the shard."""
     shard = marker.all_input_nodes[0]
     return [*marker.all_input_nodes[:0:-1], shard, *shard.all_input_nodes]
 

@@ -27,6 +27,7 @@ from .compat import (
 )
 from .cost import CostModel
 from .graph import collectives, emit, is_returned, is_wait, placeholders, replace_and_erase
+from .local_sums import write_local_sums
 from .mesh_axis import MeshAxis
 from .runner import Runner
 
@@ -43,6 +44,7 @@ class CaptureFacts:
         keep_bytes: See `PassContext`.
         device_type: Where the parameters lie: "cpu", "cuda", ...
         replicas: Input numbers of gathered copies of parameters that are on their way when the graph begins to run.
+        fuses: See `PassContext`.
     """
 
     axes: tuple[MeshAxis, ...] = ()
@@ -52,6 +54,7 @@ class CaptureFacts:
     keep_bytes: int | None = None
     device_type: str = "cpu"
     replicas: frozenset[int] = frozenset()
+    fuses: bool = False
 
     def context(
         self, gm: GraphModule, phase: Phase, *, inference: bool = False, user_outputs: int | None = None
@@ -73,6 +76,7 @@ class CaptureFacts:
             axes=self.axes,
             params=MappingProxyType(params),
             replicas=frozenset(replicas),
+            fuses=self.fuses,
             gradients=MappingProxyType(gradients),
             inference=inference,
             user_outputs=user_outputs,
@@ -111,6 +115,8 @@ class Partitioner(_HeldByReference, CustomPartitionerFn):
         self, gm: GraphModule, joint_inputs: Sequence[object], **kwargs: Any
     ) -> tuple[GraphModule, GraphModule]:
         """Returns the forward and the backward graph of a joint graph."""
+        if write_local_sums(gm):
+            gm.recompile()
         self._runner.run(gm, self._facts.context(gm, Phase.JOINT))
         forward, backward = min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
         for part in (forward, backward):

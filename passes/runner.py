@@ -30,6 +30,7 @@ class PassRecord:
     phase: Phase
     changed: int = 0
     notes: tuple[str, ...] = ()
+    done: tuple[str, ...] = ()
     seconds: float = 0.0
     nodes_before: int = 0
     nodes_after: int = 0
@@ -106,6 +107,7 @@ class Runner:
             phase=ctx.phase,
             changed=result.changed,
             notes=result.notes,
+            done=result.done,
             seconds=seconds,
             nodes_before=nodes_before,
             nodes_after=len(gm.graph.nodes),

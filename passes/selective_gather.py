@@ -40,6 +40,8 @@ class SelectiveGather(GraphPass):
     keeps_gathers: ClassVar[bool] = True
 
     def run(self, gm: GraphModule, ctx: PassContext) -> PassResult:
+        if ctx.memory_limit is None and ctx.keep_bytes is None:
+            return PassResult()
         backward = _backward(gm)
         repeated = [
             started
@@ -48,7 +50,7 @@ class SelectiveGather(GraphPass):
         ]
         gathers = [started for started in repeated if not wait_of(started).meta.get(KEPT)]
         if not gathers or ctx.keep_bytes is None:
-            return PassResult(notes=_why_nothing(gathers, ctx))
+            return PassResult(notes=_why_nothing(gathers))
         room = ctx.keep_bytes - sum(_bytes(started) for started in repeated if started not in gathers)
         sizes, seconds = map(_bytes, gathers), (_seconds(started, ctx) for started in gathers)
         numbers = _most_valuable(list(sizes), list(seconds), room=room)
@@ -118,12 +120,13 @@ def _most_valuable(sizes: Sequence[int], values: Sequence[float], *, room: int) 
     return sorted(chosen)
 
 
-def _why_nothing(gathers: Sequence[Node], ctx: PassContext) -> tuple[str, ...]:
-    if not gathers or ctx.memory_limit is None:
+def _why_nothing(gathers: Sequence[Node]) -> tuple[str, ...]:
+    if not gathers:
         return ()
     return (
         f"{len(gathers)} parameters are gathered again: what a step leaves of the memory limit is not known, because "
-        "the graph reads a part of the model's parameters, or has sizes that only the data decide",
+        "the graph reads a part of the model's parameters, or cannot be run on fake tensors (sizes that only the data "
+        "decide, say)",
     )
 
 

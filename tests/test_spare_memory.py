@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -7,7 +9,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import dsgraph
+from dsgraph.capture import read_facts
 from dsgraph.reporting.report import Report
+from dsgraph.spare_memory import spare_bytes
 from examples.gpt import GPT, GPTConfig
 
 CONFIG = GPTConfig(vocab=64, width=32, heads=2, layers=2)
@@ -141,3 +145,42 @@ def test_random_numbers_are_as_without_a_limit():
         _train(Dropping(), torch.ones(4, 16), limit=limit)
         states.append(torch.get_rng_state())
     assert torch.equal(*states)
+
+
+class _Fails(nn.Module):
+    """Cannot be run on fake tensors, after it has entered autocast and switched gradients off."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(_layers(), _layers())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.layers(x)
+        with torch.autocast("cpu", dtype=torch.bfloat16), torch.no_grad():
+            count = torch.nonzero(x > 0).shape[0]
+        return x.sum() * count
+
+
+def test_an_estimate_that_fails_leaves_the_modes_of_the_process_alone():
+    before = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu"), torch.is_grad_enabled()
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        report = _train(_Fails(), torch.ones(4, 16), limit=10**9)
+    notes = [item.note for item in report.near_misses if item.pass_name == "selective_gather"]
+    assert len(notes) == 1 and "cannot be run on fake tensors" in notes[0]
+    assert before == (torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu"), torch.is_grad_enabled())
+    assert torch.autocast_increment_nesting() == 1
+    torch.autocast_decrement_nesting()
+
+
+def test_where_nothing_is_gathered_no_estimate_is_made():
+    module = dsgraph.partition(GPT(CONFIG), stage=2, keep_whole_below=64)
+    seen = []
+
+    def estimating(gm: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> object:
+        facts = replace(read_facts(gm, inputs), memory_limit=10**9)
+        seen.append(spare_bytes(gm, inputs, facts=facts, module=module))
+        return gm
+
+    torch._dynamo.reset()
+    torch.compile(module, backend=estimating)(*_tokens())
+    assert seen == [None]

@@ -210,12 +210,13 @@ def test_ways_of_accumulating_mix(ranks, codegen):
 
 
 def _keep_local(stage: int, reduce_once: bool | None) -> list[tuple[bool, int]]:
-    """After a micro-batch under accumulate: whether each parameter has a gradient, and bytes that its leaf holds."""
+    """After a micro-batch under accumulate: whether each parameter has a gradient, and bytes of its local sum."""
     model = dsgraph.partition(build("gpt"), stage=stage, keep_whole_below=20)
     with dsgraph.accumulate(model, reduce_once=reduce_once):
         model(*tokens(0, dist.get_rank())).backward()
     entries = model._dsgraph.partition.parameters
-    held = [0 if entry.leaf is None or entry.leaf.grad is None else entry.leaf.grad.nbytes for entry in entries]
+    assert not any(entry.leaf is not None and entry.leaf.grad is not None for entry in entries)
+    held = [0 if entry.local_sum is None else entry.local_sum.nbytes for entry in entries]
     return [(entry.param.grad is not None, size) for entry, size in zip(entries, held, strict=True)]
 
 

@@ -1,0 +1,39 @@
+"""Sums of gradients that were added up locally: in a joint graph, what is added ahead of a reduction."""
+
+from __future__ import annotations
+
+import torch
+from torch.fx import GraphModule, Node
+
+from .graph import bound_arguments, emit, fake_value, find_calls
+
+aten = torch.ops.aten
+
+
+def write_local_sums(gm: GraphModule) -> int:
+    """Writes the sums that markers add as plain additions, each once; returns how many.
+
+    before:  ga = reduce_grad(a, [3, 8], total, ...); gb = reduce_grad(b, [3, 8], total, ...)
+    after:   ga = reduce_grad(add(total, a), [3, 8], ...); gb = reduce_grad(b, [3, 8], ...)
+
+    A parameter has several reductions where its markers were not merged, as those of two checkpoint regions. Each of
+    its markers was given the sum, because only the joint graph tells which of them receive a gradient. The first
+    reduction takes it. It is no pass: every pipeline counts on it.
+    """
+    added: set[Node] = set()
+    for node in find_calls(gm, torch.ops.dsgraph.reduce_grad.default):
+        call = bound_arguments(node)
+        total, grad = call["local_sum"], call["grad"]
+        if total is None:
+            continue
+        if total not in added:
+            added.add(total)
+            grad = emit(node, aten.add.Tensor, total, _cast(node, grad, fake_value(total).dtype))
+        node.args = (grad, call["shard_shape"])
+    return len(added)
+
+
+def _cast(node: Node, grad: Node, dtype: torch.dtype) -> Node:
+    if fake_value(grad).dtype == dtype:
+        return grad
+    return emit(node, torch.ops.prims.convert_element_type.default, grad, dtype)
