@@ -5,6 +5,7 @@ Checked on torch 2.11.0, 2.12.1 and 2.13.0.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 from typing import Any, cast
 
@@ -16,6 +17,9 @@ from torch.distributed import ProcessGroup, Work
 # Functional collectives: public as `torch.distributed._functional_collectives`, whose Python wrappers add a tensor
 # subclass that the ops and the lowered graphs do not want. Dynamo, AOTAutograd and Inductor all know these ops.
 c10d_functional = torch.ops._c10d_functional
+
+# As Dynamo writes `F.gelu` and `F.linear`.
+nn_gelu, nn_linear = torch._C._nn.gelu, torch._C._nn.linear
 
 
 def resolve_group(name: str) -> ProcessGroup:
@@ -59,3 +63,37 @@ def lower_as_collective(op: OpOverload) -> None:
     def lower(given: Any, *args: Any) -> Any:
         result = ir._CollectiveKernel.create_out_of_place(op, given, *args)
         return list(map(ir.TensorBox.create, result)) if isinstance(result, list) else ir.TensorBox.create(result)
+
+
+def statically_true(condition: bool | torch.SymBool) -> bool:
+    """Whether a condition on sizes holds for every batch, as far as is known. It adds no guard."""
+    from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+    return statically_known_true(condition)
+
+
+def size_hint(size: int | torch.SymInt) -> int | None:
+    """A size as a number, and of a dynamic one that of the batch at hand; it adds no guard."""
+    if isinstance(size, int):
+        return size
+    hint = size.node.hint
+    return int(hint) if isinstance(hint, int) else None
+
+
+def share_memory(one: Tensor, other: Tensor) -> bool:
+    """Whether two fake tensors stand for views of one memory. There is no public identity of a storage."""
+    if one.layout is not torch.strided or other.layout is not torch.strided:
+        return False
+    return bool(one.untyped_storage()._cdata == other.untyped_storage()._cdata)
+
+
+def decompose(op: OpOverload, function: Callable[..., Any]) -> None:
+    """Makes Inductor trace through `function` in place of `op`, so that it fuses with its neighbours.
+
+    Imports Inductor, which takes a second: call it when something is about to be compiled.
+    """
+    from torch._inductor.decomposition import decompositions, fast_random_decomps, register_decomposition
+
+    if op not in decompositions:
+        register_decomposition([op])(function)
+        fast_random_decomps.cache_clear()  # a copy of the table, made when Inductor first compiled

@@ -1,0 +1,1 @@
+"""The compute kernels: a file each, in the order formula, reference, Triton, launcher, op, supports."""

@@ -1,0 +1,165 @@
+"""GELU of a sum with a bias, in one pass forward and one backward.
+
+For x `[..., n]` and bias `[n]`, computed in float32 (float64 if one of them is float64) and rounded once:
+
+    z = x + bias
+    y = gelu(z)                                          [..., n] in `dtype`
+
+    with g the gradient of y:
+    dx    = g * gelu'(z)
+    dbias = sum over rows of g * gelu'(z)
+
+`approximate` is that of `torch.nn.functional.gelu`. Saved for the backward: x and bias; plain torch saves z.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .gelu import gelu_density, gelu_probability
+from .launch import (
+    PROGRAMS,
+    as_rows,
+    compute_dtype,
+    launch_by_rows,
+    next_power_of_2,
+    on_device_of,
+    sum_over_rows,
+    takes_triton,
+    tl,
+    triton,
+    why_not_floating,
+)
+
+
+def reference(x: Tensor, bias: Tensor, *, approximate: str, dtype: torch.dtype) -> Tensor:
+    """What the op computes, in plain torch."""
+    wide = compute_dtype(x, bias)
+    return torch.nn.functional.gelu(x.to(wide) + bias.to(wide), approximate=approximate).to(dtype).contiguous()
+
+
+def backward_reference(grad: Tensor, x: Tensor, bias: Tensor, *, approximate: str) -> tuple[Tensor, Tensor]:
+    """Gradients of x and of the bias, in plain torch."""
+    wide = compute_dtype(x, bias)
+    dz = torch.ops.aten.gelu_backward(grad.to(wide), x.to(wide) + bias.to(wide), approximate=approximate)
+    return dz.to(x.dtype).contiguous(), sum_over_rows(dz).to(bias.dtype)
+
+
+@triton.jit
+def forward_kernel(  # type: ignore[no-untyped-def]
+    x_ptr, bias_ptr, y_ptr, x_stride, bias_stride, y_stride, columns, blocks,
+    TANH: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One program a block of a row. The bias is the same row again and again, of stride 0."""
+    row = (tl.program_id(0) // blocks).to(tl.int64)
+    column = (tl.program_id(0) % blocks) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < columns
+    z = tl.load(x_ptr + row * x_stride + column, mask=inside, other=0.0).to(tl.float32)
+    z += tl.load(bias_ptr + row * bias_stride + column, mask=inside, other=0.0).to(tl.float32)
+    y = z * gelu_probability(z, TANH)
+    tl.store(y_ptr + row * y_stride + column, y.to(y_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def backward_kernel(  # type: ignore[no-untyped-def]
+    grad_ptr, x_ptr, bias_ptr, dx_ptr, dbias_ptr, grad_stride, x_stride, rows, columns,
+    TANH: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Program p takes rows p, p + programs, ... of a block of columns and adds up its part of the bias's gradient."""
+    first = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < columns
+    bias = tl.load(bias_ptr + column, mask=inside, other=0.0).to(tl.float32)
+    dbias = tl.zeros([BLOCK], tl.float32)
+    for row in range(first, rows, tl.num_programs(0)):
+        g = tl.load(grad_ptr + row * grad_stride + column, mask=inside, other=0.0).to(tl.float32)
+        z = tl.load(x_ptr + row * x_stride + column, mask=inside, other=0.0).to(tl.float32) + bias
+        dz = g * (gelu_probability(z, TANH) + z * gelu_density(z, TANH))
+        dbias += dz
+        tl.store(dx_ptr + row * columns + column, dz.to(dx_ptr.dtype.element_ty), mask=inside)
+    tl.store(dbias_ptr + first * columns + column, dbias, mask=inside)
+
+
+def launch_forward(x: Tensor, bias: Tensor, *, approximate: str, dtype: torch.dtype) -> Tensor:
+    """`reference` by the Triton kernel."""
+    y = x.new_empty(x.shape, dtype=dtype)
+    launch_by_rows(forward_kernel, (x, bias.expand_as(x)), (y,), TANH=approximate == "tanh")
+    return y
+
+
+def launch_backward(grad: Tensor, x: Tensor, bias: Tensor, *, approximate: str) -> tuple[Tensor, Tensor]:
+    """`backward_reference` by the Triton kernel."""
+    grad_rows, x_rows = as_rows(grad), as_rows(x)
+    rows, columns = x_rows.shape
+    programs, block = min(rows, PROGRAMS), min(1024, next_power_of_2(columns))
+    dx, parts = x.new_empty(x.shape), x.new_empty((programs, columns), dtype=torch.float32)
+    with on_device_of(x):
+        backward_kernel[(programs, -(-columns // block))](
+            *(grad_rows, x_rows, bias.contiguous(), dx, parts, grad_rows.stride(0), x_rows.stride(0), rows, columns),
+            TANH=approximate == "tanh",
+            BLOCK=block,
+        )
+    return dx, parts.sum(0).to(bias.dtype)
+
+
+@torch.library.custom_op(
+    "dsgraph::bias_gelu",
+    mutates_args=(),
+    schema="(Tensor x, Tensor bias, *, str approximate, ScalarType dtype) -> Tensor",
+)
+def bias_gelu(x: Tensor, bias: Tensor, *, approximate: str, dtype: torch.dtype) -> Tensor:
+    """`gelu(x + bias)`.
+
+    Args:
+        x: `[..., n]`, a floating dtype.
+        bias: `[n]`, a floating dtype.
+        approximate: "none" or "tanh".
+        dtype: Of the result.
+
+    Returns:
+        A contiguous tensor of the shape of x, in `dtype`.
+    """
+    compute = launch_forward if takes_triton(x, bias) else reference
+    return compute(x, bias, approximate=approximate, dtype=dtype)
+
+
+@bias_gelu.register_fake
+def _(x: Tensor, bias: Tensor, *, approximate: str, dtype: torch.dtype) -> Tensor:
+    return x.new_empty(x.shape, dtype=dtype)
+
+
+@torch.library.custom_op(
+    "dsgraph::bias_gelu_backward",
+    mutates_args=(),
+    schema="(Tensor grad, Tensor x, Tensor bias, *, str approximate) -> (Tensor, Tensor)",
+)
+def bias_gelu_backward(grad: Tensor, x: Tensor, bias: Tensor, *, approximate: str) -> tuple[Tensor, Tensor]:
+    """Gradients of `bias_gelu`, contiguous: of x and of the bias, each in its dtype."""
+    compute = launch_backward if takes_triton(x, bias, grad) else backward_reference
+    return compute(grad, x, bias, approximate=approximate)
+
+
+@bias_gelu_backward.register_fake
+def _(grad: Tensor, x: Tensor, bias: Tensor, *, approximate: str) -> tuple[Tensor, Tensor]:
+    return x.new_empty(x.shape), bias.new_empty(bias.shape)
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, Any], output: Any) -> None:
+    ctx.save_for_backward(*inputs)
+    ctx.approximate = keyword_only_inputs["approximate"]
+
+
+def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+    dx, dbias = torch.ops.dsgraph.bias_gelu_backward(grad, *ctx.saved_tensors, approximate=ctx.approximate)
+    return dx, dbias
+
+
+bias_gelu.register_autograd(_backward, setup_context=_setup_context)
+
+
+def supports(x: Tensor, bias: Tensor, **options: Any) -> str | None:
+    """Why the op cannot take these, or None."""
+    return why_not_floating(input=x, bias=bias)

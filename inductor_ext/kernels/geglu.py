@@ -1,0 +1,145 @@
+"""GEGLU (Shazeer, 2020): a gate through GELU times the other half, in one pass forward and one backward.
+
+For gate and up `[..., n]`, computed in float32 (float64 if one of them is float64) and rounded once:
+
+    p = (1 + erf(gate / sqrt(2))) / 2                                       approximate="none"
+    p = (1 + tanh(sqrt(2 / pi) * (gate + 0.044715 * gate^3))) / 2           approximate="tanh"
+    y = gate * p * up                                   [..., n] in `dtype`
+
+    with g the gradient of y and p' the derivative of p:
+    dgate = g * up * (p + gate * p')
+    dup   = g * gate * p
+
+Plain torch rounds `gelu(gate)` to the input's dtype before it multiplies. Saved for the backward: gate and up; plain
+torch saves `gelu(gate)` as well.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .gelu import gelu_density, gelu_probability
+from .launch import compute_dtype, launch_by_rows, takes_triton, tl, triton, why_not_floating
+
+
+def reference(gate: Tensor, up: Tensor, *, approximate: str, dtype: torch.dtype) -> Tensor:
+    """What the op computes, in plain torch."""
+    wide = compute_dtype(gate, up)
+    return (torch.nn.functional.gelu(gate.to(wide), approximate=approximate) * up.to(wide)).to(dtype).contiguous()
+
+
+def backward_reference(grad: Tensor, gate: Tensor, up: Tensor, *, approximate: str) -> tuple[Tensor, Tensor]:
+    """Gradients of gate and up, in plain torch."""
+    wide = compute_dtype(gate, up)
+    g, a, b = grad.to(wide), gate.to(wide), up.to(wide)
+    dgate = torch.ops.aten.gelu_backward(g * b, a, approximate=approximate)
+    dup = g * torch.nn.functional.gelu(a, approximate=approximate)
+    return dgate.to(gate.dtype).contiguous(), dup.to(up.dtype).contiguous()
+
+
+@triton.jit
+def forward_kernel(  # type: ignore[no-untyped-def]
+    gate_ptr, up_ptr, y_ptr, gate_stride, up_stride, y_stride, columns, blocks,
+    TANH: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One program a block of a row."""
+    row = (tl.program_id(0) // blocks).to(tl.int64)
+    column = (tl.program_id(0) % blocks) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < columns
+    a = tl.load(gate_ptr + row * gate_stride + column, mask=inside, other=0.0).to(tl.float32)
+    b = tl.load(up_ptr + row * up_stride + column, mask=inside, other=0.0).to(tl.float32)
+    y = a * gelu_probability(a, TANH) * b
+    tl.store(y_ptr + row * y_stride + column, y.to(y_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def backward_kernel(  # type: ignore[no-untyped-def]
+    grad_ptr, gate_ptr, up_ptr, dgate_ptr, dup_ptr, grad_stride, gate_stride, up_stride, dgate_stride, dup_stride,
+    columns, blocks, TANH: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One program a block of a row."""
+    row = (tl.program_id(0) // blocks).to(tl.int64)
+    column = (tl.program_id(0) % blocks) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < columns
+    g = tl.load(grad_ptr + row * grad_stride + column, mask=inside, other=0.0).to(tl.float32)
+    a = tl.load(gate_ptr + row * gate_stride + column, mask=inside, other=0.0).to(tl.float32)
+    b = tl.load(up_ptr + row * up_stride + column, mask=inside, other=0.0).to(tl.float32)
+    p = gelu_probability(a, TANH)
+    dgate, dup = g * b * (p + a * gelu_density(a, TANH)), g * (a * p)
+    tl.store(dgate_ptr + row * dgate_stride + column, dgate.to(dgate_ptr.dtype.element_ty), mask=inside)
+    tl.store(dup_ptr + row * dup_stride + column, dup.to(dup_ptr.dtype.element_ty), mask=inside)
+
+
+def launch_forward(gate: Tensor, up: Tensor, *, approximate: str, dtype: torch.dtype) -> Tensor:
+    """`reference` by the Triton kernel."""
+    y = gate.new_empty(gate.shape, dtype=dtype)
+    launch_by_rows(forward_kernel, (gate, up), (y,), TANH=approximate == "tanh")
+    return y
+
+
+def launch_backward(grad: Tensor, gate: Tensor, up: Tensor, *, approximate: str) -> tuple[Tensor, Tensor]:
+    """`backward_reference` by the Triton kernel."""
+    gradients = gate.new_empty(gate.shape), up.new_empty(up.shape)
+    launch_by_rows(backward_kernel, (grad, gate, up), gradients, TANH=approximate == "tanh")
+    return gradients
+
+
+@torch.library.custom_op(
+    "dsgraph::geglu", mutates_args=(), schema="(Tensor gate, Tensor up, *, str approximate, ScalarType dtype) -> Tensor"
+)
+def geglu(gate: Tensor, up: Tensor, *, approximate: str, dtype: torch.dtype) -> Tensor:
+    """`gelu(gate) * up`.
+
+    Args:
+        gate: `[..., n]`, a floating dtype.
+        up: Of the same shape, a floating dtype.
+        approximate: "none" or "tanh".
+        dtype: Of the result.
+
+    Returns:
+        A contiguous tensor of the same shape, in `dtype`.
+    """
+    compute = launch_forward if takes_triton(gate, up) else reference
+    return compute(gate, up, approximate=approximate, dtype=dtype)
+
+
+@geglu.register_fake
+def _(gate: Tensor, up: Tensor, *, approximate: str, dtype: torch.dtype) -> Tensor:
+    return gate.new_empty(gate.shape, dtype=dtype)
+
+
+@torch.library.custom_op(
+    "dsgraph::geglu_backward",
+    mutates_args=(),
+    schema="(Tensor grad, Tensor gate, Tensor up, *, str approximate) -> (Tensor, Tensor)",
+)
+def geglu_backward(grad: Tensor, gate: Tensor, up: Tensor, *, approximate: str) -> tuple[Tensor, Tensor]:
+    """Gradients of `geglu`, contiguous: of gate and of up, each in its dtype."""
+    compute = launch_backward if takes_triton(gate, up, grad) else backward_reference
+    return compute(grad, gate, up, approximate=approximate)
+
+
+@geglu_backward.register_fake
+def _(grad: Tensor, gate: Tensor, up: Tensor, *, approximate: str) -> tuple[Tensor, Tensor]:
+    return gate.new_empty(gate.shape), up.new_empty(up.shape)
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, Any], output: Any) -> None:
+    ctx.save_for_backward(*inputs)
+    ctx.approximate = keyword_only_inputs["approximate"]
+
+
+def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+    dgate, dup = torch.ops.dsgraph.geglu_backward(grad, *ctx.saved_tensors, approximate=ctx.approximate)
+    return dgate, dup
+
+
+geglu.register_autograd(_backward, setup_context=_setup_context)
+
+
+def supports(gate: Tensor, up: Tensor, **options: Any) -> str | None:
+    """Why the op cannot take these, or None."""
+    return why_not_floating(gate=gate, other_half=up)

@@ -1,0 +1,115 @@
+"""What Triton kernels and their launchers share.
+
+Kernel files take `triton` and `tl` from here. Where Triton is not to be had (it has wheels for Linux alone), kernels
+are plain functions that nobody calls, and the ops compute by their references.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:
+    triton: Any = SimpleNamespace(jit=lambda function: function)  # type: ignore[no-redef]
+    tl: Any = SimpleNamespace(constexpr=None)  # type: ignore[no-redef]
+
+# A row of a norm must fit into one program's registers.
+MOST_COLUMNS = 65536
+# Rows are dealt out to this many programs in a backward that adds over them, each with sums of its own.
+PROGRAMS = 256
+
+
+def on_gpu(x: Tensor) -> bool:
+    """Whether a Triton kernel runs where `x` is. Under TRITON_INTERPRET=1 it does on the CPU as well."""
+    if not hasattr(triton, "knobs"):
+        return False
+    return x.device.type == "cuda" or (x.device.type == "cpu" and bool(triton.knobs.runtime.interpret))
+
+
+def on_device_of(x: Tensor) -> AbstractContextManager[Any]:
+    """Makes the GPU of `x` the current one, to which Triton launches; where it is on none, nothing."""
+    return torch.cuda.device(x.device) if x.is_cuda else nullcontext()
+
+
+def triton_dtype(dtype: torch.dtype) -> Any:
+    """The dtype by Triton's name."""
+    return getattr(tl, str(dtype).removeprefix("torch."))
+
+
+def next_power_of_2(number: int) -> int:
+    """The least power of two that is `number` or more."""
+    return 1 << (number - 1).bit_length() if number > 1 else 1
+
+
+def warps_for(columns: int) -> int:
+    """Warps of a program that holds a whole row in registers: 8 elements of it a thread, or as few as there may be."""
+    return min(32, max(1, next_power_of_2(columns) // 256))
+
+
+def wide_dtype(dtype: torch.dtype) -> torch.dtype:
+    """In which dtype kernels compute on inputs of this one: float32, or float64 for float64."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def compute_dtype(*tensors: Tensor | None) -> torch.dtype:
+    """In which dtype kernels compute: float32, or float64 where an input is."""
+    is_double = any(item is not None and item.dtype == torch.float64 for item in tensors)
+    return torch.float64 if is_double else torch.float32
+
+
+def takes_triton(x: Tensor, *others: Tensor | None) -> bool:
+    """Whether a Triton kernel, which computes in float32, takes these inputs."""
+    return on_gpu(x) and x.numel() > 0 and compute_dtype(x, *others) == torch.float32
+
+
+def why_not_floating(**tensors: Tensor) -> str | None:
+    """Why a kernel that computes in floats cannot take tensors, by what they are to it, or None."""
+    for name, value in tensors.items():
+        if not value.dtype.is_floating_point:
+            return f"its {name.replace('_', ' ')} is {value.dtype}"
+    return None
+
+
+def why_not_rows(x: Tensor) -> str | None:
+    """Why a kernel that holds a whole row of `x` cannot take it, or None."""
+    if x.device.type == "cuda" and isinstance(x.shape[-1], int) and x.shape[-1] > MOST_COLUMNS:
+        return f"its rows have {x.shape[-1]:,} elements, more than {MOST_COLUMNS:,}"
+    return why_not_floating(input=x)
+
+
+def as_rows(x: Tensor) -> Tensor:
+    """`[..., n]` as `[rows, n]` whose columns are neighbours in memory: a view where there is one."""
+    rows = x.reshape(-1, x.shape[-1] if x.ndim else 1)
+    return rows if rows.stride(1) == 1 else rows.contiguous()
+
+
+def sum_over_rows(x: Tensor) -> Tensor:
+    """`[..., n]` added up over all dimensions but the last: `[n]`, of a single row a copy."""
+    return x.reshape(math.prod(x.shape[:-1]), x.shape[-1]).sum(0)
+
+
+def launch_by_rows(kernel: Any, inputs: Sequence[Tensor], outputs: Sequence[Tensor], **constants: Any) -> None:
+    """Runs a kernel that works on each element alone.
+
+    Args:
+        kernel: Takes the inputs, the outputs, the row stride of each of both, the columns and the blocks of a row.
+        inputs: `[..., n]`, all of one shape.
+        outputs: Contiguous, of the same shape.
+        constants: Of the kernel, besides BLOCK.
+    """
+    tensors = [*map(as_rows, inputs), *(item.view(-1, item.shape[-1] if item.ndim else 1) for item in outputs)]
+    rows, columns = tensors[0].shape
+    block = min(1024, next_power_of_2(columns))
+    blocks = -(-columns // block)
+    strides = [item.stride(0) for item in tensors]
+    with on_device_of(tensors[0]):
+        kernel[(rows * blocks,)](*tensors, *strides, columns, blocks, BLOCK=block, **constants)

@@ -1,0 +1,233 @@
+"""LayerNorm (Ba et al., 2016) in one pass forward and one backward.
+
+For x `[..., n]`, computed in s = float32 (float64 for float64) and rounded once:
+
+    mean = mean(x, -1)                                                             [..., 1] in s
+    rstd = rsqrt(mean((x - mean)^2, -1) + eps)                                     [..., 1] in s
+    y    = (x - mean) * rstd * weight + bias                                       [..., n] in `dtype`
+
+    with g the gradient of y, h = (x - mean) * rstd and u = g * weight, in s:
+    dx      = rstd * (u - mean(u, -1) - h * mean(u * h, -1))
+    dweight = sum over rows of g * h
+    dbias   = sum over rows of g
+
+Saved for the backward: x, weight, mean, rstd.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .launch import (
+    PROGRAMS,
+    as_rows,
+    compute_dtype,
+    next_power_of_2,
+    on_device_of,
+    sum_over_rows,
+    takes_triton,
+    tl,
+    triton,
+    warps_for,
+    why_not_rows,
+)
+
+_Triple = tuple[Tensor, Tensor, Tensor]
+
+
+def reference(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, *, dtype: torch.dtype) -> _Triple:
+    """What the op computes, the mean and the reciprocal standard deviation, in plain torch."""
+    wide = x.to(compute_dtype(x))
+    mean = wide.mean(-1, keepdim=True)
+    centred = wide - mean
+    rstd = torch.rsqrt(centred.pow(2).mean(-1, keepdim=True) + eps)
+    y = centred * rstd
+    if weight is not None:
+        y = y * weight.to(y.dtype)
+    if bias is not None:
+        y = y + bias.to(y.dtype)
+    return y.to(dtype).contiguous(), mean.contiguous(), rstd.contiguous()
+
+
+def backward_reference(
+    grad: Tensor, x: Tensor, weight: Tensor | None, mean: Tensor, rstd: Tensor, *, bias_dtype: torch.dtype | None
+) -> _Triple:
+    """Gradients of x, of the weight and of the bias (empty tensors without one), in plain torch."""
+    g, h = grad.to(rstd.dtype), (x.to(rstd.dtype) - mean) * rstd
+    u = g if weight is None else g * weight.to(rstd.dtype)
+    dx = rstd * (u - u.mean(-1, keepdim=True) - h * (u * h).mean(-1, keepdim=True))
+    none = x.new_empty(0)
+    dweight = none if weight is None else sum_over_rows(g * h).to(weight.dtype)
+    dbias = torch.empty_like(none) if bias_dtype is None else sum_over_rows(g).to(bias_dtype)
+    return dx.to(x.dtype).contiguous(), dweight, dbias
+
+
+@triton.jit
+def forward_kernel(  # type: ignore[no-untyped-def]
+    x_ptr, weight_ptr, bias_ptr, y_ptr, mean_ptr, rstd_ptr, x_stride, columns, eps,
+    HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One program a row."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    inside = column < columns
+    x = tl.load(x_ptr + row * x_stride + column, mask=inside, other=0.0).to(tl.float32)
+    mean = tl.sum(x, 0) / columns
+    centred = tl.where(inside, x - mean, 0.0)
+    rstd = tl.rsqrt(tl.sum(centred * centred, 0) / columns + eps)
+    tl.store(mean_ptr + row, mean)
+    tl.store(rstd_ptr + row, rstd)
+    y = centred * rstd
+    if HAS_WEIGHT:
+        y *= tl.load(weight_ptr + column, mask=inside, other=0.0).to(tl.float32)
+    if HAS_BIAS:
+        y += tl.load(bias_ptr + column, mask=inside, other=0.0).to(tl.float32)
+    tl.store(y_ptr + row * columns + column, y.to(y_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def backward_kernel(  # type: ignore[no-untyped-def]
+    grad_ptr, x_ptr, weight_ptr, mean_ptr, rstd_ptr, dx_ptr, dweight_ptr, dbias_ptr,
+    grad_stride, x_stride, rows, columns,
+    HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Program p takes rows p, p + programs, ... and adds up its part of the weight's and of the bias's gradient."""
+    first = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    inside = column < columns
+    dweight = tl.zeros([BLOCK], tl.float32)
+    dbias = tl.zeros([BLOCK], tl.float32)
+    if HAS_WEIGHT:
+        weight = tl.load(weight_ptr + column, mask=inside, other=0.0).to(tl.float32)
+    for row in range(first, rows, tl.num_programs(0)):
+        x = tl.load(x_ptr + row * x_stride + column, mask=inside, other=0.0).to(tl.float32)
+        u = tl.load(grad_ptr + row * grad_stride + column, mask=inside, other=0.0).to(tl.float32)
+        rstd = tl.load(rstd_ptr + row)
+        h = tl.where(inside, (x - tl.load(mean_ptr + row)) * rstd, 0.0)
+        if HAS_BIAS:
+            dbias += u
+        if HAS_WEIGHT:
+            dweight += u * h
+            u *= weight
+        dx = rstd * (u - tl.sum(u, 0) / columns - h * (tl.sum(u * h, 0) / columns))
+        tl.store(dx_ptr + row * columns + column, dx.to(dx_ptr.dtype.element_ty), mask=inside)
+    if HAS_WEIGHT:
+        tl.store(dweight_ptr + first * columns + column, dweight, mask=inside)
+    if HAS_BIAS:
+        tl.store(dbias_ptr + first * columns + column, dbias, mask=inside)
+
+
+def launch_forward(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, *, dtype: torch.dtype) -> _Triple:
+    """`reference` by the Triton kernel."""
+    rows = as_rows(x)
+    y = x.new_empty(x.shape, dtype=dtype)
+    mean, rstd = (x.new_empty((*x.shape[:-1], 1), dtype=torch.float32) for _ in range(2))
+    parameters = (rows if item is None else item.contiguous() for item in (weight, bias))
+    with on_device_of(x):
+        forward_kernel[(len(rows),)](
+            *(rows, *parameters, y, mean, rstd, rows.stride(0), rows.shape[1], eps),
+            HAS_WEIGHT=weight is not None,
+            HAS_BIAS=bias is not None,
+            BLOCK=next_power_of_2(rows.shape[1]),
+            num_warps=warps_for(rows.shape[1]),
+        )
+    return y, mean, rstd
+
+
+def launch_backward(
+    grad: Tensor, x: Tensor, weight: Tensor | None, mean: Tensor, rstd: Tensor, *, bias_dtype: torch.dtype | None
+) -> _Triple:
+    """`backward_reference` by the Triton kernel."""
+    grad_rows, rows = as_rows(grad), as_rows(x)
+    columns, programs = rows.shape[1], min(len(rows), PROGRAMS)
+    dx = x.new_empty(x.shape)
+    dtypes = None if weight is None else weight.dtype, bias_dtype
+    parts = [x.new_empty((programs, columns) if dtype is not None else (0,), dtype=torch.float32) for dtype in dtypes]
+    with on_device_of(x):
+        backward_kernel[(programs,)](
+            *(grad_rows, rows, rows if weight is None else weight.contiguous(), mean, rstd, dx, *parts),
+            *(grad_rows.stride(0), rows.stride(0), len(rows), columns),
+            HAS_WEIGHT=weight is not None,
+            HAS_BIAS=bias_dtype is not None,
+            BLOCK=next_power_of_2(columns),
+            num_warps=warps_for(columns),
+        )
+    dweight, dbias = (
+        x.new_empty(0) if dtype is None else part.sum(0).to(dtype) for part, dtype in zip(parts, dtypes, strict=True)
+    )
+    return dx, dweight, dbias
+
+
+@torch.library.custom_op(
+    "dsgraph::layer_norm",
+    mutates_args=(),
+    schema="(Tensor x, Tensor? weight, Tensor? bias, float eps, *, ScalarType dtype) -> (Tensor, Tensor, Tensor)",
+)
+def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, *, dtype: torch.dtype) -> _Triple:
+    """LayerNorm over the last dimension.
+
+    Args:
+        x: `[..., n]`, a floating dtype.
+        weight: `[n]`, or None.
+        bias: `[n]`, or None.
+        eps: Added to the variance.
+        dtype: Of the result.
+
+    Returns:
+        `[..., n]` in `dtype`, contiguous; the mean and the reciprocal standard deviation, both `[..., 1]` in float32,
+        or float64 for float64.
+    """
+    compute = launch_forward if takes_triton(x) else reference
+    return compute(x, weight, bias, eps, dtype=dtype)
+
+
+@layer_norm.register_fake
+def _(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, *, dtype: torch.dtype) -> _Triple:
+    mean, rstd = (x.new_empty((*x.shape[:-1], 1), dtype=compute_dtype(x)) for _ in range(2))
+    return x.new_empty(x.shape, dtype=dtype), mean, rstd
+
+
+@torch.library.custom_op(
+    "dsgraph::layer_norm_backward",
+    mutates_args=(),
+    schema="(Tensor grad, Tensor x, Tensor? weight, Tensor mean, Tensor rstd, *, ScalarType? bias_dtype) "
+    "-> (Tensor, Tensor, Tensor)",
+)
+def layer_norm_backward(
+    grad: Tensor, x: Tensor, weight: Tensor | None, mean: Tensor, rstd: Tensor, *, bias_dtype: torch.dtype | None
+) -> _Triple:
+    """Gradients of `layer_norm`: of x, of the weight, of the bias `[n]`; empty tensors without weight or bias."""
+    compute = launch_backward if takes_triton(x) else backward_reference
+    return compute(grad, x, weight, mean, rstd, bias_dtype=bias_dtype)
+
+
+@layer_norm_backward.register_fake
+def _(
+    grad: Tensor, x: Tensor, weight: Tensor | None, mean: Tensor, rstd: Tensor, *, bias_dtype: torch.dtype | None
+) -> _Triple:
+    dweight = x.new_empty(0) if weight is None else weight.new_empty(weight.shape)
+    dbias = x.new_empty(0) if bias_dtype is None else x.new_empty(x.shape[-1:], dtype=bias_dtype)
+    return x.new_empty(x.shape), dweight, dbias
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, Any], output: Any) -> None:
+    x, weight, bias, _ = inputs
+    ctx.save_for_backward(x, weight, *output[1:])
+    ctx.bias_dtype = None if bias is None else bias.dtype
+
+
+def _backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+    x, weight, mean, rstd = ctx.saved_tensors
+    dx, dweight, dbias = torch.ops.dsgraph.layer_norm_backward(grad, x, weight, mean, rstd, bias_dtype=ctx.bias_dtype)
+    return dx, None if weight is None else dweight, None if ctx.bias_dtype is None else dbias, None
+
+
+layer_norm.register_autograd(_backward, setup_context=_setup_context)
+
+
+def supports(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, **options: Any) -> str | None:
+    """Why the op cannot take these, or None."""
+    return why_not_rows(x)

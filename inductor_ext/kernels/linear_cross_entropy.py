@@ -1,0 +1,198 @@
+"""`dsgraph::linear_cross_entropy`: the loss of a language model's head, without the logits in memory.
+
+For hidden h `[..., H]`, weight w `[V, H]`, bias b `[V]` and the N targets y, with scale s and soft cap c:
+
+    z_ij   = s * (h_i . w_j + b_j)                          with a soft cap: c * tanh(z_ij / c)
+    lse_i  = log(sum_j exp(z_ij))
+    loss_i = lse_i - (1 - e) * z_i[y_i] - e/V * sum_j z_ij + k * lse_i^2          label smoothing e, z-loss k
+
+`loss_i = 0` where `y_i == ignore_index`. Reductions are torch's: "none", "sum", "mean" over the rows not ignored.
+
+The N x V logits of a large vocabulary take more memory than the rest of a model. Here rows go chunk by chunk: the
+logits of a chunk, its losses, at once the gradient of its logits in their place, and what that adds to the gradients
+of h, w and b. Backward has but to scale these: three matrix products as in plain torch, none twice. With "none" each
+row has a gradient of its own, known in backward alone, which computes the logits again: four products.
+
+Memory besides inputs and gradients: `max(N * H, MIN_ROWS * V)` elements for the logits of a chunk; and, where gradients
+of w in 16 bits are added up over several chunks, `V * H` sums in 32 bits.
+
+Source of the algorithm: Hsu et al., Liger Kernel (arXiv:2410.10989), and, for 16 bits without loss of precision and
+for the rows that are left out, Wijmans et al., Cut Your Losses in Large-Vocabulary Language Models (arXiv:2411.09009).
+z-loss: Chowdhery et al., PaLM (arXiv:2204.02311). `torch.nn.functional.linear_cross_entropy` (torch 2.13) with
+`options` is alike in eager mode; `torch.compile` does not trace it.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from .cross_entropy_rows import Terms
+from .launch import wide_dtype
+from .linear_cross_entropy_chunks import linear_cross_entropy_grads, linear_cross_entropy_rows
+
+_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+_REDUCTIONS = ("mean", "sum", "none")
+
+
+def reference(
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bias: Tensor | None = None,
+    *,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    """What `linear_cross_entropy` computes, in plain torch with all logits in memory."""
+    logits = functional.linear(hidden, weight, bias).reshape(-1, weight.shape[0])
+    logits = logits.to(wide_dtype(logits.dtype)) * logit_scale
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
+    labels = target.flatten()
+    valid = labels != ignore_index
+    losses = functional.cross_entropy(
+        logits, labels, ignore_index=ignore_index, label_smoothing=label_smoothing, reduction="none"
+    )
+    losses = losses + z_loss * (torch.logsumexp(logits, dim=-1) ** 2).masked_fill(~valid, 0)
+    if reduction == "none":
+        return losses.reshape(target.shape).to(dtype or losses.dtype)
+    total = losses.sum() if reduction == "sum" else losses.sum() / valid.sum()
+    return total.to(dtype or losses.dtype)
+
+
+def supports(
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bias: Tensor | None = None,
+    *,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+    softcap: float | None = None,
+    **_: object,
+) -> str | None:
+    """Why `linear_cross_entropy` refuses these arguments; None if it takes them. Fake tensors will do."""
+    if hidden.dtype not in _DTYPES:
+        return f"hidden is {hidden.dtype}: cast it to one of {', '.join(map(str, _DTYPES))}"
+    for name, tensor in (("weight", weight), ("bias", bias)):
+        if tensor is not None and tensor.dtype is not hidden.dtype:
+            return f"{name} is {tensor.dtype} and hidden {hidden.dtype}: cast one of them"
+    if target.dtype is not torch.int64:
+        return f"target is {target.dtype}, but classes are numbered in torch.int64"
+    if hidden.ndim < 1 or weight.ndim != 2 or hidden.shape[-1] != weight.shape[1]:
+        return f"hidden is {_shape(hidden)} and weight {_shape(weight)}, but they must be [..., H] and [V, H]"
+    if bias is not None and (bias.ndim != 1 or bias.shape[0] != weight.shape[0]):
+        return f"bias is {_shape(bias)}, but must be [V] for a weight of {_shape(weight)}"
+    if target.numel() != math.prod(hidden.shape[:-1]):
+        return f"target is {_shape(target)}, but must have an element for each row of hidden {_shape(hidden)}"
+    if reduction not in _REDUCTIONS:
+        return f"reduction is {reduction!r}, but must be one of {', '.join(map(repr, _REDUCTIONS))}"
+    if not 0 <= label_smoothing <= 1:
+        return f"label_smoothing is {label_smoothing}, but must be from 0 to 1"
+    if softcap is not None and softcap <= 0:
+        return f"softcap is {softcap}, but must be above 0, or None for no cap"
+    return None
+
+
+torch.library.define(
+    "dsgraph::linear_cross_entropy",
+    "(Tensor hidden, Tensor weight, Tensor target, Tensor? bias=None, *, int ignore_index=-100, "
+    "str reduction='mean', float label_smoothing=0.0, float z_loss=0.0, float? softcap=None, float logit_scale=1.0, "
+    "ScalarType? dtype=None) -> Tensor",
+)
+
+
+def linear_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bias: Tensor | None = None,
+    *,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    """Cross-entropy of `hidden @ weight^T + bias`, as `reference`, without the logits in memory.
+
+    Under autocast hidden, weight and bias are cast as `torch.nn.functional.linear` casts them.
+
+    Args:
+        hidden: `[..., H]`, float32, float64, bfloat16 or float16.
+        weight: `[V, H]`, in the dtype of hidden.
+        target: int64, of any shape that has an element for each row of hidden: from 0 to V - 1, or `ignore_index`.
+        bias: `[V]`, in the dtype of hidden, or None.
+        ignore_index: Rows with this target have neither loss nor gradient, nor do they count in a mean.
+        reduction: "mean" over the rows not ignored (NaN if there are none), "sum", or "none".
+        label_smoothing: From 0 to 1: the share of the target that is spread over all classes.
+        z_loss: Weight of the squared logarithm of the softmax's denominator.
+        softcap: Logits become `softcap * tanh(logits / softcap)`; None leaves them as they are.
+        logit_scale: Logits are multiplied by it, before they are capped.
+        dtype: Of the result; None for the one that it is computed in: float32, or float64 for a hidden of float64.
+
+    Returns:
+        The loss: `[]`, or of the shape of target with reduction "none".
+
+    Raises:
+        ValueError: Shapes, dtypes or options that `supports` refuses.
+        IndexError: A target is out of range; on an accelerator, an assertion of the device.
+        NotImplementedError: A second derivative is asked for.
+    """
+    hidden, weight, bias = _autocast(hidden), _autocast(weight), bias if bias is None else _autocast(bias)
+    refusal = supports(
+        hidden, weight, target, bias, reduction=reduction, label_smoothing=label_smoothing, softcap=softcap
+    )
+    if refusal is not None:
+        raise ValueError(f"linear_cross_entropy: {refusal}")
+    terms = Terms(ignore_index, label_smoothing, z_loss, softcap, logit_scale)._asdict()
+    labels = target.reshape(-1)
+    tensors = (hidden.reshape(-1, hidden.shape[-1]), weight, labels, bias)
+    if reduction == "none":
+        loss = linear_cross_entropy_rows(*tensors, **terms).reshape(target.shape)
+        return loss.to(dtype or loss.dtype)
+    valid = labels != ignore_index
+    row_weights = valid.to(wide_dtype(hidden.dtype))
+    if reduction == "sum":
+        return _weighted_sum(*tensors, row_weights, terms).to(dtype or row_weights.dtype)
+    count = row_weights.sum()
+    loss = _weighted_sum(*tensors, row_weights / count.clamp(min=1), terms)
+    return (loss + 0 / count).to(dtype or loss.dtype)  # of no rows the mean is 0 / 0, and the gradient 0
+
+
+# Autograd sees what it calls, for how the loss is computed depends on whether gradients are needed.
+torch.library.impl("dsgraph::linear_cross_entropy", "CompositeImplicitAutograd", linear_cross_entropy)
+
+
+def _weighted_sum(
+    hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, row_weights: Tensor, terms: dict[str, Any]
+) -> Tensor:
+    tensors = (hidden, weight, target, bias)
+    needs = [tensor is not None and tensor.requires_grad for tensor in (hidden, weight, bias)]
+    if torch.is_grad_enabled() and any(needs):
+        return linear_cross_entropy_grads(*tensors, row_weights, needs=needs, **terms)[0]
+    # No product of vectors: autocast would round it.
+    return (linear_cross_entropy_rows(*tensors, **terms) * row_weights).sum()
+
+
+def _autocast(tensor: Tensor) -> Tensor:
+    device = tensor.device.type
+    if not torch.is_autocast_enabled(device) or tensor.dtype is torch.float64:
+        return tensor
+    return tensor.to(torch.get_autocast_dtype(device))
+
+
+def _shape(tensor: Tensor) -> list[int]:
+    return list(tensor.shape)

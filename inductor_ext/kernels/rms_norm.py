@@ -1,0 +1,231 @@
+"""RMSNorm (Zhang and Sennrich, 2019) in one pass forward and one backward.
+
+For x `[..., n]`, computed in s = float32 (float64 for float64):
+
+    rstd = rsqrt(mean(x^2, -1) + eps)                                              [..., 1] in s
+    y    = ((x * rstd).to(norm_dtype) * (offset + weight)).to(dtype)               [..., n]
+
+    with g the gradient of y, h = x * rstd and u = g * (offset + weight), in s:
+    dx      = rstd * (u - h * mean(u * h, -1))
+    dweight = sum over rows of g * h.to(norm_dtype)
+
+`norm_dtype` is where spellings differ: transformers' Llama rounds to the input's dtype before it multiplies by the
+weight, torch's own and Gemma's after it. Sum and product with the weight are rounded as torch does, to the dtype to
+which norm_dtype and the weight's promote. Saved for the backward: x, weight, rstd.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .launch import (
+    PROGRAMS,
+    as_rows,
+    compute_dtype,
+    next_power_of_2,
+    on_device_of,
+    sum_over_rows,
+    takes_triton,
+    tl,
+    triton,
+    triton_dtype,
+    warps_for,
+    why_not_rows,
+)
+
+
+def reference(
+    x: Tensor, weight: Tensor | None, eps: float, *, offset: float, norm_dtype: torch.dtype, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """What the op computes, and its reciprocal root mean square, in plain torch."""
+    wide = x.to(compute_dtype(x))
+    rstd = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+    y = (wide * rstd).to(norm_dtype)
+    if weight is not None:
+        scale = weight.to(_product_dtype(weight, norm_dtype))
+        y = y * (scale + offset if offset else scale)
+    return y.to(dtype).contiguous(), rstd.contiguous()
+
+
+def backward_reference(
+    grad: Tensor, x: Tensor, weight: Tensor | None, rstd: Tensor, *, offset: float, norm_dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Gradients of x and of the weight (an empty tensor without one), in plain torch."""
+    wide, g = x.to(rstd.dtype), grad.to(rstd.dtype)
+    h = wide * rstd
+    u = g if weight is None else g * (weight.to(rstd.dtype) + offset)
+    dx = (rstd * (u - h * (u * h).mean(-1, keepdim=True))).to(x.dtype).contiguous()
+    if weight is None:
+        return dx, x.new_empty(0)
+    return dx, sum_over_rows(g * h.to(norm_dtype).to(rstd.dtype)).to(weight.dtype)
+
+
+def _product_dtype(weight: Tensor | None, norm_dtype: torch.dtype) -> torch.dtype:
+    return norm_dtype if weight is None else torch.promote_types(norm_dtype, weight.dtype)
+
+
+@triton.jit
+def forward_kernel(  # type: ignore[no-untyped-def]
+    x_ptr, weight_ptr, y_ptr, rstd_ptr, x_stride, columns, eps, offset,
+    HAS_WEIGHT: tl.constexpr, ROUND_TO: tl.constexpr, PRODUCT: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One program a row."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    inside = column < columns
+    x = tl.load(x_ptr + row * x_stride + column, mask=inside, other=0.0).to(tl.float32)
+    rstd = tl.rsqrt(tl.sum(x * x, 0) / columns + eps)
+    tl.store(rstd_ptr + row, rstd)
+    y = (x * rstd).to(ROUND_TO).to(tl.float32)
+    if HAS_WEIGHT:
+        scale = tl.load(weight_ptr + column, mask=inside, other=0.0).to(tl.float32) + offset
+        y = (y * scale.to(PRODUCT).to(tl.float32)).to(PRODUCT).to(tl.float32)
+    tl.store(y_ptr + row * columns + column, y.to(y_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def backward_kernel(  # type: ignore[no-untyped-def]
+    grad_ptr, x_ptr, weight_ptr, rstd_ptr, dx_ptr, dweight_ptr, grad_stride, x_stride, rows, columns, offset,
+    HAS_WEIGHT: tl.constexpr, ROUND_TO: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Program p takes rows p, p + programs, ... and adds up its part of the weight's gradient."""
+    first = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    inside = column < columns
+    dweight = tl.zeros([BLOCK], tl.float32)
+    if HAS_WEIGHT:
+        scale = tl.load(weight_ptr + column, mask=inside, other=0.0).to(tl.float32) + offset
+    for row in range(first, rows, tl.num_programs(0)):
+        x = tl.load(x_ptr + row * x_stride + column, mask=inside, other=0.0).to(tl.float32)
+        u = tl.load(grad_ptr + row * grad_stride + column, mask=inside, other=0.0).to(tl.float32)
+        rstd = tl.load(rstd_ptr + row)
+        h = x * rstd
+        if HAS_WEIGHT:
+            dweight += u * h.to(ROUND_TO).to(tl.float32)
+            u *= scale
+        dx = rstd * (u - h * (tl.sum(u * h, 0) / columns))
+        tl.store(dx_ptr + row * columns + column, dx.to(dx_ptr.dtype.element_ty), mask=inside)
+    if HAS_WEIGHT:
+        tl.store(dweight_ptr + first * columns + column, dweight, mask=inside)
+
+
+def launch_forward(
+    x: Tensor, weight: Tensor | None, eps: float, *, offset: float, norm_dtype: torch.dtype, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """`reference` by the Triton kernel."""
+    rows = as_rows(x)
+    columns = rows.shape[1]
+    y = x.new_empty(x.shape, dtype=dtype)
+    rstd = x.new_empty((*x.shape[:-1], 1), dtype=torch.float32)
+    scale = rows if weight is None else weight.contiguous()
+    with on_device_of(x):
+        forward_kernel[(len(rows),)](
+            *(rows, scale, y, rstd, rows.stride(0), columns, eps, offset),
+            HAS_WEIGHT=weight is not None,
+            ROUND_TO=triton_dtype(norm_dtype),
+            PRODUCT=triton_dtype(_product_dtype(weight, norm_dtype)),
+            BLOCK=next_power_of_2(columns),
+            num_warps=warps_for(columns),
+        )
+    return y, rstd
+
+
+def launch_backward(
+    grad: Tensor, x: Tensor, weight: Tensor | None, rstd: Tensor, *, offset: float, norm_dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """`backward_reference` by the Triton kernel."""
+    grad_rows, rows = as_rows(grad), as_rows(x)
+    columns, programs = rows.shape[1], min(len(rows), PROGRAMS)
+    dx = x.new_empty(x.shape)
+    parts = x.new_empty((programs, columns) if weight is not None else (0,), dtype=torch.float32)
+    with on_device_of(x):
+        backward_kernel[(programs,)](
+            *(grad_rows, rows, rows if weight is None else weight.contiguous(), rstd, dx, parts),
+            *(grad_rows.stride(0), rows.stride(0), len(rows), columns, offset),
+            HAS_WEIGHT=weight is not None,
+            ROUND_TO=triton_dtype(norm_dtype),
+            BLOCK=next_power_of_2(columns),
+            num_warps=warps_for(columns),
+        )
+    return dx, x.new_empty(0) if weight is None else parts.sum(0).to(weight.dtype)
+
+
+def _takes_triton(x: Tensor, weight: Tensor | None, norm_dtype: torch.dtype) -> bool:
+    return takes_triton(x, weight) and norm_dtype != torch.float64
+
+
+@torch.library.custom_op(
+    "dsgraph::rms_norm",
+    mutates_args=(),
+    schema="(Tensor x, Tensor? weight, float eps, *, float offset, ScalarType norm_dtype, ScalarType dtype) "
+    "-> (Tensor, Tensor)",
+)
+def rms_norm(
+    x: Tensor, weight: Tensor | None, eps: float, *, offset: float, norm_dtype: torch.dtype, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """RMSNorm over the last dimension.
+
+    Args:
+        x: `[..., n]`, a floating dtype.
+        weight: `[n]`, or None.
+        eps: Added to the mean square.
+        offset: Added to the weight.
+        norm_dtype: To which the normalised input is rounded before it is multiplied by the weight.
+        dtype: Of the result.
+
+    Returns:
+        `[..., n]` in `dtype`; the reciprocal root mean square `[..., 1]` in float32, or float64 for float64.
+    """
+    compute = launch_forward if _takes_triton(x, weight, norm_dtype) else reference
+    return compute(x, weight, eps, offset=offset, norm_dtype=norm_dtype, dtype=dtype)
+
+
+@rms_norm.register_fake
+def _(
+    x: Tensor, weight: Tensor | None, eps: float, *, offset: float, norm_dtype: torch.dtype, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    return x.new_empty(x.shape, dtype=dtype), x.new_empty((*x.shape[:-1], 1), dtype=compute_dtype(x))
+
+
+@torch.library.custom_op(
+    "dsgraph::rms_norm_backward",
+    mutates_args=(),
+    schema="(Tensor grad, Tensor x, Tensor? weight, Tensor rstd, *, float offset, ScalarType norm_dtype) "
+    "-> (Tensor, Tensor)",
+)
+def rms_norm_backward(
+    grad: Tensor, x: Tensor, weight: Tensor | None, rstd: Tensor, *, offset: float, norm_dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Gradients of `rms_norm`: of x, like x; of the weight, like the weight, or an empty tensor without one."""
+    compute = launch_backward if _takes_triton(x, weight, norm_dtype) else backward_reference
+    return compute(grad, x, weight, rstd, offset=offset, norm_dtype=norm_dtype)
+
+
+@rms_norm_backward.register_fake
+def _(
+    grad: Tensor, x: Tensor, weight: Tensor | None, rstd: Tensor, *, offset: float, norm_dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    return x.new_empty(x.shape), x.new_empty(0) if weight is None else torch.empty_like(weight)
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, Any], output: Any) -> None:
+    x, weight, _ = inputs
+    ctx.save_for_backward(x, weight, output[1])
+    ctx.options = {name: keyword_only_inputs[name] for name in ("offset", "norm_dtype")}
+
+
+def _backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    x, weight, rstd = ctx.saved_tensors
+    dx, dweight = torch.ops.dsgraph.rms_norm_backward(grad, x, weight, rstd, **ctx.options)
+    return dx, None if weight is None else dweight, None
+
+
+rms_norm.register_autograd(_backward, setup_context=_setup_context)
+
+
+def supports(x: Tensor, weight: Tensor | None, eps: float, **options: Any) -> str | None:
+    """Why the op cannot take these, or None."""
+    return why_not_rows(x)

@@ -1,0 +1,138 @@
+"""SwiGLU (Shazeer, 2020): a gate through SiLU times the other half, in one pass forward and one backward.
+
+For gate and up `[..., n]`, computed in float32 (float64 if one of them is float64) and rounded once:
+
+    s = sigmoid(gate)
+    y = gate * s * up                                   [..., n] in `dtype`
+
+    with g the gradient of y:
+    dgate = g * up * s * (1 + gate * (1 - s))
+    dup   = g * gate * s
+
+Plain torch rounds `silu(gate)` to the input's dtype before it multiplies. Saved for the backward: gate and up; plain
+torch saves `silu(gate)` as well.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .launch import compute_dtype, launch_by_rows, takes_triton, tl, triton, why_not_floating
+
+
+def reference(gate: Tensor, up: Tensor, *, dtype: torch.dtype) -> Tensor:
+    """What the op computes, in plain torch."""
+    wide = compute_dtype(gate, up)
+    return (torch.nn.functional.silu(gate.to(wide)) * up.to(wide)).to(dtype).contiguous()
+
+
+def backward_reference(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+    """Gradients of gate and up, in plain torch."""
+    wide = compute_dtype(gate, up)
+    g, a, b = grad.to(wide), gate.to(wide), up.to(wide)
+    s = torch.sigmoid(a)
+    dgate, dup = g * b * (s * (1 + a * (1 - s))), g * (a * s)
+    return dgate.to(gate.dtype).contiguous(), dup.to(up.dtype).contiguous()
+
+
+@triton.jit
+def forward_kernel(  # type: ignore[no-untyped-def]
+    gate_ptr, up_ptr, y_ptr, gate_stride, up_stride, y_stride, columns, blocks, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One program a block of a row."""
+    row = (tl.program_id(0) // blocks).to(tl.int64)
+    column = (tl.program_id(0) % blocks) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < columns
+    a = tl.load(gate_ptr + row * gate_stride + column, mask=inside, other=0.0).to(tl.float32)
+    b = tl.load(up_ptr + row * up_stride + column, mask=inside, other=0.0).to(tl.float32)
+    y = a * tl.sigmoid(a) * b
+    tl.store(y_ptr + row * y_stride + column, y.to(y_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def backward_kernel(  # type: ignore[no-untyped-def]
+    grad_ptr, gate_ptr, up_ptr, dgate_ptr, dup_ptr, grad_stride, gate_stride, up_stride, dgate_stride, dup_stride,
+    columns, blocks, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One program a block of a row."""
+    row = (tl.program_id(0) // blocks).to(tl.int64)
+    column = (tl.program_id(0) % blocks) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < columns
+    g = tl.load(grad_ptr + row * grad_stride + column, mask=inside, other=0.0).to(tl.float32)
+    a = tl.load(gate_ptr + row * gate_stride + column, mask=inside, other=0.0).to(tl.float32)
+    b = tl.load(up_ptr + row * up_stride + column, mask=inside, other=0.0).to(tl.float32)
+    s = tl.sigmoid(a)
+    dgate, dup = g * b * (s * (1 + a * (1 - s))), g * (a * s)
+    tl.store(dgate_ptr + row * dgate_stride + column, dgate.to(dgate_ptr.dtype.element_ty), mask=inside)
+    tl.store(dup_ptr + row * dup_stride + column, dup.to(dup_ptr.dtype.element_ty), mask=inside)
+
+
+def launch_forward(gate: Tensor, up: Tensor, *, dtype: torch.dtype) -> Tensor:
+    """`reference` by the Triton kernel."""
+    y = gate.new_empty(gate.shape, dtype=dtype)
+    launch_by_rows(forward_kernel, (gate, up), (y,))
+    return y
+
+
+def launch_backward(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+    """`backward_reference` by the Triton kernel."""
+    gradients = gate.new_empty(gate.shape), up.new_empty(up.shape)
+    launch_by_rows(backward_kernel, (grad, gate, up), gradients)
+    return gradients
+
+
+@torch.library.custom_op(
+    "dsgraph::swiglu", mutates_args=(), schema="(Tensor gate, Tensor up, *, ScalarType dtype) -> Tensor"
+)
+def swiglu(gate: Tensor, up: Tensor, *, dtype: torch.dtype) -> Tensor:
+    """`silu(gate) * up`.
+
+    Args:
+        gate: `[..., n]`, a floating dtype.
+        up: Of the same shape, a floating dtype.
+        dtype: Of the result.
+
+    Returns:
+        A contiguous tensor of the same shape, in `dtype`.
+    """
+    compute = launch_forward if takes_triton(gate, up) else reference
+    return compute(gate, up, dtype=dtype)
+
+
+@swiglu.register_fake
+def _(gate: Tensor, up: Tensor, *, dtype: torch.dtype) -> Tensor:
+    return gate.new_empty(gate.shape, dtype=dtype)
+
+
+@torch.library.custom_op(
+    "dsgraph::swiglu_backward", mutates_args=(), schema="(Tensor grad, Tensor gate, Tensor up) -> (Tensor, Tensor)"
+)
+def swiglu_backward(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+    """Gradients of `swiglu`, contiguous: of gate and of up, each in its dtype."""
+    compute = launch_backward if takes_triton(gate, up, grad) else backward_reference
+    return compute(grad, gate, up)
+
+
+@swiglu_backward.register_fake
+def _(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+    return gate.new_empty(gate.shape), up.new_empty(up.shape)
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, Any], output: Any) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+    dgate, dup = torch.ops.dsgraph.swiglu_backward(grad, *ctx.saved_tensors)
+    return dgate, dup
+
+
+swiglu.register_autograd(_backward, setup_context=_setup_context)
+
+
+def supports(gate: Tensor, up: Tensor, **options: Any) -> str | None:
+    """Why the op cannot take these, or None."""
+    return why_not_floating(gate=gate, other_half=up)
