@@ -19,6 +19,7 @@ from .pipeline import Pipeline, default_pipeline
 from .prefetch_gathers import PrefetchBackwardGathers, PrefetchForwardGathers
 from .runner import GraphSink, PassRecord, Runner
 from .selective_gather import SelectiveGather
+from .substitute_kernels import SubstituteKernels
 
 __all__ = [
     "AwaitReplicas",
@@ -52,6 +53,7 @@ __all__ = [
     "ReleaseKeptGather",
     "Runner",
     "SelectiveGather",
+    "SubstituteKernels",
     "default_pipeline",
     "graph_pass",
 ]

@@ -77,6 +77,7 @@ class PassContext:
         keep_bytes: How much of it may hold gathered parameters from the forward to the backward, bytes, the same on
             every rank; None when nothing is known of it.
         replicas: Placeholders of gathered copies of parameters that are on their way when the graph begins to run.
+        fuses: Whether a code generator behind the passes fuses pointwise ops and reductions, as Inductor does.
     """
 
     phase: Phase
@@ -89,6 +90,7 @@ class PassContext:
     memory_limit: int | None = None
     keep_bytes: int | None = None
     replicas: frozenset[str] = frozenset()
+    fuses: bool = False
 
     def axis(self, group: str) -> MeshAxis:
         """The axis of a process group that a node names.
@@ -105,10 +107,17 @@ class PassContext:
 
 @dataclass(frozen=True)
 class PassResult:
-    """What a pass did: how many places it changed, and remarks for the report."""
+    """What a pass did.
+
+    Attributes:
+        changed: How many places it changed.
+        notes: What it left alone and why, for the report.
+        done: What it did, where a number does not say enough, for the report.
+    """
 
     changed: int = 0
     notes: tuple[str, ...] = ()
+    done: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -152,7 +161,7 @@ class GraphPass(ABC):
 
         It covers the file that defines the pass. A pass that lives in several files overrides this.
         """
-        return _fingerprint(type(self), repr(self))
+        return source_fingerprint(type(self), repr(self))
 
 
 @dataclass(frozen=True, repr=False, kw_only=True)
@@ -189,7 +198,7 @@ class FunctionPass(GraphPass):
         cells = self.function.__closure__ or ()
         if cells:  # what a closure holds cannot be hashed reliably
             return None
-        return _fingerprint(self.function, repr((self, self.function.__defaults__)))
+        return source_fingerprint(self.function, repr((self, self.function.__defaults__)))
 
 
 def graph_pass(
@@ -236,7 +245,7 @@ def graph_pass(
     return decorate
 
 
-def _fingerprint(code: Callable[..., object] | type, options: str) -> str | None:
+def source_fingerprint(code: Callable[..., object] | type, options: str) -> str | None:
     """Hash of the options and of the whole file that defines `code`, so that a changed helper counts as well."""
     try:
         path = inspect.getsourcefile(code)

@@ -5,6 +5,7 @@ Checked on torch 2.11.0, 2.12.1 and 2.13.0.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -22,8 +23,8 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._guards import detect_fake_mode
 from torch._inductor.custom_graph_pass import CustomGraphPass, CustomPartitionerFn
 from torch._library.fake_class_registry import FakeScriptObject
-from torch._ops import HigherOrderOperator, OpOverload
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx import GraphModule, Node
 
 __all__ = [
@@ -32,9 +33,11 @@ __all__ = [
     "FakeTensorMode",
     "HigherOrderOperator",
     "OpOverload",
+    "OpOverloadPacket",
     "captured_gradients",
     "captured_input",
     "detect_fake_mode",
+    "fake_mode_of",
     "is_to_local",
     "known_sizes",
     "min_cut_rematerialization_partition",
@@ -116,6 +119,11 @@ def known_sizes(size: torch.SymInt) -> Mapping[sympy.Symbol, int]:
     numbers = shapes.backed_var_to_val if hasattr(shapes, "backed_var_to_val") else shapes.var_to_val  # before 2.12
     symbols = size.node.expr.free_symbols
     return {symbol: int(numbers[symbol]) for symbol in symbols if symbol in numbers}
+
+
+def fake_mode_of(value: object) -> Any:
+    """The mode of a fake tensor, in which more of its kind are made; a context that does nothing for other values."""
+    return value.fake_mode if isinstance(value, FakeTensor) else contextlib.nullcontext()
 
 
 def storage_id(tensor: torch.Tensor) -> int:

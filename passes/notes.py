@@ -7,6 +7,13 @@ from torch.fx import Node
 from .base import ParamInfo, PassContext
 from .coalesced import inputs_of, results_of
 from .graph import fake_value, is_collective
+from .sources import user_source
+
+
+def user_line(node: Node) -> str:
+    """` (file.py:12)` of the user's innermost line that a node comes from; empty where it is not known."""
+    place, _ = user_source(node.meta.get("stack_trace"))
+    return f" ({place.rpartition('/')[2]})" if place else ""
 
 
 def parameter_behind(node: Node, ctx: PassContext) -> ParamInfo | None:

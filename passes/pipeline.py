@@ -19,6 +19,7 @@ from .keep_last_gather import KeepLastGather, ReleaseKeptGather
 from .merge_gathers import MergeGathers
 from .prefetch_gathers import PrefetchBackwardGathers, PrefetchForwardGathers
 from .selective_gather import SelectiveGather
+from .substitute_kernels import SubstituteKernels
 
 
 @dataclass(frozen=True, init=False)
@@ -71,6 +72,11 @@ class Pipeline:
         """The passes that have something to do in a model that is not partitioned."""
         return Pipeline(item for item in self.passes if not item.needs_mesh)
 
+    @property
+    def ends_with_capture(self) -> bool:
+        """Whether no pass sees what autograd makes of the captured graph."""
+        return all(item.phase is Phase.CAPTURE for item in self.passes)
+
     def of(self, phase: Phase) -> tuple[GraphPass, ...]:
         """The passes of one phase, in order."""
         return tuple(item for item in self.passes if item.phase is phase)
@@ -91,6 +97,7 @@ def default_pipeline() -> Pipeline:
     return Pipeline(
         [
             MergeGathers(),
+            SubstituteKernels(),
             CompressGathers(),
             BucketSmallReductions(),
             InsertZeroCollectives(),

@@ -76,6 +76,23 @@ def test_flops_of_symbolic_sizes_put_no_guard_on_the_graph():
     assert len(shapes.guards) == guards
 
 
+@pytest.mark.parametrize("traced", [trace, symbolic])
+def test_flops_of_a_head_without_logits(traced):
+    options = {"ignore_index": -100, "label_smoothing": 0.0, "z_loss": 0.0, "softcap": None, "logit_scale": 1.0}
+
+    def function(hidden, weight, target, scale):
+        ops = torch.ops.dsgraph
+        losses = ops.linear_cross_entropy_rows(hidden, weight, target, None, **options)
+        needs = [True, False, False]
+        return losses, *ops.linear_cross_entropy_grads(hidden, weight, target, None, scale, needs=needs, **options)
+
+    gm = traced(function, torch.randn(6, 4), torch.randn(9, 4), torch.zeros(6).long(), torch.ones(6))
+    rows, grads = (n for n in gm.graph.nodes if "linear_cross_entropy" in n.name)
+    product = 2 * 6 * 9 * 4
+    for found, expected in ((rows, product), (grads, 2 * product)):
+        assert hint(flops(found), size_hints([n.meta["val"] for n in found.all_input_nodes])) == expected
+
+
 def test_a_kernel_reads_its_operands_and_writes_its_results():
     def function(x, table, rows):
         looked_up = aten.embedding(table, rows)

@@ -7,7 +7,8 @@ import re
 
 import torch
 
-OWN_FOLDER = os.path.dirname(os.path.abspath(__file__)) + os.sep  # noqa: PTH100, PTH120  # compared as text
+# The package that this one is linked into. Compared as text, so links are not resolved.
+OWN_FOLDER = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep  # noqa: PTH100, PTH120
 """Where dsgraph's own files are: lines from there are nobody's model."""
 
 TORCH_FOLDER = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep  # noqa: PTH100, PTH120  # likewise

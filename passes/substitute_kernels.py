@@ -1,0 +1,258 @@
+"""SubstituteKernels: what a graph spells out in small ops is computed by one kernel."""
+
+from __future__ import annotations
+
+import operator
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+from torch.fx import GraphModule, Node
+from torch.fx.node import map_aggregate
+
+from dsgraph.inductor_ext import KERNELS, Derived, Gain, KernelSpec, Match, NearMiss, Setting
+
+from .base import GraphPass, PassContext, PassResult, Phase, source_fingerprint
+from .capture_graph import interior, reader_of_layout, same_layout, transforms_begun, why_unsafe
+from .compat import fake_mode_of
+from .errors import PassError
+from .graph import all_graph_modules
+from .notes import user_line
+
+NOWHERE = "was asked for and is substituted nowhere in this graph"
+"""How the note on a kernel ends that was looked for in vain."""
+
+_TRANSFORMED = "it is inside a transform of torch.func, which does not know the kernel"
+
+
+@dataclass(frozen=True)
+class SubstituteKernels(GraphPass):
+    """Let a kernel compute what a graph spells out, where that is the same in exact arithmetic, with no more roundings.
+
+    before:  wide = x.float(); root = rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)
+             y = weight * (wide * root).to(bfloat16)
+    after:   y = getitem(rms_norm(x, weight, 1e-6, offset=0.0, norm_dtype=bfloat16, dtype=bfloat16), 0)
+
+    It runs before autograd, so each kernel brings its own derivative. Patterns are `KernelSpec.match`. A match is left
+    alone, with a note, where an intermediate result is read by others, where the graph writes to what it reads before
+    it is through, where gradients are switched on or off inside it, where the kernel cannot take its shapes or
+    dtypes. Unless the kernel was asked for by name, also where nothing is to gain (Inductor derives kernels of
+    pointwise ops and of reductions itself), and where a `Match.caveat` says what would not be the same.
+
+    Attributes:
+        kernels: The kernels to look for.
+        asked: Whether they were asked for: then they are substituted where nothing is to gain as well, and one that is
+            found nowhere is noted.
+    """
+
+    kernels: tuple[KernelSpec, ...] = KERNELS
+    asked: bool = False
+
+    phase: ClassVar[Phase] = Phase.CAPTURE
+    provides: ClassVar[frozenset[str]] = frozenset({"substituted-kernels"})
+
+    def run(self, gm: GraphModule, ctx: PassContext) -> PassResult:
+        found = _Found()
+        for module in all_graph_modules(gm):
+            transforms = 0
+            for node in list(module.graph.nodes):
+                transforms += transforms_begun(node)
+                for spec in self.kernels:
+                    if node not in found.erased and spec.is_anchor(node):
+                        self._try(spec, node, ctx=ctx, found=found, transformed=transforms > 0)
+        if self.asked:
+            found.note_absent(self.kernels)
+        return PassResult(sum(found.substituted.values()), tuple(found.notes), tuple(found.done()))
+
+    def fingerprint(self) -> str | None:
+        codes = [code for spec in self.kernels for code in (spec.match, spec.reference)]
+        prints = [source_fingerprint(code, self.name) for code in (type(self), *codes)]
+        if None in prints:
+            return None
+        return "".join([repr((self.kernels, self.asked)), *map(str, prints)])
+
+    def _try(self, spec: KernelSpec, node: Node, *, ctx: PassContext, found: _Found, transformed: bool) -> None:
+        answer = spec.match(node)
+        if answer is None:
+            return
+        if not isinstance(answer, (Match, NearMiss)):
+            raise PassError(
+                f"kernel {spec.name!r}: its match answers {answer!r}; a Match, a NearMiss or None is expected"
+            )
+        if isinstance(answer, NearMiss):
+            found.miss(spec, answer.node, answer.reason)
+            return
+        reason = _TRANSFORMED if transformed else _why_not(spec, answer)
+        made = _evaluate(spec, answer) if reason is None else None
+        reason = reason or _why_not_laid_out_so(spec, answer, made)
+        if reason is not None:
+            found.miss(spec, answer.node, reason)
+            return
+        if answer.caveat and not self.asked:
+            ask = f"options={{'kernels': [{spec.name!r}]}} substitutes it all the same"
+            found.miss(spec, answer.node, f"{answer.caveat}; {ask}")
+            return
+        setting = Setting(ctx.fuses, _device_type(answer), training=not ctx.inference)
+        gain = spec.gain(answer, setting)
+        if not gain.is_worth_it and not self.asked:
+            found.leave(spec, gain)
+            return
+        found.erased.update(_substitute(spec, answer, made))
+        found.substitute(spec, gain, caveat=answer.caveat)
+
+
+@dataclass
+class _Found:
+    """What was found in a graph, kernel by kernel."""
+
+    substituted: Counter[str] = field(default_factory=Counter)
+    gains: dict[str, Gain] = field(default_factory=dict)
+    left: dict[tuple[str, str], int] = field(default_factory=dict)
+    misses: list[str] = field(default_factory=list)
+    caveats: dict[str, dict[str, None]] = field(default_factory=dict)
+    erased: set[Node] = field(default_factory=set)
+
+    def substitute(self, spec: KernelSpec, gain: Gain, *, caveat: str) -> None:
+        self.substituted[spec.name] += 1
+        if caveat:
+            self.caveats.setdefault(spec.name, {})[caveat] = None
+        before = self.gains.get(spec.name, Gain(0, 0, ""))
+        self.gains[spec.name] = Gain(before.kernels + gain.kernels, before.bytes + gain.bytes, gain.why)
+
+    def leave(self, spec: KernelSpec, gain: Gain) -> None:
+        self.left[spec.name, gain.why] = self.left.get((spec.name, gain.why), 0) + 1
+
+    def miss(self, spec: KernelSpec, node: Node, reason: str) -> None:
+        self.misses.append(f"{spec.name} is not substituted{user_line(node)}: {reason}")
+
+    def note_absent(self, kernels: Sequence[KernelSpec]) -> None:
+        for spec in kernels:
+            if not self.substituted[spec.name]:
+                self.misses.append(f"{spec.name} {NOWHERE}")
+
+    @property
+    def notes(self) -> list[str]:
+        left = [
+            f"{name} is not substituted in {count} {'place' if count == 1 else 'places'}, nothing is to gain: {why}"
+            for (name, why), count in self.left.items()
+        ]
+        return [*self.misses, *left]
+
+    def done(self) -> list[str]:
+        lines = []
+        for name, count in self.substituted.items():
+            gain = self.gains[name]
+            spared = [f"{gain.kernels} kernels"] * (gain.kernels > 0) + [f"{gain.bytes:,} bytes"] * (gain.bytes > 0)
+            expected = f"spares {' and '.join(spared)}" if spared else "because it was asked for"
+            line = f"{name} in {count} {'place' if count == 1 else 'places'}, {expected}: {gain.why}"
+            lines.append("; ".join([line, *self.caveats.get(name, ())]))
+        return lines
+
+
+def _why_not(spec: KernelSpec, match: Match) -> str | None:
+    reason = spec.supports(*_values(match), **match.options)
+    if reason is not None and not (isinstance(reason, str) and reason):
+        raise PassError(f"kernel {spec.name!r}: its supports answers {reason!r}; a reason or None is expected")
+    return reason or why_unsafe(match.node, _nodes(match))
+
+
+def _why_not_laid_out_so(spec: KernelSpec, match: Match, made: Any) -> str | None:
+    """Why the kernel's result must not lie in memory as it does, or None: a `view` may ask for other strides."""
+    result, plain = made[0] if spec.results > 1 else made, _value(match.node)
+    if not isinstance(plain, torch.Tensor) or same_layout(result, plain):
+        return None
+    reader = reader_of_layout(match.node)
+    if reader is None:
+        return None
+    return f"{reader.name} depends on strides of its result that are not the kernel's"
+
+
+def _nodes(match: Match) -> list[Node]:
+    """The nodes that the kernel reads, at once or through what is derived of them."""
+    found: list[Node] = []
+    _resolve(match.inputs, found.append, lambda target, args: None)
+    return found
+
+
+def _resolve(item: Any, node: Callable[[Node], Any], call: Callable[[Any, tuple[Any, ...]], Any]) -> Any:
+    """An argument, or a container of arguments, with `node` done to its nodes and `call` to what is derived."""
+
+    def leaf(value: Any) -> Any:
+        if isinstance(value, Derived):
+            return call(value.target, map_aggregate(value.args, leaf))
+        return node(value) if isinstance(value, Node) else value
+
+    return map_aggregate(item, leaf)
+
+
+def _values(match: Match) -> Any:
+    """Fake values of the inputs."""
+    with fake_mode_of(_value(match.node)), torch.no_grad():
+        return _resolve(match.inputs, _value, _run)
+
+
+def _run(target: Any, args: tuple[Any, ...]) -> Any:
+    return getattr(args[0], target)(*args[1:]) if isinstance(target, str) else target(*args)
+
+
+def _value(node: Node) -> Any:
+    return node.meta.get("example_value", node.meta.get("val"))
+
+
+def _device_type(match: Match) -> str:
+    value = _value(match.node)
+    return str(value.device.type) if isinstance(value, torch.Tensor) else "cpu"
+
+
+def _substitute(spec: KernelSpec, match: Match, made: Any) -> list[Node]:
+    """Puts the op where the match's value was computed, and erases what computed it: the nodes that are returned.
+
+    `made` is what the op gives, fake.
+    """
+    node, graph = match.node, match.node.graph
+    replaced = interior(node, _nodes(match))
+    with graph.inserting_before(node):
+        call = graph.call_function(spec.op, _emit(match), dict(match.options))
+        call.meta = {key: value for key, value in node.meta.items() if key not in ("example_value", "val")}
+        call.meta["example_value"] = made
+        result = call
+        if spec.results > 1:
+            result = graph.call_function(operator.getitem, (call, 0))
+            result.meta = {**call.meta, "example_value": made[0]}
+    node.replace_all_uses_with(result)
+    erased = []
+    for old in reversed(replaced):  # what others read stays
+        if not old.users:
+            graph.erase_node(old)
+            erased.append(old)
+    return erased
+
+
+def _emit(match: Match) -> Any:
+    """The inputs, with nodes for what is derived where the graph inserts."""
+    graph = match.node.graph
+
+    def call(target: Any, args: tuple[Any, ...]) -> Node:
+        made = graph.call_method(target, args) if isinstance(target, str) else graph.call_function(target, args)
+        made.meta = {key: value for key, value in match.node.meta.items() if key not in ("example_value", "val")}
+        made.meta["example_value"] = _run(target, torch.fx.map_arg(args, _value))
+        return made
+
+    with fake_mode_of(_value(match.node)), torch.no_grad():
+        return _resolve(match.inputs, lambda node: node, call)
+
+
+def _evaluate(spec: KernelSpec, match: Match) -> Any:
+    inputs = _values(match)
+    with fake_mode_of(_value(match.node)), torch.no_grad():
+        made = spec.op(*inputs, **match.options)
+        results = list(made) if spec.results > 1 else [made]
+        results[0] = _with_gradient_as(_value(match.node), results[0])
+    return tuple(results) if spec.results > 1 else results[0]
+
+
+def _with_gradient_as(plain: Any, made: Any) -> Any:
+    """`made`, which was computed without gradients, needing one if the graph's own value does: other matches ask."""
+    return made.detach().requires_grad_(plain.requires_grad) if isinstance(plain, torch.Tensor) else made
