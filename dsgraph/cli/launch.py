@@ -48,12 +48,17 @@ class Script:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments that say what to run and on how many ranks."""
-    parser.usage = f"{parser.prog} [options] (SCRIPT | -m MODULE) [-- ARGUMENTS]"
-    parser.add_argument("script", metavar="SCRIPT", nargs="?", help="path of a Python script")
-    parser.add_argument("-m", dest="module", metavar="MODULE", help="a module to run, as python -m does")
+    add_script_arguments(parser)
     parser.add_argument(
         "--nproc", type=rank_count, default=1, metavar="N", help="ranks to start on this machine (default: 1)"
     )
+
+
+def add_script_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments that say what to run."""
+    parser.usage = f"{parser.prog} [options] (SCRIPT | -m MODULE) [-- ARGUMENTS]"
+    parser.add_argument("script", metavar="SCRIPT", nargs="?", help="path of a Python script")
+    parser.add_argument("-m", dest="module", metavar="MODULE", help="a module to run, as python -m does")
 
 
 def rank_count(text: str) -> int:
@@ -94,7 +99,13 @@ def find_script(path: str | None, module: str | None) -> Script:
 
 
 def run_script(
-    script: Script, arguments: Sequence[str], *, nproc: int, environment: Mapping[str, str], quiet: bool = False
+    script: Script,
+    arguments: Sequence[str],
+    *,
+    nproc: int,
+    environment: Mapping[str, str],
+    quiet: bool = False,
+    runner: Sequence[str] = (),
 ) -> int:
     """Runs a script to its end, its output passed through, and returns its exit code.
 
@@ -104,6 +115,7 @@ def run_script(
         nproc: How many ranks. A single one is started without torchrun, and may form a process group all the same.
         environment: Variables to set besides ours.
         quiet: Write its output to stderr, because stdout is for something else.
+        runner: What runs a single rank's script in its own process, behind `python`: "-m", a module, its arguments.
     """
     variables = {
         name: value
@@ -115,7 +127,7 @@ def run_script(
         variables["PYTHONPATH"] = os.pathsep.join([str(script.root), *known])
     if nproc == 1:
         variables |= _alone()
-        command = [sys.executable, "-u", *script.arguments, *arguments]
+        command = [sys.executable, "-u", *runner, *script.arguments, *arguments]
     else:
         variables.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // nproc)))
         command = [sys.executable, "-u", "-m", "dsgraph.cli.torchrun", str(nproc), *script.arguments, *arguments]
