@@ -1,0 +1,33 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from benchmarks import kernels
+from benchmarks.kernel_rows import measure_kernels
+from dsgraph.inductor_ext import KERNELS
+
+
+@pytest.mark.slow
+@pytest.mark.inductor
+def test_a_quick_run_reports_every_figure(tmp_path):
+    assert kernels.main(["--quick", "--models", "llama", "--json", str(tmp_path / "kernels.json")]) == 0
+    report = json.loads((tmp_path / "kernels.json").read_text())
+    figures = {check["name"]: check for check in report["checks"]}
+    assert figures["llama: kernels substituted over present"]["value"] == 1.0
+    assert figures["llama: float32 differs at most"]["ok"]
+    assert figures["llama: bfloat16 is further from float32 than plain, roundings"]["ok"]
+    assert 0 < figures["llama: Inductor, step over plain"]["value"] < 10
+
+
+@pytest.mark.inductor
+def test_kernels_are_timed_one_by_one():
+    rows = measure_kernels(device="cpu", quick=True)
+    assert {row["kernel"] for row in rows} == {spec.name for spec in KERNELS if spec.triton}
+    assert all(row["ours_ms"] > 0 and row["over_fastest"] > 0 for row in rows)
+
+
+def test_unknown_models_are_named():
+    with pytest.raises(SystemExit):
+        kernels.main(["--models", "llma"])
