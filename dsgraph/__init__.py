@@ -26,7 +26,8 @@ if TYPE_CHECKING:
     from .accumulate import accumulate
     from .backend import backend
     from .compile import compile
-    from .errors import AccumulationError, OptionError, PartitionError, RanksDisagreeError, StrictError
+    from .errors import AccumulationError, KernelError, OptionError, PartitionError, RanksDisagreeError, StrictError
+    from .kernel import kernel
     from .materialize import materialize
     from .partition import partition
     from .reporting.report import Report, report
@@ -36,6 +37,7 @@ __version__ = "0.1.0"
 __all__ = [
     "AccumulationError",
     "GraphPass",
+    "KernelError",
     "OptionError",
     "PartitionError",
     "PassContext",
@@ -51,6 +53,7 @@ __all__ = [
     "compile",
     "default_pipeline",
     "graph_pass",
+    "kernel",
     "materialize",
     "partition",
     "report",

@@ -11,7 +11,8 @@ from dsgraph.passes import GraphPass, PassContext, PassError, PassResult, Phase,
 from .accumulate import accumulate
 from .backend import backend
 from .compile import compile
-from .errors import AccumulationError, OptionError, PartitionError, RanksDisagreeError, StrictError
+from .errors import AccumulationError, KernelError, OptionError, PartitionError, RanksDisagreeError, StrictError
+from .kernel import kernel
 from .materialize import materialize
 from .partition import partition
 from .reporting.report import Report, report
@@ -19,6 +20,7 @@ from .reporting.report import Report, report
 __all__ = [
     "AccumulationError",
     "GraphPass",
+    "KernelError",
     "OptionError",
     "PartitionError",
     "PassContext",
@@ -34,6 +36,7 @@ __all__ = [
     "compile",
     "default_pipeline",
     "graph_pass",
+    "kernel",
     "materialize",
     "partition",
     "report",

@@ -18,6 +18,7 @@ from torch.distributed.tensor import DeviceMesh, DTensor
 from torch.fx import GraphModule
 
 from dsgraph.passes import CaptureFacts
+from dsgraph.passes.sources import short_path
 
 from . import compat
 from .agreement import Agreement
@@ -26,17 +27,15 @@ from .calibration.agreed import DEFAULTS, KnownCosts
 from .capture import communication_lines, partitioned_mesh, read_facts
 from .codegen import Compilation
 from .dumping.writer import DumpFolder, GraphDump
+from .emission.emission import Emission, read_target
 from .errors import StrictError
-from .options import BackendOptions, parse_options
+from .last_micro_batch import add_sums, watch_sums
+from .options import MEMORY_SHARE, BackendOptions, parse_options
 from .reporting.compile_log import CompileEntry, CompileLog, owners_among
 from .reporting.frames import Capture, read_capture
 from .reporting.strict import refuse_capture, refuse_compile, refuse_given_up
-from .sources import short_path
 from .spare_memory import spare_bytes
 from .state import PartitionState
-
-# How much of a device's memory a step may use unless the user says otherwise.
-_MEMORY_SHARE = 0.9
 
 
 class Backend:
@@ -87,50 +86,63 @@ class Backend:
         if chosen.strict:
             refuse_given_up(given_up, capture)
             refuse_capture(capture, chosen, self.log)
-        facts = read_facts(gm, example_inputs)
+        # Inductor's own partitioner, which knows nothing of sums, takes the graph where no pass is behind the capture.
+        adds_sums = chosen.codegen == "eager" or not chosen.pipeline.ends_with_capture
+        sums = add_sums(gm, example_inputs) if adds_sums else ()
+        facts = replace(read_facts(gm, example_inputs), fuses=chosen.codegen == "inductor")
         mesh = partitioned_mesh(example_inputs, facts)
+        communication: list[str] = []
         costs = DEFAULTS
+        target = read_target(os.environ)  # set by `dsgraph emit`
         if mesh is not None:
             known = self._known_costs(mesh)
             limit = chosen.memory_limit or _device_memory_limit(facts.device_type)
             facts = replace(facts, costs=known.model(mesh, facts.axes), memory_limit=limit)
-            spare = partial(spare_bytes, gm, example_inputs, facts=facts, module=module)
-            lines = [f"within {limit}", *communication_lines(gm, facts, training=_reduces(facts))]
-            facts = replace(facts, keep_bytes=self._agreement(mesh).least_spare(lines, spare))
             costs = known.describe(mesh, facts.axes)
+        if target is not None:
+            facts = target.facts(facts, memory_limit=chosen.memory_limit)
+        if mesh is not None:
+            communication = communication_lines(gm, facts, training=_reduces(facts))
+            spare = partial(spare_bytes, gm, example_inputs, facts=facts, module=module)
+            keep_bytes = self._agreement(mesh).least_spare([f"within {facts.memory_limit}", *communication], spare)
+            facts = replace(facts, keep_bytes=keep_bytes)
         bisect_in = os.environ.get("DSGRAPH_BISECT", "")  # set by `dsgraph bisect`
-        dump = None if bisect_in else self._begin_dump(chosen, facts, capture)
+        dump = None if bisect_in or target is not None else self._begin_dump(chosen, facts, capture)
         compilation = Compilation(chosen, facts, mode=mode, dump=dump)
         bisect: Callable[..., Bisection] | None = None
         if bisect_in:
             bisect = partial(Bisection, Path(bisect_in), chosen, facts, mode=mode)
-        compiled = self._compile(compilation, gm, example_inputs, facts, mesh, bisect)
+        emission: Emission | None = None
+        if target is not None:
+            function = replace(capture.function, file=short_path(capture.function.file))
+            emission = Emission(target, chosen, facts, mode=mode, number=self._compiles, function=str(function))
+        compiled = self._compile(compilation, gm, example_inputs, mesh, communication, bisect=bisect, emission=emission)
         trains = _trains(example_inputs)
         record = _record(self._compiles, capture, module, chosen, compilation, training=trains, costs=costs)
         if chosen.strict:
             refuse_compile(record)
         self.log.add(record, owners_among(example_inputs, module))
-        return compiled
+        return watch_sums(compiled, sums)
 
     def _compile(
         self,
         compilation: Compilation,
         gm: GraphModule,
         example_inputs: Sequence[Any],
-        facts: CaptureFacts,
         mesh: DeviceMesh | None,
+        communication: Sequence[str],
+        *,
         bisect: Callable[..., Bisection] | None,
+        emission: Emission | None,
     ) -> Callable[..., Any]:
         if mesh is None:
             self._warn_of_local_gradients(example_inputs, compilation.options)
-            compile_it = bisect().compile if bisect is not None else compilation.compile
-            compiled = compile_it(gm, example_inputs)
-            return _refreshing_replicas(
-                compiled, example_inputs, await_them=bisect is not None or not compilation.awaits_replicas
-            )
+            instead = bisect() if bisect is not None else emission
+            compiled = (instead or compilation).compile(gm, example_inputs)
+            await_them = instead is not None or not compilation.awaits_replicas
+            return _refreshing_replicas(compiled, example_inputs, await_them=await_them)
 
-        lines = [f"pass {name}" for name in compilation.pass_names]
-        lines += communication_lines(gm, facts, training=_reduces(facts))
+        lines = [*(f"pass {name}" for name in compilation.pass_names), *communication]
         agreement = self._agreement(mesh)
         is_new = not agreement.knows(lines)
         if is_new:
@@ -140,6 +152,8 @@ class Backend:
             # Ranks meet to compare. A graph that communicates like one before may be compiled by some of them alone.
             compile_it = bisection.compile if is_new else bisection.compile_reference
             return _refreshing_replicas(compile_it(gm, example_inputs), example_inputs, await_them=True)
+        if emission is not None:
+            return _refreshing_replicas(emission.compile(gm, example_inputs), example_inputs, await_them=True)
         compiled = compilation.compile(gm, example_inputs)
         if is_new:
             agreement.confirm("run different collectives", compilation.collectives, steps=compilation.orders)
@@ -195,7 +209,7 @@ class Backend:
 def _device_memory_limit(device_type: str) -> int | None:
     if device_type != "cuda":
         return None
-    return int(_MEMORY_SHARE * torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory)
+    return int(MEMORY_SHARE * torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory)
 
 
 def _reduces(facts: CaptureFacts) -> bool:

@@ -14,10 +14,10 @@ from torch.fx import GraphModule, Node
 from dsgraph.passes import CaptureFacts, MeshAxis, ParamInfo
 from dsgraph.passes.compat import is_to_local
 from dsgraph.passes.graph import all_graph_modules, bound_arguments, is_collective, is_gather_marker, placeholders
+from dsgraph.passes.sources import OWN_FOLDER
 
 from . import compat
 from .mesh import mesh_axes
-from .sources import OWN_FOLDER
 
 
 def read_facts(gm: GraphModule, inputs: Sequence[Any]) -> CaptureFacts:
@@ -100,14 +100,15 @@ def _marker_groups(gm: GraphModule) -> set[str]:
 
 
 def _describe_marker(node: Node, axis_names: dict[str, str]) -> str:
-    _, replica, shape = node.args
+    _, replica, shape, *_ = node.args
     call: dict[str, Any] = dict(node.kwargs)
     axis = axis_names.get(call["group"]) or "nothing"
     outer = [axis_names.get(group, group) for group in call["outer_groups"]]
     kept = "" if replica is None else ", replica kept"
+    added = ", with a local sum" if call.get("adds_sum") else ""
     return (
         f"gather_param {shape} {call['dtype']} over {axis}, gradient in {call['reduce_dtype']} over {outer} besides"
-        f"{kept}"
+        f"{added}{kept}"
     )
 
 

@@ -73,9 +73,11 @@ class Compilation:
         mode: str | None,
         dump: GraphDump | None = None,
         boxed: Callable[[GraphModule], Callable[..., Any]] = compat.boxed,
+        inductor: Callable[..., Callable[..., Any]] = compat.compile_with_inductor,
     ) -> None:
         self.options = options
         self._boxed = boxed  # how codegen "eager" runs a graph
+        self._inductor = inductor  # what codegen "inductor" compiles with
         self._mode = mode
         self.collectives: list[str] | None = None
         # A replayed recording of kernels would not wait for what is under way.
@@ -132,8 +134,8 @@ class Compilation:
         patches = self._settings()
         if self._facts.params or self._facts.replicas:
             patches.setdefault(*_KEEP_ORDER)
-        if len(self._runner.pipeline) == 0:
-            return compat.compile_with_inductor(gm, inputs, patches=patches, cache_tag=source_hash())
+        if self._runner.pipeline.ends_with_capture:
+            return self._inductor(gm, inputs, patches=patches, cache_tag=source_hash())
         taken = [hook for hook in _HOOKS if hook in patches]
         if taken:
             raise OptionError(
@@ -144,7 +146,7 @@ class Compilation:
         patches["joint_custom_post_pass"] = InferenceLowering(self._runner, self._facts)
         if self.unidentified:  # a pass whose code cannot be identified: nothing may come from a cache
             patches["force_disable_caches"] = True
-        return compat.compile_with_inductor(gm, inputs, patches=patches, cache_tag=source_hash())
+        return self._inductor(gm, inputs, patches=patches, cache_tag=source_hash())
 
     def _compile_eager(self, gm: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         lowering = InferenceLowering(self._runner, self._facts)

@@ -5,8 +5,9 @@ Checked on torch 2.11.0, 2.12.1 and 2.13.0.
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from importlib.metadata import entry_points
@@ -15,12 +16,7 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensorMode,
-    UnsupportedOperatorException,
-)
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import GraphModule, Node
 
 MINIMUM_TORCH = (2, 11)
@@ -59,6 +55,19 @@ def group_timeout(group: dist.ProcessGroup, device_type: str) -> timedelta:
 def at_end_of_backward(callback: Callable[[], None]) -> None:
     """Calls `callback` when the running backward has accumulated all its gradients."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+def running_backward() -> int:
+    """A number of the backward that runs; another one for each, -1 outside."""
+    return torch._C._current_graph_task_id()
+
+
+def accumulates(leaf: Any) -> bool:
+    """Whether the running backward adds a gradient to the `.grad` of a leaf, of which this is the autograd node."""
+    try:
+        return bool(torch._C._will_engine_execute_node(leaf))
+    except RuntimeError:  # `torch.autograd.grad` hands it to its caller
+        return False
 
 
 def keeping_version(tensors: tuple[torch.Tensor, ...]) -> Any:
@@ -279,22 +288,28 @@ def runs_as_it_is(op: Any) -> bool:
     return op not in lowerings or op in fallbacks
 
 
-# What an op raises on fake tensors where its result depends on the data, or where it has no fake kernel.
-UNKNOWN_SIZES = (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    UnsupportedOperatorException,
-)
-
-
 def fake_mode() -> Any:
     """A context in which nothing is computed and every size is a number; `from_tensor` takes tensors into it."""
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 
-def size_hint(size: int | torch.SymInt) -> int | None:
-    """A size as a number, and of a dynamic one that of the batch at hand; it adds no guard."""
-    if isinstance(size, int):
-        return size
-    hint = size.node.hint
-    return int(hint) if isinstance(hint, int) else None
+@contextlib.contextmanager
+def keeping_autocast() -> Iterator[None]:
+    """A context that leaves autocast as it was, also when regions that were entered inside are not left."""
+    kinds = ["cpu", *([accelerator.type] if (accelerator := torch.accelerator.current_accelerator()) else [])]
+    before = {kind: (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds}
+    depth = _autocast_depth()
+    try:
+        yield
+    finally:
+        for kind, (enabled, dtype) in before.items():
+            torch.set_autocast_enabled(kind, enabled)
+            torch.set_autocast_dtype(kind, dtype)
+        while _autocast_depth() > depth:
+            torch.autocast_decrement_nesting()
+
+
+def _autocast_depth() -> int:
+    torch.autocast_increment_nesting()
+    depth: int = torch.autocast_decrement_nesting()
+    return depth

@@ -11,6 +11,10 @@ class OptionError(ValueError):
     """An unknown option of the backend, or a wrong value of a known one."""
 
 
+class KernelError(ValueError):
+    """A kernel of the user's that is none."""
+
+
 class RanksDisagreeError(RuntimeError):
     """Ranks are about to run different collectives, which would hang or mix up their data."""
 
@@ -19,12 +23,18 @@ class StrictError(RuntimeError):
     """Something that is a warning unless `strict=True`."""
 
 
+class EmissionError(RuntimeError):
+    """Kernels could not be generated for a device that is not there."""
+
+
 class AccumulationError(RuntimeError):
     """Local gradients were about to be lost or used before they were reduced."""
 
 
 __all__ = [
     "AccumulationError",
+    "EmissionError",
+    "KernelError",
     "OptionError",
     "PartitionError",
     "PassError",

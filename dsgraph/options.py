@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
-from dsgraph.passes import PassError, Pipeline, default_pipeline
+from dsgraph.inductor_ext import KERNELS, KernelSpec
+from dsgraph.passes import PassError, Pipeline, SubstituteKernels, default_pipeline
 
 from . import compat
 from .errors import OptionError
 from .nearest import nearest
+
+MEMORY_SHARE = 0.9
+"""How much of a GPU's memory a step may use unless the user says otherwise."""
 
 
 class BackendOptions(BaseModel):
@@ -35,6 +40,9 @@ class BackendOptions(BaseModel):
             many as keep the predicted peak of the graph, with the states of an optimizer, below it. What a graph needs
             without all that is not bounded. Default: 90 % of a CUDA device's memory; on the CPU there is no limit, and
             nothing but a loss's last parameter is kept.
+        kernels: Which kernels stand in for what a model spells out, see `SubstituteKernels`: "auto" takes those that
+            are expected to gain, "none" none, a list exactly these, by name or as `KernelSpec` (`dsgraph.kernel` makes
+            one of your own). With `strict`, one that was asked for and is found nowhere in a graph is an error.
         dump: Folder for a readable copy of every graph before and after every pass. Default: the environment variable
             DSGRAPH_DUMP, or nowhere.
         dump_compiles: How many compiles of a process are dumped into the folder; later ones are not.
@@ -49,6 +57,7 @@ class BackendOptions(BaseModel):
     strict: bool = False
     recompile_limit: int = Field(default=8, ge=1)
     memory_limit: int | None = Field(default=None, ge=1)
+    kernels: Literal["auto", "none"] | tuple[KernelSpec, ...] = "auto"
     dump: Path | None = None
     dump_compiles: int = Field(default=8, ge=1)
     inductor: dict[str, Any] = Field(default_factory=dict)
@@ -62,6 +71,11 @@ class BackendOptions(BaseModel):
             except PassError as error:
                 raise ValueError(str(error)) from error
         return value
+
+    @field_validator("kernels", mode="before")
+    @classmethod
+    def _kernels_by_name(cls, value: object) -> object:
+        return tuple(map(_kernel, value)) if isinstance(value, (list, tuple)) else value
 
     @field_validator("dump", mode="before")
     @classmethod
@@ -92,6 +106,8 @@ def parse_options(given: Mapping[str, Any] | None, environ: Mapping[str, str]) -
     except ValidationError as error:
         raise OptionError(_describe(error)) from None
     _refuse_without_effect(options, values)
+    if "kernels" in values:
+        options = options.model_copy(update={"pipeline": _with_kernels(options.pipeline, options.kernels)})
     if options.inductor and options.codegen != "inductor":
         raise OptionError(f"option 'inductor' has no effect with codegen={options.codegen!r}: remove one of the two")
     if options.inductor:
@@ -100,6 +116,28 @@ def parse_options(given: Mapping[str, Any] | None, environ: Mapping[str, str]) -
             if key not in known:
                 raise OptionError(f"option 'inductor' sets {key!r}, which Inductor has not{nearest(key, known)}")
     return options
+
+
+def _kernel(item: object) -> KernelSpec:
+    if isinstance(item, KernelSpec):
+        return item
+    known = {spec.name: spec for spec in KERNELS}
+    if item not in known:
+        raise ValueError(f"it holds {item!r}{nearest(str(item), list(known))}; known: {', '.join(sorted(known))}")
+    return known[str(item)]
+
+
+def _with_kernels(pipeline: Pipeline, kernels: str | tuple[KernelSpec, ...]) -> Pipeline:
+    """The pipeline with the kernels that the option asks for."""
+    own = next((item for item in pipeline if isinstance(item, SubstituteKernels)), None)
+    if own is None:
+        raise OptionError(
+            "option 'kernels' has no effect: the pipeline has no SubstituteKernels; add one, or remove the option"
+        )
+    if isinstance(kernels, str):
+        return pipeline if kernels == "auto" else pipeline.without(own.name)
+    chosen = replace(own, kernels=kernels, asked=True)
+    return Pipeline(chosen if item is own else item for item in pipeline)
 
 
 def _refuse_without_effect(options: BackendOptions, given: Mapping[str, Any]) -> None:
@@ -137,6 +175,7 @@ _TAKES = {
     "strict": "True or False",
     "recompile_limit": "a number of compiles, 1 or more",
     "memory_limit": "a number of bytes, 1 or more",
+    "kernels": "'auto', 'none' or a list of kernels",
     "dump": "the path of a folder",
     "dump_compiles": "a number of compiles, 1 or more",
     "inductor": "a dict from names of torch._inductor.config to values",
@@ -150,8 +189,8 @@ def _unknown(kind: str, found: str, known: list[str]) -> str:
 def _describe(error: ValidationError) -> str:
     first = error.errors()[0]
     name, found = first["loc"][0], first["input"]
-    if first["type"] == "literal_error":
-        known = ["inductor", "eager"] if name == "codegen" else []
+    if name == "codegen":
+        known = ["inductor", "eager"]
         return f"option {name!r} is {found!r}{nearest(str(found), known)}; it takes {first['ctx']['expected']}"
     if first["type"] == "value_error":
         return f"option {name!r} is {found!r}: {first['msg'].removeprefix('Value error, ')}"

@@ -8,6 +8,7 @@ from torch import nn
 
 import dsgraph
 from dsgraph.options import BackendOptions, parse_options
+from dsgraph.passes import SubstituteKernels
 
 
 def test_defaults():
@@ -37,6 +38,9 @@ def test_defaults():
         ({"recompile_limit": 0, "strict": True}, r"option 'recompile_limit' is 0; it takes a number of compiles"),
         ({"recompile_limit": 99, "strict": True}, r"option 'recompile_limit' is 99, but Dynamo stops at 8"),
         ({"memory_limit": 0}, r"option 'memory_limit' is 0; it takes a number of bytes, 1 or more"),
+        ({"kernels": "all"}, r"option 'kernels' is 'all'; it takes 'auto', 'none' or a list of kernels"),
+        ({"kernels": ["rmsnorm"]}, r"option 'kernels' is .*'rmsnorm'; did you mean 'rms_norm'\?; known: .*rms_norm"),
+        ({"kernels": ["rms_norm"], "pipeline": []}, r"option 'kernels' has no effect: the pipeline has no Substitute"),
         (["eager"], r"options is \['eager'\]; it takes a dict"),
         (
             {"codegen": "eager", "inductor": {"max_autotune": True}},
@@ -113,3 +117,16 @@ def test_compile_partitions_and_compiles(one_rank):
     x = torch.randn(4, 3)
     assert torch.equal(model(x), alone(x))
     assert [name for name, _ in model.named_parameters()] == ["_orig_mod.weight", "_orig_mod.bias"]
+
+
+def test_kernels_set_what_the_pipeline_substitutes():
+    def substituting(**given):
+        pipeline = parse_options(given, {}).pipeline
+        return [item for item in pipeline if isinstance(item, SubstituteKernels)]
+
+    (auto,) = substituting()
+    assert auto == SubstituteKernels() and substituting(kernels="auto") == [auto]
+    assert substituting(kernels="none") == []
+    (asked,) = substituting(kernels=["rms_norm"])
+    assert asked.asked and [spec.name for spec in asked.kernels] == ["rms_norm"]
+    assert substituting(kernels=[asked.kernels[0]]) == [asked]

@@ -15,7 +15,7 @@ from dsgraph import compat
 from dsgraph.passes.coalesced import is_result
 from dsgraph.passes.compat import OpOverload, is_tangent
 from dsgraph.passes.graph import is_collective, placeholders
-from dsgraph.sources import user_source
+from dsgraph.passes.sources import user_source
 
 from .replay import Difference, Tolerance, difference
 

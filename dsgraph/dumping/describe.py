@@ -25,7 +25,7 @@ from dsgraph.passes.graph import (
 )
 from dsgraph.passes.memory import GraphMemory, simulate
 from dsgraph.passes.notes import origin
-from dsgraph.sources import user_source
+from dsgraph.passes.sources import user_source
 
 from .history import history
 from .records import BodyRecord, CollectiveRecord, NodeRecord, PieceRecord, Size, ValueRecord

@@ -196,6 +196,7 @@ class StepRecord:
         changed: Places that the pass says it changed.
         touched: Nodes that it made, changed, moved or removed.
         notes: What it remarks.
+        done: What it did, where numbers do not say enough.
         seconds: That it took.
         verify_seconds: That checking its result took.
         dump_seconds: That describing and writing the graph took.
@@ -214,6 +215,7 @@ class StepRecord:
     changed: int = 0
     touched: int = 0
     notes: tuple[str, ...] = ()
+    done: tuple[str, ...] = ()
     seconds: float = 0.0
     verify_seconds: float = 0.0
     dump_seconds: float = 0.0

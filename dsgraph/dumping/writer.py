@@ -234,6 +234,7 @@ def _about(record: PassRecord) -> dict[str, Any]:
         "changed": record.changed,
         "touched": 0,
         "notes": record.notes,
+        "done": record.done,
         "seconds": round(record.seconds, 6),
         "verify_seconds": round(record.verify_seconds, 6),
     }

@@ -14,7 +14,7 @@ from torch import nn
 from torch.fx import GraphModule
 
 from dsgraph import compat
-from dsgraph.sources import OWN_FOLDER, TORCH_FOLDER
+from dsgraph.passes.sources import OWN_FOLDER, TORCH_FOLDER
 
 _RESUMED = re.compile(r"^torch_dynamo_resume_in_.*_at_(\d+)$")
 _STACK_LINE = re.compile(r'^  File "([^"]+)", line (\d+), in (\S+)', re.MULTILINE)

@@ -70,6 +70,7 @@ class Pass:
     name: str
     changed: int
     notes: tuple[str, ...]
+    done: tuple[str, ...]
     seconds: float
     verify_seconds: float
     nodes_before: int
@@ -238,6 +239,7 @@ def _compile(record: CompileEntry) -> Compile:
             name=item.name,
             changed=item.changed,
             notes=item.notes,
+            done=item.done,
             seconds=item.seconds,
             verify_seconds=item.verify_seconds,
             nodes_before=item.nodes_before,

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from dsgraph import compat
 from dsgraph.errors import StrictError
 from dsgraph.options import BackendOptions
+from dsgraph.passes.substitute_kernels import NOWHERE
 
 from .compile_log import CompileEntry, CompileLog, GivenUp
 from .frames import Capture
@@ -57,7 +58,10 @@ def refuse_capture(capture: Capture, options: BackendOptions, log: CompileLog) -
 
 
 def refuse_compile(record: CompileEntry) -> None:
-    """Refuses checkpoint regions that were not honoured, ops without a lowering, and passes that switch caches off.
+    """Refuses what was asked for and not done.
+
+    Checkpoint regions that were not honoured, ops without a lowering, kernels that were asked for and are found
+    nowhere, passes that switch caches off.
 
     Raises:
         StrictError: Names the value, op or pass, its place and what to do.
@@ -75,6 +79,11 @@ def refuse_compile(record: CompileEntry) -> None:
                 f"strict: Inductor has no lowering of {op} ({calls} calls in the graphs of {where}) and runs it as it "
                 f"is: register one (torch._inductor.lowering.register_lowering), {_WITHOUT}"
             )
+    for item in record.passes:
+        for note in item.notes:
+            if note.endswith(NOWHERE):
+                others = "; ".join(other for other in item.notes if other is not note) or "nothing like it is there"
+                raise StrictError(f"strict: kernel {note} of {where}: {others}. Drop it from 'kernels', {_WITHOUT}")
     if record.unidentified:
         raise StrictError(
             f"strict: pass {record.unidentified[0]} cannot be identified, so that torch's caches were off for {where}: "

@@ -48,6 +48,7 @@ def write_report(report: Report) -> str:
                 for item in report.fallbacks
             ],
         ),
+        _list("kernels", [(f"compile {item.number}", line) for item in report.compiles for line in _done(item)]),
         _list("near misses", [(f"{item.phase}, {item.pass_name}", item.note) for item in report.near_misses]),
         _list(
             "checkpoint regions",
@@ -61,6 +62,10 @@ def write_report(report: Report) -> str:
         ),
     ]
     return "\n\n".join(section for section in sections if section)
+
+
+def _done(item: Compile) -> list[str]:
+    return [line for each in item.passes for line in each.done]
 
 
 def _head(report: Report) -> str:

