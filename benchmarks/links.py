@@ -16,7 +16,8 @@ dsgraph is calibrated first at every rate, as `dsgraph calibrate` does it, on th
 `compute` is one rank alone with its own rows: forward, backward and its part of the optimizer, compiled by Inductor,
 and nothing sent. Systems called `-x4` run four micro-batches a step. Their gradients meet as late as the system can:
 DDP's in `no_sync`, dsgraph's in `accumulate`, `-once` with `reduce_once`; `compute-x4` is their reference.
-`dsgraph-3-spare` has the memory that DeepSpeed's stage 3 takes (477 MB) as its `memory_limit`.
+`dsgraph-3-spare` has the memory that DeepSpeed's stage 3 takes (477 MB) as its `memory_limit`, and so has
+`dsgraph-3-spare-x4`: it holds what it gathers from the first micro-batch to the last.
 """
 
 from __future__ import annotations

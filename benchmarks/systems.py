@@ -249,6 +249,12 @@ ACCUMULATING = {
         )
         for codegen, suffix in (("inductor", ""), ("eager", "-eager"))
     },
+    f"dsgraph-3-spare-x{MICRO_BATCHES}": System(
+        partial(_dsgraph, stage=3, codegen="inductor", micro_batches=MICRO_BATCHES, memory_limit=SPARE_BYTES),
+        memory=3,
+        micro_batches=MICRO_BATCHES,
+        reductions=MICRO_BATCHES,
+    ),
 }
 
 

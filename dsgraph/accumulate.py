@@ -27,7 +27,9 @@ def accumulate(model: nn.Module, *, reduce_once: bool | None = None) -> Iterator
     Gradients add up, as they always do in torch; scale the loss if they should be averaged. Stages 0 and 1 add them up
     locally and reduce the sum once, in the last backward. Stages 1 and 2 gather each parameter once a step. Stages 2
     and 3 reduce in every backward, inside and outside; stage 2 does as stage 1 does if asked to, for links over which
-    bytes are dearer than memory.
+    bytes are dearer than memory. Stage 3 gathers in every micro-batch, except for the parameters that it has memory to
+    spare for (`memory_limit`): those it gathers once a step as well, and holds to the end of the last backward. Which
+    those are is known once a graph of the whole model has been compiled, and is in the report.
 
     Where gradients are reduced once, the compiled graphs of the last micro-batch do it: each sum travels with the last
     gradient of its parameter, while the backward computes. They are graphs of their own, compiled when they first run.
@@ -58,6 +60,7 @@ def accumulate(model: nn.Module, *, reduce_once: bool | None = None) -> Iterator
         _check(reduce_once, state.stage)
     for state in states:
         enter_accumulation(state, reduce_once=state.stage < 2 if reduce_once is None else reduce_once)
+        state.hold_replicas()
     try:
         yield
     finally:

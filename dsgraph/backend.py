@@ -36,6 +36,7 @@ from .reporting.frames import Capture, read_capture
 from .reporting.strict import refuse_capture, refuse_compile, refuse_given_up
 from .spare_memory import spare_bytes
 from .state import PartitionState
+from .step_replicas import choose_step_replicas
 
 
 class Backend:
@@ -106,6 +107,7 @@ class Backend:
             spare = partial(spare_bytes, gm, example_inputs, facts=facts, module=module)
             keep_bytes = self._agreement(mesh).least_spare([f"within {facts.memory_limit}", *communication], spare)
             facts = replace(facts, keep_bytes=keep_bytes)
+            choose_step_replicas(facts, module)
         bisect_in = os.environ.get("DSGRAPH_BISECT", "")  # set by `dsgraph bisect`
         dump = None if bisect_in or target is not None else self._begin_dump(chosen, facts, capture)
         compilation = Compilation(chosen, facts, mode=mode, dump=dump)
@@ -118,7 +120,16 @@ class Backend:
             emission = Emission(target, chosen, facts, mode=mode, number=self._compiles, function=str(function))
         compiled = self._compile(compilation, gm, example_inputs, mesh, communication, bisect=bisect, emission=emission)
         trains = _trains(example_inputs)
-        record = _record(self._compiles, capture, module, chosen, compilation, training=trains, costs=costs)
+        record = _record(
+            self._compiles,
+            capture,
+            module,
+            chosen,
+            compilation,
+            training=trains,
+            reads_held=any(partition.stage == 3 for partition in _partitions(example_inputs)),
+            costs=costs,
+        )
         if chosen.strict:
             refuse_compile(record)
         self.log.add(record, owners_among(example_inputs, module))
@@ -228,6 +239,7 @@ def _record(
     compilation: Compilation,
     *,
     training: bool,
+    reads_held: bool,
     costs: str,
 ) -> CompileEntry:
     measured = compilation.measurements
@@ -239,6 +251,7 @@ def _record(
         codegen=options.codegen,
         training=training,
         reduces=compilation.reduces,
+        reads_held=reads_held,
         from_cache=compilation.from_cache,
         unidentified=compilation.unidentified,
         passes=compilation.passes,
@@ -261,14 +274,9 @@ def _refreshing_replicas(
         inputs: Its inputs.
         await_them: Whether `compiled` takes the replicas to be there when it is called.
     """
-    readers: dict[int, int] = {}
-    for number, value in enumerate(inputs):
-        partition = getattr(value, "dsgraph_partition", None)
-        if isinstance(partition, PartitionState):
-            readers.setdefault(id(partition), number)
-    if not readers:
+    numbers = tuple(_partitions(inputs).values())
+    if not numbers:
         return compiled
-    numbers = tuple(readers.values())
 
     def run(*args: Any) -> Any:
         partitions: list[PartitionState] = [args[number].dsgraph_partition for number in numbers]
@@ -282,6 +290,16 @@ def _refreshing_replicas(
         return outputs
 
     return run
+
+
+def _partitions(inputs: Sequence[Any]) -> dict[PartitionState, int]:
+    """The partitions of which inputs are replicas, each with the number of one such input."""
+    found: dict[PartitionState, int] = {}
+    for number, value in enumerate(inputs):
+        partition = getattr(value, "dsgraph_partition", None)
+        if isinstance(partition, PartitionState):
+            found.setdefault(partition, number)
+    return found
 
 
 def _note_gradients(outputs: Any, partitions: Sequence[PartitionState]) -> None:

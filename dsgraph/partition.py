@@ -14,8 +14,8 @@ from .agreement import Agreement
 from .errors import PartitionError
 from .mesh import mesh_axes, resolve_mesh
 from .refusals import refuse_early_optimizers, refuse_hidden_references, refuse_model, refuse_parameters
-from .seam import Layout, held_by, property_for
-from .state import HeldParameters, ParameterState, PartitionState, new_replica
+from .seam import Layout, property_for
+from .state import HeldParameters, ParameterState, PartitionState
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
 
@@ -183,9 +183,7 @@ def _replace(entry: ParameterState, shard: nn.Parameter) -> None:
 def add_replica(entry: ParameterState, state: PartitionState) -> None:
     """Gives a sharded parameter of stages 1 and 2 its gathered copy, empty and stale."""
     if entry.layout.group and state.stage in (1, 2):
-        entry.replica = new_replica(entry.layout, entry.param.to_local(), state)
-        for module, attribute in entry.owners:
-            held_by(module).replicas[attribute] = entry.replica
+        state.add_replica(entry)
 
 
 def _swap_classes(model: nn.Module, state: PartitionState) -> None:

@@ -101,7 +101,7 @@ def property_for(name: str, layout: Layout) -> property:
     It gives the full parameter, differentiable with respect to its shard. A value that is not a `DTensor` (None, or
     what `torch.func.functional_call` put there) is returned as it is.
     """
-    keeps_replica = bool(layout.group) and layout.stage in (1, 2)
+    may_have_replica = bool(layout.group) and layout.stage > 0
     may_stay_local = layout.stage < 3
 
     def read(self: nn.Module) -> Any:
@@ -121,7 +121,7 @@ def property_for(name: str, layout: Layout) -> property:
                 return layout.local(held_by(self).leaves[name])
             if torch.is_grad_enabled():
                 local_sum = held_by(self).sums.get(name)
-        replica = held_by(self).replicas[name] if keeps_replica else None
+        replica = held_by(self).replicas.get(name) if may_have_replica else None
         # The shape is read off the parameter: Dynamo may take integers from elsewhere for dynamic sizes.
         return layout.mark(param.to_local(), replica, param.shape, local_sum)
 
@@ -137,7 +137,7 @@ def _read_eagerly(module: nn.Module, name: str, layout: Layout) -> Tensor:
     if held.partition.gradients_stay_local:
         held.partition.refresh()
         return layout.local(held.partition.arrived(held.leaves[name]))
-    if layout.stage in (1, 2) and layout.group:
+    if name in held.replicas:
         held.partition.refresh()
         return _HandOut.apply(shard, held.partition.arrived(held.replicas[name]), layout, held.partition.note_gradient)
     if layout.group:

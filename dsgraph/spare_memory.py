@@ -28,7 +28,7 @@ _PARAMETERS_ALIVE = 3
 
 
 def spare_bytes(gm: GraphModule, inputs: Sequence[Any], *, facts: CaptureFacts, module: nn.Module | None) -> int | None:
-    """What the memory limit leaves besides a step of training, if nothing that is gathered is kept.
+    """What the memory limit leaves besides a step of training, if nothing that the graph gathers is kept.
 
     The graph is run on fake tensors, and what plain autograd would save is added up. A compiled graph saves less, so
     this is on the safe side; what a checkpoint region computes again, and other graphs of the model, are not known.
@@ -56,7 +56,8 @@ def spare_bytes(gm: GraphModule, inputs: Sequence[Any], *, facts: CaptureFacts, 
     states = _STATES * sum(math.prod(info.shard_shape) * info.dtype.itemsize for info in facts.params.values())
     widest = max(math.prod(info.shape) * info.dtype.itemsize for info in facts.params.values())
     step = states + saved.total + _GRADIENTS_ALIVE * saved.largest + _PARAMETERS_ALIVE * widest
-    return max(0, facts.memory_limit - step)
+    held = sum(inputs[number].untyped_storage().nbytes() for number in facts.replicas)
+    return max(0, facts.memory_limit - step - held)
 
 
 def _gathers(gm: GraphModule) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections import Counter
 from dataclasses import dataclass, field
@@ -25,7 +26,7 @@ from dsgraph.inductor_ext import (
 from dsgraph.passes import MeshAxis
 
 from . import compat
-from .seam import Layout
+from .seam import Layout, held_by
 
 
 class Freshness(IntEnum):
@@ -48,7 +49,9 @@ class ParameterState:
         owners: The modules that hold it, each with its name there.
         layout: How it is laid out.
         whole_because: Why every rank holds all of it; empty for a sharded parameter.
-        replica: `[*shape]`, the gathered copy of stages 1 and 2; None in other stages and for whole parameters.
+        replica: `[*shape]`, the gathered copy of stages 1 and 2, and while it is held for a step that of stage 3;
+            None otherwise, and for whole parameters.
+        is_held_for_step: Whether stage 3 holds a replica from the first micro-batch of a step to the last.
         freshness: What is known of the replica.
         leaf: What modules hand out while gradients are not reduced; see `local_gradients`.
         local_sum: `[*shape]` in the master dtype, the sum of the leaf's gradients, or zeros that wait for them.
@@ -63,6 +66,7 @@ class ParameterState:
     layout: Layout
     whole_because: str = ""
     replica: Tensor | None = None
+    is_held_for_step: bool = False
     freshness: Freshness = Freshness.STALE
     leaf: Tensor | None = None
     local_sum: Tensor | None = None
@@ -79,6 +83,14 @@ class ParameterState:
         module, attribute = self.owners[0]
         param: DTensor = module._parameters[attribute]  # type: ignore[assignment]
         return param
+
+    @property
+    def replica_bytes(self) -> int:
+        """What a replica takes in memory: equally many rows of each rank, of which some may be padding."""
+        rows, *rest = self.layout.shape
+        world = resolve_group(self.layout.group).size()
+        dtype, _ = self.layout.dtypes(self.param.dtype)
+        return chunk_rows(rows, world) * world * math.prod(rest) * dtype.itemsize
 
     def observe(self) -> Freshness:
         """How fresh the replica is with respect to the shard as it is now."""
@@ -154,6 +166,27 @@ class PartitionState:
             trusted = in_step or entry.param.grad is None
             entry.mark_gathered(Freshness.FRESH if trusted else Freshness.SUSPECT)
 
+    def add_replica(self, entry: ParameterState) -> None:
+        """Gives a sharded parameter a gathered copy, empty and stale."""
+        entry.replica = new_replica(entry.layout, entry.param.to_local(), self)
+        entry.freshness = Freshness.STALE
+        for module, attribute in entry.owners:
+            held_by(module).replicas[attribute] = entry.replica
+
+    def hold_replicas(self) -> None:
+        """Stage 3: makes replicas, still stale, of the parameters that are held for the step that begins or goes on."""
+        for entry in self.parameters:
+            if entry.is_held_for_step and entry.replica is None:
+                self.add_replica(entry)
+
+    def _release_replicas(self) -> None:
+        """Lets go of replicas that were held for a step. What autograd has saved of one lives as long as its graph."""
+        self.finish()
+        for entry in self.replicated():
+            entry.replica = None
+            for module, attribute in entry.owners:
+                del held_by(module).replicas[attribute]
+
     def arrived(self, tensor: Tensor) -> Tensor:
         """A replica, when it has arrived; any other tensor at once."""
         if self.under_way:
@@ -179,6 +212,8 @@ class PartitionState:
             return
         for entry in self.replicated():
             entry.freshness = min(entry.freshness, Freshness.SUSPECT)
+        if self.stage == 3 and self.replicated():
+            compat.at_end_of_backward(self._release_replicas)
 
     def note_step(self, optimizer: Optimizer) -> None:
         """An optimizer has stepped: the replicas of its parameters are stale. Fused steps leave no other trace."""
@@ -208,7 +243,7 @@ class HeldParameters:
 
     Attributes:
         partition: What it is part of.
-        replicas: Gathered copies of stages 1 and 2.
+        replicas: Gathered copies: of stages 1 and 2, and of stage 3 while they are held for a step.
         leaves: What it hands out while gradients stay local, see `local_gradients`.
         sums: What has been added up of them, while the last micro-batch of a step runs.
         eager_reads: How often each parameter was handed out outside a compiled graph.

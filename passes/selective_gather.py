@@ -13,10 +13,8 @@ from .base import GraphPass, PassContext, PassResult, Phase
 from .compat import is_tangent
 from .cost import number_of, tensor_bytes
 from .graph import GATHERS, KEPT, collectives, fake_value, is_gathered_again, is_view, wait_of
+from .knapsack import most_valuable
 from .notes import parameter_behind, parameter_of
-
-# In how many parts memory is dealt out: what a parameter needs is rounded up to whole parts.
-_PARTS = 1000
 
 _REPEATED = (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
 
@@ -28,8 +26,8 @@ class SelectiveGather(GraphPass):
     before:  a = wait_tensor(all_gather_into_tensor(shard_a)); y = f(x, a)      # gathered again by the backward
     after:   a = wait_tensor(all_gather_into_tensor(shard_a)); y = f(x, a)      # a: MUST_SAVE
 
-    A 0-1 knapsack, solved by dynamic programming over memory (Bellman, 1957): the weight of a parameter is its size,
-    its value the seconds that its gather takes by the cost model. Sizes and links are the same on every rank, and so
+    A knapsack: the weight of a parameter is its size, its value the seconds that its gather takes by the cost model.
+    Sizes and links are the same on every rank, and so
     is the memory to spare, `PassContext.keep_bytes`: so is the choice. Left alone: everything, where nothing is known
     to be to spare, as on a CPU without the option `memory_limit`.
     """
@@ -53,7 +51,7 @@ class SelectiveGather(GraphPass):
             return PassResult(notes=_why_nothing(gathers))
         room = ctx.keep_bytes - sum(_bytes(started) for started in repeated if started not in gathers)
         sizes, seconds = map(_bytes, gathers), (_seconds(started, ctx) for started in gathers)
-        numbers = _most_valuable(list(sizes), list(seconds), room=room)
+        numbers = most_valuable(list(sizes), list(seconds), room=room)
         for number in numbers:
             kept = wait_of(gathers[number])
             kept.meta["recompute"] = CheckpointPolicy.MUST_SAVE
@@ -100,24 +98,6 @@ def _seconds(started: Node, ctx: PassContext) -> float:
 
 def _name(started: Node, ctx: PassContext) -> str:
     return parameter_of(started, ctx).removeprefix("parameter ")
-
-
-def _most_valuable(sizes: Sequence[int], values: Sequence[float], *, room: int) -> list[int]:
-    """Numbers of the items that fit into `room` together and are worth most; of two such sets, always the same."""
-    part = max(1, -(-room // _PARTS))
-    parts = max(0, room // part)
-    best: list[tuple[float, tuple[int, ...]]] = [(0.0, ())] * (parts + 1)  # by the memory that may be used
-    for number, (size, value) in enumerate(zip(sizes, values, strict=True)):
-        weight = -(-size // part)
-        for used in range(parts, weight - 1, -1):
-            worth, items = best[used - weight]
-            if worth + value > best[used][0]:
-                best[used] = (worth + value, (*items, number))
-    chosen = set(best[parts][1])
-    for number in sorted(range(len(sizes)), key=lambda number: -values[number]):  # into what rounding up has left
-        if sum(sizes[item] for item in chosen | {number}) <= room:
-            chosen.add(number)
-    return sorted(chosen)
 
 
 def _why_nothing(gathers: Sequence[Node]) -> tuple[str, ...]:

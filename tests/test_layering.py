@@ -16,7 +16,7 @@ SHARED = {
     *("base", "collective_order", "compat", "errors", "graph", "notes", "op_traits", "partitioner", "pipeline"),
     *("__init__", "cost", "fusion", "hardware", "memory", "mesh_axis", "runner", "schedule", "step_memory"),
     *("invariants", "invariants_collectives", "invariants_memory", "invariants_reductions", "invariants_replicas"),
-    *("buckets", "capture_graph", "coalesced", "gathers", "reductions", "sources"),
+    *("buckets", "capture_graph", "coalesced", "gathers", "knapsack", "reductions", "sources"),
 }
 # What makes code for a device that is not there, with the versions on which it was checked: `harness.CHECKED`.
 EMISSION = [ROOT / "dsgraph" / "emission" / f"{stem}.py" for stem in ("harness", "lowering", "schedule")]

@@ -32,6 +32,7 @@ class CompileEntry:
         codegen: "inductor" or "eager".
         training: Whether gradients were on and something needed one.
         reduces: Whether it holds markers of parameters, so that its backward reduces their gradients.
+        reads_held: Whether it reads replicas that stage 3 holds for a step under `accumulate`.
         from_cache: Whether AOTAutograd's cache had it, so that the passes after the capture did not run.
         unidentified: Passes whose code cannot be identified, so that torch's caches were off.
         passes: What each pass did.
@@ -50,6 +51,7 @@ class CompileEntry:
     codegen: str
     training: bool
     reduces: bool
+    reads_held: bool
     from_cache: bool
     unidentified: tuple[str, ...]
     passes: tuple[PassRecord, ...]
@@ -59,6 +61,11 @@ class CompileEntry:
     costs: str
     ignored_tags: tuple[IgnoredTag, ...]
     unlowered: tuple[tuple[str, int], ...]
+
+    @property
+    def is_for_accumulation(self) -> bool:
+        """Whether a step without `accumulate` would have run another graph."""
+        return self.reads_held or not self.reduces
 
 
 @dataclass(frozen=True)

@@ -47,7 +47,8 @@ class Parameter:
         whole_because: Why it is whole; empty for a split one.
         bytes_full: All rows.
         bytes_here: The rows on this rank.
-        bytes_replica: The gathered copy of stages 1 and 2; 0 without one.
+        bytes_replica: The gathered copy of stages 1 and 2, and what stage 3 holds of it now; 0 without one.
+        is_held_for_step: Whether stage 3 gathers it once a step inside `accumulate`, as it has memory to spare.
     """
 
     name: str
@@ -60,6 +61,7 @@ class Parameter:
     bytes_full: int
     bytes_here: int
     bytes_replica: int
+    is_held_for_step: bool
 
 
 @dataclass(frozen=True)
@@ -229,6 +231,7 @@ def _parameter(entry: ParameterState, state: PartitionState) -> Parameter:
         bytes_full=entry.param.numel() * shard.element_size(),
         bytes_here=shard.numel() * shard.element_size(),
         bytes_replica=nbytes(entry.replica) or 0,
+        is_held_for_step=entry.is_held_for_step,
     )
 
 

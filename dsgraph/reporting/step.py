@@ -12,7 +12,7 @@ from dsgraph.passes.step_memory import PairMemory, simulate_step
 from dsgraph.state import PartitionState
 
 from .compile_log import CompileEntry
-from .traffic import Traffic, accumulated_traffic, add_up, refresh_traffic, total
+from .traffic import Traffic, accumulated_traffic, add_up, held_traffic, refresh_traffic, total
 
 
 @dataclass(frozen=True)
@@ -39,8 +39,8 @@ class Step:
             graph came from torch's cache, or a collective is of an unknown kind.
         parts: The same by graph.
         accumulated_each_bytes: In each micro-batch of a step under `dsgraph.accumulate`, the last one included. None
-            where it is not known: where gradients are reduced once there are other graphs for it, which are compiled
-            when they first run.
+            where it is not known: where gradients are reduced once, or stage 3 holds parameters for a step, there are
+            other graphs for it, which are compiled when they first run.
         accumulated_once_bytes: Once in such a step, besides. A step of n micro-batches sends n times the former and
             once the latter.
         accumulated_reduces_once: Whether gradients are reduced once in such a step, as in stages 0 and 1. Stage 2 does
@@ -72,8 +72,12 @@ class Memory:
 
 
 def predict_memory(model: nn.Module, records: Sequence[CompileEntry]) -> Memory | None:
-    """The memory of a step; None where nothing has run with gradients, or a graph came from torch's cache."""
-    at_step = _newest([record for record in records if record.training], reduces=True)
+    """The memory of a step; None where nothing has run with gradients, or a graph came from torch's cache.
+
+    Of graphs that read what stage 3 holds for a step if there are any: what they hold, others gather for a while.
+    """
+    training = [record for record in records if record.training]
+    at_step = _newest(training, accumulating=any(record.reads_held for record in training))
     shared = _sharing(model, at_step)
     running = [(record, layer) for record in at_step for layer in range(shared[record.number])]
     pairs = [
@@ -105,7 +109,7 @@ def measure_step(model: nn.Module, states: Sequence[PartitionState], records: Se
     training = [record for record in records if record.training]
     if not training:
         return Step(None, (), None, None, any(state.reduces_once for state in states))
-    at_step, accumulating = _newest(training, reduces=True), _newest(training, reduces=False)
+    at_step = _newest(training, accumulating=False)
     shared = _sharing(model, at_step)
     refreshed = add_up(item for state in states for item in refresh_traffic(state))
     parts = _parts(at_step, shared)
@@ -113,10 +117,11 @@ def measure_step(model: nn.Module, states: Sequence[PartitionState], records: Se
         parts.append(Part("replicas, gathered after an optimizer step", 1, refreshed))
 
     keeps_local = any(state.reduces_once for state in states)
-    each, once = at_step, add_up(item for state in states for item in accumulated_traffic(state))
-    if keeps_local:
-        each = accumulating
-    known = bool(states) and (not keeps_local or any(not record.reduces for record in each))
+    held = add_up(item for state in states for item in held_traffic(state))
+    once = add_up([*held, *(item for state in states for item in accumulated_traffic(state))])
+    has_graphs_of_its_own = keeps_local or bool(held)
+    each = _newest(training, accumulating=True) if has_graphs_of_its_own else at_step
+    known = bool(states) and (not has_graphs_of_its_own or any(record.is_for_accumulation for record in each))
     return Step(
         sent_bytes=_bytes(at_step, parts),
         parts=tuple(parts),
@@ -126,13 +131,14 @@ def measure_step(model: nn.Module, states: Sequence[PartitionState], records: Se
     )
 
 
-def _newest(records: Sequence[CompileEntry], *, reduces: bool) -> list[CompileEntry]:
-    """Of each function and module the newest compile, of those that reduce gradients or do not if there are any."""
+def _newest(records: Sequence[CompileEntry], *, accumulating: bool) -> list[CompileEntry]:
+    """Of each function and module the newest compile, of those for `accumulate` or of the others if there are any."""
     found: dict[object, CompileEntry] = {}
     for record in records:
         capture = record.capture
         key = (capture.function, capture.resumes_at, record.module)
-        if key not in found or record.reduces == reduces or found[key].reduces != reduces:
+        is_such = record.is_for_accumulation == accumulating
+        if key not in found or is_such or found[key].is_for_accumulation != accumulating:
             found[key] = record
     return list(found.values())
 

@@ -94,7 +94,11 @@ def _parameters(parameters: Sequence[Parameter]) -> str:
         )
         for kind, members in groups.items()
     ]
-    return "parameters\n" + _table(rows, ("", "how many", "full", "on this rank", "gathered copy"))
+    lines = ["parameters", _table(rows, ("", "how many", "full", "on this rank", "gathered copy"))]
+    held = [item.name for item in parameters if item.is_held_for_step]
+    if held:
+        lines.append(_wrap(f"gathered once a step inside accumulate: {', '.join(held)}"))
+    return "\n".join(lines)
 
 
 def _compiles(compiles: Sequence[Compile]) -> str:

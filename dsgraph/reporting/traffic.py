@@ -71,9 +71,18 @@ def _known(node: Node, size: Size) -> int | None:
 
 def refresh_traffic(state: PartitionState) -> tuple[Traffic, ...]:
     """What fetching all replicas of stages 1 and 2 sends, which happens once after each optimizer step."""
+    return _gathers(state, state.replicated()) if state.stage < 3 else ()
+
+
+def held_traffic(state: PartitionState) -> tuple[Traffic, ...]:
+    """What stage 3 sends once in a step under `accumulate` to fetch the replicas that it holds for the step."""
+    return _gathers(state, [entry for entry in state.parameters if entry.is_held_for_step])
+
+
+def _gathers(state: PartitionState, entries: Iterable[ParameterState]) -> tuple[Traffic, ...]:
     axis = state.axes[-1]
-    gathered = [_shard_bytes(entry, axis.size, entry.replica) for entry in state.replicated()]
-    return _over(axis, "refresh of replicas", [size * (axis.size - 1) for size in gathered])
+    amounts = [entry.replica_bytes // axis.size * (axis.size - 1) for entry in entries]
+    return _over(axis, "refresh of replicas", amounts)
 
 
 def accumulated_traffic(state: PartitionState) -> tuple[Traffic, ...]:
@@ -90,7 +99,7 @@ def accumulated_traffic(state: PartitionState) -> tuple[Traffic, ...]:
         dtypes = entry.layout.dtypes(entry.param.dtype)
         if entry.layout.group:
             axis = names[entry.layout.group]
-            rows = _shard_bytes(entry, axis.size, torch.empty(0, dtype=dtypes[1]))
+            rows = _shard_bytes(entry, axis.size, dtypes[1])
             found += _over(axis, "reduce_scatter_tensor", [rows * (axis.size - 1)])
             for group in entry.layout.outer_groups:
                 found += _over(names[group], "all_reduce", [_all_reduced(rows, names[group].size)])
@@ -129,8 +138,7 @@ def _all_reduced(amount: int, size: int) -> int:
     return round(amount * 2 * (size - 1) / size)
 
 
-def _shard_bytes(entry: ParameterState, size: int, like: Tensor | None) -> int:
-    """Bytes of one rank's rows, padded to those of the largest shard, in the dtype of `like`."""
-    assert like is not None
+def _shard_bytes(entry: ParameterState, size: int, dtype: torch.dtype) -> int:
+    """Bytes of one rank's rows in `dtype`, padded to those of the largest shard."""
     rows, *rest = entry.layout.shape
-    return chunk_rows(rows, size) * math.prod(rest) * like.element_size()
+    return chunk_rows(rows, size) * math.prod(rest) * dtype.itemsize

@@ -161,11 +161,15 @@ def test_stage_2_reducing_once_matches_one_process(ranks, case):
     ranks(2).run(_compare_reducing_once, case)
 
 
-def _train(stage: int, ways: list[list[bool | None]], codegen: str | None, dtype: torch.dtype | None) -> list[Tensor]:
+def _train(
+    stage: int, ways: list[list[bool | None]], codegen: str | None, dtype: torch.dtype | None, **options: object
+) -> list[Tensor]:
     """Losses, gradients and parameters of steps whose micro-batches before the last run in these ways."""
     rank = dist.get_rank()
     model = dsgraph.partition(build("gpt"), stage=stage, keep_whole_below=20, param_dtype=dtype)
-    runs = model if codegen is None else torch.compile(model, backend="dsgraph", options={"codegen": codegen})
+    runs = (
+        model if codegen is None else torch.compile(model, backend="dsgraph", options={"codegen": codegen, **options})
+    )
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
     found = []
     for step, before_last in enumerate(ways):
@@ -179,6 +183,52 @@ def _train(stage: int, ways: list[list[bool | None]], codegen: str | None, dtype
         optimizer.zero_grad()
         found += [param.to_local().detach().clone() for param in model.parameters()]
     return found
+
+
+def _held_for_a_step(codegen: str, memory_limit: int) -> tuple[list[list[int]], list[str], int]:
+    """For three steps of stage 3: what each micro-batch gathers, what is held, and bytes that are left over."""
+    rank = dist.get_rank()
+    model = dsgraph.partition(build("gpt"), stage=3, keep_whole_below=20)
+    options = {"codegen": codegen, "memory_limit": memory_limit, "pipeline": without_buckets()}
+    runs = torch.compile(model, backend="dsgraph", options=options)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    gathers = []
+    for step in range(3):
+        gathers.append([])
+        for micro in range(MICRO_BATCHES):
+            is_last = micro == MICRO_BATCHES - 1
+            profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])
+            with profile, nullcontext() if is_last else dsgraph.accumulate(model):
+                runs(*tokens(MICRO_BATCHES * step + micro, rank)).backward()
+            gathers[-1].append(_collectives(profile).get("all_gather_into_tensor", 0))
+        optimizer.step()
+        optimizer.zero_grad()
+    held = [item.name for item in dsgraph.report(model).parameters if item.is_held_for_step]
+    left = sum(item.bytes_replica for item in dsgraph.report(model).parameters)
+    return gathers, held, left
+
+
+def test_stage_3_with_memory_to_spare_gathers_once_a_step(ranks):
+    gathers, held, left = ranks(2).run(_held_for_a_step, "eager", 10**9)[0]
+    # The first micro-batch compiles a graph, and finds that all may be held; the second another, for which they are.
+    assert gathers[0][2:] == [0, 0] and gathers[1:] == [[MATRICES, 0, 0, 0]] * 2
+    assert len(held) == MATRICES and left == 0
+
+
+def _train_with(memory_limit: int | None, dtype: torch.dtype | None) -> list[Tensor]:
+    return _train(3, [[None, None], [], [None], [None, None]], "eager", dtype, memory_limit=memory_limit)
+
+
+def _compare_limits(dtype: torch.dtype | None) -> None:
+    expected = _train_with(None, dtype)
+    for limit in (150_000, 10**9):
+        for ours, theirs in zip(_train_with(limit, dtype), expected, strict=True):
+            assert torch.equal(ours, theirs), limit
+
+
+@pytest.mark.parametrize("dtype", (None, torch.bfloat16))
+def test_what_is_held_for_a_step_changes_no_bit(ranks, dtype):
+    ranks(2).run(_compare_limits, dtype)
 
 
 def _same_as_stage_1(codegen: str | None, dtype: torch.dtype | None) -> None:

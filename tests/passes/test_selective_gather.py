@@ -1,11 +1,7 @@
 from __future__ import annotations
 
-import itertools
-
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch.utils.checkpoint import CheckpointPolicy
 
 from dsgraph.passes import (
@@ -20,7 +16,6 @@ from dsgraph.passes import (
 )
 from dsgraph.passes.graph import find_calls, is_wait, placeholders
 from dsgraph.passes.hardware import DEVICES, Link, LinkTable
-from dsgraph.passes.selective_gather import _most_valuable
 from tests.passes.tracing import GLOO, SHARD, code, gather, run_pass, trace
 
 # Bytes of the gathered parameters of `_joint`: `[4, 4]`, `[8, 4]` and `[5, 8]`, which is padded to 6 rows.
@@ -130,24 +125,3 @@ def test_a_second_run_and_the_graph_itself_change_nothing(room):
 def test_contract():
     with pytest.raises(PassError, match="selective_gather requires 'zero-collectives'"):
         Pipeline([SelectiveGather()])
-
-
-_ITEMS = st.lists(st.tuples(st.integers(1, 5000), st.floats(0.001, 10.0)), min_size=1, max_size=8)
-
-
-@given(_ITEMS, st.integers(0, 20000))
-def test_the_choice_fits_and_is_worth_nearly_the_most(items, room):
-    sizes, values = zip(*items, strict=True)
-    chosen = _most_valuable(sizes, values, room=room)
-    assert sum(sizes[number] for number in chosen) <= room
-    # Sizes are rounded up to thousandths of the room: the best set of a room that is smaller by that is no better.
-    less = room - len(items) * (-(-room // 1000))
-    best = max(
-        sum(values[number] for number in subset)
-        for count in range(len(items) + 1)
-        for subset in itertools.combinations(range(len(items)), count)
-        if sum(sizes[number] for number in subset) <= max(0, less)
-    )
-    assert sum(values[number] for number in chosen) >= best - 1e-9
-    left = room - sum(sizes[number] for number in chosen)
-    assert all(sizes[number] > left for number in range(len(items)) if number not in chosen)
