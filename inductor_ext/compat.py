@@ -87,8 +87,10 @@ def share_memory(one: Tensor, other: Tensor) -> bool:
     return bool(one.untyped_storage()._cdata == other.untyped_storage()._cdata)
 
 
-def decompose(op: OpOverload, function: Callable[..., Any]) -> None:
+def decompose(op: OpOverload, function: Callable[..., Any], *, at_times: bool = False) -> None:
     """Makes Inductor trace through `function` in place of `op`, so that it fuses with its neighbours.
+
+    With `at_times` the function may return NotImplemented: then the op is called as it is.
 
     Imports Inductor, which takes a second: call it when something is about to be compiled.
     """
@@ -97,3 +99,7 @@ def decompose(op: OpOverload, function: Callable[..., Any]) -> None:
     if op not in decompositions:
         register_decomposition([op])(function)
         fast_random_decomps.cache_clear()  # a copy of the table, made when Inductor first compiled
+        if at_times:
+            from torch._inductor.lowering import constrain_to_fx_strides, make_fallback
+
+            make_fallback(op, constrain_to_fx_strides, override_decomp=True)

@@ -15,11 +15,12 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from dsgraph.inductor_ext.compat import size_hint
+from dsgraph.inductor_ext.compat import decompose, size_hint
 from dsgraph.inductor_ext.kernel import Derived, Gain, KernelSpec, Match, NearMiss, Setting
 from dsgraph.inductor_ext.kernels import linear_cross_entropy as kernel
 from dsgraph.inductor_ext.kernels.cross_entropy_rows import cross_entropy_rows_kernel, wide_dtype
 from dsgraph.inductor_ext.kernels.linear_cross_entropy_chunks import least_rows, rows_per_chunk
+from dsgraph.inductor_ext.kernels.linear_cross_entropy_whole import LEAST_BYTES, whole_grads, whole_rows
 from dsgraph.inductor_ext.matching import (
     Call,
     call_of,
@@ -32,9 +33,6 @@ from dsgraph.inductor_ext.matching import (
     transpose_of,
     value_of,
 )
-
-# Logits that take less are no burden, and the calls of a kernel may take longer than they.
-LEAST_BYTES = 16 * 2**20
 
 
 def is_anchor(node: Node) -> bool:
@@ -313,6 +311,11 @@ def _innermost(item: Any) -> Any:
     return item
 
 
+def _register() -> None:
+    decompose(torch.ops.dsgraph.linear_cross_entropy_grads.default, whole_grads, at_times=True)
+    decompose(torch.ops.dsgraph.linear_cross_entropy_rows.default, whole_rows, at_times=True)
+
+
 SPEC = KernelSpec(
     name="linear_cross_entropy",
     op=torch.ops.dsgraph.linear_cross_entropy.default,
@@ -321,5 +324,6 @@ SPEC = KernelSpec(
     match=match,
     gain=_gain,
     supports=kernel.supports,
+    register=_register,
     triton=(cross_entropy_rows_kernel,),
 )
