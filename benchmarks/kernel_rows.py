@@ -99,6 +99,14 @@ def cases() -> list[Case]:
             bytes_moved=lambda inputs: 5 * inputs[0].nbytes,  # x, y; x, dy, dx
         ),
         Case(
+            "softmax_dropout",
+            plain=lambda x: F.dropout(F.softmax(x, -1), 0.1),
+            ours=lambda x: ops.softmax_dropout(x, 0.1, **dict.fromkeys(("softmax_dtype", "dtype"), torch.bfloat16))[0],
+            liger=None,
+            inputs=lambda rows, width: (_random(rows, width),),
+            bytes_moved=lambda inputs: 5 * inputs[0].nbytes + 2 * inputs[0].numel(),  # x, y, kept; x, dy, kept, dx
+        ),
+        Case(
             "linear_cross_entropy",
             plain=lambda h, w, y: F.cross_entropy(F.linear(h, w).float(), y),
             ours=lambda h, w, y: ops.linear_cross_entropy(h, w, y),

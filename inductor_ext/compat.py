@@ -11,7 +11,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
+from torch._ops import OpOverload, OpOverloadPacket
 from torch.distributed import ProcessGroup, Work
 
 # Functional collectives: public as `torch.distributed._functional_collectives`, whose Python wrappers add a tensor
@@ -103,3 +103,16 @@ def decompose(op: OpOverload, function: Callable[..., Any], *, at_times: bool = 
             from torch._inductor.lowering import constrain_to_fx_strides, make_fallback
 
             make_fallback(op, constrain_to_fx_strides, override_decomp=True)
+
+
+@cache
+def never_merge(op: OpOverloadPacket) -> None:
+    """Tells AOTAutograd that an op draws random numbers, so that two calls with the same arguments are two.
+
+    Where it merges what is computed twice it goes by a list of its own; it does not look at
+    `torch.Tag.nondeterministic_seeded`. Imports sympy, which takes two seconds: call it when something is traced.
+    """
+    from torch._functorch.compile_utils import rand_ops
+
+    if op not in rand_ops:
+        rand_ops.append(op)

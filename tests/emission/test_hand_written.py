@@ -26,12 +26,13 @@ pytestmark = pytest.mark.inductor
 _POINTERS = {
     **dict.fromkeys(("rstd_ptr", "mean_ptr", "dweight_ptr", "dbias_ptr", "losses", "row_weights"), "*fp32"),
     **dict.fromkeys(("param_ptr", "exp_avg_ptr", "exp_avg_sq_ptr", "step_ptr", "scale_ptr", "inf_ptr"), "*fp32"),
-    "target": "*i64",
+    **dict.fromkeys(("target", "seed_ptr"), "*i64"),
+    "kept_ptr": "*i1",
 }
 _TENSORS = {"logits"}
 _FLOATS = {
     *("lr", "beta2", "rest1", "rest2", "log2_beta1", "log2_beta2", "weight_decay"),
-    *("eps", "offset", "sign", "label_smoothing", "z_loss", "softcap", "logit_scale"),
+    *("eps", "offset", "sign", "label_smoothing", "z_loss", "softcap", "logit_scale", "p", "scale"),
 }
 
 # Kernel -> its constants and warps, as its launcher chooses them: rows of 4,096 and 8,192 elements, heads of 128.
@@ -53,6 +54,8 @@ LAUNCHES: dict[tuple[str, str], list[tuple[dict[str, Any], int]]] = {
     ("geglu", "backward_kernel"): [({"TANH": tanh, "BLOCK": 1024}, 4) for tanh in (False, True)],
     ("bias_gelu", "forward_kernel"): [({"TANH": tanh, "BLOCK": 1024}, 4) for tanh in (False, True)],
     ("bias_gelu", "backward_kernel"): [({"TANH": tanh, "BLOCK": 1024}, 4) for tanh in (False, True)],
+    ("softmax_dropout", "forward_kernel"): [({"BLOCK": row, "CALLS": row // 4}, warps_for(row)) for row in _ROWS],
+    ("softmax_dropout", "backward_kernel"): [({"BLOCK": row}, warps_for(row)) for row in _ROWS],
     ("rope", "rotate_kernel"): [
         ({"INTERLEAVED": mixed, "TRANSPOSED": back, **_WHOLE, "ROWS": 16, "BLOCK": 64}, 4)
         for mixed in (False, True)

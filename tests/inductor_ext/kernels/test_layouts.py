@@ -48,6 +48,8 @@ def _calls(x: Tensor) -> dict[str, tuple[tuple[Any, ...], dict[str, Any]]]:
         "geglu_backward": ((x, x, x), _TANH),
         "bias_gelu": ((x, w), {**_TANH, **_DTYPE}),
         "bias_gelu_backward": ((x, x, w), _TANH),
+        "softmax_dropout": ((x, 0.5), {"softmax_dtype": torch.float32, **_DTYPE}),
+        "softmax_dropout_backward": ((x, x, x > 0, 0.5), {"softmax_dtype": torch.float32}),
         "rope": ((x, cos, sin), {"interleaved": False, **_TURN}),
         "rope_backward": ((x, cos, sin), {"interleaved": True, **_TURN}),
     }
@@ -59,7 +61,10 @@ def test_what_inductor_traces_has_the_layout_of_the_op(name, layout):
     register_lowerings()
     args, options = _calls(LAYOUTS[layout])[name]
     op = getattr(torch.ops.dsgraph, name).default
-    ours, traced = op(*args, **options), decompositions[op](*args, **options)
+    torch.manual_seed(0)
+    ours = op(*args, **options)
+    torch.manual_seed(0)
+    traced = decompositions[op](*args, **options)
     assert all(map(torch.equal, pytree.tree_leaves(ours), pytree.tree_leaves(traced)))
     with FakeTensorMode() as mode:
         given = [mode.from_tensor(item) if isinstance(item, Tensor) else item for item in args]

@@ -1,0 +1,199 @@
+"""Dropout (Srivastava et al., 2014) of a softmax, as behind the scores of an attention, in one pass each way.
+
+For x `[..., n]` and the share p that is dropped, s = 1 / (1 - p), 0 where p is 1:
+
+    z    = softmax(x, -1)                                                          [..., n]
+    kept = random, each element True with probability 1 - p                        [..., n], bool
+    y    = z * kept * s                                                            [..., n] in `dtype`
+
+    with g the gradient of y and u = g * kept * s:
+    dx   = z * (u - sum(u * z, -1))
+
+torch's own ops round z to `softmax_dtype` and to `dtype` before they drop, and so does the reference; the Triton kernel
+computes in float32 and rounds once. Saved for the backward: x and kept. z is computed again from x, of which a program
+holds a whole row: where plain torch saves z in float32 for an x in 16 bits, half of it.
+
+The reference draws the numbers that torch's own dropout draws. The Triton kernel draws others: Philox (Salmon et al.,
+2011) of a seed that torch's generator draws on the device.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dsgraph.inductor_ext.compat import never_merge
+
+from .launch import (
+    as_rows,
+    next_power_of_2,
+    on_device_of,
+    takes_triton,
+    tl,
+    triton,
+    warps_for,
+    why_not_rows,
+    wide_dtype,
+)
+
+
+def reference(x: Tensor, p: float, *, softmax_dtype: torch.dtype, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """What the op computes, and which elements it keeps, in plain torch."""
+    z = x.softmax(-1, dtype=softmax_dtype).to(dtype).contiguous()
+    y, kept = torch.native_dropout(z, p, True)
+    return y, kept.to(torch.bool)  # of no elements torch gives a mask in `dtype`
+
+
+def backward_reference(grad: Tensor, x: Tensor, kept: Tensor, p: float, *, softmax_dtype: torch.dtype) -> Tensor:
+    """Gradient of x, in plain torch."""
+    wide = wide_dtype(softmax_dtype)
+    z, u = x.softmax(-1, dtype=wide), grad.to(wide) * kept * _scale(p)
+    return (z * (u - (u * z).sum(-1, keepdim=True))).to(x.dtype).contiguous()
+
+
+def _scale(p: float) -> float:
+    return 0.0 if p == 1 else 1 / (1 - p)
+
+
+@triton.jit
+def forward_kernel(  # type: ignore[no-untyped-def]
+    x_ptr, seed_ptr, y_ptr, kept_ptr, x_stride, columns, p, scale, BLOCK: tl.constexpr, CALLS: tl.constexpr,
+):  # fmt: skip
+    """One program a row. Each of its CALLS of the generator gives four numbers, for four neighbours."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    inside = column < columns
+    x = tl.load(x_ptr + row * x_stride + column, mask=inside, other=float("-inf")).to(tl.float32)
+    z = tl.exp(x - tl.max(x, 0))
+    z = z / tl.sum(z, 0)
+    first, second, third, fourth = tl.rand4x(tl.load(seed_ptr), row * CALLS + tl.arange(0, CALLS))
+    kept = tl.join(tl.join(first >= p, third >= p), tl.join(second >= p, fourth >= p)).reshape(BLOCK)
+    y = z * tl.where(kept, scale, 0.0)  # a product, so that what is no number stays none
+    tl.store(y_ptr + row * columns + column, y.to(y_ptr.dtype.element_ty), mask=inside)
+    tl.store(kept_ptr + row * columns + column, kept, mask=inside)
+
+
+@triton.jit
+def backward_kernel(  # type: ignore[no-untyped-def]
+    grad_ptr, x_ptr, kept_ptr, dx_ptr, grad_stride, x_stride, kept_stride, columns, scale, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One program a row."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    inside = column < columns
+    x = tl.load(x_ptr + row * x_stride + column, mask=inside, other=float("-inf")).to(tl.float32)
+    u = tl.load(grad_ptr + row * grad_stride + column, mask=inside, other=0.0).to(tl.float32)
+    kept = tl.load(kept_ptr + row * kept_stride + column, mask=inside, other=0)
+    u *= tl.where(kept != 0, scale, 0.0)
+    z = tl.exp(x - tl.max(x, 0))
+    z = z / tl.sum(z, 0)
+    dx = z * (u - tl.sum(u * z, 0))
+    tl.store(dx_ptr + row * columns + column, dx.to(dx_ptr.dtype.element_ty), mask=inside)
+
+
+def launch_forward(x: Tensor, p: float, *, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """`reference` by the Triton kernel, with other random numbers. The host does not wait for the device."""
+    rows = as_rows(x)
+    columns = rows.shape[1]
+    block = max(4, next_power_of_2(columns))
+    y, kept = x.new_empty(x.shape, dtype=dtype), x.new_empty(x.shape, dtype=torch.bool)
+    seed = torch.randint(2**63 - 1, (1,), device=x.device)
+    with on_device_of(x):
+        forward_kernel[(len(rows),)](
+            *(rows, seed, y, kept, rows.stride(0), columns, p, _scale(p)),
+            BLOCK=block,
+            CALLS=block // 4,
+            num_warps=warps_for(columns),
+        )
+    return y, kept
+
+
+def launch_backward(grad: Tensor, x: Tensor, kept: Tensor, p: float) -> Tensor:
+    """`backward_reference` by the Triton kernel."""
+    tensors = [as_rows(item) for item in (grad, x, kept)]
+    columns = tensors[1].shape[1]
+    dx = x.new_empty(x.shape)
+    with on_device_of(x):
+        backward_kernel[(len(tensors[1]),)](
+            *(*tensors, dx, *(item.stride(0) for item in tensors), columns, _scale(p)),
+            BLOCK=next_power_of_2(columns),
+            num_warps=warps_for(columns),
+        )
+    return dx
+
+
+@torch.library.custom_op(
+    "dsgraph::softmax_dropout",
+    mutates_args=(),
+    schema="(Tensor x, float p, *, ScalarType softmax_dtype, ScalarType dtype) -> (Tensor, Tensor)",
+    tags=(torch.Tag.nondeterministic_seeded,),
+)
+def softmax_dropout(x: Tensor, p: float, *, softmax_dtype: torch.dtype, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Dropout of a softmax over the last dimension, as in training.
+
+    Args:
+        x: `[..., n]`, a floating dtype.
+        p: The share that is dropped, from 0 to 1.
+        softmax_dtype: To which the softmax is rounded; torch computes those of 16 bits in float32.
+        dtype: Of the result.
+
+    Returns:
+        `[..., n]` in `dtype`; which elements are kept, bool, of the same shape. Both are contiguous.
+
+    Raises:
+        ValueError: p is below 0 or above 1.
+    """
+    if not 0 <= p <= 1:
+        raise ValueError(f"softmax_dropout: p is {p}; a share from 0 to 1 is expected")
+    if takes_triton(x) and torch.float64 not in (softmax_dtype, dtype):
+        return launch_forward(x, p, dtype=dtype)
+    return reference(x, p, softmax_dtype=softmax_dtype, dtype=dtype)
+
+
+@softmax_dropout.register_fake
+def _(x: Tensor, p: float, *, softmax_dtype: torch.dtype, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    never_merge(torch.ops.dsgraph.softmax_dropout)  # no graph has a call of it before this has run
+    return x.new_empty(x.shape, dtype=dtype), x.new_empty(x.shape, dtype=torch.bool)
+
+
+@torch.library.custom_op(
+    "dsgraph::softmax_dropout_backward",
+    mutates_args=(),
+    schema="(Tensor grad, Tensor x, Tensor kept, float p, *, ScalarType softmax_dtype) -> Tensor",
+)
+def softmax_dropout_backward(grad: Tensor, x: Tensor, kept: Tensor, p: float, *, softmax_dtype: torch.dtype) -> Tensor:
+    """Gradient of `softmax_dropout`, contiguous, in the dtype of x."""
+    if takes_triton(x, grad) and softmax_dtype != torch.float64:
+        return launch_backward(grad, x, kept, p)
+    return backward_reference(grad, x, kept, p, softmax_dtype=softmax_dtype)
+
+
+@softmax_dropout_backward.register_fake
+def _(grad: Tensor, x: Tensor, kept: Tensor, p: float, *, softmax_dtype: torch.dtype) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, Any], output: Any) -> None:
+    x, ctx.p = inputs
+    ctx.save_for_backward(x, output[1])
+    ctx.softmax_dtype = keyword_only_inputs["softmax_dtype"]
+    ctx.mark_non_differentiable(output[1])
+    ctx.set_materialize_grads(False)  # or autograd makes zeros for the gradient that `kept` has not
+
+
+def _backward(ctx: Any, grad: Tensor | None, _: None) -> tuple[Tensor | None, None]:
+    if grad is None:
+        return None, None
+    x, kept = ctx.saved_tensors
+    dx = torch.ops.dsgraph.softmax_dropout_backward(grad, x, kept, ctx.p, softmax_dtype=ctx.softmax_dtype)
+    return dx, None
+
+
+softmax_dropout.register_autograd(_backward, setup_context=_setup_context)
+
+
+def supports(x: Tensor, p: float, **options: Any) -> str | None:
+    """Why the op cannot take these, or None."""
+    return "its input is a number, not rows of them" if x.ndim == 0 else why_not_rows(x)
