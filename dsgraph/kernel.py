@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from dsgraph.inductor_ext import Gain, KernelSpec, Likeness, Match, NearMiss, Setting, on_gpu
+from dsgraph.inductor_ext import Gain, KernelSpec, Likeness, Match, NearMiss, Setting, on_device_of, on_gpu
 
 from .errors import KernelError
 
@@ -36,6 +36,7 @@ def kernel(
 
     Args:
         triton: The launcher, with the arguments of the reference; gives a new, contiguous tensor like the reference's.
+            The GPU of its first tensor is the current one while it runs, and so it is for `backward`.
         backward: Takes the gradient of the result and the arguments of the reference, gives the gradient of each
             argument, None for a number. Default: the derivative of the reference. It is used where `triton` is.
         supports: Takes fake tensors and numbers as the reference takes tensors and numbers; gives why the kernel cannot
@@ -143,6 +144,10 @@ def _define_opaque(
     triton: Callable[..., Tensor],
     backward: Callable[..., Sequence[Tensor | None]] | None,
 ) -> Any:
+    def launch(*args: Any) -> Tensor:
+        with on_device_of(next(item for item in args if isinstance(item, Tensor))):
+            return triton(*args)
+
     def fake(*args: Any) -> Tensor:
         return reference(*args).contiguous()
 
@@ -154,10 +159,11 @@ def _define_opaque(
         tensors = iter(ctx.saved_tensors)
         args = [next(tensors) if item is None else item[0] for item in ctx.rest]
         if backward is not None:
-            return tuple(backward(grad, *args))
+            with on_device_of(grad):
+                return tuple(backward(grad, *args))
         return _derivative(reference, grad, args, ctx.needs_input_grad)
 
-    op = torch.library.custom_op(name, triton, mutates_args=(), schema=schema)
+    op = torch.library.custom_op(name, launch, mutates_args=(), schema=schema)
     op.register_fake(fake)
     op.register_autograd(differentiate, setup_context=setup_context)
     space, _, stem = name.partition("::")

@@ -3,6 +3,9 @@ from __future__ import annotations
 import itertools
 import math
 import operator
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib import import_module
 
 import pytest
 import torch
@@ -96,6 +99,36 @@ def test_the_launcher_is_differentiated_as_the_reference(given):
         x, g = (item if any(item is other for other in needed) else item.detach() for item in inputs)
         ours, plain = (torch.autograd.grad(op(x, g, 0.5).sin().sum(), needed) for op in (_opaque(spec), gate))
         torch.testing.assert_close(ours, plain, rtol=1e-6, atol=1e-6)
+
+
+def test_the_launchers_run_on_the_device_of_their_first_tensor(monkeypatch):
+    """There may be one device here, or none: what is noted is for which tensor it is made current, and for how long."""
+    noted: list[object] = []
+
+    @contextmanager
+    def on_device_of(x: Tensor) -> Iterator[None]:
+        noted.append(x.shape)
+        yield
+        noted.append("left")
+
+    def launch(beta: float, x: Tensor, g: Tensor) -> Tensor:
+        noted.append("forward")
+        return gate(x, g, beta)
+
+    def backward(grad: Tensor, beta: float, x: Tensor, g: Tensor) -> tuple[Tensor | None, ...]:
+        noted.append("backward")
+        return None, grad * F.softplus(g, beta), (grad * x * torch.sigmoid(g * beta)).sum(0)
+
+    def number_first(beta: float, x: Tensor, g: Tensor) -> Tensor:
+        return gate(x, g, beta)
+
+    monkeypatch.setattr(import_module("dsgraph.kernel"), "on_device_of", on_device_of)
+    dsgraph.kernel(namespace="dsgraph_tests_device", triton=launch, backward=backward)(number_first)
+    x, g = _inputs()
+    result = torch.ops.dsgraph_tests_device.number_first_triton(0.5, x, g)
+    assert noted == [(3, 4), "forward", "left"]
+    result.sum().backward()
+    assert noted[3:] == [(3, 4), "backward", "left"]
 
 
 def test_torch_takes_its_ops_for_well_formed():
