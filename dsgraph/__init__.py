@@ -12,6 +12,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from dsgraph.inductor_ext import KernelSpec, Match, NearMiss
     from dsgraph.passes import (
         GraphPass,
         PassContext,
@@ -38,6 +39,9 @@ __all__ = [
     "AccumulationError",
     "GraphPass",
     "KernelError",
+    "KernelSpec",
+    "Match",
+    "NearMiss",
     "OptionError",
     "PartitionError",
     "PassContext",

@@ -6,6 +6,7 @@ from . import compat
 
 compat.check_torch_version()
 
+from dsgraph.inductor_ext import KernelSpec, Match, NearMiss
 from dsgraph.passes import GraphPass, PassContext, PassError, PassResult, Phase, Pipeline, default_pipeline, graph_pass
 
 from .accumulate import accumulate
@@ -21,6 +22,9 @@ __all__ = [
     "AccumulationError",
     "GraphPass",
     "KernelError",
+    "KernelSpec",
+    "Match",
+    "NearMiss",
     "OptionError",
     "PartitionError",
     "PassContext",

@@ -16,6 +16,8 @@ from .errors import KernelError
 
 
 def kernel(
+    function: object = None,
+    /,
     *,
     triton: Callable[..., Tensor] | None = None,
     backward: Callable[..., Sequence[Tensor | None]] | None = None,
@@ -34,7 +36,16 @@ def kernel(
         def squared_relu(x: Tensor) -> Tensor:
             return torch.relu(x).square()
 
+    Where a pattern is more than the calls of the reference, `anchor` says at which nodes of the captured graph to look,
+    and `match` what is there: a `dsgraph.Match` with the node whose value the kernel gives and the arguments of the
+    reference in order, a `dsgraph.NearMiss` with the reason, or None. See docs/kernels.md.
+
+        @dsgraph.kernel(anchor=lambda node: node.target is torch.tanh, match=find_cap)
+        def soft_cap(x: Tensor, cap: float) -> Tensor:
+            return torch.tanh(x / cap) * cap
+
     Args:
+        function: Nothing; the decorator is written with parentheses.
         triton: The launcher, with the arguments of the reference; gives a new, contiguous tensor like the reference's.
             The GPU of its first tensor is the current one while it runs, and so it is for `backward`.
         backward: Takes the gradient of the result and the arguments of the reference, gives the gradient of each
@@ -46,9 +57,13 @@ def kernel(
         namespace: Of the op.
 
     Raises:
-        KernelError: The reference has parameters that an op cannot have or returns something other than a tensor; it
-            cannot be a pattern and there is no `match`; `match` or `anchor` is missing; `backward` has no effect.
+        KernelError: It is used without parentheses; the reference has parameters that an op cannot have or returns
+            something other than a tensor; it cannot be a pattern and there is no `match`; `match` or `anchor` is
+            missing; `backward` has no effect.
     """
+    if function is not None:
+        name = getattr(function, "__name__", repr(function))
+        raise KernelError(f"kernel {name}: write @dsgraph.kernel() above it, with parentheses")
 
     def decorate(reference: Callable[..., Tensor]) -> KernelSpec:
         name = reference.__name__
