@@ -42,7 +42,8 @@ class BackendOptions(BaseModel):
             nothing but a loss's last parameter is kept.
         kernels: Which kernels stand in for what a model spells out, see `SubstituteKernels`: "auto" takes those that
             are expected to gain, "none" none, a list exactly these, by name or as `KernelSpec` (`dsgraph.kernel` makes
-            one of your own). With `strict`, one that was asked for and is found nowhere in a graph is an error.
+            one of your own). With `strict`, one that was asked for and is found nowhere in a graph is an error, unless
+            the graph calls torch's function that does the same.
         dump: Folder for a readable copy of every graph before and after every pass. Default: the environment variable
             DSGRAPH_DUMP, or nowhere.
         dump_compiles: How many compiles of a process are dumped into the folder; later ones are not.
