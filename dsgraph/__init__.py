@@ -24,7 +24,7 @@ if TYPE_CHECKING:
         graph_pass,
     )
 
-    from .accumulate import accumulate
+    from .accumulate import accumulate, discard
     from .backend import backend
     from .compile import compile
     from .errors import AccumulationError, KernelError, OptionError, PartitionError, RanksDisagreeError, StrictError
@@ -56,6 +56,7 @@ __all__ = [
     "backend",
     "compile",
     "default_pipeline",
+    "discard",
     "graph_pass",
     "kernel",
     "materialize",

@@ -9,7 +9,7 @@ compat.check_torch_version()
 from dsgraph.inductor_ext import KernelSpec, Match, NearMiss
 from dsgraph.passes import GraphPass, PassContext, PassError, PassResult, Phase, Pipeline, default_pipeline, graph_pass
 
-from .accumulate import accumulate
+from .accumulate import accumulate, discard
 from .backend import backend
 from .compile import compile
 from .errors import AccumulationError, KernelError, OptionError, PartitionError, RanksDisagreeError, StrictError
@@ -39,6 +39,7 @@ __all__ = [
     "backend",
     "compile",
     "default_pipeline",
+    "discard",
     "graph_pass",
     "kernel",
     "materialize",
