@@ -12,6 +12,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from dsgraph.inductor_ext import KernelSpec, Match, NearMiss
     from dsgraph.passes import (
         GraphPass,
         PassContext,
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
         graph_pass,
     )
 
-    from .accumulate import accumulate
+    from .accumulate import accumulate, discard
     from .backend import backend
     from .compile import compile
     from .errors import AccumulationError, KernelError, OptionError, PartitionError, RanksDisagreeError, StrictError
@@ -38,6 +39,9 @@ __all__ = [
     "AccumulationError",
     "GraphPass",
     "KernelError",
+    "KernelSpec",
+    "Match",
+    "NearMiss",
     "OptionError",
     "PartitionError",
     "PassContext",
@@ -52,6 +56,7 @@ __all__ = [
     "backend",
     "compile",
     "default_pipeline",
+    "discard",
     "graph_pass",
     "kernel",
     "materialize",

@@ -8,8 +8,8 @@ from contextlib import contextmanager
 from torch import nn
 
 from .errors import PartitionError
-from .local_gradients import enter_accumulation, leave_accumulation
-from .state import partition_states
+from .local_gradients import discard_local_gradients, enter_accumulation, leave_accumulation
+from .state import PartitionState, partition_states
 
 
 @contextmanager
@@ -38,7 +38,8 @@ def accumulate(model: nn.Module, *, reduce_once: bool | None = None) -> Iterator
     uncompiled code, which ranks may use differently.
 
     Until that backward is through, sums that stay local are not in `.grad`: `clip_grad_norm_` and `zero_grad` do not
-    see them. A step that is given up leaves its sums to the next one.
+    see them. A step that is given up, as after an overflow, leaves its sums to the next one, unless `dsgraph.discard`
+    drops them.
 
     Args:
         model: A partitioned model, compiled or not, or a module that contains partitioned ones.
@@ -51,11 +52,7 @@ def accumulate(model: nn.Module, *, reduce_once: bool | None = None) -> Iterator
     Raises:
         PartitionError: Nothing in `model` is partitioned, or its stage cannot do as `reduce_once` says.
     """
-    states = partition_states(model)
-    if not states:
-        raise PartitionError(
-            f"accumulate: no partitioned module in {type(model).__name__}; call dsgraph.partition(model, ...) first"
-        )
+    states = _states(model, "accumulate")
     for state in states:
         _check(reduce_once, state.stage)
     for state in states:
@@ -66,6 +63,40 @@ def accumulate(model: nn.Module, *, reduce_once: bool | None = None) -> Iterator
     finally:
         for state in states:
             leave_accumulation(state)
+
+
+def discard(model: nn.Module) -> None:
+    """Gives up a step: drops what `accumulate` has added up on each rank since the last one.
+
+    The next step begins as if the micro-batches had not been. All ranks call it together, in place of the last backward
+    or after one that has failed, inside `accumulate` or outside:
+
+        if overflow:  # on any rank: ranks must agree
+            dsgraph.discard(model)
+            optimizer.zero_grad()
+
+    Gradients that have been reduced stand in `.grad`, all of them where `accumulate` reduces in every backward: those
+    are left to `zero_grad`. Parameters that stage 3 holds for the step are let go, inside `accumulate` when the next
+    step is through.
+
+    Args:
+        model: As for `accumulate`.
+
+    Raises:
+        PartitionError: Nothing in `model` is partitioned.
+    """
+    for state in _states(model, "discard"):
+        discard_local_gradients(state)
+        state.give_up_step()
+
+
+def _states(model: nn.Module, caller: str) -> list[PartitionState]:
+    states = partition_states(model)
+    if not states:
+        raise PartitionError(
+            f"{caller}: no partitioned module in {type(model).__name__}; call dsgraph.partition(model, ...) first"
+        )
+    return states
 
 
 def _check(reduce_once: object, stage: int) -> None:

@@ -6,9 +6,10 @@ from . import compat
 
 compat.check_torch_version()
 
+from dsgraph.inductor_ext import KernelSpec, Match, NearMiss
 from dsgraph.passes import GraphPass, PassContext, PassError, PassResult, Phase, Pipeline, default_pipeline, graph_pass
 
-from .accumulate import accumulate
+from .accumulate import accumulate, discard
 from .backend import backend
 from .compile import compile
 from .errors import AccumulationError, KernelError, OptionError, PartitionError, RanksDisagreeError, StrictError
@@ -21,6 +22,9 @@ __all__ = [
     "AccumulationError",
     "GraphPass",
     "KernelError",
+    "KernelSpec",
+    "Match",
+    "NearMiss",
     "OptionError",
     "PartitionError",
     "PassContext",
@@ -35,6 +39,7 @@ __all__ = [
     "backend",
     "compile",
     "default_pipeline",
+    "discard",
     "graph_pass",
     "kernel",
     "materialize",

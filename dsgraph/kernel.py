@@ -10,12 +10,14 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from dsgraph.inductor_ext import Gain, KernelSpec, Likeness, Match, NearMiss, Setting, on_gpu
+from dsgraph.inductor_ext import Gain, KernelSpec, Likeness, Match, NearMiss, Setting, on_device_of, on_gpu
 
 from .errors import KernelError
 
 
 def kernel(
+    function: object = None,
+    /,
     *,
     triton: Callable[..., Tensor] | None = None,
     backward: Callable[..., Sequence[Tensor | None]] | None = None,
@@ -34,8 +36,18 @@ def kernel(
         def squared_relu(x: Tensor) -> Tensor:
             return torch.relu(x).square()
 
+    Where a pattern is more than the calls of the reference, `anchor` says at which nodes of the captured graph to look,
+    and `match` what is there: a `dsgraph.Match` with the node whose value the kernel gives and the arguments of the
+    reference in order, a `dsgraph.NearMiss` with the reason, or None. See docs/kernels.md.
+
+        @dsgraph.kernel(anchor=lambda node: node.target is torch.tanh, match=find_cap)
+        def soft_cap(x: Tensor, cap: float) -> Tensor:
+            return torch.tanh(x / cap) * cap
+
     Args:
+        function: Nothing; the decorator is written with parentheses.
         triton: The launcher, with the arguments of the reference; gives a new, contiguous tensor like the reference's.
+            The GPU of its first tensor is the current one while it runs, and so it is for `backward`.
         backward: Takes the gradient of the result and the arguments of the reference, gives the gradient of each
             argument, None for a number. Default: the derivative of the reference. It is used where `triton` is.
         supports: Takes fake tensors and numbers as the reference takes tensors and numbers; gives why the kernel cannot
@@ -45,9 +57,13 @@ def kernel(
         namespace: Of the op.
 
     Raises:
-        KernelError: The reference has parameters that an op cannot have or returns something other than a tensor; it
-            cannot be a pattern and there is no `match`; `match` or `anchor` is missing; `backward` has no effect.
+        KernelError: It is used without parentheses; the reference has parameters that an op cannot have or returns
+            something other than a tensor; it cannot be a pattern and there is no `match`; `match` or `anchor` is
+            missing; `backward` has no effect.
     """
+    if function is not None:
+        name = getattr(function, "__name__", repr(function))
+        raise KernelError(f"kernel {name}: write @dsgraph.kernel() above it, with parentheses")
 
     def decorate(reference: Callable[..., Tensor]) -> KernelSpec:
         name = reference.__name__
@@ -143,6 +159,10 @@ def _define_opaque(
     triton: Callable[..., Tensor],
     backward: Callable[..., Sequence[Tensor | None]] | None,
 ) -> Any:
+    def launch(*args: Any) -> Tensor:
+        with on_device_of(next(item for item in args if isinstance(item, Tensor))):
+            return triton(*args)
+
     def fake(*args: Any) -> Tensor:
         return reference(*args).contiguous()
 
@@ -154,10 +174,11 @@ def _define_opaque(
         tensors = iter(ctx.saved_tensors)
         args = [next(tensors) if item is None else item[0] for item in ctx.rest]
         if backward is not None:
-            return tuple(backward(grad, *args))
+            with on_device_of(grad):
+                return tuple(backward(grad, *args))
         return _derivative(reference, grad, args, ctx.needs_input_grad)
 
-    op = torch.library.custom_op(name, triton, mutates_args=(), schema=schema)
+    op = torch.library.custom_op(name, launch, mutates_args=(), schema=schema)
     op.register_fake(fake)
     op.register_autograd(differentiate, setup_context=setup_context)
     space, _, stem = name.partition("::")

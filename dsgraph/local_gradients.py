@@ -94,6 +94,19 @@ def reduce_local_gradients(state: PartitionState) -> None:
     state.note_gradient()
 
 
+def discard_local_gradients(state: PartitionState) -> None:
+    """Drops the sums. Graphs that have been given them add nothing, should their backward still come."""
+    state.reducing_in = -1
+    state.gradients_stay_local = False
+    state.sums_were_read = False
+    for entry in state.parameters:
+        total = _take_sum(entry)
+        if total is not None:
+            empty_sum(total)
+    if state.accumulating:
+        enter_accumulation(state, reduce_once=state.reduces_once)
+
+
 def empty_sum(total: Tensor) -> None:
     """Takes out of a local sum what has been reduced. Whatever graph still has it adds nothing."""
     with torch.no_grad(), compat.keeping_version((total,)):

@@ -42,7 +42,8 @@ class BackendOptions(BaseModel):
             nothing but a loss's last parameter is kept.
         kernels: Which kernels stand in for what a model spells out, see `SubstituteKernels`: "auto" takes those that
             are expected to gain, "none" none, a list exactly these, by name or as `KernelSpec` (`dsgraph.kernel` makes
-            one of your own). With `strict`, one that was asked for and is found nowhere in a graph is an error.
+            one of your own). With `strict`, one that was asked for and is found nowhere in a graph is an error, unless
+            the graph calls torch's function that does the same.
         dump: Folder for a readable copy of every graph before and after every pass. Default: the environment variable
             DSGRAPH_DUMP, or nowhere.
         dump_compiles: How many compiles of a process are dumped into the folder; later ones are not.
@@ -75,7 +76,11 @@ class BackendOptions(BaseModel):
     @field_validator("kernels", mode="before")
     @classmethod
     def _kernels_by_name(cls, value: object) -> object:
-        return tuple(map(_kernel, value)) if isinstance(value, (list, tuple)) else value
+        if isinstance(value, (list, tuple)):
+            return _refuse_namesakes(tuple(map(_kernel, value)))
+        if isinstance(value, KernelSpec) or (isinstance(value, str) and any(spec.name == value for spec in KERNELS)):
+            raise ValueError(f"it takes 'auto', 'none' or a list of kernels, such as [{value!r}]")
+        return value
 
     @field_validator("dump", mode="before")
     @classmethod
@@ -121,10 +126,26 @@ def parse_options(given: Mapping[str, Any] | None, environ: Mapping[str, str]) -
 def _kernel(item: object) -> KernelSpec:
     if isinstance(item, KernelSpec):
         return item
+    if callable(item):
+        name = getattr(item, "__name__", repr(item))
+        raise ValueError(f"it holds {name}, which is no kernel: write @dsgraph.kernel() above the function")
     known = {spec.name: spec for spec in KERNELS}
-    if item not in known:
+    if not isinstance(item, str) or item not in known:
         raise ValueError(f"it holds {item!r}{nearest(str(item), list(known))}; known: {', '.join(sorted(known))}")
-    return known[str(item)]
+    return known[item]
+
+
+def _refuse_namesakes(kernels: tuple[KernelSpec, ...]) -> tuple[KernelSpec, ...]:
+    """The kernels, each once; notes, errors and the report call a kernel by its name."""
+    found: dict[str, KernelSpec] = {}
+    for spec in kernels:
+        other = found.setdefault(spec.name, spec)
+        if other is not spec:
+            raise ValueError(
+                f"it holds two kernels of the name {spec.name!r} ({other.op} and {spec.op}): rename the function of "
+                "one, or leave one out"
+            )
+    return tuple(found.values())
 
 
 def _with_kernels(pipeline: Pipeline, kernels: str | tuple[KernelSpec, ...]) -> Pipeline:

@@ -215,6 +215,15 @@ class PartitionState:
         if self.stage == 3 and self.replicated():
             compat.at_end_of_backward(self._release_replicas)
 
+    def give_up_step(self) -> None:
+        """The micro-batches of a step were in vain. What follows may be an update of the shards, or another step."""
+        self.finish()
+        self.awaiting_last_backward = False
+        for entry in self.replicated():
+            entry.freshness = min(entry.freshness, Freshness.SUSPECT)
+        if self.stage == 3 and not self.accumulating:
+            self._release_replicas()
+
     def note_step(self, optimizer: Optimizer) -> None:
         """An optimizer has stepped: the replicas of its parameters are stale. Fused steps leave no other trace."""
         stepped = {id(param) for group in optimizer.param_groups for param in group["params"]}

@@ -21,7 +21,7 @@ from .gather_param import (
 )
 from .kernel import Derived, Gain, KernelSpec, Match, NearMiss, Setting
 from .kernels.adam_step import adam_step_
-from .kernels.launch import on_gpu
+from .kernels.launch import on_device_of, on_gpu
 from .kernels.linear_cross_entropy import linear_cross_entropy
 from .likeness import Likeness
 from .matching import Call, call_of, same_shape, same_size, writes
@@ -62,6 +62,7 @@ __all__ = [
     "gather_param",
     "group_count",
     "linear_cross_entropy",
+    "on_device_of",
     "on_gpu",
     "pad_rows",
     "reduce_grad",

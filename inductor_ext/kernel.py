@@ -111,6 +111,8 @@ class KernelSpec:
         gain: What is expected of it in one place.
         register: Tells Inductor how to lower the op; None where the op is called as it is.
         triton: The Triton functions that it launches on a GPU.
+        already: torch's function by which the op computes: a graph that calls it has no need of the kernel. None where
+            there is none.
     """
 
     name: str
@@ -123,6 +125,7 @@ class KernelSpec:
     results: int = 1
     register: Callable[[], None] | None = None
     triton: Sequence[Any] = ()
+    already: Callable[..., Any] | None = None
 
     def __repr__(self) -> str:
         return f"KernelSpec({self.name!r})"

@@ -2,8 +2,8 @@
 
 The function is traced without values, by torch.fx. A place of a graph is like it when it makes the same calls of the
 same numbers on whatever tensors: then it computes the same, whatever their shapes and dtypes. Spellings that `call_of`
-knows for the same are, and so are the orders of a sum and of a product; reshapes, copies, `and`, `or` and `not` must be
-spelled alike.
+knows for the same are, `x.square()` and `x ** 2` are, and so are the orders of a sum and of a product; reshapes,
+copies, `and`, `or` and `not` must be spelled alike.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 from .kernel import Match
-from .matching import call_of, either_way, value_of, writes
+from .matching import Call, call_of, either_way, value_of, writes
 
 _COMMUTATIVE = ("add", "mul")
 # What `call_of` takes for one though sizes differ, or spellings do of which only those of booleans are the same.
@@ -73,7 +73,7 @@ class Likeness:
 
     def is_anchor(self, node: Node) -> bool:
         """Whether a node makes the function's last call."""
-        mine, theirs = call_of(self.end), call_of(node)
+        mine, theirs = _call_of(self.end), _call_of(node)
         if mine is not None and theirs is not None:
             return mine.kind == theirs.kind
         return node.op == self.end.op and node.target == self.end.target
@@ -104,7 +104,7 @@ class Likeness:
         return {**bound, name: theirs} if is_right else None
 
     def _bind_call(self, mine: Node, theirs: Node, bound: Mapping[str, Any]) -> dict[str, Any] | None:
-        one, other = call_of(mine), call_of(theirs)
+        one, other = _call_of(mine), _call_of(theirs)
         if one is not None and other is not None and one.kind not in _AS_SPELLED:
             if one.kind != other.kind or set(one.arguments) != set(other.arguments):
                 return None
@@ -124,6 +124,14 @@ class Likeness:
         for one, other in zip(mine, theirs, strict=True):
             so_far = self._bind(one, other, so_far) if so_far is not None else None
         return so_far
+
+
+def _call_of(node: Node) -> Call | None:
+    """`call_of`, with a square as torch computes it: as the power of the integer 2."""
+    call = call_of(node)
+    if call is not None and call.kind == "square":
+        return Call("pow", {"input": call.input, "exponent": 2})
+    return call
 
 
 def _is_same(one: object, other: object) -> bool:

@@ -18,7 +18,7 @@ from .base import GraphPass, PassContext, PassResult, Phase, source_fingerprint
 from .capture_graph import interior, reader_of_layout, same_layout, transforms_begun, why_unsafe
 from .compat import fake_mode_of
 from .errors import PassError
-from .graph import all_graph_modules
+from .graph import all_graph_modules, find_calls
 from .notes import user_line
 
 NOWHERE = "was asked for and is substituted nowhere in this graph"
@@ -44,7 +44,7 @@ class SubstituteKernels(GraphPass):
     Attributes:
         kernels: The kernels to look for.
         asked: Whether they were asked for: then they are substituted where nothing is to gain as well, and one that is
-            found nowhere is noted.
+            found nowhere is noted, with the calls of torch's own function that does the same.
     """
 
     kernels: tuple[KernelSpec, ...] = KERNELS
@@ -63,7 +63,7 @@ class SubstituteKernels(GraphPass):
                     if node not in found.erased and spec.is_anchor(node):
                         self._try(spec, node, ctx=ctx, found=found, transformed=transforms > 0)
         if self.asked:
-            found.note_absent(self.kernels)
+            found.note_absent(self.kernels, gm)
         return PassResult(sum(found.substituted.values()), tuple(found.notes), tuple(found.done()))
 
     def fingerprint(self) -> str | None:
@@ -127,10 +127,10 @@ class _Found:
     def miss(self, spec: KernelSpec, node: Node, reason: str) -> None:
         self.misses.append(f"{spec.name} is not substituted{user_line(node)}: {reason}")
 
-    def note_absent(self, kernels: Sequence[KernelSpec]) -> None:
+    def note_absent(self, kernels: Sequence[KernelSpec], gm: GraphModule) -> None:
         for spec in kernels:
             if not self.substituted[spec.name]:
-                self.misses.append(f"{spec.name} {NOWHERE}")
+                self.misses.append(f"{spec.name} {_calls_already(spec, gm) or NOWHERE}")
 
     @property
     def notes(self) -> list[str]:
@@ -149,6 +149,15 @@ class _Found:
             line = f"{name} in {count} {'place' if count == 1 else 'places'}, {expected}: {gain.why}"
             lines.append("; ".join([line, *self.caveats.get(name, ())]))
         return lines
+
+
+def _calls_already(spec: KernelSpec, gm: GraphModule) -> str:
+    """Where the graph calls torch's function for what the kernel does, as the end of a note; empty if nowhere."""
+    if spec.already is None:
+        return ""
+    calls = sum(len(find_calls(module, spec.already)) for module in all_graph_modules(gm))
+    where = f"{calls} {'place' if calls == 1 else 'places'}"
+    return f"is not substituted: the graph calls torch's {spec.already.__name__} already, in {where}" * (calls > 0)
 
 
 def _why_not(spec: KernelSpec, match: Match) -> str | None:

@@ -3,6 +3,12 @@ from __future__ import annotations
 import itertools
 import math
 import operator
+import re
+import runpy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib import import_module
+from pathlib import Path
 
 import pytest
 import torch
@@ -98,6 +104,36 @@ def test_the_launcher_is_differentiated_as_the_reference(given):
         torch.testing.assert_close(ours, plain, rtol=1e-6, atol=1e-6)
 
 
+def test_the_launchers_run_on_the_device_of_their_first_tensor(monkeypatch):
+    """There may be one device here, or none: what is noted is for which tensor it is made current, and for how long."""
+    noted: list[object] = []
+
+    @contextmanager
+    def on_device_of(x: Tensor) -> Iterator[None]:
+        noted.append(x.shape)
+        yield
+        noted.append("left")
+
+    def launch(beta: float, x: Tensor, g: Tensor) -> Tensor:
+        noted.append("forward")
+        return gate(x, g, beta)
+
+    def backward(grad: Tensor, beta: float, x: Tensor, g: Tensor) -> tuple[Tensor | None, ...]:
+        noted.append("backward")
+        return None, grad * F.softplus(g, beta), (grad * x * torch.sigmoid(g * beta)).sum(0)
+
+    def number_first(beta: float, x: Tensor, g: Tensor) -> Tensor:
+        return gate(x, g, beta)
+
+    monkeypatch.setattr(import_module("dsgraph.kernel"), "on_device_of", on_device_of)
+    dsgraph.kernel(namespace="dsgraph_tests_device", triton=launch, backward=backward)(number_first)
+    x, g = _inputs()
+    result = torch.ops.dsgraph_tests_device.number_first_triton(0.5, x, g)
+    assert noted == [(3, 4), "forward", "left"]
+    result.sum().backward()
+    assert noted[3:] == [(3, 4), "backward", "left"]
+
+
 def test_torch_takes_its_ops_for_well_formed():
     spec, inputs = _kernel(triton=lambda x, g, beta: gate(x, g, beta)), _inputs()
     torch.library.opcheck(_opaque(spec), (*inputs, 0.5))
@@ -125,6 +161,42 @@ def test_a_matcher_of_ones_own():
     _, record, result = substitute(lambda x, g: x * F.softplus(g) + 1, *_inputs(), kernels=[spec])
     assert record.changed == 1
     assert torch.equal(result, gate(*_inputs(), 1.0))
+
+
+def test_the_example_of_the_docs_does_what_they_say(tmp_path, capsys):
+    text = (Path(__file__).parents[1] / "docs" / "kernels.md").read_text()
+    (example,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    (tmp_path / "example.py").write_text(example)
+    torch._dynamo.reset()
+    found = runpy.run_path(str(tmp_path / "example.py"))
+    said = " ".join(capsys.readouterr().out.split())
+    quoted = re.findall(r"`([^`]*)`", re.search(r"The report says.*\n", text)[0])
+    assert len(quoted) == 2 and all(words in said for words in quoted)
+    x = torch.randn(8)
+    assert torch.equal(found["compiled"](x), found["Model"]()(x))
+
+
+@pytest.mark.parametrize("end", [lambda y: y**2, lambda y: y.square(), lambda y: torch.pow(y, 2), torch.square])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int64, torch.bool])
+def test_a_square_is_a_power_of_two(end, dtype):
+    def squared_twice(x: Tensor) -> Tensor:
+        return ((x * x).square() + 1) ** 2
+
+    x = torch.tensor([-2, 0, 3]).to(dtype)
+    spec = dsgraph.kernel(namespace=f"dsgraph_tests_{next(_NUMBERS)}")(squared_twice)
+    _, record, result = substitute(lambda x: end(end(x * x) + 1), x, kernels=[spec])
+    expected = squared_twice(x)
+    assert record.changed == 1 and result.dtype is expected.dtype and torch.equal(result, expected)
+
+
+@pytest.mark.parametrize("end", [lambda y: y**3, lambda y: y**2.0, lambda y: y**y, lambda y: 2**y])
+def test_other_powers_are_no_squares(end):
+    def squared(x: Tensor) -> Tensor:
+        return torch.relu(x).square()
+
+    spec, x = dsgraph.kernel(namespace=f"dsgraph_tests_{next(_NUMBERS)}")(squared), torch.tensor([-2, 0, 3])
+    _, record, result = substitute(lambda x: end(torch.relu(x)), x, kernels=[spec])
+    assert record.changed == 0 and torch.equal(result, end(torch.relu(x)))
 
 
 def test_a_reference_that_reshapes_stands_for_the_same_sizes_alone():
@@ -233,6 +305,11 @@ def test_what_is_no_kernel_is_refused_in_one_sentence(function, options, message
     with pytest.raises(dsgraph.KernelError, match=message) as error:
         dsgraph.kernel(namespace="dsgraph_tests_refused", **options)(function)
     assert "\n" not in str(error.value)
+
+
+def test_the_decorator_wants_its_parentheses():
+    with pytest.raises(dsgraph.KernelError, match=r"kernel gate: write @dsgraph.kernel\(\) above it"):
+        dsgraph.kernel(gate)
 
 
 def test_an_op_is_defined_once():

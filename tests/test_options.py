@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -7,8 +8,11 @@ import torch
 from torch import nn
 
 import dsgraph
+from dsgraph.inductor_ext import KERNELS
 from dsgraph.options import BackendOptions, parse_options
 from dsgraph.passes import SubstituteKernels
+
+RMS_NORM = next(spec for spec in KERNELS if spec.name == "rms_norm")
 
 
 def test_defaults():
@@ -40,6 +44,17 @@ def test_defaults():
         ({"memory_limit": 0}, r"option 'memory_limit' is 0; it takes a number of bytes, 1 or more"),
         ({"kernels": "all"}, r"option 'kernels' is 'all'; it takes 'auto', 'none' or a list of kernels"),
         ({"kernels": ["rmsnorm"]}, r"option 'kernels' is .*'rmsnorm'; did you mean 'rms_norm'\?; known: .*rms_norm"),
+        (
+            {"kernels": "rms_norm"},
+            r"option 'kernels' is 'rms_norm': it takes .* a list of kernels, such as \['rms_norm'\]",
+        ),
+        ({"kernels": RMS_NORM}, r"it takes 'auto', 'none' or a list of kernels, such as \[KernelSpec\('rms_norm'\)\]"),
+        ({"kernels": [len]}, r"it holds len, which is no kernel: write @dsgraph.kernel\(\) above the function"),
+        ({"kernels": [["rms_norm"]]}, r"it holds \['rms_norm'\]; did you mean 'rms_norm'\?"),
+        (
+            {"kernels": ["rms_norm", "rope", replace(RMS_NORM)]},
+            r"two kernels of the name 'rms_norm' \(dsgraph.rms_norm.default and .*\): rename the function of one",
+        ),
         ({"kernels": ["rms_norm"], "pipeline": []}, r"option 'kernels' has no effect: the pipeline has no Substitute"),
         (["eager"], r"options is \['eager'\]; it takes a dict"),
         (
@@ -130,3 +145,4 @@ def test_kernels_set_what_the_pipeline_substitutes():
     (asked,) = substituting(kernels=["rms_norm"])
     assert asked.asked and [spec.name for spec in asked.kernels] == ["rms_norm"]
     assert substituting(kernels=[asked.kernels[0]]) == [asked]
+    assert substituting(kernels=["rms_norm", asked.kernels[0]]) == [asked]

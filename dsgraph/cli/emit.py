@@ -13,6 +13,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from dsgraph.dumping.contents import write_whole
 from dsgraph.dumping.render import bytes_text
 
 from .command import Answer, Command, CommandError
@@ -42,7 +43,9 @@ def _configure(parser: argparse.ArgumentParser) -> None:
         "--arch", default="sm_90", metavar="NAMES", help="comma-separated: sm_80, sm_90 (default: sm_90)"
     )
     parser.add_argument("--out", default="dsgraph-kernels", metavar="DIR", help="where to (default: dsgraph-kernels)")
-    parser.add_argument("--overwrite", action="store_true", help="delete older kernels that are there")
+    parser.add_argument(
+        "--overwrite", action="store_true", help="replace older kernels that are there, once there are new ones"
+    )
     parser.add_argument(
         "--ranks",
         type=rank_count,
@@ -57,7 +60,7 @@ def _run(arguments: argparse.Namespace) -> Answer:
     script = find_script(arguments.script, arguments.module)
     archs = _archs(arguments.arch)
     out = Path(arguments.out).absolute()
-    _make_room(out, overwrite=arguments.overwrite)
+    older = _make_room(out, overwrite=arguments.overwrite)
     with tempfile.TemporaryDirectory(prefix="dsgraph-emit-") as name:
         folder = Path(name)
         (folder / "settings.json").write_text(json.dumps({"archs": archs, "out": str(out)}))
@@ -71,21 +74,27 @@ def _run(arguments: argparse.Namespace) -> Answer:
             runner=("-m", "dsgraph.emission.program", str(arguments.ranks), until),
         )
         graphs = [json.loads(path.read_text()) for path in folder.glob("graph*.json")]
-    if not graphs and code == 0:
-        raise CommandError("nothing to emit: the script has compiled no graph with backend='dsgraph'")
-    index = {
+        if not graphs and code == 0:
+            raise CommandError("nothing to emit: the script has compiled no graph with backend='dsgraph'")
+        index = _index(graphs, archs=archs, ranks=arguments.ranks, code=code)
+        keeps = bool(older) and all(graph["problem"] is not None for graph in graphs)
+        if not keeps:
+            _replace(older, folder / "out", out)
+            write_whole(out / INDEX, (json.dumps(index, indent=1) + "\n").encode())
+    return report(index, folder=arguments.out, keeps_older=keeps)
+
+
+def _index(graphs: Sequence[Mapping[str, Any]], *, archs: Sequence[str], ranks: int, code: int) -> dict[str, Any]:
+    return {
         "format": FORMAT,
         "version": 1,
         "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "versions": {package: metadata.version(package) for package in ("torch", "triton")},
         "archs": archs,
-        "ranks": arguments.ranks,
+        "ranks": ranks,
         "script_exit_code": code,
         "graphs": sorted(graphs, key=lambda graph: (graph["graph"], _PHASES.index(graph["phase"]), graph["arch"])),
     }
-    out.mkdir(parents=True, exist_ok=True)
-    (out / INDEX).write_text(json.dumps(index, indent=1) + "\n")
-    return report(index, folder=arguments.out)
 
 
 # What an emission consists of besides its index. Nothing else is ever deleted.
@@ -120,8 +129,8 @@ def _environment(folder: str, ranks: int) -> dict[str, str]:
     return {**world, "CUDA_VISIBLE_DEVICES": "", "DSGRAPH_EMIT": folder, "DSGRAPH_DUMP": "", "DSGRAPH_BISECT": ""}
 
 
-def _make_room(out: Path, *, overwrite: bool) -> None:
-    """Makes sure that the folder can be written to and is empty.
+def _make_room(out: Path, *, overwrite: bool) -> list[Path]:
+    """Makes sure that the folder can be written to; the result are the older kernels in it, which may be overwritten.
 
     Raises:
         CommandError: It cannot, or it holds older kernels, which may not be overwritten, or something else.
@@ -141,19 +150,27 @@ def _make_room(out: Path, *, overwrite: bool) -> None:
             raise CommandError(f"{out} holds {name}, which no emission wrote; give --out another folder")
     if files and not overwrite:
         raise CommandError(f"{out} holds older kernels; give --overwrite to replace them, or --out another folder")
-    for path in files:
-        path.unlink()
+    return files
+
+
+def _replace(older: Sequence[Path], fresh: Path, out: Path) -> None:
+    """Moves what was emitted from the folder where it was written, if there is one, to where the older files are."""
+    for path in older:
+        path.unlink(missing_ok=True)
     for path in sorted((path for path in out.rglob("*") if path.is_dir()), reverse=True):
         if not any(path.iterdir()):
             path.rmdir()
+    for path in (path for path in fresh.rglob("*") if path.is_file()):
+        write_whole(out / path.relative_to(fresh), path.read_bytes())
 
 
-def report(index: Mapping[str, Any], *, folder: str) -> Answer:
+def report(index: Mapping[str, Any], *, folder: str, keeps_older: bool = False) -> Answer:
     """What was emitted.
 
     Args:
         index: What stands in the emission's `kernels.json`.
         folder: Where that is, as the user calls it.
+        keeps_older: Whether older kernels are there instead, because nothing could be emitted.
     """
     graphs = index["graphs"]
     parts = [_describe_graph(graph) for graph in graphs]
@@ -162,6 +179,8 @@ def report(index: Mapping[str, Any], *, folder: str) -> Answer:
     failed = [graph for graph in graphs if graph["problem"] is not None]
     spills = [spilled for kernel in triton for spilled in _figures(kernel, "spill_bytes")]
     end = [f"{folder}: {len(triton)} Triton kernels in {len(spills)} configurations, each a cubin; {INDEX}"]
+    if keeps_older:
+        end = [f"{folder}: the older kernels are as they were, since nothing was emitted"]
     if spilling:
         end.append(f"{len(spilling)} kernels spill registers: {', '.join(dict.fromkeys(spilling))}")
     elif any(spills):

@@ -32,6 +32,8 @@ from .schedule import Lowered, ScheduledKernel
 
 SETTINGS = "settings.json"
 """The file of the folder that says what to emit, and where to: `{"archs": ["sm_90"], "out": "/somewhere"}`."""
+FRESH = "out"
+"""The folder in it where code and kernels go: what older ones are replaced by when the program is through."""
 
 
 @dataclass(frozen=True)
@@ -40,13 +42,18 @@ class Target:
 
     Attributes:
         archs: Of `GPUS`. Passes decide by the costs of the first.
-        out: Where code and kernels go.
+        out: Where code and kernels will lie in the end, which is what their debug information says.
         records: Where what is known of each graph goes, one file a graph and architecture.
     """
 
     archs: tuple[str, ...]
     out: Path
     records: Path
+
+    @property
+    def fresh(self) -> Path:
+        """Where code and kernels are written."""
+        return self.records / FRESH
 
     def facts(self, facts: CaptureFacts, *, memory_limit: int | None) -> CaptureFacts:
         """The facts of a capture as they would be on the device."""
@@ -142,7 +149,7 @@ class Emission:
         """Writes the code of a graph and its kernels, compiled."""
         folder = Path(arch) / f"graph{self._number}-{phase}"
         code = folder.with_suffix(".py")
-        write_whole(self._target.out / code, lowered.code.encode())
+        write_whole(self._target.fresh / code, lowered.code.encode())
         kernels = merge_calls(self._save_kernel(kernel, lowered.sources, folder, arch) for kernel in lowered.kernels)
         return self._record(phase, arch, code=str(code), kernels=kernels, collectives=lowered.collectives)
 
@@ -151,14 +158,14 @@ class Emission:
     ) -> KernelRecord:
         configurations = []
         if kernel.is_triton:
-            path = self._target.out / folder / f"{kernel.name}.py"
+            path = folder / f"{kernel.name}.py"
             called, text = sources[kernel.name]
-            write_whole(path, text.encode())
-            for number, binary in enumerate(compile_module(path, called)):
+            write_whole(self._target.fresh / path, text.encode())
+            for number, binary in enumerate(compile_module(text, called, path=self._target.out / path)):
                 stem = folder / f"{kernel.name}.{number}"
                 for suffix, content in (("ttir", binary.ttir.encode()), ("ptx", binary.ptx.encode())):
-                    write_whole(self._target.out / f"{stem}.{suffix}", content)
-                write_whole(self._target.out / f"{stem}.cubin", binary.cubin)
+                    write_whole(self._target.fresh / f"{stem}.{suffix}", content)
+                write_whole(self._target.fresh / f"{stem}.cubin", binary.cubin)
                 resources = read_resources(binary.cubin, binary.ptx, shared_bytes=binary.shared_bytes)
                 configurations.append(Configuration(binary.config, binary.warps, resources, f"{stem}.cubin"))
         return describe_kernel(kernel, configurations, GPUS[arch])

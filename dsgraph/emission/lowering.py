@@ -11,6 +11,7 @@ The internals of torch that this takes were checked on the versions in `harness.
 from __future__ import annotations
 
 import copy
+import linecache
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -245,18 +246,21 @@ def lower(gm: GraphModule, inputs: Sequence[Any], *, phase: str, patches: Mappin
             return read_lowered(code, recorder, lowering.scheduler.nodes, list(gm.graph.nodes))
 
 
-def compile_module(path: Path, name: str) -> list[Binary]:
+def compile_module(source: str, name: str, *, path: Path) -> list[Binary]:
     """Compiles a Triton kernel of Inductor's code, in each configuration that it would try. Within `fake_device`.
 
     Args:
-        path: File of the kernel's module.
+        source: The kernel's module.
         name: What the module calls it.
+        path: Where the module will lie, for debug information. What lies there now is not read.
     """
     import torch._inductor.config as config
 
     module = ModuleType(name)
     module.__file__ = str(path)
-    exec(compile(path.read_text(), path, "exec"), module.__dict__)  # an import would leave bytecode beside it
+    # Triton asks `inspect` for the source of a function. An entry without a time is not compared with the file.
+    linecache.cache[str(path)] = (len(source), None, source.splitlines(keepends=True), str(path))
+    exec(compile(source, path, "exec"), module.__dict__)
     autotuner = getattr(module, name)
     with config.patch(use_static_triton_launcher=False):
         autotuner.precompile(warm_cache_only=True)

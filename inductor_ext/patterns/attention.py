@@ -10,6 +10,7 @@ import math
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F  # noqa: N812 - as users write it
 from torch import Tensor
 from torch.fx import Node
 
@@ -208,4 +209,5 @@ SPEC = KernelSpec(
     match=match,
     gain=_gain,
     supports=kernel.supports,
+    already=F.scaled_dot_product_attention,
 )

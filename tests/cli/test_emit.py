@@ -45,6 +45,18 @@ for step in range(int(sys.argv[1])):
     print("loss", loss.item(), __name__, __file__, torch.cuda.is_available())
 """
 
+# A graph that no device but the CPU can run.
+REFUSED = """
+import torch, dsgraph
+
+@torch.library.custom_op("dsgraph_tests_emit::cpu_only", mutates_args=(), device_types="cpu")
+def cpu_only(x: torch.Tensor) -> torch.Tensor:
+    return x.clone()
+
+cpu_only.register_fake(torch.empty_like)
+torch.compile(lambda x: cpu_only(x) + 1, backend="dsgraph")(torch.ones(4))
+"""
+
 
 def _run(*command: str, cwd: Path) -> tuple[int, str, str]:
     done = subprocess.run(
@@ -144,18 +156,54 @@ def test_bad_input_is_refused_in_one_line(arguments, message, capsys, tmp_path, 
     assert errors.count("\n") == 1
 
 
-def test_older_kernels_are_replaced_when_told_to(tmp_path, call):
-    out = tmp_path / "out"
+def _older_kernels(out: Path) -> list[Path]:
     older = [out / "kernels.json", out / "sm_80" / "graph1-forward.py", out / "sm_80" / "graph1-forward" / "k.0.cubin"]
     for path in older:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("{}")
-    (tmp_path / "idle.py").write_text("")
-    refused = call("emit", tmp_path / "idle.py", "--out", out)
+    return older
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("script", "code", "said"),
+    [
+        ("", 2, "nothing to emit"),
+        ("raise SystemExit(3)", 1, "the older kernels are as they were"),
+        (REFUSED, 1, "the older kernels are as they were"),
+    ],
+)
+def test_older_kernels_are_left_where_there_are_no_new_ones(tmp_path, call, script, code, said):
+    out = tmp_path / "out"
+    older = _older_kernels(out)
+    (tmp_path / "script.py").write_text(script)
+    refused = call("emit", tmp_path / "script.py", "--out", out)
     assert (refused.code, "holds older kernels; give --overwrite" in refused.err) == (2, True)
-    assert all(path.is_file() for path in older)
-    call("emit", tmp_path / "idle.py", "--out", out, "--overwrite")
-    assert not list(out.iterdir())
+    found = call("emit", tmp_path / "script.py", "--out", out, "--overwrite")
+    assert (found.code, said in found.out + found.err) == (code, True)
+    assert sorted(path for path in out.rglob("*") if path.is_file()) == sorted(older)
+    assert {path.read_text() for path in older} == {"{}"}
+
+
+@pytest.mark.slow
+@pytest.mark.inductor
+def test_older_kernels_are_replaced_by_new_ones(tmp_path, monkeypatch):
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))  # what it keeps has the paths of another test
+    out = tmp_path / "out"
+    older = _older_kernels(out)
+    (tmp_path / "plain.py").write_text(PLAIN)
+    code, printed, err = _emit("plain.py", "--out", "out", "--overwrite", "--", "1", cwd=tmp_path)
+    assert code == 0, printed + err
+    assert not any(path.exists() for path in older[1:]) and not (out / "sm_80").exists()
+    graphs = json.loads((out / "kernels.json").read_text())["graphs"]
+    configurations = [one for graph in graphs for kernel in graph["kernels"] for one in kernel["configurations"]]
+    assert configurations
+    for configuration in configurations:
+        cubin = out / configuration["cubin"]
+        assert cubin.read_bytes()[:4] == b"\x7fELF"
+        source = cubin.with_suffix("").with_suffix(".py")  # beside it, and where the debug information says
+        assert f'loc("{source}"' in cubin.with_suffix(".ttir").read_text()
+        assert source.is_file()
 
 
 def _kernel(name: str, *spills: int) -> dict[str, Any]:

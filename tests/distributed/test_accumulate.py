@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from contextlib import nullcontext
+from typing import Any
 
 import pytest
 import torch
@@ -276,3 +277,101 @@ def test_memory_of_gradients(ranks):
     assert ranks(2).run(_keep_local, 2, True)[0] == [(False, size) for size in full_bytes]
     assert ranks(2).run(_keep_local, 1, None)[0] == [(False, size) for size in full_bytes]
     assert ranks(2).run(_keep_local, 2, None)[0] == [(True, 0) for _ in full_bytes]
+
+
+# When a step is given up: in the middle of a micro-batch, between two, when the last has run its forward.
+GIVEN_UP = ("inside", "between", "last_forward")
+
+
+def _discard(when: str, model: torch.nn.Module, runs: Any, reduce_once: bool | None) -> Tensor | None:
+    """A step that overflows and is given up; the result is a loss of which the backward has not run, if any is."""
+    rank, loss = dist.get_rank(), None
+    for micro in range(2):
+        with dsgraph.accumulate(model, reduce_once=reduce_once):
+            for _ in range(2 if when == "inside" else 1):
+                (runs(*tokens(90 + micro, rank)) * float("inf")).backward()
+                if when == "inside":
+                    dsgraph.discard(model)
+    if when == "last_forward":
+        loss = runs(*tokens(92, rank))
+    if when != "inside":
+        dsgraph.discard(model)
+    return loss
+
+
+def _train_four_steps(stage: int, reduce_once: bool | None, codegen: str | None, *, discards: bool) -> list[Tensor]:
+    """Losses, gradients and parameters of four steps; with `discards`, one is given up ahead of each but the first."""
+    rank, found = dist.get_rank(), []
+    model = dsgraph.partition(build("gpt"), stage=stage, keep_whole_below=20)
+    options = {"codegen": codegen, "memory_limit": 10**9}  # with which stage 3 holds what it has gathered
+    runs = model if codegen is None else torch.compile(model, backend="dsgraph", options=options)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+    for step in range(1 + len(GIVEN_UP)):
+        if discards and step:
+            _discard(GIVEN_UP[step - 1], model, runs, reduce_once)
+            if stage == 3:
+                held = sum(item.bytes_replica for item in dsgraph.report(model).parameters)
+                assert (held > 0) == (GIVEN_UP[step - 1] == "inside" and codegen is not None)
+                optimizer.zero_grad()  # what has been reduced
+            assert all(param.grad is None for param in model.parameters())
+            optimizer.step()  # which nothing refuses: no gradient waits to be reduced
+        for micro in range(2):
+            with dsgraph.accumulate(model, reduce_once=reduce_once):
+                runs(*tokens(10 * step + micro, rank)).backward()
+        loss = runs(*tokens(10 * step + 2, rank))
+        loss.backward()
+        found += [loss.detach(), *(param.grad.to_local() for param in model.parameters())]
+        optimizer.step()
+        optimizer.zero_grad()
+        found += [param.to_local().detach().clone() for param in model.parameters()]
+    return found
+
+
+def _same_without(*how: Any) -> None:
+    mine, alone = (_train_four_steps(*how, discards=discards) for discards in (True, False))
+    assert len(mine) == len(alone) and all(map(torch.equal, mine, alone))
+
+
+@pytest.mark.parametrize("codegen", (None, "eager"))
+@pytest.mark.parametrize(("stage", "reduce_once"), [*REDUCING_ONCE, (3, None)])
+def test_a_discarded_step_leaves_no_trace(ranks, stage, reduce_once, codegen):
+    ranks(2).run(_same_without, stage, reduce_once, codegen)
+
+
+def _late_backward(stage: int, reduce_once: bool | None) -> None:
+    """The backward of a graph that was given sums, after they were dropped, gives the gradient of its own batch."""
+    found = []
+    for gives_up in (True, False):
+        model = dsgraph.partition(build("gpt"), stage=stage, keep_whole_below=20)
+        runs = torch.compile(model, backend="dsgraph", options={"codegen": "eager"})
+        late = _discard("last_forward", model, runs, reduce_once) if gives_up else runs(*tokens(92, dist.get_rank()))
+        assert late is not None
+        late.backward()
+        found.append([full(param.grad) for param in model.parameters()])
+    assert all(map(torch.equal, *found))
+
+
+@pytest.mark.parametrize(("stage", "reduce_once"), REDUCING_ONCE)
+def test_a_graph_that_was_given_sums_adds_none_after_discarding(ranks, stage, reduce_once):
+    ranks(2).run(_late_backward, stage, reduce_once)
+
+
+def _discard_reduced(stage: int) -> None:
+    model = dsgraph.partition(build("gpt"), stage=stage, keep_whole_below=20)
+    with dsgraph.accumulate(model):
+        model(*tokens(0, dist.get_rank())).backward()
+    before = [param.grad for param in model.parameters()]
+    copies = [grad.to_local().clone() for grad in before]
+    dsgraph.discard(model)
+    for param, grad, copy in zip(model.parameters(), before, copies, strict=True):
+        assert param.grad is grad and torch.equal(grad.to_local(), copy)
+
+
+@pytest.mark.parametrize("stage", (2, 3))
+def test_what_has_been_reduced_is_not_discarded(ranks, stage):
+    ranks(2).run(_discard_reduced, stage)
+
+
+def test_discarding_wants_a_partitioned_model():
+    with pytest.raises(dsgraph.PartitionError, match="discard: no partitioned module in Linear; call"):
+        dsgraph.discard(torch.nn.Linear(1, 1))

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.fx import GraphModule, Node
 from torch.testing import FileCheck
@@ -251,6 +252,22 @@ def test_where_inductor_does_as_well_only_what_was_asked_for_is_substituted(inpu
 def test_what_was_asked_for_and_is_not_there_is_said(inputs):
     _, record, _ = substitute(lambda x, w: x * w, *inputs, kernels=[RMS_NORM])
     assert record.notes == ("rms_norm was asked for and is substituted nowhere in this graph",)
+
+
+@pytest.mark.parametrize("calls", [1, 2])
+def test_what_the_graph_calls_by_torchs_own_name_is_not_missing(calls):
+    def function(x: Tensor) -> Tensor:
+        for _ in range(calls):
+            x = checkpoint(F.scaled_dot_product_attention, x, x, x, use_reentrant=False)
+        return x
+
+    kernels = [spec for spec in KERNELS if spec.name in ("attention", "rms_norm")]
+    _, record, _ = substitute(function, torch.randn(1, 2, 4, 8, requires_grad=True), kernels=kernels)
+    places = "1 place" if calls == 1 else "2 places"
+    assert record.changed == 0 and record.notes == (
+        f"attention is not substituted: the graph calls torch's scaled_dot_product_attention already, in {places}",
+        "rms_norm was asked for and is substituted nowhere in this graph",
+    )
 
 
 def test_what_is_not_proved_is_left_to_whoever_asks_for_it(inputs):

@@ -121,3 +121,16 @@ def test_strict_refuses_a_kernel_that_is_found_nowhere():
     torch._dynamo.reset()
     x = torch.randn(4, 8)
     assert torch.equal(relaxed(x), Halved()(x))
+
+
+def test_strict_lets_a_model_pass_that_calls_torchs_attention_itself():
+    class Attention(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return nn.functional.scaled_dot_product_attention(x, x, x)
+
+    torch._dynamo.reset()
+    options = {"codegen": "eager", "strict": True, "kernels": ["attention"]}
+    compiled, x = torch.compile(Attention(), backend="dsgraph", options=options), torch.randn(1, 2, 4, 8)
+    assert torch.equal(compiled(x), Attention()(x))
+    said = " ".join(str(dsgraph.report(compiled)).split())
+    assert "the graph calls torch's scaled_dot_product_attention already, in 1 place" in said
