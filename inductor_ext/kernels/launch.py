@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dsgraph.inductor_ext.matching import same_shape
+
 try:
     import triton
     import triton.language as tl
@@ -84,6 +86,15 @@ def why_not_rows(x: Tensor) -> str | None:
     if x.device.type == "cuda" and isinstance(x.shape[-1], int) and x.shape[-1] > MOST_COLUMNS:
         return f"its rows have {x.shape[-1]:,} elements, more than {MOST_COLUMNS:,}"
     return why_not_floating(input=x)
+
+
+def why_not_sum(x: Tensor, residual: Tensor) -> str | None:
+    """Why a kernel that adds a residual to `x` first cannot take the two, or None."""
+    if x.dtype != residual.dtype:
+        return f"it is of the sum of {x.dtype} and {residual.dtype}, where one dtype is expected"
+    if not same_shape(x, residual):
+        return f"it is of the sum of {list(x.shape)} and {list(residual.shape)}, where one shape is expected"
+    return why_not_rows(x)
 
 
 def as_rows(x: Tensor) -> Tensor:

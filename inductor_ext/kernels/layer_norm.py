@@ -12,6 +12,8 @@ For x `[..., n]`, computed in s = float32 (float64 for float64) and rounded once
     dbias   = sum over rows of g
 
 Saved for the backward: x, weight, mean, rstd.
+
+The Triton functions add a residual first where they are asked to: `add_layer_norm` launches them so.
 """
 
 from __future__ import annotations
@@ -53,12 +55,23 @@ def reference(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float,
 
 
 def backward_reference(
-    grad: Tensor, x: Tensor, weight: Tensor | None, mean: Tensor, rstd: Tensor, *, bias_dtype: torch.dtype | None
+    grad: Tensor,
+    x: Tensor,
+    weight: Tensor | None,
+    mean: Tensor,
+    rstd: Tensor,
+    *,
+    bias_dtype: torch.dtype | None,
+    grad_x: Tensor | None = None,
 ) -> _Triple:
-    """Gradients of x, of the weight and of the bias (empty tensors without one), in plain torch."""
+    """Gradients of x, of the weight and of the bias (empty tensors without one), in plain torch.
+
+    `grad_x`, what other uses of x give to its gradient, is added before it is rounded.
+    """
     g, h = grad.to(rstd.dtype), (x.to(rstd.dtype) - mean) * rstd
     u = g if weight is None else g * weight.to(rstd.dtype)
     dx = rstd * (u - u.mean(-1, keepdim=True) - h * (u * h).mean(-1, keepdim=True))
+    dx = dx if grad_x is None else dx + grad_x.to(dx.dtype)
     none = x.new_empty(0)
     dweight = none if weight is None else sum_over_rows(g * h).to(weight.dtype)
     dbias = torch.empty_like(none) if bias_dtype is None else sum_over_rows(g).to(bias_dtype)
@@ -67,14 +80,20 @@ def backward_reference(
 
 @triton.jit
 def forward_kernel(  # type: ignore[no-untyped-def]
-    x_ptr, weight_ptr, bias_ptr, y_ptr, mean_ptr, rstd_ptr, x_stride, columns, eps,
-    HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK: tl.constexpr,
+    x_ptr, residual_ptr, weight_ptr, bias_ptr, y_ptr, total_ptr, mean_ptr, rstd_ptr,
+    x_stride, residual_stride, columns, eps,
+    HAS_RESIDUAL: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One program a row."""
+    """One program a row. With a residual, the norm is of the rounded sum, which is stored as well."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < columns
     x = tl.load(x_ptr + row * x_stride + column, mask=inside, other=0.0).to(tl.float32)
+    if HAS_RESIDUAL:
+        x += tl.load(residual_ptr + row * residual_stride + column, mask=inside, other=0.0).to(tl.float32)
+        total = x.to(total_ptr.dtype.element_ty)
+        tl.store(total_ptr + row * columns + column, total, mask=inside)
+        x = total.to(tl.float32)
     mean = tl.sum(x, 0) / columns
     centred = tl.where(inside, x - mean, 0.0)
     rstd = tl.rsqrt(tl.sum(centred * centred, 0) / columns + eps)
@@ -90,9 +109,9 @@ def forward_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def backward_kernel(  # type: ignore[no-untyped-def]
-    grad_ptr, x_ptr, weight_ptr, mean_ptr, rstd_ptr, dx_ptr, dweight_ptr, dbias_ptr,
-    grad_stride, x_stride, rows, columns,
-    HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK: tl.constexpr,
+    grad_ptr, grad_x_ptr, x_ptr, weight_ptr, mean_ptr, rstd_ptr, dx_ptr, dweight_ptr, dbias_ptr,
+    grad_stride, grad_x_stride, x_stride, rows, columns,
+    HAS_GRAD_X: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Program p takes rows p, p + programs, ... and adds up its part of the weight's and of the bias's gradient."""
     first = tl.program_id(0).to(tl.int64)
@@ -112,7 +131,10 @@ def backward_kernel(  # type: ignore[no-untyped-def]
         if HAS_WEIGHT:
             dweight += u * h
             u *= weight
-        dx = rstd * (u - tl.sum(u, 0) / columns - h * (tl.sum(u * h, 0) / columns))
+        dx = tl.zeros([BLOCK], tl.float32)
+        if HAS_GRAD_X:  # behind the sums, registers would spill on sm_80
+            dx += tl.load(grad_x_ptr + row * grad_x_stride + column, mask=inside, other=0.0).to(tl.float32)
+        dx += rstd * (u - tl.sum(u, 0) / columns - h * (tl.sum(u * h, 0) / columns))
         tl.store(dx_ptr + row * columns + column, dx.to(dx_ptr.dtype.element_ty), mask=inside)
     if HAS_WEIGHT:
         tl.store(dweight_ptr + first * columns + column, dweight, mask=inside)
@@ -120,15 +142,26 @@ def backward_kernel(  # type: ignore[no-untyped-def]
         tl.store(dbias_ptr + first * columns + column, dbias, mask=inside)
 
 
-def launch_forward(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, *, dtype: torch.dtype) -> _Triple:
-    """`reference` by the Triton kernel."""
-    rows = as_rows(x)
+def launch_forward(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    *,
+    dtype: torch.dtype,
+    residual: Tensor | None = None,
+    total: Tensor | None = None,
+) -> _Triple:
+    """`reference` by the Triton kernel, of x or, into `total`, contiguous and like x, of x + residual."""
+    rows, residual_rows = as_rows(x), as_rows(x if residual is None else residual)
     y = x.new_empty(x.shape, dtype=dtype)
     mean, rstd = (x.new_empty((*x.shape[:-1], 1), dtype=torch.float32) for _ in range(2))
     parameters = (rows if item is None else item.contiguous() for item in (weight, bias))
     with on_device_of(x):
         forward_kernel[(len(rows),)](
-            *(rows, *parameters, y, mean, rstd, rows.stride(0), rows.shape[1], eps),
+            *(rows, residual_rows, *parameters, y, y if total is None else total, mean, rstd),
+            *(rows.stride(0), residual_rows.stride(0), rows.shape[1], eps),
+            HAS_RESIDUAL=residual is not None,
             HAS_WEIGHT=weight is not None,
             HAS_BIAS=bias is not None,
             BLOCK=next_power_of_2(rows.shape[1]),
@@ -138,18 +171,26 @@ def launch_forward(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: f
 
 
 def launch_backward(
-    grad: Tensor, x: Tensor, weight: Tensor | None, mean: Tensor, rstd: Tensor, *, bias_dtype: torch.dtype | None
+    grad: Tensor,
+    x: Tensor,
+    weight: Tensor | None,
+    mean: Tensor,
+    rstd: Tensor,
+    *,
+    bias_dtype: torch.dtype | None,
+    grad_x: Tensor | None = None,
 ) -> _Triple:
     """`backward_reference` by the Triton kernel."""
-    grad_rows, rows = as_rows(grad), as_rows(x)
+    grad_rows, grad_x_rows, rows = (as_rows(item) for item in (grad, grad if grad_x is None else grad_x, x))
     columns, programs = rows.shape[1], min(len(rows), PROGRAMS)
     dx = x.new_empty(x.shape)
     dtypes = None if weight is None else weight.dtype, bias_dtype
     parts = [x.new_empty((programs, columns) if dtype is not None else (0,), dtype=torch.float32) for dtype in dtypes]
     with on_device_of(x):
         backward_kernel[(programs,)](
-            *(grad_rows, rows, rows if weight is None else weight.contiguous(), mean, rstd, dx, *parts),
-            *(grad_rows.stride(0), rows.stride(0), len(rows), columns),
+            *(grad_rows, grad_x_rows, rows, rows if weight is None else weight.contiguous(), mean, rstd, dx, *parts),
+            *(grad_rows.stride(0), grad_x_rows.stride(0), rows.stride(0), len(rows), columns),
+            HAS_GRAD_X=grad_x is not None,
             HAS_WEIGHT=weight is not None,
             HAS_BIAS=bias_dtype is not None,
             BLOCK=next_power_of_2(columns),

@@ -12,6 +12,8 @@ For x `[..., n]`, computed in s = float32 (float64 for float64):
 `norm_dtype` is where spellings differ: transformers' Llama rounds to the input's dtype before it multiplies by the
 weight, torch's own and Gemma's after it. Sum and product with the weight are rounded as torch does, to the dtype to
 which norm_dtype and the weight's promote. Saved for the backward: x, weight, rstd.
+
+The Triton functions add a residual first where they are asked to: `add_rms_norm` launches them so.
 """
 
 from __future__ import annotations
@@ -51,13 +53,24 @@ def reference(
 
 
 def backward_reference(
-    grad: Tensor, x: Tensor, weight: Tensor | None, rstd: Tensor, *, offset: float, norm_dtype: torch.dtype
+    grad: Tensor,
+    x: Tensor,
+    weight: Tensor | None,
+    rstd: Tensor,
+    *,
+    offset: float,
+    norm_dtype: torch.dtype,
+    grad_x: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of x and of the weight (an empty tensor without one), in plain torch."""
+    """Gradients of x and of the weight (an empty tensor without one), in plain torch.
+
+    `grad_x`, what other uses of x give to its gradient, is added before it is rounded.
+    """
     wide, g = x.to(rstd.dtype), grad.to(rstd.dtype)
     h = wide * rstd
     u = g if weight is None else g * (weight.to(rstd.dtype) + offset)
-    dx = (rstd * (u - h * (u * h).mean(-1, keepdim=True))).to(x.dtype).contiguous()
+    dx = rstd * (u - h * (u * h).mean(-1, keepdim=True))
+    dx = (dx if grad_x is None else dx + grad_x.to(dx.dtype)).to(x.dtype).contiguous()
     if weight is None:
         return dx, x.new_empty(0)
     return dx, sum_over_rows(g * h.to(norm_dtype).to(rstd.dtype)).to(weight.dtype)
@@ -69,14 +82,20 @@ def _product_dtype(weight: Tensor | None, norm_dtype: torch.dtype) -> torch.dtyp
 
 @triton.jit
 def forward_kernel(  # type: ignore[no-untyped-def]
-    x_ptr, weight_ptr, y_ptr, rstd_ptr, x_stride, columns, eps, offset,
-    HAS_WEIGHT: tl.constexpr, ROUND_TO: tl.constexpr, PRODUCT: tl.constexpr, BLOCK: tl.constexpr,
+    x_ptr, residual_ptr, weight_ptr, y_ptr, total_ptr, rstd_ptr, x_stride, residual_stride, columns, eps, offset,
+    HAS_RESIDUAL: tl.constexpr, HAS_WEIGHT: tl.constexpr, ROUND_TO: tl.constexpr, PRODUCT: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One program a row."""
+    """One program a row. With a residual, the norm is of the rounded sum, which is stored as well."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < columns
     x = tl.load(x_ptr + row * x_stride + column, mask=inside, other=0.0).to(tl.float32)
+    if HAS_RESIDUAL:
+        x += tl.load(residual_ptr + row * residual_stride + column, mask=inside, other=0.0).to(tl.float32)
+        total = x.to(total_ptr.dtype.element_ty)
+        tl.store(total_ptr + row * columns + column, total, mask=inside)
+        x = total.to(tl.float32)
     rstd = tl.rsqrt(tl.sum(x * x, 0) / columns + eps)
     tl.store(rstd_ptr + row, rstd)
     y = (x * rstd).to(ROUND_TO).to(tl.float32)
@@ -88,8 +107,9 @@ def forward_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def backward_kernel(  # type: ignore[no-untyped-def]
-    grad_ptr, x_ptr, weight_ptr, rstd_ptr, dx_ptr, dweight_ptr, grad_stride, x_stride, rows, columns, offset,
-    HAS_WEIGHT: tl.constexpr, ROUND_TO: tl.constexpr, BLOCK: tl.constexpr,
+    grad_ptr, grad_x_ptr, x_ptr, weight_ptr, rstd_ptr, dx_ptr, dweight_ptr,
+    grad_stride, grad_x_stride, x_stride, rows, columns, offset,
+    HAS_GRAD_X: tl.constexpr, HAS_WEIGHT: tl.constexpr, ROUND_TO: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Program p takes rows p, p + programs, ... and adds up its part of the weight's gradient."""
     first = tl.program_id(0).to(tl.int64)
@@ -107,23 +127,35 @@ def backward_kernel(  # type: ignore[no-untyped-def]
             dweight += u * h.to(ROUND_TO).to(tl.float32)
             u *= scale
         dx = rstd * (u - h * (tl.sum(u * h, 0) / columns))
+        if HAS_GRAD_X:
+            dx += tl.load(grad_x_ptr + row * grad_x_stride + column, mask=inside, other=0.0).to(tl.float32)
         tl.store(dx_ptr + row * columns + column, dx.to(dx_ptr.dtype.element_ty), mask=inside)
     if HAS_WEIGHT:
         tl.store(dweight_ptr + first * columns + column, dweight, mask=inside)
 
 
 def launch_forward(
-    x: Tensor, weight: Tensor | None, eps: float, *, offset: float, norm_dtype: torch.dtype, dtype: torch.dtype
+    x: Tensor,
+    weight: Tensor | None,
+    eps: float,
+    *,
+    offset: float,
+    norm_dtype: torch.dtype,
+    dtype: torch.dtype,
+    residual: Tensor | None = None,
+    total: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`reference` by the Triton kernel."""
-    rows = as_rows(x)
+    """`reference` by the Triton kernel, of x or, into `total`, contiguous and like x, of x + residual."""
+    rows, residual_rows = as_rows(x), as_rows(x if residual is None else residual)
     columns = rows.shape[1]
     y = x.new_empty(x.shape, dtype=dtype)
     rstd = x.new_empty((*x.shape[:-1], 1), dtype=torch.float32)
     scale = rows if weight is None else weight.contiguous()
     with on_device_of(x):
         forward_kernel[(len(rows),)](
-            *(rows, scale, y, rstd, rows.stride(0), columns, eps, offset),
+            *(rows, residual_rows, scale, y, y if total is None else total, rstd),
+            *(rows.stride(0), residual_rows.stride(0), columns, eps, offset),
+            HAS_RESIDUAL=residual is not None,
             HAS_WEIGHT=weight is not None,
             ROUND_TO=triton_dtype(norm_dtype),
             PRODUCT=triton_dtype(_product_dtype(weight, norm_dtype)),
@@ -134,17 +166,25 @@ def launch_forward(
 
 
 def launch_backward(
-    grad: Tensor, x: Tensor, weight: Tensor | None, rstd: Tensor, *, offset: float, norm_dtype: torch.dtype
+    grad: Tensor,
+    x: Tensor,
+    weight: Tensor | None,
+    rstd: Tensor,
+    *,
+    offset: float,
+    norm_dtype: torch.dtype,
+    grad_x: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`backward_reference` by the Triton kernel."""
-    grad_rows, rows = as_rows(grad), as_rows(x)
+    grad_rows, grad_x_rows, rows = (as_rows(item) for item in (grad, grad if grad_x is None else grad_x, x))
     columns, programs = rows.shape[1], min(len(rows), PROGRAMS)
     dx = x.new_empty(x.shape)
     parts = x.new_empty((programs, columns) if weight is not None else (0,), dtype=torch.float32)
     with on_device_of(x):
         backward_kernel[(programs,)](
-            *(grad_rows, rows, rows if weight is None else weight.contiguous(), rstd, dx, parts),
-            *(grad_rows.stride(0), rows.stride(0), len(rows), columns, offset),
+            *(grad_rows, grad_x_rows, rows, rows if weight is None else weight.contiguous(), rstd, dx, parts),
+            *(grad_rows.stride(0), grad_x_rows.stride(0), rows.stride(0), len(rows), columns, offset),
+            HAS_GRAD_X=grad_x is not None,
             HAS_WEIGHT=weight is not None,
             ROUND_TO=triton_dtype(norm_dtype),
             BLOCK=next_power_of_2(columns),
@@ -153,7 +193,8 @@ def launch_backward(
     return dx, x.new_empty(0) if weight is None else parts.sum(0).to(weight.dtype)
 
 
-def _takes_triton(x: Tensor, weight: Tensor | None, norm_dtype: torch.dtype) -> bool:
+def takes(x: Tensor, weight: Tensor | None, norm_dtype: torch.dtype) -> bool:
+    """Whether the Triton kernels, which compute in float32, take these."""
     return takes_triton(x, weight) and norm_dtype != torch.float64
 
 
@@ -179,7 +220,7 @@ def rms_norm(
     Returns:
         `[..., n]` in `dtype`; the reciprocal root mean square `[..., 1]` in float32, or float64 for float64.
     """
-    compute = launch_forward if _takes_triton(x, weight, norm_dtype) else reference
+    compute = launch_forward if takes(x, weight, norm_dtype) else reference
     return compute(x, weight, eps, offset=offset, norm_dtype=norm_dtype, dtype=dtype)
 
 
@@ -200,7 +241,7 @@ def rms_norm_backward(
     grad: Tensor, x: Tensor, weight: Tensor | None, rstd: Tensor, *, offset: float, norm_dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     """Gradients of `rms_norm`: of x, like x; of the weight, like the weight, or an empty tensor without one."""
-    compute = launch_backward if _takes_triton(x, weight, norm_dtype) else backward_reference
+    compute = launch_backward if takes(x, weight, norm_dtype) else backward_reference
     return compute(grad, x, weight, rstd, offset=offset, norm_dtype=norm_dtype)
 
 

@@ -44,10 +44,18 @@ _WHOLE = {"FULL_COS": True, "FULL_SIN": True}
 _EVERYTHING = {**dict.fromkeys(("HAS_COPY", "HAS_SCALE", "HAS_INF", "ADAMW", "MAXIMIZE"), True), "BLOCK": 1024}
 _LARGEST = {"HAS_SOFTCAP": True, "WRITES_GRADIENT": True, "BLOCK": MAX_BLOCK}
 LAUNCHES: dict[tuple[str, str], list[tuple[dict[str, Any], int]]] = {
-    ("rms_norm", "forward_kernel"): [({**_ROUNDED, "BLOCK": row}, warps_for(row)) for row in _ROWS],
-    ("rms_norm", "backward_kernel"): [({**_SCALED, "BLOCK": 4096}, warps_for(4096))],
-    ("layer_norm", "forward_kernel"): [({**_SHIFTED, "BLOCK": row}, warps_for(row)) for row in _ROWS],
-    ("layer_norm", "backward_kernel"): [({**_SHIFTED, "BLOCK": 4096}, warps_for(4096))],
+    ("rms_norm", "forward_kernel"): [
+        ({"HAS_RESIDUAL": add, **_ROUNDED, "BLOCK": row}, warps_for(row)) for add in (False, True) for row in _ROWS
+    ],
+    ("rms_norm", "backward_kernel"): [
+        ({"HAS_GRAD_X": add, **_SCALED, "BLOCK": 4096}, warps_for(4096)) for add in (False, True)
+    ],
+    ("layer_norm", "forward_kernel"): [
+        ({"HAS_RESIDUAL": add, **_SHIFTED, "BLOCK": row}, warps_for(row)) for add in (False, True) for row in _ROWS
+    ],
+    ("layer_norm", "backward_kernel"): [
+        ({"HAS_GRAD_X": add, **_SHIFTED, "BLOCK": 4096}, warps_for(4096)) for add in (False, True)
+    ],
     ("swiglu", "forward_kernel"): [({"BLOCK": 1024}, 4)],
     ("swiglu", "backward_kernel"): [({"BLOCK": 1024}, 4)],
     ("geglu", "forward_kernel"): [({"TANH": tanh, "BLOCK": 1024}, 4) for tanh in (False, True)],

@@ -1,0 +1,177 @@
+"""LayerNorm of a sum with a residual, and the sum, in one pass forward and one backward.
+
+For x and residual `[..., n]`, of one dtype:
+
+    total         = x + residual, rounded to that dtype                            [..., n]
+    y, mean, rstd = layer_norm(total)                                              see `layer_norm`
+
+    with g the gradient of y and t that of total:
+    dx = dresidual = (layer_norm's derivative for g) + t, rounded once
+    dweight, dbias = layer_norm's
+
+Saved for the backward: total, weight, mean, rstd; neither x nor residual. Where nobody reads one of y and total, its
+gradient is none at all, not zeros.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import layer_norm
+from .launch import compute_dtype, takes_triton, why_not_sum
+
+_Triple = tuple[Tensor, Tensor, Tensor]
+_Four = tuple[Tensor, Tensor, Tensor, Tensor]
+
+
+def reference(
+    x: Tensor, residual: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, *, dtype: torch.dtype
+) -> _Four:
+    """What the op computes, the sum, the mean and the reciprocal standard deviation, in plain torch."""
+    total = (x + residual).contiguous()
+    y, mean, rstd = layer_norm.reference(total, weight, bias, eps, dtype=dtype)
+    return y, total, mean, rstd
+
+
+def backward_reference(
+    grad: Tensor,
+    grad_total: Tensor | None,
+    total: Tensor,
+    weight: Tensor | None,
+    mean: Tensor,
+    rstd: Tensor,
+    *,
+    bias_dtype: torch.dtype | None,
+) -> _Triple:
+    """Gradient of x, which is that of the residual, of the weight and of the bias, in plain torch.
+
+    Empty tensors without weight or bias.
+    """
+    return layer_norm.backward_reference(grad, total, weight, mean, rstd, bias_dtype=bias_dtype, grad_x=grad_total)
+
+
+def launch_forward(
+    x: Tensor, residual: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, *, dtype: torch.dtype
+) -> _Four:
+    """`reference` by the Triton kernel of `layer_norm`."""
+    total = x.new_empty(x.shape)
+    y, mean, rstd = layer_norm.launch_forward(x, weight, bias, eps, dtype=dtype, residual=residual, total=total)
+    return y, total, mean, rstd
+
+
+def launch_backward(
+    grad: Tensor,
+    grad_total: Tensor | None,
+    total: Tensor,
+    weight: Tensor | None,
+    mean: Tensor,
+    rstd: Tensor,
+    *,
+    bias_dtype: torch.dtype | None,
+) -> _Triple:
+    """`backward_reference` by the Triton kernel of `layer_norm`."""
+    return layer_norm.launch_backward(grad, total, weight, mean, rstd, bias_dtype=bias_dtype, grad_x=grad_total)
+
+
+@torch.library.custom_op(
+    "dsgraph::add_layer_norm",
+    mutates_args=(),
+    schema="(Tensor x, Tensor residual, Tensor? weight, Tensor? bias, float eps, *, ScalarType dtype) "
+    "-> (Tensor, Tensor, Tensor, Tensor)",
+)
+def add_layer_norm(
+    x: Tensor, residual: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, *, dtype: torch.dtype
+) -> _Four:
+    """LayerNorm of `x + residual` over the last dimension.
+
+    Args:
+        x: `[..., n]`, a floating dtype.
+        residual: Like x.
+        weight: `[n]`, or None.
+        bias: `[n]`, or None.
+        eps: Added to the variance.
+        dtype: Of the result.
+
+    Returns:
+        `[..., n]` in `dtype`; the sum, like x; the mean and the reciprocal standard deviation, both `[..., 1]` in
+        float32, or float64 for float64. All contiguous.
+    """
+    compute = launch_forward if takes_triton(x) else reference
+    return compute(x, residual, weight, bias, eps, dtype=dtype)
+
+
+@add_layer_norm.register_fake
+def _(
+    x: Tensor, residual: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, *, dtype: torch.dtype
+) -> _Four:
+    mean, rstd = (x.new_empty((*x.shape[:-1], 1), dtype=compute_dtype(x)) for _ in range(2))
+    return x.new_empty(x.shape, dtype=dtype), x.new_empty(x.shape), mean, rstd
+
+
+@torch.library.custom_op(
+    "dsgraph::add_layer_norm_backward",
+    mutates_args=(),
+    schema="(Tensor grad, Tensor? grad_total, Tensor total, Tensor? weight, Tensor mean, Tensor rstd, *, "
+    "ScalarType? bias_dtype) -> (Tensor, Tensor, Tensor)",
+)
+def add_layer_norm_backward(
+    grad: Tensor,
+    grad_total: Tensor | None,
+    total: Tensor,
+    weight: Tensor | None,
+    mean: Tensor,
+    rstd: Tensor,
+    *,
+    bias_dtype: torch.dtype | None,
+) -> _Triple:
+    """Gradients of `add_layer_norm`: of x and of the residual, one tensor like total; the others as of `layer_norm`."""
+    compute = launch_backward if takes_triton(total) else backward_reference
+    return compute(grad, grad_total, total, weight, mean, rstd, bias_dtype=bias_dtype)
+
+
+@add_layer_norm_backward.register_fake
+def _(
+    grad: Tensor,
+    grad_total: Tensor | None,
+    total: Tensor,
+    weight: Tensor | None,
+    mean: Tensor,
+    rstd: Tensor,
+    *,
+    bias_dtype: torch.dtype | None,
+) -> _Triple:
+    none = total.new_empty(0)
+    dweight = none if weight is None else weight.new_empty(weight.shape)
+    dbias = torch.empty_like(none) if bias_dtype is None else total.new_empty(total.shape[-1:], dtype=bias_dtype)
+    return total.new_empty(total.shape), dweight, dbias
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, Any], output: Any) -> None:
+    _, _, weight, bias, _ = inputs
+    _, total, mean, rstd = output
+    ctx.save_for_backward(total, weight, mean, rstd)
+    ctx.set_materialize_grads(False)
+    ctx.bias_dtype = None if bias is None else bias.dtype
+
+
+def _backward(ctx: Any, grad: Tensor | None, grad_total: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
+    total, weight, mean, rstd = ctx.saved_tensors
+    if grad is None:
+        return grad_total, grad_total, None, None, None
+    dx, dweight, dbias = torch.ops.dsgraph.add_layer_norm_backward(
+        grad, grad_total, total, weight, mean, rstd, bias_dtype=ctx.bias_dtype
+    )
+    return dx, dx, None if weight is None else dweight, None if ctx.bias_dtype is None else dbias, None
+
+
+add_layer_norm.register_autograd(_backward, setup_context=_setup_context)
+
+
+def supports(
+    x: Tensor, residual: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, **options: Any
+) -> str | None:
+    """Why the op cannot take these, or None."""
+    return why_not_sum(x, residual)

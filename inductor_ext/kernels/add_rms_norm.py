@@ -1,0 +1,198 @@
+"""RMSNorm of a sum with a residual, and the sum, in one pass forward and one backward.
+
+For x and residual `[..., n]`, of one dtype:
+
+    total   = x + residual, rounded to that dtype                                  [..., n]
+    y, rstd = rms_norm(total)                                                      see `rms_norm`
+
+    with g the gradient of y and t that of total:
+    dx = dresidual = (rms_norm's derivative for g) + t, rounded once
+    dweight        = rms_norm's
+
+Saved for the backward: total, weight, rstd; neither x nor residual. Where nobody reads one of y and total, its
+gradient is none at all, not zeros.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import rms_norm
+from .launch import compute_dtype, why_not_sum
+
+_Triple = tuple[Tensor, Tensor, Tensor]
+
+
+def reference(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor | None,
+    eps: float,
+    *,
+    offset: float,
+    norm_dtype: torch.dtype,
+    dtype: torch.dtype,
+) -> _Triple:
+    """What the op computes, the sum, and the reciprocal root mean square, in plain torch."""
+    total = (x + residual).contiguous()
+    y, rstd = rms_norm.reference(total, weight, eps, offset=offset, norm_dtype=norm_dtype, dtype=dtype)
+    return y, total, rstd
+
+
+def backward_reference(
+    grad: Tensor,
+    grad_total: Tensor | None,
+    total: Tensor,
+    weight: Tensor | None,
+    rstd: Tensor,
+    *,
+    offset: float,
+    norm_dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:
+    """Gradient of x, which is that of the residual, and of the weight (an empty tensor without one), in plain torch."""
+    return rms_norm.backward_reference(
+        grad, total, weight, rstd, offset=offset, norm_dtype=norm_dtype, grad_x=grad_total
+    )
+
+
+def launch_forward(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor | None,
+    eps: float,
+    *,
+    offset: float,
+    norm_dtype: torch.dtype,
+    dtype: torch.dtype,
+) -> _Triple:
+    """`reference` by the Triton kernel of `rms_norm`."""
+    total = x.new_empty(x.shape)
+    y, rstd = rms_norm.launch_forward(
+        x, weight, eps, offset=offset, norm_dtype=norm_dtype, dtype=dtype, residual=residual, total=total
+    )
+    return y, total, rstd
+
+
+def launch_backward(
+    grad: Tensor,
+    grad_total: Tensor | None,
+    total: Tensor,
+    weight: Tensor | None,
+    rstd: Tensor,
+    *,
+    offset: float,
+    norm_dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:
+    """`backward_reference` by the Triton kernel of `rms_norm`."""
+    return rms_norm.launch_backward(grad, total, weight, rstd, offset=offset, norm_dtype=norm_dtype, grad_x=grad_total)
+
+
+@torch.library.custom_op(
+    "dsgraph::add_rms_norm",
+    mutates_args=(),
+    schema="(Tensor x, Tensor residual, Tensor? weight, float eps, *, float offset, ScalarType norm_dtype, "
+    "ScalarType dtype) -> (Tensor, Tensor, Tensor)",
+)
+def add_rms_norm(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor | None,
+    eps: float,
+    *,
+    offset: float,
+    norm_dtype: torch.dtype,
+    dtype: torch.dtype,
+) -> _Triple:
+    """RMSNorm of `x + residual` over the last dimension.
+
+    Args:
+        x: `[..., n]`, a floating dtype.
+        residual: Like x.
+        weight: `[n]`, or None.
+        eps: Added to the mean square.
+        offset: Added to the weight.
+        norm_dtype: To which the normalised sum is rounded before it is multiplied by the weight.
+        dtype: Of the result.
+
+    Returns:
+        `[..., n]` in `dtype`; the sum, like x; the reciprocal root mean square `[..., 1]` in float32, or float64 for
+        float64. All contiguous.
+    """
+    compute = launch_forward if rms_norm.takes(x, weight, norm_dtype) else reference
+    return compute(x, residual, weight, eps, offset=offset, norm_dtype=norm_dtype, dtype=dtype)
+
+
+@add_rms_norm.register_fake
+def _(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor | None,
+    eps: float,
+    *,
+    offset: float,
+    norm_dtype: torch.dtype,
+    dtype: torch.dtype,
+) -> _Triple:
+    rstd = x.new_empty((*x.shape[:-1], 1), dtype=compute_dtype(x))
+    return x.new_empty(x.shape, dtype=dtype), x.new_empty(x.shape), rstd
+
+
+@torch.library.custom_op(
+    "dsgraph::add_rms_norm_backward",
+    mutates_args=(),
+    schema="(Tensor grad, Tensor? grad_total, Tensor total, Tensor? weight, Tensor rstd, *, float offset, "
+    "ScalarType norm_dtype) -> (Tensor, Tensor)",
+)
+def add_rms_norm_backward(
+    grad: Tensor,
+    grad_total: Tensor | None,
+    total: Tensor,
+    weight: Tensor | None,
+    rstd: Tensor,
+    *,
+    offset: float,
+    norm_dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:
+    """Gradients of `add_rms_norm`: of x and of the residual, one tensor like total; of the weight, as of `rms_norm`."""
+    compute = launch_backward if rms_norm.takes(total, weight, norm_dtype) else backward_reference
+    return compute(grad, grad_total, total, weight, rstd, offset=offset, norm_dtype=norm_dtype)
+
+
+@add_rms_norm_backward.register_fake
+def _(
+    grad: Tensor,
+    grad_total: Tensor | None,
+    total: Tensor,
+    weight: Tensor | None,
+    rstd: Tensor,
+    *,
+    offset: float,
+    norm_dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:
+    return total.new_empty(total.shape), total.new_empty(0) if weight is None else torch.empty_like(weight)
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, Any], output: Any) -> None:
+    _, total, rstd = output
+    ctx.save_for_backward(total, inputs[2], rstd)
+    ctx.set_materialize_grads(False)
+    ctx.options = {name: keyword_only_inputs[name] for name in ("offset", "norm_dtype")}
+
+
+def _backward(ctx: Any, grad: Tensor | None, grad_total: Tensor | None, _: Tensor | None) -> tuple[Tensor | None, ...]:
+    total, weight, rstd = ctx.saved_tensors
+    if grad is None:
+        return grad_total, grad_total, None, None
+    dx, dweight = torch.ops.dsgraph.add_rms_norm_backward(grad, grad_total, total, weight, rstd, **ctx.options)
+    return dx, dx, None if weight is None else dweight, None
+
+
+add_rms_norm.register_autograd(_backward, setup_context=_setup_context)
+
+
+def supports(x: Tensor, residual: Tensor, weight: Tensor | None, eps: float, **options: Any) -> str | None:
+    """Why the op cannot take these, or None."""
+    return why_not_sum(x, residual)
