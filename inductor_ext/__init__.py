@@ -26,7 +26,7 @@ from .kernels.linear_cross_entropy import linear_cross_entropy
 from .likeness import Likeness
 from .matching import Call, call_of, same_shape, same_size, writes
 from .messages import sends_messages
-from .patterns import KERNELS
+from .patterns import KERNELS, largest_first
 
 
 def register_lowerings() -> None:
@@ -61,6 +61,7 @@ __all__ = [
     "gather_by_messages_coalesced",
     "gather_param",
     "group_count",
+    "largest_first",
     "linear_cross_entropy",
     "on_device_of",
     "on_gpu",

@@ -36,12 +36,15 @@ class Match:
         options: Its keyword arguments.
         caveat: What is not proved to be the same, as a sentence that stands for itself; empty where all is. Then the
             kernel is substituted only where it was asked for by name.
+        others: What the graph computes on the way and the kernel gives as well, which the rest of the graph may read:
+            number of the result -> whose value it is.
     """
 
     node: Node
     inputs: tuple[Any, ...]
     options: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
     caveat: str = ""
+    others: Mapping[int, Node] = field(default_factory=lambda: MappingProxyType({}))
 
 
 @dataclass(frozen=True)
@@ -103,7 +106,7 @@ class KernelSpec:
     Attributes:
         name: As in `options={"kernels": [name]}`.
         op: The op, an overload such as `torch.ops.dsgraph.swiglu.default`; it takes `Match.inputs` and `Match.options`.
-        results: How many tensors it gives. Of several, the first is the value.
+        results: How many tensors it gives. Of several, the first is the value; see `Match.others`.
         reference: The same in plain differentiable torch, with the op's arguments: the specification.
         is_anchor: Whether to look for the pattern at a node.
         match: Looks for it.
@@ -113,6 +116,7 @@ class KernelSpec:
         triton: The Triton functions that it launches on a GPU.
         already: torch's function by which the op computes: a graph that calls it has no need of the kernel. None where
             there is none.
+        takes_from: Names of kernels whose places it takes where it computes more: those count as substituted with it.
     """
 
     name: str
@@ -126,6 +130,7 @@ class KernelSpec:
     register: Callable[[], None] | None = None
     triton: Sequence[Any] = ()
     already: Callable[..., Any] | None = None
+    takes_from: tuple[str, ...] = ()
 
     def __repr__(self) -> str:
         return f"KernelSpec({self.name!r})"
@@ -164,6 +169,7 @@ def traced_kernel(
     gain: Callable[[Match, Setting], Gain],
     triton: Sequence[Any],
     results: int = 1,
+    takes_from: tuple[str, ...] = (),
     traced: tuple[Callable[..., Any], Callable[..., Any]] | None = None,
 ) -> KernelSpec:
     """A kernel that Inductor traces through, so that it fuses with its neighbours.
@@ -176,6 +182,7 @@ def traced_kernel(
         gain: See `KernelSpec`.
         triton: See `KernelSpec`.
         results: See `KernelSpec`.
+        takes_from: See `KernelSpec`.
         traced: What stands for the two ops under Inductor; their references unless given.
     """
     ops = [getattr(torch.ops.dsgraph, stem).default for stem in (name, f"{name}_backward")]
@@ -195,4 +202,5 @@ def traced_kernel(
         results=results,
         register=register,
         triton=triton,
+        takes_from=takes_from,
     )

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch.fx import Node
 
+from .kernel import Match, NearMiss
 from .matching import Call, call_of, either_way, is_call, is_last_dim, number_of, value_of
 
 
@@ -75,3 +77,23 @@ def _multiplied_by(inverse: Node, is_numerator: Callable[[object], bool]) -> Nod
 
 def _is_product(call: Call, inverse: Node, is_numerator: Callable[[object], bool]) -> bool:
     return any(two is inverse and is_numerator(one) for one, two in either_way(call))
+
+
+def of_sum(norm: Match | NearMiss | None) -> Match | NearMiss | None:
+    """The match of a norm that adds a residual first; None where there is no norm, or its input is not a sum.
+
+    Args:
+        norm: What the pattern of the norm alone found; the first of its inputs is what is normalised.
+
+    Returns:
+        The same norm with the two that are added in place of the sum, which becomes the second result.
+    """
+    if not isinstance(norm, Match):
+        return None  # the norm's own kernel says why
+    total, *others = norm.inputs
+    call = call_of(total)
+    if call is None or call.kind != "add" or value_of(call.input) is None or value_of(call["other"]) is None:
+        return None
+    if call["alpha"] != 1:
+        return NearMiss(total, f"what is added is multiplied by {call['alpha']} first")
+    return replace(norm, inputs=(call.input, call["other"], *others), others={1: total})

@@ -47,15 +47,18 @@ def _is_size(node: Node) -> bool:
     return isinstance(node.meta.get("example_value"), (int, torch.SymInt))
 
 
-def why_unsafe(node: Node, inputs: Sequence[Node]) -> str | None:
-    """Why what computes `node` from `inputs` must not be done at once where `node` is, or None."""
+def why_unsafe(node: Node, inputs: Sequence[Node], others: Sequence[Node] = ()) -> str | None:
+    """Why what computes `node` from `inputs` must not be done at once where `place_of` says, or None.
+
+    `others` are computed on the way and are given as `node` is: whoever reads them reads what is given.
+    """
     inside = interior(node, inputs)
     first, computed = inside[0], _computed_from(inputs, inside)
     if any(item.op in ("placeholder", "get_attr") for item in inside):
         return f"it also reads {first.name}"
     for item in inside:
         outside = next((user for user in item.users if user not in inside), None)
-        if item is node or outside is None or item not in computed:
+        if item is node or item in others or outside is None or item not in computed:
             continue  # masks and the like, which have none of the inputs behind them, stay for whoever else reads them
         call = call_of(item)
         if call is None or call.kind not in _CHEAP:
@@ -67,7 +70,57 @@ def why_unsafe(node: Node, inputs: Sequence[Node]) -> str | None:
         if reason is not None:
             return reason
         between = between.next
-    return _disturbs(node, set())
+    return _disturbs(node, set()) or _why_nowhere(node, inputs, others) or _why_not_kept(node, inputs, others)
+
+
+def place_of(node: Node, inputs: Sequence[Node], others: Sequence[Node] = ()) -> Node:
+    """Before which node `node` and `others` are computed at once: the first of what reads them, or `node`."""
+    inside = interior(node, inputs)
+    stays: set[Node] = set()
+    for item in reversed(inside):
+        if item is not node and item not in others and any(user not in inside or user in stays for user in item.users):
+            stays.add(item)
+    readers = (user for item in others for user in item.users if user not in inside or user in stays)
+    return min((node, *readers))
+
+
+def _why_nowhere(node: Node, inputs: Sequence[Node], others: Sequence[Node]) -> str | None:
+    """Why there is no place behind all inputs and before all that reads what is computed, or None."""
+    inside, place = interior(node, inputs), place_of(node, inputs, others)
+    for item in others:
+        if item not in inside:
+            return f"{item.name} is not computed on the way from what it reads"
+    late = next((item for item in inputs if not item < place), None)
+    return None if late is None else f"{place.name} reads what it computes before {late.name}, which it reads, is there"
+
+
+def _why_not_kept(node: Node, inputs: Sequence[Node], others: Sequence[Node]) -> str | None:
+    """Why what a kernel may keep for its backward must not be kept, or None: autograd refuses it once it is written to.
+
+    Where the graph keeps it as well, autograd refuses that too, and nothing is lost.
+    """
+    if not any(value.requires_grad for value in _tensors(node)):
+        return None
+    inside, kept = interior(node, inputs), set[int]()
+    for item in (*inputs, *others):
+        readers = [user for user in item.users if user in inside]
+        if readers and all(_keeps_nothing_of(item, user) for user in readers):
+            kept |= _storages(item)
+    later = node.next
+    while later.op != "root":
+        for item in _written(later) or ():
+            if not kept.isdisjoint(_storages(item)):
+                return f"{later.name} writes later to what the kernel keeps for its backward and the graph does not"
+        later = later.next
+    return None
+
+
+def _keeps_nothing_of(item: Node, reader: Node) -> bool:
+    """Whether the derivative of what reads an item does without the item."""
+    call = call_of(reader)
+    if call is None:
+        return False
+    return call.kind in ("add", "sub") or (call.kind == "cast" and _storages(reader).isdisjoint(_storages(item)))
 
 
 def same_layout(one: torch.Tensor, other: torch.Tensor) -> bool:

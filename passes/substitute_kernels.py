@@ -12,10 +12,10 @@ import torch
 from torch.fx import GraphModule, Node
 from torch.fx.node import map_aggregate
 
-from dsgraph.inductor_ext import KERNELS, Derived, Gain, KernelSpec, Match, NearMiss, Setting
+from dsgraph.inductor_ext import KERNELS, Derived, Gain, KernelSpec, Match, NearMiss, Setting, largest_first
 
 from .base import GraphPass, PassContext, PassResult, Phase, source_fingerprint
-from .capture_graph import interior, reader_of_layout, same_layout, transforms_begun, why_unsafe
+from .capture_graph import interior, place_of, reader_of_layout, same_layout, transforms_begun, why_unsafe
 from .compat import fake_mode_of
 from .errors import PassError
 from .graph import all_graph_modules, find_calls
@@ -36,10 +36,11 @@ class SubstituteKernels(GraphPass):
     after:   y = getitem(rms_norm(x, weight, 1e-6, offset=0.0, norm_dtype=bfloat16, dtype=bfloat16), 0)
 
     It runs before autograd, so each kernel brings its own derivative. Patterns are `KernelSpec.match`. A match is left
-    alone, with a note, where an intermediate result is read by others, where the graph writes to what it reads before
-    it is through, where gradients are switched on or off inside it, where the kernel cannot take its shapes or
-    dtypes. Unless the kernel was asked for by name, also where nothing is to gain (Inductor derives kernels of
-    pointwise ops and of reductions itself), and where a `Match.caveat` says what would not be the same.
+    alone, with a note, where an intermediate result that the kernel does not give is read by others, where the graph
+    writes to what it reads before it is through, where gradients are switched on or off inside it, where the kernel
+    cannot take its shapes or dtypes. Unless the kernel was asked for by name, also where nothing is to gain (Inductor
+    derives kernels of pointwise ops and of reductions itself), and where a `Match.caveat` says what would not be the
+    same.
 
     Attributes:
         kernels: The kernels to look for.
@@ -55,11 +56,12 @@ class SubstituteKernels(GraphPass):
 
     def run(self, gm: GraphModule, ctx: PassContext) -> PassResult:
         found = _Found()
+        kernels = largest_first(self.kernels)
         for module in all_graph_modules(gm):
             transforms = 0
             for node in list(module.graph.nodes):
                 transforms += transforms_begun(node)
-                for spec in self.kernels:
+                for spec in kernels:
                     if node not in found.erased and spec.is_anchor(node):
                         self._try(spec, node, ctx=ctx, found=found, transformed=transforms > 0)
         if self.asked:
@@ -128,8 +130,9 @@ class _Found:
         self.misses.append(f"{spec.name} is not substituted{user_line(node)}: {reason}")
 
     def note_absent(self, kernels: Sequence[KernelSpec], gm: GraphModule) -> None:
+        taken = {name for spec in kernels if self.substituted[spec.name] for name in spec.takes_from}
         for spec in kernels:
-            if not self.substituted[spec.name]:
+            if not self.substituted[spec.name] and spec.name not in taken:
                 self.misses.append(f"{spec.name} {_calls_already(spec, gm) or NOWHERE}")
 
     @property
@@ -164,18 +167,31 @@ def _why_not(spec: KernelSpec, match: Match) -> str | None:
     reason = spec.supports(*_values(match), **match.options)
     if reason is not None and not (isinstance(reason, str) and reason):
         raise PassError(f"kernel {spec.name!r}: its supports answers {reason!r}; a reason or None is expected")
-    return reason or why_unsafe(match.node, _nodes(match))
+    return reason or why_unsafe(match.node, _nodes(match), _others(match)) or _why_not_differentiated_so(match)
+
+
+def _why_not_differentiated_so(match: Match) -> str | None:
+    """Why a result must not need a gradient because another does, or None: all that an op gives do, or none."""
+    for node in match.others.values():
+        if _value(node).requires_grad != _value(match.node).requires_grad:
+            return f"{node.name}, which the kernel gives as well, needs no gradient, and with the kernel would need one"
+    return None
 
 
 def _why_not_laid_out_so(spec: KernelSpec, match: Match, made: Any) -> str | None:
-    """Why the kernel's result must not lie in memory as it does, or None: a `view` may ask for other strides."""
-    result, plain = made[0] if spec.results > 1 else made, _value(match.node)
-    if not isinstance(plain, torch.Tensor) or same_layout(result, plain):
-        return None
-    reader = reader_of_layout(match.node)
-    if reader is None:
-        return None
-    return f"{reader.name} depends on strides of its result that are not the kernel's"
+    """Why the kernel's results must not lie in memory as they do, or None: a `view` may ask for other strides."""
+    for number, node in {0: match.node, **match.others}.items():
+        result, plain = made[number] if spec.results > 1 else made, _value(node)
+        if not isinstance(plain, torch.Tensor) or same_layout(result, plain):
+            continue
+        reader = reader_of_layout(node)
+        if reader is not None:
+            return f"{reader.name} depends on strides of its result that are not the kernel's"
+    return None
+
+
+def _others(match: Match) -> list[Node]:
+    return list(match.others.values())
 
 
 def _nodes(match: Match) -> list[Node]:
@@ -216,27 +232,40 @@ def _device_type(match: Match) -> str:
 
 
 def _substitute(spec: KernelSpec, match: Match, made: Any) -> list[Node]:
-    """Puts the op where the match's value was computed, and erases what computed it: the nodes that are returned.
+    """Puts the op where the match's value was computed, or before what reads one of the others earlier.
 
-    `made` is what the op gives, fake.
+    Erases what computed them: the nodes that are returned. `made` is what the op gives, fake.
     """
     node, graph = match.node, match.node.graph
+    numbers = {node: 0, **{other: number for number, other in match.others.items()}}
     replaced = interior(node, _nodes(match))
-    with graph.inserting_before(node):
+    with graph.inserting_before(place_of(node, _nodes(match), _others(match))):
         call = graph.call_function(spec.op, _emit(match), dict(match.options))
-        call.meta = {key: value for key, value in node.meta.items() if key not in ("example_value", "val")}
-        call.meta["example_value"] = made
-        result = call
-        if spec.results > 1:
-            result = graph.call_function(operator.getitem, (call, 0))
-            result.meta = {**call.meta, "example_value": made[0]}
-    node.replace_all_uses_with(result)
+    call.meta = _meta_like(node, made)
     erased = []
-    for old in reversed(replaced):  # what others read stays
-        if not old.users:
+    for old in reversed(replaced):
+        if old in numbers and old.users:
+            old.replace_all_uses_with(_result(spec, call, old, numbers[old]))
+        if not old.users:  # what others read stays
             graph.erase_node(old)
             erased.append(old)
     return erased
+
+
+def _result(spec: KernelSpec, call: Node, old: Node, number: int) -> Node:
+    """The node for one of the op's results, in place of `old`."""
+    if spec.results == 1:
+        return call
+    with call.graph.inserting_after(call):
+        result = call.graph.call_function(operator.getitem, (call, number))
+    result.meta = _meta_like(old, call.meta["example_value"][number])
+    return result
+
+
+def _meta_like(node: Node, value: Any) -> dict[str, Any]:
+    """What is known of a node, of another value."""
+    kept = {key: item for key, item in node.meta.items() if key not in ("example_value", "val")}
+    return {**kept, "example_value": value}
 
 
 def _emit(match: Match) -> Any:
@@ -245,8 +274,7 @@ def _emit(match: Match) -> Any:
 
     def call(target: Any, args: tuple[Any, ...]) -> Node:
         made = graph.call_method(target, args) if isinstance(target, str) else graph.call_function(target, args)
-        made.meta = {key: value for key, value in match.node.meta.items() if key not in ("example_value", "val")}
-        made.meta["example_value"] = _run(target, torch.fx.map_arg(args, _value))
+        made.meta = _meta_like(match.node, _run(target, torch.fx.map_arg(args, _value)))
         return made
 
     with fake_mode_of(_value(match.node)), torch.no_grad():
@@ -258,7 +286,8 @@ def _evaluate(spec: KernelSpec, match: Match) -> Any:
     with fake_mode_of(_value(match.node)), torch.no_grad():
         made = spec.op(*inputs, **match.options)
         results = list(made) if spec.results > 1 else [made]
-        results[0] = _with_gradient_as(_value(match.node), results[0])
+        for number, node in {0: match.node, **match.others}.items():
+            results[number] = _with_gradient_as(_value(node), results[number])
     return tuple(results) if spec.results > 1 else results[0]
 
 
