@@ -9,7 +9,7 @@ import torch
 from torch.fx import Node
 
 from .kernel import Match, NearMiss
-from .matching import Call, call_of, either_way, is_call, is_last_dim, number_of, value_of
+from .matching import Call, before_widening, call_of, either_way, is_call, is_last_dim, number_of, value_of
 
 
 def is_root(node: Node) -> bool:
@@ -91,6 +91,7 @@ def of_sum(norm: Match | NearMiss | None) -> Match | NearMiss | None:
     if not isinstance(norm, Match):
         return None  # the norm's own kernel says why
     total, *others = norm.inputs
+    total = before_widening(total)
     call = call_of(total)
     if call is None or call.kind != "add" or value_of(call.input) is None or value_of(call["other"]) is None:
         return None

@@ -10,13 +10,13 @@ from tests.models import CASES, tokens_of_any_length
 pytestmark = pytest.mark.distributed
 
 
-def _head(stage: int, micro_batches: int) -> None:
+def _train(kernels: list[str], stage: int, micro_batches: int) -> None:
     compare(
         CASES["gpt"].build,
         tokens_of_any_length,
         stage=stage,
         micro_batches=micro_batches,
-        kernels=["linear_cross_entropy"],
+        kernels=kernels,
         strict=True,
         evaluate=True,
         steps=2,
@@ -25,4 +25,9 @@ def _head(stage: int, micro_batches: int) -> None:
 
 @pytest.mark.parametrize(("stage", "micro_batches"), [(0, 1), (2, 2), (3, 1)])
 def test_a_head_without_logits_matches_one_process(ranks, stage, micro_batches):
-    ranks(2).run(_head, stage, micro_batches)
+    ranks(2).run(_train, ["linear_cross_entropy"], stage, micro_batches)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_norms_of_sums_match_one_process(ranks, stage):
+    ranks(2).run(_train, ["add_rms_norm", "rms_norm"], stage, 1)
