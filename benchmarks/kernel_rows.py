@@ -59,12 +59,28 @@ def cases() -> list[Case]:
             bytes_moved=lambda inputs: 5 * inputs[0].nbytes,  # x, y; x, dy, dx
         ),
         Case(
+            "add_rms_norm",
+            plain=lambda x, r, w: (F.rms_norm(total := x + r, (x.shape[-1],), w, 1e-6), total),
+            ours=lambda x, r, w: ops.add_rms_norm(x, r, w, 1e-6, **norm)[:2],
+            liger=lambda: _liger("fused_add_rms_norm", lambda call: lambda x, r, w: call(x, r, w, 1e-6)),
+            inputs=lambda rows, width: (_random(rows, width), _random(rows, width), _random(width)),
+            bytes_moved=lambda inputs: 8 * inputs[0].nbytes,  # x, residual, total, y; total, dy, dtotal, dx
+        ),
+        Case(
             "layer_norm",
             plain=lambda x, w, b: F.layer_norm(x, (x.shape[-1],), w, b, 1e-5),
             ours=lambda x, w, b: ops.layer_norm(x, w, b, 1e-5, dtype=torch.bfloat16)[0],
             liger=lambda: _liger("layer_norm", lambda call: lambda x, w, b: call(x, w, b, 1e-5)),
             inputs=lambda rows, width: (_random(rows, width), _random(width), _random(width)),
             bytes_moved=lambda inputs: 5 * inputs[0].nbytes,  # x, y; x, dy, dx
+        ),
+        Case(
+            "add_layer_norm",
+            plain=lambda x, r, w, b: (F.layer_norm(total := x + r, (x.shape[-1],), w, b, 1e-5), total),
+            ours=lambda x, r, w, b: ops.add_layer_norm(x, r, w, b, 1e-5, dtype=torch.bfloat16)[:2],
+            liger=None,
+            inputs=lambda rows, width: (_random(rows, width), _random(rows, width), _random(width), _random(width)),
+            bytes_moved=lambda inputs: 8 * inputs[0].nbytes,  # x, residual, total, y; total, dy, dtotal, dx
         ),
         Case(
             "rope",

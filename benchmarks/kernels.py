@@ -135,8 +135,8 @@ def build(name: str, sizes: Sizes) -> nn.Module:
 
 def present(name: str, layers: int) -> Counter[str]:
     """What a model computes that there are kernels for, by its architecture."""
-    norms = {"qwen3": 4 * layers + 1}.get(name, 2 * layers + 1)
-    found = Counter({"rms_norm": norms, "rope": 2 * layers, "linear_cross_entropy": 1})
+    alone = {"qwen3": 2 * layers + 1}.get(name, 1)  # all others are of a sum with a residual
+    found = Counter({"rms_norm": alone, "add_rms_norm": 2 * layers, "rope": 2 * layers, "linear_cross_entropy": 1})
     if name != "gpt":  # whose feed-forward has no gate
         found["geglu" if name == "gemma" else "swiglu"] = layers
     return found
