@@ -101,18 +101,28 @@ def _why_not_kept(node: Node, inputs: Sequence[Node], others: Sequence[Node]) ->
     """
     if not any(value.requires_grad for value in _tensors(node)):
         return None
-    inside, kept = interior(node, inputs), set[int]()
+    inside = interior(node, inputs)
     for item in (*inputs, *others):
         readers = [user for user in item.users if user in inside]
-        if readers and all(_keeps_nothing_of(item, user) for user in readers):
-            kept |= _storages(item)
-    later = node.next
-    while later.op != "root":
-        for item in _written(later) or ():
-            if not kept.isdisjoint(_storages(item)):
-                return f"{later.name} writes later to what the kernel keeps for its backward and the graph does not"
-        later = later.next
+        if not readers or not all(_keeps_nothing_of(item, user) for user in readers):
+            continue
+        for view in _views_of_one_memory(item):
+            for user in view.users:
+                if node < user and view in (_written(user) or ()):
+                    return f"{user.name} writes later to what the kernel keeps for its backward and the graph does not"
     return None
+
+
+def _views_of_one_memory(node: Node) -> set[Node]:
+    """A node, what it is a view of, and the views of both, as far as the graph shows it."""
+    storages, frontier, seen = _storages(node), [node], {node}
+    while frontier:
+        item = frontier.pop()
+        for near in (*item.all_input_nodes, *item.users):
+            if near not in seen and not storages.isdisjoint(_storages(near)):
+                seen.add(near)
+                frontier.append(near)
+    return seen
 
 
 def _keeps_nothing_of(item: Node, reader: Node) -> bool:

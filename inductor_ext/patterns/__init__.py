@@ -22,8 +22,9 @@ KERNELS: tuple[KernelSpec, ...] = (
 )
 """All of them, in the order in which they are looked for at a node.
 
-What a LayerNorm divides by is the root mean square of a difference, what a norm takes may be a sum with a residual, what
-GEGLU lets through a sum with a bias, and an attention may drop what its softmax computes: the larger pattern comes first.
+What a LayerNorm divides by is the root mean square of a difference, what a norm takes may be a sum with a residual,
+what GEGLU lets through a sum with a bias, and an attention may drop what its softmax computes: the larger pattern comes
+first.
 """
 
 

@@ -290,3 +290,18 @@ def test_batches_of_any_size_share_the_graph(inputs):
     for rows in (3, 5, 8):
         given = (torch.randn(rows, 16, requires_grad=True), torch.randn(rows, 16, requires_grad=True), inputs[2])
         assert_same(_layer, compiled(*given), given)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x, r, w: ((total := x + r), norm(total, w).detach())[0],
+        lambda x, r, w: ((total := x + r).detach(), norm(total, w))[1],
+        lambda x, r, w: (norm(x + r, w), x + r)[0],
+        _layer,
+    ],
+)
+def test_behind_the_backend_as_well_whatever_is_differentiated(inputs, function):
+    options = {"codegen": "eager", "kernels": ["rms_norm", "add_rms_norm"], "strict": True}
+    torch._dynamo.reset()
+    assert_same(function, torch.compile(function, backend="dsgraph", options=options)(*inputs), inputs)
