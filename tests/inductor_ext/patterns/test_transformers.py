@@ -113,7 +113,7 @@ def test_all_there_is_is_substituted_and_trains_the_same(name):
     loss = torch.compile(lambda tokens: _loss(model, tokens), backend=count)(tokens)
     assert not counters["graph_break"]
     assert dict(count.found) == expected, count.notes
-    near_misses = [note for note in count.notes if "is not substituted" in note]
+    near_misses = [note for note in count.notes if "is not substituted" in note and "calls torch's" not in note]
     assert near_misses == []
     torch.testing.assert_close(loss, plain, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(torch.autograd.grad(loss, list(model.parameters())), gradients, rtol=1e-5, atol=1e-5)
