@@ -116,7 +116,7 @@ class KernelSpec:
         triton: The Triton functions that it launches on a GPU.
         already: torch's function by which the op computes: a graph that calls it has no need of the kernel. None where
             there is none.
-        takes_from: Names of kernels whose places it takes where it computes more: those count as substituted with it.
+        takes_from: Names of kernels whose places it may take because it computes more: those count as found then.
     """
 
     name: str

@@ -101,6 +101,7 @@ class SubstituteKernels(GraphPass):
         if not gain.is_worth_it and not self.asked:
             found.leave(spec, gain)
             return
+        found.taken.update(other.name for other in self.kernels if _takes_place_of(spec, other, node))
         found.erased.update(_substitute(spec, answer, made))
         found.substitute(spec, gain, caveat=answer.caveat)
 
@@ -115,6 +116,7 @@ class _Found:
     misses: list[str] = field(default_factory=list)
     caveats: dict[str, dict[str, None]] = field(default_factory=dict)
     erased: set[Node] = field(default_factory=set)
+    taken: set[str] = field(default_factory=set)  # kernels that a larger one has taken a place from
 
     def substitute(self, spec: KernelSpec, gain: Gain, *, caveat: str) -> None:
         self.substituted[spec.name] += 1
@@ -130,9 +132,8 @@ class _Found:
         self.misses.append(f"{spec.name} is not substituted{user_line(node)}: {reason}")
 
     def note_absent(self, kernels: Sequence[KernelSpec], gm: GraphModule) -> None:
-        taken = {name for spec in kernels if self.substituted[spec.name] for name in spec.takes_from}
         for spec in kernels:
-            if not self.substituted[spec.name] and spec.name not in taken:
+            if not self.substituted[spec.name] and spec.name not in self.taken:
                 self.misses.append(f"{spec.name} {_calls_already(spec, gm) or NOWHERE}")
 
     @property
@@ -152,6 +153,11 @@ class _Found:
             line = f"{name} in {count} {'place' if count == 1 else 'places'}, {expected}: {gain.why}"
             lines.append("; ".join([line, *self.caveats.get(name, ())]))
         return lines
+
+
+def _takes_place_of(spec: KernelSpec, other: KernelSpec, node: Node) -> bool:
+    """Whether a kernel that is substituted at an anchor takes the place of another, which it contains."""
+    return other.name in spec.takes_from and other.is_anchor(node) and isinstance(other.match(node), Match)
 
 
 def _calls_already(spec: KernelSpec, gm: GraphModule) -> str:

@@ -209,5 +209,6 @@ SPEC = KernelSpec(
     match=match,
     gain=_gain,
     supports=kernel.supports,
+    takes_from=("softmax_dropout",),
     already=F.scaled_dot_product_attention,
 )

@@ -38,4 +38,5 @@ SPEC = traced_kernel(
     match=match,
     gain=gain_by_fusing(forward=2, backward=3),
     triton=(kernel.forward_kernel, kernel.backward_kernel),
+    takes_from=("bias_gelu",),
 )

@@ -270,6 +270,33 @@ def test_what_the_graph_calls_by_torchs_own_name_is_not_missing(calls):
     )
 
 
+def _attention(p: float, x: Tensor) -> Tensor:
+    return F.dropout((x @ x.transpose(-2, -1)).softmax(-1), p) @ x
+
+
+def _gate(bias: float, x: Tensor) -> Tensor:
+    return F.gelu(x + x.new_full((8,), bias) if bias else x) * x
+
+
+@pytest.mark.parametrize(
+    ("function", "larger", "smaller", "is_there"),
+    [
+        (partial(_attention, 0.5), "attention", "softmax_dropout", True),
+        (partial(_attention, 0.0), "attention", "softmax_dropout", False),
+        (partial(_gate, 1.0), "geglu", "bias_gelu", True),
+        (partial(_gate, 0.0), "geglu", "bias_gelu", False),
+    ],
+)
+def test_a_kernel_whose_places_a_larger_one_takes_is_not_missing(function, larger, smaller, is_there):
+    kernels = [spec for spec in KERNELS if spec.name in (larger, smaller)]
+    x = torch.randn(1, 2, 4, 8, requires_grad=True)
+    assert substitute(function, x, kernels=kernels[1:])[1].changed == is_there
+    _, record, _ = substitute(function, x, kernels=kernels)
+    assert record.changed == 1 and record.done[0].startswith(larger)
+    absent = (f"{smaller} was asked for and is substituted nowhere in this graph",)
+    assert record.notes == (() if is_there else absent)
+
+
 def test_what_is_not_proved_is_left_to_whoever_asks_for_it(inputs):
     def match(node: Node) -> Match | NearMiss | None:
         found = RMS_NORM.match(node)
