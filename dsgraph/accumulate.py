@@ -28,8 +28,9 @@ def accumulate(model: nn.Module, *, reduce_once: bool | None = None) -> Iterator
     locally and reduce the sum once, in the last backward. Stages 1 and 2 gather each parameter once a step. Stages 2
     and 3 reduce in every backward, inside and outside; stage 2 does as stage 1 does if asked to, for links over which
     bytes are dearer than memory. Stage 3 gathers in every micro-batch, except for the parameters that it has memory to
-    spare for (`memory_limit`): those it gathers once a step as well, and holds to the end of the last backward. Which
-    those are is known once a graph of the whole model has been compiled, and is in the report.
+    spare for (`memory_limit`): those it gathers once a step as well, and holds to the end of the last backward, or to
+    the optimizer's step where that comes first. Which those are is known once a graph of the whole model has been
+    compiled, and is in the report. Of a model in several partitioned parts it holds none.
 
     Where gradients are reduced once, the compiled graphs of the last micro-batch do it: each sum travels with the last
     gradient of its parameter, while the backward computes. They are graphs of their own, compiled when they first run.
@@ -55,10 +56,11 @@ def accumulate(model: nn.Module, *, reduce_once: bool | None = None) -> Iterator
     states = _states(model, "accumulate")
     for state in states:
         _check(reduce_once, state.stage)
-    for state in states:
-        enter_accumulation(state, reduce_once=state.stage < 2 if reduce_once is None else reduce_once)
-        state.hold_replicas()
     try:
+        for state in states:
+            enter_accumulation(state, reduce_once=state.stage < 2 if reduce_once is None else reduce_once)
+            if len(states) == 1:  # each part of several has been counted as if it had all of the memory
+                state.hold_replicas()
         yield
     finally:
         for state in states:

@@ -107,10 +107,12 @@ class Backend:
             spare = partial(spare_bytes, gm, example_inputs, facts=facts, module=module)
             keep_bytes = self._agreement(mesh).least_spare([f"within {facts.memory_limit}", *communication], spare)
             facts = replace(facts, keep_bytes=keep_bytes)
-            choose_step_replicas(facts, module)
         bisect_in = os.environ.get("DSGRAPH_BISECT", "")  # set by `dsgraph bisect`
         dump = None if bisect_in or target is not None else self._begin_dump(chosen, facts, capture)
         compilation = Compilation(chosen, facts, mode=mode, dump=dump)
+        # A recording would copy what lies elsewhere in each step; what is emitted for a GPU does not run here.
+        if not compilation.records_cuda_graphs and target is None:
+            choose_step_replicas(facts, module)
         bisect: Callable[..., Bisection] | None = None
         if bisect_in:
             bisect = partial(Bisection, Path(bisect_in), chosen, facts, mode=mode)

@@ -58,6 +58,7 @@ class Compilation:
     Attributes:
         options: The user's.
         awaits_replicas: Whether the compiled graph waits for the replicas that it reads; otherwise its caller must.
+        records_cuda_graphs: Whether Inductor records CUDA graphs and replays them.
         collectives: One line a collective of the lowered graphs; None until they are lowered, and for good when torch's
             cache had the compiled graph.
         measurements: What the lowered graphs hold, for the report; empty for the same reason.
@@ -80,8 +81,9 @@ class Compilation:
         self._inductor = inductor  # what codegen "inductor" compiles with
         self._mode = mode
         self.collectives: list[str] | None = None
+        self.records_cuda_graphs = options.codegen == "inductor" and compat.uses_cudagraphs(self._settings())
         # A replayed recording of kernels would not wait for what is under way.
-        if facts.replicas and options.codegen == "inductor" and compat.uses_cudagraphs(self._settings()):
+        if facts.replicas and self.records_cuda_graphs:
             facts = replace(facts, replicas=frozenset())
         self._facts = facts
         is_partitioned = bool(facts.params or facts.replicas)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DeviceMesh, DTensor
 
 from .errors import PartitionError
-from .partition import add_replica, broadcast_from_first, local_rows, placements_for
+from .partition import broadcast_from_first, local_rows, placements_for
 from .refusals import refuse_early_optimizers
 from .state import ParameterState, PartitionState, partition_states
 
@@ -159,4 +159,4 @@ def _keep_rows(entry: ParameterState, state: PartitionState, full: Tensor) -> No
     shard.__dict__.update(meta.__dict__)
     for owner, attribute in entry.owners:
         owner._parameters[attribute] = shard
-    add_replica(entry, state)
+    state.keep_replica(entry)

@@ -77,7 +77,7 @@ def partition(
         state.parameters.append(entry)
     _swap_classes(model, state)
     for entry in state.parameters:
-        add_replica(entry, state)
+        state.keep_replica(entry)
     return model
 
 
@@ -178,12 +178,6 @@ def local_rows(full: Tensor, layout: Layout, mesh: DeviceMesh) -> Tensor:
 def _replace(entry: ParameterState, shard: nn.Parameter) -> None:
     for module, attribute in entry.owners:
         module._parameters[attribute] = shard
-
-
-def add_replica(entry: ParameterState, state: PartitionState) -> None:
-    """Gives a sharded parameter of stages 1 and 2 its gathered copy, empty and stale."""
-    if entry.layout.group and state.stage in (1, 2):
-        state.add_replica(entry)
 
 
 def _swap_classes(model: nn.Module, state: PartitionState) -> None:

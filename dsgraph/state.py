@@ -92,6 +92,17 @@ class ParameterState:
         dtype, _ = self.layout.dtypes(self.param.dtype)
         return chunk_rows(rows, world) * world * math.prod(rest) * dtype.itemsize
 
+    def __getstate__(self) -> dict[str, Any]:
+        # A copy of the model has no part in the step.
+        replica = None if self.layout.stage == 3 else self.replica
+        nothing = {"leaf": None, "local_sum": None, "is_summed": False, "withheld": None}
+        return {**self.__dict__, **nothing, "replica": replica, "hooked_leaf": 0, "hooked_param": 0}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        if self.replica is not None:  # of which the leaf is made
+            self.replica.requires_grad_(False)
+
     def observe(self) -> Freshness:
         """How fresh the replica is with respect to the shard as it is now."""
         param = self.param
@@ -119,6 +130,7 @@ class PartitionState:
         gradients_stay_local: True while gradients are added up instead of reduced, see `local_gradients`.
         sums_were_read: Whether a compiled graph has been given sums that it may add to its gradients.
         under_way: Replicas that may not have arrived yet.
+        step_room: Bytes that stage 3 may hold for a step of micro-batches; None while that is not known.
         reduces_once: Whether `accumulate` reduces gradients once a step, as it did last; at first as the stage does.
         awaiting_last_backward: True from the first gradient under `accumulate` to the backward that ends the step.
         reducing_in: The backward that reduces local gradients at its end, or was to and failed; -1 if there is none.
@@ -131,6 +143,7 @@ class PartitionState:
     stage: int
     parameters: list[ParameterState] = field(default_factory=list)
     under_way: list[Tensor] = field(default_factory=list)
+    step_room: int | None = None
     accumulating: bool = False
     gradients_stay_local: bool = False
     sums_were_read: bool = False
@@ -166,7 +179,12 @@ class PartitionState:
             trusted = in_step or entry.param.grad is None
             entry.mark_gathered(Freshness.FRESH if trusted else Freshness.SUSPECT)
 
-    def add_replica(self, entry: ParameterState) -> None:
+    def keep_replica(self, entry: ParameterState) -> None:
+        """Stages 1 and 2: gives a parameter, if it is sharded, the gathered copy that is kept of it."""
+        if entry.layout.group and self.stage in (1, 2):
+            self._add_replica(entry)
+
+    def _add_replica(self, entry: ParameterState) -> None:
         """Gives a sharded parameter a gathered copy, empty and stale."""
         entry.replica = new_replica(entry.layout, entry.param.to_local(), self)
         entry.freshness = Freshness.STALE
@@ -174,10 +192,12 @@ class PartitionState:
             held_by(module).replicas[attribute] = entry.replica
 
     def hold_replicas(self) -> None:
-        """Stage 3: makes replicas, still stale, of the parameters that are held for the step that begins or goes on."""
+        """Stage 3: makes replicas, still stale, of the parameters that are held for the step, unless it has some."""
+        if self.replicated():
+            return
         for entry in self.parameters:
-            if entry.is_held_for_step and entry.replica is None:
-                self.add_replica(entry)
+            if entry.is_held_for_step:
+                self._add_replica(entry)
 
     def _release_replicas(self) -> None:
         """Lets go of replicas that were held for a step. What autograd has saved of one lives as long as its graph."""
@@ -202,10 +222,14 @@ class PartitionState:
 
     def __getstate__(self) -> dict[str, Any]:
         self.finish()  # a copy of a replica would never arrive
-        return self.__dict__
+        step = ("accumulating", "gradients_stay_local", "sums_were_read", "awaiting_last_backward")
+        return {**self.__dict__, **dict.fromkeys(step, False), "reducing_in": -1}
 
     def note_gradient(self) -> None:
-        """A gradient went through the seam: unless the step goes on, expect an update of the shards."""
+        """A gradient went through the seam: unless the step goes on, expect an update of the shards.
+
+        What stage 3 has held for the step is let go when the backward is through.
+        """
         self.finish()  # what a backward reads must not be written to
         self.awaiting_last_backward = self.accumulating
         if self.accumulating:
@@ -230,6 +254,9 @@ class PartitionState:
         for entry in self.replicated():
             if id(entry.param) in stepped:
                 entry.freshness = Freshness.STALE
+        if self.stage == 3 and any(entry.freshness is Freshness.STALE for entry in self.replicated()):
+            self.awaiting_last_backward = False  # each micro-batch was inside `accumulate`
+            self._release_replicas()
 
     def _watch_optimizers(self) -> None:
         if self.watching == id(self):
@@ -263,6 +290,10 @@ class HeldParameters:
     leaves: dict[str, Tensor] = field(default_factory=dict)
     sums: dict[str, Tensor] = field(default_factory=dict)
     eager_reads: Counter[str] = field(default_factory=Counter)
+
+    def __getstate__(self) -> dict[str, Any]:
+        replicas = {} if self.partition.stage == 3 else self.replicas
+        return {**self.__dict__, "replicas": replicas, "leaves": {}, "sums": {}}
 
 
 def partition_states(model: nn.Module) -> list[PartitionState]:

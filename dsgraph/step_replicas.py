@@ -1,8 +1,9 @@
 """Stage 3 with memory to spare: which parameters `accumulate` gathers once a step, instead of in every micro-batch.
 
-What `SelectiveGather` keeps of a graph from its forward to its backward is in memory at the peak of each micro-batch.
-To hold as much from the first micro-batch of a step to the last takes no more at the peak, and spares all gathers but
-one. So the room is the same, and whatever graph is captured while replicas are held counts them as taken.
+What `SelectiveGather` keeps of a graph from its forward to its backward is in memory when a micro-batch has saved the
+most. To hold as much from the first micro-batch of a step to the last takes no more then, and spares all gathers but
+one. It is still there when the backward has gradients of full size under way: those are taken off the room. Whatever
+graph is captured while replicas are held counts them as taken.
 """
 
 from __future__ import annotations
@@ -15,28 +16,37 @@ from dsgraph.passes.knapsack import most_valuable
 
 from .state import ParameterState, partition_states
 
+# Gradients of full size that a backward has at once: one that is computed, one that is sent, and what is received.
+_GRADIENTS_ALIVE = 3
+
 
 def choose_step_replicas(facts: CaptureFacts, module: nn.Module | None) -> None:
     """Notes for each parameter of stage 3 whether a replica of it is held for a step of micro-batches.
 
-    The knapsack of `SelectiveGather` over all of the model's parameters: sizes, links and room are the same on every
-    rank, and so is the choice. Of a graph that reads replicas of such parameters nothing is noted: the step goes on
-    as it began.
+    The knapsack of `SelectiveGather` over all of the model's parameters. Sizes and links are the same on every rank;
+    the room is the least of all graphs so far. A rank that compiles alone, for another batch, compiles a graph that all
+    ranks know, whose room is among them: the choice is the same everywhere.
 
     Args:
-        facts: Of a captured graph that reads every parameter of the model; of others `keep_bytes` is None.
+        facts: Of a captured graph that reads every parameter of the model, and no replica of stage 3; of others
+            `keep_bytes` is None, or says what is left beside the replicas, and nothing is noted.
         module: The model.
     """
-    if facts.keep_bytes is None or module is None:
+    states = partition_states(module) if module is not None else []
+    if facts.keep_bytes is None or facts.replicas or len(states) != 1 or states[0].stage != 3:
         return
-    states = [state for state in partition_states(module) if state.stage == 3]
-    if any(state.replicated() for state in states):
+    (state,) = states
+    if state.step_room is not None and state.step_room <= facts.keep_bytes:
         return
-    entries = [entry for state in states for entry in state.parameters if entry.layout.group]
+    state.step_room = facts.keep_bytes
+    entries = [
+        entry for entry in state.parameters if entry.layout.group and resolve_group(entry.layout.group).size() > 1
+    ]
     sizes = [entry.replica_bytes for entry in entries]
+    room = max(0, state.step_room - _GRADIENTS_ALIVE * max(sizes, default=0))
     costs = facts.costs or CostModel.default(facts.axes, device_type=facts.device_type)
     seconds = [_seconds(entry, costs) for entry in entries]
-    chosen = set(most_valuable(sizes, seconds, room=facts.keep_bytes))
+    chosen = set(most_valuable(sizes, seconds, room=room))
     for number, entry in enumerate(entries):
         entry.is_held_for_step = number in chosen
 

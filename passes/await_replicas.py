@@ -1,4 +1,4 @@
-"""AwaitReplicas: a gathered copy of stages 1 and 2 is waited for where it is used first."""
+"""AwaitReplicas: a gathered copy, which is on its way when a graph begins to run, is waited for where it is used."""
 
 from __future__ import annotations
 

@@ -19,6 +19,8 @@ _CHEAP = ("cast", "contiguous", "reshape", "transpose", "getitem", "unflatten", 
 # strides of an argument though it has another shape, as the argument is broadcast.
 _READING_LAYOUT = ("view", "view_as", "as_strided", "stride", "is_contiguous")
 _POINTWISE = ("cast", "add", "sub", "mul", "div", "neg", "dropout", "silu", "gelu", "where", "masked_fill", "softmax")
+# Calls whose derivative reads nothing, or their result.
+_KEEPING_NO_INPUT = ("add", "sub", "softmax", "dropout", "exp", "tanh", "sigmoid", "sqrt", "rsqrt")
 _READING_MODULES = ("torch", "_operator", "operator", "builtins", "math")
 
 
@@ -109,7 +111,9 @@ def _why_not_kept(node: Node, inputs: Sequence[Node], others: Sequence[Node]) ->
         for view in _views_of_one_memory(item):
             for user in view.users:
                 if node < user and view in (_written(user) or ()):
-                    return f"{user.name} writes later to what the kernel keeps for its backward and the graph does not"
+                    return (
+                        f"{user.name} writes later to what the kernel may keep for its backward and the graph does not"
+                    )
     return None
 
 
@@ -130,7 +134,7 @@ def _keeps_nothing_of(item: Node, reader: Node) -> bool:
     call = call_of(reader)
     if call is None:
         return False
-    return call.kind in ("add", "sub") or (call.kind == "cast" and _storages(reader).isdisjoint(_storages(item)))
+    return call.kind in _KEEPING_NO_INPUT or (call.kind == "cast" and _storages(reader).isdisjoint(_storages(item)))
 
 
 def same_layout(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -27,9 +27,9 @@ class SelectiveGather(GraphPass):
     after:   a = wait_tensor(all_gather_into_tensor(shard_a)); y = f(x, a)      # a: MUST_SAVE
 
     A knapsack: the weight of a parameter is its size, its value the seconds that its gather takes by the cost model.
-    Sizes and links are the same on every rank, and so
-    is the memory to spare, `PassContext.keep_bytes`: so is the choice. Left alone: everything, where nothing is known
-    to be to spare, as on a CPU without the option `memory_limit`.
+    Sizes and links are the same on every rank, and so is the memory to spare, `PassContext.keep_bytes`: so is the
+    choice. Left alone: everything, where nothing is known to be to spare, as on a CPU without the option
+    `memory_limit`.
     """
 
     phase: ClassVar[Phase] = Phase.JOINT
@@ -117,4 +117,4 @@ def _note_on_others(gathers: Sequence[Node], ctx: PassContext) -> tuple[str, ...
         f"{_name(started, ctx)} ({_bytes(started):,} bytes, {1e3 * _seconds(started, ctx):.2g} ms)"
         for started in gathers
     ]
-    return (f"gathered again, because {ctx.keep_bytes:,} bytes are to spare: {', '.join(each)}",)
+    return (f"gathered again, because {ctx.keep_bytes:,} bytes are to spare for all: {', '.join(each)}",)

@@ -2,7 +2,7 @@
 
 A step goes like this; the caller holds parameters, replicas, optimizer state, buffers and the batch all the time.
 
-    refresh        stages 1 and 2: replicas are gathered in place
+    refresh        replicas are gathered in place
     forward 0..n   one a captured graph; adds what is saved for the backward, and hands its outputs to the next
     backward n..0  each frees what its forward saved, and leaves gradients
     optimizer      gradients beside parameters and state; it is taken to need nothing else, as fused ones do

@@ -83,6 +83,11 @@ class SubstituteKernels(GraphPass):
             raise PassError(
                 f"kernel {spec.name!r}: its match answers {answer!r}; a Match, a NearMiss or None is expected"
             )
+        if isinstance(answer, Match) and not all(0 < number < spec.results for number in answer.others):
+            raise PassError(
+                f"kernel {spec.name!r}: others of its match are results {', '.join(map(str, answer.others))}; it has "
+                f"{spec.results}, of which the first, 0, is the node's own"
+            )
         if isinstance(answer, NearMiss):
             found.miss(spec, answer.node, answer.reason)
             return

@@ -75,12 +75,18 @@ def _run(arguments: argparse.Namespace) -> Answer:
         )
         graphs = [json.loads(path.read_text()) for path in folder.glob("graph*.json")]
         if not graphs and code == 0:
-            raise CommandError("nothing to emit: the script has compiled no graph with backend='dsgraph'")
+            kept = "; the older kernels are as they were" if older else ""
+            raise CommandError(f"nothing to emit: the script has compiled no graph with backend='dsgraph'{kept}")
         index = _index(graphs, archs=archs, ranks=arguments.ranks, code=code)
         keeps = bool(older) and all(graph["problem"] is not None for graph in graphs)
         if not keeps:
-            _replace(older, folder / "out", out)
-            write_whole(out / INDEX, (json.dumps(index, indent=1) + "\n").encode())
+            try:
+                _replace(older, folder / "out", out)
+                write_whole(out / INDEX, (json.dumps(index, indent=1) + "\n").encode())
+            except OSError as error:
+                raise CommandError(
+                    f"{out} cannot be written to ({error.strerror}); give --out another folder"
+                ) from None
     return report(index, folder=arguments.out, keeps_older=keeps)
 
 
@@ -155,13 +161,15 @@ def _make_room(out: Path, *, overwrite: bool) -> list[Path]:
 
 def _replace(older: Sequence[Path], fresh: Path, out: Path) -> None:
     """Moves what was emitted from the folder where it was written, if there is one, to where the older files are."""
+    emitted = {out / path.relative_to(fresh): path for path in fresh.rglob("*") if path.is_file()}
+    for target, path in emitted.items():
+        write_whole(target, path.read_bytes())
     for path in older:
-        path.unlink(missing_ok=True)
+        if path not in emitted:
+            path.unlink(missing_ok=True)
     for path in sorted((path for path in out.rglob("*") if path.is_dir()), reverse=True):
         if not any(path.iterdir()):
             path.rmdir()
-    for path in (path for path in fresh.rglob("*") if path.is_file()):
-        write_whole(out / path.relative_to(fresh), path.read_bytes())
 
 
 def report(index: Mapping[str, Any], *, folder: str, keeps_older: bool = False) -> Answer:

@@ -185,7 +185,7 @@ def report(model: nn.Module) -> Report:
         stages=tuple(state.stage for state in states),
         mesh={axis.name: axis.size for state in states for axis in state.axes},
         costs="; ".join(dict.fromkeys(record.costs for record in records)),
-        parameters=tuple(_parameter(entry, state) for state in states for entry in state.parameters),
+        parameters=tuple(_parameter(entry, state, of=states) for state in states for entry in state.parameters),
         compiles=compiled,
         step=measure_step(model, states, records),
         memory=predict_memory(model, records),
@@ -216,7 +216,7 @@ def _status(states: list[PartitionState], records: list[CompileEntry]) -> str:
     return "; ".join(parts)
 
 
-def _parameter(entry: ParameterState, state: PartitionState) -> Parameter:
+def _parameter(entry: ParameterState, state: PartitionState, *, of: list[PartitionState]) -> Parameter:
     names = {axis.group: axis.name for axis in state.axes}
     layout, shard = entry.layout, entry.param.to_local().detach()
     groups = [group for group in (*layout.outer_groups, layout.group) if group]
@@ -231,7 +231,7 @@ def _parameter(entry: ParameterState, state: PartitionState) -> Parameter:
         bytes_full=entry.param.numel() * shard.element_size(),
         bytes_here=shard.numel() * shard.element_size(),
         bytes_replica=nbytes(entry.replica) or 0,
-        is_held_for_step=entry.is_held_for_step,
+        is_held_for_step=entry.is_held_for_step and len(of) == 1,
     )
 
 

@@ -117,7 +117,7 @@ def measure_step(model: nn.Module, states: Sequence[PartitionState], records: Se
         parts.append(Part("replicas, gathered after an optimizer step", 1, refreshed))
 
     keeps_local = any(state.reduces_once for state in states)
-    held = add_up(item for state in states for item in held_traffic(state))
+    held = held_traffic(states[0]) if len(states) == 1 else ()
     once = add_up([*held, *(item for state in states for item in accumulated_traffic(state))])
     has_graphs_of_its_own = keeps_local or bool(held)
     each = _newest(training, accumulating=True) if has_graphs_of_its_own else at_step

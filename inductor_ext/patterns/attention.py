@@ -36,7 +36,7 @@ from dsgraph.inductor_ext.matching import (
 )
 from dsgraph.inductor_ext.scores import Scores, read_scores
 
-_OTHER_RANDOM_NUMBERS = "its dropout draws other random numbers than the plain model's"
+_OTHER_RANDOM_NUMBERS = "its dropout may draw other random numbers than the plain model's"
 _EMPTY_ROWS = "nothing proves that its mask leaves each row a score, and a row without one is 0 instead of nan"
 _GRADIENT = "nothing proves that its mask leaves each row a score, and a row without one passes on another gradient"
 

@@ -25,7 +25,7 @@ from dsgraph.inductor_ext.matching import (
     writes,
 )
 
-_OTHER_RANDOM_NUMBERS = "its dropout draws other random numbers than the plain model's"
+_OTHER_RANDOM_NUMBERS = "its dropout may draw other random numbers than the plain model's"
 
 
 def is_anchor(node: Node) -> bool:

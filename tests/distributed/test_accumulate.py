@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from contextlib import nullcontext
+from copy import deepcopy
 from typing import Any
 
 import pytest
@@ -227,6 +228,33 @@ def _compare_limits(dtype: torch.dtype | None) -> None:
             assert torch.equal(ours, theirs), limit
 
 
+def _compare_held(case: str, codegen: str, mesh_shape: tuple[int, ...] | None) -> None:
+    compare(
+        CASES[case].build,
+        CASES[case].batches,
+        stage=3,
+        codegen=codegen,
+        mesh_shape=mesh_shape,
+        micro_batches=3,
+        evaluate=True,
+        memory_limit=10**9,
+    )
+
+
+@pytest.mark.parametrize("case", ("tied", "frozen", "uneven", "graph_break"))
+def test_what_is_held_for_a_step_matches_one_process(ranks, case):
+    ranks(2).run(_compare_held, case, "eager", None)
+
+
+def test_hybrid_sharding_holds_what_its_inner_group_gathers(ranks):
+    ranks(4).run(_compare_held, "gpt", "eager", (2, 2))
+
+
+@pytest.mark.inductor
+def test_inductor_reads_what_is_held_for_a_step(ranks):
+    ranks(2).run(_compare_held, "gpt", "inductor", None)
+
+
 @pytest.mark.parametrize("dtype", (None, torch.bfloat16))
 def test_what_is_held_for_a_step_changes_no_bit(ranks, dtype):
     ranks(2).run(_compare_limits, dtype)
@@ -244,6 +272,39 @@ def _same_as_stage_1(codegen: str | None, dtype: torch.dtype | None) -> None:
 @pytest.mark.parametrize("codegen", (None, "eager"))
 def test_stage_2_reducing_once_computes_the_bits_of_stage_1(ranks, codegen, dtype):
     ranks(2).run(_same_as_stage_1, codegen, dtype)
+
+
+def _copy_in_mid_step(stage: int, reduce_once: bool | None, codegen: str | None) -> None:
+    """A copy begins a step of its own, and the original goes on."""
+    rank = dist.get_rank()
+    model = dsgraph.partition(build("gpt"), stage=stage, keep_whole_below=0)
+
+    def run(part: torch.nn.Module, number: int) -> None:
+        runs = part if codegen is None else torch.compile(part, backend="dsgraph", options={"codegen": codegen})
+        runs(*tokens(number, rank)).backward()
+
+    expected = []
+    for inside in ([0], []):  # what the original and the copy are to compute
+        for number in inside:
+            with dsgraph.accumulate(model, reduce_once=reduce_once):
+                run(model, number)
+        run(model, 1)
+        expected.append([param.grad.to_local().clone() for param in model.parameters()])
+        model.zero_grad()
+    with dsgraph.accumulate(model, reduce_once=reduce_once):
+        run(model, 0)
+        inner = deepcopy(model)
+    outer = deepcopy(model)
+    for part, grads in ((inner, expected[1]), (outer, expected[1]), (model, expected[0])):
+        run(part, 1)
+        for param, grad in zip(part.parameters(), grads, strict=True):
+            torch.testing.assert_close(param.grad.to_local(), grad, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("codegen", (None, "eager"))
+@pytest.mark.parametrize(("stage", "reduce_once"), REDUCING_ONCE)
+def test_a_copy_has_no_part_in_the_step(ranks, stage, reduce_once, codegen):
+    ranks(2).run(_copy_in_mid_step, stage, reduce_once, codegen)
 
 
 def _mix(codegen: str | None) -> None:

@@ -90,7 +90,9 @@ def test_nothing_is_kept_where_nothing_is_known_to_be_to_spare():
 def test_a_note_names_what_is_gathered_again_with_its_size_and_time():
     gm = _lowered()
     (note,) = _keep(gm, B).notes
-    assert note.startswith("gathered again, because 128 bytes are to spare: a (64 bytes, 0.01 ms), c (192 bytes, ")
+    assert note.startswith(
+        "gathered again, because 128 bytes are to spare for all: a (64 bytes, 0.01 ms), c (192 bytes, "
+    )
     assert not _keep(_lowered(), 10**6).notes
 
 

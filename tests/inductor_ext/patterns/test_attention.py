@@ -191,7 +191,7 @@ def _dropped(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
         (_finite_bias, "a row without one passes on another gradient"),
         (_written_bias, "a row without one is 0 instead of nan"),
         (_floor_divided_bias, "a row without one is 0 instead of nan"),
-        (_dropped, "its dropout draws other random numbers"),
+        (_dropped, "its dropout may draw other random numbers"),
     ],
 )
 def test_what_is_not_proved_to_be_the_same_is_done_where_it_is_asked_for(function, reason):
