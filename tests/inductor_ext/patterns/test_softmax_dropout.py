@@ -147,6 +147,13 @@ def _scores_overwritten(x: Tensor) -> Tensor:
     return F.dropout(z, 0.3)
 
 
+def _scores_overwritten_later(x: Tensor) -> Tensor:
+    scores = x * 2
+    y = F.dropout(scores.softmax(-1), 0.3)
+    scores.zero_()
+    return y
+
+
 @pytest.mark.parametrize(
     ("function", "reason"),
     [
@@ -157,6 +164,7 @@ def _scores_overwritten(x: Tensor) -> Tensor:
         (_in_place, "its dropout writes to what it is given"),
         (_in_place_by_position, "its dropout writes to what it is given"),
         (_scores_overwritten, "writes to what it reads before it is through"),
+        (_scores_overwritten_later, "zero_ writes later to what the kernel may keep for its backward"),
         (lambda x: F.dropout(x.softmax(-2), 0.3), "its softmax is over dimension -2, not over the last"),
         (lambda x: F.dropout(x.softmax(0), 0.3), "its softmax is over dimension 0, not over the last"),
         (lambda x: F.dropout(x.softmax(-1), 1.0), "its dropout leaves nothing"),
