@@ -6,7 +6,6 @@ import math
 import weakref
 from collections import Counter
 from dataclasses import dataclass, field
-from enum import IntEnum
 from typing import Any
 
 import torch
@@ -15,29 +14,12 @@ from torch.distributed.tensor import DeviceMesh, DTensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from dsgraph.inductor_ext import (
-    backend_name,
-    c10d_functional,
-    chunk_rows,
-    resolve_group,
-    sends_messages,
-    start_gather,
-)
+from dsgraph.inductor_ext import c10d_functional, chunk_rows, resolve_group
 from dsgraph.passes import MeshAxis
 
 from . import compat
+from .replicas import Freshness, new_replica, start_gathers
 from .seam import Layout, held_by
-
-
-class Freshness(IntEnum):
-    """What is known about a replica."""
-
-    STALE = 0
-    """The shards have changed since."""
-    SUSPECT = 1
-    """A gradient went through it, so an update that left no trace may have followed."""
-    FRESH = 2
-    """Equal to the shards."""
 
 
 @dataclass(eq=False)
@@ -84,13 +66,16 @@ class ParameterState:
         param: DTensor = module._parameters[attribute]  # type: ignore[assignment]
         return param
 
+    def bytes_of_rank(self, dtype: torch.dtype) -> int:
+        """Bytes of one rank's rows of a sharded parameter in `dtype`, padded to those of the largest shard."""
+        rows, *rest = self.layout.shape
+        return chunk_rows(rows, resolve_group(self.layout.group).size()) * math.prod(rest) * dtype.itemsize
+
     @property
     def replica_bytes(self) -> int:
         """What a replica takes in memory: equally many rows of each rank, of which some may be padding."""
-        rows, *rest = self.layout.shape
-        world = resolve_group(self.layout.group).size()
         dtype, _ = self.layout.dtypes(self.param.dtype)
-        return chunk_rows(rows, world) * world * math.prod(rest) * dtype.itemsize
+        return self.bytes_of_rank(dtype) * resolve_group(self.layout.group).size()
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy of the model has no part in the step.
@@ -171,7 +156,7 @@ class PartitionState:
         self._watch_optimizers()
         self.finish()
         self.under_way = [entry.replica for entry in stale if entry.replica is not None]
-        _start_gathers(stale)
+        start_gathers(stale)
         in_step = self.accumulating or self.awaiting_last_backward
         for entry in stale:
             # With a gradient at hand, an optimizer may still write to the shard in a way that leaves no trace (through
@@ -304,50 +289,3 @@ def partition_states(model: nn.Module) -> list[PartitionState]:
         if held is not None:
             found.setdefault(id(held.partition), held.partition)
     return list(found.values())
-
-
-def new_replica(layout: Layout, shard: Tensor, partition: PartitionState) -> Tensor:
-    """An empty full parameter, `[*layout.shape]` in the dtype that the forward sees.
-
-    It knows its partition, so that a compiled graph that reads it can have it refreshed first. Its memory has room for
-    equally many rows of each rank, so that it can be gathered in place.
-    """
-    dtype, _ = layout.dtypes(shard.dtype)
-    rows, *rest = layout.shape
-    world = resolve_group(layout.group).size()
-    replica = torch.zeros((chunk_rows(rows, world) * world, *rest), dtype=dtype, device=shard.device)
-    replica.resize_(layout.shape)  # which leaves the memory as it is
-    compat.keep_static(replica)
-    replica.dsgraph_partition = partition  # type: ignore[attr-defined]
-    return replica
-
-
-def _start_gathers(entries: list[ParameterState]) -> None:
-    """Starts to fetch replicas, in the order of the model's parameters, which is mostly that of their use."""
-    replicas = tuple(entry.replica for entry in entries if entry.replica is not None)
-    # What autograd saved of a replica stays valid when the replica is only fetched once more.
-    with torch.no_grad(), compat.keeping_version(replicas):
-        for entry in entries:
-            _start_gather(entry)
-    for entry, replica in zip(entries, replicas, strict=True):
-        if entry.freshness is Freshness.STALE:
-            torch.autograd.graph.increment_version(replica)
-
-
-def _start_gather(entry: ParameterState) -> None:
-    replica, layout = entry.replica, entry.layout
-    assert replica is not None
-    group = resolve_group(layout.group)
-    world = group.size()
-    rows = chunk_rows(layout.shape[0], world)
-    whole = replica.detach().as_strided((rows * world, *layout.shape[1:]), replica.stride())
-    own = whole[group.rank() * rows :][:rows]
-    shard = entry.param.to_local().detach()
-    own[: shard.shape[0]].copy_(shard)  # so that the shard may be written to while they travel
-    if sends_messages(group, replica.device):
-        start_gather(own, whole, layout.group)
-        return
-    c10d_functional.all_gather_into_tensor_out(own, world, layout.group, out=whole)
-    if backend_name(group, replica.device.type) == "gloo":
-        # It sends no messages from elsewhere, and two of its own gathers must not overlap.
-        c10d_functional.wait_tensor(whole)

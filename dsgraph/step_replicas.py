@@ -16,8 +16,8 @@ from dsgraph.passes.knapsack import most_valuable
 
 from .state import ParameterState, partition_states
 
-# Gradients of full size that a backward has at once: one that is computed, one that is sent, and what is received.
-_GRADIENTS_ALIVE = 3
+# Gradients of full size in a backward: one that is computed, one that is sent, and what is received.
+_GRADIENTS_UNDER_WAY = 3
 
 
 def choose_step_replicas(facts: CaptureFacts, module: nn.Module | None) -> None:
@@ -43,7 +43,7 @@ def choose_step_replicas(facts: CaptureFacts, module: nn.Module | None) -> None:
         entry for entry in state.parameters if entry.layout.group and resolve_group(entry.layout.group).size() > 1
     ]
     sizes = [entry.replica_bytes for entry in entries]
-    room = max(0, state.step_room - _GRADIENTS_ALIVE * max(sizes, default=0))
+    room = max(0, state.step_room - _GRADIENTS_UNDER_WAY * max(sizes, default=0))
     costs = facts.costs or CostModel.default(facts.axes, device_type=facts.device_type)
     seconds = [_seconds(entry, costs) for entry in entries]
     chosen = set(most_valuable(sizes, seconds, room=room))

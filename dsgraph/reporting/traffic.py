@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from dsgraph.inductor_ext import chunk_rows, resolve_group, size_hint
+from dsgraph.inductor_ext import resolve_group, size_hint
 from dsgraph.passes import MeshAxis, PassError
 from dsgraph.passes.cost import Size, hint, sent_bytes, size_hints
 from dsgraph.passes.graph import collective_group, collective_kind, collectives
@@ -99,7 +99,7 @@ def accumulated_traffic(state: PartitionState) -> tuple[Traffic, ...]:
         dtypes = entry.layout.dtypes(entry.param.dtype)
         if entry.layout.group:
             axis = names[entry.layout.group]
-            rows = _shard_bytes(entry, axis.size, dtypes[1])
+            rows = entry.bytes_of_rank(dtypes[1])
             found += _over(axis, "reduce_scatter_tensor", [rows * (axis.size - 1)])
             for group in entry.layout.outer_groups:
                 found += _over(names[group], "all_reduce", [_all_reduced(rows, names[group].size)])
@@ -136,9 +136,3 @@ def _over(axis: MeshAxis, kind: str, amounts: list[int]) -> tuple[Traffic, ...]:
 
 def _all_reduced(amount: int, size: int) -> int:
     return round(amount * 2 * (size - 1) / size)
-
-
-def _shard_bytes(entry: ParameterState, size: int, dtype: torch.dtype) -> int:
-    """Bytes of one rank's rows in `dtype`, padded to those of the largest shard."""
-    rows, *rest = entry.layout.shape
-    return chunk_rows(rows, size) * math.prod(rest) * dtype.itemsize

@@ -24,6 +24,7 @@ from .launch import (
     PROGRAMS,
     as_rows,
     compute_dtype,
+    differentiate_by,
     launch_by_rows,
     next_power_of_2,
     on_device_of,
@@ -147,17 +148,7 @@ def _(grad: Tensor, x: Tensor, bias: Tensor, *, approximate: str) -> tuple[Tenso
     return x.new_empty(x.shape), bias.new_empty(bias.shape)
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, Any], output: Any) -> None:
-    ctx.save_for_backward(*inputs)
-    ctx.approximate = keyword_only_inputs["approximate"]
-
-
-def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
-    dx, dbias = torch.ops.dsgraph.bias_gelu_backward(grad, *ctx.saved_tensors, approximate=ctx.approximate)
-    return dx, dbias
-
-
-bias_gelu.register_autograd(_backward, setup_context=_setup_context)
+differentiate_by(bias_gelu, bias_gelu_backward, options=["approximate"])
 
 
 def supports(x: Tensor, bias: Tensor, **options: Any) -> str | None:

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from .gelu import gelu_density, gelu_probability
-from .launch import compute_dtype, launch_by_rows, takes_triton, tl, triton, why_not_floating
+from .launch import compute_dtype, differentiate_by, launch_by_rows, takes_triton, tl, triton, why_not_floating
 
 
 def reference(gate: Tensor, up: Tensor, *, approximate: str, dtype: torch.dtype) -> Tensor:
@@ -127,17 +127,7 @@ def _(grad: Tensor, gate: Tensor, up: Tensor, *, approximate: str) -> tuple[Tens
     return gate.new_empty(gate.shape), up.new_empty(up.shape)
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, Any], output: Any) -> None:
-    ctx.save_for_backward(*inputs)
-    ctx.approximate = keyword_only_inputs["approximate"]
-
-
-def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
-    dgate, dup = torch.ops.dsgraph.geglu_backward(grad, *ctx.saved_tensors, approximate=ctx.approximate)
-    return dgate, dup
-
-
-geglu.register_autograd(_backward, setup_context=_setup_context)
+differentiate_by(geglu, geglu_backward, options=["approximate"])
 
 
 def supports(gate: Tensor, up: Tensor, **options: Any) -> str | None:

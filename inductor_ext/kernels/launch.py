@@ -7,13 +7,14 @@ are plain functions that nobody calls, and the ops compute by their references.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.library import CustomOpDef
 
 from dsgraph.inductor_ext.matching import same_shape
 
@@ -124,3 +125,22 @@ def launch_by_rows(kernel: Any, inputs: Sequence[Tensor], outputs: Sequence[Tens
     strides = [item.stride(0) for item in tensors]
     with on_device_of(tensors[0]):
         kernel[(rows * blocks,)](*tensors, *strides, columns, blocks, BLOCK=block, **constants)
+
+
+def differentiate_by(op: CustomOpDef, backward: Callable[..., Any], *, options: Sequence[str] = ()) -> None:
+    """Registers the derivative of an op that saves its inputs, all of them tensors.
+
+    Args:
+        op: The op, with keyword-only arguments.
+        backward: Takes the gradient of the result, the inputs and `options`; gives the gradients of the inputs.
+        options: Those of the op's keyword-only arguments that it takes as well.
+    """
+
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, Any], output: Any) -> None:
+        ctx.save_for_backward(*inputs)
+        ctx.options = {name: keyword_only_inputs[name] for name in options}
+
+    def differentiate(ctx: Any, grad: Tensor) -> Any:
+        return backward(grad, *ctx.saved_tensors, **ctx.options)
+
+    op.register_autograd(differentiate, setup_context=setup_context)

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .launch import compute_dtype, launch_by_rows, takes_triton, tl, triton, why_not_floating
+from .launch import compute_dtype, differentiate_by, launch_by_rows, takes_triton, tl, triton, why_not_floating
 
 
 def reference(gate: Tensor, up: Tensor, *, dtype: torch.dtype) -> Tensor:
@@ -121,16 +121,7 @@ def _(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
     return gate.new_empty(gate.shape), up.new_empty(up.shape)
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, Any], output: Any) -> None:
-    ctx.save_for_backward(*inputs)
-
-
-def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
-    dgate, dup = torch.ops.dsgraph.swiglu_backward(grad, *ctx.saved_tensors)
-    return dgate, dup
-
-
-swiglu.register_autograd(_backward, setup_context=_setup_context)
+differentiate_by(swiglu, swiglu_backward)
 
 
 def supports(gate: Tensor, up: Tensor, **options: Any) -> str | None:
