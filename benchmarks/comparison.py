@@ -7,10 +7,10 @@ import statistics
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
-from .report import MB, Row
-from .systems import System
-from .training import Training, Workload
-from .workers import WorkerError, Workers
+from benchmarks.report import MB, Row
+from benchmarks.systems import System
+from benchmarks.training import Training, Workload
+from benchmarks.workers import WorkerError, Workers
 
 PEAK_STEPS = 2
 WARM_UP = 1 + PEAK_STEPS + 1  # the first, those that measure memory, the one that counts bytes sent

@@ -23,7 +23,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from .report import Check, Report, Row, add_arguments, ratio
+from benchmarks.report import Check, Report, Row, add_arguments, ratio
 
 COMMANDS = {
     "ls": ["ls"],

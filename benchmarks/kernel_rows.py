@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from .report import Row
+from benchmarks.report import Row
 
 WIDTHS = (4096, 8192)
 ROWS = 4096

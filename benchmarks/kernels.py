@@ -31,13 +31,12 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
-from dsgraph.inductor_ext import KERNELS
+from benchmarks.kernel_rows import measure_kernels
+from benchmarks.memory import AllocationCounter, build_counter
+from benchmarks.report import MB, Check, Report, Row, add_arguments, table
 from dsgraph.passes import PassContext, Phase, Pipeline, Runner, SubstituteKernels
+from dsgraph.passes.kernels.patterns import KERNELS
 from examples.gpt import GPT, GPTConfig
-
-from .kernel_rows import measure_kernels
-from .memory import AllocationCounter, build_counter
-from .report import MB, Check, Report, Row, add_arguments, table
 
 LAYERS = 2
 ROUNDS = 41

@@ -35,17 +35,16 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from dsgraph.calibration.ranks import measure_ranks
-from dsgraph.calibration.store import save
-from dsgraph.cli.launch import ended_by_signals
-
-from .comparison import WARM_UP, Comparison
-from .memory import build_counter
-from .namespaces import LinkError, Placement, interface_bytes, linked_hosts, parse_rate, require_hosts
-from .report import MB, Check, Report, Row, add_arguments, machine, ratio, table
-from .systems import ACCUMULATING, MICRO_BATCHES, SYSTEMS, System, compute_name, compute_systems, installed
-from .training import Training, Workload
-from .workers import Workers
+from benchmarks.comparison import WARM_UP, Comparison
+from benchmarks.memory import build_counter
+from benchmarks.namespaces import LinkError, Placement, interface_bytes, linked_hosts, parse_rate, require_hosts
+from benchmarks.report import MB, Check, Report, Row, add_arguments, machine, ratio, table
+from benchmarks.systems import ACCUMULATING, MICRO_BATCHES, SYSTEMS, System, compute_name, compute_systems, installed
+from benchmarks.training import Training, Workload
+from benchmarks.workers import Workers
+from dsgraph.compiler.costs.store import save
+from dsgraph.launch.script import ended_by_signals
+from dsgraph.tools.calibration.ranks import measure_ranks
 
 RANKS = 2  # one a host
 RATES = ("100mbit", "1gbit", "10gbit", "unlimited")

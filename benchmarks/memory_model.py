@@ -1,11 +1,11 @@
-"""How well `dsgraph.passes.step_memory` predicts the memory of a training step, and what compiling allocates.
+"""How well `dsgraph.passes.analysis.step_memory` predicts the memory of a training step, and what compiling allocates.
 
     python -m benchmarks.memory_model --json out.json
 
 Each model is trained on 2 ranks at every ZeRO stage, by both code generators. Columns, of the rank whose prediction is
 furthest off:
     predicted_mb  the simulated peak of a step, from the graphs' fake tensors alone, in 10**6 bytes; for Inductor with
-                  what `dsgraph.passes.fusion` knows of its fusion
+                  what `dsgraph.passes.analysis.fusion` knows of its fusion
     unfused_mb    the same without, as if the graphs ran node by node
     measured_mb   most bytes of tensors alive at once in a step, counted at torch's allocator
     error         predicted over measured, less 1
@@ -32,14 +32,13 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 
 import dsgraph
+from benchmarks.memory import AllocationCounter, build_counter
+from benchmarks.report import MB, Check, Report, Row, add_arguments, machine
+from benchmarks.training import GPT_27M, GPT_TINY
+from benchmarks.workers import WorkerError, Workers
 from dsgraph.passes import GraphPass, PassContext, PassResult, Phase
-from dsgraph.passes.step_memory import PairMemory, StepMemory, pair_memory, simulate_step
+from dsgraph.passes.analysis.step_memory import PairMemory, StepMemory, pair_memory, simulate_step
 from examples.gpt import GPT, GPTConfig
-
-from .memory import AllocationCounter, build_counter
-from .report import MB, Check, Report, Row, add_arguments, machine
-from .training import GPT_27M, GPT_TINY
-from .workers import WorkerError, Workers
 
 WORLD = 2  # ranks
 CODEGENS = ("eager", "inductor")
@@ -137,8 +136,8 @@ class Graphs:
 
     def add(self, forward: GraphModule, backward: GraphModule | None, ctx: PassContext) -> None:
         """Simulates a captured graph as the code generator gets it."""
-        self.pairs.append(pair_memory(forward, backward, ctx))
-        self.fused.append(pair_memory(forward, backward, ctx, fused=True))
+        self.pairs.append(pair_memory(forward, backward, params=ctx.params, axes=ctx.axes))
+        self.fused.append(pair_memory(forward, backward, params=ctx.params, axes=ctx.axes, fused=True))
 
 
 @dataclass(frozen=True)

@@ -32,11 +32,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from dsgraph.cli.dumps import Dump
-from dsgraph.cli.timeline import simulate
-from dsgraph.dumping.records import CollectiveRecord
-
-from .report import MB, Check, Report, Row, add_arguments, ratio
+from benchmarks.report import MB, Check, Report, Row, add_arguments, ratio
+from dsgraph.tools.cli.dumps import Dump
+from dsgraph.tools.cli.timeline import simulate
+from dsgraph.tools.dumping.records import CollectiveRecord
 
 LAYERS = (12, 24, 48, 96)
 RANKS = (8, 64, 512, 4096)
@@ -144,9 +143,8 @@ def _steps(layers: int, quick: bool, *, count: int, dump: Path | None = None) ->
     import torch
 
     import dsgraph
+    from benchmarks.training import GPT_27M, GPT_TINY, Workload
     from examples.gpt import GPT
-
-    from .training import GPT_27M, GPT_TINY, Workload
 
     workload = Workload(replace(GPT_TINY if quick else GPT_27M, layers=layers), length=16 if quick else 128)
     with torch.device("meta"):

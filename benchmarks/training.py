@@ -10,11 +10,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from benchmarks.memory import AllocationCounter
+from benchmarks.systems import System
+from benchmarks.wire import record_collectives, sent_bytes
 from examples.gpt import GPT, GPTConfig
-
-from .memory import AllocationCounter
-from .systems import System
-from .wire import record_collectives, sent_bytes
 
 GPT_27M = GPTConfig(vocab=8192, width=512, heads=8, layers=6)
 GPT_TINY = GPTConfig(vocab=64, width=32, heads=2, layers=1)

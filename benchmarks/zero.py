@@ -20,11 +20,11 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from .comparison import WARM_UP, Comparison
-from .memory import build_counter
-from .report import Check, Report, Row, add_arguments, machine, ratio
-from .systems import SYSTEMS, installed
-from .training import Workload
+from benchmarks.comparison import WARM_UP, Comparison
+from benchmarks.memory import build_counter
+from benchmarks.report import Check, Report, Row, add_arguments, machine, ratio
+from benchmarks.systems import SYSTEMS, installed
+from benchmarks.training import Workload
 
 LOSS_STEP = 20  # whose loss is compared
 LEAST_STEPS = LOSS_STEP - WARM_UP

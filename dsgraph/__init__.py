@@ -12,7 +12,6 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from dsgraph.inductor_ext import KernelSpec, Match, NearMiss
     from dsgraph.passes import (
         GraphPass,
         PassContext,
@@ -23,15 +22,16 @@ if TYPE_CHECKING:
         default_pipeline,
         graph_pass,
     )
+    from dsgraph.passes.kernels.spec import KernelSpec, Match, NearMiss
 
-    from .accumulate import accumulate, discard
-    from .backend import backend
-    from .compile import compile
+    from .compiler.backend import backend
+    from .compiler.compile import compile
+    from .compiler.custom_kernel import kernel
     from .errors import AccumulationError, KernelError, OptionError, PartitionError, RanksDisagreeError, StrictError
-    from .kernel import kernel
-    from .materialize import materialize
-    from .partition import partition
-    from .reporting.report import Report, report
+    from .sharding.materialize import materialize
+    from .sharding.partition import partition
+    from .step.accumulate import accumulate, discard
+    from .tools.reporting.report import Report, report
 
 __version__ = "0.1.0"
 

@@ -2,7 +2,7 @@
 
 import sys
 
-from dsgraph.cli import main
+from .tools.cli.main import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 
 import dsgraph
-from dsgraph.passes.graph import find_calls, replace_and_erase
+from dsgraph.passes.ir.graph import find_calls, replace_and_erase
 
 cast = torch.ops.aten._to_copy.default
 

@@ -6,7 +6,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from .gpt import GPTConfig
+from examples.gpt import GPTConfig
 
 
 class Llama(nn.Module):

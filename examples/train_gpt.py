@@ -28,11 +28,10 @@ from torch import nn
 from tqdm import tqdm
 
 import dsgraph
-
-from . import checkpoint, ranks
-from .gpt import GPT, GPTConfig
-from .ranks import Place, refuse
-from .text import LEAST_HELD_OUT, Text, standard_library
+from examples import checkpoint, ranks
+from examples.gpt import GPT, GPTConfig
+from examples.ranks import Place, refuse
+from examples.text import LEAST_HELD_OUT, Text, standard_library
 
 
 def option(default: Any, text: str, choices: tuple[Any, ...] | None = None) -> Any:
@@ -133,7 +132,7 @@ def build_model(s: Settings) -> nn.Module:
     config = GPTConfig(width=s.width, layers=s.layers, heads=s.heads)
     if s.model == "gpt":
         return GPT(config)
-    from .llama import Llama  # needs transformers, which nothing else here does
+    from examples.llama import Llama  # needs transformers, which nothing else here does
 
     return Llama(config, longest=s.time)
 

@@ -4,12 +4,11 @@ Each with its eager kernel and its fake, its derivative where autograd can meet 
 needs one. Importing this package registers the ops; `register_lowerings` registers the lowerings.
 """
 
-from .compat import backend_name, c10d_functional, resolve_group, size_hint
-from .exchange_by_messages import exchange_by_messages, exchange_by_messages_coalesced
-from .exchange_by_messages import register_lowering as _register_exchange
-from .gather_by_messages import gather_by_messages, gather_by_messages_coalesced, start_gather
-from .gather_by_messages import register_lowering as _register_gather
-from .gather_param import (
+from .collectives.exchange_by_messages import exchange_by_messages, exchange_by_messages_coalesced
+from .collectives.exchange_by_messages import register_lowering as _register_exchange
+from .collectives.gather_by_messages import gather_by_messages, gather_by_messages_coalesced, start_gather
+from .collectives.gather_by_messages import register_lowering as _register_gather
+from .collectives.gather_param import (
     all_gather_rows,
     all_reduce_sum,
     chunk_rows,
@@ -19,41 +18,26 @@ from .gather_param import (
     reduce_grad,
     start_reduction,
 )
-from .kernel import Derived, Gain, KernelSpec, Match, NearMiss, Setting
+from .collectives.messages import sends_messages
+from .compat import backend_name, c10d_functional, resolve_group, size_hint
 from .kernels.adam_step import adam_step_
 from .kernels.launch import on_device_of, on_gpu
 from .kernels.linear_cross_entropy import linear_cross_entropy
-from .likeness import Likeness
-from .matching import Call, call_of, same_shape, same_size, writes
-from .messages import sends_messages
-from .patterns import KERNELS, largest_first
+from .sizes import same_shape, same_size
 
 
 def register_lowerings() -> None:
-    """Tells Inductor of the ops that are collectives, and of kernels that it can fuse with their neighbours."""
+    """Tells Inductor of the ops that are collectives."""
     _register_gather()
     _register_exchange()
-    for kernel in KERNELS:
-        if kernel.register is not None:
-            kernel.register()
 
 
 __all__ = [
-    "KERNELS",
-    "Call",
-    "Derived",
-    "Gain",
-    "KernelSpec",
-    "Likeness",
-    "Match",
-    "NearMiss",
-    "Setting",
     "adam_step_",
     "all_gather_rows",
     "all_reduce_sum",
     "backend_name",
     "c10d_functional",
-    "call_of",
     "chunk_rows",
     "exchange_by_messages",
     "exchange_by_messages_coalesced",
@@ -61,7 +45,6 @@ __all__ = [
     "gather_by_messages_coalesced",
     "gather_param",
     "group_count",
-    "largest_first",
     "linear_cross_entropy",
     "on_device_of",
     "on_gpu",
@@ -75,5 +58,4 @@ __all__ = [
     "size_hint",
     "start_gather",
     "start_reduction",
-    "writes",
 ]

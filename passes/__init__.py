@@ -1,27 +1,40 @@
 """Floor 1, the compiler: passes, the runner that runs them and the partitioner that carries them."""
 
-from .await_replicas import AwaitReplicas
-from .base import FunctionPass, GraphPass, ParamInfo, PassContext, PassResult, Phase, graph_pass
-from .bucket_gathers import BucketBackwardGathers, BucketForwardGathers
-from .bucket_reductions import BucketReductions
-from .bucket_small_reductions import BucketSmallReductions
-from .choose_collective_algorithms import ChooseCollectiveAlgorithms
-from .compress_gathers import CompressGathers
-from .cost import CostModel
-from .delay_reduction_waits import DelayReductionWaits
+from .analysis.cost import CostModel
+from .core.context import PassContext, Phase
+from .core.graph_pass import FunctionPass, GraphPass, PassResult, graph_pass
+from .core.pipeline import Pipeline
+from .defaults import default_pipeline
 from .errors import PassError
-from .insert_zero_collectives import InsertZeroCollectives
-from .keep_last_gather import KeepLastGather, ReleaseKeptGather
-from .merge_gathers import MergeGathers
-from .mesh_axis import MeshAxis
-from .partitioner import CaptureFacts, InferenceLowering, Partitioner
-from .pipeline import Pipeline, default_pipeline
-from .prefetch_gathers import PrefetchBackwardGathers, PrefetchForwardGathers
-from .runner import GraphSink, PassRecord, Runner
-from .selective_gather import SelectiveGather
-from .substitute_kernels import SubstituteKernels
+from .ir.mesh_axis import MeshAxis
+from .ir.parameters import ParamInfo
+from .kernels.matching import call_of
+from .kernels.patterns import KERNELS
+from .kernels.spec import Derived, Gain, KernelSpec, Match, NearMiss, Setting
+from .kernels.substitute_kernels import SubstituteKernels
+from .overlap.bucket_gathers import BucketBackwardGathers, BucketForwardGathers
+from .overlap.bucket_reductions import BucketReductions
+from .overlap.delay_reduction_waits import DelayReductionWaits
+from .overlap.prefetch_gathers import PrefetchBackwardGathers, PrefetchForwardGathers
+from .runner.partitioner import CaptureFacts, InferenceLowering, Partitioner
+from .runner.runner import GraphSink, PassRecord, Runner
+from .zero.await_replicas import AwaitReplicas
+from .zero.bucket_small_reductions import BucketSmallReductions
+from .zero.choose_collective_algorithms import ChooseCollectiveAlgorithms
+from .zero.compress_gathers import CompressGathers
+from .zero.insert_zero_collectives import InsertZeroCollectives
+from .zero.keep_last_gather import KeepLastGather, ReleaseKeptGather
+from .zero.merge_gathers import MergeGathers
+from .zero.selective_gather import SelectiveGather
 
 __all__ = [
+    "KERNELS",
+    "Derived",
+    "Gain",
+    "KernelSpec",
+    "Match",
+    "NearMiss",
+    "Setting",
     "AwaitReplicas",
     "BucketBackwardGathers",
     "BucketForwardGathers",
@@ -54,6 +67,7 @@ __all__ = [
     "Runner",
     "SelectiveGather",
     "SubstituteKernels",
+    "call_of",
     "default_pipeline",
     "graph_pass",
 ]

@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks import kernels
 from benchmarks.kernel_rows import measure_kernels
-from dsgraph.inductor_ext import KERNELS
+from dsgraph.passes.kernels.patterns import KERNELS
 
 
 @pytest.mark.slow

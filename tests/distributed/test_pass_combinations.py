@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import dsgraph
 from dsgraph.passes import Pipeline
-from dsgraph.passes.base import GraphPass
+from dsgraph.passes.core.graph_pass import GraphPass
 from tests.distributed.training import ATOL, RTOL, full
 from tests.models import features
 

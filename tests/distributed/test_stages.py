@@ -12,10 +12,10 @@ from torch._dynamo.utils import counters
 from torch._inductor.utils import run_and_get_code
 
 import dsgraph
-from dsgraph.passes.coalesced import results_of
-from dsgraph.passes.cost import tensor_bytes
-from dsgraph.passes.graph import collectives, is_collective, is_wait
-from dsgraph.reporting.traffic import graph_traffic
+from dsgraph.passes.analysis.cost import tensor_bytes
+from dsgraph.passes.ir.coalesced import results_of
+from dsgraph.passes.ir.graph import collectives, is_collective, is_wait
+from dsgraph.tools.reporting.traffic import graph_traffic
 from tests.distributed.training import compare, full
 from tests.models import CASES
 from tests.pipelines import with_buckets, without_buckets

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from torch.fx import GraphModule
 
 from dsgraph.passes import PassContext
-from dsgraph.passes.collective_order import collective_lines
-from dsgraph.passes.graph import collective_group, collectives
+from dsgraph.passes.core.collective_order import collective_lines
+from dsgraph.passes.ir.graph import collective_group, collectives
 
 
 class DeadlockError(AssertionError):

@@ -6,15 +6,8 @@ import torch
 from torch.fx import GraphModule, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
-from dsgraph.passes import (
-    InsertZeroCollectives,
-    PassContext,
-    Phase,
-    Pipeline,
-    Runner,
-    graph_pass,
-)
-from dsgraph.passes.graph import emit, find_calls, placeholders, replace_and_erase, wait_of
+from dsgraph.passes import InsertZeroCollectives, PassContext, Phase, Pipeline, Runner, graph_pass
+from dsgraph.passes.ir.graph import emit, find_calls, placeholders, replace_and_erase, wait_of
 from tests.passes.tracing import OUTER, SHARD, gather, reduce, run_pass, trace
 
 aten = torch.ops.aten

@@ -12,7 +12,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import dsgraph  # noqa: F401  # registers the ops
 from dsgraph.passes import CostModel, MeshAxis, PassContext, PassResult, Phase, Pipeline, Runner
-from dsgraph.passes.base import GraphPass
+from dsgraph.passes.core.graph_pass import GraphPass
 
 SHARD = MeshAxis("shard", 2, "0", "nccl")
 GLOO = MeshAxis("shard", 2, "0", "gloo")

@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 
 from dsgraph.inductor_ext.kernels import adam_step as kernel
-
-from .checks import run_interpreted
+from tests.inductor_ext.kernels.checks import run_interpreted
 
 OP = torch.ops.dsgraph.adam_step_
 OPTIONS = {"lr": 1e-2, "beta1": 0.9, "beta2": 0.99, "eps": 1e-8, "weight_decay": 0.1, "adamw": True, "maximize": False}

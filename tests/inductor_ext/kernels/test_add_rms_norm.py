@@ -8,8 +8,7 @@ from torch import Tensor
 
 from dsgraph.inductor_ext.kernels import add_rms_norm as kernel
 from dsgraph.inductor_ext.kernels import rms_norm
-
-from .checks import assert_as_near, run_interpreted, saved_bytes
+from tests.inductor_ext.kernels.checks import assert_as_near, run_interpreted, saved_bytes
 
 OP = torch.ops.dsgraph.add_rms_norm
 EPS = 1e-6

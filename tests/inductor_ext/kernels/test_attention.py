@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from dsgraph.inductor_ext.kernels import attention as kernel
-
-from .checks import assert_as_near
+from tests.inductor_ext.kernels.checks import assert_as_near
 
 OP = torch.ops.dsgraph.attention
 # Leading dimensions, queries, keys, width of a head, width of values.

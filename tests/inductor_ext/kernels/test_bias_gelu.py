@@ -8,8 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dsgraph.inductor_ext.kernels import bias_gelu as kernel
-
-from .checks import assert_as_near, gradients, run_interpreted, saved_bytes
+from tests.inductor_ext.kernels.checks import assert_as_near, gradients, run_interpreted, saved_bytes
 
 OP = torch.ops.dsgraph.bias_gelu
 SHAPES = [(7,), (1, 1), (3, 7), (2, 5, 16), (0, 4), (1, 2, 3, 1029)]

@@ -8,8 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dsgraph.inductor_ext.kernels import layer_norm as kernel
-
-from .checks import assert_as_near, gradients, run_interpreted, saved_bytes
+from tests.inductor_ext.kernels.checks import assert_as_near, gradients, run_interpreted, saved_bytes
 
 OP = torch.ops.dsgraph.layer_norm
 EPS = 1e-5

@@ -15,6 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
 from dsgraph.inductor_ext import register_lowerings
+from dsgraph.passes.kernels.patterns import register_kernels
 
 N = 8
 LAYOUTS = {
@@ -63,6 +64,7 @@ def _calls(x: Tensor) -> dict[str, tuple[tuple[Any, ...], dict[str, Any]]]:
 @pytest.mark.parametrize("name", _calls(torch.zeros(1, N)))
 def test_what_inductor_traces_has_the_layout_of_the_op(name, layout):
     register_lowerings()
+    register_kernels()
     args, options = _calls(LAYOUTS[layout])[name]
     op = getattr(torch.ops.dsgraph, name).default
     torch.manual_seed(0)

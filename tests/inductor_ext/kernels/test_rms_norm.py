@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 
 from dsgraph.inductor_ext.kernels import rms_norm as kernel
-
-from .checks import assert_as_near, run_interpreted
+from tests.inductor_ext.kernels.checks import assert_as_near, run_interpreted
 
 OP = torch.ops.dsgraph.rms_norm
 SHAPES = [(7,), (1, 1), (3, 7), (2, 5, 16), (4, 33), (1, 2, 3, 129)]

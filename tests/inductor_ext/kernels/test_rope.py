@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 
 from dsgraph.inductor_ext.kernels import rope as kernel
-
-from .checks import assert_as_near, gradients, run_interpreted, saved_bytes
+from tests.inductor_ext.kernels.checks import assert_as_near, gradients, run_interpreted, saved_bytes
 
 OP = torch.ops.dsgraph.rope
 # Of x, of the tables' leading dimensions.

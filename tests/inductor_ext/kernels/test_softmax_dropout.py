@@ -10,8 +10,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from dsgraph.inductor_ext.kernels import softmax_dropout as kernel
-
-from .checks import assert_as_near, gradients, run_interpreted, saved_bytes
+from tests.inductor_ext.kernels.checks import assert_as_near, gradients, run_interpreted, saved_bytes
 
 OP = torch.ops.dsgraph.softmax_dropout
 SHAPES = [(7,), (1, 1), (3, 2), (2, 5, 16), (4, 33), (0, 4), (1, 2, 3, 129)]

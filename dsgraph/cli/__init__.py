@@ -1,5 +1,0 @@
-"""The command line. It reads dumps without torch, which would take longer to load than the rest."""
-
-from .main import main
-
-__all__ = ["main"]

@@ -1,0 +1,1 @@
+"""Graph in, compiled graph out: the backend, what it knows of a capture, its options and code generators."""

@@ -1,0 +1,174 @@
+"""One compile of one captured graph: runs the capture passes and hands the rest to a code generator."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch.fx import GraphModule
+
+from dsgraph import compat
+from dsgraph.errors import OptionError
+from dsgraph.inductor_ext import register_lowerings
+from dsgraph.passes import (
+    AwaitReplicas,
+    CaptureFacts,
+    InferenceLowering,
+    Partitioner,
+    PassContext,
+    PassRecord,
+    Phase,
+    Runner,
+)
+from dsgraph.passes.core.collective_order import collective_lines
+from dsgraph.passes.kernels.patterns import register_kernels
+from dsgraph.passes.runner.partitioner import source_hash
+from dsgraph.tools.dumping.writer import GraphDump
+from dsgraph.tools.reporting.measure import Measurements
+
+from .capture import normalize_markers
+from .options import BackendOptions, mode_settings
+
+# The hooks through which Inductor takes the passes; options["inductor"] cannot use them as well.
+_HOOKS = ("custom_partitioner_fn", "joint_custom_post_pass")
+
+# Inductor's search for an order of less memory knows nothing of the time that a transfer takes: it puts every wait
+# right behind its start again, which took 7 % longer a step (GPT of 27 M parameters, 2 ranks, gloo).
+_KEEP_ORDER = ("reorder_for_peak_memory", False)
+
+
+class _Partitioner(Partitioner):
+    """Looks at the joint graph before any pass does."""
+
+    def __init__(self, runner: Runner, facts: CaptureFacts, measurements: Measurements) -> None:
+        super().__init__(runner, facts)
+        self._measurements = measurements
+
+    def __call__(
+        self, gm: GraphModule, joint_inputs: Sequence[object], **kwargs: Any
+    ) -> tuple[GraphModule, GraphModule]:
+        self._measurements.take_regions(gm)
+        return super().__call__(gm, joint_inputs, **kwargs)
+
+
+class Compilation:
+    """Compiles one captured graph with the passes of its options.
+
+    Attributes:
+        options: The user's.
+        awaits_replicas: Whether the compiled graph waits for the replicas that it reads; otherwise its caller must.
+        records_cuda_graphs: Whether Inductor records CUDA graphs and replays them.
+        collectives: One line a collective of the lowered graphs; None until they are lowered, and for good when torch's
+            cache had the compiled graph.
+        measurements: What the lowered graphs hold, for the report; empty for the same reason.
+        from_cache: Whether AOTAutograd's cache had the graph, so that no pass after the capture ran.
+        unidentified: Passes whose code cannot be identified, so that torch's caches were off.
+    """
+
+    def __init__(
+        self,
+        options: BackendOptions,
+        facts: CaptureFacts,
+        *,
+        mode: str | None,
+        dump: GraphDump | None = None,
+        boxed: Callable[[GraphModule], Callable[..., Any]] = compat.boxed,
+        inductor: Callable[..., Callable[..., Any]] = compat.compile_with_inductor,
+    ) -> None:
+        self.options = options
+        self._boxed = boxed  # how codegen "eager" runs a graph
+        self._inductor = inductor  # what codegen "inductor" compiles with
+        self._mode = mode
+        self.collectives: list[str] | None = None
+        self.records_cuda_graphs = options.codegen == "inductor" and compat.uses_cudagraphs(self._settings())
+        # A replayed recording of kernels would not wait for what is under way.
+        if facts.replicas and self.records_cuda_graphs:
+            facts = replace(facts, replicas=frozenset())
+        self._facts = facts
+        is_partitioned = bool(facts.params or facts.replicas)
+        pipeline = options.pipeline if is_partitioned else options.pipeline.without_mesh()
+        self.awaits_replicas = bool(facts.replicas) and any(isinstance(item, AwaitReplicas) for item in pipeline)
+        self.measurements = Measurements(facts.axes, with_inductor=options.codegen == "inductor")
+        self.from_cache = False
+        self.unidentified: tuple[str, ...] = ()
+        if options.codegen == "inductor":
+            self.unidentified = tuple(item.name for item in pipeline if item.fingerprint() is None)
+        self._runner = Runner(pipeline, sink=dump, after_phase=self._after_phase, verify=options.verify)
+
+    @property
+    def orders(self) -> list[str]:
+        """The order of collectives step by step, up to `collectives`; see `Runner.orders`."""
+        return self._runner.orders
+
+    @property
+    def pass_names(self) -> list[str]:
+        """The passes that are to run, in order."""
+        return [item.name for item in self._runner.pipeline]
+
+    @property
+    def reduces(self) -> bool:
+        """Whether the graph reads parameters of a partitioned model, whose gradients it then reduces."""
+        return bool(self._facts.params)
+
+    @property
+    def passes(self) -> tuple[PassRecord, ...]:
+        """What each pass did."""
+        return tuple(self._runner.records)
+
+    def compile(self, gm: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        """Rewrites and compiles `gm`; the result takes the inputs that `gm` takes."""
+        normalize_markers(gm)
+        self._runner.run(gm, self._facts.context(gm, Phase.CAPTURE, inference=not torch.is_grad_enabled()))
+        if self.options.codegen == "eager":
+            return self._compile_eager(gm, inputs)
+        hits = compat.autograd_cache_hits()
+        compiled = self._compile_inductor(gm, inputs)
+        self.from_cache = compat.autograd_cache_hits() > hits
+        return compiled
+
+    def _settings(self) -> dict[str, Any]:
+        """What the mode and the options change of Inductor's configuration."""
+        return {**mode_settings(self._mode), **self.options.inductor}
+
+    def _compile_inductor(self, gm: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        register_lowerings()
+        register_kernels()
+        patches = self._settings()
+        if self._facts.params or self._facts.replicas:
+            patches.setdefault(*_KEEP_ORDER)
+        if self._runner.pipeline.ends_with_capture:
+            return self._inductor(gm, inputs, patches=patches, cache_tag=source_hash())
+        taken = [hook for hook in _HOOKS if hook in patches]
+        if taken:
+            raise OptionError(
+                f"option 'inductor' sets {taken[0]!r}, which dsgraph needs for its own passes; use a GraphPass"
+            )
+        partitioner = _Partitioner(self._runner, self._facts, self.measurements)
+        patches["custom_partitioner_fn"] = partitioner
+        patches["joint_custom_post_pass"] = InferenceLowering(self._runner, self._facts)
+        if self.unidentified:  # a pass whose code cannot be identified: nothing may come from a cache
+            patches["force_disable_caches"] = True
+        return self._inductor(gm, inputs, patches=patches, cache_tag=source_hash())
+
+    def _compile_eager(self, gm: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        lowering = InferenceLowering(self._runner, self._facts)
+
+        def compile_inference(graph_module: GraphModule, _: Sequence[Any]) -> Callable[..., Any]:
+            lowering(graph_module.graph)
+            return self._boxed(graph_module)
+
+        return compat.compile_with_aot(
+            gm,
+            inputs,
+            compiler=lambda graph_module, _: self._boxed(graph_module),
+            inference_compiler=compile_inference,
+            partition_fn=_Partitioner(self._runner, self._facts, self.measurements),
+        )
+
+    def _after_phase(self, gm: GraphModule, ctx: PassContext) -> None:
+        self.measurements.take(gm, ctx)
+        if ctx.phase in (Phase.FORWARD, Phase.BACKWARD):
+            lines = [f"{ctx.phase.value}: {line}" for line in collective_lines(gm, ctx)]
+            self.collectives = [*(self.collectives or []), *lines]

@@ -1,0 +1,67 @@
+"""`compile`: partition and torch.compile in one call."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DeviceMesh
+
+from dsgraph.errors import OptionError
+from dsgraph.nearest import nearest
+from dsgraph.sharding.partition import partition
+
+from .backend import backend
+from .options import BackendOptions, mode_settings, parse_options
+
+_PARTITION_OPTIONS = ("param_dtype", "reduce_dtype", "keep_whole_below")
+_TORCH_OPTIONS = ("fullgraph", "dynamic", "mode")
+
+
+def compile(model: nn.Module, mesh: DeviceMesh | None = None, stage: int = 3, **options: Any) -> nn.Module:
+    """Partitions a model and compiles it with this backend.
+
+    Args:
+        model: See `partition`.
+        mesh: See `partition`.
+        stage: ZeRO stage, see `partition`.
+        **options: Those of `partition` (param_dtype, reduce_dtype, keep_whole_below), of the backend (see
+            `BackendOptions`), and fullgraph, dynamic and mode of `torch.compile`.
+
+    Returns:
+        The compiled model.
+
+    Raises:
+        OptionError: An option is unknown or wrong; nothing was changed.
+        PartitionError: See `partition`.
+    """
+    known = [*_PARTITION_OPTIONS, *_TORCH_OPTIONS, *BackendOptions.model_fields]
+    for name in options:
+        if name not in known:
+            raise OptionError(
+                f"compile: unknown option {name!r}{nearest(name, known)}; known: {', '.join(sorted(known))}"
+            )
+    for_partition = {name: options.pop(name) for name in _PARTITION_OPTIONS if name in options}
+    for_torch = {name: options.pop(name) for name in _TORCH_OPTIONS if name in options}
+    mode = for_torch.pop("mode", None)
+    if mode is not None:  # torch.compile takes a mode or options, never both
+        options["inductor"] = _with_mode(mode, parse_options(options, os.environ))
+    parse_options(options, os.environ)  # raises before anything is changed
+    partitioned = partition(model, mesh, stage=stage, **for_partition)
+    return torch.compile(partitioned, backend=backend, options=options or None, **for_torch)  # type: ignore[return-value]
+
+
+def _with_mode(mode: str, options: BackendOptions) -> dict[str, Any]:
+    """Inductor's configuration for a mode, and the user's own besides."""
+    settings = mode_settings(mode)
+    if options.codegen != "inductor":
+        raise OptionError(f"mode {mode!r} has no effect with codegen={options.codegen!r}: remove one of the two")
+    for name, value in options.inductor.items():
+        if settings.get(name, value) != value:
+            raise OptionError(
+                f"{name!r} is given twice: mode {mode!r} sets it to {settings[name]!r}, option 'inductor' to "
+                f"{value!r}; remove one of the two"
+            )
+    return {**settings, **options.inductor}

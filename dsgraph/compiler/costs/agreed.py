@@ -1,0 +1,136 @@
+"""From calibrations to the cost model, the same on every rank of a mesh."""
+
+from __future__ import annotations
+
+import json
+import math
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DeviceMesh
+
+from dsgraph.passes import CostModel, MeshAxis
+from dsgraph.passes.analysis.cost import collective_steps
+from dsgraph.passes.analysis.hardware import Device, Link, LinkTable, default_links
+from dsgraph.sharding.mesh import mesh_axes
+
+from .host import device_name, host_name
+from .records import CalibrationRecord, LinkRecord, from_text, to_text
+from .store import CalibrationError, load
+
+if TYPE_CHECKING:
+    from dsgraph.sharding.agreement import Agreement
+
+DEFAULTS = "defaults"
+
+
+@dataclass(frozen=True)
+class KnownCosts:
+    """What the ranks of a mesh know of what time costs, the same on all of them.
+
+    Attributes:
+        calibration: Of the first rank's host and device; None when there is none.
+        threads: On how many threads the first rank computes on a CPU.
+        hosts: Rank -> host. Ranks that do not exist have none.
+    """
+
+    calibration: CalibrationRecord | None
+    threads: int
+    hosts: Mapping[int, str]
+
+    @staticmethod
+    def of(agreement: Agreement, device_type: str) -> KnownCosts:
+        """Asks the first rank of an agreement. All its ranks call it.
+
+        A calibration that cannot be used is a warning of the first rank, and as good as none.
+
+        Raises:
+            RanksDisagreeError: A rank did not come in time.
+        """
+        leader = agreement.ranks[0]
+        mine = {"host": host_name(), "threads": torch.get_num_threads(), "calibration": None}
+        if dist.get_rank() == leader:
+            mine["calibration"] = _own_calibration(device_type)
+        texts = agreement.exchange("where they run", json.dumps(mine))
+        said = {rank: json.loads(text) for rank, text in texts.items()}
+        found = said[leader]["calibration"]
+        return KnownCosts(
+            calibration=None if found is None else from_text(found),
+            threads=said[leader]["threads"],
+            hosts=MappingProxyType({rank: each["host"] for rank, each in said.items()}),
+        )
+
+    def model(self, mesh: DeviceMesh, axes: Sequence[MeshAxis]) -> CostModel | None:
+        """The cost model for a mesh: what is measured of the first rank's device and groups, defaults for the rest.
+
+        Args:
+            mesh: The mesh.
+            axes: Those of its axes that a graph uses.
+
+        Returns:
+            None where there is no calibration.
+        """
+        record = self.calibration
+        if record is None:
+            return None
+        links = {axis.group: self._links(record, mesh, axis) for axis in axes}
+        return CostModel(self._device(record), tuple(axes), MappingProxyType(links))
+
+    def describe(self, mesh: DeviceMesh, axes: Sequence[MeshAxis]) -> str:
+        """In one line, whether costs are measured, where and when; names the axes whose links are not."""
+        record = self.calibration
+        if record is None:
+            host = next(iter(self.hosts.values()))
+            return f"{DEFAULTS}: {host} has no calibration (dsgraph calibrate makes one)"
+        line = f"measured on {record.host} ({record.device}), {record.time}"
+        unknown = [axis.name for axis in axes if not self._measured(record, mesh, axis)]
+        return line + (f"; links of {', '.join(unknown)} by default" if unknown else "")
+
+    def _device(self, record: CalibrationRecord) -> Device:
+        # A CPU's matrix products take as many times less as there are more threads; memory does not.
+        scale = self.threads / record.threads if record.threads else 1.0
+        rates = {dtype: rate * scale for dtype, rate in sorted(record.flops_per_s.items())}
+        usual = rates.get("bfloat16", next(iter(rates.values())))
+        others = tuple((dtype, rate) for dtype, rate in rates.items() if rate != usual)
+        return Device(usual, record.bytes_per_s, record.kernel_s, others)
+
+    def _links(self, record: CalibrationRecord, mesh: DeviceMesh, axis: MeshAxis) -> LinkTable:
+        table = default_links(axis.backend, device_type=record.device_type)
+        kinds = dict(table.kinds)
+        for measured in self._measured(record, mesh, axis):
+            steps = collective_steps(measured.kind, measured.ranks)
+            if steps:
+                kinds[measured.kind] = Link(measured.latency_s / steps, measured.bytes_per_s)
+        return LinkTable(table.usual, tuple(sorted(kinds.items())))
+
+    def _measured(self, record: CalibrationRecord, mesh: DeviceMesh, axis: MeshAxis) -> list[LinkRecord]:
+        """What was measured of the groups most like the axis's: same backend, within hosts or not, nearest in size."""
+        is_spread = self._is_spread(mesh, axis)
+        alike = [link for link in record.links if link.backend == axis.backend and (link.hosts > 1) == is_spread]
+        groups = sorted({link.group for link in alike}, key=lambda group: (_distance(group[1], axis.size), group))
+        return [link for link in alike if link.group == groups[0]]
+
+    def _is_spread(self, mesh: DeviceMesh, axis: MeshAxis) -> bool:
+        """Whether the first rank's group of an axis is spread over several hosts."""
+        number = [found.group for found in mesh_axes(mesh)].index(axis.group)
+        first_along = mesh.mesh.movedim(number, 0).flatten(1)[:, 0] if mesh.ndim > 1 else mesh.mesh
+        return len({self.hosts[rank] for rank in first_along.tolist() if rank in self.hosts}) > 1
+
+
+def _own_calibration(device_type: str) -> str | None:
+    """This rank's calibration as text; None where there is none that can be used."""
+    try:
+        record = load(host_name(), device_name(device_type))
+    except CalibrationError as error:
+        warnings.warn(f"default costs are used, because the calibration {error}", stacklevel=2)
+        return None
+    return None if record is None else to_text(record)
+
+
+def _distance(size: int, other: int) -> float:
+    return abs(math.log(size / other))

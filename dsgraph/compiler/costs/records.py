@@ -1,0 +1,125 @@
+"""What a calibration says: plain data, written as JSON and read back without torch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+
+from dsgraph.json_records import HeadRecord, RecordError, from_json_text, to_json_text
+
+FORMAT = "dsgraph-calibration"
+VERSION = 1
+
+
+@dataclass(frozen=True, slots=True)
+class LinkRecord:
+    """How one kind of collective does over one kind of group: n bytes sent take `latency_s + n / bytes_per_s`.
+
+    Attributes:
+        backend: "gloo", "nccl", ...
+        ranks: How many the group has.
+        hosts: Over how many hosts they are spread.
+        kind: Name of the op, without namespace and overload.
+        latency_s: Seconds that a collective of no bytes takes, from its start to its end.
+        bytes_per_s: Bytes that each rank sends a second.
+        error: By how much the seconds measured are off that line: the median, as a share of them.
+        samples: Bytes that each rank sent, and the seconds (a median) that it took the slowest rank.
+        time: When it was measured, ISO 8601.
+    """
+
+    backend: str
+    ranks: int
+    hosts: int
+    kind: str
+    latency_s: float
+    bytes_per_s: float
+    error: float = 0.0
+    samples: tuple[tuple[int, float], ...] = ()
+    time: str = ""
+
+    @property
+    def group(self) -> tuple[str, int, int]:
+        """The kind of group: backend, ranks, hosts."""
+        return self.backend, self.ranks, self.hosts
+
+
+@dataclass(frozen=True, slots=True)
+class CalibrationRecord:
+    """What one kind of device on one host can do, and the links between such devices.
+
+    Attributes:
+        format: FORMAT.
+        version: VERSION of the dsgraph that wrote it.
+        host: Name of the host.
+        device: Name of the device: "AMD EPYC", "NVIDIA H200".
+        device_type: "cpu", "cuda", ...
+        time: When the device was measured, ISO 8601.
+        dsgraph: Version.
+        torch: Version.
+        threads: On how many threads a rank computed, on a CPU; 0 elsewhere.
+        flops_per_s: Dtype -> floating-point operations a second of a large matrix product.
+        bytes_per_s: Bytes a second that a large copy reads and writes.
+        kernel_s: Seconds of a kernel that does next to nothing.
+        links: Of every kind of group and collective that was measured.
+    """
+
+    format: str
+    version: int
+    host: str
+    device: str
+    device_type: str
+    time: str
+    dsgraph: str
+    torch: str
+    threads: int
+    flops_per_s: Mapping[str, float]
+    bytes_per_s: float
+    kernel_s: float
+    links: tuple[LinkRecord, ...] = field(default=())
+
+
+def to_text(record: CalibrationRecord) -> str:
+    """A calibration as JSON."""
+    return to_json_text(record)
+
+
+def from_text(text: str | bytes) -> CalibrationRecord:
+    """The calibration that a JSON text stands for.
+
+    Raises:
+        RecordError: It is not one, is of another version, or holds a figure that cannot be.
+    """
+    head = from_json_text(HeadRecord, text)
+    if head.format != FORMAT:
+        raise RecordError(f"its format is {head.format!r}, not {FORMAT!r}")
+    if head.version != VERSION:
+        raise RecordError(f"it is of version {head.version}, and this dsgraph reads version {VERSION}")
+    record = from_json_text(CalibrationRecord, text)
+    for name, value, least in _figures(record):
+        if not (math.isfinite(value) and value >= least):
+            raise RecordError(f"{name} is {value}")
+    return record
+
+
+def merge(new: CalibrationRecord, old: CalibrationRecord | None) -> CalibrationRecord:
+    """`new`, with the links of `old` between groups that `new` has not measured."""
+    measured = {link.group for link in new.links}
+    kept = tuple(link for link in (old.links if old is not None else ()) if link.group not in measured)
+    return replace(new, links=new.links + kept)
+
+
+def _figures(record: CalibrationRecord) -> Iterator[tuple[str, float, float]]:
+    """Name, value and least value of all that is measured."""
+    least = 1e-12  # rates and times above nothing
+    yield "bytes_per_s", record.bytes_per_s, least
+    yield "kernel_s", record.kernel_s, 0.0
+    yield "threads", record.threads, 0
+    yield "flops_per_s: how many", len(record.flops_per_s), 1
+    for dtype, rate in record.flops_per_s.items():
+        yield f"flops_per_s.{dtype}", rate, least
+    for number, link in enumerate(record.links):
+        yield f"links.{number}.ranks", link.ranks, 2
+        yield f"links.{number}.hosts", link.hosts, 1
+        yield f"links.{number}.latency_s", link.latency_s, 0.0
+        yield f"links.{number}.bytes_per_s", link.bytes_per_s, least

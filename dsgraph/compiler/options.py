@@ -1,0 +1,218 @@
+"""Options of the backend: `torch.compile(model, backend="dsgraph", options={...})`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+
+from dsgraph import compat
+from dsgraph.errors import OptionError
+from dsgraph.nearest import nearest
+from dsgraph.passes import PassError, Pipeline, SubstituteKernels, default_pipeline
+from dsgraph.passes.kernels.patterns import KERNELS
+from dsgraph.passes.kernels.spec import KernelSpec
+
+MEMORY_SHARE = 0.9
+"""How much of a GPU's memory a step may use unless the user says otherwise."""
+
+
+class BackendOptions(BaseModel):
+    """What `options=` may hold.
+
+    Attributes:
+        codegen: "inductor" compiles kernels; "eager" runs the transformed graphs as they are, which starts quickly.
+        pipeline: A `Pipeline`, or a list of passes. Default: `default_pipeline()`.
+        verify: Check every graph after every pass, and name the pass that broke something. It takes 1 to 2 % of
+            the time of a compile without Inductor.
+        strict: Turn what was not done into errors: warnings, graph breaks, too many recompiles, functions that Dynamo
+            gave up on, ops that Inductor has no lowering of, passes that switch torch's caches off, and values of
+            checkpoint regions that are kept all the same. Without it they are in `dsgraph.report(model)` only.
+        recompile_limit: With `strict`, how often one function may be compiled. Dynamo itself stops at
+            torch._dynamo.config.recompile_limit (8) and runs the function uncompiled from then on, without asking a
+            backend: so the last compile that Dynamo allows is an error as well, and this number cannot exceed that one.
+        memory_limit: Bytes of the device's memory that a step may use. It bounds what passes add to a graph for speed.
+            Gathered parameters are kept for the backward as far as the rest of a step leaves room, see
+            `SelectiveGather`; gathers more than one parameter ahead, and reductions under way besides the next, are as
+            many as keep the predicted peak of the graph, with the states of an optimizer, below it. What a graph needs
+            without all that is not bounded. Default: 90 % of a CUDA device's memory; on the CPU there is no limit, and
+            nothing but a loss's last parameter is kept.
+        kernels: Which kernels stand in for what a model spells out, see `SubstituteKernels`: "auto" takes those that
+            are expected to gain, "none" none, a list exactly these, by name or as `KernelSpec` (`dsgraph.kernel` makes
+            one of your own). With `strict`, one that was asked for and is found nowhere in a graph is an error, unless
+            the graph calls torch's function that does the same.
+        dump: Folder for a readable copy of every graph before and after every pass. Default: the environment variable
+            DSGRAPH_DUMP, or nowhere.
+        dump_compiles: How many compiles of a process are dumped into the folder; later ones are not.
+        inductor: Inductor configuration for this model, by the names of `torch._inductor.config`.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", arbitrary_types_allowed=True, strict=True)
+
+    codegen: Literal["inductor", "eager"] = "inductor"
+    pipeline: Pipeline = Field(default_factory=default_pipeline)
+    verify: bool = True
+    strict: bool = False
+    recompile_limit: int = Field(default=8, ge=1)
+    memory_limit: int | None = Field(default=None, ge=1)
+    kernels: Literal["auto", "none"] | tuple[KernelSpec, ...] = "auto"
+    dump: Path | None = None
+    dump_compiles: int = Field(default=8, ge=1)
+    inductor: dict[str, Any] = Field(default_factory=dict)
+
+    @field_validator("pipeline", mode="before")
+    @classmethod
+    def _from_list(cls, value: object) -> object:
+        if isinstance(value, (list, tuple)):
+            try:
+                return Pipeline(value)
+            except PassError as error:
+                raise ValueError(str(error)) from error
+        return value
+
+    @field_validator("kernels", mode="before")
+    @classmethod
+    def _kernels_by_name(cls, value: object) -> object:
+        if isinstance(value, (list, tuple)):
+            return _refuse_namesakes(tuple(map(_kernel, value)))
+        if isinstance(value, KernelSpec) or (isinstance(value, str) and any(spec.name == value for spec in KERNELS)):
+            raise ValueError(f"it takes 'auto', 'none' or a list of kernels, such as [{value!r}]")
+        return value
+
+    @field_validator("dump", mode="before")
+    @classmethod
+    def _from_text(cls, value: object) -> object:
+        return Path(value) if value and isinstance(value, str) else value
+
+
+def parse_options(given: Mapping[str, Any] | None, environ: Mapping[str, str]) -> BackendOptions:
+    """Checks the user's options.
+
+    Args:
+        given: What stood in `options=`.
+        environ: The environment; DSGRAPH_DUMP is the default of `dump`.
+
+    Raises:
+        OptionError: A key is unknown or a value is wrong; the message names the nearest right one.
+    """
+    if given is not None and not isinstance(given, Mapping):
+        raise OptionError(f"options is {given!r}; it takes a dict, such as {{'codegen': 'eager'}}")
+    values = dict(given or {})
+    for key in values:
+        if key not in BackendOptions.model_fields:
+            raise OptionError(_unknown("option", str(key), list(BackendOptions.model_fields)))
+    if environ.get("DSGRAPH_DUMP"):
+        values.setdefault("dump", environ["DSGRAPH_DUMP"])
+    try:
+        options = BackendOptions(**values)
+    except ValidationError as error:
+        raise OptionError(_describe(error)) from None
+    _refuse_without_effect(options, values)
+    if "kernels" in values:
+        options = options.model_copy(update={"pipeline": _with_kernels(options.pipeline, options.kernels)})
+    if options.inductor and options.codegen != "inductor":
+        raise OptionError(f"option 'inductor' has no effect with codegen={options.codegen!r}: remove one of the two")
+    if options.inductor:
+        known = compat.inductor_settings()
+        for key in options.inductor:
+            if key not in known:
+                raise OptionError(f"option 'inductor' sets {key!r}, which Inductor has not{nearest(key, known)}")
+    return options
+
+
+def _kernel(item: object) -> KernelSpec:
+    if isinstance(item, KernelSpec):
+        return item
+    if callable(item):
+        name = getattr(item, "__name__", repr(item))
+        raise ValueError(f"it holds {name}, which is no kernel: write @dsgraph.kernel() above the function")
+    known = {spec.name: spec for spec in KERNELS}
+    if not isinstance(item, str) or item not in known:
+        raise ValueError(f"it holds {item!r}{nearest(str(item), list(known))}; known: {', '.join(sorted(known))}")
+    return known[item]
+
+
+def _refuse_namesakes(kernels: tuple[KernelSpec, ...]) -> tuple[KernelSpec, ...]:
+    """The kernels, each once; notes, errors and the report call a kernel by its name."""
+    found: dict[str, KernelSpec] = {}
+    for spec in kernels:
+        other = found.setdefault(spec.name, spec)
+        if other is not spec:
+            raise ValueError(
+                f"it holds two kernels of the name {spec.name!r} ({other.op} and {spec.op}): rename the function of "
+                "one, or leave one out"
+            )
+    return tuple(found.values())
+
+
+def _with_kernels(pipeline: Pipeline, kernels: str | tuple[KernelSpec, ...]) -> Pipeline:
+    """The pipeline with the kernels that the option asks for."""
+    own = next((item for item in pipeline if isinstance(item, SubstituteKernels)), None)
+    if own is None:
+        raise OptionError(
+            "option 'kernels' has no effect: the pipeline has no SubstituteKernels; add one, or remove the option"
+        )
+    if isinstance(kernels, str):
+        return pipeline if kernels == "auto" else pipeline.without(own.name)
+    chosen = replace(own, kernels=kernels, asked=True)
+    return Pipeline(chosen if item is own else item for item in pipeline)
+
+
+def _refuse_without_effect(options: BackendOptions, given: Mapping[str, Any]) -> None:
+    if "dump_compiles" in given and options.dump is None:
+        raise OptionError("option 'dump_compiles' has no effect without 'dump' (or DSGRAPH_DUMP): remove it, or add it")
+    if "recompile_limit" not in given:
+        return
+    if not options.strict:
+        raise OptionError("option 'recompile_limit' has no effect without strict=True: remove it, or add the other")
+    last = compat.recompile_limit()
+    if options.recompile_limit > last:
+        raise OptionError(
+            f"option 'recompile_limit' is {options.recompile_limit}, but Dynamo stops at {last}: raise "
+            "torch._dynamo.config.recompile_limit as well"
+        )
+
+
+def mode_settings(mode: str | None) -> dict[str, Any]:
+    """Inductor's configuration for a mode of `torch.compile`.
+
+    Raises:
+        OptionError: There is no such mode.
+    """
+    if mode is None:
+        return {}
+    try:
+        return compat.inductor_mode(mode)
+    except Exception as error:
+        raise OptionError(f"mode {mode!r} is not one of Inductor's: {error}") from error
+
+
+_TAKES = {
+    "pipeline": "a Pipeline or a list of passes",
+    "verify": "True or False",
+    "strict": "True or False",
+    "recompile_limit": "a number of compiles, 1 or more",
+    "memory_limit": "a number of bytes, 1 or more",
+    "kernels": "'auto', 'none' or a list of kernels",
+    "dump": "the path of a folder",
+    "dump_compiles": "a number of compiles, 1 or more",
+    "inductor": "a dict from names of torch._inductor.config to values",
+}
+
+
+def _unknown(kind: str, found: str, known: list[str]) -> str:
+    return f"unknown {kind} {found!r}{nearest(found, known)}; known: {', '.join(sorted(known))}"
+
+
+def _describe(error: ValidationError) -> str:
+    first = error.errors()[0]
+    name, found = first["loc"][0], first["input"]
+    if name == "codegen":
+        known = ["inductor", "eager"]
+        return f"option {name!r} is {found!r}{nearest(str(found), known)}; it takes {first['ctx']['expected']}"
+    if first["type"] == "value_error":
+        return f"option {name!r} is {found!r}: {first['msg'].removeprefix('Value error, ')}"
+    return f"option {name!r} is {found!r}; it takes {_TAKES[str(name)]}"

@@ -1,0 +1,254 @@
+"""Runs a Python script alone or on several ranks, and leaves no process behind."""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import importlib.util
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from importlib.machinery import ModuleSpec, PathFinder
+from pathlib import Path
+from types import FrameType
+from typing import NoReturn
+
+from dsgraph.tools.cli.command import CommandError
+
+# What torchrun tells a rank. None of it is passed on from where `dsgraph` itself was started.
+_OF_RANKS = {
+    *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE"),
+    *("ROLE_RANK", "ROLE_NAME", "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
+}
+_MARK = "DSGRAPH_LAUNCH"
+# How long the processes get to end by themselves after Ctrl-C, and after SIGTERM, seconds.
+_PATIENCE = (1.0, 5.0)
+
+
+@dataclass(frozen=True)
+class Script:
+    """A script to run.
+
+    Attributes:
+        arguments: What stands behind `python`: the path, or "-m" and the module.
+        root: A folder that must be importable; None for no particular one.
+    """
+
+    arguments: tuple[str, ...]
+    root: Path | None = None
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments that say what to run and on how many ranks."""
+    add_script_arguments(parser)
+    parser.add_argument(
+        "--nproc", type=rank_count, default=1, metavar="N", help="ranks to start on this machine (default: 1)"
+    )
+
+
+def add_script_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments that say what to run."""
+    parser.usage = f"{parser.prog} [options] (SCRIPT | -m MODULE) [-- ARGUMENTS]"
+    parser.add_argument("script", metavar="SCRIPT", nargs="?", help="path of a Python script")
+    parser.add_argument("-m", dest="module", metavar="MODULE", help="a module to run, as python -m does")
+
+
+def rank_count(text: str) -> int:
+    """The type of an argument `--nproc`."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"is {text!r}; it takes a whole number above 0")
+    return int(text)
+
+
+def find_script(path: str | None, module: str | None) -> Script:
+    """What to run.
+
+    A script that lies in a package and uses relative imports is run as a module of that package, which is how Python
+    runs such a script at all.
+
+    Raises:
+        CommandError: There is no such script or module, both are given, or neither.
+    """
+    if (path is None) == (module is None):
+        raise CommandError("give one script to run: a path, or -m and a module")
+    if module is not None:
+        _check_module(module)
+        return Script(("-m", module))
+    assert path is not None
+    file = Path(path)
+    if not file.is_file():
+        raise CommandError(f"{path} is {'a folder' if file.is_dir() else 'not there'}; give the path of a script")
+    folder = file.resolve().parent
+    names = [file.stem]
+    while (folder / "__init__.py").is_file():
+        names.insert(0, folder.name)
+        folder = folder.parent
+    if len(names) == 1:
+        return Script((path,))
+    if _imports_relatively(file):
+        return Script(("-m", ".".join(names)), folder)
+    return Script((path,), folder)
+
+
+def run_script(
+    script: Script,
+    arguments: Sequence[str],
+    *,
+    nproc: int,
+    environment: Mapping[str, str],
+    quiet: bool = False,
+    runner: Sequence[str] = (),
+) -> int:
+    """Runs a script to its end, its output passed through, and returns its exit code.
+
+    Args:
+        script: What to run.
+        arguments: Its arguments.
+        nproc: How many ranks. A single one is started without torchrun, and may form a process group all the same.
+        environment: Variables to set besides ours.
+        quiet: Write its output to stderr, because stdout is for something else.
+        runner: What runs a single rank's script in its own process, behind `python`: "-m", a module, its arguments.
+    """
+    variables = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in _OF_RANKS and not name.startswith("TORCHELASTIC_")
+    }
+    if script.root is not None:
+        known = [variables["PYTHONPATH"]] if variables.get("PYTHONPATH") else []
+        variables["PYTHONPATH"] = os.pathsep.join([str(script.root), *known])
+    if nproc == 1:
+        variables |= _alone()
+        command = [sys.executable, "-u", *runner, *script.arguments, *arguments]
+    else:
+        variables.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // nproc)))
+        command = [sys.executable, "-u", "-m", "dsgraph.launch.torchrun", str(nproc), *script.arguments, *arguments]
+    mark = uuid.uuid4().hex
+    sys.stdout.flush()
+    with ended_by_signals():
+        child = subprocess.Popen(
+            command, env={**variables, **environment, _MARK: mark}, stdout=sys.stderr if quiet else None
+        )
+        try:
+            return child.wait()
+        except BaseException:
+            _end(child, mark)
+            raise
+
+
+@contextmanager
+def ended_by_signals() -> Iterator[None]:
+    """Lets SIGTERM and SIGHUP end this process the way Ctrl-C does: by an exception, after which one can tidy up."""
+
+    def stop(number: int, _: FrameType | None) -> NoReturn:
+        raise SystemExit(128 + number)
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def describe_exit(code: int) -> str:
+    """How a script ended, in words: "exit code 3", "killed by SIGKILL"."""
+    number = -code if code < 0 else code - 128
+    with suppress(ValueError):
+        if code < 0 or code > 128:
+            return f"killed by {signal.Signals(number).name}"
+    return f"exit code {code}"
+
+
+def _is_of_ranks(variable: str) -> bool:
+    return variable in _OF_RANKS or variable.startswith("TORCHELASTIC_")
+
+
+def _check_module(module: str) -> None:
+    """Looks a module up without importing anything of it, as its package may do anything when it is imported."""
+    first, *rest = module.split(".")
+    here = str(Path.cwd())
+    sys.path.insert(0, here)  # as `python -m` does
+    try:
+        spec = importlib.util.find_spec(first) if first else None
+        for name in rest:
+            spec = _inside(spec, name)
+        if spec is not None and spec.submodule_search_locations is not None:
+            spec = _inside(spec, "__main__")
+    except (ImportError, ValueError):
+        spec = None
+    finally:
+        if here in sys.path:
+            sys.path.remove(here)
+    if spec is None:
+        raise CommandError(f"there is no module {module!r} that Python could run")
+
+
+def _inside(package: ModuleSpec | None, name: str) -> ModuleSpec | None:
+    if package is None or package.submodule_search_locations is None:
+        return None
+    return PathFinder.find_spec(f"{package.name}.{name}", package.submodule_search_locations)
+
+
+def _imports_relatively(file: Path) -> bool:
+    try:
+        tree = ast.parse(file.read_bytes())
+    except (SyntaxError, ValueError):
+        return False  # Python will say what is wrong with it
+    return any(isinstance(node, ast.ImportFrom) and node.level > 0 for node in ast.walk(tree))
+
+
+def _alone() -> dict[str, str]:
+    """What a group of one rank needs to find itself."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    one = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+    return {**one, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+
+
+def _end(child: subprocess.Popen[bytes], mark: str) -> None:
+    """Ends the script and all that it has started."""
+    before = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C must not stop this
+    try:
+        for patience, then in zip(_PATIENCE, (child.terminate, child.kill), strict=True):
+            # First without a word: a terminal has told the script of Ctrl-C already, and torchrun is ending its ranks.
+            with suppress(subprocess.TimeoutExpired):
+                child.wait(patience)
+                break
+            then()
+        child.wait()
+        _kill_marked(mark)
+    finally:
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGINT, before)
+
+
+def _kill_marked(mark: str) -> None:
+    """Kills what still carries the mark in its environment: ranks have sessions of their own. Linux only."""
+    wanted = f"{_MARK}={mark}".encode()
+    for _ in range(20):
+        left = []
+        for folder in Path("/proc").glob("[0-9]*"):
+            with suppress(OSError):
+                if wanted in (folder / "environ").read_bytes().split(b"\0"):
+                    left.append(int(folder.name))
+        for pid in left:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        if not left:
+            return
+        time.sleep(0.05)

@@ -1,0 +1,1 @@
+"""What a model becomes: its parameters as shards on a mesh, and the seam that hands them out."""

@@ -1,0 +1,202 @@
+"""Ranks agree before they talk: they compare what they are about to do, and raise together instead of hanging."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+import torch.distributed as dist
+from torch.distributed.tensor import DeviceMesh
+
+from dsgraph import compat
+from dsgraph.errors import RanksDisagreeError
+from dsgraph.inductor_ext import backend_name
+
+from .mesh import axis_group, mesh_ranks
+
+if TYPE_CHECKING:
+    from dsgraph.compiler.costs.agreed import KnownCosts
+
+
+@dataclass
+class Agreement:
+    """A place where the ranks of a mesh compare lists of lines.
+
+    It talks through the store that the process group met at, not through the group, so that it can neither be mixed up
+    with collectives under way nor hang longer than `timeout`.
+
+    Attributes:
+        ranks: Global ranks that take part.
+        timeout: How long to wait for the slowest of them.
+        agreed: Hashes that all of them are known to have confirmed.
+        costs: Type of device -> what all of them know of its costs.
+        spare: Digest of lines -> bytes that all of them have to spare when they run what the lines tell of.
+    """
+
+    ranks: tuple[int, ...]
+    timeout: timedelta
+    agreed: set[str] = field(default_factory=set)
+    costs: dict[str, KnownCosts] = field(default_factory=dict)
+    spare: dict[str, int | None] = field(default_factory=dict)
+
+    @staticmethod
+    def over(mesh: DeviceMesh) -> Agreement:
+        """An agreement of all ranks of a mesh; of this rank alone where the others are not real."""
+        group = axis_group(mesh, mesh.ndim - 1)
+        if backend_name(group, mesh.device_type) == "fake":
+            return Agreement((dist.get_rank(),), timedelta())
+        return Agreement(tuple(mesh_ranks(mesh)), compat.group_timeout(group, mesh.device_type))
+
+    def knows(self, lines: Sequence[str]) -> bool:
+        """Whether exactly these lines were agreed on before."""
+        return _digest(lines) in self.agreed
+
+    def confirm(self, would: str, lines: Sequence[str] | None, *, steps: Sequence[str] = ()) -> None:
+        """Compares `lines` with those of all other ranks.
+
+        Args:
+            would: What the ranks are about to do if they differ, for the message: "run different collectives".
+            lines: What this rank does, in order; None when it does not know (a cached graph), which agrees with all.
+            steps: How it came to that; where lines differ, the first step that differs is named as well.
+
+        Raises:
+            RanksDisagreeError: On every rank, naming the first rank that differs and its first differing line, or the
+                ranks that did not come in time.
+        """
+        if len(self.ranks) > 1:
+            self._compare(would, lines, steps)
+        if lines is not None:
+            self.agreed.add(_digest(lines))
+
+    def exchange(self, what: str, text: str) -> dict[int, str]:
+        """Every rank's `text`, by rank. All ranks call it.
+
+        Args:
+            what: What is exchanged, for the message: "how a pass did".
+            text: This rank's.
+
+        Raises:
+            RanksDisagreeError: A rank did not come in time.
+        """
+        if len(self.ranks) == 1:
+            return {self.ranks[0]: text}
+        store, rank = compat.default_store(), dist.get_rank()
+        prefix = self._meeting(store, rank)
+        store.set(f"{prefix}/text/{rank}", text)
+        keys = {other: f"{prefix}/text/{other}" for other in self.ranks}
+        try:
+            store.wait(list(keys.values()), self.timeout)
+        except (dist.DistError, RuntimeError) as error:
+            raise RanksDisagreeError(self._absence(store, keys, f"all ranks say {what}")) from error
+        return {other: store.get(key).decode() for other, key in keys.items()}
+
+    def least_spare(self, lines: Sequence[str], own: Callable[[], int | None]) -> int | None:
+        """The least that any rank has to spare, as it was when these lines were first compiled.
+
+        Later batches may leave more or less; a rank that compiles for one of them compiles alone, and must come to
+        the same collectives as the others.
+
+        Args:
+            lines: What the ranks are about to compile, equal on all of them.
+            own: Finds out what this rank has, bytes; None when it does not know.
+
+        Returns:
+            Bytes; None when a rank does not know.
+
+        Raises:
+            RanksDisagreeError: A rank did not come in time.
+        """
+        digest = _digest(lines)
+        if digest not in self.spare:
+            said = self.exchange("how much memory they have to spare", json.dumps(own())).values()
+            known = [json.loads(each) for each in said]
+            self.spare[digest] = None if None in known else min(known)
+        return self.spare[digest]
+
+    def _meeting(self, store: dist.Store, rank: int) -> str:
+        """Where the ranks' next meeting keeps its keys; each rank counts its own: the n-th meets the n-th."""
+        members = hashlib.sha256(json.dumps(self.ranks).encode()).hexdigest()[:12]
+        return f"dsgraph/{members}/{store.add(f'dsgraph/{members}/meetings/{rank}', 1)}"
+
+    def _compare(self, would: str, lines: Sequence[str] | None, steps: Sequence[str]) -> None:
+        store, rank = compat.default_store(), dist.get_rank()
+        prefix = self._meeting(store, rank)
+        store.set(f"{prefix}/lines/{rank}", json.dumps(list(lines or ())))
+        store.set(f"{prefix}/steps/{rank}", json.dumps(list(steps)))
+        store.set(f"{prefix}/digest/{rank}", "" if lines is None else _digest(lines))
+        leader = self.ranks[0]
+        if rank == leader:
+            store.set(f"{prefix}/verdict", self._judge(store, prefix, would))
+        self._wait(store, [f"{prefix}/verdict"], f"rank {leader} to compare what the ranks do ({would}?)")
+        verdict = store.get(f"{prefix}/verdict").decode()
+        if verdict:
+            raise RanksDisagreeError(verdict)
+
+    def _judge(self, store: dist.Store, prefix: str, would: str) -> str:
+        """What is wrong, in words; empty when all agree. The leader's part."""
+        keys = {rank: f"{prefix}/digest/{rank}" for rank in self.ranks}
+        try:
+            store.wait(list(keys.values()), self.timeout)
+        except (dist.DistError, RuntimeError):
+            return self._absence(store, keys, f"the others compare whether they {would}")
+        digests = {rank: store.get(key) for rank, key in keys.items()}
+        known = [rank for rank in self.ranks if digests[rank]]
+        for rank in known:
+            if digests[rank] != digests[known[0]]:
+                pair = (known[0], rank)
+                lines = [_lines(store, f"{prefix}/lines", which) for which in pair]
+                steps = [_lines(store, f"{prefix}/steps", which) for which in pair]
+                return _difference(would, *pair, *lines) + _first_step_apart(*pair, *steps)
+        return ""
+
+    def _absence(self, store: dist.Store, keys: Mapping[int, str], where: str) -> str:
+        """Which ranks have not set their keys, in words."""
+        absent = [rank for rank, key in keys.items() if not store.check([key])]
+        return (
+            f"ranks {absent} did not come within {self.timeout.total_seconds():.0f} s to where {where}: "
+            "they have died, hang, or run another program"
+        )
+
+    def _wait(self, store: dist.Store, keys: list[str], what: str) -> None:
+        try:
+            store.wait(keys, self.timeout + timedelta(seconds=10))  # the leader gives up first, and says why
+        except (dist.DistError, RuntimeError) as error:
+            raise RanksDisagreeError(
+                f"waited {self.timeout.total_seconds():.0f} s in vain for {what}: it has died, hangs, or runs another "
+                "program"
+            ) from error
+
+
+def _lines(store: dist.Store, prefix: str, rank: int) -> list[str]:
+    lines: list[str] = json.loads(store.get(f"{prefix}/{rank}"))
+    return lines
+
+
+def _difference(would: str, first: int, other: int, mine: list[str], theirs: list[str]) -> str:
+    index, a, b = _first_apart(mine, theirs)
+    return (
+        f"ranks {first} and {other} would {would}. First difference, entry {index} of {len(mine)} and {len(theirs)}: "
+        f"rank {first} has [{a}], rank {other} has [{b}]. Every rank must build the same model with the same options"
+    )
+
+
+def _first_step_apart(first: int, other: int, mine: list[str], theirs: list[str]) -> str:
+    if mine == theirs:
+        return ""
+    _, a, b = _first_apart(mine, theirs)
+    return f". They part here: rank {first} has [{a}], rank {other} has [{b}]"
+
+
+def _first_apart(mine: list[str], theirs: list[str]) -> tuple[int, str, str]:
+    """The number of the first entry that differs, and what stands there on either side."""
+    index = next((i for i, (a, b) in enumerate(zip(mine, theirs, strict=False)) if a != b), min(len(mine), len(theirs)))
+    a, b = (lines[index] if index < len(lines) else "nothing more" for lines in (mine, theirs))
+    return index, a, b
+
+
+def _digest(lines: Sequence[str]) -> str:
+    return hashlib.sha256("\0".join(lines).encode()).hexdigest()

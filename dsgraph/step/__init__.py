@@ -1,0 +1,1 @@
+"""What outlives a graph between two optimizer steps: gathered copies, accumulated gradients."""

@@ -1,0 +1,75 @@
+"""Gathered copies of sharded parameters: their memory, and how they are fetched."""
+
+from __future__ import annotations
+
+from enum import IntEnum
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from dsgraph import compat
+from dsgraph.inductor_ext import backend_name, c10d_functional, chunk_rows, resolve_group, sends_messages, start_gather
+
+if TYPE_CHECKING:
+    from dsgraph.sharding.seam import Layout
+
+    from .state import ParameterState, PartitionState
+
+
+class Freshness(IntEnum):
+    """What is known about a replica."""
+
+    STALE = 0
+    """The shards have changed since."""
+    SUSPECT = 1
+    """A gradient went through it, so an update that left no trace may have followed."""
+    FRESH = 2
+    """Equal to the shards."""
+
+
+def new_replica(layout: Layout, shard: Tensor, partition: PartitionState) -> Tensor:
+    """An empty full parameter, `[*layout.shape]` in the dtype that the forward sees.
+
+    It knows its partition, so that a compiled graph that reads it can have it refreshed first. Its memory has room for
+    equally many rows of each rank, so that it can be gathered in place.
+    """
+    dtype, _ = layout.dtypes(shard.dtype)
+    rows, *rest = layout.shape
+    world = resolve_group(layout.group).size()
+    replica = torch.zeros((chunk_rows(rows, world) * world, *rest), dtype=dtype, device=shard.device)
+    replica.resize_(layout.shape)  # which leaves the memory as it is
+    compat.keep_static(replica)
+    replica.dsgraph_partition = partition  # type: ignore[attr-defined]
+    return replica
+
+
+def start_gathers(entries: list[ParameterState]) -> None:
+    """Starts to fetch replicas, in the order of the model's parameters, which is mostly that of their use."""
+    replicas = tuple(entry.replica for entry in entries if entry.replica is not None)
+    # What autograd saved of a replica stays valid when the replica is only fetched once more.
+    with torch.no_grad(), compat.keeping_version(replicas):
+        for entry in entries:
+            _start_gather(entry)
+    for entry, replica in zip(entries, replicas, strict=True):
+        if entry.freshness is Freshness.STALE:
+            torch.autograd.graph.increment_version(replica)
+
+
+def _start_gather(entry: ParameterState) -> None:
+    replica, layout = entry.replica, entry.layout
+    assert replica is not None
+    group = resolve_group(layout.group)
+    world = group.size()
+    rows = chunk_rows(layout.shape[0], world)
+    whole = replica.detach().as_strided((rows * world, *layout.shape[1:]), replica.stride())
+    own = whole[group.rank() * rows :][:rows]
+    shard = entry.param.to_local().detach()
+    own[: shard.shape[0]].copy_(shard)  # so that the shard may be written to while they travel
+    if sends_messages(group, replica.device):
+        start_gather(own, whole, layout.group)
+        return
+    c10d_functional.all_gather_into_tensor_out(own, world, layout.group, out=whole)
+    if backend_name(group, replica.device.type) == "gloo":
+        # It sends no messages from elsewhere, and two of its own gathers must not overlap.
+        c10d_functional.wait_tensor(whole)

@@ -1,0 +1,1 @@
+"""What looks at compiles and never decides: command line, dumps, reports, bisection, emission, calibration."""

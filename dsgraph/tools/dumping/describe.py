@@ -1,0 +1,273 @@
+"""From an FX graph to its record: shapes, sizes, sources, collectives; never the value of a tensor."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Node
+from torch.utils.checkpoint import CheckpointPolicy
+
+from dsgraph.passes import PassContext, Phase
+from dsgraph.passes.analysis.cost import computed_dtype, flops, moved_bytes, number_of, sent_bytes, tensor_bytes
+from dsgraph.passes.analysis.memory import GraphMemory, simulate
+from dsgraph.passes.compat import OpOverload
+from dsgraph.passes.core.notes import origin
+from dsgraph.passes.ir.coalesced import inputs_of, results_of
+from dsgraph.passes.ir.graph import aliased_arguments, collective_group, collective_kind, is_collective, is_wait
+from dsgraph.passes.ir.sources import user_source
+
+from .history import history
+from .records import BodyRecord, CollectiveRecord, NodeRecord, PieceRecord, Size, ValueRecord
+
+# The phases whose graphs run; captured and joint graphs are only on the way there.
+_RUNNING = (Phase.FORWARD, Phase.BACKWARD)
+
+
+@dataclass
+class Describer:
+    """Describes the graphs of one compile. What stays the same from pass to pass is worked out once.
+
+    It makes few objects that live on: each brings the next collection of garbage in the whole program nearer.
+    """
+
+    _known: dict[Node, tuple[Any, ...]] = field(default_factory=dict)
+    _places: dict[str, tuple[str, str]] = field(default_factory=dict)
+    _values: dict[int, tuple[Tensor, ValueRecord]] = field(default_factory=dict)
+    _modules: dict[str, str] = field(default_factory=dict)
+
+    def nodes(self, gm: GraphModule, ctx: PassContext) -> tuple[NodeRecord, ...]:
+        """The nodes of a graph, in program order. A node that no pass has touched keeps its record, the same object."""
+        around = _Around(
+            ctx=ctx,
+            reduced=_reduced_parameters(gm, ctx),
+        )
+        return tuple(self._node(node, around) for node in gm.graph.nodes)
+
+    def forget_nodes(self) -> None:
+        """Another phase's graph has other nodes."""
+        self._known.clear()
+
+    def bodies(self, gm: GraphModule) -> tuple[BodyRecord, ...]:
+        """The graphs inside a graph."""
+        inner = [(name, module) for name, module in gm.named_modules() if name and isinstance(module, GraphModule)]
+        return tuple(BodyRecord(name, tuple(map(self._alone, module.graph.nodes))) for name, module in inner)
+
+    def _node(self, node: Node, around: _Around) -> NodeRecord:
+        """The record of a node, with what depends on the graph around it."""
+        # What the record of these tells of the graph around them.
+        waits = _waits(node) if is_collective(node) else []
+        users = (*waits, around.reduced.get(node)) if is_collective(node) else ()
+        call = (node.op, node.target, node.args, node.kwargs, node.meta.get("recompute"), history(node), users)
+        known = self._known.get(node)
+        is_known = known is not None and known[:-3] == call
+        if known is not None and is_known:
+            alias, known_root, record = known[-3:]
+        else:
+            alias = _alias(node) if around.ctx.phase is not Phase.CAPTURE else None
+        root = ""
+        if alias is not None:  # `node` makes no memory of its own: its (first) result lies in that of another
+            root = around.roots[node] = around.roots.get(alias, alias.name)
+        if is_known and known_root == root:
+            found: NodeRecord = record
+            return found
+        ctx = around.ctx
+        changes: dict[str, Any] = {"shares": root}
+        if node.op == "placeholder" and node.name in ctx.params:
+            changes["parameter"] = ctx.params[node.name].name
+        elif node.op == "output":
+            changes["gradients"] = {str(number): name for number, name in ctx.gradients.items()}
+        elif is_collective(node):
+            changes["collective"] = _collective(node, around)
+        elif node.op == "call_function" and ctx.phase in _RUNNING:
+            operations, moved = number_of(node, flops(node)), number_of(node, moved_bytes(node))
+            seconds = around.ctx.costs.kernel_seconds(operations, moved, dtype=computed_dtype(node))
+            changes.update(flops=operations, moved=moved, seconds=seconds)
+        record = self._alone(node, **changes)
+        self._known[node] = (*call, alias, root, record)
+        return record
+
+    def _alone(self, node: Node, **around: Any) -> NodeRecord:
+        source, code = self._place(node.stack_trace or "")
+        value = node.meta.get("val", node.meta.get("example_value"))
+        tag = node.meta.get("recompute")
+        return NodeRecord(
+            name=node.name,
+            op=node.op,
+            target=_target(node),
+            args=_call_text(node),
+            inputs=tuple(source.name for source in node.all_input_nodes),
+            values=tuple(map(self._value, _tensors(value))),
+            module=self._module(node),
+            source=source,
+            code=code,
+            recompute=tag.name.lower() if isinstance(tag, CheckpointPolicy) else "",
+            history=history(node),
+            **around,
+        )
+
+    def _value(self, tensor: Tensor) -> ValueRecord:
+        if id(tensor) not in self._values:  # its sizes take longer to read than all the rest
+            size = tensor_bytes(tensor)
+            record = ValueRecord(
+                shape=tuple(map(_size, tensor.shape)),
+                dtype=str(tensor.dtype).removeprefix("torch."),
+                device=str(tensor.device),
+                bytes=size if isinstance(size, int) else str(size),
+            )
+            self._values[id(tensor)] = (tensor, record)
+        return self._values[id(tensor)][1]
+
+    def _place(self, stack_trace: str) -> tuple[str, str]:
+        """`file:line` of the innermost frame, and its text."""
+        if stack_trace not in self._places:
+            self._places[stack_trace] = user_source(stack_trace)
+        return self._places[stack_trace]
+
+    def _module(self, node: Node) -> str:
+        stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack")
+        if not stack:
+            return ""
+        path = str(stack[next(reversed(stack))][0])
+        if path not in self._modules:
+            self._modules[path] = _module_path(path)
+        return self._modules[path]
+
+
+@dataclass(frozen=True)
+class _Around:
+    """What the record of a node needs to know besides the node."""
+
+    ctx: PassContext
+    reduced: Mapping[Node, tuple[str, ...]]
+    roots: dict[Node, str] = field(default_factory=dict)  # of the nodes before
+
+
+def _collective(node: Node, around: _Around) -> CollectiveRecord:
+    group = collective_group(node)
+    axis = next((axis for axis in around.ctx.axes if axis.group == group), None)
+    sent = sent_bytes(node, axis.size) if axis is not None else None
+    waits = _waits(node)
+    gathered = _gathered_parameters(node, around.ctx)
+    return CollectiveRecord(
+        kind=collective_kind(node),
+        group=group,
+        axis=axis.name if axis is not None else "",
+        ranks=axis.size if axis is not None else 0,
+        sent=None if sent is None else number_of(node, sent),
+        seconds=around.ctx.costs.seconds(node),
+        wait=waits[0].name if waits else "",
+        parameters=gathered or around.reduced.get(node, ()),
+    )
+
+
+def _alias(node: Node) -> Node | None:
+    return aliased_arguments(node)[0] if node.op == "call_function" else None
+
+
+def _waits(node: Node) -> list[Node]:
+    """The waits for a collective, in program order: of several tensors, one for each."""
+    return sorted(user for result in results_of(node) for user in result.users if is_wait(user))
+
+
+def _gathered_parameters(node: Node, ctx: PassContext) -> tuple[str, ...]:
+    """The parameters whose shards a collective sends; none when it sends what the graph has computed."""
+    sources = [origin(source).name for result in results_of(node) for source in inputs_of(result)]
+    return tuple(ctx.params[name].name for name in sources if name in ctx.params)
+
+
+def _reduced_parameters(gm: GraphModule, ctx: PassContext) -> dict[Node, tuple[str, ...]]:
+    """Each collective on the way to a gradient, with the parameters of those gradients."""
+    found: dict[Node, tuple[str, ...]] = {}
+    (output,) = gm.graph.find_nodes(op="output")
+    values = output.args[0] if output.args and isinstance(output.args[0], (list, tuple)) else ()
+    for number, name in ctx.gradients.items():
+        frontier, seen = [values[number]], set()
+        while frontier:
+            node = frontier.pop()
+            if not isinstance(node, Node) or node in seen or node.op != "call_function":
+                continue
+            seen.add(node)
+            if is_collective(node):
+                found[node] = (*found.get(node, ()), name)
+            if _is_after_reduction(node):
+                frontier += node.all_input_nodes
+    return found
+
+
+def _is_after_reduction(node: Node) -> bool:
+    """Whether a gradient may pass through the node between its (last) reduction and the output."""
+    return is_wait(node) or len(node.all_input_nodes) == 1
+
+
+def memory_of(gm: GraphModule, ctx: PassContext, *, fused: bool) -> GraphMemory | None:
+    """The memory of a graph; None for captured and joint graphs, which never run as they are. `fused`: by Inductor."""
+    return simulate(gm, fused=fused) if ctx.phase in _RUNNING else None
+
+
+def pieces(memory: GraphMemory) -> tuple[PieceRecord, ...]:
+    """What a graph allocates, and for how long."""
+    return tuple(
+        PieceRecord(piece.node, piece.bytes, piece.kind.value, piece.first, piece.last, piece.owned)
+        for piece in memory.pieces
+        if piece.bytes
+    )
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    if isinstance(value, Tensor):
+        return [value]
+    return [item for item in value if isinstance(item, Tensor)] if isinstance(value, (list, tuple)) else []
+
+
+def _size(size: Any) -> Size:
+    return size if type(size) is int else str(size)
+
+
+def _target(node: Node) -> str:
+    target = node.target
+    if isinstance(target, str):
+        return target
+    if isinstance(target, OpOverload):
+        return str(target)
+    name = getattr(target, "__qualname__", getattr(target, "__name__", type(target).__name__))
+    module = getattr(target, "__module__", None) or ""
+    module = {"_operator": "operator", "torch._VariableFunctions": "torch"}.get(module, module)
+    return f"{module}.{name}" if module else str(name)
+
+
+def _call_text(node: Node) -> str:
+    if node.op == "output":
+        return _text(node.args[0] if node.args else ())
+    parts = [_text(value) for value in node.args]
+    parts += [f"{name}={_text(value)}" for name, value in node.kwargs.items()]
+    return ", ".join(parts)
+
+
+def _text(value: Any) -> str:
+    """An argument as Python text; `%name` for a node. Of a tensor or an unknown object, only what it is."""
+    if isinstance(value, Node):
+        return f"%{value.name}"
+    if isinstance(value, (list, tuple)):
+        items = ", ".join(map(_text, value))
+        return f"[{items}]" if isinstance(value, list) else f"({items}{',' if len(value) == 1 else ''})"
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{key!r}: {_text(item)}" for key, item in value.items()) + "}"
+    if isinstance(value, slice):
+        return f"slice({_text(value.start)}, {_text(value.stop)}, {_text(value.step)})"
+    if isinstance(value, (torch.dtype, torch.device, torch.layout, torch.memory_format, torch.SymInt, torch.SymFloat)):
+        return str(value)
+    if value is None or isinstance(value, (bool, int, float, complex, str)):
+        return repr(value)
+    if isinstance(value, OpOverload):
+        return f"torch.ops.{value}"
+    return f"<{getattr(value, '__qualname__', type(value).__name__)}>"
+
+
+def _module_path(path: str) -> str:
+    path = re.sub(r"^[LG]\['[^']*'\]\.?", "", path)
+    return re.sub(r"\.?_modules\['([^']*)'\]", r".\1", path).strip(".")

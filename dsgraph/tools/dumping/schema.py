@@ -1,0 +1,10 @@
+"""`python -m dsgraph.tools.dumping.schema > docs/dump.schema.json`: the JSON schemas of a dump's files."""
+
+import json
+
+from dsgraph.json_records import json_schema
+
+from .records import CompileRecord, GraphRecord
+
+if __name__ == "__main__":
+    print(json.dumps({"compile": json_schema(CompileRecord), "graph": json_schema(GraphRecord)}, indent=1))

@@ -1,0 +1,258 @@
+"""Writes every graph of a compile, before and after every pass, as Python text to read and as JSON."""
+
+from __future__ import annotations
+
+import os
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from datetime import datetime
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.fx import GraphModule
+
+from dsgraph import __version__
+from dsgraph.errors import StrictError
+from dsgraph.files import write_whole
+from dsgraph.json_records import to_json_text
+from dsgraph.passes import CaptureFacts, PassContext, PassRecord
+
+from .contents import rank_folders, remove_compiles
+from .describe import Describer, memory_of, pieces
+from .history import Snapshot, note_changes
+from .records import (
+    COMPILE_FORMAT,
+    GRAPH_FORMAT,
+    NODES_BEGIN,
+    VERSION,
+    AxisRecord,
+    CompileRecord,
+    GraphRecord,
+    NodeRecord,
+    ParameterRecord,
+    StepRecord,
+)
+from .render import headline, render_function, render_node
+
+LARGEST_GRAPH = 64 * 2**20
+
+MANIFEST = "compile.json"
+
+
+@dataclass
+class DumpFolder:
+    """A folder that receives the first few compiles of this process: `FOLDER/rank0/compile1/...`.
+
+    What an earlier process has dumped for this rank is removed when the first graph is written.
+
+    Attributes:
+        folder: The user's folder, an absolute path.
+        largest: A graph whose text or JSON is larger is left out. Bytes.
+        compiles: How many were begun.
+    """
+
+    folder: Path
+    largest: int = LARGEST_GRAPH
+    compiles: int = 0
+    _has_failed: bool = False
+
+    def begin(self, facts: CaptureFacts, *, codegen: str, strict: bool, most: int, of: str = "") -> GraphDump | None:
+        """The dump of one more compile; None when enough were written, or when writing has failed before.
+
+        Args:
+            facts: Of the captured graph.
+            codegen: The code generator.
+            strict: Whether a file system that refuses is an error.
+            most: How many compiles are written.
+            of: The user's function.
+        """
+        self.compiles += 1
+        if self.compiles > most or (self._has_failed and not strict):
+            return None
+        rank, world = _rank_and_world()
+        record = CompileRecord(
+            format=COMPILE_FORMAT,
+            version=VERSION,
+            rank=rank,
+            world=world,
+            compile=self.compiles,
+            time=datetime.now().astimezone().isoformat(timespec="seconds"),
+            dsgraph=__version__,
+            torch=torch.__version__,
+            codegen=codegen,
+            function=of,
+            axes=tuple(AxisRecord(axis.name, axis.size, axis.group, axis.backend) for axis in facts.axes),
+            parameters=tuple(_parameter(info) for info in facts.params.values()),
+        )
+        place = self.folder / f"rank{rank}"
+        if self.compiles == 1:
+            self.attempt(partial(self._remove_older, rank, world), strict=strict)
+        return GraphDump(self, place / f"compile{self.compiles}", record, strict=strict)
+
+    def _remove_older(self, rank: int, world: int) -> None:
+        """Removes what an earlier run has dumped for this rank; the first also for ranks that are no more."""
+        for number, place in list(rank_folders(self.folder)):
+            if number == rank or (rank == 0 and number >= world):
+                remove_compiles(place)
+
+    def attempt(self, write: Callable[[], object], *, strict: bool) -> None:
+        """Calls `write`; when the file system refuses, warns once, and nothing is written any more.
+
+        Raises:
+            StrictError: It refuses, and `strict`.
+        """
+        if self._has_failed and not strict:
+            return
+        try:
+            write()
+        except OSError as error:
+            self._has_failed = True
+            message = f"dsgraph cannot dump graphs to {self.folder} ({error})"
+            if strict:
+                raise StrictError(message) from error
+            warnings.warn(f"{message}; going on without", stacklevel=2)
+
+
+@dataclass
+class GraphDump:
+    """The graphs of one compile: `joint-2-insert_zero_collectives.py` and `.json`, listed in `compile.json`."""
+
+    folder: DumpFolder
+    place: Path
+    record: CompileRecord
+    strict: bool
+    _describer: Describer = field(default_factory=Describer)
+    _texts: _Texts = field(default_factory=lambda: _Texts())
+    _last: GraphRecord | None = None
+    _before: Snapshot | None = None
+
+    def write(self, gm: GraphModule, ctx: PassContext, *, number: int, record: PassRecord | None) -> None:
+        """Writes a graph and lists it."""
+        started = time.perf_counter()
+        pass_name = record.name if record is not None else ""
+        touched = 0
+        if self._before is not None and record is not None:
+            touched = note_changes(gm, self._before, phase=ctx.phase.value, pass_name=pass_name)
+        else:
+            self._describer.forget_nodes()
+            self._texts = _Texts()
+        self._before = Snapshot.of(gm)
+        graph = f"{ctx.phase.value}-{number}-{pass_name or 'before'}"
+        if record is not None and touched == 0 and self._last is not None:
+            step = self._same_again(graph, record)
+        else:
+            memory = memory_of(gm, ctx, fused=self.record.codegen == "inductor")
+            self._last = GraphRecord(
+                format=GRAPH_FORMAT,
+                version=VERSION,
+                graph=graph,
+                rank=self.record.rank,
+                compile=self.record.compile,
+                phase=ctx.phase.value,
+                number=number,
+                pass_name=pass_name,
+                nodes=self._describer.nodes(gm, ctx),
+                live=memory.live if memory is not None else (),
+                memory=pieces(memory) if memory is not None else (),
+                bodies=self._describer.bodies(gm),
+            )
+            step = replace(_step(self._last, record), touched=touched, left_out=self._write_graph(self._last))
+        step = replace(step, dump_seconds=round(time.perf_counter() - started, 6))
+        self.record = replace(self.record, steps=(*self.record.steps, step))
+        manifest = to_json_text(self.record).encode()
+        self.folder.attempt(partial(write_whole, self.place / MANIFEST, manifest), strict=self.strict)
+
+    def _same_again(self, graph: str, record: PassRecord) -> StepRecord:
+        before = self.record.steps[-1]
+        same_as = before.same_as or before.graph
+        text = f"# unchanged by pass {record.name}: see {same_as}.py\n".encode()
+        self.folder.attempt(partial(write_whole, self.place / f"{graph}.py", text), strict=self.strict)
+        return replace(before, graph=graph, same_as=same_as, number=before.number + 1, **_about(record))
+
+    def _write_graph(self, graph: GraphRecord) -> str:
+        """Writes both files; returns why they were left out, if they were."""
+        texts = {".py": self._texts.python(graph).encode(), ".json": self._texts.json(graph).encode()}
+        for suffix, text in texts.items():
+            if len(text) > self.folder.largest:
+                return f"its {suffix} has {len(text):,} bytes, more than {self.folder.largest:,}"
+        for suffix, text in texts.items():
+            self.folder.attempt(partial(write_whole, self.place / f"{graph.graph}{suffix}", text), strict=self.strict)
+        return ""
+
+
+@dataclass
+class _Texts:
+    """A graph as text, of which one pass changes little: each node's part is made once."""
+
+    _texts: dict[int, tuple[NodeRecord, str, str]] = field(default_factory=dict)
+
+    def python(self, graph: GraphRecord) -> str:
+        bodies = [render_function(body.name, body.nodes, render=self._line) for body in graph.bodies]
+        functions = [render_function(graph.phase, graph.nodes, render=self._line), *bodies]
+        return "\n".join([headline(graph), *("\n".join(lines) + "\n" for lines in functions)])
+
+    def json(self, graph: GraphRecord) -> str:
+        """One node a line."""
+        head = to_json_text(replace(graph, nodes=()))
+        nodes = ",\n".join(map(self._fragment, graph.nodes))
+        return f"{head[:-1]}, {NODES_BEGIN}\n{nodes}\n]}}\n"
+
+    def _line(self, node: NodeRecord) -> str:
+        return self._both(node)[1]
+
+    def _fragment(self, node: NodeRecord) -> str:
+        return self._both(node)[2]
+
+    def _both(self, node: NodeRecord) -> tuple[NodeRecord, str, str]:
+        found = self._texts.get(id(node))
+        if found is None:
+            found = self._texts[id(node)] = (node, render_node(node), to_json_text(node))
+        return found
+
+
+def _step(graph: GraphRecord, record: PassRecord | None) -> StepRecord:
+    collectives = [node.collective for node in graph.nodes if node.collective is not None]
+    step = StepRecord(
+        graph=graph.graph,
+        phase=graph.phase,
+        number=graph.number,
+        nodes=len(graph.nodes),
+        collectives=len(collectives),
+        sent=sum(item.sent or 0 for item in collectives),
+        peak=max(graph.live, default=None),
+    )
+    return step if record is None else replace(step, **_about(record))
+
+
+def _about(record: PassRecord) -> dict[str, Any]:
+    return {
+        "pass_name": record.name,
+        "changed": record.changed,
+        "touched": 0,
+        "notes": record.notes,
+        "done": record.done,
+        "seconds": round(record.seconds, 6),
+        "verify_seconds": round(record.verify_seconds, 6),
+    }
+
+
+def _parameter(info: Any) -> ParameterRecord:
+    return ParameterRecord(
+        name=info.name,
+        shape=info.shape,
+        shard_shape=info.shard_shape,
+        dtype=str(info.dtype).removeprefix("torch."),
+        placement=info.placement,
+        requires_grad=info.requires_grad,
+    )
+
+
+def _rank_and_world() -> tuple[int, int]:
+    if dist.is_initialized():
+        return dist.get_rank(), dist.get_world_size()
+    return int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))  # as torchrun has set them

@@ -1,0 +1,184 @@
+"""Kernels of a program's graphs for devices that are not there, written while the program runs on the CPU.
+
+`dsgraph emit` sets DSGRAPH_EMIT to a folder; the backend then hands each captured graph to an `Emission`.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from torch.fx import GraphModule
+
+from dsgraph.compiler.codegen import Compilation
+from dsgraph.compiler.options import MEMORY_SHARE, BackendOptions
+from dsgraph.files import write_whole
+from dsgraph.passes import CaptureFacts, CostModel, Pipeline
+from dsgraph.passes.analysis.hardware import GPUS, default_links
+
+from .attention import capture_cuda_attention, replace_cpu_attention
+from .harness import fake_device, fake_driver
+from .kernels import read_resources
+from .lowering import compile_module, lower, retarget, trace
+from .operators import refuse_cpu_operators
+from .record import Configuration, GraphRecord, KernelRecord, describe_kernel, merge_calls
+from .schedule import Lowered, ScheduledKernel
+
+SETTINGS = "settings.json"
+"""The file of the folder that says what to emit, and where to: `{"archs": ["sm_90"], "out": "/somewhere"}`."""
+FRESH = "out"
+"""The folder in it where code and kernels go: what older ones are replaced by when the program is through."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """What `dsgraph emit` was asked for.
+
+    Attributes:
+        archs: Of `GPUS`. Passes decide by the costs of the first.
+        out: Where code and kernels will lie in the end, which is what their debug information says.
+        records: Where what is known of each graph goes, one file a graph and architecture.
+    """
+
+    archs: tuple[str, ...]
+    out: Path
+    records: Path
+
+    @property
+    def fresh(self) -> Path:
+        """Where code and kernels are written."""
+        return self.records / FRESH
+
+    def facts(self, facts: CaptureFacts, *, memory_limit: int | None) -> CaptureFacts:
+        """The facts of a capture as they would be on the device."""
+        gpu = GPUS[self.archs[0]]
+        links = {axis.group: default_links(axis.backend, device_type="cuda") for axis in facts.axes}
+        return replace(
+            facts,
+            costs=CostModel(gpu.device, facts.axes, MappingProxyType(links)),
+            memory_limit=memory_limit or int(MEMORY_SHARE * gpu.memory_bytes),
+            device_type="cuda",
+            fuses=True,
+        )
+
+
+def read_target(environ: Mapping[str, str]) -> Target | None:
+    """What DSGRAPH_EMIT asks for; None where it is not set."""
+    folder = environ.get("DSGRAPH_EMIT")
+    if not folder:
+        return None
+    settings = json.loads((Path(folder) / SETTINGS).read_text())
+    return Target(tuple(settings["archs"]), Path(settings["out"]), Path(folder))
+
+
+class Emission:
+    """One captured graph, compiled twice.
+
+    What the program runs is the graph without any pass (codegen "eager"). Another copy goes through all passes and
+    Inductor, with costs and memory of the device, and of what comes of it the kernels are written to files.
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        options: BackendOptions,
+        facts: CaptureFacts,
+        *,
+        mode: str | None,
+        number: int,
+        function: str,
+    ) -> None:
+        self._target = target
+        self._options = options
+        self._facts = facts
+        self._mode = mode
+        self._number = number
+        self._function = function
+
+    def compile(self, gm: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        """Writes the kernels of all graphs that `gm` becomes; the result runs `gm` on the CPU.
+
+        What cannot be emitted is written down as a problem of its graph; the program goes on.
+        """
+        plain = {"codegen": "eager", "pipeline": Pipeline(), "inductor": {}, "dump": None}
+        program = Compilation(self._options.model_copy(update=plain), self._facts, mode=None)
+        compiled = program.compile(copy.deepcopy(gm), inputs)
+        for_device = self._options.model_copy(update={"codegen": "inductor", "dump": None})
+        try:
+            Compilation(for_device, self._facts, mode=self._mode, inductor=self._trace).compile(gm, inputs)
+        except Exception as error:  # of a pass, or of tracing: no graph came of it
+            for arch in self._target.archs:
+                self._write(self._record("capture", arch, problem=_describe(error)))
+        return compiled
+
+    def _trace(
+        self, gm: GraphModule, inputs: Sequence[Any], *, patches: dict[str, Any], cache_tag: str
+    ) -> Callable[..., Any]:
+        """In place of `compile_with_inductor`."""
+
+        def emit(graph: GraphModule, fakes: Sequence[Any], phase: str) -> None:
+            for arch in self._target.archs:
+                self._emit(graph, fakes, phase=phase, arch=arch, patches=patches)
+
+        capture_cuda_attention(gm)
+        with fake_driver(self._target.archs[0]):  # to see what a user's own Triton kernels write to
+            trace(gm, inputs, patches=patches, each_joint=replace_cpu_attention, receive=emit)
+        return gm
+
+    def _emit(
+        self, gm: GraphModule, inputs: Sequence[Any], *, phase: str, arch: str, patches: Mapping[str, Any]
+    ) -> None:
+        print(f"dsgraph emit: graph {self._number}, {phase}, {arch}", file=sys.stderr, flush=True)
+        try:
+            refuse_cpu_operators(gm.graph.nodes)
+            with fake_device(arch):
+                lowered = lower(*retarget(gm, inputs), phase=phase, patches=patches)
+                refuse_cpu_operators(node for kernel in lowered.kernels for node in kernel.ops)
+                record = self._save(lowered, phase=phase, arch=arch)
+        except Exception as error:  # the other graphs may do better
+            record = self._record(phase, arch, problem=_describe(error))
+        self._write(record)
+
+    def _save(self, lowered: Lowered, *, phase: str, arch: str) -> GraphRecord:
+        """Writes the code of a graph and its kernels, compiled."""
+        folder = Path(arch) / f"graph{self._number}-{phase}"
+        code = folder.with_suffix(".py")
+        write_whole(self._target.fresh / code, lowered.code.encode())
+        kernels = merge_calls(self._save_kernel(kernel, lowered.sources, folder, arch) for kernel in lowered.kernels)
+        return self._record(phase, arch, code=str(code), kernels=kernels, collectives=lowered.collectives)
+
+    def _save_kernel(
+        self, kernel: ScheduledKernel, sources: Mapping[str, tuple[str, str]], folder: Path, arch: str
+    ) -> KernelRecord:
+        configurations = []
+        if kernel.is_triton:
+            path = folder / f"{kernel.name}.py"
+            called, text = sources[kernel.name]
+            write_whole(self._target.fresh / path, text.encode())
+            for number, binary in enumerate(compile_module(text, called, path=self._target.out / path)):
+                stem = folder / f"{kernel.name}.{number}"
+                for suffix, content in (("ttir", binary.ttir.encode()), ("ptx", binary.ptx.encode())):
+                    write_whole(self._target.fresh / f"{stem}.{suffix}", content)
+                write_whole(self._target.fresh / f"{stem}.cubin", binary.cubin)
+                resources = read_resources(binary.cubin, binary.ptx, shared_bytes=binary.shared_bytes)
+                configurations.append(Configuration(binary.config, binary.warps, resources, f"{stem}.cubin"))
+        return describe_kernel(kernel, configurations, GPUS[arch])
+
+    def _record(self, phase: str, arch: str, **found: Any) -> GraphRecord:
+        return GraphRecord(self._number, phase, arch, GPUS[arch].name, self._function, **found)
+
+    def _write(self, record: GraphRecord) -> None:
+        path = self._target.records / f"graph{record.graph}-{record.phase}-{record.arch}.json"
+        write_whole(path, json.dumps(record.to_dict()).encode())
+
+
+def _describe(error: Exception) -> str:
+    """The error on one line."""
+    text = " ".join(str(error).split())
+    return text if type(error).__name__ == "EmissionError" else f"{type(error).__name__}: {text}"

@@ -1,0 +1,181 @@
+"""What was not done as one would wish: graph breaks, recompiles, fallbacks, near misses, checkpoint regions."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from types import FunctionType
+
+from torch import nn
+
+from dsgraph.step.state import PartitionState
+
+from .compile_log import CompileEntry, CompileLog
+from .frames import Span, is_torchs
+
+
+@dataclass(frozen=True)
+class Break:
+    """A place where Dynamo had to end a graph. `place` is `file:line (function)`; `compiles` counts graphs."""
+
+    place: str
+    reason: str
+    compiles: int
+
+
+@dataclass(frozen=True)
+class Recompile:
+    """A function that was compiled again, since a guard failed. `times` counts its compiles so far."""
+
+    function: str
+    times: int
+    reason: str
+    compile: int
+
+
+@dataclass(frozen=True)
+class Fallback:
+    """Something that does not run as compiled code.
+
+    Attributes:
+        kind: "parameter read eagerly", "function runs uncompiled", "op without lowering" or "caches off".
+        what: The parameter, function, op or pass.
+        count: How often: reads, or calls in the graphs.
+        place: `file:line (function)`, or "" where there is none.
+        reason: Torch's reason, or what it means.
+    """
+
+    kind: str
+    what: str
+    count: int
+    place: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class NearMiss:
+    """A note of a pass: what it left alone and why. `count` is in how many compiles it said so."""
+
+    phase: str
+    pass_name: str
+    note: str
+    count: int
+
+
+@dataclass(frozen=True)
+class Region:
+    """A checkpoint region that was not honoured, or that Dynamo did not capture.
+
+    Attributes:
+        place: The user's line: of the value, or of the call of `checkpoint`.
+        problem: What happened.
+        saved_bytes: Bytes that are kept all the same; None where that does not apply.
+    """
+
+    place: str
+    problem: str
+    saved_bytes: int | None
+
+
+def graph_breaks_of(records: Sequence[CompileEntry], log: CompileLog) -> tuple[Break, ...]:
+    """Graph breaks, one entry a place: those that end a graph, and those with nothing to compile ahead of them."""
+    counts: Counter[tuple[str, str]] = Counter()
+    known: set[tuple[str, int | None]] = set()
+    for record in records:
+        ends_in = record.capture.ends_in
+        if ends_in is not None:
+            known.update(ends_in.lines)
+            counts[str(ends_in.place), ends_in.reason] += 1
+    for record in records:
+        function, line = record.capture.function, record.capture.resumes_at
+        if line is not None and (function.file, line) not in known:
+            place = f"{function.file}:{line} ({function.function})"
+            counts[place, log.restart_reason(function) or "torch gives no reason"] += 1
+    return tuple(Break(place, reason, count) for (place, reason), count in counts.items())
+
+
+def recompiles_of(records: Sequence[CompileEntry]) -> tuple[Recompile, ...]:
+    """Compiles of functions that had been compiled before."""
+    return tuple(
+        Recompile(
+            function=str(record.capture.function),
+            times=record.capture.times,
+            reason=record.capture.recompile_reason or "torch gives no reason",
+            compile=record.number,
+        )
+        for record in records
+        if record.capture.times > 1
+    )
+
+
+def fallbacks_of(
+    model: nn.Module, states: Sequence[PartitionState], records: Sequence[CompileEntry], log: CompileLog
+) -> tuple[Fallback, ...]:
+    """Everything that does not run as compiled code, or not from a cache."""
+    found = [
+        Fallback("parameter read eagerly", name, count, "", "outside any compiled graph")
+        for name, count in _eager_reads(states).items()
+    ]
+    own, callers = _functions_of(model, records), {span for record in records for span in record.capture.running}
+    frames = Counter(frame for frame in log.given_up() if frame.concerns(own, callers))
+    for frame, count in frames.items():
+        found.append(
+            Fallback("function runs uncompiled", frame.function.function, count, str(frame.place), frame.reason)
+        )
+    calls: Counter[tuple[str, str]] = Counter()
+    for record in records:
+        for op, count in record.unlowered:
+            calls[op, str(record.capture.function)] += count
+    for (op, place), count in calls.items():
+        found.append(Fallback("op without lowering", op, count, place, "Inductor calls it as it is"))
+    passes = Counter((name, str(record.capture.function)) for record in records for name in record.unidentified)
+    for (name, place), count in passes.items():
+        found.append(Fallback("caches off", name, count, place, "the code of this pass cannot be identified"))
+    return tuple(found)
+
+
+def near_misses_of(records: Sequence[CompileEntry]) -> tuple[NearMiss, ...]:
+    """The notes of all passes."""
+    counts = Counter(
+        (item.phase.value, item.name, note) for record in records for item in record.passes for note in item.notes
+    )
+    return tuple(NearMiss(*key, count) for key, count in counts.items())
+
+
+def regions_of(records: Sequence[CompileEntry]) -> tuple[Region, ...]:
+    """Checkpoint regions that keep what they should recompute, and those that run eagerly around a graph."""
+    found = []
+    for record in records:
+        for tag in record.ignored_tags:
+            place = str(tag.place or record.capture.function)
+            found.append(Region(place, f"{tag.name} is kept instead of recomputed", tag.saved_bytes))
+        ends_in = record.capture.ends_in
+        if ends_in is not None and ends_in.region is not None:
+            problem = f"runs eagerly: Dynamo did not capture it, for the graph break at {ends_in.place}"
+            found.append(Region(str(ends_in.region), problem, None))
+        region = record.capture.region
+        if region is not None:
+            inside = record.capture.function.function
+            found.append(Region(str(region), f"runs eagerly, around the graph of {inside}: not captured with it", None))
+    return tuple(dict.fromkeys(found))
+
+
+def _eager_reads(states: Sequence[PartitionState]) -> dict[str, int]:
+    counts: dict[str, int] = {}
+    for state in states:
+        for entry in state.parameters:
+            count = sum(module._dsgraph.eager_reads[attribute] for module, attribute in entry.owners)  # type: ignore
+            if count:
+                counts[entry.name] = count
+    return counts
+
+
+def _functions_of(model: nn.Module, records: Iterable[CompileEntry]) -> set[Span]:
+    """The model's own methods, and the functions of which its graphs are."""
+    found = {span for record in records for span in record.capture.running[:1]}
+    for kind in {base for module in model.modules() for base in type(module).__mro__}:
+        for value in vars(kind).values():
+            if isinstance(value, FunctionType) and not is_torchs(value.__code__.co_filename):
+                found.add(Span.of(value.__code__))
+    return found

@@ -1,0 +1,190 @@
+"""Where in the user's program a captured graph comes from, read while Dynamo compiles it."""
+
+from __future__ import annotations
+
+import linecache
+import re
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from types import CodeType, FrameType
+
+import torch
+from torch import nn
+from torch.fx import GraphModule
+
+from dsgraph import compat
+from dsgraph.passes.ir.sources import OWN_FOLDER, TORCH_FOLDER
+
+_RESUMED = re.compile(r"^torch_dynamo_resume_in_.*_at_(\d+)$")
+_STACK_LINE = re.compile(r'^  File "([^"]+)", line (\d+), in (\S+)', re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class Place:
+    """A line of a user's function."""
+
+    file: str
+    line: int
+    function: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line}" + (f" ({self.function})" if self.function else "")
+
+
+@dataclass(frozen=True)
+class GraphBreak:
+    """Where Dynamo had to end a graph, and why.
+
+    Attributes:
+        place: The innermost of the user's lines.
+        reason: Torch's reason, its first sentences.
+        lines: File and line of every frame from the compiled function down to `place`.
+        region: The line with the call of `checkpoint`, for a break inside a region, which torch then runs eagerly.
+    """
+
+    place: Place
+    reason: str
+    lines: tuple[tuple[str, int], ...]
+    region: Place | None = None
+
+
+@dataclass(frozen=True)
+class Span:
+    """The lines of a function."""
+
+    file: str
+    first: int
+    last: int
+
+    @staticmethod
+    def of(code: CodeType) -> Span:
+        """The lines of a code object."""
+        lines = [line for *_, line in code.co_lines() if line is not None]
+        return Span(code.co_filename, code.co_firstlineno, max(lines, default=code.co_firstlineno))
+
+    def holds(self, file: str, line: int) -> bool:
+        """Whether a line is one of the function's."""
+        return file == self.file and self.first <= line <= self.last
+
+
+@dataclass(frozen=True)
+class Capture:
+    """Where a captured graph comes from.
+
+    Attributes:
+        function: The user's function and the line where it begins.
+        resumes_at: The line of the graph break that this graph follows; None for a function's first graph.
+        compile_id: Dynamo's name for the compile.
+        times: How often Dynamo has compiled the frame, this time included.
+        recompile_reason: The guard that failed; empty at the first compile.
+        ends_in: The graph break that ends the graph, if one does.
+        region: The line that calls `torch.utils.checkpoint.checkpoint`, for a graph inside a region that runs eagerly.
+        running: The user's functions that were running, the captured one first.
+    """
+
+    function: Place
+    resumes_at: int | None = None
+    compile_id: str = ""
+    times: int = 1
+    recompile_reason: str = ""
+    ends_in: GraphBreak | None = None
+    region: Place | None = None
+    running: tuple[Span, ...] = ()
+
+
+def read_capture(gm: GraphModule) -> tuple[Capture, nn.Module | None]:
+    """Where `gm` comes from, and the module whose method it was captured from, or that called the function."""
+    traced = compat.traced_frame()
+    if traced is None:
+        return Capture(Place("<unknown>", 0, "")), None
+    stack = list(_user_frames(sys._getframe(1)))
+    module = _module_called(traced.receiver, sys._getframe(1))
+    resumed = _RESUMED.match(traced.name)
+    name = getattr(traced.code, "co_qualname", traced.code.co_name).rpartition("<locals>.")[2]
+    capture = Capture(
+        function=Place(traced.code.co_filename, traced.code.co_firstlineno, name),
+        resumes_at=int(resumed[1]) if resumed else None,
+        compile_id=traced.compile_id,
+        times=traced.times,
+        recompile_reason=guard_of(traced.recompile_reason),
+        ends_in=_break_of(gm),
+        region=_region(sys._getframe(1)),
+        running=tuple(Span.of(code) for code in (traced.code, *(frame.f_code for frame in stack))),
+    )
+    return capture, module
+
+
+def is_torchs(file: str) -> bool:
+    """Whether a source file is part of torch, or made up by it."""
+    return file.startswith((TORCH_FOLDER, "<eval_with_key>", "<frozen "))
+
+
+def first_sentences(reason: str) -> str:
+    """The first line of one of Dynamo's reasons, and its explanation."""
+    first, _, rest = reason.strip().partition("\n")
+    explanation = re.search(r"^\s*Explanation: (.*)$", rest, re.MULTILINE)
+    return f"{first}: {explanation[1].strip()}" if explanation else first
+
+
+def user_line(stack_trace: str | None) -> Place | None:
+    """The innermost of the user's lines in a node's stack trace."""
+    found = [Place(file, int(line), name) for file, line, name in _STACK_LINE.findall(stack_trace or "")]
+    own = [place for place in found if not is_torchs(place.file) and not place.file.startswith(OWN_FOLDER)]
+    return own[-1] if own else None
+
+
+def guard_of(reason: str) -> str:
+    """`0/0: self.k == 0      # return self.a(x) * self.k ...` -> `self.k == 0`."""
+    first = reason.strip().partition("\n")[0]
+    return re.sub(r"^\d+/\d+: ", "", first).partition("  #")[0].strip()
+
+
+def _break_of(gm: GraphModule) -> GraphBreak | None:
+    found = compat.graph_break(gm)
+    if found is None:
+        return None
+    reason, stack = found
+    own = [frame for frame in stack if not is_torchs(frame[0])] or stack
+    file, line, function = own[-1] if own else ("<unknown>", 0, "")
+    # Dynamo does not say that it was inside a region; the user's lines that lead there do.
+    calls = [Place(*frame) for frame in own[:-1] if "checkpoint(" in linecache.getline(frame[0], frame[1])]
+    return GraphBreak(
+        place=Place(file, line, function),
+        reason=first_sentences(reason),
+        lines=tuple((file, line) for file, line, _ in stack),
+        region=calls[-1] if calls else None,
+    )
+
+
+def _frames(frame: FrameType | None) -> Iterator[FrameType]:
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def _user_frames(frame: FrameType | None) -> Iterator[FrameType]:
+    for one in _frames(frame):
+        file = one.f_code.co_filename
+        if not is_torchs(file) and not file.startswith(OWN_FOLDER):
+            yield one
+
+
+def _module_called(receiver: object, frame: FrameType | None) -> nn.Module | None:
+    if isinstance(receiver, nn.Module):
+        return compat.unwrap_compiled(receiver)
+    # Only torch's own frames: to read a frame's locals keeps them alive for as long as it runs.
+    for one in _frames(frame):
+        if one.f_code is compat.MODULE_CALL:
+            return compat.unwrap_compiled(one.f_locals["self"])
+    return None
+
+
+def _region(frame: FrameType | None) -> Place | None:
+    """Who called the innermost checkpoint region that is running."""
+    frames = list(_frames(frame))
+    for number, one in enumerate(frames):
+        if one.f_code.co_name == "checkpoint" and one.f_code.co_filename == torch.utils.checkpoint.__file__:
+            for outer in _user_frames(frames[number]):
+                return Place(outer.f_code.co_filename, outer.f_lineno, outer.f_code.co_name)
+    return None

@@ -1,0 +1,181 @@
+"""What a rank sends and holds in one training step, from the graphs that such a step runs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from torch import nn
+
+from dsgraph import compat
+from dsgraph.passes.analysis.step_memory import PairMemory, simulate_step
+from dsgraph.step.state import PartitionState
+
+from .compile_log import CompileEntry
+from .traffic import Traffic, accumulated_traffic, add_up, held_traffic, refresh_traffic, total
+
+
+@dataclass(frozen=True)
+class Part:
+    """What one graph, or dsgraph outside any graph, sends in a step.
+
+    Attributes:
+        where: "forward" or "backward" and the function, or what happens outside the graphs.
+        times: How many layers share the graph, each of which runs it.
+        traffic: Of one run.
+    """
+
+    where: str
+    times: int
+    traffic: tuple[Traffic, ...]
+
+
+@dataclass(frozen=True)
+class Step:
+    """What a rank sends in one training step: each graph of the newest compile of each function, run once.
+
+    Attributes:
+        sent_bytes: With one forward and one backward. None where it is not known: nothing has run with gradients, a
+            graph came from torch's cache, or a collective is of an unknown kind.
+        parts: The same by graph.
+        accumulated_each_bytes: In each micro-batch of a step under `dsgraph.accumulate`, the last one included. None
+            where it is not known: where gradients are reduced once, or stage 3 holds parameters for a step, there are
+            other graphs for it, which are compiled when they first run.
+        accumulated_once_bytes: Once in such a step, besides. A step of n micro-batches sends n times the former and
+            once the latter.
+        accumulated_reduces_once: Whether gradients are reduced once in such a step, as in stages 0 and 1. Stage 2 does
+            what the last `accumulate` was told (`reduce_once`).
+    """
+
+    sent_bytes: int | None
+    parts: tuple[Part, ...]
+    accumulated_each_bytes: int | None
+    accumulated_once_bytes: int | None
+    accumulated_reduces_once: bool
+
+
+@dataclass(frozen=True)
+class Memory:
+    """The predicted memory of a training step: of the same graphs, for an optimizer that keeps two tensors a parameter.
+
+    Attributes:
+        peak: The most bytes alive at once.
+        where: The part of the step at the peak: "forward of GPT.forward", "optimizer", ...
+        node: The node at the peak; empty outside graphs.
+        parts: What the peak is made of, in bytes.
+    """
+
+    peak: int
+    where: str
+    node: str
+    parts: dict[str, int]
+
+
+def predict_memory(model: nn.Module, records: Sequence[CompileEntry]) -> Memory | None:
+    """The memory of a step; None where nothing has run with gradients, or a graph came from torch's cache.
+
+    Of graphs that read what stage 3 holds for a step if there are any: what they hold, others gather for a while.
+    """
+    training = [record for record in records if record.training]
+    at_step = _newest(training, accumulating=any(record.reads_held for record in training))
+    shared = _sharing(model, at_step)
+    running = [(record, layer) for record in at_step for layer in range(shared[record.number])]
+    pairs = [
+        # Graphs of one module share its parameters, layers that share a graph have each their own.
+        _renamed(record.memory, f"{record.module}, layer {layer}: ")
+        for record, layer in running
+        if record.memory is not None
+    ]
+    if not pairs or len(pairs) < len(running):
+        return None
+    found = simulate_step(pairs).at_peak
+    phase, _, number = found.name.partition(" ")
+    where = f"{phase} of {_name(running[int(number)][0])}" if number else phase
+    return Memory(found.bytes, where, found.node, dict(found.composition))
+
+
+def _renamed(pair: PairMemory, prefix: str) -> PairMemory:
+    """The same with other names: those of a captured graph are local to the module that was captured."""
+    return replace(
+        pair,
+        params={node: replace(info, name=prefix + info.name) for node, info in pair.params.items()},
+        replicas={node: prefix + name for node, name in pair.replicas.items()},
+        gradients={prefix + name: piece for name, piece in pair.gradients.items()},
+    )
+
+
+def measure_step(model: nn.Module, states: Sequence[PartitionState], records: Sequence[CompileEntry]) -> Step:
+    """What a step sends, from a model's state and its compiles."""
+    training = [record for record in records if record.training]
+    if not training:
+        return Step(None, (), None, None, any(state.reduces_once for state in states))
+    at_step = _newest(training, accumulating=False)
+    shared = _sharing(model, at_step)
+    refreshed = add_up(item for state in states for item in refresh_traffic(state))
+    parts = _parts(at_step, shared)
+    if refreshed:
+        parts.append(Part("replicas, gathered after an optimizer step", 1, refreshed))
+
+    keeps_local = any(state.reduces_once for state in states)
+    held = held_traffic(states[0]) if len(states) == 1 else ()
+    once = add_up([*held, *(item for state in states for item in accumulated_traffic(state))])
+    has_graphs_of_its_own = keeps_local or bool(held)
+    each = _newest(training, accumulating=True) if has_graphs_of_its_own else at_step
+    known = bool(states) and (not has_graphs_of_its_own or any(record.is_for_accumulation for record in each))
+    return Step(
+        sent_bytes=_bytes(at_step, parts),
+        parts=tuple(parts),
+        accumulated_each_bytes=_bytes(each, _parts(each, _sharing(model, each))) if known else None,
+        accumulated_once_bytes=total([*once, *refreshed]) if known else None,
+        accumulated_reduces_once=keeps_local,
+    )
+
+
+def _newest(records: Sequence[CompileEntry], *, accumulating: bool) -> list[CompileEntry]:
+    """Of each function and module the newest compile, of those for `accumulate` or of the others if there are any."""
+    found: dict[object, CompileEntry] = {}
+    for record in records:
+        capture = record.capture
+        key = (capture.function, capture.resumes_at, record.module)
+        is_such = record.is_for_accumulation == accumulating
+        if key not in found or is_such or found[key].is_for_accumulation != accumulating:
+            found[key] = record
+    return list(found.values())
+
+
+def _sharing(model: nn.Module, records: Sequence[CompileEntry]) -> dict[int, int]:
+    """Record number -> layers that run it: those compiled for themselves that have no graph of their own."""
+    compiled = {id(module): module for module in compat.compiled_modules(model)}
+    own = {record.module for record in records}
+    counts = {record.number: 1 for record in records}
+    newest = {
+        (record.module_type, record.capture.function, record.capture.resumes_at): record
+        for record in records
+        if record.module in compiled
+    }
+    for (kind, *_), record in newest.items():
+        counts[record.number] += sum(type(module) is kind and key not in own for key, module in compiled.items())
+    return counts
+
+
+def _parts(records: Sequence[CompileEntry], times: dict[int, int]) -> list[Part]:
+    return [
+        Part(f"{graph.phase} of {_name(record)}", times[record.number], graph.traffic)
+        for record in records
+        for graph in record.graphs
+        if graph.traffic
+    ]
+
+
+def _name(record: CompileEntry) -> str:
+    capture = record.capture
+    return capture.function.function + (f" after line {capture.resumes_at}" if capture.resumes_at else "")
+
+
+def _bytes(records: Sequence[CompileEntry], parts: Sequence[Part]) -> int | None:
+    if any(record.from_cache for record in records):
+        return None
+    amounts = [(part.times, total(part.traffic)) for part in parts]
+    if any(amount is None for _, amount in amounts):
+        return None
+    return sum(times * (amount or 0) for times, amount in amounts)

@@ -1,0 +1,98 @@
+"""What `strict=True` turns into errors: things that were not done as the model or its options ask for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from dsgraph import compat
+from dsgraph.compiler.options import BackendOptions
+from dsgraph.errors import StrictError
+from dsgraph.passes.kernels.substitute_kernels import NOWHERE
+
+from .compile_log import CompileEntry, CompileLog, GivenUp
+from .frames import Capture
+from .measure import is_own_op
+
+_WITHOUT = "or compile without strict=True; dsgraph.report(model) lists all of them then"
+
+
+def refuse_given_up(given_up: Iterable[GivenUp], capture: Capture) -> None:
+    """Refuses to go on where Dynamo has given up on a function that called the one at hand, or that it called.
+
+    Raises:
+        StrictError: Names the function, the place and torch's reason.
+    """
+    for frame in given_up:
+        if frame.concerns(capture.running[:1], capture.running):
+            raise StrictError(
+                f"strict: Dynamo gave up on {frame.function} and runs it uncompiled. At {frame.place}: {frame.reason}. "
+                f"Change that line, {_WITHOUT}"
+            )
+
+
+def refuse_capture(capture: Capture, options: BackendOptions, log: CompileLog) -> None:
+    """Refuses a graph that ends in a graph break or follows one, and a function that is compiled too often.
+
+    Raises:
+        StrictError: Names the place, torch's reason and what to do.
+    """
+    if capture.ends_in is not None:
+        _refuse_break(str(capture.ends_in.place), capture.ends_in.reason, capture)
+    if capture.resumes_at is not None:
+        place = f"{capture.function.file}:{capture.resumes_at} ({capture.function.function})"
+        _refuse_break(place, log.restart_reason(capture.function) or "torch gives no reason", capture)
+    last = compat.recompile_limit()
+    if capture.times > options.recompile_limit or (capture.times > 1 and capture.times >= last):
+        bound = (
+            f"option 'recompile_limit' is {options.recompile_limit}"
+            if capture.times > options.recompile_limit
+            else f"torch._dynamo.config.recompile_limit is {last}: this would be the last time before Dynamo runs the "
+            "function uncompiled"
+        )
+        guard = capture.recompile_reason or "unknown"
+        raise StrictError(
+            f"strict: compile {capture.times} of {capture.function}, and {bound}. The guard that "
+            f"failed: {guard}. Keep that value the same between calls (for sizes: dynamic=True, or "
+            f"torch._dynamo.mark_dynamic), raise the limit, {_WITHOUT}"
+        )
+
+
+def refuse_compile(record: CompileEntry) -> None:
+    """Refuses what was asked for and not done.
+
+    Checkpoint regions that were not honoured, ops without a lowering, kernels that were asked for and are found
+    nowhere, passes that switch caches off.
+
+    Raises:
+        StrictError: Names the value, op or pass, its place and what to do.
+    """
+    where = record.capture.function
+    for tag in record.ignored_tags:
+        raise StrictError(
+            f"strict: {tag.name} ({tag.saved_bytes} bytes, from {tag.place or where}) is kept for the backward, though "
+            "its checkpoint region asks to recompute it: remove the backward hook on it or the pass that "
+            f"keeps it, {_WITHOUT}"
+        )
+    for op, calls in record.unlowered:
+        if not is_own_op(op):
+            raise StrictError(
+                f"strict: Inductor has no lowering of {op} ({calls} calls in the graphs of {where}) and runs it as it "
+                f"is: register one (torch._inductor.lowering.register_lowering), {_WITHOUT}"
+            )
+    for item in record.passes:
+        for note in item.notes:
+            if note.endswith(NOWHERE):
+                others = "; ".join(other for other in item.notes if other is not note) or "nothing like it is there"
+                raise StrictError(f"strict: kernel {note} of {where}: {others}. Drop it from 'kernels', {_WITHOUT}")
+    if record.unidentified:
+        raise StrictError(
+            f"strict: pass {record.unidentified[0]} cannot be identified, so that torch's caches were off for {where}: "
+            f"define it in a file, without variables of an enclosing function, or give it a `fingerprint`, {_WITHOUT}"
+        )
+
+
+def _refuse_break(place: str, reason: str, capture: Capture) -> None:
+    raise StrictError(
+        f"strict: graph break at {place}, in the compile of {capture.function}. Torch's reason: {reason}. "
+        f"Change that line, {_WITHOUT}"
+    )

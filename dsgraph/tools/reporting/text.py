@@ -1,0 +1,226 @@
+"""A report as text of at most 100 columns."""
+
+from __future__ import annotations
+
+import textwrap
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tabulate import tabulate
+
+from dsgraph.tools.dumping.render import bytes_text
+
+if TYPE_CHECKING:
+    from .measure import Activations
+    from .report import Compile, Parameter, Report
+    from .step import Memory
+
+_WIDTH = 100
+
+
+def write_report(report: Report) -> str:
+    """All sections of a report that have something to say."""
+    sections = [
+        _head(report),
+        _parameters(report.parameters),
+        _compiles(report.compiles),
+        _passes(report.compiles),
+        _step(report),
+        _activations(report.compiles),
+        _memory(report.memory),
+        _list("graph breaks", [(f"at {_short(item.place)}", item.reason) for item in report.graph_breaks]),
+        _list(
+            "recompiles",
+            [
+                (f"compile {item.compile}: {_short(item.function)}, time {item.times}", item.reason)
+                for item in report.recompiles
+            ],
+        ),
+        _list(
+            "fallbacks",
+            [
+                (
+                    f"{item.kind}: {item.what}, {item.count} x" + (f", {_short(item.place)}" * bool(item.place)),
+                    item.reason,
+                )
+                for item in report.fallbacks
+            ],
+        ),
+        _list("kernels", [(f"compile {item.number}", line) for item in report.compiles for line in _done(item)]),
+        _list("near misses", [(f"{item.phase}, {item.pass_name}", item.note) for item in report.near_misses]),
+        _list(
+            "checkpoint regions",
+            [
+                (
+                    _short(item.place),
+                    item.problem + ("" if item.saved_bytes is None else f" ({bytes_text(item.saved_bytes)})"),
+                )
+                for item in report.checkpoint_regions
+            ],
+        ),
+    ]
+    return "\n\n".join(section for section in sections if section)
+
+
+def _done(item: Compile) -> list[str]:
+    return [line for each in item.passes for line in each.done]
+
+
+def _head(report: Report) -> str:
+    mesh = ", ".join(f"{name} {count}" for name, count in report.mesh.items())
+    stages = ", ".join(str(stage) for stage in sorted(set(report.stages)))
+    where = f" (ZeRO stage {stages}; mesh: {mesh})" if report.stages else ""
+    return _wrap(
+        f"dsgraph report of {report.model}{where}", report.status, *([f"costs: {report.costs}"] if report.costs else [])
+    )
+
+
+def _parameters(parameters: Sequence[Parameter]) -> str:
+    if not parameters:
+        return ""
+    groups: dict[str, list[Parameter]] = {}
+    for parameter in parameters:
+        kind = f"split over {parameter.split_over}" if parameter.split_over else f"whole: {parameter.whole_because}"
+        groups.setdefault(kind, []).append(parameter)
+    rows = [
+        (
+            kind,
+            len(members),
+            bytes_text(sum(item.bytes_full for item in members)),
+            bytes_text(sum(item.bytes_here for item in members)),
+            bytes_text(sum(item.bytes_replica for item in members)),
+        )
+        for kind, members in groups.items()
+    ]
+    lines = ["parameters", _table(rows, ("", "how many", "full", "on this rank", "gathered copy"))]
+    held = [item.name for item in parameters if item.is_held_for_step]
+    if held:
+        lines.append(_wrap(f"gathered once a step inside accumulate: {', '.join(held)}"))
+    return "\n".join(lines)
+
+
+def _compiles(compiles: Sequence[Compile]) -> str:
+    if not compiles:
+        return ""
+    rows = []
+    for item in compiles:
+        after = f" after line {item.resumes_at}" if item.resumes_at else ""
+        made = "cache: no passes" if item.from_cache else f"{item.codegen}"
+        graphs = ", ".join(f"{graph.phase} {graph.nodes}" for graph in item.graphs) or "?"
+        rows.append(
+            (
+                item.number,
+                _fit(_short(item.function) + after, 34),
+                item.kind,
+                made,
+                graphs,
+                f"{1000 * item.pass_seconds:.0f} + {1000 * item.verify_seconds:.0f} ms",
+            )
+        )
+    return "compiles\n" + _table(rows, ("", "function", "for", "by", "nodes", "passes, checks"))
+
+
+def _passes(compiles: Sequence[Compile]) -> str:
+    rows = [
+        (
+            item.number,
+            one.phase,
+            one.name,
+            one.changed,
+            f"{one.nodes_before} -> {one.nodes_after}",
+            f"{1000 * one.seconds:.1f}",
+        )
+        for item in compiles
+        for one in item.passes
+        if one.changed or one.nodes_before != one.nodes_after
+    ]
+    idle = sum(len(item.passes) for item in compiles) - len(rows)
+    lines = [_table(rows, ("compile", "phase", "pass", "changed", "nodes", "ms"))] if rows else []
+    if idle:
+        lines.append(f"{idle} runs of passes changed nothing")
+    return "\n".join(["passes", *lines]) if lines else ""
+
+
+def _step(report: Report) -> str:
+    step = report.step
+    rows = [
+        (
+            _fit(part.where, 32),
+            part.times,
+            _fit(item.kind, 24),
+            _fit(item.axis, 12),
+            item.count,
+            bytes_text(item.sent_bytes),
+        )
+        for part in step.parts
+        for item in part.traffic
+    ]
+    if not rows and step.sent_bytes is None:
+        return ""
+    lines = [f"a training step: each rank sends {bytes_text(step.sent_bytes)}"]
+    if step.accumulated_each_bytes is not None:
+        each, once = bytes_text(step.accumulated_each_bytes), bytes_text(step.accumulated_once_bytes)
+        how = "accumulate(reduce_once=True)" if 2 in report.stages and step.accumulated_reduces_once else "accumulate"
+        lines.append(f"with {how}: {each} each micro-batch and {once} once a step")
+    if rows:
+        lines.append(_table(rows, ("", "runs", "collective", "over", "calls", "sends")))
+    return "\n".join(lines)
+
+
+def _activations(compiles: Sequence[Compile]) -> str:
+    rows = [(item.number, *_activation_row(item.activations)) for item in compiles if item.activations is not None]
+    heads = ("compile", "saved", "kept parameters", "computed again", "gathered again")
+    names = [
+        f"kept of compile {item.number}: {', '.join(item.activations.kept_names)}"
+        for item in compiles
+        if item.activations is not None and item.activations.kept_names
+    ]
+    return "\n".join(["for the backward", _table(rows, heads), *map(_wrap, names)]) if rows else ""
+
+
+def _activation_row(found: Activations) -> tuple[str, ...]:
+    return (
+        f"{found.saved}: {bytes_text(found.saved_bytes)}",
+        f"{found.kept_parameters}: {bytes_text(found.kept_parameter_bytes)}",
+        f"{found.recomputed}: {bytes_text(found.recomputed_bytes)}",
+        f"{found.gathered_again}: {bytes_text(found.gathered_again_bytes)}",
+    )
+
+
+def _memory(memory: Memory | None) -> str:
+    if memory is None:
+        return ""
+    parts = ", ".join(f"{name} {bytes_text(amount)}" for name, amount in memory.parts.items() if amount)
+    node = f" at {memory.node}" if memory.node else ""
+    return _wrap(
+        f"predicted peak memory of a training step: {bytes_text(memory.peak)} in {memory.where}{node}",
+        f"of that {parts}; the optimizer taken to be Adam",
+    )
+
+
+def _list(title: str, items: Iterable[tuple[str, str]]) -> str:
+    lines = []
+    for (what, why), count in Counter(items).items():
+        again = f" ({count} x)" if count > 1 else ""
+        lines.append(textwrap.fill(f"- {what}{again}: {why}", _WIDTH, subsequent_indent="  "))
+    return "\n".join([title, *lines]) if lines else ""
+
+
+def _table(rows: Iterable[tuple[object, ...]], headers: Sequence[str]) -> str:
+    return tabulate(rows, headers=headers, tablefmt="simple", disable_numparse=True)
+
+
+def _short(place: str) -> str:
+    """`/home/me/project/model.py:12 (f)` -> `project/model.py:12 (f)`."""
+    head, separator, tail = place.partition(":")
+    return str(Path(*Path(head).parts[-2:])) + separator + tail
+
+
+def _fit(text: str, width: int) -> str:
+    return text if len(text) <= width else "..." + text[len(text) - width + 3 :]
+
+
+def _wrap(*lines: str) -> str:
+    return "\n".join(textwrap.fill(line, _WIDTH) for line in lines)

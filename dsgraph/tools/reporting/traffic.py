@@ -1,0 +1,138 @@
+"""Bytes that a rank sends: a graph's collectives, and what a partitioned model communicates outside its graphs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Node
+
+from dsgraph.inductor_ext import resolve_group, size_hint
+from dsgraph.passes import MeshAxis, PassError
+from dsgraph.passes.analysis.cost import Size, hint, sent_bytes, size_hints
+from dsgraph.passes.ir.graph import collective_group, collective_kind, collectives
+from dsgraph.step.state import ParameterState, PartitionState
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Collectives of one kind over one group.
+
+    Attributes:
+        kind: The op, without its namespace.
+        axis: The mesh axis, or the name of a group outside the mesh.
+        count: How many.
+        sent_bytes: What each rank sends for all of them; None where that is not known.
+    """
+
+    kind: str
+    axis: str
+    count: int
+    sent_bytes: int | None
+
+
+def nbytes(value: object) -> int | None:
+    """Bytes of a tensor, or of all tensors of a list; dynamic sizes count as they are in the batch at hand."""
+    if isinstance(value, (list, tuple)):
+        parts = [nbytes(item) for item in value]
+        return None if None in parts else sum(part for part in parts if part is not None)
+    if not isinstance(value, Tensor):
+        return 0
+    sizes = [size_hint(size) for size in value.shape]
+    if None in sizes:
+        return None
+    return math.prod(size for size in sizes if size is not None) * value.element_size()
+
+
+def graph_traffic(gm: GraphModule, axes: Iterable[MeshAxis]) -> tuple[Traffic, ...]:
+    """What a lowered graph sends each time it runs, by kind and axis, in the order of first use."""
+    by_group = {axis.group: axis for axis in axes}
+    found = []
+    for node in collectives(gm):
+        group = collective_group(node)
+        axis = by_group.get(group)
+        size = axis.size if axis is not None else resolve_group(group).size()
+        sent = sent_bytes(node, size)
+        amount = None if sent is None else _known(node, sent)
+        found.append(Traffic(collective_kind(node), axis.name if axis is not None else group, 1, amount))
+    return add_up(found)
+
+
+def _known(node: Node, size: Size) -> int | None:
+    """The number behind a size; None where only the data decide it."""
+    try:
+        return hint(size, size_hints([value.meta.get("val") for value in (node, *node.all_input_nodes)]))
+    except PassError:
+        return None
+
+
+def refresh_traffic(state: PartitionState) -> tuple[Traffic, ...]:
+    """What fetching all replicas of stages 1 and 2 sends, which happens once after each optimizer step."""
+    return _gathers(state, state.replicated()) if state.stage < 3 else ()
+
+
+def held_traffic(state: PartitionState) -> tuple[Traffic, ...]:
+    """What stage 3 sends once in a step under `accumulate` to fetch the replicas that it holds for the step."""
+    return _gathers(state, [entry for entry in state.parameters if entry.is_held_for_step])
+
+
+def _gathers(state: PartitionState, entries: Iterable[ParameterState]) -> tuple[Traffic, ...]:
+    axis = state.axes[-1]
+    amounts = [entry.replica_bytes // axis.size * (axis.size - 1) for entry in entries]
+    return _over(axis, "refresh of replicas", amounts)
+
+
+def accumulated_traffic(state: PartitionState) -> tuple[Traffic, ...]:
+    """What reducing local gradients sends at the end of an accumulated step."""
+    trained = [entry for entry in state.parameters if entry.param.requires_grad]
+    if not state.reduces_once or not trained:
+        return ()
+    names = {axis.group: axis for axis in state.axes}
+    found: list[Traffic] = []
+    for axis in state.axes:  # which parameters were used at all: one int32 each
+        found += _over(axis, "all_reduce", [_all_reduced(4 * len(trained), axis.size)])
+    whole: dict[tuple[str, torch.dtype, torch.dtype], int] = {}
+    for entry in trained:
+        dtypes = entry.layout.dtypes(entry.param.dtype)
+        if entry.layout.group:
+            axis = names[entry.layout.group]
+            rows = entry.bytes_of_rank(dtypes[1])
+            found += _over(axis, "reduce_scatter_tensor", [rows * (axis.size - 1)])
+            for group in entry.layout.outer_groups:
+                found += _over(names[group], "all_reduce", [_all_reduced(rows, names[group].size)])
+            continue
+        for group in entry.layout.outer_groups:
+            key = (group, *dtypes)
+            whole[key] = whole.get(key, 0) + entry.param.numel() * dtypes[1].itemsize
+    for (group, *_), amount in whole.items():
+        found += _over(names[group], "all_reduce", [_all_reduced(amount, names[group].size)])
+    return add_up(found)
+
+
+def add_up(traffic: Iterable[Traffic]) -> tuple[Traffic, ...]:
+    """The same, one entry for each kind and axis."""
+    totals: dict[tuple[str, str], Traffic] = {}
+    for item in traffic:
+        key = (item.kind, item.axis)
+        old = totals.get(key, Traffic(item.kind, item.axis, 0, 0))
+        known = old.sent_bytes is not None and item.sent_bytes is not None
+        amount = (old.sent_bytes or 0) + (item.sent_bytes or 0) if known else None
+        totals[key] = Traffic(item.kind, item.axis, old.count + item.count, amount)
+    return tuple(totals.values())
+
+
+def total(traffic: Iterable[Traffic]) -> int | None:
+    """All bytes together; None when some are not known."""
+    amounts = [item.sent_bytes for item in traffic]
+    return None if None in amounts else sum(amount for amount in amounts if amount is not None)
+
+
+def _over(axis: MeshAxis, kind: str, amounts: list[int]) -> tuple[Traffic, ...]:
+    return add_up(Traffic(kind, axis.name, 1, amount) for amount in amounts)
+
+
+def _all_reduced(amount: int, size: int) -> int:
+    return round(amount * 2 * (size - 1) / size)

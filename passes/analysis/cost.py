@@ -1,0 +1,335 @@
+"""What a node costs: floating-point operations, bytes that a kernel moves, bytes on the wire, and seconds of these.
+
+Everything is read off fake tensors: nothing is run and nothing is measured. Where sizes are symbolic, operations and
+bytes are sympy expressions over the symbols of the graph; `hint` gives the number behind one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType, SimpleNamespace
+from typing import Any, TypeAlias
+
+import sympy
+import torch
+from torch import Tensor
+from torch.fx import Node
+from torch.fx.node import map_arg
+from torch.utils.flop_counter import flop_registry
+
+from dsgraph.passes.compat import OpOverload, known_sizes, symbolic_expression
+from dsgraph.passes.errors import PassError
+from dsgraph.passes.ir.graph import (
+    aliased_arguments,
+    bound_arguments,
+    collective_group,
+    collective_kind,
+    is_collective,
+    mutates_arguments,
+)
+from dsgraph.passes.ir.mesh_axis import MeshAxis
+
+from .hardware import DEVICES, Device, Link, LinkTable, default_links
+
+aten = torch.ops.aten
+
+Size: TypeAlias = "int | sympy.Expr"
+
+# What stands for a size that only the data decide (of `nonzero`, say), where a number is needed. Inductor's default.
+UNKNOWN_SIZE = 8192
+
+
+def tensor_bytes(value: object) -> Size:
+    """Bytes of a (fake) tensor's elements; of all tensors in a tuple or list; 0 for anything else."""
+    if isinstance(value, (tuple, list)):
+        return sum((tensor_bytes(item) for item in value), 0)
+    if not isinstance(value, Tensor):
+        return 0
+    return math.prod(map(_expression, value.shape)) * value.element_size()
+
+
+def size_hints(value: object) -> Mapping[sympy.Symbol, int]:
+    """The numbers behind the symbols in the sizes of a fake tensor, or of tensors in a tuple or list."""
+    if isinstance(value, (tuple, list)):
+        return {symbol: number for item in value for symbol, number in size_hints(item).items()}
+    sizes: Sequence[object] = value.shape if isinstance(value, Tensor) else (value,)
+    return {
+        symbol: number
+        for size in sizes
+        if isinstance(size, torch.SymInt)
+        for symbol, number in known_sizes(size).items()
+    }
+
+
+def hint(
+    size: Size | torch.SymInt,
+    hints: Mapping[sympy.Symbol, int] = MappingProxyType({}),
+    *,
+    unknown: int | None = None,
+) -> int:
+    """The number behind a size: that of the run for which the graph was traced.
+
+    Args:
+        size: A number, an expression, or a symbolic size of a fake tensor, which knows its own symbols.
+        hints: Symbol -> number, from `size_hints`.
+        unknown: What stands for a symbol that has no number.
+
+    Raises:
+        PassError: A symbol has no number, and `unknown` is None.
+    """
+    if isinstance(size, torch.SymInt):
+        hints = {**known_sizes(size), **hints}
+        size = _expression(size)
+    if not isinstance(size, sympy.Expr):
+        return int(size)
+    missing = sorted(map(str, size.free_symbols - hints.keys()))
+    if missing and unknown is None:
+        raise PassError(
+            f"the size {size} depends on {', '.join(missing)}, of which no number is known: "
+            "pass size_hints(...) of a value that has it in its shape, or `unknown`"
+        )
+    return int(size.xreplace({symbol: sympy.Integer(hints.get(symbol, unknown)) for symbol in size.free_symbols}))
+
+
+def flops(node: Node) -> Size:
+    """Floating-point operations of a node, a multiplication and an addition counted as two.
+
+    By torch's formulas (`torch.utils.flop_counter`), which know matrix products, convolutions and attention; 0 for
+    everything else.
+    """
+    target: Any = node.target
+    packet = target.overloadpacket if isinstance(target, OpOverload) else target
+    formula = flop_registry.get(_SAME_FORMULA.get(packet, packet))
+    if node.op != "call_function" or formula is None:
+        return 0
+    result = node.meta.get("val")
+    args, kwargs = map_arg((node.args, node.kwargs), lambda argument: argument.meta.get("val"))
+    if size_hints((result, *(argument.meta.get("val") for argument in node.all_input_nodes))):
+        # torch's formulas compare sizes: done with symbolic sizes, that would put guards on the graph.
+        args, kwargs, result = _as_expressions((args, kwargs, result), of_shapes=hasattr(formula, "__wrapped__"))
+    return _expression(formula(*args, **kwargs, out_val=result))
+
+
+# Attention on the CPU is attention.
+_SAME_FORMULA = {
+    aten._scaled_dot_product_flash_attention_for_cpu: aten._scaled_dot_product_flash_attention,
+    aten._scaled_dot_product_flash_attention_for_cpu_backward: aten._scaled_dot_product_flash_attention_backward,
+}
+
+
+def _as_expressions(value: Any, *, of_shapes: bool) -> Any:
+    """`value` with shapes in place of tensors, or objects that have one where a formula asks for tensors."""
+    if isinstance(value, Tensor):
+        shape = tuple(map(_expression, value.shape))
+        return shape if of_shapes else SimpleNamespace(shape=shape)
+    if isinstance(value, (tuple, list)):
+        return tuple(_as_expressions(item, of_shapes=of_shapes) for item in value)
+    if isinstance(value, Mapping):
+        return {key: _as_expressions(item, of_shapes=of_shapes) for key, item in value.items()}
+    return _expression(value) if isinstance(value, torch.SymInt) else value
+
+
+def moved_bytes(node: Node) -> Size:
+    """Bytes that a node's kernel reads and writes, each operand once, as if nothing were in a cache.
+
+    0 for what runs no kernel (views, waits, inputs, uninitialised memory), and for collectives, see `sent_bytes`.
+    """
+    if node.op != "call_function" or not isinstance(node.target, OpOverload):
+        return 0  # a higher-order op is no kernel; getitem and arithmetic of sizes move nothing
+    if is_collective(node) or node.target in _EMPTY:
+        return 0
+    if not mutates_arguments(node) and all(source is not None for source in aliased_arguments(node)):
+        return 0
+    written = tensor_bytes(node.meta.get("val"))
+    sources = list(node.all_input_nodes)
+    if node.target.overloadpacket in _LOOK_UP:
+        return 2 * written + sum((_read_bytes(source) for source in sources[1:]), 0)
+    if node.target.overloadpacket is aten.copy_:
+        sources = sources[1:]
+    return written + sum(map(_read_bytes, sources), 0)
+
+
+_EMPTY = (
+    aten.empty.memory_format,
+    aten.empty_strided.default,
+    aten.empty_like.default,
+    aten.new_empty.default,
+    aten.new_empty_strided.default,
+)
+
+# These read as much of their first argument as they write.
+_LOOK_UP = (aten.embedding, aten.index, aten.index_select, aten.gather)
+
+
+def _read_bytes(source: Node) -> Size:
+    """Bytes of an operand in memory: an expanded dimension is read once."""
+    value = source.meta.get("val")
+    if not isinstance(value, Tensor) or value.layout is not torch.strided:
+        return tensor_bytes(value)
+    strides = map(_expression, value.stride())
+    sizes = (_expression(size) for size, stride in zip(value.shape, strides, strict=True) if stride != 0)
+    return math.prod(sizes) * value.element_size()
+
+
+def sent_bytes(node: Node, size: int) -> Size | None:
+    """Bytes that each of `size` ranks must send for a collective: the least that any algorithm must send.
+
+    Where ranks differ (broadcast), the mean. Fractions of a byte count as one.
+
+    Returns:
+        0 for a node that is no collective, None for a collective of a kind that is not known here.
+    """
+    if not is_collective(node):
+        return 0
+    name = collective_kind(node)
+    if name == "batch_p2p_ops":
+        call = bound_arguments(node)
+        sending = [value for op, value in zip(call["op_list"], call["tensors"], strict=True) if op == "isend"]
+        return tensor_bytes([value.meta["val"] for value in sending])
+    if name not in _COLLECTIVES:
+        return None
+    kind = _COLLECTIVES[name]
+    counted = tensor_bytes(map_arg(node if kind.counts_result else node.args[0], lambda value: value.meta["val"]))
+    if isinstance(counted, sympy.Expr):
+        return sympy.ceiling(counted * sympy.Rational(kind.shares(size), size))
+    return -(-counted * kind.shares(size) // size)
+
+
+def number_of(node: Node, size: Size) -> int:
+    """The number behind a size that was worked out for a node; what only the data decide counts as `UNKNOWN_SIZE`."""
+    if not isinstance(size, sympy.Expr):
+        return int(size)
+    hints = size_hints([value.meta.get("val") for value in (node, *node.all_input_nodes)])
+    return hint(size, hints, unknown=UNKNOWN_SIZE)
+
+
+@dataclass(frozen=True)
+class _Collective:
+    """How a kind of collective is counted.
+
+    Attributes:
+        shares: Given n ranks, how many n-ths of the counted bytes each sends.
+        steps: Given n ranks, after how many transfers, one after the other, the last rank has everything.
+        counts_result: Whether the result's bytes are counted, otherwise the argument's.
+    """
+
+    shares: Callable[[int], int]
+    steps: Callable[[int], int]
+    counts_result: bool = False
+
+
+def _tree_depth(size: int) -> int:
+    return math.ceil(math.log2(size))
+
+
+# Steps: rings for gathers and reductions, exchanges in pairs for all-to-all, binomial trees for broadcasts. See Thakur,
+# Rabenseifner, Gropp: Optimization of Collective Communication Operations in MPICH, 2005.
+_GATHER = _Collective(lambda n: n * (n - 1), lambda n: n - 1)
+_COLLECTIVES = {
+    "all_gather_into_tensor": _GATHER,
+    "reduce_scatter_tensor": _Collective(lambda n: n * (n - 1), lambda n: n - 1, counts_result=True),
+    "all_reduce": _Collective(lambda n: 2 * (n - 1), lambda n: 2 * (n - 1)),
+    "all_to_all_single": _Collective(lambda n: n - 1, lambda n: n - 1),
+    "broadcast": _Collective(lambda n: n - 1, _tree_depth),
+    "gather_by_messages": _Collective(_GATHER.shares, lambda n: 1),  # all of them at once
+    "exchange_by_messages": _Collective(lambda n: n - 1, lambda n: 1),
+    "isend": _Collective(lambda n: n, lambda n: 1),
+    "irecv": _Collective(lambda n: 0, lambda n: 1),
+}
+
+
+def collective_steps(kind: str, size: int) -> int | None:
+    """After how many transfers, one after the other, a collective of `size` ranks is through; None if not known.
+
+    Args:
+        kind: As `collective_kind` names it: "all_reduce".
+        size: Number of ranks.
+    """
+    return _COLLECTIVES[kind].steps(size) if kind in _COLLECTIVES else None
+
+
+@dataclass(frozen=True)
+class CostModel:
+    """Seconds of nodes on a device and over links.
+
+    Attributes:
+        device: What computes.
+        axes: The mesh axes that collectives may run over.
+        links: Process group -> its link, for all kinds of collectives or one for each.
+    """
+
+    device: Device
+    axes: tuple[MeshAxis, ...] = ()
+    links: Mapping[str, Link | LinkTable] = field(default_factory=lambda: MappingProxyType({}))
+
+    @staticmethod
+    def default(axes: Sequence[MeshAxis] = (), *, device_type: str = "cpu") -> CostModel:
+        """A model with the figures of `DEVICES` and `LINKS`.
+
+        Those of "cuda" stand for every accelerator that is not listed.
+        """
+        links = {axis.group: default_links(axis.backend, device_type=device_type) for axis in axes}
+        return CostModel(DEVICES.get(device_type, DEVICES["cuda"]), tuple(axes), MappingProxyType(links))
+
+    def seconds(self, node: Node) -> float | None:
+        """How long a node takes by itself: a kernel by its roofline, a collective from its start to its end.
+
+        A wait takes no time of its own. Sizes that only the data decide count as `UNKNOWN_SIZE`.
+
+        Returns:
+            Seconds; None for a collective that is not known: of another kind, or of a group outside the mesh.
+        """
+        if is_collective(node):
+            return self._transfer_seconds(node)
+        operations, moved = number_of(node, flops(node)), number_of(node, moved_bytes(node))
+        return self.kernel_seconds(operations, moved, dtype=computed_dtype(node))
+
+    def kernel_seconds(self, operations: int, moved: int, *, dtype: torch.dtype | None = None) -> float:
+        """How long a kernel takes that does so many operations and moves so many bytes; 0 if there is none.
+
+        Args:
+            operations: Floating-point operations.
+            moved: Bytes read and written.
+            dtype: What it computes with, see `computed_dtype`.
+        """
+        if not operations and not moved:
+            return 0.0
+        return self.device.kernel_s + max(operations / self.device.rate(dtype), moved / self.device.bytes_per_s)
+
+    def transfer_seconds(self, kind: str, group: str, sent: int) -> float | None:
+        """How long a collective takes from its start to its end.
+
+        Args:
+            kind: As `collective_kind` names it: "all_reduce".
+            group: Name of the process group.
+            sent: Bytes that each rank sends, see `sent_bytes`.
+
+        Returns:
+            Seconds; None for a kind that is not known, or a group outside the mesh.
+        """
+        links = self.links.get(group)
+        sizes = [axis.size for axis in self.axes if axis.group == group]
+        steps = collective_steps(kind, sizes[0]) if sizes else None
+        if links is None or steps is None:
+            return None
+        link = links.of(kind)
+        return steps * link.latency_s + sent / link.bytes_per_s
+
+    def _transfer_seconds(self, node: Node) -> float | None:
+        kind, group = collective_kind(node), collective_group(node)
+        size = next((axis.size for axis in self.axes if axis.group == group), None)
+        sent = sent_bytes(node, size) if size is not None else None
+        return None if sent is None else self.transfer_seconds(kind, group, number_of(node, sent))
+
+
+def computed_dtype(node: Node) -> torch.dtype | None:
+    """The dtype of a node's (first) result, which decides how fast a device computes it; None where there is none."""
+    value = node.meta.get("val")
+    first = value[0] if isinstance(value, (tuple, list)) and value else value
+    return first.dtype if isinstance(first, Tensor) else None
+
+
+def _expression(size: Any) -> Any:
+    return symbolic_expression(size) if isinstance(size, torch.SymInt) else size

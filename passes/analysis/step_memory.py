@@ -1,0 +1,303 @@
+"""How much memory a step of training needs: forwards, backwards and the optimizer, from the memory of their graphs.
+
+A step goes like this; the caller holds parameters, replicas, optimizer state, buffers and the batch all the time.
+
+    refresh        replicas are gathered in place
+    forward 0..n   one a captured graph; adds what is saved for the backward, and hands its outputs to the next
+    backward n..0  each frees what its forward saved, and leaves gradients
+    optimizer      gradients beside parameters and state; it is taken to need nothing else, as fused ones do
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch.fx import GraphModule
+
+from dsgraph.inductor_ext import chunk_rows
+from dsgraph.passes.compat import captured_gradients, captured_input
+from dsgraph.passes.ir.graph import placeholders
+from dsgraph.passes.ir.mesh_axis import MeshAxis
+from dsgraph.passes.ir.parameters import ParamInfo
+
+from .memory import GraphMemory, MemoryKind, Piece, simulate
+
+# What memory at the peak is made of, in the order in which it is printed.
+PARTS = ("parameters", "optimizer state", "gradients", "saved for backward", "communication", "other")
+
+
+@dataclass(frozen=True)
+class PairMemory:
+    """The memory of one captured graph.
+
+    Attributes:
+        forward: Of its forward.
+        backward: Of its backward; None where nothing needs a gradient.
+        params: Input of the forward -> parameter.
+        replicas: Inputs of the forward that are gathered copies of parameters -> the parameter's name.
+        gradients: Parameter's name -> the piece of the backward in which its gradient lies.
+        saved: Pieces that the forward allocates and the backward reads.
+        read_again: Pieces that come into the forward and that the backward reads as well.
+        outputs: Pieces that the forward allocates and hands to its caller.
+        replica_bytes: What they hold: as many rows of each rank, of which some may be padding.
+    """
+
+    forward: GraphMemory
+    backward: GraphMemory | None
+    params: Mapping[str, ParamInfo]
+    replicas: Mapping[str, str]
+    gradients: Mapping[str, str]
+    saved: frozenset[str]
+    read_again: frozenset[str]
+    outputs: frozenset[str]
+    replica_bytes: Mapping[str, int]
+
+
+def pair_memory(
+    forward: GraphModule,
+    backward: GraphModule | None,
+    *,
+    params: Mapping[str, ParamInfo],
+    axes: Sequence[MeshAxis],
+    fused: bool = False,
+) -> PairMemory:
+    """The memory of a captured graph, from its graphs as the code generator gets them.
+
+    Args:
+        forward: What the passes of the forward phase left.
+        backward: The same of the backward phase; None where nothing needs a gradient.
+        params: Placeholders of the forward -> parameters, see `PassContext`.
+        axes: Of the mesh.
+        fused: For Inductor, see `simulate`.
+    """
+    ahead = simulate(forward, owned=[node.name for node in placeholders(forward)], fused=fused)
+    held = {piece.node for piece in ahead.pieces if piece.owned}
+    known = set(ahead.nodes)
+    saved = [node.name for node in placeholders(backward) if node.name in known] if backward is not None else []
+    roots = {name: ahead.roots[name][0] for name in saved if name in ahead.roots}
+    # A forward returns what the captured graph returns, and then what it saves.
+    returned = ahead.outputs[: len(ahead.outputs) - len(saved)]
+    outputs = {piece for name in returned if name is not None for piece in ahead.roots.get(name, ())}
+    replicas = _replicas(forward, params)
+    behind, gradients = None, dict[str, str]()
+    if backward is not None:
+        behind = simulate(
+            backward, owned=[name for name, root in roots.items() if root in held], roots=roots, fused=fused
+        )
+        gradients = _gradients(forward, backward, behind, params)
+    return PairMemory(
+        forward=ahead,
+        backward=behind,
+        params=dict(params),
+        replicas=replicas,
+        gradients=gradients,
+        saved=frozenset(roots.values()) - held,
+        read_again=frozenset(roots.values()) & held,
+        outputs=frozenset(outputs - held),
+        replica_bytes=_replica_bytes(replicas, ahead, params, axes),
+    )
+
+
+def _gradients(
+    forward: GraphModule, backward: GraphModule, memory: GraphMemory, params: Mapping[str, ParamInfo]
+) -> dict[str, str]:
+    names = {captured_input(node): params[node.name].name for node in placeholders(forward) if node.name in params}
+    (output,) = backward.graph.find_nodes(op="output")
+    found: dict[str, str] = {}
+    for position, origin in captured_gradients(output).items():
+        node = memory.outputs[position]
+        if origin in names and node is not None and node in memory.roots:
+            found.setdefault(names[origin], memory.roots[node][0])
+    return found
+
+
+def _replicas(forward: GraphModule, params: Mapping[str, ParamInfo]) -> dict[str, str]:
+    """Nothing in a graph says what a replica is: an input of the full shape of a parameter whose shard is not read."""
+    unread: dict[tuple[int, ...], list[str]] = {}
+    for node in placeholders(forward):
+        info = params.get(node.name)
+        if info is not None and info.placement == "shard" and not node.users:
+            unread.setdefault(info.shape, []).append(info.name)
+    found: dict[str, str] = {}
+    for node in placeholders(forward):
+        value = node.meta.get("val")
+        if node.name in params or not isinstance(value, torch.Tensor) or not value.is_floating_point():
+            continue
+        if not all(isinstance(size, int) for size in value.shape):
+            continue  # a parameter's sizes never vary
+        candidates = unread.get(tuple(value.shape))
+        if candidates:
+            found[node.name] = candidates.pop(0)
+    return found
+
+
+def _replica_bytes(
+    replicas: Mapping[str, str], memory: GraphMemory, params: Mapping[str, ParamInfo], axes: Sequence[MeshAxis]
+) -> dict[str, int]:
+    rows_of = {info.name: info.shape[0] for info in params.values() if info.placement == "shard"}
+    world = axes[-1].size if axes else 1  # rows are split over the last axis
+    return {
+        node: memory.bytes_of([node]) // rows_of[name] * chunk_rows(rows_of[name], world) * world
+        for node, name in replicas.items()
+    }
+
+
+@dataclass(frozen=True)
+class PhaseMemory:
+    """The peak of one part of a step.
+
+    Attributes:
+        name: "refresh", "forward 0", "backward 0", "optimizer".
+        node: The node at the peak; empty outside graphs.
+        composition: What it is made of, bytes by `PARTS`.
+    """
+
+    name: str
+    node: str
+    composition: Mapping[str, int]
+
+    @property
+    def bytes(self) -> int:
+        """The most bytes alive at once."""
+        return sum(self.composition.values())
+
+
+@dataclass(frozen=True)
+class StepMemory:
+    """The memory of a step: its phases, in order."""
+
+    phases: tuple[PhaseMemory, ...]
+
+    @property
+    def at_peak(self) -> PhaseMemory:
+        """The (first) phase that needs most."""
+        return max(self.phases, key=lambda phase: phase.bytes)
+
+    @property
+    def peak(self) -> int:
+        """The most bytes alive at once."""
+        return self.at_peak.bytes
+
+
+def simulate_step(
+    pairs: Sequence[PairMemory], *, optimizer_state: int = 2, keeps_outputs: bool = False, other_bytes: int = 0
+) -> StepMemory:
+    """The memory of a step that runs the given graphs, one after the other, and then the optimizer.
+
+    Gradients are set to None before each step, and there is no accumulation. Between graphs, an input that is as large
+    as an earlier graph's output is taken to be that output.
+
+    Args:
+        pairs: The captured graphs of the model's forward, in the order in which they run.
+        optimizer_state: How many tensors of the shape of its shard the optimizer keeps for each trainable parameter.
+        keeps_outputs: Whether the program holds all that the model returns until the step is over, such as logits,
+            instead of the loss alone.
+        other_bytes: Whatever the program holds besides.
+    """
+    return _Step(pairs, optimizer_state, keeps_outputs, other_bytes).result()
+
+
+class _Step:
+    """The phases of a step, one after the other, with what is alive between them."""
+
+    def __init__(
+        self, pairs: Sequence[PairMemory], optimizer_state: int, keeps_outputs: bool, other_bytes: int
+    ) -> None:
+        self._pairs = pairs
+        self._keeps_outputs = keeps_outputs
+        params = {info.name: info for pair in pairs for info in pair.params.values()}
+        copies = {name: pair.replica_bytes[node] for pair in pairs for node, name in pair.replicas.items()}
+        self._parameters = sum(map(_shard_bytes, params.values())) + sum(copies.values())
+        self._state = optimizer_state * sum(_shard_bytes(info) for info in params.values() if info.requires_grad)
+        self._inputs = other_bytes
+        self._saved = [pair.forward.bytes_of(pair.saved) for pair in pairs]
+        self._outputs = [pair.forward.bytes_of(pair.outputs - pair.saved) for pair in pairs]
+        self._kept = [0] * len(pairs)  # outputs of earlier graphs that a graph's backward reads
+        self._gradients: dict[str, int] = {}  # of the backwards that are over, by parameter
+        self._hand_over()
+
+    def result(self) -> StepMemory:
+        numbers = range(len(self._pairs))
+        phases = [self._phase("refresh")]
+        phases += [self._forward(number) for number in numbers]
+        phases += [self._backward(number) for number in reversed(numbers) if self._pairs[number].backward is not None]
+        return StepMemory((*phases, self._phase("optimizer", gradients=sum(self._gradients.values()))))
+
+    def _hand_over(self) -> None:
+        """Tells what graphs get from one another, by size, from what the caller gives them."""
+        handed: list[tuple[int, bool]] = []  # what no later graph has taken yet: bytes, and whether it is saved
+        for number, pair in enumerate(self._pairs):
+            for piece in pair.forward.pieces:
+                if not piece.owned or piece.node in pair.params or piece.node in pair.replicas:
+                    continue
+                taken = next((item for item in handed if item[0] == piece.bytes), None)
+                if taken is None:
+                    self._inputs += piece.bytes
+                    continue
+                handed.remove(taken)
+                if piece.node in pair.read_again and not taken[1]:
+                    self._kept[number] += piece.bytes
+            handed += [(pair.forward.bytes_of([name]), name in pair.saved) for name in pair.outputs]
+
+    def _forward(self, number: int) -> PhaseMemory:
+        pair = self._pairs[number]
+        alive = [piece for piece in pair.forward.alive_at(pair.forward.peak_index) if not piece.owned]
+        saved = [piece for piece in alive if piece.node in pair.saved]
+        travelling = [piece for piece in alive if piece.kind is MemoryKind.COMMUNICATION and piece not in saved]
+        return self._phase(
+            f"forward {number}",
+            node=pair.forward.peak_node,
+            saved=sum(self._saved[:number]) + _bytes(saved),
+            communication=_bytes(travelling),
+            other=sum(self._outputs[:number]) + _bytes(alive) - _bytes(saved) - _bytes(travelling),
+        )
+
+    def _backward(self, number: int) -> PhaseMemory:
+        pair = self._pairs[number]
+        memory = pair.backward
+        assert memory is not None
+        alive = [piece for piece in memory.alive_at(memory.peak_index) if not piece.owned]
+        saved = [p for p in alive if p.kind is MemoryKind.INPUT and p.node in pair.forward.roots]
+        produced = [piece for piece in alive if piece.node in pair.gradients.values()]
+        travelling = [piece for piece in alive if piece.kind is MemoryKind.COMMUNICATION]
+        phase = self._phase(
+            f"backward {number}",
+            node=memory.peak_node,
+            gradients=sum(self._gradients.values()) + _bytes(produced),
+            saved=sum(self._saved[:number]) + sum(self._kept[: number + 1]) + _bytes(saved),
+            communication=_bytes(travelling),
+            other=self._keeps_outputs * self._outputs[-1]
+            + _bytes(alive)
+            - _bytes(saved)
+            - _bytes(produced)
+            - _bytes(travelling),
+        )
+        for piece in dict.fromkeys(pair.gradients.values()):  # small ones may lie in one piece
+            names = [name for name, where in pair.gradients.items() if where == piece]
+            if not any(name in self._gradients for name in names):  # otherwise it is added to one that is there
+                self._gradients |= {**dict.fromkeys(names, 0), names[0]: memory.bytes_of([piece])}
+        return phase
+
+    def _phase(
+        self,
+        name: str,
+        *,
+        node: str = "",
+        gradients: int = 0,
+        saved: int = 0,
+        communication: int = 0,
+        other: int = 0,
+    ) -> PhaseMemory:
+        parts = (self._parameters, self._state, gradients, saved, communication, self._inputs + other)
+        return PhaseMemory(name, node, dict(zip(PARTS, parts, strict=True)))
+
+
+def _bytes(pieces: Iterable[Piece]) -> int:
+    return sum(piece.bytes for piece in pieces)
+
+
+def _shard_bytes(info: ParamInfo) -> int:
+    return math.prod(info.shard_shape) * info.dtype.itemsize

@@ -1,0 +1,61 @@
+"""In which order a graph communicates, in words that are equal on all ranks."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+from torch import Tensor
+from torch.fx import GraphModule, Node
+
+from dsgraph.passes.ir.coalesced import inputs_of, results_of
+from dsgraph.passes.ir.graph import collective_group, collectives, is_collective
+from dsgraph.passes.ir.op_traits import traits
+
+from .context import PassContext
+from .notes import origin
+
+_REACH = 64  # nodes looked at on the way from a collective to a gradient
+
+
+def collective_lines(gm: GraphModule, ctx: PassContext) -> list[str]:
+    """One line for each collective of a lowered graph: op, axis, shape, dtype, and of which parameter it is.
+
+    Two of one shape that are mixed up would run without a complaint: hence the parameter, as far as it can be seen.
+    """
+    names = {axis.group: axis.name for axis in ctx.axes}
+    (output,) = gm.graph.find_nodes(op="output")
+    values = output.args[0] if isinstance(output.args[0], (list, tuple)) else output.args
+    gradients = {value: ctx.gradients[n] for n, value in enumerate(values) if n in ctx.gradients}
+    lines = []
+    for node in collectives(gm):
+        value, group = node.meta.get("val"), collective_group(node)
+        values = value if isinstance(value, (list, tuple)) else [value]
+        shapes = ", ".join(f"{list(one.shape)} {one.dtype}" for one in values if isinstance(one, Tensor))
+        whose = " and".join(filter(None, (_whose(result, gradients, ctx) for result in results_of(node))))
+        lines.append(f"{node.target} {shapes} over {names.get(group, group)}{whose}")
+    return lines
+
+
+def describe_order(gm: GraphModule, ctx: PassContext) -> str:
+    """The number of collectives of a lowered graph, and a digest of their order."""
+    lines = collective_lines(gm, ctx)
+    digest = hashlib.sha256("\0".join(lines).encode()).hexdigest()[:12]
+    return f"{len(lines)} collectives in the order {digest}"
+
+
+def _whose(node: Node, gradients: dict[Any, str], ctx: PassContext) -> str:
+    source = origin(next(iter(inputs_of(node)), node))
+    if source.name in ctx.params:
+        return f" of {ctx.params[source.name].name}"
+    reached, frontier = {node}, [node]
+    for node in frontier:
+        for user in node.users:
+            if user in gradients:
+                return f" for the gradient of {gradients[user]}"
+            # Through further collectives as well: hybrid sharding reduces over one axis after the other.
+            carries = is_collective(user) or traits(user).carries_sums
+            if carries and user not in reached and len(frontier) < _REACH:
+                reached.add(user)
+                frontier.append(user)
+    return ""

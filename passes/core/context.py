@@ -1,0 +1,75 @@
+"""The facts that a pass may use besides the graph: plain data, no process group, clock or device."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from types import MappingProxyType
+
+from dsgraph.passes.analysis.cost import CostModel
+from dsgraph.passes.errors import PassError
+from dsgraph.passes.ir.mesh_axis import MeshAxis
+from dsgraph.passes.ir.parameters import ParamInfo
+
+
+class Phase(Enum):
+    """Where a pass runs, in the order in which the phases follow each other."""
+
+    CAPTURE = "capture"
+    """The graph that Dynamo captured: torch functions, forward only."""
+    JOINT = "joint"
+    """ATen ops, forward and backward in one graph; the whole graph when nothing needs a gradient."""
+    FORWARD = "forward"
+    """The forward after partitioning; the whole graph when nothing needs a gradient."""
+    BACKWARD = "backward"
+    """The backward after partitioning."""
+
+    def __lt__(self, other: Phase) -> bool:
+        order = list(Phase)
+        return order.index(self) < order.index(other)
+
+
+@dataclass(frozen=True)
+class PassContext:
+    """The facts a pass may use besides the graph. Plain data, the same on every rank up to shard sizes.
+
+    Attributes:
+        phase: The phase of the graph at hand.
+        axes: The mesh axes whose groups the graph may name.
+        params: Placeholder name -> parameter, for the parameters that `partition` manages.
+        gradients: Output number -> name of the parameter whose gradient it is, in joint and backward graphs.
+        inference: True when no backward follows; for a captured graph, when it starts with gradients switched off.
+        user_outputs: How many of a forward graph's outputs, which come first, are the model's: those behind them are
+            saved for the backward. None when nothing is saved, or where it is not known.
+        costs: How long computing and communicating takes; of the first rank's host, the same on every rank.
+        memory_limit: How much of the device's memory a step may use, bytes; None when nothing is known of it.
+        keep_bytes: How much of it may hold gathered parameters from the forward to the backward, bytes, the same on
+            every rank; None when nothing is known of it.
+        replicas: Placeholders of gathered copies of parameters that are on their way when the graph begins to run.
+        fuses: Whether a code generator behind the passes fuses pointwise ops and reductions, as Inductor does.
+    """
+
+    phase: Phase
+    axes: tuple[MeshAxis, ...] = ()
+    params: Mapping[str, ParamInfo] = field(default_factory=lambda: MappingProxyType({}))
+    gradients: Mapping[int, str] = field(default_factory=lambda: MappingProxyType({}))
+    inference: bool = False
+    user_outputs: int | None = None
+    costs: CostModel = field(default_factory=CostModel.default)
+    memory_limit: int | None = None
+    keep_bytes: int | None = None
+    replicas: frozenset[str] = frozenset()
+    fuses: bool = False
+
+    def axis(self, group: str) -> MeshAxis:
+        """The axis of a process group that a node names.
+
+        Raises:
+            PassError: The group is not one of the mesh's.
+        """
+        for axis in self.axes:
+            if axis.group == group:
+                return axis
+        known = ", ".join(f"{axis.name}={axis.group!r}" for axis in self.axes) or "none"
+        raise PassError(f"the graph names process group {group!r}, which is not in the mesh (known: {known})")

@@ -1,0 +1,168 @@
+"""What a pass is: a frozen dataclass from graph and facts to graph."""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+from torch.fx import GraphModule
+
+from dsgraph.passes.errors import PassError
+
+from .context import PassContext, Phase
+
+
+@dataclass(frozen=True)
+class PassResult:
+    """What a pass did.
+
+    Attributes:
+        changed: How many places it changed.
+        notes: What it left alone and why, for the report.
+        done: What it did, where a number does not say enough, for the report.
+    """
+
+    changed: int = 0
+    notes: tuple[str, ...] = ()
+    done: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class GraphPass(ABC):
+    """A rewrite of one phase's graph.
+
+    Subclasses are frozen dataclasses: fields are options, the docstring shows the graph before and after, `run`
+    rewrites. The runner lints, removes dead code, recompiles, times and checks; a pass does none of these.
+
+    Attributes:
+        phase: When it runs.
+        requires: Facts that an earlier pass must have provided.
+        provides: Facts that hold after it.
+        conflicts: Facts after which it must not run.
+        reorders_collectives: Whether it may change the order of collectives within a group.
+        changes_collectives: Whether it may add, remove or change collectives and markers.
+        keeps_gathers: Whether it may keep a gathered parameter for the backward, which would gather it again otherwise.
+        needs_mesh: Whether it has nothing to do in a model that is not partitioned.
+    """
+
+    phase: ClassVar[Phase]
+    requires: ClassVar[frozenset[str]] = frozenset()
+    provides: ClassVar[frozenset[str]] = frozenset()
+    conflicts: ClassVar[frozenset[str]] = frozenset()
+    reorders_collectives: ClassVar[bool] = False
+    changes_collectives: ClassVar[bool] = False
+    keeps_gathers: ClassVar[bool] = False
+    needs_mesh: ClassVar[bool] = False
+
+    @property
+    def name(self) -> str:
+        """The pass's name in reports and dumps: `MergeGathers` -> `merge_gathers`."""
+        return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", type(self).__name__).lower()
+
+    @abstractmethod
+    def run(self, gm: GraphModule, ctx: PassContext) -> PassResult:
+        """Rewrites `gm.graph` in place."""
+
+    def fingerprint(self) -> str | None:
+        """Identifies code and options in torch's caches; None when the source cannot be read, and nothing is cached.
+
+        It covers the file that defines the pass. A pass that lives in several files overrides this.
+        """
+        return source_fingerprint(type(self), repr(self))
+
+
+@dataclass(frozen=True, repr=False, kw_only=True)
+class FunctionPass(GraphPass):
+    """A pass made of a function by `graph_pass`."""
+
+    function: Callable[[GraphModule, PassContext], PassResult | int | None]
+    phase: Phase  # type: ignore[misc]  # a field here, a class attribute in hand-written passes
+    requires: frozenset[str] = frozenset()  # type: ignore[misc]
+    provides: frozenset[str] = frozenset()  # type: ignore[misc]
+    conflicts: frozenset[str] = frozenset()  # type: ignore[misc]
+    reorders_collectives: bool = False  # type: ignore[misc]
+    changes_collectives: bool = False  # type: ignore[misc]
+    keeps_gathers: bool = False  # type: ignore[misc]
+
+    @property
+    def name(self) -> str:
+        return self.function.__name__
+
+    def __repr__(self) -> str:
+        return f"graph_pass({self.function.__module__}.{self.function.__qualname__}, phase={self.phase.value})"
+
+    def run(self, gm: GraphModule, ctx: PassContext) -> PassResult:
+        result = self.function(gm, ctx)
+        if isinstance(result, PassResult):
+            return result
+        if isinstance(result, int) and not isinstance(result, bool):
+            return PassResult(changed=result)
+        raise PassError(
+            f"it returned {result!r}; a graph pass returns how many places it changed (an int) or a PassResult"
+        )
+
+    def fingerprint(self) -> str | None:
+        cells = self.function.__closure__ or ()
+        if cells:  # what a closure holds cannot be hashed reliably
+            return None
+        return source_fingerprint(self.function, repr((self, self.function.__defaults__)))
+
+
+def graph_pass(
+    *,
+    phase: Phase | str,
+    requires: frozenset[str] | set[str] = frozenset(),
+    provides: frozenset[str] | set[str] = frozenset(),
+    conflicts: frozenset[str] | set[str] = frozenset(),
+    reorders_collectives: bool = False,
+    changes_collectives: bool = False,
+    keeps_gathers: bool = False,
+) -> Callable[[Callable[[GraphModule, PassContext], PassResult | int | None]], GraphPass]:
+    """Makes a pass of a function `(gm, ctx) -> int | PassResult`, the number of places it changed.
+
+    Args:
+        phase: A `Phase` or its name: "capture", "joint", "forward" or "backward".
+        requires: See `GraphPass`.
+        provides: See `GraphPass`.
+        conflicts: See `GraphPass`.
+        reorders_collectives: See `GraphPass`.
+        changes_collectives: See `GraphPass`.
+        keeps_gathers: See `GraphPass`.
+
+    Raises:
+        PassError: `phase` is not a phase.
+    """
+    known = [item.value for item in Phase]
+    if not isinstance(phase, Phase) and phase not in known:
+        raise PassError(f"graph_pass: phase is {phase!r}; it takes one of {', '.join(known)}")
+    when = Phase(phase)
+
+    def decorate(function: Callable[[GraphModule, PassContext], PassResult | int | None]) -> GraphPass:
+        return FunctionPass(
+            function=function,
+            phase=when,
+            requires=frozenset(requires),
+            provides=frozenset(provides),
+            conflicts=frozenset(conflicts),
+            reorders_collectives=reorders_collectives,
+            changes_collectives=changes_collectives,
+            keeps_gathers=keeps_gathers,
+        )
+
+    return decorate
+
+
+def source_fingerprint(code: Callable[..., object] | type, options: str) -> str | None:
+    """Hash of the options and of the whole file that defines `code`, so that a changed helper counts as well."""
+    try:
+        path = inspect.getsourcefile(code)
+        source = Path(path).read_text() if path and Path(path).is_file() else inspect.getsource(code)
+    except (OSError, TypeError):
+        return None
+    return hashlib.sha256(f"{source}\0{options}".encode()).hexdigest()

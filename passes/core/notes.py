@@ -1,0 +1,51 @@
+"""What the notes of passes share: names that a user knows."""
+
+from __future__ import annotations
+
+from torch.fx import Node
+
+from dsgraph.passes.ir.coalesced import inputs_of, results_of
+from dsgraph.passes.ir.graph import fake_value, is_collective
+from dsgraph.passes.ir.parameters import ParamInfo
+from dsgraph.passes.ir.sources import user_source
+
+from .context import PassContext
+
+
+def user_line(node: Node) -> str:
+    """` (file.py:12)` of the user's innermost line that a node comes from; empty where it is not known."""
+    place, _ = user_source(node.meta.get("stack_trace"))
+    return f" ({place.rpartition('/')[2]})" if place else ""
+
+
+def parameter_behind(node: Node, ctx: PassContext) -> ParamInfo | None:
+    """The parameter that a node is made of, and of nothing else; None where there is no such parameter."""
+    return ctx.params.get(origin(node).name)
+
+
+def parameter_of(node: Node, ctx: PassContext) -> str:
+    """The parameter that a node is made of, by its name in the model; else the node itself, by its name.
+
+    Of a collective of several tensors, the parameters.
+    """
+    made_of = [item for result in results_of(node) for item in inputs_of(result)] if is_collective(node) else [node]
+    found = [parameter_behind(item, ctx) for item in made_of]
+    names = [info.name for info in found if info is not None]
+    if not names or len(names) < len(found):
+        return node.name
+    return f"parameter{'s' if len(names) > 1 else ''} {', '.join(names)}"
+
+
+def origin(node: Node) -> Node:
+    """What a node is made of, as far back as each step has one argument: of a bucket's result, its own."""
+    while node.op != "placeholder" and len(inputs_of(node)) == 1:
+        (node,) = inputs_of(node)
+    return node
+
+
+def described(node: Node) -> str:
+    """A node by name, shape and dtype: `reduce_grad_3 [64, 32] float32`."""
+    value = fake_value(node)
+    values = value if isinstance(value, (list, tuple)) else [value]
+    kinds = [f"{list(item.shape)} {str(item.dtype).removeprefix('torch.')}" for item in values]
+    return f"{node.name} {', '.join(kinds)}"

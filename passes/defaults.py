@@ -1,0 +1,42 @@
+"""The passes that run unless told otherwise, in their order."""
+
+from __future__ import annotations
+
+from .core.pipeline import Pipeline
+from .kernels.substitute_kernels import SubstituteKernels
+from .overlap.bucket_gathers import BucketBackwardGathers, BucketForwardGathers
+from .overlap.bucket_reductions import BucketReductions
+from .overlap.delay_reduction_waits import DelayReductionWaits
+from .overlap.prefetch_gathers import PrefetchBackwardGathers, PrefetchForwardGathers
+from .zero.await_replicas import AwaitReplicas
+from .zero.bucket_small_reductions import BucketSmallReductions
+from .zero.choose_collective_algorithms import ChooseCollectiveAlgorithms
+from .zero.compress_gathers import CompressGathers
+from .zero.insert_zero_collectives import InsertZeroCollectives
+from .zero.keep_last_gather import KeepLastGather, ReleaseKeptGather
+from .zero.merge_gathers import MergeGathers
+from .zero.selective_gather import SelectiveGather
+
+
+def default_pipeline() -> Pipeline:
+    """The passes that `torch.compile(model, backend="dsgraph")` runs unless told otherwise."""
+    return Pipeline(
+        [
+            MergeGathers(),
+            SubstituteKernels(),
+            CompressGathers(),
+            BucketSmallReductions(),
+            InsertZeroCollectives(),
+            ChooseCollectiveAlgorithms(),
+            KeepLastGather(),
+            SelectiveGather(),
+            BucketForwardGathers(),
+            PrefetchForwardGathers(),
+            AwaitReplicas(),
+            ReleaseKeptGather(),
+            BucketBackwardGathers(),
+            PrefetchBackwardGathers(),
+            BucketReductions(),
+            DelayReductionWaits(),
+        ]
+    )

@@ -1,0 +1,54 @@
+"""Gathers that can start at any time, because they are made of inputs of the graph alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch.fx import GraphModule, Node
+
+from dsgraph.inductor_ext import c10d_functional
+
+from .coalesced import inputs_of, results_of
+from .graph import COALESCED, collective_group, collectives, is_view
+from .mesh_axis import MeshAxis
+
+aten = torch.ops.aten
+
+Gather = tuple[Node, list[Node]]
+"""The node that starts a gather, and what its arguments are made of, in program order."""
+
+# What may stand between a shard and its gather.
+_PREPARATIONS = (aten._to_copy.default, aten.constant_pad_nd.default, torch.ops.prims.convert_element_type.default)
+
+
+def gathered_parameters(gm: GraphModule, axes: Sequence[MeshAxis]) -> list[Gather]:
+    """Each gather that can start at any time, of one tensor or of several, and what it is made of, in program order."""
+    found = []
+    for started in collectives(gm):
+        if started.target not in kinds_in(axes, collective_group(started)):
+            continue
+        chains = [_preparations(source) for result in results_of(started) for source in inputs_of(result)]
+        if all(chain is not None for chain in chains):
+            found.append((started, sorted({node for chain in chains for node in chain or ()})))
+    return found
+
+
+def kinds_in(axes: Sequence[MeshAxis], group: str) -> tuple[object, ...]:
+    """The gathers of a group of which several may be under way at once."""
+    native, by_messages = c10d_functional.all_gather_into_tensor.default, torch.ops.dsgraph.gather_by_messages.default
+    backends = {axis.backend for axis in axes if axis.group == group}
+    if not backends:
+        return ()  # a user's own group
+    # Two of gloo's own must never be under way at once.
+    kinds = (by_messages,) if "gloo" in backends else (native, by_messages)
+    return (*kinds, *(COALESCED[kind] for kind in kinds))
+
+
+def _preparations(source: Node) -> list[Node] | None:
+    """What stands between an input of the graph and its gather; None where that is more than a cast or padding."""
+    found = []
+    while source.op == "call_function" and (is_view(source) or source.target in _PREPARATIONS):
+        found.append(source)
+        source = source.all_input_nodes[0]
+    return found if source.op == "placeholder" else None

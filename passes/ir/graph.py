@@ -1,0 +1,278 @@
+"""What passes share: finding, binding, inserting and replacing nodes of FX graphs."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator, Mapping
+from types import MappingProxyType
+from typing import Any, TypeGuard
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+from torch.utils.checkpoint import CheckpointPolicy
+
+from dsgraph.inductor_ext import c10d_functional
+from dsgraph.passes.compat import OpOverload, detect_fake_mode, storage_id
+
+from .op_traits import argument_nodes, is_unknown, result_aliases, traits
+
+# Where a node came from; a node that replaces another inherits these.
+_PROVENANCE = (
+    "stack_trace",
+    "nn_module_stack",
+    "fwd_nn_module_stack",
+    "source_fn_stack",
+    "partitioner_tag",
+    "seq_nr",
+    "from_node",
+    "custom",
+)
+
+
+def find_calls(gm: GraphModule, target: Callable[..., Any]) -> list[Node]:
+    """The nodes of `gm.graph` that call `target`, in program order."""
+    return [node for node in gm.graph.nodes if node.op == "call_function" and node.target is target]
+
+
+def all_graph_modules(gm: GraphModule) -> Iterator[GraphModule]:
+    """`gm` and the graph modules nested in it (bodies of checkpoint regions and other higher-order ops)."""
+    for module in gm.modules():
+        if isinstance(module, GraphModule):
+            yield module
+
+
+# What `InsertZeroCollectives` and `ChooseCollectiveAlgorithms` make of a gather.
+GATHERS = (c10d_functional.all_gather_into_tensor.default, torch.ops.dsgraph.gather_by_messages.default)
+
+# One tensor's form of a collective -> that of several at once, each with a result and a wait of its own.
+COALESCED: Mapping[OpOverload, OpOverload] = MappingProxyType(
+    {
+        c10d_functional.all_gather_into_tensor.default: c10d_functional.all_gather_into_tensor_coalesced.default,
+        c10d_functional.reduce_scatter_tensor.default: c10d_functional.reduce_scatter_tensor_coalesced.default,
+        torch.ops.dsgraph.gather_by_messages.default: torch.ops.dsgraph.gather_by_messages_coalesced.default,
+        torch.ops.dsgraph.exchange_by_messages.default: torch.ops.dsgraph.exchange_by_messages_coalesced.default,
+    }
+)
+
+_OWN_COLLECTIVES = frozenset(op for pair in COALESCED.items() for op in pair if op.namespace == "dsgraph")
+
+# Marks a gathered parameter that a pass keeps for the backward, on the forward's node and so on the backward's input.
+KEPT = "dsgraph_kept"
+
+
+def is_gathered_again(started: Node) -> bool:
+    """Whether the backward repeats a gather of a joint graph, unless its wait is kept."""
+    return started.meta.get("recompute") is CheckpointPolicy.MUST_RECOMPUTE
+
+
+def is_gather_marker(node: Node) -> bool:
+    """Whether the node is a `dsgraph::gather_param`, as Dynamo (packet) or AOTAutograd (overload) writes it."""
+    packet = torch.ops.dsgraph.gather_param
+    return node.op == "call_function" and (node.target is packet or node.target is packet.default)
+
+
+def bound_arguments(node: Node) -> dict[str, Any]:
+    """Arguments of a call to a torch op by their names in its schema, defaults filled in."""
+    target = node.target
+    if not isinstance(target, OpOverload):
+        raise TypeError(f"{node} calls {target}, which has no schema to bind its arguments by")
+    bound = {}
+    for position, argument in enumerate(target._schema.arguments):
+        if position < len(node.args) and not argument.kwarg_only:
+            bound[argument.name] = node.args[position]
+        else:
+            bound[argument.name] = node.kwargs.get(argument.name, argument.default_value)
+    return bound
+
+
+def fake_value(node: Node) -> Any:
+    """The fake tensor (or tuple, or number) that `node` stands for."""
+    return node.meta["val"]
+
+
+def emit(before: Node, target: Callable[..., Any], *args: Any, **kwargs: Any) -> Node:
+    """Inserts a call ahead of `before`, with its fake value computed and the provenance of `before`."""
+    graph: Graph = before.graph
+    with graph.inserting_before(before):
+        node = graph.call_function(target, args, kwargs)
+    node.meta.update({key: before.meta[key] for key in _PROVENANCE if key in before.meta})
+    node.meta["val"] = _evaluate(target, args, kwargs)
+    return node
+
+
+def _evaluate(target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    fake_args, fake_kwargs = torch.fx.map_arg((args, kwargs), fake_value)
+    mode = detect_fake_mode(fake_args)
+    if mode is None:
+        return target(*fake_args, **fake_kwargs)
+    with mode:
+        return target(*fake_args, **fake_kwargs)
+
+
+def replace_and_erase(node: Node, replacement: Node) -> None:
+    """Redirects all uses of `node` to `replacement` and removes it."""
+    node.replace_all_uses_with(replacement)
+    node.graph.erase_node(node)
+
+
+def is_collective(node: Node) -> bool:
+    """Whether the node starts a collective that `wait_tensor` ends."""
+    target = node.target
+    if node.op != "call_function" or not isinstance(target, OpOverload):
+        return False
+    if target.namespace == c10d_functional.name:
+        return target is not c10d_functional.wait_tensor.default
+    return target in _OWN_COLLECTIVES
+
+
+def is_wait(node: Node) -> bool:
+    """Whether the node waits for a functional collective."""
+    return node.op == "call_function" and node.target is c10d_functional.wait_tensor.default
+
+
+def is_arrival(node: Node) -> bool:
+    """Whether the node waits for an input of the graph that is under way, see `AwaitReplicas`."""
+    return is_wait(node) and node.all_input_nodes[0].op == "placeholder"
+
+
+def collective_kind(node: Node) -> str:
+    """What kind of collective a node starts, such as `all_reduce`, be it in place, into an argument or coalesced."""
+    assert isinstance(node.target, OpOverload)
+    name: str = node.target.overloadpacket.__name__
+    for ending in ("_", "_out", "_coalesced"):
+        name = name.removesuffix(ending)
+    return name
+
+
+def collective_group(node: Node) -> str:
+    """The process group that a collective names."""
+    return str(bound_arguments(node)["group_name"])
+
+
+def collectives(gm: GraphModule) -> list[Node]:
+    """The collectives of `gm`, in program order."""
+    return [node for node in gm.graph.nodes if is_collective(node)]
+
+
+def wait_of(started: Node) -> Node:
+    """The one wait for a collective, or for one result of a collective of several tensors.
+
+    Raises:
+        ValueError: Something else reads the collective's result as well, or nothing does.
+    """
+    waits = [user for user in started.users if is_wait(user)]
+    if len(waits) != 1 or len(started.users) != 1:
+        raise ValueError(
+            f"collective {started.name} has {len(waits)} waits and {len(started.users)} users; "
+            "its one user must be its one wait"
+        )
+    return waits[0]
+
+
+def mutates_arguments(node: Node) -> bool:
+    """Whether the node may write to one of its arguments, so that reads must not move across it."""
+    known = traits(node)
+    return bool(known.writes) or known.writes_anything
+
+
+def is_barrier(node: Node) -> bool:
+    """Whether nothing that communicates may move across the node: it writes to an argument, or may do anything."""
+    return mutates_arguments(node) or is_unknown(node)
+
+
+def barrier_between(first: Node, last: Node) -> Node | None:
+    """The first barrier between two nodes, in program order; None when there is none."""
+    node = first.next
+    while node is not last:
+        if is_barrier(node):
+            return node
+        node = node.next
+    return None
+
+
+def is_view(node: Node) -> bool:
+    """Whether the node calls an op whose result shares its argument's memory."""
+    return isinstance(node.target, OpOverload) and node.target.is_view
+
+
+def aliased_arguments(node: Node) -> list[Node | None]:
+    """In whose memory a node's results lie: for each of its tensors an argument of the node; None for new memory.
+
+    What the op's schema says counts. Where it says nothing, as for `reshape` and `_unsafe_view`, the fake tensors do.
+    """
+    value = node.meta.get("val")
+    results = list(value) if isinstance(value, (tuple, list)) else [value]
+    if is_wait(node) or node.target is operator.getitem:
+        return [node.all_input_nodes[0]] * len(results)
+    declared = _declared_aliases(node)
+    if len(declared) == 1:
+        declared *= len(results)  # one result that is a list, as that of `split`
+    if len(declared) != len(results):
+        declared = [None] * len(results)
+    return [alias or _same_storage(node, result) for alias, result in zip(declared, results, strict=True)]
+
+
+def _declared_aliases(node: Node) -> list[Node | None]:
+    """For each result in the op's schema, the argument that it is said to alias."""
+    if not isinstance(node.target, OpOverload):
+        return []
+    return [next(argument_nodes(node, arguments), None) for arguments in result_aliases(node.target)]
+
+
+def _same_storage(node: Node, result: Any) -> Node | None:
+    if not _has_storage(result):
+        return None
+    own = storage_id(result)
+    for argument in node.all_input_nodes:
+        value = argument.meta.get("val")
+        if _has_storage(value) and storage_id(value) == own:
+            return argument
+    return None
+
+
+def _has_storage(value: Any) -> TypeGuard[torch.Tensor]:
+    return isinstance(value, torch.Tensor) and value.layout is torch.strided
+
+
+def is_returned(node: Node) -> bool:
+    """Whether the graph returns the node, or a view of it."""
+    frontier = [node]
+    for node in frontier:
+        for user in node.users:
+            if user.op == "output":
+                return True
+            if is_view(user):
+                frontier.append(user)
+    return False
+
+
+def placeholders(gm: GraphModule) -> list[Node]:
+    """The inputs of `gm`, in order."""
+    return [node for node in gm.graph.nodes if node.op == "placeholder"]
+
+
+def sort_topologically(graph: Graph) -> None:
+    """Moves nodes that stand ahead of their inputs behind them; all others keep their order.
+
+    Raises:
+        ValueError: Nodes depend on each other in a circle.
+    """
+    placed: set[Node] = set()
+    waiting: list[Node] = []
+    last: Node | None = None
+    pending = list(graph.nodes)
+    while pending:
+        waiting.clear()
+        progressed = False
+        for node in pending:
+            if all(argument in placed for argument in node.all_input_nodes):
+                if last is not None and last.next is not node:
+                    last.append(node)
+                last = node
+                placed.add(node)
+                progressed = True
+            else:
+                waiting.append(node)
+        if not progressed:
+            raise ValueError(f"nodes depend on each other in a circle: {waiting[:8]}")
+        pending = list(waiting)

@@ -1,0 +1,29 @@
+"""What is known of the parameters of a partitioned model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class ParamInfo:
+    """What is known of a parameter that enters the graph.
+
+    Attributes:
+        name: Its name in the model, as far as the captured frame tells.
+        shape: Full shape.
+        shard_shape: Shape of this rank's rows. It belongs into torch's cache keys: torch itself (2.13) tells DTensors
+            apart by their full shapes alone, and a warm start would hand one rank the graph of another.
+        dtype: Master dtype.
+        placement: "shard" (rows split over `group`) or "whole".
+        requires_grad: False for a frozen parameter.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    shard_shape: tuple[int, ...]
+    dtype: torch.dtype
+    placement: str
+    requires_grad: bool

@@ -1,0 +1,250 @@
+"""What can be proved of a mask from how a captured graph makes it.
+
+Nothing is proved of what the graph writes to: `bias = zeros(...); bias[mask] = -inf` is not finite.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from dsgraph.inductor_ext.compat import share_memory
+from dsgraph.inductor_ext.sizes import same_size
+
+from .matching import Call, call_of, dtype_of, number_of, value_of, writes
+
+# An added or filled-in score of this size or more leaves nothing of the score itself in bfloat16, float32 or float64.
+OVERWHELMING = 1e30
+
+
+def is_causal(mask: object, *, keeps: bool) -> bool:
+    """Whether a boolean mask is that of query i and keys 0 to i.
+
+    Args:
+        mask: A node; its last two dimensions are those of the queries and of the keys.
+        keeps: Whether it is True for what counts, or for what does not.
+    """
+    return _triangle(mask) is keeps
+
+
+def is_causal_bias(bias: object) -> bool:
+    """Whether adding `bias` leaves query i the scores of the keys 0 to i, as they are."""
+    call = _call_of(bias)
+    if call is None:
+        return False
+    if call.kind == "triu" and call["diagonal"] == 1:
+        return _overwhelms(call.input)
+    if call.kind == "masked_fill" and constant_of(call.input) == 0 and _overwhelms(call["value"]):
+        return is_causal(call["mask"], keeps=False)
+    if call.kind == "where" and constant_of(call["input"]) == 0 and _overwhelms(call["other"]):
+        return is_causal(call["condition"], keeps=True)
+    return _is_view(bias, call) and is_causal_bias(call.input)
+
+
+# How many calls deep a mask is read: each may have two masks behind it.
+_MOST_STEPS = 16
+
+
+def is_finite(node: object, steps: int = _MOST_STEPS) -> bool:
+    """Whether a tensor or a number is proved to hold no infinity and no nan, by at most so many calls."""
+    number = constant_of(node)
+    if number is not None:
+        return math.isfinite(number)
+    call = _call_of(node)
+    if call is None or steps == 0:
+        return False
+    if call.kind == "masked_fill":
+        return is_finite(call.input, steps - 1) and is_finite(call["value"], steps - 1)
+    if call.kind == "where":
+        return is_finite(call["input"], steps - 1) and is_finite(call["other"], steps - 1)
+    if call.kind == "cast":
+        return dtype_of(call.input) == torch.bool or (_widens(node, call) and is_finite(call.input, steps - 1))
+    return call.kind in ("tril", "triu", *_MOVES) and is_finite(call.input, steps - 1)
+
+
+_MOVES = ("contiguous", "reshape", "transpose", "getitem", "expand")
+
+
+def leaves_each_row_a_score(node: object, *, keeps: bool | None = None) -> bool:
+    """Whether it is proved that query i keeps the score of key i.
+
+    Args:
+        node: A mask or a bias; its last two dimensions are those of the queries and of the keys, as many of both.
+        keeps: Of a mask, whether it is True for what counts, or for what does not. None for a bias, which leaves a
+            score where it is small.
+    """
+    call = _call_of(node)
+    if call is None:
+        return False
+    if keeps is not None:
+        if not keeps and call.kind == "not" and dtype_of(node) == torch.bool:
+            return leaves_each_row_a_score(call.input, keeps=True)
+        return is_causal(node, keeps=keeps) or (keeps and _is_true_on_the_diagonal(node))
+    if call.kind == "masked_fill":
+        return is_small(call.input) and leaves_each_row_a_score(call["mask"], keeps=False)
+    if call.kind == "where":
+        return is_small(call["input"]) and leaves_each_row_a_score(call["condition"], keeps=True)
+    return _is_view(node, call) and leaves_each_row_a_score(call.input)
+
+
+def is_small(node: object) -> bool:
+    """Whether it is proved that a score to which this is added everywhere is a score like others."""
+    number = constant_of(node)
+    return number is not None and abs(number) <= _SMALL
+
+
+_SMALL = 1e3
+
+
+def _is_true_on_the_diagonal(node: object, steps: int = _MOST_STEPS) -> bool:
+    if constant_of(node) == 1 or _triangle(node) is True:
+        return True
+    call = _call_of(node)
+    if call is None or steps == 0:
+        return False
+    if call.kind in ("and", "or"):
+        sides = (_is_true_on_the_diagonal(call[side], steps - 1) for side in ("input", "other"))
+        return all(sides) if call.kind == "and" else any(sides)
+    if call.kind in ("eq", "le", "ge"):  # nan is not equal to itself
+        dtype = dtype_of(call["input"])
+        return (
+            dtype is not None and not dtype.is_floating_point and _is_same_on_the_diagonal(call["input"], call["other"])
+        )
+    is_moved = _is_view(node, call) or (call.kind == "cast" and dtype_of(node) == torch.bool)
+    return is_moved and _is_true_on_the_diagonal(call.input, steps - 1)
+
+
+def _is_same_on_the_diagonal(one: object, other: object) -> bool:
+    """Whether two tensors are equal wherever the last two indices are: `x[i]` and `x[j]`, or i and j themselves."""
+    if not isinstance(one, Node) or not isinstance(other, Node):
+        return False
+    axes = _axis(one), _axis(other)
+    if axes[0] is not None and axes[1] is not None:
+        return axes[0][1] == axes[1][1] and {axes[0][0], axes[1][0]} <= {1, 2}
+    calls = _call_of(one), _call_of(other)
+    if calls[0] is None or calls[1] is None or not calls[0].kind == calls[1].kind == "getitem":
+        return False
+    first, second = calls[0]["index"], calls[1]["index"]
+    if calls[0].input is not calls[1].input or not isinstance(first, tuple) or not isinstance(second, tuple):
+        return False
+    return len(first) == len(second) and all(
+        isinstance(x, Node) and (x is y or _is_same_on_the_diagonal(x, y)) for x, y in zip(first, second, strict=True)
+    )
+
+
+def _axis(node: Node) -> tuple[int, object] | None:
+    """The dimension, counted from the last as 1, along which a tensor holds the numbers of a range, and the range."""
+    call = _call_of(node)
+    if call is None or call.kind != "getitem" or not isinstance(call["index"], tuple):
+        return None
+    places = [place for place, item in enumerate(call["index"]) if item is not None]
+    if len(places) > 1 or any(call["index"][place] != slice(None) for place in places):
+        return None
+    numbers, offset = call.input, 0.0
+    while (inner := _call_of(numbers)) is not None and inner.kind == "add" and inner["alpha"] == 1:
+        more = number_of(inner["other"])
+        if more is None:
+            return None
+        numbers, offset = inner.input, offset + more
+    if not isinstance(numbers, Node) or numbers.target is not torch.arange or _is_written(numbers):
+        return None
+    return len(call["index"]) - places[0] if places else 1, (numbers.args, dict(numbers.kwargs), offset)
+
+
+def _call_of(node: object) -> Call | None:
+    return None if isinstance(node, Node) and _is_written(node) else call_of(node)
+
+
+def _is_written(node: Node) -> bool:
+    """Whether a graph writes to what a node computes, or to a view of it."""
+    value, seen = value_of(node), {node}
+    frontier = [node]
+    while frontier:
+        for user in frontier.pop().users:
+            if writes(user):
+                return True
+            made = value_of(user)
+            if user not in seen and made is not None and value is not None and share_memory(made, value):
+                seen.add(user)
+                frontier.append(user)
+    return False
+
+
+def constant_of(node: object) -> float | None:
+    """The number that an argument is, or that a tensor holds everywhere; None where that is not known."""
+    if not isinstance(node, Node):
+        return number_of(node)
+    if _is_written(node):
+        return None
+    if node.target in _CONSTANTS:
+        return _CONSTANTS[node.target]
+    place = _FILLED.get(node.target)
+    if place is not None:
+        return number_of(node.args[place] if len(node.args) > place else node.kwargs.get("fill_value"))
+    call = _call_of(node)
+    if call is not None and (call.kind in _MOVES or (call.kind == "cast" and _widens(node, call))):
+        return constant_of(call.input)
+    return None
+
+
+_CONSTANTS: dict[Any, float] = {torch.ones: 1.0, torch.ones_like: 1.0, "new_ones": 1.0}
+_CONSTANTS |= {torch.zeros: 0.0, torch.zeros_like: 0.0, "new_zeros": 0.0}
+# The place of the number.
+_FILLED: dict[Any, int] = {torch.full: 1, torch.full_like: 1, "new_full": 2}
+
+
+def _overwhelms(node: object) -> bool:
+    number = constant_of(node)
+    return number is not None and number <= -OVERWHELMING
+
+
+def _triangle(mask: object) -> bool | None:
+    """True for ones on and below the diagonal alone, False for ones above it alone, None for everything else."""
+    call = _call_of(mask)
+    if call is None:
+        return None
+    if call.kind in ("tril", "triu"):
+        lower = call.kind == "tril"
+        is_split = call["diagonal"] == (0 if lower else 1)
+        return lower if is_split and constant_of(call.input) == 1 else None
+    inner = _triangle(call.input)
+    if inner is None:
+        return None
+    if call.kind in ("eq", "ne"):
+        number = number_of(call["other"])
+        if number not in (0, 1):
+            return None
+        return inner if (call.kind == "eq") == (number == 1) else not inner
+    if call.kind == "not":
+        return not inner if dtype_of(call.input) == torch.bool else None
+    return inner if call.kind == "cast" or _is_view(mask, call) else None
+
+
+def _is_view(node: object, call: Call) -> bool:
+    """Whether a call adds leading dimensions, or cuts the ends off, and does nothing else."""
+    if call.kind in ("contiguous", "reshape", "expand"):
+        before, after = value_of(call.input), value_of(node)
+        if before is None or after is None or before.ndim < 2 or after.ndim < 2:
+            return False
+        return all(map(same_size, before.shape[-2:], after.shape[-2:]))
+    if call.kind == "cast":
+        return _widens(node, call)
+    if call.kind == "getitem":
+        index = list(call["index"]) if isinstance(call["index"], tuple) else [call["index"]]
+        while index and index[0] is None:
+            index.pop(0)
+        return all(item is Ellipsis or _is_beginning(item) for item in index)
+    return False
+
+
+def _is_beginning(item: object) -> bool:
+    return isinstance(item, slice) and item.start in (None, 0) and item.step in (None, 1)
+
+
+def _widens(node: object, call: Call) -> bool:
+    """Whether a cast loses nothing."""
+    before, after = dtype_of(call.input), dtype_of(node)
+    return before is not None and after is not None and torch.promote_types(before, after) == after

@@ -1,0 +1,309 @@
+"""SubstituteKernels: what a graph spells out in small ops is computed by one kernel."""
+
+from __future__ import annotations
+
+import operator
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+from torch.fx import GraphModule, Node
+from torch.fx.node import map_aggregate
+
+from dsgraph.passes.compat import fake_mode_of
+from dsgraph.passes.core.context import PassContext, Phase
+from dsgraph.passes.core.graph_pass import GraphPass, PassResult, source_fingerprint
+from dsgraph.passes.core.notes import user_line
+from dsgraph.passes.errors import PassError
+from dsgraph.passes.ir.graph import all_graph_modules, find_calls
+
+from .capture_graph import interior, place_of, reader_of_layout, same_layout, transforms_begun, why_unsafe
+from .patterns import KERNELS, largest_first
+from .spec import Derived, Gain, KernelSpec, Match, NearMiss, Setting
+
+NOWHERE = "was asked for and is substituted nowhere in this graph"
+"""How the note on a kernel ends that was looked for in vain."""
+
+_TRANSFORMED = "it is inside a transform of torch.func, which does not know the kernel"
+
+
+@dataclass(frozen=True)
+class SubstituteKernels(GraphPass):
+    """Let a kernel compute what a graph spells out, where that is the same in exact arithmetic, with no more roundings.
+
+    before:  wide = x.float(); root = rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)
+             y = weight * (wide * root).to(bfloat16)
+    after:   y = getitem(rms_norm(x, weight, 1e-6, offset=0.0, norm_dtype=bfloat16, dtype=bfloat16), 0)
+
+    It runs before autograd, so each kernel brings its own derivative. Patterns are `KernelSpec.match`. A match is left
+    alone, with a note, where an intermediate result that the kernel does not give is read by others, where the graph
+    writes to what it reads before it is through, where gradients are switched on or off inside it, where the kernel
+    cannot take its shapes or dtypes. Unless the kernel was asked for by name, also where nothing is to gain (Inductor
+    derives kernels of pointwise ops and of reductions itself), and where a `Match.caveat` says what would not be the
+    same.
+
+    Attributes:
+        kernels: The kernels to look for.
+        asked: Whether they were asked for: then they are substituted where nothing is to gain as well, and one that is
+            found nowhere is noted, with the calls of torch's own function that does the same.
+    """
+
+    kernels: tuple[KernelSpec, ...] = KERNELS
+    asked: bool = False
+
+    phase: ClassVar[Phase] = Phase.CAPTURE
+    provides: ClassVar[frozenset[str]] = frozenset({"substituted-kernels"})
+
+    def run(self, gm: GraphModule, ctx: PassContext) -> PassResult:
+        found = _Found()
+        kernels = largest_first(self.kernels)
+        for module in all_graph_modules(gm):
+            transforms = 0
+            for node in list(module.graph.nodes):
+                transforms += transforms_begun(node)
+                for spec in kernels:
+                    if node not in found.erased and spec.is_anchor(node):
+                        self._try(spec, node, ctx=ctx, found=found, transformed=transforms > 0)
+        if self.asked:
+            found.note_absent(self.kernels, gm)
+        return PassResult(sum(found.substituted.values()), tuple(found.notes), tuple(found.done()))
+
+    def fingerprint(self) -> str | None:
+        codes = [code for spec in self.kernels for code in (spec.match, spec.reference)]
+        prints = [source_fingerprint(code, self.name) for code in (type(self), *codes)]
+        if None in prints:
+            return None
+        return "".join([repr((self.kernels, self.asked)), *map(str, prints)])
+
+    def _try(self, spec: KernelSpec, node: Node, *, ctx: PassContext, found: _Found, transformed: bool) -> None:
+        answer = spec.match(node)
+        if answer is None:
+            return
+        if not isinstance(answer, (Match, NearMiss)):
+            raise PassError(
+                f"kernel {spec.name!r}: its match answers {answer!r}; a Match, a NearMiss or None is expected"
+            )
+        if isinstance(answer, Match) and not all(0 < number < spec.results for number in answer.others):
+            raise PassError(
+                f"kernel {spec.name!r}: others of its match are results {', '.join(map(str, answer.others))}; it has "
+                f"{spec.results}, of which the first, 0, is the node's own"
+            )
+        if isinstance(answer, NearMiss):
+            found.miss(spec, answer.node, answer.reason)
+            return
+        reason = _TRANSFORMED if transformed else _why_not(spec, answer)
+        made = _evaluate(spec, answer) if reason is None else None
+        reason = reason or _why_not_laid_out_so(spec, answer, made)
+        if reason is not None:
+            found.miss(spec, answer.node, reason)
+            return
+        if answer.caveat and not self.asked:
+            ask = f"options={{'kernels': [{spec.name!r}]}} substitutes it all the same"
+            found.miss(spec, answer.node, f"{answer.caveat}; {ask}")
+            return
+        setting = Setting(ctx.fuses, _device_type(answer), training=not ctx.inference)
+        gain = spec.gain(answer, setting)
+        if not gain.is_worth_it and not self.asked:
+            found.leave(spec, gain)
+            return
+        found.taken.update(other.name for other in self.kernels if _takes_place_of(spec, other, node))
+        found.erased.update(_substitute(spec, answer, made))
+        found.substitute(spec, gain, caveat=answer.caveat)
+
+
+@dataclass
+class _Found:
+    """What was found in a graph, kernel by kernel."""
+
+    substituted: Counter[str] = field(default_factory=Counter)
+    gains: dict[str, Gain] = field(default_factory=dict)
+    left: dict[tuple[str, str], int] = field(default_factory=dict)
+    misses: list[str] = field(default_factory=list)
+    caveats: dict[str, dict[str, None]] = field(default_factory=dict)
+    erased: set[Node] = field(default_factory=set)
+    taken: set[str] = field(default_factory=set)  # kernels that a larger one has taken a place from
+
+    def substitute(self, spec: KernelSpec, gain: Gain, *, caveat: str) -> None:
+        self.substituted[spec.name] += 1
+        if caveat:
+            self.caveats.setdefault(spec.name, {})[caveat] = None
+        before = self.gains.get(spec.name, Gain(0, 0, ""))
+        self.gains[spec.name] = Gain(before.kernels + gain.kernels, before.bytes + gain.bytes, gain.why)
+
+    def leave(self, spec: KernelSpec, gain: Gain) -> None:
+        self.left[spec.name, gain.why] = self.left.get((spec.name, gain.why), 0) + 1
+
+    def miss(self, spec: KernelSpec, node: Node, reason: str) -> None:
+        self.misses.append(f"{spec.name} is not substituted{user_line(node)}: {reason}")
+
+    def note_absent(self, kernels: Sequence[KernelSpec], gm: GraphModule) -> None:
+        for spec in kernels:
+            if not self.substituted[spec.name] and spec.name not in self.taken:
+                self.misses.append(f"{spec.name} {_calls_already(spec, gm) or NOWHERE}")
+
+    @property
+    def notes(self) -> list[str]:
+        left = [
+            f"{name} is not substituted in {count} {'place' if count == 1 else 'places'}, nothing is to gain: {why}"
+            for (name, why), count in self.left.items()
+        ]
+        return [*self.misses, *left]
+
+    def done(self) -> list[str]:
+        lines = []
+        for name, count in self.substituted.items():
+            gain = self.gains[name]
+            spared = [f"{gain.kernels} kernels"] * (gain.kernels > 0) + [f"{gain.bytes:,} bytes"] * (gain.bytes > 0)
+            expected = f"spares {' and '.join(spared)}" if spared else "because it was asked for"
+            line = f"{name} in {count} {'place' if count == 1 else 'places'}, {expected}: {gain.why}"
+            lines.append("; ".join([line, *self.caveats.get(name, ())]))
+        return lines
+
+
+def _takes_place_of(spec: KernelSpec, other: KernelSpec, node: Node) -> bool:
+    """Whether a kernel that is substituted at an anchor takes the place of another, which it contains."""
+    return other.name in spec.takes_from and other.is_anchor(node) and isinstance(other.match(node), Match)
+
+
+def _calls_already(spec: KernelSpec, gm: GraphModule) -> str:
+    """Where the graph calls torch's function for what the kernel does, as the end of a note; empty if nowhere."""
+    if spec.already is None:
+        return ""
+    calls = sum(len(find_calls(module, spec.already)) for module in all_graph_modules(gm))
+    where = f"{calls} {'place' if calls == 1 else 'places'}"
+    return f"is not substituted: the graph calls torch's {spec.already.__name__} already, in {where}" * (calls > 0)
+
+
+def _why_not(spec: KernelSpec, match: Match) -> str | None:
+    reason = spec.supports(*_values(match), **match.options)
+    if reason is not None and not (isinstance(reason, str) and reason):
+        raise PassError(f"kernel {spec.name!r}: its supports answers {reason!r}; a reason or None is expected")
+    return reason or why_unsafe(match.node, _nodes(match), _others(match)) or _why_not_differentiated_so(match)
+
+
+def _why_not_differentiated_so(match: Match) -> str | None:
+    """Why a result must not need a gradient because another does, or None: all that an op gives do, or none."""
+    for node in match.others.values():
+        if _value(node).requires_grad != _value(match.node).requires_grad:
+            return f"{node.name}, which the kernel gives as well, needs no gradient, and with the kernel would need one"
+    return None
+
+
+def _why_not_laid_out_so(spec: KernelSpec, match: Match, made: Any) -> str | None:
+    """Why the kernel's results must not lie in memory as they do, or None: a `view` may ask for other strides."""
+    for number, node in {0: match.node, **match.others}.items():
+        result, plain = made[number] if spec.results > 1 else made, _value(node)
+        if not isinstance(plain, torch.Tensor) or same_layout(result, plain):
+            continue
+        reader = reader_of_layout(node)
+        if reader is not None:
+            return f"{reader.name} depends on strides of its result that are not the kernel's"
+    return None
+
+
+def _others(match: Match) -> list[Node]:
+    return list(match.others.values())
+
+
+def _nodes(match: Match) -> list[Node]:
+    """The nodes that the kernel reads, at once or through what is derived of them."""
+    found: list[Node] = []
+    _resolve(match.inputs, found.append, lambda target, args: None)
+    return found
+
+
+def _resolve(item: Any, node: Callable[[Node], Any], call: Callable[[Any, tuple[Any, ...]], Any]) -> Any:
+    """An argument, or a container of arguments, with `node` done to its nodes and `call` to what is derived."""
+
+    def leaf(value: Any) -> Any:
+        if isinstance(value, Derived):
+            return call(value.target, map_aggregate(value.args, leaf))
+        return node(value) if isinstance(value, Node) else value
+
+    return map_aggregate(item, leaf)
+
+
+def _values(match: Match) -> Any:
+    """Fake values of the inputs."""
+    with fake_mode_of(_value(match.node)), torch.no_grad():
+        return _resolve(match.inputs, _value, _run)
+
+
+def _run(target: Any, args: tuple[Any, ...]) -> Any:
+    return getattr(args[0], target)(*args[1:]) if isinstance(target, str) else target(*args)
+
+
+def _value(node: Node) -> Any:
+    return node.meta.get("example_value", node.meta.get("val"))
+
+
+def _device_type(match: Match) -> str:
+    value = _value(match.node)
+    return str(value.device.type) if isinstance(value, torch.Tensor) else "cpu"
+
+
+def _substitute(spec: KernelSpec, match: Match, made: Any) -> list[Node]:
+    """Puts the op where the match's value was computed, or before what reads one of the others earlier.
+
+    Erases what computed them: the nodes that are returned. `made` is what the op gives, fake.
+    """
+    node, graph = match.node, match.node.graph
+    numbers = {node: 0, **{other: number for number, other in match.others.items()}}
+    replaced = interior(node, _nodes(match))
+    with graph.inserting_before(place_of(node, _nodes(match), _others(match))):
+        call = graph.call_function(spec.op, _emit(match), dict(match.options))
+    call.meta = _meta_like(node, made)
+    erased = []
+    for old in reversed(replaced):
+        if old in numbers and old.users:
+            old.replace_all_uses_with(_result(spec, call, old, numbers[old]))
+        if not old.users:  # what others read stays
+            graph.erase_node(old)
+            erased.append(old)
+    return erased
+
+
+def _result(spec: KernelSpec, call: Node, old: Node, number: int) -> Node:
+    """The node for one of the op's results, in place of `old`."""
+    if spec.results == 1:
+        return call
+    with call.graph.inserting_after(call):
+        result = call.graph.call_function(operator.getitem, (call, number))
+    result.meta = _meta_like(old, call.meta["example_value"][number])
+    return result
+
+
+def _meta_like(node: Node, value: Any) -> dict[str, Any]:
+    """What is known of a node, of another value."""
+    kept = {key: item for key, item in node.meta.items() if key not in ("example_value", "val")}
+    return {**kept, "example_value": value}
+
+
+def _emit(match: Match) -> Any:
+    """The inputs, with nodes for what is derived where the graph inserts."""
+    graph = match.node.graph
+
+    def call(target: Any, args: tuple[Any, ...]) -> Node:
+        made = graph.call_method(target, args) if isinstance(target, str) else graph.call_function(target, args)
+        made.meta = _meta_like(match.node, _run(target, torch.fx.map_arg(args, _value)))
+        return made
+
+    with fake_mode_of(_value(match.node)), torch.no_grad():
+        return _resolve(match.inputs, lambda node: node, call)
+
+
+def _evaluate(spec: KernelSpec, match: Match) -> Any:
+    inputs = _values(match)
+    with fake_mode_of(_value(match.node)), torch.no_grad():
+        made = spec.op(*inputs, **match.options)
+        results = list(made) if spec.results > 1 else [made]
+        for number, node in {0: match.node, **match.others}.items():
+            results[number] = _with_gradient_as(_value(node), results[number])
+    return tuple(results) if spec.results > 1 else results[0]
+
+
+def _with_gradient_as(plain: Any, made: Any) -> Any:
+    """`made`, which was computed without gradients, needing one if the graph's own value does: other matches ask."""
+    return made.detach().requires_grad_(plain.requires_grad) if isinstance(plain, torch.Tensor) else made

@@ -1,0 +1,1 @@
+"""Communication behind computation: buckets, early gathers, late waits; one file a pass."""

@@ -1,0 +1,150 @@
+"""Which collectives share a bucket: neighbours of one kind, where the latency that they save is worth their wait.
+
+A bucket starts once and pays the latency of one collective, and its members arrive together. So a collective joins its
+neighbours while a latency is at least a share of the time that the bucket, it included, takes to travel: small tensors
+travel together, large ones alone. All figures here are equal on all ranks: sizes of parameters and links' latencies and
+rates. Predicted times of computation are not, and ranks that form different buckets wait for each other for ever.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from torch.fx import Node
+
+from dsgraph.inductor_ext import c10d_functional
+from dsgraph.passes.analysis.cost import sent_bytes, tensor_bytes
+from dsgraph.passes.compat import OpOverload
+from dsgraph.passes.core.context import PassContext
+from dsgraph.passes.core.graph_pass import GraphPass
+from dsgraph.passes.core.notes import described
+from dsgraph.passes.ir.graph import COALESCED, bound_arguments, collective_group, collective_kind, fake_value
+
+# Backends whose groups start several collectives at once without a copy. On gloo messages do.
+_COALESCING = ("nccl", "fake")
+
+Obstacle = Callable[[Sequence[Node], Node], "str | None"]
+"""Given a bucket and a collective that may join it, why it must not."""
+
+
+@dataclass(frozen=True)
+class Bucketing(GraphPass):
+    """A pass that fills buckets, and what bounds one.
+
+    Attributes:
+        bucket_bytes: The most bytes of full tensors (gathered parameters, whole gradients) in a bucket. A larger tensor
+            goes alone.
+        latency_share: A bucket grows while a latency is at least this share of the time that it takes to travel.
+    """
+
+    bucket_bytes: int = 25 * 2**20
+    latency_share: float = 0.25
+
+    needs_mesh: ClassVar[bool] = True
+    changes_collectives: ClassVar[bool] = True
+    requires: ClassVar[frozenset[str]] = frozenset({"zero-collectives"})
+
+
+@dataclass(frozen=True)
+class _Member:
+    """A collective and what decides with whom it travels.
+
+    Attributes:
+        node: That starts it.
+        alike: What the members of a bucket have in common.
+        bytes: Of what it reads or of what it makes, whichever is more.
+        sent: Bytes that each rank sends.
+    """
+
+    node: Node
+    alike: Hashable
+    bytes: int
+    sent: int
+
+
+def fill(
+    ordered: Sequence[Node], ctx: PassContext, limits: Bucketing, *, obstacle: Obstacle
+) -> tuple[list[list[Node]], tuple[str, ...]]:
+    """Buckets of two collectives or more, in order, and notes on what was left apart.
+
+    Args:
+        ordered: Collectives in the order in which buckets follow them. Only neighbours share one; what can be in no
+            bucket stands among them.
+        ctx: The facts; of them, links and sizes of groups.
+        limits: The pass, with what bounds its buckets.
+        obstacle: What else may be in the way.
+    """
+    members = [_member(node, ctx) for node in ordered]
+    backends = sorted({_backend_that_cannot(node, ctx) for node in ordered} - {""})
+    notes = [f"nothing is bucketed on backend {name!r}: it is not known to start several at once" for name in backends]
+    buckets, reasons = _grow(members, ctx, limits, obstacle=obstacle)
+    if not buckets:
+        possible, _ = _grow(members, ctx, replace(limits, latency_share=0.0), obstacle=obstacle)
+        notes += [_why_apart(possible, ctx, limits)] if possible else []
+    return [[member.node for member in bucket] for bucket in buckets], (*notes, *reasons)
+
+
+def _grow(
+    members: Sequence[_Member | None], ctx: PassContext, limits: Bucketing, *, obstacle: Obstacle
+) -> tuple[list[list[_Member]], list[str]]:
+    """The buckets, and for what was stopped by an obstacle, the reason. None for what can be in no bucket."""
+    buckets: list[list[_Member]] = [[]]
+    reasons = []
+    for member in members:
+        bucket = buckets[-1]
+        if member is not None and bucket and _may_join(bucket, member, ctx, limits):
+            reason = obstacle([other.node for other in bucket], member.node)
+            if reason is None:
+                bucket.append(member)
+                continue
+            reasons.append(f"{described(member.node)} does not share a bucket with {bucket[-1].node.name}: {reason}")
+        buckets.append([member] if member is not None else [])
+    return [bucket for bucket in buckets if len(bucket) > 1], reasons
+
+
+def _may_join(bucket: Sequence[_Member], member: _Member, ctx: PassContext, limits: Bucketing) -> bool:
+    together = (*bucket, member)
+    if member.alike != bucket[0].alike or sum(one.bytes for one in together) > limits.bucket_bytes:
+        return False
+    latency = _seconds(member.node, 0, ctx)
+    travelling = _seconds(member.node, sum(one.sent for one in together), ctx) - latency
+    return latency > 0 and latency >= limits.latency_share * travelling
+
+
+def _member(node: Node, ctx: PassContext) -> _Member | None:
+    size = next((axis.size for axis in ctx.axes if axis.group == collective_group(node)), None)
+    if node.target not in COALESCED or size is None or _backend_that_cannot(node, ctx):
+        return None
+    value, read, sent = fake_value(node), list(map(fake_value, node.all_input_nodes)), sent_bytes(node, size)
+    amounts = [tensor_bytes(value), tensor_bytes(read)]
+    known = [amount for amount in amounts if isinstance(amount, int)]
+    if len(known) < len(amounts) or not isinstance(sent, int):
+        return None  # sizes that vary
+    others = tuple(value for value in bound_arguments(node).values() if not isinstance(value, Node))
+    alike = (node.target, others, value.dtype, value.device, node.meta.get("recompute"))
+    return _Member(node, alike, max(known), sent)
+
+
+def _backend_that_cannot(node: Node, ctx: PassContext) -> str:
+    """The backend that would have to start several of a collective, and may not know how to; empty if there is none."""
+    group = collective_group(node)
+    backend = next((axis.backend for axis in ctx.axes if axis.group == group), "")
+    is_native = isinstance(node.target, OpOverload) and node.target.namespace == c10d_functional.name
+    return backend if is_native and node.target in COALESCED and backend not in _COALESCING else ""
+
+
+def _seconds(node: Node, sent: int, ctx: PassContext) -> float:
+    """How long a collective of the kind and group of `node` takes; 0 where nothing is known of its link."""
+    return ctx.costs.transfer_seconds(collective_kind(node), collective_group(node), sent) or 0.0
+
+
+def _why_apart(possible: Sequence[Sequence[_Member]], ctx: PassContext, limits: Bucketing) -> str:
+    alone = sum(_seconds(member.node, member.sent, ctx) for bucket in possible for member in bucket)
+    together = sum(_seconds(bucket[0].node, sum(member.sent for member in bucket), ctx) for bucket in possible)
+    return (
+        f"{sum(map(len, possible))} collectives are not bucketed: predicted {1000 * alone:.4g} ms one by one and "
+        f"{1000 * together:.4g} ms in {len(possible)} buckets, in which each waits for all; the latency that two save "
+        f"is less than {limits.latency_share:g} of the time that they take to travel"
+    )

@@ -1,0 +1,105 @@
+"""DelayReductionWaits: a gradient travels while the backward computes on."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch.fx import GraphModule, Node
+
+from dsgraph.passes.analysis.cost import number_of, tensor_bytes
+from dsgraph.passes.analysis.schedule import memory_left, predict
+from dsgraph.passes.core.context import PassContext, Phase
+from dsgraph.passes.core.graph_pass import GraphPass, PassResult
+from dsgraph.passes.core.notes import described
+from dsgraph.passes.ir.graph import barrier_between, fake_value
+from dsgraph.passes.ir.reductions import is_reduction, made_of
+
+
+@dataclass(frozen=True)
+class DelayReductionWaits(GraphPass):
+    """Wait for each reduction when the next one is about to start, or later, when it is through; the last at the end.
+
+    before:  da = mm(x, dy); own_a = wait_tensor(reduce_scatter_tensor(da))
+             db = mm(u, dv); own_b = wait_tensor(reduce_scatter_tensor(db))
+    after:   da = mm(x, dy); started_a = reduce_scatter_tensor(da)
+             db = mm(u, dv); own_a = wait_tensor(started_a); started_b = reduce_scatter_tensor(db)
+             own_b = wait_tensor(started_b)
+
+    On a fast link one reduction is under way during compute, and one more gradient than before is alive; on a slow one,
+    as the predicted times say, several. What is made of the result alone (sums over ranks, averages, slices) moves
+    along. Left alone: a result that the backward computes with or communicates again, as in hybrid sharding. Nothing
+    moves across a barrier (an op that writes to an argument, or an unknown one): ahead of one the wait stays.
+
+    Attributes:
+        in_flight_bytes: How much reductions under way may read and write together; less where the memory limit
+            leaves less. A larger one goes alone. Bytes.
+    """
+
+    in_flight_bytes: int = 64 * 2**20
+
+    phase: ClassVar[Phase] = Phase.BACKWARD
+    needs_mesh: ClassVar[bool] = True
+    requires: ClassVar[frozenset[str]] = frozenset({"zero-collectives"})
+    provides: ClassVar[frozenset[str]] = frozenset({"delayed-reduction-waits"})
+
+    def run(self, gm: GraphModule, ctx: PassContext) -> PassResult:
+        reductions = [node for node in gm.graph.nodes if is_reduction(node)]
+        end = next(iter(gm.graph.find_nodes(op="output")))
+        changed, notes = 0, []
+        for started, place in zip(reductions, self._places(gm, reductions, end, ctx), strict=True):
+            results = made_of(started)
+            if isinstance(results, str):
+                notes.append(f"{described(started)} is waited for at once: {results}")
+            elif _move_ahead(results, place):
+                changed += 1
+        return PassResult(changed=changed, notes=tuple(notes))
+
+    def _places(self, gm: GraphModule, reductions: Sequence[Node], end: Node, ctx: PassContext) -> list[Node]:
+        """Ahead of which node each reduction is waited for."""
+        if not reductions:
+            return []
+        nodes = list(gm.graph.nodes)
+        schedule = predict(nodes, ctx.costs, unwaited=set(reductions))
+        times = [schedule.begins[node] for node in nodes]
+        most = min(self.in_flight_bytes, memory_left(gm, limit=ctx.memory_limit, params=ctx.params.values()))
+        sizes = [_bytes(started) for started in reductions]
+        places = []
+        for number, started in enumerate(reductions):
+            following = reductions[number + 1] if number + 1 < len(reductions) else end
+            through = bisect_left(times, schedule.ends[started])
+            place = max(following, nodes[through] if through < len(nodes) else end)
+            total = sizes[number]
+            for later in range(number + 1, len(reductions)):
+                total += sizes[later]
+                if total > most:
+                    place = min(place, reductions[later])
+                    break
+            places.append(place)
+        return places
+
+
+def _bytes(started: Node) -> int:
+    """Bytes that a reduction reads and writes."""
+    return number_of(started, tensor_bytes([fake_value(node) for node in (started, *started.all_input_nodes)]))
+
+
+def _move_ahead(nodes: list[Node], place: Node) -> bool:
+    """Moves `nodes` down to right ahead of `place`, or of the first barrier on the way; False when nothing moves."""
+    if place < nodes[0]:
+        return False
+    place = barrier_between(nodes[0], place) or place
+    if place < nodes[-1]:
+        return False
+    before = place.prev
+    for node in reversed(nodes):
+        if before is not node:
+            break
+        before = before.prev
+    else:
+        return False
+    for node in nodes:
+        place.prepend(node)
+    return True

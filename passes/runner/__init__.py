@@ -1,0 +1,1 @@
+"""Runs passes over graphs, checks what they did, and carries them into code generators."""

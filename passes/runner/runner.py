@@ -1,0 +1,160 @@
+"""Runs the passes of a phase: lints, removes dead code, recompiles, times, checks and dumps, so that no pass has to."""
+
+from __future__ import annotations
+
+import time
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+from torch.fx import GraphModule
+
+from dsgraph.passes.core.collective_order import describe_order
+from dsgraph.passes.core.context import PassContext, Phase
+from dsgraph.passes.core.graph_pass import GraphPass, PassResult
+from dsgraph.passes.core.pipeline import Pipeline
+from dsgraph.passes.errors import PassError
+from dsgraph.passes.verify.verifier import Verifier
+
+
+@dataclass(frozen=True)
+class PassRecord:
+    """What one pass did to one graph.
+
+    `verify_seconds` is the time that checking its result took; for a phase's first pass, that of checking what it was
+    given as well.
+    """
+
+    name: str
+    phase: Phase
+    changed: int = 0
+    notes: tuple[str, ...] = ()
+    done: tuple[str, ...] = ()
+    seconds: float = 0.0
+    nodes_before: int = 0
+    nodes_after: int = 0
+    verify_seconds: float = 0.0
+
+
+class GraphSink(Protocol):
+    """Receives each graph before and after each pass."""
+
+    def write(self, gm: GraphModule, ctx: PassContext, *, number: int, record: PassRecord | None) -> None:
+        """Keeps a copy of `gm`, as the `number`-th pass of the phase left it; 0 and no record: before the first."""
+
+
+@dataclass
+class Runner:
+    """Runs one pipeline over the graphs of one compile and keeps a record of it.
+
+    Attributes:
+        pipeline: The passes.
+        sink: Where graphs are dumped; None for nowhere.
+        after_phase: Called with each graph that has been through a phase, and its context.
+        records: What each pass did so far.
+        orders: The order of collectives at the start of each phase, and after each pass that may have changed it.
+        verify: Whether to check each graph after each pass, see `passes/verify/verifier.py`.
+    """
+
+    pipeline: Pipeline
+    sink: GraphSink | None = None
+    after_phase: Callable[[GraphModule, PassContext], None] | None = None
+    records: list[PassRecord] = field(default_factory=list)
+    orders: list[str] = field(default_factory=list)
+    verify: bool = True
+    _verifier: Verifier = field(default_factory=Verifier)
+
+    def run(self, gm: GraphModule, ctx: PassContext) -> None:
+        """Runs the passes of `ctx.phase` over `gm`, in place.
+
+        Raises:
+            PassError: A pass failed or broke an invariant; the message names it.
+        """
+        self._dump(gm, ctx, 0, None)
+        verify_seconds = self._verify(gm, None, ctx)
+        self._note_order(gm, None, ctx)
+        for number, item in enumerate(self.pipeline.of(ctx.phase), start=1):
+            record = PassRecord(item.name, ctx.phase, nodes_before=len(gm.graph.nodes))
+            try:
+                record = self._run_one(item, gm, ctx)
+                verify_seconds += self._verify(gm, item, ctx)
+            except PassError as error:  # the graph that one wants to see
+                self._dump_refused(gm, ctx, number, replace(record, notes=(*record.notes, f"refused: {error}")))
+                raise
+            self._note_order(gm, item, ctx)
+            self.records.append(replace(record, verify_seconds=verify_seconds))
+            verify_seconds = 0.0
+            self._dump(gm, ctx, number, self.records[-1])
+        gm.recompile()  # once: between passes nobody runs the graph, and its text takes as long as a pass
+        self._verifier.end()
+        if self.after_phase is not None:
+            self.after_phase(gm, ctx)
+
+    def _run_one(self, item: GraphPass, gm: GraphModule, ctx: PassContext) -> PassRecord:
+        nodes_before = len(gm.graph.nodes)
+        started = time.perf_counter()
+        try:
+            result = item.run(gm, ctx)
+        except Exception as error:
+            raise PassError(f"pass {item.name} ({ctx.phase.value} graph) failed: {_describe(error)}") from error
+        if not isinstance(result, PassResult):
+            raise PassError(f"pass {item.name} returned {result!r}; `run` returns a PassResult")
+        _tidy(item, gm, ctx)
+        seconds = time.perf_counter() - started
+        return PassRecord(
+            name=item.name,
+            phase=ctx.phase,
+            changed=result.changed,
+            notes=result.notes,
+            done=result.done,
+            seconds=seconds,
+            nodes_before=nodes_before,
+            nodes_after=len(gm.graph.nodes),
+        )
+
+    def _verify(self, gm: GraphModule, item: GraphPass | None, ctx: PassContext) -> float:
+        """Checks a graph after a pass, or before the first one; returns the seconds that it took."""
+        started = time.perf_counter()
+        if self.verify and item is None:
+            self._verifier.begin(gm, ctx)
+        elif self.verify and item is not None:
+            self._verifier.check(gm, item, ctx)
+        return time.perf_counter() - started
+
+    def _note_order(self, gm: GraphModule, item: GraphPass | None, ctx: PassContext) -> None:
+        if ctx.phase is Phase.CAPTURE:
+            return
+        if item is None:
+            self.orders.append(f"the {ctx.phase.value} graph as it came: {describe_order(gm, ctx)}")
+        elif item.reorders_collectives or item.changes_collectives or not self.verify:
+            self.orders.append(f"the {ctx.phase.value} graph after pass {item.name}: {describe_order(gm, ctx)}")
+
+    def _dump(self, gm: GraphModule, ctx: PassContext, number: int, record: PassRecord | None) -> None:
+        if self.sink is not None:
+            self.sink.write(gm, ctx, number=number, record=record)
+
+    def _dump_refused(self, gm: GraphModule, ctx: PassContext, number: int, record: PassRecord) -> None:
+        with suppress(Exception):  # of a graph that a pass has left half done; what the pass did wrong matters more
+            self._dump(gm, ctx, number, record)
+
+
+def _describe(error: Exception) -> str:
+    """What went wrong and where: Dynamo cuts off the traceback of what a backend raises."""
+    if isinstance(error, PassError):
+        return str(error)
+    innermost = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{type(error).__name__}: {error} (at {innermost.filename}:{innermost.lineno})"
+
+
+def _tidy(item: GraphPass, gm: GraphModule, ctx: PassContext) -> None:
+    # A captured graph still holds in-place torch functions, which FX cannot tell from pure ones: there, a pass removes
+    # what it made useless itself.
+    try:
+        if ctx.phase is not Phase.CAPTURE:
+            gm.graph.eliminate_dead_code()
+        gm.graph.lint()
+    except Exception as error:
+        first_line = str(error).partition("\n")[0]
+        raise PassError(f"pass {item.name} left a malformed {ctx.phase.value} graph: {first_line}") from error

@@ -1,0 +1,321 @@
+"""What a pass must keep of a graph's communication: waits, kinds, order, and what is gathered when."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+from torch.fx.node import map_arg
+from torch.utils.checkpoint import CheckpointPolicy
+
+from dsgraph.inductor_ext import c10d_functional
+from dsgraph.passes.core.context import PassContext, Phase
+from dsgraph.passes.core.graph_pass import GraphPass
+from dsgraph.passes.errors import PassError
+from dsgraph.passes.ir.coalesced import inputs_of, is_result, results_of
+from dsgraph.passes.ir.graph import (
+    COALESCED,
+    GATHERS,
+    KEPT,
+    bound_arguments,
+    collective_group,
+    is_collective,
+    is_gather_marker,
+    is_view,
+    is_wait,
+)
+from dsgraph.passes.ir.op_traits import traits, written_nodes
+
+from .memory import MemoryFacts, Roots
+
+aten = torch.ops.aten
+
+Violation = tuple[str, str]
+"""What identifies a broken rule, and the sentence that says it."""
+
+_GATHERS = (*GATHERS, *(COALESCED[op] for op in GATHERS), c10d_functional.all_gather_into_tensor_out.default)
+_PREPARATIONS = (
+    *(aten._to_copy.default, aten.constant_pad_nd.default, aten.clone.default, aten.cat.default),
+    torch.ops.prims.convert_element_type.default,
+)
+
+
+@dataclass(frozen=True)
+class CollectiveFacts:
+    """The communication of a graph.
+
+    Attributes:
+        signatures: Each collective and marker with what it does: op, group, reduce op, sizes.
+        per_group: Per process group, the collectives in program order.
+        gathers: Per input, the groups over which it is gathered.
+        recomputed: Inputs all of whose gathers are tagged to be repeated in the backward; of joint graphs, as all tags.
+        tagged: Gathered parameters and views of them that are tagged to be computed again in the backward.
+        untagged: Views of tagged nodes that are not tagged, though they are the forward's.
+        violations: Rules that this graph breaks whatever it was before.
+    """
+
+    signatures: Mapping[Node, str] = field(default_factory=dict)
+    per_group: Mapping[str, tuple[Node, ...]] = field(default_factory=dict)
+    gathers: Mapping[str, frozenset[str]] = field(default_factory=dict)
+    recomputed: frozenset[str] = frozenset()
+    tagged: frozenset[Node] = frozenset()
+    untagged: frozenset[Node] = frozenset()
+    violations: tuple[Violation, ...] = ()
+
+
+def observe(gm: GraphModule, memory: MemoryFacts, outputs: list[object], ctx: PassContext) -> CollectiveFacts:
+    """Takes down the communication of one graph."""
+    started = [node for node in memory.ordered if is_collective(node)]
+    markers = [
+        *gm.graph.find_nodes(op="call_function", target=torch.ops.dsgraph.gather_param.default),
+        *gm.graph.find_nodes(op="call_function", target=torch.ops.dsgraph.reduce_grad.default),
+    ]
+    if not started and not markers:
+        return CollectiveFacts()
+    per_group: dict[str, list[Node]] = {}
+    for node in started:
+        per_group.setdefault(collective_group(node), []).append(node)
+    gathers, recomputed = _gathers(started, markers, ctx)
+    tagged, untagged = _tags(started) if ctx.phase is Phase.JOINT else (frozenset(), frozenset())
+    return CollectiveFacts(
+        signatures={node: _signature(node) for node in (*started, *markers)},
+        per_group={group: tuple(nodes) for group, nodes in per_group.items()},
+        gathers=gathers,
+        recomputed=recomputed if ctx.phase is Phase.JOINT else frozenset(),
+        tagged=tagged,
+        untagged=untagged,
+        violations=(
+            *_wrong_waits(started),
+            *_writes_in_flight(gm, started, memory),
+            *_saved_gathers(started, memory, outputs, ctx),
+        ),
+    )
+
+
+def _signature(node: Node) -> str:
+    target: Any = node.target
+    args, kwargs = map_arg((node.args, node.kwargs), lambda _: None)
+    return f"{target.__name__.removesuffix('.default')}{args}{kwargs or ''}"
+
+
+def _gathers(
+    started: list[Node], markers: list[Node], ctx: PassContext
+) -> tuple[dict[str, frozenset[str]], frozenset[str]]:
+    alone = {axis.group for axis in ctx.axes if axis.size == 1}
+    gathers: dict[str, frozenset[str]] = {}
+    repeated: dict[str, bool] = {}
+    for node in (*started, *markers):
+        if is_gather_marker(node):
+            call = bound_arguments(node)
+            source, group = call["shard"], call["group"] if call["replica"] is None else ""
+        elif node.target in _GATHERS:
+            source, group = None, collective_group(node)
+        else:
+            continue
+        if not group or group in alone:
+            continue
+        for result in results_of(node):
+            is_repeated = _is_tagged(node) and all(map(_is_tagged, (result, *result.users)))
+            made_of = inputs_of(result) if source is None else [source]
+            for name in (name for shard in made_of for name in _inputs_of(shard)):
+                gathers[name] = gathers.get(name, frozenset()) | {group}
+                repeated[name] = repeated.get(name, True) and is_repeated
+    return gathers, frozenset(name for name, is_repeated in repeated.items() if is_repeated)
+
+
+def _inputs_of(node: Node) -> list[str]:
+    """The inputs that a shard ready to be gathered is made of; none if it is made of anything else as well."""
+    found, frontier = [], [node]
+    while frontier:
+        node = frontier.pop()
+        if node.op == "placeholder":
+            found.append(node.name)
+        elif is_view(node) or node.target in _PREPARATIONS:
+            frontier.extend(node.all_input_nodes)
+        else:
+            return []
+    return found
+
+
+def _is_tagged(node: Node) -> bool:
+    return node.meta.get("recompute") is CheckpointPolicy.MUST_RECOMPUTE
+
+
+def _tags(started: list[Node]) -> tuple[frozenset[Node], frozenset[Node]]:
+    tagged: set[Node] = set()
+    untagged: set[Node] = set()
+    frontier = [node for node in started if node.target in _GATHERS and _is_tagged(node)]
+    while frontier:
+        node = frontier.pop()
+        if _is_tagged(node):
+            tagged.add(node)
+            frontier.extend(user for user in node.users if is_wait(user) or is_view(user) or is_result(user))
+        elif not node.meta.get(KEPT) and node.meta.get("partitioner_tag") != "is_backward":
+            untagged.add(node)
+    return frozenset(tagged), frozenset(untagged)
+
+
+def _wrong_waits(started: list[Node]) -> Iterator[Violation]:
+    for node in started:
+        # Several tensors at once are waited for one by one.
+        value = node.meta.get("val")
+        results = list(node.users) if isinstance(value, (list, tuple)) else [node]
+        read = {result.args[1] for result in results if is_result(result)}
+        if isinstance(value, (list, tuple)) and len(read) < len(value):
+            yield (
+                f"results {node.name}",
+                f"collective {node.name} has {len(value)} results, of which {len(read)} are read; each must have its "
+                "one wait",
+            )
+        for result in results:
+            waits = sum(map(is_wait, result.users))
+            if waits != 1 or len(result.users) != 1:
+                yield (
+                    f"wait {node.name}",
+                    f"collective {node.name} has {waits} waits and {len(result.users)} users; its one user must be its "
+                    "one wait, and whatever reads the result must read that wait",
+                )
+
+
+def _writes_in_flight(gm: GraphModule, started: list[Node], memory: MemoryFacts) -> Iterator[Violation]:
+    if not memory.writers:
+        return
+    reading: dict[Node, list[Node]] = {}
+    writing: dict[Node, list[Node]] = {}
+    for node in gm.graph.nodes:
+        if is_wait(node):
+            for buffers in (reading, writing):
+                _land(buffers, memory.roots(node))
+            continue
+        yield from _disturbs(node, reading, writing, memory)
+        if is_collective(node):
+            written = {root for buffer in written_nodes(node) for root in memory.roots(buffer)}
+            for root in written:
+                writing.setdefault(root, []).append(node)
+            for result in results_of(node):
+                for root in {root for source in inputs_of(result) for root in memory.roots(source)} - written:
+                    reading.setdefault(root, []).append(result)
+
+
+def _land(buffers: dict[Node, list[Node]], result: Roots) -> None:
+    """Takes what a wait ends out of the buffers in flight: `result` is one of its results, or what it writes to."""
+    for root, nodes in list(buffers.items()):
+        nodes[:] = [node for node in nodes if node not in result and root not in result]
+        if not nodes:
+            del buffers[root]
+
+
+def _disturbs(
+    node: Node, reading: Mapping[Node, list[Node]], writing: Mapping[Node, list[Node]], memory: MemoryFacts
+) -> Iterator[Violation]:
+    known = traits(node)
+    written = {root for target in written_nodes(node) for root in memory.roots(target)} if known.writes else set()
+    touched = (
+        {root for source in node.all_input_nodes for root in memory.roots(source)} if known.reads or written else set()
+    )
+    disturbed = [(root, collective) for root in written & reading.keys() for collective in reading[root]]
+    disturbed += [(root, collective) for root in touched & writing.keys() for collective in writing[root]]
+    for buffer, result in disturbed:
+        collective = result.all_input_nodes[0] if is_result(result) else result
+        verb = "writes to" if buffer in written else "reads"
+        yield (
+            f"flight {node.name} {collective.name}",
+            f"{node.name} {verb} {buffer.name} while collective {collective.name} is under way with it; nothing may do "
+            "so before its wait_tensor: move it behind the wait, or copy the tensor first",
+        )
+
+
+def _saved_gathers(
+    started: list[Node], memory: MemoryFacts, outputs: list[object], ctx: PassContext
+) -> Iterator[Violation]:
+    if ctx.user_outputs is None:
+        return
+    gathered = {item for node in started if node.target in _GATHERS and _is_tagged(node) for item in results_of(node)}
+    kept = {node for node in gathered if any(user.meta.get(KEPT) for user in node.users)}
+    for index, value in enumerate(outputs[ctx.user_outputs :], start=ctx.user_outputs):
+        for root in memory.roots(value) & (gathered - kept) if isinstance(value, Node) else ():
+            yield (
+                f"saved {root.name}",
+                f"output {index} ({value}) saves the full parameter that {root.name} gathers for the backward, which "
+                "gathers it again; an op that views it lost its tag: copy meta['recompute'] to the nodes that replace "
+                "tagged ones, or declare keeps_gathers",
+            )
+
+
+def check(before: CollectiveFacts, after: CollectiveFacts, graph_pass: GraphPass, memory: MemoryFacts) -> None:
+    """Compares the communication of a graph before and after a pass; `memory` is that after it.
+
+    Raises:
+        PassError: A collective came, went, changed or moved, or a gather is no longer repeated, without a declaration.
+    """
+    if not graph_pass.changes_collectives:
+        _check_signatures(before, after, graph_pass)
+    if not graph_pass.reorders_collectives:
+        _check_order(before, after, graph_pass)
+    _check_gathers(before, after, graph_pass)
+    if not graph_pass.keeps_gathers:
+        _check_tags(before, after, graph_pass, memory)
+
+
+def _check_signatures(before: CollectiveFacts, after: CollectiveFacts, graph_pass: GraphPass) -> None:
+    for node, was in before.signatures.items():
+        now = after.signatures.get(node, was)
+        if was != now:
+            raise PassError(
+                f"pass {graph_pass.name} changed collective {node.name} from {was} to {now} without declaring "
+                "changes_collectives"
+            )
+    gone = {node: was for node, was in before.signatures.items() if node not in after.signatures}
+    new = {node: now for node, now in after.signatures.items() if node not in before.signatures}
+    if Counter(gone.values()) == Counter(new.values()):  # made anew
+        return
+    changes = [f"removed {node.name} ({was})" for node, was in gone.items()]
+    changes += [f"added {node.name} ({now})" for node, now in new.items()]
+    raise PassError(
+        f"pass {graph_pass.name} {' and '.join(changes[:3])}{', ...' if len(changes) > 3 else ''} without declaring "
+        "changes_collectives; every rank must run the same collectives"
+    )
+
+
+def _check_order(before: CollectiveFacts, after: CollectiveFacts, graph_pass: GraphPass) -> None:
+    for group, nodes in before.per_group.items():
+        now, was = after.per_group.get(group, ()), set(nodes)
+        kept_after = [node for node in now if node in was]
+        still = set(kept_after)
+        kept_before = [node for node in nodes if node in still]
+        pairs = list(zip(kept_before, kept_after, strict=True))
+        if not graph_pass.changes_collectives:  # nodes made anew count by what they do
+            pairs += [(a, b) for a, b in zip(nodes, now, strict=False) if before.signatures[a] != after.signatures[b]]
+        for expected, found in pairs:
+            if expected is not found:
+                raise PassError(
+                    f"pass {graph_pass.name} moved collective {found.name} ahead of {expected.name} in group {group!r} "
+                    "without declaring reorders_collectives"
+                )
+
+
+def _check_gathers(before: CollectiveFacts, after: CollectiveFacts, graph_pass: GraphPass) -> None:
+    for name in {**before.gathers, **after.gathers}:
+        was, now = before.gathers.get(name, frozenset()), after.gathers.get(name, frozenset())
+        if was != now:
+            raise PassError(
+                f"pass {graph_pass.name} changed the groups over which input {name!r} is gathered from "
+                f"{sorted(was) or 'none'} to {sorted(now) or 'none'}; a parameter is gathered over the group that its "
+                "marker names"
+            )
+
+
+def _check_tags(before: CollectiveFacts, after: CollectiveFacts, graph_pass: GraphPass, memory: MemoryFacts) -> None:
+    lost = [node.name for node in before.tagged if node in memory and not _is_tagged(node)]
+    lost += sorted(name for name in before.recomputed & after.gathers.keys() if name not in after.recomputed)
+    lost += [node.name for node in after.untagged if node not in before.untagged]
+    if lost:
+        raise PassError(
+            f"pass {graph_pass.name} keeps the gathered parameter of {lost[0]} for the backward, which is to gather it "
+            "again: meta['recompute'] is missing; copy it to the nodes that replace tagged ones, or declare "
+            "keeps_gathers"
+        )

@@ -1,0 +1,224 @@
+"""What a pass must keep of gradients: each is summed once over each of its groups, neither twice nor not at all.
+
+A *history* is the list of groups over which a value was summed on its way from an op that mixes values (a matrix
+product, say) to where it stands. It is followed through views, casts, pointwise ops, cats, slices and waits. A value
+has several histories where values of several meet. Followed are the values that depend on a tangent: gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+
+from dsgraph.inductor_ext import c10d_functional
+from dsgraph.passes.compat import is_tangent
+from dsgraph.passes.core.context import PassContext
+from dsgraph.passes.errors import PassError
+from dsgraph.passes.ir.coalesced import inputs_of, is_result
+from dsgraph.passes.ir.graph import bound_arguments, is_collective
+from dsgraph.passes.ir.op_traits import traits
+
+aten = torch.ops.aten
+
+History = tuple[str, ...]
+Histories = frozenset[History]
+_EMPTY: Histories = frozenset({()})
+_NOT_FOLLOWED: Histories = frozenset()
+
+_EXCHANGED = "exchanged over "
+
+_REDUCTIONS = frozenset(
+    {
+        *(c10d_functional.reduce_scatter_tensor, c10d_functional.reduce_scatter_tensor_coalesced),
+        *(c10d_functional.all_reduce, c10d_functional.all_reduce_),
+        *(c10d_functional.all_reduce_coalesced, c10d_functional.all_reduce_coalesced_),
+    }
+)
+_EXCHANGES = (
+    c10d_functional.all_to_all_single,
+    torch.ops.dsgraph.exchange_by_messages,
+    torch.ops.dsgraph.exchange_by_messages_coalesced,
+)
+_SPLITS = frozenset({aten.split_with_sizes.default, aten.split.Tensor, aten.split.sizes})
+
+
+@dataclass(frozen=True)
+class _Value:
+    """The histories of a value; of each part along its first dimension, where it was put together of several."""
+
+    histories: Histories
+    parts: tuple[tuple[int, Histories], ...] = ()
+
+
+_NEW = _Value(_EMPTY)
+
+
+def observe(gm: GraphModule, outputs: Iterable[object], ctx: PassContext) -> tuple[Histories, ...]:
+    """The histories of each of a graph's outputs; empty for those that are no gradients."""
+    sizes = {axis.group: axis.size for axis in ctx.axes}
+    values: dict[Node, _Value] = {}
+    for node in gm.graph.nodes:
+        if node.op == "placeholder":
+            if is_tangent(node):
+                values[node] = _NEW
+        elif node.op == "call_function":
+            # Of several tensors that a collective reduces at once, each has a history of its own.
+            given = inputs_of(node) if is_result(node) else node.all_input_nodes
+            sources = [values[source] for source in given if source in values]
+            if sources:
+                call = node.all_input_nodes[0] if is_result(node) else node
+                values[node] = _follow(call, sources, values, sizes)
+    found = (values.get(value) if isinstance(value, Node) else None for value in outputs)
+    return tuple(_NOT_FOLLOWED if value is None else value.histories for value in found)
+
+
+def check(before: tuple[Histories, ...], after: tuple[Histories, ...], who: str, ctx: PassContext) -> None:
+    """Compares the histories of a graph's outputs before and after a pass.
+
+    Raises:
+        PassError: An output is summed over other groups than before.
+    """
+    for index, (was, now) in enumerate(zip(before, after, strict=True)):
+        if was != now:
+            whose = f"the gradient of {ctx.gradients[index]}" if index in ctx.gradients else "a gradient"
+            raise PassError(
+                f"{who} changed what output {index}, {whose}, is summed over from {_describe(was)} to "
+                f"{_describe(now)}; a gradient is reduced exactly once over each of its groups"
+            )
+
+
+def _describe(histories: Histories) -> str:
+    described = []
+    for history in sorted(histories):
+        times = {group: history.count(group) for group in history}
+        groups = (f"{group}" if n == 1 else f"{group} {n} times" for group, n in times.items())
+        described.append(" and ".join(groups) or "nothing")
+    return "; ".join(described) or "not at all a gradient"
+
+
+def _follow(node: Node, sources: list[_Value], values: Mapping[Node, _Value], sizes: Mapping[str, int]) -> _Value:
+    target: Any = node.target
+    if target is torch.ops.dsgraph.reduce_grad.default:
+        call = bound_arguments(node)
+        groups = [group for group in (call["group"], *call["outer_groups"]) if group]
+        return _summed(sources[0], [_event(group, "sum") for group in groups if sizes.get(group) != 1])
+    if is_collective(node):
+        return _communicated(node, sources, sizes)
+    if not traits(node).carries_sums:
+        return _NEW
+    packet = getattr(target, "overloadpacket", None)
+    if packet is aten.sum:
+        return _added_up(sources[0])
+    if packet is aten.cat:
+        return _joined(node, sources, values)
+    if len(sources) == 1:
+        source = sources[0]
+        return source if not source.parts else _part(node, source)
+    union = _union(source.histories for source in sources)
+    return _NEW if union == _EMPTY else _Value(union)
+
+
+def _communicated(node: Node, sources: list[_Value], sizes: Mapping[str, int]) -> _Value:
+    call, packet = bound_arguments(node), getattr(node.target, "overloadpacket", None)
+    source = sources[0] if len(sources) == 1 else _Value(_union(source.histories for source in sources))
+    if sizes.get(call["group_name"]) == 1:
+        return source
+    if packet in _REDUCTIONS:
+        changed = _summed(source, [_event(call["group_name"], call["reduce_op"])])
+        return changed if _rows(node) == sum(size for size, _ in source.parts) else _Value(changed.histories)
+    if packet in _EXCHANGES:
+        return _Value(_summed(source, [f"{_EXCHANGED}group {call['group_name']!r}"]).histories)
+    return _Value(source.histories)
+
+
+def _event(group: str, reduce_op: str) -> str:
+    return f"group {group!r}" if reduce_op.lower() in ("sum", "avg") else f"group {group!r} ({reduce_op})"
+
+
+def _summed(source: _Value, events: Iterable[str]) -> _Value:
+    events = tuple(events)
+
+    def extend(histories: Histories) -> Histories:
+        return frozenset(tuple(sorted((*history, *events)))[:8] for history in histories)
+
+    return _Value(extend(source.histories), tuple((size, extend(part)) for size, part in source.parts))
+
+
+def _added_up(source: _Value) -> _Value:
+    """A local sum: what every rank had sent is a reduction once it is added up."""
+    if source is _NEW:
+        return source
+    return _Value(
+        frozenset(tuple(sorted(event.removeprefix(_EXCHANGED) for event in history)) for history in source.histories)
+    )
+
+
+def _joined(node: Node, sources: list[_Value], values: Mapping[Node, _Value]) -> _Value:
+    union = _union(source.histories for source in sources)
+    call = bound_arguments(node)
+    if len(union) == 1 or call["dim"] != 0:
+        return _Value(union)
+    parts = []
+    for piece in call["tensors"]:
+        rows = _rows(piece)
+        if rows is None:
+            return _Value(union)
+        parts.append((rows, values[piece].histories if piece in values else _EMPTY))
+    return _Value(union, tuple(parts))
+
+
+def _part(node: Node, source: _Value) -> _Value:
+    """What becomes of parts in an op with one input: they are cut out, stay, or are no longer told apart."""
+    target = node.target
+    if target is aten.slice.Tensor:
+        call = bound_arguments(node)
+        start, end = call["start"] or 0, call["end"]
+        total = sum(size for size, _ in source.parts)
+        if call["dim"] == 0 and call["step"] == 1 and isinstance(start, int) and isinstance(end, (int, type(None))):
+            return _cut(source, start if start >= 0 else start + total, total if end is None else min(end, total))
+    if target in _SPLITS:
+        return source  # `getitem` cuts
+    argument = node.all_input_nodes[0]
+    if argument.op == "call_function" and argument.target in _SPLITS:
+        sizes = [_rows(value) for value in _items(argument)]
+        index = node.args[1] if len(node.args) > 1 else None
+        if isinstance(index, int) and all(size is not None for size in sizes):
+            known = [size or 0 for size in sizes]
+            return _cut(source, sum(known[:index]), sum(known[: index + 1]))
+    stays = _rows(node) == sum(size for size, _ in source.parts)
+    return source if stays else _Value(source.histories)
+
+
+def _cut(source: _Value, start: int, end: int) -> _Value:
+    kept, position = [], 0
+    for size, histories in source.parts:
+        overlap = min(end, position + size) - max(start, position)
+        if overlap > 0:
+            kept.append((overlap, histories))
+        position += size
+    union = _union(histories for _, histories in kept) or source.histories
+    return _Value(union, tuple(kept) if len(union) > 1 else ())
+
+
+def _rows(value: object) -> int | None:
+    fake = value.meta.get("val") if isinstance(value, Node) else value
+    if isinstance(fake, torch.Tensor) and fake.dim() and isinstance(fake.shape[0], int):
+        return int(fake.shape[0])
+    return None
+
+
+def _items(node: Node) -> list[object]:
+    value = node.meta.get("val")
+    return list(value) if isinstance(value, (list, tuple)) else [None]
+
+
+def _union(sets: Iterable[Histories]) -> Histories:
+    result: Histories = _NOT_FOLLOWED
+    for one in sets:
+        if one is not result:
+            result = result | one if result else one
+    return result if len(result) <= 16 else frozenset({("many groups",)})

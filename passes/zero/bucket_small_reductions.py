@@ -1,0 +1,117 @@
+"""BucketSmallReductions: one all-reduce for the gradients of all small replicated parameters."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch.fx import GraphModule, Node
+
+from dsgraph.passes.compat import OpOverload
+from dsgraph.passes.core.context import PassContext, Phase
+from dsgraph.passes.core.graph_pass import GraphPass, PassResult
+from dsgraph.passes.core.notes import described
+from dsgraph.passes.ir.graph import bound_arguments, emit, fake_value, find_calls, replace_and_erase, sort_topologically
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class BucketSmallReductions(GraphPass):
+    """Concatenate small gradients that every rank needs whole, and reduce them together.
+
+    before:  ga = reduce_grad(a, [8], group="", outer_groups=["0"])
+             gb = reduce_grad(b, [2, 2], group="", outer_groups=["0"])
+    after:   flat = cat([reshape(a, [-1]), reshape(b, [-1])])
+             sums = reduce_grad(flat, [12], group="", outer_groups=["0"])
+             ga = view(slice(sums, 0, 8), [8]); gb = view(slice(sums, 8, 12), [2, 2])
+
+    Gradients of one bucket agree in groups and dtypes. Left alone: sharded parameters, gradients above `small_bytes`
+    (their copy would cost more than the collective that it saves), a gradient without a partner, and one that the rest
+    of the graph goes on computing with.
+
+    Attributes:
+        small_bytes: Gradients of at most this size take part. Bytes.
+        bucket_bytes: No bucket exceeds this size. Bytes.
+    """
+
+    small_bytes: int = 2**20
+    bucket_bytes: int = 25 * 2**20
+
+    phase: ClassVar[Phase] = Phase.JOINT
+    needs_mesh: ClassVar[bool] = True
+    changes_collectives: ClassVar[bool] = True
+    provides: ClassVar[frozenset[str]] = frozenset({"bucketed-small-reductions"})
+    conflicts: ClassVar[frozenset[str]] = frozenset({"zero-collectives"})  # it buckets the markers
+
+    def run(self, gm: GraphModule, ctx: PassContext) -> PassResult:
+        whole = [
+            node for node in find_calls(gm, torch.ops.dsgraph.reduce_grad.default) if not bound_arguments(node)["group"]
+        ]
+        candidates = [node for node in whole if _bytes(node) <= self.small_bytes and _leads_to_outputs_only(node)]
+        filled = self._fill(candidates)
+        notes = [self._why_alone(node) for node in whole if node not in candidates]
+        notes += [self._why_alone(bucket[0]) for bucket in filled if len(bucket) == 1]
+        buckets = [bucket for bucket in filled if len(bucket) > 1]
+        for bucket in buckets:
+            _reduce_together(bucket)
+        if buckets:
+            sort_topologically(gm.graph)
+        return PassResult(changed=sum(map(len, buckets)), notes=tuple(notes))
+
+    def _why_alone(self, node: Node) -> str:
+        if _bytes(node) > self.small_bytes:
+            reason = f"its {_bytes(node)} bytes are more than small_bytes={self.small_bytes}"
+        elif not _leads_to_outputs_only(node):
+            reason = "the graph goes on computing with it"
+        else:
+            reason = "no other small gradient shares its groups and dtypes, with room in the bucket"
+        return f"{described(node)} is reduced alone: {reason}"
+
+    def _fill(self, nodes: list[Node]) -> list[list[Node]]:
+        open_buckets: dict[object, list[Node]] = defaultdict(list)
+        full = []
+        for node in nodes:
+            call = bound_arguments(node)
+            kind = (fake_value(call["grad"]).dtype, call["dtype"], call["reduce_dtype"], tuple(call["outer_groups"]))
+            bucket = open_buckets[kind]
+            if bucket and sum(map(_bytes, bucket)) + _bytes(node) > self.bucket_bytes:
+                full.append(open_buckets.pop(kind))
+                bucket = open_buckets[kind]
+            bucket.append(node)
+        return full + list(open_buckets.values())
+
+
+def _bytes(node: Node) -> int:
+    grad = fake_value(bound_arguments(node)["grad"])
+    return int(grad.numel()) * grad.element_size()
+
+
+def _leads_to_outputs_only(node: Node) -> bool:
+    """Whether the reduced gradient is at most viewed and cast on its way to the graph's outputs."""
+    for user in node.users:
+        if user.op == "output":
+            continue
+        target = user.target
+        if not isinstance(target, OpOverload) or not (target.is_view or torch.Tag.pointwise in target.tags):
+            return False
+        if len(user.all_input_nodes) != 1 or not _leads_to_outputs_only(user):
+            return False
+    return True
+
+
+def _reduce_together(bucket: list[Node]) -> None:
+    last = bucket[-1]
+    call = bound_arguments(last)
+    common = {name: call[name] for name in ("dtype", "reduce_dtype", "group", "outer_groups")}
+    flat = [emit(last, aten.reshape.default, bound_arguments(node)["grad"], [-1]) for node in bucket]
+    joined = emit(last, aten.cat.default, flat)
+    sums = emit(last, torch.ops.dsgraph.reduce_grad.default, joined, list(fake_value(joined).shape), **common)
+    start = 0
+    for node, part in zip(bucket, flat, strict=True):
+        end = start + fake_value(part).shape[0]
+        own = emit(last, aten.slice.Tensor, sums, 0, start, end)
+        replace_and_erase(node, emit(last, aten.view.default, own, list(fake_value(node).shape)))
+        start = end

@@ -1,0 +1,170 @@
+"""ChooseCollectiveAlgorithms: each collective in the form that its backend runs fastest."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch.fx import GraphModule, Node
+
+from dsgraph.inductor_ext import c10d_functional
+from dsgraph.passes.analysis.cost import number_of, sent_bytes, tensor_bytes
+from dsgraph.passes.core.context import PassContext, Phase
+from dsgraph.passes.core.graph_pass import GraphPass, PassResult
+from dsgraph.passes.ir.graph import (
+    bound_arguments,
+    collective_group,
+    emit,
+    fake_value,
+    find_calls,
+    replace_and_erase,
+    wait_of,
+)
+
+aten = torch.ops.aten
+
+_GATHER = "all_gather_into_tensor"
+_MESSAGES, _ALL_TO_ALL, _OWN = "exchange_by_messages", "all_to_all_single", "reduce_scatter_tensor"
+
+
+@dataclass(frozen=True)
+class ChooseCollectiveAlgorithms(GraphPass):
+    """On gloo, gather by messages and reduce in the form that is predicted to be fastest; elsewhere keep what is there.
+
+    before:  w = wait_tensor(all_gather_into_tensor(shard, 2, "0"))
+    after:   w = wait_tensor(gather_by_messages(shard, 2, "0"))
+
+    before:  own = wait_tensor(reduce_scatter_tensor(grad, "sum", 2, "0"))
+    after:   rows = wait_tensor(exchange_by_messages(grad, 2, "0"))
+             own = sum(view(rows, [2, r, ...]), [0])
+    or:      rows = wait_tensor(all_to_all_single(grad, [r, r], [r, r], "0")); own = sum(view(rows, [2, r, ...]), [0])
+
+    Gathers go by messages whatever is predicted, because gloo's own break when two are under way at once, see
+    `gather_by_messages`. Reductions take the form with the least seconds by `ctx.costs` (measured, where there is a
+    calibration), the local sum included; where two take equally long, or there is no figure, messages. All forms give
+    the same numbers: a local sum adds in the order of ranks. gloo's own reduce-scatter adds in another, and is chosen
+    only between two ranks, of which a sum is the same in any order. Shapes, groups and costs decide: all ranks choose
+    alike.
+
+    Left alone: NCCL and every other backend, all-reduces, tensors outside the host's memory (gloo sends no others by
+    messages), reductions other than "sum", and a user's own with sizes that vary.
+    """
+
+    phase: ClassVar[Phase] = Phase.JOINT
+    needs_mesh: ClassVar[bool] = True
+    changes_collectives: ClassVar[bool] = True
+    requires: ClassVar[frozenset[str]] = frozenset({"zero-collectives"})
+
+    def run(self, gm: GraphModule, ctx: PassContext) -> PassResult:
+        gathers = _on_gloo(find_calls(gm, c10d_functional.all_gather_into_tensor.default), ctx)
+        notes = _notes_on_gathers(gathers, ctx)
+        for started in gathers:
+            _gather_by_messages(started)
+        reductions = _on_gloo(find_calls(gm, c10d_functional.reduce_scatter_tensor.default), ctx)
+        predicted = {started: _predicted(started, ctx) for started in reductions if _is_sum_of_known_size(started)}
+        notes += _notes_on_reductions(predicted)
+        rewritten = [started for started, seconds in predicted.items() if _fastest(seconds) != _OWN]
+        for started in rewritten:
+            _exchange_and_add(started, _fastest(predicted[started]))
+        return PassResult(changed=len(gathers) + len(rewritten), notes=tuple(notes))
+
+
+def _on_gloo(nodes: Iterable[Node], ctx: PassContext) -> list[Node]:
+    # A user's own collective may name a group outside the mesh: not ours to change.
+    groups = {axis.group for axis in ctx.axes if axis.backend == "gloo"}
+    return [node for node in nodes if collective_group(node) in groups and fake_value(node).device.type == "cpu"]
+
+
+def _is_sum_of_known_size(started: Node) -> bool:
+    sizes = fake_value(started).shape
+    return bound_arguments(started)["reduce_op"] == "sum" and all(isinstance(size, int) for size in sizes)
+
+
+def _predicted(started: Node, ctx: PassContext) -> dict[str, float]:
+    """Seconds of a reduction in each form that gives the same numbers; messages alone where theirs are not known."""
+    ranks = bound_arguments(started)["group_size"]
+    found = {}
+    for kind in (_MESSAGES, _ALL_TO_ALL, _OWN) if ranks == 2 else (_MESSAGES, _ALL_TO_ALL):
+        seconds = _seconds(started, kind, ctx)
+        if seconds is None and kind == _MESSAGES:
+            return {_MESSAGES: 0.0}
+        if seconds is not None:
+            is_local = kind != _OWN
+            moved = (ranks + 1) * number_of(started, tensor_bytes(fake_value(started)))  # reads all parts, writes one
+            found[kind] = seconds + is_local * ctx.costs.kernel_seconds(0, moved)
+    return found
+
+
+def _seconds(started: Node, kind: str, ctx: PassContext) -> float | None:
+    """Seconds of a gather or reduce-scatter if it is run as another kind of collective, which sends as much."""
+    group = collective_group(started)
+    links = ctx.costs.links.get(group)
+    sent = number_of(started, sent_bytes(started, ctx.axis(group).size) or 0)
+    if links is None or not links.has(kind) or not sent:  # to send nothing, messages are not even started
+        return None
+    return ctx.costs.transfer_seconds(kind, group, sent)
+
+
+def _fastest(predicted: Mapping[str, float]) -> str:
+    return min(predicted, key=lambda kind: predicted[kind])  # of equals the first: messages
+
+
+def _notes_on_gathers(gathers: Sequence[Node], ctx: PassContext) -> list[str]:
+    """That gloo's own would be faster, where it is predicted to be."""
+    pairs = [[_seconds(started, kind, ctx) for kind in ("gather_by_messages", _GATHER)] for started in gathers]
+    slower = [(messages, own) for messages, own in pairs if messages is not None and own is not None and own < messages]
+    if not slower:
+        return []
+    messages, own = (_milliseconds(sum(seconds)) for seconds in zip(*slower, strict=True))
+    return [
+        f"{len(slower)} of {len(gathers)} gathers go by messages, predicted to take {messages}, though gloo's own take "
+        f"{own}: of those no two may be under way at once"
+    ]
+
+
+def _notes_on_reductions(predicted: Mapping[Node, Mapping[str, float]]) -> list[str]:
+    """How many reductions take each form other than messages, and what that is predicted to save."""
+    chosen: dict[str, list[Mapping[str, float]]] = defaultdict(list)
+    for seconds in predicted.values():
+        chosen[_fastest(seconds)].append(seconds)
+    return [
+        f"{len(which)} of {len(predicted)} reductions are not exchanged by messages: {kind} is predicted to take "
+        f"{_milliseconds(sum(seconds[kind] for seconds in which))}, messages "
+        f"{_milliseconds(sum(seconds[_MESSAGES] for seconds in which))}"
+        for kind, which in chosen.items()
+        if kind != _MESSAGES
+    ]
+
+
+def _milliseconds(seconds: float) -> str:
+    return f"{1e3 * seconds:.3g} ms"
+
+
+def _gather_by_messages(started: Node) -> None:
+    call = bound_arguments(started)
+    gather = torch.ops.dsgraph.gather_by_messages.default
+    replacement = emit(started, gather, call["input"], call["group_size"], call["group_name"])
+    if "recompute" in started.meta:
+        replacement.meta["recompute"] = started.meta["recompute"]
+    replace_and_erase(started, replacement)
+
+
+def _exchange_and_add(started: Node, kind: str) -> None:
+    """Replaces a reduce-scatter by an exchange of this kind and a local sum."""
+    call = bound_arguments(started)
+    wait = wait_of(started)
+    grad, world, group, rows = call["input"], call["group_size"], call["group_name"], fake_value(started).shape[0]
+    if kind == _ALL_TO_ALL:
+        sizes = [rows] * world
+        sent = emit(wait, c10d_functional.all_to_all_single.default, grad, sizes, sizes, group)
+    else:
+        sent = emit(wait, torch.ops.dsgraph.exchange_by_messages.default, grad, world, group)
+    received = emit(wait, c10d_functional.wait_tensor.default, sent)
+    by_rank = emit(wait, aten.view.default, received, [world, rows, *fake_value(started).shape[1:]])
+    # Named, because a sum of integers would be of int64 otherwise.
+    summed = emit(wait, aten.sum.dim_IntList, by_rank, [0], dtype=fake_value(started).dtype)
+    replace_and_erase(wait, summed)
+    started.graph.erase_node(started)

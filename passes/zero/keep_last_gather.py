@@ -1,0 +1,104 @@
+"""KeepLastGather, ReleaseKeptGather: what the forward gathers last, the backward reads first."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch.fx import GraphModule, Node
+from torch.utils.checkpoint import CheckpointPolicy
+
+from dsgraph.passes.compat import is_tangent
+from dsgraph.passes.core.context import PassContext, Phase
+from dsgraph.passes.core.graph_pass import GraphPass, PassResult
+from dsgraph.passes.core.notes import parameter_of
+from dsgraph.passes.ir.graph import (
+    GATHERS,
+    KEPT,
+    barrier_between,
+    collectives,
+    is_barrier,
+    is_collective,
+    is_gathered_again,
+    is_view,
+    placeholders,
+    wait_of,
+)
+
+
+@dataclass(frozen=True)
+class KeepLastGather(GraphPass):
+    """In a graph that ends in a loss, keep the parameter that is gathered last for the backward.
+
+    before:  last = wait_tensor(all_gather_into_tensor(shard)); loss = f(x, last)      # gathered again
+    after:   last = wait_tensor(all_gather_into_tensor(shard)); loss = f(x, last)      # last: MUST_SAVE
+
+    The backward of a loss begins where the forward ends, mostly with the output layer's weight: gathering it again
+    would be waited for with nothing to compute meanwhile. Left alone: graphs without an output of one element to
+    differentiate, such as one block of a model that is compiled block by block, whose backward may be far away.
+    """
+
+    phase: ClassVar[Phase] = Phase.JOINT
+    needs_mesh: ClassVar[bool] = True
+    requires: ClassVar[frozenset[str]] = frozenset({"zero-collectives"})
+    keeps_gathers: ClassVar[bool] = True
+
+    def run(self, gm: GraphModule, ctx: PassContext) -> PassResult:
+        tangents = [node.meta["val"] for node in placeholders(gm) if is_tangent(node)]
+        gathers = [started for started in collectives(gm) if started.target in GATHERS and is_gathered_again(started)]
+        if not any(isinstance(value, torch.Tensor) and value.dim() == 0 for value in tangents):
+            return PassResult(notes=_why_nothing(gathers, ctx) if tangents else ())
+        if not gathers:
+            return PassResult(changed=0)
+        kept = wait_of(gathers[-1])
+        kept.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+        kept.meta[KEPT] = True
+        return PassResult(changed=1)
+
+
+def _why_nothing(gathers: list[Node], ctx: PassContext) -> tuple[str, ...]:
+    if not gathers:
+        return ()
+    last = parameter_of(gathers[-1], ctx)
+    return (f"{last} is not kept for the backward: no output that is differentiated has 0 dimensions, as a loss has",)
+
+
+@dataclass(frozen=True)
+class ReleaseKeptGather(GraphPass):
+    """Compute with the kept parameter as soon as its operands are there, so that it can be freed.
+
+    before:  dw = mm(t(dy), x); own = wait_tensor(reduce_scatter_tensor(dw)); dx = mm(dy, kept)
+    after:   dx = mm(dy, kept); dw = mm(t(dy), x); own = wait_tensor(reduce_scatter_tensor(dw))
+
+    The largest parameter of many models, its gradient and that gradient's transfer would be alive at once otherwise.
+    Left alone: what would have to move across a barrier (an op that writes to an argument, or an unknown one), and
+    collectives.
+    """
+
+    phase: ClassVar[Phase] = Phase.BACKWARD
+    needs_mesh: ClassVar[bool] = True
+    requires: ClassVar[frozenset[str]] = frozenset({"zero-collectives"})
+
+    def run(self, gm: GraphModule, ctx: PassContext) -> PassResult:
+        changed = 0
+        frontier = [node for node in placeholders(gm) if node.meta.get(KEPT)]
+        while frontier:
+            for user in list(frontier.pop().users):
+                changed += _hoist(user)
+                if is_view(user):
+                    frontier.append(user)
+        return PassResult(changed=changed)
+
+
+def _hoist(node: Node) -> bool:
+    """Moves `node` up to right behind its operands; False when it stands there already or must stay."""
+    if node.op != "call_function" or is_collective(node) or is_barrier(node):
+        return False
+    place = max(node.all_input_nodes)
+    while place.next.op == "placeholder":
+        place = place.next
+    if place.next is node or barrier_between(place, node) is not None:
+        return False
+    place.append(node)
+    return True

@@ -1,0 +1,148 @@
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import dsgraph
+from dsgraph.compiler.options import BackendOptions, parse_options
+from dsgraph.passes import SubstituteKernels
+from dsgraph.passes.kernels.patterns import KERNELS
+
+RMS_NORM = next(spec for spec in KERNELS if spec.name == "rms_norm")
+
+
+def test_defaults():
+    options = parse_options(None, {})
+    assert options == BackendOptions()
+    assert options.codegen == "inductor"
+    assert [item.name for item in options.pipeline] == [item.name for item in dsgraph.default_pipeline()]
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (
+            {"codgen": "eager"},
+            r"unknown option 'codgen'; did you mean 'codegen'\?; known: codegen, dump, dump_compiles, inductor",
+        ),
+        ({"zzz": 1}, r"unknown option 'zzz'; known:"),
+        ({"codegen": "eagr"}, r"option 'codegen' is 'eagr'; did you mean 'eager'\?; it takes 'inductor' or 'eager'"),
+        ({"strict": "yes"}, r"option 'strict' is 'yes'"),
+        ({"verify": 1}, r"option 'verify' is 1; it takes True or False"),
+        ({"pipeline": ["merge"]}, r"option 'pipeline' is .*a pipeline holds GraphPass objects, found 'merge'"),
+        ({"pipeline": 3}, r"option 'pipeline' is 3; it takes a Pipeline or a list of passes"),
+        ({"dump": 7}, r"option 'dump' is 7; it takes the path of a folder"),
+        ({"dump": ""}, r"option 'dump' is ''; it takes the path of a folder"),
+        ({"inductor": {"max_autotun": True}}, r"'inductor' sets 'max_autotun'.*did you mean 'max_autotune'\?"),
+        ({"recompile_limit": 3}, r"option 'recompile_limit' has no effect without strict=True"),
+        ({"recompile_limit": 0, "strict": True}, r"option 'recompile_limit' is 0; it takes a number of compiles"),
+        ({"recompile_limit": 99, "strict": True}, r"option 'recompile_limit' is 99, but Dynamo stops at 8"),
+        ({"memory_limit": 0}, r"option 'memory_limit' is 0; it takes a number of bytes, 1 or more"),
+        ({"kernels": "all"}, r"option 'kernels' is 'all'; it takes 'auto', 'none' or a list of kernels"),
+        ({"kernels": ["rmsnorm"]}, r"option 'kernels' is .*'rmsnorm'; did you mean 'rms_norm'\?; known: .*rms_norm"),
+        (
+            {"kernels": "rms_norm"},
+            r"option 'kernels' is 'rms_norm': it takes .* a list of kernels, such as \['rms_norm'\]",
+        ),
+        ({"kernels": RMS_NORM}, r"it takes 'auto', 'none' or a list of kernels, such as \[KernelSpec\('rms_norm'\)\]"),
+        ({"kernels": [len]}, r"it holds len, which is no kernel: write @dsgraph.kernel\(\) above the function"),
+        ({"kernels": [["rms_norm"]]}, r"it holds \['rms_norm'\]; did you mean 'rms_norm'\?"),
+        (
+            {"kernels": ["rms_norm", "rope", replace(RMS_NORM)]},
+            r"two kernels of the name 'rms_norm' \(dsgraph.rms_norm.default and .*\): rename the function of one",
+        ),
+        ({"kernels": ["rms_norm"], "pipeline": []}, r"option 'kernels' has no effect: the pipeline has no Substitute"),
+        (["eager"], r"options is \['eager'\]; it takes a dict"),
+        (
+            {"codegen": "eager", "inductor": {"max_autotune": True}},
+            r"option 'inductor' has no effect with codegen='eager'",
+        ),
+    ],
+)
+def test_wrong_options_are_named(given, message):
+    with pytest.raises(dsgraph.OptionError, match=message):
+        parse_options(given, {})
+
+
+def test_dump_has_an_environment_variable():
+    assert parse_options({}, {"DSGRAPH_DUMP": "graphs"}).dump == Path("graphs")
+    assert parse_options({"dump": "here"}, {"DSGRAPH_DUMP": "graphs"}).dump == Path("here")
+
+
+def test_wrong_options_stop_torch_compile():
+    model = torch.compile(nn.Linear(2, 2), backend="dsgraph", options={"codgen": "eager"})
+    with pytest.raises(Exception, match=r"did you mean 'codegen'\?"):
+        model(torch.randn(1, 2))
+
+
+def test_compile_refuses_before_it_changes_anything(one_rank):
+    model = nn.Linear(2, 2)
+    with pytest.raises(
+        dsgraph.OptionError, match=r"compile: unknown option 'parm_dtype'; did you mean 'param_dtype'\?"
+    ):
+        dsgraph.compile(model, parm_dtype=torch.bfloat16)
+    with pytest.raises(dsgraph.OptionError, match="'eagr'"):
+        dsgraph.compile(model, codegen="eagr")
+    assert type(model) is nn.Linear
+
+
+@pytest.mark.inductor
+def test_compile_takes_a_mode_beside_options(one_rank):
+    seen = []
+
+    @dsgraph.graph_pass(phase="joint")
+    def note_settings(gm, ctx):
+        seen.append((torch._inductor.config.max_autotune, torch._inductor.config.epilogue_fusion))
+        return 0
+
+    options = {"pipeline": dsgraph.default_pipeline() + [note_settings], "inductor": {"epilogue_fusion": False}}
+    model = dsgraph.compile(nn.Linear(2, 2), mode="max-autotune-no-cudagraphs", **options)
+    model(torch.randn(3, 2))
+    assert seen == [(True, False)]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"mode": "fast"}, "mode 'fast' is not one of Inductor's"),
+        ({"mode": "max-autotune", "inductor": 3}, "option 'inductor' is 3; it takes a dict"),
+        ({"mode": "max-autotune", "codegen": "eager"}, "mode 'max-autotune' has no effect with codegen='eager'"),
+        (
+            {"mode": "max-autotune", "inductor": {"max_autotune": False}},
+            "'max_autotune' is given twice: mode 'max-autotune' sets it to True, option 'inductor' to False",
+        ),
+    ],
+)
+def test_compile_refuses_a_mode_before_it_changes_anything(one_rank, options, message):
+    model = nn.Linear(2, 2)
+    with pytest.raises(dsgraph.OptionError, match=message):
+        dsgraph.compile(model, **options)
+    assert type(model) is nn.Linear
+
+
+def test_compile_partitions_and_compiles(one_rank):
+    torch.manual_seed(0)
+    alone = nn.Linear(3, 2)
+    torch.manual_seed(0)
+    model = dsgraph.compile(nn.Linear(3, 2), stage=3, keep_whole_below=0, codegen="eager", fullgraph=True)
+    x = torch.randn(4, 3)
+    assert torch.equal(model(x), alone(x))
+    assert [name for name, _ in model.named_parameters()] == ["_orig_mod.weight", "_orig_mod.bias"]
+
+
+def test_kernels_set_what_the_pipeline_substitutes():
+    def substituting(**given):
+        pipeline = parse_options(given, {}).pipeline
+        return [item for item in pipeline if isinstance(item, SubstituteKernels)]
+
+    (auto,) = substituting()
+    assert auto == SubstituteKernels() and substituting(kernels="auto") == [auto]
+    assert substituting(kernels="none") == []
+    (asked,) = substituting(kernels=["rms_norm"])
+    assert asked.asked and [spec.name for spec in asked.kernels] == ["rms_norm"]
+    assert substituting(kernels=[asked.kernels[0]]) == [asked]
+    assert substituting(kernels=["rms_norm", asked.kernels[0]]) == [asked]
