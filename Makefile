@@ -8,16 +8,21 @@ NPROC ?= 2
 # Two tests at a time: while the ranks of one wait for each other, those of the other run.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
 
-.PHONY: train test test-fast lint bench clean
+.PHONY: train test test-all test-fast lint bench clean
 
 train: $(VENV)/.installed
 	$(BIN)/python -m examples.train_gpt --nproc $(NPROC)
 
+# Of each product of parameters a covering array: every pair of values.
 test: $(VENV)/.installed-test lint
+	$(PYTEST) -m "not gpu and not full"
+
+# The whole products.
+test-all: $(VENV)/.installed-test lint
 	$(PYTEST) -m "not gpu"
 
 test-fast: $(VENV)/.installed-test
-	$(PYTEST) -m "not gpu and not distributed and not inductor and not packaging and not slow"
+	$(PYTEST) -m "not gpu and not full and not distributed and not inductor and not packaging and not slow"
 
 lint: $(VENV)/.installed-test
 	$(BIN)/ruff format --check .

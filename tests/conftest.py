@@ -8,7 +8,15 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.covering import mark_members
 from tests.distributed.ranks import Processes, Ranks
+
+
+@pytest.hookimpl(tryfirst=True)  # ahead of the choice by markers
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Leaves a covering array of each large product to the small tier; the longest tests come first."""
+    mark_members(items)
+    items.sort(key=lambda item: item.get_closest_marker("slow") is None)
 
 
 @pytest.fixture(scope="session", autouse=True)
