@@ -1,0 +1,248 @@
+"""Writes the tables of the figures that were measured into the pages that show them.
+
+    python -m benchmarks.tables README.md docs/benchmarks.md
+
+The figures are those of the files under `benchmarks/results/`. A page marks where a table stands with the two lines
+`<!-- table: NAME -->` and `<!-- end -->`; whatever is between them is replaced. All else in the page is left alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import math
+import os
+import re
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+from tabulate import tabulate
+
+from benchmarks.report import Row, ratio
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+PAGES = (ROOT / "README.md", ROOT / "docs" / "benchmarks.md")
+
+Columns = Mapping[str, tuple[str, str]]  # head of the column -> name in the row, format of its values
+
+_MARKED = re.compile(r"(<!-- table: (?P<name>.+?) -->\n)(?:.*?\n)??(<!-- end -->)", re.DOTALL)
+
+_SYSTEMS: Columns = {
+    "system": ("system", ""),
+    "ranks": ("world", ""),
+    "step, s": ("step_s", ".2f"),
+    "peak memory a rank, MB": ("peak_mb", ".0f"),
+    "first step, s": ("first_step_s", ".1f"),
+    "sent a step, MB": ("wire_mb", ".0f"),
+    "loss": ("loss", ".6f"),
+}
+_LINKS: Columns = {
+    "system": ("system", ""),
+    "step, s": ("step_s", ".2f"),
+    "bound, s": ("bound_s", ".2f"),
+    "step / bound": ("step/bound", ".2f"),
+    "peak memory a rank, MB": ("peak_mb", ".0f"),
+    "sent a step, MB": ("wire_mb", ".0f"),
+    "left the host, MB": ("link_mb", ".0f"),
+}
+_SCALING: Columns = {
+    "layers": ("layers", ""),
+    "ranks": ("ranks", ","),
+    "compile, s": ("compile_s", ".1f"),
+    "passes, s": ("passes_s", ".2f"),
+    "share": ("share", ".1%"),
+    "nodes, forward": ("forward_nodes", ","),
+    "nodes, backward": ("backward_nodes", ","),
+    "collectives": ("collectives", ","),
+    "largest bucket, MB": ("bucket_mb", ".2f"),
+}
+_KERNELS: Columns = {
+    "model": ("model", ""),
+    "substituted": ("substituted", ""),
+    "present": ("present", ""),
+    "fp32": ("fp32", ".1e"),
+    "bf16": ("bf16_ulp", ".2f"),
+    "step over plain": ("step_over_plain", ".3f"),
+}
+_LOSS: Columns = {
+    "what": ("model", ""),
+    "plain, s": ("plain_s", ".1f"),
+    "kernel, s": ("kernel_s", ".1f"),
+    "plain, MB": ("plain_mb", ",.0f"),
+    "kernel, MB": ("kernel_mb", ",.0f"),
+}
+_COMPILES: Columns = {
+    "what": ("what", ""),
+    "compile, s": ("compile_s", ".1f"),
+    "of that dumping, s": ("dump_s", ".1f"),
+    "of that verifying, s": ("verify_s", ".2f"),
+    "dump, MB": ("dump_mb", ".0f"),
+}
+_COMMANDS: Columns = {"command": ("what", ""), "seconds": ("seconds", ".2f")}
+
+_HEADLINES = {  # row of the README's table: file, how the check's name begins
+    "step time, over the fastest of FSDP2 and DeepSpeed": ("zero-cpu", "dsgraph-3 step time"),
+    "peak memory, over the smallest of them": ("zero-cpu", "dsgraph-3 peak memory"),
+    "step time over a link of 1 Gbit/s, over the fastest": ("links-cpu", "1gbit: dsgraph-3 step time over the fastest"),
+    "the same, with as much memory as DeepSpeed takes": ("links-cpu", "1gbit: dsgraph-3-spare step time"),
+    "compile time, over `torch.compile` of one process": ("zero-cpu", "dsgraph-3 compile time"),
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Rewrites the pages that are named; returns the exit code."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.tables", description="Writes the tables of measured figures into pages."
+    )
+    parser.add_argument("pages", nargs="*", type=Path, default=PAGES, help="default: README.md docs/benchmarks.md")
+    for page in parser.parse_args(arguments).pages:
+        text = page.read_text()
+        page.write_text(filled(text, page))
+    return 0
+
+
+def filled(text: str, page: Path) -> str:
+    """The text of a page with its tables as they are to be.
+
+    Raises:
+        ValueError: The page marks the place of a table that there is not, or one whose end is not marked.
+    """
+    begun, found = text.count("<!-- table: "), list(_MARKED.finditer(text))
+    if begun != len(found) or any("<!-- table: " in mark[0][len(mark[1]) :] for mark in found):
+        raise ValueError(f"{page}: a line <!-- table: ... --> has no <!-- end --> behind it")
+    for mark in found:
+        if mark["name"] not in TABLES:
+            raise ValueError(f"{page}: no table is called {mark['name']!r}; there are {', '.join(TABLES)}")
+    return _MARKED.sub(lambda mark: f"{mark[1]}\n{TABLES[mark['name']](page)}\n\n{mark[3]}", text)
+
+
+def _rows(file: str, columns: Columns, *, having: str = "") -> Callable[[Path], str]:
+    """A table of the rows of a file that have a value called `having`, and what they were measured on."""
+
+    def write(page: Path) -> str:
+        rows = [row for row in _read(file)["rows"] if not having or row.get(having) is not None]
+        cells = [[_cell(row.get(name), form) for name, form in columns.values()] for row in rows]
+        return f"{_measured_on(file, page)}\n\n{_table(cells, list(columns))}"
+
+    return write
+
+
+def _ratios(file: str, ours: Sequence[str], peers: Sequence[str]) -> Callable[[Path], str]:
+    """A table of systems over others: step time, peak memory, bytes sent."""
+
+    def write(page: Path) -> str:
+        by_name = {row["system"]: row for row in _read(file)["rows"]}
+        cells = []
+        for name, peer in itertools.product(ours, peers):
+            row, other = by_name.get(name, {}), by_name.get(peer, {})
+            ratios = [ratio(row.get(figure), [other.get(figure)]) for figure in ("step_s", "peak_mb", "wire_mb")]
+            cells.append([name, peer, *(_cell(value, ".2f") for value in ratios)])
+        return _table(cells, ["system", "over", "step", "peak memory a rank", "sent a step"])
+
+    return write
+
+
+def _figures(file: str) -> Callable[[Path], str]:
+    """A table of the figures to reach of a file; of those that several models share, the worst."""
+
+    def write(page: Path) -> str:
+        cells = [
+            [name, _cell(check["value"], ".3g"), f"{check['limit']:g}", _verdict(check)]
+            for name, check in _checks(file)
+        ]
+        return _table(cells, ["to reach", "measured", "limit", ""])
+
+    return write
+
+
+def _headlines(page: Path) -> str:
+    cells = []
+    for what, (file, begins) in _HEADLINES.items():
+        check = next(check for name, check in _checks(file) if name.startswith(begins))
+        cells.append([what, _cell(check["value"], ".2f"), f"{check['limit']:.2f}", _verdict(check)])
+    return _table(cells, ["ZeRO-3 of dsgraph, two ranks", "ratio", "aim", ""])
+
+
+def _checks(file: str) -> Iterator[tuple[str, Row]]:
+    """The checks of a file by name; checks of models (`NAME: what is checked`) give way to the worst of them."""
+    data = _read(file)
+    models = {row["model"]: None for row in data["rows"] if "model" in row}
+    worst: dict[str, Row] = {}
+    for check in data["checks"]:
+        model, _, what = check["name"].partition(": ")
+        name = what if model in models else check["name"]
+        if name not in worst or _badness(check) > _badness(worst[name]):
+            worst[name] = {**check, "of": model}
+    for name, check in worst.items():
+        yield (name if check["name"] == name else f"{name} (worst of {len(models) - 1}: {check['of']})"), check
+
+
+def _badness(check: Row) -> float:
+    if check["value"] is None:
+        return math.inf
+    return float(check["value"]) if check["better"] == "lower" else -float(check["value"])
+
+
+def _verdict(check: Row) -> str:
+    return "not measured" if check["value"] is None else "reached" if check["ok"] else "missed"
+
+
+def _cell(value: object, form: str) -> str:
+    return "" if value is None else format(value, form)
+
+
+def _table(cells: Sequence[Sequence[str]], heads: Sequence[str]) -> str:
+    sides = ["right" if all(map(_is_number, column)) else "left" for column in zip(*cells, strict=True)]
+    text = tabulate(cells, headers=heads, tablefmt="pipe", disable_numparse=True, colalign=sides)
+    return re.sub(r" {2,}", " ", re.sub(r"-{3,}", "--", text))
+
+
+def _is_number(cell: str) -> bool:
+    return not cell or re.fullmatch(r"[-+.,\d]+(e[-+]\d+)?%?", cell) is not None
+
+
+def _measured_on(file: str, page: Path) -> str:
+    machine, path = _read(file)["machine"], RESULTS / f"{file}.json"
+    deepspeed = f"DeepSpeed {machine['deepspeed']}, " if machine.get("deepspeed") else ""
+    link = Path(os.path.relpath(path, page.parent)).as_posix()
+    return (
+        f"{machine['cpu']}, {machine['cores']} cores, {machine['memory_gb']} GB, torch {machine['torch']}, {deepspeed}"
+        f"{machine['date']}: [{path.name}]({link})."
+    )
+
+
+def _read(file: str) -> Row:
+    found: Row = json.loads((RESULTS / f"{file}.json").read_text())
+    return found
+
+
+_PEERS = ("fsdp2", "fsdp2-compile", "fsdp2-split", "deepspeed-3")
+
+TABLES: dict[str, Callable[[Path], str]] = {
+    "results": _headlines,
+    "zero": _rows("zero-cpu", _SYSTEMS),
+    "zero: ratios": _ratios("zero-cpu", ["dsgraph-3"], [*_PEERS, "fsdp2-split-compile"]),
+    "zero: figures": _figures("zero-cpu"),
+    "links": _rows("links-cpu", _LINKS),
+    "links: ratios": _ratios("links-cpu", ["dsgraph-3", "dsgraph-3-spare"], _PEERS),
+    "links: figures": _figures("links-cpu"),
+    "links without a limit": _rows("links-unlimited-cpu", _LINKS),
+    "links without a limit: figures": _figures("links-unlimited-cpu"),
+    "links held": _rows("links-held-cpu", _LINKS),
+    "scaling": _rows("scaling-cpu", _SCALING),
+    "scaling: figures": _figures("scaling-cpu"),
+    "kernels": _rows("kernels-cpu", _KERNELS, having="present"),
+    "kernels: loss": _rows("kernels-cpu", _LOSS, having="plain_mb"),
+    "kernels: figures": _figures("kernels-cpu"),
+    "dumps": _rows("dumps-cpu", _COMPILES, having="compile_s"),
+    "dumps: commands": _rows("dumps-cpu", _COMMANDS, having="seconds"),
+    "dumps: figures": _figures("dumps-cpu"),
+}
+"""What a page may show, by the name in its mark."""
+
+
+if __name__ == "__main__":
+    sys.exit(main())

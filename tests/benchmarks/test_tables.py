@@ -1,0 +1,60 @@
+"""Tables of figures in README and docs are those that the files under `benchmarks/results/` make."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from benchmarks.tables import PAGES, RESULTS, ROOT, TABLES, filled, main
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_pages_show_what_was_measured(page):
+    text = page.read_text()
+    assert filled(text, page) == text, "run python -m benchmarks.tables README.md docs/benchmarks.md"
+
+
+def test_every_file_of_results_and_every_table_is_shown():
+    text = "".join(page.read_text() for page in PAGES)
+    assert {path.name for path in RESULTS.glob("*.json")} <= set(re.findall(r"benchmarks/results/([\w-]+\.json)", text))
+    assert set(TABLES) == set(re.findall(r"<!-- table: (.+) -->", text))
+
+
+def test_no_table_of_benchmarks_is_typed():
+    text = (ROOT / "docs" / "benchmarks.md").read_text()
+    typed = re.sub(r"<!-- table: .+? -->.*?<!-- end -->", "", text, flags=re.DOTALL)
+    assert not [line for line in typed.splitlines() if line.startswith("|")]
+
+
+def test_what_stands_between_the_marks_is_replaced_and_nothing_else(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text(
+        "before\n<!-- table: results -->\nstale\n<!-- end -->\nbehind\n<!-- table: dumps -->\n<!-- end -->\n"
+    )
+    assert main([str(page)]) == 0
+    first = page.read_text()
+    assert first.startswith("before\n<!-- table: results -->\n\n| ") and "\n<!-- end -->\nbehind\n" in first
+    assert "stale" not in first and "dumps-cpu.json" in first
+    assert main([str(page)]) == 0
+    assert page.read_text() == first
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("<!-- table: nothing -->\n<!-- end -->\n", "no table is called 'nothing'"),
+        ("<!-- table: zero -->\n", "no <!-- end -->"),
+        ("<!-- table: zero -->\n<!-- table: dumps -->\n<!-- end -->\n", "no <!-- end -->"),
+    ],
+)
+def test_wrong_marks_are_refused(text, message):
+    with pytest.raises(ValueError, match=message):
+        filled(text, Path("page.md"))
+
+
+def test_of_figures_that_models_share_the_worst_is_shown():
+    text = TABLES["kernels: figures"](ROOT / "page.md")
+    assert "(worst of 5: qwen3) | 1.04 | 1 | missed" in text
+    assert text.count("worst of") == 4

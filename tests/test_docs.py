@@ -1,0 +1,87 @@
+"""README and docs are true: links lead somewhere, options and passes are those that there are."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from pathlib import Path
+
+import pytest
+
+import dsgraph
+from dsgraph.compiler.options import BackendOptions
+from dsgraph.passes.kernels.patterns import KERNELS
+
+ROOT = Path(__file__).parents[1]
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
+# A placeholder of a page about dsgraph's own commands is no file.
+_LINK = re.compile(r"\]\((?!https?://|mailto:)([^)#\s]*)(?:#([^)\s]+))?\)")
+
+
+def _without_listings(text: str) -> str:
+    return re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
+
+
+def _anchors(page: Path) -> set[str]:
+    """The anchors of a page's headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.+)$", _without_listings(page.read_text()), flags=re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page):
+    for path, anchor in _LINK.findall(_without_listings(page.read_text())):
+        target = (page.parent / path).resolve() if path else page
+        assert target.exists(), f"{page.name} links to {path}"
+        assert not anchor or anchor in _anchors(target), f"{page.name} links to {path}#{anchor}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_files_that_a_page_names_are_there(page):
+    """`passes/ir/graph.py`, and `passes/ir/` of a folder; names with <brackets> are patterns."""
+    for path in re.findall(
+        r"`((?:dsgraph|passes|inductor_ext|tests|examples|benchmarks|docs)/[\w/.]*)`", page.read_text()
+    ):
+        assert (ROOT / path).exists(), f"{page.name} names {path}"
+
+
+def test_every_option_of_the_backend_is_described_in_order():
+    assert list(_rows("Options of the backend")) == list(BackendOptions.model_fields)
+
+
+@pytest.mark.parametrize(
+    "name", ["verify", "strict", "recompile_limit", "dump_compiles", "inductor", "codegen", "kernels"]
+)
+def test_defaults_of_options_are_those_of_the_page(name):
+    default = BackendOptions.model_fields[name].get_default(call_default_factory=True)
+    assert _rows("Options of the backend")[name] == f"`{default!r}`".replace("'", '"')
+
+
+@pytest.mark.parametrize(
+    ("function", "first"), [(dsgraph.partition, 1), (dsgraph.materialize, 1), (dsgraph.accumulate, 1)]
+)
+def test_every_argument_is_described(function, first):
+    arguments = list(inspect.signature(function).parameters)[first:]
+    assert list(_rows(f"`dsgraph.{function.__name__}(")) == arguments
+
+
+def test_every_kernel_is_named():
+    text = (ROOT / "docs" / "options.md").read_text()
+    assert not [spec.name for spec in KERNELS if f"`{spec.name}`" not in text]
+
+
+def test_a_listed_dump_has_the_default_passes():
+    text = (ROOT / "docs" / "seeing.md").read_text()
+    listed = re.findall(r"^[a-z]+-[1-9]\d*-(\w+) ", text, flags=re.MULTILINE)
+    assert listed == [item.name for item in dsgraph.default_pipeline()]
+
+
+def test_readme_is_one_page():
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 140
+
+
+def _rows(heading: str) -> dict[str, str]:
+    """First and second column of the table under a heading of docs/options.md."""
+    text = (ROOT / "docs" / "options.md").read_text()
+    section = text[text.index(f"## {heading}") :].partition("\n## ")[0]
+    return dict(re.findall(r"^\| `(\w+)` \| (.*?) \|", section, flags=re.MULTILINE))
