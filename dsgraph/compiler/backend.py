@@ -22,6 +22,7 @@ from dsgraph.errors import StrictError
 from dsgraph.passes import CaptureFacts
 from dsgraph.passes.ir.sources import short_path
 from dsgraph.sharding.agreement import Agreement
+from dsgraph.sharding.stages import CopyLifetime
 from dsgraph.step.last_micro_batch import add_sums, watch_sums
 from dsgraph.step.state import PartitionState
 from dsgraph.step.step_replicas import choose_step_replicas
@@ -129,7 +130,7 @@ class Backend:
             chosen,
             compilation,
             training=trains,
-            reads_held=any(partition.stage == 3 for partition in _partitions(example_inputs)),
+            reads_held=any(p.zero.copy_lifetime is CopyLifetime.USE for p in _partitions(example_inputs)),
             costs=costs,
         )
         if chosen.strict:

@@ -17,10 +17,9 @@ from .agreement import Agreement
 from .mesh import mesh_axes, resolve_mesh
 from .refusals import refuse_early_optimizers, refuse_hidden_references, refuse_model, refuse_parameters
 from .seam import Layout, property_for
+from .stages import STAGES, ZeroStage
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
-
-STAGES = (0, 1, 2, 3)
 
 
 def partition(
@@ -71,7 +70,7 @@ def partition(
     state = PartitionState(mesh=mesh, axes=mesh_axes(mesh), stage=stage)
     owners = _owners(model)
     for name, param in parameters.items():
-        reason = _why_whole(param, stage, keep_whole_below)
+        reason = _why_whole(param, state.zero, keep_whole_below)
         layout = _layout_for(param, state, param_dtype, reduce_dtype, whole=bool(reason))
         entry = ParameterState(name=name, owners=owners[param], layout=layout, whole_because=reason)
         _replace(entry, _shard(param, layout, mesh))
@@ -83,7 +82,7 @@ def partition(
 
 
 def _check_arguments(stage: object, param_dtype: object, reduce_dtype: object, keep_whole_below: object) -> None:
-    if stage not in STAGES or not isinstance(stage, int) or isinstance(stage, bool):
+    if not isinstance(stage, int) or isinstance(stage, bool) or stage not in STAGES:
         raise PartitionError(f"stage is {stage!r}; ZeRO stages are 0, 1, 2 and 3")
     for name, dtype in (("param_dtype", param_dtype), ("reduce_dtype", reduce_dtype)):
         if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
@@ -103,10 +102,10 @@ def _owners(model: nn.Module) -> dict[nn.Parameter, list[tuple[nn.Module, str]]]
     return owners
 
 
-def _why_whole(param: nn.Parameter, stage: int, keep_whole_below: int) -> str:
+def _why_whole(param: nn.Parameter, stage: ZeroStage, keep_whole_below: int) -> str:
     """Why every rank holds all of a parameter; empty when it is split."""
-    if stage == 0:
-        return "stage 0"
+    if not stage.splits_parameters:
+        return f"stage {stage.number}"
     if param.dim() == 0:
         return "0-dimensional"
     if param.numel() == 0:

@@ -19,6 +19,8 @@ from dsgraph import compat
 from dsgraph.errors import PartitionError
 from dsgraph.inductor_ext import start_reduction
 
+from .stages import STAGES, ZeroStage
+
 if TYPE_CHECKING:
     from dsgraph.step.state import HeldParameters
 
@@ -42,6 +44,11 @@ class Layout:
     reduce_dtype: torch.dtype | None
     group: str
     outer_groups: tuple[str, ...]
+
+    @property
+    def zero(self) -> ZeroStage:
+        """What the stage does."""
+        return STAGES[self.stage]
 
     def dtypes(self, master: torch.dtype) -> tuple[torch.dtype, torch.dtype]:
         """Dtype of the full parameter, dtype of the reduction."""
@@ -100,8 +107,8 @@ def property_for(name: str, layout: Layout) -> property:
     It gives the full parameter, differentiable with respect to its shard. A value that is not a `DTensor` (None, or
     what `torch.func.functional_call` put there) is returned as it is.
     """
-    may_have_replica = bool(layout.group) and layout.stage > 0
-    may_stay_local = layout.stage < 3
+    may_have_replica = bool(layout.group)
+    may_stay_local = layout.zero.may_reduce_once
 
     def read(self: nn.Module) -> Any:
         param: Any = self._parameters[name]

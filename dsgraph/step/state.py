@@ -18,6 +18,7 @@ from dsgraph import compat
 from dsgraph.inductor_ext import c10d_functional, chunk_rows, resolve_group
 from dsgraph.passes import MeshAxis
 from dsgraph.sharding.seam import Layout, held_by
+from dsgraph.sharding.stages import STAGES, ZeroStage
 
 from .replicas import Freshness, new_replica, start_gathers
 
@@ -137,6 +138,11 @@ class PartitionState:
     reducing_in: int = -1
     watching: int = 0
     guarding: int = 0
+
+    @property
+    def zero(self) -> ZeroStage:
+        """What the stage does."""
+        return STAGES[self.stage]
 
     def __post_init__(self) -> None:
         self.reduces_once = self.stage < 2

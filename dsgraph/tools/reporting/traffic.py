@@ -14,6 +14,7 @@ from dsgraph.inductor_ext import resolve_group, size_hint
 from dsgraph.passes import MeshAxis, PassError
 from dsgraph.passes.analysis.cost import Size, hint, sent_bytes, size_hints
 from dsgraph.passes.ir.graph import collective_group, collective_kind, collectives
+from dsgraph.sharding.stages import CopyLifetime
 from dsgraph.step.state import ParameterState, PartitionState
 
 
@@ -71,7 +72,7 @@ def _known(node: Node, size: Size) -> int | None:
 
 def refresh_traffic(state: PartitionState) -> tuple[Traffic, ...]:
     """What fetching all replicas of stages 1 and 2 sends, which happens once after each optimizer step."""
-    return _gathers(state, state.replicated()) if state.stage < 3 else ()
+    return _gathers(state, state.replicated()) if state.zero.copy_lifetime is CopyLifetime.ALWAYS else ()
 
 
 def held_traffic(state: PartitionState) -> tuple[Traffic, ...]:
