@@ -14,7 +14,6 @@ from dsgraph.passes.kernels.patterns import KERNELS
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
-# A placeholder of a page about dsgraph's own commands is no file.
 _LINK = re.compile(r"\]\((?!https?://|mailto:)([^)#\s]*)(?:#([^)\s]+))?\)")
 
 
