@@ -6,7 +6,7 @@ from .core.graph_pass import FunctionPass, GraphPass, PassResult, graph_pass
 from .core.pipeline import Pipeline
 from .defaults import default_pipeline
 from .errors import PassError
-from .ir.mesh_axis import MeshAxis
+from .ir.mesh_axis import AxisRole, MeshAxis
 from .ir.parameters import ParamInfo
 from .kernels.matching import call_of
 from .kernels.patterns import KERNELS
@@ -36,6 +36,7 @@ __all__ = [
     "NearMiss",
     "Setting",
     "AwaitReplicas",
+    "AxisRole",
     "BucketBackwardGathers",
     "BucketForwardGathers",
     "BucketReductions",

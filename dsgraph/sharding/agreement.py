@@ -16,7 +16,7 @@ from dsgraph import compat
 from dsgraph.errors import RanksDisagreeError
 from dsgraph.inductor_ext import backend_name
 
-from .mesh import axis_group, mesh_ranks
+from .mesh import axis_group, mesh_ranks, shard_dim
 
 if TYPE_CHECKING:
     from dsgraph.compiler.costs.agreed import KnownCosts
@@ -46,7 +46,7 @@ class Agreement:
     @staticmethod
     def over(mesh: DeviceMesh) -> Agreement:
         """An agreement of all ranks of a mesh; of this rank alone where the others are not real."""
-        group = axis_group(mesh, mesh.ndim - 1)
+        group = axis_group(mesh, shard_dim(mesh))
         if backend_name(group, mesh.device_type) == "fake":
             return Agreement((dist.get_rank(),), timedelta())
         return Agreement(tuple(mesh_ranks(mesh)), compat.group_timeout(group, mesh.device_type))

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DeviceMesh
 
 from dsgraph.errors import PartitionError
 from dsgraph.inductor_ext import backend_name, resolve_group
-from dsgraph.passes import MeshAxis
+from dsgraph.passes import AxisRole, MeshAxis
 
 
 def resolve_mesh(mesh: DeviceMesh | None, model: nn.Module) -> DeviceMesh:
@@ -51,12 +51,23 @@ def resolve_mesh(mesh: DeviceMesh | None, model: nn.Module) -> DeviceMesh:
 
 def mesh_axes(mesh: DeviceMesh) -> tuple[MeshAxis, ...]:
     """The axes of a mesh as plain data."""
-    names = mesh.mesh_dim_names or (("shard",) if mesh.ndim == 1 else ("replicate", "shard"))
+    roles = axis_roles(mesh)
+    names = mesh.mesh_dim_names or tuple(role.value for role in roles)
     axes = []
-    for dim, name in enumerate(names):
+    for dim, (name, role) in enumerate(zip(names, roles, strict=True)):
         group = axis_group(mesh, dim)
-        axes.append(MeshAxis(name, mesh.size(dim), group.group_name, backend_name(group, mesh.device_type)))
+        axes.append(MeshAxis(name, mesh.size(dim), group.group_name, backend_name(group, mesh.device_type), role))
     return tuple(axes)
+
+
+def axis_roles(mesh: DeviceMesh) -> tuple[AxisRole, ...]:
+    """What each dimension of a mesh is for: one is shard, two are replicate and shard, whatever their names are."""
+    return (*[AxisRole.REPLICATE] * (mesh.ndim - 1), AxisRole.SHARD)
+
+
+def shard_dim(mesh: DeviceMesh) -> int:
+    """The dimension of a mesh over which rows are split."""
+    return axis_roles(mesh).index(AxisRole.SHARD)
 
 
 def axis_group(mesh: DeviceMesh, dim: int) -> dist.ProcessGroup:

@@ -11,10 +11,11 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DeviceMesh, DTensor, Placement, Replicate, Shard
 
 from dsgraph.errors import PartitionError
+from dsgraph.passes import AxisRole
 from dsgraph.step.state import HeldParameters, ParameterState, PartitionState
 
 from .agreement import Agreement
-from .mesh import mesh_axes, resolve_mesh
+from .mesh import axis_roles, mesh_axes, resolve_mesh, shard_dim
 from .refusals import refuse_early_optimizers, refuse_hidden_references, refuse_model, refuse_parameters
 from .seam import Layout, property_for
 from .stages import STAGES, ZeroStage
@@ -123,22 +124,22 @@ def _layout_for(
     *,
     whole: bool,
 ) -> Layout:
-    shard_axis, outer = state.axes[-1], state.axes[:-1]
+    split_over = [axis.group for axis in state.axes if axis.role is AxisRole.SHARD and not whole]
     floating = param.is_floating_point()
     return Layout(
         stage=state.stage,
         shape=tuple(param.shape),
         param_dtype=param_dtype if floating and param_dtype != param.dtype else None,
         reduce_dtype=reduce_dtype if floating else None,
-        group="" if whole else shard_axis.group,
-        outer_groups=tuple(axis.group for axis in (state.axes if whole else outer)),
+        group=split_over[0] if split_over else "",
+        outer_groups=tuple(axis.group for axis in state.axes if axis.group not in split_over),
     )
 
 
 def placements_for(layout: Layout, mesh: DeviceMesh) -> list[Placement]:
-    """Where a parameter of this layout lies on the mesh: rows split over its last dimension, or replicated."""
-    last: Placement = Shard(0) if layout.group else Replicate()
-    return [*([Replicate()] * (mesh.ndim - 1)), last]
+    """Where a parameter of this layout lies on the mesh: rows split over the dimension for that, or replicated."""
+    is_split = bool(layout.group)
+    return [Shard(0) if is_split and role is AxisRole.SHARD else Replicate() for role in axis_roles(mesh)]
 
 
 def _shard(param: nn.Parameter, layout: Layout, mesh: DeviceMesh) -> nn.Parameter:
@@ -170,8 +171,8 @@ def local_rows(full: Tensor, layout: Layout, mesh: DeviceMesh) -> Tensor:
     """This rank's rows of a full parameter, in memory of their own."""
     if not layout.group:
         return full.clone()
-    world, rank = mesh.size(mesh.ndim - 1), mesh.get_local_rank(mesh.ndim - 1)
-    chunks = full.chunk(world)
+    dim = shard_dim(mesh)
+    chunks, rank = full.chunk(mesh.size(dim)), mesh.get_local_rank(dim)
     return chunks[rank].clone() if rank < len(chunks) else full[:0].clone()
 
 

@@ -20,7 +20,7 @@ from torch.fx import GraphModule
 from dsgraph.inductor_ext import chunk_rows
 from dsgraph.passes.compat import captured_gradients, captured_input
 from dsgraph.passes.ir.graph import placeholders
-from dsgraph.passes.ir.mesh_axis import MeshAxis
+from dsgraph.passes.ir.mesh_axis import MeshAxis, shard_axis
 from dsgraph.passes.ir.parameters import ParamInfo
 
 from .memory import GraphMemory, MemoryKind, Piece, simulate
@@ -138,7 +138,8 @@ def _replica_bytes(
     replicas: Mapping[str, str], memory: GraphMemory, params: Mapping[str, ParamInfo], axes: Sequence[MeshAxis]
 ) -> dict[str, int]:
     rows_of = {info.name: info.shape[0] for info in params.values() if info.placement == "shard"}
-    world = axes[-1].size if axes else 1  # rows are split over the last axis
+    axis = shard_axis(axes)
+    world = axis.size if axis is not None else 1
     return {
         node: memory.bytes_of([node]) // rows_of[name] * chunk_rows(rows_of[name], world) * world
         for node, name in replicas.items()

@@ -11,12 +11,12 @@ from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import dsgraph  # noqa: F401  # registers the ops
-from dsgraph.passes import CostModel, MeshAxis, PassContext, PassResult, Phase, Pipeline, Runner
+from dsgraph.passes import AxisRole, CostModel, MeshAxis, PassContext, PassResult, Phase, Pipeline, Runner
 from dsgraph.passes.core.graph_pass import GraphPass
 
 SHARD = MeshAxis("shard", 2, "0", "nccl")
 GLOO = MeshAxis("shard", 2, "0", "gloo")
-OUTER = MeshAxis("replicate", 2, "1", "nccl")
+OUTER = MeshAxis("replicate", 2, "1", "nccl", AxisRole.REPLICATE)
 
 
 @torch.library.custom_op("dsgraph_tests::unknown", mutates_args=())

@@ -14,6 +14,7 @@ from dsgraph.inductor_ext import resolve_group, size_hint
 from dsgraph.passes import MeshAxis, PassError
 from dsgraph.passes.analysis.cost import Size, hint, sent_bytes, size_hints
 from dsgraph.passes.ir.graph import collective_group, collective_kind, collectives
+from dsgraph.passes.ir.mesh_axis import shard_axis
 from dsgraph.sharding.stages import CopyLifetime
 from dsgraph.step.state import ParameterState, PartitionState
 
@@ -81,7 +82,8 @@ def held_traffic(state: PartitionState) -> tuple[Traffic, ...]:
 
 
 def _gathers(state: PartitionState, entries: Iterable[ParameterState]) -> tuple[Traffic, ...]:
-    axis = state.axes[-1]
+    axis = shard_axis(state.axes)
+    assert axis is not None
     amounts = [entry.replica_bytes // axis.size * (axis.size - 1) for entry in entries]
     return _over(axis, "refresh of replicas", amounts)
 
