@@ -17,6 +17,7 @@ The order of operations is that of `torch.optim.Adam(fused=False)`.
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -158,14 +159,7 @@ def adam_step_(
     step: Tensor,
     grad_scale: Tensor | None,
     found_inf: Tensor | None,
-    *,
-    lr: float,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    weight_decay: float,
-    adamw: bool,
-    maximize: bool,
+    **options: Any,
 ) -> None:
     """A step of Adam or AdamW, in place.
 
@@ -178,13 +172,9 @@ def adam_step_(
         step: The number of this step, from 1 on: one element, on the device of `param`, as all others are.
         grad_scale: By which the gradient is divided: one element. None: 1.
         found_inf: One element; where it is not 0, nothing is changed, `step` is the caller's. None: 0.
-        lr: The learning rate.
-        beta1: Share of the old in `exp_avg`.
-        beta2: Share of the old in `exp_avg_sq`.
-        eps: Added to the root of `exp_avg_sq`.
-        weight_decay: Its factor.
-        adamw: Whether decay works on the parameter, or on the gradient.
-        maximize: Whether to ascend.
+        options: `lr`, the learning rate; `beta1` and `beta2`, the shares of the old in `exp_avg` and `exp_avg_sq`;
+            `eps`, added to the root of `exp_avg_sq`; `weight_decay`, its factor; `adamw`, whether decay works on the
+            parameter, or on the gradient; `maximize`, whether to ascend.
 
     Raises:
         ValueError: Shapes, dtypes, layouts or devices do not fit.
@@ -193,21 +183,10 @@ def adam_step_(
     if reason is not None:
         raise ValueError(f"dsgraph::adam_step_: {reason}")
     compute = launch if on_gpu(param) and param.dtype == torch.float32 else reference
-    compute(
-        *(param, exp_avg, exp_avg_sq, grad, copy, step, grad_scale, found_inf),
-        lr=lr,
-        beta1=beta1,
-        beta2=beta2,
-        eps=eps,
-        weight_decay=weight_decay,
-        adamw=adamw,
-        maximize=maximize,
-    )
+    compute(param, exp_avg, exp_avg_sq, grad, copy, step, grad_scale, found_inf, **options)
 
 
-@adam_step_.register_fake
-def _(*args: object, **options: object) -> None:
-    return None
+adam_step_.register_fake(lambda *tensors, **options: None)
 
 
 def why_not(

@@ -20,8 +20,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dsgraph.inductor_ext.ops import define_op
+
 from . import layer_norm
-from .launch import compute_dtype, takes_triton, why_not_sum
+from .launch import takes_triton, why_not_sum
 
 _Triple = tuple[Tensor, Tensor, Tensor]
 _Four = tuple[Tensor, Tensor, Tensor, Tensor]
@@ -30,7 +32,20 @@ _Four = tuple[Tensor, Tensor, Tensor, Tensor]
 def reference(
     x: Tensor, residual: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, *, dtype: torch.dtype
 ) -> _Four:
-    """What the op computes, the sum, the mean and the reciprocal standard deviation, in plain torch."""
+    """What the op computes, in plain torch.
+
+    Args:
+        x: `[..., n]`, a floating dtype.
+        residual: Like x.
+        weight: `[n]`, or None.
+        bias: `[n]`, or None.
+        eps: Added to the variance.
+        dtype: Of the result.
+
+    Returns:
+        `[..., n]` in `dtype`; the sum, like x; the mean and the reciprocal standard deviation, both `[..., 1]` in
+        float32, or float64 for float64. All contiguous.
+    """
     total = (x + residual).contiguous()
     y, mean, rstd = layer_norm.reference(total, weight, bias, eps, dtype=dtype)
     return y, total, mean, rstd
@@ -53,100 +68,40 @@ def backward_reference(
     return layer_norm.backward_reference(grad, total, weight, mean, rstd, bias_dtype=bias_dtype, grad_x=grad_total)
 
 
-def launch_forward(
-    x: Tensor, residual: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, *, dtype: torch.dtype
-) -> _Four:
+def launch_forward(x: Tensor, residual: Tensor, *parameters: Any, dtype: torch.dtype) -> _Four:
     """`reference` by the Triton kernel of `layer_norm`."""
     total = x.new_empty(x.shape)
-    y, mean, rstd = layer_norm.launch_forward(x, weight, bias, eps, dtype=dtype, residual=residual, total=total)
+    y, mean, rstd = layer_norm.launch_forward(x, *parameters, dtype=dtype, residual=residual, total=total)
     return y, total, mean, rstd
 
 
-def launch_backward(
-    grad: Tensor,
-    grad_total: Tensor | None,
-    total: Tensor,
-    weight: Tensor | None,
-    mean: Tensor,
-    rstd: Tensor,
-    *,
-    bias_dtype: torch.dtype | None,
-) -> _Triple:
+def launch_backward(grad: Tensor, grad_total: Tensor | None, *saved: Any, **options: Any) -> _Triple:
     """`backward_reference` by the Triton kernel of `layer_norm`."""
-    return layer_norm.launch_backward(grad, total, weight, mean, rstd, bias_dtype=bias_dtype, grad_x=grad_total)
+    return layer_norm.launch_backward(grad, *saved, grad_x=grad_total, **options)
 
 
-@torch.library.custom_op(
-    "dsgraph::add_layer_norm",
-    mutates_args=(),
-    schema="(Tensor x, Tensor residual, Tensor? weight, Tensor? bias, float eps, *, ScalarType dtype) "
-    "-> (Tensor, Tensor, Tensor, Tensor)",
-)
-def add_layer_norm(
-    x: Tensor, residual: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, *, dtype: torch.dtype
-) -> _Four:
-    """LayerNorm of `x + residual` over the last dimension.
+def _fake(x: Tensor, residual: Tensor, *parameters: Any, dtype: torch.dtype) -> _Four:
+    y, mean, rstd = layer_norm.fake(x, *parameters, dtype=dtype)
+    return y, x.new_empty(x.shape), mean, rstd
 
-    Args:
-        x: `[..., n]`, a floating dtype.
-        residual: Like x.
-        weight: `[n]`, or None.
-        bias: `[n]`, or None.
-        eps: Added to the variance.
-        dtype: Of the result.
 
-    Returns:
-        `[..., n]` in `dtype`; the sum, like x; the mean and the reciprocal standard deviation, both `[..., 1]` in
-        float32, or float64 for float64. All contiguous.
-    """
+@define_op(like=reference, fake=_fake)
+def add_layer_norm(x: Tensor, *others: Any, **options: Any) -> _Four:
+    """LayerNorm of `x + residual` over the last dimension, with the arguments of `reference`."""
     compute = launch_forward if takes_triton(x) else reference
-    return compute(x, residual, weight, bias, eps, dtype=dtype)
+    return compute(x, *others, **options)
 
 
-@add_layer_norm.register_fake
-def _(
-    x: Tensor, residual: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, *, dtype: torch.dtype
-) -> _Four:
-    mean, rstd = (x.new_empty((*x.shape[:-1], 1), dtype=compute_dtype(x)) for _ in range(2))
-    return x.new_empty(x.shape, dtype=dtype), x.new_empty(x.shape), mean, rstd
-
-
-@torch.library.custom_op(
-    "dsgraph::add_layer_norm_backward",
-    mutates_args=(),
-    schema="(Tensor grad, Tensor? grad_total, Tensor total, Tensor? weight, Tensor mean, Tensor rstd, *, "
-    "ScalarType? bias_dtype) -> (Tensor, Tensor, Tensor)",
+@define_op(
+    like=backward_reference,
+    fake=lambda grad, grad_total, *saved, **options: layer_norm.backward_fake(grad, *saved, **options),
 )
 def add_layer_norm_backward(
-    grad: Tensor,
-    grad_total: Tensor | None,
-    total: Tensor,
-    weight: Tensor | None,
-    mean: Tensor,
-    rstd: Tensor,
-    *,
-    bias_dtype: torch.dtype | None,
+    grad: Tensor, grad_total: Tensor | None, total: Tensor, *saved: Any, **options: Any
 ) -> _Triple:
     """Gradients of `add_layer_norm`: of x and of the residual, one tensor like total; the others as of `layer_norm`."""
     compute = launch_backward if takes_triton(total) else backward_reference
-    return compute(grad, grad_total, total, weight, mean, rstd, bias_dtype=bias_dtype)
-
-
-@add_layer_norm_backward.register_fake
-def _(
-    grad: Tensor,
-    grad_total: Tensor | None,
-    total: Tensor,
-    weight: Tensor | None,
-    mean: Tensor,
-    rstd: Tensor,
-    *,
-    bias_dtype: torch.dtype | None,
-) -> _Triple:
-    none = total.new_empty(0)
-    dweight = none if weight is None else weight.new_empty(weight.shape)
-    dbias = torch.empty_like(none) if bias_dtype is None else total.new_empty(total.shape[-1:], dtype=bias_dtype)
-    return total.new_empty(total.shape), dweight, dbias
+    return compute(grad, grad_total, total, *saved, **options)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, Any], output: Any) -> None:

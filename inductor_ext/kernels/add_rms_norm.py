@@ -20,8 +20,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dsgraph.inductor_ext.ops import define_op
+
 from . import rms_norm
-from .launch import compute_dtype, why_not_sum
+from .launch import why_not_sum
 
 _Triple = tuple[Tensor, Tensor, Tensor]
 
@@ -36,7 +38,21 @@ def reference(
     norm_dtype: torch.dtype,
     dtype: torch.dtype,
 ) -> _Triple:
-    """What the op computes, the sum, and the reciprocal root mean square, in plain torch."""
+    """What the op computes, in plain torch.
+
+    Args:
+        x: `[..., n]`, a floating dtype.
+        residual: Like x.
+        weight: `[n]`, or None.
+        eps: Added to the mean square.
+        offset: Added to the weight.
+        norm_dtype: To which the normalised sum is rounded before it is multiplied by the weight.
+        dtype: Of the result.
+
+    Returns:
+        `[..., n]` in `dtype`; the sum, like x; the reciprocal root mean square `[..., 1]` in float32, or float64 for
+        float64. All contiguous.
+    """
     total = (x + residual).contiguous()
     y, rstd = rms_norm.reference(total, weight, eps, offset=offset, norm_dtype=norm_dtype, dtype=dtype)
     return y, total, rstd
@@ -58,121 +74,40 @@ def backward_reference(
     )
 
 
-def launch_forward(
-    x: Tensor,
-    residual: Tensor,
-    weight: Tensor | None,
-    eps: float,
-    *,
-    offset: float,
-    norm_dtype: torch.dtype,
-    dtype: torch.dtype,
-) -> _Triple:
+def launch_forward(x: Tensor, residual: Tensor, *parameters: Any, **options: Any) -> _Triple:
     """`reference` by the Triton kernel of `rms_norm`."""
     total = x.new_empty(x.shape)
-    y, rstd = rms_norm.launch_forward(
-        x, weight, eps, offset=offset, norm_dtype=norm_dtype, dtype=dtype, residual=residual, total=total
-    )
+    y, rstd = rms_norm.launch_forward(x, *parameters, residual=residual, total=total, **options)
     return y, total, rstd
 
 
-def launch_backward(
-    grad: Tensor,
-    grad_total: Tensor | None,
-    total: Tensor,
-    weight: Tensor | None,
-    rstd: Tensor,
-    *,
-    offset: float,
-    norm_dtype: torch.dtype,
-) -> tuple[Tensor, Tensor]:
+def launch_backward(grad: Tensor, grad_total: Tensor | None, *saved: Any, **options: Any) -> tuple[Tensor, Tensor]:
     """`backward_reference` by the Triton kernel of `rms_norm`."""
-    return rms_norm.launch_backward(grad, total, weight, rstd, offset=offset, norm_dtype=norm_dtype, grad_x=grad_total)
+    return rms_norm.launch_backward(grad, *saved, grad_x=grad_total, **options)
 
 
-@torch.library.custom_op(
-    "dsgraph::add_rms_norm",
-    mutates_args=(),
-    schema="(Tensor x, Tensor residual, Tensor? weight, float eps, *, float offset, ScalarType norm_dtype, "
-    "ScalarType dtype) -> (Tensor, Tensor, Tensor)",
-)
-def add_rms_norm(
-    x: Tensor,
-    residual: Tensor,
-    weight: Tensor | None,
-    eps: float,
-    *,
-    offset: float,
-    norm_dtype: torch.dtype,
-    dtype: torch.dtype,
-) -> _Triple:
-    """RMSNorm of `x + residual` over the last dimension.
-
-    Args:
-        x: `[..., n]`, a floating dtype.
-        residual: Like x.
-        weight: `[n]`, or None.
-        eps: Added to the mean square.
-        offset: Added to the weight.
-        norm_dtype: To which the normalised sum is rounded before it is multiplied by the weight.
-        dtype: Of the result.
-
-    Returns:
-        `[..., n]` in `dtype`; the sum, like x; the reciprocal root mean square `[..., 1]` in float32, or float64 for
-        float64. All contiguous.
-    """
-    compute = launch_forward if rms_norm.takes(x, weight, norm_dtype) else reference
-    return compute(x, residual, weight, eps, offset=offset, norm_dtype=norm_dtype, dtype=dtype)
+def _fake(x: Tensor, residual: Tensor, *parameters: Any, **options: Any) -> _Triple:
+    y, rstd = rms_norm.fake(x, *parameters, **options)
+    return y, x.new_empty(x.shape), rstd
 
 
-@add_rms_norm.register_fake
-def _(
-    x: Tensor,
-    residual: Tensor,
-    weight: Tensor | None,
-    eps: float,
-    *,
-    offset: float,
-    norm_dtype: torch.dtype,
-    dtype: torch.dtype,
-) -> _Triple:
-    rstd = x.new_empty((*x.shape[:-1], 1), dtype=compute_dtype(x))
-    return x.new_empty(x.shape, dtype=dtype), x.new_empty(x.shape), rstd
+@define_op(like=reference, fake=_fake)
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor | None, eps: float, **options: Any) -> _Triple:
+    """RMSNorm of `x + residual` over the last dimension, with the arguments of `reference`."""
+    compute = launch_forward if rms_norm.takes(x, weight, options["norm_dtype"]) else reference
+    return compute(x, residual, weight, eps, **options)
 
 
-@torch.library.custom_op(
-    "dsgraph::add_rms_norm_backward",
-    mutates_args=(),
-    schema="(Tensor grad, Tensor? grad_total, Tensor total, Tensor? weight, Tensor rstd, *, float offset, "
-    "ScalarType norm_dtype) -> (Tensor, Tensor)",
+@define_op(
+    like=backward_reference,
+    fake=lambda grad, grad_total, *saved, **options: rms_norm.backward_fake(grad, *saved, **options),
 )
 def add_rms_norm_backward(
-    grad: Tensor,
-    grad_total: Tensor | None,
-    total: Tensor,
-    weight: Tensor | None,
-    rstd: Tensor,
-    *,
-    offset: float,
-    norm_dtype: torch.dtype,
+    grad: Tensor, grad_total: Tensor | None, total: Tensor, weight: Tensor | None, rstd: Tensor, **options: Any
 ) -> tuple[Tensor, Tensor]:
     """Gradients of `add_rms_norm`: of x and of the residual, one tensor like total; of the weight, as of `rms_norm`."""
-    compute = launch_backward if rms_norm.takes(total, weight, norm_dtype) else backward_reference
-    return compute(grad, grad_total, total, weight, rstd, offset=offset, norm_dtype=norm_dtype)
-
-
-@add_rms_norm_backward.register_fake
-def _(
-    grad: Tensor,
-    grad_total: Tensor | None,
-    total: Tensor,
-    weight: Tensor | None,
-    rstd: Tensor,
-    *,
-    offset: float,
-    norm_dtype: torch.dtype,
-) -> tuple[Tensor, Tensor]:
-    return total.new_empty(total.shape), total.new_empty(0) if weight is None else torch.empty_like(weight)
+    compute = launch_backward if rms_norm.takes(total, weight, options["norm_dtype"]) else backward_reference
+    return compute(grad, grad_total, total, weight, rstd, **options)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, Any], output: Any) -> None:

@@ -22,6 +22,8 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - as users write it
 from torch import Tensor
 
+from dsgraph.inductor_ext.ops import define_composite
+
 from .launch import wide_dtype
 
 
@@ -109,13 +111,7 @@ def _with_four_dimensions(x: Tensor) -> Tensor:
     return x[None, None] if x.ndim == 2 else x.unsqueeze(1) if x.ndim == 3 else x
 
 
-# Composite: autograd, fake tensors and Inductor see the calls that it makes.
-torch.library.define(
-    "dsgraph::attention",
-    "(Tensor q, Tensor keys, Tensor v, Tensor? bias, Tensor? mask, *, bool keeps, float fill, float scale, "
-    "float dropout_p, bool causal, ScalarType dtype, bool contiguous) -> Tensor",
-)
-torch.library.impl("dsgraph::attention", "CompositeImplicitAutograd", attention)
+define_composite(attention)
 
 
 def supports(

@@ -19,6 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dsgraph.inductor_ext.ops import define_op
+
 from .gelu import gelu_density, gelu_probability
 from .launch import (
     PROGRAMS,
@@ -37,7 +39,17 @@ from .launch import (
 
 
 def reference(x: Tensor, bias: Tensor, *, approximate: str, dtype: torch.dtype) -> Tensor:
-    """What the op computes, in plain torch."""
+    """What the op computes, in plain torch.
+
+    Args:
+        x: `[..., n]`, a floating dtype.
+        bias: `[n]`, a floating dtype.
+        approximate: "none" or "tanh".
+        dtype: Of the result.
+
+    Returns:
+        A contiguous tensor of the shape of x, in `dtype`.
+    """
     wide = compute_dtype(x, bias)
     return torch.nn.functional.gelu(x.to(wide) + bias.to(wide), approximate=approximate).to(dtype).contiguous()
 
@@ -106,46 +118,21 @@ def launch_backward(grad: Tensor, x: Tensor, bias: Tensor, *, approximate: str) 
     return dx, parts.sum(0).to(bias.dtype)
 
 
-@torch.library.custom_op(
-    "dsgraph::bias_gelu",
-    mutates_args=(),
-    schema="(Tensor x, Tensor bias, *, str approximate, ScalarType dtype) -> Tensor",
+@define_op(like=reference, fake=lambda x, bias, *, approximate, dtype: x.new_empty(x.shape, dtype=dtype))
+def bias_gelu(*tensors: Tensor, **options: Any) -> Any:
+    """`gelu(x + bias)`, with the arguments of `reference`."""
+    compute = launch_forward if takes_triton(*tensors) else reference
+    return compute(*tensors, **options)
+
+
+@define_op(
+    like=backward_reference,
+    fake=lambda grad, x, bias, *, approximate: (x.new_empty(x.shape), bias.new_empty(bias.shape)),
 )
-def bias_gelu(x: Tensor, bias: Tensor, *, approximate: str, dtype: torch.dtype) -> Tensor:
-    """`gelu(x + bias)`.
-
-    Args:
-        x: `[..., n]`, a floating dtype.
-        bias: `[n]`, a floating dtype.
-        approximate: "none" or "tanh".
-        dtype: Of the result.
-
-    Returns:
-        A contiguous tensor of the shape of x, in `dtype`.
-    """
-    compute = launch_forward if takes_triton(x, bias) else reference
-    return compute(x, bias, approximate=approximate, dtype=dtype)
-
-
-@bias_gelu.register_fake
-def _(x: Tensor, bias: Tensor, *, approximate: str, dtype: torch.dtype) -> Tensor:
-    return x.new_empty(x.shape, dtype=dtype)
-
-
-@torch.library.custom_op(
-    "dsgraph::bias_gelu_backward",
-    mutates_args=(),
-    schema="(Tensor grad, Tensor x, Tensor bias, *, str approximate) -> (Tensor, Tensor)",
-)
-def bias_gelu_backward(grad: Tensor, x: Tensor, bias: Tensor, *, approximate: str) -> tuple[Tensor, Tensor]:
+def bias_gelu_backward(*tensors: Tensor, **options: Any) -> Any:
     """Gradients of `bias_gelu`, contiguous: of x and of the bias, each in its dtype."""
-    compute = launch_backward if takes_triton(x, bias, grad) else backward_reference
-    return compute(grad, x, bias, approximate=approximate)
-
-
-@bias_gelu_backward.register_fake
-def _(grad: Tensor, x: Tensor, bias: Tensor, *, approximate: str) -> tuple[Tensor, Tensor]:
-    return x.new_empty(x.shape), bias.new_empty(bias.shape)
+    compute = launch_backward if takes_triton(*tensors) else backward_reference
+    return compute(*tensors, **options)
 
 
 differentiate_by(bias_gelu, bias_gelu_backward, options=["approximate"])

@@ -34,11 +34,11 @@ WARPS = 16
 class Terms(NamedTuple):
     """What a row's loss is made of; see the formula above for their meaning."""
 
-    ignore_index: int
-    label_smoothing: float
-    z_loss: float
-    softcap: float | None
-    logit_scale: float
+    ignore_index: int = -100
+    label_smoothing: float = 0.0
+    z_loss: float = 0.0
+    softcap: float | None = None
+    logit_scale: float = 1.0
 
 
 def cross_entropy_rows(logits: Tensor, target: Tensor, row_weights: Tensor | None, terms: Terms) -> Tensor:
@@ -102,6 +102,15 @@ def _tanh(x):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
+def _load(at, inside, softcap, logit_scale, HAS_SOFTCAP: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Logits, scaled and capped."""
+    z = tl.load(at, mask=inside, other=0.0).to(tl.float32) * logit_scale
+    if HAS_SOFTCAP:
+        z = softcap * _tanh(z / softcap)
+    return z
+
+
+@triton.jit
 def cross_entropy_rows_kernel(  # type: ignore[no-untyped-def]
     logits, target, row_weights, losses, vocabulary, stride, ignore_index,
     label_smoothing, z_loss, softcap, logit_scale,
@@ -120,17 +129,13 @@ def cross_entropy_rows_kernel(  # type: ignore[no-untyped-def]
         return
 
     # The caller has asserted that labels are in range; out of it this must not read outside the row.
-    chosen = tl.load(logits + label, mask=(label >= 0) & (label < vocabulary), other=0.0).to(tl.float32) * logit_scale
-    if HAS_SOFTCAP:
-        chosen = softcap * _tanh(chosen / softcap)
+    chosen = _load(logits + label, (label >= 0) & (label < vocabulary), softcap, logit_scale, HAS_SOFTCAP)
     top = float("-inf")
     total = 0.0  # of exp(z - top)
     sum_z = 0.0
     for start in range(0, vocabulary, BLOCK):
         inside = start + columns < vocabulary
-        z = tl.load(logits + start + columns, mask=inside, other=0.0).to(tl.float32) * logit_scale
-        if HAS_SOFTCAP:
-            z = softcap * _tanh(z / softcap)
+        z = _load(logits + start + columns, inside, softcap, logit_scale, HAS_SOFTCAP)
         sum_z += tl.sum(tl.where(inside, z, 0.0), 0)
         z = tl.where(inside, z, float("-inf"))
         new_top = tl.maximum(top, tl.max(z, 0))

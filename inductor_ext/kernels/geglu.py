@@ -21,12 +21,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dsgraph.inductor_ext.ops import define_op
+
 from .gelu import gelu_density, gelu_probability
 from .launch import compute_dtype, differentiate_by, launch_by_rows, takes_triton, tl, triton, why_not_floating
 
 
 def reference(gate: Tensor, up: Tensor, *, approximate: str, dtype: torch.dtype) -> Tensor:
-    """What the op computes, in plain torch."""
+    """What the op computes, in plain torch.
+
+    Args:
+        gate: `[..., n]`, a floating dtype.
+        up: Of the same shape, a floating dtype.
+        approximate: "none" or "tanh".
+        dtype: Of the result.
+
+    Returns:
+        A contiguous tensor of the same shape, in `dtype`.
+    """
     wide = compute_dtype(gate, up)
     return (torch.nn.functional.gelu(gate.to(wide), approximate=approximate) * up.to(wide)).to(dtype).contiguous()
 
@@ -87,44 +99,21 @@ def launch_backward(grad: Tensor, gate: Tensor, up: Tensor, *, approximate: str)
     return gradients
 
 
-@torch.library.custom_op(
-    "dsgraph::geglu", mutates_args=(), schema="(Tensor gate, Tensor up, *, str approximate, ScalarType dtype) -> Tensor"
+@define_op(like=reference, fake=lambda gate, up, *, approximate, dtype: gate.new_empty(gate.shape, dtype=dtype))
+def geglu(*tensors: Tensor, **options: Any) -> Any:
+    """`gelu(gate) * up`, with the arguments of `reference`."""
+    compute = launch_forward if takes_triton(*tensors) else reference
+    return compute(*tensors, **options)
+
+
+@define_op(
+    like=backward_reference,
+    fake=lambda grad, gate, up, *, approximate: (gate.new_empty(gate.shape), up.new_empty(up.shape)),
 )
-def geglu(gate: Tensor, up: Tensor, *, approximate: str, dtype: torch.dtype) -> Tensor:
-    """`gelu(gate) * up`.
-
-    Args:
-        gate: `[..., n]`, a floating dtype.
-        up: Of the same shape, a floating dtype.
-        approximate: "none" or "tanh".
-        dtype: Of the result.
-
-    Returns:
-        A contiguous tensor of the same shape, in `dtype`.
-    """
-    compute = launch_forward if takes_triton(gate, up) else reference
-    return compute(gate, up, approximate=approximate, dtype=dtype)
-
-
-@geglu.register_fake
-def _(gate: Tensor, up: Tensor, *, approximate: str, dtype: torch.dtype) -> Tensor:
-    return gate.new_empty(gate.shape, dtype=dtype)
-
-
-@torch.library.custom_op(
-    "dsgraph::geglu_backward",
-    mutates_args=(),
-    schema="(Tensor grad, Tensor gate, Tensor up, *, str approximate) -> (Tensor, Tensor)",
-)
-def geglu_backward(grad: Tensor, gate: Tensor, up: Tensor, *, approximate: str) -> tuple[Tensor, Tensor]:
+def geglu_backward(*tensors: Tensor, **options: Any) -> Any:
     """Gradients of `geglu`, contiguous: of gate and of up, each in its dtype."""
-    compute = launch_backward if takes_triton(gate, up, grad) else backward_reference
-    return compute(grad, gate, up, approximate=approximate)
-
-
-@geglu_backward.register_fake
-def _(grad: Tensor, gate: Tensor, up: Tensor, *, approximate: str) -> tuple[Tensor, Tensor]:
-    return gate.new_empty(gate.shape), up.new_empty(up.shape)
+    compute = launch_backward if takes_triton(*tensors) else backward_reference
+    return compute(*tensors, **options)
 
 
 differentiate_by(geglu, geglu_backward, options=["approximate"])

@@ -23,6 +23,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dsgraph.inductor_ext.ops import define_op
+
 from .launch import (
     PROGRAMS,
     as_rows,
@@ -41,7 +43,19 @@ _Triple = tuple[Tensor, Tensor, Tensor]
 
 
 def reference(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, *, dtype: torch.dtype) -> _Triple:
-    """What the op computes, the mean and the reciprocal standard deviation, in plain torch."""
+    """What the op computes, in plain torch.
+
+    Args:
+        x: `[..., n]`, a floating dtype.
+        weight: `[n]`, or None.
+        bias: `[n]`, or None.
+        eps: Added to the variance.
+        dtype: Of the result.
+
+    Returns:
+        `[..., n]` in `dtype`, contiguous; the mean and the reciprocal standard deviation, both `[..., 1]` in float32,
+        or float64 for float64.
+    """
     wide = x.to(compute_dtype(x))
     mean = wide.mean(-1, keepdim=True)
     centred = wide - mean
@@ -202,56 +216,35 @@ def launch_backward(
     return dx, dweight, dbias
 
 
-@torch.library.custom_op(
-    "dsgraph::layer_norm",
-    mutates_args=(),
-    schema="(Tensor x, Tensor? weight, Tensor? bias, float eps, *, ScalarType dtype) -> (Tensor, Tensor, Tensor)",
-)
-def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, *, dtype: torch.dtype) -> _Triple:
-    """LayerNorm over the last dimension.
-
-    Args:
-        x: `[..., n]`, a floating dtype.
-        weight: `[n]`, or None.
-        bias: `[n]`, or None.
-        eps: Added to the variance.
-        dtype: Of the result.
-
-    Returns:
-        `[..., n]` in `dtype`, contiguous; the mean and the reciprocal standard deviation, both `[..., 1]` in float32,
-        or float64 for float64.
-    """
-    compute = launch_forward if takes_triton(x) else reference
-    return compute(x, weight, bias, eps, dtype=dtype)
-
-
-@layer_norm.register_fake
-def _(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, *, dtype: torch.dtype) -> _Triple:
+def fake(x: Tensor, *parameters: Any, dtype: torch.dtype) -> _Triple:
+    """Empty results of the op."""
     mean, rstd = (x.new_empty((*x.shape[:-1], 1), dtype=compute_dtype(x)) for _ in range(2))
     return x.new_empty(x.shape, dtype=dtype), mean, rstd
 
 
-@torch.library.custom_op(
-    "dsgraph::layer_norm_backward",
-    mutates_args=(),
-    schema="(Tensor grad, Tensor x, Tensor? weight, Tensor mean, Tensor rstd, *, ScalarType? bias_dtype) "
-    "-> (Tensor, Tensor, Tensor)",
-)
+def backward_fake(
+    grad: Tensor, x: Tensor, weight: Tensor | None, *statistics: Tensor, bias_dtype: torch.dtype | None
+) -> _Triple:
+    """Empty results of the op's derivative."""
+    dweight = x.new_empty(0) if weight is None else weight.new_empty(weight.shape)
+    dbias = x.new_empty(0) if bias_dtype is None else x.new_empty(x.shape[-1:], dtype=bias_dtype)
+    return x.new_empty(x.shape), dweight, dbias
+
+
+@define_op(like=reference, fake=fake)
+def layer_norm(x: Tensor, *parameters: Any, **options: Any) -> _Triple:
+    """LayerNorm over the last dimension, with the arguments of `reference`."""
+    compute = launch_forward if takes_triton(x) else reference
+    return compute(x, *parameters, **options)
+
+
+@define_op(fake=backward_fake)
 def layer_norm_backward(
     grad: Tensor, x: Tensor, weight: Tensor | None, mean: Tensor, rstd: Tensor, *, bias_dtype: torch.dtype | None
 ) -> _Triple:
     """Gradients of `layer_norm`: of x, of the weight, of the bias `[n]`; empty tensors without weight or bias."""
     compute = launch_backward if takes_triton(x) else backward_reference
     return compute(grad, x, weight, mean, rstd, bias_dtype=bias_dtype)
-
-
-@layer_norm_backward.register_fake
-def _(
-    grad: Tensor, x: Tensor, weight: Tensor | None, mean: Tensor, rstd: Tensor, *, bias_dtype: torch.dtype | None
-) -> _Triple:
-    dweight = x.new_empty(0) if weight is None else weight.new_empty(weight.shape)
-    dbias = x.new_empty(0) if bias_dtype is None else x.new_empty(x.shape[-1:], dtype=bias_dtype)
-    return x.new_empty(x.shape), dweight, dbias
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, Any], output: Any) -> None:

@@ -31,6 +31,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from dsgraph.inductor_ext.ops import define_composite
+
 from .cross_entropy_rows import Terms
 from .launch import wide_dtype
 from .linear_cross_entropy_chunks import linear_cross_entropy_grads, linear_cross_entropy_rows
@@ -45,25 +47,22 @@ def reference(
     target: Tensor,
     bias: Tensor | None = None,
     *,
-    ignore_index: int = -100,
     reduction: str = "mean",
-    label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
-    softcap: float | None = None,
-    logit_scale: float = 1.0,
     dtype: torch.dtype | None = None,
+    **options: Any,
 ) -> Tensor:
-    """What `linear_cross_entropy` computes, in plain torch with all logits in memory."""
+    """What `linear_cross_entropy` computes, in plain torch with all logits in memory. `options`: of `Terms`."""
+    terms = Terms(**options)
     logits = functional.linear(hidden, weight, bias).reshape(-1, weight.shape[0])
-    logits = logits.to(wide_dtype(logits.dtype)) * logit_scale
-    if softcap is not None:
-        logits = softcap * torch.tanh(logits / softcap)
+    logits = logits.to(wide_dtype(logits.dtype)) * terms.logit_scale
+    if terms.softcap is not None:
+        logits = terms.softcap * torch.tanh(logits / terms.softcap)
     labels = target.flatten()
-    valid = labels != ignore_index
+    valid = labels != terms.ignore_index
     losses = functional.cross_entropy(
-        logits, labels, ignore_index=ignore_index, label_smoothing=label_smoothing, reduction="none"
+        logits, labels, ignore_index=terms.ignore_index, label_smoothing=terms.label_smoothing, reduction="none"
     )
-    losses = losses + z_loss * (torch.logsumexp(logits, dim=-1) ** 2).masked_fill(~valid, 0)
+    losses = losses + terms.z_loss * (torch.logsumexp(logits, dim=-1) ** 2).masked_fill(~valid, 0)
     if reduction == "none":
         return losses.reshape(target.shape).to(dtype or losses.dtype)
     total = losses.sum() if reduction == "sum" else losses.sum() / valid.sum()
@@ -102,14 +101,6 @@ def supports(
     if softcap is not None and softcap <= 0:
         return f"softcap is {softcap}, but must be above 0, or None for no cap"
     return None
-
-
-torch.library.define(
-    "dsgraph::linear_cross_entropy",
-    "(Tensor hidden, Tensor weight, Tensor target, Tensor? bias=None, *, int ignore_index=-100, "
-    "str reduction='mean', float label_smoothing=0.0, float z_loss=0.0, float? softcap=None, float logit_scale=1.0, "
-    "ScalarType? dtype=None) -> Tensor",
-)
 
 
 def linear_cross_entropy(
@@ -151,40 +142,59 @@ def linear_cross_entropy(
         IndexError: A target is out of range; on an accelerator, an assertion of the device.
         NotImplementedError: A second derivative is asked for.
     """
-    hidden, weight, bias = _autocast(hidden), _autocast(weight), bias if bias is None else _autocast(bias)
-    refusal = supports(
-        hidden, weight, target, bias, reduction=reduction, label_smoothing=label_smoothing, softcap=softcap
+    terms = Terms(ignore_index, label_smoothing, z_loss, softcap, logit_scale)
+    return _loss(
+        _autocast(hidden),
+        _autocast(weight),
+        target,
+        bias if bias is None else _autocast(bias),
+        terms=terms,
+        reduction=reduction,
+        dtype=dtype,
     )
-    if refusal is not None:
-        raise ValueError(f"linear_cross_entropy: {refusal}")
-    terms = Terms(ignore_index, label_smoothing, z_loss, softcap, logit_scale)._asdict()
-    labels = target.reshape(-1)
-    tensors = (hidden.reshape(-1, hidden.shape[-1]), weight, labels, bias)
-    if reduction == "none":
-        loss = linear_cross_entropy_rows(*tensors, **terms).reshape(target.shape)
-        return loss.to(dtype or loss.dtype)
-    valid = labels != ignore_index
-    row_weights = valid.to(wide_dtype(hidden.dtype))
-    if reduction == "sum":
-        return _weighted_sum(*tensors, row_weights, terms).to(dtype or row_weights.dtype)
-    count = row_weights.sum()
-    loss = _weighted_sum(*tensors, row_weights / count.clamp(min=1), terms)
-    return (loss + 0 / count).to(dtype or loss.dtype)  # of no rows the mean is 0 / 0, and the gradient 0
 
 
 # Autograd sees what it calls, for how the loss is computed depends on whether gradients are needed.
-torch.library.impl("dsgraph::linear_cross_entropy", "CompositeImplicitAutograd", linear_cross_entropy)
+define_composite(linear_cross_entropy)
+
+
+def _loss(
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bias: Tensor | None,
+    *,
+    terms: Terms,
+    reduction: str,
+    dtype: torch.dtype | None,
+) -> Tensor:
+    options = terms._asdict()
+    refusal = supports(hidden, weight, target, bias, reduction=reduction, **options)
+    if refusal is not None:
+        raise ValueError(f"linear_cross_entropy: {refusal}")
+    labels = target.reshape(-1)
+    tensors = (hidden.reshape(-1, hidden.shape[-1]), weight, labels, bias)
+    if reduction == "none":
+        loss = linear_cross_entropy_rows(*tensors, **options).reshape(target.shape)
+        return loss.to(dtype or loss.dtype)
+    valid = labels != terms.ignore_index
+    row_weights = valid.to(wide_dtype(hidden.dtype))
+    if reduction == "sum":
+        return _weighted_sum(*tensors, row_weights, options).to(dtype or row_weights.dtype)
+    count = row_weights.sum()
+    loss = _weighted_sum(*tensors, row_weights / count.clamp(min=1), options)
+    return (loss + 0 / count).to(dtype or loss.dtype)  # of no rows the mean is 0 / 0, and the gradient 0
 
 
 def _weighted_sum(
-    hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, row_weights: Tensor, terms: dict[str, Any]
+    hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, row_weights: Tensor, options: dict[str, Any]
 ) -> Tensor:
     tensors = (hidden, weight, target, bias)
     needs = [tensor is not None and tensor.requires_grad for tensor in (hidden, weight, bias)]
     if torch.is_grad_enabled() and any(needs):
-        return linear_cross_entropy_grads(*tensors, row_weights, needs=needs, **terms)[0]
+        return linear_cross_entropy_grads(*tensors, row_weights, needs=needs, **options)[0]
     # No product of vectors: autocast would round it.
-    return (linear_cross_entropy_rows(*tensors, **terms) * row_weights).sum()
+    return (linear_cross_entropy_rows(*tensors, **options) * row_weights).sum()
 
 
 def _autocast(tensor: Tensor) -> Tensor:

@@ -145,9 +145,9 @@ def linear_cross_entropy_rows(
     return losses
 
 
-@linear_cross_entropy_rows.register_fake
-def _(hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, **options: Any) -> Tensor:
-    return hidden.new_empty(hidden.shape[0], dtype=wide_dtype(hidden.dtype))
+linear_cross_entropy_rows.register_fake(
+    lambda hidden, *tensors, **options: hidden.new_empty(hidden.shape[0], dtype=wide_dtype(hidden.dtype))
+)
 
 
 @torch.library.custom_op(
@@ -207,17 +207,10 @@ def linear_cross_entropy_grads(
 
 
 @linear_cross_entropy_grads.register_fake
-def _(
-    hidden: Tensor,
-    weight: Tensor,
-    target: Tensor,
-    bias: Tensor | None,
-    row_weights: Tensor,
-    *,
-    needs: Sequence[bool],
-    **options: Any,
+def _grads_fake(
+    hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, row_weights: Tensor, **options: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    stored = _stored_dtype(hidden.dtype)
+    needs, stored = options["needs"], _stored_dtype(hidden.dtype)
     return (
         row_weights.new_empty(()),
         hidden.new_empty(hidden.shape if needs[0] else 0, dtype=stored),

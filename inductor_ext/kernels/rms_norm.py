@@ -23,6 +23,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dsgraph.inductor_ext.ops import define_op
+
 from .launch import (
     PROGRAMS,
     as_rows,
@@ -42,7 +44,19 @@ from .launch import (
 def reference(
     x: Tensor, weight: Tensor | None, eps: float, *, offset: float, norm_dtype: torch.dtype, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """What the op computes, and its reciprocal root mean square, in plain torch."""
+    """What the op computes, in plain torch.
+
+    Args:
+        x: `[..., n]`, a floating dtype.
+        weight: `[n]`, or None.
+        eps: Added to the mean square.
+        offset: Added to the weight.
+        norm_dtype: To which the normalised input is rounded before it is multiplied by the weight.
+        dtype: Of the result.
+
+    Returns:
+        `[..., n]` in `dtype`; the reciprocal root mean square `[..., 1]` in float32, or float64 for float64.
+    """
     wide = x.to(compute_dtype(x))
     rstd = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
     y = (wide * rstd).to(norm_dtype)
@@ -198,58 +212,30 @@ def takes(x: Tensor, weight: Tensor | None, norm_dtype: torch.dtype) -> bool:
     return takes_triton(x, weight) and norm_dtype != torch.float64
 
 
-@torch.library.custom_op(
-    "dsgraph::rms_norm",
-    mutates_args=(),
-    schema="(Tensor x, Tensor? weight, float eps, *, float offset, ScalarType norm_dtype, ScalarType dtype) "
-    "-> (Tensor, Tensor)",
-)
-def rms_norm(
-    x: Tensor, weight: Tensor | None, eps: float, *, offset: float, norm_dtype: torch.dtype, dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
-    """RMSNorm over the last dimension.
-
-    Args:
-        x: `[..., n]`, a floating dtype.
-        weight: `[n]`, or None.
-        eps: Added to the mean square.
-        offset: Added to the weight.
-        norm_dtype: To which the normalised input is rounded before it is multiplied by the weight.
-        dtype: Of the result.
-
-    Returns:
-        `[..., n]` in `dtype`; the reciprocal root mean square `[..., 1]` in float32, or float64 for float64.
-    """
-    compute = launch_forward if takes(x, weight, norm_dtype) else reference
-    return compute(x, weight, eps, offset=offset, norm_dtype=norm_dtype, dtype=dtype)
-
-
-@rms_norm.register_fake
-def _(
-    x: Tensor, weight: Tensor | None, eps: float, *, offset: float, norm_dtype: torch.dtype, dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
+def fake(x: Tensor, *_: Any, dtype: torch.dtype, **__: Any) -> tuple[Tensor, Tensor]:
+    """Empty results of the op."""
     return x.new_empty(x.shape, dtype=dtype), x.new_empty((*x.shape[:-1], 1), dtype=compute_dtype(x))
 
 
-@torch.library.custom_op(
-    "dsgraph::rms_norm_backward",
-    mutates_args=(),
-    schema="(Tensor grad, Tensor x, Tensor? weight, Tensor rstd, *, float offset, ScalarType norm_dtype) "
-    "-> (Tensor, Tensor)",
-)
+def backward_fake(grad: Tensor, x: Tensor, weight: Tensor | None, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+    """Empty results of the op's derivative."""
+    return x.new_empty(x.shape), x.new_empty(0) if weight is None else torch.empty_like(weight)
+
+
+@define_op(like=reference, fake=fake)
+def rms_norm(x: Tensor, weight: Tensor | None, eps: float, **options: Any) -> tuple[Tensor, Tensor]:
+    """RMSNorm over the last dimension, with the arguments of `reference`."""
+    compute = launch_forward if takes(x, weight, options["norm_dtype"]) else reference
+    return compute(x, weight, eps, **options)
+
+
+@define_op(fake=backward_fake)
 def rms_norm_backward(
     grad: Tensor, x: Tensor, weight: Tensor | None, rstd: Tensor, *, offset: float, norm_dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     """Gradients of `rms_norm`: of x, like x; of the weight, like the weight, or an empty tensor without one."""
     compute = launch_backward if takes(x, weight, norm_dtype) else backward_reference
     return compute(grad, x, weight, rstd, offset=offset, norm_dtype=norm_dtype)
-
-
-@rms_norm_backward.register_fake
-def _(
-    grad: Tensor, x: Tensor, weight: Tensor | None, rstd: Tensor, *, offset: float, norm_dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
-    return x.new_empty(x.shape), x.new_empty(0) if weight is None else torch.empty_like(weight)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, Any], output: Any) -> None:

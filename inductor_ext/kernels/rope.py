@@ -24,6 +24,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dsgraph.inductor_ext.ops import define_op
+
 from .launch import compute_dtype, next_power_of_2, on_device_of, takes_triton, tl, triton, why_not_floating
 
 # Elements of half a row that a program rotates, in as many rows as that makes.
@@ -31,7 +33,17 @@ _TILE = 1024
 
 
 def reference(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool, inverse: bool, dtype: torch.dtype) -> Tensor:
-    """What the op computes, in plain torch."""
+    """What the op computes, in plain torch.
+
+    Args:
+        x: `[..., n]`, n even, a floating dtype.
+        cos: `[..., n]` or `[..., n/2]`; its other dimensions broadcast against those of x. It needs no gradient.
+        sin: Likewise.
+        interleaved: Whether a pair is two neighbours; otherwise it is a column of the first half and its like in the
+            second.
+        inverse: Whether to rotate by the negative angle.
+        dtype: Of the result.
+    """
     (c1, c2), (s1, s2) = (_tables(item, x, interleaved) for item in (cos, sin))
     return _rotated(x, (c1, c2), (-s1, -s2) if inverse else (s1, s2), interleaved).to(dtype)
 
@@ -130,21 +142,19 @@ def rotate_kernel(  # type: ignore[no-untyped-def]
     tl.store(y_at + step, y2.to(y_ptr.dtype.element_ty), mask=inside)
 
 
-def launch_forward(
-    x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool, inverse: bool, dtype: torch.dtype
-) -> Tensor:
+def launch_forward(x: Tensor, *tables: Tensor, **options: Any) -> Tensor:
     """`reference` by the Triton kernel."""
-    return _launch(x, cos, sin, dtype, INTERLEAVED=interleaved, TRANSPOSED=False, sign=-1.0 if inverse else 1.0)
+    return _launch(x, *tables, transposed=False, **options)
 
 
-def launch_backward(
-    grad: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool, inverse: bool, dtype: torch.dtype
-) -> Tensor:
+def launch_backward(grad: Tensor, *tables: Tensor, **options: Any) -> Tensor:
     """`backward_reference` by the Triton kernel."""
-    return _launch(grad, cos, sin, dtype, INTERLEAVED=interleaved, TRANSPOSED=True, sign=-1.0 if inverse else 1.0)
+    return _launch(grad, *tables, transposed=True, **options)
 
 
-def _launch(x: Tensor, cos: Tensor, sin: Tensor, dtype: torch.dtype, **constants: Any) -> Tensor:
+def _launch(
+    x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool, inverse: bool, dtype: torch.dtype, transposed: bool
+) -> Tensor:
     n = x.shape[-1]
     y = torch.empty_like(x, dtype=dtype)
     if x.ndim > 4 or y.stride(-1) != 1:
@@ -157,12 +167,13 @@ def _launch(x: Tensor, cos: Tensor, sin: Tensor, dtype: torch.dtype, **constants
     rows = math.prod(x.shape[:-1])
     with on_device_of(x):
         rotate_kernel[(-(-rows // programs_rows),)](
-            *(*tensors, rows, *tensors[0].shape[1:3], n // 2, *strides),
+            *(*tensors, rows, *tensors[0].shape[1:3], n // 2, *strides, -1.0 if inverse else 1.0),
+            INTERLEAVED=interleaved,
             FULL_COS=cos.shape[-1] == n,
             FULL_SIN=sin.shape[-1] == n,
+            TRANSPOSED=transposed,
             ROWS=programs_rows,
             BLOCK=block,
-            **constants,
         )
     return y
 
@@ -179,54 +190,26 @@ def _laid_out_as(y: Tensor, x: Tensor) -> Tensor:
     return y if y.stride() == like.stride() else like.copy_(y)
 
 
-@torch.library.custom_op(
-    "dsgraph::rope",
-    mutates_args=(),
-    schema="(Tensor x, Tensor cos, Tensor sin, *, bool interleaved, bool inverse, ScalarType dtype) -> Tensor",
-)
-def rope(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool, inverse: bool, dtype: torch.dtype) -> Tensor:
-    """Rotates pairs of columns.
+def _fake(x: Tensor, *tables: Tensor, dtype: torch.dtype, **ways: bool) -> Tensor:
+    return torch.empty_like(x, dtype=dtype)
 
-    Args:
-        x: `[..., n]`, n even, a floating dtype.
-        cos: `[..., n]` or `[..., n/2]`; its other dimensions broadcast against those of x. It needs no gradient.
-        sin: Likewise.
-        interleaved: Whether a pair is two neighbours; otherwise it is a column of the first half and its like in the
-            second.
-        inverse: Whether to rotate by the negative angle.
-        dtype: Of the result.
 
-    Returns:
-        Like x, in `dtype`.
+@define_op(like=reference, fake=_fake)
+def rope(x: Tensor, *tables: Tensor, **options: Any) -> Tensor:
+    """Rotates pairs of columns, with the arguments of `reference`; laid out like x.
 
     Raises:
         RuntimeError: If cos or sin needs a gradient.
     """
-    compute = launch_forward if takes_triton(x, cos, sin) else reference
-    return _laid_out_as(compute(x, cos, sin, interleaved=interleaved, inverse=inverse, dtype=dtype), x)
+    compute = launch_forward if takes_triton(x, *tables) else reference
+    return _laid_out_as(compute(x, *tables, **options), x)
 
 
-@rope.register_fake
-def _(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool, inverse: bool, dtype: torch.dtype) -> Tensor:
-    return torch.empty_like(x, dtype=dtype)
-
-
-@torch.library.custom_op(
-    "dsgraph::rope_backward",
-    mutates_args=(),
-    schema="(Tensor grad, Tensor cos, Tensor sin, *, bool interleaved, bool inverse, ScalarType dtype) -> Tensor",
-)
-def rope_backward(
-    grad: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool, inverse: bool, dtype: torch.dtype
-) -> Tensor:
+@define_op(like=backward_reference, fake=_fake)
+def rope_backward(grad: Tensor, *tables: Tensor, **options: Any) -> Tensor:
     """The gradient of x in `rope`, whose dtype is `dtype`; laid out like grad."""
-    compute = launch_backward if takes_triton(grad, cos, sin) else backward_reference
-    return _laid_out_as(compute(grad, cos, sin, interleaved=interleaved, inverse=inverse, dtype=dtype), grad)
-
-
-@rope_backward.register_fake
-def _(grad: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool, inverse: bool, dtype: torch.dtype) -> Tensor:
-    return torch.empty_like(grad, dtype=dtype)
+    compute = launch_backward if takes_triton(grad, *tables) else backward_reference
+    return _laid_out_as(compute(grad, *tables, **options), grad)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, Any], output: Any) -> None:

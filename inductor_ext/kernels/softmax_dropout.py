@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from dsgraph.inductor_ext.compat import never_merge
+from dsgraph.inductor_ext.ops import define_op
 
 from .launch import (
     as_rows,
@@ -40,7 +41,17 @@ from .launch import (
 
 
 def reference(x: Tensor, p: float, *, softmax_dtype: torch.dtype, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """What the op computes, and which elements it keeps, in plain torch."""
+    """What the op computes, in plain torch.
+
+    Args:
+        x: `[..., n]`, a floating dtype.
+        p: The share that is dropped, from 0 to 1.
+        softmax_dtype: To which the softmax is rounded; torch computes those of 16 bits in float32.
+        dtype: Of the result.
+
+    Returns:
+        `[..., n]` in `dtype`; which elements are kept, bool, of the same shape. Both are contiguous.
+    """
     z = x.softmax(-1, dtype=softmax_dtype).to(dtype).contiguous()
     y, kept = torch.native_dropout(z, p, True)
     return y, kept.to(torch.bool)  # of no elements torch gives a mask in `dtype`
@@ -124,55 +135,31 @@ def launch_backward(grad: Tensor, x: Tensor, kept: Tensor, p: float) -> Tensor:
     return dx
 
 
-@torch.library.custom_op(
-    "dsgraph::softmax_dropout",
-    mutates_args=(),
-    schema="(Tensor x, float p, *, ScalarType softmax_dtype, ScalarType dtype) -> (Tensor, Tensor)",
-    tags=(torch.Tag.nondeterministic_seeded,),
-)
-def softmax_dropout(x: Tensor, p: float, *, softmax_dtype: torch.dtype, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Dropout of a softmax over the last dimension, as in training.
+def _fake(x: Tensor, p: float, *, softmax_dtype: torch.dtype, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    never_merge(torch.ops.dsgraph.softmax_dropout)  # no graph has a call of it before this has run
+    return x.new_empty(x.shape, dtype=dtype), x.new_empty(x.shape, dtype=torch.bool)
 
-    Args:
-        x: `[..., n]`, a floating dtype.
-        p: The share that is dropped, from 0 to 1.
-        softmax_dtype: To which the softmax is rounded; torch computes those of 16 bits in float32.
-        dtype: Of the result.
 
-    Returns:
-        `[..., n]` in `dtype`; which elements are kept, bool, of the same shape. Both are contiguous.
+@define_op(like=reference, fake=_fake, tags=(torch.Tag.nondeterministic_seeded,))
+def softmax_dropout(x: Tensor, p: float, **dtypes: torch.dtype) -> Any:
+    """Dropout of a softmax over the last dimension, as in training, with the arguments of `reference`.
 
     Raises:
         ValueError: p is below 0 or above 1.
     """
     if not 0 <= p <= 1:
         raise ValueError(f"softmax_dropout: p is {p}; a share from 0 to 1 is expected")
-    if takes_triton(x) and torch.float64 not in (softmax_dtype, dtype):
-        return launch_forward(x, p, dtype=dtype)
-    return reference(x, p, softmax_dtype=softmax_dtype, dtype=dtype)
+    if takes_triton(x) and torch.float64 not in dtypes.values():
+        return launch_forward(x, p, dtype=dtypes["dtype"])
+    return reference(x, p, **dtypes)
 
 
-@softmax_dropout.register_fake
-def _(x: Tensor, p: float, *, softmax_dtype: torch.dtype, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    never_merge(torch.ops.dsgraph.softmax_dropout)  # no graph has a call of it before this has run
-    return x.new_empty(x.shape, dtype=dtype), x.new_empty(x.shape, dtype=torch.bool)
-
-
-@torch.library.custom_op(
-    "dsgraph::softmax_dropout_backward",
-    mutates_args=(),
-    schema="(Tensor grad, Tensor x, Tensor kept, float p, *, ScalarType softmax_dtype) -> Tensor",
-)
+@define_op(fake=lambda grad, x, *_, **__: x.new_empty(x.shape))
 def softmax_dropout_backward(grad: Tensor, x: Tensor, kept: Tensor, p: float, *, softmax_dtype: torch.dtype) -> Tensor:
     """Gradient of `softmax_dropout`, contiguous, in the dtype of x."""
     if takes_triton(x, grad) and softmax_dtype != torch.float64:
         return launch_backward(grad, x, kept, p)
     return backward_reference(grad, x, kept, p, softmax_dtype=softmax_dtype)
-
-
-@softmax_dropout_backward.register_fake
-def _(grad: Tensor, x: Tensor, kept: Tensor, p: float, *, softmax_dtype: torch.dtype) -> Tensor:
-    return x.new_empty(x.shape)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, Any], output: Any) -> None:

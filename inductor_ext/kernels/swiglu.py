@@ -20,11 +20,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dsgraph.inductor_ext.ops import define_op
+
 from .launch import compute_dtype, differentiate_by, launch_by_rows, takes_triton, tl, triton, why_not_floating
 
 
 def reference(gate: Tensor, up: Tensor, *, dtype: torch.dtype) -> Tensor:
-    """What the op computes, in plain torch."""
+    """What the op computes, in plain torch.
+
+    Args:
+        gate: `[..., n]`, a floating dtype.
+        up: Of the same shape, a floating dtype.
+        dtype: Of the result.
+
+    Returns:
+        A contiguous tensor of the same shape, in `dtype`.
+    """
     wide = compute_dtype(gate, up)
     return (torch.nn.functional.silu(gate.to(wide)) * up.to(wide)).to(dtype).contiguous()
 
@@ -84,41 +95,18 @@ def launch_backward(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Ten
     return gradients
 
 
-@torch.library.custom_op(
-    "dsgraph::swiglu", mutates_args=(), schema="(Tensor gate, Tensor up, *, ScalarType dtype) -> Tensor"
-)
-def swiglu(gate: Tensor, up: Tensor, *, dtype: torch.dtype) -> Tensor:
-    """`silu(gate) * up`.
-
-    Args:
-        gate: `[..., n]`, a floating dtype.
-        up: Of the same shape, a floating dtype.
-        dtype: Of the result.
-
-    Returns:
-        A contiguous tensor of the same shape, in `dtype`.
-    """
-    compute = launch_forward if takes_triton(gate, up) else reference
-    return compute(gate, up, dtype=dtype)
+@define_op(like=reference, fake=lambda gate, up, *, dtype: gate.new_empty(gate.shape, dtype=dtype))
+def swiglu(*tensors: Tensor, **options: Any) -> Any:
+    """`silu(gate) * up`, with the arguments of `reference`."""
+    compute = launch_forward if takes_triton(*tensors) else reference
+    return compute(*tensors, **options)
 
 
-@swiglu.register_fake
-def _(gate: Tensor, up: Tensor, *, dtype: torch.dtype) -> Tensor:
-    return gate.new_empty(gate.shape, dtype=dtype)
-
-
-@torch.library.custom_op(
-    "dsgraph::swiglu_backward", mutates_args=(), schema="(Tensor grad, Tensor gate, Tensor up) -> (Tensor, Tensor)"
-)
-def swiglu_backward(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+@define_op(like=backward_reference, fake=lambda grad, gate, up: (gate.new_empty(gate.shape), up.new_empty(up.shape)))
+def swiglu_backward(*tensors: Tensor) -> Any:
     """Gradients of `swiglu`, contiguous: of gate and of up, each in its dtype."""
-    compute = launch_backward if takes_triton(gate, up, grad) else backward_reference
-    return compute(grad, gate, up)
-
-
-@swiglu_backward.register_fake
-def _(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
-    return gate.new_empty(gate.shape), up.new_empty(up.shape)
+    compute = launch_backward if takes_triton(*tensors) else backward_reference
+    return compute(*tensors)
 
 
 differentiate_by(swiglu, swiglu_backward)
