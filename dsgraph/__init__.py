@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from .compiler.custom_kernel import kernel
     from .errors import AccumulationError, KernelError, OptionError, PartitionError, RanksDisagreeError, StrictError
     from .sharding.materialize import materialize
-    from .sharding.partition import partition
     from .step.accumulate import accumulate, discard
+    from .step.state import partition
     from .tools.reporting.report import Report, report
 
 __version__ = "0.1.0"

@@ -14,8 +14,8 @@ from .compiler.compile import compile
 from .compiler.custom_kernel import kernel
 from .errors import AccumulationError, KernelError, OptionError, PartitionError, RanksDisagreeError, StrictError
 from .sharding.materialize import materialize
-from .sharding.partition import partition
 from .step.accumulate import accumulate, discard
+from .step.state import partition
 from .tools.reporting.report import Report, report
 
 __all__ = [

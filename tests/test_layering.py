@@ -49,11 +49,9 @@ NOT_YET = {
     ("launch/script", "tools.cli"),
     ("tools/cli/probe", "api"),
     ("sharding/agreement", "compiler.costs"),
-    *((f"sharding/{stem}", "step") for stem in ("materialize", "partition", "seam")),
 }
 CIRCLES_NOT_YET = [
     ["dsgraph.compiler.costs.agreed", "dsgraph.sharding.agreement"],
-    ["dsgraph.sharding.seam", "dsgraph.step.replicas", "dsgraph.step.state"],
     ["dsgraph.tools.reporting.report", "dsgraph.tools.reporting.text"],
 ]
 # Names that every part may ask the product for.

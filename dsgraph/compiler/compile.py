@@ -11,7 +11,7 @@ from torch.distributed.tensor import DeviceMesh
 
 from dsgraph.errors import OptionError
 from dsgraph.nearest import nearest
-from dsgraph.sharding.partition import partition
+from dsgraph.step.state import partition
 
 from .backend import backend
 from .options import BackendOptions, mode_settings, parse_options

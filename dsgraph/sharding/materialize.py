@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DeviceMesh, DTensor
 
 from dsgraph.errors import PartitionError
-from dsgraph.step.state import ParameterState, PartitionState, partition_states
 
 from .partition import broadcast_from_first, local_rows, placements_for
 from .refusals import refuse_early_optimizers
+from .table import PartitionedModel, ShardedParameter, partitioned_parts
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
 Init = Callable[[nn.Module], object] | Literal["empty"] | None
@@ -48,7 +48,7 @@ def materialize(model: ModelT, device: torch.device | str | None = None, *, init
         PartitionError: The model is not partitioned or not on the meta device, or a module has parameters and no known
             way to initialise them; nothing was changed.
     """
-    states = partition_states(model)
+    states = partitioned_parts(model)
     if not states:
         raise PartitionError("materialize: the model is not partitioned; call dsgraph.partition(model, ...) first")
     on_meta = [entry for state in states for entry in state.parameters if entry.param.is_meta]
@@ -119,7 +119,7 @@ def _initialiser(model: nn.Module, module: nn.Module, init: Init) -> Callable[[n
 
 def _materialize_module(
     module: nn.Module,
-    entries: dict[int, tuple[ParameterState, PartitionState]],
+    entries: dict[int, tuple[ShardedParameter, PartitionedModel]],
     device: torch.device,
     initialise: Callable[[nn.Module], object],
 ) -> None:
@@ -146,7 +146,7 @@ def _materialize_module(
             _keep_rows(*entries[id(param)], value.detach())
 
 
-def _keep_rows(entry: ParameterState, state: PartitionState, full: Tensor) -> None:
+def _keep_rows(entry: ShardedParameter, state: PartitionedModel, full: Tensor) -> None:
     meta = entry.param
     local = DTensor.from_local(
         local_rows(full, entry.layout, state.mesh),
@@ -160,4 +160,4 @@ def _keep_rows(entry: ParameterState, state: PartitionState, full: Tensor) -> No
     shard.__dict__.update(meta.__dict__)
     for owner, attribute in entry.owners:
         owner._parameters[attribute] = shard
-    state.keep_replica(entry)
+    state.note_materialized(entry)

@@ -12,13 +12,14 @@ from torch.distributed.tensor import DeviceMesh, DTensor, Placement, Replicate, 
 
 from dsgraph.errors import PartitionError
 from dsgraph.passes import AxisRole
-from dsgraph.step.state import HeldParameters, ParameterState, PartitionState
 
 from .agreement import Agreement
+from .layout import Layout
 from .mesh import axis_roles, mesh_axes, resolve_mesh, shard_dim
 from .refusals import refuse_early_optimizers, refuse_hidden_references, refuse_model, refuse_parameters
-from .seam import Layout, property_for
+from .seam import property_for
 from .stages import STAGES, ZeroStage
+from .table import HeldParameters, PartitionedModel, ShardedParameter
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
 
@@ -62,24 +63,24 @@ def partition(
     refuse_hidden_references(model)
     refuse_early_optimizers(parameters.values(), doing="partition")
     mesh = resolve_mesh(mesh, model)
-    arguments = (
-        f"partition(stage={stage}, {param_dtype=}, {reduce_dtype=}, {keep_whole_below=}, mesh={tuple(mesh.shape)})"
-    )
-    table = [f"{name}: {list(p.shape)} {p.dtype} requires_grad={p.requires_grad}" for name, p in parameters.items()]
-    Agreement.over(mesh).confirm("partition different models", [arguments, *table])
+    arguments = f"stage={stage}, {param_dtype=}, {reduce_dtype=}, {keep_whole_below=}, mesh={tuple(mesh.shape)}"
+    _agree(mesh, f"partition({arguments})", parameters)
 
-    state = PartitionState(mesh=mesh, axes=mesh_axes(mesh), stage=stage)
+    state = PartitionedModel(mesh=mesh, axes=mesh_axes(mesh), stage=stage)
     owners = _owners(model)
     for name, param in parameters.items():
         reason = _why_whole(param, state.zero, keep_whole_below)
         layout = _layout_for(param, state, param_dtype, reduce_dtype, whole=bool(reason))
-        entry = ParameterState(name=name, owners=owners[param], layout=layout, whole_because=reason)
+        entry = ShardedParameter(name=name, owners=owners[param], layout=layout, whole_because=reason)
         _replace(entry, _shard(param, layout, mesh))
         state.parameters.append(entry)
     _swap_classes(model, state)
-    for entry in state.parameters:
-        state.keep_replica(entry)
     return model
+
+
+def _agree(mesh: DeviceMesh, call: str, parameters: Mapping[str, nn.Parameter]) -> None:
+    table = [f"{name}: {list(p.shape)} {p.dtype} requires_grad={p.requires_grad}" for name, p in parameters.items()]
+    Agreement.over(mesh).confirm("partition different models", [call, *table])
 
 
 def _check_arguments(stage: object, param_dtype: object, reduce_dtype: object, keep_whole_below: object) -> None:
@@ -118,7 +119,7 @@ def _why_whole(param: nn.Parameter, stage: ZeroStage, keep_whole_below: int) -> 
 
 def _layout_for(
     param: nn.Parameter,
-    state: PartitionState,
+    state: PartitionedModel,
     param_dtype: torch.dtype | None,
     reduce_dtype: torch.dtype | None,
     *,
@@ -176,12 +177,12 @@ def local_rows(full: Tensor, layout: Layout, mesh: DeviceMesh) -> Tensor:
     return chunks[rank].clone() if rank < len(chunks) else full[:0].clone()
 
 
-def _replace(entry: ParameterState, shard: nn.Parameter) -> None:
+def _replace(entry: ShardedParameter, shard: nn.Parameter) -> None:
     for module, attribute in entry.owners:
         module._parameters[attribute] = shard
 
 
-def _swap_classes(model: nn.Module, state: PartitionState) -> None:
+def _swap_classes(model: nn.Module, state: PartitionedModel) -> None:
     """Gives each module that holds parameters a subclass of its class with one property a parameter."""
     layouts: dict[nn.Module, dict[str, Layout]] = {}
     for entry in state.parameters:

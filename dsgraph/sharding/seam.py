@@ -7,9 +7,8 @@ collectives, so that a partitioned model is correct wherever it runs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,88 +16,9 @@ from torch.distributed.tensor import DTensor
 
 from dsgraph import compat
 from dsgraph.errors import PartitionError
-from dsgraph.inductor_ext import start_reduction
 
-from .stages import STAGES, ZeroStage
-
-if TYPE_CHECKING:
-    from dsgraph.step.state import HeldParameters
-
-
-@dataclass(frozen=True)
-class Layout:
-    """How a parameter is laid out. Equal for equal parameters, so that equal layers share one class and one graph.
-
-    Attributes:
-        stage: ZeRO stage, 0 to 3.
-        shape: Shape of the full parameter.
-        param_dtype: Dtype in which the forward sees it; None for the master dtype.
-        reduce_dtype: Dtype in which its gradient is summed; None for the dtype in which the forward sees it.
-        group: Process group over which its rows are split; "" when every rank holds it whole.
-        outer_groups: Process groups over which its gradient is averaged besides.
-    """
-
-    stage: int
-    shape: tuple[int, ...]
-    param_dtype: torch.dtype | None
-    reduce_dtype: torch.dtype | None
-    group: str
-    outer_groups: tuple[str, ...]
-
-    @property
-    def zero(self) -> ZeroStage:
-        """What the stage does."""
-        return STAGES[self.stage]
-
-    def dtypes(self, master: torch.dtype) -> tuple[torch.dtype, torch.dtype]:
-        """Dtype of the full parameter, dtype of the reduction."""
-        compute = self.param_dtype or master
-        return compute, self.reduce_dtype or compute
-
-    def mark(
-        self, shard: Tensor, replica: Tensor | None, shape: Sequence[int], local_sum: Tensor | None = None
-    ) -> Tensor:
-        """The marker for this layout, or, run eagerly, the gather itself. `shape` is that of the full parameter.
-
-        With a `local_sum` the backend decides whether the gradient is reduced together with it.
-        """
-        dtype, reduce_dtype = self.dtypes(shard.dtype)
-        return torch.ops.dsgraph.gather_param(
-            shard,
-            replica,
-            shape,
-            *(() if local_sum is None else (local_sum,)),
-            dtype=dtype,
-            reduce_dtype=reduce_dtype,
-            group=self.group,
-            outer_groups=list(self.outer_groups),
-        )
-
-    def local(self, leaf: Tensor) -> Tensor:
-        """A full parameter whose gradient stays on this rank, in the dtype that the forward sees."""
-        return leaf if self.param_dtype is None else leaf.to(self.param_dtype)
-
-    def reduce(self, grad: Tensor, shard: Tensor) -> Tensor:
-        """This rank's part of the averaged gradient. `grad`: `[*shape]`; result: like `shard`."""
-        return self.start_reducing(grad, shard)()
-
-    def start_reducing(self, grad: Tensor, shard: Tensor) -> Callable[[], Tensor]:
-        """The same in two parts: the first lets the gradient travel, the result waits for it."""
-        _, reduce_dtype = self.dtypes(shard.dtype)
-        return start_reduction(
-            grad,
-            shard.shape,
-            dtype=shard.dtype,
-            reduce_dtype=reduce_dtype,
-            group=self.group,
-            outer_groups=list(self.outer_groups),
-        )
-
-
-def held_by(module: nn.Module) -> HeldParameters:
-    """What a module of a partitioned model needs to hand out its parameters."""
-    held: HeldParameters = module._dsgraph  # type: ignore[assignment]
-    return held
+from .layout import Layout
+from .table import held_by
 
 
 def property_for(name: str, layout: Layout) -> property:

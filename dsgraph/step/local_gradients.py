@@ -27,7 +27,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from dsgraph import compat
 from dsgraph.errors import AccumulationError
 from dsgraph.inductor_ext import all_reduce_sum
-from dsgraph.sharding.seam import held_by
+from dsgraph.sharding.table import held_by
 
 if TYPE_CHECKING:
     from .state import ParameterState, PartitionState

@@ -2,33 +2,18 @@
 
 from __future__ import annotations
 
-from enum import IntEnum
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
 from dsgraph import compat
 from dsgraph.inductor_ext import backend_name, c10d_functional, chunk_rows, resolve_group, sends_messages, start_gather
+from dsgraph.sharding.layout import Layout
+from dsgraph.sharding.table import PartitionedModel
 
-if TYPE_CHECKING:
-    from dsgraph.sharding.seam import Layout
-
-    from .state import ParameterState, PartitionState
-
-
-class Freshness(IntEnum):
-    """What is known about a replica."""
-
-    STALE = 0
-    """The shards have changed since."""
-    SUSPECT = 1
-    """A gradient went through it, so an update that left no trace may have followed."""
-    FRESH = 2
-    """Equal to the shards."""
+from .parameter import Freshness, ParameterState
 
 
-def new_replica(layout: Layout, shard: Tensor, partition: PartitionState) -> Tensor:
+def new_replica(layout: Layout, shard: Tensor, partition: PartitionedModel) -> Tensor:
     """An empty full parameter, `[*layout.shape]` in the dtype that the forward sees.
 
     It knows its partition, so that a compiled graph that reads it can have it refreshed first. Its memory has room for

@@ -2,118 +2,33 @@
 
 from __future__ import annotations
 
-import math
 import weakref
-from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from functools import wraps
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DeviceMesh, DTensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from dsgraph import compat
-from dsgraph.inductor_ext import c10d_functional, chunk_rows, resolve_group
-from dsgraph.passes import MeshAxis
-from dsgraph.sharding.seam import Layout, held_by
-from dsgraph.sharding.stages import STAGES, ZeroStage
+from dsgraph.inductor_ext import c10d_functional
+from dsgraph.sharding.partition import partition as _partition
+from dsgraph.sharding.table import PartitionedModel, ShardedParameter, held_by, partitioned_parts
 
-from .replicas import Freshness, new_replica, start_gathers
+from .parameter import Freshness, ParameterState
+from .replicas import new_replica, start_gathers
 
-
-@dataclass(eq=False)
-class ParameterState:
-    """One parameter, shared by all modules that are tied to it.
-
-    Attributes:
-        name: Its (first) name in the model.
-        owners: The modules that hold it, each with its name there.
-        layout: How it is laid out.
-        whole_because: Why every rank holds all of it; empty for a sharded parameter.
-        replica: `[*shape]`, the gathered copy of stages 1 and 2, and while it is held for a step that of stage 3;
-            None otherwise, and for whole parameters.
-        is_held_for_step: Whether stage 3 holds a replica from the first micro-batch of a step to the last.
-        freshness: What is known of the replica.
-        leaf: What modules hand out while gradients are not reduced; see `local_gradients`.
-        local_sum: `[*shape]` in the master dtype, the sum of the leaf's gradients, or zeros that wait for them.
-        is_summed: Whether anything is in the sum that has not been reduced.
-        withheld: What was in the sum, while a backward runs that must not add it.
-        hooked_leaf: id of the leaf that reports its gradients.
-        hooked_param: id of the parameter that does so.
-    """
-
-    name: str
-    owners: list[tuple[nn.Module, str]]
-    layout: Layout
-    whole_because: str = ""
-    replica: Tensor | None = None
-    is_held_for_step: bool = False
-    freshness: Freshness = Freshness.STALE
-    leaf: Tensor | None = None
-    local_sum: Tensor | None = None
-    is_summed: bool = False
-    withheld: Tensor | None = None
-    hooked_leaf: int = 0
-    hooked_param: int = 0
-    _gathered_from: Any = None
-    _gathered_version: int = -1
-
-    @property
-    def param(self) -> DTensor:
-        """The sharded parameter as its module holds it now."""
-        module, attribute = self.owners[0]
-        param: DTensor = module._parameters[attribute]  # type: ignore[assignment]
-        return param
-
-    def bytes_of_rank(self, dtype: torch.dtype) -> int:
-        """Bytes of one rank's rows of a sharded parameter in `dtype`, padded to those of the largest shard."""
-        rows, *rest = self.layout.shape
-        return chunk_rows(rows, resolve_group(self.layout.group).size()) * math.prod(rest) * dtype.itemsize
-
-    @property
-    def replica_bytes(self) -> int:
-        """What a replica takes in memory: equally many rows of each rank, of which some may be padding."""
-        dtype, _ = self.layout.dtypes(self.param.dtype)
-        return self.bytes_of_rank(dtype) * resolve_group(self.layout.group).size()
-
-    def __getstate__(self) -> dict[str, Any]:
-        # A copy of the model has no part in the step.
-        replica = None if self.layout.stage == 3 else self.replica
-        nothing = {"leaf": None, "local_sum": None, "is_summed": False, "withheld": None}
-        return {**self.__dict__, **nothing, "replica": replica, "hooked_leaf": 0, "hooked_param": 0}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        if self.replica is not None:  # of which the leaf is made
-            self.replica.requires_grad_(False)
-
-    def observe(self) -> Freshness:
-        """How fresh the replica is with respect to the shard as it is now."""
-        param = self.param
-        if param is not self._gathered_from or param._version != self._gathered_version:
-            self.freshness = Freshness.STALE
-        return self.freshness
-
-    def mark_gathered(self, freshness: Freshness) -> None:
-        """Notes which state of the shard the replica was gathered from."""
-        self._gathered_from = self.param
-        self._gathered_version = self.param._version
-        self.freshness = freshness
+PartitionT = TypeVar("PartitionT", bound=Callable[..., Any])
 
 
 @dataclass(eq=False)
-class PartitionState:
-    """What `partition` leaves behind on a model.
+class PartitionState(PartitionedModel):
+    """A partitioned model, with what outlives a graph between two optimizer steps.
 
     Attributes:
-        mesh: The device mesh.
-        axes: Its axes, as passes see them.
-        stage: ZeRO stage.
-        parameters: One entry a parameter, in the order of `named_parameters()`.
-        accumulating: True inside `accumulate(model)`.
-        gradients_stay_local: True while gradients are added up instead of reduced, see `local_gradients`.
         sums_were_read: Whether a compiled graph has been given sums that it may add to its gradients.
         under_way: Replicas that may not have arrived yet.
         step_room: Bytes that stage 3 may hold for a step of micro-batches; None while that is not known.
@@ -124,25 +39,15 @@ class PartitionState:
         guarding: The same for the hook that refuses early steps.
     """
 
-    mesh: DeviceMesh
-    axes: tuple[MeshAxis, ...]
-    stage: int
-    parameters: list[ParameterState] = field(default_factory=list)
+    parameters: list[ParameterState] = field(default_factory=list)  # type: ignore[assignment]
     under_way: list[Tensor] = field(default_factory=list)
     step_room: int | None = None
-    accumulating: bool = False
-    gradients_stay_local: bool = False
     sums_were_read: bool = False
     reduces_once: bool = field(init=False)
     awaiting_last_backward: bool = False
     reducing_in: int = -1
     watching: int = 0
     guarding: int = 0
-
-    @property
-    def zero(self) -> ZeroStage:
-        """What the stage does."""
-        return STAGES[self.stage]
 
     def __post_init__(self) -> None:
         self.reduces_once = self.stage < 2
@@ -170,8 +75,9 @@ class PartitionState:
             trusted = in_step or entry.param.grad is None
             entry.mark_gathered(Freshness.FRESH if trusted else Freshness.SUSPECT)
 
-    def keep_replica(self, entry: ParameterState) -> None:
+    def note_materialized(self, entry: ShardedParameter) -> None:
         """Stages 1 and 2: gives a parameter, if it is sharded, the gathered copy that is kept of it."""
+        assert isinstance(entry, ParameterState)
         if entry.layout.group and self.stage in (1, 2):
             self._add_replica(entry)
 
@@ -264,34 +170,28 @@ class PartitionState:
         weakref.finalize(self, handle.remove)
 
 
-@dataclass(eq=False)
-class HeldParameters:
-    """What one module of a partitioned model needs to hand out its parameters, by attribute name.
+def with_steps(partition: PartitionT) -> PartitionT:
+    """`partition`, of whose models gathered copies and gradients are kept between two optimizer steps."""
 
-    Attributes:
-        partition: What it is part of.
-        replicas: Gathered copies: of stages 1 and 2, and of stage 3 while they are held for a step.
-        leaves: What it hands out while gradients stay local, see `local_gradients`.
-        sums: What has been added up of them, while the last micro-batch of a step runs.
-        eager_reads: How often each parameter was handed out outside a compiled graph.
-    """
+    @wraps(partition)
+    def partition_and_keep(*args: Any, **kwargs: Any) -> nn.Module:
+        model: nn.Module = partition(*args, **kwargs)
+        (part,) = partitioned_parts(model)
+        entries = [ParameterState(**vars(entry)) for entry in part.parameters]
+        state = PartitionState(part.mesh, part.axes, part.stage, entries)
+        for module in model.modules():
+            if "_dsgraph" in module.__dict__:
+                held_by(module).partition = state
+        for entry in entries:
+            state.note_materialized(entry)
+        return model
 
-    partition: PartitionState
-    replicas: dict[str, Tensor] = field(default_factory=dict)
-    leaves: dict[str, Tensor] = field(default_factory=dict)
-    sums: dict[str, Tensor] = field(default_factory=dict)
-    eager_reads: Counter[str] = field(default_factory=Counter)
+    return cast("PartitionT", partition_and_keep)
 
-    def __getstate__(self) -> dict[str, Any]:
-        replicas = {} if self.partition.stage == 3 else self.replicas
-        return {**self.__dict__, "replicas": replicas, "leaves": {}, "sums": {}}
+
+partition = with_steps(_partition)
 
 
 def partition_states(model: nn.Module) -> list[PartitionState]:
     """The states of all partitioned modules inside `model`, in module order."""
-    found: dict[int, PartitionState] = {}
-    for module in model.modules():
-        held = module.__dict__.get("_dsgraph")
-        if held is not None:
-            found.setdefault(id(held.partition), held.partition)
-    return list(found.values())
+    return [part for part in partitioned_parts(model) if isinstance(part, PartitionState)]

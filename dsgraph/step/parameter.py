@@ -1,0 +1,83 @@
+"""A parameter of a partitioned model, with what a step keeps of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any
+
+from torch import Tensor
+
+from dsgraph.inductor_ext import resolve_group
+from dsgraph.sharding.table import ShardedParameter
+
+
+class Freshness(IntEnum):
+    """What is known about a replica."""
+
+    STALE = 0
+    """The shards have changed since."""
+    SUSPECT = 1
+    """A gradient went through it, so an update that left no trace may have followed."""
+    FRESH = 2
+    """Equal to the shards."""
+
+
+@dataclass(eq=False)
+class ParameterState(ShardedParameter):
+    """A parameter, with what a step keeps of it.
+
+    Attributes:
+        replica: `[*shape]`, the gathered copy of stages 1 and 2, and while it is held for a step that of stage 3;
+            None otherwise, and for whole parameters.
+        is_held_for_step: Whether stage 3 holds a replica from the first micro-batch of a step to the last.
+        freshness: What is known of the replica.
+        leaf: What modules hand out while gradients are not reduced; see `local_gradients`.
+        local_sum: `[*shape]` in the master dtype, the sum of the leaf's gradients, or zeros that wait for them.
+        is_summed: Whether anything is in the sum that has not been reduced.
+        withheld: What was in the sum, while a backward runs that must not add it.
+        hooked_leaf: id of the leaf that reports its gradients.
+        hooked_param: id of the parameter that does so.
+    """
+
+    replica: Tensor | None = None
+    is_held_for_step: bool = False
+    freshness: Freshness = Freshness.STALE
+    leaf: Tensor | None = None
+    local_sum: Tensor | None = None
+    is_summed: bool = False
+    withheld: Tensor | None = None
+    hooked_leaf: int = 0
+    hooked_param: int = 0
+    _gathered_from: Any = None
+    _gathered_version: int = -1
+
+    @property
+    def replica_bytes(self) -> int:
+        """What a replica takes in memory: equally many rows of each rank, of which some may be padding."""
+        dtype, _ = self.layout.dtypes(self.param.dtype)
+        return self.bytes_of_rank(dtype) * resolve_group(self.layout.group).size()
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A copy of the model has no part in the step.
+        replica = None if self.layout.stage == 3 else self.replica
+        nothing = {"leaf": None, "local_sum": None, "is_summed": False, "withheld": None}
+        return {**self.__dict__, **nothing, "replica": replica, "hooked_leaf": 0, "hooked_param": 0}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        if self.replica is not None:  # of which the leaf is made
+            self.replica.requires_grad_(False)
+
+    def observe(self) -> Freshness:
+        """How fresh the replica is with respect to the shard as it is now."""
+        param = self.param
+        if param is not self._gathered_from or param._version != self._gathered_version:
+            self.freshness = Freshness.STALE
+        return self.freshness
+
+    def mark_gathered(self, freshness: Freshness) -> None:
+        """Notes which state of the shard the replica was gathered from."""
+        self._gathered_from = self.param
+        self._gathered_version = self.param._version
+        self.freshness = freshness
