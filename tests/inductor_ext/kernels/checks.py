@@ -12,11 +12,11 @@ from torch import Tensor
 
 
 def run_interpreted(module: str, function: str) -> None:
-    """Calls a function of a module in a new process, in which Triton kernels run on the CPU.
+    """Calls a function of a module in a new process, in which Triton kernels run on the CPU, always with one seed.
 
     Triton decides when a kernel is defined whether it interprets it.
     """
-    code = f"from {module} import {function}; {function}()"
+    code = f"import torch; torch.manual_seed(0); from {module} import {function}; {function}()"
     env = {**os.environ, "TRITON_INTERPRET": "1"}
     done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stderr[-4000:]
