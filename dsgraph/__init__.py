@@ -24,14 +24,14 @@ if TYPE_CHECKING:
     )
     from dsgraph.passes.kernels.spec import KernelSpec, Match, NearMiss
 
-    from .compiler.backend import backend
+    from .api import backend, report
     from .compiler.compile import compile
     from .compiler.custom_kernel import kernel
     from .errors import AccumulationError, KernelError, OptionError, PartitionError, RanksDisagreeError, StrictError
     from .sharding.materialize import materialize
     from .step.accumulate import accumulate, discard
     from .step.state import partition
-    from .tools.reporting.report import Report, report
+    from .tools.reporting.report import Report
 
 __version__ = "0.1.0"
 
@@ -66,8 +66,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name in __all__ and "dsgraph.api" not in sys.modules:
-        return getattr(import_module("dsgraph.api"), name)
+    if name in __all__:
+        return _load()[name]
     raise AttributeError(f"module 'dsgraph' has no attribute {name!r}")
 
 
@@ -75,5 +75,13 @@ def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
 
 
+def _load() -> dict[str, Any]:
+    """Makes attributes of all names."""
+    api = import_module("dsgraph.api")
+    names = {name: getattr(api, name) for name in __all__}
+    globals().update(names)
+    return names
+
+
 if "torch" in sys.modules:
-    import_module("dsgraph.api")
+    _load()

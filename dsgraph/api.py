@@ -1,6 +1,9 @@
 """Everything that `import dsgraph` offers. Importing this module registers the ops and the backend."""
 
-import sys
+import os
+from functools import partial
+
+from torch import nn
 
 from . import compat
 
@@ -9,14 +12,18 @@ compat.check_torch_version()
 from dsgraph.passes import GraphPass, PassContext, PassError, PassResult, Phase, Pipeline, default_pipeline, graph_pass
 from dsgraph.passes.kernels.spec import KernelSpec, Match, NearMiss
 
-from .compiler.backend import backend
+from .compiler.backend import Backend
 from .compiler.compile import compile
 from .compiler.custom_kernel import kernel
 from .errors import AccumulationError, KernelError, OptionError, PartitionError, RanksDisagreeError, StrictError
 from .sharding.materialize import materialize
 from .step.accumulate import accumulate, discard
 from .step.state import partition
-from .tools.reporting.report import Report, report
+from .tools.bisecting.choice import read_bisecting
+from .tools.dumping.observer import DumpObserver
+from .tools.emission.emission import read_target
+from .tools.reporting.observer import ReportObserver
+from .tools.reporting.report import Report, report_on
 
 __all__ = [
     "AccumulationError",
@@ -47,9 +54,35 @@ __all__ = [
     "report",
 ]
 
+
+def new_backend(reports: ReportObserver | None = None) -> Backend:
+    """A backend with what sees its compiles, and with the tools that may compile instead.
+
+    Args:
+        reports: Keeps the log of its compiles; by default one that nobody asks.
+    """
+    return Backend(
+        observers=[reports or ReportObserver(), DumpObserver()],
+        choices=[partial(read_bisecting, os.environ), partial(read_target, os.environ)],
+    )
+
+
+reports = ReportObserver()
+backend = new_backend(reports)
 compat.register_backend(backend, "dsgraph")
 
-# The package's names: `dsgraph.backend` is the backend from here on, not the module that defines it.
-_package = sys.modules[__package__]
-for _name in __all__:
-    setattr(_package, _name, globals()[_name])
+
+def report(model: nn.Module) -> Report:
+    """What dsgraph did to a model and what it did not.
+
+    Call it after the first step: graphs are compiled when they first run. Graphs are found by the parameters that they
+    read and by the module that was being called. Two models of one class that are compiled by one torch function share
+    their entries for frames that Dynamo gave up on, since Dynamo names the code and not the model.
+
+    Args:
+        model: The module that was given to `partition` or `torch.compile`, or the compiled one.
+
+    Raises:
+        PartitionError: `model` is not a module.
+    """
+    return report_on(model, reports.log)

@@ -44,16 +44,10 @@ FLOORS = {floor: number for number, floor in enumerate(ORDER)}
 EMISSION = [ROOT / "dsgraph" / "tools" / "emission" / f"{stem}.py" for stem in ("harness", "lowering", "schedule")]
 # Arrows that still point up, each with what will turn it round; none may be added.
 NOT_YET = {
-    *(("compiler/backend", f"tools.{room}") for room in ("bisecting", "dumping", "emission", "reporting")),
-    *(("compiler/codegen", f"tools.{room}") for room in ("dumping", "reporting")),
     ("launch/script", "tools.cli"),
     ("tools/cli/probe", "api"),
-    ("sharding/agreement", "compiler.costs"),
 }
-CIRCLES_NOT_YET = [
-    ["dsgraph.compiler.costs.agreed", "dsgraph.sharding.agreement"],
-    ["dsgraph.tools.reporting.report", "dsgraph.tools.reporting.text"],
-]
+CIRCLES_NOT_YET: list[list[str]] = []
 # Names that every part may ask the product for.
 FREE = {"dsgraph.__version__"}
 

@@ -18,18 +18,17 @@ from dsgraph.passes import (
     InferenceLowering,
     Partitioner,
     PassContext,
-    PassRecord,
     Phase,
+    Pipeline,
     Runner,
 )
 from dsgraph.passes.core.collective_order import collective_lines
 from dsgraph.passes.kernels.patterns import register_kernels
 from dsgraph.passes.runner.partitioner import source_hash
-from dsgraph.tools.dumping.writer import GraphDump
-from dsgraph.tools.reporting.measure import Measurements
 
 from .capture import normalize_markers
 from .options import BackendOptions, mode_settings
+from .request import CompileOutcome, CompileWatch
 
 # The hooks through which Inductor takes the passes; options["inductor"] cannot use them as well.
 _HOOKS = ("custom_partitioner_fn", "joint_custom_post_pass")
@@ -40,16 +39,16 @@ _KEEP_ORDER = ("reorder_for_peak_memory", False)
 
 
 class _Partitioner(Partitioner):
-    """Looks at the joint graph before any pass does."""
+    """Shows the joint graph to a watch before any pass sees it."""
 
-    def __init__(self, runner: Runner, facts: CaptureFacts, measurements: Measurements) -> None:
+    def __init__(self, runner: Runner, facts: CaptureFacts, watch: CompileWatch) -> None:
         super().__init__(runner, facts)
-        self._measurements = measurements
+        self._watch = watch
 
     def __call__(
         self, gm: GraphModule, joint_inputs: Sequence[object], **kwargs: Any
     ) -> tuple[GraphModule, GraphModule]:
-        self._measurements.take_regions(gm)
+        self._watch.joint(gm)
         return super().__call__(gm, joint_inputs, **kwargs)
 
 
@@ -62,7 +61,6 @@ class Compilation:
         records_cuda_graphs: Whether Inductor records CUDA graphs and replays them.
         collectives: One line a collective of the lowered graphs; None until they are lowered, and for good when torch's
             cache had the compiled graph.
-        measurements: What the lowered graphs hold, for the report; empty for the same reason.
         from_cache: Whether AOTAutograd's cache had the graph, so that no pass after the capture ran.
         unidentified: Passes whose code cannot be identified, so that torch's caches were off.
     """
@@ -73,7 +71,7 @@ class Compilation:
         facts: CaptureFacts,
         *,
         mode: str | None,
-        dump: GraphDump | None = None,
+        watch: CompileWatch | None = None,
         boxed: Callable[[GraphModule], Callable[..., Any]] = compat.boxed,
         inductor: Callable[..., Callable[..., Any]] = compat.compile_with_inductor,
     ) -> None:
@@ -81,21 +79,18 @@ class Compilation:
         self._boxed = boxed  # how codegen "eager" runs a graph
         self._inductor = inductor  # what codegen "inductor" compiles with
         self._mode = mode
+        self._watch = watch or CompileWatch()
         self.collectives: list[str] | None = None
-        self.records_cuda_graphs = options.codegen == "inductor" and compat.uses_cudagraphs(self._settings())
+        self.records_cuda_graphs = records_cuda_graphs(options, mode)
         # A replayed recording of kernels would not wait for what is under way.
         if facts.replicas and self.records_cuda_graphs:
             facts = replace(facts, replicas=frozenset())
         self._facts = facts
-        is_partitioned = bool(facts.params or facts.replicas)
-        pipeline = options.pipeline if is_partitioned else options.pipeline.without_mesh()
+        pipeline = _pipeline(options, facts)
         self.awaits_replicas = bool(facts.replicas) and any(isinstance(item, AwaitReplicas) for item in pipeline)
-        self.measurements = Measurements(facts.axes, with_inductor=options.codegen == "inductor")
         self.from_cache = False
-        self.unidentified: tuple[str, ...] = ()
-        if options.codegen == "inductor":
-            self.unidentified = tuple(item.name for item in pipeline if item.fingerprint() is None)
-        self._runner = Runner(pipeline, sink=dump, after_phase=self._after_phase, verify=options.verify)
+        self.unidentified = unidentified(options, facts)
+        self._runner = Runner(pipeline, sink=self._watch, after_phase=self._after_phase, verify=options.verify)
 
     @property
     def orders(self) -> list[str]:
@@ -103,19 +98,9 @@ class Compilation:
         return self._runner.orders
 
     @property
-    def pass_names(self) -> list[str]:
-        """The passes that are to run, in order."""
-        return [item.name for item in self._runner.pipeline]
-
-    @property
-    def reduces(self) -> bool:
-        """Whether the graph reads parameters of a partitioned model, whose gradients it then reduces."""
-        return bool(self._facts.params)
-
-    @property
-    def passes(self) -> tuple[PassRecord, ...]:
-        """What each pass did."""
-        return tuple(self._runner.records)
+    def outcome(self) -> CompileOutcome:
+        """What came of `compile`."""
+        return CompileOutcome(tuple(self._runner.records), self.from_cache, self.unidentified)
 
     def compile(self, gm: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         """Rewrites and compiles `gm`; the result takes the inputs that `gm` takes."""
@@ -128,14 +113,10 @@ class Compilation:
         self.from_cache = compat.autograd_cache_hits() > hits
         return compiled
 
-    def _settings(self) -> dict[str, Any]:
-        """What the mode and the options change of Inductor's configuration."""
-        return {**mode_settings(self._mode), **self.options.inductor}
-
     def _compile_inductor(self, gm: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         register_lowerings()
         register_kernels()
-        patches = self._settings()
+        patches = _settings(self.options, self._mode)
         if self._facts.params or self._facts.replicas:
             patches.setdefault(*_KEEP_ORDER)
         if self._runner.pipeline.ends_with_capture:
@@ -145,7 +126,7 @@ class Compilation:
             raise OptionError(
                 f"option 'inductor' sets {taken[0]!r}, which dsgraph needs for its own passes; use a GraphPass"
             )
-        partitioner = _Partitioner(self._runner, self._facts, self.measurements)
+        partitioner = _Partitioner(self._runner, self._facts, self._watch)
         patches["custom_partitioner_fn"] = partitioner
         patches["joint_custom_post_pass"] = InferenceLowering(self._runner, self._facts)
         if self.unidentified:  # a pass whose code cannot be identified: nothing may come from a cache
@@ -164,11 +145,33 @@ class Compilation:
             inputs,
             compiler=lambda graph_module, _: self._boxed(graph_module),
             inference_compiler=compile_inference,
-            partition_fn=_Partitioner(self._runner, self._facts, self.measurements),
+            partition_fn=_Partitioner(self._runner, self._facts, self._watch),
         )
 
     def _after_phase(self, gm: GraphModule, ctx: PassContext) -> None:
-        self.measurements.take(gm, ctx)
+        self._watch.after_phase(gm, ctx)
         if ctx.phase in (Phase.FORWARD, Phase.BACKWARD):
             lines = [f"{ctx.phase.value}: {line}" for line in collective_lines(gm, ctx)]
             self.collectives = [*(self.collectives or []), *lines]
+
+
+def records_cuda_graphs(options: BackendOptions, mode: str | None) -> bool:
+    """Whether Inductor records CUDA graphs under these options."""
+    return options.codegen == "inductor" and compat.uses_cudagraphs(_settings(options, mode))
+
+
+def unidentified(options: BackendOptions, facts: CaptureFacts) -> tuple[str, ...]:
+    """Passes whose code cannot be identified: with one, nothing may come from torch's caches."""
+    if options.codegen != "inductor":
+        return ()
+    return tuple(item.name for item in _pipeline(options, facts) if item.fingerprint() is None)
+
+
+def _pipeline(options: BackendOptions, facts: CaptureFacts) -> Pipeline:
+    """The passes that have something to do."""
+    return options.pipeline if facts.params or facts.replicas else options.pipeline.without_mesh()
+
+
+def _settings(options: BackendOptions, mode: str | None) -> dict[str, Any]:
+    """What the mode and the options change of Inductor's configuration."""
+    return {**mode_settings(mode), **options.inductor}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import torch
@@ -13,7 +12,6 @@ from dsgraph.errors import OptionError
 from dsgraph.nearest import nearest
 from dsgraph.step.state import partition
 
-from .backend import backend
 from .options import BackendOptions, mode_settings, parse_options
 
 _PARTITION_OPTIONS = ("param_dtype", "reduce_dtype", "keep_whole_below")
@@ -47,10 +45,10 @@ def compile(model: nn.Module, mesh: DeviceMesh | None = None, stage: int = 3, **
     for_torch = {name: options.pop(name) for name in _TORCH_OPTIONS if name in options}
     mode = for_torch.pop("mode", None)
     if mode is not None:  # torch.compile takes a mode or options, never both
-        options["inductor"] = _with_mode(mode, parse_options(options, os.environ))
-    parse_options(options, os.environ)  # raises before anything is changed
+        options["inductor"] = _with_mode(mode, parse_options(options))
+    parse_options(options)  # raises before anything is changed
     partitioned = partition(model, mesh, stage=stage, **for_partition)
-    return torch.compile(partitioned, backend=backend, options=options or None, **for_torch)  # type: ignore[return-value]
+    return torch.compile(partitioned, backend="dsgraph", options=options or None, **for_torch)  # type: ignore[return-value]
 
 
 def _with_mode(mode: str, options: BackendOptions) -> dict[str, Any]:

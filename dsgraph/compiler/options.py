@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -88,12 +89,12 @@ class BackendOptions(BaseModel):
         return Path(value) if value and isinstance(value, str) else value
 
 
-def parse_options(given: Mapping[str, Any] | None, environ: Mapping[str, str]) -> BackendOptions:
+def parse_options(given: Mapping[str, Any] | None, environ: Mapping[str, str] = os.environ) -> BackendOptions:
     """Checks the user's options.
 
     Args:
         given: What stood in `options=`.
-        environ: The environment; DSGRAPH_DUMP is the default of `dump`.
+        environ: The environment, by default this process's; DSGRAPH_DUMP is the default of `dump`.
 
     Raises:
         OptionError: A key is unknown or a value is wrong; the message names the nearest right one.

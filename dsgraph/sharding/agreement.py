@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 from torch.distributed.tensor import DeviceMesh
@@ -18,8 +19,7 @@ from dsgraph.inductor_ext import backend_name
 
 from .mesh import axis_group, mesh_ranks, shard_dim
 
-if TYPE_CHECKING:
-    from dsgraph.compiler.costs.agreed import KnownCosts
+_Known = TypeVar("_Known")
 
 
 @dataclass
@@ -27,21 +27,20 @@ class Agreement:
     """A place where the ranks of a mesh compare lists of lines.
 
     It talks through the store that the process group met at, not through the group, so that it can neither be mixed up
-    with collectives under way nor hang longer than `timeout`.
+    with collectives under way nor hang longer than `timeout`. `dist.all_gather_object` is a collective of the group,
+    needs a GPU under NCCL, and does not say who is absent; `dist.monitored_barrier` does, but is of gloo alone and
+    carries no values; the `synchronize` of torch's elastic agent takes all ranks of a store, not those of a mesh.
 
     Attributes:
         ranks: Global ranks that take part.
         timeout: How long to wait for the slowest of them.
         agreed: Hashes that all of them are known to have confirmed.
-        costs: Type of device -> what all of them know of its costs.
-        spare: Digest of lines -> bytes that all of them have to spare when they run what the lines tell of.
     """
 
     ranks: tuple[int, ...]
     timeout: timedelta
     agreed: set[str] = field(default_factory=set)
-    costs: dict[str, KnownCosts] = field(default_factory=dict)
-    spare: dict[str, int | None] = field(default_factory=dict)
+    _known: dict[str, Any] = field(default_factory=dict)
 
     @staticmethod
     def over(mesh: DeviceMesh) -> Agreement:
@@ -94,6 +93,18 @@ class Agreement:
             raise RanksDisagreeError(self._absence(store, keys, f"all ranks say {what}")) from error
         return {other: store.get(key).decode() for other, key in keys.items()}
 
+    def remember(self, key: str, make: Callable[[], _Known]) -> _Known:
+        """What `make` gave when `key` was first asked for. All ranks ask for the same keys in the same order.
+
+        Args:
+            key: What it is.
+            make: Finds it out, together with the other ranks.
+        """
+        if key not in self._known:
+            self._known[key] = make()
+        found: _Known = self._known[key]
+        return found
+
     def least_spare(self, lines: Sequence[str], own: Callable[[], int | None]) -> int | None:
         """The least that any rank has to spare, as it was when these lines were first compiled.
 
@@ -110,12 +121,13 @@ class Agreement:
         Raises:
             RanksDisagreeError: A rank did not come in time.
         """
-        digest = _digest(lines)
-        if digest not in self.spare:
+
+        def ask() -> int | None:
             said = self.exchange("how much memory they have to spare", json.dumps(own())).values()
             known = [json.loads(each) for each in said]
-            self.spare[digest] = None if None in known else min(known)
-        return self.spare[digest]
+            return None if None in known else min(known)
+
+        return self.remember(f"spare {_digest(lines)}", ask)
 
     def _meeting(self, store: dist.Store, rank: int) -> str:
         """Where the ranks' next meeting keeps its keys; each rank counts its own: the n-th meets the n-th."""
@@ -169,6 +181,23 @@ class Agreement:
                 f"waited {self.timeout.total_seconds():.0f} s in vain for {what}: it has died, hangs, or runs another "
                 "program"
             ) from error
+
+
+class Agreements:
+    """The agreements of all meshes, each for as long as the process group lives."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[int, ...], tuple[weakref.ref[dist.ProcessGroup], Agreement]] = {}
+
+    def over(self, mesh: DeviceMesh) -> Agreement:
+        """What this mesh's ranks agreed on."""
+        fresh, world = Agreement.over(mesh), dist.group.WORLD
+        assert world is not None
+        known = self._known.get(fresh.ranks)
+        if known is not None and known[0]() is world:
+            return known[1]
+        self._known[fresh.ranks] = (weakref.ref(world), fresh)
+        return fresh
 
 
 def _lines(store: dist.Store, prefix: str, rank: int) -> list[str]:

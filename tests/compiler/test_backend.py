@@ -169,7 +169,7 @@ def test_one_process_is_not_warned(one_rank):
 
 
 def test_a_new_process_group_brings_its_own_timeout():
-    backend = dsgraph.backend.__class__()
+    backend = dsgraph.api.new_backend()
     timeouts = []
     for seconds in (60, 5):
         timeout = timedelta(seconds=seconds)
@@ -177,7 +177,7 @@ def test_a_new_process_group_brings_its_own_timeout():
         torch._dynamo.reset()
         model = dsgraph.partition(_net(), stage=3, keep_whole_below=0)
         torch.compile(model, backend=backend, options=EAGER)(torch.randn(3, 4))
-        timeouts += [agreement.timeout.seconds for _, agreement in backend._agreements.values()]
+        timeouts.append(backend.agreements.over(next(model.parameters()).device_mesh).timeout.seconds)
         dist.destroy_process_group()
     assert timeouts == [60, 5]
 

@@ -171,7 +171,7 @@ def test_a_rank_that_dies_does_not_leave_the_others_hanging(ranks):
 def _warn() -> list[str]:
     import warnings
 
-    backend = dsgraph.backend.__class__()  # one of its own: the registered one warns once a process
+    backend = dsgraph.api.new_backend()  # one of its own: the registered one warns once a process
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for _ in range(2):
@@ -179,11 +179,11 @@ def _warn() -> list[str]:
             torch._dynamo.reset()
         torch.compile(nn.Linear(4, 4), backend=backend, options=EAGER).eval()
         model = dsgraph.partition(nn.Linear(4, 4), keep_whole_below=0)
-        torch.compile(model, backend=dsgraph.backend.__class__(), options=EAGER)(torch.randn(1, 4))
+        torch.compile(model, backend=dsgraph.api.new_backend(), options=EAGER)(torch.randn(1, 4))
         wrapped = nn.parallel.DistributedDataParallel(nn.Linear(4, 4))
-        torch.compile(wrapped, backend=dsgraph.backend.__class__(), options=EAGER)(torch.randn(1, 4))
+        torch.compile(wrapped, backend=dsgraph.api.new_backend(), options=EAGER)(torch.randn(1, 4))
         with torch.no_grad():
-            torch.compile(nn.Linear(4, 4), backend=dsgraph.backend.__class__(), options=EAGER)(torch.randn(1, 4))
+            torch.compile(nn.Linear(4, 4), backend=dsgraph.api.new_backend(), options=EAGER)(torch.randn(1, 4))
     return [str(w.message) for w in caught if "averaged" in str(w.message)]
 
 

@@ -8,7 +8,6 @@ import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -17,14 +16,12 @@ from torch.distributed.tensor import DeviceMesh
 from dsgraph.passes import CostModel, MeshAxis
 from dsgraph.passes.analysis.cost import collective_steps
 from dsgraph.passes.analysis.hardware import Device, Link, LinkTable, default_links
+from dsgraph.sharding.agreement import Agreement
 from dsgraph.sharding.mesh import mesh_axes
 
 from .host import device_name, host_name
 from .records import CalibrationRecord, LinkRecord, from_text, to_text
 from .store import CalibrationError, load
-
-if TYPE_CHECKING:
-    from dsgraph.sharding.agreement import Agreement
 
 DEFAULTS = "defaults"
 
@@ -120,6 +117,11 @@ class KnownCosts:
         number = [found.group for found in mesh_axes(mesh)].index(axis.group)
         first_along = mesh.mesh.movedim(number, 0).flatten(1)[:, 0] if mesh.ndim > 1 else mesh.mesh
         return len({self.hosts[rank] for rank in first_along.tolist() if rank in self.hosts}) > 1
+
+
+def known_costs(agreement: Agreement, device_type: str) -> KnownCosts:
+    """What the ranks of an agreement know of a type of device. They learn it together, before their first compile."""
+    return agreement.remember(f"costs of {device_type}", lambda: KnownCosts.of(agreement, device_type))
 
 
 def _own_calibration(device_type: str) -> str | None:

@@ -1,6 +1,7 @@
 """Finds the first pass, and the first node, after which a graph no longer computes what was captured.
 
-`dsgraph bisect` sets DSGRAPH_BISECT to a folder; the backend then hands each captured graph to a `Bisection`.
+`dsgraph bisect` sets DSGRAPH_BISECT to a folder; the backend then hands each captured graph to a `Bisection`
+(`choice.py`).
 """
 
 from __future__ import annotations
@@ -19,13 +20,12 @@ import torch.distributed as dist
 from torch.fx import GraphModule
 
 from dsgraph import compat
-from dsgraph.compiler.codegen import Compilation
-from dsgraph.compiler.options import BackendOptions
+from dsgraph.compiler.codegen import Compilation, records_cuda_graphs, unidentified
+from dsgraph.compiler.request import CompileOutcome, CompileRequest
 from dsgraph.errors import RanksDisagreeError
 from dsgraph.files import write_whole
 from dsgraph.passes import CaptureFacts, GraphPass, Phase, Pipeline
 from dsgraph.passes.ir.graph import all_graph_modules, is_collective, is_gather_marker, placeholders
-from dsgraph.sharding.agreement import Agreement
 
 from .first_node import Parting, WatchedGraph, where
 from .replay import Replay, Tolerance, Values, compare
@@ -62,32 +62,46 @@ class Bisection:
     versions in the same order, and stop together after the first that is off on one of them.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        options: BackendOptions,
-        facts: CaptureFacts,
-        *,
-        mode: str | None,
-        agreement: Agreement | None = None,
-    ) -> None:
+    awaits_replicas = False
+
+    def __init__(self, folder: Path, request: CompileRequest) -> None:
         settings = folder / SETTINGS
         self._tolerance = Tolerance(**json.loads(settings.read_text())) if settings.is_file() else Tolerance()
-        self._options = options
-        self._facts = facts
-        self._mode = mode
-        self._agreement = agreement
+        self._options = request.options
+        self._facts = request.facts
+        self._mode = request.mode
+        self._agreement = request.agreement
+        self._is_new = request.is_new
         self._versions: list[_Version] = []
         self._may_stop = True
         rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         self._folder = folder / f"rank{rank}"
         self._result: dict[str, Any] = {"format": FORMAT, "version": 1, "rank": rank, "world": world}
 
+    @property
+    def may_hold_replicas(self) -> bool:
+        """A recording would copy what lies elsewhere in each step."""
+        return not records_cuda_graphs(self._options, self._mode)
+
+    @property
+    def outcome(self) -> CompileOutcome:
+        """Nothing that the program runs comes of the passes."""
+        return CompileOutcome(unidentified=unidentified(self._options, self._facts))
+
     def compile(self, gm: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        """Compiles all versions; the result compares them at its first call, and computes what the reference does."""
+        """Compiles all versions; the result compares them at its first call, and computes what the reference does.
+
+        Ranks meet to compare. A graph that communicates like one before may be compiled by some of them alone, and is
+        not bisected.
+
+        Raises:
+            RuntimeError: The graph cannot be compiled even without passes.
+        """
+        if not self._is_new:
+            return self._compile_reference(gm, inputs)
         self._begin(gm)
         names = _input_names(gm, self._facts)
-        run_reference = self.compile_reference(gm, inputs)
+        run_reference = self._compile_reference(gm, inputs)
         planned = list(self._planned())
         for number, (version, pipeline) in enumerate(planned, start=1):
             self._tell(f"compiling {number} of {len(planned)}, {version.phase} {version.name}")
@@ -104,12 +118,7 @@ class Bisection:
 
         return run
 
-    def compile_reference(self, gm: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        """Compiles the reference alone.
-
-        Raises:
-            RuntimeError: Not even that can be compiled.
-        """
+    def _compile_reference(self, gm: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         reference = _Version("", "", "eager")
         self._compile(reference, Pipeline(), gm, inputs)
         if reference.compiled is None:

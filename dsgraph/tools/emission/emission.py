@@ -1,6 +1,7 @@
 """Kernels of a program's graphs for devices that are not there, written while the program runs on the CPU.
 
-`dsgraph emit` sets DSGRAPH_EMIT to a folder; the backend then hands each captured graph to an `Emission`.
+`dsgraph emit` sets DSGRAPH_EMIT to a folder; the backend then hands each captured graph to an `Emission`, by way of a
+`Target`.
 """
 
 from __future__ import annotations
@@ -16,8 +17,9 @@ from typing import Any
 
 from torch.fx import GraphModule
 
-from dsgraph.compiler.codegen import Compilation
+from dsgraph.compiler.codegen import Compilation, unidentified
 from dsgraph.compiler.options import MEMORY_SHARE, BackendOptions
+from dsgraph.compiler.request import CompileOutcome, CompileRequest, CompileWatch
 from dsgraph.files import write_whole
 from dsgraph.passes import CaptureFacts, CostModel, Pipeline
 from dsgraph.passes.analysis.hardware import GPUS, default_links
@@ -55,17 +57,21 @@ class Target:
         """Where code and kernels are written."""
         return self.records / FRESH
 
-    def facts(self, facts: CaptureFacts, *, memory_limit: int | None) -> CaptureFacts:
+    def facts(self, facts: CaptureFacts, options: BackendOptions) -> CaptureFacts:
         """The facts of a capture as they would be on the device."""
         gpu = GPUS[self.archs[0]]
         links = {axis.group: default_links(axis.backend, device_type="cuda") for axis in facts.axes}
         return replace(
             facts,
             costs=CostModel(gpu.device, facts.axes, MappingProxyType(links)),
-            memory_limit=memory_limit or int(MEMORY_SHARE * gpu.memory_bytes),
+            memory_limit=options.memory_limit or int(MEMORY_SHARE * gpu.memory_bytes),
             device_type="cuda",
             fuses=True,
         )
+
+    def compiler(self, request: CompileRequest, watch: CompileWatch) -> Emission:
+        """What writes the kernels of a graph. Of what passes do to it, nothing runs: `watch` sees none of it."""
+        return Emission(self, request)
 
 
 def read_target(environ: Mapping[str, str]) -> Target | None:
@@ -84,22 +90,21 @@ class Emission:
     Inductor, with costs and memory of the device, and of what comes of it the kernels are written to files.
     """
 
-    def __init__(
-        self,
-        target: Target,
-        options: BackendOptions,
-        facts: CaptureFacts,
-        *,
-        mode: str | None,
-        number: int,
-        function: str,
-    ) -> None:
+    awaits_replicas = False
+    may_hold_replicas = False  # what is emitted for a GPU does not run here
+
+    def __init__(self, target: Target, request: CompileRequest) -> None:
         self._target = target
-        self._options = options
-        self._facts = facts
-        self._mode = mode
-        self._number = number
-        self._function = function
+        self._options = request.options
+        self._facts = request.facts
+        self._mode = request.mode
+        self._number = request.number
+        self._function = request.function
+
+    @property
+    def outcome(self) -> CompileOutcome:
+        """Nothing that the program runs comes of the passes."""
+        return CompileOutcome(unidentified=unidentified(self._options, self._facts))
 
     def compile(self, gm: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         """Writes the kernels of all graphs that `gm` becomes; the result runs `gm` on the CPU.

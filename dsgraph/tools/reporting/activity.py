@@ -9,10 +9,10 @@ from types import FunctionType
 
 from torch import nn
 
+from dsgraph.compiler.frames import Span, is_torchs
 from dsgraph.step.state import PartitionState
 
 from .compile_log import CompileEntry, CompileLog
-from .frames import Span, is_torchs
 
 
 @dataclass(frozen=True)

@@ -13,10 +13,10 @@ from typing import Any
 from torch import Tensor, nn
 
 from dsgraph import compat
+from dsgraph.compiler.frames import Capture, Place, Span, first_sentences, guard_of, is_torchs
 from dsgraph.passes import PassRecord
 from dsgraph.passes.analysis.step_memory import PairMemory
 
-from .frames import Capture, Place, Span, first_sentences, guard_of, is_torchs
 from .measure import Activations, IgnoredTag, LoweredGraph
 
 

@@ -11,6 +11,7 @@ from torch.fx import GraphModule, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
 from dsgraph import compat
+from dsgraph.compiler.frames import Place, user_line
 from dsgraph.passes import MeshAxis, PassContext, Phase
 from dsgraph.passes.analysis.step_memory import PairMemory, pair_memory
 from dsgraph.passes.compat import OpOverload, is_tangent
@@ -18,7 +19,6 @@ from dsgraph.passes.core.notes import parameter_behind
 from dsgraph.passes.ir.coalesced import collective_behind, is_gather, is_result
 from dsgraph.passes.ir.graph import is_arrival, is_collective, is_view, is_wait, placeholders
 
-from .frames import Place, user_line
 from .traffic import Traffic, graph_traffic, nbytes
 
 aten = torch.ops.aten

@@ -8,25 +8,19 @@ from typing import Any
 from torch import nn
 
 from dsgraph import compat
-from dsgraph.compiler.backend import backend
 from dsgraph.errors import PartitionError
 from dsgraph.step.state import ParameterState, PartitionState, partition_states
 
 from .activity import (
-    Break,
-    Fallback,
-    NearMiss,
-    Recompile,
-    Region,
     fallbacks_of,
     graph_breaks_of,
     near_misses_of,
     recompiles_of,
     regions_of,
 )
-from .compile_log import CompileEntry
-from .measure import Activations, LoweredGraph
-from .step import Memory, Step, measure_step, predict_memory
+from .compile_log import CompileEntry, CompileLog
+from .records import Compile, Findings, Parameter, Pass
+from .step import measure_step, predict_memory
 from .text import write_report
 from .traffic import nbytes
 
@@ -34,85 +28,7 @@ SCHEMA = 1
 
 
 @dataclass(frozen=True)
-class Parameter:
-    """A parameter of a partitioned model. Sizes in bytes, of the master dtype.
-
-    Attributes:
-        name: Its (first) name in the model.
-        shape: Full shape.
-        dtype: Master dtype.
-        stage: ZeRO stage.
-        split_over: Mesh axis over which its rows are split; None for one that every rank holds whole.
-        averaged_over: Mesh axes over which its gradient is averaged.
-        whole_because: Why it is whole; empty for a split one.
-        bytes_full: All rows.
-        bytes_here: The rows on this rank.
-        bytes_replica: The gathered copy of stages 1 and 2, and what stage 3 holds of it now; 0 without one.
-        is_held_for_step: Whether stage 3 gathers it once a step inside `accumulate`, as it has memory to spare.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: str
-    stage: int
-    split_over: str | None
-    averaged_over: tuple[str, ...]
-    whole_because: str
-    bytes_full: int
-    bytes_here: int
-    bytes_replica: int
-    is_held_for_step: bool
-
-
-@dataclass(frozen=True)
-class Pass:
-    """What one pass did to one graph."""
-
-    phase: str
-    name: str
-    changed: int
-    notes: tuple[str, ...]
-    done: tuple[str, ...]
-    seconds: float
-    verify_seconds: float
-    nodes_before: int
-    nodes_after: int
-
-
-@dataclass(frozen=True)
-class Compile:
-    """One compile of one captured graph.
-
-    Attributes:
-        number: Which compile of this process it was.
-        function: The user's function, as `file:line (name)`.
-        resumes_at: The line of the graph break that the graph follows, or None.
-        kind: "training" (forward and backward) or "inference".
-        codegen: "inductor" or "eager".
-        from_cache: True when torch's cache had the compiled graph: the passes were not run anew, so that the graphs,
-            their collectives and bytes are not known.
-        pass_seconds: In all passes together.
-        verify_seconds: In checking the graphs between them.
-        passes: What each did, in order.
-        graphs: The lowered graphs, with what each sends each time it runs.
-        activations: What passes from forward to backward; None where there is no backward or it is not known.
-    """
-
-    number: int
-    function: str
-    resumes_at: int | None
-    kind: str
-    codegen: str
-    from_cache: bool
-    pass_seconds: float
-    verify_seconds: float
-    passes: tuple[Pass, ...]
-    graphs: tuple[LoweredGraph, ...]
-    activations: Activations | None
-
-
-@dataclass(frozen=True)
-class Report:
+class Report(Findings):
     """What was done to a model and what was not. `print(report)` shows it, `to_dict()` gives it to programs.
 
     Attributes:
@@ -133,22 +49,6 @@ class Report:
         checkpoint_regions: Regions that were not honoured, or that Dynamo did not capture.
     """
 
-    schema: int
-    model: str
-    status: str
-    stages: tuple[int, ...]
-    mesh: dict[str, int]
-    costs: str
-    parameters: tuple[Parameter, ...]
-    compiles: tuple[Compile, ...]
-    step: Step
-    memory: Memory | None
-    graph_breaks: tuple[Break, ...]
-    recompiles: tuple[Recompile, ...]
-    fallbacks: tuple[Fallback, ...]
-    near_misses: tuple[NearMiss, ...]
-    checkpoint_regions: tuple[Region, ...]
-
     def __str__(self) -> str:
         return write_report(self)
 
@@ -158,15 +58,12 @@ class Report:
         return plain
 
 
-def report(model: nn.Module) -> Report:
-    """What dsgraph did to a model and what it did not.
-
-    Call it after the first step: graphs are compiled when they first run. Graphs are found by the parameters that they
-    read and by the module that was being called. Two models of one class that are compiled by one torch function share
-    their entries for frames that Dynamo gave up on, since Dynamo names the code and not the model.
+def report_on(model: nn.Module, log: CompileLog) -> Report:
+    """The report of a model.
 
     Args:
         model: The module that was given to `partition` or `torch.compile`, or the compiled one.
+        log: Of the backend that compiled it.
 
     Raises:
         PartitionError: `model` is not a module.
@@ -174,9 +71,9 @@ def report(model: nn.Module) -> Report:
     if not isinstance(model, nn.Module):
         raise PartitionError(f"report takes a torch.nn.Module, found {type(model).__name__}")
     model = compat.unwrap_compiled(model)
-    backend.log.look()
+    log.look()
     states = partition_states(model)
-    records = backend.log.of(_objects_of(model, states))
+    records = log.of(_objects_of(model, states))
     compiled = tuple(_compile(record) for record in records)
     return Report(
         schema=SCHEMA,
@@ -189,9 +86,9 @@ def report(model: nn.Module) -> Report:
         compiles=compiled,
         step=measure_step(model, states, records),
         memory=predict_memory(model, records),
-        graph_breaks=graph_breaks_of(records, backend.log),
+        graph_breaks=graph_breaks_of(records, log),
         recompiles=recompiles_of(records),
-        fallbacks=fallbacks_of(model, states, records, backend.log),
+        fallbacks=fallbacks_of(model, states, records, log),
         near_misses=near_misses_of(records),
         checkpoint_regions=regions_of(records),
     )

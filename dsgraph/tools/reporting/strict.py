@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from dsgraph import compat
+from dsgraph.compiler.frames import Capture
 from dsgraph.compiler.options import BackendOptions
 from dsgraph.errors import StrictError
 from dsgraph.passes.kernels.substitute_kernels import NOWHERE
 
 from .compile_log import CompileEntry, CompileLog, GivenUp
-from .frames import Capture
 from .measure import is_own_op
 
 _WITHOUT = "or compile without strict=True; dsgraph.report(model) lists all of them then"

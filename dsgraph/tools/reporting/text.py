@@ -6,21 +6,19 @@ import textwrap
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from tabulate import tabulate
 
 from dsgraph.tools.dumping.render import bytes_text
 
-if TYPE_CHECKING:
-    from .measure import Activations
-    from .report import Compile, Parameter, Report
-    from .step import Memory
+from .measure import Activations
+from .records import Compile, Findings, Parameter
+from .step import Memory
 
 _WIDTH = 100
 
 
-def write_report(report: Report) -> str:
+def write_report(report: Findings) -> str:
     """All sections of a report that have something to say."""
     sections = [
         _head(report),
@@ -68,7 +66,7 @@ def _done(item: Compile) -> list[str]:
     return [line for each in item.passes for line in each.done]
 
 
-def _head(report: Report) -> str:
+def _head(report: Findings) -> str:
     mesh = ", ".join(f"{name} {count}" for name, count in report.mesh.items())
     stages = ", ".join(str(stage) for stage in sorted(set(report.stages)))
     where = f" (ZeRO stage {stages}; mesh: {mesh})" if report.stages else ""
@@ -143,7 +141,7 @@ def _passes(compiles: Sequence[Compile]) -> str:
     return "\n".join(["passes", *lines]) if lines else ""
 
 
-def _step(report: Report) -> str:
+def _step(report: Findings) -> str:
     step = report.step
     rows = [
         (

@@ -366,7 +366,7 @@ def test_paths_may_have_spaces_and_letters_of_any_kind(call, tmp_path):
 
 def test_small_graphs_have_a_curve_of_their_own(call, tmp_path):
     torch._dynamo.reset()
-    backend = dsgraph.backend.__class__()
+    backend = dsgraph.api.new_backend()
     options = {"codegen": "eager", "dump": tmp_path}
     torch.compile(torch.nn.Linear(3, 300), backend=backend, options=options)(torch.randn(2, 3))
     lines = [line for line in call("memory", tmp_path, "forward").out.splitlines() if "#" in line]

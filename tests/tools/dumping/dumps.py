@@ -42,7 +42,7 @@ def dump(
     with as_rank(rank, world):
         torch.manual_seed(0)
         model = dsgraph.partition(make(), stage=stage, keep_whole_below=100)
-        backend = dsgraph.backend.__class__()  # of its own, as another process would have
+        backend = dsgraph.api.new_backend()  # of its own, as another process would have
         compiled = torch.compile(model, backend=backend, options={"codegen": "eager", "dump": folder, **options})
         compiled(*(tokens(0, 0) if batch is None else batch)).backward()
     return folder / f"rank{rank}" / "compile1"

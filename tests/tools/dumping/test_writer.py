@@ -183,7 +183,7 @@ def test_symbolic_sizes_are_kept_as_text(tmp_path):
 @pytest.mark.slow
 def test_only_the_first_compiles_are_dumped(one_rank, tmp_path):
     model = dsgraph.partition(build("gpt"), stage=3, keep_whole_below=0)
-    backend = dsgraph.backend.__class__()
+    backend = dsgraph.api.new_backend()
     options = {"codegen": "eager", "dump": tmp_path, "dump_compiles": 2}
     for time in (8, 9, 10):
         torch._dynamo.reset()
@@ -273,7 +273,7 @@ print(len([w for w in caught if "cannot dump graphs" in str(w.message)]))
 
 def test_a_step_after_compiling_writes_nothing(one_rank, tmp_path):
     model = dsgraph.partition(build("gpt"), stage=3, keep_whole_below=0)
-    backend = dsgraph.backend.__class__()
+    backend = dsgraph.api.new_backend()
     compiled = torch.compile(model, backend=backend, options={"codegen": "eager", "dump": tmp_path})
     compiled(*tokens(0, 0)).backward()
     before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
@@ -283,7 +283,7 @@ def test_a_step_after_compiling_writes_nothing(one_rank, tmp_path):
 
 def test_a_model_without_ranks_is_dumped_too(tmp_path):
     torch._dynamo.reset()
-    backend = dsgraph.backend.__class__()
+    backend = dsgraph.api.new_backend()
     model = nn.Linear(3, 3)
     torch.compile(model, backend=backend, options={"codegen": "eager", "dump": tmp_path})(torch.randn(2, 3))
     record = manifest(tmp_path / "rank0" / "compile1")

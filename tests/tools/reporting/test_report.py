@@ -458,7 +458,7 @@ def test_it_fits_the_screen_and_json(fake_ranks):
 
 def test_records_go_with_the_model(fake_ranks):
     gc.collect()
-    log, before = dsgraph.backend.log, len(dsgraph.backend.log)
+    log, before = dsgraph.api.reports.log, len(dsgraph.api.reports.log)
     compiled = _compiled(Twice())
     compiled(torch.ones(2, 8))
     assert len(log) == before + 3
@@ -554,7 +554,7 @@ def test_another_batch_size_recompiles_once_and_is_reported(fake_ranks, tmp_path
     model = dsgraph.partition(
         nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8)), stage=stage, keep_whole_below=1
     )
-    backend = dsgraph.backend.__class__()
+    backend = dsgraph.api.new_backend()
     compiled = torch.compile(model, backend=backend, options={**EAGER, "dump": tmp_path})
     for rows in (16, 8, 24):
         compiled(torch.ones(rows, 8)).sum().backward()

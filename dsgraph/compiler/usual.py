@@ -1,0 +1,64 @@
+"""How a graph is compiled unless a tool was chosen: its passes, and the code generator that the options name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch.fx import GraphModule
+
+from dsgraph.passes import CaptureFacts
+
+from .codegen import Compilation
+from .options import BackendOptions
+from .request import CompileOutcome, CompileRequest, CompileWatch
+
+
+@dataclass(frozen=True)
+class Usual:
+    """The choice of those who choose nothing."""
+
+    def facts(self, facts: CaptureFacts, options: BackendOptions) -> CaptureFacts:
+        """The graph runs where it was captured."""
+        return facts
+
+    def compiler(self, request: CompileRequest, watch: CompileWatch) -> UsualCompiler:
+        """What compiles the graph of `request`."""
+        return UsualCompiler(request, Compilation(request.options, request.facts, mode=request.mode, watch=watch))
+
+
+@dataclass(frozen=True)
+class UsualCompiler:
+    """A `Compilation`, after which the ranks compare what they are about to run."""
+
+    request: CompileRequest
+    compilation: Compilation
+
+    @property
+    def awaits_replicas(self) -> bool:
+        """Whether the compiled graph waits for the replicas that it reads."""
+        return self.compilation.awaits_replicas
+
+    @property
+    def may_hold_replicas(self) -> bool:
+        """A recording would copy what lies elsewhere in each step."""
+        return not self.compilation.records_cuda_graphs
+
+    @property
+    def outcome(self) -> CompileOutcome:
+        """What came of `compile`."""
+        return self.compilation.outcome
+
+    def compile(self, gm: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        """Runs the passes over `gm` and generates code.
+
+        Raises:
+            RanksDisagreeError: Ranks are about to run different collectives.
+        """
+        compiled = self.compilation.compile(gm, inputs)
+        if self.request.agreement is not None and self.request.is_new:
+            self.request.agreement.confirm(
+                "run different collectives", self.compilation.collectives, steps=self.compilation.orders
+            )
+        return compiled

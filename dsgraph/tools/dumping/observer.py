@@ -1,0 +1,58 @@
+"""Dumps what a backend compiles into the folders that the options name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from torch.fx import GraphModule
+
+from dsgraph.compiler.frames import Capture
+from dsgraph.compiler.options import BackendOptions
+from dsgraph.compiler.request import CompileRequest, CompileWatch
+from dsgraph.passes import PassContext, PassRecord
+
+from .writer import DumpFolder, GraphDump
+
+
+class DumpObserver:
+    """Keeps the folders that receive dumps."""
+
+    def __init__(self) -> None:
+        self._folders: dict[Path, DumpFolder] = {}
+
+    def captured(self, capture: Capture, options: BackendOptions) -> None:
+        """There is nothing to dump yet."""
+
+    def begin(self, request: CompileRequest) -> CompileWatch:
+        """Dumps the graphs of one compile, if the options name a folder."""
+        if request.options.dump is None:
+            return CompileWatch()
+        path = request.options.dump.absolute()
+        return _Dumping(self._folders.setdefault(path, DumpFolder(path)), request)
+
+
+class _Dumping(CompileWatch):
+    """One compile. It has no number in the folder before its first graph is there: not every compiler shows any."""
+
+    def __init__(self, folder: DumpFolder, request: CompileRequest) -> None:
+        # Not the request: what is compiled keeps this, and would keep the model.
+        self._folder = folder
+        self._options = request.options
+        self._facts = request.facts
+        self._function = request.function
+        self._has_begun = False
+        self._dump: GraphDump | None = None
+
+    def write(self, gm: GraphModule, ctx: PassContext, *, number: int, record: PassRecord | None) -> None:
+        """Writes the graph, unless enough compiles were dumped."""
+        if not self._has_begun:
+            self._has_begun = True
+            self._dump = self._folder.begin(
+                self._facts,
+                of=self._function,
+                codegen=self._options.codegen,
+                strict=self._options.strict,
+                most=self._options.dump_compiles,
+            )
+        if self._dump is not None:
+            self._dump.write(gm, ctx, number=number, record=record)

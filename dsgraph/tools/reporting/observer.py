@@ -1,0 +1,92 @@
+"""Keeps the log of a backend's compiles, and makes errors of what was not done where `strict=True` asks for it."""
+
+from __future__ import annotations
+
+from torch.fx import GraphModule
+
+from dsgraph.compiler.frames import Capture
+from dsgraph.compiler.options import BackendOptions
+from dsgraph.compiler.request import CompileOutcome, CompileRequest, CompileWatch
+from dsgraph.compiler.wrappers import partitions_among
+from dsgraph.passes import PassContext
+from dsgraph.sharding.stages import CopyLifetime
+
+from .compile_log import CompileEntry, CompileLog, owners_among
+from .measure import Measurements
+from .strict import refuse_capture, refuse_compile, refuse_given_up
+
+
+class ReportObserver:
+    """What `report` knows of a backend.
+
+    Attributes:
+        log: The compiles of the models that are alive.
+    """
+
+    def __init__(self) -> None:
+        self.log = CompileLog()
+
+    def captured(self, capture: Capture, options: BackendOptions) -> None:
+        """Takes down what Dynamo has noted meanwhile.
+
+        Raises:
+            StrictError: Dynamo gave up on a function, broke a graph or compiles too often, and `strict`.
+        """
+        given_up = self.log.look()
+        if options.strict:
+            refuse_given_up(given_up, capture)
+            refuse_capture(capture, options, self.log)
+
+    def begin(self, request: CompileRequest) -> CompileWatch:
+        """Measures the graphs of one compile."""
+        return _Measuring(self.log, request)
+
+
+class _Measuring(CompileWatch):
+    def __init__(self, log: CompileLog, request: CompileRequest) -> None:
+        self._log = log
+        self._request: CompileRequest | None = request  # until it is compiled: it holds the model
+        self._measured = Measurements(request.facts.axes, with_inductor=request.options.codegen == "inductor")
+
+    def joint(self, gm: GraphModule) -> None:
+        """Reads the checkpoint regions."""
+        self._measured.take_regions(gm)
+
+    def after_phase(self, gm: GraphModule, ctx: PassContext) -> None:
+        """Reads traffic, nodes and memory."""
+        self._measured.take(gm, ctx)
+
+    def finished(self, outcome: CompileOutcome) -> None:
+        """Adds the compile to the log.
+
+        Raises:
+            StrictError: Something was asked for and not done, and `strict`.
+        """
+        request, self._request = self._request, None
+        assert request is not None
+        record = _record(request, self._measured, outcome)
+        if request.options.strict:
+            refuse_compile(record)
+        self._log.add(record, owners_among(request.inputs, request.module))
+
+
+def _record(request: CompileRequest, measured: Measurements, outcome: CompileOutcome) -> CompileEntry:
+    return CompileEntry(
+        number=request.number,
+        capture=request.capture,
+        module=id(request.module) if request.module is not None else 0,
+        module_type=type(request.module) if request.module is not None else None,
+        codegen=request.options.codegen,
+        training=request.trains,
+        reduces=bool(request.facts.params),
+        reads_held=any(p.zero.copy_lifetime is CopyLifetime.USE for p in partitions_among(request.inputs)),
+        from_cache=outcome.from_cache,
+        unidentified=outcome.unidentified,
+        passes=outcome.passes,
+        graphs=tuple(measured.graphs),
+        activations=measured.activations,
+        memory=measured.memory,
+        costs=request.costs,
+        ignored_tags=measured.ignored_tags,
+        unlowered=tuple(sorted(measured.unlowered.items())),
+    )
