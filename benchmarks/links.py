@@ -43,7 +43,7 @@ from benchmarks.systems import ACCUMULATING, MICRO_BATCHES, SYSTEMS, System, com
 from benchmarks.training import Training, Workload
 from benchmarks.workers import Workers
 from dsgraph.compiler.costs.store import save
-from dsgraph.launch.script import ended_by_signals
+from dsgraph.launch.processes import ended_by_signals
 from dsgraph.tools.calibration.ranks import measure_ranks
 
 RANKS = 2  # one a host

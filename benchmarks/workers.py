@@ -7,15 +7,11 @@ group that has no turn waits on a pipe and uses no processor time.
 
 from __future__ import annotations
 
-import contextlib
-import multiprocessing
 import os
 import shutil
 import tempfile
-import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from datetime import timedelta
-from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -23,6 +19,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from typing_extensions import Self
+
+from dsgraph.errors import LaunchError
+from dsgraph.launch.pool import Pool
+from dsgraph.launch.processes import Answers
 
 # How long one call may take before its workers are killed, seconds.
 CALL_LIMIT = 900
@@ -33,14 +33,15 @@ GRACE = 10
 _ENVIRON = {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
 
 
-class WorkerError(RuntimeError):
+class WorkerError(LaunchError):
     """Workers raised, died or hang; the message names the group and holds every traceback."""
 
 
 class Workers:
     """`world` gloo ranks on this machine, each of which makes one object and then calls its methods on request.
 
-    Every group starts with an empty compiler cache of its own, which is removed in the end.
+    Every group starts with an empty compiler cache of its own, which is removed in the end. What libraries print goes
+    to files in the same folder: it must not end up in the benchmark's table.
     """
 
     def __init__(
@@ -68,25 +69,12 @@ class Workers:
         """
         self.name = name
         self.world = world
-        self._folder = Path(tempfile.mkdtemp(prefix="benchmark-"))
-        self._processes: list[Any] = []
-        self._pipes: list[Connection] = []
-        context = multiprocessing.get_context("spawn")
-        caches = {
-            variable: str(self._folder / variable) for variable in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
-        }
+        self._folder = folder = Path(tempfile.mkdtemp(prefix="benchmark-"))
+        caches = {variable: str(folder / variable) for variable in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")}
+        variables = {**_ENVIRON, **caches, "WORLD_SIZE": str(world), **(environ or {})}
+        self._pool = Pool(_join, folder / "store", world, place, make, args, environ=variables, logs=folder)
         try:
-            with _environment({**_ENVIRON, **caches, "WORLD_SIZE": str(world), **(environ or {})}):
-                for rank in range(world):
-                    here, there = context.Pipe()
-                    process = context.Process(
-                        target=_work, args=(there, self._folder, rank, world, place, make, args), daemon=True
-                    )
-                    self._pipes.append(here)
-                    process.start()
-                    self._processes.append(process)
-                    there.close()
-            self._collect()
+            self._values(self._pool.start(world, limit=CALL_LIMIT, grace=GRACE))
         except BaseException:  # Ctrl-C: nobody else knows of the processes yet
             self.close()
             raise
@@ -97,24 +85,15 @@ class Workers:
         Raises:
             WorkerError: A rank raised, died or did not answer. The group is closed.
         """
-        for pipe in self._pipes:
-            with contextlib.suppress(BrokenPipeError):  # it died; `_collect` says how
-                pipe.send((method, args))
-        return self._collect()
+        return self._values(self._pool.call(method, *args, count=self.world, limit=CALL_LIMIT, grace=GRACE))
 
     def dismiss(self) -> None:
         """Lets the processes go, without waiting for them: of many groups, dismiss all before you close the first."""
-        for pipe in self._pipes:
-            pipe.close()  # at which a rank that waits leaves
+        self._pool.dismiss()
 
     def close(self) -> None:
         """Ends the processes and removes their folder."""
-        self.dismiss()
-        for process in self._processes:
-            process.join(GRACE / 2)
-            process.kill()
-            process.join()
-        self._processes, self._pipes = [], []
+        self._pool.stop(patience=GRACE / 2)
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def __enter__(self) -> Self:
@@ -125,81 +104,36 @@ class Workers:
     ) -> None:
         self.close()
 
-    def _collect(self) -> list[Any]:
-        answers: dict[int, tuple[bool, Any]] = {}
-        waiting = {pipe: rank for rank, pipe in enumerate(self._pipes)}
-        limit = CALL_LIMIT
-        while waiting:
-            ready = wait(list(waiting), timeout=limit)
-            if not ready:
-                answers.update(dict.fromkeys(waiting.values(), (False, f"no answer within {limit} s")))
-                break
-            for pipe in ready:
-                assert isinstance(pipe, Connection)
-                rank = waiting.pop(pipe)
-                try:
-                    answers[rank] = pipe.recv()
-                except (EOFError, ConnectionResetError):
-                    answers[rank] = (False, self._last_words(rank))
-            if not all(ok for ok, _ in answers.values()):
-                limit = GRACE
-        if not all(ok for ok, _ in answers.values()):
-            errors = [f"rank {rank}: {text}" for rank, (ok, text) in sorted(answers.items()) if not ok]
-            self.close()
-            raise WorkerError("\n".join([f"{self.name}: {len(errors)} of {self.world} ranks failed", *errors]))
-        return [answers[rank][1] for rank in range(self.world)]
-
-    def _last_words(self, rank: int) -> str:
-        process = self._processes[rank]
-        process.join(GRACE)
-        printed = _log(self._folder, rank).read_text(errors="replace").splitlines()
-        return "\n".join([f"died with exit code {process.exitcode}; it had printed:", *printed[-20:]])
+    def _values(self, answers: Answers) -> list[Any]:
+        if answers.are_complete:
+            return [answers.values[rank] for rank in range(self.world)]
+        found = dict(answers.errors)
+        found |= {rank: self._pool.last_words(rank, patience=GRACE) for rank in answers.dead}
+        limit = GRACE if found else CALL_LIMIT
+        found |= dict.fromkeys(answers.silent, f"no answer within {limit} s")
+        self.close()
+        errors = [f"rank {rank}: {text}" for rank, text in sorted(found.items())]
+        raise WorkerError("\n".join([f"{self.name}: {len(errors)} of {self.world} ranks failed", *errors]))
 
 
-def _log(folder: Path, rank: int) -> Path:
-    return folder / f"rank{rank}.log"
-
-
-@contextlib.contextmanager
-def _environment(variables: Mapping[str, str]) -> Iterator[None]:
-    """The environment in which processes start, put back afterwards."""
-    before = {name: os.environ.get(name) for name in variables}
-    os.environ.update(variables)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
-
-
-def _work(
-    pipe: Connection,
-    folder: Path,
+def _join(
     rank: int,
+    store: Path,
     world: int,
     place: Callable[[int], None] | None,
     make: Callable[..., Any],
     args: tuple[Any, ...],
-) -> None:
-    log = os.open(_log(folder, rank), os.O_WRONLY | os.O_CREAT)
-    os.dup2(log, 1)  # what libraries print must not end up in the benchmark's table
-    os.dup2(log, 2)
+) -> Any:
+    """Joins the process group and makes the object that is called."""
     os.environ.update({"RANK": str(rank), "LOCAL_RANK": str(rank)})
     torch.set_num_threads(1)
-    try:
-        if place is not None:
-            place(rank)
-        store = dist.FileStore(str(folder / "store"), world)
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=CALL_LIMIT))
-        session = make(*args)
-        pipe.send((True, None))
-        while True:
-            method, values = pipe.recv()
-            pipe.send((True, getattr(session, method)(*values)))
-    except EOFError:
-        return  # the benchmark is gone
-    except BaseException:
-        pipe.send((False, traceback.format_exc()))
+    if place is not None:
+        place(rank)
+    dist.init_process_group(
+        "gloo",
+        store=dist.FileStore(str(store), world),
+        rank=rank,
+        world_size=world,
+        timeout=timedelta(seconds=CALL_LIMIT),
+    )
+    return make(*args)

@@ -1,7 +1,5 @@
 """Errors of the product. Each message names the thing, what was found and what to do."""
 
-from dsgraph.passes import PassError
-
 
 class PartitionError(ValueError):
     """A model, mesh or argument that `partition` or `materialize` cannot take."""
@@ -23,6 +21,10 @@ class StrictError(RuntimeError):
     """Something that is a warning unless `strict=True`."""
 
 
+class LaunchError(Exception):
+    """A script that cannot be run, or ranks that raised, died or hang."""
+
+
 class EmissionError(RuntimeError):
     """Kernels could not be generated for a device that is not there."""
 
@@ -35,9 +37,9 @@ __all__ = [
     "AccumulationError",
     "EmissionError",
     "KernelError",
+    "LaunchError",
     "OptionError",
     "PartitionError",
-    "PassError",
     "RanksDisagreeError",
     "StrictError",
 ]

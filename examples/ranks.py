@@ -1,8 +1,7 @@
-"""The ranks of an example: starting them with torchrun, and what a training loop asks of them."""
+"""The ranks of an example: starting them, and what a training loop asks of them."""
 
 from __future__ import annotations
 
-import logging
 import os
 import resource
 import signal
@@ -12,10 +11,9 @@ from typing import NoReturn
 
 import torch
 import torch.distributed as dist
-from torch.distributed import run as torchrun
-from torch.distributed.elastic.multiprocessing import SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from tqdm import tqdm
+
+from dsgraph.launch.script import Script, run_script
 
 
 def started_by_torchrun() -> bool:
@@ -24,15 +22,10 @@ def started_by_torchrun() -> bool:
 
 def start(module: str, arguments: list[str], *, count: int) -> None:
     """Runs `python -m module arguments` on `count` ranks of this machine, and ends this process as they end."""
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.ERROR)  # not a line for each rank it ends
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // count)))
     try:
-        torchrun.main(["--standalone", f"--nproc-per-node={count}", "-m", module, *arguments])
-    except ChildFailedError as error:
-        rank, failure = error.get_first_failure()
-        sys.exit(f"{module}: rank {rank} failed first (exit code {failure.exitcode}); it wrote the reason above")
-    except (SignalException, KeyboardInterrupt):
-        sys.exit(130)  # as shells do for Ctrl-C; torchrun has ended the ranks
+        sys.exit(run_script(Script(("-m", module)), arguments, nproc=count, environment={}))
+    except KeyboardInterrupt:
+        sys.exit(130)  # as shells do for Ctrl-C; the ranks have been ended
 
 
 def refuse(message: str) -> NoReturn:

@@ -42,12 +42,6 @@ ORDER = {
 FLOORS = {floor: number for number, floor in enumerate(ORDER)}
 # What makes code for a device that is not there, with the versions on which it was checked: `harness.CHECKED`.
 EMISSION = [ROOT / "dsgraph" / "tools" / "emission" / f"{stem}.py" for stem in ("harness", "lowering", "schedule")]
-# Arrows that still point up, each with what will turn it round; none may be added.
-NOT_YET = {
-    ("launch/script", "tools.cli"),
-    ("tools/cli/probe", "api"),
-}
-CIRCLES_NOT_YET: list[list[str]] = []
 # Names that every part may ask the product for.
 FREE = {"dsgraph.__version__"}
 
@@ -117,9 +111,6 @@ def test_imports_point_down(floor):
             if there == here:
                 continue
             # From outside, a floor is what its face offers and what its folders hold.
-            stem = str(path.relative_to(ROOT / "dsgraph").with_suffix("")) if floor == "dsgraph" else ""
-            if any(stem == who and module.startswith(f"dsgraph.{whom}") for who, whom in NOT_YET):
-                continue
             below = FLOORS[there[0]] < FLOORS[here[0]] or _level(there) < _level(here)
             assert below, f"{path.relative_to(ROOT)} imports {module}, which does not stand below it"
 
@@ -130,7 +121,6 @@ def test_no_circles_of_files():
         if path.name != "__init__.py":  # a package's face imports its parts, which never import the face
             graph.add_edges_from((name, other) for other in _imported_modules(path))
     circles = [sorted(part) for part in nx.strongly_connected_components(graph) if len(part) > 1]
-    circles = [circle for circle in circles if circle not in CIRCLES_NOT_YET]
     assert not circles, f"files that import each other: {circles}"
 
 

@@ -6,31 +6,22 @@ import argparse
 import ast
 import importlib.util
 import os
-import signal
 import socket
-import subprocess
 import sys
-import threading
-import time
-import uuid
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
-from types import FrameType
-from typing import NoReturn
 
-from dsgraph.tools.cli.command import CommandError
+from dsgraph.errors import LaunchError
+
+from .processes import run_to_end
 
 # What torchrun tells a rank. None of it is passed on from where `dsgraph` itself was started.
 _OF_RANKS = {
     *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE"),
     *("ROLE_RANK", "ROLE_NAME", "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
 }
-_MARK = "DSGRAPH_LAUNCH"
-# How long the processes get to end by themselves after Ctrl-C, and after SIGTERM, seconds.
-_PATIENCE = (1.0, 5.0)
 
 
 @dataclass(frozen=True)
@@ -75,17 +66,17 @@ def find_script(path: str | None, module: str | None) -> Script:
     runs such a script at all.
 
     Raises:
-        CommandError: There is no such script or module, both are given, or neither.
+        LaunchError: There is no such script or module, both are given, or neither.
     """
     if (path is None) == (module is None):
-        raise CommandError("give one script to run: a path, or -m and a module")
+        raise LaunchError("give one script to run: a path, or -m and a module")
     if module is not None:
         _check_module(module)
         return Script(("-m", module))
     assert path is not None
     file = Path(path)
     if not file.is_file():
-        raise CommandError(f"{path} is {'a folder' if file.is_dir() else 'not there'}; give the path of a script")
+        raise LaunchError(f"{path} is {'a folder' if file.is_dir() else 'not there'}; give the path of a script")
     folder = file.resolve().parent
     names = [file.stem]
     while (folder / "__init__.py").is_file():
@@ -131,48 +122,7 @@ def run_script(
     else:
         variables.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // nproc)))
         command = [sys.executable, "-u", "-m", "dsgraph.launch.torchrun", str(nproc), *script.arguments, *arguments]
-    mark = uuid.uuid4().hex
-    sys.stdout.flush()
-    with ended_by_signals():
-        child = subprocess.Popen(
-            command, env={**variables, **environment, _MARK: mark}, stdout=sys.stderr if quiet else None
-        )
-        try:
-            return child.wait()
-        except BaseException:
-            _end(child, mark)
-            raise
-
-
-@contextmanager
-def ended_by_signals() -> Iterator[None]:
-    """Lets SIGTERM and SIGHUP end this process the way Ctrl-C does: by an exception, after which one can tidy up."""
-
-    def stop(number: int, _: FrameType | None) -> NoReturn:
-        raise SystemExit(128 + number)
-
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGHUP)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-def describe_exit(code: int) -> str:
-    """How a script ended, in words: "exit code 3", "killed by SIGKILL"."""
-    number = -code if code < 0 else code - 128
-    with suppress(ValueError):
-        if code < 0 or code > 128:
-            return f"killed by {signal.Signals(number).name}"
-    return f"exit code {code}"
-
-
-def _is_of_ranks(variable: str) -> bool:
-    return variable in _OF_RANKS or variable.startswith("TORCHELASTIC_")
+    return run_to_end(command, {**variables, **environment}, quiet=quiet)
 
 
 def _check_module(module: str) -> None:
@@ -192,7 +142,7 @@ def _check_module(module: str) -> None:
         if here in sys.path:
             sys.path.remove(here)
     if spec is None:
-        raise CommandError(f"there is no module {module!r} that Python could run")
+        raise LaunchError(f"there is no module {module!r} that Python could run")
 
 
 def _inside(package: ModuleSpec | None, name: str) -> ModuleSpec | None:
@@ -216,39 +166,3 @@ def _alone() -> dict[str, str]:
         port = free.getsockname()[1]
     one = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
     return {**one, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-
-
-def _end(child: subprocess.Popen[bytes], mark: str) -> None:
-    """Ends the script and all that it has started."""
-    before = signal.getsignal(signal.SIGINT)
-    if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C must not stop this
-    try:
-        for patience, then in zip(_PATIENCE, (child.terminate, child.kill), strict=True):
-            # First without a word: a terminal has told the script of Ctrl-C already, and torchrun is ending its ranks.
-            with suppress(subprocess.TimeoutExpired):
-                child.wait(patience)
-                break
-            then()
-        child.wait()
-        _kill_marked(mark)
-    finally:
-        if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGINT, before)
-
-
-def _kill_marked(mark: str) -> None:
-    """Kills what still carries the mark in its environment: ranks have sessions of their own. Linux only."""
-    wanted = f"{_MARK}={mark}".encode()
-    for _ in range(20):
-        left = []
-        for folder in Path("/proc").glob("[0-9]*"):
-            with suppress(OSError):
-                if wanted in (folder / "environ").read_bytes().split(b"\0"):
-                    left.append(int(folder.name))
-        for pid in left:
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        if not left:
-            return
-        time.sleep(0.05)

@@ -5,21 +5,21 @@ from __future__ import annotations
 import faulthandler
 import os
 import tempfile
-import traceback
 import warnings
 from collections.abc import Callable
 from datetime import timedelta
-from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+
+from dsgraph.launch.pool import Pool
 
 # How long one call may take before its ranks are killed, seconds.
 CALL_LIMIT = 240
-
+# How long the other ranks may take to notice that one has failed, seconds.
+GRACE = 45
 
 # Imported once, by the process from which all ranks are forked, and not by each of them.
 _PRELOADED = ["torch", "torch._dynamo", "torch._inductor.compile_fx", "torch.distributed.tensor", "dsgraph"]
@@ -29,30 +29,11 @@ class Processes:
     """The processes that play ranks, as many as the largest group so far has needed."""
 
     def __init__(self) -> None:
-        self.processes: list[Any] = []
-        self.pipes: list[Connection] = []
-        self._context = mp.get_context("forkserver")
-        self._context.set_forkserver_preload(_PRELOADED)
-
-    def start(self, count: int) -> list[Connection]:
-        """Pipes to the first `count` of them, all alive."""
-        if not all(process.is_alive() for process in self.processes):
-            self.stop()
-        while len(self.processes) < count:
-            here, there = self._context.Pipe()
-            process = self._context.Process(target=_serve, args=(there,), daemon=True)
-            process.start()
-            there.close()
-            self.processes.append(process)
-            self.pipes.append(here)
-        return self.pipes[:count]
+        self.pool = Pool(_Player, method="forkserver", preload=_PRELOADED)
 
     def stop(self) -> None:
         """Kills them; the next call starts new ones."""
-        for process in self.processes:
-            process.kill()
-            process.join()
-        self.processes, self.pipes = [], []
+        self.pool.stop()
 
 
 class Ranks:
@@ -60,7 +41,7 @@ class Ranks:
 
     def __init__(self, world: int, processes: Processes) -> None:
         self.world = world
-        self._processes = processes
+        self._pool = processes.pool
 
     def run(self, function: Callable[..., Any], *args: Any, timeout_s: float = 60, **kwargs: Any) -> list[Any]:
         """Calls `function(*args, **kwargs)` on every rank, in a fresh process group; returns what each rank returned.
@@ -68,55 +49,43 @@ class Ranks:
         Raises:
             AssertionError: A rank raised; the message holds every rank's traceback.
         """
-        pipes = self._processes.start(self.world)
+        started = self._pool.start(self.world, limit=CALL_LIMIT, grace=GRACE)
+        assert started.are_complete, started
         with tempfile.TemporaryDirectory() as folder:
-            for rank, pipe in enumerate(pipes):
-                pipe.send((function, args, kwargs, rank, self.world, str(Path(folder) / "store"), timeout_s))
-            answers = _collect(pipes)
-        errors = {rank: value for rank, (ok, value) in answers.items() if not ok}
-        if errors or len(answers) < self.world:
-            self._processes.stop()  # ranks that failed or hang may have left the group in any state
-            missing = [rank for rank in range(self.world) if rank not in answers]
-            lost = f"ranks {missing} did not answer in {CALL_LIMIT} s or died\n" if missing else ""
-            raise AssertionError(lost + "\n".join(f"rank {rank}: {text}" for rank, text in errors.items()))
-        return [answers[rank][1] for rank in range(self.world)]
+            call = (function, args, kwargs, self.world, str(Path(folder) / "store"), timeout_s)
+            answers = self._pool.call("play", *call, count=self.world, limit=CALL_LIMIT, grace=GRACE)
+        if answers.are_complete:
+            return [answers.values[rank] for rank in range(self.world)]
+        self._pool.stop()  # ranks that failed or hang may have left the group in any state
+        missing = sorted([*answers.dead, *answers.silent])
+        lost = f"ranks {missing} did not answer in {CALL_LIMIT} s or died\n" if missing else ""
+        raise AssertionError(lost + "\n".join(f"rank {rank}: {text}" for rank, text in answers.errors.items()))
 
 
-def _collect(pipes: list[Connection]) -> dict[int, tuple[bool, Any]]:
-    answers: dict[int, tuple[bool, Any]] = {}
-    waiting = {pipe: rank for rank, pipe in enumerate(pipes)}
-    limit = float(CALL_LIMIT)
-    while waiting:
-        ready = wait(list(waiting), timeout=limit)
-        if not ready:
-            break
-        for pipe in ready:
-            assert isinstance(pipe, Connection)
-            rank = waiting.pop(pipe)
-            try:
-                answers[rank] = pipe.recv()
-            except EOFError:
-                continue  # it died
-        if any(not ok for ok, _ in answers.values()):
-            limit = 45.0  # the others should notice soon
-    return answers
+class _Player:
+    """One rank, of one group after the other."""
 
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        os.environ["OMP_NUM_THREADS"] = "1"
+        torch.set_num_threads(1)
+        warnings.filterwarnings("ignore", category=FutureWarning)
 
-def _serve(pipe: Connection) -> None:
-    os.environ["OMP_NUM_THREADS"] = "1"
-    torch.set_num_threads(1)
-    warnings.filterwarnings("ignore", category=FutureWarning)
-    while True:
-        try:
-            function, args, kwargs, rank, world, store, timeout_s = pipe.recv()
-        except EOFError:
-            return
+    def play(
+        self,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        world: int,
+        store: str,
+        timeout_s: float,
+    ) -> Any:
         faulthandler.dump_traceback_later(CALL_LIMIT - 10)  # where it hangs, to stderr, before it is killed
         try:
             dist.init_process_group(
                 "gloo",
                 store=dist.FileStore(store, world),
-                rank=rank,
+                rank=self._rank,
                 world_size=world,
                 timeout=timedelta(seconds=timeout_s),
             )
@@ -124,8 +93,6 @@ def _serve(pipe: Connection) -> None:
             result = function(*args, **kwargs)
             dist.barrier()
             dist.destroy_process_group()
-            pipe.send((True, result))
-        except BaseException:
-            pipe.send((False, traceback.format_exc()))
+            return result
         finally:
             faulthandler.cancel_dump_traceback_later()

@@ -9,7 +9,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from dsgraph.launch.script import add_arguments, describe_exit, find_script, run_script
+from dsgraph.launch.processes import describe_exit
+from dsgraph.launch.script import add_arguments, find_script, run_script
 
 from .command import Answer, Command, CommandError
 from .table import table

@@ -12,7 +12,8 @@ from pathlib import Path
 from dsgraph.compiler.costs.records import CalibrationRecord, from_text, merge
 from dsgraph.compiler.costs.store import CalibrationError, load, save
 from dsgraph.json_records import to_json
-from dsgraph.launch.script import Script, describe_exit, rank_count, run_script
+from dsgraph.launch.processes import describe_exit
+from dsgraph.launch.script import Script, rank_count, run_script
 
 from .command import Answer, Command, CommandError
 from .table import table

@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from dsgraph.files import write_whole
-from dsgraph.launch.script import add_script_arguments, describe_exit, find_script, rank_count, run_script
+from dsgraph.launch.processes import describe_exit
+from dsgraph.launch.script import add_script_arguments, find_script, rank_count, run_script
 from dsgraph.tools.dumping.render import bytes_text
 
 from .command import Answer, Command, CommandError

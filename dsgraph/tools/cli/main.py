@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from importlib import import_module
 from typing import NoReturn
 
+from dsgraph.errors import LaunchError
 from dsgraph.nearest import nearest
 
 from .command import Command, CommandError
@@ -37,7 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         code = _answer(sys.argv[1:] if arguments is None else arguments)
         sys.stdout.flush()
-    except CommandError as error:
+    except (CommandError, LaunchError) as error:
         print(f"dsgraph: {error}", file=sys.stderr)
         return 2
     except BrokenPipeError:  # `dsgraph show ... | head`

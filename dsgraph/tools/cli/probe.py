@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import json
-import multiprocessing
 import os
 import sys
 import tempfile
@@ -12,7 +11,8 @@ from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any
+
+from dsgraph.launch.pool import Pool
 
 REQUIRED = ("numpy", "networkx", "sympy", "tabulate", "pydantic", "tqdm", "typing_extensions")
 _TIMEOUT = 8  # seconds
@@ -40,42 +40,31 @@ def two_ranks() -> str:
         RuntimeError: They do not finish in time, or with the wrong sum.
     """
     # A fork shares the torch that is loaded; on macOS forking after loading frameworks is unsafe.
-    context: Any = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")
     with tempfile.TemporaryDirectory(prefix="dsgraph-doctor-") as folder:
-        pipes = [context.Pipe(duplex=False) for _ in range(2)]
-        processes = [
-            context.Process(target=_rank, args=(rank, str(Path(folder) / "store"), pipes[rank][1]), daemon=True)
-            for rank in range(2)
-        ]
-        for process in processes:
-            process.start()
-        for process in processes:
-            process.join(_TIMEOUT)
-        stuck = [process for process in processes if process.is_alive()]
-        for process in stuck:
-            process.kill()
-            process.join()
-        answers = [receiver.recv() for receiver, _ in pipes if receiver.poll()]
-    wrong = [answer for answer in answers if answer != 3.0]
-    if wrong or len(answers) < 2:
-        raise RuntimeError(str(wrong[0]) if wrong else f"two processes did not meet within {_TIMEOUT} s")
+        pool = Pool(_sum, str(Path(folder) / "store"), method="fork" if sys.platform == "linux" else "spawn")
+        try:
+            answers = pool.start(2, limit=_TIMEOUT, grace=_TIMEOUT)
+        finally:
+            pool.stop()
+    if answers.errors:
+        raise RuntimeError(next(iter(answers.errors.values())).strip().rpartition("\n")[2])
+    if not answers.are_complete:
+        raise RuntimeError(f"two processes did not meet within {_TIMEOUT} s")
     return "a sum over two processes is right"
 
 
-def _rank(rank: int, store: str, sender: Any) -> None:
+def _sum(rank: int, store: str) -> None:
     import torch
     import torch.distributed as dist
 
-    try:
-        dist.init_process_group(
-            "gloo", store=dist.FileStore(store, 2), rank=rank, world_size=2, timeout=timedelta(seconds=_TIMEOUT - 2)
-        )
-        value = torch.tensor(rank + 1.0)
-        dist.all_reduce(value)
-        sender.send(value.item())
-        dist.destroy_process_group()
-    except Exception as error:
-        sender.send(_describe(error))
+    dist.init_process_group(
+        "gloo", store=dist.FileStore(store, 2), rank=rank, world_size=2, timeout=timedelta(seconds=_TIMEOUT - 2)
+    )
+    value = torch.tensor(rank + 1.0)
+    dist.all_reduce(value)
+    if value.item() != 3.0:
+        raise RuntimeError(f"the sum is {value.item()}")
+    dist.destroy_process_group()
 
 
 def _imported(package: str) -> str:
@@ -110,9 +99,9 @@ def _devices() -> list[str]:
 
 
 def _dsgraph() -> str:
-    import dsgraph.api
-
-    return f"{dsgraph.__version__} in {Path(dsgraph.__file__).parent}"
+    found = importlib.import_module("dsgraph")
+    importlib.import_module("dsgraph.api")
+    return f"{found.__version__} in {Path(str(found.__file__)).parent}"
 
 
 def _registered() -> str:

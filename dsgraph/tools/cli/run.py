@@ -7,7 +7,8 @@ import os
 import sys
 from pathlib import Path
 
-from dsgraph.launch.script import add_arguments, describe_exit, find_script, run_script
+from dsgraph.launch.processes import describe_exit
+from dsgraph.launch.script import add_arguments, find_script, run_script
 from dsgraph.tools.dumping.contents import rank_folders, remove_compiles, stranger
 
 from .command import Answer, Command, CommandError

@@ -1,0 +1,168 @@
+"""Processes that are started together, answer through pipes, and end together whatever happens."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from types import FrameType
+from typing import Any, NoReturn
+
+_MARK = "DSGRAPH_LAUNCH"
+# How long the processes get to end by themselves after Ctrl-C, and after SIGTERM, seconds.
+_PATIENCE = (1.0, 5.0)
+
+
+def run_to_end(command: Sequence[str], environment: Mapping[str, str], *, quiet: bool = False) -> int:
+    """Runs a command, its output passed through, and returns its exit code; what ends this process ends it as well.
+
+    Args:
+        command: Program and arguments.
+        environment: All of its variables.
+        quiet: Write its output to stderr, because stdout is for something else.
+    """
+    mark = uuid.uuid4().hex
+    sys.stdout.flush()
+    with ended_by_signals():
+        child = subprocess.Popen(command, env={**environment, _MARK: mark}, stdout=sys.stderr if quiet else None)
+        try:
+            return child.wait()
+        except BaseException:
+            _end(child, mark)
+            raise
+
+
+@contextmanager
+def ended_by_signals() -> Iterator[None]:
+    """Lets SIGTERM and SIGHUP end this process the way Ctrl-C does: by an exception, after which one can tidy up."""
+
+    def stop(number: int, _: FrameType | None) -> NoReturn:
+        raise SystemExit(128 + number)
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def describe_exit(code: int) -> str:
+    """How a program ended, in words: "exit code 3", "killed by SIGKILL"."""
+    number = -code if code < 0 else code - 128
+    with suppress(ValueError):
+        if code < 0 or code > 128:
+            return f"killed by {signal.Signals(number).name}"
+    return f"exit code {code}"
+
+
+@contextmanager
+def environment_set(variables: Mapping[str, str]) -> Iterator[None]:
+    """The environment in which processes start, put back afterwards."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+@dataclass
+class Answers:
+    """What processes answered, each by its number.
+
+    Attributes:
+        values: What those returned that did not fail.
+        errors: Tracebacks of those that failed.
+        dead: Those that closed their pipe without an answer.
+        silent: Those that have not answered in time.
+    """
+
+    values: dict[int, Any] = field(default_factory=dict)
+    errors: dict[int, str] = field(default_factory=dict)
+    dead: list[int] = field(default_factory=list)
+    silent: list[int] = field(default_factory=list)
+
+    @property
+    def are_complete(self) -> bool:
+        """Whether all returned."""
+        return not (self.errors or self.dead or self.silent)
+
+
+def collect(pipes: Sequence[Connection], *, limit: float, grace: float) -> Answers:
+    """Waits for one answer of each process: a pair, True and a value, or False and a traceback.
+
+    Args:
+        pipes: To the processes.
+        limit: How long to wait for the next answer, seconds.
+        grace: The same once one has failed, which the others should notice.
+    """
+    answers = Answers()
+    waiting = {pipe: number for number, pipe in enumerate(pipes)}
+    while waiting:
+        ready = wait(list(waiting), timeout=limit if answers.are_complete else min(limit, grace))
+        if not ready:
+            answers.silent = sorted(waiting.values())
+            break
+        for pipe in ready:
+            assert isinstance(pipe, Connection)
+            number = waiting.pop(pipe)
+            try:
+                is_good, value = pipe.recv()
+            except (EOFError, ConnectionResetError):
+                answers.dead.append(number)
+                continue
+            (answers.values if is_good else answers.errors)[number] = value
+    return answers
+
+
+def _end(child: subprocess.Popen[bytes], mark: str) -> None:
+    """Ends a command and all that it has started."""
+    before = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C must not stop this
+    try:
+        for patience, then in zip(_PATIENCE, (child.terminate, child.kill), strict=True):
+            # First without a word: a terminal has told the script of Ctrl-C already, and torchrun is ending its ranks.
+            with suppress(subprocess.TimeoutExpired):
+                child.wait(patience)
+                break
+            then()
+        child.wait()
+        _kill_marked(mark)
+    finally:
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGINT, before)
+
+
+def _kill_marked(mark: str) -> None:
+    """Kills what still carries the mark in its environment: ranks have sessions of their own. Linux only."""
+    wanted = f"{_MARK}={mark}".encode()
+    for _ in range(20):
+        left = []
+        for folder in Path("/proc").glob("[0-9]*"):
+            with suppress(OSError):
+                if wanted in (folder / "environ").read_bytes().split(b"\0"):
+                    left.append(int(folder.name))
+        for pid in left:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        if not left:
+            return
+        time.sleep(0.05)
