@@ -16,6 +16,7 @@ from typing import Any
 from torch.fx import Node
 
 from .graph import COALESCED, GATHERS, bound_arguments, emit, is_collective, replace_and_erase, wait_of
+from .save_plan import inherit
 
 _ALL_GATHERS = frozenset((*GATHERS, *(COALESCED[op] for op in GATHERS)))
 
@@ -79,8 +80,7 @@ def coalesce(members: Sequence[Node], place: Node) -> Node:
     results = [emit(place, operator.getitem, together, index) for index in range(len(members))]
     for member, result in zip(members, results, strict=True):  # `place` may be one of them
         for node in (together, result):
-            if "recompute" in member.meta:
-                node.meta["recompute"] = member.meta["recompute"]
+            inherit(node, member)
         replace_and_erase(member, result)
     return together
 

@@ -9,12 +9,12 @@ from typing import Any, TypeGuard
 
 import torch
 from torch.fx import Graph, GraphModule, Node
-from torch.utils.checkpoint import CheckpointPolicy
 
 from dsgraph.inductor_ext import c10d_functional
 from dsgraph.passes.compat import OpOverload, detect_fake_mode, storage_id
 
 from .op_traits import argument_nodes, is_unknown, result_aliases, traits
+from .save_plan import Choice, must
 
 # Where a node came from; a node that replaces another inherits these.
 _PROVENANCE = (
@@ -62,7 +62,7 @@ KEPT = "dsgraph_kept"
 
 def is_gathered_again(started: Node) -> bool:
     """Whether the backward repeats a gather of a joint graph, unless its wait is kept."""
-    return started.meta.get("recompute") is CheckpointPolicy.MUST_RECOMPUTE
+    return must(started, Choice.RECOMPUTE)
 
 
 def is_gather_marker(node: Node) -> bool:

@@ -21,6 +21,7 @@ from dsgraph.passes.core.context import PassContext
 from dsgraph.passes.core.graph_pass import GraphPass
 from dsgraph.passes.core.notes import described
 from dsgraph.passes.ir.graph import COALESCED, bound_arguments, collective_group, collective_kind, fake_value
+from dsgraph.passes.ir.save_plan import chosen
 
 # Backends whose groups start several collectives at once without a copy. On gloo messages do.
 _COALESCING = ("nccl", "fake")
@@ -123,7 +124,7 @@ def _member(node: Node, ctx: PassContext) -> _Member | None:
     if len(known) < len(amounts) or not isinstance(sent, int):
         return None  # sizes that vary
     others = tuple(value for value in bound_arguments(node).values() if not isinstance(value, Node))
-    alike = (node.target, others, value.dtype, value.device, node.meta.get("recompute"))
+    alike = (node.target, others, value.dtype, value.device, chosen(node))
     return _Member(node, alike, max(known), sent)
 
 

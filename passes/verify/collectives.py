@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
-from torch.utils.checkpoint import CheckpointPolicy
 
 from dsgraph.inductor_ext import c10d_functional
 from dsgraph.passes.core.context import PassContext, Phase
@@ -29,6 +28,7 @@ from dsgraph.passes.ir.graph import (
     is_wait,
 )
 from dsgraph.passes.ir.op_traits import traits, written_nodes
+from dsgraph.passes.ir.save_plan import Choice, must
 
 from .memory import MemoryFacts, Roots
 
@@ -142,7 +142,7 @@ def _inputs_of(node: Node) -> list[str]:
 
 
 def _is_tagged(node: Node) -> bool:
-    return node.meta.get("recompute") is CheckpointPolicy.MUST_RECOMPUTE
+    return must(node, Choice.RECOMPUTE)
 
 
 def _tags(started: list[Node]) -> tuple[frozenset[Node], frozenset[Node]]:

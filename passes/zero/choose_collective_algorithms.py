@@ -23,6 +23,7 @@ from dsgraph.passes.ir.graph import (
     replace_and_erase,
     wait_of,
 )
+from dsgraph.passes.ir.save_plan import inherit
 
 aten = torch.ops.aten
 
@@ -147,8 +148,7 @@ def _gather_by_messages(started: Node) -> None:
     call = bound_arguments(started)
     gather = torch.ops.dsgraph.gather_by_messages.default
     replacement = emit(started, gather, call["input"], call["group_size"], call["group_name"])
-    if "recompute" in started.meta:
-        replacement.meta["recompute"] = started.meta["recompute"]
+    inherit(replacement, started)
     replace_and_erase(started, replacement)
 
 

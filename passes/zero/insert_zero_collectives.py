@@ -9,7 +9,6 @@ from typing import Any, ClassVar
 
 import torch
 from torch.fx import GraphModule, Node
-from torch.utils.checkpoint import CheckpointPolicy
 
 from dsgraph.inductor_ext import c10d_functional, chunk_rows
 from dsgraph.passes.compat import OpOverload
@@ -24,6 +23,7 @@ from dsgraph.passes.ir.graph import (
     is_view,
     replace_and_erase,
 )
+from dsgraph.passes.ir.save_plan import Choice, choose
 
 aten = torch.ops.aten
 
@@ -150,13 +150,13 @@ def _tag_for_recomputation(gathered: Iterable[Node]) -> None:
             tagged.add(node)
             node = node.all_input_nodes[0]
     for node in tagged:
-        node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
+        choose(node, Choice.RECOMPUTE)
     frontier = [user for node in tagged for user in node.users]
     while frontier:
         node = frontier.pop()
         if node in tagged or not _is_cheap(node) or not all(argument in tagged for argument in node.all_input_nodes):
             continue
-        node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
+        choose(node, Choice.RECOMPUTE)
         tagged.add(node)
         frontier.extend(node.users)
 

@@ -7,7 +7,6 @@ from typing import ClassVar
 
 import torch
 from torch.fx import GraphModule, Node
-from torch.utils.checkpoint import CheckpointPolicy
 
 from dsgraph.passes.compat import is_tangent
 from dsgraph.passes.core.context import PassContext, Phase
@@ -25,6 +24,7 @@ from dsgraph.passes.ir.graph import (
     placeholders,
     wait_of,
 )
+from dsgraph.passes.ir.save_plan import Choice, choose
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class KeepLastGather(GraphPass):
         if not gathers:
             return PassResult(changed=0)
         kept = wait_of(gathers[-1])
-        kept.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+        choose(kept, Choice.SAVE)
         kept.meta[KEPT] = True
         return PassResult(changed=1)
 

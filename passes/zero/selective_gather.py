@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from torch.fx import GraphModule, Node
-from torch.utils.checkpoint import CheckpointPolicy
 
 from dsgraph.passes.analysis.cost import number_of, tensor_bytes
 from dsgraph.passes.analysis.knapsack import most_valuable
@@ -16,8 +15,7 @@ from dsgraph.passes.core.context import PassContext, Phase
 from dsgraph.passes.core.graph_pass import GraphPass, PassResult
 from dsgraph.passes.core.notes import parameter_behind, parameter_of
 from dsgraph.passes.ir.graph import GATHERS, KEPT, collectives, fake_value, is_gathered_again, is_view, wait_of
-
-_REPEATED = (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
+from dsgraph.passes.ir.save_plan import Choice, choose, is_recomputed
 
 
 @dataclass(frozen=True)
@@ -55,7 +53,7 @@ class SelectiveGather(GraphPass):
         numbers = most_valuable(list(sizes), list(seconds), room=room)
         for number in numbers:
             kept = wait_of(gathers[number])
-            kept.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+            choose(kept, Choice.SAVE)
             kept.meta[KEPT] = True
         again = [started for number, started in enumerate(gathers) if number not in set(numbers)]
         return PassResult(len(numbers), _note_on_others(again, ctx))
@@ -83,7 +81,7 @@ def _is_read_by(nodes: Set[Node], value: Node) -> bool:
         for user in set(frontier.pop().users) - seen:
             if user in nodes:
                 return True
-            if is_view(user) or user.meta.get("recompute") in _REPEATED:
+            if is_view(user) or is_recomputed(user):
                 seen.add(user)
                 frontier.append(user)
     return False
