@@ -2,6 +2,7 @@
 
 from .analysis.cost import CostModel
 from .core.context import PassContext, Phase
+from .core.graph_pair import GraphPair
 from .core.graph_pass import FunctionPass, GraphPass, PassResult, graph_pass
 from .core.pipeline import Pipeline
 from .defaults import default_pipeline
@@ -16,7 +17,7 @@ from .overlap.bucket_gathers import BucketBackwardGathers, BucketForwardGathers
 from .overlap.bucket_reductions import BucketReductions
 from .overlap.delay_reduction_waits import DelayReductionWaits
 from .overlap.prefetch_gathers import PrefetchBackwardGathers, PrefetchForwardGathers
-from .runner.partitioner import CaptureFacts, InferenceLowering, Partitioner
+from .runner.partitioner import CaptureFacts, InferenceLowering, Partitioner, Split
 from .runner.runner import GraphSink, PassRecord, Runner
 from .zero.await_replicas import AwaitReplicas
 from .zero.bucket_small_reductions import BucketSmallReductions
@@ -47,6 +48,7 @@ __all__ = [
     "CostModel",
     "DelayReductionWaits",
     "FunctionPass",
+    "GraphPair",
     "GraphPass",
     "GraphSink",
     "InferenceLowering",
@@ -67,6 +69,7 @@ __all__ = [
     "ReleaseKeptGather",
     "Runner",
     "SelectiveGather",
+    "Split",
     "SubstituteKernels",
     "call_of",
     "default_pipeline",

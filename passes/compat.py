@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import sympy
@@ -16,6 +17,7 @@ from torch._functorch._aot_autograd.descriptors import (
     AOTOutput,
     GradAOTOutput,
     PlainAOTInput,
+    SavedForBackwardsAOTOutput,
     SubclassGetAttrAOTInput,
     SubclassGetAttrAOTOutput,
 )
@@ -36,9 +38,11 @@ __all__ = [
     "OpOverloadPacket",
     "captured_gradients",
     "captured_input",
+    "describe_saved",
     "detect_fake_mode",
     "fake_mode_of",
     "is_to_local",
+    "kind_of_saved_value",
     "known_sizes",
     "min_cut_rematerialization_partition",
     "put_opaque_values_last",
@@ -60,24 +64,39 @@ def put_opaque_values_last(forward: GraphModule, backward: GraphModule, *, num_f
     (output,) = forward.graph.find_nodes(op="output")
     values = list(output.args[0])
     saved = values[num_fwd_outputs:]
-    ordered = sorted(saved, key=_kind_of_saved_value)  # stable
+    ordered = sorted(saved, key=kind_of_saved_value)  # stable
     if ordered != saved:
         output.args = ((*values[:num_fwd_outputs], *ordered),)
         forward.recompile()
     inputs = backward.graph.find_nodes(op="placeholder")
     first_tangent = next(filter(is_tangent, inputs), None)
-    opaque = [node for node in inputs if _kind_of_saved_value(node) == 1]
+    opaque = [node for node in inputs if kind_of_saved_value(node) == 1]
     if first_tangent is not None and opaque:
         for node in opaque:
             first_tangent.prepend(node)
         backward.recompile()
 
 
-def _kind_of_saved_value(node: Node) -> int:
+def kind_of_saved_value(node: Node) -> int:
+    """By which the forward's saved values are sorted: 0 for a tensor, 1 for an opaque object, 2 for a size."""
     value = node.meta.get("val")
     if isinstance(value, FakeScriptObject):
         return 1
     return 0 if isinstance(value, torch.Tensor) else 2
+
+
+def describe_saved(output: Node, num_fwd_outputs: int, *, added: int | None = None, removed: int | None = None) -> None:
+    """Keeps AOTAutograd's descriptions of a forward's outputs true to a saved value that was added or removed there."""
+    known = output.meta.get("desc")
+    if known is None:
+        return
+    descs = list(known)
+    if added is not None:
+        descs.insert(added, SavedForBackwardsAOTOutput(0))
+    if removed is not None:
+        del descs[removed]
+    saved = [replace(desc, idx=number) for number, desc in enumerate(descs[num_fwd_outputs:])]
+    output.meta["desc"] = [*descs[:num_fwd_outputs], *saved]
 
 
 def is_to_local(node: Node) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -14,12 +14,11 @@ from torch.fx import GraphModule, Interpreter, Node
 from dsgraph import compat
 from dsgraph.inductor_ext import size_hint
 from dsgraph.passes import CaptureFacts
+from dsgraph.passes.analysis.budget import MemoryPart
 from dsgraph.passes.compat import storage_id
 from dsgraph.passes.ir.graph import all_graph_modules, is_gather_marker
 from dsgraph.step.state import partition_states
 
-# Gradients, and two states of an optimizer (Adam's), beside the parameters themselves.
-_STATES = 4
 # Beside what is saved, a backward computes with a gradient or two of that size.
 _GRADIENTS_ALIVE = 2
 # The parameter that is computed with, the next, and a gradient.
@@ -52,11 +51,15 @@ def spare_bytes(gm: GraphModule, inputs: Sequence[Any], *, facts: CaptureFacts, 
     saved = _saved_by_autograd(gm, inputs)
     if saved is None:
         return None
-    states = _STATES * sum(math.prod(info.shard_shape) * info.dtype.itemsize for info in facts.params.values())
     widest = max(math.prod(info.shape) * info.dtype.itemsize for info in facts.params.values())
-    step = states + saved.total + _GRADIENTS_ALIVE * saved.largest + _PARAMETERS_ALIVE * widest
-    held = sum(inputs[number].untyped_storage().nbytes() for number in facts.replicas)
-    return max(0, facts.memory_limit - step - held)
+    budget = facts.budget()
+    needs = {
+        **budget.needs,
+        MemoryPart.GATHERED_COPIES: sum(inputs[number].untyped_storage().nbytes() for number in facts.replicas),
+        MemoryPart.ACTIVATIONS: saved.total + _GRADIENTS_ALIVE * saved.largest,
+        MemoryPart.COMMUNICATION: _PARAMETERS_ALIVE * widest,
+    }
+    return replace(budget, needs=needs).left
 
 
 def _gathers(gm: GraphModule) -> bool:

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import math
-import sys
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from torch.fx import GraphModule, Node
+from torch.fx import Node
 
 from dsgraph.passes.ir.coalesced import collective_behind
 from dsgraph.passes.ir.graph import is_collective, is_wait
-from dsgraph.passes.ir.parameters import ParamInfo
 
 from .cost import CostModel
-from .memory import simulate
 
 
 @dataclass(frozen=True)
@@ -64,11 +60,3 @@ def predict(
         if not is_collective(node) and not is_wait(node):
             now += costs.seconds(node) or 0.0
     return Schedule(begins, ends, seconds)
-
-
-def memory_left(gm: GraphModule, *, limit: int | None, params: Iterable[ParamInfo]) -> int:
-    """Bytes that the memory limit leaves besides what the graph needs as it is, and an optimizer with two states."""
-    if limit is None:
-        return sys.maxsize
-    states = 2 * sum(math.prod(info.shard_shape) * info.dtype.itemsize for info in params)
-    return max(0, limit - simulate(gm).peak - states)

@@ -10,7 +10,6 @@ A step goes like this; the caller holds parameters, replicas, optimizer state, b
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -23,7 +22,9 @@ from dsgraph.passes.ir.graph import placeholders
 from dsgraph.passes.ir.mesh_axis import MeshAxis, shard_axis
 from dsgraph.passes.ir.parameters import ParamInfo
 
-from .memory import GraphMemory, MemoryKind, Piece, simulate
+from .budget import shard_bytes
+from .memory import simulate
+from .pieces import GraphMemory, MemoryKind, Piece
 
 # What memory at the peak is made of, in the order in which it is printed.
 PARTS = ("parameters", "optimizer state", "gradients", "saved for backward", "communication", "other")
@@ -211,8 +212,8 @@ class _Step:
         self._keeps_outputs = keeps_outputs
         params = {info.name: info for pair in pairs for info in pair.params.values()}
         copies = {name: pair.replica_bytes[node] for pair in pairs for node, name in pair.replicas.items()}
-        self._parameters = sum(map(_shard_bytes, params.values())) + sum(copies.values())
-        self._state = optimizer_state * sum(_shard_bytes(info) for info in params.values() if info.requires_grad)
+        self._parameters = sum(map(shard_bytes, params.values())) + sum(copies.values())
+        self._state = optimizer_state * sum(shard_bytes(info) for info in params.values() if info.requires_grad)
         self._inputs = other_bytes
         self._saved = [pair.forward.bytes_of(pair.saved) for pair in pairs]
         self._outputs = [pair.forward.bytes_of(pair.outputs - pair.saved) for pair in pairs]
@@ -298,7 +299,3 @@ class _Step:
 
 def _bytes(pieces: Iterable[Piece]) -> int:
     return sum(piece.bytes for piece in pieces)
-
-
-def _shard_bytes(info: ParamInfo) -> int:
-    return math.prod(info.shard_shape) * info.dtype.itemsize

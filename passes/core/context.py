@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from types import MappingProxyType
 
+from torch.fx import GraphModule
+
+from dsgraph.passes.analysis.analyses import Analyses
+from dsgraph.passes.analysis.budget import MemoryBudget
 from dsgraph.passes.analysis.cost import CostModel
 from dsgraph.passes.errors import PassError
 from dsgraph.passes.ir.mesh_axis import MeshAxis
@@ -20,6 +25,8 @@ class Phase(Enum):
     """The graph that Dynamo captured: torch functions, forward only."""
     JOINT = "joint"
     """ATen ops, forward and backward in one graph; the whole graph when nothing needs a gradient."""
+    PAIR = "pair"
+    """The forward and the backward after partitioning, both at once: what crosses between them."""
     FORWARD = "forward"
     """The forward after partitioning; the whole graph when nothing needs a gradient."""
     BACKWARD = "backward"
@@ -43,11 +50,13 @@ class PassContext:
         user_outputs: How many of a forward graph's outputs, which come first, are the model's: those behind them are
             saved for the backward. None when nothing is saved, or where it is not known.
         costs: How long computing and communicating takes; of the first rank's host, the same on every rank.
-        memory_limit: How much of the device's memory a step may use, bytes; None when nothing is known of it.
-        keep_bytes: How much of it may hold gathered parameters from the forward to the backward, bytes, the same on
-            every rank; None when nothing is known of it.
+        budget: How much of the device's memory a step may use, and what of it is taken; one for all phases of a
+            compile, so that what one pass takes is not there for the next.
         replicas: Placeholders of gathered copies of parameters that are on their way when the graph begins to run.
         fuses: Whether a code generator behind the passes fuses pointwise ops and reductions, as Inductor does.
+        part: Which graph of a pair this is: "forward" or "backward"; empty for the pair, and in other phases.
+        analyses: Answers to questions about graphs, each computed once for each version of a graph. No fact: what it
+            answers follows from the graph.
     """
 
     phase: Phase
@@ -57,10 +66,27 @@ class PassContext:
     inference: bool = False
     user_outputs: int | None = None
     costs: CostModel = field(default_factory=CostModel.default)
-    memory_limit: int | None = None
-    keep_bytes: int | None = None
+    budget: MemoryBudget = field(default_factory=MemoryBudget)
     replicas: frozenset[str] = frozenset()
     fuses: bool = False
+    part: str = ""
+    analyses: Analyses = field(default_factory=Analyses, compare=False, repr=False)
+
+    @property
+    def graph(self) -> str:
+        """What the graph at hand is called in messages and dumps: its phase, and which graph of a pair it is."""
+        return f"{self.phase.value}-{self.part}" if self.part else self.phase.value
+
+    @property
+    def memory_limit(self) -> int | None:
+        """How much of the device's memory a step may use, bytes; None when nothing is known of it."""
+        return self.budget.limit
+
+    def memory_left(self, gm: GraphModule) -> int:
+        """Bytes that the limit leaves beside what a graph needs as it is, and what lies in memory all the time."""
+        if self.budget.limit is None:
+            return sys.maxsize
+        return self.budget.left_beside(self.analyses.memory(gm), self.params.values())
 
     def axis(self, group: str) -> MeshAxis:
         """The axis of a process group that a node names.

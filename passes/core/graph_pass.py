@@ -9,9 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
-
-from torch.fx import GraphModule
+from typing import Any, ClassVar
 
 from dsgraph.passes.errors import PassError
 
@@ -38,7 +36,8 @@ class GraphPass(ABC):
     """A rewrite of one phase's graph.
 
     Subclasses are frozen dataclasses: fields are options, the docstring shows the graph before and after, `run`
-    rewrites. The runner lints, removes dead code, recompiles, times and checks; a pass does none of these.
+    rewrites. The runner lints, removes dead code, recompiles, times and checks; a pass does none of these. A pass of
+    `Phase.PAIR` gets a `GraphPair` in place of a graph.
 
     Attributes:
         phase: When it runs.
@@ -66,8 +65,8 @@ class GraphPass(ABC):
         return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", type(self).__name__).lower()
 
     @abstractmethod
-    def run(self, gm: GraphModule, ctx: PassContext) -> PassResult:
-        """Rewrites `gm.graph` in place."""
+    def run(self, gm: Any, ctx: PassContext) -> PassResult:
+        """Rewrites `gm.graph` in place; of a `GraphPair`, both graphs."""
 
     def fingerprint(self) -> str | None:
         """Identifies code and options in torch's caches; None when the source cannot be read, and nothing is cached.
@@ -81,7 +80,7 @@ class GraphPass(ABC):
 class FunctionPass(GraphPass):
     """A pass made of a function by `graph_pass`."""
 
-    function: Callable[[GraphModule, PassContext], PassResult | int | None]
+    function: Callable[[Any, PassContext], PassResult | int | None]
     phase: Phase  # type: ignore[misc]  # a field here, a class attribute in hand-written passes
     requires: frozenset[str] = frozenset()  # type: ignore[misc]
     provides: frozenset[str] = frozenset()  # type: ignore[misc]
@@ -97,7 +96,7 @@ class FunctionPass(GraphPass):
     def __repr__(self) -> str:
         return f"graph_pass({self.function.__module__}.{self.function.__qualname__}, phase={self.phase.value})"
 
-    def run(self, gm: GraphModule, ctx: PassContext) -> PassResult:
+    def run(self, gm: Any, ctx: PassContext) -> PassResult:
         result = self.function(gm, ctx)
         if isinstance(result, PassResult):
             return result
@@ -123,11 +122,12 @@ def graph_pass(
     reorders_collectives: bool = False,
     changes_collectives: bool = False,
     keeps_gathers: bool = False,
-) -> Callable[[Callable[[GraphModule, PassContext], PassResult | int | None]], GraphPass]:
+) -> Callable[[Callable[[Any, PassContext], PassResult | int | None]], GraphPass]:
     """Makes a pass of a function `(gm, ctx) -> int | PassResult`, the number of places it changed.
 
     Args:
-        phase: A `Phase` or its name: "capture", "joint", "forward" or "backward".
+        phase: A `Phase` or its name: "capture", "joint", "pair", "forward" or "backward"; of "pair" passes, `gm` is a
+            `GraphPair`.
         requires: See `GraphPass`.
         provides: See `GraphPass`.
         conflicts: See `GraphPass`.
@@ -143,7 +143,7 @@ def graph_pass(
         raise PassError(f"graph_pass: phase is {phase!r}; it takes one of {', '.join(known)}")
     when = Phase(phase)
 
-    def decorate(function: Callable[[GraphModule, PassContext], PassResult | int | None]) -> GraphPass:
+    def decorate(function: Callable[[Any, PassContext], PassResult | int | None]) -> GraphPass:
         return FunctionPass(
             function=function,
             phase=when,

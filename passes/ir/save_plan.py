@@ -7,7 +7,7 @@ regions of the model write it. Passes never touch that key: they call the functi
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from types import MappingProxyType
 
@@ -39,8 +39,8 @@ class SavePlan:
         wishes: Node name -> what a checkpoint region would rather have become of it.
     """
 
-    choices: Mapping[str, Choice] = MappingProxyType({})
-    wishes: Mapping[str, Choice] = MappingProxyType({})
+    choices: Mapping[str, Choice]
+    wishes: Mapping[str, Choice] = field(default_factory=lambda: MappingProxyType({}))
 
     @classmethod
     def of(cls, gm: GraphModule) -> SavePlan:
@@ -60,10 +60,10 @@ class SavePlan:
         """
         nodes = {node.name: node for node in gm.graph.nodes}
         for name, choice in self.choices.items():
-            choose(nodes[name], choice)
+            decide(nodes[name], choice)
 
 
-def choose(node: Node, choice: Choice) -> None:
+def decide(node: Node, choice: Choice) -> None:
     """Notes what must become of a node's value."""
     node.meta[_KEY] = _POLICIES[choice]
 
@@ -75,7 +75,7 @@ def must(node: Node, choice: Choice) -> bool:
 
 def is_recomputed(node: Node) -> bool:
     """Whether a node's value must be computed again, or a checkpoint region would rather have it so."""
-    return must(node, Choice.RECOMPUTE) or _WISHES.get(node.meta.get(_KEY)) is Choice.RECOMPUTE
+    return must(node, Choice.RECOMPUTE) or node.meta.get(_KEY) is CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def inherit(node: Node, original: Node) -> None:

@@ -10,7 +10,6 @@ from typing import ClassVar
 from torch.fx import GraphModule, Node
 
 from dsgraph.passes.analysis.cost import number_of, tensor_bytes
-from dsgraph.passes.analysis.schedule import memory_left, predict
 from dsgraph.passes.core.context import PassContext, Phase
 from dsgraph.passes.core.graph_pass import GraphPass, PassResult
 from dsgraph.passes.core.notes import described
@@ -62,9 +61,9 @@ class DelayReductionWaits(GraphPass):
         if not reductions:
             return []
         nodes = list(gm.graph.nodes)
-        schedule = predict(nodes, ctx.costs, unwaited=set(reductions))
+        schedule = ctx.analyses.schedule(gm, ctx.costs, unwaited=set(reductions))
         times = [schedule.begins[node] for node in nodes]
-        most = min(self.in_flight_bytes, memory_left(gm, limit=ctx.memory_limit, params=ctx.params.values()))
+        most = min(self.in_flight_bytes, ctx.memory_left(gm))
         sizes = [_bytes(started) for started in reductions]
         places = []
         for number, started in enumerate(reductions):

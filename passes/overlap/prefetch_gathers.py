@@ -13,7 +13,6 @@ import torch
 from torch.fx import GraphModule, Node
 
 from dsgraph.passes.analysis.cost import number_of, tensor_bytes
-from dsgraph.passes.analysis.schedule import memory_left, predict
 from dsgraph.passes.compat import OpOverload
 from dsgraph.passes.core.context import PassContext, Phase
 from dsgraph.passes.core.graph_pass import GraphPass, PassResult
@@ -92,9 +91,7 @@ class PrefetchForwardGathers(GraphPass):
 
     def _start_in_time(self, gm: GraphModule, gathers: Sequence[Gather], ctx: PassContext) -> set[Node]:
         """Starts gathers earlier that would arrive too late; the nodes that were moved."""
-        room = _Room(
-            gathers, min(self.ahead_bytes, memory_left(gm, limit=ctx.memory_limit, params=ctx.params.values()))
-        )
+        room = _Room(gathers, min(self.ahead_bytes, ctx.memory_left(gm)))
         started = collectives(gm)
         before = dict(zip(started[1:], started, strict=False))
         moved = set()
@@ -151,7 +148,7 @@ class PrefetchBackwardGathers(PrefetchForwardGathers):
 def _latest_places(gm: GraphModule, gathers: Sequence[Gather], ctx: PassContext) -> list[Node]:
     """Behind which node each gather must start at the latest, so that nothing waits longer than it has to."""
     nodes = list(gm.graph.nodes)
-    schedule = predict(nodes, ctx.costs, early={started for started, _ in gathers})
+    schedule = ctx.analyses.schedule(gm, ctx.costs, early={started for started, _ in gathers})
     times = [schedule.begins[node] for node in nodes]
     inputs = sum(node.op == "placeholder" for node in nodes)
     places, latest = [], math.inf

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import cache
+from dataclasses import dataclass, field, replace
+from functools import cache, partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.fx import Graph, GraphModule
 from typing_extensions import Self
 
+from dsgraph.passes.analysis.budget import MemoryBudget, parameter_needs
 from dsgraph.passes.analysis.cost import CostModel
 from dsgraph.passes.compat import (
     CustomGraphPass,
@@ -25,6 +26,8 @@ from dsgraph.passes.compat import (
     put_opaque_values_last,
 )
 from dsgraph.passes.core.context import PassContext, Phase
+from dsgraph.passes.core.graph_pair import GraphPair
+from dsgraph.passes.core.graph_pass import source_fingerprint
 from dsgraph.passes.ir.coalesced import results_of
 from dsgraph.passes.ir.graph import collectives, emit, is_returned, is_wait, placeholders, replace_and_erase
 from dsgraph.passes.ir.local_sums import write_local_sums
@@ -42,8 +45,8 @@ class CaptureFacts:
         axes: The mesh axes of its parameters.
         params: Input number of the captured graph -> parameter.
         costs: How long computing and communicating takes; None for the defaults of the device.
-        memory_limit: See `PassContext`.
-        keep_bytes: See `PassContext`.
+        memory_limit: See `MemoryBudget.limit`.
+        keep_bytes: See `MemoryBudget.to_keep`.
         device_type: Where the parameters lie: "cpu", "cuda", ...
         replicas: Input numbers of gathered copies of parameters that are on their way when the graph begins to run.
         fuses: See `PassContext`.
@@ -58,10 +61,28 @@ class CaptureFacts:
     replicas: frozenset[int] = frozenset()
     fuses: bool = False
 
+    def budget(self) -> MemoryBudget:
+        """What a step needs for parameters, and what it may use; nothing is taken of it yet."""
+        return MemoryBudget(self.memory_limit, parameter_needs(self.params.values()), to_keep=self.keep_bytes)
+
     def context(
-        self, gm: GraphModule, phase: Phase, *, inference: bool = False, user_outputs: int | None = None
+        self,
+        gm: GraphModule,
+        phase: Phase,
+        *,
+        inference: bool = False,
+        user_outputs: int | None = None,
+        budget: MemoryBudget | None = None,
     ) -> PassContext:
-        """The facts as passes over `gm` see them: parameters by the names of its placeholders."""
+        """The facts as passes over `gm` see them: parameters by the names of its placeholders.
+
+        Args:
+            gm: The graph.
+            phase: Which passes will see it.
+            inference: See `PassContext`.
+            user_outputs: See `PassContext`.
+            budget: That of earlier phases of the same compile, of which passes have taken; None for a fresh one.
+        """
         params, replicas = {}, set[str]()
         for number, node in enumerate(placeholders(gm)):
             origin = number if phase is Phase.CAPTURE else captured_input(node)
@@ -83,9 +104,35 @@ class CaptureFacts:
             inference=inference,
             user_outputs=user_outputs,
             costs=self.costs or CostModel.default(self.axes, device_type=self.device_type),
-            memory_limit=self.memory_limit,
-            keep_bytes=self.keep_bytes,
+            budget=budget or self.budget(),
         )
+
+    def pair_context(self, pair: GraphPair, *, budget: MemoryBudget) -> PassContext:
+        """The facts as passes over both graphs see them, by the names of placeholders of either."""
+        ahead = self.context(pair.forward, Phase.FORWARD, user_outputs=pair.user_outputs, budget=budget)
+        behind = self.context(pair.backward, Phase.BACKWARD, budget=budget)
+        return replace(
+            ahead,
+            phase=Phase.PAIR,
+            params=MappingProxyType({**ahead.params, **behind.params}),
+            replicas=ahead.replicas | behind.replicas,
+            gradients=behind.gradients,
+        )
+
+
+class Split(Protocol):
+    """How a joint graph becomes a forward and a backward: what the backward needs of the forward is saved, or repeated.
+
+    The conventions are those of torch's partitioners, of which each is one: placeholders keep their names; the forward
+    returns the joint graph's first `num_fwd_outputs` outputs, then what is saved; the backward takes sizes that are
+    saved, then all else that is, under the names that it has in the forward, and then the tangents.
+    """
+
+    def __call__(self, *args: Any, **kwargs: Any) -> tuple[GraphModule, GraphModule]:
+        """Returns the forward and the backward graph of a joint graph.
+
+        It is called with the graph and its inputs, and by name with `num_fwd_outputs` and what else AOTAutograd gives.
+        """
 
 
 class _HeldByReference:
@@ -107,11 +154,26 @@ class _HeldByReference:
 
 
 class Partitioner(_HeldByReference, CustomPartitionerFn):
-    """Splits a joint graph: joint passes, min-cut rematerialization, then forward and backward passes.
+    """Splits a joint graph: joint passes, the splitting, then passes of both graphs, of the forward, of the backward.
 
     Inductor takes it as `custom_partitioner_fn`, AOTAutograd as `partition_fn`, so that every code generator runs
     exactly the same passes.
     """
+
+    def __init__(
+        self, runner: Runner, facts: CaptureFacts, *, split: Split = min_cut_rematerialization_partition
+    ) -> None:
+        super().__init__(runner, facts)
+        self._split = split
+
+    def uuid(self) -> object | None:
+        known = super().uuid()
+        if known is None or self._split is min_cut_rematerialization_partition:
+            return known
+        # What a closure or an object holds cannot be hashed reliably.
+        holds = getattr(self._split, "__closure__", self._split)
+        code = None if holds else source_fingerprint(self._split, repr(getattr(self._split, "__defaults__", None)))
+        return None if code is None else (known, code)
 
     def __call__(
         self, gm: GraphModule, joint_inputs: Sequence[object], **kwargs: Any
@@ -119,14 +181,19 @@ class Partitioner(_HeldByReference, CustomPartitionerFn):
         """Returns the forward and the backward graph of a joint graph."""
         if write_local_sums(gm):
             gm.recompile()
-        self._runner.run(gm, self._facts.context(gm, Phase.JOINT))
-        forward, backward = min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
+        budget = self._facts.budget()
+        self._runner.run(gm, self._facts.context(gm, Phase.JOINT, budget=budget))
+        forward, backward = self._split(gm, joint_inputs, **kwargs)
         for part in (forward, backward):
             _merge_waits(part)
-        put_opaque_values_last(forward, backward, num_fwd_outputs=kwargs["num_fwd_outputs"])
-        user_outputs = kwargs["num_fwd_outputs"]
-        self._runner.run(forward, self._facts.context(forward, Phase.FORWARD, user_outputs=user_outputs))
-        self._runner.run(backward, self._facts.context(backward, Phase.BACKWARD))
+        user_outputs: int = kwargs["num_fwd_outputs"]
+        put_opaque_values_last(forward, backward, num_fwd_outputs=user_outputs)
+        pair = GraphPair(forward, backward, user_outputs)
+        self._runner.run(pair, self._facts.pair_context(pair, budget=budget))
+        context = partial(self._facts.context, budget=budget)
+        self._runner.run(forward, context(forward, Phase.FORWARD, user_outputs=user_outputs))
+        self._runner.run(backward, context(backward, Phase.BACKWARD))
+        self._runner.end()
         return forward, backward
 
 
@@ -141,8 +208,10 @@ class InferenceLowering(_HeldByReference, CustomGraphPass):
         gm = graph.owning_module
         if gm is None or any(map(is_tangent, graph.find_nodes(op="placeholder"))):
             return
+        budget = self._facts.budget()
         for phase in (Phase.JOINT, Phase.FORWARD):
-            self._runner.run(gm, self._facts.context(gm, phase, inference=True))
+            self._runner.run(gm, self._facts.context(gm, phase, inference=True, budget=budget))
+        self._runner.end()
 
 
 def _merge_waits(gm: GraphModule) -> None:

@@ -7,15 +7,18 @@ import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch.fx import GraphModule
 
+from dsgraph.passes.analysis.analyses import Analyses
 from dsgraph.passes.core.collective_order import describe_order
 from dsgraph.passes.core.context import PassContext, Phase
+from dsgraph.passes.core.graph_pair import GraphPair
 from dsgraph.passes.core.graph_pass import GraphPass, PassResult
 from dsgraph.passes.core.pipeline import Pipeline
 from dsgraph.passes.errors import PassError
+from dsgraph.passes.verify.pair import PairVerifier
 from dsgraph.passes.verify.verifier import Verifier
 
 
@@ -52,7 +55,7 @@ class Runner:
     Attributes:
         pipeline: The passes.
         sink: Where graphs are dumped; None for nowhere.
-        after_phase: Called with each graph that has been through a phase, and its context.
+        after_phase: Called with each graph that has been through a phase, and its context; of a pair, with each.
         records: What each pass did so far.
         orders: The order of collectives at the start of each phase, and after each pass that may have changed it.
         verify: Whether to check each graph after each pass, see `passes/verify/verifier.py`.
@@ -65,18 +68,28 @@ class Runner:
     orders: list[str] = field(default_factory=list)
     verify: bool = True
     _verifier: Verifier = field(default_factory=Verifier)
+    _pair_verifier: PairVerifier = field(init=False)
+    _analyses: Analyses = field(default_factory=Analyses)
 
-    def run(self, gm: GraphModule, ctx: PassContext) -> None:
-        """Runs the passes of `ctx.phase` over `gm`, in place.
+    def __post_init__(self) -> None:
+        self._pair_verifier = PairVerifier(self._verifier)
+
+    def run(self, gm: GraphModule | GraphPair, ctx: PassContext) -> None:
+        """Runs the passes of `ctx.phase` over a graph, or over both of a pair, in place.
+
+        A pair is looked at where there are passes for it alone.
 
         Raises:
             PassError: A pass failed or broke an invariant; the message names it.
         """
+        if isinstance(gm, GraphPair) and not self.pipeline.of(ctx.phase):
+            return
+        ctx = replace(ctx, analyses=self._analyses)
         self._dump(gm, ctx, 0, None)
         verify_seconds = self._verify(gm, None, ctx)
         self._note_order(gm, None, ctx)
         for number, item in enumerate(self.pipeline.of(ctx.phase), start=1):
-            record = PassRecord(item.name, ctx.phase, nodes_before=len(gm.graph.nodes))
+            record = PassRecord(item.name, ctx.phase, nodes_before=_size(gm, ctx))
             try:
                 record = self._run_one(item, gm, ctx)
                 verify_seconds += self._verify(gm, item, ctx)
@@ -87,13 +100,19 @@ class Runner:
             self.records.append(replace(record, verify_seconds=verify_seconds))
             verify_seconds = 0.0
             self._dump(gm, ctx, number, self.records[-1])
-        gm.recompile()  # once: between passes nobody runs the graph, and its text takes as long as a pass
         self._verifier.end()
-        if self.after_phase is not None:
-            self.after_phase(gm, ctx)
+        self._pair_verifier.end()
+        for graph, facts in _parts(gm, ctx):
+            graph.recompile()  # once: between passes nobody runs the graph, and its text takes as long as a pass
+            if self.after_phase is not None:
+                self.after_phase(graph, facts)
 
-    def _run_one(self, item: GraphPass, gm: GraphModule, ctx: PassContext) -> PassRecord:
-        nodes_before = len(gm.graph.nodes)
+    def end(self) -> None:
+        """Lets go of all graphs, after the last phase of a compile."""
+        self._analyses.clear()
+
+    def _run_one(self, item: GraphPass, gm: GraphModule | GraphPair, ctx: PassContext) -> PassRecord:
+        nodes_before = _size(gm, ctx)
         started = time.perf_counter()
         try:
             result = item.run(gm, ctx)
@@ -101,7 +120,10 @@ class Runner:
             raise PassError(f"pass {item.name} ({ctx.phase.value} graph) failed: {_describe(error)}") from error
         if not isinstance(result, PassResult):
             raise PassError(f"pass {item.name} returned {result!r}; `run` returns a PassResult")
-        _tidy(item, gm, ctx)
+        for graph, facts in _parts(gm, ctx):
+            if result.changed:
+                self._analyses.drop(graph)
+            _tidy(item, graph, facts)
         seconds = time.perf_counter() - started
         return PassRecord(
             name=item.name,
@@ -111,33 +133,45 @@ class Runner:
             done=result.done,
             seconds=seconds,
             nodes_before=nodes_before,
-            nodes_after=len(gm.graph.nodes),
+            nodes_after=_size(gm, ctx),
         )
 
-    def _verify(self, gm: GraphModule, item: GraphPass | None, ctx: PassContext) -> float:
+    def _verify(self, gm: GraphModule | GraphPair, item: GraphPass | None, ctx: PassContext) -> float:
         """Checks a graph after a pass, or before the first one; returns the seconds that it took."""
         started = time.perf_counter()
+        verifier: Any = self._pair_verifier if isinstance(gm, GraphPair) else self._verifier
         if self.verify and item is None:
-            self._verifier.begin(gm, ctx)
+            verifier.begin(gm, ctx)
         elif self.verify and item is not None:
-            self._verifier.check(gm, item, ctx)
+            verifier.check(gm, item, ctx)
         return time.perf_counter() - started
 
-    def _note_order(self, gm: GraphModule, item: GraphPass | None, ctx: PassContext) -> None:
+    def _note_order(self, gm: GraphModule | GraphPair, item: GraphPass | None, ctx: PassContext) -> None:
         if ctx.phase is Phase.CAPTURE:
             return
-        if item is None:
-            self.orders.append(f"the {ctx.phase.value} graph as it came: {describe_order(gm, ctx)}")
-        elif item.reorders_collectives or item.changes_collectives or not self.verify:
-            self.orders.append(f"the {ctx.phase.value} graph after pass {item.name}: {describe_order(gm, ctx)}")
+        for graph, facts in _parts(gm, ctx):
+            if item is None:
+                self.orders.append(f"the {facts.graph} graph as it came: {describe_order(graph, facts)}")
+            elif item.reorders_collectives or item.changes_collectives or not self.verify:
+                self.orders.append(f"the {facts.graph} graph after pass {item.name}: {describe_order(graph, facts)}")
 
-    def _dump(self, gm: GraphModule, ctx: PassContext, number: int, record: PassRecord | None) -> None:
+    def _dump(self, gm: GraphModule | GraphPair, ctx: PassContext, number: int, record: PassRecord | None) -> None:
         if self.sink is not None:
-            self.sink.write(gm, ctx, number=number, record=record)
+            for graph, facts in _parts(gm, ctx):
+                self.sink.write(graph, facts, number=number, record=record)
 
-    def _dump_refused(self, gm: GraphModule, ctx: PassContext, number: int, record: PassRecord) -> None:
+    def _dump_refused(self, gm: GraphModule | GraphPair, ctx: PassContext, number: int, record: PassRecord) -> None:
         with suppress(Exception):  # of a graph that a pass has left half done; what the pass did wrong matters more
             self._dump(gm, ctx, number, record)
+
+
+def _parts(gm: GraphModule | GraphPair, ctx: PassContext) -> tuple[tuple[GraphModule, PassContext], ...]:
+    """Each graph with its facts."""
+    return gm.parts(ctx) if isinstance(gm, GraphPair) else ((gm, ctx),)
+
+
+def _size(gm: GraphModule | GraphPair, ctx: PassContext) -> int:
+    return sum(len(graph.graph.nodes) for graph, _ in _parts(gm, ctx))
 
 
 def _describe(error: Exception) -> str:
@@ -157,4 +191,4 @@ def _tidy(item: GraphPass, gm: GraphModule, ctx: PassContext) -> None:
         gm.graph.lint()
     except Exception as error:
         first_line = str(error).partition("\n")[0]
-        raise PassError(f"pass {item.name} left a malformed {ctx.phase.value} graph: {first_line}") from error
+        raise PassError(f"pass {item.name} left a malformed {ctx.graph} graph: {first_line}") from error

@@ -75,7 +75,7 @@ def observe(gm: GraphModule, ctx: PassContext) -> GraphFacts:
     if ctx.phase is Phase.CAPTURE:  # torch functions: what they share and write is not known
         aliases = tuple(_input_name(value) if isinstance(value, Node) else value for value in outputs)
         return GraphFacts(inputs=inputs, outputs=tuple(outputs), values=values, aliases=aliases)
-    memory = invariants_memory.observe(gm)
+    memory = ctx.analyses.get(invariants_memory.observe, gm)
     return GraphFacts(
         inputs=inputs,
         outputs=tuple(outputs),
@@ -111,7 +111,7 @@ class Verifier:
         if ctx.phase in (Phase.CAPTURE, Phase.JOINT) or ctx.inference:
             self._known.update(key for key, _ in facts.violations)
             return
-        self._check_violations(facts, "the partitioner")
+        self.check_violations(facts, "the partitioner")
         if ctx.phase is Phase.BACKWARD and len(facts.reductions) <= len(self._joint_reductions):
             gradients = self._joint_reductions[len(self._joint_reductions) - len(facts.reductions) :]
             invariants_reductions.check(gradients, facts.reductions, "the partitioner", ctx)
@@ -125,14 +125,14 @@ class Verifier:
         before, after = self._before, observe(gm, ctx)
         assert before is not None, "begin comes first"
         who = f"pass {graph_pass.name}"
-        _check_interface(before, after, who)
+        check_interface(before, after, who)
         if ctx.phase is not Phase.CAPTURE:
-            self._check_violations(after, who)
+            self.check_violations(after, who)
             invariants_collectives.check(before.collectives, after.collectives, graph_pass, after.memory)
             invariants_reductions.check(before.reductions, after.reductions, who, ctx)
             invariants_memory.check(before.memory, after.memory, who)
             invariants_replicas.check(before.replicas, after.replicas, who)
-            self._check_markers(gm, graph_pass)
+            self.check_markers(gm, graph_pass)
         self._note(after, ctx)
 
     def end(self) -> None:
@@ -145,12 +145,24 @@ class Verifier:
             self._joint_reductions = facts.reductions
         return facts
 
-    def _check_violations(self, facts: GraphFacts, who: str) -> None:
+    def check_violations(self, facts: GraphFacts, who: str, *, allows_saved_gathers: bool = False) -> None:
+        """Refuses a graph that breaks a rule by itself.
+
+        Raises:
+            PassError: It does, and the model itself did not.
+        """
+        if allows_saved_gathers:
+            self._known.update(key for key, _ in facts.violations if key.startswith("saved "))
         for key, sentence in facts.violations:
             if key not in self._known:
                 raise PassError(f"after {who}, {sentence}")
 
-    def _check_markers(self, gm: GraphModule, graph_pass: GraphPass) -> None:
+    def check_markers(self, gm: GraphModule, graph_pass: GraphPass) -> None:
+        """Refuses markers in a graph behind the pass that lowers them.
+
+        Raises:
+            PassError: There is one.
+        """
         self._has_no_markers = self._has_no_markers or _NO_MARKERS in graph_pass.provides
         if not self._has_no_markers:
             return
@@ -162,16 +174,21 @@ class Verifier:
                 )
 
 
-def _check_interface(before: GraphFacts, after: GraphFacts, who: str) -> None:
+def check_interface(before: GraphFacts, after: GraphFacts, who: str) -> None:
+    """Compares what a graph takes and returns before and after a pass.
+
+    Raises:
+        PassError: Inputs or outputs have changed.
+    """
     was, now = ([name for name, _ in facts.inputs] for facts in (before, after))
     if was != now:
         raise PassError(
             f"{who} changed the graph's inputs from {was} to {now}; a pass must leave placeholders as they are"
         )
     for (name, old), (_, new) in zip(before.inputs, after.inputs, strict=True):
-        if not _is_like(old, new):
+        if not is_like(old, new):
             raise PassError(
-                f"{who} changed input {name!r} from {_describe(old)} to {_describe(new)}; a pass must leave "
+                f"{who} changed input {name!r} from {describe_value(old)} to {describe_value(new)}; a pass must leave "
                 "placeholders as they are"
             )
     if len(before.outputs) != len(after.outputs):
@@ -203,10 +220,10 @@ def _check_outputs(before: GraphFacts, after: GraphFacts, who: str) -> None:
                 f"{who} made output {index} of {new}, which is output {other}, though {old} is still in the graph; "
                 "outputs must keep their order"
             )
-        if not _is_like(before.values[index], after.values[index]):
+        if not is_like(before.values[index], after.values[index]):
             raise PassError(
-                f"{who} changed output {index} from {_describe(before.values[index])} to "
-                f"{_describe(after.values[index])}; outputs keep shape, dtype and device"
+                f"{who} changed output {index} from {describe_value(before.values[index])} to "
+                f"{describe_value(after.values[index])}; outputs keep shape, dtype and device"
             )
 
 
@@ -235,7 +252,7 @@ def _describe_alias(alias: object) -> str:
     return "not an input" if alias is None else repr(alias)
 
 
-def _is_like(was: Any, now: Any) -> bool:
+def is_like(was: Any, now: Any) -> bool:
     """Whether two fake values have the same shape, dtype and device, as far as sizes are known."""
     if was is now or not isinstance(was, torch.Tensor):
         return True
@@ -252,7 +269,8 @@ def _may_be_equal(was: Any, now: Any) -> bool:
     return not statically_known_true(was != now)
 
 
-def _describe(value: object) -> str:
+def describe_value(value: object) -> str:
+    """A fake value by dtype, shape and device."""
     if isinstance(value, torch.Tensor):
         return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)} on {value.device}"
     return f"{type(value).__name__}"

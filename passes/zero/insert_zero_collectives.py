@@ -23,7 +23,7 @@ from dsgraph.passes.ir.graph import (
     is_view,
     replace_and_erase,
 )
-from dsgraph.passes.ir.save_plan import Choice, choose
+from dsgraph.passes.ir.save_plan import Choice, decide
 
 aten = torch.ops.aten
 
@@ -150,13 +150,13 @@ def _tag_for_recomputation(gathered: Iterable[Node]) -> None:
             tagged.add(node)
             node = node.all_input_nodes[0]
     for node in tagged:
-        choose(node, Choice.RECOMPUTE)
+        decide(node, Choice.RECOMPUTE)
     frontier = [user for node in tagged for user in node.users]
     while frontier:
         node = frontier.pop()
         if node in tagged or not _is_cheap(node) or not all(argument in tagged for argument in node.all_input_nodes):
             continue
-        choose(node, Choice.RECOMPUTE)
+        decide(node, Choice.RECOMPUTE)
         tagged.add(node)
         frontier.extend(node.users)
 

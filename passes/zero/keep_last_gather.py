@@ -8,6 +8,8 @@ from typing import ClassVar
 import torch
 from torch.fx import GraphModule, Node
 
+from dsgraph.passes.analysis.budget import MemoryPart
+from dsgraph.passes.analysis.cost import number_of, tensor_bytes
 from dsgraph.passes.compat import is_tangent
 from dsgraph.passes.core.context import PassContext, Phase
 from dsgraph.passes.core.graph_pass import GraphPass, PassResult
@@ -17,6 +19,7 @@ from dsgraph.passes.ir.graph import (
     KEPT,
     barrier_between,
     collectives,
+    fake_value,
     is_barrier,
     is_collective,
     is_gathered_again,
@@ -24,7 +27,7 @@ from dsgraph.passes.ir.graph import (
     placeholders,
     wait_of,
 )
-from dsgraph.passes.ir.save_plan import Choice, choose
+from dsgraph.passes.ir.save_plan import Choice, decide
 
 
 @dataclass(frozen=True)
@@ -52,8 +55,10 @@ class KeepLastGather(GraphPass):
         if not gathers:
             return PassResult(changed=0)
         kept = wait_of(gathers[-1])
-        choose(kept, Choice.SAVE)
+        decide(kept, Choice.SAVE)
         kept.meta[KEPT] = True
+        size = number_of(kept, tensor_bytes(fake_value(kept)))
+        ctx.budget.take(MemoryPart.GATHERED_COPIES, gathers[-1].name, size)
         return PassResult(changed=1)
 
 

@@ -4,18 +4,31 @@ from __future__ import annotations
 
 from collections.abc import Sequence, Set
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from torch.fx import GraphModule, Node
 
+from dsgraph.passes.analysis.budget import MemoryPart, choose
 from dsgraph.passes.analysis.cost import number_of, tensor_bytes
-from dsgraph.passes.analysis.knapsack import most_valuable
+from dsgraph.passes.analysis.dependencies import computed_from, dependencies, readers
 from dsgraph.passes.compat import is_tangent
 from dsgraph.passes.core.context import PassContext, Phase
 from dsgraph.passes.core.graph_pass import GraphPass, PassResult
 from dsgraph.passes.core.notes import parameter_behind, parameter_of
-from dsgraph.passes.ir.graph import GATHERS, KEPT, collectives, fake_value, is_gathered_again, is_view, wait_of
-from dsgraph.passes.ir.save_plan import Choice, choose, is_recomputed
+from dsgraph.passes.ir.graph import (
+    GATHERS,
+    KEPT,
+    collectives,
+    fake_value,
+    is_gathered_again,
+    is_view,
+    placeholders,
+    wait_of,
+)
+from dsgraph.passes.ir.save_plan import Choice, decide, is_recomputed
+
+if TYPE_CHECKING:
+    import networkx as nx
 
 
 @dataclass(frozen=True)
@@ -26,7 +39,7 @@ class SelectiveGather(GraphPass):
     after:   a = wait_tensor(all_gather_into_tensor(shard_a)); y = f(x, a)      # a: MUST_SAVE
 
     A knapsack: the weight of a parameter is its size, its value the seconds that its gather takes by the cost model.
-    Sizes and links are the same on every rank, and so is the memory to spare, `PassContext.keep_bytes`: so is the
+    Sizes and links are the same on every rank, and so is the memory to spare, `MemoryBudget.to_keep`: so is the
     choice. Left alone: everything, where nothing is known to be to spare, as on a CPU without the option
     `memory_limit`.
     """
@@ -37,26 +50,30 @@ class SelectiveGather(GraphPass):
     keeps_gathers: ClassVar[bool] = True
 
     def run(self, gm: GraphModule, ctx: PassContext) -> PassResult:
-        if ctx.memory_limit is None and ctx.keep_bytes is None:
+        budget = ctx.budget
+        if budget.limit is None and budget.to_keep is None:
             return PassResult()
-        backward = _backward(gm)
+        graph = ctx.analyses.get(dependencies, gm)
+        backward = computed_from(graph, filter(is_tangent, placeholders(gm)))
         repeated = [
             started
             for started in collectives(gm)
-            if _is_gathered_again(started, ctx) and _is_read_by(backward, wait_of(started))
+            if _is_gathered_again(started, ctx) and _is_read_by(backward, wait_of(started), graph)
         ]
         gathers = [started for started in repeated if not wait_of(started).meta.get(KEPT)]
-        if not gathers or ctx.keep_bytes is None:
+        for started in repeated:
+            if started not in gathers:  # kept already
+                budget.take(MemoryPart.GATHERED_COPIES, started.name, _bytes(started))
+        room = budget.left_to_keep
+        if not gathers or room is None:
             return PassResult(notes=_why_nothing(gathers))
-        room = ctx.keep_bytes - sum(_bytes(started) for started in repeated if started not in gathers)
-        sizes, seconds = map(_bytes, gathers), (_seconds(started, ctx) for started in gathers)
-        numbers = most_valuable(list(sizes), list(seconds), room=room)
-        for number in numbers:
-            kept = wait_of(gathers[number])
-            choose(kept, Choice.SAVE)
-            kept.meta[KEPT] = True
-        again = [started for number, started in enumerate(gathers) if number not in set(numbers)]
-        return PassResult(len(numbers), _note_on_others(again, ctx))
+        sizes, seconds = list(map(_bytes, gathers)), [_seconds(started, ctx) for started in gathers]
+        kept = choose(gathers, sizes, seconds, room)
+        for started in kept:
+            decide(wait_of(started), Choice.SAVE)
+            wait_of(started).meta[KEPT] = True
+            budget.take(MemoryPart.GATHERED_COPIES, started.name, _bytes(started))
+        return PassResult(len(kept), _note_on_others([started for started in gathers if started not in kept], ctx))
 
 
 def _is_gathered_again(started: Node, ctx: PassContext) -> bool:
@@ -65,26 +82,9 @@ def _is_gathered_again(started: Node, ctx: PassContext) -> bool:
     return of_parameter and is_gathered_again(started)
 
 
-def _backward(gm: GraphModule) -> set[Node]:
-    """All that is computed from the gradients that come in."""
-    found: set[Node] = set()
-    for node in gm.graph.nodes:
-        if is_tangent(node) or not found.isdisjoint(node.all_input_nodes):
-            found.add(node)
-    return found
-
-
-def _is_read_by(nodes: Set[Node], value: Node) -> bool:
-    """Whether some of `nodes` read a value, another form of it, or what the backward computes from it again."""
-    seen, frontier = {value}, [value]
-    while frontier:
-        for user in set(frontier.pop().users) - seen:
-            if user in nodes:
-                return True
-            if is_view(user) or is_recomputed(user):
-                seen.add(user)
-                frontier.append(user)
-    return False
+def _is_read_by(backward: Set[Node], value: Node, graph: nx.DiGraph[Node]) -> bool:
+    """Whether the backward reads a value, another form of it, or what it computes from it again."""
+    return not backward.isdisjoint(readers(graph, value, through=lambda node: is_view(node) or is_recomputed(node)))
 
 
 def _bytes(started: Node) -> int:
@@ -116,4 +116,4 @@ def _note_on_others(gathers: Sequence[Node], ctx: PassContext) -> tuple[str, ...
         f"{_name(started, ctx)} ({_bytes(started):,} bytes, {1e3 * _seconds(started, ctx):.2g} ms)"
         for started in gathers
     ]
-    return (f"gathered again, because {ctx.keep_bytes:,} bytes are to spare for all: {', '.join(each)}",)
+    return (f"gathered again, because {ctx.budget.to_keep:,} bytes are to spare for all: {', '.join(each)}",)

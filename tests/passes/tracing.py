@@ -12,6 +12,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import dsgraph  # noqa: F401  # registers the ops
 from dsgraph.passes import AxisRole, CostModel, MeshAxis, PassContext, PassResult, Phase, Pipeline, Runner
+from dsgraph.passes.analysis.budget import MemoryBudget, parameter_needs
 from dsgraph.passes.core.graph_pass import GraphPass
 
 SHARD = MeshAxis("shard", 2, "0", "nccl")
@@ -48,6 +49,10 @@ def trace(function: Callable[..., Any], *inputs: Tensor) -> GraphModule:
 def run_pass(graph_pass: GraphPass, gm: GraphModule, *axes: MeshAxis, **facts: Any) -> PassResult:
     """Runs one pass under the runner, with whatever it requires taken as given; `facts` of the context besides."""
     axes = axes or (SHARD,)
+    limits = {
+        name: facts.pop(key) for key, name in (("memory_limit", "limit"), ("keep_bytes", "to_keep")) if key in facts
+    }
+    facts.setdefault("budget", MemoryBudget(**limits, needs=parameter_needs(facts.get("params", {}).values())))
     ctx = PassContext(**{"phase": graph_pass.phase, "axes": axes, "costs": CostModel.default(axes), **facts})
     runner = Runner(Pipeline([Providing(frozenset(graph_pass.requires)), graph_pass]))
     runner.run(gm, ctx)

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from dsgraph.passes import PassContext, Phase
 from dsgraph.passes.analysis.cost import computed_dtype, flops, moved_bytes, number_of, sent_bytes, tensor_bytes
-from dsgraph.passes.analysis.memory import GraphMemory, simulate
+from dsgraph.passes.analysis.pieces import GraphMemory
 from dsgraph.passes.compat import OpOverload
 from dsgraph.passes.core.notes import origin
 from dsgraph.passes.ir.coalesced import inputs_of, results_of
@@ -206,7 +206,7 @@ def _is_after_reduction(node: Node) -> bool:
 
 def memory_of(gm: GraphModule, ctx: PassContext, *, fused: bool) -> GraphMemory | None:
     """The memory of a graph; None for captured and joint graphs, which never run as they are. `fused`: by Inductor."""
-    return simulate(gm, fused=fused) if ctx.phase in _RUNNING else None
+    return ctx.analyses.memory(gm, fused=fused) if ctx.phase in _RUNNING else None
 
 
 def pieces(memory: GraphMemory) -> tuple[PieceRecord, ...]:

@@ -128,32 +128,34 @@ class GraphDump:
     strict: bool
     _describer: Describer = field(default_factory=Describer)
     _texts: _Texts = field(default_factory=lambda: _Texts())
-    _last: GraphRecord | None = None
-    _before: Snapshot | None = None
+    # By the graph's name: a pair of graphs is written in turns.
+    _last: dict[str, GraphRecord] = field(default_factory=dict)
+    _before: dict[str, Snapshot] = field(default_factory=dict)
 
     def write(self, gm: GraphModule, ctx: PassContext, *, number: int, record: PassRecord | None) -> None:
         """Writes a graph and lists it."""
         started = time.perf_counter()
         pass_name = record.name if record is not None else ""
         touched = 0
-        if self._before is not None and record is not None:
-            touched = note_changes(gm, self._before, phase=ctx.phase.value, pass_name=pass_name)
-        else:
+        before = self._before.get(ctx.graph)
+        if before is not None and record is not None:
+            touched = note_changes(gm, before, phase=ctx.graph, pass_name=pass_name)
+        elif ctx.part != "backward":  # of a pair the second, which begins along with the first
             self._describer.forget_nodes()
-            self._texts = _Texts()
-        self._before = Snapshot.of(gm)
-        graph = f"{ctx.phase.value}-{number}-{pass_name or 'before'}"
-        if record is not None and touched == 0 and self._last is not None:
-            step = self._same_again(graph, record)
+            self._texts, self._before, self._last = _Texts(), {}, {}
+        self._before[ctx.graph] = Snapshot.of(gm)
+        graph = f"{ctx.graph}-{number}-{pass_name or 'before'}"
+        if record is not None and touched == 0 and ctx.graph in self._last:
+            step = self._same_again(graph, ctx.graph, record)
         else:
             memory = memory_of(gm, ctx, fused=self.record.codegen == "inductor")
-            self._last = GraphRecord(
+            last = self._last[ctx.graph] = GraphRecord(
                 format=GRAPH_FORMAT,
                 version=VERSION,
                 graph=graph,
                 rank=self.record.rank,
                 compile=self.record.compile,
-                phase=ctx.phase.value,
+                phase=ctx.graph,
                 number=number,
                 pass_name=pass_name,
                 nodes=self._describer.nodes(gm, ctx),
@@ -161,14 +163,14 @@ class GraphDump:
                 memory=pieces(memory) if memory is not None else (),
                 bodies=self._describer.bodies(gm),
             )
-            step = replace(_step(self._last, record), touched=touched, left_out=self._write_graph(self._last))
+            step = replace(_step(last, record), touched=touched, left_out=self._write_graph(last))
         step = replace(step, dump_seconds=round(time.perf_counter() - started, 6))
         self.record = replace(self.record, steps=(*self.record.steps, step))
         manifest = to_json_text(self.record).encode()
         self.folder.attempt(partial(write_whole, self.place / MANIFEST, manifest), strict=self.strict)
 
-    def _same_again(self, graph: str, record: PassRecord) -> StepRecord:
-        before = self.record.steps[-1]
+    def _same_again(self, graph: str, phase: str, record: PassRecord) -> StepRecord:
+        before = next(step for step in reversed(self.record.steps) if step.phase == phase)
         same_as = before.same_as or before.graph
         text = f"# unchanged by pass {record.name}: see {same_as}.py\n".encode()
         self.folder.attempt(partial(write_whole, self.place / f"{graph}.py", text), strict=self.strict)

@@ -76,7 +76,7 @@ def test_two_passes_of_one_name_are_refused():
 
 
 def test_unknown_phase_is_refused():
-    with pytest.raises(PassError, match="phase is 'middle'; it takes one of capture, joint, forward, backward"):
+    with pytest.raises(PassError, match="phase is 'middle'; it takes one of capture, joint, pair, forward, backward"):
         graph_pass(phase="middle")
 
 

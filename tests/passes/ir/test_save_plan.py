@@ -5,7 +5,7 @@ import torch
 from torch.utils.checkpoint import CheckpointPolicy
 
 from dsgraph.passes.ir.graph import find_calls
-from dsgraph.passes.ir.save_plan import Choice, SavePlan, choose, inherit, is_recomputed, must
+from dsgraph.passes.ir.save_plan import Choice, SavePlan, decide, inherit, is_recomputed, must
 from tests.passes.tracing import trace
 
 aten = torch.ops.aten
@@ -26,8 +26,8 @@ def test_a_plan_that_was_written_is_read():
 
 def test_torchs_partitioner_reads_the_plan():
     _, sin, _, exp = _graph()
-    choose(sin, Choice.RECOMPUTE)
-    choose(exp, Choice.SAVE)
+    decide(sin, Choice.RECOMPUTE)
+    decide(exp, Choice.SAVE)
     assert sin.meta["recompute"] is CheckpointPolicy.MUST_RECOMPUTE
     assert exp.meta["recompute"] is CheckpointPolicy.MUST_SAVE
 
@@ -41,7 +41,7 @@ def test_what_a_checkpoint_region_wishes_is_no_choice():
 
 def test_a_replacement_inherits():
     _, sin, cos, exp = _graph()
-    choose(sin, Choice.RECOMPUTE)
+    decide(sin, Choice.RECOMPUTE)
     inherit(exp, sin)
     inherit(sin, cos)
     assert must(exp, Choice.RECOMPUTE) and must(sin, Choice.RECOMPUTE)

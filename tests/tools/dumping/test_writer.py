@@ -258,7 +258,7 @@ def test_a_disk_that_fills_up_warns_once_and_leaves_nothing_half_written(tmp_pat
 import resource, warnings
 resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))  # the system refuses larger files, as a full disk would
 from pathlib import Path
-from tests.dumping.dumps import dump
+from tests.tools.dumping.dumps import dump
 with warnings.catch_warnings(record=True) as caught:
     warnings.simplefilter("always")
     dump(Path({str(tmp_path)!r}))

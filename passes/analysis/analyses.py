@@ -1,0 +1,90 @@
+"""What passes ask about a graph, computed once for each version of it.
+
+An analysis is a function of a graph that changes nothing. What it found holds until the graph changes. The runner says
+so when a pass reports a change. Besides, every question compares the graph with what it was at the question before, so
+that a pass may ask, rewrite and ask again, and a pass that reports no change though it made one misleads nobody.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Hashable
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
+
+from torch.fx import GraphModule, Node
+
+from .cost import CostModel
+from .memory import simulate
+from .pieces import GraphMemory
+from .schedule import Schedule, predict
+
+Found = TypeVar("Found")
+_Version = list[tuple[Any, ...]]
+
+
+@dataclass
+class _Known:
+    """One version of a graph, and what was found out about it."""
+
+    version: _Version
+    found: dict[Hashable, Any] = field(default_factory=dict)
+
+
+class Analyses:
+    """What is known of the graphs of one compile."""
+
+    def __init__(self) -> None:
+        self._graphs: WeakKeyDictionary[GraphModule, _Known] = WeakKeyDictionary()
+
+    def memory(self, gm: GraphModule, *, fused: bool = False) -> GraphMemory:
+        """The memory of a graph as it is, see `simulate`."""
+        return self.get(simulate, gm, fused=fused)
+
+    def schedule(
+        self,
+        gm: GraphModule,
+        costs: CostModel,
+        *,
+        early: Collection[Node] = frozenset(),
+        unwaited: Collection[Node] = frozenset(),
+    ) -> Schedule:
+        """The schedule of a graph as it is, see `predict`."""
+        key = ("schedule", id(costs), frozenset(early), frozenset(unwaited))
+        compute = lambda: (costs, predict(list(gm.graph.nodes), costs, early=early, unwaited=unwaited))  # noqa: E731
+        _, schedule = self._get(key, gm, compute)  # the costs are kept alive, lest another's get their id
+        return schedule
+
+    def get(self, analysis: Callable[..., Found], gm: GraphModule, **how: Hashable) -> Found:
+        """`analysis(gm, **how)`, as it was found for this version of the graph."""
+        return self._get((analysis, frozenset(how.items())), gm, lambda: analysis(gm, **how))
+
+    def drop(self, gm: GraphModule) -> None:
+        """Forgets a graph that has changed."""
+        self._graphs.pop(gm, None)
+
+    def clear(self) -> None:
+        """Forgets all graphs: what is known of one keeps its nodes alive."""
+        self._graphs.clear()
+
+    def _get(self, key: Hashable, gm: GraphModule, compute: Callable[[], Found]) -> Found:
+        known, version = self._graphs.get(gm), _version(gm)
+        if known is None or not _is_same(known.version, version):
+            known = self._graphs[gm] = _Known(version)
+        if key not in known.found:
+            known.found[key] = compute()
+        found: Found = known.found[key]
+        return found
+
+
+def _version(gm: GraphModule) -> _Version:
+    return [(node, node.name, node.target, node.args, node.kwargs, node.meta.get("val")) for node in gm.graph.nodes]
+
+
+def _is_same(was: _Version, now: _Version) -> bool:
+    """Whether the same nodes stand in the same order with the same arguments; objects that are kept, so by identity."""
+    if len(was) != len(now):
+        return False
+    return all(
+        old is new for before, after in zip(was, now, strict=True) for old, new in zip(before, after, strict=True)
+    )

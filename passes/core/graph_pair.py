@@ -1,0 +1,127 @@
+"""A forward and its backward, and what crosses between them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import count
+from types import MappingProxyType
+
+import torch
+from torch.fx import GraphModule, Node, map_arg
+
+from dsgraph.passes.compat import describe_saved, kind_of_saved_value
+from dsgraph.passes.errors import PassError
+from dsgraph.passes.ir.graph import placeholders, replace_and_erase
+
+from .context import PassContext
+
+
+@dataclass(frozen=True)
+class GraphPair:
+    """The two graphs of a joint one, as passes of `Phase.PAIR` get them.
+
+    forward(inputs...)                          -> what the model returns..., what is saved...
+    backward(what is saved..., gradients...)    -> gradients...
+
+    The code generators count on an order. The forward returns saved tensors, then opaque objects (a `DTensor`'s mesh),
+    then sizes; the backward takes sizes, then tensors, then opaque objects. `save` and `drop` keep both sides so.
+
+    Attributes:
+        forward: The forward.
+        backward: The backward.
+        user_outputs: How many of the forward's outputs, which come first, are the model's.
+    """
+
+    forward: GraphModule
+    backward: GraphModule
+    user_outputs: int
+
+    @property
+    def graphs(self) -> tuple[GraphModule, GraphModule]:
+        """Both graphs."""
+        return self.forward, self.backward
+
+    @property
+    def saved(self) -> list[Node]:
+        """The forward's nodes whose values cross, in the order in which it returns them."""
+        return list(_outputs(self.forward)[self.user_outputs :])
+
+    @property
+    def expected(self) -> list[Node]:
+        """The same in the order in which the backward takes them."""
+        return [*filter(_is_size, self.saved), *(node for node in self.saved if not _is_size(node))]
+
+    def crossing(self) -> Iterator[tuple[Node, Node]]:
+        """The forward's node and the backward's input of each value that crosses."""
+        yield from zip(self.expected, placeholders(self.backward), strict=False)
+
+    def save(self, value: Node) -> Node:
+        """Lets a tensor of the forward cross, and returns the backward's input.
+
+        Where the backward computes it again, under the name that it has in the forward, it reads the input instead.
+
+        Raises:
+            PassError: The value is no tensor.
+        """
+        for ours, theirs in self.crossing():
+            if ours is value:
+                return theirs
+        if not isinstance(value.meta.get("val"), torch.Tensor):
+            raise PassError(f"{value.name} is no tensor: only tensors can be saved for the backward")
+        self._set_saved([value, *self.saved], added=self.user_outputs)
+        first = next(node for node in placeholders(self.backward) if not _is_size(node))
+        again = next((node for node in self.backward.graph.nodes if node.name == value.name), None)
+        if again is not None and _call(again) != _call(value):  # a pass has made another of that name
+            value.name, again = self._free_name(value.name), None
+        with self.backward.graph.inserting_before(first):
+            node = self.backward.graph.placeholder(value.name)
+        node.meta = dict(value.meta)
+        if again is not None:
+            replace_and_erase(again, node)
+        node.name = node.target = value.name  # it may have been given another while that one was there
+        return node
+
+    def drop(self, value: Node) -> None:
+        """No longer saves a value of the forward.
+
+        Raises:
+            PassError: It does not cross, or the backward still reads it.
+        """
+        theirs = next((theirs for ours, theirs in self.crossing() if ours is value), None)
+        if theirs is None:
+            raise PassError(f"{value.name} is not saved for the backward")
+        if theirs.users:
+            raise PassError(f"{value.name} is still read by {', '.join(user.name for user in theirs.users)}")
+        saved = self.saved
+        number = saved.index(value)
+        self._set_saved([*saved[:number], *saved[number + 1 :]], removed=self.user_outputs + number)
+        self.backward.graph.erase_node(theirs)
+
+    def parts(self, ctx: PassContext) -> tuple[tuple[GraphModule, PassContext], ...]:
+        """Each graph, with what of the pair's context holds of it."""
+        ahead = replace(ctx, part="forward", gradients=MappingProxyType({}), user_outputs=self.user_outputs)
+        return (self.forward, ahead), (self.backward, replace(ctx, part="backward", user_outputs=None))
+
+    def _free_name(self, name: str) -> str:
+        taken = {node.name for gm in self.graphs for node in gm.graph.nodes}
+        return next(other for other in (f"{name}_saved_{number}" for number in count()) if other not in taken)
+
+    def _set_saved(self, saved: list[Node], *, added: int | None = None, removed: int | None = None) -> None:
+        (output,) = self.forward.graph.find_nodes(op="output")
+        output.args = ((*_outputs(self.forward)[: self.user_outputs], *saved),)
+        describe_saved(output, self.user_outputs, added=added, removed=removed)
+
+
+def _outputs(gm: GraphModule) -> tuple[Node, ...]:
+    (output,) = gm.graph.find_nodes(op="output")
+    return tuple(output.args[0])
+
+
+def _call(node: Node) -> object:
+    """What a node calls on what, in words that are the same in both graphs."""
+    return node.op, node.target, map_arg((node.args, node.kwargs), lambda argument: argument.name)
+
+
+def _is_size(node: Node) -> bool:
+    return kind_of_saved_value(node) == 2
