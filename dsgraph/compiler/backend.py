@@ -18,10 +18,10 @@ from dsgraph import compat
 from dsgraph.errors import StrictError
 from dsgraph.passes import CaptureFacts
 from dsgraph.sharding.agreement import Agreements
-from dsgraph.step.last_micro_batch import add_sums
 from dsgraph.step.step_replicas import choose_step_replicas
 
 from .capture import communication_lines, partitioned_mesh, read_facts
+from .captured_sums import add_sums
 from .costs.agreed import known_costs
 from .frames import read_capture
 from .options import MEMORY_SHARE, BackendOptions, parse_options

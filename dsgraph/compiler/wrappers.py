@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dsgraph.step.last_micro_batch import watch_sums
+from dsgraph.step.accumulation import watch_sums
 from dsgraph.step.state import PartitionState
 
 from .request import CompileRequest, GraphCompiler

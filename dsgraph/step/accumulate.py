@@ -9,7 +9,7 @@ from torch import nn
 
 from dsgraph.errors import PartitionError
 
-from .local_gradients import discard_local_gradients, enter_accumulation, leave_accumulation
+from .accumulation import discard_local_gradients, enter_accumulation, leave_accumulation
 from .state import PartitionState, partition_states
 
 

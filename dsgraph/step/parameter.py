@@ -32,7 +32,7 @@ class ParameterState(ShardedParameter):
             None otherwise, and for whole parameters.
         is_held_for_step: Whether stage 3 holds a replica from the first micro-batch of a step to the last.
         freshness: What is known of the replica.
-        leaf: What modules hand out while gradients are not reduced; see `local_gradients`.
+        leaf: What modules hand out while gradients are not reduced; see `accumulation`.
         local_sum: `[*shape]` in the master dtype, the sum of the leaf's gradients, or zeros that wait for them.
         is_summed: Whether anything is in the sum that has not been reduced.
         withheld: What was in the sum, while a backward runs that must not add it.

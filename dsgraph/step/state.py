@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from enum import Enum
 from functools import wraps
 from typing import Any, TypeVar, cast
 
@@ -24,22 +25,48 @@ from .replicas import new_replica, start_gathers
 PartitionT = TypeVar("PartitionT", bound=Callable[..., Any])
 
 
+class StepPhase(Enum):
+    """Where a model stands between two optimizer steps; `_FOLLOWING` says what may come next."""
+
+    IDLE = "idle"
+    """Outside `accumulate`, nothing added up: each backward reduces its gradients."""
+    REDUCING_EACH = "reducing each"
+    """Inside `accumulate`, and each backward reduces its gradients."""
+    ADDING = "adding"
+    """Inside `accumulate`: gradients are added up on this rank."""
+    LAST = "last"
+    """Outside, behind `ADDING`: the next backward ends the step."""
+    ENDING = "ending"
+    """That backward runs, and reduces at its end what its graphs have not; or it has failed, and another one will."""
+
+
+_FOLLOWING = {
+    StepPhase.IDLE: (StepPhase.REDUCING_EACH, StepPhase.ADDING),
+    StepPhase.REDUCING_EACH: (StepPhase.IDLE, StepPhase.ADDING),
+    StepPhase.ADDING: (StepPhase.LAST, StepPhase.IDLE),
+    StepPhase.LAST: (StepPhase.ENDING, StepPhase.ADDING, StepPhase.IDLE),
+    StepPhase.ENDING: (StepPhase.IDLE, StepPhase.ADDING),
+}
+
+
 @dataclass(eq=False)
 class PartitionState(PartitionedModel):
     """A partitioned model, with what outlives a graph between two optimizer steps.
 
     Attributes:
+        phase: Where the step stands; `accumulating` and `gradients_stay_local` say as much to the modules.
         sums_were_read: Whether a compiled graph has been given sums that it may add to its gradients.
         under_way: Replicas that may not have arrived yet.
         step_room: Bytes that stage 3 may hold for a step of micro-batches; None while that is not known.
         reduces_once: Whether `accumulate` reduces gradients once a step, as it did last; at first as the stage does.
         awaiting_last_backward: True from the first gradient under `accumulate` to the backward that ends the step.
-        reducing_in: The backward that reduces local gradients at its end, or was to and failed; -1 if there is none.
+        reducing_in: The backward that reduces what is left at its end, or was to and failed; -1 if there is none.
         watching: id of the state whose optimizer hook is registered; a deep copy must register its own.
         guarding: The same for the hook that refuses early steps.
     """
 
     parameters: list[ParameterState] = field(default_factory=list)  # type: ignore[assignment]
+    phase: StepPhase = StepPhase.IDLE
     under_way: list[Tensor] = field(default_factory=list)
     step_room: int | None = None
     sums_were_read: bool = False
@@ -50,7 +77,17 @@ class PartitionState(PartitionedModel):
     guarding: int = 0
 
     def __post_init__(self) -> None:
-        self.reduces_once = self.stage < 2
+        self.reduces_once = self.zero.reduces_once
+
+    def move_to(self, phase: StepPhase) -> None:
+        """Goes on to another phase of the step; the same one again changes nothing."""
+        assert phase is self.phase or phase in _FOLLOWING[self.phase], f"a step that is {self.phase} becomes {phase}"
+        self.phase = phase
+        # Captured code reads plain booleans.
+        self.accumulating = phase in (StepPhase.REDUCING_EACH, StepPhase.ADDING)
+        self.gradients_stay_local = phase in (StepPhase.ADDING, StepPhase.LAST, StepPhase.ENDING)
+        if phase is StepPhase.IDLE:
+            self.reducing_in = -1
 
     def replicated(self) -> list[ParameterState]:
         """The parameters of which a gathered replica is kept."""
@@ -120,7 +157,7 @@ class PartitionState(PartitionedModel):
     def __getstate__(self) -> dict[str, Any]:
         self.finish()  # a copy of a replica would never arrive
         step = ("accumulating", "gradients_stay_local", "sums_were_read", "awaiting_last_backward")
-        return {**self.__dict__, **dict.fromkeys(step, False), "reducing_in": -1}
+        return {**self.__dict__, **dict.fromkeys(step, False), "reducing_in": -1, "phase": StepPhase.IDLE}
 
     def note_gradient(self) -> None:
         """A gradient went through the seam: unless the step goes on, expect an update of the shards.

@@ -8,7 +8,7 @@ For n ranks in all groups and p of them in `group`, with shard_r the r-th of p c
 `group=""` means that every rank holds the whole parameter: nothing is gathered and the gradient is all-reduced over
 `outer_groups`. With a `group`, `outer_groups` are the replicas' groups of hybrid sharding. `replica` is a full copy
 that was gathered earlier; when it is given, it is the result and `shard` only receives the gradient. `local_sum` is
-what this rank has added up of the gradient before, where there is any; see `dsgraph/step/local_gradients.py`.
+what this rank has added up of the gradient before, where there is any; see `dsgraph/step/accumulation.py`.
 
 Run eagerly both ops are real collectives, so a model that holds them is correct without any compiler. In a captured
 graph they are markers: `InsertZeroCollectives` lowers them.

@@ -18,8 +18,8 @@ from torch.utils.checkpoint import checkpoint
 
 import dsgraph
 from benchmarks.wire import record_collectives
-from dsgraph.step.last_micro_batch import add_sums
-from dsgraph.step.local_gradients import withhold_sum
+from dsgraph.compiler.captured_sums import add_sums
+from dsgraph.step.accumulation import withhold_sum
 from tests.distributed.training import compare, full
 from tests.models import CASES, build, tokens
 from tests.pipelines import without_buckets

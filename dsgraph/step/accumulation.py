@@ -1,39 +1,38 @@
-"""Gradients that stay local under accumulation: added up on each rank, reduced once.
+"""Accumulated gradients: added up on each rank, reduced once, by the last backward of a step.
 
-So do those of stages 0 and 1, and those of stage 2 with `reduce_once`. Inside `accumulate`, a module hands out a leaf
-in place of the marker: the replica (stages 1 and 2), or an alias of the shard of a parameter that every rank holds
-whole. The captured graph has no collective at all, and what arrives at the leaf is added to the parameter's local sum.
+Those of stages 0 and 1 are, and those of stage 2 with `reduce_once`. Inside `accumulate`, a module hands out a leaf in
+place of the marker: the gathered copy (stages 1 and 2), or an alias of the shard of a parameter that every rank holds
+whole. The captured graph has no collective at all, and what arrives at the leaf is added to the parameter's sum.
 
 The micro-batch after `accumulate` ends the step. Its compiled graphs hold markers again, each with the sum of its
-parameter, which is added to the gradient ahead of the reduction: gradients travel while the backward computes; see
-`last_micro_batch`. Uncompiled code goes on handing out leaves. When the backward is through, the ranks agree on which
-sums no graph has taken (of uncompiled code, of parameters that this micro-batch does not use), and those are reduced
-into the parameters' `.grad`. From then on modules hand out markers alone.
+parameter, which is added to the gradient ahead of the reduction: gradients travel while the backward computes. The
+backend has markers add it (`add_sums`) and watches the backwards of the graph (`watch_sums`). When one has put a
+parameter's gradient on its way to `.grad`, the sum is emptied: further graphs that read the parameter add zeros. A
+backward whose gradient goes elsewhere (`torch.autograd.grad`, `backward(inputs=...)`) finds zeros. Uncompiled code goes
+on handing out leaves. When the backward is through, the ranks agree on which sums no graph has taken, and those are
+reduced into the parameters' `.grad`. `StepPhase` names where a step stands, and which way it goes from there.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections import defaultdict, deque
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from dsgraph import compat
 from dsgraph.errors import AccumulationError
-from dsgraph.inductor_ext import all_reduce_sum
 from dsgraph.sharding.table import held_by
 
-if TYPE_CHECKING:
-    from .state import ParameterState, PartitionState
-
-# How much is under way at once when sums are reduced: what travels is there twice.
-_IN_FLIGHT_BYTES = 64 * 2**20
+from .parameter import ParameterState
+from .reductions import reduce_split, reduce_whole, used_anywhere
+from .state import PartitionState, StepPhase
 
 
 def enter_accumulation(state: PartitionState, *, reduce_once: bool) -> None:
@@ -42,23 +41,26 @@ def enter_accumulation(state: PartitionState, *, reduce_once: bool) -> None:
     With `reduce_once` they are no longer reduced. So it stays in a step in which some have not been: they are reduced
     by the backward that ends it.
     """
-    state.accumulating = True
-    if not reduce_once and not state.gradients_stay_local:
-        state.reduces_once = False
+    state.reduces_once = reduce_once or state.gradients_stay_local
+    if not state.reduces_once:
+        state.move_to(StepPhase.REDUCING_EACH)
         return
-    state.reduces_once = True
-    state.gradients_stay_local = True
-    _refuse_early_steps(state)
+    state.move_to(StepPhase.ADDING)
+    _watch_steps(state)
     for entry in state.parameters:
         _prepare_leaf(entry, state)
 
 
 def leave_accumulation(state: PartitionState) -> None:
-    """The next backward is the last of the step."""
-    state.accumulating = False
-    state.gradients_stay_local = any(entry.is_summed for entry in state.parameters)
-    if not state.gradients_stay_local:
+    """The next backward is the last of the step.
+
+    Also where this rank has added nothing up: others may have, and all must run the same graphs.
+    """
+    if state.phase is StepPhase.REDUCING_EACH:
+        state.move_to(StepPhase.IDLE)
+    if state.phase is not StepPhase.ADDING:
         return
+    state.move_to(StepPhase.LAST)
     for entry in state.parameters:
         if entry.param.requires_grad:
             _hand_out_sum(entry, state)
@@ -66,14 +68,13 @@ def leave_accumulation(state: PartitionState) -> None:
 
 def reduce_local_gradients(state: PartitionState) -> None:
     """Averages the sums over all ranks and adds them to the parameters' `.grad`. All ranks call it together."""
-    state.reducing_in = -1
-    state.gradients_stay_local = False
+    state.move_to(StepPhase.IDLE)
     trainable = [entry for entry in state.parameters if entry.param.requires_grad]
     taken = {entry: _take_sum(entry) for entry in trainable}
     # A graph whose backward is still to come, be it that it never comes, must not add them once more.
     read_by_graphs = [total for total in taken.values() if total is not None] if state.sums_were_read else []
     state.sums_were_read = False
-    used = _used_anywhere([taken[entry] is not None for entry in trainable], state)
+    used = used_anywhere([taken[entry] is not None for entry in trainable], state)
     alone: list[ParameterState] = []
     together: dict[object, list[ParameterState]] = defaultdict(list)
     for entry, is_used in zip(trainable, used, strict=True):
@@ -85,9 +86,9 @@ def reduce_local_gradients(state: PartitionState) -> None:
             alone.append(entry)
         else:
             together[entry.layout.dtypes(entry.param.dtype), entry.layout.outer_groups].append(entry)
-    _reduce_split({entry: taken.pop(entry) for entry in alone})
+    reduce_split({entry: taken.pop(entry) for entry in alone})
     for bucket in together.values():
-        _reduce_whole(bucket, [taken.pop(entry) for entry in bucket])
+        reduce_whole(bucket, [taken.pop(entry) for entry in bucket])
     for total in read_by_graphs:
         empty_sum(total)
     state.note_gradient()
@@ -95,14 +96,14 @@ def reduce_local_gradients(state: PartitionState) -> None:
 
 def discard_local_gradients(state: PartitionState) -> None:
     """Drops the sums. Graphs that have been given them add nothing, should their backward still come."""
-    state.reducing_in = -1
-    state.gradients_stay_local = False
+    was_inside = state.accumulating
+    state.move_to(StepPhase.IDLE)
     state.sums_were_read = False
     for entry in state.parameters:
         total = _take_sum(entry)
         if total is not None:
             empty_sum(total)
-    if state.accumulating:
+    if was_inside:
         enter_accumulation(state, reduce_once=state.reduces_once)
 
 
@@ -186,6 +187,8 @@ def _on_reduced_gradient(entry: ParameterState, state: PartitionState) -> None:
 
 
 def _reduce_at_end_of_backward(state: PartitionState) -> None:
+    if state.phase is StepPhase.LAST:
+        state.move_to(StepPhase.ENDING)
     backward = compat.running_backward()
     if state.reducing_in != backward:  # one that failed never came to its end
         state.reducing_in = backward
@@ -218,47 +221,8 @@ def _take_sum(entry: ParameterState) -> Tensor | None:
     return total
 
 
-def _used_anywhere(used_here: list[bool], state: PartitionState) -> list[bool]:
-    if not used_here:
-        return []
-    device = state.parameters[0].param.device
-    counts = torch.tensor(used_here, dtype=torch.int32, device=device)
-    return (all_reduce_sum(counts, [axis.group for axis in state.axes]) > 0).tolist()
-
-
-def _reduce_split(grads: dict[ParameterState, Tensor | None]) -> None:
-    """Reduces gradients of split parameters, several on their way at once. Each is freed when it has been added."""
-    started: deque[tuple[ParameterState, int, Callable[[], Tensor]]] = deque()
-    for entry in list(grads):
-        grad = grads.pop(entry)
-        assert grad is not None
-        started.append((entry, grad.nbytes, entry.layout.start_reducing(grad, entry.param.to_local())))
-        del grad
-        while sum(size for _, size, _ in started) > _IN_FLIGHT_BYTES and len(started) > 1:
-            first, _, finish = started.popleft()
-            _add_gradient(first, finish())
-    for entry, _, finish in started:
-        _add_gradient(entry, finish())
-
-
-def _reduce_whole(bucket: Sequence[ParameterState], grads: Sequence[Tensor | None]) -> None:
-    flat = torch.cat([grad.reshape(-1) for grad in grads if grad is not None])
-    averaged = bucket[0].layout.reduce(flat, flat.new_empty(flat.shape, dtype=bucket[0].param.dtype))
-    sizes = [entry.param.numel() for entry in bucket]
-    for entry, part in zip(bucket, averaged.split(sizes), strict=True):
-        _add_gradient(entry, part.view(entry.layout.shape))
-
-
-def _add_gradient(entry: ParameterState, grad: Tensor) -> None:
-    param = entry.param
-    with torch.no_grad():
-        value = DTensor.from_local(
-            grad, param.device_mesh, param.placements, run_check=False, shape=param.shape, stride=param.stride()
-        )
-        param.grad = value if param.grad is None else param.grad + value
-
-
-def _refuse_early_steps(state: PartitionState) -> None:
+def _watch_steps(state: PartitionState) -> None:
+    """Refuses an optimizer's step ahead of the last backward, unless this rank had none: then it joins the others."""
     if state.guarding == id(state):
         return
     state.guarding = id(state)
@@ -269,12 +233,106 @@ def _refuse_early_steps(state: PartitionState) -> None:
         if living is None or not living.gradients_stay_local:
             return
         stepping = {id(param) for group in optimizer.param_groups for param in group["params"]}
-        for entry in living.parameters:
-            if id(entry.param) in stepping and entry.is_summed:
+        stepped = [entry for entry in living.parameters if id(entry.param) in stepping]
+        for entry in stepped:
+            if entry.is_summed:
                 raise AccumulationError(
                     f"optimizer step before the accumulated gradients were reduced (parameter {entry.name!r}): "
                     "run the last micro-batch's forward and backward outside dsgraph.accumulate(model)"
                 )
+        if stepped and living.phase is StepPhase.LAST:
+            reduce_local_gradients(living)
 
     handle = register_optimizer_step_pre_hook(before_step)
     weakref.finalize(state, handle.remove)
+
+
+def watch_sums(compiled: Callable[..., Any], numbers: Sequence[int]) -> Callable[..., Any]:
+    """`compiled`, with an eye on its backwards, which add local sums.
+
+    Args:
+        compiled: A compiled graph.
+        numbers: Which of its inputs are sums that its markers add.
+    """
+    if not numbers:
+        return compiled
+
+    def run(*args: Any) -> Any:
+        before = {arg.grad_fn for arg in args if isinstance(arg, Tensor)}
+        outputs = compiled(*args)
+        if torch.is_grad_enabled():
+            _watch_backward(outputs, [args[number] for number in numbers], before)
+        return outputs
+
+    return run
+
+
+@dataclass(frozen=True)
+class _Sum:
+    """A local sum that a graph was given. Whoever keeps the graph's outputs does not keep the sum."""
+
+    total: weakref.ref[Tensor]
+    entry: weakref.ref[ParameterState]
+
+    def current(self) -> tuple[Tensor, ParameterState] | None:
+        """The sum and its parameter; None when it is of an earlier step: then it is empty."""
+        total, entry = self.total(), self.entry()
+        if total is None or entry is None or entry.local_sum is not total:
+            return None
+        return total, entry
+
+
+def _watch_backward(outputs: Sequence[Any], totals: Sequence[Tensor], before: set[Any]) -> None:
+    sums: dict[int, _Sum] = {}
+    for total in totals:
+        owner: tuple[ParameterState, PartitionState] = total.dsgraph_sum_of  # type: ignore[attr-defined]
+        entry, state = owner
+        state.sums_were_read = True
+        sums[id(entry.param)] = _Sum(weakref.ref(total), weakref.ref(entry))
+    for node in _nodes_of(outputs, before):
+        slots = {
+            slot: sums[id(leaf.variable)]
+            for slot, (leaf, _) in enumerate(node.next_functions)
+            if id(getattr(leaf, "variable", None)) in sums
+        }
+        if slots:
+            _watch_node(node, slots)
+
+
+def _nodes_of(outputs: Sequence[Any], before: set[Any]) -> Iterator[Any]:
+    """The autograd nodes of one call, from its outputs to what was there before."""
+    frontier: list[Any] = [out.grad_fn for out in outputs if isinstance(out, Tensor)]
+    seen = {None, *before}
+    while frontier:
+        node = frontier.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        yield node
+        frontier += [following for following, _ in node.next_functions]
+
+
+def _watch_node(node: Any, slots: dict[int, _Sum]) -> None:
+    def before_backward(_: Any) -> None:
+        for slot, known in slots.items():
+            now = known.current()
+            if now is None:
+                continue
+            _, entry = now
+            restore_sum(entry)
+            if entry.is_summed and not compat.accumulates(node.next_functions[slot][0]):
+                withhold_sum(entry)
+
+    def after_backward(gradients: Sequence[Tensor | None], _: Any) -> None:
+        for slot, known in slots.items():
+            now = known.current()
+            if now is None:
+                continue
+            total, entry = now
+            if gradients[slot] is not None and entry.withheld is None:
+                empty_sum(total)
+                entry.is_summed = False
+            restore_sum(entry)
+
+    node.register_prehook(before_backward)
+    node.register_hook(after_backward)
