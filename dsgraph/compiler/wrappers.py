@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dsgraph.step.accumulation import watch_sums
 from dsgraph.step.state import PartitionState
+from dsgraph.step.watched_graphs import watch_sums
 
 from .request import CompileRequest, GraphCompiler
 
