@@ -11,7 +11,6 @@ from typing import NoReturn
 
 import torch
 import torch.distributed as dist
-from tqdm import tqdm
 
 from dsgraph.launch.script import Script, run_script
 
@@ -59,10 +58,20 @@ class Place:
         return cls(dist.get_rank(), dist.get_world_size(), device)
 
     def say(self, text: str) -> None:
-        """One line on stdout, from the first rank alone, past any progress bar."""
+        """One line on stdout, from the first rank alone, in place of what `show` has shown."""
+        self.show("")
         if self.rank == 0:
-            tqdm.write(text)
-            sys.stdout.flush()
+            print(text, flush=True)
+
+    @property
+    def is_watched(self) -> bool:
+        """Whether this is the first rank, in a terminal."""
+        return self.rank == 0 and sys.stderr.isatty()
+
+    def show(self, text: str) -> None:
+        """A line in a terminal that stays until the next one; nothing elsewhere."""
+        if self.is_watched:
+            print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
 
     def mean(self, value: torch.Tensor) -> float:
         """The mean over all ranks of a scalar tensor; waits for the device."""

@@ -25,7 +25,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from tqdm import tqdm
 
 import dsgraph
 from examples import checkpoint, ranks
@@ -60,7 +59,7 @@ class Settings:
     clip: float = option(1.0, "highest norm of the gradient")
     seed: int = option(0, "of the parameters, the order of the data and the sample")
 
-    log_every: int = option(50, "steps between lines of progress, where there is no terminal for a bar")
+    log_every: int = option(50, "steps between lines of progress, where there is no terminal to show each in")
     eval_every: int = option(200, "steps between looks at the held-out loss")
     eval_batches: int = option(20, "batches of held-out text")
     sample: int = option(200, "bytes of text to generate at the end")
@@ -79,7 +78,7 @@ def train(s: Settings) -> None:
     text = standard_library()
     torch.manual_seed(s.seed)
     model = build_model(s).to(place.device)
-    parameters = sum(param.numel() for param in model.parameters())
+    size = f"{s.model}: {sum(param.numel() for param in model.parameters()) / 1e6:.2f} M parameters"
 
     if s.single:
         compiled = torch.compile(model, backend="inductor" if s.codegen == "inductor" else "aot_eager")
@@ -92,14 +91,9 @@ def train(s: Settings) -> None:
     if s.resume and (latest := checkpoint.read_latest(folder)) is not None:
         checkpoint.load(folder, latest, model, optimizer)
         done, loss = latest.step, latest.loss
-    how = "one process" if s.single else f"ZeRO-{s.stage} on {place.world} ranks"
-    place.say(
-        f"{s.model}: {parameters / 1e6:.2f} M parameters, {how} ({place.device.type}); {len(text.train) / 1e6:.1f} MB "
-        f"of text, {len(text.held_out) / 1e6:.1f} MB held out; step {done} of {s.steps}"
-        + ("; compiling takes the first step" if s.codegen == "inductor" else "")
-    )
+    place.say(f"{size}, {describe(s, place, text, done)}")
 
-    meter = Meter(s, place, done=done)
+    meter = Meter(s, place)
     for step in range(done, s.steps):
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(step, s)
@@ -117,7 +111,6 @@ def train(s: Settings) -> None:
             place.say(f"step {step + 1}: held-out loss {held_out_loss(model, text, s, place):.3f}")
         if (step + 1) % s.save_every == 0 or step + 1 == s.steps:
             checkpoint.save(folder, model, optimizer, step=step + 1, loss=loss, sizes=s.sizes)
-    meter.close()
 
     val_loss = held_out_loss(model, text, s, place)
     place.say(f"\n{generate(model, b'def ', s, place)}\n")
@@ -126,6 +119,13 @@ def train(s: Settings) -> None:
         f"peak_mb={place.highest(place.peak_mb()):.0f}"
     )
     dist.destroy_process_group()
+
+
+def describe(s: Settings, place: Place, text: Text, done: int) -> str:
+    how = "one process" if s.single else f"ZeRO-{s.stage} on {place.world} ranks"
+    sizes = f"{len(text.train) / 1e6:.1f} MB of text, {len(text.held_out) / 1e6:.1f} MB held out"
+    compiling = "; compiling takes the first step" if s.codegen == "inductor" else ""
+    return f"{how} ({place.device.type}); {sizes}; step {done} of {s.steps}{compiling}"
 
 
 def build_model(s: Settings) -> nn.Module:
@@ -170,14 +170,12 @@ def generate(model: nn.Module, prompt: bytes, s: Settings, place: Place) -> str:
 
 
 class Meter:
-    """Speed, loss and memory: a bar in a terminal, a line every few steps elsewhere."""
+    """Speed, loss and memory: a line in a terminal, a line every few steps elsewhere."""
 
-    def __init__(self, s: Settings, place: Place, *, done: int) -> None:
+    def __init__(self, s: Settings, place: Place) -> None:
         self.tokens_per_s = 0.0  # over all ranks; without the first step, which compiles
         self._settings, self._place = s, place
         self._steps, self._seconds = -1, 0.0
-        shown = place.rank == 0 and sys.stderr.isatty()
-        self._bar = tqdm(total=s.steps, initial=done, unit="step", disable=not shown, dynamic_ncols=True)
 
     def start(self) -> None:
         self._started = time.perf_counter()
@@ -189,13 +187,10 @@ class Meter:
             self._seconds += now - self._started
             self.tokens_per_s = self._steps * s.batch * s.time / self._seconds
         figures = f"loss {loss:.3f}, {self.tokens_per_s:,.0f} tokens/s, {self._place.peak_mb():.0f} MB"
-        self._bar.set_postfix_str(figures, refresh=False)
-        self._bar.update()
-        if self._bar.disable and (step % s.log_every == 0 or step == s.steps):
-            self._place.say(f"step {step}/{s.steps}: {figures}")
-
-    def close(self) -> None:
-        self._bar.close()
+        line = f"step {step}/{s.steps}: {figures}"
+        self._place.show(line)
+        if not self._place.is_watched and (step % s.log_every == 0 or step == s.steps):
+            self._place.say(line)
 
 
 class Parser(argparse.ArgumentParser):

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
+
+import numpy as np
 
 # What a transfer is taken to add at the largest size, as a share of the latency, where nothing can be seen.
 _LEAST_SLOPE = 0.01
@@ -40,22 +41,14 @@ def fit_line(samples: Sequence[tuple[int, float]]) -> Fit:
     """
     if len({size for size, _ in samples}) < 2:
         raise ValueError(f"a line needs times of two sizes, found {len(samples)} samples: {list(samples)}")
-    # Minimises the sum of (latency * x + slope * y - 1)^2 with x = 1 / seconds and y = bytes / seconds.
-    xs = [1 / seconds for _, seconds in samples]
-    ys = [size / seconds for size, seconds in samples]
-    xx, xy, yy = (_product(a, b) for a, b in ((xs, xs), (xs, ys), (ys, ys)))
-    x, y = sum(xs), sum(ys)
-    determinant = xx * yy - xy * xy
-    latency, slope = (x * yy - y * xy) / determinant, (y * xx - x * xy) / determinant
+    sizes, seconds = np.array(samples, dtype=float).T
+    # Minimises the sum of (latency * x + slope * y - 1)^2.
+    x, y = 1 / seconds, sizes / seconds
+    latency, slope = np.linalg.lstsq(np.stack([x, y], axis=1), np.ones(len(samples)))[0]
     if latency < 0:
-        latency, slope = 0.0, y / yy
-    largest = max(size for size, _ in samples)
-    if slope < _LEAST_SLOPE * latency / largest:
-        latency = x / xx
-        slope = _LEAST_SLOPE * latency / largest
-    errors = [abs(latency + size * slope - seconds) / seconds for size, seconds in samples]
-    return Fit(latency, 1 / slope, statistics.median(errors))
-
-
-def _product(a: Sequence[float], b: Sequence[float]) -> float:
-    return sum(first * second for first, second in zip(a, b, strict=True))
+        latency, slope = 0.0, y.sum() / (y @ y)
+    if slope < _LEAST_SLOPE * latency / sizes.max():
+        latency = x.sum() / (x @ x)
+        slope = _LEAST_SLOPE * latency / sizes.max()
+    errors = abs(latency + sizes * slope - seconds) / seconds
+    return Fit(float(latency), float(1 / slope), float(np.median(errors)))

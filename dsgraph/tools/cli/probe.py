@@ -14,7 +14,7 @@ from pathlib import Path
 
 from dsgraph.launch.pool import Pool
 
-REQUIRED = ("numpy", "networkx", "sympy", "tabulate", "pydantic", "tqdm", "typing_extensions")
+REQUIRED = ("numpy", "networkx", "sympy", "tabulate", "pydantic", "typing_extensions")
 _TIMEOUT = 8  # seconds
 
 
