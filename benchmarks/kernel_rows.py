@@ -46,8 +46,11 @@ class Case:
 
 def cases() -> list[Case]:
     """The kernels that are timed."""
+    return [*_norms(), *_of_each_element(), *_of_rows()]
+
+
+def _norms() -> list[Case]:
     ops: Any = torch.ops.dsgraph
-    turn = {"interleaved": False, "inverse": False, "dtype": torch.bfloat16}
     norm = {"offset": 0.0, "norm_dtype": torch.float32, "dtype": torch.bfloat16}
     return [
         Case(
@@ -82,6 +85,13 @@ def cases() -> list[Case]:
             inputs=lambda rows, width: (_random(rows, width), _random(rows, width), _random(width), _random(width)),
             bytes_moved=lambda inputs: 8 * inputs[0].nbytes,  # x, residual, total, y; total, dy, dtotal, dx
         ),
+    ]
+
+
+def _of_each_element() -> list[Case]:
+    ops: Any = torch.ops.dsgraph
+    turn = {"interleaved": False, "inverse": False, "dtype": torch.bfloat16}
+    return [
         Case(
             "rope",
             plain=lambda q, k, cos, sin: (_rotated(q, cos, sin), _rotated(k, cos, sin)),
@@ -114,6 +124,12 @@ def cases() -> list[Case]:
             inputs=lambda rows, width: (_random(rows, width), _random(width)),
             bytes_moved=lambda inputs: 5 * inputs[0].nbytes,  # x, y; x, dy, dx
         ),
+    ]
+
+
+def _of_rows() -> list[Case]:
+    ops: Any = torch.ops.dsgraph
+    return [
         Case(
             "softmax_dropout",
             plain=lambda x: F.dropout(F.softmax(x, -1), 0.1),

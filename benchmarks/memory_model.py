@@ -21,107 +21,28 @@ import argparse
 import gc
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
 from torch.fx import GraphModule
 
 import dsgraph
 from benchmarks.memory import AllocationCounter, build_counter
+from benchmarks.memory_cases import CASES
 from benchmarks.report import MB, Check, Report, Row, add_arguments, machine
-from benchmarks.training import GPT_27M, GPT_TINY
 from benchmarks.workers import WorkerError, Workers
 from dsgraph.passes import GraphPass, PassContext, PassResult, Phase
 from dsgraph.passes.analysis.step_memory import PairMemory, StepMemory, pair_memory, simulate_step
-from examples.gpt import GPT, GPTConfig
 
 WORLD = 2  # ranks
 CODEGENS = ("eager", "inductor")
 WARM_UP = 3  # steps: the first one compiles, the optimizer makes its state, the last one is as all that follow
 MEASURED = 2
 
-# Sizes of the transformers models: 4 to 5 million parameters.
-WIDTH, LAYERS, HEADS, VOCAB = 256, 4, 4, 4096
-BATCH, LENGTH = 2, 128  # rows of a rank, tokens of a row
-
-
-@dataclass(frozen=True)
-class Case:
-    """A model to train.
-
-    Attributes:
-        build: Makes it.
-        vocab: How many tokens it knows.
-        loss: The loss of a model on tokens and targets.
-        batch: Rows of a rank.
-        length: Tokens of a row.
-    """
-
-    build: Callable[[], nn.Module]
-    vocab: int
-    loss: Callable[[Any, Tensor, Tensor], Tensor]
-    batch: int = BATCH
-    length: int = LENGTH
-
-
-def _gpt(config: GPTConfig) -> Case:
-    return Case(lambda: GPT(config), config.vocab, lambda model, tokens, targets: model(tokens, targets))
-
-
-def _labelled(build: Callable[[], nn.Module]) -> Case:
-    return Case(build, VOCAB, lambda model, tokens, targets: model(input_ids=tokens, labels=targets).loss)
-
-
-def _llama() -> nn.Module:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    return LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=VOCAB,
-            hidden_size=WIDTH,
-            intermediate_size=688,
-            num_hidden_layers=LAYERS,
-            num_attention_heads=HEADS,
-            num_key_value_heads=HEADS // 2,
-        )
-    )
-
-
-def _gpt2() -> nn.Module:
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    return GPT2LMHeadModel(
-        GPT2Config(vocab_size=VOCAB, n_embd=WIDTH, n_layer=LAYERS, n_head=HEADS, n_positions=2 * LENGTH)
-    )
-
-
-def _bert() -> nn.Module:
-    from transformers import BertConfig, BertForMaskedLM
-
-    return BertForMaskedLM(
-        BertConfig(
-            vocab_size=VOCAB,
-            hidden_size=WIDTH,
-            intermediate_size=4 * WIDTH,
-            num_hidden_layers=LAYERS,
-            num_attention_heads=HEADS,
-        )
-    )
-
-
-CASES = {
-    "gpt": _gpt(GPT_27M),
-    "llama": _labelled(_llama),
-    "gpt2": _labelled(_gpt2),
-    "bert": _labelled(_bert),
-    "gpt-small": _gpt(GPTConfig(vocab=512, width=64, heads=2, layers=2)),
-    "gpt-tiny": _gpt(GPT_TINY),
-}
 DEFAULT = ("gpt", "llama", "gpt2", "bert")
 QUICK = ("gpt-small",)
 
