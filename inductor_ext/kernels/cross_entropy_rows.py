@@ -21,8 +21,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .launch import next_power_of_2, on_device_of, on_gpu, tl, triton
-from .launch import wide_dtype as wide_dtype  # patterns take it from here
+from .launch import next_power_of_2, on_device_of, on_gpu, tl, triton, wide_dtype
 
 # Elements that torch's ops take at a time on a CPU: 1 MiB in 32 bits, what a core's own cache holds.
 CACHED_ELEMENTS = 2**18

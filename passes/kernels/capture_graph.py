@@ -50,7 +50,7 @@ def _is_size(node: Node) -> bool:
     return isinstance(node.meta.get("example_value"), (int, torch.SymInt))
 
 
-def why_unsafe(node: Node, inputs: Sequence[Node], others: Sequence[Node] = ()) -> str | None:
+def why_unsafe(node: Node, inputs: Sequence[Node], *, others: Sequence[Node] = ()) -> str | None:
     """Why what computes `node` from `inputs` must not be done at once where `place_of` says, or None.
 
     `others` are computed on the way and are given as `node` is: whoever reads them reads what is given.
@@ -73,10 +73,14 @@ def why_unsafe(node: Node, inputs: Sequence[Node], others: Sequence[Node] = ()) 
         if reason is not None:
             return reason
         between = between.next
-    return _disturbs(node, set()) or _why_nowhere(node, inputs, others) or _why_not_kept(node, inputs, others)
+    return (
+        _disturbs(node, set())
+        or _why_nowhere(node, inputs, others=others)
+        or _why_not_kept(node, inputs, others=others)
+    )
 
 
-def place_of(node: Node, inputs: Sequence[Node], others: Sequence[Node] = ()) -> Node:
+def place_of(node: Node, inputs: Sequence[Node], *, others: Sequence[Node] = ()) -> Node:
     """Before which node `node` and `others` are computed at once: the first of what reads them, or `node`."""
     inside = interior(node, inputs)
     stays: set[Node] = set()
@@ -87,9 +91,9 @@ def place_of(node: Node, inputs: Sequence[Node], others: Sequence[Node] = ()) ->
     return min((node, *readers))
 
 
-def _why_nowhere(node: Node, inputs: Sequence[Node], others: Sequence[Node]) -> str | None:
+def _why_nowhere(node: Node, inputs: Sequence[Node], *, others: Sequence[Node]) -> str | None:
     """Why there is no place behind all inputs and before all that reads what is computed, or None."""
-    inside, place = interior(node, inputs), place_of(node, inputs, others)
+    inside, place = interior(node, inputs), place_of(node, inputs, others=others)
     for item in others:
         if item not in inside:
             return f"{item.name} is not computed on the way from what it reads"
@@ -97,7 +101,7 @@ def _why_nowhere(node: Node, inputs: Sequence[Node], others: Sequence[Node]) -> 
     return None if late is None else f"{place.name} reads what it computes before {late.name}, which it reads, is there"
 
 
-def _why_not_kept(node: Node, inputs: Sequence[Node], others: Sequence[Node]) -> str | None:
+def _why_not_kept(node: Node, inputs: Sequence[Node], *, others: Sequence[Node]) -> str | None:
     """Why what a kernel may keep for its backward must not be kept, or None: autograd refuses it once it is written to.
 
     Where the graph keeps it as well, autograd refuses that too, and nothing is lost.

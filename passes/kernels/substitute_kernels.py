@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import operator
-from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -15,16 +14,13 @@ from torch.fx.node import map_aggregate
 from dsgraph.passes.compat import fake_mode_of
 from dsgraph.passes.core.context import PassContext, Phase
 from dsgraph.passes.core.graph_pass import GraphPass, PassResult, source_fingerprint
-from dsgraph.passes.core.notes import user_line
 from dsgraph.passes.errors import PassError
-from dsgraph.passes.ir.graph import all_graph_modules, find_calls
+from dsgraph.passes.ir.graph import all_graph_modules
 
 from .capture_graph import interior, place_of, reader_of_layout, same_layout, transforms_begun, why_unsafe
+from .findings import Findings
 from .patterns import KERNELS, largest_first
-from .spec import Derived, Gain, KernelSpec, Match, NearMiss, Setting
-
-NOWHERE = "was asked for and is substituted nowhere in this graph"
-"""How the note on a kernel ends that was looked for in vain."""
+from .spec import Derived, KernelSpec, Match, NearMiss, Setting
 
 _TRANSFORMED = "it is inside a transform of torch.func, which does not know the kernel"
 
@@ -57,7 +53,7 @@ class SubstituteKernels(GraphPass):
     provides: ClassVar[frozenset[str]] = frozenset({"substituted-kernels"})
 
     def run(self, gm: GraphModule, ctx: PassContext) -> PassResult:
-        found = _Found()
+        found = Findings()
         kernels = largest_first(self.kernels)
         for module in all_graph_modules(gm):
             transforms = 0
@@ -77,7 +73,7 @@ class SubstituteKernels(GraphPass):
             return None
         return "".join([repr((self.kernels, self.asked)), *map(str, prints)])
 
-    def _try(self, spec: KernelSpec, node: Node, *, ctx: PassContext, found: _Found, transformed: bool) -> None:
+    def _try(self, spec: KernelSpec, node: Node, *, ctx: PassContext, found: Findings, transformed: bool) -> None:
         answer = spec.match(node)
         if answer is None:
             return
@@ -113,74 +109,16 @@ class SubstituteKernels(GraphPass):
         found.substitute(spec, gain, caveat=answer.caveat)
 
 
-@dataclass
-class _Found:
-    """What was found in a graph, kernel by kernel."""
-
-    substituted: Counter[str] = field(default_factory=Counter)
-    gains: dict[str, Gain] = field(default_factory=dict)
-    left: dict[tuple[str, str], int] = field(default_factory=dict)
-    misses: list[str] = field(default_factory=list)
-    caveats: dict[str, dict[str, None]] = field(default_factory=dict)
-    erased: set[Node] = field(default_factory=set)
-    taken: set[str] = field(default_factory=set)  # kernels that a larger one has taken a place from
-
-    def substitute(self, spec: KernelSpec, gain: Gain, *, caveat: str) -> None:
-        self.substituted[spec.name] += 1
-        if caveat:
-            self.caveats.setdefault(spec.name, {})[caveat] = None
-        before = self.gains.get(spec.name, Gain(0, 0, ""))
-        self.gains[spec.name] = Gain(before.kernels + gain.kernels, before.bytes + gain.bytes, gain.why)
-
-    def leave(self, spec: KernelSpec, gain: Gain) -> None:
-        self.left[spec.name, gain.why] = self.left.get((spec.name, gain.why), 0) + 1
-
-    def miss(self, spec: KernelSpec, node: Node, reason: str) -> None:
-        self.misses.append(f"{spec.name} is not substituted{user_line(node)}: {reason}")
-
-    def note_absent(self, kernels: Sequence[KernelSpec], gm: GraphModule) -> None:
-        for spec in kernels:
-            if not self.substituted[spec.name] and spec.name not in self.taken:
-                self.misses.append(f"{spec.name} {_calls_already(spec, gm) or NOWHERE}")
-
-    @property
-    def notes(self) -> list[str]:
-        left = [
-            f"{name} is not substituted in {count} {'place' if count == 1 else 'places'}, nothing is to gain: {why}"
-            for (name, why), count in self.left.items()
-        ]
-        return [*self.misses, *left]
-
-    def done(self) -> list[str]:
-        lines = []
-        for name, count in self.substituted.items():
-            gain = self.gains[name]
-            spared = [f"{gain.kernels} kernels"] * (gain.kernels > 0) + [f"{gain.bytes:,} bytes"] * (gain.bytes > 0)
-            expected = f"spares {' and '.join(spared)}" if spared else "because it was asked for"
-            line = f"{name} in {count} {'place' if count == 1 else 'places'}, {expected}: {gain.why}"
-            lines.append("; ".join([line, *self.caveats.get(name, ())]))
-        return lines
-
-
 def _takes_place_of(spec: KernelSpec, other: KernelSpec, node: Node) -> bool:
     """Whether a kernel that is substituted at an anchor takes the place of another, which it contains."""
     return other.name in spec.takes_from and other.is_anchor(node) and isinstance(other.match(node), Match)
-
-
-def _calls_already(spec: KernelSpec, gm: GraphModule) -> str:
-    """Where the graph calls torch's function for what the kernel does, as the end of a note; empty if nowhere."""
-    if spec.already is None:
-        return ""
-    calls = sum(len(find_calls(module, spec.already)) for module in all_graph_modules(gm))
-    where = f"{calls} {'place' if calls == 1 else 'places'}"
-    return f"is not substituted: the graph calls torch's {spec.already.__name__} already, in {where}" * (calls > 0)
 
 
 def _why_not(spec: KernelSpec, match: Match) -> str | None:
     reason = spec.supports(*_values(match), **match.options)
     if reason is not None and not (isinstance(reason, str) and reason):
         raise PassError(f"kernel {spec.name!r}: its supports answers {reason!r}; a reason or None is expected")
-    return reason or why_unsafe(match.node, _nodes(match), _others(match)) or _why_not_differentiated_so(match)
+    return reason or why_unsafe(match.node, _nodes(match), others=_others(match)) or _why_not_differentiated_so(match)
 
 
 def _why_not_differentiated_so(match: Match) -> str | None:
@@ -252,7 +190,7 @@ def _substitute(spec: KernelSpec, match: Match, made: Any) -> list[Node]:
     node, graph = match.node, match.node.graph
     numbers = {node: 0, **{other: number for number, other in match.others.items()}}
     replaced = interior(node, _nodes(match))
-    with graph.inserting_before(place_of(node, _nodes(match), _others(match))):
+    with graph.inserting_before(place_of(node, _nodes(match), others=_others(match))):
         call = graph.call_function(spec.op, _emit(match), dict(match.options))
     call.meta = _meta_like(node, made)
     erased = []

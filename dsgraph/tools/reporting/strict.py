@@ -8,7 +8,7 @@ from dsgraph import compat
 from dsgraph.compiler.frames import Capture
 from dsgraph.compiler.options import BackendOptions
 from dsgraph.errors import StrictError
-from dsgraph.passes.kernels.substitute_kernels import NOWHERE
+from dsgraph.passes.kernels.findings import NOWHERE
 
 from .compile_log import CompileEntry, CompileLog, GivenUp
 from .measure import is_own_op
