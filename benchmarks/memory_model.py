@@ -57,8 +57,8 @@ class Graphs:
 
     def add(self, forward: GraphModule, backward: GraphModule | None, ctx: PassContext) -> None:
         """Simulates a captured graph as the code generator gets it."""
-        self.pairs.append(pair_memory(forward, backward, params=ctx.params, axes=ctx.axes))
-        self.fused.append(pair_memory(forward, backward, params=ctx.params, axes=ctx.axes, fused=True))
+        self.pairs.append(pair_memory(forward, backward, params=ctx.params, roles=ctx.roles, axes=ctx.axes))
+        self.fused.append(pair_memory(forward, backward, params=ctx.params, roles=ctx.roles, axes=ctx.axes, fused=True))
 
 
 @dataclass(frozen=True)

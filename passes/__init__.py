@@ -9,6 +9,7 @@ from .defaults import default_pipeline
 from .errors import PassError
 from .ir.mesh_axis import AxisRole, MeshAxis
 from .ir.parameters import ParamInfo
+from .ir.roles import GraphInput, InputRole
 from .kernels.matching import call_of
 from .kernels.patterns import KERNELS
 from .kernels.spec import Derived, Gain, KernelSpec, Match, NearMiss, Setting
@@ -48,9 +49,11 @@ __all__ = [
     "CostModel",
     "DelayReductionWaits",
     "FunctionPass",
+    "GraphInput",
     "GraphPair",
     "GraphPass",
     "GraphSink",
+    "InputRole",
     "InferenceLowering",
     "InsertZeroCollectives",
     "KeepLastGather",

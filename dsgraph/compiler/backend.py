@@ -118,7 +118,7 @@ class Backend:
         # Inductor's own partitioner, which knows nothing of sums, takes the graph where no pass is behind the capture.
         adds_sums = options.codegen == "eager" or not options.pipeline.ends_with_capture
         sums = add_sums(gm, inputs) if adds_sums else ()
-        facts = replace(read_facts(gm, inputs), fuses=options.codegen == "inductor")
+        facts = replace(read_facts(gm, inputs, module), fuses=options.codegen == "inductor")
         request = CompileRequest(
             number=self._compiles,
             options=options,

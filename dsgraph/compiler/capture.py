@@ -3,49 +3,113 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from types import MappingProxyType
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 from torch.distributed.tensor import DeviceMesh, DTensor, Shard
 from torch.fx import GraphModule, Node
 
 from dsgraph import compat
-from dsgraph.passes import CaptureFacts, MeshAxis, ParamInfo
+from dsgraph.passes import CaptureFacts, GraphInput, InputRole, MeshAxis, ParamInfo
 from dsgraph.passes.compat import is_to_local
 from dsgraph.passes.ir.graph import all_graph_modules, bound_arguments, is_collective, is_gather_marker, placeholders
 from dsgraph.passes.ir.sources import OWN_FOLDER
 from dsgraph.sharding.mesh import mesh_axes
+from dsgraph.step.state import ParameterState, partition_states
 
 
-def read_facts(gm: GraphModule, inputs: Sequence[Any]) -> CaptureFacts:
-    """The facts that passes may use, from the markers in a captured graph and its inputs."""
+def read_facts(gm: GraphModule, inputs: Sequence[Any], module: nn.Module | None = None) -> CaptureFacts:
+    """The facts that passes may use, from the markers in a captured graph and its inputs.
+
+    Args:
+        gm: The captured graph.
+        inputs: Its inputs.
+        module: The module that is being called; parameters have their names in it.
+    """
     groups = _marker_groups(gm)
     axes: dict[str, MeshAxis] = {}
     params: dict[int, ParamInfo] = {}
-    for number, (node, value) in enumerate(zip(placeholders(gm), inputs, strict=True)):
+    roles = input_roles(gm, inputs, module)
+    for number, value in enumerate(inputs):
         if not isinstance(value, DTensor):
             continue
         found = [axis for axis in mesh_axes(value.device_mesh) if axis.group in groups]
         if not found:
             continue  # somebody else's DTensor
         axes.update({axis.group: axis for axis in found})
-        split = any(isinstance(placement, Shard) for placement in value.placements)
-        params[number] = ParamInfo(
-            name=parameter_name(compat.source_name(node)) or node.name,
-            shape=tuple(value.shape),
-            shard_shape=_shard_shape(value),
-            dtype=value.dtype,
-            placement="shard" if split else "whole",
-            requires_grad=value.requires_grad,
-        )
+        params[number] = _parameter_info(value, roles[number].parameter)
+    copies = (number for number, item in roles.items() if item.role is InputRole.GATHERED_COPY)
     return CaptureFacts(
         axes=tuple(axes.values()),
         params=MappingProxyType(params),
-        replicas=frozenset(number for number, value in enumerate(inputs) if hasattr(value, "dsgraph_partition")),
+        roles=MappingProxyType(roles),
+        replicas=frozenset(copies),
         device_type=_device_type(inputs),
     )
+
+
+def _parameter_info(param: DTensor, name: str) -> ParamInfo:
+    split = any(isinstance(placement, Shard) for placement in param.placements)
+    return ParamInfo(
+        name=name,
+        shape=tuple(param.shape),
+        shard_shape=_shard_shape(param),
+        dtype=param.dtype,
+        placement="shard" if split else "whole",
+        requires_grad=param.requires_grad,
+    )
+
+
+def input_roles(gm: GraphModule, inputs: Sequence[Any], module: nn.Module | None) -> dict[int, GraphInput]:
+    """What each input of a captured graph is, told by its identity: which entry of a partition's table holds it.
+
+    A parameter has the name that it has in `module`, so that equal layers give equal graphs equal names; elsewhere that
+    of the table. The place where Dynamo found it names only what is in neither: parameters of `functional_call`, and of
+    functions that no module calls.
+    """
+    names = {id(param): name for name, param in module.named_parameters()} if module is not None else {}
+    known: dict[int, GraphInput] = {}
+    for entry in _entries(inputs, module):
+        name = names.get(id(entry.param), entry.name)
+        for role, tensor in _tensors_of(entry):
+            known.setdefault(id(tensor), GraphInput(role, name))
+    buffers = {id(buffer) for buffer in module.buffers()} if module is not None else set()
+    found: dict[int, GraphInput] = {}
+    for number, (node, value) in enumerate(zip(placeholders(gm), inputs, strict=True)):
+        if id(value) in known:
+            found[number] = known[id(value)]
+        elif isinstance(value, (nn.Parameter, DTensor)):
+            name = names.get(id(value)) or parameter_name(compat.source_name(node)) or node.name
+            found[number] = GraphInput(InputRole.SHARD, name)
+        else:
+            found[number] = GraphInput(InputRole.BUFFER if id(value) in buffers else InputRole.DATA)
+    return found
+
+
+def _entries(inputs: Sequence[Any], module: nn.Module | None) -> Iterator[ParameterState]:
+    """The tables of the partitioned models that a graph can read."""
+    states = partition_states(module) if module is not None else []
+    for value in inputs:
+        sum_of = getattr(value, "dsgraph_sum_of", None)
+        of = sum_of[1] if sum_of is not None else getattr(value, "dsgraph_partition", None)
+        if of is not None and of not in states:
+            states.append(of)
+    for state in states:
+        yield from state.parameters
+
+
+def _tensors_of(entry: ParameterState) -> Iterator[tuple[InputRole, Tensor]]:
+    """What a graph may read of a parameter."""
+    yield InputRole.SHARD, entry.param
+    if entry.replica is not None:
+        yield InputRole.GATHERED_COPY, entry.replica
+    if entry.leaf is not None:  # the copy itself, or, of a parameter that is not split, an alias of the shard
+        yield InputRole.SHARD, entry.leaf
+    if entry.local_sum is not None:
+        yield InputRole.ACCUMULATED_GRADIENT, entry.local_sum
 
 
 def _device_type(inputs: Sequence[Any]) -> str:

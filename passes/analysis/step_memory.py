@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-import torch
 from torch.fx import GraphModule
 
 from dsgraph.inductor_ext import chunk_rows
@@ -21,6 +20,7 @@ from dsgraph.passes.compat import captured_gradients, captured_input
 from dsgraph.passes.ir.graph import placeholders
 from dsgraph.passes.ir.mesh_axis import MeshAxis, shard_axis
 from dsgraph.passes.ir.parameters import ParamInfo
+from dsgraph.passes.ir.roles import GraphInput, InputRole
 
 from .budget import shard_bytes
 from .memory import simulate
@@ -62,6 +62,7 @@ def pair_memory(
     backward: GraphModule | None,
     *,
     params: Mapping[str, ParamInfo],
+    roles: Mapping[str, GraphInput],
     axes: Sequence[MeshAxis],
     fused: bool = False,
 ) -> PairMemory:
@@ -71,6 +72,7 @@ def pair_memory(
         forward: What the passes of the forward phase left.
         backward: The same of the backward phase; None where nothing needs a gradient.
         params: Placeholders of the forward -> parameters, see `PassContext`.
+        roles: Placeholders of the forward -> what they are, see `PassContext`.
         axes: Of the mesh.
         fused: For Inductor, see `simulate`.
     """
@@ -82,7 +84,7 @@ def pair_memory(
     # A forward returns what the captured graph returns, and then what it saves.
     returned = ahead.outputs[: len(ahead.outputs) - len(saved)]
     outputs = {piece for name in returned if name is not None for piece in ahead.roots.get(name, ())}
-    replicas = _replicas(forward, params)
+    replicas = _gathered_copies(roles, params)
     behind, gradients = None, dict[str, str]()
     if backward is not None:
         behind = simulate(
@@ -115,24 +117,11 @@ def _gradients(
     return found
 
 
-def _replicas(forward: GraphModule, params: Mapping[str, ParamInfo]) -> dict[str, str]:
-    """Nothing in a graph says what a replica is: an input of the full shape of a parameter whose shard is not read."""
-    unread: dict[tuple[int, ...], list[str]] = {}
-    for node in placeholders(forward):
-        info = params.get(node.name)
-        if info is not None and info.placement == "shard" and not node.users:
-            unread.setdefault(info.shape, []).append(info.name)
-    found: dict[str, str] = {}
-    for node in placeholders(forward):
-        value = node.meta.get("val")
-        if node.name in params or not isinstance(value, torch.Tensor) or not value.is_floating_point():
-            continue
-        if not all(isinstance(size, int) for size in value.shape):
-            continue  # a parameter's sizes never vary
-        candidates = unread.get(tuple(value.shape))
-        if candidates:
-            found[node.name] = candidates.pop(0)
-    return found
+def _gathered_copies(roles: Mapping[str, GraphInput], params: Mapping[str, ParamInfo]) -> dict[str, str]:
+    """Those whose shards come into the graph as well: under `accumulate` a graph may read copies alone."""
+    split = {info.name for info in params.values() if info.placement == "shard"}
+    copies = {node: item.parameter for node, item in roles.items() if item.role is InputRole.GATHERED_COPY}
+    return {node: parameter for node, parameter in copies.items() if parameter in split}
 
 
 def _replica_bytes(

@@ -16,6 +16,7 @@ from dsgraph.passes.analysis.cost import CostModel
 from dsgraph.passes.errors import PassError
 from dsgraph.passes.ir.mesh_axis import MeshAxis
 from dsgraph.passes.ir.parameters import ParamInfo
+from dsgraph.passes.ir.roles import GraphInput
 
 
 class Phase(Enum):
@@ -45,6 +46,7 @@ class PassContext:
         phase: The phase of the graph at hand.
         axes: The mesh axes whose groups the graph may name.
         params: Placeholder name -> parameter, for the parameters that `partition` manages.
+        roles: Placeholder name -> what it is, for every input of the captured graph.
         gradients: Output number -> name of the parameter whose gradient it is, in joint and backward graphs.
         inference: True when no backward follows; for a captured graph, when it starts with gradients switched off.
         user_outputs: How many of a forward graph's outputs, which come first, are the model's: those behind them are
@@ -62,6 +64,7 @@ class PassContext:
     phase: Phase
     axes: tuple[MeshAxis, ...] = ()
     params: Mapping[str, ParamInfo] = field(default_factory=lambda: MappingProxyType({}))
+    roles: Mapping[str, GraphInput] = field(default_factory=lambda: MappingProxyType({}), kw_only=True)
     gradients: Mapping[int, str] = field(default_factory=lambda: MappingProxyType({}))
     inference: bool = False
     user_outputs: int | None = None

@@ -12,7 +12,7 @@ class ParamInfo:
     """What is known of a parameter that enters the graph.
 
     Attributes:
-        name: Its name in the model, as far as the captured frame tells.
+        name: Its name in the module that was called, or else in the model that was partitioned.
         shape: Full shape.
         shard_shape: Shape of this rank's rows. It belongs into torch's cache keys: torch itself (2.13) tells DTensors
             apart by their full shapes alone, and a warm start would hand one rank the graph of another.

@@ -33,6 +33,7 @@ from dsgraph.passes.ir.graph import collectives, emit, is_returned, is_wait, pla
 from dsgraph.passes.ir.local_sums import write_local_sums
 from dsgraph.passes.ir.mesh_axis import MeshAxis
 from dsgraph.passes.ir.parameters import ParamInfo
+from dsgraph.passes.ir.roles import GraphInput
 
 from .runner import Runner
 
@@ -44,6 +45,7 @@ class CaptureFacts:
     Attributes:
         axes: The mesh axes of its parameters.
         params: Input number of the captured graph -> parameter.
+        roles: Input number of the captured graph -> what it is.
         costs: How long computing and communicating takes; None for the defaults of the device.
         memory_limit: See `MemoryBudget.limit`.
         keep_bytes: See `MemoryBudget.to_keep`.
@@ -54,6 +56,7 @@ class CaptureFacts:
 
     axes: tuple[MeshAxis, ...] = ()
     params: Mapping[int, ParamInfo] = field(default_factory=lambda: MappingProxyType({}))
+    roles: Mapping[int, GraphInput] = field(default_factory=lambda: MappingProxyType({}), kw_only=True)
     costs: CostModel | None = None
     memory_limit: int | None = None
     keep_bytes: int | None = None
@@ -83,7 +86,7 @@ class CaptureFacts:
             user_outputs: See `PassContext`.
             budget: That of earlier phases of the same compile, of which passes have taken; None for a fresh one.
         """
-        params, replicas = {}, set[str]()
+        params, replicas, roles = {}, set[str](), {}
         for number, node in enumerate(placeholders(gm)):
             origin = number if phase is Phase.CAPTURE else captured_input(node)
             if origin in self.replicas:
@@ -91,6 +94,8 @@ class CaptureFacts:
             is_tensor = phase is Phase.CAPTURE or isinstance(node.meta.get("val"), torch.Tensor)
             if origin is not None and origin in self.params and is_tensor:  # a DTensor's mesh is a placeholder, too
                 params[node.name] = self.params[origin]
+            if origin is not None and origin in self.roles and is_tensor:
+                roles[node.name] = self.roles[origin]
         (output,) = gm.graph.find_nodes(op="output")
         origins = captured_gradients(output) if phase in (Phase.JOINT, Phase.BACKWARD) else {}
         gradients = {number: self.params[origin].name for number, origin in origins.items() if origin in self.params}
@@ -98,6 +103,7 @@ class CaptureFacts:
             phase=phase,
             axes=self.axes,
             params=MappingProxyType(params),
+            roles=MappingProxyType(roles),
             replicas=frozenset(replicas),
             fuses=self.fuses,
             gradients=MappingProxyType(gradients),
@@ -115,6 +121,7 @@ class CaptureFacts:
             ahead,
             phase=Phase.PAIR,
             params=MappingProxyType({**ahead.params, **behind.params}),
+            roles=MappingProxyType({**ahead.roles, **behind.roles}),
             replicas=ahead.replicas | behind.replicas,
             gradients=behind.gradients,
         )
@@ -236,7 +243,7 @@ def _identity(runner: Runner, facts: CaptureFacts) -> object | None:
     if prints is None:
         return None
     params, replicas = sorted(facts.params.items()), sorted(facts.replicas)
-    known = (facts.axes, params, replicas, facts.costs, facts.device_type)
+    known = (facts.axes, params, sorted(facts.roles.items()), replicas, facts.costs, facts.device_type)
     return ("dsgraph", source_hash(), prints, repr((*known, facts.memory_limit, facts.keep_bytes)))
 
 

@@ -124,7 +124,9 @@ class Measurements:
             assert self._forward_graph is not None
             forward, its_ctx = self._forward_graph
             self.activations = self._activations(gm, forward, its_ctx)
-            self.memory = pair_memory(forward, gm, params=its_ctx.params, axes=its_ctx.axes, fused=self.with_inductor)
+            self.memory = pair_memory(
+                forward, gm, params=its_ctx.params, roles=its_ctx.roles, axes=its_ctx.axes, fused=self.with_inductor
+            )
             self._forward_graph = None
             self.ignored_tags = tuple(
                 IgnoredTag(node.name, self._tagged[node.name], nbytes(node.meta.get("val")))

@@ -166,7 +166,7 @@ def shards(world):
 @pytest.mark.parametrize("stage", [0, 1, 3])
 def test_pairs_are_read_off_compiled_graphs(fake_ranks, stage):
     before, after, ctx = recorded(stage, torch.randn(4, 8))
-    found = pair_memory(before, after, params=ctx.params, axes=ctx.axes)
+    found = pair_memory(before, after, params=ctx.params, roles=ctx.roles, axes=ctx.axes)
     assert {info.name for info in found.params.values()} == {"up.weight", "down.weight", "down.bias"}
     assert sorted(found.replicas.values()) == (["down.weight", "up.weight"] if stage == 1 else [])
     assert found.gradients.keys() == {"up.weight", "down.weight", "down.bias"}
@@ -191,7 +191,7 @@ def test_inference_has_no_backward(fake_ranks):
         compiled(torch.randn(4, 8))
     ((gm, ctx),) = forward.found
     assert isinstance(ctx, PassContext)
-    step = simulate_step([pair_memory(gm, None, params=ctx.params, axes=ctx.axes)], optimizer_state=0)
+    step = simulate_step([pair_memory(gm, None, params=ctx.params, roles=ctx.roles, axes=ctx.axes)], optimizer_state=0)
     assert [phase.name for phase in step.phases] == ["refresh", "forward 0", "optimizer"]
     assert step.at_peak.name == "forward 0" and step.at_peak.composition["communication"] > 0
 
@@ -201,5 +201,5 @@ def test_dynamic_sizes_count_as_those_of_the_first_run(fake_ranks):
     torch._dynamo.mark_dynamic(batch, 0)
     before, after, ctx = recorded(3, batch)
     assert any(isinstance(node.meta.get("val"), torch.SymInt) for node in before.graph.nodes)
-    step = simulate_step([pair_memory(before, after, params=ctx.params, axes=ctx.axes)])
+    step = simulate_step([pair_memory(before, after, params=ctx.params, roles=ctx.roles, axes=ctx.axes)])
     assert step.phases[-1].composition["other"] == 12 * 8 * F32 + 500 * F32
