@@ -32,7 +32,7 @@ class CompileEntry:
         codegen: "inductor" or "eager".
         training: Whether gradients were on and something needed one.
         reduces: Whether it holds markers of parameters, so that its backward reduces their gradients.
-        reads_held: Whether it reads replicas that stage 3 holds for a step under `accumulate`.
+        reads_held: Whether it reads gathered copies that stage 3 holds for a step under `accumulate`.
         from_cache: Whether AOTAutograd's cache had it, so that the passes after the capture did not run.
         unidentified: Passes whose code cannot be identified, so that torch's caches were off.
         passes: What each pass did.
@@ -222,7 +222,7 @@ class CompileLog:
 
 
 def owners_among(inputs: Iterable[object], module: nn.Module | None) -> list[object]:
-    """What a graph belongs to: parameters, replicas and leaves among its inputs, and the module being called."""
+    """What a graph belongs to: parameters, gathered copies and leaves among its inputs, and the module being called."""
     found: list[object] = [
         value
         for value in inputs

@@ -114,7 +114,7 @@ def measure_step(model: nn.Module, states: Sequence[PartitionState], records: Se
     refreshed = add_up(item for state in states for item in refresh_traffic(state))
     parts = _parts(at_step, shared)
     if refreshed:
-        parts.append(Part("replicas, gathered after an optimizer step", 1, refreshed))
+        parts.append(Part("gathered copies, fetched after an optimizer step", 1, refreshed))
 
     keeps_local = any(state.reduces_once for state in states)
     held = held_traffic(states[0]) if len(states) == 1 else ()

@@ -72,12 +72,12 @@ def _known(node: Node, size: Size) -> int | None:
 
 
 def refresh_traffic(state: PartitionState) -> tuple[Traffic, ...]:
-    """What fetching all replicas of stages 1 and 2 sends, which happens once after each optimizer step."""
+    """What fetching all gathered copies of stages 1 and 2 sends, which happens once after each optimizer step."""
     return _gathers(state, state.replicated()) if state.zero.copy_lifetime is CopyLifetime.ALWAYS else ()
 
 
 def held_traffic(state: PartitionState) -> tuple[Traffic, ...]:
-    """What stage 3 sends once in a step under `accumulate` to fetch the replicas that it holds for the step."""
+    """What stage 3 sends once in a step under `accumulate` to fetch the gathered copies that it holds."""
     return _gathers(state, [entry for entry in state.parameters if entry.is_held_for_step])
 
 
