@@ -1,7 +1,8 @@
 """Covering arrays: few members of a product of parameters that hold every pair of values.
 
 Most faults need one value, or two that meet. `make test` runs a covering array of each large product, `make test-all`
-the whole product. Which members those are does not change from run to run: the choice is greedy, ties go to the first.
+the whole product. Which members those are does not change from run to run: always that with the most new pairs, and of
+equals that with the rarest values so far.
 
 A test says so itself:
 
@@ -17,8 +18,10 @@ not every pair: for what another test tries in pairs already.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from itertools import combinations, product
+from math import comb
 from typing import Any
 
 import pytest
@@ -31,10 +34,16 @@ def cover(rows: Sequence[Sequence[Hashable]], strength: int = 2) -> list[int]:
     """Numbers of rows which hold every combination of `strength` values of different columns that any row holds."""
     held = [set(_tuples(row, strength)) for row in rows]
     missing: set[Tuple] = set().union(*held)
-    chosen = []
+    chosen: list[int] = []
+    uses: Counter[tuple[int, Hashable]] = Counter()  # of each value: so that no other one stands in all rows
+
+    def worth(number: int) -> tuple[int, int]:
+        return len(held[number] & missing), -sum(uses[value] for value in enumerate(rows[number]))
+
     while missing:
-        best = max(range(len(rows)), key=lambda number: len(held[number] & missing))
+        best = max(range(len(rows)), key=worth)
         missing -= held[best]
+        uses.update(enumerate(rows[best]))
         chosen.append(best)
     return sorted(chosen)
 
@@ -58,6 +67,21 @@ def covering(
     if where is not None:
         members = [member for member in members if where(**dict(zip(axes, member[1], strict=True)))]
     return [members[number][1] for number in cover([row for row, _ in members], strength)]
+
+
+def subsets(things: Sequence[Any]) -> list[tuple[Any, ...]]:
+    """Few subsets, the empty one first, so that for each two things some hold both, one, the other, and none of them.
+
+    After Kleitman and Spencer: which of the other subsets a thing is in is another half of them for each thing. Two
+    halves of the same size differ, and those of more than half have one in common.
+    """
+    count = next(count for count in range(2, 100) if comb(count, count // 2 + 1) >= len(things))
+    halves = combinations(range(count), count // 2 + 1)
+    member_of = [set(half) for half, _ in zip(halves, things, strict=False)]
+    kept = [
+        tuple(thing for thing, half in zip(things, member_of, strict=True) if number in half) for number in range(count)
+    ]
+    return [(), *kept]
 
 
 def mark_members(items: Iterable[pytest.Item]) -> None:

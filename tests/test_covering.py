@@ -4,7 +4,7 @@ from itertools import combinations, product
 
 import pytest
 
-from tests.covering import cover, covering
+from tests.covering import cover, covering, subsets
 
 pytest_plugins = ["pytester"]
 
@@ -37,10 +37,21 @@ def test_members_that_are_not_there_are_not_asked_for():
     assert _tuples(chosen, 2) == _tuples(there, 2)
 
 
-def test_ties_go_to_the_first():
+def test_ties_go_to_values_that_are_rare_so_far_and_then_to_the_first():
+    assert covering({"a": range(4), "b": (0, 1)}, strength=1) == [(0, 0), (1, 1), (2, 0), (3, 1)]
     assert cover([(0, 0), (0, 0), (1, 0), (1, 1), (1, 1)]) == [0, 2, 3]
     assert cover([(0,), (1,), (1,)]) == [0, 1]
     assert cover([]) == []
+
+
+@pytest.mark.parametrize(("count", "most"), [(1, 3), (2, 4), (12, 8), (40, 10)])
+def test_subsets_hold_both_of_any_two_one_of_them_and_none(count, most):
+    found = subsets(range(count))
+    assert found[0] == () and len(found) <= most
+    for pair in combinations(range(count), 2):
+        assert {frozenset(pair) & set(subset) for subset in found} == {
+            *map(frozenset, ((), pair[:1], pair[1:], pair)),
+        }
 
 
 TESTS = """

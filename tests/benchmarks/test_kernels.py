@@ -4,11 +4,12 @@ import json
 
 import pytest
 
-from benchmarks import kernels
+from benchmarks import kernel_rows, kernels
 from benchmarks.kernel_rows import measure_kernels
 from dsgraph.passes.kernels.patterns import KERNELS
 
 
+@pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.inductor
 def test_a_quick_run_reports_every_figure(tmp_path):
@@ -21,11 +22,20 @@ def test_a_quick_run_reports_every_figure(tmp_path):
     assert 0 < figures["llama: Inductor, step over plain"]["value"] < 10
 
 
+@pytest.mark.full
 @pytest.mark.inductor
 def test_kernels_are_timed_one_by_one():
     rows = measure_kernels(device="cpu", quick=True)
     assert {row["kernel"] for row in rows} == {spec.name for spec in KERNELS if spec.triton}
     assert all(row["ours_ms"] > 0 and row["over_fastest"] > 0 for row in rows)
+
+
+@pytest.mark.inductor
+def test_one_kernel_is_timed(monkeypatch):
+    case = next(case for case in kernel_rows.cases() if case.name == "swiglu")
+    monkeypatch.setattr(kernel_rows, "cases", lambda: [case])
+    (row,) = measure_kernels(device="cpu", quick=True)
+    assert row["kernel"] == "swiglu" and row["ours_ms"] > 0 and row["over_fastest"] > 0
 
 
 def test_unknown_models_are_named():

@@ -209,6 +209,7 @@ def test_ranks_run_on_their_hosts(namespaces):
     assert own_namespaces(os.getpid()) == []
 
 
+@pytest.mark.full
 @pytest.mark.distributed
 def test_the_rate_holds_in_both_directions(namespaces):
     with (
@@ -225,6 +226,7 @@ def test_hosts_are_removed_after_an_error(namespaces):
     assert own_namespaces(os.getpid()) == []
 
 
+@pytest.mark.full
 @pytest.mark.distributed
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_hosts_and_processes_are_removed_when_it_is_ended(namespaces, number):
@@ -249,6 +251,18 @@ def test_hosts_and_processes_are_removed_when_it_is_ended(namespaces, number):
         assert time.monotonic() < until
 
 
+@pytest.mark.distributed
+def test_one_system_runs_and_is_written(namespaces, tmp_path):
+    out = tmp_path / "out.json"
+    quick = ["--quick", "--rates", "unlimited", "--steps", "1", "--systems", "dsgraph-3-eager"]
+    assert links.main([*quick, "--json", str(out)]) == 0
+    rows = json.loads(out.read_text())["rows"]
+    assert [line["system"] for line in rows] == ["compute", "dsgraph-3-eager"]
+    assert all(list(line) == COLUMNS and line["step_s"] > 0 for line in rows)
+    assert own_namespaces(os.getpid()) == []
+
+
+@pytest.mark.full
 @pytest.mark.distributed
 def test_smoke_run_writes_the_schema(namespaces, tmp_path):
     out = tmp_path / "out.json"

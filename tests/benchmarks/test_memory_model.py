@@ -75,7 +75,7 @@ def counter(tmp_path_factory):
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.full), 3])
 def test_simulated_peak_is_within_ten_percent_of_the_measured_one(counter, stage):
     found = measure("gpt-small", stage, "eager", counter=counter)
     assert abs(found["error"]) < 0.10
@@ -84,6 +84,7 @@ def test_simulated_peak_is_within_ten_percent_of_the_measured_one(counter, stage
     assert 0 < found["compile_mb"] < 0.05 * found["measured_mb"]
 
 
+@pytest.mark.full
 @pytest.mark.distributed
 def test_smoke_run_writes_the_schema(tmp_path):
     out = tmp_path / "out.json"

@@ -159,6 +159,7 @@ def test_a_system_that_fails_is_named_and_the_others_are_kept(monkeypatch, capsy
     assert [line["system"] for line in json.loads(out.read_text())["rows"]] == ["single"]
 
 
+@pytest.mark.full
 @pytest.mark.distributed
 def test_smoke_run_writes_the_schema(tmp_path):
     out = tmp_path / "out.json"

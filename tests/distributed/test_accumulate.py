@@ -60,6 +60,7 @@ def _count(stage: int, codegen: str | None, reduce_once: bool | None) -> dict[st
     return _collectives(profile)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("codegen", (None, "eager"))
 @pytest.mark.parametrize(("stage", "reduce_once"), [*REDUCING_ONCE, (2, None), (3, None)])
 def test_collectives_of_a_step(ranks, stage, reduce_once, codegen):
@@ -158,7 +159,15 @@ def _compare_reducing_once(case: str) -> None:
     compare(CASES[case].build, CASES[case].batches, stage=2, micro_batches=3, reduce_once=True)
 
 
-@pytest.mark.parametrize("case", ("gpt", "graph_break", "uneven", "frozen"))
+@pytest.mark.parametrize(
+    "case",
+    (
+        pytest.param("gpt", marks=pytest.mark.full),
+        "graph_break",
+        pytest.param("uneven", marks=pytest.mark.full),
+        pytest.param("frozen", marks=pytest.mark.full),
+    ),
+)
 def test_stage_2_reducing_once_matches_one_process(ranks, case):
     ranks(2).run(_compare_reducing_once, case)
 
@@ -241,7 +250,15 @@ def _compare_held(case: str, codegen: str, mesh_shape: tuple[int, ...] | None) -
     )
 
 
-@pytest.mark.parametrize("case", ("tied", "frozen", "uneven", "graph_break"))
+@pytest.mark.parametrize(
+    "case",
+    (
+        "tied",
+        pytest.param("frozen", marks=pytest.mark.full),
+        "uneven",
+        pytest.param("graph_break", marks=pytest.mark.full),
+    ),
+)
 def test_what_is_held_for_a_step_matches_one_process(ranks, case):
     ranks(2).run(_compare_held, case, "eager", None)
 
@@ -250,12 +267,13 @@ def test_hybrid_sharding_holds_what_its_inner_group_gathers(ranks):
     ranks(4).run(_compare_held, "gpt", "eager", (2, 2))
 
 
+@pytest.mark.full
 @pytest.mark.inductor
 def test_inductor_reads_what_is_held_for_a_step(ranks):
     ranks(2).run(_compare_held, "gpt", "inductor", None)
 
 
-@pytest.mark.parametrize("dtype", (None, torch.bfloat16))
+@pytest.mark.parametrize("dtype", (pytest.param(None, marks=pytest.mark.full), torch.bfloat16))
 def test_what_is_held_for_a_step_changes_no_bit(ranks, dtype):
     ranks(2).run(_compare_limits, dtype)
 
@@ -268,6 +286,7 @@ def _same_as_stage_1(codegen: str | None, dtype: torch.dtype | None) -> None:
         assert ours.dtype is expected.dtype and torch.equal(ours, expected)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("dtype", (None, torch.bfloat16))
 @pytest.mark.parametrize("codegen", (None, "eager"))
 def test_stage_2_reducing_once_computes_the_bits_of_stage_1(ranks, codegen, dtype):
@@ -301,6 +320,7 @@ def _copy_in_mid_step(stage: int, reduce_once: bool | None, codegen: str | None)
             torch.testing.assert_close(param.grad.to_local(), grad, rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("codegen", (None, "eager"))
 @pytest.mark.parametrize(("stage", "reduce_once"), REDUCING_ONCE)
 def test_a_copy_has_no_part_in_the_step(ranks, stage, reduce_once, codegen):
@@ -316,7 +336,7 @@ def _mix(codegen: str | None) -> None:
         torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("codegen", (None, "eager"))
+@pytest.mark.parametrize("codegen", (pytest.param(None, marks=pytest.mark.full), "eager"))
 def test_ways_of_accumulating_mix(ranks, codegen):
     ranks(2).run(_mix, codegen)
 
@@ -393,6 +413,7 @@ def _same_without(*how: Any) -> None:
     assert len(mine) == len(alone) and all(map(torch.equal, mine, alone))
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("codegen", (None, "eager"))
 @pytest.mark.parametrize(("stage", "reduce_once"), [*REDUCING_ONCE, (3, None)])
 def test_a_discarded_step_leaves_no_trace(ranks, stage, reduce_once, codegen):
@@ -412,7 +433,9 @@ def _late_backward(stage: int, reduce_once: bool | None) -> None:
     assert all(map(torch.equal, *found))
 
 
-@pytest.mark.parametrize(("stage", "reduce_once"), REDUCING_ONCE)
+@pytest.mark.parametrize(
+    ("stage", "reduce_once"), [(0, None), pytest.param(1, None, marks=pytest.mark.full), (2, True)]
+)
 def test_a_graph_that_was_given_sums_adds_none_after_discarding(ranks, stage, reduce_once):
     ranks(2).run(_late_backward, stage, reduce_once)
 

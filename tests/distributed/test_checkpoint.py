@@ -60,6 +60,7 @@ def _go_on(model, optimizer, case: str) -> dict[str, torch.Tensor]:
     return {name: full(param).detach() for name, param in model.named_parameters()}
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("stage", (0, 1, 3))
 @pytest.mark.parametrize("case", ("gpt", "uneven"))
 def test_save_on_two_ranks_and_load_on_any_number(ranks, tmp_path, stage, case):

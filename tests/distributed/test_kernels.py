@@ -23,11 +23,14 @@ def _train(kernels: list[str], stage: int, micro_batches: int) -> None:
     )
 
 
-@pytest.mark.parametrize(("stage", "micro_batches"), [(0, 1), (2, 2), (3, 1)])
+@pytest.mark.parametrize(
+    ("stage", "micro_batches"),
+    [pytest.param(0, 1, marks=pytest.mark.full), (2, 2), pytest.param(3, 1, marks=pytest.mark.full)],
+)
 def test_a_head_without_logits_matches_one_process(ranks, stage, micro_batches):
     ranks(2).run(_train, ["linear_cross_entropy"], stage, micro_batches)
 
 
-@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("stage", [pytest.param(2, marks=pytest.mark.full), 3])
 def test_norms_of_sums_match_one_process(ranks, stage):
     ranks(2).run(_train, ["add_rms_norm", "rms_norm"], stage, 1)

@@ -136,6 +136,7 @@ def _step(stage: int, reduce_once: bool | None, ways: list[str], options: dict[s
     return {"messages": ops.count("send"), "all_reduces": ops.count("allreduce_")}
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(("stage", "reduce_once"), STAGES)
 @pytest.mark.parametrize("way", WAYS)
 def test_each_sum_is_reduced_once(ranks, way, stage, reduce_once):
@@ -156,6 +157,7 @@ def test_parameters_that_some_micro_batches_use(ranks, ways):
     ranks(2).run(_step, 2, True, list(ways), {})
 
 
+@pytest.mark.covering(1)
 @pytest.mark.inductor
 @pytest.mark.parametrize("passes", ((), (dsgraph.passes.SubstituteKernels(),), (dsgraph.passes.MergeGathers(),)))
 @pytest.mark.parametrize("way", ("c_twice", "regions"))
@@ -164,6 +166,7 @@ def test_so_does_inductor_with_passes_over_the_captured_graph_alone(ranks, way, 
     ranks(2).run(_step, 2, True, [way] * 2, options)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("passes", ((), (dsgraph.passes.InsertZeroCollectives(),)))
 @pytest.mark.parametrize("way", ("plain", "c_twice", "regions"))
 def test_any_pipeline_adds_each_sum_once(ranks, way, passes):
@@ -228,6 +231,7 @@ def _as_at_the_end(stage: int, reduce_once: bool | None, case: str, dtype: torch
             torch.testing.assert_close(ours, expected, msg=lambda text, name=name: f"{name}: {text}", **close)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("dtype", (None, torch.bfloat16))
 @pytest.mark.parametrize(("stage", "reduce_once"), STAGES)
 def test_gradients_are_those_of_a_reduction_at_the_end(ranks, stage, reduce_once, dtype):

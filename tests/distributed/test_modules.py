@@ -84,16 +84,16 @@ def _batches(step: int, rank: int) -> tuple[Tensor, ...]:
     return torch.randn(3, 7, generator=generator), torch.randn(3, 5, generator=generator)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.parametrize(("stage", "codegen"), [(3, "eager"), (3, None), (1, "eager")])
 @pytest.mark.parametrize(
     "build_model",
     [_lstm, _gru, Attending, Listed, _old_weight_norm, _weight_norm],
     ids=lambda f: f.__name__,
 )
-def test_special_modules_match_one_process(ranks, build_model):
-    for codegen in ("eager", None):
-        ranks(2).run(compare, build_model, _batches, stage=3, codegen=codegen, keep_whole_below=0, steps=2)
-    ranks(2).run(compare, build_model, _batches, stage=1, keep_whole_below=0, steps=2)
+def test_special_modules_match_one_process(ranks, build_model, stage, codegen):
+    ranks(2).run(compare, build_model, _batches, stage=stage, codegen=codegen, keep_whole_below=0, steps=2)
 
 
 def _use_in_many_ways(stage: int) -> None:
@@ -180,6 +180,7 @@ def _step_without_backward(model: nn.Module, optimizer: torch.optim.Optimizer) -
     optimizer.step()
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("codegen", (None, "eager"))
 @pytest.mark.parametrize("stage", (1, 2))
 def test_replicas_follow_updates(ranks, stage, codegen):

@@ -36,6 +36,7 @@ def _compare(case: str, **how: object) -> None:
     compare(CASES[case].build, partial(_late, CASES[case].batches), **how)  # type: ignore[arg-type]
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("codegen", (None, "eager"))
 @pytest.mark.parametrize("stage", (1, 2))
 @pytest.mark.parametrize("case", ("gpt", "graph_break", "uneven"))
@@ -44,6 +45,7 @@ def test_a_late_rank_is_waited_for(ranks, case, stage, codegen):
     ranks(2).run(_compare, case, stage=stage, codegen=codegen, steps=2, exact=exact, evaluate=True)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("codegen", (None, "eager"))
 @pytest.mark.parametrize(("stage", "reduce_once"), ((1, None), (2, None), (2, True)))
 def test_a_late_rank_is_waited_for_under_accumulation(ranks, stage, reduce_once, codegen):
@@ -51,6 +53,7 @@ def test_a_late_rank_is_waited_for_under_accumulation(ranks, stage, reduce_once,
     ranks(2).run(_compare, "uneven", stage=stage, **how)
 
 
+@pytest.mark.full
 @pytest.mark.inductor
 def test_inductor_waits_for_a_late_rank(ranks):
     ranks(2).run(_compare, "uneven", stage=2, codegen="inductor", steps=2, micro_batches=2, reduce_once=True)

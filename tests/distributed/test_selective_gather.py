@@ -22,7 +22,9 @@ def _compare(limit: int) -> None:
     compare(CASES["gpt"].build, _uneven_tokens, stage=3, memory_limit=limit)
 
 
-@pytest.mark.parametrize("limit", [1, 90_000, 10**9])
+@pytest.mark.parametrize(
+    "limit", [pytest.param(1, marks=pytest.mark.full), 90_000, pytest.param(10**9, marks=pytest.mark.full)]
+)
 def test_ranks_with_other_batches_choose_alike_and_match_one_process(ranks, limit):
     ranks(2).run(_compare, limit)
 

@@ -16,6 +16,7 @@ from dsgraph.passes.analysis.cost import tensor_bytes
 from dsgraph.passes.ir.coalesced import results_of
 from dsgraph.passes.ir.graph import collectives, is_collective, is_wait
 from dsgraph.tools.reporting.traffic import graph_traffic
+from tests.covering import covering
 from tests.distributed.training import compare, full
 from tests.models import CASES
 from tests.pipelines import with_buckets, without_buckets
@@ -42,8 +43,43 @@ def _compare(case: str, bucket_bytes: int | None = None, **how: object) -> None:
     compare(CASES[case].build, CASES[case].batches, **how)  # type: ignore[arg-type]
 
 
+# What a step depends on. Of micro-batches: how many, and what `accumulate` is told. Of buckets: how many bytes.
+WAYS = {
+    "case": sorted(CASES),
+    "stage": STAGES,
+    "codegen": (None, "eager"),
+    "mesh": (2, 3, (1, 2), (2, 1), (2, 2)),
+    "micro_batches": ((1, None), (2, None), (2, True), (2, False)),
+    "bucket_bytes": (None, 0, 200, 4096),
+}
+
+
+def _exists(case, stage, codegen, mesh, micro_batches, bucket_bytes) -> bool:
+    _, reduce_once = micro_batches
+    is_accumulating_so = reduce_once is None or (stage == 2 if reduce_once else stage >= 2)
+    is_compiled_so = codegen == "eager" or (bucket_bytes is None and "dynamic" not in case)
+    is_on_such_a_mesh = mesh in WORLDS if case not in ("gpt", "uneven") else True
+    return is_accumulating_so and is_compiled_so and is_on_such_a_mesh and ("dynamic" not in case or mesh == 2)
+
+
+@pytest.mark.parametrize(tuple(WAYS), covering(WAYS, where=_exists))
+def test_each_pair_of_ways_matches_one_process(ranks, case, stage, codegen, mesh, micro_batches, bucket_bytes):
+    count, reduce_once = micro_batches
+    how: dict[str, object] = {"stage": stage, "codegen": codegen, "micro_batches": count, "reduce_once": reduce_once}
+    if bucket_bytes is not None:
+        how["bucket_bytes"] = bucket_bytes
+    if isinstance(mesh, tuple):
+        how["mesh_shape"] = mesh
+    steps = 3 if "dynamic" in case else 2
+    ranks(mesh if isinstance(mesh, int) else mesh[0] * mesh[1]).run(_compare, case, steps=steps, **how)
+
+
+# All cases on all stages; the pairs of these with everything else are above.
 @pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize(("case", "world"), CASES_BY_WORLD)
+@pytest.mark.parametrize(
+    ("case", "world"),
+    [pytest.param(*pair, marks=() if pair == ("gpt", 2) else pytest.mark.full) for pair in CASES_BY_WORLD],
+)
 def test_matches_one_process(ranks, case, stage, world):
     # With two ranks nothing may differ, not even a bit: a sum of two is the same in any order, and halving is exact.
     exact, evaluate = case == "gpt" and world == 2, case in ALSO_EVALUATED and world == 2
@@ -56,29 +92,33 @@ def test_matches_one_process(ranks, case, stage, world):
 BUCKET_BYTES = 4096
 
 
-@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("world", (2, pytest.param(3, marks=pytest.mark.full)))
 def test_buckets_match_one_process(ranks, world):
     ranks(world).run(_compare, "gpt", BUCKET_BYTES, stage=3, exact=world == 2, evaluate=True)
     ranks(world).run(_compare, "uneven", 200, stage=3)
 
 
+@pytest.mark.full  # covered by pairs above
 @pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize("stage", STAGES)
 def test_accumulation_matches_one_process(ranks, stage, world):
     ranks(world).run(_compare, "gpt", stage=stage, micro_batches=4)
 
 
+@pytest.mark.full  # covered by pairs above
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("mesh_shape", [(2, 1), (1, 2), (3, 1), (1, 3)])
 def test_hybrid_mesh_matches_one_process(ranks, stage, mesh_shape):
     ranks(max(mesh_shape)).run(_compare, "uneven", stage=stage, mesh_shape=mesh_shape)
 
 
+@pytest.mark.full  # covered by pairs above
 @pytest.mark.parametrize("stage", STAGES)
 def test_two_by_two_mesh_matches_one_process(ranks, stage):
     ranks(4).run(_compare, "uneven", stage=stage, mesh_shape=(2, 2), micro_batches=2)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("case", sorted(CASES.keys() - {"dynamic", "marked_dynamic"}))
 def test_uncompiled_model_matches_one_process(ranks, case, stage):
@@ -86,7 +126,7 @@ def test_uncompiled_model_matches_one_process(ranks, case, stage):
 
 
 @pytest.mark.inductor
-@pytest.mark.parametrize(("case", "stage"), [("graph_break", 1), ("uneven", 3)])
+@pytest.mark.parametrize(("case", "stage"), [("graph_break", 1), pytest.param("uneven", 3, marks=pytest.mark.full)])
 def test_inductor_matches_one_process(ranks, case, stage):
     ranks(2).run(_compare, case, stage=stage, codegen="inductor")
 
@@ -202,6 +242,6 @@ def _compare_order(bucket_bytes: int) -> None:
 
 
 @pytest.mark.inductor
-@pytest.mark.parametrize("bucket_bytes", [0, 2 * 32 * 32 * 4])
+@pytest.mark.parametrize("bucket_bytes", [pytest.param(0, marks=pytest.mark.full), 2 * 32 * 32 * 4])
 def test_inductor_keeps_the_order_of_collectives(ranks, bucket_bytes):
     ranks(2).run(_compare_order, bucket_bytes)

@@ -95,7 +95,7 @@ def test_two_ranks_learn_and_print_their_figures(finished):
     assert "\ndef " in run.text  # the sample
 
 
-@pytest.mark.parametrize("nproc", (2, 1))
+@pytest.mark.parametrize("nproc", (2, pytest.param(1, marks=pytest.mark.full)))
 def test_resumed_equals_uninterrupted(finished, interrupted, nproc):
     whole, _ = finished
     rest = _run(interrupted, f"--nproc={nproc}", "--resume")
@@ -116,9 +116,9 @@ def test_single_process_without_dsgraph_gives_the_same_losses(finished, tmp_path
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--resume"], "--resume found no checkpoint in"),
-        (["--warmup=-1"], "--warmup is -1; it takes a number of 0 or more"),
-        (["--time=99999"], "--time is 99999; it takes less than 10000"),
+        pytest.param(["--resume"], "--resume found no checkpoint in", marks=pytest.mark.full),
+        pytest.param(["--warmup=-1"], "--warmup is -1; it takes a number of 0 or more", marks=pytest.mark.full),
+        pytest.param(["--time=99999"], "--time is 99999; it takes less than 10000", marks=pytest.mark.full),
         (["--batch=9"], "--batch is 9, which 2 ranks cannot share evenly"),
     ],
 )
@@ -130,6 +130,7 @@ def test_what_cannot_work_is_refused_in_one_line(tmp_path, arguments, message):
     assert refused.stderr.count("\n") == 1
 
 
+@pytest.mark.full
 def test_llama_of_transformers(tmp_path):
     pytest.importorskip("transformers")
     run = _run(tmp_path, "--model=llama")

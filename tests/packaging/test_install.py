@@ -70,6 +70,7 @@ def test_a_checkout_installs(checkout, tmp_path):
     assert _run(python, "-c", CHECK, cwd=tmp_path).strip() == "works"
 
 
+@pytest.mark.full
 def test_a_wheel_built_from_the_source_distribution_installs(checkout, tmp_path):
     _run(sys.executable, "-m", "build", "--outdir", tmp_path, checkout, cwd=tmp_path)
     (wheel,) = tmp_path.glob("*.whl")

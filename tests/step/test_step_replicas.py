@@ -89,7 +89,9 @@ class _Wide(nn.Module):
         return F.cross_entropy(self.head(x).flatten(0, 1), targets.flatten())
 
 
-@pytest.mark.parametrize(("build", "length"), [(partial(GPT, CONFIG), 64), (_Wide, 16)])
+@pytest.mark.parametrize(
+    ("build", "length"), [pytest.param(partial(GPT, CONFIG), 64, marks=pytest.mark.full), (_Wide, 16)]
+)
 def test_the_predicted_peak_stays_within_the_limit(build, length):
     tight = _train(build(), *_tokens(length), limit=None).memory.peak
     held = []
@@ -117,7 +119,7 @@ def test_of_a_part_of_a_model_nothing_is_held():
     assert not _held(_train(_Halves(), torch.randn(4, 16), limit=10**9))
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize("stage", [0, pytest.param(1, marks=pytest.mark.full), 2])
 def test_other_stages_hold_what_they_always_hold(stage):
     assert not _held(_train(GPT(CONFIG), *_tokens(), limit=10**9, stage=stage))
 

@@ -54,6 +54,7 @@ def _torch_run(shape: tuple[int, ...], **changes: object) -> list[Tensor]:
     return [param.detach(), state["exp_avg"], state["exp_avg_sq"]]
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize(("adamw", "maximize", "decay"), [*itertools.product([True, False], [True, False], [0.0, 0.1])])
 def test_it_is_the_step_of_torch_bit_for_bit(shape, adamw, maximize, decay):

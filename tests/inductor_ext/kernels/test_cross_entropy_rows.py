@@ -54,6 +54,7 @@ def inputs(rows, vocabulary, terms, dtype):
     return logits, target, torch.randn(rows, dtype=torch.float64 if dtype is torch.float64 else torch.float32)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("name", OPTIONS)
 @pytest.mark.parametrize(
@@ -121,9 +122,11 @@ def test_which_of_the_two_runs():
 
 @pytest.mark.inductor
 @pytest.mark.skipif(INTERPRETED, reason="this is it")
-def test_under_the_interpreter():
+def test_under_the_interpreter(request):
     pytest.importorskip("triton")
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(Path(__file__))]
+    if "not full" in request.config.option.markexpr:
+        command += ["-m", "not full"]
     done = subprocess.run(
         command, env={**os.environ, "TRITON_INTERPRET": "1"}, cwd=ROOT, capture_output=True, text=True
     )
@@ -133,6 +136,7 @@ def test_under_the_interpreter():
 
 @pytest.mark.inductor
 @pytest.mark.skipif(INTERPRETED, reason="an interpreted kernel cannot be compiled")
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("capability", [80, 90])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_the_kernel_compiles_without_a_gpu(capability, dtype):

@@ -57,6 +57,7 @@ def assert_same(tensors, tolerance=1e-5, **how):
         torch.testing.assert_close(got, wanted, rtol=tolerance, atol=tolerance, equal_nan=True)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("how", OPTIONS, ids=str)
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
@@ -106,6 +107,7 @@ def test_gradcheck(reduction):
     )
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize(("dtype", "ulp"), [(torch.bfloat16, 2**-8), (torch.float16, 2**-11)], ids=str)
 @pytest.mark.parametrize("how", [{}, {"softcap": 10.0, "label_smoothing": 0.1, "z_loss": 0.001}], ids=str)
 @pytest.mark.parametrize("rows", [3, 150])
@@ -269,6 +271,7 @@ def test_opcheck_of_the_ops_inside():
         torch.library.opcheck(grads[0], (*detached, torch.rand(9)), how)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.inductor)])
 @pytest.mark.parametrize("dynamic", [False, True])

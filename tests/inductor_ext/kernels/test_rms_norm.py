@@ -41,7 +41,7 @@ def test_values_and_gradients_are_those_of_plain_torch(shape, offset, with_weigh
     torch.testing.assert_close(_gradients(y, inputs), _gradients(plain, inputs), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize(("early", "offset"), itertools.product([True, False], [0.0, 1.0]))
+@pytest.mark.parametrize(("early", "offset"), [*itertools.product([True, False], [0.0, 1.0])])
 def test_low_precision_is_as_near_to_float32_as_plain_torch(early, offset):
     low = _inputs((8, 64), torch.bfloat16)
     wide = tuple(item.detach().float().requires_grad_() for item in low)

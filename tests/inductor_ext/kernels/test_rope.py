@@ -39,6 +39,7 @@ def _plain(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool, inverse: b
     return x * cos - turned * sin if inverse else x * cos + turned * sin
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize(("interleaved", "inverse", "full"), WAYS)
 @pytest.mark.parametrize(("shape", "leading"), SHAPES)
 def test_values_and_gradients_are_those_of_plain_torch(shape, leading, interleaved, inverse, full):
@@ -60,6 +61,7 @@ def test_low_precision_is_as_near_to_float32_as_plain_torch(interleaved):
     )
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize(("interleaved", "inverse", "full"), WAYS)
 def test_gradients_are_derivatives(interleaved, inverse, full):
     x, cos, sin = _inputs((3, 2, 6), (2,), full, torch.float64)

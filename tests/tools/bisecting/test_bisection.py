@@ -298,7 +298,7 @@ def _train_with_a_rank_that_fails(folder: str) -> list[float]:
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("name", ("dropout", "graph_break"))
+@pytest.mark.parametrize("name", (pytest.param("dropout", marks=pytest.mark.full), "graph_break"))
 def test_the_default_passes_are_right_on_two_ranks(ranks, tmp_path, name):
     ranks(2).run(_train, str(tmp_path), dsgraph.default_pipeline(), name)
     for rank in range(2):

@@ -110,6 +110,7 @@ def test_bad_input_is_refused_in_one_line(arguments, message, capsys):
     assert errors.count("\n") == 1
 
 
+@pytest.mark.full
 @pytest.mark.distributed
 def test_the_example_keeps_its_meaning_on_two_ranks(tmp_path):
     sizes = ["--width=32", "--layers=1", "--heads=2", "--time=16", "--sample=1", "--eval-batches=1"]

@@ -64,7 +64,7 @@ def _start(cache: Path, *command: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.distributed
 @pytest.mark.slow
 def test_it_measures_over_two_ranks_of_its_own_and_keeps_what_was_measured_before(tmp_path, monkeypatch):
-    done = _start(tmp_path, "-m", "dsgraph", "calibrate", "--seconds", "1", "--json")
+    done = _start(tmp_path, "-m", "dsgraph", "calibrate", "--seconds", "0.3", "--json")
     assert done.returncode == 0, done.stderr
     answer = next(item for item in json.loads(done.stdout) if item["calibration"]["device_type"] == "cpu")
     path = Path(answer["path"])
@@ -76,7 +76,7 @@ def test_it_measures_over_two_ranks_of_its_own_and_keeps_what_was_measured_befor
     before = calibration(host=record.host, device=record.device, links=(LINK, replace(LINK, ranks=4)))
     path.write_text(to_text(before))
 
-    again = _start(tmp_path, "-m", "dsgraph", "calibrate", "--seconds", "1")
+    again = _start(tmp_path, "-m", "dsgraph", "calibrate", "--seconds", "0.3")
     assert again.returncode == 0, again.stderr
     for part in ("matrix product, float32", "smallest kernel", f"written to {path}", *KINDS):
         assert part in again.stdout
@@ -88,11 +88,12 @@ def test_it_measures_over_two_ranks_of_its_own_and_keeps_what_was_measured_befor
     assert load_all(record.host) == [merged]
 
 
+@pytest.mark.full
 @pytest.mark.distributed
 @pytest.mark.slow
 def test_under_torchrun_it_measures_over_the_ranks_that_are_there(tmp_path):
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
-    done = _start(tmp_path, *torchrun, "-m", "dsgraph", "calibrate", "--seconds", "1", "--json")
+    done = _start(tmp_path, *torchrun, "-m", "dsgraph", "calibrate", "--seconds", "0.3", "--json")
     assert done.returncode == 0, done.stderr
     answer = json.loads(done.stdout)  # of the first rank alone
     assert {link["kind"] for link in answer[0]["calibration"]["links"]} == KINDS
@@ -105,7 +106,7 @@ def test_under_torchrun_it_measures_over_the_ranks_that_are_there(tmp_path):
 @pytest.mark.slow
 def test_a_cache_that_cannot_be_written_to_is_exit_code_1(tmp_path):
     (tmp_path / "dsgraph").write_text("")
-    done = _start(tmp_path, "-m", "dsgraph", "calibrate", "--seconds", "1", "--nproc", "1")
+    done = _start(tmp_path, "-m", "dsgraph", "calibrate", "--seconds", "0.3", "--nproc", "1")
     assert done.returncode == 1
     assert "cannot be written" in done.stdout and "XDG_CACHE_HOME" in done.stdout
     assert "Traceback" not in done.stderr

@@ -84,7 +84,7 @@ def test_a_torch_that_hangs_is_given_up_in_time(tmp_path):
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("broken", ("tabulate", "sympy"))
+@pytest.mark.parametrize("broken", (pytest.param("tabulate", marks=pytest.mark.full), "sympy"))
 def test_a_broken_package_is_reported_also_where_the_table_needs_it(broken, tmp_path):
     (tmp_path / f"{broken}.py").write_text("raise ImportError('broken')")
     code, answer = _doctor(tmp_path)

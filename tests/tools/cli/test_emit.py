@@ -110,6 +110,7 @@ def test_the_program_computes_the_same_to_its_end(tmp_path):
     assert [graph["phase"] for graph in json.loads(out)["graphs"]] == ["forward", "backward"]
 
 
+@pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.inductor
 def test_the_example_has_no_kernel_that_must_spill(tmp_path):
@@ -169,7 +170,7 @@ def _older_kernels(out: Path) -> list[Path]:
     ("script", "code", "said"),
     [
         ("", 2, "nothing to emit"),
-        ("raise SystemExit(3)", 1, "the older kernels are as they were"),
+        pytest.param("raise SystemExit(3)", 1, "the older kernels are as they were", marks=pytest.mark.full),
         (REFUSED, 1, "the older kernels are as they were"),
     ],
 )

@@ -173,7 +173,7 @@ def test_one_rank_may_form_a_group_and_its_dump_is_listed(script, tmp_path):
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("nproc", ("1", "2"))
+@pytest.mark.parametrize("nproc", (pytest.param("1", marks=pytest.mark.full), "2"))
 def test_a_failing_script_is_reported_with_its_exit_code_and_what_it_has_dumped(nproc, script, tmp_path):
     code, out, err = _run(script(TRAIN), "--nproc", nproc, "--", "--fail", "--group", cwd=tmp_path)
     assert code == 1
@@ -183,6 +183,7 @@ def test_a_failing_script_is_reported_with_its_exit_code_and_what_it_has_dumped(
         assert (tmp_path / "dsgraph-dump" / f"rank{rank}" / "compile1" / "joint-0-before.py").is_file()
 
 
+@pytest.mark.full
 @pytest.mark.distributed
 def test_the_example_runs_from_the_repository_root(tmp_path):
     sizes = ["--width=64", "--layers=1", "--heads=2", "--time=32", "--sample=1", "--eval-batches=1"]
@@ -199,10 +200,10 @@ def test_the_example_runs_from_the_repository_root(tmp_path):
 @pytest.mark.parametrize(
     ("nproc", "number", "code", "stubborn"),
     [
-        ("1", signal.SIGINT, 130, False),
+        pytest.param("1", signal.SIGINT, 130, False, marks=pytest.mark.full),
         ("1", signal.SIGTERM, 143, True),
         ("2", signal.SIGINT, 130, False),
-        ("2", signal.SIGINT, 130, True),
+        pytest.param("2", signal.SIGINT, 130, True, marks=pytest.mark.full),
     ],
 )
 def test_an_interrupted_run_leaves_no_process_behind(nproc, number, code, stubborn, script, tmp_path):

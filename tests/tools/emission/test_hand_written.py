@@ -89,6 +89,7 @@ def _of_kernels() -> list[Any]:
     return found
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("arch", GPUS)
 @pytest.mark.parametrize(("name", "kernel"), _of_kernels())
 def test_it_compiles_without_spills(name, kernel, arch):

@@ -376,7 +376,7 @@ def test_passes_that_switch_caches_off_are_named():
 # Memory.
 
 
-@pytest.mark.parametrize("stage", (0, 1, 3))
+@pytest.mark.parametrize("stage", (0, pytest.param(1, marks=pytest.mark.full), 3))
 def test_the_memory_of_a_step_is_predicted(fake_ranks, stage):
     model = dsgraph.partition(build("gpt"), stage=stage, keep_whole_below=100)
     compiled = torch.compile(model, backend="dsgraph", options=EAGER)
@@ -549,7 +549,7 @@ print(json.dumps(dsgraph.report(model).to_dict()))
     assert json.loads(second.stdout)["step"]["sent_bytes"] is None
 
 
-@pytest.mark.parametrize("stage", (0, 1, 3))
+@pytest.mark.parametrize("stage", (pytest.param(0, marks=pytest.mark.full), 1, 3))
 def test_another_batch_size_recompiles_once_and_is_reported(fake_ranks, tmp_path, stage):
     model = dsgraph.partition(
         nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8)), stage=stage, keep_whole_below=1

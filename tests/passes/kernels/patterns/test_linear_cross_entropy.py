@@ -404,6 +404,7 @@ def _models():
     }
 
 
+@pytest.mark.covering(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama", "gemma2", "granite", "cohere", "gpt2"])
 @pytest.mark.parametrize("items", [None, 7])
