@@ -4,20 +4,22 @@ Each with its eager kernel and its fake, its derivative where autograd can meet 
 needs one. Importing this package registers the ops; `register_lowerings` registers the lowerings.
 """
 
+from .collectives.algorithms import (
+    GATHERS,
+    REDUCE_SCATTERS,
+    Ranks,
+    chunk_rows,
+    pad_rows,
+    start_gather_rows,
+    start_reducing,
+    sum_over,
+    usual_gather,
+)
 from .collectives.exchange_by_messages import exchange_by_messages, exchange_by_messages_coalesced
 from .collectives.exchange_by_messages import register_lowering as _register_exchange
 from .collectives.gather_by_messages import gather_by_messages, gather_by_messages_coalesced, start_gather
 from .collectives.gather_by_messages import register_lowering as _register_gather
-from .collectives.gather_param import (
-    all_gather_rows,
-    all_reduce_sum,
-    chunk_rows,
-    gather_param,
-    group_count,
-    pad_rows,
-    reduce_grad,
-    start_reduction,
-)
+from .collectives.gather_param import gather_param, reduce_grad, start_reduction
 from .collectives.messages import sends_messages
 from .compat import backend_name, c10d_functional, resolve_group, size_hint
 from .kernels.adam_step import adam_step_
@@ -33,9 +35,10 @@ def register_lowerings() -> None:
 
 
 __all__ = [
+    "GATHERS",
+    "REDUCE_SCATTERS",
+    "Ranks",
     "adam_step_",
-    "all_gather_rows",
-    "all_reduce_sum",
     "backend_name",
     "c10d_functional",
     "chunk_rows",
@@ -44,7 +47,6 @@ __all__ = [
     "gather_by_messages",
     "gather_by_messages_coalesced",
     "gather_param",
-    "group_count",
     "linear_cross_entropy",
     "on_device_of",
     "on_gpu",
@@ -57,5 +59,9 @@ __all__ = [
     "sends_messages",
     "size_hint",
     "start_gather",
+    "start_gather_rows",
+    "start_reducing",
     "start_reduction",
+    "sum_over",
+    "usual_gather",
 ]

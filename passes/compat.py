@@ -28,6 +28,7 @@ from torch._library.fake_class_registry import FakeScriptObject
 from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx import GraphModule, Node
+from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = [
     "CustomGraphPass",
@@ -36,6 +37,7 @@ __all__ = [
     "HigherOrderOperator",
     "OpOverload",
     "OpOverloadPacket",
+    "TorchDispatchMode",
     "captured_gradients",
     "captured_input",
     "describe_saved",

@@ -15,7 +15,8 @@ from torch.fx import GraphModule, Node
 from dsgraph import compat
 from dsgraph.passes import CaptureFacts, GraphInput, InputRole, MeshAxis, ParamInfo
 from dsgraph.passes.compat import is_to_local
-from dsgraph.passes.ir.graph import all_graph_modules, bound_arguments, is_collective, is_gather_marker, placeholders
+from dsgraph.passes.ir.collectives import is_collective
+from dsgraph.passes.ir.graph import all_graph_modules, bound_arguments, is_gather_marker, placeholders
 from dsgraph.passes.ir.sources import OWN_FOLDER
 from dsgraph.sharding.mesh import mesh_axes
 from dsgraph.step.state import ParameterState, partition_states

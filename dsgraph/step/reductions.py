@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from dsgraph.inductor_ext import all_reduce_sum
+from dsgraph.inductor_ext import Ranks, sum_over
 
 from .parameter import ParameterState
 from .state import PartitionState
@@ -24,7 +24,7 @@ def used_anywhere(used_here: list[bool], state: PartitionState) -> list[bool]:
         return []
     device = state.parameters[0].param.device
     counts = torch.tensor(used_here, dtype=torch.int32, device=device)
-    return (all_reduce_sum(counts, [axis.group for axis in state.axes]) > 0).tolist()
+    return (sum_over(counts, [Ranks.of(axis.group) for axis in state.axes]) > 0).tolist()
 
 
 def reduce_split(grads: dict[ParameterState, Tensor | None]) -> None:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from dsgraph import compat
-from dsgraph.inductor_ext import backend_name, c10d_functional, chunk_rows, resolve_group, sends_messages, start_gather
+from dsgraph.inductor_ext import GATHERS, Ranks, backend_name, chunk_rows, resolve_group, usual_gather
 from dsgraph.sharding.layout import Layout
 from dsgraph.sharding.table import PartitionedModel
 
@@ -51,10 +51,9 @@ def _start_gather(entry: ParameterState) -> None:
     own = whole[group.rank() * rows :][:rows]
     shard = entry.param.to_local().detach()
     own[: shard.shape[0]].copy_(shard)  # so that the shard may be written to while they travel
-    if sends_messages(group, replica.device):
-        start_gather(own, whole, layout.group)
-        return
-    c10d_functional.all_gather_into_tensor_out(own, world, layout.group, out=whole)
-    if backend_name(group, replica.device.type) == "gloo":
+    ranks = Ranks(layout.group, world)
+    kind = usual_gather(ranks, replica.device)
+    started = GATHERS[kind](own, ranks, out=whole)
+    if kind == "all_gather_into_tensor" and backend_name(group, replica.device.type) == "gloo":
         # It sends no messages from elsewhere, and two of its own gathers must not overlap.
-        c10d_functional.wait_tensor(whole)
+        started.finish()

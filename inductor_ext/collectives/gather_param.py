@@ -16,69 +16,15 @@ graph they are markers: `InsertZeroCollectives` lowers them.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from dsgraph.inductor_ext.compat import c10d_functional, resolve_group
+from dsgraph.inductor_ext.compat import share_memory
 
-from .messages import sends_messages
-
-
-def chunk_rows(rows: int, world: int) -> int:
-    """Rows of the largest of `world` chunks, which is what every rank sends: shorter chunks are padded to it."""
-    return -(-rows // world)
-
-
-def pad_rows(tensor: Tensor, rows: int) -> Tensor:
-    """`tensor` with zero rows appended until it has `rows`; `tensor` itself (made contiguous) when it has them."""
-    missing = rows - tensor.shape[0]
-    if missing == 0:
-        return tensor.contiguous()
-    return torch.cat([tensor, tensor.new_zeros((missing, *tensor.shape[1:]))])
-
-
-def all_gather_rows(shard: Tensor, rows: int, group: str) -> Tensor:
-    """The `rows` rows of which each rank of `group` holds a chunk, in rank order."""
-    world = resolve_group(group).size()
-    padded = pad_rows(shard, chunk_rows(rows, world))
-    full = c10d_functional.wait_tensor(c10d_functional.all_gather_into_tensor(padded, world, group))
-    return full[:rows]
-
-
-def start_reduce_scatter(grad: Tensor, shard_rows: int, group: str) -> Callable[[], Tensor]:
-    """Starts to sum `grad` over `group`; the result waits for this rank's `shard_rows` rows of it.
-
-    On gloo by messages and a sum in the order of ranks: its own reduce-scatter is an all-reduce of everything.
-    """
-    process_group = resolve_group(group)
-    world = process_group.size()
-    padded = pad_rows(grad, chunk_rows(grad.shape[0], world) * world)
-    if not sends_messages(process_group, padded.device):
-        own = c10d_functional.reduce_scatter_tensor(padded, "sum", world, group)
-        return lambda: c10d_functional.wait_tensor(own)[:shard_rows]
-    received = torch.ops.dsgraph.exchange_by_messages(padded, world, group)
-
-    def finish() -> Tensor:
-        by_rank = c10d_functional.wait_tensor(received).unflatten(0, (world, -1))
-        return by_rank.sum(0, dtype=padded.dtype)[:shard_rows]
-
-    return finish
-
-
-def all_reduce_sum(tensor: Tensor, groups: Sequence[str]) -> Tensor:
-    """The sum of `tensor` over each of `groups` in turn."""
-    for group in groups:
-        tensor = c10d_functional.wait_tensor(c10d_functional.all_reduce(tensor.contiguous(), "sum", group))
-    return tensor
-
-
-def group_count(group: str, outer_groups: Sequence[str]) -> int:
-    """How many ranks a gradient is averaged over: the product of the sizes of its groups."""
-    return math.prod(resolve_group(name).size() for name in (group, *outer_groups) if name)
+from .algorithms import Ranks, start_gather_rows, start_reducing, usual_reduce_scatter
 
 
 @torch.library.custom_op(
@@ -118,9 +64,10 @@ def gather_param(
     """
     if replica is not None:
         return replica.clone()
-    if not group:
+    ranks = Ranks.of(group)
+    if ranks.size == 1:
         return shard.to(dtype, copy=True)
-    return all_gather_rows(shard.to(dtype), shape[0], group)
+    return start_gather_rows(shard, shape, ranks, dtype=dtype).finish()
 
 
 @gather_param.register_fake
@@ -148,14 +95,14 @@ def start_reduction(
     group: str,
     outer_groups: Sequence[str],
 ) -> Callable[[], Tensor]:
-    """Starts what `reduce_grad` does, as far as `group`; the result waits for it and does the rest."""
-    summed = grad.to(reduce_dtype)
-    over_group = start_reduce_scatter(summed, shard_shape[0], group) if group else lambda: summed
+    """Starts what `reduce_grad` does, as far as `group`; the result waits for it and does the rest.
 
-    def finish() -> Tensor:
-        return (all_reduce_sum(over_group(), outer_groups) / group_count(group, outer_groups)).to(dtype)
-
-    return finish
+    Of one rank alone the result may be `grad` itself.
+    """
+    ranks, outer = Ranks.of(group), [Ranks.of(name) for name in outer_groups]
+    by = usual_reduce_scatter(ranks, grad.device) if group else "reduce_scatter_tensor"
+    started = start_reducing(grad, shard_shape, dtype=dtype, reduce_dtype=reduce_dtype, ranks=ranks, outer=outer, by=by)
+    return started.finish
 
 
 @torch.library.custom_op(
@@ -190,9 +137,10 @@ def reduce_grad(
     """
     if local_sum is not None:
         grad = local_sum + grad.to(local_sum.dtype)
-    return start_reduction(
+    reduced = start_reduction(
         grad, shard_shape, dtype=dtype, reduce_dtype=reduce_dtype, group=group, outer_groups=outer_groups
     )()
+    return reduced.clone() if share_memory(reduced, grad) else reduced
 
 
 @reduce_grad.register_fake

@@ -7,7 +7,7 @@ bytes are sympy expressions over the symbols of the graph; `hint` gives the numb
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType, SimpleNamespace
 from typing import Any, TypeAlias
@@ -21,14 +21,14 @@ from torch.utils.flop_counter import flop_registry
 
 from dsgraph.passes.compat import OpOverload, known_sizes, symbolic_expression
 from dsgraph.passes.errors import PassError
-from dsgraph.passes.ir.graph import (
-    aliased_arguments,
-    bound_arguments,
+from dsgraph.passes.ir.collectives import (
     collective_group,
     collective_kind,
+    collective_of,
+    collective_steps,
     is_collective,
-    mutates_arguments,
 )
+from dsgraph.passes.ir.graph import aliased_arguments, mutates_arguments
 from dsgraph.passes.ir.mesh_axis import MeshAxis
 
 from .hardware import DEVICES, Device, Link, LinkTable, default_links
@@ -174,27 +174,23 @@ def _read_bytes(source: Node) -> Size:
 
 
 def sent_bytes(node: Node, size: int) -> Size | None:
-    """Bytes that each of `size` ranks must send for a collective: the least that any algorithm must send.
+    """Bytes that each of `size` ranks must send for a collective, see `Collective.shares`.
 
-    Where ranks differ (broadcast), the mean. Fractions of a byte count as one.
+    Fractions of a byte count as one.
 
     Returns:
         0 for a node that is no collective, None for a collective of a kind that is not known here.
     """
-    if not is_collective(node):
+    found = collective_of(node)
+    if found is None:
         return 0
-    name = collective_kind(node)
-    if name == "batch_p2p_ops":
-        call = bound_arguments(node)
-        sending = [value for op, value in zip(call["op_list"], call["tensors"], strict=True) if op == "isend"]
-        return tensor_bytes([value.meta["val"] for value in sending])
-    if name not in _COLLECTIVES:
+    if found.shares is None:
         return None
-    kind = _COLLECTIVES[name]
-    counted = tensor_bytes(map_arg(node if kind.counts_result else node.args[0], lambda value: value.meta["val"]))
+    values = found.counted(node) if found.counted is not None else node if found.counts_result else node.args[0]
+    counted = tensor_bytes(map_arg(values, lambda value: value.meta["val"]))
     if isinstance(counted, sympy.Expr):
-        return sympy.ceiling(counted * sympy.Rational(kind.shares(size), size))
-    return -(-counted * kind.shares(size) // size)
+        return sympy.ceiling(counted * sympy.Rational(found.shares(size), size))
+    return found.sent_bytes(counted, size)
 
 
 def number_of(node: Node, size: Size) -> int:
@@ -203,51 +199,6 @@ def number_of(node: Node, size: Size) -> int:
         return int(size)
     hints = size_hints([value.meta.get("val") for value in (node, *node.all_input_nodes)])
     return hint(size, hints, unknown=UNKNOWN_SIZE)
-
-
-@dataclass(frozen=True)
-class _Collective:
-    """How a kind of collective is counted.
-
-    Attributes:
-        shares: Given n ranks, how many n-ths of the counted bytes each sends.
-        steps: Given n ranks, after how many transfers, one after the other, the last rank has everything.
-        counts_result: Whether the result's bytes are counted, otherwise the argument's.
-    """
-
-    shares: Callable[[int], int]
-    steps: Callable[[int], int]
-    counts_result: bool = False
-
-
-def _tree_depth(size: int) -> int:
-    return math.ceil(math.log2(size))
-
-
-# Steps: rings for gathers and reductions, exchanges in pairs for all-to-all, binomial trees for broadcasts. See Thakur,
-# Rabenseifner, Gropp: Optimization of Collective Communication Operations in MPICH, 2005.
-_GATHER = _Collective(lambda n: n * (n - 1), lambda n: n - 1)
-_COLLECTIVES = {
-    "all_gather_into_tensor": _GATHER,
-    "reduce_scatter_tensor": _Collective(lambda n: n * (n - 1), lambda n: n - 1, counts_result=True),
-    "all_reduce": _Collective(lambda n: 2 * (n - 1), lambda n: 2 * (n - 1)),
-    "all_to_all_single": _Collective(lambda n: n - 1, lambda n: n - 1),
-    "broadcast": _Collective(lambda n: n - 1, _tree_depth),
-    "gather_by_messages": _Collective(_GATHER.shares, lambda n: 1),  # all of them at once
-    "exchange_by_messages": _Collective(lambda n: n - 1, lambda n: 1),
-    "isend": _Collective(lambda n: n, lambda n: 1),
-    "irecv": _Collective(lambda n: 0, lambda n: 1),
-}
-
-
-def collective_steps(kind: str, size: int) -> int | None:
-    """After how many transfers, one after the other, a collective of `size` ranks is through; None if not known.
-
-    Args:
-        kind: As `collective_kind` names it: "all_reduce".
-        size: Number of ranks.
-    """
-    return _COLLECTIVES[kind].steps(size) if kind in _COLLECTIVES else None
 
 
 @dataclass(frozen=True)

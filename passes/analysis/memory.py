@@ -19,7 +19,8 @@ from torch.fx import GraphModule, Node
 
 from dsgraph.passes.compat import captured_input, storage_id
 from dsgraph.passes.ir.coalesced import collective_behind, inputs_of
-from dsgraph.passes.ir.graph import aliased_arguments, collective_kind, is_collective, is_wait
+from dsgraph.passes.ir.collectives import collective_of, is_collective
+from dsgraph.passes.ir.graph import aliased_arguments, is_wait
 
 from .cost import UNKNOWN_SIZE, hint, tensor_bytes
 from .fusion import inlined, is_concatenation, writes_over_operands
@@ -176,14 +177,10 @@ def _last_uses(nodes: Sequence[Node], table: _Table) -> list[int]:
     return [last[piece.node] for piece in table.pieces]
 
 
-# These have read their argument when they return: they work on a copy, or copy it to where the others' rows arrive.
-_COPYING = ("all_reduce", "broadcast", "gather_by_messages")
-
-
 def _read_until(wait: Node, table: _Table) -> list[str]:
     """The pieces that the collective which `wait` ends reads meanwhile."""
-    started = collective_behind(wait)
-    if not is_collective(started) or collective_kind(started) in _COPYING:
+    started = collective_of(collective_behind(wait))
+    if started is None or not started.is_read_until_wait:
         return []
     return [name for source in inputs_of(wait.all_input_nodes[0]) for name in table.names(source)]
 

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from torch.fx import Node
 
 from dsgraph.passes.ir.coalesced import collective_behind
-from dsgraph.passes.ir.graph import is_collective, is_wait
+from dsgraph.passes.ir.collectives import is_collective
+from dsgraph.passes.ir.graph import is_wait
 
 from .cost import CostModel
 

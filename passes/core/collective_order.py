@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from dsgraph.passes.ir.coalesced import inputs_of, results_of
-from dsgraph.passes.ir.graph import collective_group, collectives, is_collective
+from dsgraph.passes.ir.collectives import collective_group, collectives, is_collective
 from dsgraph.passes.ir.op_traits import traits
 
 from .context import PassContext

@@ -5,7 +5,8 @@ from __future__ import annotations
 from torch.fx import Node
 
 from dsgraph.passes.ir.coalesced import inputs_of, results_of
-from dsgraph.passes.ir.graph import fake_value, is_collective
+from dsgraph.passes.ir.collectives import is_collective
+from dsgraph.passes.ir.graph import fake_value
 from dsgraph.passes.ir.parameters import ParamInfo
 from dsgraph.passes.ir.sources import user_source
 

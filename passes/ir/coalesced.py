@@ -11,19 +11,12 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from typing import Any
 
 from torch.fx import Node
 
-from .graph import COALESCED, GATHERS, bound_arguments, emit, is_collective, replace_and_erase, wait_of
+from .collectives import collective_of, is_collective
+from .graph import bound_arguments, emit, replace_and_erase, wait_of
 from .save_plan import inherit
-
-_ALL_GATHERS = frozenset((*GATHERS, *(COALESCED[op] for op in GATHERS)))
-
-
-def is_gather(node: Node) -> bool:
-    """Whether the node starts a gather as passes of ours make them, of one tensor or of several."""
-    return node.op == "call_function" and node.target in _ALL_GATHERS
 
 
 def is_result(node: Node) -> bool:
@@ -75,8 +68,9 @@ def coalesce(members: Sequence[Node], place: Node) -> Node:
     """
     (tensor, _), *others = bound_arguments(members[0]).items()
     rest = [value for _, value in others]
-    target: Any = members[0].target
-    together = emit(place, COALESCED[target], [bound_arguments(member)[tensor] for member in members], *rest)
+    kind = collective_of(members[0])
+    assert kind is not None and kind.coalesced is not None, f"{members[0]} has no form for several tensors"
+    together = emit(place, kind.coalesced, [bound_arguments(member)[tensor] for member in members], *rest)
     results = [emit(place, operator.getitem, together, index) for index in range(len(members))]
     for member, result in zip(members, results, strict=True):  # `place` may be one of them
         for node in (together, result):

@@ -7,10 +7,9 @@ from collections.abc import Sequence
 import torch
 from torch.fx import GraphModule, Node
 
-from dsgraph.inductor_ext import c10d_functional
-
 from .coalesced import inputs_of, results_of
-from .graph import COALESCED, collective_group, collectives, is_view
+from .collectives import TABLE, Role, collective_group, collectives
+from .graph import is_view
 from .mesh_axis import MeshAxis
 
 aten = torch.ops.aten
@@ -18,8 +17,8 @@ aten = torch.ops.aten
 Gather = tuple[Node, list[Node]]
 """The node that starts a gather, and what its arguments are made of, in program order."""
 
-# What may stand between a shard and its gather.
-_PREPARATIONS = (aten._to_copy.default, aten.constant_pad_nd.default, torch.ops.prims.convert_element_type.default)
+# What may stand between a shard and its gather, besides views.
+PREPARATIONS = (aten._to_copy.default, aten.constant_pad_nd.default, torch.ops.prims.convert_element_type.default)
 
 
 def gathered_parameters(gm: GraphModule, axes: Sequence[MeshAxis]) -> list[Gather]:
@@ -36,19 +35,17 @@ def gathered_parameters(gm: GraphModule, axes: Sequence[MeshAxis]) -> list[Gathe
 
 def kinds_in(axes: Sequence[MeshAxis], group: str) -> tuple[object, ...]:
     """The gathers of a group of which several may be under way at once."""
-    native, by_messages = c10d_functional.all_gather_into_tensor.default, torch.ops.dsgraph.gather_by_messages.default
     backends = {axis.backend for axis in axes if axis.group == group}
     if not backends:
         return ()  # a user's own group
-    # Two of gloo's own must never be under way at once.
-    kinds = (by_messages,) if "gloo" in backends else (native, by_messages)
-    return (*kinds, *(COALESCED[kind] for kind in kinds))
+    gathers = [one for one in TABLE.entries if one.role is Role.GATHER and backends.isdisjoint(one.alone_on)]
+    return tuple(op for one in gathers for op in one.built)
 
 
 def _preparations(source: Node) -> list[Node] | None:
     """What stands between an input of the graph and its gather; None where that is more than a cast or padding."""
     found = []
-    while source.op == "call_function" and (is_view(source) or source.target in _PREPARATIONS):
+    while source.op == "call_function" and (is_view(source) or source.target in PREPARATIONS):
         found.append(source)
         source = source.all_input_nodes[0]
     return found if source.op == "placeholder" else None

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator, Mapping
-from types import MappingProxyType
+from collections.abc import Callable, Iterator
+from itertools import pairwise
 from typing import Any, TypeGuard
 
+import networkx as nx
 import torch
 from torch.fx import Graph, GraphModule, Node
 
@@ -40,21 +41,6 @@ def all_graph_modules(gm: GraphModule) -> Iterator[GraphModule]:
         if isinstance(module, GraphModule):
             yield module
 
-
-# What `InsertZeroCollectives` and `ChooseCollectiveAlgorithms` make of a gather.
-GATHERS = (c10d_functional.all_gather_into_tensor.default, torch.ops.dsgraph.gather_by_messages.default)
-
-# One tensor's form of a collective -> that of several at once, each with a result and a wait of its own.
-COALESCED: Mapping[OpOverload, OpOverload] = MappingProxyType(
-    {
-        c10d_functional.all_gather_into_tensor.default: c10d_functional.all_gather_into_tensor_coalesced.default,
-        c10d_functional.reduce_scatter_tensor.default: c10d_functional.reduce_scatter_tensor_coalesced.default,
-        torch.ops.dsgraph.gather_by_messages.default: torch.ops.dsgraph.gather_by_messages_coalesced.default,
-        torch.ops.dsgraph.exchange_by_messages.default: torch.ops.dsgraph.exchange_by_messages_coalesced.default,
-    }
-)
-
-_OWN_COLLECTIVES = frozenset(op for pair in COALESCED.items() for op in pair if op.namespace == "dsgraph")
 
 # Marks a gathered parameter that a pass keeps for the backward, on the forward's node and so on the backward's input.
 KEPT = "dsgraph_kept"
@@ -109,20 +95,17 @@ def _evaluate(target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[st
         return target(*fake_args, **fake_kwargs)
 
 
+def cast(before: Node, value: Node, dtype: torch.dtype) -> Node:
+    """`value` in another dtype, computed ahead of `before`; `value` itself where it has that dtype."""
+    if fake_value(value).dtype == dtype:
+        return value
+    return emit(before, torch.ops.prims.convert_element_type.default, value, dtype)
+
+
 def replace_and_erase(node: Node, replacement: Node) -> None:
     """Redirects all uses of `node` to `replacement` and removes it."""
     node.replace_all_uses_with(replacement)
     node.graph.erase_node(node)
-
-
-def is_collective(node: Node) -> bool:
-    """Whether the node starts a collective that `wait_tensor` ends."""
-    target = node.target
-    if node.op != "call_function" or not isinstance(target, OpOverload):
-        return False
-    if target.namespace == c10d_functional.name:
-        return target is not c10d_functional.wait_tensor.default
-    return target in _OWN_COLLECTIVES
 
 
 def is_wait(node: Node) -> bool:
@@ -133,25 +116,6 @@ def is_wait(node: Node) -> bool:
 def is_arrival(node: Node) -> bool:
     """Whether the node waits for an input of the graph that is under way, see `AwaitReplicas`."""
     return is_wait(node) and node.all_input_nodes[0].op == "placeholder"
-
-
-def collective_kind(node: Node) -> str:
-    """What kind of collective a node starts, such as `all_reduce`, be it in place, into an argument or coalesced."""
-    assert isinstance(node.target, OpOverload)
-    name: str = node.target.overloadpacket.__name__
-    for ending in ("_", "_out", "_coalesced"):
-        name = name.removesuffix(ending)
-    return name
-
-
-def collective_group(node: Node) -> str:
-    """The process group that a collective names."""
-    return str(bound_arguments(node)["group_name"])
-
-
-def collectives(gm: GraphModule) -> list[Node]:
-    """The collectives of `gm`, in program order."""
-    return [node for node in gm.graph.nodes if is_collective(node)]
 
 
 def wait_of(started: Node) -> Node:
@@ -252,27 +216,21 @@ def placeholders(gm: GraphModule) -> list[Node]:
 
 
 def sort_topologically(graph: Graph) -> None:
-    """Moves nodes that stand ahead of their inputs behind them; all others keep their order.
+    """Moves nodes that stand ahead of their inputs behind them, and no further; all others keep their order.
 
     Raises:
         ValueError: Nodes depend on each other in a circle.
     """
-    placed: set[Node] = set()
-    waiting: list[Node] = []
-    last: Node | None = None
-    pending = list(graph.nodes)
-    while pending:
-        waiting.clear()
-        progressed = False
-        for node in pending:
-            if all(argument in placed for argument in node.all_input_nodes):
-                if last is not None and last.next is not node:
-                    last.append(node)
-                last = node
-                placed.add(node)
-                progressed = True
-            else:
-                waiting.append(node)
-        if not progressed:
-            raise ValueError(f"nodes depend on each other in a circle: {waiting[:8]}")
-        pending = list(waiting)
+    nodes = list(graph.nodes)
+    number_of = {node: number for number, node in enumerate(nodes)}
+    needs: nx.DiGraph[Node] = nx.DiGraph()
+    needs.add_nodes_from(nodes)
+    needs.add_edges_from((source, node) for node in nodes for source in node.all_input_nodes)
+    try:
+        ordered = list(nx.lexicographical_topological_sort(needs, key=number_of.__getitem__))
+    except nx.NetworkXUnfeasible:
+        circle = [node for node, _ in nx.find_cycle(needs)]
+        raise ValueError(f"nodes depend on each other in a circle: {circle[:8]}") from None
+    for last, node in pairwise(ordered):
+        if last.next is not node:
+            last.append(node)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch.fx import GraphModule, Node
 
-from .graph import bound_arguments, emit, fake_value, find_calls
+from .graph import bound_arguments, cast, emit, fake_value, find_calls
 
 aten = torch.ops.aten
 
@@ -28,12 +28,6 @@ def write_local_sums(gm: GraphModule) -> int:
             continue
         if total not in added:
             added.add(total)
-            grad = emit(node, aten.add.Tensor, total, _cast(node, grad, fake_value(total).dtype))
+            grad = emit(node, aten.add.Tensor, total, cast(node, grad, fake_value(total).dtype))
         node.args = (grad, call["shard_shape"])
     return len(added)
-
-
-def _cast(node: Node, grad: Node, dtype: torch.dtype) -> Node:
-    if fake_value(grad).dtype == dtype:
-        return grad
-    return emit(node, torch.ops.prims.convert_element_type.default, grad, dtype)

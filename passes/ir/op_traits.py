@@ -55,15 +55,12 @@ _SHAPE_ONLY = frozenset(
     }
 )
 
-# Besides views and pointwise ops: ops through which a sum over ranks stays a sum over ranks.
+# Besides views and pointwise ops: ops through which a sum over ranks stays a sum over ranks. Of collectives, roles say.
 _CARRIES_SUMS = frozenset(
     {
         *(aten._to_copy, aten.clone, aten._unsafe_view, aten.cat, aten.stack, aten.constant_pad_nd, aten.sum),
         *(aten.slice_scatter, aten.select_scatter, aten.split_with_sizes_copy, aten.copy, aten.mean, aten.index),
-        *(torch.ops.prims.convert_element_type, c10d_functional.wait_tensor, c10d_functional.broadcast),
-        *(torch.ops.dsgraph.gather_by_messages, torch.ops.dsgraph.gather_by_messages_coalesced),
-        *(c10d_functional.all_gather_into_tensor, c10d_functional.all_gather_into_tensor_coalesced),
-        c10d_functional.all_gather_into_tensor_out,
+        *(torch.ops.prims.convert_element_type, c10d_functional.wait_tensor),
     }
 )
 
@@ -81,7 +78,8 @@ class OpTraits:
         reads: Whether it reads its arguments' data: not a view, and not a mere look at the shape.
         knowledge: "known"; "wraps" if that depends on the op that the call hands it; "unknown" if it may do anything.
         writes_anything: Whether it may write to any argument, because nothing says what it writes to.
-        carries_sums: Whether a sum over ranks of its arguments is the same sum of its result (views, casts, pointwise).
+        carries_sums: Whether a sum over ranks of its arguments is the same sum of its result (views, casts,
+            pointwise). Of collectives, `Collective.role` says.
     """
 
     writes: tuple[Argument, ...] = ()

@@ -2,29 +2,11 @@
 
 from __future__ import annotations
 
-import torch
 from torch.fx import Node
 
-from dsgraph.inductor_ext import c10d_functional
-
 from .coalesced import waits_of
-from .graph import is_barrier, is_collective
-
-_REDUCTIONS = frozenset(
-    {
-        c10d_functional.reduce_scatter_tensor.default,
-        c10d_functional.reduce_scatter_tensor_coalesced.default,
-        c10d_functional.all_to_all_single.default,
-        torch.ops.dsgraph.exchange_by_messages.default,
-        torch.ops.dsgraph.exchange_by_messages_coalesced.default,
-        c10d_functional.all_reduce.default,
-    }
-)
-
-
-def is_reduction(node: Node) -> bool:
-    """Whether the node starts a collective that reduces, or that does with a local sum behind it."""
-    return is_collective(node) and node.target in _REDUCTIONS
+from .collectives import is_collective
+from .graph import is_barrier
 
 
 def made_of(started: Node) -> list[Node] | str:

@@ -10,9 +10,10 @@ from torch.fx import GraphModule, Node
 
 from dsgraph.passes.core.context import PassContext, Phase
 from dsgraph.passes.core.graph_pass import PassResult
-from dsgraph.passes.ir.coalesced import coalesce, is_gather, results_of
+from dsgraph.passes.ir.coalesced import coalesce, results_of
+from dsgraph.passes.ir.collectives import collectives, is_gather
 from dsgraph.passes.ir.gathers import gathered_parameters
-from dsgraph.passes.ir.graph import barrier_between, collectives, is_wait
+from dsgraph.passes.ir.graph import barrier_between, is_wait
 
 from .buckets import Bucketing, fill
 

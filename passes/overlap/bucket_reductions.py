@@ -11,8 +11,9 @@ from torch.fx import GraphModule, Node
 from dsgraph.passes.core.context import PassContext, Phase
 from dsgraph.passes.core.graph_pass import PassResult
 from dsgraph.passes.ir.coalesced import coalesce, results_of
-from dsgraph.passes.ir.graph import barrier_between, collectives
-from dsgraph.passes.ir.reductions import is_reduction, made_of
+from dsgraph.passes.ir.collectives import collectives, is_reduction
+from dsgraph.passes.ir.graph import barrier_between
+from dsgraph.passes.ir.reductions import made_of
 
 from .buckets import Bucketing, fill
 

@@ -14,17 +14,13 @@ from typing import ClassVar
 
 from torch.fx import Node
 
-from dsgraph.inductor_ext import c10d_functional
 from dsgraph.passes.analysis.cost import sent_bytes, tensor_bytes
-from dsgraph.passes.compat import OpOverload
 from dsgraph.passes.core.context import PassContext
 from dsgraph.passes.core.graph_pass import GraphPass
 from dsgraph.passes.core.notes import described
-from dsgraph.passes.ir.graph import COALESCED, bound_arguments, collective_group, collective_kind, fake_value
+from dsgraph.passes.ir.collectives import collective_group, collective_kind, collective_of
+from dsgraph.passes.ir.graph import bound_arguments, fake_value
 from dsgraph.passes.ir.save_plan import chosen
-
-# Backends whose groups start several collectives at once without a copy. On gloo messages do.
-_COALESCING = ("nccl", "fake")
 
 Obstacle = Callable[[Sequence[Node], Node], "str | None"]
 """Given a bucket and a collective that may join it, why it must not."""
@@ -116,7 +112,7 @@ def _may_join(bucket: Sequence[_Member], member: _Member, ctx: PassContext, limi
 
 def _member(node: Node, ctx: PassContext) -> _Member | None:
     size = next((axis.size for axis in ctx.axes if axis.group == collective_group(node)), None)
-    if node.target not in COALESCED or size is None or _backend_that_cannot(node, ctx):
+    if not _is_bucketed(node) or size is None or _backend_that_cannot(node, ctx):
         return None
     value, read, sent = fake_value(node), list(map(fake_value, node.all_input_nodes)), sent_bytes(node, size)
     amounts = [tensor_bytes(value), tensor_bytes(read)]
@@ -128,12 +124,18 @@ def _member(node: Node, ctx: PassContext) -> _Member | None:
     return _Member(node, alike, max(known), sent)
 
 
+def _is_bucketed(node: Node) -> bool:
+    """Whether a collective is of one tensor, and of a kind that has a form for several."""
+    kind = collective_of(node)
+    return kind is not None and kind.coalesced is not None and node.target is kind.op
+
+
 def _backend_that_cannot(node: Node, ctx: PassContext) -> str:
     """The backend that would have to start several of a collective, and may not know how to; empty if there is none."""
     group = collective_group(node)
     backend = next((axis.backend for axis in ctx.axes if axis.group == group), "")
-    is_native = isinstance(node.target, OpOverload) and node.target.namespace == c10d_functional.name
-    return backend if is_native and node.target in COALESCED and backend not in _COALESCING else ""
+    kind = collective_of(node)
+    return backend if _is_bucketed(node) and kind and kind.coalesces_on and backend not in kind.coalesces_on else ""
 
 
 def _seconds(node: Node, sent: int, ctx: PassContext) -> float:

@@ -13,8 +13,9 @@ from dsgraph.passes.analysis.cost import number_of, tensor_bytes
 from dsgraph.passes.core.context import PassContext, Phase
 from dsgraph.passes.core.graph_pass import GraphPass, PassResult
 from dsgraph.passes.core.notes import described
+from dsgraph.passes.ir.collectives import is_reduction
 from dsgraph.passes.ir.graph import barrier_between, fake_value
-from dsgraph.passes.ir.reductions import is_reduction, made_of
+from dsgraph.passes.ir.reductions import made_of
 
 
 @dataclass(frozen=True)

@@ -17,19 +17,10 @@ from dsgraph.passes.compat import OpOverload
 from dsgraph.passes.core.context import PassContext, Phase
 from dsgraph.passes.core.graph_pass import GraphPass, PassResult
 from dsgraph.passes.core.notes import described, parameter_of
-from dsgraph.passes.ir.coalesced import is_gather, waits_of
+from dsgraph.passes.ir.coalesced import waits_of
+from dsgraph.passes.ir.collectives import collective_group, collectives, is_collective, is_gather
 from dsgraph.passes.ir.gathers import Gather, gathered_parameters, kinds_in
-from dsgraph.passes.ir.graph import (
-    KEPT,
-    barrier_between,
-    collective_group,
-    collectives,
-    fake_value,
-    is_collective,
-    is_view,
-    is_wait,
-    placeholders,
-)
+from dsgraph.passes.ir.graph import KEPT, barrier_between, fake_value, is_view, is_wait, placeholders
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,8 @@ from dsgraph.passes.core.context import PassContext, Phase
 from dsgraph.passes.core.graph_pair import GraphPair
 from dsgraph.passes.core.graph_pass import source_fingerprint
 from dsgraph.passes.ir.coalesced import results_of
-from dsgraph.passes.ir.graph import collectives, emit, is_returned, is_wait, placeholders, replace_and_erase
+from dsgraph.passes.ir.collectives import collectives
+from dsgraph.passes.ir.graph import emit, is_returned, is_wait, placeholders, replace_and_erase
 from dsgraph.passes.ir.local_sums import write_local_sums
 from dsgraph.passes.ir.mesh_axis import MeshAxis
 from dsgraph.passes.ir.parameters import ParamInfo

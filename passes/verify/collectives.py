@@ -11,37 +11,19 @@ import torch
 from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
-from dsgraph.inductor_ext import c10d_functional
 from dsgraph.passes.core.context import PassContext, Phase
 from dsgraph.passes.core.graph_pass import GraphPass
 from dsgraph.passes.errors import PassError
 from dsgraph.passes.ir.coalesced import inputs_of, is_result, results_of
-from dsgraph.passes.ir.graph import (
-    COALESCED,
-    GATHERS,
-    KEPT,
-    bound_arguments,
-    collective_group,
-    is_collective,
-    is_gather_marker,
-    is_view,
-    is_wait,
-)
-from dsgraph.passes.ir.op_traits import traits, written_nodes
+from dsgraph.passes.ir.collectives import Role, collective_group, has_role, is_collective
+from dsgraph.passes.ir.gathers import PREPARATIONS
+from dsgraph.passes.ir.graph import KEPT, bound_arguments, is_gather_marker, is_view, is_wait
 from dsgraph.passes.ir.save_plan import Choice, must
 
-from .memory import MemoryFacts, Roots
+from .in_flight import Violation, writes_in_flight
+from .memory import MemoryFacts
 
 aten = torch.ops.aten
-
-Violation = tuple[str, str]
-"""What identifies a broken rule, and the sentence that says it."""
-
-_GATHERS = (*GATHERS, *(COALESCED[op] for op in GATHERS), c10d_functional.all_gather_into_tensor_out.default)
-_PREPARATIONS = (
-    *(aten._to_copy.default, aten.constant_pad_nd.default, aten.clone.default, aten.cat.default),
-    torch.ops.prims.convert_element_type.default,
-)
 
 
 @dataclass(frozen=True)
@@ -90,7 +72,7 @@ def observe(gm: GraphModule, memory: MemoryFacts, outputs: list[object], ctx: Pa
         untagged=untagged,
         violations=(
             *_wrong_waits(started),
-            *_writes_in_flight(gm, started, memory),
+            *writes_in_flight(gm, memory),
             *_saved_gathers(started, memory, outputs, ctx),
         ),
     )
@@ -112,7 +94,7 @@ def _gathers(
         if is_gather_marker(node):
             call = bound_arguments(node)
             source, group = call["shard"], call["group"] if call["replica"] is None else ""
-        elif node.target in _GATHERS:
+        elif has_role(node, Role.GATHER):
             source, group = None, collective_group(node)
         else:
             continue
@@ -134,7 +116,7 @@ def _inputs_of(node: Node) -> list[str]:
         node = frontier.pop()
         if node.op == "placeholder":
             found.append(node.name)
-        elif is_view(node) or node.target in _PREPARATIONS:
+        elif is_view(node) or node.target in (*PREPARATIONS, aten.clone.default, aten.cat.default):
             frontier.extend(node.all_input_nodes)
         else:
             return []
@@ -148,7 +130,7 @@ def _is_tagged(node: Node) -> bool:
 def _tags(started: list[Node]) -> tuple[frozenset[Node], frozenset[Node]]:
     tagged: set[Node] = set()
     untagged: set[Node] = set()
-    frontier = [node for node in started if node.target in _GATHERS and _is_tagged(node)]
+    frontier = [node for node in started if has_role(node, Role.GATHER) and _is_tagged(node)]
     while frontier:
         node = frontier.pop()
         if _is_tagged(node):
@@ -181,60 +163,14 @@ def _wrong_waits(started: list[Node]) -> Iterator[Violation]:
                 )
 
 
-def _writes_in_flight(gm: GraphModule, started: list[Node], memory: MemoryFacts) -> Iterator[Violation]:
-    if not memory.writers:
-        return
-    reading: dict[Node, list[Node]] = {}
-    writing: dict[Node, list[Node]] = {}
-    for node in gm.graph.nodes:
-        if is_wait(node):
-            for buffers in (reading, writing):
-                _land(buffers, memory.roots(node))
-            continue
-        yield from _disturbs(node, reading, writing, memory)
-        if is_collective(node):
-            written = {root for buffer in written_nodes(node) for root in memory.roots(buffer)}
-            for root in written:
-                writing.setdefault(root, []).append(node)
-            for result in results_of(node):
-                for root in {root for source in inputs_of(result) for root in memory.roots(source)} - written:
-                    reading.setdefault(root, []).append(result)
-
-
-def _land(buffers: dict[Node, list[Node]], result: Roots) -> None:
-    """Takes what a wait ends out of the buffers in flight: `result` is one of its results, or what it writes to."""
-    for root, nodes in list(buffers.items()):
-        nodes[:] = [node for node in nodes if node not in result and root not in result]
-        if not nodes:
-            del buffers[root]
-
-
-def _disturbs(
-    node: Node, reading: Mapping[Node, list[Node]], writing: Mapping[Node, list[Node]], memory: MemoryFacts
-) -> Iterator[Violation]:
-    known = traits(node)
-    written = {root for target in written_nodes(node) for root in memory.roots(target)} if known.writes else set()
-    touched = (
-        {root for source in node.all_input_nodes for root in memory.roots(source)} if known.reads or written else set()
-    )
-    disturbed = [(root, collective) for root in written & reading.keys() for collective in reading[root]]
-    disturbed += [(root, collective) for root in touched & writing.keys() for collective in writing[root]]
-    for buffer, result in disturbed:
-        collective = result.all_input_nodes[0] if is_result(result) else result
-        verb = "writes to" if buffer in written else "reads"
-        yield (
-            f"flight {node.name} {collective.name}",
-            f"{node.name} {verb} {buffer.name} while collective {collective.name} is under way with it; nothing may do "
-            "so before its wait_tensor: move it behind the wait, or copy the tensor first",
-        )
-
-
 def _saved_gathers(
     started: list[Node], memory: MemoryFacts, outputs: list[object], ctx: PassContext
 ) -> Iterator[Violation]:
     if ctx.user_outputs is None:
         return
-    gathered = {item for node in started if node.target in _GATHERS and _is_tagged(node) for item in results_of(node)}
+    gathered = {
+        item for node in started if has_role(node, Role.GATHER) and _is_tagged(node) for item in results_of(node)
+    }
     kept = {node for node in gathered if any(user.meta.get(KEPT) for user in node.users)}
     for index, value in enumerate(outputs[ctx.user_outputs :], start=ctx.user_outputs):
         for root in memory.roots(value) & (gathered - kept) if isinstance(value, Node) else ():

@@ -9,7 +9,8 @@ from torch.fx import GraphModule, Node
 
 from dsgraph.passes.errors import PassError
 from dsgraph.passes.ir.coalesced import is_result
-from dsgraph.passes.ir.graph import is_barrier, is_collective, is_wait
+from dsgraph.passes.ir.collectives import is_collective
+from dsgraph.passes.ir.graph import is_barrier, is_wait
 from dsgraph.passes.ir.op_traits import allocates, argument_nodes, is_unknown, releases, traits, written_nodes
 
 Roots = frozenset[Node]

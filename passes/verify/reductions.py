@@ -14,12 +14,12 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from dsgraph.inductor_ext import c10d_functional
 from dsgraph.passes.compat import is_tangent
 from dsgraph.passes.core.context import PassContext
 from dsgraph.passes.errors import PassError
 from dsgraph.passes.ir.coalesced import inputs_of, is_result
-from dsgraph.passes.ir.graph import bound_arguments, is_collective
+from dsgraph.passes.ir.collectives import Collective, Role, collective_of
+from dsgraph.passes.ir.graph import bound_arguments
 from dsgraph.passes.ir.op_traits import traits
 
 aten = torch.ops.aten
@@ -31,18 +31,6 @@ _NOT_FOLLOWED: Histories = frozenset()
 
 _EXCHANGED = "exchanged over "
 
-_REDUCTIONS = frozenset(
-    {
-        *(c10d_functional.reduce_scatter_tensor, c10d_functional.reduce_scatter_tensor_coalesced),
-        *(c10d_functional.all_reduce, c10d_functional.all_reduce_),
-        *(c10d_functional.all_reduce_coalesced, c10d_functional.all_reduce_coalesced_),
-    }
-)
-_EXCHANGES = (
-    c10d_functional.all_to_all_single,
-    torch.ops.dsgraph.exchange_by_messages,
-    torch.ops.dsgraph.exchange_by_messages_coalesced,
-)
 _SPLITS = frozenset({aten.split_with_sizes.default, aten.split.Tensor, aten.split.sizes})
 
 
@@ -106,8 +94,9 @@ def _follow(node: Node, sources: list[_Value], values: Mapping[Node, _Value], si
         call = bound_arguments(node)
         groups = [group for group in (call["group"], *call["outer_groups"]) if group]
         return _summed(sources[0], [_event(group, "sum") for group in groups if sizes.get(group) != 1])
-    if is_collective(node):
-        return _communicated(node, sources, sizes)
+    collective = collective_of(node)
+    if collective is not None:
+        return _communicated(node, collective, sources, sizes)
     if not traits(node).carries_sums:
         return _NEW
     packet = getattr(target, "overloadpacket", None)
@@ -122,15 +111,15 @@ def _follow(node: Node, sources: list[_Value], values: Mapping[Node, _Value], si
     return _NEW if union == _EMPTY else _Value(union)
 
 
-def _communicated(node: Node, sources: list[_Value], sizes: Mapping[str, int]) -> _Value:
-    call, packet = bound_arguments(node), getattr(node.target, "overloadpacket", None)
+def _communicated(node: Node, kind: Collective, sources: list[_Value], sizes: Mapping[str, int]) -> _Value:
+    call = bound_arguments(node)
     source = sources[0] if len(sources) == 1 else _Value(_union(source.histories for source in sources))
     if sizes.get(call["group_name"]) == 1:
         return source
-    if packet in _REDUCTIONS:
+    if kind.reduces:
         changed = _summed(source, [_event(call["group_name"], call["reduce_op"])])
         return changed if _rows(node) == sum(size for size, _ in source.parts) else _Value(changed.histories)
-    if packet in _EXCHANGES:
+    if kind.role is Role.EXCHANGE:
         return _Value(_summed(source, [f"{_EXCHANGED}group {call['group_name']!r}"]).histories)
     return _Value(source.histories)
 

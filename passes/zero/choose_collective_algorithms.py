@@ -7,25 +7,23 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
 from torch.fx import GraphModule, Node
 
-from dsgraph.inductor_ext import c10d_functional
+from dsgraph.inductor_ext import GATHERS, REDUCE_SCATTERS, Ranks, c10d_functional
+from dsgraph.inductor_ext.collectives.algorithms import Gather, ReduceScatter
 from dsgraph.passes.analysis.cost import number_of, sent_bytes, tensor_bytes
 from dsgraph.passes.core.context import PassContext, Phase
 from dsgraph.passes.core.graph_pass import GraphPass, PassResult
+from dsgraph.passes.ir.collectives import collective_group
 from dsgraph.passes.ir.graph import (
     bound_arguments,
-    collective_group,
-    emit,
     fake_value,
     find_calls,
     replace_and_erase,
     wait_of,
 )
+from dsgraph.passes.ir.recording import Recording
 from dsgraph.passes.ir.save_plan import inherit
-
-aten = torch.ops.aten
 
 _GATHER = "all_gather_into_tensor"
 _MESSAGES, _ALL_TO_ALL, _OWN = "exchange_by_messages", "all_to_all_single", "reduce_scatter_tensor"
@@ -63,13 +61,13 @@ class ChooseCollectiveAlgorithms(GraphPass):
         gathers = _on_gloo(find_calls(gm, c10d_functional.all_gather_into_tensor.default), ctx)
         notes = _notes_on_gathers(gathers, ctx)
         for started in gathers:
-            _gather_by_messages(started)
+            _run_by(started, GATHERS["gather_by_messages"])
         reductions = _on_gloo(find_calls(gm, c10d_functional.reduce_scatter_tensor.default), ctx)
         predicted = {started: _predicted(started, ctx) for started in reductions if _is_sum_of_known_size(started)}
         notes += _notes_on_reductions(predicted)
         rewritten = [started for started, seconds in predicted.items() if _fastest(seconds) != _OWN]
         for started in rewritten:
-            _exchange_and_add(started, _fastest(predicted[started]))
+            _run_by(started, REDUCE_SCATTERS[_fastest(predicted[started])])
         return PassResult(changed=len(gathers) + len(rewritten), notes=tuple(notes))
 
 
@@ -144,27 +142,14 @@ def _milliseconds(seconds: float) -> str:
     return f"{1e3 * seconds:.3g} ms"
 
 
-def _gather_by_messages(started: Node) -> None:
-    call = bound_arguments(started)
-    gather = torch.ops.dsgraph.gather_by_messages.default
-    replacement = emit(started, gather, call["input"], call["group_size"], call["group_name"])
-    inherit(replacement, started)
-    replace_and_erase(started, replacement)
-
-
-def _exchange_and_add(started: Node, kind: str) -> None:
-    """Replaces a reduce-scatter by an exchange of this kind and a local sum."""
-    call = bound_arguments(started)
-    wait = wait_of(started)
-    grad, world, group, rows = call["input"], call["group_size"], call["group_name"], fake_value(started).shape[0]
-    if kind == _ALL_TO_ALL:
-        sizes = [rows] * world
-        sent = emit(wait, c10d_functional.all_to_all_single.default, grad, sizes, sizes, group)
-    else:
-        sent = emit(wait, torch.ops.dsgraph.exchange_by_messages.default, grad, world, group)
-    received = emit(wait, c10d_functional.wait_tensor.default, sent)
-    by_rank = emit(wait, aten.view.default, received, [world, rows, *fake_value(started).shape[1:]])
-    # Named, because a sum of integers would be of int64 otherwise.
-    summed = emit(wait, aten.sum.dim_IntList, by_rank, [0], dtype=fake_value(started).dtype)
-    replace_and_erase(wait, summed)
+def _run_by(started: Node, algorithm: Gather | ReduceScatter) -> None:
+    """Replaces a collective by another algorithm for the same: it starts and ends where that one did."""
+    call, wait, recording = bound_arguments(started), wait_of(started), Recording(started)
+    ranks = Ranks(call["group_name"], call["group_size"])
+    under_way = recording.run(lambda given: algorithm(given, ranks), call["input"])
+    recording.place = wait
+    result = recording.node(recording.run(under_way.finish))
+    for node in recording.made:
+        inherit(node, started)
+    replace_and_erase(wait, result)
     started.graph.erase_node(started)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -10,19 +9,12 @@ from typing import Any, ClassVar
 import torch
 from torch.fx import GraphModule, Node
 
-from dsgraph.inductor_ext import c10d_functional, chunk_rows
+from dsgraph.inductor_ext import Ranks, start_gather_rows, start_reducing
 from dsgraph.passes.compat import OpOverload
 from dsgraph.passes.core.context import PassContext, Phase
 from dsgraph.passes.core.graph_pass import GraphPass, PassResult
-from dsgraph.passes.ir.graph import (
-    bound_arguments,
-    emit,
-    fake_value,
-    find_calls,
-    is_returned,
-    is_view,
-    replace_and_erase,
-)
+from dsgraph.passes.ir.graph import bound_arguments, emit, find_calls, is_returned, is_view, replace_and_erase
+from dsgraph.passes.ir.recording import Recording
 from dsgraph.passes.ir.save_plan import Choice, decide
 
 aten = torch.ops.aten
@@ -84,61 +76,26 @@ def _lower_gather(node: Node, ctx: PassContext) -> Node:
     call = bound_arguments(node)
     if call["replica"] is not None:
         return call["replica"]
-    compute = _cast(node, call["shard"], call["dtype"])
-    if not call["group"] or ctx.axis(call["group"]).size == 1:
-        return compute
-    rows, axis = call["shape"][0], ctx.axis(call["group"])
-    padded = _pad_rows(node, compute, chunk_rows(rows, axis.size))
-    started = emit(node, c10d_functional.all_gather_into_tensor.default, padded, axis.size, axis.group)
-    return _take_rows(node, emit(node, c10d_functional.wait_tensor.default, started), rows)
+    ranks, recording = _ranks(call["group"], ctx), Recording(node)
+    full = recording.run(
+        lambda shard: start_gather_rows(shard, call["shape"], ranks, dtype=call["dtype"]).finish(), call["shard"]
+    )
+    return recording.node(full)
 
 
 def _lower_reduction(node: Node, ctx: PassContext) -> Node:
-    call = bound_arguments(node)
-    summed = _cast(node, call["grad"], call["reduce_dtype"])
-    averaged_over = math.prod(ctx.axis(group).size for group in (call["group"], *call["outer_groups"]) if group)
-    if call["group"] and ctx.axis(call["group"]).size > 1:
-        axis = ctx.axis(call["group"])
-        padded_rows = axis.size * chunk_rows(fake_value(summed).shape[0], axis.size)
-        padded = _contiguous(node, _pad_rows(node, summed, padded_rows))
-        started = emit(node, c10d_functional.reduce_scatter_tensor.default, padded, "sum", axis.size, axis.group)
-        summed = emit(node, c10d_functional.wait_tensor.default, started)
-    for group in call["outer_groups"]:
-        if ctx.axis(group).size == 1:
-            continue
-        started = emit(node, c10d_functional.all_reduce.default, _contiguous(node, summed), "sum", group)
-        summed = emit(node, c10d_functional.wait_tensor.default, started)
-    if call["group"]:  # after the outer groups, so that all ranks reduce the same shape over them
-        summed = _take_rows(node, summed, call["shard_shape"][0])
-    averaged = summed if averaged_over == 1 else emit(node, aten.div.Tensor, summed, averaged_over)
-    return _cast(node, averaged, call["dtype"])
+    call, recording = bound_arguments(node), Recording(node)
+    how = {
+        **{name: call[name] for name in ("dtype", "reduce_dtype")},
+        "ranks": _ranks(call["group"], ctx),
+        "outer": [_ranks(group, ctx) for group in call["outer_groups"]],
+    }
+    reduced = recording.run(lambda grad: start_reducing(grad, call["shard_shape"], **how).finish(), call["grad"])
+    return recording.node(reduced)
 
 
-def _cast(node: Node, value: Node, dtype: torch.dtype) -> Node:
-    if fake_value(value).dtype == dtype:
-        return value
-    return emit(node, torch.ops.prims.convert_element_type.default, value, dtype)
-
-
-def _pad_rows(node: Node, value: Node, rows: int) -> Node:
-    have = fake_value(value)
-    if have.shape[0] == rows:
-        return value
-    padding = [0, 0] * (have.dim() - 1) + [0, rows - have.shape[0]]  # last dimension first
-    return emit(node, aten.constant_pad_nd.default, value, padding)
-
-
-def _contiguous(node: Node, value: Node) -> Node:
-    """`value` in the one layout that collectives take: some versions of torch (2.11) refuse others."""
-    if fake_value(value).is_contiguous():
-        return value
-    return emit(node, aten.clone.default, value, memory_format=torch.contiguous_format)
-
-
-def _take_rows(node: Node, value: Node, rows: int) -> Node:
-    if fake_value(value).shape[0] == rows:
-        return value
-    return emit(node, aten.slice.Tensor, value, 0, 0, rows)
+def _ranks(group: str, ctx: PassContext) -> Ranks:
+    return Ranks(group, ctx.axis(group).size if group else 1)
 
 
 def _tag_for_recomputation(gathered: Iterable[Node]) -> None:

@@ -14,14 +14,12 @@ from dsgraph.passes.compat import is_tangent
 from dsgraph.passes.core.context import PassContext, Phase
 from dsgraph.passes.core.graph_pass import GraphPass, PassResult
 from dsgraph.passes.core.notes import parameter_of
+from dsgraph.passes.ir.collectives import collectives, is_collective, is_gather
 from dsgraph.passes.ir.graph import (
-    GATHERS,
     KEPT,
     barrier_between,
-    collectives,
     fake_value,
     is_barrier,
-    is_collective,
     is_gathered_again,
     is_view,
     placeholders,
@@ -49,7 +47,7 @@ class KeepLastGather(GraphPass):
 
     def run(self, gm: GraphModule, ctx: PassContext) -> PassResult:
         tangents = [node.meta["val"] for node in placeholders(gm) if is_tangent(node)]
-        gathers = [started for started in collectives(gm) if started.target in GATHERS and is_gathered_again(started)]
+        gathers = [started for started in collectives(gm) if is_gather(started) and is_gathered_again(started)]
         if not any(isinstance(value, torch.Tensor) and value.dim() == 0 for value in tangents):
             return PassResult(notes=_why_nothing(gathers, ctx) if tangents else ())
         if not gathers:

@@ -15,16 +15,8 @@ from dsgraph.passes.compat import is_tangent
 from dsgraph.passes.core.context import PassContext, Phase
 from dsgraph.passes.core.graph_pass import GraphPass, PassResult
 from dsgraph.passes.core.notes import parameter_behind, parameter_of
-from dsgraph.passes.ir.graph import (
-    GATHERS,
-    KEPT,
-    collectives,
-    fake_value,
-    is_gathered_again,
-    is_view,
-    placeholders,
-    wait_of,
-)
+from dsgraph.passes.ir.collectives import collectives, is_gather
+from dsgraph.passes.ir.graph import KEPT, fake_value, is_gathered_again, is_view, placeholders, wait_of
 from dsgraph.passes.ir.save_plan import Choice, decide, is_recomputed
 
 if TYPE_CHECKING:
@@ -78,7 +70,7 @@ class SelectiveGather(GraphPass):
 
 def _is_gathered_again(started: Node, ctx: PassContext) -> bool:
     """Whether the backward repeats the gather of a parameter; a user's own gathers depend on the batch."""
-    of_parameter = started.target in GATHERS and parameter_behind(started, ctx) is not None
+    of_parameter = is_gather(started) and parameter_behind(started, ctx) is not None
     return of_parameter and is_gathered_again(started)
 
 

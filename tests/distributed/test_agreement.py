@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 import dsgraph
-from dsgraph.passes.ir.graph import collectives
+from dsgraph.passes.ir.collectives import collectives
 from tests.models import build, tokens
 from tests.pipelines import without_buckets
 

@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from dsgraph.passes import ChooseCollectiveAlgorithms, CostModel, InsertZeroCollectives, MeshAxis
 from dsgraph.passes.analysis.hardware import DEVICES, Link, LinkTable
-from dsgraph.passes.ir.graph import collective_kind, collectives
+from dsgraph.passes.ir.collectives import collective_kind, collectives
 from tests.passes.tracing import reduce, run_pass, trace
 
 pytestmark = pytest.mark.distributed

@@ -14,7 +14,8 @@ from torch._inductor.utils import run_and_get_code
 import dsgraph
 from dsgraph.passes.analysis.cost import tensor_bytes
 from dsgraph.passes.ir.coalesced import results_of
-from dsgraph.passes.ir.graph import collectives, is_collective, is_wait
+from dsgraph.passes.ir.collectives import collectives, is_collective
+from dsgraph.passes.ir.graph import is_wait
 from dsgraph.tools.reporting.traffic import graph_traffic
 from tests.covering import covering
 from tests.distributed.training import compare, full

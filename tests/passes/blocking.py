@@ -13,7 +13,7 @@ from torch.fx import GraphModule
 
 from dsgraph.passes import PassContext
 from dsgraph.passes.core.collective_order import collective_lines
-from dsgraph.passes.ir.graph import collective_group, collectives
+from dsgraph.passes.ir.collectives import collective_group, collectives
 
 
 class DeadlockError(AssertionError):

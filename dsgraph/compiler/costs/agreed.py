@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch.distributed.tensor import DeviceMesh
 
 from dsgraph.passes import CostModel, MeshAxis
-from dsgraph.passes.analysis.cost import collective_steps
 from dsgraph.passes.analysis.hardware import Device, Link, LinkTable, default_links
+from dsgraph.passes.ir.collectives import collective_steps
 from dsgraph.sharding.agreement import Agreement
 from dsgraph.sharding.mesh import mesh_axes
 

@@ -25,7 +25,8 @@ from dsgraph.compiler.request import CompileOutcome, CompileRequest
 from dsgraph.errors import RanksDisagreeError
 from dsgraph.files import write_whole
 from dsgraph.passes import CaptureFacts, GraphPass, Phase, Pipeline
-from dsgraph.passes.ir.graph import all_graph_modules, is_collective, is_gather_marker, placeholders
+from dsgraph.passes.ir.collectives import is_collective
+from dsgraph.passes.ir.graph import all_graph_modules, is_gather_marker, placeholders
 
 from .first_node import Parting, WatchedGraph, where
 from .replay import Replay, Tolerance, Values, compare

@@ -14,7 +14,8 @@ from torch.fx import GraphModule, Interpreter, Node
 from dsgraph import compat
 from dsgraph.passes.compat import OpOverload, is_tangent
 from dsgraph.passes.ir.coalesced import is_result
-from dsgraph.passes.ir.graph import is_collective, placeholders
+from dsgraph.passes.ir.collectives import is_collective
+from dsgraph.passes.ir.graph import placeholders
 from dsgraph.passes.ir.sources import user_source
 
 from .replay import Difference, Tolerance, difference

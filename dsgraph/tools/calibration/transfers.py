@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dsgraph.inductor_ext import c10d_functional, exchange_by_messages, gather_by_messages
+from dsgraph.inductor_ext import c10d_functional
+from dsgraph.passes.ir.collectives import TABLE, Collective, Role
 
 from .device import synchronize
 from .fit import Fit, fit_line
@@ -22,55 +23,7 @@ _MOST_REPEATS, _LEAST_REPEATS = 25, 3
 _LEAST_SIZES = 4
 
 
-@dataclass(frozen=True)
-class Kind:
-    """A kind of collective.
-
-    Attributes:
-        name: As `collective_kind` of the passes names it.
-        rounds: How often each rank sends all but its own part of the whole tensor.
-        start: Starts it: this rank's part `[rows]`, the whole `[ranks * rows]`, the number of ranks, the group's name.
-        only_on: The backend for which it is made; empty for every one.
-    """
-
-    name: str
-    rounds: int
-    start: Callable[[Tensor, Tensor, int, str], Tensor]
-    only_on: str = ""
-
-
-KINDS = (
-    Kind(
-        "all_gather_into_tensor",
-        1,
-        lambda part, whole, ranks, group: c10d_functional.all_gather_into_tensor(part, ranks, group),
-    ),
-    Kind(
-        "gather_by_messages",
-        1,
-        lambda part, whole, ranks, group: gather_by_messages(part, ranks, group),
-        only_on="gloo",
-    ),
-    Kind(
-        "exchange_by_messages",
-        1,
-        lambda part, whole, ranks, group: exchange_by_messages(whole, ranks, group),
-        only_on="gloo",
-    ),
-    Kind(
-        "reduce_scatter_tensor",
-        1,
-        lambda part, whole, ranks, group: c10d_functional.reduce_scatter_tensor(whole, "sum", ranks, group),
-    ),
-    Kind(
-        "all_to_all_single",
-        1,
-        lambda part, whole, ranks, group: c10d_functional.all_to_all_single(
-            whole, [len(part)] * ranks, [len(part)] * ranks, group
-        ),
-    ),
-    Kind("all_reduce", 2, lambda part, whole, ranks, group: c10d_functional.all_reduce(whole, "sum", group)),
-)
+KINDS = tuple(kind for kind in TABLE.entries if kind.start is not None)
 
 
 @dataclass(frozen=True)
@@ -87,7 +40,7 @@ class Measured:
 
 
 def measure_collectives(
-    group: dist.ProcessGroup, *, device_type: str, seconds: float, kinds: Sequence[Kind] = KINDS
+    group: dist.ProcessGroup, *, device_type: str, seconds: float, kinds: Sequence[Collective] = KINDS
 ) -> dict[str, Measured]:
     """Measures kinds of collectives over a group, from small tensors to large ones until the time is over.
 
@@ -106,7 +59,7 @@ def measure_collectives(
     backend = dist.get_backend(group)
     kinds = [kind for kind in kinds if kind.only_on in ("", backend)]
     end = time.perf_counter() + seconds
-    samples: dict[str, list[tuple[int, float]]] = {kind.name: [] for kind in kinds}
+    samples: dict[str, list[tuple[int, float]]] = {kind.kind: [] for kind in kinds}
     turn = 0.0  # seconds that one call of every kind takes
     for number, size in enumerate(SIZES):
         guess = turn * size / SIZES[number - 1]
@@ -122,16 +75,28 @@ def measure_collectives(
         turns = [[_seconds(kind, part, whole, group) for kind in kinds] for _ in range(repeats)]
         medians = _slowest([statistics.median(times) for times in zip(*turns, strict=True)])
         for kind, median in zip(kinds, medians, strict=True):
-            samples[kind.name].append((kind.rounds * part.nbytes * (group.size() - 1), median))
+            samples[kind.kind].append((sent_bytes(kind, part, whole, group.size()), median))
     return {name: Measured(fit_line(found), tuple(found)) for name, found in samples.items()}
 
 
-def _seconds(kind: Kind, part: Tensor, whole: Tensor, group: dist.ProcessGroup) -> float:
+def start(kind: Collective, part: Tensor, whole: Tensor, ranks: int, group: str) -> Tensor:
+    """Starts a collective of this rank's part `[rows]`, or of the whole `[ranks * rows]`."""
+    assert kind.start is not None, f"{kind.kind} is not measured"
+    return kind.start(part if kind.role is Role.GATHER else whole, ranks, group)
+
+
+def sent_bytes(kind: Collective, part: Tensor, whole: Tensor, ranks: int) -> int:
+    """Bytes that each rank sends for it."""
+    counted = part if kind.role is Role.GATHER or kind.counts_result else whole
+    return kind.sent_bytes(counted.nbytes, ranks) or 0
+
+
+def _seconds(kind: Collective, part: Tensor, whole: Tensor, group: dist.ProcessGroup) -> float:
     """How long a collective takes from its start to its end."""
-    start = time.perf_counter()
-    c10d_functional.wait_tensor(kind.start(part, whole, group.size(), group.group_name))
+    began = time.perf_counter()
+    c10d_functional.wait_tensor(start(kind, part, whole, group.size(), group.group_name))
     synchronize(part.device.type)
-    return time.perf_counter() - start
+    return time.perf_counter() - began
 
 
 def _agreed(number: int) -> int:

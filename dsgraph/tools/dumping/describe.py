@@ -18,7 +18,8 @@ from dsgraph.passes.analysis.pieces import GraphMemory
 from dsgraph.passes.compat import OpOverload
 from dsgraph.passes.core.notes import origin
 from dsgraph.passes.ir.coalesced import inputs_of, results_of
-from dsgraph.passes.ir.graph import aliased_arguments, collective_group, collective_kind, is_collective, is_wait
+from dsgraph.passes.ir.collectives import collective_group, collective_kind, is_collective
+from dsgraph.passes.ir.graph import aliased_arguments, is_wait
 from dsgraph.passes.ir.sources import user_source
 
 from .history import history

@@ -16,8 +16,9 @@ from dsgraph.passes import MeshAxis, PassContext, Phase
 from dsgraph.passes.analysis.step_memory import PairMemory, pair_memory
 from dsgraph.passes.compat import OpOverload, is_tangent
 from dsgraph.passes.core.notes import parameter_behind
-from dsgraph.passes.ir.coalesced import collective_behind, is_gather, is_result
-from dsgraph.passes.ir.graph import is_arrival, is_collective, is_view, is_wait, placeholders
+from dsgraph.passes.ir.coalesced import collective_behind, is_result
+from dsgraph.passes.ir.collectives import is_collective, is_gather
+from dsgraph.passes.ir.graph import is_arrival, is_view, is_wait, placeholders
 
 from .traffic import Traffic, graph_traffic, nbytes
 

@@ -13,7 +13,7 @@ from torch.fx import GraphModule, Node
 from dsgraph.inductor_ext import resolve_group, size_hint
 from dsgraph.passes import MeshAxis, PassError
 from dsgraph.passes.analysis.cost import Size, hint, sent_bytes, size_hints
-from dsgraph.passes.ir.graph import collective_group, collective_kind, collectives
+from dsgraph.passes.ir.collectives import TABLE, collective_group, collective_kind, collectives
 from dsgraph.passes.ir.mesh_axis import shard_axis
 from dsgraph.sharding.stages import CopyLifetime
 from dsgraph.step.state import ParameterState, PartitionState
@@ -96,22 +96,22 @@ def accumulated_traffic(state: PartitionState) -> tuple[Traffic, ...]:
     names = {axis.group: axis for axis in state.axes}
     found: list[Traffic] = []
     for axis in state.axes:  # which parameters were used at all: one int32 each
-        found += _over(axis, "all_reduce", [_all_reduced(4 * len(trained), axis.size)])
+        found += _reduced(axis, "all_reduce", 4 * len(trained))
     whole: dict[tuple[str, torch.dtype, torch.dtype], int] = {}
     for entry in trained:
         dtypes = entry.layout.dtypes(entry.param.dtype)
         if entry.layout.group:
             axis = names[entry.layout.group]
             rows = entry.bytes_of_rank(dtypes[1])
-            found += _over(axis, "reduce_scatter_tensor", [rows * (axis.size - 1)])
+            found += _reduced(axis, "reduce_scatter_tensor", rows)
             for group in entry.layout.outer_groups:
-                found += _over(names[group], "all_reduce", [_all_reduced(rows, names[group].size)])
+                found += _reduced(names[group], "all_reduce", rows)
             continue
         for group in entry.layout.outer_groups:
             key = (group, *dtypes)
             whole[key] = whole.get(key, 0) + entry.param.numel() * dtypes[1].itemsize
     for (group, *_), amount in whole.items():
-        found += _over(names[group], "all_reduce", [_all_reduced(amount, names[group].size)])
+        found += _reduced(names[group], "all_reduce", amount)
     return add_up(found)
 
 
@@ -137,5 +137,5 @@ def _over(axis: MeshAxis, kind: str, amounts: list[int]) -> tuple[Traffic, ...]:
     return add_up(Traffic(kind, axis.name, 1, amount) for amount in amounts)
 
 
-def _all_reduced(amount: int, size: int) -> int:
-    return round(amount * 2 * (size - 1) / size)
+def _reduced(axis: MeshAxis, kind: str, counted: int) -> tuple[Traffic, ...]:
+    return add_up([Traffic(kind, axis.name, 1, TABLE.by_kind[kind].sent_bytes(counted, axis.size))])

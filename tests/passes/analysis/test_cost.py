@@ -17,7 +17,7 @@ from dsgraph.passes.analysis.cost import (
     tensor_bytes,
 )
 from dsgraph.passes.analysis.hardware import DEVICES, LINKS, Device, Link, LinkTable
-from dsgraph.passes.ir.graph import collectives
+from dsgraph.passes.ir.collectives import collectives
 from tests.passes.tracing import GLOO, OUTER, trace
 
 aten = torch.ops.aten

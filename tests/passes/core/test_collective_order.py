@@ -15,7 +15,7 @@ from dsgraph.passes import (
     graph_pass,
 )
 from dsgraph.passes.core.collective_order import collective_lines, describe_order
-from dsgraph.passes.ir.graph import collectives
+from dsgraph.passes.ir.collectives import collectives
 from tests.passes.tracing import GLOO, OUTER, SHARD, gather, reduce, run_pass, trace
 
 AXES = ("shard", "replicate")

@@ -30,7 +30,8 @@ from dsgraph.passes.analysis.memory import simulate
 from dsgraph.passes.analysis.schedule import predict
 from dsgraph.passes.core.collective_order import collective_lines
 from dsgraph.passes.ir.coalesced import collective_behind, results_of, waits_of
-from dsgraph.passes.ir.graph import KEPT, collectives, find_calls
+from dsgraph.passes.ir.collectives import collectives
+from dsgraph.passes.ir.graph import KEPT, find_calls
 from dsgraph.tools.reporting.traffic import graph_traffic
 from tests.passes import lockstep
 from tests.passes.tracing import GLOO, OUTER, SHARD, code, gather, run_pass, trace

@@ -24,7 +24,8 @@ from dsgraph.passes.analysis.hardware import DEVICES, Device, Link
 from dsgraph.passes.analysis.memory import simulate
 from dsgraph.passes.core.collective_order import collective_lines
 from dsgraph.passes.ir.coalesced import results_of, waits_of
-from dsgraph.passes.ir.graph import collectives, find_calls
+from dsgraph.passes.ir.collectives import collectives
+from dsgraph.passes.ir.graph import find_calls
 from dsgraph.tools.reporting.traffic import graph_traffic
 from tests.passes import lockstep
 from tests.passes.tracing import GLOO, OUTER, SHARD, code, reduce, run_pass, trace

@@ -13,7 +13,8 @@ from dsgraph.passes import (
     Pipeline,
 )
 from dsgraph.passes.analysis.hardware import Device, Link
-from dsgraph.passes.ir.graph import collectives, find_calls, is_barrier, wait_of
+from dsgraph.passes.ir.collectives import collectives
+from dsgraph.passes.ir.graph import find_calls, is_barrier, wait_of
 from tests.passes import lockstep
 from tests.passes.tracing import GLOO, OUTER, SHARD, code, reduce, run_pass, trace
 

@@ -11,8 +11,9 @@ from torch.fx import GraphModule
 
 import dsgraph
 from dsgraph.passes import Phase
-from dsgraph.passes.ir.coalesced import is_gather, results_of
-from dsgraph.passes.ir.graph import collective_kind, collectives, placeholders
+from dsgraph.passes.ir.coalesced import results_of
+from dsgraph.passes.ir.collectives import collective_kind, collectives, is_gather
+from dsgraph.passes.ir.graph import placeholders
 from examples.gpt import GPT, GPTConfig
 
 CONFIG = GPTConfig(vocab=64, width=32, heads=2, layers=2)

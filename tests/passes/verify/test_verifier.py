@@ -19,7 +19,8 @@ from dsgraph.passes import (
     graph_pass,
 )
 from dsgraph.passes.ir.coalesced import results_of, waits_of
-from dsgraph.passes.ir.graph import collectives, emit, find_calls, placeholders, replace_and_erase, wait_of
+from dsgraph.passes.ir.collectives import collectives
+from dsgraph.passes.ir.graph import emit, find_calls, placeholders, replace_and_erase, wait_of
 from tests.passes import faults
 from tests.passes.faults import aten, c10d, joint, run
 from tests.passes.tracing import GLOO, OUTER, SHARD, gather, reduce, run_pass, trace, unknown

@@ -10,7 +10,8 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from dsgraph.passes import ChooseCollectiveAlgorithms, CostModel, InsertZeroCollectives, PassError, PassResult, Pipeline
 from dsgraph.passes.analysis.hardware import DEVICES, Link, LinkTable
-from dsgraph.passes.ir.graph import collective_kind, collectives, fake_value
+from dsgraph.passes.ir.collectives import collective_kind, collectives
+from dsgraph.passes.ir.graph import fake_value
 from tests.passes import lockstep
 from tests.passes.tracing import GLOO, SHARD, code, gather, reduce, run_pass, trace
 

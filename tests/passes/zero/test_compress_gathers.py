@@ -8,7 +8,8 @@ from torch.testing import FileCheck
 import dsgraph
 from dsgraph.passes import CompressGathers, InsertZeroCollectives, PassError, Phase, Pipeline
 from dsgraph.passes.core.notes import parameter_of
-from dsgraph.passes.ir.graph import GATHERS, collectives, fake_value, find_calls
+from dsgraph.passes.ir.collectives import collectives, is_gather
+from dsgraph.passes.ir.graph import fake_value, find_calls
 from tests.passes import lockstep
 from tests.passes.tracing import code, gather, run_pass, trace
 
@@ -82,7 +83,7 @@ def test_autocast_gathers_the_weights_of_matrix_products_in_its_own_precision(fa
 
     @dsgraph.graph_pass(phase="joint", requires={"zero-collectives"})
     def keep_dtypes(gm, ctx):
-        gathers = [node for node in collectives(gm) if node.target in GATHERS]
+        gathers = [node for node in collectives(gm) if is_gather(node)]
         found.update({parameter_of(node, ctx): fake_value(node).dtype for node in gathers})
         return 0
 

@@ -6,7 +6,7 @@ from torch.testing import FileCheck
 from torch.utils.checkpoint import CheckpointPolicy
 
 from dsgraph.passes import InsertZeroCollectives, PassContext, PassError, Phase, Pipeline, Runner
-from dsgraph.passes.ir.graph import collectives
+from dsgraph.passes.ir.collectives import collectives
 from tests.passes import lockstep
 from tests.passes.tracing import OUTER, SHARD, code, gather, reduce, run_pass, trace
 
@@ -84,6 +84,13 @@ def test_the_cast_comes_before_the_gather_and_reductions_have_their_own_dtype():
     ).check("torch.float64)").check("reduce_scatter_tensor.default(convert_element_type").check("div.Tensor").check(
         "torch.float32)"
     ).run(code(gm))
+
+
+def test_a_parameter_without_dimensions_is_whole():
+    how = {"group": "", "outer_groups": ["0"]}
+    gm = trace(lambda s, x: (gather(s, (), **how) * x, reduce(x.sum(), (), **how)), torch.randn(()), torch.randn(3))
+    run_pass(InsertZeroCollectives(), gm)
+    FileCheck().check("mul.Tensor(s_1, x_1)").check("all_reduce.default(").check("div.Tensor").run(code(gm))
 
 
 def test_one_rank_needs_no_collective():

@@ -14,7 +14,8 @@ from dsgraph.passes import (
     Pipeline,
     ReleaseKeptGather,
 )
-from dsgraph.passes.ir.graph import collectives, find_calls, is_wait, placeholders
+from dsgraph.passes.ir.collectives import collectives
+from dsgraph.passes.ir.graph import find_calls, is_wait, placeholders
 from examples.gpt import GPT, GPTConfig
 from tests.passes import lockstep
 from tests.passes.tracing import GLOO, SHARD, code, gather, reduce, run_pass, trace

@@ -12,9 +12,10 @@ import torch.distributed as dist
 from dsgraph.compiler.costs.host import device_name, host_name
 from dsgraph.inductor_ext import c10d_functional
 from dsgraph.passes.analysis.cost import sent_bytes
-from dsgraph.passes.ir.graph import collective_kind, collectives
+from dsgraph.passes.ir.collectives import TABLE, Collective, Role, collective_kind, collectives
+from dsgraph.tools.calibration import transfers
 from dsgraph.tools.calibration.ranks import _rank_groups, measure_ranks
-from dsgraph.tools.calibration.transfers import KINDS, SIZES, Kind, measure_collectives
+from dsgraph.tools.calibration.transfers import KINDS, SIZES, measure_collectives
 from tests.passes.tracing import trace
 
 
@@ -27,14 +28,16 @@ def test_groups_are_all_ranks_and_those_of_each_host():
     assert _rank_groups(["a", "a", "b"]) == [[[0, 1, 2]]]
 
 
-@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.kind)
 @pytest.mark.parametrize("ranks", (2, 3))
 def test_bytes_sent_and_kinds_are_those_of_the_cost_model(kind, ranks):
     part, whole = torch.ones(8), torch.ones(8 * ranks)
-    gm = trace(lambda p, w: c10d_functional.wait_tensor(kind.start(p, w, ranks, "0")), part, whole)
+    gm = trace(lambda p, w: c10d_functional.wait_tensor(transfers.start(kind, p, w, ranks, "0")), part, whole)
     (started,) = collectives(gm)
-    assert collective_kind(started) == kind.name
-    assert sent_bytes(started, ranks) == kind.rounds * part.nbytes * (ranks - 1)
+    assert collective_kind(started) == kind.kind
+    assert sent_bytes(started, ranks) == transfers.sent_bytes(kind, part, whole, ranks)
+    rounds = 2 if kind.kind == "all_reduce" else 1
+    assert sent_bytes(started, ranks) == rounds * part.nbytes * (ranks - 1)
 
 
 def _measure(seconds: float) -> tuple[list[Any], float]:
@@ -53,7 +56,7 @@ def test_two_ranks_have_one_calibration_between_them(ranks):
     assert 1e8 < record.flops_per_s["float32"] < 1e13
     assert 1e8 < record.bytes_per_s < 1e13
     assert 1e-8 < record.kernel_s < 1e-3
-    assert {(link.kind, link.group) for link in record.links} == {(kind.name, ("gloo", 2, 1)) for kind in KINDS}
+    assert {(link.kind, link.group) for link in record.links} == {(kind.kind, ("gloo", 2, 1)) for kind in KINDS}
     for link in record.links:
         assert 4 <= len(link.samples) <= len(SIZES)
         assert 1e-6 < link.latency_s + link.samples[0][0] / link.bytes_per_s < 1e-1
@@ -63,7 +66,7 @@ def test_two_ranks_have_one_calibration_between_them(ranks):
 _SLOW = 0.02  # seconds
 
 
-def _start_late(part: torch.Tensor, whole: torch.Tensor, ranks: int, group: str) -> torch.Tensor:
+def _start_late(whole: torch.Tensor, ranks: int, group: str) -> torch.Tensor:
     if dist.get_rank() == 1:
         time.sleep(_SLOW + whole.nbytes / 2e6)
     return c10d_functional.all_reduce(whole, "sum", group)
@@ -71,7 +74,8 @@ def _start_late(part: torch.Tensor, whole: torch.Tensor, ranks: int, group: str)
 
 def _measure_slow() -> dict[str, Any]:
     group = dist.new_group()
-    kinds = (Kind("slow", 1, _start_late), KINDS[-1])
+    slow = Collective(c10d_functional.broadcast.default, Role.ALL_REDUCE, shares=lambda n: n - 1, start=_start_late)
+    kinds = (slow, TABLE.by_kind["all_reduce"])
     started = time.perf_counter()
     found = measure_collectives(group, device_type="cpu", seconds=4.0, kinds=kinds)
     return {"found": found, "took": time.perf_counter() - started}
@@ -80,7 +84,7 @@ def _measure_slow() -> dict[str, Any]:
 @pytest.mark.distributed
 def test_a_known_latency_and_bandwidth_are_found_in_the_time_given(ranks):
     for rank in ranks(2).run(_measure_slow):
-        slow, plain = rank["found"]["slow"], rank["found"]["all_reduce"]
+        slow, plain = rank["found"]["broadcast"], rank["found"]["all_reduce"]
         assert slow.fit.latency_s == pytest.approx(_SLOW, rel=0.5)
         assert slow.fit.bytes_per_s == pytest.approx(1e6, rel=0.3)  # of each 2 bytes one is sent
         assert plain.fit.latency_s < _SLOW / 2

@@ -1,0 +1,215 @@
+"""How rows are gathered and gradients reduced: plain functions, run eagerly and traced into graphs alike.
+
+For n ranks of which each holds a chunk of rows (`torch.chunk`'s rule, shorter chunks padded with zeros):
+
+    gather:          full  = concat(chunk_0, ..., chunk_{n-1})
+    reduce-scatter:  own_r = sum over n ranks, in their order, of chunk_r(grad)
+
+Each *algorithm* does one of the two for chunks of equal size; `GATHERS` and `REDUCE_SCATTERS` have them by the kind of
+collective that they run. What stands around them (casts, padding, averages) is written once, for all. A start returns
+what is under way, so that more can start before it is finished.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from dsgraph.inductor_ext.compat import c10d_functional, resolve_group
+
+from .gather_by_messages import start_gather
+from .messages import sends_messages
+
+State = tuple[Tensor, ...]
+"""What an algorithm keeps from one run to the next, such as the error of a compression. None has any yet."""
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """A process group, by its name, and how many ranks it has."""
+
+    group: str
+    size: int
+
+    @staticmethod
+    def of(group: str) -> Ranks:
+        """A group that exists; "" is this rank alone."""
+        return Ranks(group, resolve_group(group).size() if group else 1)
+
+
+@dataclass(frozen=True)
+class UnderWay:
+    """What has been started.
+
+    Attributes:
+        finish: Waits for it and gives the result; to be called once.
+        state: For the next run.
+    """
+
+    finish: Callable[[], Tensor]
+    state: State = ()
+
+
+class Gather(Protocol):
+    """Starts to gather the `[rows, ...]` of every rank."""
+
+    def __call__(self, rows: Tensor, ranks: Ranks, *, out: Tensor | None = None, state: State = ()) -> UnderWay:
+        """The result is `[ranks.size * rows, ...]`, and lies in `out` if that is given; `rows` may be a part of it."""
+
+
+class ReduceScatter(Protocol):
+    """Starts to add up the `[ranks * rows, ...]` of every rank and to hand each its rows."""
+
+    def __call__(self, whole: Tensor, ranks: Ranks, *, state: State = ()) -> UnderWay:
+        """The result is `[rows, ...]`."""
+
+
+def _gather(rows: Tensor, ranks: Ranks, *, out: Tensor | None = None, state: State = ()) -> UnderWay:
+    if out is None:
+        full = c10d_functional.all_gather_into_tensor(rows, ranks.size, ranks.group)
+        return UnderWay(lambda: c10d_functional.wait_tensor(full))
+    c10d_functional.all_gather_into_tensor_out(rows, ranks.size, ranks.group, out=out)
+    return UnderWay(lambda: c10d_functional.wait_tensor(out))
+
+
+def _gather_by_messages(rows: Tensor, ranks: Ranks, *, out: Tensor | None = None, state: State = ()) -> UnderWay:
+    if out is None:
+        full = torch.ops.dsgraph.gather_by_messages(rows, ranks.size, ranks.group)
+        return UnderWay(lambda: c10d_functional.wait_tensor(full))
+    start_gather(rows, out, ranks.group)
+    return UnderWay(lambda: c10d_functional.wait_tensor(out))
+
+
+def _reduce_scatter(whole: Tensor, ranks: Ranks, *, state: State = ()) -> UnderWay:
+    own = c10d_functional.reduce_scatter_tensor(whole, "sum", ranks.size, ranks.group)
+    return UnderWay(lambda: c10d_functional.wait_tensor(own))
+
+
+def _exchange_by_messages(whole: Tensor, ranks: Ranks, *, state: State = ()) -> UnderWay:
+    received = torch.ops.dsgraph.exchange_by_messages(whole, ranks.size, ranks.group)
+    return UnderWay(lambda: _add_up(c10d_functional.wait_tensor(received), ranks))
+
+
+def _all_to_all(whole: Tensor, ranks: Ranks, *, state: State = ()) -> UnderWay:
+    sizes = [whole.shape[0] // ranks.size] * ranks.size
+    received = c10d_functional.all_to_all_single(whole, sizes, sizes, ranks.group)
+    return UnderWay(lambda: _add_up(c10d_functional.wait_tensor(received), ranks))
+
+
+def _add_up(received: Tensor, ranks: Ranks) -> Tensor:
+    """The sum of the rows that each rank has sent, in the order of ranks."""
+    by_rank = received.view(ranks.size, received.shape[0] // ranks.size, *received.shape[1:])
+    return by_rank.sum(0, dtype=received.dtype)  # named, because a sum of integers would be of int64 otherwise
+
+
+GATHERS: Mapping[str, Gather] = MappingProxyType(
+    {"all_gather_into_tensor": _gather, "gather_by_messages": _gather_by_messages}
+)
+REDUCE_SCATTERS: Mapping[str, ReduceScatter] = MappingProxyType(
+    {
+        "reduce_scatter_tensor": _reduce_scatter,
+        "exchange_by_messages": _exchange_by_messages,
+        "all_to_all_single": _all_to_all,
+    }
+)
+
+
+def usual_gather(ranks: Ranks, device: torch.device) -> str:
+    """What gathers where several may be under way at once and nobody chooses: on gloo messages."""
+    by_messages = sends_messages(resolve_group(ranks.group), device)
+    return "gather_by_messages" if by_messages else "all_gather_into_tensor"
+
+
+def usual_reduce_scatter(ranks: Ranks, device: torch.device) -> str:
+    """What reduces where nobody chooses: on gloo messages, because its own is an all-reduce of everything."""
+    by_messages = sends_messages(resolve_group(ranks.group), device)
+    return "exchange_by_messages" if by_messages else "reduce_scatter_tensor"
+
+
+def chunk_rows(rows: int, world: int) -> int:
+    """Rows of the largest of `world` chunks, which is what every rank sends: shorter chunks are padded to it."""
+    return -(-rows // world)
+
+
+def pad_rows(tensor: Tensor, rows: int) -> Tensor:
+    """`tensor` with zero rows appended until it has `rows`; `tensor` itself (made contiguous) when it has them."""
+    missing = rows - tensor.shape[0]
+    if missing:
+        padding = [0, 0] * (tensor.dim() - 1) + [0, missing]  # last dimension first
+        tensor = torch.constant_pad_nd(tensor, padding)
+    return tensor.contiguous()
+
+
+def take_rows(tensor: Tensor, rows: int) -> Tensor:
+    """The first `rows` of `tensor`; `tensor` itself when it has no more."""
+    return tensor if tensor.shape[0] == rows else tensor[:rows]
+
+
+def start_gather_rows(
+    shard: Tensor, shape: Sequence[int], ranks: Ranks, *, dtype: torch.dtype, by: str = "all_gather_into_tensor"
+) -> UnderWay:
+    """Starts to gather a tensor of which each rank holds a chunk of rows.
+
+    Args:
+        shard: `[rows_r, ...]`, this rank's.
+        shape: Of the result.
+        ranks: Over whom; of one rank alone nothing is gathered, and the result may be `shard` itself.
+        dtype: Of the result. The cast comes first, so that fewer bytes travel.
+        by: Which of `GATHERS`.
+    """
+    own = shard.to(dtype)
+    if ranks.size == 1:
+        return UnderWay(lambda: own)
+    started = GATHERS[by](pad_rows(own, chunk_rows(shape[0], ranks.size)), ranks)
+    return replace(started, finish=lambda: take_rows(started.finish(), shape[0]))
+
+
+def start_reducing(
+    grad: Tensor,
+    shard_shape: Sequence[int],
+    *,
+    dtype: torch.dtype,
+    reduce_dtype: torch.dtype,
+    ranks: Ranks,
+    outer: Sequence[Ranks],
+    by: str = "reduce_scatter_tensor",
+) -> UnderWay:
+    """Starts to average a gradient, as far as `ranks`; to finish does the rest.
+
+    Args:
+        grad: `[rows, ...]`, this rank's.
+        shard_shape: Shape of the result, the rows that this rank keeps.
+        dtype: Of the result.
+        reduce_dtype: In which ranks are summed.
+        ranks: Over whom rows are split; of one rank alone none are.
+        outer: Over whom the result is summed besides.
+        by: Which of `REDUCE_SCATTERS`.
+    """
+    summed = grad.to(reduce_dtype)
+    started = UnderWay(lambda: summed)
+    if ranks.size > 1:
+        padded = pad_rows(summed, ranks.size * chunk_rows(summed.shape[0], ranks.size))
+        started = REDUCE_SCATTERS[by](padded, ranks)
+    averaged_over = math.prod(each.size for each in (ranks, *outer))
+
+    def finish() -> Tensor:
+        own = sum_over(started.finish(), outer)
+        if ranks.group:  # after the outer groups, so that all ranks reduce the same shape over them
+            own = take_rows(own, shard_shape[0])
+        return (own if averaged_over == 1 else own / averaged_over).to(dtype)
+
+    return replace(started, finish=finish)
+
+
+def sum_over(tensor: Tensor, groups: Sequence[Ranks]) -> Tensor:
+    """The sum of `tensor` over each group in turn; `tensor` itself if all have one rank."""
+    for ranks in groups:
+        if ranks.size > 1:
+            tensor = c10d_functional.wait_tensor(c10d_functional.all_reduce(tensor.contiguous(), "sum", ranks.group))
+    return tensor

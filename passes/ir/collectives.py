@@ -1,0 +1,292 @@
+"""Every collective that is known, in one table: what a verifier, a cost model, a simulation and a dump ask of it.
+
+A collective starts when its node runs and is through when `wait_tensor` of its result returns. To add one, write its op
+on floor 0 and one `Collective` into `TABLE`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from functools import cache
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Node
+
+from dsgraph.inductor_ext import c10d_functional
+from dsgraph.passes.compat import OpOverload
+
+from .graph import bound_arguments
+
+
+class Role(Enum):
+    """What a collective is for."""
+
+    GATHER = "gather"
+    """Every rank gets the rows of all ranks. A sum over ranks stays the same sum."""
+    REDUCE_SCATTER = "reduce-scatter"
+    """Every rank gets its rows of the sum."""
+    ALL_REDUCE = "all-reduce"
+    """Every rank gets the whole sum."""
+    EXCHANGE = "exchange"
+    """Every rank gets its rows of each rank's input, one behind the other: added up, a reduce-scatter."""
+    BROADCAST = "broadcast"
+    """Every rank gets the input of one."""
+    MESSAGE = "message"
+    """Some ranks send, others receive."""
+    OTHER = "other"
+    """It is in no table."""
+
+
+_REDUCES = frozenset({Role.REDUCE_SCATTER, Role.ALL_REDUCE})
+
+Start = Callable[[Tensor, int, str], Tensor]
+"""Starts a collective of a tensor, the number of ranks and the group's name."""
+
+
+@dataclass(frozen=True)
+class Collective:
+    """What is known of a kind of collective.
+
+    Attributes:
+        op: Its form for one tensor, whose result is new memory.
+        role: What it is for.
+        coalesced: Its form for several tensors at once, each with a result and a wait of its own; passes build it.
+        other_forms: Those that passes meet and do not build: in place, into an argument.
+        shares: Given n ranks, how many n-ths of the counted bytes each sends: the least that any algorithm must send;
+            where ranks differ, the mean. None where that is not known.
+        steps: Given n ranks, after how many transfers, one after the other, the last rank has everything.
+        counts_result: Whether the result's bytes are counted, otherwise the first argument's.
+        counted: Given a node, the tensors that are counted, where they are neither.
+        is_read_until_wait: Whether its input may be written to only behind the wait; otherwise when the start returns.
+        alone_on: Backends on which no two may be under way at once.
+        coalesces_on: Backends that are known to start several at once; empty for all on which it runs.
+        only_on: The backend for which it is made; empty for every one.
+        start: Starts one, so that it can be measured: a gather of this rank's rows, any other of all ranks' rows. None
+            for what is not measured.
+    """
+
+    op: OpOverload
+    role: Role
+    coalesced: OpOverload | None = None
+    other_forms: tuple[OpOverload, ...] = ()
+    shares: Callable[[int], int] | None = None
+    steps: Callable[[int], int] | None = None
+    counts_result: bool = False
+    counted: Callable[[Node], list[Any]] | None = None
+    is_read_until_wait: bool = True
+    alone_on: tuple[str, ...] = ()
+    coalesces_on: tuple[str, ...] = ()
+    only_on: str = ""
+    start: Start | None = None
+
+    @property
+    def kind(self) -> str:
+        """What dumps, reports and calibrations call it, in whatever form: `all_reduce`."""
+        name: str = self.op.overloadpacket.__name__
+        return name
+
+    @property
+    def built(self) -> tuple[OpOverload, ...]:
+        """The forms that passes build."""
+        return (self.op,) if self.coalesced is None else (self.op, self.coalesced)
+
+    @property
+    def forms(self) -> tuple[OpOverload, ...]:
+        """All forms."""
+        return (*self.built, *self.other_forms)
+
+    @property
+    def reduces(self) -> bool:
+        """Whether its result is a sum over the ranks, or what else its `reduce_op` says."""
+        return self.role in _REDUCES
+
+    def sent_bytes(self, counted: int, ranks: int) -> int | None:
+        """Bytes that each of so many ranks sends, of the bytes that are counted; a part of a byte counts as one."""
+        return None if self.shares is None else -(-counted * self.shares(ranks) // ranks)
+
+
+class CollectiveTable:
+    """Collectives by their ops and kinds.
+
+    Attributes:
+        entries: The collectives.
+        by_op: Op, in whatever form -> its collective.
+        by_kind: Kind -> its collective.
+    """
+
+    def __init__(self, *entries: Collective) -> None:
+        self.entries = entries
+        self.by_op: Mapping[object, Collective] = MappingProxyType({op: one for one in entries for op in one.forms})
+        self.by_kind: Mapping[str, Collective] = MappingProxyType({one.kind: one for one in entries})
+
+
+def _others(ranks: int) -> int:
+    return ranks - 1
+
+
+def _tree_depth(ranks: int) -> int:
+    return math.ceil(math.log2(ranks))
+
+
+def _there(name: str) -> tuple[OpOverload, ...]:
+    """An op that torch may be too old to have, as a tuple of one or none."""
+    return (getattr(c10d_functional, name).default,) if hasattr(c10d_functional, name) else ()
+
+
+def _sending(node: Node) -> list[Any]:
+    call = bound_arguments(node)
+    return [value for op, value in zip(call["op_list"], call["tensors"], strict=True) if op == "isend"]
+
+
+_c10d, _own = c10d_functional, torch.ops.dsgraph
+
+# Steps: rings for gathers and reductions, exchanges in pairs for all-to-all, binomial trees for broadcasts. See Thakur,
+# Rabenseifner, Gropp: Optimization of Collective Communication Operations in MPICH, 2005. Messages go all at once.
+TABLE = CollectiveTable(
+    Collective(
+        _c10d.all_gather_into_tensor.default,
+        Role.GATHER,
+        coalesced=_c10d.all_gather_into_tensor_coalesced.default,
+        other_forms=(_c10d.all_gather_into_tensor_out.default,),
+        shares=lambda n: n * (n - 1),
+        steps=_others,
+        alone_on=("gloo",),  # which breaks then, see `gather_by_messages`
+        coalesces_on=("nccl", "fake"),
+        start=lambda rows, ranks, group: _c10d.all_gather_into_tensor(rows, ranks, group),
+    ),
+    Collective(
+        _own.gather_by_messages.default,
+        Role.GATHER,
+        coalesced=_own.gather_by_messages_coalesced.default,
+        shares=lambda n: n * (n - 1),
+        steps=lambda n: 1,
+        is_read_until_wait=False,  # copied to where the others' rows arrive
+        only_on="gloo",
+        start=lambda rows, ranks, group: _own.gather_by_messages(rows, ranks, group),
+    ),
+    Collective(
+        _own.exchange_by_messages.default,
+        Role.EXCHANGE,
+        coalesced=_own.exchange_by_messages_coalesced.default,
+        shares=_others,
+        steps=lambda n: 1,
+        only_on="gloo",
+        start=lambda whole, ranks, group: _own.exchange_by_messages(whole, ranks, group),
+    ),
+    Collective(
+        _c10d.reduce_scatter_tensor.default,
+        Role.REDUCE_SCATTER,
+        coalesced=_c10d.reduce_scatter_tensor_coalesced.default,
+        other_forms=_there("reduce_scatter_tensor_out"),
+        shares=lambda n: n * (n - 1),
+        steps=_others,
+        counts_result=True,
+        coalesces_on=("nccl", "fake"),
+        start=lambda whole, ranks, group: _c10d.reduce_scatter_tensor(whole, "sum", ranks, group),
+    ),
+    Collective(
+        _c10d.all_to_all_single.default,
+        Role.EXCHANGE,
+        shares=_others,
+        steps=_others,
+        start=lambda whole, ranks, group: _c10d.all_to_all_single(
+            whole, [len(whole) // ranks] * ranks, [len(whole) // ranks] * ranks, group
+        ),
+    ),
+    Collective(
+        _c10d.all_reduce.default,
+        Role.ALL_REDUCE,
+        other_forms=(
+            _c10d.all_reduce_.default,
+            _c10d.all_reduce_coalesced.default,
+            _c10d.all_reduce_coalesced_.default,
+        ),
+        shares=lambda n: 2 * (n - 1),
+        steps=lambda n: 2 * (n - 1),
+        is_read_until_wait=False,  # it works on a copy
+        start=lambda whole, ranks, group: _c10d.all_reduce(whole, "sum", group),
+    ),
+    Collective(
+        _c10d.broadcast.default,
+        Role.BROADCAST,
+        other_forms=(_c10d.broadcast_.default,),
+        shares=_others,
+        steps=_tree_depth,
+        is_read_until_wait=False,  # it works on a copy
+    ),
+    *(Collective(op, Role.MESSAGE, shares=lambda n: n, steps=lambda n: 1) for op in _there("isend")),
+    *(Collective(op, Role.MESSAGE, shares=lambda n: 0, steps=lambda n: 1) for op in _there("irecv")),
+    *(Collective(op, Role.MESSAGE, shares=lambda n: n, counted=_sending) for op in _there("batch_p2p_ops")),
+)
+
+
+def collective_of(node: Node) -> Collective | None:
+    """What is known of the collective that a node starts; None for any other node."""
+    target = node.target
+    if node.op != "call_function" or not isinstance(target, OpOverload):
+        return None
+    return TABLE.by_op.get(target) or _unlisted(target)
+
+
+@cache
+def _unlisted(target: OpOverload) -> Collective | None:
+    """A functional collective of torch's that is in no table; None for any other op."""
+    if target.namespace != c10d_functional.name or target is c10d_functional.wait_tensor.default:
+        return None
+    return Collective(target, Role.OTHER)
+
+
+def is_collective(node: Node) -> bool:
+    """Whether the node starts a collective that `wait_tensor` ends."""
+    return collective_of(node) is not None
+
+
+def is_gather(node: Node) -> bool:
+    """Whether the node starts a gather as passes of ours make them, of one tensor or of several."""
+    found = collective_of(node)
+    return found is not None and found.role is Role.GATHER and node.target in found.built
+
+
+def is_reduction(node: Node) -> bool:
+    """Whether the node starts a collective that reduces, or that does with a local sum behind it."""
+    found = collective_of(node)
+    return found is not None and (found.reduces or found.role is Role.EXCHANGE) and node.target in found.built
+
+
+def has_role(node: Node, role: Role) -> bool:
+    """Whether the node starts a collective of a role, in whatever form."""
+    found = collective_of(node)
+    return found is not None and found.role is role
+
+
+def collective_kind(node: Node) -> str:
+    """What kind of collective a node starts, such as `all_reduce`: in place, into an argument or coalesced as well."""
+    found = collective_of(node)
+    assert found is not None
+    return found.kind
+
+
+def collective_steps(kind: str, ranks: int) -> int | None:
+    """After how many transfers, one after the other, a kind of collective of so many ranks is through.
+
+    Returns:
+        None for a kind that is not known.
+    """
+    found = TABLE.by_kind.get(kind)
+    return None if found is None or found.steps is None else found.steps(ranks)
+
+
+def collective_group(node: Node) -> str:
+    """The process group that a collective names."""
+    return str(bound_arguments(node)["group_name"])
+
+
+def collectives(gm: GraphModule) -> list[Node]:
+    """The collectives of `gm`, in program order."""
+    return [node for node in gm.graph.nodes if is_collective(node)]

@@ -1,0 +1,72 @@
+"""From a function of tensors to nodes: what runs eagerly is traced into a graph."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+from torch.fx.node import map_aggregate
+
+from dsgraph.passes.compat import OpOverload, TorchDispatchMode
+
+from .graph import emit, fake_value
+
+aten = torch.ops.aten
+
+
+class Recording:
+    """Functions that were run on the values of nodes, as nodes of their graph.
+
+        recording = Recording(node)
+        twice = recording.run(lambda x: x + x, node.args[0])       # a node ahead of `node`
+
+    Attributes:
+        place: Ahead of which node what runs is written; it may be moved on in between.
+        made: The nodes that were written.
+    """
+
+    def __init__(self, place: Node) -> None:
+        self.place = place
+        self.made: list[Node] = []
+        self._nodes: dict[int, Node] = {}  # of a fake value, by its identity, which the node keeps alive
+
+    def value(self, node: Node) -> Tensor:
+        """The fake value of a node, for a function to be run on."""
+        value: Tensor = fake_value(node)
+        self._nodes[id(value)] = node
+        return value
+
+    def node(self, value: Tensor) -> Node:
+        """The node behind a value that a function gave back."""
+        return self._nodes[id(value)]
+
+    def run(self, function: Callable[..., Any], *inputs: Node) -> Any:
+        """Runs a function on the values of nodes, writes each op that it calls, and gives back what it does."""
+        with torch.no_grad(), _Recorder(self):
+            return function(*map(self.value, inputs))
+
+    def write(self, target: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+        """Writes a call, and gives back its fake value."""
+        if target is aten._to_copy.default and set(kwargs) == {"dtype"}:  # as casts are written in graphs
+            target, args, kwargs = torch.ops.prims.convert_element_type.default, (*args, kwargs["dtype"]), {}
+        args, kwargs = map_aggregate(
+            (args, kwargs), lambda value: self.node(value) if isinstance(value, Tensor) else value
+        )
+        node = emit(self.place, target, *args, **kwargs)
+        self.made.append(node)
+        return self.value(node)
+
+    def _argument(self, value: Any) -> Any:
+        return self.node(value) if isinstance(value, Tensor) else value
+
+
+class _Recorder(TorchDispatchMode):
+    def __init__(self, recording: Recording) -> None:
+        super().__init__()
+        self._recording = recording
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self._recording.write(func, args, kwargs or {})
