@@ -26,9 +26,8 @@ def define_op(
     """
 
     def define(function: Callable[..., Any]) -> CustomOpDef:
-        schema = torch.library.infer_schema(like or function, mutates_args=())
         name = f"dsgraph::{function.__name__}"
-        op = torch.library.custom_op(name, function, mutates_args=(), schema=schema, tags=tags)
+        op = torch.library.custom_op(name, function, mutates_args=(), schema=_schema(like or function), tags=tags)
         op.register_fake(fake)
         return op
 
@@ -38,5 +37,10 @@ def define_op(
 def define_composite(function: Callable[..., torch.Tensor]) -> None:
     """Makes an annotated function the op `dsgraph::<its name>`, of which autograd and compilers see the calls."""
     name = f"dsgraph::{function.__name__}"
-    torch.library.define(name, torch.library.infer_schema(function, mutates_args=()))
+    torch.library.define(name, _schema(function))
     torch.library.impl(name, "CompositeImplicitAutograd", function)
+
+
+def _schema(function: Callable[..., Any]) -> str:
+    """What torch infers, but a number alone is a plain one: torch takes each for a size that may be symbolic."""
+    return torch.library.infer_schema(function, mutates_args=()).replace("SymInt ", "int ")
