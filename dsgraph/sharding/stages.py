@@ -39,6 +39,11 @@ class ZeroStage:
     may_reduce_in_every_backward: bool
 
     @property
+    def gathers_each_use(self) -> bool:
+        """Whether a parameter is gathered around each use."""
+        return self.copy_lifetime is CopyLifetime.USE
+
+    @property
     def reduces_once(self) -> bool:
         """Whether `accumulate` reduces gradients once a step if nothing else is asked for."""
         return not self.may_reduce_in_every_backward

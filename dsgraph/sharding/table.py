@@ -107,7 +107,7 @@ class HeldParameters:
     eager_reads: Counter[str] = field(default_factory=Counter)
 
     def __getstate__(self) -> dict[str, object]:
-        replicas = {} if self.partition.stage == 3 else self.replicas
+        replicas = {} if self.partition.zero.gathers_each_use else self.replicas
         return {**self.__dict__, "replicas": replicas, "leaves": {}, "sums": {}}
 
 

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from torch import nn
 
 from dsgraph.errors import PartitionError
+from dsgraph.sharding.stages import ZeroStage
 
 from .accumulation import discard_local_gradients, enter_accumulation, leave_accumulation
 from .state import PartitionState, partition_states
@@ -56,10 +57,10 @@ def accumulate(model: nn.Module, *, reduce_once: bool | None = None) -> Iterator
     """
     states = _states(model, "accumulate")
     for state in states:
-        _check(reduce_once, state.stage)
+        _check(reduce_once, state.zero)
     try:
         for state in states:
-            enter_accumulation(state, reduce_once=state.stage < 2 if reduce_once is None else reduce_once)
+            enter_accumulation(state, reduce_once=state.zero.reduces_once if reduce_once is None else reduce_once)
             if len(states) == 1:  # each part of several has been counted as if it had all of the memory
                 state.hold_replicas()
         yield
@@ -102,12 +103,12 @@ def _states(model: nn.Module, caller: str) -> list[PartitionState]:
     return states
 
 
-def _check(reduce_once: object, stage: int) -> None:
+def _check(reduce_once: object, zero: ZeroStage) -> None:
     if reduce_once is None:
         return
     if not isinstance(reduce_once, bool):
         raise PartitionError(f"accumulate: reduce_once is {reduce_once!r}; it takes True, False or None")
-    if stage == 2 or reduce_once == (stage < 2):
+    if zero.allows(reduce_once=reduce_once):
         return
     if reduce_once:
         raise PartitionError(
@@ -115,6 +116,6 @@ def _check(reduce_once: object, stage: int) -> None:
             "full parameter whose gradient it could keep: leave reduce_once out, or partition with stage=2"
         )
     raise PartitionError(
-        f"accumulate: reduce_once is False, and the model was partitioned with stage={stage}, in which micro-batches "
-        "add their gradients up locally: leave reduce_once out, or partition with stage=2"
+        f"accumulate: reduce_once is False, and the model was partitioned with stage={zero.number}, in which "
+        "micro-batches add their gradients up locally: leave reduce_once out, or partition with stage=2"
     )

@@ -60,7 +60,7 @@ class ParameterState(ShardedParameter):
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy of the model has no part in the step.
-        replica = None if self.layout.stage == 3 else self.replica
+        replica = None if self.layout.zero.gathers_each_use else self.replica
         nothing = {"leaf": None, "local_sum": None, "is_summed": False, "withheld": None}
         return {**self.__dict__, **nothing, "replica": replica, "hooked_leaf": 0, "hooked_param": 0}
 

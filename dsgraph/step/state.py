@@ -17,6 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from dsgraph import compat
 from dsgraph.inductor_ext import c10d_functional
 from dsgraph.sharding.partition import partition as _partition
+from dsgraph.sharding.stages import CopyLifetime
 from dsgraph.sharding.table import PartitionedModel, ShardedParameter, held_by, partitioned_parts
 
 from .parameter import Freshness, ParameterState
@@ -115,7 +116,7 @@ class PartitionState(PartitionedModel):
     def note_materialized(self, entry: ShardedParameter) -> None:
         """Stages 1 and 2: gives a parameter, if it is sharded, the gathered copy that is kept of it."""
         assert isinstance(entry, ParameterState)
-        if entry.layout.group and self.stage in (1, 2):
+        if entry.layout.group and self.zero.copy_lifetime is CopyLifetime.ALWAYS:
             self._add_replica(entry)
 
     def _add_replica(self, entry: ParameterState) -> None:
@@ -170,7 +171,7 @@ class PartitionState(PartitionedModel):
             return
         for entry in self.replicated():
             entry.freshness = min(entry.freshness, Freshness.SUSPECT)
-        if self.stage == 3 and self.replicated():
+        if self.zero.gathers_each_use and self.replicated():
             compat.at_end_of_backward(self._release_replicas)
 
     def give_up_step(self) -> None:
@@ -179,7 +180,7 @@ class PartitionState(PartitionedModel):
         self.awaiting_last_backward = False
         for entry in self.replicated():
             entry.freshness = min(entry.freshness, Freshness.SUSPECT)
-        if self.stage == 3 and not self.accumulating:
+        if self.zero.gathers_each_use and not self.accumulating:
             self._release_replicas()
 
     def note_step(self, optimizer: Optimizer) -> None:
@@ -188,7 +189,7 @@ class PartitionState(PartitionedModel):
         for entry in self.replicated():
             if id(entry.param) in stepped:
                 entry.freshness = Freshness.STALE
-        if self.stage == 3 and any(entry.freshness is Freshness.STALE for entry in self.replicated()):
+        if self.zero.gathers_each_use and any(entry.freshness is Freshness.STALE for entry in self.replicated()):
             self.awaiting_last_backward = False  # each micro-batch was inside `accumulate`
             self._release_replicas()
 

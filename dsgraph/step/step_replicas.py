@@ -33,7 +33,7 @@ def choose_step_replicas(facts: CaptureFacts, module: nn.Module | None) -> None:
         module: The model.
     """
     states = partition_states(module) if module is not None else []
-    if facts.keep_bytes is None or facts.replicas or len(states) != 1 or states[0].stage != 3:
+    if facts.keep_bytes is None or facts.replicas or len(states) != 1 or not states[0].zero.gathers_each_use:
         return
     (state,) = states
     if state.step_room is not None and state.step_room <= facts.keep_bytes:

@@ -146,7 +146,10 @@ def test_a_script_that_compiles_nothing_is_bad_input(tmp_path):
         ([__file__, "--arch", "sm_80,sm90"], "--arch 'sm90' is not known; known: sm_80"),
         ([__file__, "--ranks", "0"], "--ranks: is '0'"),
         ([__file__, "--out", __file__], "is a file; give a folder"),
-        ([__file__, "--out", str(ROOT / "tests" / "emission")], "which no emission wrote; give --out another folder"),
+        (
+            [__file__, "--out", str(ROOT / "tests" / "tools" / "emission")],
+            "which no emission wrote; give --out another folder",
+        ),
     ],
 )
 def test_bad_input_is_refused_in_one_line(arguments, message, capsys, tmp_path, monkeypatch):
