@@ -55,8 +55,8 @@ def test_half_the_bytes_travel_and_the_numbers_are_the_same_bit_for_bit():
     "function",
     [
         lambda x, a: (gather(a, (4, 4)).to(BF16), gather(a, (4, 4))[0]),
-        lambda x, a: (lambda w: (w.to(BF16), w.to(torch.float16)))(gather(a, (4, 4))),
-        lambda x, a: (lambda w: (w.to(BF16), w.sum()))(gather(a, (4, 4))),
+        lambda x, a: (lambda w: (w.to(BF16) + 1, w.to(torch.float16) + 1))(gather(a, (4, 4))),
+        lambda x, a: (lambda w: (w.to(BF16) + 1, w.sum() + 1))(gather(a, (4, 4))),
         lambda x, a: (gather(a, (4, 4)).double(),),
         lambda x, a: (gather(a, (4, 4)).to(torch.int8),),
         lambda x, a: (gather(a, (4, 4), replica=x).to(BF16),),

@@ -1,0 +1,389 @@
+"""The mutants of `tests.mutants`: each breaks the product in one line, as a slip of the hand would."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+_KERNELS = "tests/inductor_ext/kernels"
+_ZERO, _OVERLAP, _ANALYSIS = "tests/passes/zero", "tests/passes/overlap", "tests/passes/analysis"
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """One change of one line.
+
+    Attributes:
+        name: What is broken.
+        file: Where, relative to the repository.
+        kind: What sort of slip it is.
+        before: The text that it replaces, which stands in the file once.
+        after: What it puts there.
+        killers: Test files that should notice; they are tried first.
+    """
+
+    name: str
+    file: str
+    kind: str
+    before: str
+    after: str
+    killers: tuple[str, ...]
+
+
+KERNELS = (
+    Mutant(
+        *("rms-norm-mean", "inductor_ext/kernels/rms_norm.py", "wrong scale"),
+        *("h * (u * h).mean(-1, keepdim=True)", "h * (u * h).sum(-1, keepdim=True)"),
+        killers=(f"{_KERNELS}/test_rms_norm.py",),
+    ),
+    Mutant(
+        *("rms-norm-rounding", "inductor_ext/kernels/rms_norm.py", "missing cast"),
+        *("y = (wide * rstd).to(norm_dtype)\n    if", "y = wide * rstd\n    if"),
+        killers=(f"{_KERNELS}/test_rms_norm.py",),
+    ),
+    Mutant(
+        *("rms-norm-triton-mean", "inductor_ext/kernels/rms_norm.py", "wrong scale"),
+        *("rstd = tl.rsqrt(tl.sum(x * x, 0) / columns + eps)", "rstd = tl.rsqrt(tl.sum(x * x, 0) / BLOCK + eps)"),
+        killers=(f"{_KERNELS}/test_add_rms_norm.py",),
+    ),
+    Mutant(
+        *("layer-norm-centre", "inductor_ext/kernels/layer_norm.py", "missing term"),
+        *("rstd * (u - u.mean(-1, keepdim=True) - h", "rstd * (u - h"),
+        killers=(f"{_KERNELS}/test_layer_norm.py",),
+    ),
+    Mutant(
+        *("rope-turns-back", "inductor_ext/kernels/rope.py", "wrong sign"),
+        *("x1 * cos[0] - x2 * sin[0]", "x1 * cos[0] + x2 * sin[0]"),
+        killers=(f"{_KERNELS}/test_rope.py",),
+    ),
+    Mutant(
+        *("rope-backward-halves", "inductor_ext/kernels/rope.py", "swapped order"),
+        *("else (-s2, -s1), interleaved)", "else (-s1, -s2), interleaved)"),
+        killers=(f"{_KERNELS}/test_rope.py",),
+    ),
+    Mutant(
+        *("swiglu-slope", "inductor_ext/kernels/swiglu.py", "wrong sign"),
+        *(
+            "s = torch.sigmoid(a)\n    dgate, dup = g * b * (s * (1 + a",
+            "s = torch.sigmoid(a)\n    dgate, dup = g * b * (s * (1 - a",
+        ),
+        killers=(f"{_KERNELS}/test_swiglu.py",),
+    ),
+    Mutant(
+        *("softmax-dropout-scale", "inductor_ext/kernels/softmax_dropout.py", "wrong scale"),
+        *("else 1 / (1 - p)", "else 1 - p"),
+        killers=(f"{_KERNELS}/test_softmax_dropout.py",),
+    ),
+    Mutant(
+        *("softmax-dropout-triton-sum", "inductor_ext/kernels/softmax_dropout.py", "missing term"),
+        *("dx = z * (u - tl.sum(u * z, 0))", "dx = z * u"),
+        killers=(f"{_KERNELS}/test_softmax_dropout.py",),
+    ),
+    Mutant(
+        *("adam-decay", "inductor_ext/kernels/adam_step.py", "wrong sign"),
+        *("param.mul_(1 - lr * weight_decay)", "param.mul_(1 + lr * weight_decay)"),
+        killers=(f"{_KERNELS}/test_adam_step.py",),
+    ),
+    Mutant(
+        *("adam-triton-correction", "inductor_ext/kernels/adam_step.py", "wrong argument"),
+        *("correction2 = (1 - tl.exp2(step * log2_beta2))", "correction2 = (1 - tl.exp2(step * log2_beta1))"),
+        killers=(f"{_KERNELS}/test_adam_step.py",),
+    ),
+    Mutant(
+        *("cross-entropy-ignored-rows", "inductor_ext/kernels/cross_entropy_rows.py", "missing mask"),
+        *("(row_weights * terms.logit_scale).masked_fill_(ignored, 0)", "(row_weights * terms.logit_scale)"),
+        killers=(f"{_KERNELS}/test_cross_entropy_rows.py",),
+    ),
+    Mutant(
+        *("cross-entropy-last-chunk", "inductor_ext/kernels/linear_cross_entropy_chunks.py", "off by one"),
+        *("slice(start, min(start + step, count))", "slice(start, min(start + step, count - 1))"),
+        killers=(f"{_KERNELS}/test_linear_cross_entropy.py",),
+    ),
+)
+
+SUBSTITUTION = (
+    Mutant(
+        *("kernel-over-a-write", "passes/kernels/capture_graph.py", "missing check"),
+        *("if any(not storages.isdisjoint(_storages(item)) for item in written):", "if not written and storages:"),
+        killers=("tests/passes/kernels/test_substitute_kernels.py",),
+    ),
+    Mutant(
+        *("kernel-over-grad-mode", "passes/kernels/capture_graph.py", "missing check"),
+        *("if node.target is set_grad_enabled:", "if node.target is None:"),
+        killers=("tests/passes/kernels/test_substitute_kernels.py",),
+    ),
+)
+
+ZERO = (
+    Mutant(
+        *("merge-over-grad-mode", "passes/zero/merge_gathers.py", "missing check"),
+        *("repr(node.args), repr(node.kwargs), grad_mode)", "repr(node.args), repr(node.kwargs))"),
+        killers=(f"{_ZERO}/test_merge_gathers.py",),
+    ),
+    Mutant(
+        *("compress-what-is-read-whole", "passes/zero/compress_gathers.py", "missing check"),
+        *("dtypes.pop() if len(dtypes) == 1 else None", "next((one for one in dtypes if one is not None), None)"),
+        killers=(f"{_ZERO}/test_compress_gathers.py",),
+    ),
+    Mutant(
+        *("small-bucket-slices", "passes/zero/bucket_small_reductions.py", "off by one shard"),
+        *(
+            "own = emit(last, aten.slice.Tensor, sums, 0, start, end)",
+            "own = emit(last, aten.slice.Tensor, sums, 0, 0, end - start)",
+        ),
+        killers=(f"{_ZERO}/test_bucket_small_reductions.py",),
+    ),
+    Mutant(
+        *("small-bucket-bound", "passes/zero/bucket_small_reductions.py", "missing bound"),
+        *("> self.bucket_bytes:", "> 2 * self.bucket_bytes:"),
+        killers=(f"{_ZERO}/test_bucket_small_reductions.py",),
+    ),
+    Mutant(
+        *("keep-first-gather", "passes/zero/keep_last_gather.py", "swapped order"),
+        *("wait_of(gathers[-1])", "wait_of(gathers[0])"),
+        killers=(f"{_ZERO}/test_keep_last_gather.py",),
+    ),
+    Mutant(
+        *("await-behind-first-use", "passes/zero/await_replicas.py", "dropped wait"),
+        *("wait = emit(min(replica.users)", "wait = emit(max(replica.users)"),
+        killers=(f"{_ZERO}/test_await_replicas.py", "tests/distributed/test_replicas.py"),
+    ),
+)
+
+OVERLAP = (
+    Mutant(
+        *("bucket-over-its-bound", "passes/overlap/buckets.py", "missing bound"),
+        *(
+            "sum(one.bytes for one in together) > limits.bucket_bytes",
+            "sum(one.bytes for one in bucket) > limits.bucket_bytes",
+        ),
+        killers=(f"{_OVERLAP}/test_bucket_gathers.py", f"{_OVERLAP}/test_bucket_reductions.py"),
+    ),
+    Mutant(
+        *("bucket-of-unlike-members", "passes/overlap/buckets.py", "missing check"),
+        *("if member.alike != bucket[0].alike or sum", "if sum"),
+        killers=(f"{_OVERLAP}/test_bucket_gathers.py", f"{_OVERLAP}/test_bucket_reductions.py"),
+    ),
+    Mutant(
+        *("delay-over-a-barrier", "passes/overlap/delay_reduction_waits.py", "missing check"),
+        *("place = barrier_between(nodes[0], place) or place", "place = place or barrier_between(nodes[0], place)"),
+        killers=(f"{_OVERLAP}/test_delay_reduction_waits.py",),
+    ),
+    Mutant(
+        *("delay-without-bound", "passes/overlap/delay_reduction_waits.py", "missing bound"),
+        *("if total > most:", "if total > 2 * most:"),
+        killers=(f"{_OVERLAP}/test_delay_reduction_waits.py",),
+    ),
+    Mutant(
+        *("prefetch-over-a-barrier", "passes/overlap/prefetch_gathers.py", "missing check"),
+        *("if not nodes or barrier_between(place, nodes[-1]) is not None:", "if not nodes:"),
+        killers=(f"{_OVERLAP}/test_prefetch_gathers.py",),
+    ),
+    Mutant(
+        *("prefetch-without-bound", "passes/overlap/prefetch_gathers.py", "missing bound"),
+        *("sum(self._bytes[self._oldest : number + 1])", "sum(self._bytes[self._oldest : number])"),
+        killers=(f"{_OVERLAP}/test_prefetch_gathers.py",),
+    ),
+)
+
+SHARDING = (
+    Mutant(
+        *("materialize-own-seed", "dsgraph/sharding/materialize.py", "ranks differ"),
+        *("broadcast_from_first(shared, mesh)", "pass"),
+        killers=("tests/sharding/test_materialize.py",),
+    ),
+    Mutant(
+        *("chunks-of-other-rank", "dsgraph/sharding/partition.py", "off by one shard"),
+        *("chunks[rank].clone() if rank < len(chunks)", "chunks[rank - 1].clone() if rank < len(chunks)"),
+        killers=("tests/sharding/test_partition.py", "tests/distributed/test_stages.py"),
+    ),
+    Mutant(
+        *("partition-own-values", "dsgraph/sharding/partition.py", "ranks differ"),
+        *("    if not full.is_meta:\n        broadcast_from_first(full, mesh)\n", ""),
+        killers=("tests/distributed/test_stages.py",),
+    ),
+    Mutant(
+        *("agreement-with-itself", "dsgraph/sharding/agreement.py", "missing check"),
+        *("if digests[rank] != digests[known[0]]:", "if digests[rank] != digests[rank]:"),
+        killers=("tests/distributed/test_agreement.py",),
+    ),
+    Mutant(
+        *("reduce-dtype-of-the-master", "dsgraph/sharding/layout.py", "missing cast"),
+        *("return compute, self.reduce_dtype or compute", "return compute, compute"),
+        killers=("tests/distributed/test_mixed_precision.py", "tests/sharding/test_partition.py"),
+    ),
+    Mutant(
+        *("gradient-sent-nowhere", "dsgraph/sharding/seam.py", "unsummed gradient"),
+        *(
+            "return ctx.layout.reduce(grad, ctx.shard), None, None, None",
+            "return grad.narrow(0, 0, len(ctx.shard)), None, None, None",
+        ),
+        killers=("tests/distributed/test_stages.py", "tests/distributed/test_modules.py"),
+    ),
+)
+
+COLLECTIVES = (
+    Mutant(
+        *("average-over-a-part", "inductor_ext/collectives/algorithms.py", "wrong scale"),
+        *("math.prod(each.size for each in (ranks, *outer))", "math.prod(each.size for each in (ranks, *outer[1:]))"),
+        killers=("tests/distributed/test_stages.py",),
+    ),
+    Mutant(
+        *("gradient-of-one-rank", "inductor_ext/collectives/algorithms.py", "unsummed gradient"),
+        *("return by_rank.sum(0, dtype=received.dtype)", "return by_rank[0]"),
+        killers=("tests/distributed/test_stages.py",),
+    ),
+    Mutant(
+        *("reduction-uncast", "inductor_ext/collectives/algorithms.py", "missing cast"),
+        *("summed = grad.to(reduce_dtype)", "summed = grad"),
+        killers=("tests/distributed/test_mixed_precision.py", "tests/passes/zero/test_insert_zero_collectives.py"),
+    ),
+    Mutant(
+        *("chunks-of-one-row-more", "inductor_ext/collectives/algorithms.py", "off by one shard"),
+        *("return -(-rows // world)", "return rows // world + 1"),
+        killers=("tests/distributed/test_stages.py", "tests/passes/zero/test_insert_zero_collectives.py"),
+    ),
+    Mutant(
+        *("padding-stays", "inductor_ext/collectives/algorithms.py", "off by one shard"),
+        *(
+            "return tensor if tensor.shape[0] == rows else tensor[:rows]",
+            "return tensor if tensor.shape[0] == rows else tensor[-rows:]",
+        ),
+        killers=("tests/distributed/test_stages.py", "tests/passes/zero/test_insert_zero_collectives.py"),
+    ),
+    Mutant(
+        *("all-reduce-at-half-price", "passes/ir/collectives.py", "wrong scale"),
+        *("shares=lambda n: 2 * (n - 1),\n        steps", "shares=lambda n: n - 1,\n        steps"),
+        killers=("tests/passes/analysis/test_cost.py", "tests/passes/ir"),
+    ),
+    Mutant(
+        *("messages-read-early", "inductor_ext/collectives/messages.py", "dropped wait"),
+        *("            register_work(tensor.result, work)\n", ""),
+        killers=("tests/inductor_ext/collectives",),
+    ),
+)
+
+STEP = (
+    Mutant(
+        *("stale-after-a-fused-step", "dsgraph/step/state.py", "stale gathered copy"),
+        *(
+            "in stepped:\n                entry.freshness = Freshness.STALE",
+            "in stepped:\n                entry.freshness = entry.freshness",
+        ),
+        killers=("tests/distributed/test_replicas.py",),
+    ),
+    Mutant(
+        *("stale-after-a-write", "dsgraph/step/parameter.py", "stale gathered copy"),
+        *(
+            "param is not self._gathered_from or param._version != self._gathered_version",
+            "param is not self._gathered_from",
+        ),
+        killers=("tests/distributed/test_replicas.py",),
+    ),
+    Mutant(
+        *("eager-read-without-wait", "dsgraph/step/state.py", "dropped wait"),
+        *("if self.under_way:\n            with", "if not self.under_way:\n            with"),
+        killers=("tests/distributed/test_replicas.py",),
+    ),
+    Mutant(
+        *("last-micro-batch-alone", "dsgraph/step/accumulation.py", "unsummed gradient"),
+        *("entry.local_sum.add_(grad)", "entry.local_sum.copy_(grad)"),
+        killers=("tests/distributed/test_accumulate.py",),
+    ),
+    Mutant(
+        *("sum-in-low-precision", "dsgraph/step/accumulation.py", "missing cast"),
+        *("grad = leaf.grad.to(entry.param.dtype)", "grad = leaf.grad"),
+        killers=("tests/distributed/test_accumulate.py", "tests/distributed/test_mixed_precision.py"),
+    ),
+    Mutant(
+        *("sum-added-by-two-graphs", "dsgraph/step/watched_graphs.py", "summed twice"),
+        *("                empty_sum(total)\n                entry.is_summed = False", "                pass"),
+        killers=("tests/distributed/test_last_micro_batch.py",),
+    ),
+    Mutant(
+        *("sum-lost-to-another-gradient", "dsgraph/step/watched_graphs.py", "missing check"),
+        *("if entry.is_summed and not compat.accumulates(", "if entry.is_summed and False and not compat.accumulates("),
+        killers=("tests/distributed/test_last_micro_batch.py",),
+    ),
+    Mutant(
+        *("idle-rank-leaves", "dsgraph/step/accumulation.py", "missing check"),
+        *(
+            "        if stepped and living.phase is StepPhase.LAST:\n            reduce_local_gradients(living)",
+            "        pass",
+        ),
+        killers=("tests/distributed/test_idle_rank.py",),
+    ),
+    Mutant(
+        *("gathers-own-rows-elsewhere", "dsgraph/step/replicas.py", "off by one shard"),
+        *(
+            "own = whole[group.rank() * rows :][:rows]",
+            "own = whole[(group.size() - 1 - group.rank()) * rows :][:rows]",
+        ),
+        killers=("tests/distributed/test_stages.py", "tests/distributed/test_replicas.py"),
+    ),
+)
+
+COMPILER = (
+    Mutant(
+        *("sum-added-by-a-part", "dsgraph/compiler/captured_sums.py", "missing check"),
+        *("if markers and all(map(_reads_sum, markers)):", "if any(map(_reads_sum, markers)):"),
+        killers=("tests/distributed/test_last_micro_batch.py",),
+    ),
+    Mutant(
+        *("spare-without-activations", "dsgraph/compiler/spare_memory.py", "missing term"),
+        *("saved.total + _GRADIENTS_ALIVE * saved.largest", "_GRADIENTS_ALIVE * saved.largest"),
+        killers=("tests/compiler/test_spare_memory.py",),
+    ),
+    Mutant(
+        *("sum-written-twice", "passes/ir/local_sums.py", "summed twice"),
+        *("if total not in added:", "if total is not added:"),
+        killers=("tests/passes/ir/test_local_sums.py",),
+    ),
+    Mutant(
+        *("budget-forgets-takers", "passes/analysis/budget.py", "missing term"),
+        *("max(0, self.to_keep - self.taken(MemoryPart.GATHERED_COPIES))", "max(0, self.to_keep)"),
+        killers=("tests/passes/analysis", "tests/passes/zero/test_selective_gather.py"),
+    ),
+    Mutant(
+        *("knapsack-over-its-room", "passes/analysis/knapsack.py", "missing bound"),
+        *("sizes[number] <= left", "sizes[number] <= room"),
+        killers=("tests/passes/analysis/test_knapsack.py",),
+    ),
+    Mutant(
+        *("plan-turned-round", "passes/ir/save_plan.py", "swapped order"),
+        *("node.meta[_KEY] = _POLICIES[choice]", "node.meta[_KEY] = CheckpointPolicy.MUST_SAVE"),
+        killers=("tests/passes/ir", "tests/passes/zero/test_insert_zero_collectives.py"),
+    ),
+    Mutant(
+        *("pair-of-unlike-values", "passes/verify/pair.py", "missing check"),
+        *("if not is_like(was, now):", "if not is_like(was, was):"),
+        killers=("tests/passes/verify", "tests/passes/runner"),
+    ),
+    Mutant(
+        *("pair-values-swapped", "passes/verify/pair.py", "missing check"),
+        *("if ours != theirs:\n                raise", "if ours is None:\n                raise"),
+        killers=("tests/passes/verify", "tests/passes/runner"),
+    ),
+)
+
+VERIFIER = (
+    Mutant(
+        *("verifier-of-waits", "passes/verify/collectives.py", "missing check"),
+        *("if waits != 1 or len(result.users) != 1:", "if waits > 1:"),
+        killers=("tests/passes/verify/test_verifier.py",),
+    ),
+    Mutant(
+        *("verifier-of-barriers", "passes/verify/memory.py", "missing check"),
+        *(
+            "    if crossed is not None:\n        node, barrier = crossed",
+            "    if crossed is None and before.ordered is None:\n        node, barrier = crossed",
+        ),
+        killers=("tests/passes/verify/test_verifier.py",),
+    ),
+    Mutant(
+        *("verifier-of-writes", "passes/verify/memory.py", "missing check"),
+        *("if len(was) == len(now):", "if len(was) >= len(now):"),
+        killers=("tests/passes/verify/test_verifier.py",),
+    ),
+)
+
+MUTANTS = (*KERNELS, *SUBSTITUTION, *ZERO, *OVERLAP, *SHARDING, *COLLECTIVES, *STEP, *COMPILER, *VERIFIER)

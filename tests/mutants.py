@@ -1,0 +1,183 @@
+"""Are the tests sharp? Breaks the product in one place at a time, and sees whether they notice.
+
+    python -m tests.mutants                     every mutant against the tests that should kill it
+    python -m tests.mutants --only NAME ...     some of them
+    python -m tests.mutants --table FILE.md     writes the table of CONTRIBUTING.md into the file as well
+
+A mutant is killed by the first tests that fail. `killers` are tried first; what survives them meets all of `make test`,
+and what survives that all of `make test-all`. A mutant that only the latter kills is a fault of the small tier. A
+mutant that does not even import proves nothing and counts as an error.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from queue import SimpleQueue
+
+from tests.mutant_list import MUTANTS, Mutant
+
+ROOT = Path(__file__).resolve().parent.parent
+SMALL, FULL = "not gpu and not full", "not gpu"
+MARK = ("<!-- mutants -->", "<!-- /mutants -->")
+_FAILED, _NO_TESTS = 1, 5
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a mutant.
+
+    Attributes:
+        mutant: The mutant.
+        tier: "small", "full", "survived", or "error" where nothing ran.
+        killer: The first test that failed, or what went wrong.
+        seconds: How long that took.
+    """
+
+    mutant: Mutant
+    tier: str
+    killer: str
+    seconds: float
+
+
+def apply(root: Path, mutant: Mutant) -> str:
+    """Writes the mutant into the tree at `root`; returns what stood in the file before.
+
+    Raises:
+        ValueError: The text that it changes does not stand in its file exactly once.
+    """
+    path = root / mutant.file
+    text = path.read_text()
+    if text.count(mutant.before) != 1:
+        raise ValueError(f"mutant {mutant.name}: {mutant.before!r} stands {text.count(mutant.before)} times in {path}")
+    path.write_text(text.replace(mutant.before, mutant.after))
+    return text
+
+
+def judge(root: Path, mutant: Mutant, *, everything: bool) -> Outcome:
+    """Runs tests against one mutant in the tree at `root`, and takes it out again."""
+    started = time.monotonic()
+    text = apply(root, mutant)
+    try:
+        rounds = [("small", SMALL, mutant.killers)]
+        if everything:
+            rounds += [("small", SMALL, ()), ("full", FULL, ())]
+        for tier, marker, paths in rounds:
+            code, output = _pytest(root, marker, paths)
+            if code == _FAILED:
+                return Outcome(mutant, tier, _first_failure(output), time.monotonic() - started)
+            if code not in (0, _NO_TESTS):
+                return Outcome(mutant, "error", output[-2000:], time.monotonic() - started)
+        return Outcome(mutant, "survived", "", time.monotonic() - started)
+    finally:
+        (root / mutant.file).write_text(text)
+
+
+def _pytest(root: Path, marker: str, paths: Sequence[str]) -> tuple[int, str]:
+    with tempfile.TemporaryDirectory() as caches:  # what a mutant compiled must not be found by the next
+        environment = {
+            **os.environ,
+            "PYTHONPATH": str(root),
+            "OMP_NUM_THREADS": "1",
+            "TORCHINDUCTOR_CACHE_DIR": caches,
+            "PYTHONDONTWRITEBYTECODE": "1",
+        }
+        command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-m", marker, *paths]
+        done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, check=False)
+    return done.returncode, done.stdout + done.stderr
+
+
+def _first_failure(output: str) -> str:
+    match = re.search(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", output, re.MULTILINE)
+    return match[1] if match else "?"
+
+
+def _copies(count: int, folder: Path) -> Iterator[Path]:
+    """Copies of the files that git knows, to be broken."""
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=True).stdout
+    names = [os.fsdecode(name) for name in listed.split(b"\0") if name]
+    for number in range(count):
+        root = folder / f"copy{number}"
+        for name in names:
+            (root / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, root / name, follow_symlinks=False)
+        yield root
+
+
+def run(mutants: Sequence[Mutant], *, jobs: int, everything: bool) -> list[Outcome]:
+    """Judges mutants, several at a time, each in a copy of the tree of its own."""
+    with tempfile.TemporaryDirectory() as folder:
+        free: SimpleQueue[Path] = SimpleQueue()
+        for root in _copies(jobs, Path(folder)):
+            free.put(root)
+
+        def one(mutant: Mutant) -> Outcome:
+            root = free.get()
+            try:
+                outcome = judge(root, mutant, everything=everything)
+            finally:
+                free.put(root)
+            print(f"{outcome.tier:9} {outcome.seconds:5.0f} s  {mutant.name}: {outcome.killer}", flush=True)
+            return outcome
+
+        with ThreadPoolExecutor(jobs) as pool:
+            return list(pool.map(one, mutants))
+
+
+def table(outcomes: Sequence[Outcome]) -> str:
+    """The outcomes as a table in Markdown."""
+    rows = ["| mutant | in | kind | killed by |", "|---|---|---|---|"]
+    for outcome in outcomes:
+        killer = f"`{outcome.killer.removeprefix('tests/').partition('[')[0]}`" if outcome.killer else outcome.tier
+        tier = "" if outcome.tier == "small" else f" ({outcome.tier})"
+        rows.append(f"| {outcome.mutant.name} | `{outcome.mutant.file}` | {outcome.mutant.kind} | {killer}{tier} |")
+    killed = sum(outcome.tier == "small" for outcome in outcomes)
+    rows += ["", f"{killed} of {len(outcomes)} mutants are killed by `make test`."]
+    return "\n".join(rows)
+
+
+def write_table(path: Path, outcomes: Sequence[Outcome]) -> None:
+    """Puts the table between the marks of a file.
+
+    Raises:
+        ValueError: The marks are not there.
+    """
+    text = path.read_text()
+    begin, end = (text.find(mark) for mark in MARK)
+    if not 0 <= begin < end:
+        raise ValueError(f"{path} has no {MARK[0]} ... {MARK[1]}")
+    path.write_text(f"{text[: begin + len(MARK[0])]}\n{table(outcomes)}\n{text[end:]}")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The program; exit code 1 where a mutant is not killed by the small tier."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="these mutants alone")
+    parser.add_argument("--jobs", type=int, default=2, help="how many at a time (2)")
+    parser.add_argument("--killers-only", action="store_true", help="do not run whole tiers against survivors")
+    parser.add_argument("--table", type=Path, metavar="FILE.md", help="write the table between the marks of the file")
+    given = parser.parse_args(arguments)
+    known = {mutant.name: mutant for mutant in MUTANTS}
+    unknown = sorted(set(given.only or ()) - known.keys())
+    if unknown:
+        parser.error(f"no mutants called {', '.join(unknown)}")
+    chosen = [known[name] for name in given.only] if given.only else list(MUTANTS)
+    outcomes = run(chosen, jobs=given.jobs, everything=not given.killers_only)
+    if given.table is not None:
+        write_table(given.table, outcomes)
+    print(table(outcomes))
+    return int(any(outcome.tier != "small" for outcome in outcomes))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
