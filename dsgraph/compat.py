@@ -5,9 +5,8 @@ Checked on torch 2.11.0, 2.12.1 and 2.13.0.
 
 from __future__ import annotations
 
-import contextlib
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from importlib.metadata import entry_points
@@ -16,7 +15,6 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import GraphModule, Node
 
 MINIMUM_TORCH = (2, 11)
@@ -73,6 +71,16 @@ def accumulates(leaf: Any) -> bool:
 def keeping_version(tensors: tuple[torch.Tensor, ...]) -> Any:
     """Context in which writes to `tensors` do not invalidate what autograd saved of them."""
     return torch.autograd._unsafe_preserve_version_counter(tensors)
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """A number that every write to `tensor`, in place, raises."""
+    return tensor._version
+
+
+def has_hooks(param: torch.Tensor) -> bool:
+    """Whether something is called when a gradient of `param` is computed or added up."""
+    return bool(param._backward_hooks or param._post_accumulate_grad_hooks)
 
 
 def keep_static(tensor: torch.Tensor) -> None:
@@ -286,30 +294,3 @@ def runs_as_it_is(op: Any) -> bool:
     from torch._inductor.lowering import fallbacks, lowerings
 
     return op not in lowerings or op in fallbacks
-
-
-def fake_mode() -> Any:
-    """A context in which nothing is computed and every size is a number; `from_tensor` takes tensors into it."""
-    return FakeTensorMode(allow_non_fake_inputs=True)
-
-
-@contextlib.contextmanager
-def keeping_autocast() -> Iterator[None]:
-    """A context that leaves autocast as it was, also when regions that were entered inside are not left."""
-    kinds = ["cpu", *([accelerator.type] if (accelerator := torch.accelerator.current_accelerator()) else [])]
-    before = {kind: (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds}
-    depth = _autocast_depth()
-    try:
-        yield
-    finally:
-        for kind, (enabled, dtype) in before.items():
-            torch.set_autocast_enabled(kind, enabled)
-            torch.set_autocast_dtype(kind, dtype)
-        while _autocast_depth() > depth:
-            torch.autocast_decrement_nesting()
-
-
-def _autocast_depth() -> int:
-    torch.autocast_increment_nesting()
-    depth: int = torch.autocast_decrement_nesting()
-    return depth

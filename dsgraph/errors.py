@@ -33,6 +33,12 @@ class AccumulationError(RuntimeError):
     """Local gradients were about to be lost or used before they were reduced."""
 
 
+def on_one_line(error: BaseException, *, unnamed: type[BaseException] | tuple[type[BaseException], ...] = ()) -> str:
+    """An error on one line: its class, unless it is one of `unnamed`, and what it says."""
+    said = " ".join(str(error).split())
+    return said if isinstance(error, unnamed) else f"{type(error).__name__}: {said}"
+
+
 __all__ = [
     "AccumulationError",
     "EmissionError",
@@ -42,4 +48,5 @@ __all__ = [
     "PartitionError",
     "RanksDisagreeError",
     "StrictError",
+    "on_one_line",
 ]

@@ -48,6 +48,7 @@ __all__ = [
     "known_sizes",
     "min_cut_rematerialization_partition",
     "put_opaque_values_last",
+    "schema_of",
     "set_grad_enabled",
     "storage_id",
     "symbolic_expression",
@@ -145,6 +146,11 @@ def known_sizes(size: torch.SymInt) -> Mapping[sympy.Symbol, int]:
 def fake_mode_of(value: object) -> Any:
     """The mode of a fake tensor, in which more of its kind are made; a context that does nothing for other values."""
     return value.fake_mode if isinstance(value, FakeTensor) else contextlib.nullcontext()
+
+
+def schema_of(op: OpOverload) -> torch.FunctionSchema:
+    """Names, defaults and aliases of an op's arguments and results."""
+    return op._schema
 
 
 def storage_id(tensor: torch.Tensor) -> int:

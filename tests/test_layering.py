@@ -44,6 +44,17 @@ FLOORS = {floor: number for number, floor in enumerate(ORDER)}
 EMISSION = [ROOT / "dsgraph" / "tools" / "emission" / f"{stem}.py" for stem in ("harness", "lowering", "schedule")]
 # Names that every part may ask the product for.
 FREE = {"dsgraph.__version__"}
+# Names of others that begin with an underscore and may be read outside compat.py.
+KNOWN = {
+    "_asdict": "documented: every named tuple has it",
+    "_getframe": "documented, in `sys`",
+    "_actions": "argparse offers no other list of a parser's arguments; docs/cli.md alone is made of it",
+    "_init_weights": "the hook by which transformers initialises a model",
+    "_dsgraph": "the product's own, which it sets on modules",
+    # What a module is made of. Each is a plain dict or list; the product's shards stand in them.
+    **dict.fromkeys(("_buffers", "_non_persistent_buffers_set", "_flat_weights_names"), "as `_parameters`"),
+    "_parameters": "torch's own functions for parallel training replace parameters in it",
+}
 
 
 def _files(floor: str) -> list[Path]:
@@ -180,6 +191,49 @@ def test_private_torch_apis_stand_in_compat(floor):
             if parts[0] == "torch":
                 private = [part for part in parts if re.fullmatch(r"_[a-zA-Z].*", part)]
                 assert not private, f"{path.relative_to(ROOT)} uses {name}: move it to compat.py"
+
+
+@pytest.mark.parametrize("floor", list(FLOORS))
+def test_private_attributes_of_others_are_read_in_compat(floor):
+    for path in _files(floor):
+        if path.name == "compat.py" or path in EMISSION:
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Attribute) and re.fullmatch(r"_[a-zA-Z].*", node.attr):
+                is_op = ast.unparse(node.value).split(".")[-1] == "aten"
+                known = is_op or node.attr in KNOWN or node.attr in _private_members()
+                assert known, f"{path.relative_to(ROOT)} reads {ast.unparse(node)}: move it to compat.py"
+
+
+def test_every_known_private_name_is_read():
+    read = {name.rpartition(".")[2] for floor in FLOORS for path in _files(floor) for name in _attributes(path)}
+    assert not set(KNOWN) - read
+
+
+@cache
+def _private_members() -> set[str]:
+    """What the classes of this project have of their own that begins with an underscore."""
+    found = set()
+    for path in _modules().values():
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef):
+                found |= {name for item in node.body for name in _bound(item)}
+            elif (
+                isinstance(node, ast.Attribute)
+                and isinstance(node.ctx, ast.Store)
+                and ast.unparse(node.value) == "self"
+            ):
+                found.add(node.attr)
+    return found - set(KNOWN)
+
+
+def _bound(item: ast.stmt) -> Iterator[str]:
+    """The names that a statement in the body of a class gives a value or a type."""
+    if isinstance(item, (ast.FunctionDef, ast.ClassDef)):
+        yield item.name
+    elif isinstance(item, (ast.Assign, ast.AnnAssign)):
+        targets = item.targets if isinstance(item, ast.Assign) else [item.target]
+        yield from (target.id for target in targets if isinstance(target, ast.Name))
 
 
 def _attributes(path: Path) -> Iterator[str]:

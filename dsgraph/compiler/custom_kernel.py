@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -49,10 +50,9 @@ def kernel(
         function: Nothing; the decorator is written with parentheses.
         triton: The launcher, with the arguments of the reference; gives a new, contiguous tensor like the reference's.
             The GPU of its first tensor is the current one while it runs, and so it is for `backward`.
-        backward: Takes the gradient of the result and the arguments of the reference, gives the gradient of each
-            argument, None for a number. Default: the derivative of the reference. It is used where `triton` is.
-        supports: Takes fake tensors and numbers as the reference takes tensors and numbers; gives why the kernel cannot
-            take them, or None.
+        backward: Takes the gradient of the result and the arguments of the reference, gives the gradient of each, None
+            for a number. Default: the derivative of the reference. It is used where `triton` is.
+        supports: Takes what the reference takes, but fake tensors; gives why the kernel cannot take it, or None.
         match: Finds what the kernel computes, see `KernelSpec`. Default: the calls of the reference, in any spelling.
         anchor: Where `match` is called; goes with it.
         namespace: Of the op.
@@ -63,32 +63,45 @@ def kernel(
             missing; `backward` has no effect.
     """
     if function is not None:
-        name = getattr(function, "__name__", repr(function))
-        raise KernelError(f"kernel {name}: write @dsgraph.kernel() above it, with parentheses")
+        raise KernelError(f"kernel {_name(function)}: write @dsgraph.kernel() above it, with parentheses")
+    return partial(
+        _spec_of, triton=triton, backward=backward, supports=supports, match=match, anchor=anchor, namespace=namespace
+    )
 
-    def decorate(reference: Callable[..., Tensor]) -> KernelSpec:
-        name = reference.__name__
-        if (match is None) != (anchor is None):
-            missing = "anchor" if anchor is None else "match"
-            raise KernelError(f"kernel {name}: match and anchor go together: add {missing}=, or leave out both")
-        if backward is not None and triton is None:
-            raise KernelError(f"kernel {name}: backward has no effect without triton: remove it, or add the other")
-        schema = _schema(reference)
-        find, look_at = match, anchor
-        if find is None or look_at is None:
-            likeness = _likeness(reference)
-            find, look_at = likeness.match, likeness.is_anchor
-        return KernelSpec(
-            name=name,
-            op=_define(f"{namespace}::{name}", schema, reference, triton=triton, backward=backward),
-            reference=reference,
-            is_anchor=look_at,
-            match=find,
-            gain=_gain,
-            supports=supports or _supports_everything,
-        )
 
-    return decorate
+def _name(function: object) -> str:
+    return getattr(function, "__name__", repr(function))
+
+
+def _spec_of(
+    reference: Callable[..., Tensor],
+    *,
+    triton: Callable[..., Tensor] | None,
+    backward: Callable[..., Sequence[Tensor | None]] | None,
+    supports: Callable[..., str | None] | None,
+    match: Callable[[Node], Match | NearMiss | None] | None,
+    anchor: Callable[[Node], bool] | None,
+    namespace: str,
+) -> KernelSpec:
+    name = reference.__name__
+    if (match is None) != (anchor is None):
+        missing = "anchor" if anchor is None else "match"
+        raise KernelError(f"kernel {name}: match and anchor go together: add {missing}=, or leave out both")
+    if backward is not None and triton is None:
+        raise KernelError(f"kernel {name}: backward has no effect without triton: remove it, or add the other")
+    schema = _schema(reference)
+    if match is None or anchor is None:
+        likeness = _likeness(reference)
+        match, anchor = likeness.match, likeness.is_anchor
+    return KernelSpec(
+        name=name,
+        op=_define(f"{namespace}::{name}", schema, reference, triton=triton, backward=backward),
+        reference=reference,
+        is_anchor=anchor,
+        match=match,
+        gain=_gain,
+        supports=supports or _supports_everything,
+    )
 
 
 def _supports_everything(*inputs: Any, **options: Any) -> str | None:

@@ -58,10 +58,7 @@ def partition(
     """
     refuse_model(model)
     _check_arguments(stage, param_dtype, reduce_dtype, keep_whole_below)
-    parameters = dict(model.named_parameters())
-    refuse_parameters(parameters)
-    refuse_hidden_references(model)
-    refuse_early_optimizers(parameters.values(), doing="partition")
+    parameters = _parameters_to_replace(model)
     mesh = resolve_mesh(mesh, model)
     arguments = f"stage={stage}, {param_dtype=}, {reduce_dtype=}, {keep_whole_below=}, mesh={tuple(mesh.shape)}"
     _agree(mesh, f"partition({arguments})", parameters)
@@ -76,6 +73,14 @@ def partition(
         state.parameters.append(entry)
     _swap_classes(model, state)
     return model
+
+
+def _parameters_to_replace(model: nn.Module) -> dict[str, nn.Parameter]:
+    parameters = dict(model.named_parameters())
+    refuse_parameters(parameters)
+    refuse_hidden_references(model)
+    refuse_early_optimizers(parameters.values(), doing="partition")
+    return parameters
 
 
 def _agree(mesh: DeviceMesh, call: str, parameters: Mapping[str, nn.Parameter]) -> None:

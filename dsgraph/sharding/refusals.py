@@ -62,7 +62,7 @@ def _why_not(param: nn.Parameter) -> str | None:
         return f"is complex ({param.dtype}), which reductions do not take; hold real and imaginary part apart"
     if param.grad is not None:
         return "has a gradient, which would be lost: call model.zero_grad() first"
-    if param._backward_hooks or param._post_accumulate_grad_hooks:
+    if compat.has_hooks(param):
         return "has hooks, which would be lost: register them after partition"
     return None
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from torch import nn
@@ -59,14 +59,18 @@ def accumulate(model: nn.Module, *, reduce_once: bool | None = None) -> Iterator
     for state in states:
         _check(reduce_once, state.zero)
     try:
-        for state in states:
-            enter_accumulation(state, reduce_once=state.zero.reduces_once if reduce_once is None else reduce_once)
-            if len(states) == 1:  # each part of several has been counted as if it had all of the memory
-                state.hold_replicas()
+        _enter(states, reduce_once)
         yield
     finally:
         for state in states:
             leave_accumulation(state)
+
+
+def _enter(states: Sequence[PartitionState], reduce_once: bool | None) -> None:
+    for state in states:
+        enter_accumulation(state, reduce_once=state.zero.reduces_once if reduce_once is None else reduce_once)
+        if len(states) == 1:  # each part of several has been counted as if it had all of the memory
+            state.hold_replicas()
 
 
 def discard(model: nn.Module) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
+from dsgraph import compat
 from dsgraph.inductor_ext import resolve_group
 from dsgraph.sharding.table import ShardedParameter
 
@@ -72,12 +73,12 @@ class ParameterState(ShardedParameter):
     def observe(self) -> Freshness:
         """How fresh the replica is with respect to the shard as it is now."""
         param = self.param
-        if param is not self._gathered_from or param._version != self._gathered_version:
+        if param is not self._gathered_from or compat.version_of(param) != self._gathered_version:
             self.freshness = Freshness.STALE
         return self.freshness
 
     def mark_gathered(self, freshness: Freshness) -> None:
         """Notes which state of the shard the replica was gathered from."""
         self._gathered_from = self.param
-        self._gathered_version = self.param._version
+        self._gathered_version = compat.version_of(self.param)
         self.freshness = freshness

@@ -12,7 +12,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from dsgraph.inductor_ext import c10d_functional
-from dsgraph.passes.compat import OpOverload, detect_fake_mode, storage_id
+from dsgraph.passes.compat import OpOverload, detect_fake_mode, schema_of, storage_id
 
 from .op_traits import argument_nodes, is_unknown, result_aliases, traits
 from .save_plan import Choice, must
@@ -63,7 +63,7 @@ def bound_arguments(node: Node) -> dict[str, Any]:
     if not isinstance(target, OpOverload):
         raise TypeError(f"{node} calls {target}, which has no schema to bind its arguments by")
     bound = {}
-    for position, argument in enumerate(target._schema.arguments):
+    for position, argument in enumerate(schema_of(target).arguments):
         if position < len(node.args) and not argument.kwarg_only:
             bound[argument.name] = node.args[position]
         else:

@@ -12,7 +12,7 @@ import torch
 from torch.fx import Node
 
 from dsgraph.inductor_ext import c10d_functional
-from dsgraph.passes.compat import HigherOrderOperator, OpOverload
+from dsgraph.passes.compat import HigherOrderOperator, OpOverload, schema_of
 
 aten = torch.ops.aten
 
@@ -102,7 +102,7 @@ def traits(node: Node) -> OpTraits:
 @lru_cache(maxsize=2048)
 def result_aliases(target: OpOverload) -> tuple[tuple[Argument, ...], ...]:
     """For each result in an op's schema, the arguments whose memory it is said to share."""
-    schema = target._schema
+    schema = schema_of(target)
     sets = [frozenset(result.alias_info.before_set) if result.alias_info else () for result in schema.returns]
     owned = [
         ((number, argument.name), argument.alias_info.before_set)
@@ -186,14 +186,14 @@ def _traits_of(target: Any) -> OpTraits:
 
 
 def _traits_of_overload(target: OpOverload) -> OpTraits:
-    arguments = list(enumerate(target._schema.arguments))
+    arguments = list(enumerate(schema_of(target).arguments))
     writes = tuple((n, a.name) for n, a in arguments if a.alias_info is not None and a.alias_info.is_write)
     if target is _RESIZE_STORAGE:  # its schema does not say so
         writes = ((0, "variable"),)
-    returns_alias = any(value.alias_info is not None for value in target._schema.returns)
+    returns_alias = any(value.alias_info is not None for value in schema_of(target).returns)
     shares = tuple((n, a.name) for n, a in arguments if returns_alias and a.alias_info is not None)
     if target in _UNDECLARED_ALIASES:
-        shares = ((0, target._schema.arguments[0].name),)
+        shares = ((0, schema_of(target).arguments[0].name),)
     packet = target.overloadpacket
     is_pure_view = target.is_view and packet not in _MAY_COPY
     return OpTraits(

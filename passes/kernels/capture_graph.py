@@ -9,7 +9,14 @@ import torch
 from torch.fx import Node
 
 from dsgraph.inductor_ext.sizes import same_shape, same_size
-from dsgraph.passes.compat import HigherOrderOperator, OpOverload, OpOverloadPacket, set_grad_enabled, storage_id
+from dsgraph.passes.compat import (
+    HigherOrderOperator,
+    OpOverload,
+    OpOverloadPacket,
+    schema_of,
+    set_grad_enabled,
+    storage_id,
+)
 
 from .matching import call_of, writes
 
@@ -203,7 +210,7 @@ def _written(node: Node) -> list[Node] | None:
     if isinstance(target, OpOverloadPacket):
         target = getattr(target, target.overloads()[0])
     if isinstance(target, OpOverload):
-        return list(node.all_input_nodes) if target._schema.is_mutable else []
+        return list(node.all_input_nodes) if schema_of(target).is_mutable else []
     if isinstance(target, HigherOrderOperator):
         return None
     if writes(node):

@@ -22,7 +22,7 @@ from torch.fx import GraphModule
 from dsgraph import compat
 from dsgraph.compiler.codegen import Compilation, records_cuda_graphs, unidentified
 from dsgraph.compiler.request import CompileOutcome, CompileRequest
-from dsgraph.errors import RanksDisagreeError
+from dsgraph.errors import RanksDisagreeError, on_one_line
 from dsgraph.files import write_whole
 from dsgraph.passes import CaptureFacts, GraphPass, Phase, Pipeline
 from dsgraph.passes.ir.collectives import is_collective
@@ -170,7 +170,7 @@ class Bisection:
         try:
             version.compiled = compilation.compile(copy.deepcopy(gm), inputs)
         except Exception as error:
-            version.problem = _describe(error)
+            version.problem = on_one_line(error)
         failed = self._say("whether they could compile", version.problem)
         if failed:
             rank, problem = next(iter(failed.items()))
@@ -180,7 +180,7 @@ class Bisection:
             try:
                 self._agreement.confirm("run different collectives", compilation.collectives)
             except RanksDisagreeError as error:  # raised on all of them
-                version.problem, version.compiled = _describe(error), None
+                version.problem, version.compiled = on_one_line(error), None
 
     def _examine(self, replay: Replay) -> None:
         """Runs all versions on one call's inputs, until one is off."""
@@ -215,7 +215,7 @@ class Bisection:
         try:
             found = replay.run(version.compiled)
         except Exception as error:
-            return {**step, "state": "failed", "problem": _describe(error)}
+            return {**step, "state": "failed", "problem": on_one_line(error)}
         differences = compare(expected, found, self._tolerance)
         off = {name: apart for name, apart in differences.items() if apart.is_off}
         shown = off or differences
@@ -252,11 +252,6 @@ class Bisection:
     def _write(self) -> None:
         path = self._folder / f"graph{self._result['graph']}.json"
         write_whole(path, json.dumps(self._result, indent=1).encode())
-
-
-def _describe(error: Exception) -> str:
-    """The error on one line."""
-    return f"{type(error).__name__}: {' '.join(str(error).split())}"
 
 
 def _badness(apart: Any) -> float:

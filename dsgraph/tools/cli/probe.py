@@ -12,6 +12,7 @@ from datetime import timedelta
 from functools import partial
 from pathlib import Path
 
+from dsgraph.errors import on_one_line
 from dsgraph.launch.pool import Pool
 
 REQUIRED = ("numpy", "networkx", "sympy", "tabulate", "pydantic", "typing_extensions")
@@ -117,10 +118,6 @@ def _report(name: str, check: Callable[[], object]) -> bool:
     try:
         line = {"name": name, "found": check(), "problem": None}
     except BaseException as error:  # a package may end the process that imports it
-        line = {"name": name, "found": None, "problem": _describe(error)}
+        line = {"name": name, "found": None, "problem": on_one_line(error)}
     os.write(1, (json.dumps(line) + "\n").encode())
     return line["problem"] is None
-
-
-def _describe(error: BaseException) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())}"

@@ -20,6 +20,7 @@ from torch.fx import GraphModule
 from dsgraph.compiler.codegen import Compilation, unidentified
 from dsgraph.compiler.options import MEMORY_SHARE, BackendOptions
 from dsgraph.compiler.request import CompileOutcome, CompileRequest, CompileWatch
+from dsgraph.errors import EmissionError, on_one_line
 from dsgraph.files import write_whole
 from dsgraph.passes import CaptureFacts, CostModel, Pipeline
 from dsgraph.passes.analysis.hardware import GPUS, default_links
@@ -119,7 +120,7 @@ class Emission:
             Compilation(for_device, self._facts, mode=self._mode, inductor=self._trace).compile(gm, inputs)
         except Exception as error:  # of a pass, or of tracing: no graph came of it
             for arch in self._target.archs:
-                self._write(self._record("capture", arch, problem=_describe(error)))
+                self._write(self._record("capture", arch, problem=on_one_line(error, unnamed=EmissionError)))
         return compiled
 
     def _trace(
@@ -147,7 +148,7 @@ class Emission:
                 refuse_cpu_operators(node for kernel in lowered.kernels for node in kernel.ops)
                 record = self._save(lowered, phase=phase, arch=arch)
         except Exception as error:  # the other graphs may do better
-            record = self._record(phase, arch, problem=_describe(error))
+            record = self._record(phase, arch, problem=on_one_line(error, unnamed=EmissionError))
         self._write(record)
 
     def _save(self, lowered: Lowered, *, phase: str, arch: str) -> GraphRecord:
@@ -181,9 +182,3 @@ class Emission:
     def _write(self, record: GraphRecord) -> None:
         path = self._target.records / f"graph{record.graph}-{record.phase}-{record.arch}.json"
         write_whole(path, json.dumps(record.to_dict()).encode())
-
-
-def _describe(error: Exception) -> str:
-    """The error on one line."""
-    text = " ".join(str(error).split())
-    return text if type(error).__name__ == "EmissionError" else f"{type(error).__name__}: {text}"

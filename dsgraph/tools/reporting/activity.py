@@ -10,6 +10,7 @@ from types import FunctionType
 from torch import nn
 
 from dsgraph.compiler.frames import Span, is_torchs
+from dsgraph.sharding.table import held_by
 from dsgraph.step.state import PartitionState
 
 from .compile_log import CompileEntry, CompileLog
@@ -165,7 +166,7 @@ def _eager_reads(states: Sequence[PartitionState]) -> dict[str, int]:
     counts: dict[str, int] = {}
     for state in states:
         for entry in state.parameters:
-            count = sum(module._dsgraph.eager_reads[attribute] for module, attribute in entry.owners)  # type: ignore
+            count = sum(held_by(module).eager_reads[attribute] for module, attribute in entry.owners)
             if count:
                 counts[entry.name] = count
     return counts

@@ -18,7 +18,8 @@ from dsgraph.inductor_ext import kernels
 from dsgraph.inductor_ext.kernels.cross_entropy_rows import MAX_BLOCK, WARPS
 from dsgraph.inductor_ext.kernels.launch import warps_for
 from dsgraph.passes.analysis.hardware import GPUS
-from dsgraph.tools.emission.kernels import compile_triton
+
+from .compiling import compile_triton
 
 pytestmark = pytest.mark.inductor
 
