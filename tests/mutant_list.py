@@ -209,7 +209,7 @@ SHARDING = (
     Mutant(
         *("reduce-dtype-of-the-master", "dsgraph/sharding/layout.py", "missing cast"),
         *("return compute, self.reduce_dtype or compute", "return compute, compute"),
-        killers=("tests/distributed/test_mixed_precision.py", "tests/sharding/test_partition.py"),
+        killers=("tests/sharding/test_layout.py",),
     ),
     Mutant(
         *("gradient-sent-nowhere", "dsgraph/sharding/seam.py", "unsummed gradient"),
