@@ -264,17 +264,14 @@ COLLECTIVES = (
 
 STEP = (
     Mutant(
-        *("stale-after-a-fused-step", "dsgraph/step/state.py", "stale gathered copy"),
-        *(
-            "in stepped:\n                entry.freshness = Freshness.STALE",
-            "in stepped:\n                entry.freshness = entry.freshness",
-        ),
+        *("suspect-copy-is-trusted", "dsgraph/step/state.py", "stale gathered copy"),
+        *("if entry.observe() is not Freshness.FRESH]", "if entry.observe() is Freshness.STALE]"),
         killers=("tests/distributed/test_replicas.py",),
     ),
     Mutant(
         *("stale-after-a-write", "dsgraph/step/parameter.py", "stale gathered copy"),
         *(
-            "param is not self._gathered_from or param._version != self._gathered_version",
+            "param is not self._gathered_from or compat.version_of(param) != self._gathered_version",
             "param is not self._gathered_from",
         ),
         killers=("tests/distributed/test_replicas.py",),
