@@ -138,7 +138,7 @@ def table(outcomes: Sequence[Outcome]) -> str:
     """The outcomes as a table in Markdown."""
     rows = ["| mutant | in | kind | killed by |", "|---|---|---|---|"]
     for outcome in outcomes:
-        killer = f"`{outcome.killer.removeprefix('tests/').partition('[')[0]}`" if outcome.killer else outcome.tier
+        killer = f"`{outcome.killer.partition('[')[0]}`" if outcome.killer else outcome.tier
         tier = "" if outcome.tier == "small" else f" ({outcome.tier})"
         rows.append(f"| {outcome.mutant.name} | `{outcome.mutant.file}` | {outcome.mutant.kind} | {killer}{tier} |")
     killed = sum(outcome.tier == "small" for outcome in outcomes)

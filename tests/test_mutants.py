@@ -49,5 +49,5 @@ def test_the_table_stands_between_its_marks(tmp_path):
     write_table(page, [Outcome(mutant, "small", "tests/test_x.py::test_y[3]", 1.0)])
     text = page.read_text()
     assert "old" not in text and text.startswith("before") and text.endswith("after\n")
-    assert "| name | `file.py` | kind | `test_x.py::test_y` |" in text
+    assert "| name | `file.py` | kind | `tests/test_x.py::test_y` |" in text
     assert "1 of 1 mutants" in text
