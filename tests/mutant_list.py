@@ -266,7 +266,7 @@ STEP = (
     Mutant(
         *("suspect-copy-is-trusted", "dsgraph/step/state.py", "stale gathered copy"),
         *("if entry.observe() is not Freshness.FRESH]", "if entry.observe() is Freshness.STALE]"),
-        killers=("tests/distributed/test_replicas.py",),
+        killers=("tests/distributed/test_modules.py",),
     ),
     Mutant(
         *("stale-after-a-write", "dsgraph/step/parameter.py", "stale gathered copy"),

@@ -12,7 +12,7 @@ from torch import nn
 
 from dsgraph.inductor_ext import resolve_group
 from dsgraph.passes import CaptureFacts, CostModel
-from dsgraph.passes.analysis.knapsack import most_valuable
+from dsgraph.passes.analysis.budget import choose
 
 from .state import ParameterState, partition_states
 
@@ -46,9 +46,9 @@ def choose_step_replicas(facts: CaptureFacts, module: nn.Module | None) -> None:
     room = max(0, state.step_room - _GRADIENTS_UNDER_WAY * max(sizes, default=0))
     costs = facts.costs or CostModel.default(facts.axes, device_type=facts.device_type)
     seconds = [_seconds(entry, costs) for entry in entries]
-    chosen = set(most_valuable(sizes, seconds, room=room))
-    for number, entry in enumerate(entries):
-        entry.is_held_for_step = number in chosen
+    chosen = choose(entries, sizes, seconds, room)
+    for entry in entries:
+        entry.is_held_for_step = entry in chosen
 
 
 def _seconds(entry: ParameterState, costs: CostModel) -> float:

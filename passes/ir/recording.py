@@ -59,9 +59,6 @@ class Recording:
         self.made.append(node)
         return self.value(node)
 
-    def _argument(self, value: Any) -> Any:
-        return self.node(value) if isinstance(value, Tensor) else value
-
 
 class _Recorder(TorchDispatchMode):
     def __init__(self, recording: Recording) -> None:

@@ -31,22 +31,7 @@ SCHEMA = 1
 class Report(Findings):
     """What was done to a model and what was not. `print(report)` shows it, `to_dict()` gives it to programs.
 
-    Attributes:
-        schema: Version of the keys of `to_dict()`.
-        model: Class of the model.
-        status: In one sentence: compiled, not yet run, not partitioned.
-        stages: ZeRO stage of each partitioned part.
-        mesh: Axis name -> ranks.
-        costs: Whether the costs that passes decided by are measured or defaults; empty before the first compile.
-        parameters: All partitioned parameters.
-        compiles: Every graph that was compiled, in order.
-        step: What a rank sends in a training step.
-        memory: What a rank is predicted to hold in one; None where it is not known.
-        graph_breaks: Where Dynamo had to end a graph.
-        recompiles: Functions that were compiled more than once.
-        fallbacks: What does not run as compiled code.
-        near_misses: Where a pass left something alone, and why.
-        checkpoint_regions: Regions that were not honoured, or that Dynamo did not capture.
+    Its attributes are those of `Findings`.
     """
 
     def __str__(self) -> str:
