@@ -310,19 +310,19 @@ STEP = (
         killers=("tests/distributed/test_idle_rank.py",),
     ),
     Mutant(
-        *("gathers-own-rows-elsewhere", "dsgraph/step/replicas.py", "off by one shard"),
-        *(
-            "own = whole[group.rank() * rows :][:rows]",
-            "own = whole[(group.size() - 1 - group.rank()) * rows :][:rows]",
-        ),
-        killers=("tests/distributed/test_stages.py", "tests/distributed/test_replicas.py"),
+        *("gathers-old-rows", "dsgraph/step/replicas.py", "stale gathered copy"),
+        *("own[: shard.shape[0]].copy_(shard)", "own[: shard.shape[0]].add_(0)"),
+        killers=("tests/distributed/test_modules.py",),
     ),
 )
 
 COMPILER = (
     Mutant(
-        *("sum-added-by-a-part", "dsgraph/compiler/captured_sums.py", "missing check"),
-        *("if markers and all(map(_reads_sum, markers)):", "if any(map(_reads_sum, markers)):"),
+        *("sum-added-where-the-shard-is-read", "dsgraph/compiler/captured_sums.py", "missing check"),
+        *(
+            "if not all(map(is_gather_marker, markers)):\n            return []",
+            "if not all(map(is_gather_marker, markers)):\n            continue",
+        ),
         killers=("tests/distributed/test_last_micro_batch.py",),
     ),
     Mutant(
@@ -353,12 +353,12 @@ COMPILER = (
     Mutant(
         *("pair-of-unlike-values", "passes/verify/pair.py", "missing check"),
         *("if not is_like(was, now):", "if not is_like(was, was):"),
-        killers=("tests/passes/verify", "tests/passes/runner"),
+        killers=("tests/passes/core/test_graph_pair.py",),
     ),
     Mutant(
         *("pair-values-swapped", "passes/verify/pair.py", "missing check"),
         *("if ours != theirs:\n                raise", "if ours is None:\n                raise"),
-        killers=("tests/passes/verify", "tests/passes/runner"),
+        killers=("tests/passes/core/test_graph_pair.py",),
     ),
 )
 
