@@ -151,7 +151,9 @@ def _coverage(name: str, sizes: Sizes) -> Row:
     found: Counter[str] = Counter()
 
     def backend(gm: GraphModule, _: Sequence[Any]) -> GraphModule:
-        Runner(Pipeline([SubstituteKernels(asked=True)])).run(gm, PassContext(Phase.CAPTURE))
+        Runner(Pipeline([SubstituteKernels(asked=tuple(spec.name for spec in KERNELS))])).run(
+            gm, PassContext(Phase.CAPTURE)
+        )
         ops = {spec.op: spec.name for spec in KERNELS}
         nodes = [node for module in gm.modules() if isinstance(module, GraphModule) for node in module.graph.nodes]
         found.update(ops[node.target] for node in nodes if node.target in ops)

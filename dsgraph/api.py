@@ -15,8 +15,22 @@ from dsgraph.passes.kernels.spec import KernelSpec, Match, NearMiss
 from .compiler.backend import Backend
 from .compiler.compile import compile
 from .compiler.custom_kernel import kernel
-from .errors import AccumulationError, KernelError, OptionError, PartitionError, RanksDisagreeError, StrictError
+from .engine.engine import Engine
+from .engine.initialize import add_config_arguments, initialize
+from .errors import (
+    AccumulationError,
+    CheckpointError,
+    ConfigError,
+    EngineError,
+    KernelError,
+    LossScaleError,
+    OptionError,
+    PartitionError,
+    RanksDisagreeError,
+    StrictError,
+)
 from .sharding.materialize import materialize
+from .sharding.rules import register_rules
 from .step.accumulate import accumulate, discard
 from .step.state import partition
 from .tools.bisecting.choice import read_bisecting
@@ -27,9 +41,14 @@ from .tools.reporting.report import Report, report_on
 
 __all__ = [
     "AccumulationError",
+    "CheckpointError",
+    "ConfigError",
+    "Engine",
+    "EngineError",
     "GraphPass",
     "KernelError",
     "KernelSpec",
+    "LossScaleError",
     "Match",
     "NearMiss",
     "OptionError",
@@ -43,11 +62,13 @@ __all__ = [
     "Report",
     "StrictError",
     "accumulate",
+    "add_config_arguments",
     "backend",
     "compile",
     "default_pipeline",
     "discard",
     "graph_pass",
+    "initialize",
     "kernel",
     "materialize",
     "partition",
@@ -70,6 +91,7 @@ def new_backend(reports: ReportObserver | None = None) -> Backend:
 reports = ReportObserver()
 backend = new_backend(reports)
 compat.register_backend(backend, "dsgraph")
+register_rules()
 
 
 def report(model: nn.Module) -> Report:

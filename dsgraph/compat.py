@@ -5,6 +5,7 @@ Checked on torch 2.11.0, 2.12.1 and 2.13.0.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -38,9 +39,30 @@ def check_torch_version(version: str = torch.__version__) -> None:
         )
 
 
+def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], tree: Any) -> Any:
+    """`tree`, of which each tensor is replaced; torch knows lists, dicts and what it was told of."""
+    from torch.utils import _pytree
+
+    return _pytree.tree_map_only(torch.Tensor, function, tree)
+
+
 def default_store() -> dist.Store:
     """The store through which the default process group met."""
     return dist.distributed_c10d._get_default_store()
+
+
+def own_store() -> dist.Store:
+    """The default store, on a connection of one's own: to wait there keeps nobody else from it."""
+    clone: dist.Store = default_store().clone()  # type: ignore[attr-defined]  # which torch's stubs lack
+    return clone
+
+
+def store_is_a_file() -> bool:
+    """Whether the ranks met in a file."""
+    store: Any = default_store()
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    return isinstance(store, dist.FileStore)
 
 
 def group_timeout(group: dist.ProcessGroup, device_type: str) -> timedelta:
@@ -78,9 +100,47 @@ def version_of(tensor: torch.Tensor) -> int:
     return tensor._version
 
 
+def in_transform() -> bool:
+    """Whether a transform of `torch.func` (`vmap`, `grad`, ...) is running; Dynamo knows the answer, too."""
+    return torch._C._functorch.get_dynamic_layer_stack_depth() > 0  # which Dynamo reads as a constant, with a guard
+
+
+def outside_transforms() -> Any:
+    """Context in which no transform of `torch.func` is running; what it computes is a constant to all of them."""
+    from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+
+    return temporarily_clear_interpreter_stack()
+
+
+def without_transforms(tensor: Any) -> Any:
+    """The tensor that transforms of `torch.func` map over or differentiate with respect to; `tensor` if none does."""
+    while isinstance(tensor, torch.Tensor) and torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = torch._C._functorch.get_unwrapped(tensor)
+    return tensor
+
+
 def has_hooks(param: torch.Tensor) -> bool:
     """Whether something is called when a gradient of `param` is computed or added up."""
     return bool(param._backward_hooks or param._post_accumulate_grad_hooks)
+
+
+def is_tracing() -> bool:
+    """Whether Dynamo is compiling something, and may be looking at the tensors that it was given."""
+    return torch._guards.TracingContext.try_get() is not None
+
+
+@torch.compiler.assume_constant_result
+def compiling_backend() -> str:
+    """The name of the backend for which Dynamo is tracing what calls this."""
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    return getattr(InstructionTranslator.current_tx().output.compiler_fn, "__name__", "")
+
+
+def without_overrides(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Calls a function of torch as if subclasses of tensors among its arguments were plain tensors."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return function(*args, **kwargs)
 
 
 def keep_static(tensor: torch.Tensor) -> None:
@@ -109,6 +169,11 @@ def compiled_modules(model: torch.nn.Module) -> list[torch.nn.Module]:
     return found
 
 
+def break_graph() -> None:
+    """Ends the graph that Dynamo captures; what follows runs uncompiled up to the next frame."""
+    torch._dynamo.graph_break()
+
+
 def only_inlined(function: Callable[..., Any]) -> None:
     """Keeps Dynamo from compiling calls of `function` by themselves; inside a bigger frame it is inlined as ever."""
     from torch._dynamo.eval_frame import skip_code
@@ -129,9 +194,13 @@ def active_ddp() -> bool:
 
 
 def compile_with_inductor(
-    gm: GraphModule, inputs: Sequence[Any], *, patches: dict[str, Any], cache_tag: str
+    gm: GraphModule, inputs: Sequence[Any], *, patches: dict[str, Any], cache_tag: str, anew: bool
 ) -> Callable[..., Any]:
-    """AOTAutograd and Inductor, with configuration patches that hold for the backward, too."""
+    """AOTAutograd and Inductor, with configuration patches that hold for the backward, too.
+
+    With `anew` AOTAutograd's cache is not asked, so that all passes run.
+    """
+    from torch._functorch import config as functorch_config
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
     config: Any = torch.compiler.config
@@ -141,7 +210,8 @@ def compile_with_inductor(
         with config.patch(cache_key_tag=cache_tag):  # the backward may be compiled long after this function is left
             return compile_fx_inner(*args, **kwargs)
 
-    with config.patch(cache_key_tag=cache_tag):
+    cached = functorch_config.patch(enable_autograd_cache=False) if anew else contextlib.nullcontext()
+    with config.patch(cache_key_tag=cache_tag), cached:
         compiled: Any = compile_fx(gm, inputs, inner_compile=compile_tagged, config_patches=patches or None)
     return cast("Callable[..., Any]", compiled)
 

@@ -21,7 +21,7 @@ from .collectives.gather_by_messages import gather_by_messages, gather_by_messag
 from .collectives.gather_by_messages import register_lowering as _register_gather
 from .collectives.gather_param import gather_param, reduce_grad, start_reduction
 from .collectives.messages import sends_messages
-from .compat import backend_name, c10d_functional, resolve_group, size_hint
+from .compat import backend_name, c10d_functional, resolve_group, share_memory, size_hint
 from .kernels.adam_step import adam_step_
 from .kernels.launch import on_device_of, on_gpu
 from .kernels.linear_cross_entropy import linear_cross_entropy
@@ -57,6 +57,7 @@ __all__ = [
     "same_shape",
     "same_size",
     "sends_messages",
+    "share_memory",
     "size_hint",
     "start_gather",
     "start_gather_rows",

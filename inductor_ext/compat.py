@@ -81,8 +81,8 @@ def size_hint(size: int | torch.SymInt) -> int | None:
 
 
 def share_memory(one: Tensor, other: Tensor) -> bool:
-    """Whether two fake tensors stand for views of one memory. There is no public identity of a storage."""
-    if one.layout is not torch.strided or other.layout is not torch.strided:
+    """Whether two tensors are views of one memory, or stand for such. There is no public identity of a storage."""
+    if not all(tensor.layout is torch.strided and torch._C._has_storage(tensor) for tensor in (one, other)):
         return False
     return bool(one.untyped_storage()._cdata == other.untyped_storage()._cdata)
 

@@ -20,7 +20,7 @@ from .overlap.delay_reduction_waits import DelayReductionWaits
 from .overlap.prefetch_gathers import PrefetchBackwardGathers, PrefetchForwardGathers
 from .runner.partitioner import CaptureFacts, InferenceLowering, Partitioner, Split
 from .runner.runner import GraphSink, PassRecord, Runner
-from .zero.await_replicas import AwaitReplicas
+from .zero.await_copies import AwaitCopies
 from .zero.bucket_small_reductions import BucketSmallReductions
 from .zero.choose_collective_algorithms import ChooseCollectiveAlgorithms
 from .zero.compress_gathers import CompressGathers
@@ -37,7 +37,7 @@ __all__ = [
     "Match",
     "NearMiss",
     "Setting",
-    "AwaitReplicas",
+    "AwaitCopies",
     "AxisRole",
     "BucketBackwardGathers",
     "BucketForwardGathers",

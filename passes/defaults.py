@@ -8,7 +8,7 @@ from .overlap.bucket_gathers import BucketBackwardGathers, BucketForwardGathers
 from .overlap.bucket_reductions import BucketReductions
 from .overlap.delay_reduction_waits import DelayReductionWaits
 from .overlap.prefetch_gathers import PrefetchBackwardGathers, PrefetchForwardGathers
-from .zero.await_replicas import AwaitReplicas
+from .zero.await_copies import AwaitCopies
 from .zero.bucket_small_reductions import BucketSmallReductions
 from .zero.choose_collective_algorithms import ChooseCollectiveAlgorithms
 from .zero.compress_gathers import CompressGathers
@@ -32,7 +32,7 @@ def default_pipeline() -> Pipeline:
             SelectiveGather(),
             BucketForwardGathers(),
             PrefetchForwardGathers(),
-            AwaitReplicas(),
+            AwaitCopies(),
             ReleaseKeptGather(),
             BucketBackwardGathers(),
             PrefetchBackwardGathers(),

@@ -143,9 +143,9 @@ ZERO = (
         killers=(f"{_ZERO}/test_keep_last_gather.py",),
     ),
     Mutant(
-        *("await-behind-first-use", "passes/zero/await_replicas.py", "dropped wait"),
-        *("wait = emit(min(replica.users)", "wait = emit(max(replica.users)"),
-        killers=(f"{_ZERO}/test_await_replicas.py", "tests/distributed/test_replicas.py"),
+        *("await-behind-first-use", "passes/zero/await_copies.py", "dropped wait"),
+        *("wait = emit(min(gathered_copy.users)", "wait = emit(max(gathered_copy.users)"),
+        killers=(f"{_ZERO}/test_await_copies.py", "tests/distributed/test_copies.py"),
     ),
 )
 
@@ -192,7 +192,7 @@ SHARDING = (
         killers=("tests/sharding/test_materialize.py",),
     ),
     Mutant(
-        *("chunks-of-other-rank", "dsgraph/sharding/partition.py", "off by one shard"),
+        *("chunks-of-other-rank", "dsgraph/sharding/rows.py", "off by one shard"),
         *("chunks[rank].clone() if rank < len(chunks)", "chunks[rank - 1].clone() if rank < len(chunks)"),
         killers=("tests/sharding/test_partition.py", "tests/distributed/test_stages.py"),
     ),
@@ -207,6 +207,11 @@ SHARDING = (
         killers=("tests/distributed/test_agreement.py",),
     ),
     Mutant(
+        *("eager-ranks-part-unseen", "dsgraph/sharding/eager_agreement.py", "missing check"),
+        *("note.number == number and note.intent != intent", "note.intent != note.intent"),
+        killers=("tests/distributed/test_eager_agreement.py",),
+    ),
+    Mutant(
         *("reduce-dtype-of-the-master", "dsgraph/sharding/layout.py", "missing cast"),
         *("return compute, self.reduce_dtype or compute", "return compute, compute"),
         killers=("tests/sharding/test_layout.py",),
@@ -214,8 +219,8 @@ SHARDING = (
     Mutant(
         *("gradient-sent-nowhere", "dsgraph/sharding/seam.py", "unsummed gradient"),
         *(
-            "return ctx.layout.reduce(grad, ctx.shard), None, None, None",
-            "return grad.narrow(0, 0, len(ctx.shard)), None, None, None",
+            "return layout.reduce(grad, shard.detach())",
+            "return grad.narrow(0, 0, len(shard))",
         ),
         killers=("tests/distributed/test_stages.py", "tests/distributed/test_modules.py"),
     ),
@@ -274,16 +279,16 @@ STEP = (
             "param is not self._gathered_from or compat.version_of(param) != self._gathered_version",
             "param is not self._gathered_from",
         ),
-        killers=("tests/distributed/test_replicas.py",),
+        killers=("tests/distributed/test_copies.py",),
     ),
     Mutant(
         *("eager-read-without-wait", "dsgraph/step/state.py", "dropped wait"),
         *("if self.under_way:\n            with", "if not self.under_way:\n            with"),
-        killers=("tests/distributed/test_replicas.py",),
+        killers=("tests/distributed/test_copies.py",),
     ),
     Mutant(
         *("last-micro-batch-alone", "dsgraph/step/accumulation.py", "unsummed gradient"),
-        *("entry.local_sum.add_(grad)", "entry.local_sum.copy_(grad)"),
+        *("entry.accumulated_grad.add_(grad)", "entry.accumulated_grad.copy_(grad)"),
         killers=("tests/distributed/test_accumulate.py",),
     ),
     Mutant(
@@ -304,13 +309,13 @@ STEP = (
     Mutant(
         *("idle-rank-leaves", "dsgraph/step/accumulation.py", "missing check"),
         *(
-            "        if stepped and living.phase is StepPhase.LAST:\n            reduce_local_gradients(living)",
+            "        if stepped and living.phase is StepPhase.LAST:\n            reduce_accumulated(living)",
             "        pass",
         ),
         killers=("tests/distributed/test_idle_rank.py",),
     ),
     Mutant(
-        *("gathers-old-rows", "dsgraph/step/replicas.py", "stale gathered copy"),
+        *("gathers-old-rows", "dsgraph/step/gathered_copies.py", "stale gathered copy"),
         *("own[: shard.shape[0]].copy_(shard)", "own[: shard.shape[0]].add_(0)"),
         killers=("tests/distributed/test_modules.py",),
     ),
@@ -331,9 +336,9 @@ COMPILER = (
         killers=("tests/compiler/test_spare_memory.py",),
     ),
     Mutant(
-        *("sum-written-twice", "passes/ir/local_sums.py", "summed twice"),
+        *("sum-written-twice", "passes/ir/accumulated_grads.py", "summed twice"),
         *("if total not in added:", "if total is not added:"),
-        killers=("tests/passes/ir/test_local_sums.py",),
+        killers=("tests/passes/ir/test_accumulated_grads.py",),
     ),
     Mutant(
         *("budget-forgets-takers", "passes/analysis/budget.py", "missing term"),
@@ -383,4 +388,42 @@ VERIFIER = (
     ),
 )
 
-MUTANTS = (*KERNELS, *SUBSTITUTION, *ZERO, *OVERLAP, *SHARDING, *COLLECTIVES, *STEP, *COMPILER, *VERIFIER)
+ENGINE = (
+    Mutant(
+        *("engine-clips-by-shards", "dsgraph/engine/norms.py", "unsummed norm"),
+        *("total = sum_over(total, [Ranks.of(group) for group in groups])", "total = total"),
+        killers=("tests/engine/test_engine.py",),
+    ),
+    Mutant(
+        *("engine-counts-replicated-twice", "dsgraph/engine/norms.py", "wrong scale"),
+        *("total + _square(replicated, device)", "total + 2 * _square(replicated, device)"),
+        killers=("tests/engine/test_engine.py",),
+    ),
+    Mutant(
+        *("engine-sums-micro-batches", "dsgraph/engine/engine.py", "wrong scale"),
+        *("share = loss / self.gradient_accumulation_steps()", "share = loss / 1"),
+        killers=("tests/engine/test_engine.py",),
+    ),
+    Mutant(
+        *("engine-keeps-the-scale", "dsgraph/engine/norms.py", "wrong scale"),
+        *("factor = 1 / scale", "factor = 1.0"),
+        killers=("tests/engine/test_engine.py",),
+    ),
+    Mutant(
+        *("schedule-steps-when-skipped", "dsgraph/engine/engine.py", "missing check"),
+        *("if is_finite and self.lr_scheduler is not None:", "if self.lr_scheduler is not None:"),
+        killers=("tests/engine/test_engine.py",),
+    ),
+    Mutant(
+        *("lamb-by-shards", "dsgraph/engine/lamb.py", "unsummed norm"),
+        *("        dist.all_reduce(together, group=group)\n", ""),
+        killers=("tests/engine/test_engine.py",),
+    ),
+    Mutant(
+        *("checkpoint-trusts-files", "dsgraph/engine/checkpoints.py", "missing check"),
+        *("if not (path / name).is_file() or _checksum(path / name) != checksum:", "if not (path / name).is_file():"),
+        killers=("tests/engine/test_checkpoints.py",),
+    ),
+)
+
+MUTANTS = (*KERNELS, *SUBSTITUTION, *ZERO, *OVERLAP, *SHARDING, *COLLECTIVES, *STEP, *COMPILER, *VERIFIER, *ENGINE)

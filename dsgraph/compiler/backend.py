@@ -18,15 +18,17 @@ from dsgraph import compat
 from dsgraph.errors import StrictError
 from dsgraph.passes import CaptureFacts
 from dsgraph.sharding.agreement import Agreements
-from dsgraph.step.step_replicas import choose_step_replicas
+from dsgraph.step.step_copies import choose_step_copies
 
-from .capture import communication_lines, partitioned_mesh, read_facts
+from .capture import communication_lines, partitioned_mesh, read_facts, refuse_added_parameters
 from .captured_sums import add_sums
+from .captured_writes import refuse_writes
 from .costs.agreed import known_costs
 from .frames import read_capture
 from .options import MEMORY_SHARE, BackendOptions, parse_options
 from .request import CompileObserver, CompilerChoice, CompileRequest, Watches
 from .spare_memory import spare_bytes
+from .transforms import move_markers_ahead
 from .usual import Usual
 from .wrappers import WRAPPERS
 
@@ -81,17 +83,19 @@ class Backend:
 
         Raises:
             OptionError: An option is unknown or wrong.
+            PartitionError: The model is trained with a parameter that was put into it after it was partitioned.
             PassError: A pass failed or broke an invariant.
             RanksDisagreeError: Ranks are about to compile different collectives.
             StrictError: `strict=True` and something was not done that the options or the model asked for.
         """
+        move_markers_ahead(gm)
         chosen = parse_options(options)
         choice = next((found for ask in self._choices if (found := ask()) is not None), Usual())
         request = self._request(gm, example_inputs, chosen, mode=mode, choice=choice)
         watch = Watches([observer.begin(request) for observer in self.observers])
         compiler = choice.compiler(request, watch)
-        if compiler.may_hold_replicas:
-            choose_step_replicas(request.facts, request.module)
+        if compiler.may_hold_copies:
+            choose_step_copies(request.facts, request.module)
         if request.agreement is None:
             self._warn_of_local_gradients(example_inputs, chosen)
         elif request.is_new:
@@ -101,6 +105,10 @@ class Backend:
         for wrap in WRAPPERS:
             compiled = wrap(compiled, request, compiler)
         return compiled
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Backend:
+        """Itself: a copy of a compiled model is compiled by the same backend."""
+        return self
 
     def _request(
         self,
@@ -113,12 +121,15 @@ class Backend:
     ) -> CompileRequest:
         self._compiles += 1
         capture, module = read_capture(gm)
+        refuse_added_parameters(inputs, module)
         for observer in self.observers:
             observer.captured(capture, options)
         # Inductor's own partitioner, which knows nothing of sums, takes the graph where no pass is behind the capture.
         adds_sums = options.codegen == "eager" or not options.pipeline.ends_with_capture
         sums = add_sums(gm, inputs) if adds_sums else ()
-        facts = replace(read_facts(gm, inputs, module), fuses=options.codegen == "inductor")
+        facts = read_facts(gm, inputs, module)
+        refuse_writes(gm, facts)
+        facts = replace(facts, fuses=options.codegen == "inductor")
         request = CompileRequest(
             number=self._compiles,
             options=options,

@@ -13,13 +13,15 @@ from torch.distributed.tensor import DeviceMesh, DTensor, Shard
 from torch.fx import GraphModule, Node
 
 from dsgraph import compat
+from dsgraph.errors import PartitionError
 from dsgraph.passes import CaptureFacts, GraphInput, InputRole, MeshAxis, ParamInfo
 from dsgraph.passes.compat import is_to_local
 from dsgraph.passes.ir.collectives import is_collective
 from dsgraph.passes.ir.graph import all_graph_modules, bound_arguments, is_gather_marker, placeholders
 from dsgraph.passes.ir.sources import OWN_FOLDER
 from dsgraph.sharding.mesh import mesh_axes
-from dsgraph.step.state import ParameterState, partition_states
+from dsgraph.sharding.table import not_taken_in
+from dsgraph.step.state import ParameterState, PartitionState, partition_states
 
 
 def read_facts(gm: GraphModule, inputs: Sequence[Any], module: nn.Module | None = None) -> CaptureFacts:
@@ -47,7 +49,7 @@ def read_facts(gm: GraphModule, inputs: Sequence[Any], module: nn.Module | None 
         axes=tuple(axes.values()),
         params=MappingProxyType(params),
         roles=MappingProxyType(roles),
-        replicas=frozenset(copies),
+        gathered_copies=frozenset(copies),
         device_type=_device_type(inputs),
     )
 
@@ -73,7 +75,7 @@ def input_roles(gm: GraphModule, inputs: Sequence[Any], module: nn.Module | None
     """
     names = {id(param): name for name, param in module.named_parameters()} if module is not None else {}
     known: dict[int, GraphInput] = {}
-    for entry in _entries(inputs, module):
+    for entry in (entry for state in _states(inputs, module) for entry in state.parameters):
         name = names.get(id(entry.param), entry.name)
         for role, tensor in _tensors_of(entry):
             known.setdefault(id(tensor), GraphInput(role, name))
@@ -90,27 +92,38 @@ def input_roles(gm: GraphModule, inputs: Sequence[Any], module: nn.Module | None
     return found
 
 
-def _entries(inputs: Sequence[Any], module: nn.Module | None) -> Iterator[ParameterState]:
-    """The tables of the partitioned models that a graph can read."""
+def refuse_added_parameters(inputs: Sequence[Any], module: nn.Module | None) -> None:
+    """Refuses to train a partitioned model into which parameters have been put since.
+
+    Raises:
+        PartitionError: Names the first one.
+    """
+    for state in _states(inputs, module) if torch.is_grad_enabled() else ():
+        name = state.added_since()
+        if name is not None:
+            raise PartitionError(not_taken_in(name))
+
+
+def _states(inputs: Sequence[Any], module: nn.Module | None) -> list[PartitionState]:
+    """The partitioned models that a graph can read."""
     states = partition_states(module) if module is not None else []
     for value in inputs:
         sum_of = getattr(value, "dsgraph_sum_of", None)
         of = sum_of[1] if sum_of is not None else getattr(value, "dsgraph_partition", None)
         if of is not None and of not in states:
             states.append(of)
-    for state in states:
-        yield from state.parameters
+    return states
 
 
 def _tensors_of(entry: ParameterState) -> Iterator[tuple[InputRole, Tensor]]:
     """What a graph may read of a parameter."""
     yield InputRole.SHARD, entry.param
-    if entry.replica is not None:
-        yield InputRole.GATHERED_COPY, entry.replica
+    if entry.gathered_copy is not None:
+        yield InputRole.GATHERED_COPY, entry.gathered_copy
     if entry.leaf is not None:  # the copy itself, or, of a parameter that is not split, an alias of the shard
         yield InputRole.SHARD, entry.leaf
-    if entry.local_sum is not None:
-        yield InputRole.ACCUMULATED_GRADIENT, entry.local_sum
+    if entry.accumulated_grad is not None:
+        yield InputRole.ACCUMULATED_GRADIENT, entry.accumulated_grad
 
 
 def _device_type(inputs: Sequence[Any]) -> str:
@@ -164,12 +177,12 @@ def _marker_groups(gm: GraphModule) -> set[str]:
 
 
 def _describe_marker(node: Node, axis_names: dict[str, str]) -> str:
-    _, replica, shape, *_ = node.args
+    _, gathered_copy, shape, *_ = node.args
     call: dict[str, Any] = dict(node.kwargs)
     axis = axis_names.get(call["group"]) or "nothing"
     outer = [axis_names.get(group, group) for group in call["outer_groups"]]
-    kept = "" if replica is None else ", replica kept"
-    added = ", with a local sum" if call.get("adds_sum") else ""
+    kept = "" if gathered_copy is None else ", gathered copy kept"
+    added = ", with an accumulated gradient" if call.get("adds_sum") else ""
     return (
         f"gather_param {shape} {call['dtype']} over {axis}, gradient in {call['reduce_dtype']} over {outer} besides"
         f"{added}{kept}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from dsgraph import compat
 from dsgraph.errors import OptionError
 from dsgraph.inductor_ext import register_lowerings
 from dsgraph.passes import (
-    AwaitReplicas,
+    AwaitCopies,
     CaptureFacts,
     InferenceLowering,
     Partitioner,
@@ -57,7 +58,7 @@ class Compilation:
 
     Attributes:
         options: The user's.
-        awaits_replicas: Whether the compiled graph waits for the replicas that it reads; otherwise its caller must.
+        awaits_copies: Whether the compiled graph waits for its gathered copies; otherwise its caller must.
         records_cuda_graphs: Whether Inductor records CUDA graphs and replays them.
         collectives: One line a collective of the lowered graphs; None until they are lowered, and for good when torch's
             cache had the compiled graph.
@@ -83,11 +84,11 @@ class Compilation:
         self.collectives: list[str] | None = None
         self.records_cuda_graphs = records_cuda_graphs(options, mode)
         # A replayed recording of kernels would not wait for what is under way.
-        if facts.replicas and self.records_cuda_graphs:
-            facts = replace(facts, replicas=frozenset())
+        if facts.gathered_copies and self.records_cuda_graphs:
+            facts = replace(facts, gathered_copies=frozenset())
         self._facts = facts
         pipeline = _pipeline(options, facts)
-        self.awaits_replicas = bool(facts.replicas) and any(isinstance(item, AwaitReplicas) for item in pipeline)
+        self.awaits_copies = bool(facts.gathered_copies) and any(isinstance(item, AwaitCopies) for item in pipeline)
         self.from_cache = False
         self.unidentified = unidentified(options, facts)
         self._runner = Runner(pipeline, sink=self._watch, after_phase=self._after_phase, verify=options.verify)
@@ -117,10 +118,14 @@ class Compilation:
         register_lowerings()
         register_kernels()
         patches = _settings(self.options, self._mode)
-        if self._facts.params or self._facts.replicas:
+        if self._facts.params or self._facts.gathered_copies:
             patches.setdefault(*_KEEP_ORDER)
+        # A dump holds every graph: of one that a cache has there would be none behind the capture.
+        compile_graph = partial(
+            self._inductor, gm, inputs, patches=patches, cache_tag=source_hash(), anew=self.options.dump is not None
+        )
         if self._runner.pipeline.ends_with_capture:
-            return self._inductor(gm, inputs, patches=patches, cache_tag=source_hash())
+            return compile_graph()
         taken = [hook for hook in _HOOKS if hook in patches]
         if taken:
             raise OptionError(
@@ -131,7 +136,7 @@ class Compilation:
         patches["joint_custom_post_pass"] = InferenceLowering(self._runner, self._facts)
         if self.unidentified:  # a pass whose code cannot be identified: nothing may come from a cache
             patches["force_disable_caches"] = True
-        return self._inductor(gm, inputs, patches=patches, cache_tag=source_hash())
+        return compile_graph()
 
     def _compile_eager(self, gm: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         lowering = InferenceLowering(self._runner, self._facts)
@@ -169,7 +174,7 @@ def unidentified(options: BackendOptions, facts: CaptureFacts) -> tuple[str, ...
 
 def _pipeline(options: BackendOptions, facts: CaptureFacts) -> Pipeline:
     """The passes that have something to do."""
-    return options.pipeline if facts.params or facts.replicas else options.pipeline.without_mesh()
+    return options.pipeline if facts.params or facts.gathered_copies else options.pipeline.without_mesh()
 
 
 def _settings(options: BackendOptions, mode: str | None) -> dict[str, Any]:

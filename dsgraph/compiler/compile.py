@@ -18,7 +18,7 @@ _PARTITION_OPTIONS = ("param_dtype", "reduce_dtype", "keep_whole_below")
 _TORCH_OPTIONS = ("fullgraph", "dynamic", "mode")
 
 
-def compile(model: nn.Module, mesh: DeviceMesh | None = None, stage: int = 3, **options: Any) -> nn.Module:
+def compile(model: nn.Module, mesh: DeviceMesh | None = None, stage: int | None = None, **options: Any) -> nn.Module:
     """Partitions a model and compiles it with this backend.
 
     Args:

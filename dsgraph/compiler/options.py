@@ -43,8 +43,8 @@ class BackendOptions(BaseModel):
             nothing but a loss's last parameter is kept.
         kernels: Which kernels stand in for what a model spells out, see `SubstituteKernels`: "auto" takes those that
             are expected to gain, "none" none, a list exactly these, by name or as `KernelSpec` (`dsgraph.kernel` makes
-            one of your own). With `strict`, one that was asked for and is found nowhere in a graph is an error, unless
-            the graph calls torch's function that does the same.
+            one of your own); with "auto" in it, the automatic ones as well. With `strict`, one that was asked for and
+            is found nowhere in a graph is an error, unless the graph calls torch's function that does the same.
         dump: Folder for a readable copy of every graph before and after every pass. Default: the environment variable
             DSGRAPH_DUMP, or nowhere.
         dump_compiles: How many compiles of a process are dumped into the folder; later ones are not.
@@ -59,7 +59,7 @@ class BackendOptions(BaseModel):
     strict: bool = False
     recompile_limit: int = Field(default=8, ge=1)
     memory_limit: int | None = Field(default=None, ge=1)
-    kernels: Literal["auto", "none"] | tuple[KernelSpec, ...] = "auto"
+    kernels: Literal["auto", "none"] | tuple[KernelSpec | Literal["auto"], ...] = "auto"
     dump: Path | None = None
     dump_compiles: int = Field(default=8, ge=1)
     inductor: dict[str, Any] = Field(default_factory=dict)
@@ -124,9 +124,11 @@ def parse_options(given: Mapping[str, Any] | None, environ: Mapping[str, str] = 
     return options
 
 
-def _kernel(item: object) -> KernelSpec:
+def _kernel(item: object) -> KernelSpec | Literal["auto"]:
     if isinstance(item, KernelSpec):
         return item
+    if item == "auto":
+        return "auto"
     if callable(item):
         name = getattr(item, "__name__", repr(item))
         raise ValueError(f"it holds {name}, which is no kernel: write @dsgraph.kernel() above the function")
@@ -136,20 +138,23 @@ def _kernel(item: object) -> KernelSpec:
     return known[item]
 
 
-def _refuse_namesakes(kernels: tuple[KernelSpec, ...]) -> tuple[KernelSpec, ...]:
+def _refuse_namesakes(kernels: tuple[KernelSpec | Literal["auto"], ...]) -> tuple[KernelSpec | Literal["auto"], ...]:
     """The kernels, each once; notes, errors and the report call a kernel by its name."""
-    found: dict[str, KernelSpec] = {}
-    for spec in kernels:
+    takes_automatic = "auto" in kernels
+    found = {spec.name: spec for spec in KERNELS} if takes_automatic else {}
+    asked = [spec for spec in kernels if isinstance(spec, KernelSpec)]
+    for spec in asked:
         other = found.setdefault(spec.name, spec)
         if other is not spec:
             raise ValueError(
                 f"it holds two kernels of the name {spec.name!r} ({other.op} and {spec.op}): rename the function of "
                 "one, or leave one out"
             )
-    return tuple(found.values())
+    each_once = tuple(dict.fromkeys(asked))
+    return ("auto", *each_once) if takes_automatic else each_once
 
 
-def _with_kernels(pipeline: Pipeline, kernels: str | tuple[KernelSpec, ...]) -> Pipeline:
+def _with_kernels(pipeline: Pipeline, kernels: str | tuple[KernelSpec | Literal["auto"], ...]) -> Pipeline:
     """The pipeline with the kernels that the option asks for."""
     own = next((item for item in pipeline if isinstance(item, SubstituteKernels)), None)
     if own is None:
@@ -158,7 +163,9 @@ def _with_kernels(pipeline: Pipeline, kernels: str | tuple[KernelSpec, ...]) -> 
         )
     if isinstance(kernels, str):
         return pipeline if kernels == "auto" else pipeline.without(own.name)
-    chosen = replace(own, kernels=kernels, asked=True)
+    asked = tuple(spec for spec in kernels if isinstance(spec, KernelSpec))
+    automatic = own.kernels if "auto" in kernels else ()
+    chosen = replace(own, kernels=tuple(dict.fromkeys((*automatic, *asked))), asked=tuple(spec.name for spec in asked))
     return Pipeline(chosen if item is own else item for item in pipeline)
 
 

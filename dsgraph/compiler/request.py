@@ -35,7 +35,7 @@ class CompileRequest:
         agreement: Of the ranks over which the graph's parameters are partitioned; None where none are.
         lines: The passes that are to run, and what the graph communicates: the same on all those ranks.
         is_new: Whether the ranks have not compiled such a graph before, so that all of them compile it now.
-        sums: Which inputs are local sums that the graph's markers add.
+        sums: Which inputs are accumulated gradients that the graph's markers add.
     """
 
     number: int
@@ -81,12 +81,12 @@ class GraphCompiler(Protocol):
     """Compiles the graph of one request."""
 
     @property
-    def awaits_replicas(self) -> bool:
-        """Whether the compiled graph waits for the replicas that it reads; otherwise its caller must."""
+    def awaits_copies(self) -> bool:
+        """Whether the compiled graph waits for the gathered copies that it reads; otherwise its caller must."""
 
     @property
-    def may_hold_replicas(self) -> bool:
-        """Whether replicas of stage 3 may lie elsewhere in each step than in the one before."""
+    def may_hold_copies(self) -> bool:
+        """Whether gathered copies of stage 3 may lie elsewhere in each step than in the one before."""
 
     @property
     def outcome(self) -> CompileOutcome:

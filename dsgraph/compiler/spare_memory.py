@@ -55,7 +55,7 @@ def spare_bytes(gm: GraphModule, inputs: Sequence[Any], *, facts: CaptureFacts, 
     budget = facts.budget()
     needs = {
         **budget.needs,
-        MemoryPart.GATHERED_COPIES: sum(inputs[number].untyped_storage().nbytes() for number in facts.replicas),
+        MemoryPart.GATHERED_COPIES: sum(inputs[number].untyped_storage().nbytes() for number in facts.gathered_copies),
         MemoryPart.ACTIVATIONS: saved.total + _GRADIENTS_ALIVE * saved.largest,
         MemoryPart.COMMUNICATION: _PARAMETERS_ALIVE * widest,
     }
@@ -63,7 +63,7 @@ def spare_bytes(gm: GraphModule, inputs: Sequence[Any], *, facts: CaptureFacts, 
 
 
 def _gathers(gm: GraphModule) -> bool:
-    """Whether the graph fetches parameters, instead of reading replicas or whole ones."""
+    """Whether the graph fetches parameters, instead of reading gathered copies or whole ones."""
     markers = (node for module in all_graph_modules(gm) for node in module.graph.nodes if is_gather_marker(node))
     return any(marker.args[1] is None and marker.kwargs["group"] for marker in markers)
 

@@ -36,12 +36,12 @@ class UsualCompiler:
     compilation: Compilation
 
     @property
-    def awaits_replicas(self) -> bool:
-        """Whether the compiled graph waits for the replicas that it reads."""
-        return self.compilation.awaits_replicas
+    def awaits_copies(self) -> bool:
+        """Whether the compiled graph waits for the gathered copies that it reads."""
+        return self.compilation.awaits_copies
 
     @property
-    def may_hold_replicas(self) -> bool:
+    def may_hold_copies(self) -> bool:
         """A recording would copy what lies elsewhere in each step."""
         return not self.compilation.records_cuda_graphs
 

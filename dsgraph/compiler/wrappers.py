@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dsgraph.sharding.full_tensor import FullTensor
 from dsgraph.step.state import PartitionState
 from dsgraph.step.watched_graphs import watch_sums
 
@@ -16,12 +17,12 @@ from .request import CompileRequest, GraphCompiler
 Compiled = Callable[..., Any]
 
 
-def refresh_replicas(compiled: Compiled, request: CompileRequest, compiler: GraphCompiler) -> Compiled:
-    """`compiled`, preceded by a refresh of the replicas that it reads, if it reads any."""
+def refresh_copies(compiled: Compiled, request: CompileRequest, compiler: GraphCompiler) -> Compiled:
+    """`compiled`, preceded by a refresh of the gathered copies that it reads, if it reads any."""
     numbers = tuple(partitions_among(request.inputs).values())
     if not numbers:
         return compiled
-    await_them = not compiler.awaits_replicas
+    await_them = not compiler.awaits_copies
 
     def run(*args: Any) -> Any:
         partitions: list[PartitionState] = [args[number].dsgraph_partition for number in numbers]
@@ -38,19 +39,35 @@ def refresh_replicas(compiled: Compiled, request: CompileRequest, compiler: Grap
 
 
 def watch_added_sums(compiled: Compiled, request: CompileRequest, _: GraphCompiler) -> Compiled:
-    """`compiled`, with an eye on the local sums that its backward adds, if it adds any."""
+    """`compiled`, with an eye on the accumulated gradients that its backward adds, if it adds any."""
     return watch_sums(compiled, request.sums)
 
 
+def read_full_tensors(compiled: Compiled, request: CompileRequest, _: GraphCompiler) -> Compiled:
+    """`compiled`, given plain tensors in place of the full parameters that a function was called with."""
+    numbers = [number for number, value in enumerate(request.inputs) if isinstance(value, FullTensor)]
+    if not numbers:
+        return compiled
+
+    def run(*args: Any) -> Any:
+        plain = list(args)
+        for number in numbers:
+            plain[number] = args[number].read()
+        return compiled(*plain)
+
+    return run
+
+
 WRAPPERS: tuple[Callable[[Compiled, CompileRequest, GraphCompiler], Compiled], ...] = (
-    refresh_replicas,
+    refresh_copies,
     watch_added_sums,
+    read_full_tensors,
 )
 """Applied in this order: the last is outermost."""
 
 
 def partitions_among(inputs: Sequence[Any]) -> dict[PartitionState, int]:
-    """The partitions of which inputs are replicas, each with the number of one such input."""
+    """The partitions of which inputs are gathered copies, each with the number of one such input."""
     found: dict[PartitionState, int] = {}
     for number, value in enumerate(inputs):
         partition = getattr(value, "dsgraph_partition", None)

@@ -18,6 +18,7 @@ from dsgraph.errors import RanksDisagreeError
 from dsgraph.inductor_ext import backend_name
 
 from .mesh import axis_group, mesh_ranks, shard_dim
+from .presence import Presence, presences
 
 _Known = TypeVar("_Known")
 
@@ -83,14 +84,14 @@ class Agreement:
         """
         if len(self.ranks) == 1:
             return {self.ranks[0]: text}
-        store, rank = compat.default_store(), dist.get_rank()
+        presence = presences.now()
+        store, rank = presence.store, presence.rank
         prefix = self._meeting(store, rank)
         store.set(f"{prefix}/text/{rank}", text)
         keys = {other: f"{prefix}/text/{other}" for other in self.ranks}
-        try:
-            store.wait(list(keys.values()), self.timeout)
-        except (dist.DistError, RuntimeError) as error:
-            raise RanksDisagreeError(self._absence(store, keys, f"all ranks say {what}")) from error
+        absence = self._absence(presence, keys, f"all ranks say {what}")
+        if absence:
+            raise RanksDisagreeError(absence)
         return {other: store.get(key).decode() for other, key in keys.items()}
 
     def remember(self, key: str, make: Callable[[], _Known]) -> _Known:
@@ -135,26 +136,26 @@ class Agreement:
         return f"dsgraph/{members}/{store.add(f'dsgraph/{members}/meetings/{rank}', 1)}"
 
     def _compare(self, would: str, lines: Sequence[str] | None, steps: Sequence[str]) -> None:
-        store, rank = compat.default_store(), dist.get_rank()
+        presence = presences.now()
+        store, rank = presence.store, presence.rank
         prefix = self._meeting(store, rank)
         store.set(f"{prefix}/lines/{rank}", json.dumps(list(lines or ())))
         store.set(f"{prefix}/steps/{rank}", json.dumps(list(steps)))
         store.set(f"{prefix}/digest/{rank}", "" if lines is None else _digest(lines))
         leader = self.ranks[0]
         if rank == leader:
-            store.set(f"{prefix}/verdict", self._judge(store, prefix, would))
-        self._wait(store, [f"{prefix}/verdict"], f"rank {leader} to compare what the ranks do ({would}?)")
+            store.set(f"{prefix}/verdict", self._judge(presence, prefix, would))
+        self._wait(presence, f"{prefix}/verdict", would)
         verdict = store.get(f"{prefix}/verdict").decode()
         if verdict:
             raise RanksDisagreeError(verdict)
 
-    def _judge(self, store: dist.Store, prefix: str, would: str) -> str:
+    def _judge(self, presence: Presence, prefix: str, would: str) -> str:
         """What is wrong, in words; empty when all agree. The leader's part."""
-        keys = {rank: f"{prefix}/digest/{rank}" for rank in self.ranks}
-        try:
-            store.wait(list(keys.values()), self.timeout)
-        except (dist.DistError, RuntimeError):
-            return self._absence(store, keys, f"the others compare whether they {would}")
+        store, keys = presence.store, {rank: f"{prefix}/digest/{rank}" for rank in self.ranks}
+        absence = self._absence(presence, keys, f"the others compare whether they {would}")
+        if absence:
+            return absence
         digests = {rank: store.get(key) for rank, key in keys.items()}
         known = [rank for rank in self.ranks if digests[rank]]
         for rank in known:
@@ -165,22 +166,33 @@ class Agreement:
                 return _difference(would, *pair, *lines) + _first_step_apart(*pair, *steps)
         return ""
 
-    def _absence(self, store: dist.Store, keys: Mapping[int, str], where: str) -> str:
-        """Which ranks have not set their keys, in words."""
-        absent = [rank for rank, key in keys.items() if not store.check([key])]
+    def _absence(self, presence: Presence, keys: Mapping[int, str], where: str) -> str:
+        """Waits for the ranks to set their keys. Which have not in time, or never will, in words; empty if all have."""
+        absent = list(keys)
+
+        def come() -> bool:
+            absent[:] = [rank for rank in absent if not presence.store.check([keys[rank]])]
+            return not absent
+
+        why = presence.wait(come, absent, seconds=self.timeout.total_seconds())
+        if not why:
+            return ""
+        if "ended" in why:
+            return f"{why}, and does not come to where {where}"
         return (
             f"ranks {absent} did not come within {self.timeout.total_seconds():.0f} s to where {where}: "
             "they have died, hang, or run another program"
         )
 
-    def _wait(self, store: dist.Store, keys: list[str], what: str) -> None:
-        try:
-            store.wait(keys, self.timeout + timedelta(seconds=10))  # the leader gives up first, and says why
-        except (dist.DistError, RuntimeError) as error:
+    def _wait(self, presence: Presence, verdict: str, would: str) -> None:
+        leader, seconds = self.ranks[0], self.timeout.total_seconds()
+        # The leader gives up first, and says why.
+        why = presence.wait(lambda: presence.store.check([verdict]), [leader], seconds=seconds + 10)
+        if why:
             raise RanksDisagreeError(
-                f"waited {self.timeout.total_seconds():.0f} s in vain for {what}: it has died, hangs, or runs another "
-                "program"
-            ) from error
+                f"waited for rank {leader} to compare what the ranks do ({would}?): {why}; it has died, hangs, or runs "
+                "another program"
+            )
 
 
 class Agreements:

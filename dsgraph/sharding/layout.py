@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -44,23 +45,24 @@ class Layout:
         return compute, self.reduce_dtype or compute
 
     def mark(
-        self, shard: Tensor, replica: Tensor | None, shape: Sequence[int], local_sum: Tensor | None = None
+        self, shard: Tensor, gathered_copy: Tensor | None, shape: Sequence[int], accumulated_grad: Tensor | None = None
     ) -> Tensor:
         """The marker for this layout, or, run eagerly, the gather itself. `shape` is that of the full parameter.
 
-        With a `local_sum` the backend decides whether the gradient is reduced together with it.
+        With an `accumulated_grad` the backend decides whether the gradient is reduced together with it.
         """
-        dtype, reduce_dtype = self.dtypes(shard.dtype)
-        return torch.ops.dsgraph.gather_param(
-            shard,
-            replica,
-            shape,
-            *(() if local_sum is None else (local_sum,)),
-            dtype=dtype,
-            reduce_dtype=reduce_dtype,
-            group=self.group,
-            outer_groups=list(self.outer_groups),
-        )
+        added = () if accumulated_grad is None else (accumulated_grad,)
+        return torch.ops.dsgraph.gather_param(shard, gathered_copy, shape, *added, **self.marker_options(shard.dtype))
+
+    def marker_options(self, master: torch.dtype) -> dict[str, Any]:
+        """What a marker says besides tensors, of a parameter of this dtype."""
+        dtype, reduce_dtype = self.dtypes(master)
+        return {
+            "dtype": dtype,
+            "reduce_dtype": reduce_dtype,
+            "group": self.group,
+            "outer_groups": list(self.outer_groups),
+        }
 
     def local(self, leaf: Tensor) -> Tensor:
         """A full parameter whose gradient stays on this rank, in the dtype that the forward sees."""
@@ -68,16 +70,16 @@ class Layout:
 
     def reduce(self, grad: Tensor, shard: Tensor) -> Tensor:
         """This rank's part of the averaged gradient. `grad`: `[*shape]`; result: like `shard`."""
+        if torch.is_grad_enabled() and grad.requires_grad:  # for second derivatives, which the op refuses
+            return self._reduce_by_op(grad, shard)
         return self.start_reducing(grad, shard)()
+
+    def _reduce_by_op(self, grad: Tensor, shard: Tensor) -> Tensor:
+        return torch.ops.dsgraph.reduce_grad(grad, shard.shape, **self._reduction_options(shard.dtype))
+
+    def _reduction_options(self, master: torch.dtype) -> dict[str, Any]:
+        return {**self.marker_options(master), "dtype": master}
 
     def start_reducing(self, grad: Tensor, shard: Tensor) -> Callable[[], Tensor]:
         """The same in two parts: the first lets the gradient travel, the result waits for it."""
-        _, reduce_dtype = self.dtypes(shard.dtype)
-        return start_reduction(
-            grad,
-            shard.shape,
-            dtype=shard.dtype,
-            reduce_dtype=reduce_dtype,
-            group=self.group,
-            outer_groups=list(self.outer_groups),
-        )
+        return start_reduction(grad, shard.shape, **self._reduction_options(shard.dtype))

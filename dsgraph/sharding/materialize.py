@@ -12,8 +12,10 @@ from torch.distributed.tensor import DeviceMesh, DTensor
 
 from dsgraph.errors import PartitionError
 
-from .partition import broadcast_from_first, local_rows, placements_for
+from .buffers import equalise_buffers
+from .classes import plain_class
 from .refusals import refuse_early_optimizers
+from .rows import broadcast_from_first, local_rows, placements_for
 from .table import PartitionedModel, ShardedParameter, partitioned_parts
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
@@ -67,6 +69,8 @@ def materialize(model: ModelT, device: torch.device | str | None = None, *, init
     with _same_random_numbers(states[0].mesh, target):
         for module in initialised:
             _materialize_module(module, entries, target, initialisers[module])
+    for state in states if init != "empty" else ():
+        equalise_buffers(state.root, state)
     return model
 
 
@@ -125,7 +129,7 @@ def _materialize_module(
 ) -> None:
     sharded = {name: param for name, param in module._parameters.items() if param is not None}
     partitioned_class = type(module)
-    module.__class__ = partitioned_class.__mro__[1] if "_dsgraph" in module.__dict__ and sharded else partitioned_class
+    module.__class__ = plain_class(module)
     try:
         for name, param in sharded.items():
             full = torch.empty(param.shape, dtype=param.dtype, device=device)

@@ -2,52 +2,64 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, TypeVar, cast
+from dataclasses import replace
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
-from torch.distributed.tensor import DeviceMesh, DTensor, Placement, Replicate, Shard
+from torch import nn
+from torch.distributed.tensor import DeviceMesh, DTensor
 
 from dsgraph.errors import PartitionError
 from dsgraph.passes import AxisRole
 
+from .additions import Additions, find_additions, part_to_extend
 from .agreement import Agreement
+from .buffers import describe_buffer, equalise_buffers, new_buffers
+from .classes import swap_classes
+from .eager_agreement import VARIABLE, patience_of
 from .layout import Layout
-from .mesh import axis_roles, mesh_axes, resolve_mesh, shard_dim
+from .mesh import mesh_axes, resolve_mesh
+from .pretrained import methods_for
 from .refusals import refuse_early_optimizers, refuse_hidden_references, refuse_model, refuse_parameters
-from .seam import property_for
-from .stages import STAGES, ZeroStage
-from .table import HeldParameters, PartitionedModel, ShardedParameter
+from .rows import broadcast_from_first, local_rows, placements_for
+from .stages import STAGES
+from .table import PartitionArguments, PartitionedModel, ShardedParameter, partitioned_parts
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
+
+_DEFAULTS = PartitionArguments(stage=3, param_dtype=None, reduce_dtype=None, keep_whole_below=2**14)
 
 
 def partition(
     model: ModelT,
     mesh: DeviceMesh | None = None,
     *,
-    stage: int = 3,
+    stage: int | None = None,
     param_dtype: torch.dtype | None = None,
     reduce_dtype: torch.dtype | None = None,
-    keep_whole_below: int = 2**14,
+    keep_whole_below: int | None = None,
 ) -> ModelT:
     """Turns the parameters of `model` into `DTensor` shards, in place; nothing else about the model changes.
 
-    Every rank calls it with the same model; the values of the mesh's first rank count. Make the optimizer afterwards,
-    from `model.parameters()`. The model works eagerly from here on; `torch.compile(model, backend="dsgraph")` makes it
-    fast. Gradients are averaged over all ranks, as with DistributedDataParallel.
+    Every rank calls it with the same model; the values of the mesh's first rank count, of parameters and of buffers.
+    Make the optimizer afterwards, from `model.parameters()`. The model works eagerly from here on;
+    `torch.compile(model, backend="dsgraph")` makes it fast. Gradients are averaged over all ranks, as with
+    DistributedDataParallel.
+
+    Call it again when something has been put into the model: a head, an adapter, `layer.weight = nn.Parameter(...)`. It
+    takes in what is new, in the way of the first call, and leaves the rest as it is. Arguments may be left out then.
 
     Args:
         model: A module on one device, or on the `meta` device (see `materialize`).
         mesh: One dimension (all ranks share one copy of the parameters) or two (replicate x shard: hybrid sharding).
             None: one dimension over all ranks.
-        stage: ZeRO stage. 0: replicated. 1, 2: shards, gathered once a step; with `accumulate`, stage 1 adds gradients
-            up locally, as stage 2 does if asked to. 3: shards, gathered around each use.
+        stage: ZeRO stage; None: 3. 0: replicated. 1, 2: shards, gathered once a step; with `accumulate`, stage 1 adds
+            gradients up locally, as stage 2 does if asked to. 3: shards, gathered around each use.
         param_dtype: Dtype in which the forward sees floating-point parameters; shards keep theirs. None: the shard's.
         reduce_dtype: Dtype in which gradients are summed over ranks. None: the dtype in which the forward sees them.
-        keep_whole_below: Parameters with fewer elements stay replicated. Empty and 0-dimensional ones always do.
+        keep_whole_below: Parameters with fewer elements stay replicated; None: 16384. Empty and 0-dimensional ones
+            always do.
 
     Returns:
         `model` itself.
@@ -58,44 +70,82 @@ def partition(
     """
     refuse_model(model)
     _check_arguments(stage, param_dtype, reduce_dtype, keep_whole_below)
-    parameters = _parameters_to_replace(model)
+    arguments = {
+        "stage": stage,
+        "param_dtype": param_dtype,
+        "reduce_dtype": reduce_dtype,
+        "keep_whole_below": keep_whole_below,
+    }
+    given: dict[str, Any] = {name: value for name, value in arguments.items() if value is not None}
+    parts = partitioned_parts(model)
+    if parts:
+        part = part_to_extend(model, parts, given, mesh)
+        _take_in(model, part)
+        return model
+    additions = Additions(model, dict(model.named_parameters()), [], [])
+    _refuse(additions)
     mesh = resolve_mesh(mesh, model)
-    arguments = f"stage={stage}, {param_dtype=}, {reduce_dtype=}, {keep_whole_below=}, mesh={tuple(mesh.shape)}"
-    _agree(mesh, f"partition({arguments})", parameters)
-
-    state = PartitionedModel(mesh=mesh, axes=mesh_axes(mesh), stage=stage)
-    owners = _owners(model)
-    for name, param in parameters.items():
-        reason = _why_whole(param, state.zero, keep_whole_below)
-        layout = _layout_for(param, state, param_dtype, reduce_dtype, whole=bool(reason))
-        entry = ShardedParameter(name=name, owners=owners[param], layout=layout, whole_because=reason)
-        _replace(entry, _shard(param, layout, mesh))
-        state.parameters.append(entry)
-    _swap_classes(model, state)
+    part = PartitionedModel(mesh, mesh_axes(mesh), replace(_DEFAULTS, **given), model)
+    _apply(additions, part)
     return model
 
 
-def _parameters_to_replace(model: nn.Module) -> dict[str, nn.Parameter]:
-    parameters = dict(model.named_parameters())
-    refuse_parameters(parameters)
-    refuse_hidden_references(model)
-    refuse_early_optimizers(parameters.values(), doing="partition")
-    return parameters
+def _take_in(model: nn.Module, part: PartitionedModel | None = None) -> None:
+    """Partitions what is new in a partitioned model."""
+    if part is None:
+        (part,) = partitioned_parts(model)
+    additions = find_additions(model, part)
+    _refuse(additions)
+    resolve_mesh(part.mesh, additions.root)
+    _apply(additions, part)
 
 
-def _agree(mesh: DeviceMesh, call: str, parameters: Mapping[str, nn.Parameter]) -> None:
-    table = [f"{name}: {list(p.shape)} {p.dtype} requires_grad={p.requires_grad}" for name, p in parameters.items()]
-    Agreement.over(mesh).confirm("partition different models", [call, *table])
+def _refuse(additions: Additions) -> None:
+    refuse_parameters(additions.parameters)
+    refuse_hidden_references(additions.root, additions.parameters)
+    refuse_early_optimizers(additions.parameters.values(), doing="partition")
+
+
+def _apply(additions: Additions, part: PartitionedModel) -> None:
+    """Makes the table true of the model. Before anything is changed, the ranks agree on what that takes."""
+    model = additions.root
+    table = [
+        f"{name}: {list(p.shape)} {p.dtype} requires_grad={p.requires_grad}" for name, p in additions.parameters.items()
+    ]
+    changed = f"{len(additions.tied)} tied, {len(additions.gone)} gone"
+    buffers = [describe_buffer(name, buffer) for name, *_, buffer in new_buffers(model)]
+    call = f"partition({part.arguments}, mesh={tuple(part.mesh.shape)}), {VARIABLE}={patience_of():g}, {changed}"
+    Agreement.over(part.mesh).confirm("partition different models", [call, *table, *buffers])
+
+    part.root = model
+    for entry, (module, attribute) in additions.gone:
+        part.forget(entry, module, attribute)
+    for entry, place in additions.tied:
+        entry.owners.append(place)
+    owners, entries = _owners(model), []
+    for name, param in additions.parameters.items():
+        reason = _why_replicated(param, part)
+        entry = ShardedParameter(name, owners[param], _layout_for(param, part, whole=bool(reason)), reason)
+        _replace(entry, _shard(param, entry.layout, part.mesh))
+        entries.append(entry)
+    equalise_buffers(model, part)
+    swap_classes(model, part, [*part.parameters, *entries], partial(methods_for, take_in=_take_in))
+    for entry in entries:
+        part.take_in(entry)
+    for entry, (module, attribute) in additions.tied:
+        part.tie(entry, module, attribute)
 
 
 def _check_arguments(stage: object, param_dtype: object, reduce_dtype: object, keep_whole_below: object) -> None:
-    if not isinstance(stage, int) or isinstance(stage, bool) or stage not in STAGES:
+    if stage is not None and (not isinstance(stage, int) or isinstance(stage, bool) or stage not in STAGES):
         raise PartitionError(f"stage is {stage!r}; ZeRO stages are 0, 1, 2 and 3")
     for name, dtype in (("param_dtype", param_dtype), ("reduce_dtype", reduce_dtype)):
         if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
             raise PartitionError(
                 f"{name} is {dtype!r}; it takes a floating-point dtype such as torch.bfloat16, or None"
             )
+    if keep_whole_below is None:
+        return
     if not isinstance(keep_whole_below, int) or isinstance(keep_whole_below, bool) or keep_whole_below < 0:
         raise PartitionError(f"keep_whole_below is {keep_whole_below!r}; it takes a number of elements, 0 or more")
 
@@ -109,10 +159,11 @@ def _owners(model: nn.Module) -> dict[nn.Parameter, list[tuple[nn.Module, str]]]
     return owners
 
 
-def _why_whole(param: nn.Parameter, stage: ZeroStage, keep_whole_below: int) -> str:
+def _why_replicated(param: nn.Parameter, part: PartitionedModel) -> str:
     """Why every rank holds all of a parameter; empty when it is split."""
-    if not stage.splits_parameters:
-        return f"stage {stage.number}"
+    keep_whole_below = part.arguments.keep_whole_below
+    if not part.zero.splits_parameters:
+        return f"stage {part.zero.number}"
     if param.dim() == 0:
         return "0-dimensional"
     if param.numel() == 0:
@@ -122,30 +173,17 @@ def _why_whole(param: nn.Parameter, stage: ZeroStage, keep_whole_below: int) -> 
     return ""
 
 
-def _layout_for(
-    param: nn.Parameter,
-    state: PartitionedModel,
-    param_dtype: torch.dtype | None,
-    reduce_dtype: torch.dtype | None,
-    *,
-    whole: bool,
-) -> Layout:
-    split_over = [axis.group for axis in state.axes if axis.role is AxisRole.SHARD and not whole]
-    floating = param.is_floating_point()
+def _layout_for(param: nn.Parameter, part: PartitionedModel, *, whole: bool) -> Layout:
+    split_over = [axis.group for axis in part.axes if axis.role is AxisRole.SHARD and not whole]
+    floating, arguments = param.is_floating_point(), part.arguments
     return Layout(
-        stage=state.stage,
+        stage=part.zero.number,
         shape=tuple(param.shape),
-        param_dtype=param_dtype if floating and param_dtype != param.dtype else None,
-        reduce_dtype=reduce_dtype if floating else None,
+        param_dtype=arguments.param_dtype if floating and arguments.param_dtype != param.dtype else None,
+        reduce_dtype=arguments.reduce_dtype if floating else None,
         group=split_over[0] if split_over else "",
-        outer_groups=tuple(axis.group for axis in state.axes if axis.group not in split_over),
+        outer_groups=tuple(axis.group for axis in part.axes if axis.group not in split_over),
     )
-
-
-def placements_for(layout: Layout, mesh: DeviceMesh) -> list[Placement]:
-    """Where a parameter of this layout lies on the mesh: rows split over the dimension for that, or replicated."""
-    is_split = bool(layout.group)
-    return [Shard(0) if is_split and role is AxisRole.SHARD else Replicate() for role in axis_roles(mesh)]
 
 
 def _shard(param: nn.Parameter, layout: Layout, mesh: DeviceMesh) -> nn.Parameter:
@@ -166,52 +204,6 @@ def _shard(param: nn.Parameter, layout: Layout, mesh: DeviceMesh) -> nn.Paramete
     return shard
 
 
-def broadcast_from_first(tensor: Tensor, mesh: DeviceMesh) -> None:
-    """Overwrites `tensor` on every rank of the mesh with that of the first."""
-    for dim in range(mesh.ndim):  # to the first rank of every row of the mesh, then along the rows
-        group = mesh.get_group(dim)
-        dist.broadcast(tensor, dist.get_global_rank(group, 0), group)
-
-
-def local_rows(full: Tensor, layout: Layout, mesh: DeviceMesh) -> Tensor:
-    """This rank's rows of a full parameter, in memory of their own."""
-    if not layout.group:
-        return full.clone()
-    dim = shard_dim(mesh)
-    chunks, rank = full.chunk(mesh.size(dim)), mesh.get_local_rank(dim)
-    return chunks[rank].clone() if rank < len(chunks) else full[:0].clone()
-
-
 def _replace(entry: ShardedParameter, shard: nn.Parameter) -> None:
     for module, attribute in entry.owners:
         module._parameters[attribute] = shard
-
-
-def _swap_classes(model: nn.Module, state: PartitionedModel) -> None:
-    """Gives each module that holds parameters a subclass of its class with one property a parameter."""
-    layouts: dict[nn.Module, dict[str, Layout]] = {}
-    for entry in state.parameters:
-        for module, attribute in entry.owners:
-            layouts.setdefault(module, {})[attribute] = entry.layout
-    classes: dict[Any, type[nn.Module]] = {}
-    for module, by_name in layouts.items():
-        key = (type(module), tuple(by_name.items()))
-        if key not in classes:
-            classes[key] = _class_for(type(module), by_name)
-        object.__setattr__(module, "_dsgraph", HeldParameters(state))
-        module.__class__ = classes[key]
-    if "_dsgraph" not in model.__dict__:
-        object.__setattr__(model, "_dsgraph", HeldParameters(state))
-
-
-def _class_for(original: type[nn.Module], layouts: Mapping[str, Layout]) -> type[nn.Module]:
-    body: dict[str, Any] = {name: property_for(name, layout) for name, layout in layouts.items()}
-    body |= {"__module__": original.__module__, "__qualname__": original.__qualname__, "__doc__": original.__doc__}
-    if issubclass(original, nn.RNNBase):
-        body["_flat_weights"] = property(_flat_weights, lambda self, value: None)
-    return cast("type[nn.Module]", type(original.__name__, (original,), body))
-
-
-def _flat_weights(self: Any) -> list[Any]:
-    """RNNs run on a flat list that their constructor fills; this one is read from the attributes at each use."""
-    return [getattr(self, name, None) for name in self._flat_weights_names]

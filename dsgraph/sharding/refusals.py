@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -27,14 +28,32 @@ def refuse_model(model: object) -> None:
         raise PartitionError(f"partition takes a torch.nn.Module, found {type(model).__name__}")
     for name, module in model.named_modules():
         where = f"module {name!r} ({type(module).__name__})" if name else f"the model ({type(module).__name__})"
-        if "_dsgraph" in module.__dict__:
-            raise PartitionError(f"{where} is partitioned already; partition a model once")
         if isinstance(module, torch.jit.ScriptModule):
             raise PartitionError(
                 f"{where} is a ScriptModule, whose parameters cannot be replaced; use the Python module"
             )
         if isinstance(module, DistributedDataParallel):
             raise PartitionError(f"{where} averages gradients itself; partition the module inside it")
+        if isinstance(module, FullyShardedDataParallel):
+            raise PartitionError(
+                f"{where} is a FullyShardedDataParallel, which splits parameters itself: partition the module inside "
+                "it, before it is wrapped"
+            )
+        _refuse_embedding(module, where)
+
+
+def _refuse_embedding(module: nn.Module, where: str) -> None:
+    if not isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
+        return
+    if module.max_norm is not None:
+        raise PartitionError(
+            f"{where} has max_norm={module.max_norm}: its forward writes to the weight, on each rank to other rows. "
+            "Leave max_norm out, and scale what the embedding gives"
+        )
+    if module.sparse:
+        raise PartitionError(
+            f"{where} has sparse=True, and sparse gradients cannot be averaged in rows: build it with sparse=False"
+        )
 
 
 def refuse_parameters(parameters: Mapping[str, nn.Parameter]) -> None:
@@ -67,13 +86,13 @@ def _why_not(param: nn.Parameter) -> str | None:
     return None
 
 
-def refuse_hidden_references(model: nn.Module) -> None:
-    """Refuses modules that reach their parameters past attribute access, where no shard could stand in.
+def refuse_hidden_references(model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> None:
+    """Refuses modules that reach `parameters` past attribute access, where no shard could stand in.
 
     Raises:
         PartitionError: Names the module, the attribute and the parameter.
     """
-    names = {id(param): name for name, param in model.named_parameters()}
+    names = {id(param): name for name, param in parameters.items()}
     for module_name, module in model.named_modules():
         if isinstance(module, nn.RNNBase):
             continue  # its flat list is rebuilt from attributes, see `_class_for`

@@ -7,7 +7,7 @@ collectives, so that a partitioned model is correct wherever it runs.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -17,7 +17,10 @@ from torch.distributed.tensor import DTensor
 from dsgraph import compat
 from dsgraph.errors import PartitionError
 
+from .eager_agreement import is_outside
+from .full_parameter import FullParameter
 from .layout import Layout
+from .source import Source
 from .table import held_by
 
 
@@ -27,12 +30,14 @@ def property_for(name: str, layout: Layout) -> property:
     It gives the full parameter, differentiable with respect to its shard. A value that is not a `DTensor` (None, or
     what `torch.func.functional_call` put there) is returned as it is.
     """
-    may_have_replica = bool(layout.group)
+    may_have_copy = bool(layout.group)
     may_stay_local = layout.zero.may_reduce_once
 
     def read(self: nn.Module) -> Any:
         param: Any = self._parameters[name]
         if not isinstance(param, DTensor):
+            if not torch.compiler.is_compiling():
+                _refuse_transformed(param, name, self)
             return param
         if param.device.type == "meta":  # a constant to Dynamo, unlike `is_meta`
             raise PartitionError(
@@ -41,35 +46,86 @@ def property_for(name: str, layout: Layout) -> property:
             )
         if not torch.compiler.is_compiling():
             return _read_eagerly(self, name, layout)
-        local_sum = None
+        accumulated_grad = None
         if may_stay_local and held_by(self).partition.gradients_stay_local:
             if held_by(self).partition.accumulating:
                 return layout.local(held_by(self).leaves[name])
             if torch.is_grad_enabled():
-                local_sum = held_by(self).sums.get(name)
-        replica = held_by(self).replicas.get(name) if may_have_replica else None
+                accumulated_grad = held_by(self).sums.get(name)
+        gathered_copy = held_by(self).gathered_copies.get(name) if may_have_copy else None
         # The shape is read off the parameter: Dynamo may take integers from elsewhere for dynamic sizes.
-        return layout.mark(param.to_local(), replica, param.shape, local_sum)
+        if compat.in_transform():
+            options = layout.marker_options(param.dtype)
+            return mark_outside_transforms(param, gathered_copy, param.shape, accumulated_grad, **options)
+        return layout.mark(param.to_local(), gathered_copy, param.shape, accumulated_grad)
 
     compat.only_inlined(read)
     return property(read, doc=f"The full parameter {name!r}; its shard stands in `named_parameters()`.")
 
 
+def _refuse_transformed(param: Any, name: str, module: nn.Module) -> None:
+    if isinstance(compat.without_transforms(param), DTensor):
+        raise PartitionError(
+            f"parameter {name!r} of {type(module).__name__}: a transform of torch.func cannot map over shards, nor "
+            "differentiate with respect to them; give functional_call full tensors: "
+            "{name: p.detach().full_tensor() for name, p in model.named_parameters()}"
+        )
+
+
+@torch.compiler.allow_in_graph
+def mark_outside_transforms(
+    param: DTensor, gathered_copy: Tensor | None, shape: Sequence[int], accumulated_grad: Tensor | None, **options: Any
+) -> Tensor:
+    """A marker that is captured inside a transform of `torch.func`, to which parameters are constants.
+
+    One call, because `to_local` cannot be captured there; the backend takes it apart ahead of the transform.
+    """
+    with compat.outside_transforms():
+        shard = param.to_local()
+        return torch.ops.dsgraph.gather_param(shard, gathered_copy, shape, accumulated_grad, **options)
+
+
 @torch.compiler.disable
 def _read_eagerly(module: nn.Module, name: str, layout: Layout) -> Tensor:
+    held_by(module).eager_reads[name] += 1
+    with compat.outside_transforms():  # to transforms of `torch.func` parameters are constants
+        if not is_outside():
+            return _read(module, name, layout)
+        param: Any = module._parameters[name]
+        source = Source(
+            name=f"parameter {name!r} of {type(module).__name__}",
+            shards=param,
+            plain=_read(module, name, layout, is_kept=True),
+            layout=layout,
+            partition=held_by(module).partition,
+            read=lambda: _read(module, name, layout),
+        )
+        return FullParameter.over(source.plain, source)
+
+
+def _read(module: nn.Module, name: str, layout: Layout, *, is_kept: bool = False) -> Tensor:
+    """A full parameter. With `is_kept` any number of backwards may go through it, and it may be written to."""
     param: Any = module._parameters[name]
     held, shard = held_by(module), param.to_local()
-    held.eager_reads[name] += 1
-    if held.partition.gradients_stay_local:
-        held.partition.refresh()
-        return layout.local(held.partition.arrived(held.leaves[name]))
-    if name in held.replicas:
-        held.partition.refresh()
-        return _HandOut.apply(shard, held.partition.arrived(held.replicas[name]), layout, held.partition.note_gradient)
-    if layout.group:
-        return layout.mark(shard, None, layout.shape)
-    dtype, _ = layout.dtypes(shard.dtype)
-    return _HandOut.apply(shard, shard.detach().to(dtype), layout, None)
+    partition, full_name = held.partition, held.name_of(module, name)
+    if partition.gradients_stay_local:
+        partition.refresh(eagerly=True)
+        return layout.local(partition.arrived(held.leaves[name]))
+
+    def reduce(grad: Tensor) -> Tensor:
+        with partition.reducing(f"the gradient of {full_name!r}"):
+            return layout.reduce(grad, shard.detach())
+
+    note_gradient = None
+    if name in held.gathered_copies:
+        partition.refresh(eagerly=True)
+        full, note_gradient = partition.arrived(held.gathered_copies[name]), partition.note_gradient
+    elif layout.group:
+        with partition.gathering(f"parameter {full_name!r}"), torch.no_grad():
+            full = layout.mark(shard, None, layout.shape)
+    else:
+        full = shard.detach().to(layout.dtypes(shard.dtype)[0])
+    return _HandOut.apply(shard, full, reduce, note_gradient, is_kept)
 
 
 class _HandOut(torch.autograd.Function):
@@ -80,16 +136,20 @@ class _HandOut(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, shard: Tensor, full: Tensor, layout: Layout, note_gradient: Callable[[], None] | None
+        ctx: Any,
+        shard: Tensor,
+        full: Tensor,
+        reduce: Callable[[Tensor], Tensor],
+        note_gradient: Callable[[], None] | None,
+        is_kept: bool,
     ) -> Tensor:
-        ctx.shard = shard.detach()
-        ctx.layout = layout
+        ctx.reduce = reduce
         ctx.note_gradient = note_gradient
-        return full.view_as(full)
+        # Autograd refuses writes to a view. What is kept may be written to, by its `Source`.
+        return full.detach() if is_kept else full.view_as(full)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         if ctx.note_gradient is not None:
             ctx.note_gradient()
-        return ctx.layout.reduce(grad, ctx.shard), None, None, None
+        return ctx.reduce(grad), None, None, None, None

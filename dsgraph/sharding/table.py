@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DeviceMesh, DTensor
 
+from dsgraph.errors import PartitionError
 from dsgraph.inductor_ext import chunk_rows, resolve_group
 from dsgraph.passes import MeshAxis
 
+from .eager_agreement import Intent, eager_agreements, is_outside
 from .layout import Layout
+from .mesh import axis_group, mesh_ranks, shard_dim
 from .stages import STAGES, ZeroStage
 
 
@@ -25,13 +31,13 @@ class ShardedParameter:
         name: Its (first) name in the model.
         owners: The modules that hold it, each with its name there.
         layout: How it is laid out.
-        whole_because: Why every rank holds all of it; empty for a sharded parameter.
+        replicated_because: Why every rank holds all of it; empty for a sharded parameter.
     """
 
     name: str
     owners: list[tuple[nn.Module, str]]
     layout: Layout
-    whole_because: str = ""
+    replicated_because: str = ""
 
     @property
     def param(self) -> DTensor:
@@ -40,10 +46,31 @@ class ShardedParameter:
         param: DTensor = module._parameters[attribute]  # type: ignore[assignment]
         return param
 
+    @property
+    def rows(self) -> Tensor:
+        """This rank's rows of it, in the master dtype.
+
+        Raises:
+            PartitionError: Another parameter has been put in its place.
+        """
+        if not isinstance(self.param, DTensor):
+            raise PartitionError(not_taken_in(self.name))
+        return self.param.to_local().detach()
+
     def bytes_of_rank(self, dtype: torch.dtype) -> int:
         """Bytes of one rank's rows of a sharded parameter in `dtype`, padded to those of the largest shard."""
         rows, *rest = self.layout.shape
         return chunk_rows(rows, resolve_group(self.layout.group).size()) * math.prod(rest) * dtype.itemsize
+
+
+@dataclass(frozen=True)
+class PartitionArguments:
+    """How the parameters of a model are partitioned: see `partition`, which is called with these."""
+
+    stage: int
+    param_dtype: torch.dtype | None
+    reduce_dtype: torch.dtype | None
+    keep_whole_below: int
 
 
 @dataclass(eq=False)
@@ -56,30 +83,103 @@ class PartitionedModel:
     Attributes:
         mesh: The device mesh.
         axes: Its axes, as passes see them.
-        stage: ZeRO stage.
-        parameters: One entry a parameter, in the order of `named_parameters()`.
+        arguments: How its parameters are partitioned.
+        root: The module that was partitioned: the outermost one, where that was done again.
+        parameters: One entry a parameter, in the order of `named_parameters()`; what was added later stands last.
         accumulating: True inside `accumulate(model)`.
         gradients_stay_local: True while gradients are added up instead of reduced.
+        updates: How often an optimizer has stepped since `watch_updates`.
     """
 
     mesh: DeviceMesh
     axes: tuple[MeshAxis, ...]
-    stage: int
+    arguments: PartitionArguments
+    root: nn.Module
     parameters: list[ShardedParameter] = field(default_factory=list)
     accumulating: bool = False
     gradients_stay_local: bool = False
+    updates: int = 0
 
     @property
     def zero(self) -> ZeroStage:
         """What the stage does."""
-        return STAGES[self.stage]
+        return STAGES[self.arguments.stage]
 
-    def refresh(self) -> None:
-        """Starts to gather every gathered copy that may differ from its shards."""
+    def take_in(self, entry: ShardedParameter) -> None:
+        """Adds a parameter, whose modules hold its shard already."""
+        self.parameters.append(entry)
+
+    def tie(self, entry: ShardedParameter, module: nn.Module, attribute: str) -> None:
+        """Hears that a module that was added holds a parameter of the table as well."""
+
+    def forget(self, entry: ShardedParameter, module: nn.Module, attribute: str) -> None:
+        """Takes out of the table that `module` holds a parameter, and the parameter if no other does."""
+        entry.owners = [owner for owner in entry.owners if owner != (module, attribute)]
+        if not entry.owners:
+            self.parameters.remove(entry)
+        for kept in (held_by(module).gathered_copies, held_by(module).leaves, held_by(module).sums):
+            kept.pop(attribute, None)
+
+    def refuse_amid_step(self, doing: str) -> None:
+        """Refuses what would lose accumulated gradients.
+
+        Raises:
+            PartitionError: The model is inside `accumulate`, or its last backward is still to come.
+        """
+        if self.accumulating or self.gradients_stay_local:
+            raise PartitionError(
+                f"{doing} amid a step of micro-batches, whose gradients would be lost: first run the last micro-batch "
+                "outside dsgraph.accumulate(model), or call dsgraph.discard(model) there"
+            )
+
+    def added_since(self) -> str | None:
+        """The name of a trainable parameter that was added to the model after it was partitioned, if there is one."""
+        known = {(id(module), attribute) for entry in self.parameters for module, attribute in entry.owners}
+        for prefix, module in self.root.named_modules():
+            for attribute, param in module._parameters.items():
+                if param is not None and is_plain(param) and (id(module), attribute) not in known:
+                    return f"{prefix}.{attribute}" if prefix else attribute
+        return None
+
+    @cached_property
+    def _ranks(self) -> tuple[int, ...]:
+        return tuple(sorted(mesh_ranks(self.mesh)))
+
+    @cached_property
+    def _ranks_of_rows(self) -> tuple[int, ...]:
+        return tuple(sorted(dist.get_process_group_ranks(axis_group(self.mesh, shard_dim(self.mesh)))))
+
+    def gathering(self, what: str, *, waits: bool = False) -> AbstractContextManager[None]:
+        """Around a gather of eager code, which the ranks compare.
+
+        Args:
+            what: Is gathered.
+            waits: Whether it waits for all ranks even if it is what followed before. It always does outside a forward.
+
+        Raises:
+            RanksDisagreeError: They are about to do different things, or it failed.
+        """
+        outside = is_outside()
+        agreement = eager_agreements.over(self.mesh, self._ranks_of_rows)
+        return agreement.on(Intent(f"gathers {what}", outside), waits=waits or outside)
+
+    def reducing(self, what: str) -> AbstractContextManager[None]:
+        """The same around a reduction, which is over all ranks."""
+        return eager_agreements.over(self.mesh, self._ranks).on(Intent(f"reduces {what}"))
+
+    def refresh(self, *, eagerly: bool = False) -> None:
+        """Starts to gather every gathered copy that may differ from its shards.
+
+        Args:
+            eagerly: Whether eager code needs them: then the ranks compare what they gather.
+        """
 
     def arrived(self, tensor: Tensor) -> Tensor:
         """A gathered copy, when it has arrived; any other tensor at once."""
         return tensor
+
+    def watch_updates(self) -> None:
+        """From here on counts the steps of optimizers, of which some leave no other trace."""
 
     def note_gradient(self) -> None:
         """Hears that a gradient went through a parameter that was handed out."""
@@ -94,21 +194,51 @@ class HeldParameters:
 
     Attributes:
         partition: What it is part of.
-        replicas: Gathered copies: of stages 1 and 2, and of stage 3 while they are held for a step.
+        gathered_copies: Gathered copies: of stages 1 and 2, and of stage 3 while they are held for a step.
         leaves: What it hands out while gradients stay local.
         sums: What has been added up of them, while the last micro-batch of a step runs.
+        equal_buffers: Names of its buffers that have taken the values of the mesh's first rank.
         eager_reads: How often each parameter was handed out outside a compiled graph.
     """
 
     partition: PartitionedModel
-    replicas: dict[str, Tensor] = field(default_factory=dict)
+    gathered_copies: dict[str, Tensor] = field(default_factory=dict)
     leaves: dict[str, Tensor] = field(default_factory=dict)
     sums: dict[str, Tensor] = field(default_factory=dict)
     eager_reads: Counter[str] = field(default_factory=Counter)
+    equal_buffers: set[str] = field(default_factory=set)
+    _names: dict[str, str] = field(default_factory=dict)
+
+    def name_of(self, module: nn.Module, attribute: str) -> str:
+        """The name in the model of what `module`, whose this is, calls `attribute`."""
+        if attribute not in self._names:
+            for entry in self.partition.parameters:
+                self._names |= {own: entry.name for owner, own in entry.owners if owner is module}
+        return self._names.get(attribute, attribute)
 
     def __getstate__(self) -> dict[str, object]:
-        replicas = {} if self.partition.zero.gathers_each_use else self.replicas
-        return {**self.__dict__, "replicas": replicas, "leaves": {}, "sums": {}}
+        gathered_copies = {} if self.partition.zero.gathers_each_use else self.gathered_copies
+        return {**self.__dict__, "gathered_copies": gathered_copies, "leaves": {}, "sums": {}}
+
+
+def is_plain(param: Tensor) -> bool:
+    """Whether a parameter is trained and not a shard."""
+    return param.requires_grad and not isinstance(param, DTensor)
+
+
+def not_taken_in(name: str) -> str:
+    """What to say of such a parameter inside a partitioned model."""
+    return (
+        f"parameter {name!r} was put into the model after dsgraph.partition, and its gradient would not be averaged: "
+        "call dsgraph.partition(model) again, which takes in what is new, then give it to the optimizer"
+    )
+
+
+def hold(module: nn.Module, part: PartitionedModel) -> HeldParameters:
+    """`held_by` of a module of `part`, which gets it here if it has none."""
+    if "_dsgraph" not in module.__dict__:
+        object.__setattr__(module, "_dsgraph", HeldParameters(part))
+    return held_by(module)
 
 
 def held_by(module: nn.Module) -> HeldParameters:

@@ -10,7 +10,7 @@ from torch import nn
 from dsgraph.errors import PartitionError
 from dsgraph.sharding.stages import ZeroStage
 
-from .accumulation import discard_local_gradients, enter_accumulation, leave_accumulation
+from .accumulation import discard_accumulated, enter_accumulation, leave_accumulation
 from .state import PartitionState, partition_states
 
 
@@ -70,7 +70,7 @@ def _enter(states: Sequence[PartitionState], reduce_once: bool | None) -> None:
     for state in states:
         enter_accumulation(state, reduce_once=state.zero.reduces_once if reduce_once is None else reduce_once)
         if len(states) == 1:  # each part of several has been counted as if it had all of the memory
-            state.hold_replicas()
+            state.hold_copies()
 
 
 def discard(model: nn.Module) -> None:
@@ -94,11 +94,13 @@ def discard(model: nn.Module) -> None:
         PartitionError: Nothing in `model` is partitioned.
     """
     for state in _states(model, "discard"):
-        discard_local_gradients(state)
+        discard_accumulated(state)
         state.give_up_step()
 
 
 def _states(model: nn.Module, caller: str) -> list[PartitionState]:
+    if not isinstance(model, nn.Module):
+        raise PartitionError(f"{caller} takes a torch.nn.Module, found {type(model).__name__}")
     states = partition_states(model)
     if not states:
         raise PartitionError(

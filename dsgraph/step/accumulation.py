@@ -30,7 +30,7 @@ from dsgraph.errors import AccumulationError
 from dsgraph.sharding.table import held_by
 
 from .parameter import ParameterState
-from .reductions import reduce_split, reduce_whole, used_anywhere
+from .reductions import reduce_replicated, reduce_split, used_anywhere
 from .state import PartitionState, StepPhase
 
 
@@ -65,7 +65,7 @@ def leave_accumulation(state: PartitionState) -> None:
             _hand_out_sum(entry, state)
 
 
-def reduce_local_gradients(state: PartitionState) -> None:
+def reduce_accumulated(state: PartitionState) -> None:
     """Averages the sums over all ranks and adds them to the parameters' `.grad`. All ranks call it together."""
     state.move_to(StepPhase.IDLE)
     trainable = [entry for entry in state.parameters if entry.param.requires_grad]
@@ -73,7 +73,8 @@ def reduce_local_gradients(state: PartitionState) -> None:
     # A graph whose backward is still to come, be it that it never comes, must not add them once more.
     read_by_graphs = [total for total in taken.values() if total is not None] if state.sums_were_read else []
     state.sums_were_read = False
-    used = used_anywhere([taken[entry] is not None for entry in trainable], state)
+    with state.reducing("the accumulated gradients"):
+        used = used_anywhere([taken[entry] is not None for entry in trainable], state)
     alone: list[ParameterState] = []
     together: dict[object, list[ParameterState]] = defaultdict(list)
     for entry, is_used in zip(trainable, used, strict=True):
@@ -87,13 +88,13 @@ def reduce_local_gradients(state: PartitionState) -> None:
             together[entry.layout.dtypes(entry.param.dtype), entry.layout.outer_groups].append(entry)
     reduce_split({entry: taken.pop(entry) for entry in alone})
     for bucket in together.values():
-        reduce_whole(bucket, [taken.pop(entry) for entry in bucket])
+        reduce_replicated(bucket, [taken.pop(entry) for entry in bucket])
     for total in read_by_graphs:
         empty_sum(total)
     state.note_gradient()
 
 
-def discard_local_gradients(state: PartitionState) -> None:
+def discard_accumulated(state: PartitionState) -> None:
     """Drops the sums. Graphs that have been given them add nothing, should their backward still come."""
     was_inside = state.accumulating
     state.move_to(StepPhase.IDLE)
@@ -107,21 +108,21 @@ def discard_local_gradients(state: PartitionState) -> None:
 
 
 def empty_sum(total: Tensor) -> None:
-    """Takes out of a local sum what has been reduced. Whatever graph still has it adds nothing."""
+    """Takes out of an accumulated gradient what has been reduced. Whatever graph still has it adds nothing."""
     with torch.no_grad(), compat.keeping_version((total,)):
         total.zero_()
 
 
 def withhold_sum(entry: ParameterState) -> None:
     """Takes a sum away from a backward that must not add it, until `restore_sum`."""
-    assert entry.local_sum is not None
-    entry.withheld = entry.local_sum.clone()
-    empty_sum(entry.local_sum)
+    assert entry.accumulated_grad is not None
+    entry.withheld = entry.accumulated_grad.clone()
+    empty_sum(entry.accumulated_grad)
 
 
 def restore_sum(entry: ParameterState) -> None:
     """Puts back what was withheld, if anything was: also where the backward failed before it was through."""
-    total, value = entry.local_sum, entry.withheld
+    total, value = entry.accumulated_grad, entry.withheld
     entry.withheld = None
     if total is not None and value is not None:
         with torch.no_grad(), compat.keeping_version((total,)):
@@ -129,8 +130,8 @@ def restore_sum(entry: ParameterState) -> None:
 
 
 def _prepare_leaf(entry: ParameterState, state: PartitionState) -> None:
-    shard = entry.param.to_local().detach()
-    source = shard if entry.replica is None else entry.replica
+    shard = entry.rows
+    source = shard if entry.gathered_copy is None else entry.gathered_copy
     if entry.leaf is None or entry.leaf.data_ptr() != source.data_ptr() or entry.leaf.dtype != source.dtype:
         entry.leaf = source
         source.dsgraph_leaf = True  # type: ignore[attr-defined]  # tells the report whose graph reads it
@@ -164,14 +165,14 @@ def _on_local_gradient(entry: ParameterState, state: PartitionState) -> None:
     restore_sum(entry)
     leaf = entry.leaf
     if leaf is None or leaf.grad is None:
-        return  # a graph that only reads the replica sends no gradient here
+        return  # a graph that only reads the gathered copy sends no gradient here
     grad = leaf.grad.to(entry.param.dtype)
     leaf.grad = None
-    if entry.local_sum is None:
-        entry.local_sum = grad
+    if entry.accumulated_grad is None:
+        entry.accumulated_grad = grad
     else:
-        with torch.no_grad(), compat.keeping_version((entry.local_sum,)):  # a graph may have saved it
-            entry.local_sum.add_(grad)
+        with torch.no_grad(), compat.keeping_version((entry.accumulated_grad,)):  # a graph may have saved it
+            entry.accumulated_grad.add_(grad)
     entry.is_summed = True
     if state.accumulating:
         state.note_gradient()
@@ -191,15 +192,15 @@ def _reduce_at_end_of_backward(state: PartitionState) -> None:
     backward = compat.running_backward()
     if state.reducing_in != backward:  # one that failed never came to its end
         state.reducing_in = backward
-        compat.at_end_of_backward(lambda: reduce_local_gradients(state))
+        compat.at_end_of_backward(lambda: reduce_accumulated(state))
 
 
 def _hand_out_sum(entry: ParameterState, state: PartitionState) -> None:
     """Lets captured graphs read the sum: zeros where this rank has none, so that all ranks capture the same graph."""
-    total = entry.local_sum
+    total = entry.accumulated_grad
     if total is None:
         total = torch.zeros(entry.layout.shape, dtype=entry.param.dtype, device=entry.param.device)
-        entry.local_sum = total
+        entry.accumulated_grad = total
     if not hasattr(total, "dsgraph_sum_of"):
         total.dsgraph_sum_of = (entry, state)  # type: ignore[attr-defined]
         compat.keep_static(total)
@@ -210,8 +211,8 @@ def _hand_out_sum(entry: ParameterState, state: PartitionState) -> None:
 def _take_sum(entry: ParameterState) -> Tensor | None:
     """The sum, if there is anything in it. The entry, its modules and its leaf let go of theirs."""
     restore_sum(entry)
-    total = entry.local_sum if entry.is_summed else None
-    entry.local_sum = None
+    total = entry.accumulated_grad if entry.is_summed else None
+    entry.accumulated_grad = None
     entry.is_summed = False
     for module, attribute in entry.owners:
         held_by(module).sums.pop(attribute, None)
@@ -240,7 +241,7 @@ def _watch_steps(state: PartitionState) -> None:
                     "run the last micro-batch's forward and backward outside dsgraph.accumulate(model)"
                 )
         if stepped and living.phase is StepPhase.LAST:
-            reduce_local_gradients(living)
+            reduce_accumulated(living)
 
     handle = register_optimizer_step_pre_hook(before_step)
     weakref.finalize(state, handle.remove)

@@ -14,7 +14,7 @@ from dsgraph.sharding.table import ShardedParameter
 
 
 class Freshness(IntEnum):
-    """What is known about a replica."""
+    """What is known about a gathered copy."""
 
     STALE = 0
     """The shards have changed since."""
@@ -29,23 +29,23 @@ class ParameterState(ShardedParameter):
     """A parameter, with what a step keeps of it.
 
     Attributes:
-        replica: `[*shape]`, the gathered copy of stages 1 and 2, and while it is held for a step that of stage 3;
+        gathered_copy: `[*shape]`, the gathered copy of stages 1 and 2, and while it is held for a step that of stage 3;
             None otherwise, and for whole parameters.
-        is_held_for_step: Whether stage 3 holds a replica from the first micro-batch of a step to the last.
-        freshness: What is known of the replica.
+        is_held_for_step: Whether stage 3 holds a gathered copy from the first micro-batch of a step to the last.
+        freshness: What is known of the gathered copy.
         leaf: What modules hand out while gradients are not reduced; see `accumulation`.
-        local_sum: `[*shape]` in the master dtype, the sum of the leaf's gradients, or zeros that wait for them.
+        accumulated_grad: `[*shape]` in the master dtype, the sum of the leaf's gradients, or zeros that wait for them.
         is_summed: Whether anything is in the sum that has not been reduced.
         withheld: What was in the sum, while a backward runs that must not add it.
         hooked_leaf: id of the leaf that reports its gradients.
         hooked_param: id of the parameter that does so.
     """
 
-    replica: Tensor | None = None
+    gathered_copy: Tensor | None = None
     is_held_for_step: bool = False
     freshness: Freshness = Freshness.STALE
     leaf: Tensor | None = None
-    local_sum: Tensor | None = None
+    accumulated_grad: Tensor | None = None
     is_summed: bool = False
     withheld: Tensor | None = None
     hooked_leaf: int = 0
@@ -54,31 +54,31 @@ class ParameterState(ShardedParameter):
     _gathered_version: int = -1
 
     @property
-    def replica_bytes(self) -> int:
-        """What a replica takes in memory: equally many rows of each rank, of which some may be padding."""
+    def copy_bytes(self) -> int:
+        """What a gathered copy takes in memory: equally many rows of each rank, of which some may be padding."""
         dtype, _ = self.layout.dtypes(self.param.dtype)
         return self.bytes_of_rank(dtype) * resolve_group(self.layout.group).size()
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy of the model has no part in the step.
-        replica = None if self.layout.zero.gathers_each_use else self.replica
-        nothing = {"leaf": None, "local_sum": None, "is_summed": False, "withheld": None}
-        return {**self.__dict__, **nothing, "replica": replica, "hooked_leaf": 0, "hooked_param": 0}
+        gathered_copy = None if self.layout.zero.gathers_each_use else self.gathered_copy
+        nothing = {"leaf": None, "accumulated_grad": None, "is_summed": False, "withheld": None}
+        return {**self.__dict__, **nothing, "gathered_copy": gathered_copy, "hooked_leaf": 0, "hooked_param": 0}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        if self.replica is not None:  # of which the leaf is made
-            self.replica.requires_grad_(False)
+        if self.gathered_copy is not None:  # of which the leaf is made
+            self.gathered_copy.requires_grad_(False)
 
     def observe(self) -> Freshness:
-        """How fresh the replica is with respect to the shard as it is now."""
+        """How fresh the gathered copy is with respect to the shard as it is now."""
         param = self.param
         if param is not self._gathered_from or compat.version_of(param) != self._gathered_version:
             self.freshness = Freshness.STALE
         return self.freshness
 
     def mark_gathered(self, freshness: Freshness) -> None:
-        """Notes which state of the shard the replica was gathered from."""
+        """Notes which state of the shard the gathered copy was gathered from."""
         self._gathered_from = self.param
         self._gathered_version = compat.version_of(self.param)
         self.freshness = freshness

@@ -33,7 +33,7 @@ def reduce_split(grads: dict[ParameterState, Tensor | None]) -> None:
     for entry in list(grads):
         grad = grads.pop(entry)
         assert grad is not None
-        started.append((entry, grad.nbytes, entry.layout.start_reducing(grad, entry.param.to_local())))
+        started.append((entry, grad.nbytes, entry.layout.start_reducing(grad, entry.rows)))
         del grad
         while sum(size for _, size, _ in started) > _IN_FLIGHT_BYTES and len(started) > 1:
             first, _, finish = started.popleft()
@@ -42,13 +42,13 @@ def reduce_split(grads: dict[ParameterState, Tensor | None]) -> None:
         _add_gradient(entry, finish())
 
 
-def reduce_whole(bucket: Sequence[ParameterState], grads: Sequence[Tensor | None]) -> None:
+def reduce_replicated(bucket: Sequence[ParameterState], grads: Sequence[Tensor | None]) -> None:
     """Reduces gradients of parameters that every rank holds whole, as one."""
     flat = torch.cat([grad.reshape(-1) for grad in grads if grad is not None])
     averaged = bucket[0].layout.reduce(flat, flat.new_empty(flat.shape, dtype=bucket[0].param.dtype))
     sizes = [entry.param.numel() for entry in bucket]
     for entry, part in zip(bucket, averaged.split(sizes), strict=True):
-        _add_gradient(entry, part.view(entry.layout.shape))
+        _add_gradient(entry, part.clone().view(entry.layout.shape))  # what begins amid other memory cannot be saved
 
 
 def _add_gradient(entry: ParameterState, grad: Tensor) -> None:

@@ -1,9 +1,10 @@
-"""What a partitioned model remembers besides its shards: gathered replicas, and when they went stale."""
+"""What a partitioned model remembers besides its shards: gathered copies, and when they went stale."""
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import wraps
@@ -20,8 +21,9 @@ from dsgraph.sharding.partition import partition as _partition
 from dsgraph.sharding.stages import CopyLifetime
 from dsgraph.sharding.table import PartitionedModel, ShardedParameter, held_by, partitioned_parts
 
+from .gathered_copies import new_copy, start_gathers
+from .guards import guard
 from .parameter import Freshness, ParameterState
-from .replicas import new_replica, start_gathers
 
 PartitionT = TypeVar("PartitionT", bound=Callable[..., Any])
 
@@ -57,7 +59,7 @@ class PartitionState(PartitionedModel):
     Attributes:
         phase: Where the step stands; `accumulating` and `gradients_stay_local` say as much to the modules.
         sums_were_read: Whether a compiled graph has been given sums that it may add to its gradients.
-        under_way: Replicas that may not have arrived yet.
+        under_way: Gathered copies that may not have arrived yet.
         step_room: Bytes that stage 3 may hold for a step of micro-batches; None while that is not known.
         reduces_once: Whether `accumulate` reduces gradients once a step, as it did last; at first as the stage does.
         awaiting_last_backward: True from the first gradient under `accumulate` to the backward that ends the step.
@@ -79,6 +81,7 @@ class PartitionState(PartitionedModel):
 
     def __post_init__(self) -> None:
         self.reduces_once = self.zero.reduces_once
+        guard(self)
 
     def move_to(self, phase: StepPhase) -> None:
         """Goes on to another phase of the step; the same one again changes nothing."""
@@ -90,73 +93,87 @@ class PartitionState(PartitionedModel):
         if phase is StepPhase.IDLE:
             self.reducing_in = -1
 
-    def replicated(self) -> list[ParameterState]:
-        """The parameters of which a gathered replica is kept."""
-        return [entry for entry in self.parameters if entry.replica is not None]
+    def copied(self) -> list[ParameterState]:
+        """The parameters of which a gathered copy is kept."""
+        return [entry for entry in self.parameters if entry.gathered_copy is not None]
 
-    def refresh(self) -> None:
-        """Starts to gather every replica that may differ from its shards. All ranks call it at the same point.
+    def refresh(self, *, eagerly: bool = False) -> None:
+        """Starts to gather every gathered copy that may differ from its shards. All ranks call it at the same point.
 
-        Whatever reads a replica afterwards waits for it: a graph by `AwaitReplicas`, eager code by `arrived`.
+        Whatever reads a gathered copy afterwards waits for it: a graph by `AwaitCopies`, eager code by `arrived`.
         """
-        stale = [entry for entry in self.replicated() if entry.observe() is not Freshness.FRESH]
+        stale = [entry for entry in self.copied() if entry.observe() is not Freshness.FRESH]
         if not stale:
             return
-        self._watch_optimizers()
+        self.watch_updates()
         self.finish()
-        self.under_way = [entry.replica for entry in stale if entry.replica is not None]
-        start_gathers(stale)
+        self.under_way = [entry.gathered_copy for entry in stale if entry.gathered_copy is not None]
+        what = f"{len(stale)} parameters, {stale[0].name!r} first"
+        with self.gathering(what, waits=True) if eagerly else nullcontext():
+            start_gathers(stale)
         in_step = self.accumulating or self.awaiting_last_backward
         for entry in stale:
             # With a gradient at hand, an optimizer may still write to the shard in a way that leaves no trace (through
-            # `.data`): trust the replica only within an accumulated step, where nothing is updated.
+            # `.data`): trust the gathered copy only within an accumulated step, where nothing is updated.
             trusted = in_step or entry.param.grad is None
             entry.mark_gathered(Freshness.FRESH if trusted else Freshness.SUSPECT)
+
+    def take_in(self, entry: ShardedParameter) -> None:
+        """Adds a parameter, whose modules hold its shard already."""
+        state = ParameterState(**vars(entry))
+        self.parameters.append(state)
+        self.note_materialized(state)
+
+    def tie(self, entry: ShardedParameter, module: nn.Module, attribute: str) -> None:
+        """Gives a module that was added the gathered copy of a parameter that it holds as well."""
+        assert isinstance(entry, ParameterState)
+        if entry.gathered_copy is not None:
+            held_by(module).gathered_copies[attribute] = entry.gathered_copy
 
     def note_materialized(self, entry: ShardedParameter) -> None:
         """Stages 1 and 2: gives a parameter, if it is sharded, the gathered copy that is kept of it."""
         assert isinstance(entry, ParameterState)
         if entry.layout.group and self.zero.copy_lifetime is CopyLifetime.ALWAYS:
-            self._add_replica(entry)
+            self._add_copy(entry)
 
-    def _add_replica(self, entry: ParameterState) -> None:
+    def _add_copy(self, entry: ParameterState) -> None:
         """Gives a sharded parameter a gathered copy, empty and stale."""
-        entry.replica = new_replica(entry.layout, entry.param.to_local(), self)
+        entry.gathered_copy = new_copy(entry.layout, entry.rows, self)
         entry.freshness = Freshness.STALE
         for module, attribute in entry.owners:
-            held_by(module).replicas[attribute] = entry.replica
+            held_by(module).gathered_copies[attribute] = entry.gathered_copy
 
-    def hold_replicas(self) -> None:
-        """Stage 3: makes replicas, still stale, of the parameters that are held for the step, unless it has some."""
-        if self.replicated():
+    def hold_copies(self) -> None:
+        """Stage 3: makes gathered copies, still stale, of what is held for the step, unless it has some."""
+        if self.copied():
             return
         for entry in self.parameters:
             if entry.is_held_for_step:
-                self._add_replica(entry)
+                self._add_copy(entry)
 
-    def _release_replicas(self) -> None:
-        """Lets go of replicas that were held for a step. What autograd has saved of one lives as long as its graph."""
+    def _release_copies(self) -> None:
+        """Lets go of gathered copies that were held for a step. What autograd has saved lives as long as its graph."""
         self.finish()
-        for entry in self.replicated():
-            entry.replica = None
+        for entry in self.copied():
+            entry.gathered_copy = None
             for module, attribute in entry.owners:
-                del held_by(module).replicas[attribute]
+                del held_by(module).gathered_copies[attribute]
 
     def arrived(self, tensor: Tensor) -> Tensor:
-        """A replica, when it has arrived; any other tensor at once."""
+        """A gathered copy, when it has arrived; any other tensor at once."""
         if self.under_way:
             with torch.no_grad():
                 c10d_functional.wait_tensor(tensor.detach())
         return tensor
 
     def finish(self) -> None:
-        """Waits for all replicas that are still under way, be it that no graph has read them."""
-        for replica in self.under_way:
-            self.arrived(replica)
+        """Waits for all gathered copies that are still under way, be it that no graph has read them."""
+        for gathered_copy in self.under_way:
+            self.arrived(gathered_copy)
         self.under_way = []
 
     def __getstate__(self) -> dict[str, Any]:
-        self.finish()  # a copy of a replica would never arrive
+        self.finish()  # a copy of a gathered copy would never arrive
         step = ("accumulating", "gradients_stay_local", "sums_were_read", "awaiting_last_backward")
         return {**self.__dict__, **dict.fromkeys(step, False), "reducing_in": -1, "phase": StepPhase.IDLE}
 
@@ -169,31 +186,37 @@ class PartitionState(PartitionedModel):
         self.awaiting_last_backward = self.accumulating
         if self.accumulating:
             return
-        for entry in self.replicated():
+        for entry in self.copied():
             entry.freshness = min(entry.freshness, Freshness.SUSPECT)
-        if self.zero.gathers_each_use and self.replicated():
-            compat.at_end_of_backward(self._release_replicas)
+        if self.zero.gathers_each_use and self.copied():
+            compat.at_end_of_backward(self._release_copies)
 
     def give_up_step(self) -> None:
         """The micro-batches of a step were in vain. What follows may be an update of the shards, or another step."""
         self.finish()
         self.awaiting_last_backward = False
-        for entry in self.replicated():
+        for entry in self.copied():
             entry.freshness = min(entry.freshness, Freshness.SUSPECT)
         if self.zero.gathers_each_use and not self.accumulating:
-            self._release_replicas()
+            self._release_copies()
 
     def note_step(self, optimizer: Optimizer) -> None:
-        """An optimizer has stepped: the replicas of its parameters are stale. Fused steps leave no other trace."""
+        """An optimizer has stepped: gathered copies of its parameters are stale. Fused steps leave no other trace."""
         stepped = {id(param) for group in optimizer.param_groups for param in group["params"]}
-        for entry in self.replicated():
+        self.updates += 1
+        for entry in self.copied():
             if id(entry.param) in stepped:
                 entry.freshness = Freshness.STALE
-        if self.zero.gathers_each_use and any(entry.freshness is Freshness.STALE for entry in self.replicated()):
+        if self.zero.gathers_each_use and any(entry.freshness is Freshness.STALE for entry in self.copied()):
             self.awaiting_last_backward = False  # each micro-batch was inside `accumulate`
-            self._release_replicas()
+            self._release_copies()
 
-    def _watch_optimizers(self) -> None:
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        guard(self)
+
+    def watch_updates(self) -> None:
+        """From here on hears of the steps of optimizers."""
         if self.watching == id(self):
             return
         self.watching = id(self)
@@ -214,14 +237,15 @@ def with_steps(partition: PartitionT) -> PartitionT:
     @wraps(partition)
     def partition_and_keep(*args: Any, **kwargs: Any) -> nn.Module:
         model: nn.Module = partition(*args, **kwargs)
-        (part,) = partitioned_parts(model)
-        entries = [ParameterState(**vars(entry)) for entry in part.parameters]
-        state = PartitionState(part.mesh, part.axes, part.stage, entries)
-        for module in model.modules():
-            if "_dsgraph" in module.__dict__:
-                held_by(module).partition = state
-        for entry in entries:
-            state.note_materialized(entry)
+        for part in partitioned_parts(model):
+            if isinstance(part, PartitionState):
+                continue
+            state = PartitionState(part.mesh, part.axes, part.arguments, part.root)
+            for module in model.modules():
+                if "_dsgraph" in module.__dict__ and held_by(module).partition is part:
+                    held_by(module).partition = state
+            for entry in part.parameters:
+                state.take_in(entry)
         return model
 
     return cast("PartitionT", partition_and_keep)

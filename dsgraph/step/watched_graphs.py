@@ -18,7 +18,7 @@ from .state import PartitionState
 
 
 def watch_sums(compiled: Callable[..., Any], numbers: Sequence[int]) -> Callable[..., Any]:
-    """`compiled`, with an eye on its backwards, which add local sums.
+    """`compiled`, with an eye on its backwards, which add accumulated gradients.
 
     Args:
         compiled: A compiled graph.
@@ -39,7 +39,7 @@ def watch_sums(compiled: Callable[..., Any], numbers: Sequence[int]) -> Callable
 
 @dataclass(frozen=True)
 class _Sum:
-    """A local sum that a graph was given. Whoever keeps the graph's outputs does not keep the sum."""
+    """An accumulated gradient that a graph was given. Whoever keeps the graph's outputs does not keep the sum."""
 
     total: weakref.ref[Tensor]
     entry: weakref.ref[ParameterState]
@@ -47,7 +47,7 @@ class _Sum:
     def current(self) -> tuple[Tensor, ParameterState] | None:
         """The sum and its parameter; None when it is of an earlier step: then it is empty."""
         total, entry = self.total(), self.entry()
-        if total is None or entry is None or entry.local_sum is not total:
+        if total is None or entry is None or entry.accumulated_grad is not total:
             return None
         return total, entry
 

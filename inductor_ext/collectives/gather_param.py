@@ -2,13 +2,16 @@
 
 For n ranks in all groups and p of them in `group`, with shard_r the r-th of p chunks of rows (`torch.chunk`'s rule):
 
-    gather_param:  full   = concat(shard_0, ..., shard_{p-1}).to(dtype)            shape: `shape`
-    reduce_grad:   grad_r = 1/n * sum over n ranks of rows_r(local_sum + grad), in reduce_dtype  shape: `shard_shape`
+    gather_param:  full   = concat(shard_0, ..., shard_{p-1}).to(dtype)                       shape: `shape`
+    reduce_grad:   grad_r = 1/n * sum over n ranks of rows_r(accumulated_grad + grad)         shape: `shard_shape`
+
+The sum over ranks is taken in `reduce_dtype`.
 
 `group=""` means that every rank holds the whole parameter: nothing is gathered and the gradient is all-reduced over
-`outer_groups`. With a `group`, `outer_groups` are the replicas' groups of hybrid sharding. `replica` is a full copy
-that was gathered earlier; when it is given, it is the result and `shard` only receives the gradient. `local_sum` is
-what this rank has added up of the gradient before, where there is any; see `dsgraph/step/accumulation.py`.
+`outer_groups`. With a `group`, `outer_groups` are the replicas' groups of hybrid sharding. `gathered_copy` is a full
+parameter that was gathered earlier; when it is given, it is the result and `shard` only receives the gradient.
+`accumulated_grad` is what this rank has added up of the gradient before, where there is any; see
+`dsgraph/step/accumulation.py`.
 
 Run eagerly both ops are real collectives, so a model that holds them is correct without any compiler. In a captured
 graph they are markers: `InsertZeroCollectives` lowers them.
@@ -30,14 +33,14 @@ from .algorithms import Ranks, start_gather_rows, start_reducing, usual_reduce_s
 @torch.library.custom_op(
     "dsgraph::gather_param",
     mutates_args=(),
-    schema="(Tensor shard, Tensor? replica, SymInt[] shape, Tensor? local_sum=None, *, ScalarType dtype, "
+    schema="(Tensor shard, Tensor? gathered_copy, SymInt[] shape, Tensor? accumulated_grad=None, *, ScalarType dtype, "
     "ScalarType reduce_dtype, str group, str[] outer_groups, bool adds_sum=False) -> Tensor",
 )
 def gather_param(
     shard: Tensor,
-    replica: Tensor | None,
+    gathered_copy: Tensor | None,
     shape: Sequence[int],
-    local_sum: Tensor | None = None,
+    accumulated_grad: Tensor | None = None,
     *,
     dtype: torch.dtype,
     reduce_dtype: torch.dtype,
@@ -49,21 +52,21 @@ def gather_param(
 
     Args:
         shard: `[rows_r, ...]`, this rank's rows in the master dtype; all rows when `group` is empty.
-        replica: `[*shape]` in `dtype`, a copy gathered earlier, or None.
+        gathered_copy: `[*shape]` in `dtype`, a copy gathered earlier, or None.
         shape: Shape of the full parameter.
-        local_sum: `[*shape]` in any dtype, a sum of gradients of this rank that were not reduced, or None.
+        accumulated_grad: `[*shape]` in any dtype, a sum of gradients of this rank that were not reduced, or None.
         dtype: Dtype of the result. The cast comes before the gather, so that fewer bytes travel.
         reduce_dtype: Dtype in which the gradient is summed.
         group: Name of the process group over which rows are split; "" for a parameter that every rank holds whole.
         outer_groups: Names of the groups over which the gradient is averaged besides.
-        adds_sum: Whether the gradient is reduced together with `local_sum`. Who sets it sees to it that the sum is
+        adds_sum: Whether the gradient is reduced together with `accumulated_grad`. Who sets it sees to it that it is
             added once.
 
     Returns:
         `[*shape]` in `dtype`, a new tensor.
     """
-    if replica is not None:
-        return replica.clone()
+    if gathered_copy is not None:
+        return gathered_copy.clone()
     ranks = Ranks.of(group)
     if ranks.size == 1:
         return shard.to(dtype, copy=True)
@@ -73,9 +76,9 @@ def gather_param(
 @gather_param.register_fake
 def _(
     shard: Tensor,
-    replica: Tensor | None,
+    gathered_copy: Tensor | None,
     shape: Sequence[int],
-    local_sum: Tensor | None = None,
+    accumulated_grad: Tensor | None = None,
     *,
     dtype: torch.dtype,
     reduce_dtype: torch.dtype,
@@ -84,6 +87,12 @@ def _(
     adds_sum: bool = False,
 ) -> Tensor:
     return shard.new_empty(shape, dtype=dtype)
+
+
+SECOND_DERIVATIVES = (
+    "second derivatives in the parameters of a partitioned model (create_graph=True) are not there: take them with "
+    "torch.func.functional_call and full tensors"
+)
 
 
 def start_reduction(
@@ -108,13 +117,13 @@ def start_reduction(
 @torch.library.custom_op(
     "dsgraph::reduce_grad",
     mutates_args=(),
-    schema="(Tensor grad, SymInt[] shard_shape, Tensor? local_sum=None, *, ScalarType dtype, "
+    schema="(Tensor grad, SymInt[] shard_shape, Tensor? accumulated_grad=None, *, ScalarType dtype, "
     "ScalarType reduce_dtype, str group, str[] outer_groups) -> Tensor",
 )
 def reduce_grad(
     grad: Tensor,
     shard_shape: Sequence[int],
-    local_sum: Tensor | None = None,
+    accumulated_grad: Tensor | None = None,
     *,
     dtype: torch.dtype,
     reduce_dtype: torch.dtype,
@@ -126,7 +135,7 @@ def reduce_grad(
     Args:
         grad: `[*shape]`, this rank's gradient of the full parameter.
         shard_shape: Shape of the result: that of this rank's shard.
-        local_sum: `[*shape]`, to which `grad` is added first, in the dtype of the sum; or None.
+        accumulated_grad: `[*shape]`, to which `grad` is added first, in the dtype of the sum; or None.
         dtype: Dtype of the result: the master dtype of the shard.
         reduce_dtype: Dtype in which ranks are summed.
         group: Name of the group whose ranks each keep their rows; "" keeps all rows on every rank.
@@ -135,8 +144,8 @@ def reduce_grad(
     Returns:
         `[*shard_shape]` in `dtype`, a new tensor.
     """
-    if local_sum is not None:
-        grad = local_sum + grad.to(local_sum.dtype)
+    if accumulated_grad is not None:
+        grad = accumulated_grad + grad.to(accumulated_grad.dtype)
     reduced = start_reduction(
         grad, shard_shape, dtype=dtype, reduce_dtype=reduce_dtype, group=group, outer_groups=outer_groups
     )()
@@ -147,7 +156,7 @@ def reduce_grad(
 def _(
     grad: Tensor,
     shard_shape: Sequence[int],
-    local_sum: Tensor | None = None,
+    accumulated_grad: Tensor | None = None,
     *,
     dtype: torch.dtype,
     reduce_dtype: torch.dtype,
@@ -158,17 +167,28 @@ def _(
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, Any], output: Tensor) -> None:
-    shard, _, _, local_sum = inputs
+    shard, _, _, accumulated_grad = inputs
     ctx.shard_shape = shard.shape
     ctx.dtype = shard.dtype
     ctx.reduce = {name: keyword_only_inputs[name] for name in ("reduce_dtype", "group", "outer_groups")}
-    ctx.save_for_backward(local_sum if keyword_only_inputs["adds_sum"] else None)
+    ctx.save_for_backward(accumulated_grad if keyword_only_inputs["adds_sum"] else None)
 
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    (local_sum,) = ctx.saved_tensors
-    shard_grad = torch.ops.dsgraph.reduce_grad(grad, ctx.shard_shape, local_sum, dtype=ctx.dtype, **ctx.reduce)
+    (accumulated_grad,) = ctx.saved_tensors
+    shard_grad = torch.ops.dsgraph.reduce_grad(grad, ctx.shard_shape, accumulated_grad, dtype=ctx.dtype, **ctx.reduce)
     return shard_grad, None, None, None
 
 
 gather_param.register_autograd(_backward, setup_context=_setup_context)
+
+
+def _refuse(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    raise NotImplementedError(SECOND_DERIVATIVES)
+
+
+def _keep_nothing(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, Any], output: Tensor) -> None:
+    pass
+
+
+reduce_grad.register_autograd(_refuse, setup_context=_keep_nothing)

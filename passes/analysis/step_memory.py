@@ -1,8 +1,8 @@
 """How much memory a step of training needs: forwards, backwards and the optimizer, from the memory of their graphs.
 
-A step goes like this; the caller holds parameters, replicas, optimizer state, buffers and the batch all the time.
+A step goes like this; its caller holds parameters, gathered copies, optimizer state, buffers and the batch.
 
-    refresh        replicas are gathered in place
+    refresh        gathered copies are gathered in place
     forward 0..n   one a captured graph; adds what is saved for the backward, and hands its outputs to the next
     backward n..0  each frees what its forward saved, and leaves gradients
     optimizer      gradients beside parameters and state; it is taken to need nothing else, as fused ones do
@@ -38,23 +38,23 @@ class PairMemory:
         forward: Of its forward.
         backward: Of its backward; None where nothing needs a gradient.
         params: Input of the forward -> parameter.
-        replicas: Inputs of the forward that are gathered copies of parameters -> the parameter's name.
+        gathered_copies: Inputs of the forward that are gathered copies of parameters -> the parameter's name.
         gradients: Parameter's name -> the piece of the backward in which its gradient lies.
         saved: Pieces that the forward allocates and the backward reads.
         read_again: Pieces that come into the forward and that the backward reads as well.
         outputs: Pieces that the forward allocates and hands to its caller.
-        replica_bytes: What they hold: as many rows of each rank, of which some may be padding.
+        copy_bytes: What they hold: as many rows of each rank, of which some may be padding.
     """
 
     forward: GraphMemory
     backward: GraphMemory | None
     params: Mapping[str, ParamInfo]
-    replicas: Mapping[str, str]
+    gathered_copies: Mapping[str, str]
     gradients: Mapping[str, str]
     saved: frozenset[str]
     read_again: frozenset[str]
     outputs: frozenset[str]
-    replica_bytes: Mapping[str, int]
+    copy_bytes: Mapping[str, int]
 
 
 def pair_memory(
@@ -84,7 +84,7 @@ def pair_memory(
     # A forward returns what the captured graph returns, and then what it saves.
     returned = ahead.outputs[: len(ahead.outputs) - len(saved)]
     outputs = {piece for name in returned if name is not None for piece in ahead.roots.get(name, ())}
-    replicas = _gathered_copies(roles, params)
+    gathered_copies = _gathered_copies(roles, params)
     behind, gradients = None, dict[str, str]()
     if backward is not None:
         behind = simulate(
@@ -95,12 +95,12 @@ def pair_memory(
         forward=ahead,
         backward=behind,
         params=dict(params),
-        replicas=replicas,
+        gathered_copies=gathered_copies,
         gradients=gradients,
         saved=frozenset(roots.values()) - held,
         read_again=frozenset(roots.values()) & held,
         outputs=frozenset(outputs - held),
-        replica_bytes=_replica_bytes(replicas, ahead, params, axes),
+        copy_bytes=_copy_bytes(gathered_copies, ahead, params, axes),
     )
 
 
@@ -124,15 +124,15 @@ def _gathered_copies(roles: Mapping[str, GraphInput], params: Mapping[str, Param
     return {node: parameter for node, parameter in copies.items() if parameter in split}
 
 
-def _replica_bytes(
-    replicas: Mapping[str, str], memory: GraphMemory, params: Mapping[str, ParamInfo], axes: Sequence[MeshAxis]
+def _copy_bytes(
+    gathered_copies: Mapping[str, str], memory: GraphMemory, params: Mapping[str, ParamInfo], axes: Sequence[MeshAxis]
 ) -> dict[str, int]:
     rows_of = {info.name: info.shape[0] for info in params.values() if info.placement == "shard"}
     axis = shard_axis(axes)
     world = axis.size if axis is not None else 1
     return {
         node: memory.bytes_of([node]) // rows_of[name] * chunk_rows(rows_of[name], world) * world
-        for node, name in replicas.items()
+        for node, name in gathered_copies.items()
     }
 
 
@@ -200,7 +200,7 @@ class _Step:
         self._pairs = pairs
         self._keeps_outputs = keeps_outputs
         params = {info.name: info for pair in pairs for info in pair.params.values()}
-        copies = {name: pair.replica_bytes[node] for pair in pairs for node, name in pair.replicas.items()}
+        copies = {name: pair.copy_bytes[node] for pair in pairs for node, name in pair.gathered_copies.items()}
         self._parameters = sum(map(shard_bytes, params.values())) + sum(copies.values())
         self._state = optimizer_state * sum(shard_bytes(info) for info in params.values() if info.requires_grad)
         self._inputs = other_bytes
@@ -222,7 +222,7 @@ class _Step:
         handed: list[tuple[int, bool]] = []  # what no later graph has taken yet: bytes, and whether it is saved
         for number, pair in enumerate(self._pairs):
             for piece in pair.forward.pieces:
-                if not piece.owned or piece.node in pair.params or piece.node in pair.replicas:
+                if not piece.owned or piece.node in pair.params or piece.node in pair.gathered_copies:
                     continue
                 taken = next((item for item in handed if item[0] == piece.bytes), None)
                 if taken is None:

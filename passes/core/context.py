@@ -54,7 +54,7 @@ class PassContext:
         costs: How long computing and communicating takes; of the first rank's host, the same on every rank.
         budget: How much of the device's memory a step may use, and what of it is taken; one for all phases of a
             compile, so that what one pass takes is not there for the next.
-        replicas: Placeholders of gathered copies of parameters that are on their way when the graph begins to run.
+        gathered_copies: Placeholders of gathered copies that are on their way when the graph begins to run.
         fuses: Whether a code generator behind the passes fuses pointwise ops and reductions, as Inductor does.
         part: Which graph of a pair this is: "forward" or "backward"; empty for the pair, and in other phases.
         analyses: Answers to questions about graphs, each computed once for each version of a graph. No fact: what it
@@ -70,7 +70,7 @@ class PassContext:
     user_outputs: int | None = None
     costs: CostModel = field(default_factory=CostModel.default)
     budget: MemoryBudget = field(default_factory=MemoryBudget)
-    replicas: frozenset[str] = frozenset()
+    gathered_copies: frozenset[str] = frozenset()
     fuses: bool = False
     part: str = ""
     analyses: Analyses = field(default_factory=Analyses, compare=False, repr=False)

@@ -254,7 +254,7 @@ def is_gather(node: Node) -> bool:
 
 
 def is_reduction(node: Node) -> bool:
-    """Whether the node starts a collective that reduces, or that does with a local sum behind it."""
+    """Whether the node starts a collective that reduces, or that does with a sum on this rank behind it."""
     found = collective_of(node)
     return found is not None and (found.reduces or found.role is Role.EXCHANGE) and node.target in found.built
 

@@ -114,7 +114,7 @@ def is_wait(node: Node) -> bool:
 
 
 def is_arrival(node: Node) -> bool:
-    """Whether the node waits for an input of the graph that is under way, see `AwaitReplicas`."""
+    """Whether the node waits for an input of the graph that is under way, see `AwaitCopies`."""
     return is_wait(node) and node.all_input_nodes[0].op == "placeholder"
 
 

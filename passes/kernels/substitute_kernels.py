@@ -42,12 +42,12 @@ class SubstituteKernels(GraphPass):
 
     Attributes:
         kernels: The kernels to look for.
-        asked: Whether they were asked for: then they are substituted where nothing is to gain as well, and one that is
-            found nowhere is noted, with the calls of torch's own function that does the same.
+        asked: Names of those that were asked for: they are substituted where nothing is to gain as well, and one that
+            is found nowhere is noted, with the calls of torch's own function that does the same.
     """
 
     kernels: tuple[KernelSpec, ...] = KERNELS
-    asked: bool = False
+    asked: tuple[str, ...] = ()
 
     phase: ClassVar[Phase] = Phase.CAPTURE
     provides: ClassVar[frozenset[str]] = frozenset({"substituted-kernels"})
@@ -62,8 +62,7 @@ class SubstituteKernels(GraphPass):
                 for spec in kernels:
                     if node not in found.erased and spec.is_anchor(node):
                         self._try(spec, node, ctx=ctx, found=found, transformed=transforms > 0)
-        if self.asked:
-            found.note_absent(self.kernels, gm)
+        found.note_absent([spec for spec in self.kernels if spec.name in self.asked], gm)
         return PassResult(sum(found.substituted.values()), tuple(found.notes), tuple(found.done()))
 
     def fingerprint(self) -> str | None:
@@ -95,13 +94,13 @@ class SubstituteKernels(GraphPass):
         if reason is not None:
             found.miss(spec, answer.node, reason)
             return
-        if answer.caveat and not self.asked:
+        if answer.caveat and spec.name not in self.asked:
             ask = f"options={{'kernels': [{spec.name!r}]}} substitutes it all the same"
             found.miss(spec, answer.node, f"{answer.caveat}; {ask}")
             return
         setting = Setting(ctx.fuses, _device_type(answer), training=not ctx.inference)
         gain = spec.gain(answer, setting)
-        if not gain.is_worth_it and not self.asked:
+        if not gain.is_worth_it and spec.name not in self.asked:
             found.leave(spec, gain)
             return
         found.taken.update(other.name for other in self.kernels if _takes_place_of(spec, other, node))

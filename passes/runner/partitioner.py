@@ -28,10 +28,10 @@ from dsgraph.passes.compat import (
 from dsgraph.passes.core.context import PassContext, Phase
 from dsgraph.passes.core.graph_pair import GraphPair
 from dsgraph.passes.core.graph_pass import source_fingerprint
+from dsgraph.passes.ir.accumulated_grads import write_accumulated_grads
 from dsgraph.passes.ir.coalesced import results_of
 from dsgraph.passes.ir.collectives import collectives
 from dsgraph.passes.ir.graph import emit, is_returned, is_wait, placeholders, replace_and_erase
-from dsgraph.passes.ir.local_sums import write_local_sums
 from dsgraph.passes.ir.mesh_axis import MeshAxis
 from dsgraph.passes.ir.parameters import ParamInfo
 from dsgraph.passes.ir.roles import GraphInput
@@ -51,7 +51,7 @@ class CaptureFacts:
         memory_limit: See `MemoryBudget.limit`.
         keep_bytes: See `MemoryBudget.to_keep`.
         device_type: Where the parameters lie: "cpu", "cuda", ...
-        replicas: Input numbers of gathered copies of parameters that are on their way when the graph begins to run.
+        gathered_copies: Input numbers of gathered copies that are on their way when the graph begins to run.
         fuses: See `PassContext`.
     """
 
@@ -62,7 +62,7 @@ class CaptureFacts:
     memory_limit: int | None = None
     keep_bytes: int | None = None
     device_type: str = "cpu"
-    replicas: frozenset[int] = frozenset()
+    gathered_copies: frozenset[int] = frozenset()
     fuses: bool = False
 
     def budget(self) -> MemoryBudget:
@@ -87,11 +87,11 @@ class CaptureFacts:
             user_outputs: See `PassContext`.
             budget: That of earlier phases of the same compile, of which passes have taken; None for a fresh one.
         """
-        params, replicas, roles = {}, set[str](), {}
+        params, gathered_copies, roles = {}, set[str](), {}
         for number, node in enumerate(placeholders(gm)):
             origin = number if phase is Phase.CAPTURE else captured_input(node)
-            if origin in self.replicas:
-                replicas.add(node.name)
+            if origin in self.gathered_copies:
+                gathered_copies.add(node.name)
             is_tensor = phase is Phase.CAPTURE or isinstance(node.meta.get("val"), torch.Tensor)
             if origin is not None and origin in self.params and is_tensor:  # a DTensor's mesh is a placeholder, too
                 params[node.name] = self.params[origin]
@@ -105,7 +105,7 @@ class CaptureFacts:
             axes=self.axes,
             params=MappingProxyType(params),
             roles=MappingProxyType(roles),
-            replicas=frozenset(replicas),
+            gathered_copies=frozenset(gathered_copies),
             fuses=self.fuses,
             gradients=MappingProxyType(gradients),
             inference=inference,
@@ -123,7 +123,7 @@ class CaptureFacts:
             phase=Phase.PAIR,
             params=MappingProxyType({**ahead.params, **behind.params}),
             roles=MappingProxyType({**ahead.roles, **behind.roles}),
-            replicas=ahead.replicas | behind.replicas,
+            gathered_copies=ahead.gathered_copies | behind.gathered_copies,
             gradients=behind.gradients,
         )
 
@@ -187,7 +187,7 @@ class Partitioner(_HeldByReference, CustomPartitionerFn):
         self, gm: GraphModule, joint_inputs: Sequence[object], **kwargs: Any
     ) -> tuple[GraphModule, GraphModule]:
         """Returns the forward and the backward graph of a joint graph."""
-        if write_local_sums(gm):
+        if write_accumulated_grads(gm):
             gm.recompile()
         budget = self._facts.budget()
         self._runner.run(gm, self._facts.context(gm, Phase.JOINT, budget=budget))
@@ -243,8 +243,8 @@ def _identity(runner: Runner, facts: CaptureFacts) -> object | None:
     prints = runner.pipeline.fingerprint()
     if prints is None:
         return None
-    params, replicas = sorted(facts.params.items()), sorted(facts.replicas)
-    known = (facts.axes, params, sorted(facts.roles.items()), replicas, facts.costs, facts.device_type)
+    params, gathered_copies = sorted(facts.params.items()), sorted(facts.gathered_copies)
+    known = (facts.axes, params, sorted(facts.roles.items()), gathered_copies, facts.costs, facts.device_type)
     return ("dsgraph", source_hash(), prints, repr((*known, facts.memory_limit, facts.keep_bytes)))
 
 

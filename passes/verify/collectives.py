@@ -93,7 +93,7 @@ def _gathers(
     for node in (*started, *markers):
         if is_gather_marker(node):
             call = bound_arguments(node)
-            source, group = call["shard"], call["group"] if call["replica"] is None else ""
+            source, group = call["shard"], call["group"] if call["gathered_copy"] is None else ""
         elif has_role(node, Role.GATHER):
             source, group = None, collective_group(node)
         else:

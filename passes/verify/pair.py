@@ -13,9 +13,9 @@ from dsgraph.passes.errors import PassError
 from dsgraph.passes.ir.graph import placeholders
 
 from . import collectives as invariants_collectives
+from . import gathered_copies as invariants_copies
 from . import memory as invariants_memory
 from . import reductions as invariants_reductions
-from . import replicas as invariants_replicas
 from .verifier import GraphFacts, Verifier, check_interface, describe_value, is_like, observe
 
 _HOW = "GraphPair.save and GraphPair.drop change both graphs"
@@ -67,7 +67,7 @@ class PairVerifier:
                 )
             invariants_collectives.check(was, now.collectives, graph_pass, now.memory)
             invariants_memory.check(before.memory, now.memory, who)
-            invariants_replicas.check(before.replicas, now.replicas, who)
+            invariants_copies.check(before.gathered_copies, now.gathered_copies, who)
             self.verifier.check_markers(gm, graph_pass)
         invariants_reductions.check(self._before[1].reductions, after[1].reductions, who, ctx)
         self._before = after

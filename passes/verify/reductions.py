@@ -138,7 +138,7 @@ def _summed(source: _Value, events: Iterable[str]) -> _Value:
 
 
 def _added_up(source: _Value) -> _Value:
-    """A local sum: what every rank had sent is a reduction once it is added up."""
+    """A sum on this rank: what every rank had sent is a reduction once it is added up."""
     if source is _NEW:
         return source
     return _Value(

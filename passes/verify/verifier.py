@@ -16,13 +16,13 @@ from dsgraph.passes.errors import PassError
 from dsgraph.passes.ir.graph import find_calls, placeholders
 
 from . import collectives as invariants_collectives
+from . import gathered_copies as invariants_copies
 from . import memory as invariants_memory
 from . import reductions as invariants_reductions
-from . import replicas as invariants_replicas
 from .collectives import CollectiveFacts, Violation
+from .gathered_copies import CopyFacts
 from .memory import MemoryFacts
 from .reductions import Histories
-from .replicas import ReplicaFacts
 
 _NO_MARKERS = "zero-collectives"
 
@@ -40,7 +40,7 @@ class GraphFacts:
         memory: Who shares memory with whom. Of ATen graphs alone, as all that follows.
         collectives: Collectives and markers.
         reductions: For each output that is a gradient, what it is summed over.
-        replicas: The replicas that it waits for.
+        gathered_copies: The gathered copies that it waits for.
     """
 
     inputs: tuple[tuple[str, object], ...]
@@ -51,7 +51,7 @@ class GraphFacts:
     memory: MemoryFacts = field(default_factory=MemoryFacts)
     collectives: CollectiveFacts = field(default_factory=CollectiveFacts)
     reductions: tuple[Histories, ...] = ()
-    replicas: ReplicaFacts = field(default_factory=ReplicaFacts)
+    gathered_copies: CopyFacts = field(default_factory=CopyFacts)
 
     @property
     def violations(self) -> tuple[Violation, ...]:
@@ -64,7 +64,7 @@ class GraphFacts:
             )
             for node, by in self.memory.released
         )
-        return (*self.collectives.violations, *self.replicas.violations, *released)
+        return (*self.collectives.violations, *self.gathered_copies.violations, *released)
 
 
 def observe(gm: GraphModule, ctx: PassContext) -> GraphFacts:
@@ -85,7 +85,7 @@ def observe(gm: GraphModule, ctx: PassContext) -> GraphFacts:
         memory=memory,
         collectives=invariants_collectives.observe(gm, memory, outputs, ctx),
         reductions=invariants_reductions.observe(gm, outputs, ctx),
-        replicas=invariants_replicas.observe(gm, ctx),
+        gathered_copies=invariants_copies.observe(gm, ctx),
     )
 
 
@@ -131,7 +131,7 @@ class Verifier:
             invariants_collectives.check(before.collectives, after.collectives, graph_pass, after.memory)
             invariants_reductions.check(before.reductions, after.reductions, who, ctx)
             invariants_memory.check(before.memory, after.memory, who)
-            invariants_replicas.check(before.replicas, after.replicas, who)
+            invariants_copies.check(before.gathered_copies, after.gathered_copies, who)
             self.check_markers(gm, graph_pass)
         self._note(after, ctx)
 

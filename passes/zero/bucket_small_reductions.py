@@ -26,8 +26,9 @@ class BucketSmallReductions(GraphPass):
              gb = reduce_grad(b, [2, 2], group="", outer_groups=["0"])
     after:   flat = cat([reshape(a, [-1]), reshape(b, [-1])])
              sums = reduce_grad(flat, [12], group="", outer_groups=["0"])
-             ga = view(slice(sums, 0, 8), [8]); gb = view(slice(sums, 8, 12), [2, 2])
+             ga = view(clone(slice(sums, 0, 8)), [8]); gb = view(clone(slice(sums, 8, 12)), [2, 2])
 
+    Each gradient gets memory of its own: torch neither saves nor copies a `DTensor` that begins amid another's memory.
     Gradients of one bucket agree in groups and dtypes. Left alone: sharded parameters, gradients above `small_bytes`
     (their copy would cost more than the collective that it saves), a gradient without a partner, and one that the rest
     of the graph goes on computing with.
@@ -113,5 +114,6 @@ def _reduce_together(bucket: list[Node]) -> None:
     for node, part in zip(bucket, flat, strict=True):
         end = start + fake_value(part).shape[0]
         own = emit(last, aten.slice.Tensor, sums, 0, start, end)
+        own = emit(last, aten.clone.default, own)
         replace_and_erase(node, emit(last, aten.view.default, own, list(fake_value(node).shape)))
         start = end

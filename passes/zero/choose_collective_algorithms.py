@@ -43,10 +43,10 @@ class ChooseCollectiveAlgorithms(GraphPass):
 
     Gathers go by messages whatever is predicted, because gloo's own break when two are under way at once, see
     `gather_by_messages`. Reductions take the form with the least seconds by `ctx.costs` (measured, where there is a
-    calibration), the local sum included; where two take equally long, or there is no figure, messages. All forms give
-    the same numbers: a local sum adds in the order of ranks. gloo's own reduce-scatter adds in another, and is chosen
-    only between two ranks, of which a sum is the same in any order. Shapes, groups and costs decide: all ranks choose
-    alike.
+    calibration), adding up on this rank included; where two take equally long, or there is no figure, messages. All
+    forms give the same numbers: what arrives is added in the order of ranks. gloo's own reduce-scatter adds in another
+    order, and is chosen only between two ranks, of which a sum is the same in any order. Shapes, groups and costs
+    decide: all ranks choose alike.
 
     Left alone: NCCL and every other backend, all-reduces, tensors outside the host's memory (gloo sends no others by
     messages), reductions other than "sum", and a user's own with sizes that vary.

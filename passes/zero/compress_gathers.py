@@ -26,7 +26,7 @@ class CompressGathers(GraphPass):
     As autocast casts the weights of matrix products: half the bytes on the wire, half the memory, and the same numbers
     bit for bit, because a cast takes no notice of its neighbours. Gradients travel as before. Left alone: a parameter
     that is used in its own precision as well, or in two lower ones; one of which the graph returns two casts, which are
-    two tensors; replicas, which are gathered outside the graph; parameters that every rank holds whole.
+    two tensors; gathered copies, which are gathered outside the graph; parameters that every rank holds whole.
     """
 
     phase: ClassVar[Phase] = Phase.JOINT
@@ -40,7 +40,12 @@ class CompressGathers(GraphPass):
         for gather in find_calls(gm, torch.ops.dsgraph.gather_param.default):
             call, casts = bound_arguments(gather), list(gather.users)
             dtype = _lower_dtype(casts, call["dtype"])
-            if dtype is None or call["replica"] is not None or not call["group"] or sum(map(is_returned, casts)) > 1:
+            if (
+                dtype is None
+                or call["gathered_copy"] is not None
+                or not call["group"]
+                or sum(map(is_returned, casts)) > 1
+            ):
                 continue
             how = {name: call[name] for name in ("reduce_dtype", "group", "outer_groups")}
             low = emit(

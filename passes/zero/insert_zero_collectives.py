@@ -28,7 +28,7 @@ class InsertZeroCollectives(GraphPass):
     stage 3, after:   padded = constant_pad_nd(shard, [0, 0, 0, 1])        only when rows do not divide
                       wait = wait_tensor(all_gather_into_tensor(padded, 2, "0"))
                       w = slice(wait, 0, 0, 5)                             likewise
-    stage 2, 1:       w = replica                                          gathered once a step; see AwaitReplicas
+    stage 2, 1:       w = gathered copy                                          gathered once a step; see AwaitCopies
     stage 0, whole:   w = shard
 
     before:  g = reduce_grad(grad, [3, 8], group="0", outer_groups=["1"])
@@ -74,8 +74,8 @@ def _own_if_returned(node: Node, lowered: Node) -> Node:
 
 def _lower_gather(node: Node, ctx: PassContext) -> Node:
     call = bound_arguments(node)
-    if call["replica"] is not None:
-        return call["replica"]
+    if call["gathered_copy"] is not None:
+        return call["gathered_copy"]
     ranks, recording = _ranks(call["group"], ctx), Recording(node)
     full = recording.run(
         lambda shard: start_gather_rows(shard, call["shape"], ranks, dtype=call["dtype"]).finish(), call["shard"]

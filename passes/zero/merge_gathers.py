@@ -67,7 +67,7 @@ def _notes_on_regions(gm: GraphModule) -> list[str]:
 
 
 def _notes_on_sums(gm: GraphModule, ctx: PassContext) -> list[str]:
-    """Which parameters' local sums are not reduced together with the gradients of this graph."""
+    """Which parameters' accumulated gradients are not reduced together with the gradients of this graph."""
     markers = [
         node
         for module in all_graph_modules(gm)
@@ -76,14 +76,14 @@ def _notes_on_sums(gm: GraphModule, ctx: PassContext) -> list[str]:
     ]
     names = dict.fromkeys(parameter_of(_sources(node)[-1], ctx) for node in markers)
     return [
-        f"the local sum of {name} is reduced by itself when the backward is through: the graph reads the shard, too, "
-        "or reads the parameter in an op that may not run"
+        f"the accumulated gradient of {name} is reduced by itself when the backward is through: the graph reads the "
+        "shard, too, or reads the parameter in an op that may not run"
         for name in names
     ]
 
 
 def _sources(marker: Node) -> list[Node]:
-    """What a marker reads: its local sum and replica if it has one, its shard, and last the parameter of the shard."""
+    """What a marker reads: accumulated gradient and gathered copy, if any, shard, and last the shard's parameter."""
     shard = marker.all_input_nodes[0]
     return [*marker.all_input_nodes[:0:-1], shard, *shard.all_input_nodes]
 
@@ -107,7 +107,7 @@ def _merge(gm: GraphModule, grad_mode: object) -> int:
 
 
 def _is_only_read(node: Node) -> bool:
-    """Whether all uses of a parameter, a shard or a replica are known to leave it as it is."""
+    """Whether all uses of a parameter, a shard or a gathered copy are known to leave it as it is."""
     return all(
         is_to_local(user) or is_gather_marker(user) or isinstance(user.target, HigherOrderOperator)
         for user in node.users

@@ -251,6 +251,7 @@ def test_hosts_and_processes_are_removed_when_it_is_ended(namespaces, number):
         assert time.monotonic() < until
 
 
+@pytest.mark.full  # test_zero runs the same systems
 @pytest.mark.distributed
 def test_one_system_runs_and_is_written(namespaces, tmp_path):
     out = tmp_path / "out.json"

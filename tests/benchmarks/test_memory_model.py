@@ -75,7 +75,7 @@ def counter(tmp_path_factory):
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.full), 3])
+@pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.full), pytest.param(3, marks=pytest.mark.full)])
 def test_simulated_peak_is_within_ten_percent_of_the_measured_one(counter, stage):
     found = measure("gpt-small", stage, "eager", counter=counter)
     assert abs(found["error"]) < 0.10

@@ -50,6 +50,7 @@ def test_wrong_arguments_are_refused(arguments):
     assert error.value.code == 2
 
 
+@pytest.mark.full  # it takes long, and its parts have tests
 @pytest.mark.slow
 def test_smoke_run_writes_the_schema(tmp_path, capsys):
     out = tmp_path / "out.json"

@@ -146,6 +146,7 @@ def _set_up_to_fail_late(model: object) -> object:
     return step
 
 
+@pytest.mark.full  # it takes long, and product code is not in it
 @pytest.mark.distributed
 def test_a_system_that_fails_is_named_and_the_others_are_kept(monkeypatch, capsys, tmp_path):
     monkeypatch.setitem(SYSTEMS, "broken", System(_set_up_wrongly))

@@ -15,6 +15,7 @@ import dsgraph
 from dsgraph.compiler.codegen import Compilation
 from dsgraph.compiler.options import parse_options
 from dsgraph.passes import CaptureFacts
+from dsgraph.tools.cli.main import main
 from tests.models import build, tokens
 
 EAGER = {"codegen": "eager"}
@@ -197,11 +198,11 @@ print(counters["aot_autograd"]["autograd_cache_hit"], counters["aot_autograd"]["
 """
 
 
-def _start(cache: Path, pipeline: str = "None") -> list[int]:
+def _start(cache: Path, pipeline: str = "None", **environment: str) -> list[int]:
     """Trains one step in a new process; returns hits and bypasses of AOTAutograd's cache, and hits of Inductor's."""
     done = subprocess.run(
         [sys.executable, "-c", WARM_START, pipeline],
-        env={**__import__("os").environ, "TORCHINDUCTOR_CACHE_DIR": str(cache)},
+        env={**__import__("os").environ, "TORCHINDUCTOR_CACHE_DIR": str(cache), **environment},
         capture_output=True,
         text=True,
         check=False,
@@ -210,6 +211,7 @@ def _start(cache: Path, pipeline: str = "None") -> list[int]:
     return [int(number) for number in done.stdout.split()[-3:]]
 
 
+@pytest.mark.full  # three processes by Inductor
 @pytest.mark.inductor
 def test_warm_starts_hit_the_caches_and_other_options_miss(tmp_path):
     assert _start(tmp_path) == [0, 0, 0]
@@ -221,6 +223,20 @@ def test_warm_starts_hit_the_caches_and_other_options_miss(tmp_path):
         assert (hits, bypasses) == (1, 0)
     other = 'dsgraph.default_pipeline().without("bucket_small_reductions")'
     assert _start(tmp_path, other)[:2] == [0, 0]
+
+
+@pytest.mark.inductor
+def test_a_dump_is_complete_whatever_the_caches_hold(tmp_path, capsys):
+    for number in (0, 1):
+        folder = tmp_path / f"dump{number}"
+        if number == 0:
+            _start(tmp_path / "cache")
+        hits, *_ = _start(tmp_path / "cache", DSGRAPH_DUMP=str(folder))
+        assert hits == 0
+        phases = {path.name.partition("-")[0] for path in folder.glob("rank0/compile1/*-*.json")}
+        assert phases == {"capture", "joint", "forward", "backward"}
+        assert main(["memory", str(folder)]) == 0
+        assert "backward" in capsys.readouterr().out
 
 
 @pytest.mark.slow
@@ -238,10 +254,10 @@ def test_the_backend_is_found_by_name_without_importing_dsgraph():
         ({}, None, True),
         ({}, "reduce-overhead", False),
         ({"inductor": {"triton.cudagraphs": True}}, None, False),
-        ({"pipeline": dsgraph.default_pipeline().without("await_replicas")}, None, False),
+        ({"pipeline": dsgraph.default_pipeline().without("await_copies")}, None, False),
     ],
 )
 def test_recorded_kernels_wait_for_nothing(options, mode, awaits):
-    """Where a replay of CUDA graphs would not wait for replicas, the graph's caller does."""
-    facts = CaptureFacts(replicas=frozenset({0}))
-    assert Compilation(parse_options(options, {}), facts, mode=mode).awaits_replicas is awaits
+    """Where a replay of CUDA graphs would not wait for gathered copies, the graph's caller does."""
+    facts = CaptureFacts(gathered_copies=frozenset({0}))
+    assert Compilation(parse_options(options, {}), facts, mode=mode).awaits_copies is awaits

@@ -65,7 +65,7 @@ def test_every_input_has_a_role(fake_ranks, stage, phase):
     assert all(ctx.roles[node].parameter == info.name for node, info in ctx.params.items())
     assert len(ctx.params) == len(NAMES)
     assert by_role(ctx, InputRole.GATHERED_COPY) == (SPLIT if stage in (1, 2) else [])
-    assert {node for node, item in ctx.roles.items() if item.role is InputRole.GATHERED_COPY} == ctx.replicas
+    assert {node for node, item in ctx.roles.items() if item.role is InputRole.GATHERED_COPY} == ctx.gathered_copies
     assert by_role(ctx, InputRole.BUFFER) == by_role(ctx, InputRole.DATA) == [""]
 
 

@@ -12,6 +12,7 @@ from dsgraph.compiler.options import BackendOptions, parse_options
 from dsgraph.passes import SubstituteKernels
 from dsgraph.passes.kernels.patterns import KERNELS
 
+NAME = SubstituteKernels().name
 RMS_NORM = next(spec for spec in KERNELS if spec.name == "rms_norm")
 
 
@@ -66,6 +67,19 @@ def test_defaults():
 def test_wrong_options_are_named(given, message):
     with pytest.raises(dsgraph.OptionError, match=message):
         parse_options(given, {})
+
+
+def test_auto_in_a_list_means_the_automatic_kernels_as_well():
+    def passes(kernels):
+        return next(item for item in parse_options({"kernels": kernels}, {}).pipeline if item.name == NAME)
+
+    mine = replace(RMS_NORM, name="mine")
+    for kernels in (["auto", mine], [mine, "auto"]):
+        assert (passes(kernels).kernels, passes(kernels).asked) == ((*KERNELS, mine), ("mine",))
+    assert (passes(["auto", "rms_norm"]).kernels, passes(["auto", "rms_norm"]).asked) == (KERNELS, ("rms_norm",))
+    assert (passes(["auto"]).kernels, passes(["auto"]).asked) == (KERNELS, ())
+    with pytest.raises(dsgraph.OptionError, match="two kernels of the name 'rms_norm'"):
+        parse_options({"kernels": ["auto", replace(RMS_NORM)]}, {})
 
 
 def test_dump_has_an_environment_variable():

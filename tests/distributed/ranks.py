@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import faulthandler
 import os
-import tempfile
 import warnings
 from collections.abc import Callable
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -51,9 +49,10 @@ class Ranks:
         """
         started = self._pool.start(self.world, limit=CALL_LIMIT, grace=GRACE)
         assert started.are_complete, started
-        with tempfile.TemporaryDirectory() as folder:
-            call = (function, args, kwargs, self.world, str(Path(folder) / "store"), timeout_s)
-            answers = self._pool.call("play", *call, count=self.world, limit=CALL_LIMIT, grace=GRACE)
+        # Here, as torchrun has it in a process of its own: it outlives every rank.
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        call = (function, args, kwargs, self.world, store.port, timeout_s)
+        answers = self._pool.call("play", *call, count=self.world, limit=CALL_LIMIT, grace=GRACE)
         if answers.are_complete:
             return [answers.values[rank] for rank in range(self.world)]
         self._pool.stop()  # ranks that failed or hang may have left the group in any state
@@ -77,14 +76,14 @@ class _Player:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         world: int,
-        store: str,
+        port: int,
         timeout_s: float,
     ) -> Any:
         faulthandler.dump_traceback_later(CALL_LIMIT - 10)  # where it hangs, to stderr, before it is killed
         try:
             dist.init_process_group(
                 "gloo",
-                store=dist.FileStore(store, world),
+                store=dist.TCPStore("127.0.0.1", port),
                 rank=self._rank,
                 world_size=world,
                 timeout=timedelta(seconds=timeout_s),

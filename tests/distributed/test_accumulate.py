@@ -215,7 +215,7 @@ def _held_for_a_step(codegen: str, memory_limit: int) -> tuple[list[list[int]], 
         optimizer.step()
         optimizer.zero_grad()
     held = [item.name for item in dsgraph.report(model).parameters if item.is_held_for_step]
-    left = sum(item.bytes_replica for item in dsgraph.report(model).parameters)
+    left = sum(item.bytes_copy for item in dsgraph.report(model).parameters)
     return gathers, held, left
 
 
@@ -263,6 +263,7 @@ def test_what_is_held_for_a_step_matches_one_process(ranks, case):
     ranks(2).run(_compare_held, case, "eager", None)
 
 
+@pytest.mark.full  # test_stages has the meshes
 def test_hybrid_sharding_holds_what_its_inner_group_gathers(ranks):
     ranks(4).run(_compare_held, "gpt", "eager", (2, 2))
 
@@ -273,7 +274,8 @@ def test_inductor_reads_what_is_held_for_a_step(ranks):
     ranks(2).run(_compare_held, "gpt", "inductor", None)
 
 
-@pytest.mark.parametrize("dtype", (pytest.param(None, marks=pytest.mark.full), torch.bfloat16))
+@pytest.mark.full  # the same by numbers is below
+@pytest.mark.parametrize("dtype", (None, torch.bfloat16))
 def test_what_is_held_for_a_step_changes_no_bit(ranks, dtype):
     ranks(2).run(_compare_limits, dtype)
 
@@ -288,7 +290,7 @@ def _same_as_stage_1(codegen: str | None, dtype: torch.dtype | None) -> None:
 
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("dtype", (None, torch.bfloat16))
-@pytest.mark.parametrize("codegen", (None, "eager"))
+@pytest.mark.parametrize("codegen", (None, pytest.param("eager", marks=pytest.mark.full)))
 def test_stage_2_reducing_once_computes_the_bits_of_stage_1(ranks, codegen, dtype):
     ranks(2).run(_same_as_stage_1, codegen, dtype)
 
@@ -336,19 +338,19 @@ def _mix(codegen: str | None) -> None:
         torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("codegen", (pytest.param(None, marks=pytest.mark.full), "eager"))
+@pytest.mark.parametrize("codegen", (None, pytest.param("eager", marks=pytest.mark.full)))
 def test_ways_of_accumulating_mix(ranks, codegen):
     ranks(2).run(_mix, codegen)
 
 
 def _keep_local(stage: int, reduce_once: bool | None) -> list[tuple[bool, int]]:
-    """After a micro-batch under accumulate: whether each parameter has a gradient, and bytes of its local sum."""
+    """After a micro-batch under accumulate: whether each parameter has a gradient, and bytes of its sum."""
     model = dsgraph.partition(build("gpt"), stage=stage, keep_whole_below=20)
     with dsgraph.accumulate(model, reduce_once=reduce_once):
         model(*tokens(0, dist.get_rank())).backward()
     entries = model._dsgraph.partition.parameters
     assert not any(entry.leaf is not None and entry.leaf.grad is not None for entry in entries)
-    held = [0 if entry.local_sum is None else entry.local_sum.nbytes for entry in entries]
+    held = [0 if entry.accumulated_grad is None else entry.accumulated_grad.nbytes for entry in entries]
     return [(entry.param.grad is not None, size) for entry, size in zip(entries, held, strict=True)]
 
 
@@ -391,7 +393,7 @@ def _train_four_steps(stage: int, reduce_once: bool | None, codegen: str | None,
         if discards and step:
             _discard(GIVEN_UP[step - 1], model, runs, reduce_once)
             if stage == 3:
-                held = sum(item.bytes_replica for item in dsgraph.report(model).parameters)
+                held = sum(item.bytes_copy for item in dsgraph.report(model).parameters)
                 assert (held > 0) == (GIVEN_UP[step - 1] == "inside" and codegen is not None)
                 optimizer.zero_grad()  # what has been reduced
             assert all(param.grad is None for param in model.parameters())

@@ -1,4 +1,4 @@
-"""Local sums that compiled graphs reduce in the last micro-batch's backward: each exactly once, whatever it runs.
+"""Accumulated gradients that graphs reduce in the last micro-batch's backward: each exactly once, whatever it runs.
 
 Weights and batches are small integers, so that sums are exact in any order: one that is lost or added twice shows.
 """
@@ -256,6 +256,7 @@ def _compare_with_inductor() -> None:
     compare(CASES["gpt"].build, CASES["gpt"].batches, codegen="inductor", **how)
 
 
+@pytest.mark.full  # by Inductor, on several ranks
 @pytest.mark.inductor
 def test_inductor_adds_sums(ranks):
     ranks(2).run(_compare_with_inductor)
@@ -394,7 +395,7 @@ def _last_run_elsewhere(how: str, stage: int, reduce_once: bool | None) -> None:
         torch.optim.SGD(model.parameters(), lr=0.0).step()
 
 
-# Another compiler fetches no replicas.
+# Another compiler fetches no gathered copies.
 @pytest.mark.parametrize(
     ("how", "stage", "reduce_once"), [*(("uncompiled", *stage) for stage in STAGES), ("aot_eager", 0, None)]
 )
@@ -411,7 +412,7 @@ def _memory_and_compiles(dynamic: bool) -> int:
         for param in model.parameters():
             param.grad = None
         _accumulate(model, runs, ["plain"] * 3, True)
-        sums = [weakref.ref(entry.local_sum) for entry in entries]
+        sums = [weakref.ref(entry.accumulated_grad) for entry in entries]
         assert [total().nbytes for total in sums] == [64] * 3
         runs(_batch(2, rank)).backward()
         gc.collect()
@@ -461,4 +462,4 @@ def _notes() -> str:
 
 
 def test_the_report_names_what_is_reduced_by_itself(ranks):
-    assert "the local sum of parameter a is reduced by itself" in ranks(2).run(_notes)[0]
+    assert "the accumulated gradient of parameter a is reduced by itself" in ranks(2).run(_notes)[0]

@@ -174,7 +174,7 @@ def _step_without_backward(model: nn.Module, optimizer: torch.optim.Optimizer) -
     optimizer.zero_grad()
     runs_before = tokens(3, dist.get_rank())
     with torch.no_grad():
-        model(*runs_before)  # the replicas are fresh and no gradient is at hand
+        model(*runs_before)  # the gathered copies are fresh and no gradient is at hand
     for param in model.parameters():
         param.grad = torch.ones_like(param)
     optimizer.step()
@@ -183,7 +183,7 @@ def _step_without_backward(model: nn.Module, optimizer: torch.optim.Optimizer) -
 @pytest.mark.covering
 @pytest.mark.parametrize("codegen", (None, "eager"))
 @pytest.mark.parametrize("stage", (1, 2))
-def test_replicas_follow_updates(ranks, stage, codegen):
+def test_copies_follow_updates(ranks, stage, codegen):
     ranks(2).run(_notice_updates, stage, codegen)
 
 

@@ -134,4 +134,4 @@ def test_every_combination_computes_what_one_process_computes(ranks, stage, comb
     if stage == 2:
         assert all("gather" in name for name in idle), f"{sorted(idle)} had nothing to do"
     else:
-        assert idle == {"await_replicas"}, f"{sorted(idle)} had nothing to do"
+        assert idle == {"await_copies"}, f"{sorted(idle)} had nothing to do"

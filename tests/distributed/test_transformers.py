@@ -130,3 +130,17 @@ def test_trains_as_in_one_process(ranks, name):
 
 def test_gradient_checkpointing(ranks):
     ranks(2).run(_train, "llama", checkpointing=True)
+
+
+def _initialise(stages: tuple[int, ...]) -> None:
+    for stage in stages:
+        mine, alone = dsgraph.partition(_build("gpt2"), stage=stage, keep_whole_below=600), _build("gpt2")
+        for model, seed in ((mine, 1 + dist.get_rank()), (alone, 1)):
+            torch.manual_seed(seed)
+            model.apply(model._init_weights)
+        for (name, ours), theirs in zip(mine.named_parameters(), alone.parameters(), strict=True):
+            assert torch.equal(full(ours), theirs), f"stage {stage}: {name}"
+
+
+def test_weights_are_initialised_anew(ranks):
+    ranks(2).run(_initialise, (0, 1, 3))

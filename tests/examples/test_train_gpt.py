@@ -106,6 +106,7 @@ def test_resumed_equals_uninterrupted(finished, interrupted, nproc):
     assert rest.val_loss == pytest.approx(whole.val_loss, abs=slack)
 
 
+@pytest.mark.full  # test_stages compares with one process
 def test_single_process_without_dsgraph_gives_the_same_losses(finished, tmp_path):
     whole, _ = finished
     alone = _run(tmp_path, "--single")

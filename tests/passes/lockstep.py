@@ -126,9 +126,9 @@ def _collective(target: Any, calls: list[Call], position: int) -> Tensor:
 
 
 def _gather_param(call: Call, rank: int, calls: list[Call], groups: Groups) -> Tensor:
-    shard, replica, _ = call.args
-    if replica is not None:
-        return replica
+    shard, gathered_copy, _ = call.args
+    if gathered_copy is not None:
+        return gathered_copy
     dtype, group = call.kwargs["dtype"], call.kwargs["group"]
     if not group:
         return shard.to(dtype)

@@ -31,9 +31,9 @@ def _(x: Tensor) -> Tensor:
     return torch.empty_like(x)
 
 
-def gather(shard: Tensor, shape: Sequence[int], replica: Tensor | None = None, **how: Any) -> Tensor:
+def gather(shard: Tensor, shape: Sequence[int], gathered_copy: Tensor | None = None, **how: Any) -> Tensor:
     options = {"dtype": torch.float32, "reduce_dtype": torch.float32, "group": "0", "outer_groups": []}
-    return torch.ops.dsgraph.gather_param(shard, replica, shape, **(options | how))
+    return torch.ops.dsgraph.gather_param(shard, gathered_copy, shape, **(options | how))
 
 
 def reduce(grad: Tensor, shard_shape: Sequence[int], **how: Any) -> Tensor:

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -93,12 +95,19 @@ def test_a_mesh_of_another_device_is_refused(monkeypatch):
         dsgraph.partition(_net(), mesh)
 
 
-def _twice():
-    return dsgraph.partition(_net())
+def _partitioned_otherwise():
+    return dsgraph.partition(_net(), keep_whole_below=3)
 
 
-def _part_of_a_partitioned_model():
-    return nn.Sequential(dsgraph.partition(_net()), nn.Linear(2, 2))
+def _partitioned_apart():
+    return nn.Sequential(*(dsgraph.partition(_net(), keep_whole_below=0) for _ in range(2)))
+
+
+def _amid_a_step():
+    model = dsgraph.partition(_net(), keep_whole_below=0, stage=1)
+    with dsgraph.accumulate(model):
+        model(torch.randn(1, 4)).sum().backward()
+    return model
 
 
 def _compiled():
@@ -107,6 +116,18 @@ def _compiled():
 
 def _ddp():
     return nn.parallel.DistributedDataParallel(_net())
+
+
+def _fsdp():
+    return torch.distributed.fsdp.FullyShardedDataParallel(_net(), device_id=torch.device("cpu"))
+
+
+def _with_max_norm():
+    return nn.Sequential(_net(), nn.Embedding(3, 4, max_norm=1.0))
+
+
+def _with_sparse_gradients():
+    return nn.Sequential(_net(), nn.EmbeddingBag(3, 4, sparse=True))
 
 
 def _scripted():
@@ -159,8 +180,15 @@ def _hidden():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (_twice, r"the model \(Sequential\) is partitioned already"),
-        (_part_of_a_partitioned_model, r"module '0' \(Sequential\) is partitioned already"),
+        (_partitioned_otherwise, r"is partitioned already, with keep_whole_below=3.*leave keep_whole_below=0 out"),
+        (_partitioned_apart, "holds 2 modules that were partitioned apart"),
+        (_amid_a_step, "partition amid a step of micro-batches, whose gradients would be lost"),
+        (_with_max_norm, r"module '1' \(Embedding\) has max_norm=1.0: its forward writes to the weight"),
+        (_with_sparse_gradients, r"module '1' \(EmbeddingBag\) has sparse=True"),
+        (
+            _fsdp,
+            "is a FullyShardedDataParallel, which splits parameters itself: partition the module inside it",
+        ),
         (_compiled, "compiled already: call dsgraph.partition first"),
         (_ddp, "averages gradients itself"),
         (_scripted, "is a ScriptModule"),
@@ -194,6 +222,61 @@ def test_other_optimizers_do_not_matter():
     other = torch.optim.SGD(_net().parameters(), lr=0.1)
     dsgraph.partition(_net())
     assert len(other.param_groups) == 1
+
+
+@pytest.mark.parametrize("call", [dsgraph.accumulate, dsgraph.discard])
+def test_steps_are_of_modules(call):
+    takes = pytest.raises(dsgraph.PartitionError, match=f"{call.__name__} takes a torch.nn.Module, found list")
+    with takes, call([1]):
+        pass
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_second_derivatives_in_parameters_are_refused(stage):
+    model = dsgraph.partition(_net(), stage=stage, keep_whole_below=0)
+    gradients = torch.autograd.grad(model(torch.randn(3, 4)).tanh().sum(), list(model.parameters()), create_graph=True)
+    with pytest.raises(NotImplementedError, match="second derivatives in the parameters of a partitioned model"):
+        sum(gradient.pow(2).sum() for gradient in gradients).backward()
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_second_derivatives_in_inputs_are_those_of_the_plain_model(stage):
+    torch.manual_seed(0)
+    plain, given = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1)), torch.randn(3, 4)
+    model = dsgraph.partition(copy.deepcopy(plain), stage=stage, keep_whole_below=0)
+    for each in (plain, model):  # a gradient penalty
+        x = given.clone().requires_grad_()
+        (slope,) = torch.autograd.grad(each(x).sum(), x, create_graph=True)
+        slope.pow(2).sum().backward()
+    for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        assert (mine.grad is None) == (theirs.grad is None)
+        if theirs.grad is not None:
+            torch.testing.assert_close(mine.grad.full_tensor(), theirs.grad)
+
+
+def test_partitioning_again_changes_nothing_where_nothing_is_new():
+    model = dsgraph.partition(_net(), stage=1, keep_whole_below=0)
+    before, kinds = list(model.parameters()), [type(module) for module in model.modules()]
+    assert dsgraph.partition(model) is model
+    assert dsgraph.partition(model, before[0].device_mesh, stage=1, keep_whole_below=0) is model
+    assert all(a is b for a, b in zip(model.parameters(), before, strict=True))
+    assert [type(module) for module in model.modules()] == kinds
+
+
+@pytest.mark.parametrize(("name", "value"), [("stage", 3), ("param_dtype", torch.bfloat16), ("keep_whole_below", 1)])
+def test_what_is_new_is_partitioned_alike(name, value):
+    model = dsgraph.partition(_net(), stage=1, keep_whole_below=0)
+    model[1] = nn.Linear(8, 3)
+    with pytest.raises(dsgraph.PartitionError, match=f"partitioned already, with {name}=.*leave {name}={value} out"):
+        dsgraph.partition(model, **{name: value})
+    assert type(model[1].weight) is nn.Parameter, "nothing was changed"
+
+
+def test_a_model_that_shares_modules_with_a_partitioned_one():
+    model = dsgraph.partition(_net(), keep_whole_below=0)
+    other = nn.Sequential(model[0], nn.Linear(8, 3))
+    with pytest.raises(dsgraph.PartitionError, match="Sequential shares modules with a Sequential that is partitioned"):
+        dsgraph.partition(other)
 
 
 def test_accumulate_needs_a_partitioned_model():

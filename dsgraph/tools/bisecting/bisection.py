@@ -63,7 +63,7 @@ class Bisection:
     versions in the same order, and stop together after the first that is off on one of them.
     """
 
-    awaits_replicas = False
+    awaits_copies = False
 
     def __init__(self, folder: Path, request: CompileRequest) -> None:
         settings = folder / SETTINGS
@@ -80,7 +80,7 @@ class Bisection:
         self._result: dict[str, Any] = {"format": FORMAT, "version": 1, "rank": rank, "world": world}
 
     @property
-    def may_hold_replicas(self) -> bool:
+    def may_hold_copies(self) -> bool:
         """A recording would copy what lies elsewhere in each step."""
         return not records_cuda_graphs(self._options, self._mode)
 

@@ -91,8 +91,8 @@ class Emission:
     Inductor, with costs and memory of the device, and of what comes of it the kernels are written to files.
     """
 
-    awaits_replicas = False
-    may_hold_replicas = False  # what is emitted for a GPU does not run here
+    awaits_copies = False
+    may_hold_copies = False  # what is emitted for a GPU does not run here
 
     def __init__(self, target: Target, request: CompileRequest) -> None:
         self._target = target
@@ -124,7 +124,7 @@ class Emission:
         return compiled
 
     def _trace(
-        self, gm: GraphModule, inputs: Sequence[Any], *, patches: dict[str, Any], cache_tag: str
+        self, gm: GraphModule, inputs: Sequence[Any], *, patches: dict[str, Any], cache_tag: str, anew: bool
     ) -> Callable[..., Any]:
         """In place of `compile_with_inductor`."""
 

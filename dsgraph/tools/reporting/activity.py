@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from types import FunctionType
@@ -14,6 +14,7 @@ from dsgraph.sharding.table import held_by
 from dsgraph.step.state import PartitionState
 
 from .compile_log import CompileEntry, CompileLog
+from .reasons import in_words
 
 
 @dataclass(frozen=True)
@@ -27,7 +28,7 @@ class Break:
 
 @dataclass(frozen=True)
 class Recompile:
-    """A function that was compiled again, since a guard failed. `times` counts its compiles so far."""
+    """A function that was compiled again. `times` counts its compiles so far; `reason` says what had changed."""
 
     function: str
     times: int
@@ -56,12 +57,13 @@ class Fallback:
 
 @dataclass(frozen=True)
 class NearMiss:
-    """A note of a pass: what it left alone and why. `count` is in how many compiles it said so."""
+    """A note of a pass: what it left alone and why. `count` is how often it said so, in which `compiles`."""
 
     phase: str
     pass_name: str
     note: str
     count: int
+    compiles: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -102,7 +104,7 @@ def recompiles_of(records: Sequence[CompileEntry]) -> tuple[Recompile, ...]:
         Recompile(
             function=str(record.capture.function),
             times=record.capture.times,
-            reason=record.capture.recompile_reason or "torch gives no reason",
+            reason=in_words(record.capture.recompile_reason) or "torch gives no reason",
             compile=record.number,
         )
         for record in records
@@ -138,10 +140,12 @@ def fallbacks_of(
 
 def near_misses_of(records: Sequence[CompileEntry]) -> tuple[NearMiss, ...]:
     """The notes of all passes."""
-    counts = Counter(
-        (item.phase.value, item.name, note) for record in records for item in record.passes for note in item.notes
-    )
-    return tuple(NearMiss(*key, count) for key, count in counts.items())
+    said: defaultdict[tuple[str, str, str], list[int]] = defaultdict(list)
+    for record in records:
+        for item in record.passes:
+            for note in item.notes:
+                said[item.phase.value, item.name, note].append(record.number)
+    return tuple(NearMiss(*key, len(numbers), tuple(dict.fromkeys(numbers))) for key, numbers in said.items())
 
 
 def regions_of(records: Sequence[CompileEntry]) -> tuple[Region, ...]:

@@ -39,6 +39,7 @@ class CompileEntry:
         graphs: The lowered graphs; empty when they came from the cache.
         activations: What passes from forward to backward.
         memory: Of the two graphs; None without a backward.
+        memory_limit: Bytes that a step may use; None without a limit.
         costs: Whether the costs that passes know are measured or defaults, in one line.
         ignored_tags: Where checkpoint regions were not honoured.
         unlowered: Op, calls: what Inductor runs as it is.
@@ -58,6 +59,7 @@ class CompileEntry:
     graphs: tuple[LoweredGraph, ...]
     activations: Activations | None
     memory: PairMemory | None
+    memory_limit: int | None
     costs: str
     ignored_tags: tuple[IgnoredTag, ...]
     unlowered: tuple[tuple[str, int], ...]

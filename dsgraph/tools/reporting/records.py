@@ -20,10 +20,10 @@ class Parameter:
         stage: ZeRO stage.
         split_over: Mesh axis over which its rows are split; None for one that every rank holds whole.
         averaged_over: Mesh axes over which its gradient is averaged.
-        whole_because: Why it is whole; empty for a split one.
+        replicated_because: Why it is whole; empty for a split one.
         bytes_full: All rows.
         bytes_here: The rows on this rank.
-        bytes_replica: The gathered copy of stages 1 and 2, and what stage 3 holds of it now; 0 without one.
+        bytes_copy: The gathered copy of stages 1 and 2, and what stage 3 holds of it now; 0 without one.
         is_held_for_step: Whether stage 3 gathers it once a step inside `accumulate`, as it has memory to spare.
     """
 
@@ -33,10 +33,10 @@ class Parameter:
     stage: int
     split_over: str | None
     averaged_over: tuple[str, ...]
-    whole_because: str
+    replicated_because: str
     bytes_full: int
     bytes_here: int
-    bytes_replica: int
+    bytes_copy: int
     is_held_for_step: bool
 
 
@@ -102,6 +102,7 @@ class Findings:
         compiles: Every graph that was compiled, in order.
         step: What a rank sends in a training step.
         memory: What a rank is predicted to hold in one; None where it is not known.
+        memory_limit: Bytes of the device that a step may use, the option's or the default; None without a limit.
         graph_breaks: Where Dynamo had to end a graph.
         recompiles: Functions that were compiled more than once.
         fallbacks: What does not run as compiled code.
@@ -119,6 +120,7 @@ class Findings:
     compiles: tuple[Compile, ...]
     step: Step
     memory: Memory | None
+    memory_limit: int | None
     graph_breaks: tuple[Break, ...]
     recompiles: tuple[Recompile, ...]
     fallbacks: tuple[Fallback, ...]

@@ -64,13 +64,14 @@ def report_on(model: nn.Module, log: CompileLog) -> Report:
         schema=SCHEMA,
         model=type(model).__name__,
         status=_status(states, records),
-        stages=tuple(state.stage for state in states),
+        stages=tuple(state.zero.number for state in states),
         mesh={axis.name: axis.size for state in states for axis in state.axes},
         costs="; ".join(dict.fromkeys(record.costs for record in records)),
         parameters=tuple(_parameter(entry, state, of=states) for state in states for entry in state.parameters),
         compiles=compiled,
         step=measure_step(model, states, records),
         memory=predict_memory(model, records),
+        memory_limit=min((item.memory_limit for item in records if item.memory_limit is not None), default=None),
         graph_breaks=graph_breaks_of(records, log),
         recompiles=recompiles_of(records),
         fallbacks=fallbacks_of(model, states, records, log),
@@ -83,7 +84,7 @@ def _objects_of(model: nn.Module, states: list[PartitionState]) -> list[object]:
     objects: list[object] = [*model.modules(), *model.parameters()]
     for state in states:
         for entry in state.parameters:
-            objects += [entry.param, entry.replica, entry.leaf]
+            objects += [entry.param, entry.gathered_copy, entry.leaf]
     return [item for item in objects if item is not None]
 
 
@@ -109,10 +110,10 @@ def _parameter(entry: ParameterState, state: PartitionState, *, of: list[Partiti
         stage=layout.stage,
         split_over=names.get(layout.group),
         averaged_over=tuple(names[group] for group in groups),
-        whole_because=entry.whole_because,
+        replicated_because=entry.replicated_because,
         bytes_full=entry.param.numel() * shard.element_size(),
         bytes_here=shard.numel() * shard.element_size(),
-        bytes_replica=nbytes(entry.replica) or 0,
+        bytes_copy=nbytes(entry.gathered_copy) or 0,
         is_held_for_step=entry.is_held_for_step and len(of) == 1,
     )
 

@@ -99,7 +99,7 @@ def _renamed(pair: PairMemory, prefix: str) -> PairMemory:
     return replace(
         pair,
         params={node: replace(info, name=prefix + info.name) for node, info in pair.params.items()},
-        replicas={node: prefix + name for node, name in pair.replicas.items()},
+        gathered_copies={node: prefix + name for node, name in pair.gathered_copies.items()},
         gradients={prefix + name: piece for name, piece in pair.gradients.items()},
     )
 

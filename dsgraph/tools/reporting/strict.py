@@ -12,6 +12,7 @@ from dsgraph.passes.kernels.findings import NOWHERE
 
 from .compile_log import CompileEntry, CompileLog, GivenUp
 from .measure import is_own_op
+from .reasons import in_words
 
 _WITHOUT = "or compile without strict=True; dsgraph.report(model) lists all of them then"
 
@@ -49,7 +50,7 @@ def refuse_capture(capture: Capture, options: BackendOptions, log: CompileLog) -
             else f"torch._dynamo.config.recompile_limit is {last}: this would be the last time before Dynamo runs the "
             "function uncompiled"
         )
-        guard = capture.recompile_reason or "unknown"
+        guard = in_words(capture.recompile_reason) or "unknown"
         raise StrictError(
             f"strict: compile {capture.times} of {capture.function}, and {bound}. The guard that "
             f"failed: {guard}. Keep that value the same between calls (for sizes: dynamic=True, or "

@@ -11,6 +11,7 @@ from tabulate import tabulate
 
 from dsgraph.tools.dumping.render import bytes_text
 
+from .activity import NearMiss
 from .measure import Activations
 from .records import Compile, Findings, Parameter
 from .step import Memory
@@ -27,7 +28,7 @@ def write_report(report: Findings) -> str:
         _passes(report.compiles),
         _step(report),
         _activations(report.compiles),
-        _memory(report.memory),
+        _memory(report),
         _list("graph breaks", [(f"at {_short(item.place)}", item.reason) for item in report.graph_breaks]),
         _list(
             "recompiles",
@@ -47,7 +48,7 @@ def write_report(report: Findings) -> str:
             ],
         ),
         _list("kernels", [(f"compile {item.number}", line) for item in report.compiles for line in _done(item)]),
-        _list("near misses", [(f"{item.phase}, {item.pass_name}", item.note) for item in report.near_misses]),
+        _list("near misses", [(_where(item), item.note) for item in report.near_misses]),
         _list(
             "checkpoint regions",
             [
@@ -66,6 +67,11 @@ def _done(item: Compile) -> list[str]:
     return [line for each in item.passes for line in each.done]
 
 
+def _where(item: NearMiss) -> str:
+    numbers = ", ".join(map(str, item.compiles))
+    return f"compile{'s' * (len(item.compiles) > 1)} {numbers}, {item.phase}, {item.pass_name}"
+
+
 def _head(report: Findings) -> str:
     mesh = ", ".join(f"{name} {count}" for name, count in report.mesh.items())
     stages = ", ".join(str(stage) for stage in sorted(set(report.stages)))
@@ -80,7 +86,8 @@ def _parameters(parameters: Sequence[Parameter]) -> str:
         return ""
     groups: dict[str, list[Parameter]] = {}
     for parameter in parameters:
-        kind = f"split over {parameter.split_over}" if parameter.split_over else f"whole: {parameter.whole_because}"
+        replicated = f"replicated: {parameter.replicated_because}"
+        kind = f"split over {parameter.split_over}" if parameter.split_over else replicated
         groups.setdefault(kind, []).append(parameter)
     rows = [
         (
@@ -88,7 +95,7 @@ def _parameters(parameters: Sequence[Parameter]) -> str:
             len(members),
             bytes_text(sum(item.bytes_full for item in members)),
             bytes_text(sum(item.bytes_here for item in members)),
-            bytes_text(sum(item.bytes_replica for item in members)),
+            bytes_text(sum(item.bytes_copy for item in members)),
         )
         for kind, members in groups.items()
     ]
@@ -187,14 +194,26 @@ def _activation_row(found: Activations) -> tuple[str, ...]:
     )
 
 
-def _memory(memory: Memory | None) -> str:
+def _memory(report: Findings) -> str:
+    memory, limit = report.memory, report.memory_limit
     if memory is None:
-        return ""
+        return "" if limit is None else f"memory_limit: {bytes_text(limit)}"
     parts = ", ".join(f"{name} {bytes_text(amount)}" for name, amount in memory.parts.items() if amount)
     node = f" at {memory.node}" if memory.node else ""
     return _wrap(
         f"predicted peak memory of a training step: {bytes_text(memory.peak)} in {memory.where}{node}",
         f"of that {parts}; the optimizer taken to be Adam",
+        *([] if limit is None else [_limit(limit, memory)]),
+    )
+
+
+def _limit(limit: int, memory: Memory) -> str:
+    over = memory.peak - limit
+    if over <= 0:
+        return f"memory_limit: {bytes_text(limit)}, by that prediction met"
+    return (
+        f"memory_limit: {bytes_text(limit)} cannot be met: by that prediction a step takes {bytes_text(over)} more, "
+        "even where nothing is kept for speed"
     )
 
 

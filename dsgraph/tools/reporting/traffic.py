@@ -73,7 +73,7 @@ def _known(node: Node, size: Size) -> int | None:
 
 def refresh_traffic(state: PartitionState) -> tuple[Traffic, ...]:
     """What fetching all gathered copies of stages 1 and 2 sends, which happens once after each optimizer step."""
-    return _gathers(state, state.replicated()) if state.zero.copy_lifetime is CopyLifetime.ALWAYS else ()
+    return _gathers(state, state.copied()) if state.zero.copy_lifetime is CopyLifetime.ALWAYS else ()
 
 
 def held_traffic(state: PartitionState) -> tuple[Traffic, ...]:
@@ -84,8 +84,8 @@ def held_traffic(state: PartitionState) -> tuple[Traffic, ...]:
 def _gathers(state: PartitionState, entries: Iterable[ParameterState]) -> tuple[Traffic, ...]:
     axis = shard_axis(state.axes)
     assert axis is not None
-    amounts = [entry.replica_bytes // axis.size * (axis.size - 1) for entry in entries]
-    return _over(axis, "refresh of replicas", amounts)
+    amounts = [entry.copy_bytes // axis.size * (axis.size - 1) for entry in entries]
+    return _over(axis, "refresh of gathered copies", amounts)
 
 
 def accumulated_traffic(state: PartitionState) -> tuple[Traffic, ...]:

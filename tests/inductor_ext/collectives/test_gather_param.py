@@ -25,8 +25,8 @@ def group(one_rank):
 def test_opcheck(group, sharded, kept):
     how = _options(group if sharded else "", [] if sharded else [group])
     shard = torch.randn(4, 3, requires_grad=True)
-    replica = torch.randn(4, 3) if kept else None
-    torch.library.opcheck(gather_param.default, (shard, replica, [4, 3]), how)
+    gathered_copy = torch.randn(4, 3) if kept else None
+    torch.library.opcheck(gather_param.default, (shard, gathered_copy, [4, 3]), how)
     torch.library.opcheck(reduce_grad.default, (torch.randn(4, 3), [4, 3]), how)
 
 
@@ -41,10 +41,10 @@ def test_the_gradient_comes_back_in_the_master_dtype(group, dtype):
     assert torch.equal(shard.grad, torch.full((4, 3), 2.0))
 
 
-def test_the_replica_is_handed_out_and_the_shard_gets_the_gradient(group):
-    shard, replica = torch.zeros(4, 3, requires_grad=True), torch.randn(4, 3)
-    full = gather_param(shard, replica, [4, 3], **_options(group, []))
-    assert torch.equal(full, replica)
+def test_the_copy_is_handed_out_and_the_shard_gets_the_gradient(group):
+    shard, gathered_copy = torch.zeros(4, 3, requires_grad=True), torch.randn(4, 3)
+    full = gather_param(shard, gathered_copy, [4, 3], **_options(group, []))
+    assert torch.equal(full, gathered_copy)
     full.sum().backward()
     assert torch.equal(shard.grad, torch.ones(4, 3))
 

@@ -30,12 +30,12 @@ def pair(*, name="w", requires_grad=True, saves=True, reads_again=True):
         forward=forward,
         backward=backward,
         params={"w_1": ParamInfo(name, (64, 16), (32, 16), torch.float32, "shard", requires_grad)},
-        replicas={},
+        gathered_copies={},
         gradients={name: "mm"} if requires_grad else {},
         saved=frozenset(["relu"] if saves else []),
         read_again=frozenset(["x_1"] if reads_again else []),
         outputs=frozenset(["relu"]),
-        replica_bytes={},
+        copy_bytes={},
     )
 
 
@@ -168,10 +168,10 @@ def test_pairs_are_read_off_compiled_graphs(fake_ranks, stage):
     before, after, ctx = recorded(stage, torch.randn(4, 8))
     found = pair_memory(before, after, params=ctx.params, roles=ctx.roles, axes=ctx.axes)
     assert {info.name for info in found.params.values()} == {"up.weight", "down.weight", "down.bias"}
-    assert sorted(found.replicas.values()) == (["down.weight", "up.weight"] if stage == 1 else [])
+    assert sorted(found.gathered_copies.values()) == (["down.weight", "up.weight"] if stage == 1 else [])
     assert found.gradients.keys() == {"up.weight", "down.weight", "down.bias"}
     padded = 64 * 8 * F32  # 60 rows do not divide by eight
-    assert sorted(found.replica_bytes.values()) == ([DOWN, padded] if stage == 1 else [])
+    assert sorted(found.copy_bytes.values()) == ([DOWN, padded] if stage == 1 else [])
     assert found.forward.bytes_of(found.outputs) == F32
     step = simulate_step([found])
     optimizer = step.phases[-1].composition

@@ -37,7 +37,7 @@ def test_passes_run_phase_by_phase_in_the_order_listed():
         "selective_gather",
         "bucket_forward_gathers",
         "prefetch_forward_gathers",
-        "await_replicas",
+        "await_copies",
         "early",
         "release_kept_gather",
         "bucket_backward_gathers",
@@ -49,7 +49,7 @@ def test_passes_run_phase_by_phase_in_the_order_listed():
     assert [item.name for item in pipeline.of(Phase.FORWARD)] == [
         "bucket_forward_gathers",
         "prefetch_forward_gathers",
-        "await_replicas",
+        "await_copies",
         "early",
     ]
 

@@ -453,9 +453,9 @@ def test_a_collective_in_place_is_neither_read_nor_written_before_its_wait():
 
 
 def test_a_returned_parameter_is_a_tensor_of_its_own():
-    def function(a, replica, tangents_1):
+    def function(a, gathered_copy, tangents_1):
         whole = gather(a, (2, 4), group="")
-        return gather(a, (4, 4), replica).t(), whole * 2, whole.view(8), reduce(tangents_1, (2, 4), group="")
+        return gather(a, (4, 4), gathered_copy).t(), whole * 2, whole.view(8), reduce(tangents_1, (2, 4), group="")
 
     gm = trace(function, torch.randn(2, 4), torch.randn(4, 4), torch.randn(2, 4))
     run_pass(InsertZeroCollectives(), gm)

@@ -106,7 +106,7 @@ def test_the_fastest_form_of_a_reduction_is_taken_by_the_measured_figures():
     assert codes["reduce_scatter_tensor"] == code(_lowered(torch.randn(4, 3)))
 
 
-def test_the_local_sum_counts():
+def test_the_accumulated_grad_counts():
     times = {"exchange_by_messages": 0.001, "reduce_scatter_tensor": 0.001}
     gm = _lowered(torch.randn(4, 3))
     assert run_pass(ChooseCollectiveAlgorithms(), gm, GLOO, costs=_costs(**times)).changed == 0

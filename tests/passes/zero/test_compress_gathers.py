@@ -59,11 +59,11 @@ def test_half_the_bytes_travel_and_the_numbers_are_the_same_bit_for_bit():
         lambda x, a: (lambda w: (w.to(BF16) + 1, w.sum() + 1))(gather(a, (4, 4))),
         lambda x, a: (gather(a, (4, 4)).double(),),
         lambda x, a: (gather(a, (4, 4)).to(torch.int8),),
-        lambda x, a: (gather(a, (4, 4), replica=x).to(BF16),),
+        lambda x, a: (gather(a, (4, 4), gathered_copy=x).to(BF16),),
         lambda x, a: (gather(a, (4, 4), group="").to(BF16),),
         lambda x, a: (lambda w: (w.to(BF16), w.to(BF16).t()))(gather(a, (4, 4))),
     ],
-    ids=["two gathers", "two lower", "own as well", "higher", "no float", "replica", "whole", "two returned"],
+    ids=["two gathers", "two lower", "own as well", "higher", "no float", "gathered_copy", "whole", "two returned"],
 )
 def test_what_is_left_alone(function, request):
     gm = trace(function, torch.randn(4, 4), torch.randn(2, 4))

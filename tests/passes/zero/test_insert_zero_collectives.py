@@ -45,7 +45,7 @@ def test_uneven_rows_are_padded_and_cut():
     ).check("slice.Tensor").check_same("0, 0, 2)").run(code(short))
 
 
-def test_stage_2_reads_the_replica():
+def test_stage_2_reads_the_copy():
     gm = trace(
         lambda s, r, x: (x @ gather(s, (4, 3), r).t(), reduce(gather(s, (4, 3), r) + 1, (2, 3))),
         torch.randn(2, 3),
@@ -65,7 +65,7 @@ def test_whole_parameters_are_all_reduced_over_every_axis():
     FileCheck().check_not("all_gather").check_not("reduce_scatter").run(code(gm))
 
 
-def test_hybrid_sharding_reduces_over_the_replicas_too():
+def test_hybrid_sharding_reduces_over_the_copies_too():
     gm, _ = _lower(axes=(OUTER, SHARD), outer_groups=["1"])
     FileCheck().check("reduce_scatter_tensor").check("all_reduce").check_same("'1')").check("div.Tensor").check_same(
         ", 4)"

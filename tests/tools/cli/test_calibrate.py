@@ -61,6 +61,7 @@ def _start(cache: Path, *command: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.full  # tests/tools/calibration measure over ranks
 @pytest.mark.distributed
 @pytest.mark.slow
 def test_it_measures_over_two_ranks_of_its_own_and_keeps_what_was_measured_before(tmp_path, monkeypatch):

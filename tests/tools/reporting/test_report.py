@@ -84,16 +84,16 @@ def test_parameters_and_why_they_are_whole(fake_ranks):
     report = dsgraph.report(dsgraph.partition(Net(), stage=3, keep_whole_below=10))
     found = {item.name: item for item in report.parameters}
     weight = found["a.weight"]
-    assert (weight.split_over, weight.whole_because, weight.averaged_over) == ("shard", "", ("shard",))
-    assert (weight.bytes_full, weight.bytes_here, weight.bytes_replica) == (16 * 8 * 4, 16 * 8 * 4 // 8, 0)
-    assert found["b.bias"].whole_because == "below keep_whole_below=10"
+    assert (weight.split_over, weight.replicated_because, weight.averaged_over) == ("shard", "", ("shard",))
+    assert (weight.bytes_full, weight.bytes_here, weight.bytes_copy) == (16 * 8 * 4, 16 * 8 * 4 // 8, 0)
+    assert found["b.bias"].replicated_because == "below keep_whole_below=10"
     assert found["b.bias"].bytes_here == found["b.bias"].bytes_full == 32
-    assert found["scale"].whole_because == "0-dimensional"
-    assert found["none"].whole_because == "empty"
+    assert found["scale"].replicated_because == "0-dimensional"
+    assert found["none"].replicated_because == "empty"
     stage_0 = dsgraph.report(dsgraph.partition(Net(), stage=0))
-    assert {item.whole_because for item in stage_0.parameters} == {"stage 0"}
+    assert {item.replicated_because for item in stage_0.parameters} == {"stage 0"}
     stage_1 = dsgraph.report(dsgraph.partition(Net(), stage=1, keep_whole_below=10))
-    assert {item.name: item.bytes_replica for item in stage_1.parameters}["a.weight"] == 16 * 8 * 4
+    assert {item.name: item.bytes_copy for item in stage_1.parameters}["a.weight"] == 16 * 8 * 4
 
 
 # Compiles, passes, bytes.
@@ -171,7 +171,7 @@ def test_layers_that_share_a_graph_all_count(fake_ranks):
     assert (report.memory.parts["parameters"], report.memory.parts["optimizer state"]) == (shards, 2 * shards)
 
 
-def test_replicas_are_gathered_once_a_step(fake_ranks):
+def test_copies_are_gathered_once_a_step(fake_ranks):
     compiled = _compiled(nn.Linear(8, 16, bias=False), stage=2)
     compiled(torch.ones(2, 8)).sum().backward()
     step, each = dsgraph.report(compiled).step, 16 * 8 * 4 * 7 // 8
@@ -308,6 +308,24 @@ def test_recompiles_name_the_guard(fake_ranks):
     assert "factor == 1" in found[0].reason and found[0].function.endswith("(Net.forward)")
 
 
+@pytest.mark.parametrize(("stage", "reduce_once"), ((0, None), (1, None), (2, True)))
+@pytest.mark.parametrize("begins_inside", (False, True))
+def test_recompiles_of_accumulate_are_told_in_words(one_rank, stage, reduce_once, begins_inside):
+    model = dsgraph.partition(Net(), stage=stage, keep_whole_below=10)
+    compiled = torch.compile(model, backend="dsgraph", options=EAGER)
+    if not begins_inside:
+        compiled(torch.ones(2, 8)).backward()
+    with dsgraph.accumulate(model, reduce_once=reduce_once):
+        compiled(torch.ones(2, 8)).backward()
+    compiled(torch.ones(2, 8)).backward()
+    compiled(torch.ones(2, 8)).backward()
+    inside = "inside dsgraph.accumulate, where gradients are added up on each rank"
+    last = "outside dsgraph.accumulate: the last micro-batch, or a step of one"
+    without = "no accumulated gradients: a step without dsgraph.accumulate, behind one with it"
+    found = [item.reason for item in dsgraph.report(compiled).recompiles]
+    assert found == ([last, without] if begins_inside else [inside, last])
+
+
 def test_eager_reads_are_counted(fake_ranks):
     compiled = _compiled()
     compiled(torch.ones(2, 8)).backward()
@@ -387,12 +405,30 @@ def test_the_memory_of_a_step_is_predicted(fake_ranks, stage):
     compiled(*tokens(0, 0)).backward()
     found = dsgraph.report(model).memory
     shards = sum(param.to_local().numel() * 4 for param in model.parameters())
-    replicas = sum(param.numel() * 4 for param in model.parameters() if param.numel() >= 100) if stage == 1 else 0
+    gathered_copies = (
+        sum(param.numel() * 4 for param in model.parameters() if param.numel() >= 100) if stage == 1 else 0
+    )
     assert found.peak == sum(found.parts.values())
-    assert found.parts["parameters"] == shards + replicas
+    assert found.parts["parameters"] == shards + gathered_copies
     assert found.parts["optimizer state"] == 2 * shards
     assert found.where == "backward of GPT.forward"
     assert "predicted peak memory of a training step" in str(dsgraph.report(model))
+
+
+def test_the_memory_limit_is_told_and_whether_it_can_be_met(fake_ranks):
+    said = []
+    for limit in (10**9, 1000):
+        model = dsgraph.partition(build("gpt"), keep_whole_below=100)
+        compiled = torch.compile(model, backend="dsgraph", options={**EAGER, "memory_limit": limit})
+        with torch.no_grad():
+            compiled(*tokens(0, 0))
+        assert "memory_limit: 1.00 " in str(dsgraph.report(model)), "nothing is predicted yet"
+        compiled(*tokens(0, 0)).backward()
+        report = dsgraph.report(model)
+        assert report.memory_limit == limit
+        said.append(" ".join(str(report).split()))
+    assert "memory_limit: 1.00 GB, by that prediction met" in said[0]
+    assert "memory_limit: 1.00 kB cannot be met: by that prediction a step takes" in said[1]
 
 
 # Near misses and checkpoint regions.
@@ -405,6 +441,9 @@ def test_notes_of_passes_are_near_misses(fake_ranks):
     assert notes == [
         "parameter bias is not kept for the backward: no output that is differentiated has 0 dimensions, as a loss has"
     ]
+    number = dsgraph.report(compiled).compiles[0].number
+    assert all(item.compiles == (number,) for item in dsgraph.report(compiled).near_misses)
+    assert f"- compile {number}, joint, keep_last_gather: parameter bias" in str(dsgraph.report(compiled))
     with_loss = _compiled()
     with_loss(torch.ones(2, 8)).backward()
     assert "keep_last_gather" not in {item.pass_name for item in dsgraph.report(with_loss).near_misses}
@@ -452,7 +491,7 @@ def test_it_fits_the_screen_and_json(fake_ranks):
     assert json.loads(json.dumps(given)) == given
     assert list(given) == [
         *("schema", "model", "status", "stages", "mesh", "costs", "parameters", "compiles", "step", "memory"),
-        *("graph_breaks", "recompiles", "fallbacks", "near_misses", "checkpoint_regions"),
+        *("memory_limit", "graph_breaks", "recompiles", "fallbacks", "near_misses", "checkpoint_regions"),
     ]
 
 
@@ -513,6 +552,7 @@ def _run(script: str, cache: Path) -> subprocess.CompletedProcess:
     return subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=False)
 
 
+@pytest.mark.full  # by Inductor, three programs
 @pytest.mark.inductor
 def test_ops_without_a_lowering_and_caches_that_are_off(tmp_path):
     script = tmp_path / "script.py"
@@ -527,6 +567,7 @@ def test_ops_without_a_lowering_and_caches_that_are_off(tmp_path):
     assert "StrictError: strict: Inductor has no lowering of report_test::double (1 calls" in done.stderr
 
 
+@pytest.mark.full  # by Inductor, twice
 @pytest.mark.inductor
 def test_a_graph_from_the_cache_says_so(tmp_path):
     script = (

@@ -82,7 +82,7 @@ class _Count:
         self.notes: list[str] = []
 
     def __call__(self, gm: GraphModule, inputs: Sequence[Any]) -> GraphModule:
-        runner = Runner(Pipeline([SubstituteKernels(KERNELS, asked=True)]))
+        runner = Runner(Pipeline([SubstituteKernels(KERNELS, asked=tuple(spec.name for spec in KERNELS))]))
         runner.run(gm, PassContext(Phase.CAPTURE))
         self.notes.extend(runner.records[-1].notes)
         for module in all_graph_modules(gm):

@@ -34,11 +34,13 @@ def _train(
         with nullcontext() if is_last else dsgraph.accumulate(model):
             loss = compiled(*inputs)
             report = dsgraph.report(model)
-            held = [weakref.ref(entry.replica) for entry in model._dsgraph.partition.replicated()]
+            held = [weakref.ref(entry.gathered_copy) for entry in model._dsgraph.partition.copied()]
             loss.backward()
     del loss
     gc.collect()
-    assert stage < 3 or not any(replica() is not None for replica in held), "nothing keeps what was held for the step"
+    assert stage < 3 or not any(gathered_copy() is not None for gathered_copy in held), (
+        "nothing keeps what was held for the step"
+    )
     return report
 
 
@@ -48,7 +50,7 @@ def _tokens(length: int = 8) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _held(report: Report) -> dict[str, int]:
-    return {item.name: item.bytes_replica for item in report.parameters if item.is_held_for_step}
+    return {item.name: item.bytes_copy for item in report.parameters if item.is_held_for_step}
 
 
 def test_on_a_cpu_nothing_is_held_unless_asked():
@@ -90,7 +92,8 @@ class _Wide(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("build", "length"), [pytest.param(partial(GPT, CONFIG), 64, marks=pytest.mark.full), (_Wide, 16)]
+    ("build", "length"),
+    [pytest.param(partial(GPT, CONFIG), 64, marks=pytest.mark.full), pytest.param(_Wide, 16, marks=pytest.mark.full)],
 )
 def test_the_predicted_peak_stays_within_the_limit(build, length):
     tight = _train(build(), *_tokens(length), limit=None).memory.peak
@@ -138,9 +141,9 @@ def test_an_optimizer_step_ends_a_step_whose_micro_batches_were_all_inside():
     state = model._dsgraph.partition
     with dsgraph.accumulate(model):
         compiled(*_tokens()).backward()
-        assert len(state.replicated()) == MATRICES
+        assert len(state.copied()) == MATRICES
     torch.optim.SGD(model.parameters(), lr=0.1).step()
-    assert not state.replicated() and not state.awaiting_last_backward
+    assert not state.copied() and not state.awaiting_last_backward
 
 
 def test_a_copy_has_no_part_in_the_step():
@@ -149,9 +152,9 @@ def test_a_copy_has_no_part_in_the_step():
         compiled(*_tokens()).backward()
         model.zero_grad()  # a part of a buffer, which torch does not copy where it is a DTensor
         other = copy.deepcopy(model)
-    assert len(model._dsgraph.partition.replicated()) == MATRICES
-    assert not other._dsgraph.partition.replicated()
-    assert not any(module._dsgraph.replicas for module in other.modules() if hasattr(module, "_dsgraph"))
+    assert len(model._dsgraph.partition.copied()) == MATRICES
+    assert not other._dsgraph.partition.copied()
+    assert not any(module._dsgraph.gathered_copies for module in other.modules() if hasattr(module, "_dsgraph"))
     with torch.no_grad():
         torch.testing.assert_close(other(*_tokens()), compiled(*_tokens()))
 
@@ -179,10 +182,10 @@ def test_of_several_partitioned_parts_nothing_is_held():
     for _ in range(2):
         with dsgraph.accumulate(parts):
             two(one(torch.ones(1, 16))).sum().backward()
-            assert not any(part._dsgraph.partition.replicated() for part in parts)
+            assert not any(part._dsgraph.partition.copied() for part in parts)
     assert not any(item.is_held_for_step for item in dsgraph.report(parts).parameters)
     with dsgraph.accumulate(parts[0]):
-        assert len(parts[0]._dsgraph.partition.replicated()) == 1, "by itself it is a whole model"
+        assert len(parts[0]._dsgraph.partition.copied()) == 1, "by itself it is a whole model"
 
 
 def test_what_fails_on_the_way_in_leaves_nothing(monkeypatch):
@@ -193,7 +196,7 @@ def test_what_fails_on_the_way_in_leaves_nothing(monkeypatch):
         raise torch.OutOfMemoryError("no memory")
 
     with monkeypatch.context() as patch:
-        patch.setattr(state, "hold_replicas", fail)
+        patch.setattr(state, "hold_copies", fail)
         with pytest.raises(torch.OutOfMemoryError), dsgraph.accumulate(model):
             pass
     assert not state.accumulating

@@ -4,8 +4,8 @@ import torch
 from torch.testing import FileCheck
 
 from dsgraph.passes import BucketSmallReductions, InsertZeroCollectives
+from dsgraph.passes.ir.accumulated_grads import write_accumulated_grads
 from dsgraph.passes.ir.graph import find_calls
-from dsgraph.passes.ir.local_sums import write_local_sums
 from tests.passes.tracing import code, reduce, run_pass, trace
 
 
@@ -16,22 +16,22 @@ def _reduce_with(total, grad, **how):
 
 def test_the_sum_comes_first():
     gm = trace(lambda s, g: _reduce_with(s, g * 2), torch.randn(4, 3), torch.randn(4, 3))
-    assert write_local_sums(gm) == 1
+    assert write_accumulated_grads(gm) == 1
     FileCheck().check("mul = ").check("add_tensor = torch.ops.aten.add.Tensor(s_1, mul)").check_next(
         "reduce_grad.default(add_tensor, [2, 3], dtype"
     ).run(code(gm))
-    assert write_local_sums(gm) == 0
+    assert write_accumulated_grads(gm) == 0
 
 
 def test_it_is_added_in_its_own_dtype():
     gm = trace(lambda s, g: _reduce_with(s, g), torch.randn(4, 3), torch.randn(4, 3, dtype=torch.bfloat16))
-    write_local_sums(gm)
+    write_accumulated_grads(gm)
     FileCheck().check("convert_element_type.default(g_1, torch.float32)").check("add.Tensor(s_1, convert").run(code(gm))
 
 
 def test_two_reductions_of_a_parameter_add_it_once():
     gm = trace(lambda s, g: _reduce_with(s, g) + _reduce_with(s, g * 2), torch.randn(4, 3), torch.randn(4, 3))
-    assert write_local_sums(gm) == 1
+    assert write_accumulated_grads(gm) == 1
     FileCheck().check_count("add.Tensor(s_1, ", 1, exactly=True).check("reduce_grad.default(mul, [2, 3], dtype").run(
         code(gm)
     )
@@ -41,14 +41,14 @@ def test_each_parameter_adds_its_own():
     gm = trace(
         lambda s, t, g: _reduce_with(s, g) + _reduce_with(t, g), torch.randn(4, 3), torch.randn(4, 3), torch.randn(4, 3)
     )
-    assert write_local_sums(gm) == 2
+    assert write_accumulated_grads(gm) == 2
     FileCheck().check("add.Tensor(s_1, g_1)").check("add.Tensor(t_1, g_1)").run(code(gm))
 
 
 def test_a_reduction_without_a_sum_is_left_alone():
     gm = trace(lambda g: reduce(g, (2, 3)), torch.randn(4, 3))
     before = code(gm)
-    assert write_local_sums(gm) == 0
+    assert write_accumulated_grads(gm) == 0
     assert code(gm) == before
 
 
@@ -58,7 +58,7 @@ def test_passes_see_a_plain_addition():
         lambda s, t, g: (_reduce_with(s, g, **whole), _reduce_with(t, g + 1, **whole)),
         *(torch.randn(2, 3) for _ in range(3)),
     )
-    write_local_sums(gm)
+    write_accumulated_grads(gm)
     assert run_pass(BucketSmallReductions(), gm).changed == 2
     run_pass(InsertZeroCollectives(), gm)
     assert not find_calls(gm, torch.ops.dsgraph.reduce_grad.default)

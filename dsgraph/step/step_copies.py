@@ -3,7 +3,7 @@
 What `SelectiveGather` keeps of a graph from its forward to its backward is in memory when a micro-batch has saved the
 most. To hold as much from the first micro-batch of a step to the last takes no more then, and spares all gathers but
 one. It is still there when the backward has gradients of full size under way: those are taken off the room. Whatever
-graph is captured while replicas are held counts them as taken.
+graph is captured while gathered copies are held counts them as taken.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from .state import ParameterState, partition_states
 _GRADIENTS_UNDER_WAY = 3
 
 
-def choose_step_replicas(facts: CaptureFacts, module: nn.Module | None) -> None:
-    """Notes for each parameter of stage 3 whether a replica of it is held for a step of micro-batches.
+def choose_step_copies(facts: CaptureFacts, module: nn.Module | None) -> None:
+    """Notes for each parameter of stage 3 whether a gathered copy of it is held for a step of micro-batches.
 
     The knapsack of `SelectiveGather` over all of the model's parameters. Sizes and links are the same on every rank;
     the room is the least of all graphs so far. A rank that compiles alone, for another batch, compiles a graph that all
     ranks know, whose room is among them: the choice is the same everywhere.
 
     Args:
-        facts: Of a captured graph that reads every parameter of the model, and no replica of stage 3; of others
-            `keep_bytes` is None, or says what is left beside the replicas, and nothing is noted.
+        facts: Of a captured graph that reads every parameter of the model, and no gathered copy of stage 3; of others
+            `keep_bytes` is None, or says what is left beside the gathered copies, and nothing is noted.
         module: The model.
     """
     states = partition_states(module) if module is not None else []
-    if facts.keep_bytes is None or facts.replicas or len(states) != 1 or not states[0].zero.gathers_each_use:
+    if facts.keep_bytes is None or facts.gathered_copies or len(states) != 1 or not states[0].zero.gathers_each_use:
         return
     (state,) = states
     if state.step_room is not None and state.step_room <= facts.keep_bytes:
@@ -42,7 +42,7 @@ def choose_step_replicas(facts: CaptureFacts, module: nn.Module | None) -> None:
     entries = [
         entry for entry in state.parameters if entry.layout.group and resolve_group(entry.layout.group).size() > 1
     ]
-    sizes = [entry.replica_bytes for entry in entries]
+    sizes = [entry.copy_bytes for entry in entries]
     room = max(0, state.step_room - _GRADIENTS_UNDER_WAY * max(sizes, default=0))
     costs = facts.costs or CostModel.default(facts.axes, device_type=facts.device_type)
     seconds = [_seconds(entry, costs) for entry in entries]
@@ -55,5 +55,5 @@ def _seconds(entry: ParameterState, costs: CostModel) -> float:
     """How long its gather takes."""
     group = entry.layout.group
     world = resolve_group(group).size()
-    sent = entry.replica_bytes * (world - 1) // world
+    sent = entry.copy_bytes * (world - 1) // world
     return costs.transfer_seconds("all_gather_into_tensor", group, sent) or 0.0

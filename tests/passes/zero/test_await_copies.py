@@ -1,4 +1,4 @@
-"""AwaitReplicas: where the waits go, and what is left alone."""
+"""AwaitCopies: where the waits go, and what is left alone."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch.fx import GraphModule
 from torch.testing import FileCheck
 
 from dsgraph.inductor_ext import c10d_functional
-from dsgraph.passes import AwaitReplicas, CostModel, PassError, PassResult, graph_pass
+from dsgraph.passes import AwaitCopies, CostModel, PassError, PassResult, graph_pass
 from dsgraph.passes.analysis.memory import simulate
 from dsgraph.passes.analysis.schedule import predict
 from dsgraph.passes.ir.collectives import collectives
@@ -24,11 +24,11 @@ def inputs():
     return torch.randn(4, 8), torch.randn(8, 8), torch.randn(8, 8)
 
 
-def run(gm: GraphModule, *replicas: str) -> PassResult:
-    return run_pass(AwaitReplicas(), gm, replicas=frozenset(replicas))
+def run(gm: GraphModule, *gathered_copies: str) -> PassResult:
+    return run_pass(AwaitCopies(), gm, gathered_copies=frozenset(gathered_copies))
 
 
-def test_each_replica_is_waited_for_ahead_of_its_first_use():
+def test_each_copy_is_waited_for_ahead_of_its_first_use():
     gm = trace(two_layers, *inputs())
     assert run(gm, "first_1", "second_1").changed == 2
     FileCheck().check("def forward(self, x_1, first_1, second_1)").check_next(
@@ -58,7 +58,7 @@ def test_what_is_only_handed_on_has_arrived_when_the_graph_is_through():
     FileCheck().check("add = ").check_next("wait_tensor.default(w_1)").check_next("return (add, w_1)").run(code(gm))
 
 
-def test_other_inputs_and_unused_replicas_are_left_alone():
+def test_other_inputs_and_unused_copies_are_left_alone():
     gm = trace(lambda x, w, unused: torch.mm(x, w), *inputs())
     before = code(gm)
     assert run(gm, "unused_1").changed == 0
@@ -104,12 +104,12 @@ def drop_wait(gm, ctx):
 @pytest.mark.parametrize(
     ("bad", "message"),
     [
-        (read_early, r"pass read_early.*mm reads replica w_1, .*it must read wait_tensor_default"),
-        (drop_wait, r"pass drop_wait removed the wait_tensor for replica 'w_1'"),
+        (read_early, r"pass read_early.*mm reads gathered copy w_1, .*it must read wait_tensor_default"),
+        (drop_wait, r"pass drop_wait removed the wait_tensor for gathered copy 'w_1'"),
     ],
 )
 def test_the_verifier_finds_reads_that_do_not_wait(bad, message):
     gm = trace(lambda x, w: (torch.mm(x, w), w), *inputs()[:2])
     run(gm, "w_1")
     with pytest.raises(PassError, match=message):
-        run_pass(bad, gm, replicas=frozenset({"w_1"}))
+        run_pass(bad, gm, gathered_copies=frozenset({"w_1"}))

@@ -10,7 +10,7 @@ from .graph import bound_arguments, cast, emit, fake_value, find_calls
 aten = torch.ops.aten
 
 
-def write_local_sums(gm: GraphModule) -> int:
+def write_accumulated_grads(gm: GraphModule) -> int:
     """Writes the sums that markers add as plain additions, each once; returns how many.
 
     before:  ga = reduce_grad(a, [3, 8], total, ...); gb = reduce_grad(b, [3, 8], total, ...)
@@ -23,7 +23,7 @@ def write_local_sums(gm: GraphModule) -> int:
     added: set[Node] = set()
     for node in find_calls(gm, torch.ops.dsgraph.reduce_grad.default):
         call = bound_arguments(node)
-        total, grad = call["local_sum"], call["grad"]
+        total, grad = call["accumulated_grad"], call["grad"]
         if total is None:
             continue
         if total not in added:

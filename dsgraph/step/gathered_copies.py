@@ -13,7 +13,7 @@ from dsgraph.sharding.table import PartitionedModel
 from .parameter import Freshness, ParameterState
 
 
-def new_replica(layout: Layout, shard: Tensor, partition: PartitionedModel) -> Tensor:
+def new_copy(layout: Layout, shard: Tensor, partition: PartitionedModel) -> Tensor:
     """An empty full parameter, `[*layout.shape]` in the dtype that the forward sees.
 
     It knows its partition, so that a compiled graph that reads it can have it refreshed first. Its memory has room for
@@ -22,38 +22,38 @@ def new_replica(layout: Layout, shard: Tensor, partition: PartitionedModel) -> T
     dtype, _ = layout.dtypes(shard.dtype)
     rows, *rest = layout.shape
     world = resolve_group(layout.group).size()
-    replica = torch.zeros((chunk_rows(rows, world) * world, *rest), dtype=dtype, device=shard.device)
-    replica.resize_(layout.shape)  # which leaves the memory as it is
-    compat.keep_static(replica)
-    replica.dsgraph_partition = partition  # type: ignore[attr-defined]
-    return replica
+    gathered_copy = torch.zeros((chunk_rows(rows, world) * world, *rest), dtype=dtype, device=shard.device)
+    gathered_copy.resize_(layout.shape)  # which leaves the memory as it is
+    compat.keep_static(gathered_copy)
+    gathered_copy.dsgraph_partition = partition  # type: ignore[attr-defined]
+    return gathered_copy
 
 
 def start_gathers(entries: list[ParameterState]) -> None:
-    """Starts to fetch replicas, in the order of the model's parameters, which is mostly that of their use."""
-    replicas = tuple(entry.replica for entry in entries if entry.replica is not None)
-    # What autograd saved of a replica stays valid when the replica is only fetched once more.
-    with torch.no_grad(), compat.keeping_version(replicas):
+    """Starts to fetch gathered copies, in the order of the model's parameters, which is mostly that of their use."""
+    gathered_copies = tuple(entry.gathered_copy for entry in entries if entry.gathered_copy is not None)
+    # What autograd saved of a gathered copy stays valid when the gathered copy is only fetched once more.
+    with torch.no_grad(), compat.keeping_version(gathered_copies):
         for entry in entries:
             _start_gather(entry)
-    for entry, replica in zip(entries, replicas, strict=True):
+    for entry, gathered_copy in zip(entries, gathered_copies, strict=True):
         if entry.freshness is Freshness.STALE:
-            torch.autograd.graph.increment_version(replica)
+            torch.autograd.graph.increment_version(gathered_copy)
 
 
 def _start_gather(entry: ParameterState) -> None:
-    replica, layout = entry.replica, entry.layout
-    assert replica is not None
+    gathered_copy, layout = entry.gathered_copy, entry.layout
+    assert gathered_copy is not None
     group = resolve_group(layout.group)
     world = group.size()
     rows = chunk_rows(layout.shape[0], world)
-    whole = replica.detach().as_strided((rows * world, *layout.shape[1:]), replica.stride())
+    whole = gathered_copy.detach().as_strided((rows * world, *layout.shape[1:]), gathered_copy.stride())
     own = whole[group.rank() * rows :][:rows]
-    shard = entry.param.to_local().detach()
+    shard = entry.rows
     own[: shard.shape[0]].copy_(shard)  # so that the shard may be written to while they travel
     ranks = Ranks(layout.group, world)
-    kind = usual_gather(ranks, replica.device)
+    kind = usual_gather(ranks, gathered_copy.device)
     started = GATHERS[kind](own, ranks, out=whole)
-    if kind == "all_gather_into_tensor" and backend_name(group, replica.device.type) == "gloo":
+    if kind == "all_gather_into_tensor" and backend_name(group, gathered_copy.device.type) == "gloo":
         # It sends no messages from elsewhere, and two of its own gathers must not overlap.
         started.finish()

@@ -63,8 +63,8 @@ def _compare_without_waits(pipeline: object) -> None:
     _compare("gpt", stage=1, steps=2, pipeline=pipeline)
 
 
-def test_a_pipeline_without_waits_finds_replicas_that_have_arrived(ranks):
-    ranks(2).run(_compare_without_waits, dsgraph.default_pipeline().without("await_replicas"))
+def test_a_pipeline_without_waits_finds_copies_that_have_arrived(ranks):
+    ranks(2).run(_compare_without_waits, dsgraph.default_pipeline().without("await_copies"))
 
 
 @torch.library.custom_op("dsgraph_tests::announce", mutates_args=())
@@ -109,12 +109,12 @@ def _compute_first(codegen: str | None) -> None:
 
 
 @pytest.mark.parametrize("codegen", (None, "eager", pytest.param("inductor", marks=pytest.mark.inductor)))
-def test_the_forward_begins_before_replicas_have_arrived(ranks, codegen):
+def test_the_forward_begins_before_copies_have_arrived(ranks, codegen):
     ranks(2).run(_compute_first, codegen)
 
 
 def _leave_under_way(codegen: str | None) -> None:
-    """A replica that no graph reads: others, updates, copies and eager reads must not mind it."""
+    """A gathered copy that no graph reads: others, updates, copies and eager reads must not mind it."""
     rank = dist.get_rank()
     torch.manual_seed(0)
     alone = Announcing()
@@ -153,7 +153,7 @@ def _leave_under_way(codegen: str | None) -> None:
 
 
 @pytest.mark.parametrize("codegen", (None, "eager"))
-def test_replicas_that_no_graph_reads(ranks, codegen):
+def test_copies_that_no_graph_reads(ranks, codegen):
     ranks(2).run(_leave_under_way, codegen)
 
 

@@ -1,0 +1,64 @@
+"""Writes to parameters inside a captured forward, which are refused: they would be lost with the gathered tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.fx import GraphModule, Node
+
+from dsgraph.errors import PartitionError
+from dsgraph.inductor_ext import share_memory
+from dsgraph.passes import CaptureFacts, GraphInput, InputRole
+from dsgraph.passes.ir.graph import all_graph_modules, is_gather_marker, placeholders
+from dsgraph.sharding.full_tensor import is_name_of_write
+
+from .frames import user_line
+
+
+def refuse_writes(gm: GraphModule, facts: CaptureFacts) -> None:
+    """Refuses a graph that writes to a full parameter (what a marker has given, or a leaf), or to a view of it.
+
+    Raises:
+        PartitionError: Names the parameter and the line.
+    """
+    roles = dict(zip(placeholders(gm), facts.roles.values(), strict=True))
+    for module in all_graph_modules(gm):
+        parameters = _full_parameters(module, roles)
+        for node in module.graph.nodes:
+            value = _written(node)
+            name = next((name for full, name in parameters if value is not None and share_memory(full, value)), None)
+            if name is not None:
+                raise PartitionError(
+                    f"the forward writes to {name} ({user_line(node.stack_trace) or node}), of which it has a gathered "
+                    "copy alone: write to it outside the forward, or make it a buffer"
+                )
+
+
+def _full_parameters(module: GraphModule, roles: Mapping[Node, GraphInput]) -> list[tuple[Tensor, str]]:
+    """The full parameters that a graph, or a region of it, reads."""
+    names = {node: f"parameter {role.parameter!r}" for node, role in roles.items()}
+    found = []
+    for node in module.graph.nodes:
+        value = node.meta.get("example_value")
+        if not isinstance(value, Tensor) or isinstance(value, DTensor):
+            continue
+        if is_gather_marker(node):
+            reads = [source for shard in node.all_input_nodes for source in shard.all_input_nodes]
+            found.append((value, next((names[read] for read in reads if read in names), "a parameter")))
+        elif node in roles and roles[node].role in (InputRole.SHARD, InputRole.GATHERED_COPY):
+            found.append((value, names[node]))
+    return found
+
+
+def _written(node: Node) -> Tensor | None:
+    """What a node writes to: its first argument, or what it is given as `out`."""
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    is_in_place = node.op in ("call_method", "call_function") and is_name_of_write(name)
+    out = node.kwargs.get("out")
+    if not is_in_place and node.kwargs.get("inplace") is not True and out is None:
+        return None
+    target = out if isinstance(out, Node) else next(iter(node.all_input_nodes), None)
+    value = target.meta.get("example_value") if target is not None else None
+    return value if isinstance(value, Tensor) and not isinstance(value, DTensor) else None

@@ -1,0 +1,102 @@
+"""A rank says when its program ends, so that the others do not wait for it until the time is over."""
+
+from __future__ import annotations
+
+import atexit
+import sys
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+
+import torch.distributed as dist
+
+from dsgraph import compat
+from dsgraph.errors import on_one_line
+
+# How often a rank that waits looks for what it waits for, seconds: at first, and at last.
+_PAUSES = (0.0002, 0.02)
+# How long a launcher has to end this rank when another one has failed, seconds: the other's error is the one to see.
+_GRACE = 3.0
+_WITH = " with "
+
+
+@dataclass(eq=False)
+class Presence:
+    """This rank, as long as its program runs.
+
+    Attributes:
+        store: The store through which the default process group met, on a connection of its own.
+        rank: Its global rank.
+    """
+
+    store: dist.Store
+    rank: int
+
+    @staticmethod
+    def announced() -> Presence:
+        """This rank's, which the others learn the end of."""
+        presence = Presence(compat.own_store(), dist.get_rank())
+        atexit.register(_say_that_it_ends, weakref.ref(presence))
+        return presence
+
+    def ended(self, ranks: Sequence[int]) -> dict[int, str]:
+        """Those of these ranks whose program has ended, and how: "has ended with ValueError: ..."."""
+        there = [rank for rank in ranks if rank != self.rank and self.store.check([_key(rank)])]
+        return {rank: self.store.get(_key(rank)).decode() for rank in there}
+
+    def wait(self, come: Callable[[], bool], ranks: Sequence[int], *, seconds: float) -> str:
+        """Waits until something has come from other ranks.
+
+        Args:
+            come: Whether it has.
+            ranks: From whom.
+            seconds: For how long.
+
+        Returns:
+            Why it will not come, in words; empty when it has.
+
+        Raises:
+            torch.distributed.DistNetworkError: The store is gone.
+        """
+        until, pause, ended = time.monotonic() + seconds, _PAUSES[0], ""
+        while not come():
+            if not ended and pause == _PAUSES[1]:
+                ended = ", ".join(f"rank {rank} {how}" for rank, how in self.ended(ranks).items())
+                if ended:  # and may have set just before what is waited for
+                    until = min(until, time.monotonic() + (_GRACE if _WITH in ended else 0))
+            if time.monotonic() > until:
+                return ended or f"it did not come within {seconds:g} s"
+            time.sleep(pause)
+            pause = min(pause * 1.5, _PAUSES[1])
+        return ""
+
+
+class _Presences:
+    """The presence in the process group that there is."""
+
+    def __init__(self) -> None:
+        self._known: tuple[weakref.ref[dist.ProcessGroup], Presence] | None = None
+
+    def now(self) -> Presence:
+        """This rank's."""
+        world = dist.group.WORLD
+        assert world is not None
+        if self._known is None or self._known[0]() is not world:
+            self._known = (weakref.ref(world), Presence.announced())
+        return self._known[1]
+
+
+presences = _Presences()
+
+
+def _key(rank: int) -> str:
+    return f"dsgraph/ended/{rank}"
+
+
+def _say_that_it_ends(reference: weakref.ref[Presence]) -> None:
+    presence, error = reference(), getattr(sys, "last_value", None)
+    if presence is not None:
+        with suppress(RuntimeError):  # the store may be gone
+            presence.store.set(_key(presence.rank), "has ended" + (f"{_WITH}{on_one_line(error)}" if error else ""))

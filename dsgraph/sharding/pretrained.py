@@ -1,0 +1,92 @@
+"""What transformers' models, and others like them, do with whole parameters: they save and resize them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial, wraps
+from typing import Any
+
+import torch
+from torch import nn
+
+from dsgraph.errors import PartitionError
+
+from .agreement import Agreement
+from .checkpoint import save_on_one_rank
+from .refusals import refuse_early_optimizers
+from .table import PartitionedModel, ShardedParameter, held_by
+
+TakeIn = Callable[[nn.Module], object]
+
+
+def methods_for(original: type[nn.Module], *, take_in: TakeIn) -> Mapping[str, Any]:
+    """What a partitioned module of class `original` does instead of its `save_pretrained`, `resize_token_embeddings`.
+
+    Args:
+        original: The class.
+        take_in: Partitions what is new in a partitioned model.
+    """
+    methods: dict[str, Any] = {}
+    saves = getattr(original, "save_pretrained", None)
+    if callable(saves):
+        methods["save_pretrained"] = _saving(saves)
+    resizes = getattr(original, "resize_token_embeddings", None)
+    if callable(resizes) and hasattr(original, "get_input_embeddings"):
+        methods["resize_token_embeddings"] = _resizing(resizes, take_in)
+    return methods
+
+
+def _saving(saves: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(saves)
+    def save_pretrained(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        save = partial(saves, self, *args, **kwargs)
+        return save() if kwargs.get("state_dict") is not None else save_on_one_rank(self, save)
+
+    return save_pretrained
+
+
+def _resizing(resizes: Callable[..., Any], take_in: TakeIn) -> Callable[..., Any]:
+    @wraps(resizes)
+    def resize_token_embeddings(self: Any, *args: Any, **kwargs: Any) -> Any:
+        part = held_by(self).partition
+        resized = {id(self.get_input_embeddings()), id(self.get_output_embeddings())}
+        entries = [
+            entry
+            for entry in part.parameters
+            # Tied parameters are tied again afterwards, all of them.
+            if len(entry.owners) > 1 or any(id(module) in resized for module, _ in entry.owners)
+        ]
+        _refuse(entries, part)
+        call = f"resize_token_embeddings{(*args, *kwargs.items())}"
+        Agreement.over(part.mesh).confirm("resize differently", [call, *(entry.name for entry in entries)])
+        _make_whole(entries)
+        try:
+            return resizes(self, *args, **kwargs)
+        finally:
+            take_in(self)
+
+    return resize_token_embeddings
+
+
+def _refuse(entries: list[ShardedParameter], part: PartitionedModel) -> None:
+    for entry in entries:
+        if entry.param.is_meta:
+            raise PartitionError(f"parameter {entry.name!r} is on the meta device: call dsgraph.materialize first")
+        if entry.param.grad is not None:
+            raise PartitionError(
+                f"resize_token_embeddings: parameter {entry.name!r} has a gradient, which would be lost: call "
+                "model.zero_grad() first"
+            )
+    part.refuse_amid_step("resize_token_embeddings")
+    refuse_early_optimizers([entry.param for entry in entries], doing="resize_token_embeddings")  # type: ignore[misc]
+
+
+def _make_whole(entries: list[ShardedParameter]) -> None:
+    """Puts full parameters in the place of shards. All ranks call it together."""
+    for entry in entries:
+        with torch.no_grad():
+            full = entry.param.full_tensor().clone()
+        whole = nn.Parameter(full, requires_grad=entry.param.requires_grad)
+        whole.__dict__.update(entry.param.__dict__)
+        for module, attribute in entry.owners:
+            module._parameters[attribute] = whole

@@ -1,0 +1,34 @@
+"""Where the rows of a parameter lie on a mesh, and how all ranks come to hold the same values."""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DeviceMesh, Placement, Replicate, Shard
+
+from dsgraph.passes import AxisRole
+
+from .layout import Layout
+from .mesh import axis_roles, shard_dim
+
+
+def placements_for(layout: Layout, mesh: DeviceMesh) -> list[Placement]:
+    """Where a parameter of this layout lies on the mesh: rows split over the dimension for that, or replicated."""
+    is_split = bool(layout.group)
+    return [Shard(0) if is_split and role is AxisRole.SHARD else Replicate() for role in axis_roles(mesh)]
+
+
+def broadcast_from_first(tensor: Tensor, mesh: DeviceMesh) -> None:
+    """Overwrites `tensor` on every rank of the mesh with that of the first."""
+    for dim in range(mesh.ndim):  # to the first rank of every row of the mesh, then along the rows
+        group = mesh.get_group(dim)
+        dist.broadcast(tensor, dist.get_global_rank(group, 0), group)
+
+
+def local_rows(full: Tensor, layout: Layout, mesh: DeviceMesh) -> Tensor:
+    """This rank's rows of a full parameter, in memory of their own."""
+    if not layout.group:
+        return full.clone()
+    dim = shard_dim(mesh)
+    chunks, rank = full.chunk(mesh.size(dim)), mesh.get_local_rank(dim)
+    return chunks[rank].clone() if rank < len(chunks) else full[:0].clone()

@@ -1,0 +1,120 @@
+"""What a partitioned model refuses of those who use it: optimizers that cannot step on shards, and a second averaging.
+
+Neither can be seen when the model is partitioned. Torch's public hooks tell of both in time: an optimizer ahead of its
+step, and DistributedDataParallel when it takes the model in, ahead of its first collective.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import nn, optim
+from torch.nn.modules.module import register_module_module_registration_hook
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from dsgraph.errors import PartitionError
+from dsgraph.inductor_ext import resolve_group
+from dsgraph.sharding.table import PartitionedModel, ShardedParameter, is_plain, not_taken_in, partitioned_parts
+
+# They compute with a matrix or a gradient as a whole. Torch raises on shards, or gives other numbers (Muon).
+_NEED_ALL_ROWS = (optim.Adafactor, optim.Muon, optim.Rprop)
+# Ways to step on many parameters at once that torch does not have for shards.
+_UNKNOWN_ON_SHARDS = ((optim.Adagrad, "fused"), (optim.SGD, "fused"), (optim.Rprop, "foreach"))
+
+
+def guard(state: PartitionedModel) -> None:
+    """Refuses, for as long as a partitioned model lives, what cannot be right with it."""
+    weak_state = weakref.ref(state)
+    checked: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+
+    def before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        living = weak_state()
+        if living is None:
+            return
+        refuse_added_parameters(optimizer, living)
+        if optimizer not in checked:
+            refuse_optimizer(optimizer, living)
+            checked.add(optimizer)
+
+    def on_registration(parent: nn.Module, name: str, child: nn.Module | None) -> None:
+        living = weak_state()
+        if living is not None and isinstance(parent, DistributedDataParallel) and child is not None:
+            _refuse_averaging_twice(child, living)
+
+    for handle in (
+        register_optimizer_step_pre_hook(before_step),
+        register_module_module_registration_hook(on_registration),
+    ):
+        weakref.finalize(state, handle.remove)
+
+
+def refuse_optimizer(optimizer: Optimizer, state: PartitionedModel) -> None:
+    """Refuses an optimizer that holds parameters of a model and cannot step on them as in one process.
+
+    Raises:
+        PartitionError: Names the optimizer, a parameter and what to do.
+    """
+    entries = {id(entry.param): entry for entry in state.parameters}
+    for group in optimizer.param_groups:
+        held = [entries[id(param)] for param in group["params"] if id(param) in entries]
+        problem = _problem(optimizer, group, held, state) if held else None
+        if problem is not None:
+            raise PartitionError(f"{type(optimizer).__name__}: {problem}; nothing was updated")
+
+
+def refuse_added_parameters(optimizer: Optimizer, state: PartitionedModel) -> None:
+    """Refuses a step on parameters inside a model that are no shards: nobody has averaged their gradients.
+
+    Raises:
+        PartitionError: Names the first one.
+    """
+    plain = {id(param) for group in optimizer.param_groups for param in group["params"] if is_plain(param)}
+    for name, param in state.root.named_parameters() if plain else ():
+        if id(param) in plain:
+            raise PartitionError(not_taken_in(name))
+
+
+def _problem(
+    optimizer: Optimizer, group: Mapping[str, Any], held: Sequence[ShardedParameter], state: PartitionedModel
+) -> str | None:
+    """Why an optimizer cannot step on parameters of one of its groups, and what to do."""
+    name = held[0].name
+    if isinstance(optimizer, _NEED_ALL_ROWS) and state.zero.splits_parameters:
+        return (
+            f"it needs all rows of a parameter at once, and holds {name!r} of a model that was partitioned with "
+            f"stage={state.zero.number}, which splits rows over the ranks: take another optimizer, such as AdamW, or "
+            "partition with stage=0"
+        )
+    for kind, option in _UNKNOWN_ON_SHARDS:
+        if isinstance(optimizer, kind) and group.get(option):
+            return (
+                f"torch has no step with {option}=True for the parameters of a partitioned model, such as {name!r}: "
+                f"leave {option}=True out"
+            )
+    if isinstance(optimizer, optim.LBFGS):
+        uneven = next((entry for entry in held if not _splits_evenly(entry)), None)
+        if uneven is not None:
+            return (
+                f"it flattens gradients, which torch cannot do with {uneven.name!r}, whose {uneven.layout.shape[0]} "
+                "rows do not divide by the number of ranks: take another optimizer, or partition with stage=0"
+            )
+    return None
+
+
+def _splits_evenly(entry: ShardedParameter) -> bool:
+    return not entry.layout.group or entry.layout.shape[0] % resolve_group(entry.layout.group).size() == 0
+
+
+def _refuse_averaging_twice(model: nn.Module, state: PartitionedModel) -> None:
+    if state not in partitioned_parts(model):
+        return
+    raise PartitionError(
+        f"DistributedDataParallel was given {type(model).__name__}, which dsgraph.partition has partitioned: its "
+        "gradients are averaged over the ranks already. Use the model as it is, without DistributedDataParallel and "
+        "without what wraps a model in it: transformers.Trainer, Accelerator.prepare(model), Lightning's strategy "
+        "'ddp'; docs/frameworks.md says what to write instead"
+    )

@@ -1,0 +1,22 @@
+"""Why Dynamo compiled a function again: its guards, in words where they are of what modules of ours hold."""
+
+from __future__ import annotations
+
+import re
+
+# What a guard reads of a module's `HeldParameters`, how it failed, and what the caller did.
+_IN_WORDS = (
+    (r"\.accumulating == True", "outside dsgraph.accumulate: the last micro-batch, or a step of one"),
+    (r"\.accumulating == False", "inside dsgraph.accumulate"),
+    (r"\.gradients_stay_local == True", "a step without dsgraph.accumulate, behind one with it"),
+    (r"\.gradients_stay_local == False", "inside dsgraph.accumulate, where gradients are added up on each rank"),
+    (r"\.(sums|leaves)\b", "no accumulated gradients: a step without dsgraph.accumulate, behind one with it"),
+    (r"\.gathered_copies\b", "other gathered copies are held: dsgraph.accumulate began or ended"),
+)
+
+
+def in_words(guard: str) -> str:
+    """What changed between two calls, from the guard that failed; a guard of the user's own values as it is."""
+    if "._dsgraph" not in guard:
+        return guard
+    return next((words for pattern, words in _IN_WORDS if re.search(pattern, guard)), guard)

@@ -1,0 +1,43 @@
+"""AwaitCopies: a gathered copy, which is on its way when a graph begins to run, is waited for where it is used."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch.fx import GraphModule, Node
+
+from dsgraph.inductor_ext import c10d_functional
+from dsgraph.passes.core.context import PassContext, Phase
+from dsgraph.passes.core.graph_pass import GraphPass, PassResult
+from dsgraph.passes.ir.graph import emit, is_wait, placeholders
+
+
+@dataclass(frozen=True)
+class AwaitCopies(GraphPass):
+    """Wait for each gathered copy ahead of its first use, instead of for all of them ahead of the graph.
+
+    before:  y = mm(x, permute(gathered_copy, [1, 0]));                            return y, gathered_copy
+    after:   w = wait_tensor(gathered_copy); y = mm(x, permute(w, [1, 0]));        return y, gathered_copy
+
+    All gathered copies are on their way when the graph begins to run. Those that are needed later travel while it
+    computes. The wait is for whatever transfer is under way to the copy's memory; where none is, it costs a call. What
+    is saved for the backward stays the input itself: when the forward is through, it has arrived. Left alone: copies
+    that the graph neither reads nor hands on, and those that are waited for already.
+    """
+
+    phase: ClassVar[Phase] = Phase.FORWARD
+    needs_mesh: ClassVar[bool] = True
+
+    def run(self, gm: GraphModule, ctx: PassContext) -> PassResult:
+        gathered_copies = [node for node in placeholders(gm) if node.name in ctx.gathered_copies]
+        waiting = [node for node in gathered_copies if node.users and not any(map(is_wait, node.users))]
+        for gathered_copy in waiting:
+            _wait_at_first_use(gathered_copy)
+        return PassResult(changed=len(waiting))
+
+
+def _wait_at_first_use(gathered_copy: Node) -> None:
+    # A view reads nothing, but what reads it would not depend on the wait.
+    wait = emit(min(gathered_copy.users), c10d_functional.wait_tensor.default, gathered_copy)
+    gathered_copy.replace_all_uses_with(wait, delete_user_cb=lambda user: user is not wait and user.op != "output")

@@ -1,0 +1,115 @@
+"""Checkpoints of full tensors: loaded into shards, and written by one rank."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import dsgraph
+from tests.distributed.test_surgery import _llama
+from tests.distributed.training import full
+from tests.models import build, tokens
+
+pytestmark = pytest.mark.distributed
+
+
+def _checkpoint() -> dict[str, Tensor]:
+    torch.manual_seed(7)
+    return build("tied").double().state_dict()
+
+
+def _load(stage: int) -> None:
+    alone, model = build("tied"), dsgraph.partition(build("tied"), stage=stage, keep_whole_below=20)
+    runs = torch.compile(model, backend="dsgraph", options={"codegen": "eager"})
+    batch = tokens(0, 0)
+    runs(*batch)  # the gathered copies are fresh
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    given = _checkpoint()
+    kept = dict(given)
+    for each in (model, alone):
+        assert str(each.load_state_dict(given)) == "<All keys matched successfully>"
+    assert all(given[name] is value for name, value in kept.items()), "the caller's dict is the caller's"
+    for (name, mine), theirs in zip(model.named_parameters(), alone.parameters(), strict=True):
+        assert torch.equal(full(mine), theirs), name
+    torch.testing.assert_close(runs(*batch), alone(*batch))
+    assert {id(p) for p in optimizer.param_groups[0]["params"]} == {id(p) for p in model.parameters()}
+    mixed = {
+        name: value.clone() * 2 if i % 2 else full(value) * 2
+        for i, (name, value) in enumerate(model.state_dict().items())
+    }
+    model.load_state_dict(mixed)
+    for (name, mine), theirs in zip(model.named_parameters(), alone.parameters(), strict=True):
+        assert torch.equal(full(mine), theirs * 2), name
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_full_checkpoints_are_loaded(ranks, stage):
+    ranks(2).run(_load, stage)
+
+
+def _load_wrongly() -> None:
+    model, alone = dsgraph.partition(nn.Linear(6, 4), keep_whole_below=5), nn.Linear(6, 4)
+    good = nn.Linear(6, 4).state_dict()
+    for wrong in ({"weight": good["weight"]}, {**good, "more": torch.ones(1)}, {**good, "weight": torch.ones(3, 6)}):
+        with pytest.raises(RuntimeError) as expected:
+            alone.load_state_dict(wrong)
+        with pytest.raises(RuntimeError) as found:
+            model.load_state_dict(wrong)
+        assert str(found.value) == str(expected.value)
+    assert model.load_state_dict({"weight": good["weight"]}, strict=False).missing_keys == ["bias"]
+    with pytest.raises(dsgraph.PartitionError, match=r"assign=True.*full tensor 'weight'.*leave assign=True out"):
+        model.load_state_dict(good, assign=True)
+    with torch.device("meta"):
+        empty = dsgraph.partition(nn.Linear(6, 4), keep_whole_below=5)
+    with pytest.raises(dsgraph.PartitionError, match=r"'weight' is on the meta device: call dsgraph.materialize"):
+        empty.load_state_dict(good)
+    dsgraph.materialize(empty, init="empty").load_state_dict(good)
+    assert torch.equal(full(dict(empty.named_parameters())["weight"]), good["weight"])
+
+
+def test_what_does_not_fit_is_named_as_torch_names_it(ranks):
+    ranks(2).run(_load_wrongly)
+
+
+def _save(folder: Path, stage: int, tied: bool, size: str) -> dict[str, Tensor]:
+    model = dsgraph.partition(_llama(tied=tied), stage=stage, keep_whole_below=12)
+    with torch.no_grad():
+        for param in model.parameters():
+            param.mul_(1.5)
+    model.save_pretrained(folder, max_shard_size=size)
+    assert (folder / "config.json").exists(), "all ranks return when it is written"
+    assert not model.state_dict()["lm_head.weight"].is_meta
+    assert isinstance(model.state_dict()["lm_head.weight"], torch.distributed.tensor.DTensor)
+    return {name: full(value) for name, value in model.state_dict().items()}
+
+
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("size", ["1KB", "1GB"])
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_save_pretrained_is_loaded_by_one_process(ranks, tmp_path, stage, tied, size):
+    import transformers
+
+    saved = ranks(2).run(_save, tmp_path, stage, tied, size)[0]
+    assert len(list(tmp_path.glob("*.safetensors"))) > 1 if size == "1KB" else True
+    loaded = transformers.LlamaForCausalLM.from_pretrained(tmp_path)
+    assert loaded.config.architectures == ["LlamaForCausalLM"]
+    assert (loaded.lm_head.weight is loaded.model.embed_tokens.weight) == tied
+    for name, value in loaded.state_dict().items():
+        assert torch.equal(value, saved[name]), name
+
+
+def _fail_to_save(folder: Path) -> None:
+    (folder / "file").touch()
+    model = dsgraph.partition(_llama(tied=True), keep_whole_below=12)
+    expected = NotADirectoryError if dist.get_rank() == 0 else dsgraph.PartitionError
+    with pytest.raises(expected, match="Not a directory"):
+        model.save_pretrained(folder / "file" / "below")
+
+
+def test_what_rank_0_cannot_write_is_an_error_on_all(ranks, tmp_path):
+    ranks(2).run(_fail_to_save, tmp_path)
