@@ -27,7 +27,20 @@ if TYPE_CHECKING:
     from .api import backend, report
     from .compiler.compile import compile
     from .compiler.custom_kernel import kernel
-    from .errors import AccumulationError, KernelError, OptionError, PartitionError, RanksDisagreeError, StrictError
+    from .engine.engine import Engine
+    from .engine.initialize import add_config_arguments, initialize
+    from .errors import (
+        AccumulationError,
+        CheckpointError,
+        ConfigError,
+        EngineError,
+        KernelError,
+        LossScaleError,
+        OptionError,
+        PartitionError,
+        RanksDisagreeError,
+        StrictError,
+    )
     from .sharding.materialize import materialize
     from .step.accumulate import accumulate, discard
     from .step.state import partition
@@ -37,9 +50,14 @@ __version__ = "0.1.0"
 
 __all__ = [
     "AccumulationError",
+    "CheckpointError",
+    "ConfigError",
+    "Engine",
+    "EngineError",
     "GraphPass",
     "KernelError",
     "KernelSpec",
+    "LossScaleError",
     "Match",
     "NearMiss",
     "OptionError",
@@ -53,11 +71,13 @@ __all__ = [
     "Report",
     "StrictError",
     "accumulate",
+    "add_config_arguments",
     "backend",
     "compile",
     "default_pipeline",
     "discard",
     "graph_pass",
+    "initialize",
     "kernel",
     "materialize",
     "partition",

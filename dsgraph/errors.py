@@ -33,6 +33,22 @@ class AccumulationError(RuntimeError):
     """Local gradients were about to be lost or used before they were reduced."""
 
 
+class ConfigError(ValueError):
+    """A configuration of the engine that cannot be run."""
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint that cannot be written or read."""
+
+
+class LossScaleError(RuntimeError):
+    """Gradients overflow in float16 however small the loss is scaled."""
+
+
+class EngineError(RuntimeError):
+    """Calls of the engine in an order that makes no step."""
+
+
 def on_one_line(error: BaseException, *, unnamed: type[BaseException] | tuple[type[BaseException], ...] = ()) -> str:
     """An error on one line: its class, unless it is one of `unnamed`, and what it says."""
     said = " ".join(str(error).split())
@@ -41,9 +57,13 @@ def on_one_line(error: BaseException, *, unnamed: type[BaseException] | tuple[ty
 
 __all__ = [
     "AccumulationError",
+    "CheckpointError",
+    "ConfigError",
     "EmissionError",
+    "EngineError",
     "KernelError",
     "LaunchError",
+    "LossScaleError",
     "OptionError",
     "PartitionError",
     "RanksDisagreeError",

@@ -17,7 +17,7 @@ from .command import Command, CommandError
 
 COMMANDS = (
     *("run", "ls", "show", "diff", "explain", "collectives", "memory", "ranks", "dot"),
-    *("passes", "bisect", "emit", "calibrate", "doctor"),
+    *("passes", "config", "bisect", "emit", "calibrate", "doctor"),
 )
 """Each in the module of its name, which is loaded when it is called: `doctor` must work where others cannot."""
 

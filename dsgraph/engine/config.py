@@ -1,0 +1,180 @@
+"""The configuration of the engine: sections, names and defaults of DeepSpeed's JSON file, and one section of our own.
+
+`docs/config.md` is written from these classes.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal, get_args
+
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field
+from pydantic.fields import FieldInfo
+
+
+class Section(BaseModel):
+    """A section of the file: unknown keys are errors."""
+
+    model_config = ConfigDict(extra="forbid", populate_by_name=True, frozen=True)
+
+
+class OptimizerConfig(Section):
+    """Which optimizer is made, unless the caller brings one."""
+
+    type: str = Field(
+        description="`AdamW`, `Adam`, `Lamb`, or the name of a class of `torch.optim`. `Adam` decouples the weight "
+        "decay as `AdamW` does unless its parameter `adam_w_mode` is false, as in DeepSpeed"
+    )
+    params: dict[str, Any] = Field(default_factory=dict, description="what its constructor is given")
+
+
+class SchedulerConfig(Section):
+    """Which schedule of learning rates is made, unless the caller brings one."""
+
+    type: str = Field(description="`WarmupLR`, `WarmupDecayLR`, `WarmupCosineLR`, `LRRangeTest` or `OneCycle`")
+    params: dict[str, Any] = Field(default_factory=dict, description="what its constructor is given")
+
+
+class Fp16Config(Section):
+    """Training in float16, with the loss scaled so that small gradients survive."""
+
+    enabled: bool = Field(default=False, description="the forward sees parameters in float16; shards stay in float32")
+    loss_scale: float = Field(default=0, ge=0, description="a fixed scale of the loss; 0: a dynamic one")
+    initial_scale_power: int = Field(default=16, ge=0, description="the dynamic scale begins at 2 to this power")
+    loss_scale_window: int = Field(default=1000, ge=1, description="steps without overflow until the scale doubles")
+    hysteresis: int = Field(default=2, ge=1, description="overflows until the scale halves")
+    consecutive_hysteresis: bool = Field(
+        default=False, description="whether a step without overflow makes the count of overflows begin anew"
+    )
+    min_loss_scale: float = Field(default=1, gt=0, description="an overflow at this scale is an error")
+
+
+class Bf16Config(Section):
+    """Training in bfloat16, which needs no scale."""
+
+    enabled: bool = Field(default=False, description="the forward sees parameters in bfloat16; shards stay in float32")
+    check_grad_overflow: bool = Field(
+        default=True, description="whether a step with gradients that are not finite is skipped"
+    )
+
+
+class ZeroConfig(Section):
+    """What is split over ranks."""
+
+    stage: Literal[0, 1, 2, 3] = Field(default=0, description="ZeRO stage, see `dsgraph.partition`")
+    param_persistence_threshold: int | None = Field(
+        default=None,
+        ge=0,
+        validation_alias=AliasChoices("stage3_param_persistence_threshold", "param_persistence_threshold"),
+        description="parameters with fewer elements stay replicated; without it those of fewer than 16,384",
+    )
+    reduce_bucket_size: int | None = Field(
+        default=None, ge=1, description="elements of gradients that travel as one collective, at most"
+    )
+    allgather_bucket_size: int | None = Field(
+        default=None, ge=1, description="elements of parameters that travel as one collective, at most"
+    )
+    overlap_comm: bool | None = Field(
+        default=None, description="`false` leaves out the passes that let collectives run beside computation"
+    )
+
+
+class DsgraphConfig(Section):
+    """What DeepSpeed has no word for: options of the backend, see docs/options.md."""
+
+    codegen: Literal["inductor", "eager"] = Field(default="inductor", description="how graphs become programs")
+    compile: bool = Field(default=True, description="`false` runs the model uncompiled")
+    memory_limit: int | None = Field(default=None, ge=1, description="bytes that a step may use")
+    kernels: Literal["auto", "none"] | tuple[str, ...] = Field(
+        default="auto", description="which kernels stand in for what a model spells out"
+    )
+    strict: bool = Field(default=False, description="whether what was not done is an error")
+
+
+class EngineConfig(Section):
+    """The whole file."""
+
+    train_batch_size: int | None = Field(default=None, ge=1, description="samples of a step, over all ranks")
+    train_micro_batch_size_per_gpu: int | None = Field(
+        default=None, ge=1, description="samples of a micro-batch of one rank"
+    )
+    gradient_accumulation_steps: int | None = Field(default=None, ge=1, description="micro-batches of a step")
+    steps_per_print: int | None = Field(default=None, ge=1, description="steps from one printed line to the next")
+    gradient_clipping: float = Field(default=1.0, ge=0, description="largest global norm of gradients; 0: any")
+    communication_data_type: Literal["fp32", "fp16", "bf16"] | None = Field(
+        default=None, description="dtype in which gradients are summed over ranks; without it that of the forward"
+    )
+    dump_state: bool = Field(default=False, description="prints the resolved configuration when the engine is made")
+    optimizer: OptimizerConfig | None = None
+    scheduler: SchedulerConfig | None = None
+    fp16: Fp16Config = Fp16Config()
+    bf16: Bf16Config = Bf16Config()
+    zero_optimization: ZeroConfig = ZeroConfig()
+    dsgraph: DsgraphConfig = DsgraphConfig()
+
+
+def section_of(field: FieldInfo) -> type[BaseModel] | None:
+    """The class of a section of the file; None for a plain value."""
+    for kind in (field.annotation, *get_args(field.annotation)):
+        if isinstance(kind, type) and issubclass(kind, BaseModel):
+            return kind
+    return None
+
+
+WITHOUT_EFFECT = {
+    "prescale_gradients": "a reduction averages in one step; `communication_data_type` says in which dtype",
+    "gradient_predivide_factor": "a reduction averages in one step; `communication_data_type` says in which dtype",
+    "zero_allow_untested_optimizer": "any optimizer may be used",
+    "zero_force_ds_cpu_optimizer": "nothing is offloaded",
+    "zero_optimization.contiguous_gradients": "gradients are shards in memory of their own, which do not fragment it",
+    "zero_optimization.reduce_scatter": "the stage decides: gradients of shards are reduce-scattered",
+    "zero_optimization.allgather_partitions": "parameters are always gathered by all-gathers",
+    "zero_optimization.round_robin_gradients": "it is about copies to the host, which are not made",
+    "zero_optimization.stage3_max_live_parameters": "`dsgraph.memory_limit` decides what stays gathered",
+    "zero_optimization.stage3_max_reuse_distance": "`dsgraph.memory_limit` decides what stays gathered",
+    "zero_optimization.stage3_prefetch_bucket_size": "predicted times decide how far ahead parameters are gathered",
+    "zero_optimization.sub_group_size": "an optimizer's step takes no buffers that would have to be kept small",
+    "zero_optimization.stage3_gather_16bit_weights_on_model_save": "`state_dict` holds shards, whatever the stage",
+    "zero_optimization.ignore_unused_parameters": "unused parameters are always taken",
+    "zero_optimization.legacy_stage1": "there is one stage 1",
+    "zero_optimization.load_from_fp32_weights": "shards are the masters",
+    "zero_optimization.elastic_checkpoint": "checkpoints load on any number of ranks",
+    "disable_allgather": "it chooses an algorithm of DeepSpeed's",
+    "checkpoint": "it is about files of DeepSpeed's",
+    "dataloader_drop_last": "each rank gets equally many full micro-batches",
+    "fp16.auto_cast": "floating-point inputs are always cast",
+    "fp16.fp16_master_weights_and_grads": "shards keep the dtype in which the model was built",
+    "bf16.immediate_grad_update": "gradients are added up in the dtype of the shards",
+}
+"""Keys of DeepSpeed that are accepted and change nothing, each with the reason, which is printed."""
+
+NOT_YET = {
+    "zero_optimization.offload_param": "offloading",
+    "zero_optimization.offload_optimizer": "offloading",
+    "zero_optimization.zero_hpz_partition_size": "a secondary partition",
+    "zero_optimization.zero_quantized_weights": "quantised communication",
+    "zero_optimization.zero_quantized_gradients": "quantised communication",
+    "activation_checkpointing": "checkpointing by configuration (torch.utils.checkpoint in the model works)",
+    "amp": "apex",
+    "torch_autocast": "autocast by configuration (torch.autocast around the forward works)",
+    "flops_profiler": "the profiler",
+    "wall_clock_breakdown": "the breakdown of a step's time",
+    "memory_breakdown": "the breakdown of a step's memory",
+    "tensorboard": "writing to TensorBoard",
+    "wandb": "writing to Weights & Biases",
+    "csv_monitor": "writing CSV files",
+    "sparse_attention": "sparse attention",
+    "sparse_gradients": "sparse gradients",
+    "progressive_layer_drop": "dropping layers",
+    "curriculum_learning": "curricula",
+    "data_efficiency": "curricula",
+    "elasticity": "elastic training",
+    "autotuning": "tuning by trial",
+    "compression_training": "compression",
+    "eigenvalue": "quantisation by curvature",
+    "quantize_training": "quantisation",
+    "pipeline": "pipelines",
+    "data_types": "other dtypes of accumulated gradients",
+    "comms_logger": "the log of collectives (`dsgraph collectives` shows them)",
+    "aio": "offloading",
+}
+"""Keys of DeepSpeed that would have an effect and have none yet: refused, with the word for it."""

@@ -1,0 +1,274 @@
+"""The engine: it owns the step of a partitioned and compiled model."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from dsgraph.errors import EngineError
+from dsgraph.step.accumulate import accumulate, discard
+
+from . import checkpoints
+from .figures import Figures
+from .loss_scale import LossScale
+from .norms import unscale_and_clip
+from .passing import call_with, cast_floating, loss_of
+from .progress import StepCounts, StepLines
+from .read_config import ResolvedConfig
+
+
+class Engine(Figures, nn.Module):
+    """Runs forward, backward and step of a model as a configuration says.
+
+        for batch in loader:
+            loss = engine(batch)
+            engine.backward(loss)
+            engine.step()
+
+    `step` is called for each micro-batch; the optimizer steps at the last one of a step. Until then gradients wait as
+    `dsgraph.accumulate` has it.
+
+    Attributes:
+        module: The model, partitioned.
+        optimizer: The optimizer of its shards.
+        lr_scheduler: What is stepped behind it, if anything.
+        loss_scale: What the loss is multiplied by.
+        counts: How far training is.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        runs: Callable[..., Any],
+        resolved: ResolvedConfig,
+        *,
+        optimizer: Optimizer,
+        lr_scheduler: Any = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        """Puts the parts together; `initialize` makes them.
+
+        Args:
+            module: The partitioned model.
+            runs: The model, compiled.
+            resolved: The configuration.
+            optimizer: Of the model's shards.
+            lr_scheduler: Has `step()`.
+            dtype: Dtype of floating-point inputs; None leaves them.
+        """
+        super().__init__()
+        self.module = module
+        self.optimizer, self.lr_scheduler = optimizer, lr_scheduler
+        self.resolved = resolved
+        self.loss_scale = LossScale.of(resolved.config.fp16)
+        self.counts = StepCounts()
+        self._runs = (runs,)  # in a tuple: nn.Module would take it for a second submodule
+        self._dtype = dtype
+        self._waiting = ExitStack()
+        self._is_waiting = self._never_reduces = False
+        self._norm: float | None = None
+        self._lines = StepLines(resolved)
+
+    def get_global_grad_norm(self) -> float | None:
+        """The norm of the last step's gradients before they were clipped; None where nothing asked for it."""
+        return self._norm
+
+    def is_gradient_accumulation_boundary(self) -> bool:
+        """Whether the micro-batch that runs is the last one of its step."""
+        return (self.counts.micro + 1) % self.gradient_accumulation_steps() == 0
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the model. In training, what follows belongs to a micro-batch of the current step."""
+        if self.training and torch.is_grad_enabled():
+            self._wait_if_needed()
+        (runs,) = self._runs
+        args, kwargs = cast_floating((args, kwargs), self._dtype)
+        return runs(*args, **kwargs)
+
+    def _wait_if_needed(self) -> None:
+        """Enters `accumulate` for a micro-batch that is not the last; leaves that of a forward without a backward."""
+        waits = self._never_reduces or not self.is_gradient_accumulation_boundary()
+        if self._is_waiting and not waits:
+            self._leave()
+        elif waits and not self._is_waiting:
+            self._waiting.enter_context(accumulate(self.module, reduce_once=self._never_reduces or None))
+            self._is_waiting = True
+
+    def backward(self, loss: Tensor, *, retain_graph: bool = False) -> Tensor:
+        """Adds the gradients of a micro-batch.
+
+        Args:
+            loss: A number, the mean over the micro-batch's samples.
+            retain_graph: As `torch.autograd.backward` has it.
+
+        Returns:
+            The loss, divided by the micro-batches of a step.
+
+        Raises:
+            EngineError: `loss` is not one number, or has no graph.
+        """
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            found = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+            raise EngineError(f"backward takes a loss, which is one number, and found {found}")
+        if not loss.requires_grad:
+            raise EngineError("backward: the loss has no graph: run engine(...) with gradients enabled")
+        share = loss / self.gradient_accumulation_steps()
+        try:
+            scaled = share if self.loss_scale.scale == 1 else share.float() * self.loss_scale.scale
+            scaled.backward(retain_graph=retain_graph)
+        finally:
+            self._leave()
+        return share
+
+    def _leave(self) -> None:
+        self._is_waiting = False
+        self._waiting.close()
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Inside, gradients are added up and not reduced, however many micro-batches there are; `step` is an error.
+
+        Raises:
+            EngineError: The stage cannot keep full gradients.
+        """
+        zero = self._partition.zero
+        if not zero.may_reduce_once:
+            raise EngineError(
+                f"no_sync: at stage {zero.number} no rank holds a full parameter whose gradient it could keep: set "
+                "gradient_accumulation_steps instead, or zero_optimization.stage to 2"
+            )
+        self._never_reduces = True
+        try:
+            yield
+        finally:
+            self._never_reduces = False
+
+    def step(self) -> None:
+        """Ends a micro-batch; at the last one of a step, updates the parameters.
+
+        Raises:
+            EngineError: Inside `no_sync`.
+            LossScaleError: See `LossScale.update`.
+        """
+        if self._never_reduces:
+            raise EngineError("step inside no_sync: call it behind, when a backward outside has reduced the gradients")
+        if self.is_gradient_accumulation_boundary():
+            self._step()
+        self.counts.micro += 1
+
+    def _step(self) -> None:
+        is_finite = self._prepare_gradients()
+        if is_finite:
+            self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.counts.steps += 1
+        self.counts.skipped += not is_finite
+        if is_finite and self.lr_scheduler is not None:
+            self.lr_scheduler.step()
+        self.loss_scale.update(overflow=not is_finite)
+        self._lines.after(self.counts, self.get_lr(), self.loss_scale.scale)
+
+    def _prepare_gradients(self) -> bool:
+        """Unscales and clips; False where the step is to be skipped."""
+        config = self.config
+        checks = config.fp16.enabled or (config.bf16.enabled and config.bf16.check_grad_overflow)
+        if not checks and not config.gradient_clipping:
+            return True
+        self._norm = unscale_and_clip(self._partition, scale=self.loss_scale.scale, largest=config.gradient_clipping)
+        return not checks or math.isfinite(self._norm)
+
+    def train_batch(self, data: Iterator[Any]) -> Tensor:
+        """All micro-batches of one step.
+
+        Args:
+            data: Gives a micro-batch at a time: the model's argument, a tuple of them, or a dict of keywords.
+
+        Returns:
+            The mean of the micro-batches' losses on this rank, detached.
+        """
+        total = torch.zeros((), device=self._partition.parameters[0].param.device)
+        for _ in range(self.gradient_accumulation_steps()):
+            loss = loss_of(call_with(self, next(data)))
+            total += self.backward(loss).detach()
+            self.step()
+        return total
+
+    def eval_batch(self, data: Iterator[Any]) -> Any:
+        """What the model gives for one micro-batch, without gradients."""
+        with torch.no_grad():
+            return call_with(self, next(data))
+
+    def save_checkpoint(
+        self, save_dir: str | PathLike[str], tag: str | None = None, client_state: dict[str, Any] | None = None
+    ) -> bool:
+        """Writes model, optimizer, schedule, scale, counts and random numbers. All ranks call it at the same point.
+
+        Whatever interrupts it, the checkpoint before stays whole, and the latest.
+
+        Args:
+            save_dir: Folder of checkpoints.
+            tag: Name of this one; None: `global_step<N>`.
+            client_state: What `load_checkpoint` gives back: what JSON can hold.
+
+        Returns:
+            True.
+
+        Raises:
+            CheckpointError: It could not be written; all ranks raise.
+        """
+        checkpoints.save(self, Path(save_dir), tag or f"global_step{self.counts.steps}", client_state or {})
+        return True
+
+    def load_checkpoint(
+        self, load_dir: str | PathLike[str], tag: str | None = None, *, load_module_only: bool = False
+    ) -> tuple[str | None, dict[str, Any]]:
+        """Goes on from a checkpoint, which another stage or number of ranks may have written.
+
+        Args:
+            load_dir: Folder of checkpoints.
+            tag: Which one; None: the latest.
+            load_module_only: Whether to leave optimizer, schedule, scale and counts as they are.
+
+        Returns:
+            The checkpoint's folder and the client's state; None and an empty dict where there is no checkpoint yet.
+
+        Raises:
+            CheckpointError: There is no such checkpoint, it is damaged, or of another model; all ranks raise.
+        """
+        found = checkpoints.load(self, Path(load_dir), tag, module_only=load_module_only)
+        if found is None:
+            return None, {}
+        path, client_state = found
+        return str(path), client_state
+
+    def progress(self) -> dict[str, Any]:
+        """How far training is, as JSON values: what a checkpoint holds besides tensors."""
+        schedule = self.lr_scheduler.state_dict() if hasattr(self.lr_scheduler, "state_dict") else None
+        return {"counts": asdict(self.counts), "loss_scale": self.loss_scale.state_dict(), "schedule": schedule}
+
+    def go_on_from(self, progress: Mapping[str, Any]) -> None:
+        """Takes over what `progress` gave in another run."""
+        self.counts = StepCounts(**progress["counts"])
+        self.loss_scale.load_state_dict(progress["loss_scale"])
+        if progress["schedule"] is not None and hasattr(self.lr_scheduler, "load_state_dict"):
+            self.lr_scheduler.load_state_dict(progress["schedule"])
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Gives up the gradients of the step so far, those that wait included."""
+        discard(self.module)
+        self.optimizer.zero_grad(set_to_none)
+
+    def close(self) -> None:
+        """Lets go of the compiled model and of gradients; the partitioned model stays."""
+        self._leave()
+        self._runs = (self.module,)
+        self.optimizer.zero_grad()

@@ -1,0 +1,61 @@
+"""What an engine tells of itself: sizes, counts and rates, under DeepSpeed's names."""
+
+from __future__ import annotations
+
+from torch import nn
+from torch.optim import Optimizer
+
+from dsgraph.sharding.table import PartitionedModel, partitioned_parts
+
+from .config import EngineConfig
+from .progress import StepCounts
+from .read_config import ResolvedConfig
+
+
+class Figures:
+    """The figures of an engine, which has these attributes."""
+
+    module: nn.Module
+    optimizer: Optimizer
+    resolved: ResolvedConfig
+    counts: StepCounts
+
+    @property
+    def config(self) -> EngineConfig:
+        """What the configuration says, with defaults."""
+        return self.resolved.config
+
+    @property
+    def _partition(self) -> PartitionedModel:
+        (part,) = partitioned_parts(self.module)
+        return part
+
+    def train_batch_size(self) -> int:
+        """Samples of a step over all ranks."""
+        return self.resolved.batch.step
+
+    def train_micro_batch_size_per_gpu(self) -> int:
+        """Samples of a micro-batch of one rank."""
+        return self.resolved.batch.micro
+
+    def gradient_accumulation_steps(self) -> int:
+        """Micro-batches of a step."""
+        return self.resolved.batch.micro_batches
+
+    def zero_optimization_stage(self) -> int:
+        """The ZeRO stage."""
+        return self._partition.zero.number
+
+    @property
+    def global_steps(self) -> int:
+        """Optimizer steps so far, the skipped ones included."""
+        return self.counts.steps
+
+    @property
+    def skipped_steps(self) -> int:
+        """Steps whose gradients were not finite."""
+        return self.counts.skipped
+
+    def get_lr(self) -> list[float]:
+        """The learning rate of each group."""
+        return [float(group["lr"]) for group in self.optimizer.param_groups]

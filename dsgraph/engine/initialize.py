@@ -1,0 +1,241 @@
+"""`initialize`: a model and a configuration become an engine."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
+from os import PathLike
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DeviceMesh
+from torch.optim import Optimizer
+from torch.utils.data import Dataset
+
+from dsgraph.errors import ConfigError
+from dsgraph.passes import Pipeline, default_pipeline
+from dsgraph.sharding.mesh import resolve_mesh
+from dsgraph.step.state import partition
+
+from .config import EngineConfig, ZeroConfig
+from .data import RankLoader
+from .engine import Engine
+from .optimizers import Binding, Groups, MakesOptimizer, maker_of, rebound
+from .read_config import ResolvedConfig, read_config
+from .schedules import schedule_class
+
+_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+_GATHERS = ("bucket_forward_gathers", "bucket_backward_gathers")
+_REDUCTIONS = ("bucket_small_reductions", "bucket_reductions")
+_OVERLAP = ("prefetch_forward_gathers", "prefetch_backward_gathers", "delay_reduction_waits")
+
+
+def initialize(
+    args: Any = None,
+    model: nn.Module | None = None,
+    optimizer: Optimizer | MakesOptimizer | None = None,
+    model_parameters: Any = None,
+    training_data: Dataset[Any] | None = None,
+    lr_scheduler: Any = None,
+    *,
+    mpu: Any = None,
+    collate_fn: Callable[..., Any] | None = None,
+    config: str | PathLike[str] | Mapping[str, Any] | None = None,
+    mesh: DeviceMesh | None = None,
+) -> tuple[Engine, Optimizer, RankLoader | None, Any]:
+    """Partitions and compiles a model, and puts everything around it that a training step needs.
+
+    A script for `deepspeed.initialize` runs with it: the configuration is DeepSpeed's, see docs/config.md.
+
+    Args:
+        args: What `add_config_arguments` has parsed; names the configuration where `config` does not.
+        model: A plain model, on the CPU or on this rank's device. It is changed in place.
+        optimizer: An optimizer of the model's parameters that has not stepped, which is taken over to the shards; a
+            function of parameters that makes one; None: as the configuration says.
+        model_parameters: Which parameters the configured optimizer updates, as `torch.optim` takes them.
+        training_data: A dataset, of which a loader of this rank's micro-batches is made.
+        lr_scheduler: A scheduler of `optimizer`, or a function of the optimizer that makes one; None: as the
+            configuration says.
+        mpu: Not there yet.
+        collate_fn: Makes a batch of samples of `training_data`.
+        config: The path of a JSON file, or what would stand in it.
+        mesh: As for `dsgraph.partition`.
+
+    Returns:
+        The engine, the optimizer, the loader (None without `training_data`) and the scheduler (None without one).
+
+    Raises:
+        ConfigError: The configuration or an argument cannot be taken; the model is as it was.
+        PartitionError: See `partition`.
+    """
+    _check(model, mpu, optimizer, model_parameters)
+    assert model is not None
+    source = _source(args, config)
+    _join_ranks()
+    device = _device()
+    model.to(device)
+    mesh = resolve_mesh(mesh, model)
+    resolved = read_config(source, ranks=mesh.size())
+    settings = resolved.config
+    mine, make = _optimizer_or_maker(optimizer, settings)
+    make_schedule = _schedule_maker(lr_scheduler, settings)
+    loader = None
+    if training_data is not None:
+        loader = RankLoader(
+            training_data, micro=resolved.batch.micro, ranks=mesh.size(), rank=_place(mesh), collate_fn=collate_fn
+        )
+    _say(resolved)
+    binding = Binding(model, model_parameters)
+    with rebound(mine, model):
+        partition(model, mesh, stage=settings.zero_optimization.stage, **_partition_options(settings))
+    made = mine or make(binding.groups(model))
+    schedule = make_schedule(made)
+    runs: Any = model
+    if settings.dsgraph.compile:
+        runs = torch.compile(model, backend="dsgraph", options=_backend_options(settings))
+    engine = Engine(model, runs, resolved, optimizer=made, lr_scheduler=schedule, dtype=_dtype(settings))
+    return engine, made, loader, schedule
+
+
+def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Adds the flags that name a configuration to a script's parser.
+
+    Args:
+        parser: The script's own.
+
+    Returns:
+        `parser` itself.
+    """
+    group = parser.add_argument_group("dsgraph", "the training engine")
+    group.add_argument("--deepspeed", "--dsgraph", action="store_true", help="train with the engine")
+    group.add_argument("--deepspeed_config", "--dsgraph_config", metavar="FILE", help="the engine's JSON configuration")
+    return parser
+
+
+def _check(model: object, mpu: object, optimizer: object, model_parameters: Any) -> None:
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"initialize: model is {type(model).__name__}; it takes a torch.nn.Module")
+    if mpu is not None:
+        raise ConfigError("initialize: mpu is not there yet: leave it out")
+    if isinstance(optimizer, Optimizer) and model_parameters is not None:
+        held = {id(param) for group in optimizer.param_groups for param in group["params"]}
+        if any(id(param) not in held for param in model_parameters):
+            raise ConfigError("initialize: model_parameters holds what the optimizer does not update: leave it out")
+
+
+def _source(args: Any, config: Any) -> Any:
+    named = getattr(args, "deepspeed_config", None) or getattr(args, "dsgraph_config", None)
+    if config is not None and named is not None:
+        raise ConfigError(f"initialize: two configurations, config= and {named!r} of args: leave one out")
+    if config is None and named is None:
+        raise ConfigError("initialize: no configuration: pass config=, or --deepspeed_config FILE in args")
+    return named if config is None else config
+
+
+def _join_ranks() -> None:
+    if not dist.is_initialized() and "RANK" in os.environ:
+        dist.init_process_group()
+
+
+def _device() -> torch.device:
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    torch.cuda.set_device(device)
+    return device
+
+
+def _place(mesh: DeviceMesh) -> int:
+    """This rank's number in the mesh, row by row."""
+    place = 0
+    for dim in range(mesh.ndim):
+        place = place * mesh.size(dim) + mesh.get_local_rank(dim)
+    return place
+
+
+def _say(resolved: ResolvedConfig) -> None:
+    if dist.get_rank() != 0:
+        return
+    for note in resolved.notes:
+        print(f"dsgraph: {note}", flush=True)
+    if resolved.config.dump_state:
+        print(resolved.config.model_dump_json(indent=1), flush=True)
+
+
+def _dtype(settings: EngineConfig) -> torch.dtype | None:
+    if settings.fp16.enabled:
+        return torch.float16
+    return torch.bfloat16 if settings.bf16.enabled else None
+
+
+def _partition_options(settings: EngineConfig) -> dict[str, Any]:
+    found: dict[str, Any] = {"param_dtype": _dtype(settings)}
+    if settings.communication_data_type is not None:
+        found["reduce_dtype"] = _DTYPES[settings.communication_data_type]
+    threshold = settings.zero_optimization.param_persistence_threshold
+    if threshold is not None:
+        found["keep_whole_below"] = threshold
+    return found
+
+
+def _backend_options(settings: EngineConfig) -> dict[str, Any]:
+    own = settings.dsgraph
+    found: dict[str, Any] = {"codegen": own.codegen, "strict": own.strict}
+    if own.memory_limit is not None:
+        found["memory_limit"] = own.memory_limit
+    if own.kernels != "auto":
+        found["kernels"] = own.kernels
+    pipeline = pipeline_of(settings.zero_optimization, _dtype(settings) or torch.float32)
+    if pipeline is not None:
+        found["pipeline"] = pipeline
+    return found
+
+
+def pipeline_of(zero: ZeroConfig, dtype: torch.dtype) -> Pipeline | None:
+    """The passes that a `zero_optimization` section asks for; None: the default ones.
+
+    Args:
+        zero: The section.
+        dtype: Dtype of what travels: the section counts elements, passes count bytes.
+    """
+    bounds = dict.fromkeys(_GATHERS, zero.allgather_bucket_size) | dict.fromkeys(_REDUCTIONS, zero.reduce_bucket_size)
+    if zero.overlap_comm is not False and not any(bounds.values()):
+        return None
+    passes = []
+    for item in default_pipeline():
+        if zero.overlap_comm is False and item.name in _OVERLAP:
+            continue
+        elements = bounds.get(item.name)
+        passes.append(replace(item, bucket_bytes=elements * dtype.itemsize) if elements else item)  # type: ignore[call-arg]
+    return Pipeline(passes)
+
+
+def _optimizer_or_maker(given: Any, settings: EngineConfig) -> tuple[Optimizer | None, MakesOptimizer]:
+    if isinstance(given, Optimizer):
+        return given, lambda _: given
+    if given is not None:
+        return None, partial(_call, given)
+    if settings.optimizer is None:
+        raise ConfigError("initialize: no optimizer: pass one, or set optimizer.type in the configuration")
+    return None, maker_of(settings.optimizer)
+
+
+def _call(make: Callable[[Groups], Any], groups: Groups) -> Optimizer:
+    made = make(groups)
+    if not isinstance(made, Optimizer):
+        raise ConfigError(f"initialize: optimizer gave a {type(made).__name__}; it is to make a torch.optim.Optimizer")
+    return made
+
+
+def _schedule_maker(given: Any, settings: EngineConfig) -> Callable[[Optimizer], Any]:
+    if given is not None:
+        return (lambda _: given) if hasattr(given, "step") else given
+    if settings.scheduler is None:
+        return lambda _: None
+    params = settings.scheduler.params
+    return partial(schedule_class(settings.scheduler.type, params), **params)

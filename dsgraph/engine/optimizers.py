@@ -1,0 +1,126 @@
+"""The optimizer of an engine: by the name in the configuration, or the caller's own, taken over to the shards."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from dsgraph.errors import ConfigError
+from dsgraph.nearest import nearest
+
+from .config import OptimizerConfig
+from .lamb import Lamb
+
+MakesOptimizer = Callable[[list[Any]], Optimizer]
+Groups = list[dict[str, Any]]
+
+
+def maker_of(config: OptimizerConfig) -> MakesOptimizer:
+    """What makes the optimizer that a configuration names.
+
+    Raises:
+        ConfigError: An unknown name or parameter.
+    """
+    params = dict(config.params)
+    name = config.type
+    if name.lower() in ("adam", "adamw"):
+        decoupled = params.pop("adam_w_mode", True) or name.lower() == "adamw"
+        params.pop("torch_adam", None)  # one implementation serves both
+        params.setdefault("weight_decay", 0.0)
+        made: Any = torch.optim.AdamW if decoupled else torch.optim.Adam
+        params.setdefault("fused", True)
+    elif name.lower() == "lamb":
+        made = Lamb
+    else:
+        known = {key: kind for key, kind in vars(torch.optim).items() if _is_optimizer(kind)}
+        if name not in known:
+            raise ConfigError(
+                f"optimizer.type is {name!r}{nearest(name, known)}; known: Adam, AdamW, Lamb, and the optimizers of "
+                "torch.optim"
+            )
+        made = known[name]
+    taken = inspect.signature(made).parameters
+    for key in params:
+        if key not in taken:
+            raise ConfigError(f"optimizer.params: {name} has no {key!r}{nearest(key, taken)}")
+    if "betas" in params:
+        params["betas"] = tuple(params["betas"])
+    return lambda groups: made(groups, **params)
+
+
+def _is_optimizer(kind: object) -> bool:
+    return isinstance(kind, type) and issubclass(kind, Optimizer) and kind is not Optimizer
+
+
+class Binding:
+    """Which parameters an optimizer is to update, by name, while `partition` puts shards in their place."""
+
+    def __init__(self, model: nn.Module, wanted: Iterable[Any] | None) -> None:
+        """Takes down what is wanted.
+
+        Args:
+            model: The model, not yet partitioned.
+            wanted: Parameters, or groups as `torch.optim` takes them; None: all that are trained.
+
+        Raises:
+            ConfigError: One that is no parameter of the model.
+        """
+        names = {id(param): name for name, param in model.named_parameters()}
+        if wanted is None:
+            wanted = [param for param in model.parameters() if param.requires_grad]
+        items = list(wanted)
+        groups = items if items and isinstance(items[0], Mapping) else [{"params": items}]
+        self._groups = [
+            {**group, "params": [_name(param, names) for param in _listed(group["params"])]} for group in groups
+        ]
+
+    def groups(self, model: nn.Module) -> Groups:
+        """The groups over the parameters that the model has now."""
+        params = dict(model.named_parameters())
+        return [{**group, "params": [params[name] for name in group["params"]]} for group in self._groups]
+
+
+def _listed(params: Any) -> list[Any]:
+    return [params] if isinstance(params, Tensor) else list(params)
+
+
+def _name(param: object, names: Mapping[int, str]) -> str:
+    if isinstance(param, tuple):  # of named_parameters
+        param = param[1]
+    if id(param) not in names:
+        what = tuple(param.shape) if isinstance(param, Tensor) else repr(param)
+        raise ConfigError(f"initialize: the optimizer is to update {what}, which is no parameter of the model")
+    return names[id(param)]
+
+
+@contextmanager
+def rebound(optimizer: Optimizer | None, model: nn.Module) -> Iterator[None]:
+    """Inside, a caller's optimizer holds nothing; behind it, the shards of what it held before.
+
+    Raises:
+        ConfigError: The optimizer has stepped already, or holds parameters of something else.
+    """
+    if optimizer is None:
+        yield
+        return
+    if optimizer.state:
+        raise ConfigError(
+            f"initialize: {type(optimizer).__name__} has stepped already, and its state is of whole parameters: pass a "
+            "new one, and load its state from a checkpoint"
+        )
+    held = [list(group["params"]) for group in optimizer.param_groups]
+    binding = Binding(model, [{"params": params} for params in held])
+    for group in optimizer.param_groups:
+        group["params"] = []
+    try:
+        yield
+        held = [group["params"] for group in binding.groups(model)]
+    finally:
+        for group, params in zip(optimizer.param_groups, held, strict=True):
+            group["params"] = params

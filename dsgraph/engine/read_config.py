@@ -1,0 +1,134 @@
+"""Reads the engine's configuration: a file or a dict becomes an `EngineConfig`, and what it says is accounted for."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from os import PathLike, fspath
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ValidationError
+
+from dsgraph.errors import ConfigError
+from dsgraph.nearest import nearest
+
+from .batch_sizes import BatchSizes
+from .config import NOT_YET, WITHOUT_EFFECT, EngineConfig, section_of
+
+
+@dataclass(frozen=True)
+class ResolvedConfig:
+    """A configuration that can be run.
+
+    Attributes:
+        config: What the file says, with defaults.
+        batch: The three batch sizes.
+        notes: One line for each key that has no effect, and for each `"auto"` that was left to its default.
+    """
+
+    config: EngineConfig
+    batch: BatchSizes
+    notes: tuple[str, ...]
+
+
+def read_config(source: str | PathLike[str] | Mapping[str, Any], *, ranks: int) -> ResolvedConfig:
+    """Reads and checks a configuration.
+
+    Args:
+        source: A JSON file, or what would stand in it.
+        ranks: Data-parallel ranks, over which `train_batch_size` counts.
+
+    Raises:
+        ConfigError: A file that cannot be read, a key or a value that is wrong, batch sizes that contradict each other.
+    """
+    given = _load(source)
+    notes: list[str] = []
+    given = _kept(given, "", notes)
+    try:
+        config = EngineConfig.model_validate(given)
+    except ValidationError as error:
+        raise ConfigError(_describe(error)) from None
+    if config.fp16.enabled and config.bf16.enabled:
+        raise ConfigError("fp16.enabled and bf16.enabled are both true: choose one")
+    batch = BatchSizes.solve(
+        config.train_batch_size,
+        config.train_micro_batch_size_per_gpu,
+        config.gradient_accumulation_steps,
+        ranks=ranks,
+    )
+    return ResolvedConfig(config, batch, tuple(notes))
+
+
+def _load(source: str | PathLike[str] | Mapping[str, Any]) -> dict[str, Any]:
+    if isinstance(source, Mapping):
+        return dict(source)
+    if not isinstance(source, (str, PathLike)):
+        raise ConfigError(f"config is {source!r}; it takes the path of a JSON file or a dict")
+    path = Path(fspath(source))
+    try:
+        text = path.read_text()
+    except OSError as error:
+        raise ConfigError(f"config file {path}: {error.strerror}") from error
+    try:
+        found = json.loads(text, object_pairs_hook=_refuse_repeated)
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"config file {path}, line {error.lineno}: no JSON ({error.msg})") from error
+    if not isinstance(found, dict):
+        raise ConfigError(f"config file {path} holds a {type(found).__name__}; it takes an object of sections")
+    return found
+
+
+def _refuse_repeated(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in found:
+            raise ConfigError(f"config: {key!r} stands there twice: remove one")
+        found[key] = value
+    return found
+
+
+def _kept(given: Mapping[str, Any], path: str, notes: list[str]) -> dict[str, Any]:
+    """The keys that say something, each of the others with a note."""
+    kept: dict[str, Any] = {}
+    for key, value in given.items():
+        where = f"{path}{key}"
+        if value == "auto" and where != "dsgraph.kernels":
+            notes.append(f'{where}: "auto" is the default here')
+        elif where in WITHOUT_EFFECT:
+            notes.append(f"{where} has no effect: {WITHOUT_EFFECT[where]}")
+        elif where in NOT_YET:
+            if not _is_off(where, value):
+                raise ConfigError(f"{where}: {NOT_YET[where]} is not there yet: remove the key")
+        else:
+            kept[key] = _kept(value, f"{where}.", notes) if isinstance(value, Mapping) else value
+    return kept
+
+
+def _is_off(where: str, value: object) -> bool:
+    """Whether what is not there yet is switched off in so many words."""
+    if isinstance(value, Mapping):
+        return value.get("enabled") is False or value.get("device") == "none"
+    return value is False or value is None or (where == "zero_optimization.zero_hpz_partition_size" and value == 1)
+
+
+def _describe(error: ValidationError) -> str:
+    first = error.errors()[0]
+    where = [str(part) for part in first["loc"]]
+    name = ".".join(where)
+    if first["type"] == "extra_forbidden":
+        known = list(_keys_of(where[:-1]))
+        return f"config: unknown key {name!r}{nearest(where[-1], known)}; known here: {', '.join(sorted(known))}"
+    return f"config: {name} is {first['input']!r}: {first['msg'].lower()}"
+
+
+def _keys_of(path: list[str]) -> Iterator[str]:
+    section: type[BaseModel] | None = EngineConfig
+    for key in path:
+        section = section_of(section.model_fields[key]) if section is not None else None
+    yield from section.model_fields if section is not None else ()
+    prefix = "".join(f"{key}." for key in path)
+    for other in [*WITHOUT_EFFECT, *NOT_YET]:
+        if other.startswith(prefix) and "." not in other[len(prefix) :]:
+            yield other[len(prefix) :]

@@ -1,0 +1,86 @@
+"""Writes `docs/config.md`: `python -m dsgraph.tools.cli.document_config docs/config.md`."""
+
+from __future__ import annotations
+
+import sys
+import types
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal, Union, get_args, get_origin
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+from dsgraph.engine.config import NOT_YET, WITHOUT_EFFECT, EngineConfig, section_of
+
+_HEAD = """\
+# The engine's configuration
+
+`python -m dsgraph.tools.cli.document_config docs/config.md` writes this page from the classes that read the file.
+
+`dsgraph.initialize(config=...)` takes the path of a JSON file, or a dict. Names, nesting and defaults are DeepSpeed's;
+the section `dsgraph` is our own. Two of the three batch sizes give the third: `train_batch_size` =
+`train_micro_batch_size_per_gpu` x `gradient_accumulation_steps` x ranks. `"auto"` is the default. `dsgraph config
+FILE` prints what a file comes to.
+"""
+
+
+def main() -> None:
+    """Writes the page to the path given."""
+    if len(sys.argv) != 2:
+        sys.exit("usage: python -m dsgraph.tools.cli.document_config PATH")
+    Path(sys.argv[1]).write_text(page(), encoding="utf-8")
+
+
+def page() -> str:
+    """The whole page."""
+    parts = [_HEAD, _table(EngineConfig)]
+    for name, field in EngineConfig.model_fields.items():
+        section = section_of(field)
+        if section is not None:
+            parts += [f"## `{name}`\n", f"{(section.__doc__ or '').strip()}\n", _table(section)]
+    parts += ["## Keys of DeepSpeed's that have no effect\n", "The engine prints the reason once.\n"]
+    parts.append(_rows(("key", "why"), [(f"`{key}`", reason) for key, reason in WITHOUT_EFFECT.items()]))
+    parts += ["## Keys of DeepSpeed's that are refused\n", "What they ask for is not there yet.\n"]
+    parts.append(_rows(("key", "what it is"), [(f"`{key}`", what) for key, what in NOT_YET.items()]))
+    return "\n".join(parts)
+
+
+def _table(section: type[BaseModel]) -> str:
+    rows = [
+        (f"`{_key(name, field)}`", _kind(field.annotation), _default(field), field.description or "")
+        for name, field in section.model_fields.items()
+        if section_of(field) is None
+    ]
+    return _rows(("key", "type", "default", ""), rows)
+
+
+def _key(name: str, field: FieldInfo) -> str:
+    alias: Any = field.validation_alias
+    return str(alias.choices[0]) if alias is not None else name
+
+
+def _kind(annotation: Any) -> str:
+    if get_origin(annotation) in (Union, types.UnionType):
+        return " or ".join(_kind(part) for part in get_args(annotation) if part is not type(None))
+    if get_origin(annotation) is Literal:
+        return " or ".join(f"`{value!r}`".replace("'", '"') for value in get_args(annotation))
+    names = {bool: "true or false", int: "whole number", float: "number", str: "text"}
+    return names.get(annotation) or ("list" if get_origin(annotation) is tuple else "object")
+
+
+def _default(field: FieldInfo) -> str:
+    if field.is_required():
+        return "must be given"
+    value = field.get_default(call_default_factory=True)
+    words = {True: "`true`", False: "`false`", None: ""}
+    return words[value] if isinstance(value, bool | None) else f"`{value!r}`".replace("'", '"')
+
+
+def _rows(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
+    cells = [head, ("---",) * len(head), *rows]
+    return "".join("|" + "|".join(f" {cell} " if cell != "---" else cell for cell in row) + "|\n" for row in cells)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""A script written for DeepSpeed, and its JSON file."""

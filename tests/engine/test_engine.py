@@ -1,0 +1,292 @@
+"""The engine against a plain loop in one process."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+import dsgraph
+from dsgraph.engine.lamb import Lamb
+from dsgraph.engine.schedules import WarmupLR
+from tests.distributed.training import full
+from tests.models import CASES, build
+
+from .training import CASE, batches, check_parameters, compare, config
+
+pytestmark = pytest.mark.distributed
+
+STAGES = (0, 1, 2, 3)
+
+
+def _adamw(model):
+    return torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3, weight_decay=0.0), None
+
+
+def _lamb(model):
+    return Lamb(model.parameters(), lr=1e-2, weight_decay=0.1), None
+
+
+def _warming(model):
+    optimizer, _ = _adamw(model)
+    return optimizer, WarmupLR(optimizer, warmup_max_lr=1e-2, warmup_num_steps=4)
+
+
+WARMUP = {"scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 1e-2, "warmup_num_steps": 4}}}
+LAMB = {"optimizer": {"type": "Lamb", "params": {"lr": 1e-2, "weight_decay": 0.1}}}
+
+
+@pytest.mark.covering
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("micro_batches", (1, 3))
+@pytest.mark.parametrize(
+    ("settings", "make_alone"),
+    [
+        ({"gradient_clipping": 0.0}, _adamw),
+        ({"gradient_clipping": 0.05}, _adamw),
+        (WARMUP, _warming),
+        (LAMB, _lamb),
+    ],
+    ids=("plain", "clipped", "warming", "lamb"),
+)
+def test_steps_are_those_of_one_process(ranks, stage, micro_batches, settings, make_alone):
+    ranks(2).run(compare, stage, micro_batches, settings, make_alone)
+
+
+def _low_precision(stage: int, section: str) -> tuple[list[float], list[str]]:
+    wanted = config(stage, **{section: {"enabled": True}}, gradient_accumulation_steps=2)
+    engine, _, _, _ = dsgraph.initialize(model=build(CASE), config=wanted)
+    data = batches(torch.distributed.get_rank())
+    first = next(data)
+    losses = []
+    for _ in range(6):
+        losses.append(float(engine.train_batch(iter([first, first]))))
+    seen = {str(param.dtype) for param in engine.module.parameters()}
+    return losses, sorted(seen)
+
+
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("section", ("fp16", "bf16"))
+def test_low_precision_trains_and_masters_stay_in_float32(ranks, stage, section):
+    losses, dtypes = ranks(2).run(_low_precision, stage, section)[0]
+    assert losses[-1] < 0.9 * losses[0]
+    assert dtypes == ["torch.float32"]
+
+
+class _Overflowing(nn.Module):
+    """Its gradient overflows float16 when the batch says so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.layer(x) ** 2).mean()
+
+
+def _skip(stage: int) -> list[tuple]:
+    rank = torch.distributed.get_rank()
+    torch.manual_seed(0)
+    wanted = config(stage, fp16={"enabled": True, "initial_scale_power": 4, "hysteresis": 1}, **WARMUP)
+    engine, _, _, schedule = dsgraph.initialize(model=_Overflowing(), config=wanted)
+    found = []
+    for step in range(4):
+        before = [full(param.detach()).clone() for param in engine.module.parameters()]
+        large = 6e4 if (step, rank) == (1, 1) else 1.0  # on one rank alone
+        loss = engine(torch.full((2, 8), large))
+        engine.backward(loss)
+        engine.step()
+        changed = any(
+            not torch.equal(full(param.detach()), old)
+            for param, old in zip(engine.module.parameters(), before, strict=True)
+        )
+        found.append((changed, engine.loss_scale.scale, schedule.last_batch_iteration, engine.skipped_steps))
+    return found
+
+
+@pytest.mark.parametrize("stage", (0, 3))
+def test_an_overflow_on_one_rank_skips_the_step_on_all(ranks, stage):
+    # The first two steps of a warm-up have a rate of 0; the skipped one does not count.
+    expected = [(False, 16, 0, 0), (False, 8, 0, 1), (False, 8, 1, 1), (True, 8, 2, 1)]
+    assert ranks(2).run(_skip, stage) == [expected, expected]
+
+
+def _taken_over(how: str) -> None:
+    model, alone = build(CASE), build(CASE)
+    make = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+    given = make if how == "function" else make(model.parameters())
+    wanted = config(3, gradient_clipping=0.0)
+    del wanted["optimizer"]
+    engine, optimizer, _, _ = dsgraph.initialize(model=model, optimizer=given, config=wanted)
+    assert how == "function" or optimizer is given
+    theirs = make(alone.parameters())
+    data, same = batches(0), batches(0)  # all ranks have the same batches: the mean is one rank's
+    for _ in range(2):
+        engine.train_batch(data)
+        alone(*next(same)).backward()
+        theirs.step()
+        theirs.zero_grad()
+        check_parameters(engine, alone)
+
+
+@pytest.mark.parametrize("how", ("function", "object"))
+def test_an_optimizer_of_the_callers_is_taken_over(ranks, how):
+    ranks(2).run(_taken_over, how)
+
+
+def _no_sync(stage: int) -> None:
+    engine, _, _, _ = dsgraph.initialize(model=build(CASE), config=config(stage, gradient_clipping=0.0))
+    alone = build(CASE)
+    rank, optimizer = torch.distributed.get_rank(), _adamw(alone)[0]
+    mine, everybody = batches(rank), [batches(other) for other in range(2)]
+    with engine.no_sync():
+        for _ in range(2):
+            engine.backward(engine(*next(mine)))
+        with pytest.raises(dsgraph.EngineError, match="step inside no_sync"):
+            engine.step()
+    assert all(param.grad is None for param in engine.module.parameters())
+    engine.backward(engine(*next(mine)))
+    engine.step()
+    for one in everybody:
+        for _ in range(3):
+            (alone(*next(one)) / 2).backward()
+    optimizer.step()
+    check_parameters(engine, alone)
+
+
+def _no_sync_at_stage_3() -> None:
+    engine, _, _, _ = dsgraph.initialize(model=build(CASE), config=config(3))
+    with pytest.raises(dsgraph.EngineError, match="no_sync: at stage 3"), engine.no_sync():
+        pass
+
+
+def test_inside_no_sync_nothing_is_reduced(ranks):
+    ranks(2).run(_no_sync, 1)
+    ranks(2).run(_no_sync, 2)
+    ranks(2).run(_no_sync_at_stage_3)
+
+
+def _forward_without_backward() -> None:
+    settings = config(0, gradient_accumulation_steps=2, gradient_clipping=0.0)
+    engine, _, _, _ = dsgraph.initialize(model=build(CASE), config=settings)
+    alone = build(CASE)
+    optimizer, _ = _adamw(alone)
+    engine(*CASES[CASE].batches(0, 0))  # a micro-batch that is left out
+    engine.step()
+    batch = CASES[CASE].batches(1, 0)
+    engine.backward(engine(*batch))
+    engine.step()
+    (alone(*batch) / 2).backward()
+    optimizer.step()
+    check_parameters(engine, alone)
+
+
+def test_a_forward_without_a_backward_does_not_keep_the_step_open(ranks):
+    ranks(2).run(_forward_without_backward)
+
+
+class _Data(torch.utils.data.Dataset):
+    def __len__(self) -> int:
+        return 11
+
+    def __getitem__(self, number: int) -> torch.Tensor:
+        return torch.tensor(number)
+
+
+def _loaded() -> list[list[int]]:
+    model = nn.Linear(4, 4)
+    _, _, loader, _ = dsgraph.initialize(model=model, training_data=_Data(), config=config(0))
+    assert loader is not None
+    return [[int(item) for batch in loader for item in batch] for _ in range(2)]
+
+
+def _too_few() -> None:
+    model = nn.Linear(4, 4)
+    settings = {**config(0), "train_micro_batch_size_per_gpu": 6}
+    with pytest.raises(dsgraph.ConfigError, match=r"training_data has 11 samples; .* takes 12"):
+        dsgraph.initialize(model=model, training_data=_Data(), config=settings)
+    assert type(model) is nn.Linear and type(model.weight) is nn.Parameter, "nothing was changed"
+
+
+def test_a_dataset_that_fills_no_micro_batch_is_refused(ranks):
+    ranks(2).run(_too_few)
+
+
+def test_each_rank_loads_its_share_in_another_order_each_epoch(ranks):
+    first, second = ranks(2).run(_loaded)
+    for mine, theirs in zip(first, second, strict=True):
+        assert len(mine) == len(theirs) == 4 and not set(mine) & set(theirs)
+    assert first[0] != first[1]
+
+
+def _two_engines() -> None:
+    engines = [dsgraph.initialize(model=build(CASE, seed), config=config(seed + 1))[0] for seed in range(2)]
+    apart = [dsgraph.initialize(model=build(CASE, seed), config=config(seed + 1))[0] for seed in range(2)]
+    for _ in range(2):
+        for engine, data in zip(engines, (batches(0), batches(0, 5)), strict=True):
+            engine.train_batch(data)
+    for engine, data in zip(apart, (batches(0), batches(0, 5)), strict=True):
+        for _ in range(2):
+            engine.train_batch(type(data).__iter__(batches(0) if engine is apart[0] else batches(0, 5)))
+    for one, other in zip(engines, apart, strict=True):
+        for mine, theirs in zip(one.module.parameters(), other.module.parameters(), strict=True):
+            assert torch.equal(mine.to_local(), theirs.to_local())
+
+
+def test_engines_live_side_by_side(ranks):
+    ranks(2).run(_two_engines)
+
+
+def _refuses(model: nn.Module, arguments: dict, message: str) -> None:
+    with pytest.raises(dsgraph.ConfigError, match=message):
+        dsgraph.initialize(**{"model": model, "config": config(0), **arguments})
+
+
+def _refusals() -> None:
+    model = build(CASE)
+    used = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    model(*CASES[CASE].batches(0, 0)).backward()
+    used.step()
+    used.zero_grad()
+    before = [id(param) for param in model.parameters()]
+    _refuses(model, {"optimizer": used}, "SGD has stepped already")
+    del used
+    for arguments, message in [
+        ({"optimizer": torch.optim.SGD(build(CASE).parameters(), lr=1)}, "which is no parameter of the model"),
+        ({"mpu": object()}, "mpu is not there yet"),
+        ({"model": None}, "model is NoneType"),
+        ({"config": None}, "no configuration"),
+        ({"config": {"train_batch_size": 2}}, "no optimizer: pass one"),
+        ({"config": config(0, optimizer={"type": "Adamm"})}, r"did you mean 'Adam'\?"),
+        ({"config": config(0, optimizer={"type": "SGD", "params": {"momentun": 1}})}, r"did you mean 'momentum'\?"),
+        ({"config": config(0, scheduler={"type": "WarmupRL"})}, r"did you mean 'WarmupLR'\?"),
+    ]:
+        _refuses(model, arguments, message)
+    assert [id(param) for param in model.parameters()] == before, "nothing was changed"
+    engine, _, _, _ = dsgraph.initialize(model=build(CASE), config=config(0))
+    with pytest.raises(dsgraph.EngineError, match=r"found a tensor of shape \(2,\)"):
+        engine.backward(torch.zeros(2, requires_grad=True))
+    with pytest.raises(dsgraph.EngineError, match="the loss has no graph"):
+        engine.backward(torch.zeros(()))
+
+
+def test_what_cannot_be_taken_is_named_and_nothing_is_changed(ranks):
+    ranks(1).run(_refusals)
+
+
+def _by_arguments(path: str) -> int:
+    parser = dsgraph.add_config_arguments(argparse.ArgumentParser())
+    args = parser.parse_args(["--deepspeed", "--deepspeed_config", path])
+    assert args.deepspeed
+    return dsgraph.initialize(args, build(CASE))[0].train_batch_size()
+
+
+def test_a_script_names_the_file_in_its_arguments(ranks, tmp_path):
+    path = tmp_path / "ds.json"
+    path.write_text(json.dumps(config(2)))
+    assert ranks(2).run(_by_arguments, str(path)) == [4, 4]
