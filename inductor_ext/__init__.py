@@ -22,7 +22,6 @@ from .collectives.gather_by_messages import register_lowering as _register_gathe
 from .collectives.gather_param import gather_param, reduce_grad, start_reduction
 from .collectives.messages import sends_messages
 from .compat import backend_name, c10d_functional, resolve_group, share_memory, size_hint
-from .kernels.adam_step import adam_step_
 from .kernels.launch import on_device_of, on_gpu
 from .kernels.linear_cross_entropy import linear_cross_entropy
 from .sizes import same_shape, same_size
@@ -38,7 +37,6 @@ __all__ = [
     "GATHERS",
     "REDUCE_SCATTERS",
     "Ranks",
-    "adam_step_",
     "backend_name",
     "c10d_functional",
     "chunk_rows",

@@ -79,16 +79,6 @@ KERNELS = (
         killers=(f"{_KERNELS}/test_softmax_dropout.py",),
     ),
     Mutant(
-        *("adam-decay", "inductor_ext/kernels/adam_step.py", "wrong sign"),
-        *("param.mul_(1 - lr * weight_decay)", "param.mul_(1 + lr * weight_decay)"),
-        killers=(f"{_KERNELS}/test_adam_step.py",),
-    ),
-    Mutant(
-        *("adam-triton-correction", "inductor_ext/kernels/adam_step.py", "wrong argument"),
-        *("correction2 = (1 - tl.exp2(step * log2_beta2))", "correction2 = (1 - tl.exp2(step * log2_beta1))"),
-        killers=(f"{_KERNELS}/test_adam_step.py",),
-    ),
-    Mutant(
         *("cross-entropy-ignored-rows", "inductor_ext/kernels/cross_entropy_rows.py", "missing mask"),
         *("(row_weights * terms.logit_scale).masked_fill_(ignored, 0)", "(row_weights * terms.logit_scale)"),
         killers=(f"{_KERNELS}/test_cross_entropy_rows.py",),
@@ -418,6 +408,11 @@ ENGINE = (
         *("lamb-by-shards", "dsgraph/engine/lamb.py", "unsummed norm"),
         *("        dist.all_reduce(together, group=group)\n", ""),
         killers=("tests/engine/test_engine.py",),
+    ),
+    Mutant(
+        *("owner-takes-its-rows-alone", "dsgraph/engine/whole_parameters.py", "off-by-one shard"),
+        *("return tensor[rank * each : rank * each + share.rows_of(rank)]", "return tensor[: share.rows_of(rank)]"),
+        killers=("tests/engine/test_whole_parameters.py",),
     ),
     Mutant(
         *("checkpoint-trusts-files", "dsgraph/engine/checkpoints.py", "missing check"),

@@ -251,11 +251,15 @@ def _wanted(engine: Training, path: Path, *, module_only: bool) -> dict[str, Any
     if module_only:
         return state
     known = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
+    owns = getattr(engine.optimizer, "owns", None)
     for name, param in engine.module.named_parameters():
         for key, about in known.items():
             if key.startswith(f"optimizer.{name}.") and "." not in key[len(f"optimizer.{name}.") :]:
                 size, dtype = about.size, about.properties.dtype  # type: ignore[union-attr]
-                like = size == param.shape and len(size) > 0
+                is_whole = owns(param) if owns is not None else None
+                if is_whole is False:  # another rank keeps it
+                    continue
+                like = is_whole is None and size == param.shape and len(size) > 0
                 state[key] = torch.empty_like(param, dtype=dtype) if like else torch.empty(size, dtype=dtype)
     return state
 

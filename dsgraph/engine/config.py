@@ -21,8 +21,9 @@ class OptimizerConfig(Section):
     """Which optimizer is made, unless the caller brings one."""
 
     type: str = Field(
-        description="`AdamW`, `Adam`, `Lamb`, or the name of a class of `torch.optim`. `Adam` decouples the weight "
-        "decay as `AdamW` does unless its parameter `adam_w_mode` is false, as in DeepSpeed"
+        description="`AdamW`, `Adam`, `Lamb`, `Muon` (with AdamW for what is no matrix inside the model), or the name "
+        "of a class of `torch.optim`. `Adam` decouples the weight decay as `AdamW` does unless its parameter "
+        "`adam_w_mode` is false, as in DeepSpeed"
     )
     params: dict[str, Any] = Field(default_factory=dict, description="what its constructor is given")
 

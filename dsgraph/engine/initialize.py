@@ -28,6 +28,7 @@ from .engine import Engine
 from .optimizers import Binding, Groups, MakesOptimizer, maker_of, rebound
 from .read_config import ResolvedConfig, read_config
 from .schedules import schedule_class
+from .whole_parameters import whole_where_needed
 
 _DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 _GATHERS = ("bucket_forward_gathers", "bucket_backward_gathers")
@@ -82,7 +83,7 @@ def initialize(
     mesh = resolve_mesh(mesh, model)
     resolved = read_config(source, ranks=mesh.size())
     settings = resolved.config
-    mine, make = _optimizer_or_maker(optimizer, settings)
+    mine, make = _optimizer_or_maker(optimizer, settings, model)
     make_schedule = _schedule_maker(lr_scheduler, settings)
     loader = None
     if training_data is not None:
@@ -93,7 +94,7 @@ def initialize(
     binding = Binding(model, model_parameters)
     with rebound(mine, model):
         partition(model, mesh, stage=settings.zero_optimization.stage, **_partition_options(settings))
-    made = mine or make(binding.groups(model))
+    made = whole_where_needed(mine or make(binding.groups(model)))
     schedule = make_schedule(made)
     runs: Any = model
     if settings.dsgraph.compile:
@@ -215,14 +216,16 @@ def pipeline_of(zero: ZeroConfig, dtype: torch.dtype) -> Pipeline | None:
     return Pipeline(passes)
 
 
-def _optimizer_or_maker(given: Any, settings: EngineConfig) -> tuple[Optimizer | None, MakesOptimizer]:
+def _optimizer_or_maker(
+    given: Any, settings: EngineConfig, model: nn.Module
+) -> tuple[Optimizer | None, MakesOptimizer]:
     if isinstance(given, Optimizer):
         return given, lambda _: given
     if given is not None:
         return None, partial(_call, given)
     if settings.optimizer is None:
         raise ConfigError("initialize: no optimizer: pass one, or set optimizer.type in the configuration")
-    return None, maker_of(settings.optimizer)
+    return None, maker_of(settings.optimizer, model)
 
 
 def _call(make: Callable[[Groups], Any], groups: Groups) -> Optimizer:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,13 +17,18 @@ from dsgraph.nearest import nearest
 
 from .config import OptimizerConfig
 from .lamb import Lamb
+from .muon import MuonAndAdamW, inner_matrices
 
 MakesOptimizer = Callable[[list[Any]], Optimizer]
 Groups = list[dict[str, Any]]
 
 
-def maker_of(config: OptimizerConfig) -> MakesOptimizer:
+def maker_of(config: OptimizerConfig, model: nn.Module) -> MakesOptimizer:
     """What makes the optimizer that a configuration names.
+
+    Args:
+        config: The section of the file.
+        model: What it is for.
 
     Raises:
         ConfigError: An unknown name or parameter.
@@ -37,12 +43,14 @@ def maker_of(config: OptimizerConfig) -> MakesOptimizer:
         params.setdefault("fused", True)
     elif name.lower() == "lamb":
         made = Lamb
+    elif name.lower() == "muon":
+        made = partial(MuonAndAdamW, model=model, muon=inner_matrices(model))
     else:
         known = {key: kind for key, kind in vars(torch.optim).items() if _is_optimizer(kind)}
         if name not in known:
             raise ConfigError(
-                f"optimizer.type is {name!r}{nearest(name, known)}; known: Adam, AdamW, Lamb, and the optimizers of "
-                "torch.optim"
+                f"optimizer.type is {name!r}{nearest(name, known)}; known: Adam, AdamW, Lamb, Muon, and the optimizers "
+                "of torch.optim"
             )
         made = known[name]
     taken = inspect.signature(made).parameters

@@ -21,7 +21,7 @@ from dsgraph.inductor_ext import resolve_group
 from dsgraph.sharding.table import PartitionedModel, ShardedParameter, is_plain, not_taken_in, partitioned_parts
 
 # They compute with a matrix or a gradient as a whole. Torch raises on shards, or gives other numbers (Muon).
-_NEED_ALL_ROWS = (optim.Adafactor, optim.Muon, optim.Rprop)
+NEED_ALL_ROWS = (optim.Adafactor, optim.Muon, optim.Rprop)
 # Ways to step on many parameters at once that torch does not have for shards.
 _UNKNOWN_ON_SHARDS = ((optim.Adagrad, "fused"), (optim.SGD, "fused"), (optim.Rprop, "foreach"))
 
@@ -83,11 +83,11 @@ def _problem(
 ) -> str | None:
     """Why an optimizer cannot step on parameters of one of its groups, and what to do."""
     name = held[0].name
-    if isinstance(optimizer, _NEED_ALL_ROWS) and state.zero.splits_parameters:
+    if isinstance(optimizer, NEED_ALL_ROWS) and state.zero.splits_parameters:
         return (
             f"it needs all rows of a parameter at once, and holds {name!r} of a model that was partitioned with "
-            f"stage={state.zero.number}, which splits rows over the ranks: take another optimizer, such as AdamW, or "
-            "partition with stage=0"
+            f"stage={state.zero.number}, which splits rows over the ranks: take another optimizer, such as AdamW, "
+            "partition with stage=0, or let dsgraph.initialize run it"
         )
     for kind, option in _UNKNOWN_ON_SHARDS:
         if isinstance(optimizer, kind) and group.get(option):

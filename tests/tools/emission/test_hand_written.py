@@ -70,7 +70,6 @@ LAUNCHES: dict[tuple[str, str], list[tuple[dict[str, Any], int]]] = {
         for mixed in (False, True)
         for back in (False, True)
     ],
-    ("adam_step", "step_kernel"): [(_EVERYTHING, 4)],
     ("cross_entropy_rows", "cross_entropy_rows_kernel"): [(_LARGEST, WARPS)],
 }
 
