@@ -147,7 +147,10 @@ def _make_empty(folder: Path) -> None:
 
 def _write_rank(engine: Training, folder: Path) -> None:
     """What is each rank's own: the state of its random numbers."""
-    torch.save(torch.get_rng_state(), folder / f"random-{dist.get_rank()}.pt")
+    states = {"cpu": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        states["cuda"] = torch.cuda.get_rng_state()
+    torch.save(states, folder / f"random-{dist.get_rank()}.pt")
 
 
 def _tensors(engine: Training) -> dict[str, Any]:
@@ -284,7 +287,10 @@ def _take_rest(engine: Training, state: dict[str, Any], about: dict[str, Any], p
     engine.go_on_from(about["engine"])
     random = path / f"random-{dist.get_rank()}.pt"
     if about["ranks"] == dist.get_world_size():  # with others, no rank goes on where one left off
-        torch.set_rng_state(torch.load(random, weights_only=True))
+        states = torch.load(random, weights_only=True)
+        torch.set_rng_state(states["cpu"])
+        if "cuda" in states and torch.cuda.is_available():
+            torch.cuda.set_rng_state(states["cuda"])
 
 
 def _of_parameter(state: dict[str, Any], name: str) -> Iterator[tuple[str, Any]]:

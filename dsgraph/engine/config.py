@@ -84,6 +84,9 @@ class DsgraphConfig(Section):
 
     codegen: Literal["inductor", "eager"] = Field(default="inductor", description="how graphs become programs")
     compile: bool = Field(default=True, description="`false` runs the model uncompiled")
+    pipeline: tuple[str, ...] | None = Field(
+        default=None, description="names of the passes that run, in their order; without it the default ones"
+    )
     memory_limit: int | None = Field(default=None, ge=1, description="bytes that a step may use")
     kernels: Literal["auto", "none"] | tuple[str, ...] = Field(
         default="auto", description="which kernels stand in for what a model spells out"

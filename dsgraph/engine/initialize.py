@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from functools import partial
 from os import PathLike
 from typing import Any
@@ -18,22 +17,19 @@ from torch.optim import Optimizer
 from torch.utils.data import Dataset
 
 from dsgraph.errors import ConfigError
-from dsgraph.passes import Pipeline, default_pipeline
 from dsgraph.sharding.mesh import resolve_mesh
 from dsgraph.step.state import partition
 
-from .config import EngineConfig, ZeroConfig
+from .config import EngineConfig
 from .data import RankLoader
 from .engine import Engine
 from .optimizers import Binding, Groups, MakesOptimizer, maker_of, rebound
+from .pipeline import pipeline_of
 from .read_config import ResolvedConfig, read_config
 from .schedules import schedule_class
 from .whole_parameters import whole_where_needed
 
 _DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
-_GATHERS = ("bucket_forward_gathers", "bucket_backward_gathers")
-_REDUCTIONS = ("bucket_small_reductions", "bucket_reductions")
-_OVERLAP = ("prefetch_forward_gathers", "prefetch_backward_gathers", "delay_reduction_waits")
 
 
 def initialize(
@@ -91,6 +87,7 @@ def initialize(
             training_data, micro=resolved.batch.micro, ranks=mesh.size(), rank=_place(mesh), collate_fn=collate_fn
         )
     _say(resolved)
+    options = _backend_options(settings)
     binding = Binding(model, model_parameters)
     with rebound(mine, model):
         partition(model, mesh, stage=settings.zero_optimization.stage, **_partition_options(settings))
@@ -98,7 +95,7 @@ def initialize(
     schedule = make_schedule(made)
     runs: Any = model
     if settings.dsgraph.compile:
-        runs = torch.compile(model, backend="dsgraph", options=_backend_options(settings))
+        runs = torch.compile(model, backend="dsgraph", options=options)
     engine = Engine(model, runs, resolved, optimizer=made, lr_scheduler=schedule, dtype=_dtype(settings))
     return engine, made, loader, schedule
 
@@ -191,29 +188,10 @@ def _backend_options(settings: EngineConfig) -> dict[str, Any]:
         found["memory_limit"] = own.memory_limit
     if own.kernels != "auto":
         found["kernels"] = own.kernels
-    pipeline = pipeline_of(settings.zero_optimization, _dtype(settings) or torch.float32)
+    pipeline = pipeline_of(settings, _dtype(settings) or torch.float32)
     if pipeline is not None:
         found["pipeline"] = pipeline
     return found
-
-
-def pipeline_of(zero: ZeroConfig, dtype: torch.dtype) -> Pipeline | None:
-    """The passes that a `zero_optimization` section asks for; None: the default ones.
-
-    Args:
-        zero: The section.
-        dtype: Dtype of what travels: the section counts elements, passes count bytes.
-    """
-    bounds = dict.fromkeys(_GATHERS, zero.allgather_bucket_size) | dict.fromkeys(_REDUCTIONS, zero.reduce_bucket_size)
-    if zero.overlap_comm is not False and not any(bounds.values()):
-        return None
-    passes = []
-    for item in default_pipeline():
-        if zero.overlap_comm is False and item.name in _OVERLAP:
-            continue
-        elements = bounds.get(item.name)
-        passes.append(replace(item, bucket_bytes=elements * dtype.itemsize) if elements else item)  # type: ignore[call-arg]
-    return Pipeline(passes)
 
 
 def _optimizer_or_maker(

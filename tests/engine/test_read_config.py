@@ -3,8 +3,10 @@ from __future__ import annotations
 import json
 
 import pytest
+import torch
 
 from dsgraph.engine.config import NOT_YET, WITHOUT_EFFECT, EngineConfig
+from dsgraph.engine.pipeline import pipeline_of
 from dsgraph.engine.read_config import read_config
 from dsgraph.errors import ConfigError
 
@@ -100,3 +102,18 @@ def test_a_file_that_is_none_is_named(tmp_path, text, message):
         read_config(path, ranks=1)
     with pytest.raises(ConfigError, match="No such file"):
         read_config(tmp_path / "none.json", ranks=1)
+
+
+def test_passes_are_chosen_by_name():
+    def resolved(**own):
+        return read_config({"train_batch_size": 2, "dsgraph": own}, ranks=1).config
+
+    def names(**own):
+        return [item.name for item in pipeline_of(resolved(**own), torch.float32)]
+
+    assert names(pipeline=["merge_gathers", "insert_zero_collectives"]) == ["merge_gathers", "insert_zero_collectives"]
+    assert pipeline_of(resolved(), torch.float32) is None
+    with pytest.raises(ConfigError, match="unknown pass 'merge_gather'; did you mean 'merge_gathers'"):
+        names(pipeline=["merge_gather"])
+    with pytest.raises(ConfigError, match=r"dsgraph.pipeline: pass prefetch_forward_gathers requires"):
+        names(pipeline=["prefetch_forward_gathers"])

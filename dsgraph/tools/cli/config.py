@@ -35,13 +35,14 @@ def _run(arguments: argparse.Namespace) -> Answer:
         raise CommandError(f"--ranks is {arguments.ranks}; it takes 1 or more")
     try:
         resolved = read_config(arguments.file, ranks=arguments.ranks)
+        passes = _passes(resolved)
     except ConfigError as error:
         raise CommandError(str(error)) from None
     data = {
         "batch": vars(resolved.batch),
         "config": resolved.config.model_dump(mode="json"),
         "notes": list(resolved.notes),
-        "passes": _passes(resolved),
+        "passes": passes,
     }
     if arguments.parameters is not None:
         data["bytes"] = _bytes(resolved, arguments.parameters, arguments.ranks)
@@ -51,13 +52,13 @@ def _run(arguments: argparse.Namespace) -> Answer:
 def _passes(resolved: ResolvedConfig) -> list[str]:
     import torch
 
-    from dsgraph.engine.initialize import pipeline_of
+    from dsgraph.engine.pipeline import pipeline_of
     from dsgraph.passes import default_pipeline
 
     config = resolved.config
     if not config.dsgraph.compile:
         return []
-    pipeline = pipeline_of(config.zero_optimization, torch.float32) or default_pipeline()
+    pipeline = pipeline_of(config, torch.float32) or default_pipeline()
     return [item.name for item in pipeline]
 
 
