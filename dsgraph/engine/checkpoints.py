@@ -7,6 +7,7 @@ The file `<dir>/latest` names the newest; it is replaced last.
 
 from __future__ import annotations
 
+import io
 import json
 import re
 import shutil
@@ -69,7 +70,8 @@ def save(engine: Training, folder: Path, tag: str, client_state: dict[str, Any])
     try:
         dcp.save(_tensors(engine), checkpoint_id=unfinished)
     except (dcp.api.CheckpointException, OSError) as error:
-        raise CheckpointError(f"save {final}: {_reason(error)}") from error
+        free = shutil.disk_usage(folder).free
+        raise CheckpointError(f"save {final}: {_reason(error)}; {free:,} bytes are free there") from error
     _together(
         engine,
         f"save {final}",
@@ -130,7 +132,12 @@ def _together(engine: Training, doing: str, act: Callable[[], Any]) -> None:
 
 
 def _reason(error: BaseException) -> str:
-    return " ".join(str(error).split())[:500] or type(error).__name__
+    if isinstance(error, dcp.api.CheckpointException):
+        return "; ".join(f"rank {rank}: {_reason(failure)}" for rank, (failure, _) in error.failures.items())
+    deepest: BaseException | None = error
+    while deepest is not None and not isinstance(deepest, OSError):
+        deepest = deepest.__cause__ or deepest.__context__
+    return " ".join(str(deepest or error).split())[:500] or type(error).__name__
 
 
 def _as_json(client_state: dict[str, Any]) -> str:
@@ -150,7 +157,9 @@ def _write_rank(engine: Training, folder: Path) -> None:
     states = {"cpu": torch.get_rng_state()}
     if torch.cuda.is_available():
         states["cuda"] = torch.cuda.get_rng_state()
-    torch.save(states, folder / f"random-{dist.get_rank()}.pt")
+    content = io.BytesIO()  # of a full disk, torch's own writer would say no more than "unexpected pos"
+    torch.save(states, content)
+    write_whole(folder / f"random-{dist.get_rank()}.pt", content.getvalue())
 
 
 def _tensors(engine: Training) -> dict[str, Any]:
