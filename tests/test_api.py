@@ -18,6 +18,7 @@ def test_the_package_offers_what_the_api_holds():
     assert all(getattr(dsgraph, name) is getattr(dsgraph.api, name) for name in dsgraph.__all__)
 
 
+@pytest.mark.full  # starts a program a name
 def test_names_are_found_whatever_is_imported_first():
     for program in (
         "import dsgraph; assert 'torch' not in __import__('sys').modules; dsgraph.partition; dsgraph.report",

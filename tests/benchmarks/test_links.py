@@ -189,11 +189,13 @@ def test_where_no_hosts_can_be_made_one_line_says_so(monkeypatch, capsys, tools,
     assert message in said and said.count("\n") == 1
 
 
+@pytest.mark.full  # makes network namespaces
 def test_a_place_that_cannot_be_had_is_an_error_of_the_workers():
     with pytest.raises(WorkerError, match=r"(?s)homeless: 1 of 1 ranks failed.*no place here"):
         Workers("homeless", Placed, world=1, place=refuse)
 
 
+@pytest.mark.full  # makes network namespaces
 @pytest.mark.distributed
 def test_ranks_run_on_their_hosts(namespaces):
     with linked_hosts(1e9) as hosts:

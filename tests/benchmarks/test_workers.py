@@ -91,12 +91,14 @@ def test_an_error_names_the_group_and_holds_the_traceback():
         workers.call("raise_on", 1)
 
 
+@pytest.mark.full  # starts workers of its own
 def test_a_death_is_reported_with_the_last_lines():
     workers = Workers("victim", Session, "", world=2, environ={"FLAG": ""})
     with pytest.raises(WorkerError, match=r"(?s)victim: .*rank 0: died with exit code 3.*my last words"):
         workers.call("die_on", 0)
 
 
+@pytest.mark.full  # starts workers of its own
 @pytest.mark.inductor
 def test_counter_is_exact(tmp_path):
     library = build_counter(tmp_path)

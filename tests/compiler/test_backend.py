@@ -101,7 +101,7 @@ def test_a_failing_pass_is_named(one_rank):
         compiled(*tokens(0, 0))
 
 
-@pytest.mark.parametrize("stage", (0, 1, 2, 3))
+@pytest.mark.parametrize("stage", (0, *(pytest.param(stage, marks=pytest.mark.full) for stage in (1, 2)), 3))
 def test_one_rank_matches_the_plain_model(one_rank, stage):
     alone, model = build("tied"), dsgraph.partition(build("tied"), stage=stage, keep_whole_below=0)
     compiled = torch.compile(model, backend="dsgraph", options=EAGER, fullgraph=True)
@@ -225,6 +225,7 @@ def test_warm_starts_hit_the_caches_and_other_options_miss(tmp_path):
     assert _start(tmp_path, other)[:2] == [0, 0]
 
 
+@pytest.mark.full  # starts programs with cold and warm caches
 @pytest.mark.inductor
 def test_a_dump_is_complete_whatever_the_caches_hold(tmp_path, capsys):
     for number in (0, 1):

@@ -121,6 +121,7 @@ def test_parameters_of_checkpoint_regions_are_kept_as_well():
     assert compiled.activations.gathered_again == 0 and len(compiled.activations.kept_names) == 9
 
 
+@pytest.mark.full  # test_report has later batches
 def test_later_batches_do_not_change_the_choice():
     model = dsgraph.partition(GPT(CONFIG), stage=3, keep_whole_below=64)
     compiled = torch.compile(model, backend="dsgraph", options={"codegen": "eager", "memory_limit": 1_100_000})

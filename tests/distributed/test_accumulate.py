@@ -219,6 +219,7 @@ def _held_for_a_step(codegen: str, memory_limit: int) -> tuple[list[list[int]], 
     return gathers, held, left
 
 
+@pytest.mark.full  # tests/step/test_step_copies.py has memory to spare
 def test_stage_3_with_memory_to_spare_gathers_once_a_step(ranks):
     gathers, held, left = ranks(2).run(_held_for_a_step, "eager", 10**9)[0]
     # The first micro-batch compiles a graph, and finds that all may be held; the second another, for which they are.
@@ -253,7 +254,7 @@ def _compare_held(case: str, codegen: str, mesh_shape: tuple[int, ...] | None) -
 @pytest.mark.parametrize(
     "case",
     (
-        "tied",
+        pytest.param("tied", marks=pytest.mark.full),
         pytest.param("frozen", marks=pytest.mark.full),
         "uneven",
         pytest.param("graph_break", marks=pytest.mark.full),
@@ -436,7 +437,8 @@ def _late_backward(stage: int, reduce_once: bool | None) -> None:
 
 
 @pytest.mark.parametrize(
-    ("stage", "reduce_once"), [(0, None), pytest.param(1, None, marks=pytest.mark.full), (2, True)]
+    ("stage", "reduce_once"),
+    [pytest.param(0, None, marks=pytest.mark.full), pytest.param(1, None, marks=pytest.mark.full), (2, True)],
 )
 def test_a_graph_that_was_given_sums_adds_none_after_discarding(ranks, stage, reduce_once):
     ranks(2).run(_late_backward, stage, reduce_once)

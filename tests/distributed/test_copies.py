@@ -108,7 +108,9 @@ def _compute_first(codegen: str | None) -> None:
     torch.testing.assert_close(runs(x), alone(x))
 
 
-@pytest.mark.parametrize("codegen", (None, "eager", pytest.param("inductor", marks=pytest.mark.inductor)))
+@pytest.mark.parametrize(
+    "codegen", (None, "eager", pytest.param("inductor", marks=[pytest.mark.inductor, pytest.mark.full]))
+)
 def test_the_forward_begins_before_copies_have_arrived(ranks, codegen):
     ranks(2).run(_compute_first, codegen)
 

@@ -180,7 +180,7 @@ def _step_without_backward(model: nn.Module, optimizer: torch.optim.Optimizer) -
     optimizer.step()
 
 
-@pytest.mark.covering
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("codegen", (None, "eager"))
 @pytest.mark.parametrize("stage", (1, 2))
 def test_copies_follow_updates(ranks, stage, codegen):

@@ -126,7 +126,7 @@ def _compare_all(stage: int, combine: Callable[[Sequence[frozenset[str]]], list[
 
 
 @pytest.mark.parametrize("combine", [_few_combinations, pytest.param(_combinations, marks=pytest.mark.full)])
-@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("stage", [pytest.param(2, marks=pytest.mark.full), 3])
 def test_every_combination_computes_what_one_process_computes(ranks, stage, combine):
     changed = ranks(2).run(_compare_all, stage, combine)[0]
     # On a CPU no kernel of these models gains anything, so that none is substituted.

@@ -242,6 +242,7 @@ def _compare_order(bucket_bytes: int) -> None:
     assert found == expected and kinds <= {*found[0], *found[1]}
 
 
+@pytest.mark.full  # the verifier compares the order, and blocking order is tried in tests/passes/overlap
 @pytest.mark.inductor
 @pytest.mark.parametrize("bucket_bytes", [pytest.param(0, marks=pytest.mark.full), 2 * 32 * 32 * 4])
 def test_inductor_keeps_the_order_of_collectives(ranks, bucket_bytes):

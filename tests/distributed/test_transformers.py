@@ -118,10 +118,8 @@ def _check(mine: torch.Tensor, theirs: torch.Tensor, what: str) -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        *[pytest.param(name, marks=pytest.mark.full) for name in ("llama", "qwen3", "gpt2", "bert")],
-        "t5",
+        *[pytest.param(name, marks=pytest.mark.full) for name in ("llama", "qwen3", "gpt2", "bert", "t5", "mixtral")],
         "vit",
-        "mixtral",
     ],
 )
 def test_trains_as_in_one_process(ranks, name):

@@ -69,7 +69,7 @@ def _train(how: str, stage: int, codegen: str | None, keep_whole_below: int, mic
     )
 
 
-@pytest.mark.covering
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("micro_batches", (1, 2))
 @pytest.mark.parametrize("keep_whole_below", (0, 22))
 @pytest.mark.parametrize("stage", (0, 1, 2, 3))

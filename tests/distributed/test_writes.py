@@ -331,7 +331,7 @@ def _penalty_by_attributes(model: nn.Module) -> Tensor:
     return weights + sum(layer.bias.square().sum() for layer in layers if hasattr(layer, "bias"))
 
 
-@pytest.mark.parametrize("codegen", (None, "eager"))
+@pytest.mark.parametrize("codegen", (pytest.param(None, marks=pytest.mark.full), "eager"))
 def test_a_penalty_in_the_loss(ranks, codegen):
     ranks(2).run(_penalize, codegen)
 

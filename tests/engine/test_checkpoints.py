@@ -58,7 +58,13 @@ FP16 = {"fp16": {"enabled": True, "initial_scale_power": 8}}
 
 @pytest.mark.parametrize(
     ("stages", "worlds", "more"),
-    [((3, 3), (2, 2), {}), ((3, 1), (2, 3), {}), ((0, 3), (3, 1), {}), ((1, 2), (2, 2), LAMB), ((2, 2), (2, 1), FP16)],
+    [
+        ((3, 1), (2, 3), {}),
+        ((1, 2), (2, 2), LAMB),
+        pytest.param((3, 3), (2, 2), {}, marks=pytest.mark.full),
+        pytest.param((0, 3), (3, 1), {}, marks=pytest.mark.full),
+        pytest.param((2, 2), (2, 1), FP16, marks=pytest.mark.full),
+    ],
 )
 def test_another_stage_and_number_of_ranks_go_on_alike(ranks, tmp_path, stages, worlds, more):
     expected = ranks(worlds[0]).run(_save, str(tmp_path), stages[0], more)[0]
@@ -114,7 +120,9 @@ def _load_latest(folder: str) -> str | None:
     return _engine(3, dsgraph={"compile": False}).load_checkpoint(folder)[0]
 
 
-@pytest.mark.parametrize("seconds", (0.05, 0.13, 0.31))
+@pytest.mark.parametrize(
+    "seconds", (0.13, *(pytest.param(seconds, marks=pytest.mark.full) for seconds in (0.05, 0.31)))
+)
 def test_a_kill_while_saving_leaves_the_one_before(ranks, tmp_path, seconds):
     spawn = multiprocessing.get_context("spawn")
     started = spawn.Event()

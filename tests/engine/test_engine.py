@@ -40,7 +40,7 @@ WARMUP = {"scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 1e-2, "w
 LAMB = {"optimizer": {"type": "Lamb", "params": {"lr": 1e-2, "weight_decay": 0.1}}}
 
 
-@pytest.mark.covering
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("micro_batches", (1, 3))
 @pytest.mark.parametrize(
@@ -238,6 +238,7 @@ def _two_engines() -> None:
             assert torch.equal(mine.to_local(), theirs.to_local())
 
 
+@pytest.mark.full  # three engines
 def test_engines_live_side_by_side(ranks):
     ranks(2).run(_two_engines)
 

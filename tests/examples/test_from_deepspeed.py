@@ -27,6 +27,7 @@ def _run(config: Path, folder: Path, steps: int) -> float:
     return float(found[1])
 
 
+@pytest.mark.full  # tests/engine has each part
 def test_it_learns_and_goes_on_from_its_checkpoint(tmp_path):
     settings = json.loads((ROOT / "examples" / "from_deepspeed" / "ds.json").read_text())
     config = tmp_path / "ds.json"

@@ -43,7 +43,7 @@ def _run(folder: Path, *arguments: str) -> tuple[str, int]:
     return said, ran.returncode
 
 
-@pytest.mark.parametrize("compiled", ("compiled", "uncompiled"))
+@pytest.mark.parametrize("compiled", ("compiled", pytest.param("uncompiled", marks=pytest.mark.full)))
 def test_of_a_rank_that_raises_the_traceback_is_shown(tmp_path, compiled):
     said, code = _run(tmp_path, "raises", compiled)
     assert "ValueError: no data for rank 1" in said and "in <module>" in said
@@ -51,13 +51,14 @@ def test_of_a_rank_that_raises_the_traceback_is_shown(tmp_path, compiled):
     assert code != 0
 
 
+@pytest.mark.full  # one that raises is named above
 def test_a_rank_that_dies_is_named(tmp_path):
     said, code = _run(tmp_path, "dies", "compiled")
     assert "dsgraph: rank 1 failed first" in said and "exit code 3" in said
     assert code != 0
 
 
-@pytest.mark.parametrize("compiled", ("compiled", "uncompiled"))
+@pytest.mark.parametrize("compiled", ("compiled", pytest.param("uncompiled", marks=pytest.mark.full)))
 def test_a_rank_that_ends_early_does_not_leave_the_others_waiting(tmp_path, compiled):
     said, code = _run(tmp_path, "ends", compiled)
     assert "rank 1 has ended" in said

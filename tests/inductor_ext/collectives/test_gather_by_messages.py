@@ -118,6 +118,7 @@ def _compiled_several() -> None:
         assert torch.equal(found, expected)
 
 
+@pytest.mark.full  # compiles kernels on both ranks
 @pytest.mark.distributed
 @pytest.mark.inductor
 def test_inductor_runs_several_as_collectives(ranks):

@@ -297,6 +297,7 @@ def _train_with_a_rank_that_fails(folder: str) -> list[float]:
     return _train(folder, dsgraph.default_pipeline() + [dsgraph.graph_pass(phase="forward")(explode)], "gpt")
 
 
+@pytest.mark.full  # test_pass_combinations has the passes
 @pytest.mark.distributed
 @pytest.mark.parametrize("name", (pytest.param("dropout", marks=pytest.mark.full), "graph_break"))
 def test_the_default_passes_are_right_on_two_ranks(ranks, tmp_path, name):
@@ -309,6 +310,7 @@ def test_the_default_passes_are_right_on_two_ranks(ranks, tmp_path, name):
             assert [step["pass"] for step in result["steps"]] == [item.name for item in dsgraph.default_pipeline()]
 
 
+@pytest.mark.full  # the next one stops ranks together as well
 @pytest.mark.distributed
 def test_ranks_stop_together_where_one_is_wrong(ranks, tmp_path):
     ranks(2).run(_train_with_a_rank_that_is_wrong, str(tmp_path))

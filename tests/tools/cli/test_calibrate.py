@@ -103,6 +103,7 @@ def test_under_torchrun_it_measures_over_the_ranks_that_are_there(tmp_path):
     ]
 
 
+@pytest.mark.full  # measures before it writes
 @pytest.mark.distributed
 @pytest.mark.slow
 def test_a_cache_that_cannot_be_written_to_is_exit_code_1(tmp_path):

@@ -74,6 +74,7 @@ def test_a_broken_torch_is_reported(source, state, advice, tmp_path):
     assert answer["abilities"]["look at dumps"] == ""
 
 
+@pytest.mark.full  # waits for a time-out
 def test_a_torch_that_hangs_is_given_up_in_time(tmp_path):
     (tmp_path / "torch.py").write_text("import time; time.sleep(100)")
     started = time.monotonic()

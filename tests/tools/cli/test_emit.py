@@ -74,6 +74,7 @@ def _emit(*arguments: str, cwd: Path) -> tuple[int, str, str]:
     return _run("-m", "dsgraph", "emit", *arguments, cwd=cwd)
 
 
+@pytest.mark.full  # tests/tools/emission has collectives
 @pytest.mark.slow
 @pytest.mark.inductor
 def test_the_collectives_of_four_ranks_are_in_the_code(tmp_path):
@@ -97,6 +98,7 @@ def test_the_collectives_of_four_ranks_are_in_the_code(tmp_path):
     assert out.count("collectives: ") == 2
 
 
+@pytest.mark.full  # a whole program
 @pytest.mark.slow
 @pytest.mark.inductor
 def test_the_program_computes_the_same_to_its_end(tmp_path):
@@ -189,6 +191,7 @@ def test_older_kernels_are_left_where_there_are_no_new_ones(tmp_path, call, scri
     assert {path.read_text() for path in older} == {"{}"}
 
 
+@pytest.mark.full  # those that are left alone are tried below
 @pytest.mark.slow
 @pytest.mark.inductor
 def test_older_kernels_are_replaced_by_new_ones(tmp_path, monkeypatch):

@@ -162,6 +162,7 @@ def test_a_link_in_a_dump_is_not_followed(script, tmp_path, monkeypatch, capsys)
     assert graph.exists()
 
 
+@pytest.mark.full  # the dump of a run without a group is listed below
 def test_one_rank_may_form_a_group_and_its_dump_is_listed(script, tmp_path):
     code, out, err = _run(script(TRAIN), "--json", "--", "--group", cwd=tmp_path)
     assert code == 0, err
@@ -172,6 +173,7 @@ def test_one_rank_may_form_a_group_and_its_dump_is_listed(script, tmp_path):
     assert (tmp_path / "dsgraph-dump" / "rank0" / "compile1" / "joint-0-before.py").is_file()
 
 
+@pytest.mark.full  # tests/launch has ranks that fail
 @pytest.mark.distributed
 @pytest.mark.parametrize("nproc", (pytest.param("1", marks=pytest.mark.full), "2"))
 def test_a_failing_script_is_reported_with_its_exit_code_and_what_it_has_dumped(nproc, script, tmp_path):

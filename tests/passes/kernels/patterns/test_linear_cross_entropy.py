@@ -201,7 +201,7 @@ def test_sizes_that_are_computed_in_the_graph():
     torch.testing.assert_close(compiled(*inputs), function(*inputs))
 
 
-@pytest.mark.parametrize("codegen", ["eager", pytest.param("inductor", marks=pytest.mark.inductor)])
+@pytest.mark.parametrize("codegen", ["eager", pytest.param("inductor", marks=[pytest.mark.inductor, pytest.mark.full])])
 def test_through_the_backend(codegen):
     torch._dynamo.reset()
     compiled = torch.compile(
