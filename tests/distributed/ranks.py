@@ -41,8 +41,17 @@ class Ranks:
         self.world = world
         self._pool = processes.pool
 
-    def run(self, function: Callable[..., Any], *args: Any, timeout_s: float = 60, **kwargs: Any) -> list[Any]:
+    def run(
+        self,
+        function: Callable[..., Any],
+        *args: Any,
+        timeout_s: float = 60,
+        limit_s: float = CALL_LIMIT,
+        **kwargs: Any,
+    ) -> list[Any]:
         """Calls `function(*args, **kwargs)` on every rank, in a fresh process group; returns what each rank returned.
+
+        A collective may take `timeout_s` seconds, the whole call `limit_s`.
 
         Raises:
             AssertionError: A rank raised; the message holds every rank's traceback.
@@ -52,12 +61,12 @@ class Ranks:
         # Here, as torchrun has it in a process of its own: it outlives every rank.
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         call = (function, args, kwargs, self.world, store.port, timeout_s)
-        answers = self._pool.call("play", *call, count=self.world, limit=CALL_LIMIT, grace=GRACE)
+        answers = self._pool.call("play", *call, count=self.world, limit=limit_s, grace=GRACE)
         if answers.are_complete:
             return [answers.values[rank] for rank in range(self.world)]
         self._pool.stop()  # ranks that failed or hang may have left the group in any state
         missing = sorted([*answers.dead, *answers.silent])
-        lost = f"ranks {missing} did not answer in {CALL_LIMIT} s or died\n" if missing else ""
+        lost = f"ranks {missing} did not answer in {limit_s} s or died\n" if missing else ""
         raise AssertionError(lost + "\n".join(f"rank {rank}: {text}" for rank, text in answers.errors.items()))
 
 
