@@ -415,6 +415,24 @@ ENGINE = (
         killers=("tests/engine/test_whole_parameters.py",),
     ),
     Mutant(
+        *("loader-forgets-its-place", "dsgraph/engine/data.py", "off-by-one shard"),
+        *("        left = order[self.drawn :]", "        left = order"),
+        killers=("tests/engine/test_data.py",),
+    ),
+    Mutant(
+        *("host-name-by-its-beginning", "dsgraph/launch/hosts.py", "missing check"),
+        *("    if _NAME.fullmatch(name) is None:", "    if _NAME.match(name) is None:"),
+        killers=("tests/launch/test_hosts.py",),
+    ),
+    Mutant(
+        *("ssh-takes-a-shell-line", "dsgraph/launch/commands.py", "missing check"),
+        *(
+            "there = shlex.join(_with_variables(variables, command))",
+            'there = " ".join(_with_variables(variables, command))',
+        ),
+        killers=("tests/launch/test_hosts.py",),
+    ),
+    Mutant(
         *("checkpoint-trusts-files", "dsgraph/engine/checkpoints.py", "missing check"),
         *("if not (path / name).is_file() or _checksum(path / name) != checksum:", "if not (path / name).is_file():"),
         killers=("tests/engine/test_checkpoints.py",),

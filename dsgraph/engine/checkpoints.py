@@ -49,6 +49,9 @@ class Training(Protocol):
     def progress(self) -> dict[str, Any]:
         """What there is besides tensors, as JSON values."""
 
+    def why_not(self, progress: Mapping[str, Any]) -> str:
+        """Why `go_on_from` cannot take that over; empty where it can."""
+
     def go_on_from(self, progress: Mapping[str, Any]) -> None:
         """Takes over what `progress` gave in another run."""
 
@@ -107,6 +110,9 @@ def load(engine: Training, folder: Path, tag: str | None, *, module_only: bool) 
     groups, saved = len(engine.optimizer.param_groups), len(about["groups"])
     if groups != saved and not module_only:
         raise CheckpointError(f"load {path}: it has {saved} groups of parameters, and the optimizer {groups}")
+    problem = "" if module_only else engine.why_not(about["engine"])
+    if problem:
+        raise CheckpointError(f"load {path}: {problem}: load_module_only=True takes the model alone")
     wanted = _wanted(engine, path, module_only=module_only)
     try:
         dcp.load(wanted, checkpoint_id=path)

@@ -80,7 +80,7 @@ class ZeroConfig(Section):
 
 
 class DsgraphConfig(Section):
-    """What DeepSpeed has no word for: options of the backend, see docs/options.md."""
+    """What DeepSpeed's file has no word for: options of the backend (docs/options.md), and the loader's processes."""
 
     codegen: Literal["inductor", "eager"] = Field(default="inductor", description="how graphs become programs")
     compile: bool = Field(default=True, description="`false` runs the model uncompiled")
@@ -92,6 +92,9 @@ class DsgraphConfig(Section):
         default="auto", description="which kernels stand in for what a model spells out"
     )
     strict: bool = Field(default=False, description="whether what was not done is an error")
+    num_workers: int = Field(
+        default=0, ge=0, description="processes of each rank that load `training_data`; 0: the rank itself does"
+    )
 
 
 class EngineConfig(Section):
@@ -106,6 +109,11 @@ class EngineConfig(Section):
     gradient_clipping: float = Field(default=1.0, ge=0, description="largest global norm of gradients; 0: any")
     communication_data_type: Literal["fp32", "fp16", "bf16"] | None = Field(
         default=None, description="dtype in which gradients are summed over ranks; without it that of the forward"
+    )
+    dataloader_drop_last: bool = Field(
+        default=False,
+        description="whether samples of `training_data` that do not fill a micro-batch on every rank are left out of "
+        "an epoch; otherwise its last micro-batch is smaller, and some samples come twice",
     )
     dump_state: bool = Field(default=False, description="prints the resolved configuration when the engine is made")
     optimizer: OptimizerConfig | None = None
@@ -144,7 +152,6 @@ WITHOUT_EFFECT = {
     "zero_optimization.elastic_checkpoint": "checkpoints load on any number of ranks",
     "disable_allgather": "it chooses an algorithm of DeepSpeed's",
     "checkpoint": "it is about files of DeepSpeed's",
-    "dataloader_drop_last": "each rank gets equally many full micro-batches",
     "fp16.auto_cast": "floating-point inputs are always cast",
     "fp16.fp16_master_weights_and_grads": "shards keep the dtype in which the model was built",
     "bf16.immediate_grad_update": "gradients are added up in the dtype of the shards",

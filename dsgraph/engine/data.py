@@ -1,23 +1,98 @@
-"""A dataset becomes a loader of this rank's micro-batches."""
+"""A dataset becomes a loader of this rank's micro-batches, which knows how many samples all ranks have had.
+
+That number and a seeded order say which sample comes next, on any number of ranks. The state of a loader's workers
+(torchdata's `StatefulDataLoader`) would say it only on as many ranks, and workers, as wrote it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sized
+from collections.abc import Callable, Generator, Iterator, Mapping, Sized
 from typing import Any
 
-from torch.utils.data import DataLoader, Dataset, DistributedSampler
+import torch
+from torch.utils.data import DataLoader, Dataset, Sampler
 
-from dsgraph.errors import ConfigError
+from dsgraph.errors import ConfigError, EngineError
+
+_SEED = 0  # as that of torch's DistributedSampler, whose order this is
+
+
+class EpochOrder(Sampler[int]):
+    """The numbers of the samples that one rank has yet to load in an epoch.
+
+    Of the epoch's order, which is the same on all ranks, this rank takes one of every `ranks`. So the samples of a
+    micro-batch of all ranks stand beside each other, and what is left is a tail of the order.
+
+    Attributes:
+        epoch: From 0; each has an order of its own.
+        drawn: Samples of it that all ranks have had together.
+    """
+
+    def __init__(self, samples: int, *, micro: int, ranks: int, rank: int, drop_last: bool) -> None:
+        """Begins with the first epoch; see `RankLoader` for the arguments."""
+        self.epoch = self.drawn = 0
+        self._samples, self._ranks, self._rank, self._drop_last = samples, ranks, rank, drop_last
+        self._each = micro * ranks
+
+    def __len__(self) -> int:
+        """Samples of this rank in a whole epoch."""
+        if self._drop_last:
+            return self._samples // self._each * self._each // self._ranks
+        return -(-self._samples // self._ranks)
+
+    def __iter__(self) -> Iterator[int]:
+        order = torch.randperm(self._samples, generator=torch.Generator().manual_seed(_SEED + self.epoch))
+        left = order[self.drawn :]
+        if self._drop_last:
+            left = left[: len(left) // self._each * self._each]
+        else:  # some come twice, so that all ranks have as many
+            missing = -len(left) % self._ranks
+            left = torch.cat([left, order.repeat(-(-missing // self._samples))[:missing]])
+        return iter(left[self._rank :: self._ranks].tolist())
+
+    @property
+    def seed(self) -> int:
+        """A number that no other rank and no other place of the order has: for the random numbers of workers."""
+        return (self.epoch * self._samples + self.drawn) * self._ranks + self._rank
+
+    def advance(self) -> None:
+        """All ranks have had another micro-batch."""
+        self.drawn = min(self.drawn + self._each, self._samples)
+
+    def leave_finished_epoch(self) -> None:
+        """Turns to the next epoch, if nothing is left of this one."""
+        left = self._samples - self.drawn
+        if left < (self._each if self._drop_last else 1):
+            self.epoch, self.drawn = self.epoch + 1, 0
+
+    def why_not(self, state: Mapping[str, Any]) -> str:
+        """Why the order cannot go on from a state; empty where it can."""
+        if state["samples"] != self._samples or state["seed"] != _SEED:
+            return f"its loader had {state['samples']} samples in another order, this one has {self._samples}"
+        return ""
+
+    def state_dict(self) -> dict[str, int]:
+        """Where the order stands, for any number of ranks."""
+        return {"epoch": self.epoch, "drawn": self.drawn, "samples": self._samples, "seed": _SEED}
 
 
 class RankLoader(DataLoader[Any]):
     """Micro-batches of one rank: each epoch draws another order, the same on all ranks, of which each takes its share.
 
-    Samples that do not fill a micro-batch on every rank are left out of an epoch.
+    One loop runs at a time; a new one ends the one before. What a loop was given counts as used: one that begins in the
+    middle of an epoch goes on with what is left of it, after a `break` as after `load_state_dict`.
     """
 
     def __init__(
-        self, dataset: Dataset[Any], *, micro: int, ranks: int, rank: int, collate_fn: Callable[..., Any] | None = None
+        self,
+        dataset: Dataset[Any],
+        *,
+        micro: int,
+        ranks: int,
+        rank: int,
+        collate_fn: Callable[..., Any] | None = None,
+        drop_last: bool = False,
+        num_workers: int = 0,
     ) -> None:
         """Makes the loader.
 
@@ -27,24 +102,93 @@ class RankLoader(DataLoader[Any]):
             ranks: Data-parallel ranks.
             rank: Which of them this is.
             collate_fn: Makes a batch of samples; None: torch's own way.
+            drop_last: Whether samples that do not fill a micro-batch on every rank are left out of an epoch. Otherwise
+                the last micro-batch is smaller, and some samples come twice so that all ranks have as many.
+            num_workers: Processes that load data for this rank; 0: its own does.
 
         Raises:
-            ConfigError: The dataset has no length, or fewer samples than one micro-batch of every rank takes.
+            ConfigError: The dataset has no length, or too few samples for a micro-batch.
         """
         if not isinstance(dataset, Sized):
             raise ConfigError(
                 f"training_data is a {type(dataset).__name__} without a length: pass a loader of your own"
             )
-        if len(dataset) < micro * ranks:
+        if len(dataset) == 0 or (drop_last and len(dataset) < micro * ranks):
             raise ConfigError(
                 f"training_data has {len(dataset)} samples; a micro-batch of {micro} on each of {ranks} ranks takes "
                 f"{micro * ranks}"
             )
-        self._order: DistributedSampler[Any] = DistributedSampler(dataset, ranks, rank, shuffle=True, drop_last=True)
-        super().__init__(dataset, batch_size=micro, sampler=self._order, collate_fn=collate_fn, drop_last=True)
+        self._order = EpochOrder(len(dataset), micro=micro, ranks=ranks, rank=rank, drop_last=drop_last)
+        self._open: Generator[Any, None, None] | None = None
+        super().__init__(
+            dataset,
+            batch_size=micro,
+            sampler=self._order,
+            collate_fn=collate_fn,
+            drop_last=drop_last,
+            num_workers=num_workers,
+            pin_memory=torch.cuda.is_available(),
+            generator=torch.Generator(),  # its own, so that a loop leaves the random numbers of the model alone
+        )
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        try:
-            yield from super().__iter__()
-        finally:
-            self._order.set_epoch(self._order.epoch + 1)
+        self.end_loop()
+        self._open = self._batches()
+        return self._open
+
+    def next_batch(self) -> Any:
+        """The next micro-batch of the loop that runs, or of a new one when there is none: epochs follow each other."""
+        for batch in self._open or ():
+            return batch
+        return next(iter(self))
+
+    def state_dict(self) -> dict[str, int]:
+        """Which sample comes next, as JSON values; any number of ranks can go on from there."""
+        return self._order.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
+        """Goes on where another loader of the same dataset stood; a loop that runs is over.
+
+        Args:
+            state: What `state_dict` gave there; None leaves the position.
+
+        Raises:
+            ConfigError: It had another dataset.
+        """
+        problem = self.why_not(state)
+        if problem:
+            raise ConfigError(f"load_state_dict: {problem}")
+        if state is not None:
+            self.end_loop()
+            self._order.epoch, self._order.drawn = int(state["epoch"]), int(state["drawn"])
+
+    def why_not(self, state: Mapping[str, Any] | None) -> str:
+        """Why `load_state_dict` would refuse a state; empty where it would not."""
+        return "" if state is None else self._order.why_not(state)
+
+    def end_loop(self) -> None:
+        """Ends the loop that runs, and its workers; the position stays."""
+        if self._open is not None:
+            self._open.close()
+            self._open = None
+
+    def _batches(self) -> Generator[Any, None, None]:
+        order = self._order
+        order.leave_finished_epoch()
+        assert self.generator is not None
+        self.generator.manual_seed(order.seed)
+        for batch in super().__iter__():
+            order.advance()
+            yield batch
+        order.leave_finished_epoch()
+
+
+def batches_of(loader: RankLoader | None) -> Iterator[Any]:
+    """The micro-batches of a loader, epoch after epoch, from where it stands.
+
+    Raises:
+        EngineError: There is no loader.
+    """
+    if loader is None:
+        raise EngineError("train_batch: no data: pass an iterator, or training_data to initialize")
+    return iter(loader.next_batch, object())

@@ -18,6 +18,7 @@ from dsgraph.errors import EngineError
 from dsgraph.step.accumulate import accumulate, discard
 
 from . import checkpoints
+from .data import RankLoader, batches_of
 from .figures import Figures
 from .loss_scale import LossScale
 from .norms import unscale_and_clip
@@ -43,6 +44,7 @@ class Engine(Figures, nn.Module):
         lr_scheduler: What is stepped behind it, if anything.
         loss_scale: What the loss is multiplied by.
         counts: How far training is.
+        training_dataloader: The loader of the training data that `initialize` was given, if any.
     """
 
     def __init__(
@@ -54,6 +56,7 @@ class Engine(Figures, nn.Module):
         optimizer: Optimizer,
         lr_scheduler: Any = None,
         dtype: torch.dtype | None = None,
+        loader: RankLoader | None = None,
     ) -> None:
         """Puts the parts together; `initialize` makes them.
 
@@ -64,9 +67,11 @@ class Engine(Figures, nn.Module):
             optimizer: Of the model's shards.
             lr_scheduler: Has `step()`.
             dtype: Dtype of floating-point inputs; None leaves them.
+            loader: Of the training data.
         """
         super().__init__()
         self.module = module
+        self.training_dataloader = loader
         self.optimizer, self.lr_scheduler = optimizer, lr_scheduler
         self.resolved = resolved
         self.loss_scale = LossScale.of(resolved.config.fp16)
@@ -186,15 +191,20 @@ class Engine(Figures, nn.Module):
         self._norm = unscale_and_clip(self._partition, scale=self.loss_scale.scale, largest=config.gradient_clipping)
         return not checks or math.isfinite(self._norm)
 
-    def train_batch(self, data: Iterator[Any]) -> Tensor:
+    def train_batch(self, data: Iterator[Any] | None = None) -> Tensor:
         """All micro-batches of one step.
 
         Args:
-            data: Gives a micro-batch at a time: the model's argument, a tuple of them, or a dict of keywords.
+            data: Gives a micro-batch at a time: the model's argument, a tuple of them, or a dict of keywords. None:
+                those of `training_dataloader`, epoch after epoch.
 
         Returns:
             The mean of the micro-batches' losses on this rank, detached.
+
+        Raises:
+            EngineError: There is neither.
         """
+        data = batches_of(self.training_dataloader) if data is None else data
         total = torch.zeros((), device=self._partition.parameters[0].param.device)
         for _ in range(self.gradient_accumulation_steps()):
             loss = loss_of(call_with(self, next(data)))
@@ -253,7 +263,18 @@ class Engine(Figures, nn.Module):
     def progress(self) -> dict[str, Any]:
         """How far training is, as JSON values: what a checkpoint holds besides tensors."""
         schedule = self.lr_scheduler.state_dict() if hasattr(self.lr_scheduler, "state_dict") else None
-        return {"counts": asdict(self.counts), "loss_scale": self.loss_scale.state_dict(), "schedule": schedule}
+        loader = self.training_dataloader
+        return {
+            "counts": asdict(self.counts),
+            "loss_scale": self.loss_scale.state_dict(),
+            "schedule": schedule,
+            "loader": None if loader is None else loader.state_dict(),
+        }
+
+    def why_not(self, progress: Mapping[str, Any]) -> str:
+        """Why `go_on_from` cannot take over what `progress` gave; empty where it can."""
+        loader = self.training_dataloader
+        return "" if loader is None else loader.why_not(progress.get("loader"))
 
     def go_on_from(self, progress: Mapping[str, Any]) -> None:
         """Takes over what `progress` gave in another run."""
@@ -261,6 +282,8 @@ class Engine(Figures, nn.Module):
         self.loss_scale.load_state_dict(progress["loss_scale"])
         if progress["schedule"] is not None and hasattr(self.lr_scheduler, "load_state_dict"):
             self.lr_scheduler.load_state_dict(progress["schedule"])
+        if self.training_dataloader is not None:  # older checkpoints hold no position
+            self.training_dataloader.load_state_dict(progress.get("loader"))
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Gives up the gradients of the step so far, those that wait included."""
@@ -268,7 +291,9 @@ class Engine(Figures, nn.Module):
         self.optimizer.zero_grad(set_to_none)
 
     def close(self) -> None:
-        """Lets go of the compiled model and of gradients; the partitioned model stays."""
+        """Lets go of the compiled model, of gradients and of the loader's processes; the partitioned model stays."""
         self._leave()
+        if self.training_dataloader is not None:
+            self.training_dataloader.end_loop()
         self._runs = (self.module,)
         self.optimizer.zero_grad()

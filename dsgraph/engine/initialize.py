@@ -84,7 +84,13 @@ def initialize(
     loader = None
     if training_data is not None:
         loader = RankLoader(
-            training_data, micro=resolved.batch.micro, ranks=mesh.size(), rank=_place(mesh), collate_fn=collate_fn
+            training_data,
+            micro=resolved.batch.micro,
+            ranks=mesh.size(),
+            rank=_place(mesh),
+            collate_fn=collate_fn,
+            drop_last=settings.dataloader_drop_last,
+            num_workers=settings.dsgraph.num_workers,
         )
     _say(resolved)
     options = _backend_options(settings)
@@ -96,7 +102,8 @@ def initialize(
     runs: Any = model
     if settings.dsgraph.compile:
         runs = torch.compile(model, backend="dsgraph", options=options)
-    engine = Engine(model, runs, resolved, optimizer=made, lr_scheduler=schedule, dtype=_dtype(settings))
+    dtype = _dtype(settings)
+    engine = Engine(model, runs, resolved, optimizer=made, lr_scheduler=schedule, dtype=dtype, loader=loader)
     return engine, made, loader, schedule
 
 

@@ -22,18 +22,22 @@ _MARK = "DSGRAPH_LAUNCH"
 _PATIENCE = (1.0, 5.0)
 
 
-def run_to_end(command: Sequence[str], environment: Mapping[str, str], *, quiet: bool = False) -> int:
+def run_to_end(
+    command: Sequence[str], environment: Mapping[str, str], *, quiet: bool = False, stdin: int | None = None
+) -> int:
     """Runs a command, its output passed through, and returns its exit code; what ends this process ends it as well.
 
     Args:
         command: Program and arguments.
         environment: All of its variables.
         quiet: Write its output to stderr, because stdout is for something else.
+        stdin: As `subprocess` takes it; None for that of this process.
     """
     mark = uuid.uuid4().hex
+    marked = {**environment, _MARK: mark}
     sys.stdout.flush()
     with ended_by_signals():
-        child = subprocess.Popen(command, env={**environment, _MARK: mark}, stdout=sys.stderr if quiet else None)
+        child = subprocess.Popen(command, env=marked, stdin=stdin, stdout=sys.stderr if quiet else None)
         try:
             return child.wait()
         except BaseException:
@@ -52,6 +56,21 @@ def ended_by_signals() -> Iterator[None]:
         yield
         return
     before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextmanager
+def undisturbed() -> Iterator[None]:
+    """Inside, a second Ctrl-C, SIGTERM or SIGHUP does not stop what tidies up after the first."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in numbers}
     try:
         yield
     finally:
@@ -134,10 +153,7 @@ def collect(pipes: Sequence[Connection], *, limit: float, grace: float) -> Answe
 
 def _end(child: subprocess.Popen[bytes], mark: str) -> None:
     """Ends a command and all that it has started."""
-    before = signal.getsignal(signal.SIGINT)
-    if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C must not stop this
-    try:
+    with undisturbed():
         for patience, then in zip(_PATIENCE, (child.terminate, child.kill), strict=True):
             # First without a word: a terminal has told the script of Ctrl-C already, and torchrun is ending its ranks.
             with suppress(subprocess.TimeoutExpired):
@@ -146,9 +162,6 @@ def _end(child: subprocess.Popen[bytes], mark: str) -> None:
             then()
         child.wait()
         _kill_marked(mark)
-    finally:
-        if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGINT, before)
 
 
 def _kill_marked(mark: str) -> None:

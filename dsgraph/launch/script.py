@@ -17,11 +17,11 @@ from dsgraph.errors import LaunchError
 
 from .processes import run_to_end
 
-# What torchrun tells a rank. None of it is passed on from where `dsgraph` itself was started.
-_OF_RANKS = {
+OF_RANKS = {
     *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE"),
     *("ROLE_RANK", "ROLE_NAME", "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
 }
+"""What torchrun tells a rank. None of it is passed on from where `dsgraph` itself was started."""
 
 
 @dataclass(frozen=True)
@@ -108,21 +108,52 @@ def run_script(
         quiet: Write its output to stderr, because stdout is for something else.
         runner: What runs a single rank's script in its own process, behind `python`: "-m", a module, its arguments.
     """
+    if nproc > 1:
+        return run_under_torchrun(
+            script, arguments, nproc=nproc, options=["--standalone"], environment=environment, quiet=quiet
+        )
+    command = [sys.executable, "-u", *runner, *script.arguments, *arguments]
+    return run_to_end(command, {**_inherited(script), **_alone(), **environment}, quiet=quiet)
+
+
+def run_under_torchrun(
+    script: Script,
+    arguments: Sequence[str],
+    *,
+    nproc: int,
+    options: Sequence[str],
+    environment: Mapping[str, str],
+    quiet: bool = False,
+    stdin: int | None = None,
+) -> int:
+    """Runs this machine's ranks of a script under torchrun, and returns the exit code of the one that failed first.
+
+    Args:
+        script: What to run.
+        arguments: Its arguments.
+        nproc: How many ranks.
+        options: Of torchrun, which say how the ranks find each other.
+        environment: Variables to set besides ours.
+        quiet: Write its output to stderr, because stdout is for something else.
+        stdin: As `subprocess` takes it; None for that of this process.
+    """
+    command = [sys.executable, "-u", "-m", "dsgraph.launch.torchrun", str(nproc), *options, "--"]
+    variables = _inherited(script)
+    variables.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // nproc)))
+    return run_to_end([*command, *script.arguments, *arguments], {**variables, **environment}, quiet=quiet, stdin=stdin)
+
+
+def _inherited(script: Script) -> dict[str, str]:
+    """The environment of this process, without what makes it a rank itself."""
     variables = {
         name: value
         for name, value in os.environ.items()
-        if name not in _OF_RANKS and not name.startswith("TORCHELASTIC_")
+        if name not in OF_RANKS and not name.startswith("TORCHELASTIC_")
     }
     if script.root is not None:
         known = [variables["PYTHONPATH"]] if variables.get("PYTHONPATH") else []
         variables["PYTHONPATH"] = os.pathsep.join([str(script.root), *known])
-    if nproc == 1:
-        variables |= _alone()
-        command = [sys.executable, "-u", *runner, *script.arguments, *arguments]
-    else:
-        variables.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // nproc)))
-        command = [sys.executable, "-u", "-m", "dsgraph.launch.torchrun", str(nproc), *script.arguments, *arguments]
-    return run_to_end(command, {**variables, **environment}, quiet=quiet)
+    return variables
 
 
 def _check_module(module: str) -> None:

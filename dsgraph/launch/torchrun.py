@@ -1,4 +1,7 @@
-"""Starts the ranks of a script: `python -m dsgraph.launch.torchrun COUNT [-m] SCRIPT [arguments]`."""
+"""Starts the ranks of a script under torchrun.
+
+python -m dsgraph.launch.torchrun COUNT [options of torchrun] -- (SCRIPT | -m MODULE) [arguments]
+"""
 
 from __future__ import annotations
 
@@ -13,10 +16,14 @@ def main(arguments: Sequence[str]) -> int:
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-    count, *script = arguments
+    end = arguments.index("--")
+    (count, *options), script = arguments[:end], arguments[end + 1 :]
     logging.getLogger("torch.distributed.elastic").setLevel(logging.ERROR)  # not a line for each rank it ends
+    first = 2 if script[0] == "-m" else 1
+    wanted = torchrun.get_args_parser().parse_args([f"--nproc-per-node={count}", *options, *script[:first]])
+    wanted.training_script_args = list(script[first:])  # past its parser, which would drop a `--`
     try:
-        torchrun.main(["--standalone", f"--nproc-per-node={count}", *script])
+        torchrun.run(wanted)
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         print(f"dsgraph: rank {rank} failed first; it wrote the reason above", file=sys.stderr)

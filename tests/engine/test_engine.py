@@ -200,14 +200,15 @@ class _Data(torch.utils.data.Dataset):
 
 def _loaded() -> list[list[int]]:
     model = nn.Linear(4, 4)
-    _, _, loader, _ = dsgraph.initialize(model=model, training_data=_Data(), config=config(0))
+    settings = config(0, dataloader_drop_last=True)
+    _, _, loader, _ = dsgraph.initialize(model=model, training_data=_Data(), config=settings)
     assert loader is not None
     return [[int(item) for batch in loader for item in batch] for _ in range(2)]
 
 
 def _too_few() -> None:
     model = nn.Linear(4, 4)
-    settings = {**config(0), "train_micro_batch_size_per_gpu": 6}
+    settings = {**config(0), "train_micro_batch_size_per_gpu": 6, "dataloader_drop_last": True}
     with pytest.raises(dsgraph.ConfigError, match=r"training_data has 11 samples; .* takes 12"):
         dsgraph.initialize(model=model, training_data=_Data(), config=settings)
     assert type(model) is nn.Linear and type(model.weight) is nn.Parameter, "nothing was changed"

@@ -40,6 +40,8 @@ class Command:
         run: Does it. Raises CommandError for bad input. Imports torch only if it must, and only here: reading a dump
             does not need it, and loading it takes longer than the rest.
         takes_rest: Whether what stands behind `--` is for a script: `run` finds it as `rest`, a list.
+        script_ends_options: Whether the first argument that is no option is a script, and all behind it is for that:
+            `run` finds it as `rest`.
     """
 
     name: str
@@ -48,3 +50,4 @@ class Command:
     configure: Callable[[argparse.ArgumentParser], None]
     run: Callable[[argparse.Namespace], Answer]
     takes_rest: bool = False
+    script_ends_options: bool = False

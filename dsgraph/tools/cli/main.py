@@ -16,7 +16,7 @@ from dsgraph.nearest import nearest
 from .command import Command, CommandError
 
 COMMANDS = (
-    *("run", "ls", "show", "diff", "explain", "collectives", "memory", "ranks", "dot"),
+    *("run", "launch", "ls", "show", "diff", "explain", "collectives", "memory", "ranks", "dot"),
     *("passes", "config", "bisect", "emit", "calibrate", "doctor"),
 )
 """Each in the module of its name, which is loaded when it is called: `doctor` must work where others cannot."""
@@ -69,14 +69,31 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
         build_parser().parse_args(arguments)
         raise CommandError("no command (see dsgraph --help)")
     command = load(name)
-    # Split here, because argparse has treated `--` in other ways from version to version of Python.
-    end = arguments.index("--") if command.takes_rest and "--" in arguments else len(arguments)
-    parsed, unknown = parser_of(command).parse_known_args(arguments[1:end])
+    parser = parser_of(command)
+    own, rest = _split(command, parser, arguments[1:])
+    parsed, unknown = parser.parse_known_args(own)
     if unknown:
         hint = "the script's own arguments go behind ` -- `" if command.takes_rest else f"see dsgraph {name} --help"
         raise CommandError(f"unrecognized arguments: {' '.join(unknown)} ({hint})")
-    parsed.command, parsed.rest = command, list(arguments[end + 1 :])
+    parsed.command, parsed.rest = command, list(rest)
     return parsed
+
+
+def _split(
+    command: Command, parser: argparse.ArgumentParser, arguments: Sequence[str]
+) -> tuple[Sequence[str], Sequence[str]]:
+    """A command's own arguments and those of its script: argparse would drop a `--` among the latter."""
+    if command.takes_rest:
+        end = arguments.index("--") if "--" in arguments else len(arguments)
+        return arguments[:end], arguments[end + 1 :]
+    if not command.script_ends_options:
+        return arguments, ()
+    # An option that stands as a word of its own is followed by its value, unless it takes none.
+    alone = {text: action.nargs == 0 for action in parser._actions for text in action.option_strings}
+    script = 0
+    while script < len(arguments) and arguments[script].startswith("-"):
+        script += 1 if alone.get(arguments[script], True) else 2
+    return arguments[: script + 1], arguments[script + 1 :]
 
 
 def load(name: str) -> Command:
