@@ -286,6 +286,13 @@ def register_backend(compiler: Callable[..., Any], name: str) -> None:
         registry.register_backend(compiler, name=name)
 
 
+def backend_named(name: str) -> Callable[..., Any]:
+    """The backend that `torch.compile(backend=name)` would use."""
+    from torch._dynamo.backends import registry
+
+    return cast("Callable[..., Any]", registry.lookup_backend(name))
+
+
 @dataclass(frozen=True)
 class TracedFrame:
     """The frame of which Dynamo is compiling a graph.

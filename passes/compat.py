@@ -38,6 +38,7 @@ __all__ = [
     "OpOverload",
     "OpOverloadPacket",
     "TorchDispatchMode",
+    "autograd_count",
     "captured_gradients",
     "captured_input",
     "describe_saved",
@@ -48,11 +49,24 @@ __all__ = [
     "known_sizes",
     "min_cut_rematerialization_partition",
     "put_opaque_values_last",
+    "running_autograd_node",
     "schema_of",
     "set_grad_enabled",
     "storage_id",
     "symbolic_expression",
 ]
+
+
+def autograd_count() -> int:
+    """How many autograd nodes this thread has made so far: each gets the next number."""
+    return int(torch.autograd._get_sequence_nr())
+
+
+def running_autograd_node() -> int | None:
+    """The number of the autograd node that is running; None outside a backward."""
+    node: Any = torch._C._current_autograd_node()
+    return None if node is None else int(node._sequence_nr())
+
 
 # What `torch.no_grad()` becomes in a captured graph.
 set_grad_enabled = torch._C._set_grad_enabled

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -12,12 +11,13 @@ import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule, Interpreter, Node
 
-from dsgraph.inductor_ext import size_hint
 from dsgraph.passes import CaptureFacts
 from dsgraph.passes.analysis.budget import MemoryPart
-from dsgraph.passes.compat import FakeTensorMode, storage_id
+from dsgraph.passes.compat import storage_id
 from dsgraph.passes.ir.graph import all_graph_modules, is_gather_marker
 from dsgraph.step.state import partition_states
+
+from .fake_run import on_fakes
 
 # Beside what is saved, a backward computes with a gradient or two of that size.
 _GRADIENTS_ALIVE = 2
@@ -115,39 +115,8 @@ def _saved_by_autograd(gm: GraphModule, inputs: Sequence[Any]) -> _Saved | None:
     saved = _Saved()
     hooks = torch.autograd.graph.saved_tensors_hooks(saved.add, lambda value: value)
     try:
-        mode = FakeTensorMode(allow_non_fake_inputs=True)  # nothing is computed, and every size is a number
-        fakes = [_fake(value, mode) for value in inputs]
-        # A graph that fails may have switched gradients off, or entered a region of autocast.
-        with mode, torch.enable_grad(), _keeping_autocast(), hooks:
+        with on_fakes(inputs) as fakes, torch.enable_grad(), hooks:
             _Watching(gm, saved).run(*fakes)
     except Exception:
         return None
     return saved
-
-
-@contextlib.contextmanager
-def _keeping_autocast() -> Iterator[None]:
-    """A context that leaves autocast as it was, also when regions that were entered inside are not left."""
-    kinds = ["cpu", *([accelerator.type] if (accelerator := torch.accelerator.current_accelerator()) else [])]
-    before = {kind: (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds}
-    depth = _autocast_depth()
-    try:
-        yield
-    finally:
-        for kind, (enabled, dtype) in before.items():
-            torch.set_autocast_enabled(kind, enabled)
-            torch.set_autocast_dtype(kind, dtype)
-        while _autocast_depth() > depth:
-            torch.autocast_decrement_nesting()
-
-
-def _autocast_depth() -> int:
-    torch.autocast_increment_nesting()
-    depth: int = torch.autocast_decrement_nesting()
-    return depth
-
-
-def _fake(value: object, mode: Any) -> object:
-    if isinstance(value, Tensor):
-        return mode.from_tensor(value)
-    return size_hint(value) if isinstance(value, torch.SymInt) else value

@@ -79,6 +79,33 @@ class ZeroConfig(Section):
     )
 
 
+class FlopsProfilerConfig(Section):
+    """What each module of the model computes, printed once: see docs/engine.md."""
+
+    enabled: bool = Field(default=False, description="whether a profile is made")
+    profile_step: int = Field(default=1, ge=1, description="it is made behind so many steps")
+    module_depth: int = Field(default=-1, ge=-1, description="how deep the table of each depth goes; -1: to the last")
+    top_modules: int = Field(default=1, ge=1, description="how many modules of each depth that table names")
+    detailed: bool = Field(default=True, description="whether the tree of all modules is shown")
+    output_file: str | None = Field(default=None, description="where it is written; without it, it is printed")
+
+
+class TensorboardConfig(Section):
+    """Scalars of each step for TensorBoard, which `pip install dsgraph[tensorboard]` brings."""
+
+    enabled: bool = Field(default=False, description="whether they are written")
+    output_path: str = Field(default="", description="the folder in which the job has its own; relative to here")
+    job_name: str = Field(default="DeepSpeedJobName", description="the job's folder")
+
+
+class CsvMonitorConfig(Section):
+    """Scalars of each step as CSV files, one file a scalar."""
+
+    enabled: bool = Field(default=False, description="whether they are written")
+    output_path: str = Field(default="", description="the folder in which the job has its own; relative to here")
+    job_name: str = Field(default="DeepSpeedJobName", description="the job's folder")
+
+
 class DsgraphConfig(Section):
     """What DeepSpeed's file has no word for: options of the backend (docs/options.md), and the loader's processes."""
 
@@ -94,6 +121,9 @@ class DsgraphConfig(Section):
     strict: bool = Field(default=False, description="whether what was not done is an error")
     num_workers: int = Field(
         default=0, ge=0, description="processes of each rank that load `training_data`; 0: the rank itself does"
+    )
+    metrics_file: str | None = Field(
+        default=None, description="a file to which the scalars of each step are added, one JSON object a line"
     )
 
 
@@ -116,11 +146,18 @@ class EngineConfig(Section):
         "an epoch; otherwise its last micro-batch is smaller, and some samples come twice",
     )
     dump_state: bool = Field(default=False, description="prints the resolved configuration when the engine is made")
+    wall_clock_breakdown: bool = Field(
+        default=False, description="how long forward, backward and step take, behind each printed line"
+    )
+    memory_breakdown: bool = Field(default=False, description="what memory holds, behind each printed line")
     optimizer: OptimizerConfig | None = None
     scheduler: SchedulerConfig | None = None
     fp16: Fp16Config = Fp16Config()
     bf16: Bf16Config = Bf16Config()
     zero_optimization: ZeroConfig = ZeroConfig()
+    flops_profiler: FlopsProfilerConfig = FlopsProfilerConfig()
+    tensorboard: TensorboardConfig = TensorboardConfig()
+    csv_monitor: CsvMonitorConfig = CsvMonitorConfig()
     dsgraph: DsgraphConfig = DsgraphConfig()
 
 
@@ -152,6 +189,7 @@ WITHOUT_EFFECT = {
     "zero_optimization.elastic_checkpoint": "checkpoints load on any number of ranks",
     "disable_allgather": "it chooses an algorithm of DeepSpeed's",
     "checkpoint": "it is about files of DeepSpeed's",
+    "flops_profiler.recompute_fwd_factor": "what the backward repeats is no part of the model's operations",
     "fp16.auto_cast": "floating-point inputs are always cast",
     "fp16.fp16_master_weights_and_grads": "shards keep the dtype in which the model was built",
     "bf16.immediate_grad_update": "gradients are added up in the dtype of the shards",
@@ -167,12 +205,7 @@ NOT_YET = {
     "activation_checkpointing": "checkpointing by configuration (torch.utils.checkpoint in the model works)",
     "amp": "apex",
     "torch_autocast": "autocast by configuration (torch.autocast around the forward works)",
-    "flops_profiler": "the profiler",
-    "wall_clock_breakdown": "the breakdown of a step's time",
-    "memory_breakdown": "the breakdown of a step's memory",
-    "tensorboard": "writing to TensorBoard",
     "wandb": "writing to Weights & Biases",
-    "csv_monitor": "writing CSV files",
     "sparse_attention": "sparse attention",
     "sparse_gradients": "sparse gradients",
     "progressive_layer_drop": "dropping layers",

@@ -20,10 +20,11 @@ from dsgraph.step.accumulate import accumulate, discard
 from . import checkpoints
 from .data import RankLoader, batches_of
 from .figures import Figures
+from .looks import Looks
 from .loss_scale import LossScale
 from .norms import unscale_and_clip
 from .passing import call_with, cast_floating, loss_of
-from .progress import StepCounts, StepLines
+from .progress import StepCounts
 from .read_config import ResolvedConfig
 
 
@@ -45,6 +46,7 @@ class Engine(Figures, nn.Module):
         loss_scale: What the loss is multiplied by.
         counts: How far training is.
         training_dataloader: The loader of the training data that `initialize` was given, if any.
+        boundary: Says whether the micro-batch that runs is the last one of its step; None: the counts say it.
     """
 
     def __init__(
@@ -52,6 +54,7 @@ class Engine(Figures, nn.Module):
         module: nn.Module,
         runs: Callable[..., Any],
         resolved: ResolvedConfig,
+        looks: Looks,
         *,
         optimizer: Optimizer,
         lr_scheduler: Any = None,
@@ -64,6 +67,7 @@ class Engine(Figures, nn.Module):
             module: The partitioned model.
             runs: The model, compiled.
             resolved: The configuration.
+            looks: Sees each step.
             optimizer: Of the model's shards.
             lr_scheduler: Has `step()`.
             dtype: Dtype of floating-point inputs; None leaves them.
@@ -76,12 +80,14 @@ class Engine(Figures, nn.Module):
         self.resolved = resolved
         self.loss_scale = LossScale.of(resolved.config.fp16)
         self.counts = StepCounts()
+        self.boundary: Callable[[], bool] | None = None
         self._runs = (runs,)  # in a tuple: nn.Module would take it for a second submodule
         self._dtype = dtype
         self._waiting = ExitStack()
         self._is_waiting = self._never_reduces = False
         self._norm: float | None = None
-        self._lines = StepLines(resolved)
+        self._was_skipped = False
+        self._looks = looks
 
     def get_global_grad_norm(self) -> float | None:
         """The norm of the last step's gradients before they were clipped; None where nothing asked for it."""
@@ -89,15 +95,19 @@ class Engine(Figures, nn.Module):
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """Whether the micro-batch that runs is the last one of its step."""
+        if self.boundary is not None:
+            return self.boundary()
         return (self.counts.micro + 1) % self.gradient_accumulation_steps() == 0
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the model. In training, what follows belongs to a micro-batch of the current step."""
-        if self.training and torch.is_grad_enabled():
-            self._wait_if_needed()
         (runs,) = self._runs
         args, kwargs = cast_floating((args, kwargs), self._dtype)
-        return runs(*args, **kwargs)
+        if not self.training or not torch.is_grad_enabled():
+            return runs(*args, **kwargs)
+        with self._looks.forward(self, args, kwargs):
+            self._wait_if_needed()
+            return runs(*args, **kwargs)
 
     def _wait_if_needed(self) -> None:
         """Enters `accumulate` for a micro-batch that is not the last; leaves that of a forward without a backward."""
@@ -108,15 +118,16 @@ class Engine(Figures, nn.Module):
             self._waiting.enter_context(accumulate(self.module, reduce_once=self._never_reduces or None))
             self._is_waiting = True
 
-    def backward(self, loss: Tensor, *, retain_graph: bool = False) -> Tensor:
+    def backward(self, loss: Tensor, *, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
         """Adds the gradients of a micro-batch.
 
         Args:
             loss: A number, the mean over the micro-batch's samples.
             retain_graph: As `torch.autograd.backward` has it.
+            scale_wrt_gas: Whether to divide the loss by the micro-batches of a step; if not, its caller has.
 
         Returns:
-            The loss, divided by the micro-batches of a step.
+            The loss, divided.
 
         Raises:
             EngineError: `loss` is not one number, or has no graph.
@@ -126,12 +137,14 @@ class Engine(Figures, nn.Module):
             raise EngineError(f"backward takes a loss, which is one number, and found {found}")
         if not loss.requires_grad:
             raise EngineError("backward: the loss has no graph: run engine(...) with gradients enabled")
-        share = loss / self.gradient_accumulation_steps()
+        share = loss / self.gradient_accumulation_steps() if scale_wrt_gas else loss
         try:
             scaled = share if self.loss_scale.scale == 1 else share.float() * self.loss_scale.scale
-            scaled.backward(retain_graph=retain_graph)
+            with self._looks.stopwatch.part("backward"):
+                scaled.backward(retain_graph=retain_graph)
         finally:
             self._leave()
+        self._looks.take_loss(share)
         return share
 
     def _leave(self) -> None:
@@ -166,21 +179,26 @@ class Engine(Figures, nn.Module):
         """
         if self._never_reduces:
             raise EngineError("step inside no_sync: call it behind, when a backward outside has reduced the gradients")
-        if self.is_gradient_accumulation_boundary():
-            self._step()
+        is_last = self.is_gradient_accumulation_boundary()
+        if is_last:
+            with self._looks.stopwatch.part("step"):
+                self._step()
         self.counts.micro += 1
+        if is_last:
+            self._looks.after_step(self, self._norm)
 
     def _step(self) -> None:
         is_finite = self._prepare_gradients()
         if is_finite:
             self.optimizer.step()
+        self._looks.weigh(self)
         self.optimizer.zero_grad()
         self.counts.steps += 1
         self.counts.skipped += not is_finite
+        self._was_skipped = not is_finite
         if is_finite and self.lr_scheduler is not None:
             self.lr_scheduler.step()
         self.loss_scale.update(overflow=not is_finite)
-        self._lines.after(self.counts, self.get_lr(), self.loss_scale.scale)
 
     def _prepare_gradients(self) -> bool:
         """Unscales and clips; False where the step is to be skipped."""
@@ -296,4 +314,5 @@ class Engine(Figures, nn.Module):
         if self.training_dataloader is not None:
             self.training_dataloader.end_loop()
         self._runs = (self.module,)
+        self._looks.close()
         self.optimizer.zero_grad()

@@ -8,6 +8,8 @@ from torch.optim import Optimizer
 from dsgraph.sharding.table import PartitionedModel, partitioned_parts
 
 from .config import EngineConfig
+from .looks import Looks
+from .profile import ModuleProfile
 from .progress import StepCounts
 from .read_config import ResolvedConfig
 
@@ -19,6 +21,8 @@ class Figures:
     optimizer: Optimizer
     resolved: ResolvedConfig
     counts: StepCounts
+    _looks: Looks
+    _was_skipped: bool
 
     @property
     def config(self) -> EngineConfig:
@@ -56,6 +60,21 @@ class Figures:
         """Steps whose gradients were not finite."""
         return self.counts.skipped
 
+    def was_step_skipped(self) -> bool:
+        """Whether the last step updated nothing, since gradients were not finite."""
+        return self._was_skipped
+
     def get_lr(self) -> list[float]:
         """The learning rate of each group."""
         return [float(group["lr"]) for group in self.optimizer.param_groups]
+
+    def timings(self) -> dict[str, float]:
+        """Milliseconds a step of forward, backward and step, if `wall_clock_breakdown` is on.
+
+        Means over the steps up to the last printed line, or over all so far where none was printed.
+        """
+        return self._looks.stopwatch.means()
+
+    def flops_profile(self) -> tuple[ModuleProfile, ...]:
+        """What each module computes, if `flops_profiler` is on and its step is over; the model itself comes first."""
+        return self._looks.profiler.modules if self._looks.profiler is not None else ()

@@ -23,6 +23,7 @@ from dsgraph.step.state import partition
 from .config import EngineConfig
 from .data import RankLoader
 from .engine import Engine
+from .looks import Looks
 from .optimizers import Binding, Groups, MakesOptimizer, maker_of, rebound
 from .pipeline import pipeline_of
 from .read_config import ResolvedConfig, read_config
@@ -94,6 +95,7 @@ def initialize(
         )
     _say(resolved)
     options = _backend_options(settings)
+    looks = Looks(resolved, device)
     binding = Binding(model, model_parameters)
     with rebound(mine, model):
         partition(model, mesh, stage=settings.zero_optimization.stage, **_partition_options(settings))
@@ -101,9 +103,9 @@ def initialize(
     schedule = make_schedule(made)
     runs: Any = model
     if settings.dsgraph.compile:
-        runs = torch.compile(model, backend="dsgraph", options=options)
+        runs = torch.compile(model, backend=looks.graphs or "dsgraph", options=options)
     dtype = _dtype(settings)
-    engine = Engine(model, runs, resolved, optimizer=made, lr_scheduler=schedule, dtype=dtype, loader=loader)
+    engine = Engine(model, runs, resolved, looks, optimizer=made, lr_scheduler=schedule, dtype=dtype, loader=loader)
     return engine, made, loader, schedule
 
 

@@ -1,14 +1,13 @@
-"""How far training is, and the lines that say so."""
+"""How far training is, and how fast it goes."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
-import torch.distributed as dist
-
-from .read_config import ResolvedConfig
+import torch
+from torch import Tensor
 
 
 @dataclass
@@ -26,24 +25,44 @@ class StepCounts:
     skipped: int = 0
 
 
-class StepLines:
-    """Prints a line every `steps_per_print` steps, on the first rank."""
+@dataclass(frozen=True)
+class Work:
+    """What was done so far.
 
-    def __init__(self, resolved: ResolvedConfig) -> None:
-        """Begins to measure the time."""
-        self._resolved = resolved
-        self._then, self._before = time.perf_counter(), 0
+    Attributes:
+        samples: Over all ranks.
+        tokens: Over all ranks; 0 where batches show none.
+        flops: Floating-point operations of one rank; None where they are not known.
+    """
 
-    def after(self, counts: StepCounts, rates: Sequence[float], scale: float) -> None:
-        """Hears that a step is over, and prints if it is time."""
-        config = self._resolved.config
-        every, steps = config.steps_per_print, counts.steps
-        if not every or steps % every or dist.get_rank() != 0:
-            return
-        now = time.perf_counter()
-        speed = (steps - self._before) * self._resolved.batch.step / (now - self._then)
-        self._then, self._before = now, steps
-        learning = ", ".join(f"{rate:.4g}" for rate in rates)
-        scaled = f", loss scale {scale:g}" if config.fp16.enabled else ""
-        skipped = f", {counts.skipped} skipped" if counts.skipped else ""
-        print(f"step {steps}{skipped}: lr {learning}{scaled}, {speed:.4g} samples/s", flush=True)
+    samples: int = 0
+    tokens: int = 0
+    flops: int | None = None
+
+
+@dataclass
+class Speed:
+    """Measures how fast work is done from one look to the next."""
+
+    _then: float = field(default_factory=time.perf_counter)
+    _before: Work = Work()
+
+    def look(self, now: Work) -> dict[str, float]:
+        """What was done a second since the last look: `samples_per_s`, and `tokens_per_s` and `tflops` where known."""
+        at, before = time.perf_counter(), self._before
+        seconds, self._then, self._before = at - self._then, at, now
+        found = {"samples_per_s": (now.samples - before.samples) / seconds}
+        if now.tokens:
+            found["tokens_per_s"] = (now.tokens - before.tokens) / seconds
+        if now.flops is not None:
+            found["tflops"] = (now.flops - (before.flops or 0)) / seconds / 1e12
+        return found
+
+
+def tokens_in(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+    """The tokens of a micro-batch: elements of `input_ids`, or of the first whole numbers of two dimensions or more."""
+    values = [kwargs["input_ids"]] if "input_ids" in kwargs else [*args, *kwargs.values()]
+    for value in values:
+        if isinstance(value, Tensor) and value.dim() >= 2 and value.dtype in (torch.int64, torch.int32):
+            return value.numel()
+    return 0

@@ -52,6 +52,11 @@ def read_config(source: str | PathLike[str] | Mapping[str, Any], *, ranks: int) 
         raise ConfigError(_describe(error)) from None
     if config.fp16.enabled and config.bf16.enabled:
         raise ConfigError("fp16.enabled and bf16.enabled are both true: choose one")
+    if config.flops_profiler.enabled and not config.dsgraph.compile:
+        raise ConfigError("flops_profiler.enabled counts graphs, and dsgraph.compile is false: there are none")
+    if not config.steps_per_print:
+        silent = [key for key in ("wall_clock_breakdown", "memory_breakdown") if getattr(config, key)]
+        notes += [f"{key}: nothing is printed without steps_per_print" for key in silent]
     batch = BatchSizes.solve(
         config.train_batch_size,
         config.train_micro_batch_size_per_gpu,

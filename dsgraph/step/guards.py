@@ -115,6 +115,6 @@ def _refuse_averaging_twice(model: nn.Module, state: PartitionedModel) -> None:
     raise PartitionError(
         f"DistributedDataParallel was given {type(model).__name__}, which dsgraph.partition has partitioned: its "
         "gradients are averaged over the ranks already. Use the model as it is, without DistributedDataParallel and "
-        "without what wraps a model in it: transformers.Trainer, Accelerator.prepare(model), Lightning's strategy "
-        "'ddp'; docs/frameworks.md says what to write instead"
+        "without what wraps a model in it: take DsgraphTrainer for transformers.Trainer and DsgraphAccelerator for "
+        "Accelerator, with the plain model; Lightning's strategy 'ddp' has no such; see docs/frameworks.md"
     )

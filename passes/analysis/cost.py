@@ -99,9 +99,7 @@ def flops(node: Node) -> Size:
     By torch's formulas (`torch.utils.flop_counter`), which know matrix products, convolutions and attention; 0 for
     everything else.
     """
-    target: Any = node.target
-    packet = target.overloadpacket if isinstance(target, OpOverload) else target
-    formula = flop_registry.get(_SAME_FORMULA.get(packet, packet))
+    formula = flop_formula(node.target)
     if node.op != "call_function" or formula is None:
         return 0
     result = node.meta.get("val")
@@ -110,6 +108,12 @@ def flops(node: Node) -> Size:
         # torch's formulas compare sizes: done with symbolic sizes, that would put guards on the graph.
         args, kwargs, result = _as_expressions((args, kwargs, result), of_shapes=hasattr(formula, "__wrapped__"))
     return _expression(formula(*args, **kwargs, out_val=result))
+
+
+def flop_formula(target: Any) -> Any:
+    """Torch's formula for an op's floating-point operations, given its arguments and `out_val`; None without one."""
+    packet = target.overloadpacket if isinstance(target, OpOverload) else target
+    return flop_registry.get(_SAME_FORMULA.get(packet, packet))
 
 
 # Attention on the CPU is attention.

@@ -57,7 +57,8 @@ def test_a_file_of_deepspeeds_is_read(tmp_path):
         ({"fp16": {"enabled": "maybe"}}, "fp16.enabled is 'maybe'"),
         ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, "choose one"),
         ({"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}, "offloading is not there yet"),
-        ({"wall_clock_breakdown": True}, "the breakdown of a step's time is not there yet"),
+        ({"amp": {"enabled": True}}, "apex is not there yet"),
+        ({"flops_profiler": {"enabled": True}, "dsgraph": {"compile": False}}, "flops_profiler.enabled counts graphs"),
         ({"zero_optimization": {"zero_hpz_partition_size": 2}}, "a secondary partition is not there yet"),
         ({"train_batch_size": 8, "train_micro_batch_size_per_gpu": 3}, "train_batch_size 8 is not"),
     ],
@@ -69,8 +70,14 @@ def test_what_is_wrong_is_named(sections, message):
 
 def test_what_is_not_there_yet_may_be_switched_off():
     zero = {"offload_param": {"device": "none"}, "zero_hpz_partition_size": 1}
-    found = _read(flops_profiler={"enabled": False}, wall_clock_breakdown=False, zero_optimization=zero)
+    found = _read(amp={"enabled": False}, sparse_gradients=False, zero_optimization=zero)
     assert found.notes == ()
+
+
+def test_a_breakdown_that_is_never_printed_is_said():
+    found = _read(memory_breakdown=True)
+    assert found.notes == ("memory_breakdown: nothing is printed without steps_per_print",)
+    assert not _read(memory_breakdown=True, steps_per_print=1).notes
 
 
 def test_auto_is_the_default_and_said():
