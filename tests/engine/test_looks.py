@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
+from contextlib import redirect_stdout
 from pathlib import Path
 
 import pytest
@@ -46,23 +48,24 @@ def _train(settings: dict[str, object], steps: int = 4) -> tuple[list[float], li
     return losses, [*params, torch.get_rng_state()], times
 
 
-def _looked_at(folder: str) -> list[float]:
+def _looked_at(folder: str) -> tuple[list[float], str]:
     quiet, before, none = _train({})
-    losses, after, times = _train(_everything(Path(folder)))
+    with redirect_stdout(io.StringIO()) as said:
+        losses, after, times = _train(_everything(Path(folder)))
     assert losses == quiet and all(map(torch.equal, before, after)), "the same bits, looked at or not"
     assert none == {} and set(times) == {"forward", "backward", "step"} and min(times.values()) > 0
-    return losses
+    return losses, said.getvalue()
 
 
-def test_what_is_shown_is_what_was_done_and_changes_nothing(ranks, tmp_path, capfd):
-    first, second = ranks(2).run(_looked_at, str(tmp_path))
+def test_what_is_shown_is_what_was_done_and_changes_nothing(ranks, tmp_path):
+    (first, said), (second, nothing) = ranks(2).run(_looked_at, str(tmp_path))
     mean = [(one + other) / 2 for one, other in zip(first, second, strict=True)]
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [line["Train/Samples/train_loss"] for line in lines] == pytest.approx(mean, rel=1e-6)
     assert [(line["step"], line["samples"]) for line in lines] == [(1, 8), (2, 16), (3, 24), (4, 32)]
     rows = (tmp_path / "job" / "Train_Samples_lr.csv").read_text().split()
     assert rows == ["step,lr", *(f"{samples},0.01" for samples in (8, 16, 24, 32))]
-    said = capfd.readouterr().out
+    assert nothing == "", "one rank speaks"
     (shown,) = re.findall(r"^step 4: loss ([\d.]+), .*TFLOPS a rank, .* MiB at most$", said, re.MULTILINE)
     assert float(shown) == pytest.approx(mean[-1], rel=1e-3)
     assert re.search(r"ms a step: forward [\d.]+, backward [\d.]+, step [\d.]+\n  MiB: parameters ", said)
