@@ -83,6 +83,16 @@ _COMPILES: Columns = {
 }
 _COMMANDS: Columns = {"command": ("what", ""), "seconds": ("seconds", ".2f")}
 
+_SAME_LOSSES: Columns = {
+    "what": ("what", ""),
+    "dtype": ("dtype", ""),
+    "first loss": ("first", ".4f"),
+    "DeepSpeed's last": ("deepspeed", ".4f"),
+    "dsgraph's last": ("dsgraph", ".4f"),
+    "difference, six steps": ("early", ".1e"),
+    "difference, 50 steps": ("largest", ".1e"),
+}
+
 _HEADLINES = {  # row of the README's table: file, how the check's name begins
     "step time, over the fastest of FSDP2 and DeepSpeed": ("zero-cpu", "dsgraph-3 step time"),
     "peak memory, over the smallest of them": ("zero-cpu", "dsgraph-3 peak memory"),
@@ -226,6 +236,8 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "zero": _rows("zero-cpu", _SYSTEMS),
     "zero: ratios": _ratios("zero-cpu", ["dsgraph-3"], [*_PEERS, "fsdp2-split-compile"]),
     "zero: figures": _figures("zero-cpu"),
+    "losses": _rows("losses-cpu", _SAME_LOSSES),
+    "losses: figures": _figures("losses-cpu"),
     "links": _rows("links-cpu", _LINKS),
     "links: ratios": _ratios("links-cpu", ["dsgraph-3", "dsgraph-3-spare"], _PEERS),
     "links: figures": _figures("links-cpu"),

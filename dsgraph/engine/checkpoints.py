@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import io
 import json
-import re
 import shutil
-import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -24,11 +22,10 @@ from torch.optim import Optimizer
 
 from dsgraph.errors import CheckpointError
 from dsgraph.files import write_whole
-from dsgraph.sharding.agreement import Agreement
-from dsgraph.sharding.table import partitioned_parts
 
-_TAG = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
-_BLOCK = 2**22
+from .checkpoint_files import FORMAT, check_tag, complete, latest_tag, make_unfinished, read_about, unfinished_folder
+from .together import reason, together
+from .weight_files import describe
 
 
 class Training(Protocol):
@@ -63,23 +60,17 @@ def save(engine: Training, folder: Path, tag: str, client_state: dict[str, Any])
         CheckpointError: The tag or the client's state cannot be written, or a rank's disk refused; the checkpoint
             before stays the latest.
     """
-    if not _TAG.fullmatch(tag):
-        raise CheckpointError(f"tag {tag!r}: it takes letters, digits, '_', '-' and '.'")
-    client, plain = _as_json(client_state), _plain_state(engine)
-    unfinished, final = folder / f".{tag}.unfinished", folder / tag
-    _together(engine, f"save {final}", lambda: _make_empty(unfinished) if dist.get_rank() == 0 else None)
-    _together(engine, f"save {final}", lambda: _write_rank(engine, unfinished))
+    final, unfinished = folder / check_tag(tag), unfinished_folder(folder, tag)
+    about, is_first, doing = _about(engine, client_state), dist.get_rank() == 0, f"save {final}"
+    together(engine.module, doing, lambda: make_unfinished(folder, tag) if is_first else None)
+    together(engine.module, doing, lambda: _write_rank(engine, unfinished))
     # It plans and writes together with the other ranks, and raises on all of them.
     try:
         dcp.save(_tensors(engine), checkpoint_id=unfinished)
     except (dcp.api.CheckpointException, OSError) as error:
         free = shutil.disk_usage(folder).free
-        raise CheckpointError(f"save {final}: {_reason(error)}; {free:,} bytes are free there") from error
-    _together(
-        engine,
-        f"save {final}",
-        lambda: _finish(engine, unfinished, final, client, plain) if dist.get_rank() == 0 else None,
-    )
+        raise CheckpointError(f"{doing}: {reason(error)}; {free:,} bytes are free there") from error
+    together(engine.module, doing, lambda: complete(folder, tag, about) if is_first else None)
     return final
 
 
@@ -98,15 +89,12 @@ def load(engine: Training, folder: Path, tag: str | None, *, module_only: bool) 
     Raises:
         CheckpointError: There is no such checkpoint, it is damaged, or of another model; the engine is as it was.
     """
+    tag = latest_tag(folder) if tag is None else tag
     if tag is None:
-        latest = folder / "latest"
-        if not latest.is_file():
-            return None
-        tag = latest.read_text().strip()
-    path = folder / tag
-    found: list[dict[str, Any]] = []
-    _together(engine, f"load {path}", lambda: found.append(_checked(path)))
-    (about,) = found
+        return None
+    path, about = folder / tag, {}
+    share = {"share": dist.get_rank(), "shares": dist.get_world_size()}
+    together(engine.module, f"load {path}", lambda: about.update(read_about(path, **share)))
     groups, saved = len(engine.optimizer.param_groups), len(about["groups"])
     if groups != saved and not module_only:
         raise CheckpointError(f"load {path}: it has {saved} groups of parameters, and the optimizer {groups}")
@@ -117,45 +105,28 @@ def load(engine: Training, folder: Path, tag: str | None, *, module_only: bool) 
     try:
         dcp.load(wanted, checkpoint_id=path)
     except (dcp.api.CheckpointException, OSError, ValueError, RuntimeError) as error:
-        raise CheckpointError(f"load {path}: {_reason(error)}") from error
+        raise CheckpointError(f"load {path}: {reason(error)}") from error
     _take_model(engine, wanted)
     if not module_only:
         _take_rest(engine, wanted, about, path)
     return path, about["client_state"]
 
 
-def _together(engine: Training, doing: str, act: Callable[[], Any]) -> None:
-    """Runs `act` on each rank; where one fails, all raise what it said."""
-    mine = ""
+def _about(engine: Training, client_state: dict[str, Any]) -> dict[str, Any]:
+    """What `engine.json` says of an engine."""
     try:
-        act()
-    except Exception as error:  # whatever it is, the other ranks wait to hear of it
-        mine = _reason(error)
-    (part,) = partitioned_parts(engine.module)
-    for rank, text in Agreement.over(part.mesh).exchange(f"how they {doing}", mine).items():
-        if text:
-            raise CheckpointError(f"{doing}: rank {rank}: {text}")
-
-
-def _reason(error: BaseException) -> str:
-    if isinstance(error, dcp.api.CheckpointException):
-        return "; ".join(f"rank {rank}: {_reason(failure)}" for rank, (failure, _) in error.failures.items())
-    deepest: BaseException | None = error
-    while deepest is not None and not isinstance(deepest, OSError):
-        deepest = deepest.__cause__ or deepest.__context__
-    return " ".join(str(deepest or error).split())[:500] or type(error).__name__
-
-
-def _as_json(client_state: dict[str, Any]) -> str:
-    try:
-        return json.dumps(client_state)
+        client = json.loads(json.dumps(client_state))
     except (TypeError, ValueError) as error:
         raise CheckpointError(f"client_state: {error}; it takes what JSON can hold") from None
-
-
-def _make_empty(folder: Path) -> None:
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
+    return {
+        "format": FORMAT,
+        "ranks": dist.get_world_size(),
+        "engine": engine.progress(),
+        **_plain_state(engine),
+        "client_state": client,
+        "config": engine.config.model_dump(mode="json"),
+        "model": describe(engine.module),
+    }
 
 
 def _write_rank(engine: Training, folder: Path) -> None:
@@ -212,63 +183,17 @@ def _plain(value: Any, what: str) -> Any:
         raise CheckpointError(f"{what} is a {type(value).__name__}, which a checkpoint does not hold") from None
 
 
-def _finish(engine: Training, unfinished: Path, final: Path, client: str, plain: dict[str, Any]) -> None:
-    about = {
-        "format": "dsgraph-engine-1",
-        "ranks": dist.get_world_size(),
-        "engine": engine.progress(),
-        **plain,
-        "client_state": json.loads(client),
-        "config": engine.config.model_dump(mode="json"),
-        "files": {path.name: _checksum(path) for path in sorted(unfinished.iterdir())},
-    }
-    write_whole(unfinished / "engine.json", json.dumps(about, indent=1).encode())
-    if final.exists():  # the same tag once more: the new one is complete by now
-        replaced = final.with_name(f".{final.name}.replaced")
-        shutil.rmtree(replaced, ignore_errors=True)
-        final.rename(replaced)
-        unfinished.rename(final)
-        shutil.rmtree(replaced)
-    else:
-        unfinished.rename(final)
-    write_whole(final.parent / "latest", f"{final.name}\n".encode())
-
-
-def _checksum(path: Path) -> int:
-    total = 0
-    with path.open("rb") as file:
-        while block := file.read(_BLOCK):
-            total = zlib.crc32(block, total)
-    return total
-
-
-def _checked(path: Path) -> dict[str, Any]:
-    """What `engine.json` says, when this rank's share of the files is as it was written."""
-    try:
-        about: dict[str, Any] = json.loads((path / "engine.json").read_text())
-    except FileNotFoundError:
-        known = ", ".join(sorted(item.parent.name for item in path.parent.glob("*/engine.json")))
-        raise CheckpointError(f"there is no checkpoint {path.name!r}; known: {known or 'none'}") from None
-    except ValueError:
-        raise CheckpointError("engine.json is damaged") from None
-    for number, (name, checksum) in enumerate(about["files"].items()):
-        if number % dist.get_world_size() != dist.get_rank():
-            continue
-        if not (path / name).is_file() or _checksum(path / name) != checksum:
-            raise CheckpointError(f"file {name} is damaged or missing: load another checkpoint by its tag")
-    return about
-
-
 def _wanted(engine: Training, path: Path, *, module_only: bool) -> dict[str, Any]:
     """Tensors to read into: copies, so that nothing of the engine changes until all is there."""
+    known = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
+    tied = describe(engine.module)["tied"]
     state: dict[str, Any] = {
         f"model.{name}": torch.empty_like(value)
         for name, value in engine.module.state_dict().items()
-        if isinstance(value, Tensor)
+        if isinstance(value, Tensor) and (name not in tied or f"model.{name}" in known)
     }
     if module_only:
         return state
-    known = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
     owns = getattr(engine.optimizer, "owns", None)
     for name, param in engine.module.named_parameters():
         for key, about in known.items():
@@ -284,7 +209,10 @@ def _wanted(engine: Training, path: Path, *, module_only: bool) -> dict[str, Any
 
 def _take_model(engine: Training, state: dict[str, Any]) -> None:
     prefix = "model."
-    engine.module.load_state_dict({key[len(prefix) :]: value for key, value in state.items() if key.startswith(prefix)})
+    found = {key[len(prefix) :]: value for key, value in state.items() if key.startswith(prefix)}
+    for name, first in describe(engine.module)["tied"].items():
+        found.setdefault(name, found[first])  # a checkpoint made of safetensors has one of them
+    engine.module.load_state_dict(found)
 
 
 def _take_rest(engine: Training, state: dict[str, Any], about: dict[str, Any], path: Path) -> None:

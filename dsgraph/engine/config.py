@@ -106,6 +106,14 @@ class CsvMonitorConfig(Section):
     job_name: str = Field(default="DeepSpeedJobName", description="the job's folder")
 
 
+class DataTypesConfig(Section):
+    """Dtypes besides those of the forward."""
+
+    grad_accum_dtype: Literal["fp32"] | None = Field(
+        default=None, description="micro-batches are added up in the dtype of the shards, with the key and without it"
+    )
+
+
 class DsgraphConfig(Section):
     """What DeepSpeed's file has no word for: options of the backend (docs/options.md), and the loader's processes."""
 
@@ -158,6 +166,7 @@ class EngineConfig(Section):
     flops_profiler: FlopsProfilerConfig = FlopsProfilerConfig()
     tensorboard: TensorboardConfig = TensorboardConfig()
     csv_monitor: CsvMonitorConfig = CsvMonitorConfig()
+    data_types: DataTypesConfig = DataTypesConfig()
     dsgraph: DsgraphConfig = DsgraphConfig()
 
 
@@ -217,7 +226,6 @@ NOT_YET = {
     "eigenvalue": "quantisation by curvature",
     "quantize_training": "quantisation",
     "pipeline": "pipelines",
-    "data_types": "other dtypes of accumulated gradients",
     "comms_logger": "the log of collectives (`dsgraph collectives` shows them)",
     "aio": "offloading",
 }

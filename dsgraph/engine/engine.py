@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict
-from os import PathLike
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,7 +14,6 @@ from torch.optim import Optimizer
 from dsgraph.errors import EngineError
 from dsgraph.step.accumulate import accumulate, discard
 
-from . import checkpoints
 from .data import RankLoader, batches_of
 from .figures import Figures
 from .looks import Looks
@@ -26,9 +22,11 @@ from .norms import unscale_and_clip
 from .passing import call_with, cast_floating, loss_of
 from .progress import StepCounts
 from .read_config import ResolvedConfig
+from .saving import Saving
+from .weights import Weights
 
 
-class Engine(Figures, nn.Module):
+class Engine(Figures, Saving, Weights, nn.Module):
     """Runs forward, backward and step of a model as a configuration says.
 
         for batch in loader:
@@ -86,7 +84,7 @@ class Engine(Figures, nn.Module):
         self._waiting = ExitStack()
         self._is_waiting = self._never_reduces = False
         self._norm: float | None = None
-        self._was_skipped = False
+        self._was_skipped = self._has_begun_step = False
         self._looks = looks
 
     def get_global_grad_norm(self) -> float | None:
@@ -184,6 +182,7 @@ class Engine(Figures, nn.Module):
             with self._looks.stopwatch.part("step"):
                 self._step()
         self.counts.micro += 1
+        self._has_begun_step = not is_last
         if is_last:
             self._looks.after_step(self, self._norm)
 
@@ -235,78 +234,15 @@ class Engine(Figures, nn.Module):
         with torch.no_grad():
             return call_with(self, next(data))
 
-    def save_checkpoint(
-        self, save_dir: str | PathLike[str], tag: str | None = None, client_state: dict[str, Any] | None = None
-    ) -> bool:
-        """Writes model, optimizer, schedule, scale, counts and random numbers. All ranks call it at the same point.
-
-        Whatever interrupts it, the checkpoint before stays whole, and the latest.
-
-        Args:
-            save_dir: Folder of checkpoints.
-            tag: Name of this one; None: `global_step<N>`.
-            client_state: What `load_checkpoint` gives back: what JSON can hold.
-
-        Returns:
-            True.
-
-        Raises:
-            CheckpointError: It could not be written; all ranks raise.
-        """
-        checkpoints.save(self, Path(save_dir), tag or f"global_step{self.counts.steps}", client_state or {})
-        return True
-
-    def load_checkpoint(
-        self, load_dir: str | PathLike[str], tag: str | None = None, *, load_module_only: bool = False
-    ) -> tuple[str | None, dict[str, Any]]:
-        """Goes on from a checkpoint, which another stage or number of ranks may have written.
-
-        Args:
-            load_dir: Folder of checkpoints.
-            tag: Which one; None: the latest.
-            load_module_only: Whether to leave optimizer, schedule, scale and counts as they are.
-
-        Returns:
-            The checkpoint's folder and the client's state; None and an empty dict where there is no checkpoint yet.
-
-        Raises:
-            CheckpointError: There is no such checkpoint, it is damaged, or of another model; all ranks raise.
-        """
-        found = checkpoints.load(self, Path(load_dir), tag, module_only=load_module_only)
-        if found is None:
-            return None, {}
-        path, client_state = found
-        return str(path), client_state
-
-    def progress(self) -> dict[str, Any]:
-        """How far training is, as JSON values: what a checkpoint holds besides tensors."""
-        schedule = self.lr_scheduler.state_dict() if hasattr(self.lr_scheduler, "state_dict") else None
-        loader = self.training_dataloader
-        return {
-            "counts": asdict(self.counts),
-            "loss_scale": self.loss_scale.state_dict(),
-            "schedule": schedule,
-            "loader": None if loader is None else loader.state_dict(),
-        }
-
-    def why_not(self, progress: Mapping[str, Any]) -> str:
-        """Why `go_on_from` cannot take over what `progress` gave; empty where it can."""
-        loader = self.training_dataloader
-        return "" if loader is None else loader.why_not(progress.get("loader"))
-
-    def go_on_from(self, progress: Mapping[str, Any]) -> None:
-        """Takes over what `progress` gave in another run."""
-        self.counts = StepCounts(**progress["counts"])
-        self.loss_scale.load_state_dict(progress["loss_scale"])
-        if progress["schedule"] is not None and hasattr(self.lr_scheduler, "load_state_dict"):
-            self.lr_scheduler.load_state_dict(progress["schedule"])
-        if self.training_dataloader is not None:  # older checkpoints hold no position
-            self.training_dataloader.load_state_dict(progress.get("loader"))
-
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Gives up the gradients of the step so far, those that wait included."""
         discard(self.module)
         self.optimizer.zero_grad(set_to_none)
+        self._has_begun_step = False
+
+    def has_begun_step(self) -> bool:
+        """Whether a step has micro-batches behind it, and others to come."""
+        return self._has_begun_step
 
     def close(self) -> None:
         """Lets go of the compiled model, of gradients and of the loader's processes; the partitioned model stays."""

@@ -37,8 +37,9 @@ def maker_of(config: OptimizerConfig, model: nn.Module) -> MakesOptimizer:
     name = config.type
     if name.lower() in ("adam", "adamw"):
         decoupled = params.pop("adam_w_mode", True) or name.lower() == "adamw"
-        params.pop("torch_adam", None)  # one implementation serves both
-        params.setdefault("weight_decay", 0.0)
+        # One implementation serves both. Of DeepSpeed's own Adam the default is no decay, of torch's it is torch's.
+        if not params.pop("torch_adam", False):
+            params.setdefault("weight_decay", 0.0)
         made: Any = torch.optim.AdamW if decoupled else torch.optim.Adam
         params.setdefault("fused", True)
     elif name.lower() == "lamb":

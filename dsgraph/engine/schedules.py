@@ -1,15 +1,13 @@
 """Schedules of the learning rate, by the names and with the numbers of DeepSpeed's configuration.
 
-The rates of step k, counted from 0, are `rates(k - 1)`: a schedule steps behind the optimizer, and `rates(-1)` is set
-when it is made. Sources: Smith, "A disciplined approach to neural network hyper-parameters" (arXiv 1803.09820), for
-`LRRangeTest` and `OneCycle`.
+Source of `LRRangeTest`: Smith, "A disciplined approach to neural network hyper-parameters" (arXiv 1803.09820).
 """
 
 from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, Literal
 
 from torch.optim import Optimizer
@@ -17,63 +15,8 @@ from torch.optim import Optimizer
 from dsgraph.errors import ConfigError
 from dsgraph.nearest import nearest
 
-Rates = float | Sequence[float]
-
-
-class Schedule:
-    """A schedule that sets the rates of an optimizer's groups.
-
-    Attributes:
-        optimizer: The optimizer.
-        last_batch_iteration: Steps taken so far, less one.
-    """
-
-    def __init__(self, optimizer: Optimizer, *, last_batch_iteration: int = -1) -> None:
-        self.optimizer = optimizer
-        self.last_batch_iteration = last_batch_iteration
-        self.base = [float(group["lr"]) for group in optimizer.param_groups]
-        if last_batch_iteration == -1:
-            self._set()
-
-    def rates(self, step: int) -> list[float]:
-        """The rate of each group when `step` is the last step taken."""
-        return self._rates(step)
-
-    def _rates(self, step: int) -> list[float]:
-        raise NotImplementedError
-
-    def get_lr(self) -> list[float]:
-        """The rates that hold now."""
-        return self.rates(self.last_batch_iteration)
-
-    get_last_lr = get_lr
-
-    def step(self, last_batch_iteration: int | None = None) -> None:
-        """Goes on by one step, or to a given one."""
-        self.last_batch_iteration = (
-            self.last_batch_iteration + 1 if last_batch_iteration is None else last_batch_iteration
-        )
-        self._set()
-
-    def _set(self) -> None:
-        for group, rate in zip(self.optimizer.param_groups, self.get_lr(), strict=True):
-            group["lr"] = rate
-
-    def state_dict(self) -> dict[str, Any]:
-        """Where the schedule stands."""
-        return {"last_batch_iteration": self.last_batch_iteration}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on from there; the optimizer brings its rates itself."""
-        self.last_batch_iteration = state["last_batch_iteration"]
-
-    def _of_groups(self, value: Rates, name: str) -> list[float]:
-        groups = len(self.optimizer.param_groups)
-        if not isinstance(value, Sequence):
-            return [float(value)] * groups
-        if len(value) != groups:
-            raise ConfigError(f"scheduler: {name} has {len(value)} values for {groups} groups of parameters")
-        return [float(item) for item in value]
+from .one_cycle import OneCycle
+from .schedule import Rates, Schedule, check_steps
 
 
 def _warm(step: int, steps: int, kind: str) -> float:
@@ -81,8 +24,8 @@ def _warm(step: int, steps: int, kind: str) -> float:
 
 
 def _check_warmup(steps: object, kind: object) -> int:
-    if not isinstance(steps, int) or steps <= 0:
-        raise ConfigError(f"scheduler: warmup_num_steps is {steps!r}; it takes a number of steps, 1 or more")
+    check_steps(steps, "warmup_num_steps", least=1)
+    assert isinstance(steps, int)
     if kind not in ("log", "linear"):
         raise ConfigError(f"scheduler: warmup_type is {kind!r}; it takes 'log' or 'linear'")
     return max(2, steps)
@@ -104,7 +47,7 @@ class WarmupLR(Schedule):
         self.optimizer = optimizer
         self.warmup_steps = _check_warmup(warmup_num_steps, warmup_type)
         self.warmup_type = warmup_type
-        largest = optimizer.param_groups[0]["lr"] if warmup_max_lr is None else warmup_max_lr
+        largest = [float(group["lr"]) for group in optimizer.param_groups] if warmup_max_lr is None else warmup_max_lr
         self.least = self._of_groups(warmup_min_lr, "warmup_min_lr")
         self.largest = self._of_groups(largest, "warmup_max_lr")
         super().__init__(optimizer, last_batch_iteration=last_batch_iteration)
@@ -177,6 +120,7 @@ class LRRangeTest(Schedule):
         last_batch_iteration: int = -1,
     ) -> None:
         self.optimizer = optimizer
+        check_steps(lr_range_test_step_size, "lr_range_test_step_size", least=1)
         self.least = self._of_groups(lr_range_test_min_lr, "lr_range_test_min_lr")
         self.step_size, self.step_rate = lr_range_test_step_size, lr_range_test_step_rate
         self.staircase = lr_range_test_staircase
@@ -187,78 +131,6 @@ class LRRangeTest(Schedule):
         if self.staircase:
             interval = math.floor(interval)
         return [rate * (1 + self.step_rate * interval) for rate in self.least]
-
-
-class OneCycle(Schedule):
-    """Up to the largest rate and down again, with the momentum against it; then a decay.
-
-    The momentum is the first of the optimizer's betas, where it has them; the second becomes 0.99, as in DeepSpeed.
-    """
-
-    def __init__(
-        self,
-        optimizer: Optimizer,
-        *,
-        cycle_min_lr: float,
-        cycle_max_lr: float,
-        decay_lr_rate: float = 0.0,
-        cycle_first_step_size: int = 2000,
-        cycle_second_step_size: int | None = None,
-        cycle_first_stair_count: int = 0,
-        cycle_second_stair_count: int | None = None,
-        decay_step_size: int = 0,
-        cycle_momentum: bool | None = None,
-        cycle_min_mom: float = 0.8,
-        cycle_max_mom: float = 0.9,
-        decay_mom_rate: float = 0.0,
-        last_batch_iteration: int = -1,
-    ) -> None:
-        if cycle_first_stair_count or cycle_second_stair_count:
-            raise ConfigError("scheduler: OneCycle has no stairs: leave out cycle_first_stair_count and the second")
-        second = cycle_first_step_size if cycle_second_step_size is None else cycle_second_step_size
-        self.cycle = float(cycle_first_step_size + second)
-        self.top = cycle_first_step_size / self.cycle
-        self.low, self.high = cycle_min_lr, cycle_max_lr
-        self.decay_steps, self.decay_lr_rate, self.decay_mom_rate = decay_step_size, decay_lr_rate, decay_mom_rate
-        self.low_momentum, self.high_momentum = cycle_min_mom, cycle_max_mom
-        has_betas = "betas" in optimizer.defaults
-        if cycle_momentum and not has_betas:
-            raise ConfigError(
-                f"scheduler: cycle_momentum is true, and {type(optimizer).__name__} has no betas: leave it out"
-            )
-        self.cycles_momentum = has_betas if cycle_momentum is None else cycle_momentum
-        super().__init__(optimizer, last_batch_iteration=last_batch_iteration)
-
-    def _share(self, step: int) -> float:
-        x = ((step + 1) / self.cycle) % 1.0
-        return x / self.top if x <= self.top else (x - 1) / (self.top - 1)
-
-    def _decayed(self, step: int, rate: float) -> float:
-        """How much what follows the cycle has grown by."""
-        return 1 + rate * (step - self.cycle + 1) / self.decay_steps if self.decay_steps else 1.0
-
-    def _rates(self, step: int) -> list[float]:
-        if step < 0:
-            rate = self.low
-        elif step < self.cycle:
-            rate = self.low + (self.high - self.low) * self._share(step)
-        else:
-            rate = self.low / self._decayed(step, self.decay_lr_rate)
-        return [rate] * len(self.optimizer.param_groups)
-
-    def momentum(self, step: int) -> float:
-        """The first of the optimizer's betas when `step` is the last step taken."""
-        if step < 0:
-            return self.low_momentum
-        if step < self.cycle:
-            return self.high_momentum - (self.high_momentum - self.low_momentum) * self._share(step)
-        return self.high_momentum * self._decayed(step, self.decay_mom_rate)
-
-    def _set(self) -> None:
-        super()._set()
-        if self.cycles_momentum:
-            for group in self.optimizer.param_groups:
-                group["betas"] = (self.momentum(self.last_batch_iteration), 0.99)
 
 
 SCHEDULES: Mapping[str, type[Schedule]] = {

@@ -5,6 +5,8 @@ torchrun --nproc-per-node 2 -m examples.from_deepspeed.train --deepspeed_config 
 """
 
 import argparse
+import json
+from pathlib import Path
 
 import torch
 from torch.utils.data import Dataset
@@ -19,7 +21,7 @@ class Counting(Dataset):
     """Numbers that count up in steps of one to three: `[TIME]` inputs and the same, moved by one, as targets."""
 
     def __len__(self) -> int:
-        return 512
+        return 1024
 
     def __getitem__(self, number: int) -> tuple[torch.Tensor, torch.Tensor]:
         line = (number + (1 + number % 3) * torch.arange(TIME + 1)) % VOCAB
@@ -30,6 +32,7 @@ def main() -> None:
     """Trains for some steps, saves, and says where it is."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, default=30, help="optimizer steps")
+    parser.add_argument("--losses", type=Path, help="file for the losses of the first rank's micro-batches, as JSON")
     parser.add_argument("--checkpoints", default="", help="folder to save to, and to go on from")
     parser = deepspeed.add_config_arguments(parser)
     args = parser.parse_args()
@@ -41,17 +44,21 @@ def main() -> None:
     )
     if args.checkpoints:
         engine.load_checkpoint(args.checkpoints)
+    losses = []
     while engine.global_steps < args.steps:
         for tokens, targets in loader:
             loss = engine(tokens, targets)
             engine.backward(loss)
             engine.step()
+            losses.append(loss.item())
             if engine.global_steps >= args.steps:
                 break
     if args.checkpoints:
         engine.save_checkpoint(args.checkpoints)
     if torch.distributed.get_rank() == 0:
         print(f"final: step {engine.global_steps}, loss {loss.item():.3f}")
+        if args.losses:
+            args.losses.write_text(json.dumps(losses))
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ import torch.distributed as dist
 import dsgraph
 from tests.models import CASES, build
 
-from .training import CASE, config
+from .training import CASE, batches, config
 
 pytestmark = pytest.mark.distributed
 
@@ -174,3 +174,20 @@ def _odd_states(folder: str) -> None:
 
 def test_what_is_no_tensor_is_kept_or_refused(ranks, tmp_path):
     ranks(2).run(_odd_states, str(tmp_path))
+
+
+def _amid_a_step(folder: str) -> None:
+    engine = _engine(3, gradient_accumulation_steps=2)
+    data = batches(0)
+    engine.save_checkpoint(folder, "before")
+    engine.backward(engine(*next(data)))
+    engine.step()
+    with pytest.raises(dsgraph.CheckpointError, match="save_checkpoint amid a step"):
+        engine.save_checkpoint(folder)
+    engine.load_checkpoint(folder)
+    assert engine.counts.micro == 0 and all(param.grad is None for param in engine.module.parameters())
+    engine.save_checkpoint(folder)
+
+
+def test_a_step_that_is_not_over_is_not_saved_and_given_up_for_a_checkpoint(ranks, tmp_path):
+    ranks(1).run(_amid_a_step, str(tmp_path))

@@ -7,6 +7,8 @@ import math
 import pytest
 import torch
 
+from dsgraph.engine.config import OptimizerConfig
+from dsgraph.engine.optimizers import maker_of
 from dsgraph.engine.schedules import schedule_class
 from dsgraph.errors import ConfigError
 
@@ -66,6 +68,35 @@ def test_one_cycle():
     momenta = [0.8, 0.85, 0.8, 0.825, 0.85, 0.875, 0.9, 0.9, 0.9]
     assert [rate for rate, _ in found] == pytest.approx(rates)
     assert [momentum for _, momentum in found] == pytest.approx(momenta)
+
+
+def test_stairs_and_rates_of_each_group():
+    weights = [torch.nn.Parameter(torch.zeros(1)) for _ in range(2)]
+    optimizer = torch.optim.AdamW([{"params": weights[:1]}, {"params": weights[1:], "lr": torch.tensor(0.5)}])
+    params = {"cycle_min_lr": [0, 1], "cycle_max_lr": [1, 3], "cycle_first_step_size": 4, "cycle_first_stair_count": 2}
+    schedule = schedule_class("OneCycle", params)(optimizer, **params)
+    held = optimizer.param_groups[1]["lr"]
+    found = []
+    for _ in range(9):
+        found.append([float(group["lr"]) for group in optimizer.param_groups])
+        schedule.step()
+    assert found == [[share, 1 + 2 * share] for share in (0, 0, 0.5, 0.5, 1, 0.5, 0.5, 0, 0)]
+    assert optimizer.param_groups[1]["lr"] is held, "a recorded graph reads it"
+
+
+def test_a_warm_up_ends_at_each_groups_own_rate():
+    weights = [torch.nn.Parameter(torch.zeros(1)) for _ in range(2)]
+    optimizer = torch.optim.SGD([{"params": weights[:1], "lr": 0.2}, {"params": weights[1:], "lr": 0.05}])
+    schedule = schedule_class("WarmupLR", {})(optimizer, warmup_num_steps=2)
+    for _ in range(4):
+        schedule.step()
+    assert schedule.get_lr() == [0.2, 0.05]
+
+
+def test_adam_has_the_default_decay_of_the_one_that_is_named():
+    for params, expected in (({}, 0.0), ({"torch_adam": True}, 0.01), ({"torch_adam": True, "weight_decay": 0.1}, 0.1)):
+        make = maker_of(OptimizerConfig(type="AdamW", params=params))
+        assert make([{"params": [torch.nn.Parameter(torch.zeros(1))]}]).defaults["weight_decay"] == expected
 
 
 def test_a_saved_schedule_goes_on():

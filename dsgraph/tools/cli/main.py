@@ -8,6 +8,7 @@ import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
+from keyword import iskeyword
 from typing import NoReturn
 
 from dsgraph.errors import LaunchError
@@ -17,7 +18,7 @@ from .command import Command, CommandError
 
 COMMANDS = (
     *("run", "launch", "ls", "show", "diff", "explain", "collectives", "memory", "ranks", "dot"),
-    *("passes", "config", "bisect", "emit", "calibrate", "doctor"),
+    *("passes", "config", "export", "import", "bisect", "emit", "calibrate", "doctor"),
 )
 """Each in the module of its name, which is loaded when it is called: `doctor` must work where others cannot."""
 
@@ -98,7 +99,8 @@ def _split(
 
 def load(name: str) -> Command:
     """The command of this name."""
-    command: Command = import_module(f"{__package__}.{name}").COMMAND
+    module = f"{name}_" if iskeyword(name) else name
+    command: Command = import_module(f"{__package__}.{module}").COMMAND
     return command
 
 

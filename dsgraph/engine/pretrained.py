@@ -1,0 +1,121 @@
+"""A partitioned model out to and in from Hugging Face's files. No rank holds the whole model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint import HuggingFaceStorageReader
+from torch.distributed.tensor import DTensor
+
+from dsgraph.errors import CheckpointError
+
+from .together import together
+from .weight_files import WeightFiles, begin, describe, finish, unfinished
+
+
+def export(module: nn.Module, folder: Path, *, shard_bytes: int, dtype: torch.dtype | None) -> None:
+    """Writes the weights of a partitioned model. All ranks call it together.
+
+    Parameters are gathered one by one. Files take turns among ranks, and a rank keeps what goes into the file that it
+    is to write next: `shard_bytes` at most.
+
+    Args:
+        module: The partitioned model.
+        folder: Where to; not there yet, or empty. All ranks see the same file system.
+        shard_bytes: Bytes of a file, at most.
+        dtype: Dtype of floating-point weights; None: that of the shards.
+
+    Raises:
+        CheckpointError: The folder is not empty, or a rank could not write; all ranks raise.
+    """
+    about = describe(module)
+    state = {name: value for name, value in module.state_dict(keep_vars=True).items() if name not in about["tied"]}
+    files = WeightFiles.plan(
+        {name: value.numel() * _dtype(value, dtype).itemsize for name, value in state.items()}, limit=shard_bytes
+    )
+    rank, ranks, doing = dist.get_rank(), dist.get_world_size(), f"export {folder}"
+    together(module, doing, lambda: begin(folder) if rank == 0 else None)
+    place = unfinished(folder)
+    for first in range(0, len(files.names), ranks):
+        mine: dict[str, Tensor] = {}
+        for number in range(first, min(first + ranks, len(files.names))):
+            for name in files.names[number]:
+                full = _whole(state[name])
+                if number % ranks == rank:
+                    mine[name] = full.to("cpu", _dtype(full, dtype))
+        if mine:
+            together(module, doing, lambda n=first + rank, t=mine: files.write(place, n, t))  # type: ignore[misc]
+        else:
+            together(module, doing, lambda: None)
+
+    def end() -> None:
+        files.write_rest(place, about, dtype=dtype)
+        finish(folder)
+
+    together(module, doing, end if rank == 0 else lambda: None)
+
+
+def load_pretrained(module: nn.Module, folder: Path) -> None:
+    """Reads Hugging Face's safetensors into a partitioned model: each rank its rows, file by file. All ranks call it.
+
+    Args:
+        module: The partitioned model.
+        folder: Has `*.safetensors`, whose names are those of the model's `state_dict`. Of tied weights one is enough.
+
+    Raises:
+        CheckpointError: There are no such files, or a weight is missing or has another shape. The model is as it was.
+    """
+    doing = f"load {folder}"
+    reader = HuggingFaceStorageReader(str(folder))
+    there: dict[str, Any] = {}
+    together(module, doing, lambda: there.update(_weights_in(folder, reader)))
+    tied, state = describe(module)["tied"], module.state_dict()
+    wanted = {name: torch.empty_like(value) for name, value in state.items() if name not in tied}
+    names = {name: _name_in(there, name, tied) for name in wanted}
+    together(module, doing, lambda: _check(wanted, there, names))
+    # The reader converts dtypes itself.
+    found = {names[name]: value for name, value in wanted.items()}
+    try:
+        dcp.load(found, storage_reader=reader)
+    except (dcp.api.CheckpointException, OSError, ValueError, RuntimeError) as error:
+        raise CheckpointError(f"{doing}: {' '.join(str(error).split())[:500]}") from error
+    module.load_state_dict({name: wanted[tied.get(name, name)] for name in state})
+
+
+def _weights_in(folder: Path, reader: HuggingFaceStorageReader) -> dict[str, Any]:
+    if not any(folder.glob("*.safetensors")):
+        raise CheckpointError("there are no *.safetensors in it")
+    return dict(reader.read_metadata().state_dict_metadata)
+
+
+def _name_in(there: dict[str, Any], name: str, tied: dict[str, str]) -> str:
+    """Under which name a file has a parameter: its own, or that of one tied to it."""
+    others = [other for other, first in tied.items() if first == name]
+    return next((candidate for candidate in (name, *others) if candidate in there), name)
+
+
+def _check(wanted: dict[str, Tensor], there: dict[str, Any], names: dict[str, str]) -> None:
+    missing = [name for name in wanted if names[name] not in there]
+    if missing:
+        raise CheckpointError(
+            f"there is no {missing[0]!r} in it, nor {len(missing) - 1} other weights of the model; it has "
+            f"{', '.join(list(there)[:3])}, ..."
+        )
+    for name, value in wanted.items():
+        size = there[names[name]].size
+        if size != value.shape:
+            raise CheckpointError(f"{name!r} is {list(size)} in it and {list(value.shape)} in the model")
+
+
+def _whole(value: Tensor) -> Tensor:
+    with torch.no_grad():
+        return value.full_tensor() if isinstance(value, DTensor) else value.detach()
+
+
+def _dtype(value: Tensor, wanted: torch.dtype | None) -> torch.dtype:
+    return value.dtype if wanted is None or not value.is_floating_point() else wanted

@@ -1,0 +1,119 @@
+"""How an engine is written to a checkpoint, and goes on from one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from dsgraph.errors import CheckpointError
+
+from . import checkpoints
+from .config import EngineConfig
+from .data import RankLoader
+from .loss_scale import LossScale
+from .progress import StepCounts
+
+
+class Saving:
+    """Checkpoints of an engine, which has these attributes."""
+
+    module: nn.Module
+    optimizer: Optimizer
+    lr_scheduler: Any
+    loss_scale: LossScale
+    counts: StepCounts
+    training_dataloader: RankLoader | None
+
+    @property
+    def config(self) -> EngineConfig:
+        """What the configuration says."""
+        raise NotImplementedError
+
+    def has_begun_step(self) -> bool:
+        """Whether a step has micro-batches behind it, and others to come."""
+        raise NotImplementedError
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Gives up the gradients of the step so far."""
+        raise NotImplementedError
+
+    def save_checkpoint(
+        self, save_dir: str | PathLike[str], tag: str | None = None, client_state: dict[str, Any] | None = None
+    ) -> bool:
+        """Writes model, optimizer, schedule, scale, counts and random numbers. All ranks call it at the same point.
+
+        Whatever interrupts it, the checkpoint before stays whole, and the latest.
+
+        Args:
+            save_dir: Folder of checkpoints.
+            tag: Name of this one; None: `global_step<N>`.
+            client_state: What `load_checkpoint` gives back: what JSON can hold.
+
+        Returns:
+            True.
+
+        Raises:
+            CheckpointError: It could not be written, and all ranks raise; or a step is not over, whose gradients no
+                checkpoint holds.
+        """
+        if self.has_begun_step():
+            raise CheckpointError(
+                "save_checkpoint amid a step of micro-batches, whose gradients a checkpoint does not hold: call it "
+                "behind the step() of the last micro-batch"
+            )
+        checkpoints.save(self, Path(save_dir), tag or f"global_step{self.counts.steps}", client_state or {})
+        return True
+
+    def load_checkpoint(
+        self, load_dir: str | PathLike[str], tag: str | None = None, *, load_module_only: bool = False
+    ) -> tuple[str | None, dict[str, Any]]:
+        """Goes on from a checkpoint, which another stage or number of ranks may have written.
+
+        Args:
+            load_dir: Folder of checkpoints.
+            tag: Which one; None: the latest.
+            load_module_only: Whether to leave optimizer, schedule, scale and counts as they are.
+
+        Returns:
+            The checkpoint's folder and the client's state; None and an empty dict where there is no checkpoint yet.
+
+        Raises:
+            CheckpointError: There is no such checkpoint, it is damaged, or of another model; all ranks raise.
+        """
+        found = checkpoints.load(self, Path(load_dir), tag, module_only=load_module_only)
+        if found is None:
+            return None, {}
+        self.zero_grad()
+        path, client_state = found
+        return str(path), client_state
+
+    def progress(self) -> dict[str, Any]:
+        """How far training is, as JSON values: what a checkpoint holds besides tensors."""
+        schedule = self.lr_scheduler.state_dict() if hasattr(self.lr_scheduler, "state_dict") else None
+        loader = self.training_dataloader
+        return {
+            "counts": asdict(self.counts),
+            "loss_scale": self.loss_scale.state_dict(),
+            "schedule": schedule,
+            "loader": None if loader is None else loader.state_dict(),
+        }
+
+    def why_not(self, progress: Mapping[str, Any]) -> str:
+        """Why `go_on_from` cannot take over what `progress` gave; empty where it can."""
+        loader = self.training_dataloader
+        return "" if loader is None else loader.why_not(progress.get("loader"))
+
+    def go_on_from(self, progress: Mapping[str, Any]) -> None:
+        """Takes over what `progress` gave in another run."""
+        self.counts = StepCounts(**progress["counts"])
+        self.loss_scale.load_state_dict(progress["loss_scale"])
+        if progress["schedule"] is not None and hasattr(self.lr_scheduler, "load_state_dict"):
+            self.lr_scheduler.load_state_dict(progress["schedule"])
+        if self.training_dataloader is not None:  # older checkpoints hold no position
+            self.training_dataloader.load_state_dict(progress.get("loader"))
