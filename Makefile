@@ -17,8 +17,8 @@ train: $(VENV)/.installed
 test: $(VENV)/.installed-test lint
 	$(PYTEST) -m "not gpu and not full"
 
-# The whole products.
-test-all: $(VENV)/.installed-test lint
+# The whole products, and the trials (docs/trials.md) with the frameworks that they use.
+test-all: $(VENV)/.installed-trials lint
 	$(PYTEST) -m "not gpu"
 
 test-fast: $(VENV)/.installed-test
@@ -39,6 +39,10 @@ $(VENV)/.installed: pyproject.toml
 
 $(VENV)/.installed-test: $(VENV)/.installed
 	$(BIN)/python -m pip install --quiet --editable ".[test,lint]"
+	touch $@
+
+$(VENV)/.installed-trials: $(VENV)/.installed-test
+	$(BIN)/python -m pip install --quiet --editable ".[trials]"
 	touch $@
 
 $(VENV)/.installed-peers: $(VENV)/.installed-test

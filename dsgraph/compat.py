@@ -16,6 +16,7 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 from torch.fx import GraphModule, Node
 
 MINIMUM_TORCH = (2, 11)
@@ -100,6 +101,23 @@ def version_of(tensor: torch.Tensor) -> int:
     return tensor._version
 
 
+def apply_to_tensors(
+    kind: type[torch.nn.Module], module: torch.nn.Module, change: Callable[..., Any], *args: Any, **named: Any
+) -> torch.nn.Module:
+    """What `module.to`, `.double` and their like call, as class `kind` has it."""
+    return kind._apply(module, change, *args, **named)
+
+
+def identity_of_parts(param: DTensor) -> tuple[int, int]:
+    """What tells the memory of a `DTensor` itself, and its local tensor, from others."""
+    return param.untyped_storage()._cdata, id(param._local_tensor)
+
+
+def is_fake(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has no values, as while torch traces."""
+    return isinstance(tensor, torch._subclasses.FakeTensor)
+
+
 def in_transform() -> bool:
     """Whether a transform of `torch.func` (`vmap`, `grad`, ...) is running; Dynamo knows the answer, too."""
     return torch._C._functorch.get_dynamic_layer_stack_depth() > 0  # which Dynamo reads as a constant, with a guard
@@ -141,6 +159,10 @@ def without_overrides(function: Callable[..., Any], args: Sequence[Any], kwargs:
     """Calls a function of torch as if subclasses of tensors among its arguments were plain tensors."""
     with torch._C.DisableTorchFunctionSubclass():
         return function(*args, **kwargs)
+
+
+NO_OVERRIDES = torch._C._disabled_torch_function_impl
+"""What a subclass of tensors that computes as a plain tensor has for `__torch_function__`, as `nn.Parameter` does."""
 
 
 def keep_static(tensor: torch.Tensor) -> None:

@@ -78,6 +78,7 @@ def main() -> None:
             save_steps=50,
             logging_steps=10,
             report_to="none",
+            use_cpu=not torch.cuda.is_available(),  # without it, transformers sees one process where there is no GPU
             disable_tqdm=True,
         ),
         train_dataset=Lines(text.train, 4096),

@@ -15,7 +15,7 @@ from torch.fx import GraphModule, Node
 from dsgraph.passes.compat import is_to_local
 from dsgraph.passes.ir.graph import all_graph_modules, is_gather_marker, placeholders
 
-_CHECKPOINT = torch.ops.higher_order.tag_activation_checkpoint
+CHECKPOINT_REGION = torch.ops.higher_order.tag_activation_checkpoint
 
 
 def add_sums(gm: GraphModule, inputs: Sequence[Any]) -> tuple[int, ...]:
@@ -53,7 +53,7 @@ def _readers(parameter: Node) -> list[Node]:
     for user in parameter.users:
         if is_to_local(user):
             markers = list(user.users)
-        elif user.target is _CHECKPOINT:
+        elif user.target is CHECKPOINT_REGION:
             markers = [marker for inner in _in_region(user, parameter) for marker in _readers(inner) or [user]]
         else:
             return []

@@ -14,6 +14,7 @@ from dsgraph.passes import CaptureFacts, GraphInput, InputRole
 from dsgraph.passes.ir.graph import all_graph_modules, is_gather_marker, placeholders
 from dsgraph.sharding.full_tensor import is_name_of_write
 
+from .captured_sums import CHECKPOINT_REGION
 from .frames import user_line
 
 
@@ -24,6 +25,7 @@ def refuse_writes(gm: GraphModule, facts: CaptureFacts) -> None:
         PartitionError: Names the parameter and the line.
     """
     roles = dict(zip(placeholders(gm), facts.roles.values(), strict=True))
+    roles |= _roles_in_regions(gm, roles)
     for module in all_graph_modules(gm):
         parameters = _full_parameters(module, roles)
         for node in module.graph.nodes:
@@ -34,6 +36,24 @@ def refuse_writes(gm: GraphModule, facts: CaptureFacts) -> None:
                     f"the forward writes to {name} ({user_line(node.stack_trace) or node}), of which it has a gathered "
                     "copy alone: write to it outside the forward, or make it a buffer"
                 )
+
+
+def _roles_in_regions(gm: GraphModule, roles: Mapping[Node, GraphInput]) -> dict[Node, GraphInput]:
+    """What the operands of checkpoint regions are, by what the regions call them; regions in regions as well."""
+    found: dict[Node, GraphInput] = {}
+    for call in gm.graph.nodes:
+        if call.target is not CHECKPOINT_REGION:
+            continue
+        body, *operands = call.args
+        region = gm.get_submodule(str(body.target))
+        assert isinstance(region, GraphModule)
+        inner = {
+            name: roles[operand]
+            for operand, name in zip(operands, placeholders(region), strict=True)
+            if operand in roles
+        }
+        found |= {**inner, **_roles_in_regions(region, inner)}
+    return found
 
 
 def _full_parameters(module: GraphModule, roles: Mapping[Node, GraphInput]) -> list[tuple[Tensor, str]]:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from dsgraph.sharding.full_tensor import FullTensor
+from dsgraph.sharding.replaced_data import refuse_replaced_data
 from dsgraph.step.state import PartitionState
 from dsgraph.step.watched_graphs import watch_sums
 
@@ -58,10 +59,25 @@ def read_full_tensors(compiled: Compiled, request: CompileRequest, _: GraphCompi
     return run
 
 
+def refuse_replaced(compiled: Compiled, request: CompileRequest, _: GraphCompiler) -> Compiled:
+    """`compiled`, which looks at the memory of its parameters before it runs."""
+    names = {number: info.name for number, info in request.facts.params.items()}
+    if not names:
+        return compiled
+
+    def run(*args: Any) -> Any:
+        for number, name in names.items():
+            refuse_replaced_data(args[number], name)
+        return compiled(*args)
+
+    return run
+
+
 WRAPPERS: tuple[Callable[[Compiled, CompileRequest, GraphCompiler], Compiled], ...] = (
     refresh_copies,
     watch_added_sums,
     read_full_tensors,
+    refuse_replaced,
 )
 """Applied in this order: the last is outermost."""
 

@@ -22,8 +22,6 @@ from .deepspeed_files import DeepSpeedCheckpoint, is_deepspeed, read_deepspeed
 from .progress import StepCounts
 from .weight_files import WeightFiles, begin, finish
 
-FORMAT = "dsgraph-engine-1"
-
 
 def export_checkpoint(folder: Path, out: Path, *, tag: str | None, shard_bytes: int, dtype: torch.dtype | None) -> Path:
     """Writes the weights of an engine's checkpoint as safetensors, a file's worth in memory at a time.

@@ -8,6 +8,7 @@ from typing import Any, NoReturn, cast
 
 from torch import nn
 
+from dsgraph import compat
 from dsgraph.errors import PartitionError
 
 from .checkpoint import take_rows
@@ -67,6 +68,9 @@ def _class_for(original: type[nn.Module], layouts: Mapping[str, Layout], methods
     body: dict[str, Any] = {name: property_for(name, layout) for name, layout in layouts.items()}
     body |= {"__module__": original.__module__, "__qualname__": original.__qualname__, "__doc__": original.__doc__}
     body |= {**methods, _LAYOUTS: dict(layouts), "__reduce_ex__": _refuse_to_pickle}
+    body["_apply"] = lambda self, fn, *args, **named: compat.apply_to_tensors(
+        original, self, _allowed(self, fn), *args, **named
+    )
     if issubclass(original, nn.RNNBase):
         body["_flat_weights"] = property(_flat_weights, lambda self, value: None)
     if not hasattr(original, "__deepcopy__"):
@@ -87,6 +91,16 @@ def _refuse_to_pickle(self: nn.Module, protocol: object) -> NoReturn:
         "belong to these ranks. Save model.state_dict() with torch.distributed.checkpoint, or the full tensors "
         "that torch.distributed.checkpoint.state_dict.get_model_state_dict gathers"
     )
+
+
+def _allowed(self: nn.Module, change: Callable[..., Any]) -> Callable[..., Any]:
+    """What a module applies to its parameters; `share_memory`, at which torch would crash, is refused."""
+    if getattr(change, "__qualname__", "").startswith("Module.share_memory."):
+        raise PartitionError(
+            f"{type(self).__name__} is part of a partitioned model, whose shards cannot be moved to shared memory: "
+            "call model.share_memory() before dsgraph.partition"
+        )
+    return change
 
 
 def _copy(

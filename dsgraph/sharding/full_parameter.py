@@ -19,6 +19,8 @@ from .full_tensor import FullTensor, plain_of
 from .rows import local_rows
 from .source import Source
 
+_REGISTERS_PARAMETERS = nn.Module.register_parameter.__code__
+_GIVES_PARAMETERS = nn.Module.get_parameter.__code__
 _TAKES_PARAMETERS = inspect.unwrap(Optimizer.add_param_group).__code__
 
 
@@ -27,8 +29,16 @@ class FullParameter(FullTensor):
 
     __slots__ = ()
 
-    # The module holds the parameter itself. This must not be registered in another one.
-    _is_param = property(lambda self: False)
+    @property
+    def _is_param(self) -> bool:  # type: ignore[override]
+        """Whether `isinstance` takes it for a parameter: it must not be registered, but `get_parameter` may give it."""
+        asking = sys._getframe(2).f_code
+        if asking is _REGISTERS_PARAMETERS:
+            raise PartitionError(
+                f"{self.source.name} cannot be registered in a module, under this name or another: "
+                "torch.nn.utils.prune and what ties parameters come before dsgraph.partition"
+            )
+        return asking is _GIVES_PARAMETERS
 
     @classmethod
     def over(cls, plain: Tensor, source: Source) -> FullTensor:

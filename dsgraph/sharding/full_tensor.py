@@ -94,7 +94,10 @@ class FullTensor(Tensor):
 
     def set_(self, *_: object) -> NoReturn:
         """Refused: the memory is that of the shards."""
-        raise PartitionError(f"{self.source.name} cannot be given other memory: write to it with copy_")
+        raise PartitionError(
+            f"{self.source.name} cannot be given other memory: write to it with copy_; parametrizations are registered "
+            "and removed before dsgraph.partition"
+        )
 
     def requires_grad_(self, requires_grad: bool = True) -> Tensor:
         """A plain tensor over the same values, which is no part of the model."""

@@ -22,6 +22,7 @@ from .layout import Layout
 from .mesh import mesh_axes, resolve_mesh
 from .pretrained import methods_for
 from .refusals import refuse_early_optimizers, refuse_hidden_references, refuse_model, refuse_parameters
+from .replaced_data import forget_memory, refuse_replaced_data
 from .rows import broadcast_from_first, local_rows, placements_for
 from .stages import STAGES
 from .table import PartitionArguments, PartitionedModel, ShardedParameter, partitioned_parts
@@ -201,6 +202,8 @@ def _shard(param: nn.Parameter, layout: Layout, mesh: DeviceMesh) -> nn.Paramete
     )
     shard = nn.Parameter(value, requires_grad=param.requires_grad)
     shard.__dict__.update(param.__dict__)  # what users and libraries note on parameters, such as `no_decay`
+    forget_memory(shard)
+    refuse_replaced_data(shard, "")
     return shard
 
 

@@ -18,8 +18,10 @@ from dsgraph import compat
 from dsgraph.errors import PartitionError
 
 from .eager_agreement import is_outside
+from .forward_parameter import ForwardParameter
 from .full_parameter import FullParameter
 from .layout import Layout
+from .replaced_data import refuse_replaced_data
 from .source import Source
 from .table import held_by
 
@@ -89,18 +91,23 @@ def mark_outside_transforms(
 def _read_eagerly(module: nn.Module, name: str, layout: Layout) -> Tensor:
     held_by(module).eager_reads[name] += 1
     with compat.outside_transforms():  # to transforms of `torch.func` parameters are constants
-        if not is_outside():
-            return _read(module, name, layout)
+        outside = is_outside()
         param: Any = module._parameters[name]
+        if torch.jit.is_tracing():
+            raise PartitionError(
+                f"torch.jit.trace of {type(module).__name__}, which is part of a partitioned model, cannot record how "
+                "its parameters are gathered: trace a plain model that has loaded the full state dict"
+            )
+        refuse_replaced_data(param, held_by(module).name_of(module, name))
         source = Source(
             name=f"parameter {name!r} of {type(module).__name__}",
             shards=param,
-            plain=_read(module, name, layout, is_kept=True),
+            plain=_read(module, name, layout, is_kept=outside),
             layout=layout,
             partition=held_by(module).partition,
             read=lambda: _read(module, name, layout),
         )
-        return FullParameter.over(source.plain, source)
+        return (FullParameter if outside else ForwardParameter).over(source.plain, source)
 
 
 def _read(module: nn.Module, name: str, layout: Layout, *, is_kept: bool = False) -> Tensor:

@@ -228,6 +228,7 @@ def _watch_steps(state: PartitionState) -> None:
     state.guarding = id(state)
     weak_state = weakref.ref(state)
 
+    @torch.compiler.disable  # where the step itself is compiled
     def before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         living = weak_state()
         if living is None or not living.gradients_stay_local:

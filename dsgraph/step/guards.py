@@ -10,15 +10,19 @@ import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import nn, optim
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from dsgraph.errors import PartitionError
 from dsgraph.inductor_ext import resolve_group
+from dsgraph.sharding.replaced_data import refuse_replaced_data
 from dsgraph.sharding.table import PartitionedModel, ShardedParameter, is_plain, not_taken_in, partitioned_parts
+
+from .replicas import confirm_replicas, holds_any, note_replicas
 
 # They compute with a matrix or a gradient as a whole. Torch raises on shards, or gives other numbers (Muon).
 NEED_ALL_ROWS = (optim.Adafactor, optim.Muon, optim.Rprop)
@@ -31,14 +35,26 @@ def guard(state: PartitionedModel) -> None:
     weak_state = weakref.ref(state)
     checked: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
+    @torch.compiler.disable  # where the step itself is compiled
     def before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         living = weak_state()
         if living is None:
             return
         refuse_added_parameters(optimizer, living)
+        if not holds_any(optimizer, living):
+            return
+        for entry in living.parameters:
+            refuse_replaced_data(entry.param, entry.name)
         if optimizer not in checked:
             refuse_optimizer(optimizer, living)
-            checked.add(optimizer)
+        confirm_replicas(living, is_first=optimizer not in checked)
+        checked.add(optimizer)
+
+    @torch.compiler.disable
+    def after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        living = weak_state()
+        if living is not None and holds_any(optimizer, living):
+            note_replicas(living)
 
     def on_registration(parent: nn.Module, name: str, child: nn.Module | None) -> None:
         living = weak_state()
@@ -47,6 +63,7 @@ def guard(state: PartitionedModel) -> None:
 
     for handle in (
         register_optimizer_step_pre_hook(before_step),
+        register_optimizer_step_post_hook(after_step),
         register_module_module_registration_hook(on_registration),
     ):
         weakref.finalize(state, handle.remove)

@@ -7,6 +7,7 @@ from enum import IntEnum
 from typing import Any
 
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from dsgraph import compat
 from dsgraph.inductor_ext import resolve_group
@@ -39,6 +40,7 @@ class ParameterState(ShardedParameter):
         withheld: What was in the sum, while a backward runs that must not add it.
         hooked_leaf: id of the leaf that reports its gradients.
         hooked_param: id of the parameter that does so.
+        noted_version: Of a replicated parameter, when its values were last known to be equal on all ranks; -1: unknown.
     """
 
     gathered_copy: Tensor | None = None
@@ -50,6 +52,7 @@ class ParameterState(ShardedParameter):
     withheld: Tensor | None = None
     hooked_leaf: int = 0
     hooked_param: int = 0
+    noted_version: int = -1
     _gathered_from: Any = None
     _gathered_version: int = -1
 
@@ -63,7 +66,8 @@ class ParameterState(ShardedParameter):
         # A copy of the model has no part in the step.
         gathered_copy = None if self.layout.zero.gathers_each_use else self.gathered_copy
         nothing = {"leaf": None, "accumulated_grad": None, "is_summed": False, "withheld": None}
-        return {**self.__dict__, **nothing, "gathered_copy": gathered_copy, "hooked_leaf": 0, "hooked_param": 0}
+        noted = {"hooked_leaf": 0, "hooked_param": 0, "noted_version": -1}
+        return {**self.__dict__, **nothing, **noted, "gathered_copy": gathered_copy}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -76,6 +80,21 @@ class ParameterState(ShardedParameter):
         if param is not self._gathered_from or compat.version_of(param) != self._gathered_version:
             self.freshness = Freshness.STALE
         return self.freshness
+
+    def note_version(self) -> None:
+        """Takes the present values of a replicated parameter for equal on all ranks."""
+        if self.is_replicated:
+            self.noted_version = compat.version_of(self.param)
+
+    @property
+    def is_replicated(self) -> bool:
+        """Whether every rank holds all of it; not where another parameter has been put in its place."""
+        return not self.layout.group and isinstance(self.param, DTensor)
+
+    @property
+    def is_written(self) -> bool:
+        """Whether anything was written to a replicated parameter since `note_version`."""
+        return self.is_replicated and self.noted_version not in (-1, compat.version_of(self.param))
 
     def mark_gathered(self, freshness: Freshness) -> None:
         """Notes which state of the shard the gathered copy was gathered from."""

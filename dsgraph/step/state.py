@@ -122,6 +122,7 @@ class PartitionState(PartitionedModel):
         """Adds a parameter, whose modules hold its shard already."""
         state = ParameterState(**vars(entry))
         self.parameters.append(state)
+        state.note_version()
         self.note_materialized(state)
 
     def tie(self, entry: ShardedParameter, module: nn.Module, attribute: str) -> None:
@@ -222,6 +223,7 @@ class PartitionState(PartitionedModel):
         self.watching = id(self)
         state = weakref.ref(self)
 
+        @torch.compiler.disable  # where the step itself is compiled
         def after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
             living = state()
             if living is not None:

@@ -1,0 +1,100 @@
+"""What an uncompiled forward reads of a parameter: a plain tensor, but for what is written to it.
+
+    self.weight.data.clamp_(-1, 1)      # in a forward, or in a hook around it: the shards are clamped
+
+Nothing but writing goes through it: computing costs what it costs with a plain tensor, and torch takes the same fast
+paths. Methods that write, and methods that give views where no gradients are wanted, are those of a `FullTensor`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dsgraph import compat
+
+from .full_tensor import FullTensor, is_name_of_write
+from .source import Source
+
+_VIEWS = (
+    "__getitem__ view view_as reshape t transpose permute flatten unflatten unsqueeze squeeze narrow select chunk "
+    "split unbind diagonal movedim swapaxes expand expand_as"
+)
+
+
+class ForwardParameter(Tensor):
+    """A full parameter inside a forward.
+
+    Attributes:
+        source: What it was gathered from.
+    """
+
+    __slots__ = ("source",)
+    __torch_function__ = compat.NO_OVERRIDES  # type: ignore[assignment]
+
+    source: Source
+
+    @classmethod
+    def over(cls, plain: Tensor, source: Source) -> ForwardParameter:
+        """`plain`, whose writing methods reach `source`."""
+        self = plain.as_subclass(cls)
+        self.source = source
+        return self
+
+    @property
+    def written(self) -> FullTensor:
+        """The same, to be written to."""
+        with torch.no_grad():
+            return FullTensor.over(self.source.plain.detach(), self.source)
+
+    @property
+    def data(self) -> Tensor:
+        """The same without gradients."""
+        return self.written
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        with torch.no_grad():
+            self.written.copy_(value)
+
+    def detach(self) -> Tensor:
+        """The same without gradients."""
+        return self.written
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        """A plain tensor with the same values."""
+        memo[id(self)] = copied = self.source.plain.detach().clone()
+        return copied
+
+
+def _writing(name: str) -> Callable[..., Any]:
+    plain_method = getattr(Tensor, name)
+
+    def write(self: ForwardParameter, *args: Any, **kwargs: Any) -> Any:
+        if torch.is_grad_enabled() and self.requires_grad:
+            return plain_method(self, *args, **kwargs)  # which torch refuses, as of every parameter
+        return getattr(self.written, name)(*args, **kwargs)
+
+    return write
+
+
+def _viewing(name: str) -> Callable[..., Any]:
+    plain_method = getattr(Tensor, name)
+
+    def view(self: ForwardParameter, *args: Any, **kwargs: Any) -> Any:
+        if torch.is_grad_enabled():
+            return plain_method(self, *args, **kwargs)
+        return getattr(self.written, name)(*args, **kwargs)
+
+    return view
+
+
+for _name in dir(Tensor):
+    # `set_`, `resize_` and their like are refused by the full tensor, `requires_grad_` writes nothing.
+    if is_name_of_write(_name) and _name not in ("__set__", "__delete__"):
+        setattr(ForwardParameter, _name, _writing(_name))
+for _name in _VIEWS.split():
+    setattr(ForwardParameter, _name, _viewing(_name))

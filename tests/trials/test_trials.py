@@ -1,0 +1,32 @@
+"""Each trial ends as docs/trials.md says: as in one process or with a clear error, never otherwise, never in a hang."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+from tests.trials.rooms import TRIALS
+from tests.trials.table import table_of
+from tests.trials.trial import run
+
+PAGE = Path(__file__).parents[2] / "docs" / "trials.md"
+
+
+# For `make test-all` alone: each script runs in several ways, and compiles in half of them.
+@pytest.mark.full
+@pytest.mark.distributed
+@pytest.mark.timeout(280)
+@pytest.mark.parametrize("name", TRIALS)
+def test_it_ends_as_the_table_says(ranks, name):
+    for package in TRIALS[name].needs:
+        if importlib.util.find_spec(package) is None:
+            pytest.skip(f"{package} is not installed; `make test-all` installs it")
+    wrong = ranks(2).run(run, name, timeout_s=30)
+    assert not any(wrong), "\n".join(text for rank in wrong for text in rank)
+
+
+def test_the_table_lists_all_trials():
+    assert table_of(TRIALS.values()) in PAGE.read_text(), "python -m tests.trials.table docs/trials.md"
+    assert len(TRIALS) >= 40
