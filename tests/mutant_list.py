@@ -433,7 +433,42 @@ ENGINE = (
         killers=("tests/launch/test_hosts.py",),
     ),
     Mutant(
-        *("checkpoint-trusts-files", "dsgraph/engine/checkpoints.py", "missing check"),
+        *("flops-of-the-wrong-way", "dsgraph/compiler/module_flops.py", "swapped order"),
+        *("self.found.backward[owner] += operations", "self.found.forward[owner] += operations"),
+        killers=("tests/engine/test_looks.py",),
+    ),
+    Mutant(
+        *("shows-the-last-loss", "dsgraph/engine/looks.py", "unsummed gradient"),
+        *("self._loss = share if self._loss is None else self._loss + share", "self._loss = share"),
+        killers=("tests/engine/test_looks.py",),
+    ),
+    Mutant(
+        *("one-cycle-without-stairs", "dsgraph/engine/one_cycle.py", "missing rounding"),
+        *("return math.floor(way * stairs / size) / stairs if stairs else way / size", "return way / size"),
+        killers=("tests/engine/test_schedules.py",),
+    ),
+    Mutant(
+        *("import-without-padding", "dsgraph/engine/deepspeed_files.py", "off-by-one shard"),
+        *("offset += size + padding", "offset += size"),
+        killers=("tests/engine/test_import.py",),
+    ),
+    Mutant(
+        *("number-of-own-rows", "dsgraph/sharding/rules.py", "unsummed norm"),
+        *("        return func(value.full_tensor())", "        return func(local)"),
+        killers=("tests/step/test_replicas.py",),
+    ),
+    Mutant(
+        *("replaced-data-passes", "dsgraph/sharding/replaced_data.py", "missing check"),
+        *("    if now[0] != seen[0] and now[1] == seen[1]:", "    if False:"),
+        killers=("tests/step/test_replicas.py",),
+    ),
+    Mutant(
+        *("replicas-compared-once", "dsgraph/step/replicas.py", "missing check"),
+        *("if is_first or entry.is_written]", "if is_first]"),
+        killers=("tests/step/test_replicas.py",),
+    ),
+    Mutant(
+        *("checkpoint-trusts-files", "dsgraph/engine/checkpoint_files.py", "missing check"),
         *("if not (path / name).is_file() or _checksum(path / name) != checksum:", "if not (path / name).is_file():"),
         killers=("tests/engine/test_checkpoints.py",),
     ),

@@ -99,6 +99,8 @@ def _checked(folder: Path, tag: str | None) -> tuple[Path, dict[str, Any]]:
     """The checkpoint that is meant, and what it says of itself, when all its files are as they were written."""
     tag = latest_tag(folder) if tag is None else tag
     path = folder if tag is None else folder / tag
+    if not (path / "engine.json").is_file():
+        raise CheckpointError(f"{path} is no checkpoint of an engine: there is no engine.json in it")
     return path, read_about(path)
 
 

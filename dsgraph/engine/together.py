@@ -32,6 +32,8 @@ def together(module: nn.Module, doing: str, act: Callable[[], Any]) -> None:
 
 def reason(error: BaseException) -> str:
     """Why something failed, in a line: what the disk said, where it was the disk."""
+    if isinstance(error, CheckpointError):
+        return str(error)
     if isinstance(error, dcp.api.CheckpointException):
         return "; ".join(f"rank {rank}: {reason(failure)}" for rank, (failure, _) in error.failures.items())
     deepest: BaseException | None = error

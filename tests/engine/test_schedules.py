@@ -95,7 +95,7 @@ def test_a_warm_up_ends_at_each_groups_own_rate():
 
 def test_adam_has_the_default_decay_of_the_one_that_is_named():
     for params, expected in (({}, 0.0), ({"torch_adam": True}, 0.01), ({"torch_adam": True, "weight_decay": 0.1}, 0.1)):
-        make = maker_of(OptimizerConfig(type="AdamW", params=params))
+        make = maker_of(OptimizerConfig(type="AdamW", params=params), torch.nn.Linear(1, 1))
         assert make([{"params": [torch.nn.Parameter(torch.zeros(1))]}]).defaults["weight_decay"] == expected
 
 

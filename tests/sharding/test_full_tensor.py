@@ -8,6 +8,7 @@ import io
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 import dsgraph
 from dsgraph.sharding.full_tensor import FullTensor
@@ -36,11 +37,12 @@ def test_it_computes_as_a_plain_tensor(model):
     assert torch.equal(torch.func.grad(lambda w: w.square().sum())(weight.detach()), 2 * weight)
 
 
-def test_inside_a_forward_it_is_plain(model):
+def test_inside_a_forward_it_computes_as_a_plain_tensor(model):
     seen = []
-    model[0].register_forward_pre_hook(lambda module, _: seen.append(type(module.weight)))
+    model[0].register_forward_pre_hook(lambda module, _: seen.extend([module.weight, module.weight * 2]))
     model(torch.ones(1, 4))
-    assert seen == [Tensor] and type(model[0].weight) is not Tensor
+    assert not isinstance(seen[0], (FullTensor, DTensor)) and type(seen[1]) is Tensor
+    assert isinstance(model[0].weight, FullTensor)
 
 
 def test_it_is_copied_and_saved_as_one_process_would(model):
