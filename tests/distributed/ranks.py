@@ -19,6 +19,10 @@ CALL_LIMIT = 240
 # How long the other ranks may take to notice that one has failed, seconds.
 GRACE = 45
 
+# After so many calls new processes play the ranks. Torch keeps process groups that compiled code has used. A thread of
+# each wakes up a hundred times a second: after a hundred calls they took a third of the machine.
+CALLS_OF_A_PROCESS = 16
+
 # Imported once, by the process from which all ranks are forked, and not by each of them.
 _PRELOADED = ["torch", "torch._dynamo", "torch._inductor.compile_fx", "torch.distributed.tensor", "dsgraph"]
 
@@ -28,6 +32,13 @@ class Processes:
 
     def __init__(self) -> None:
         self.pool = Pool(_Player, method="forkserver", preload=_PRELOADED)
+        self._calls = 0
+
+    def count_call(self) -> None:
+        """Hears that ranks are about to be called; those that have been called often give way to new ones."""
+        self._calls += 1
+        if self._calls % CALLS_OF_A_PROCESS == 0:
+            self.stop()
 
     def stop(self) -> None:
         """Kills them; the next call starts new ones."""
@@ -39,7 +50,7 @@ class Ranks:
 
     def __init__(self, world: int, processes: Processes) -> None:
         self.world = world
-        self._pool = processes.pool
+        self._processes, self._pool = processes, processes.pool
 
     def run(
         self,
@@ -56,6 +67,7 @@ class Ranks:
         Raises:
             AssertionError: A rank raised; the message holds every rank's traceback.
         """
+        self._processes.count_call()
         started = self._pool.start(self.world, limit=CALL_LIMIT, grace=GRACE)
         assert started.are_complete, started
         # Here, as torchrun has it in a process of its own: it outlives every rank.
