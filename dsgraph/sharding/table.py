@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DeviceMesh, DTensor
+from torch.optim import Optimizer
 
 from dsgraph.errors import PartitionError
 from dsgraph.inductor_ext import chunk_rows, resolve_group
@@ -177,6 +178,9 @@ class PartitionedModel:
     def arrived(self, tensor: Tensor) -> Tensor:
         """A gathered copy, when it has arrived; any other tensor at once."""
         return tensor
+
+    def before_update(self, optimizer: Optimizer) -> None:
+        """Hears that an optimizer of its parameters is about to step."""
 
     def watch_updates(self) -> None:
         """From here on counts the steps of optimizers, of which some leave no other trace."""

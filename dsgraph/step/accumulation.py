@@ -18,12 +18,10 @@ from __future__ import annotations
 import weakref
 from collections import defaultdict
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from dsgraph import compat
 from dsgraph.errors import AccumulationError
@@ -45,7 +43,7 @@ def enter_accumulation(state: PartitionState, *, reduce_once: bool) -> None:
         state.move_to(StepPhase.REDUCING_EACH)
         return
     state.move_to(StepPhase.ADDING)
-    _watch_steps(state)
+    state.ends_step = _before_update
     for entry in state.parameters:
         _prepare_leaf(entry, state)
 
@@ -221,28 +219,17 @@ def _take_sum(entry: ParameterState) -> Tensor | None:
     return total
 
 
-def _watch_steps(state: PartitionState) -> None:
+def _before_update(state: PartitionState, optimizer: Optimizer) -> None:
     """Refuses an optimizer's step ahead of the last backward, unless this rank had none: then it joins the others."""
-    if state.guarding == id(state):
+    if not state.gradients_stay_local:
         return
-    state.guarding = id(state)
-    weak_state = weakref.ref(state)
-
-    @torch.compiler.disable  # where the step itself is compiled
-    def before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        living = weak_state()
-        if living is None or not living.gradients_stay_local:
-            return
-        stepping = {id(param) for group in optimizer.param_groups for param in group["params"]}
-        stepped = [entry for entry in living.parameters if id(entry.param) in stepping]
-        for entry in stepped:
-            if entry.is_summed:
-                raise AccumulationError(
-                    f"optimizer step before the accumulated gradients were reduced (parameter {entry.name!r}): "
-                    "run the last micro-batch's forward and backward outside dsgraph.accumulate(model)"
-                )
-        if stepped and living.phase is StepPhase.LAST:
-            reduce_accumulated(living)
-
-    handle = register_optimizer_step_pre_hook(before_step)
-    weakref.finalize(state, handle.remove)
+    stepping = {id(param) for group in optimizer.param_groups for param in group["params"]}
+    stepped = [entry for entry in state.parameters if id(entry.param) in stepping]
+    for entry in stepped:
+        if entry.is_summed:
+            raise AccumulationError(
+                f"optimizer step before the accumulated gradients were reduced (parameter {entry.name!r}): "
+                "run the last micro-batch's forward and backward outside dsgraph.accumulate(model)"
+            )
+    if stepped and state.phase is StepPhase.LAST:
+        reduce_accumulated(state)

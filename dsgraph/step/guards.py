@@ -47,6 +47,7 @@ def guard(state: PartitionedModel) -> None:
             refuse_replaced_data(entry.param, entry.name)
         if optimizer not in checked:
             refuse_optimizer(optimizer, living)
+        living.before_update(optimizer)  # ahead of what follows: ranks that ran the last backward have reduced by now
         confirm_replicas(living, is_first=optimizer not in checked)
         checked.add(optimizer)
 

@@ -65,7 +65,7 @@ class PartitionState(PartitionedModel):
         awaiting_last_backward: True from the first gradient under `accumulate` to the backward that ends the step.
         reducing_in: The backward that reduces what is left at its end, or was to and failed; -1 if there is none.
         watching: id of the state whose optimizer hook is registered; a deep copy must register its own.
-        guarding: The same for the hook that refuses early steps.
+        ends_step: Is called ahead of an optimizer's step, from the first micro-batch that waits.
     """
 
     parameters: list[ParameterState] = field(default_factory=list)  # type: ignore[assignment]
@@ -77,7 +77,7 @@ class PartitionState(PartitionedModel):
     awaiting_last_backward: bool = False
     reducing_in: int = -1
     watching: int = 0
-    guarding: int = 0
+    ends_step: Callable[[PartitionState, Optimizer], None] | None = None
 
     def __post_init__(self) -> None:
         self.reduces_once = self.zero.reduces_once
@@ -96,6 +96,11 @@ class PartitionState(PartitionedModel):
     def copied(self) -> list[ParameterState]:
         """The parameters of which a gathered copy is kept."""
         return [entry for entry in self.parameters if entry.gathered_copy is not None]
+
+    def before_update(self, optimizer: Optimizer) -> None:
+        """Ends a step of micro-batches whose last backward this rank did not run."""
+        if self.ends_step is not None:
+            self.ends_step(self, optimizer)
 
     def refresh(self, *, eagerly: bool = False) -> None:
         """Starts to gather every gathered copy that may differ from its shards. All ranks call it at the same point.
