@@ -299,8 +299,8 @@ STEP = (
     Mutant(
         *("idle-rank-leaves", "dsgraph/step/accumulation.py", "missing check"),
         *(
-            "        if stepped and living.phase is StepPhase.LAST:\n            reduce_accumulated(living)",
-            "        pass",
+            "    if stepped and state.phase is StepPhase.LAST:\n        reduce_accumulated(state)",
+            "    pass",
         ),
         killers=("tests/distributed/test_idle_rank.py",),
     ),
