@@ -455,17 +455,17 @@ ENGINE = (
     Mutant(
         *("number-of-own-rows", "dsgraph/sharding/rules.py", "unsummed norm"),
         *("        return func(value.full_tensor())", "        return func(local)"),
-        killers=("tests/step/test_replicas.py",),
+        killers=("tests/step/test_replicated.py",),
     ),
     Mutant(
         *("replaced-data-passes", "dsgraph/sharding/replaced_data.py", "missing check"),
         *("    if now[0] != seen[0] and now[1] == seen[1]:", "    if False:"),
-        killers=("tests/step/test_replicas.py",),
+        killers=("tests/step/test_replicated.py",),
     ),
     Mutant(
-        *("replicas-compared-once", "dsgraph/step/replicas.py", "missing check"),
+        *("replicated-compared-once", "dsgraph/step/replicated.py", "missing check"),
         *("if is_first or entry.is_written]", "if is_first]"),
-        killers=("tests/step/test_replicas.py",),
+        killers=("tests/step/test_replicated.py",),
     ),
     Mutant(
         *("checkpoint-trusts-files", "dsgraph/engine/checkpoint_files.py", "missing check"),

@@ -216,6 +216,7 @@ def _take_model(engine: Training, state: dict[str, Any]) -> None:
 
 
 def _take_rest(engine: Training, state: dict[str, Any], about: dict[str, Any], path: Path) -> None:
+    engine.optimizer.state.clear()  # a checkpoint of an optimizer that has not stepped holds none
     for name, param in engine.module.named_parameters():
         found = {**dict(_of_parameter(state, name)), **about["optimizer"].get(name, {})}
         if found:

@@ -20,7 +20,7 @@ from dsgraph.errors import CheckpointError
 from .checkpoint_files import FORMAT, check_tag, complete, latest_tag, make_unfinished, read_about
 from .deepspeed_files import DeepSpeedCheckpoint, is_deepspeed, read_deepspeed
 from .progress import StepCounts
-from .weight_files import WeightFiles, begin, finish
+from .weight_files import WeightFiles, begin, dtype_in_file, finish
 
 
 def export_checkpoint(folder: Path, out: Path, *, tag: str | None, shard_bytes: int, dtype: torch.dtype | None) -> Path:
@@ -48,7 +48,7 @@ def export_checkpoint(folder: Path, out: Path, *, tag: str | None, shard_bytes: 
         for key, saved in known.items()
         if key.startswith(prefix) and key[len(prefix) :] not in model["tied"]
     }
-    dtypes = {name: _cast(saved.properties.dtype, dtype) for name, saved in tensors.items()}  # type: ignore[union-attr]
+    dtypes = {name: dtype_in_file(saved.properties.dtype, dtype) for name, saved in tensors.items()}  # type: ignore[union-attr]
     sizes = {name: saved.size.numel() * dtypes[name].itemsize for name, saved in tensors.items()}  # type: ignore[union-attr]
     files = WeightFiles.plan(sizes, limit=shard_bytes)
     unfinished = begin(out)
@@ -102,10 +102,6 @@ def _checked(folder: Path, tag: str | None) -> tuple[Path, dict[str, Any]]:
     if not (path / "engine.json").is_file():
         raise CheckpointError(f"{path} is no checkpoint of an engine: there is no engine.json in it")
     return path, read_about(path)
-
-
-def _cast(dtype: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
-    return dtype if wanted is None or not dtype.is_floating_point else wanted
 
 
 def _about(steps: StepCounts, **more: Any) -> dict[str, Any]:

@@ -142,6 +142,7 @@ class Engine(Figures, Saving, Weights, nn.Module):
                 scaled.backward(retain_graph=retain_graph)
         finally:
             self._leave()
+            self._has_begun_step = True
         self._looks.take_loss(share)
         return share
 
@@ -241,7 +242,7 @@ class Engine(Figures, Saving, Weights, nn.Module):
         self._has_begun_step = False
 
     def has_begun_step(self) -> bool:
-        """Whether a step has micro-batches behind it, and others to come."""
+        """Whether there are gradients of a step that is not over."""
         return self._has_begun_step
 
     def close(self) -> None:

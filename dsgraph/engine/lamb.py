@@ -23,6 +23,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 from torch.optim import Optimizer
 
+from dsgraph.sharding.rows import own_part
+
 
 class Lamb(Optimizer):
     """LAMB over plain parameters and shards."""
@@ -57,25 +59,25 @@ class Lamb(Optimizer):
             for param in group["params"]
             if param.grad is not None
         ]
-        norms = _norms([(param, _local(param), update) for param, _, update in work])
+        norms = _norms([(param, own_part(param), update) for param, _, update in work])
         for (param, group, update), (weight, size) in zip(work, norms, strict=True):
             ratio = (weight / size).clamp(group["min_coeff"], group["max_coeff"])
             ratio = torch.where((weight > 0) & (size > 0), ratio, torch.ones_like(ratio))
-            _local(param).sub_(update * (ratio * self._rate(param, group)))
+            own_part(param).sub_(update * (ratio * self._rate(param, group)))
             if isinstance(param, DTensor):
                 torch.autograd.graph.increment_version(param)
         return loss
 
     def _direction(self, param: Tensor, group: dict[str, Any]) -> Tensor:
         """Updates the averages; this rank's part of the update, without its rate."""
-        here, grad = _local(param), _local(param.grad)  # type: ignore[arg-type]
+        here, grad = own_part(param), own_part(param.grad)  # type: ignore[arg-type]
         state = self.state[param]
         if not state:
             state["step"] = torch.zeros(())
             state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(param), torch.zeros_like(param)
         state["step"] += 1
         beta1, beta2 = group["betas"]
-        exp_avg, exp_avg_sq = _local(state["exp_avg"]), _local(state["exp_avg_sq"])
+        exp_avg, exp_avg_sq = own_part(state["exp_avg"]), own_part(state["exp_avg_sq"])
         exp_avg.mul_(beta1).add_(grad, alpha=1 - beta1)
         exp_avg_sq.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
         return (exp_avg / (exp_avg_sq.sqrt() + group["eps"])).add_(here, alpha=group["weight_decay"])
@@ -87,10 +89,6 @@ class Lamb(Optimizer):
         beta1, beta2 = group["betas"]
         step = int(self.state[param]["step"])
         return rate * math.sqrt(1 - beta2**step) / (1 - beta1**step)
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _norms(parts: list[tuple[Tensor, Tensor, Tensor]]) -> list[tuple[Tensor, Tensor]]:

@@ -8,9 +8,9 @@ from collections.abc import Iterable
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from dsgraph.sharding.rows import own_part
 from dsgraph.sharding.table import PartitionedModel
 
 
@@ -38,5 +38,5 @@ def peak_bytes(device: torch.device) -> int:
 
 def _bytes(tensors: Iterable[Tensor]) -> int:
     """Of this rank's rows, each storage once."""
-    local = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
+    local = [own_part(tensor) for tensor in tensors]
     return sum({tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in local}.values())

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from dsgraph.errors import CheckpointError
 
 from .together import together
-from .weight_files import WeightFiles, begin, describe, finish, unfinished
+from .weight_files import WeightFiles, begin, describe, dtype_in_file, finish, unfinished
 
 
 def export(module: nn.Module, folder: Path, *, shard_bytes: int, dtype: torch.dtype | None) -> None:
@@ -36,7 +36,8 @@ def export(module: nn.Module, folder: Path, *, shard_bytes: int, dtype: torch.dt
     about = describe(module)
     state = {name: value for name, value in module.state_dict(keep_vars=True).items() if name not in about["tied"]}
     files = WeightFiles.plan(
-        {name: value.numel() * _dtype(value, dtype).itemsize for name, value in state.items()}, limit=shard_bytes
+        {name: value.numel() * dtype_in_file(value.dtype, dtype).itemsize for name, value in state.items()},
+        limit=shard_bytes,
     )
     rank, ranks, doing = dist.get_rank(), dist.get_world_size(), f"export {folder}"
     together(module, doing, lambda: begin(folder) if rank == 0 else None)
@@ -47,7 +48,7 @@ def export(module: nn.Module, folder: Path, *, shard_bytes: int, dtype: torch.dt
             for name in files.names[number]:
                 full = _whole(state[name])
                 if number % ranks == rank:
-                    mine[name] = full.to("cpu", _dtype(full, dtype))
+                    mine[name] = full.to("cpu", dtype_in_file(full.dtype, dtype))
         if mine:
             together(module, doing, lambda n=first + rank, t=mine: files.write(place, n, t))  # type: ignore[misc]
         else:
@@ -115,7 +116,3 @@ def _check(wanted: dict[str, Tensor], there: dict[str, Any], names: dict[str, st
 def _whole(value: Tensor) -> Tensor:
     with torch.no_grad():
         return value.full_tensor() if isinstance(value, DTensor) else value.detach()
-
-
-def _dtype(value: Tensor, wanted: torch.dtype | None) -> torch.dtype:
-    return value.dtype if wanted is None or not value.is_floating_point() else wanted

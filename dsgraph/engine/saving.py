@@ -36,7 +36,7 @@ class Saving:
         raise NotImplementedError
 
     def has_begun_step(self) -> bool:
-        """Whether a step has micro-batches behind it, and others to come."""
+        """Whether there are gradients of a step that is not over."""
         raise NotImplementedError
 
     def zero_grad(self, set_to_none: bool = True) -> None:

@@ -133,3 +133,8 @@ def unfinished(folder: Path) -> Path:
     """Where a folder is written until it is complete."""
     folder = folder.absolute()
     return folder.with_name(f".{folder.name}.unfinished")
+
+
+def dtype_in_file(dtype: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
+    """In which dtype a weight is written: as it is, or, if it is a floating-point one, as `wanted`."""
+    return dtype if wanted is None or not dtype.is_floating_point else wanted

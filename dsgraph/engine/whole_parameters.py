@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.optim import Optimizer
 
 from dsgraph.inductor_ext import chunk_rows
+from dsgraph.sharding.rows import own_part
 from dsgraph.step.guards import NEED_ALL_ROWS
 
 
@@ -90,7 +91,7 @@ class WholeParameters(Optimizer):
                 loss = closure()
         held = [param for group in self.param_groups for param in group["params"] if param.grad is not None]
         shares = [share for share in self._sharing() if share.param.grad is not None]
-        whole = {id(param): _leaf(_local(param), _local(param.grad)) for param in held if _group_of(param) is None}
+        whole = {id(param): _leaf(own_part(param), own_part(param.grad)) for param in held if _group_of(param) is None}
         for together in _by_group(shares):
             for share, weight, grad in _gather(together):
                 whole[id(share.param)] = _leaf(weight, grad)
@@ -103,8 +104,7 @@ class WholeParameters(Optimizer):
     def _sharing(self) -> list[_Share]:
         """The parameters whose rows are split, each with its owner."""
         split = [param for group in self.param_groups for param in group["params"] if _group_of(param) is not None]
-        if any(id(param) not in self._owners for param in split):
-            self._owners = _balanced(split)
+        self._owners = _balanced(split, self._owners)
         return [_Share(param, _group_of(param), self._owners[id(param)]) for param in split]  # type: ignore[arg-type]
 
     def _step_inner(self, whole: dict[int, Tensor]) -> None:
@@ -135,11 +135,6 @@ def whole_where_needed(optimizer: Optimizer) -> Optimizer:
     return WholeParameters(optimizer) if is_split else optimizer
 
 
-def _local(tensor: Tensor | None) -> Tensor:
-    assert tensor is not None
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
 def _group_of(param: Tensor) -> dist.ProcessGroup | None:
     """The ranks over which the rows of a parameter are split; None for one that each rank holds whole."""
     if isinstance(param, DTensor):
@@ -155,15 +150,18 @@ def _leaf(weight: Tensor, grad: Tensor) -> Tensor:
     return leaf
 
 
-def _balanced(params: Iterable[Tensor]) -> dict[int, int]:
-    """The owner of each parameter: the dearest first, each to the rank that has least so far. The same on all ranks."""
+def _balanced(params: Iterable[Tensor], known: Mapping[int, int]) -> dict[int, int]:
+    """The owner of each parameter: the dearest first, each to the rank that has least so far. The same on all ranks.
+
+    Those that are known stay, since the optimizer's state is with them.
+    """
     loads: dict[dist.ProcessGroup, list[int]] = {}
     owners = {}
-    for param in sorted(params, key=_cost, reverse=True):
+    for param in sorted(params, key=lambda param: (id(param) in known, _cost(param)), reverse=True):
         group = _group_of(param)
         assert group is not None
         load = loads.setdefault(group, [0] * group.size())
-        owners[id(param)] = load.index(min(load))
+        owners[id(param)] = known.get(id(param), load.index(min(load)))
         load[owners[id(param)]] += _cost(param)
     return owners
 
@@ -183,7 +181,7 @@ def _by_group(shares: Sequence[_Share]) -> list[list[_Share]]:
 
 def _exchange(mine: Sequence[Sequence[Tensor]], sizes: Sequence[int], like: _Share) -> list[Tensor]:
     """Sends `mine[rank]` to each rank; what each rank sent, of so many elements, flat."""
-    local = _local(like.param)
+    local = own_part(like.param)
     flat = [torch.cat([part.reshape(-1) for part in parts]) if parts else local.new_empty(0) for parts in mine]
     received = local.new_empty(sum(sizes))
     dist.all_to_all_single(received, torch.cat(flat), list(sizes), [part.numel() for part in flat], group=like.group)
@@ -195,7 +193,12 @@ def _gather(shares: Sequence[_Share]) -> list[tuple[_Share, Tensor, Tensor]]:
     ranks = range(shares[0].group.size())
     owned = [share for share in shares if share.is_mine]
     sends = [
-        [part for share in shares if share.owner == rank for part in (_local(share.param), _local(share.param.grad))]
+        [
+            part
+            for share in shares
+            if share.owner == rank
+            for part in (own_part(share.param), own_part(share.param.grad))  # type: ignore[arg-type]
+        ]
         for rank in ranks
     ]
     parts = _exchange(sends, [2 * sum(share.elements_of(rank) for share in owned) for rank in ranks], shares[0])
@@ -221,7 +224,7 @@ def _scatter(shares: Sequence[_Share], whole: dict[int, Tensor]) -> None:
     parts = _exchange(sends, [sum(share.elements_of(mine) for share in theirs) for theirs in from_each], shares[0])
     for theirs, part in zip(from_each, parts, strict=True):
         for share, piece in zip(theirs, part.split([share.elements_of(mine) for share in theirs]), strict=True):
-            local = _local(share.param)
+            local = own_part(share.param)
             local.copy_(piece.reshape(local.shape))
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DeviceMesh, Placement, Replicate, Shard
+from torch.distributed.tensor import DeviceMesh, DTensor, Placement, Replicate, Shard
 
 from dsgraph.passes import AxisRole
 
@@ -32,3 +32,8 @@ def local_rows(full: Tensor, layout: Layout, mesh: DeviceMesh) -> Tensor:
     dim = shard_dim(mesh)
     chunks, rank = full.chunk(mesh.size(dim)), mesh.get_local_rank(dim)
     return chunks[rank].clone() if rank < len(chunks) else full[:0].clone()
+
+
+def own_part(tensor: Tensor) -> Tensor:
+    """What this rank holds of a tensor: its part of a `DTensor`, a plain tensor itself."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -22,7 +22,7 @@ from dsgraph.inductor_ext import resolve_group
 from dsgraph.sharding.replaced_data import refuse_replaced_data
 from dsgraph.sharding.table import PartitionedModel, ShardedParameter, is_plain, not_taken_in, partitioned_parts
 
-from .replicas import confirm_replicas, holds_any, note_replicas
+from .replicated import confirm_replicated, holds_any, note_replicated
 
 # They compute with a matrix or a gradient as a whole. Torch raises on shards, or gives other numbers (Muon).
 NEED_ALL_ROWS = (optim.Adafactor, optim.Muon, optim.Rprop)
@@ -48,14 +48,14 @@ def guard(state: PartitionedModel) -> None:
         if optimizer not in checked:
             refuse_optimizer(optimizer, living)
         living.before_update(optimizer)  # ahead of what follows: ranks that ran the last backward have reduced by now
-        confirm_replicas(living, is_first=optimizer not in checked)
+        confirm_replicated(living, is_first=optimizer not in checked)
         checked.add(optimizer)
 
     @torch.compiler.disable
     def after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         living = weak_state()
         if living is not None and holds_any(optimizer, living):
-            note_replicas(living)
+            note_replicated(living)
 
     def on_registration(parent: nn.Module, name: str, child: nn.Module | None) -> None:
         living = weak_state()

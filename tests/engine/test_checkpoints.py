@@ -181,12 +181,20 @@ def _amid_a_step(folder: str) -> None:
     data = batches(0)
     engine.save_checkpoint(folder, "before")
     engine.backward(engine(*next(data)))
+    with pytest.raises(dsgraph.CheckpointError, match="save_checkpoint amid a step"):
+        engine.save_checkpoint(folder)
     engine.step()
     with pytest.raises(dsgraph.CheckpointError, match="save_checkpoint amid a step"):
         engine.save_checkpoint(folder)
+    first = float(engine.backward(engine(*next(data))))
+    engine.step()
+    assert engine.optimizer.state
     engine.load_checkpoint(folder)
     assert engine.counts.micro == 0 and all(param.grad is None for param in engine.module.parameters())
+    assert not engine.optimizer.state, "there was none yet"
     engine.save_checkpoint(folder)
+    data = batches(0, 1)
+    assert float(engine.backward(engine(*next(data)))) == first
 
 
 def test_a_step_that_is_not_over_is_not_saved_and_given_up_for_a_checkpoint(ranks, tmp_path):

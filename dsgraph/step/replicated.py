@@ -22,14 +22,14 @@ from dsgraph.sharding.table import PartitionedModel
 from .parameter import ParameterState
 
 
-def note_replicas(partition: PartitionedModel) -> None:
+def note_replicated(partition: PartitionedModel) -> None:
     """Takes the present values of replicated parameters for equal on all ranks."""
     for entry in partition.parameters:
         if isinstance(entry, ParameterState):
             entry.note_version()
 
 
-def confirm_replicas(partition: PartitionedModel, *, is_first: bool) -> None:
+def confirm_replicated(partition: PartitionedModel, *, is_first: bool) -> None:
     """Compares what has been written since to replicated parameters. All ranks call it ahead of the same step.
 
     Args:
