@@ -5,8 +5,8 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 NPROC ?= 2
-# Two tests at a time: while the ranks of one wait for each other, those of the other run.
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
+# Three tests at a time on two cores: while ranks of one wait for each other or a child starts, another one runs.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist worksteal
 
 .PHONY: train test test-all test-fast lint bench clean
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import gc
 import os
 import warnings
 from collections.abc import Callable
@@ -86,6 +87,7 @@ class _Player:
     """One rank, of one group after the other."""
 
     def __init__(self, rank: int) -> None:
+        gc.freeze()  # what was preloaded: the collector need not walk it, nor a fork copy it
         self._rank = rank
         os.environ["OMP_NUM_THREADS"] = "1"
         torch.set_num_threads(1)
