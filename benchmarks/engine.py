@@ -13,6 +13,12 @@ Rows of saving, by turns, medians:
     write_s       seconds in which all ranks together write files of so many bytes, and wait for the disk
     save_s        seconds of `engine.save_checkpoint` with as many bytes of shards and optimizer
     share         `write_s` over `save_s`
+
+Row of saving asynchronously, with as many bytes on each rank:
+    step_s        seconds a step, nothing being saved
+    stall_s       seconds until `save_checkpoint(asynchronous=True)` returns
+    beside_s      seconds a step of 8, the first behind that call, the checkpoint complete behind the last
+    over          `beside_s` over `step_s`
 """
 
 from __future__ import annotations
@@ -43,6 +49,19 @@ from examples.gpt import GPT
 
 STAGES = (0, 1, 2, 3)
 SAVES = 3
+ROWS = 64  # of a batch beside which a checkpoint is written
+STEPS_BESIDE = 8
+
+
+class _Wide(nn.Module):
+    """Few large parameters, so that there is much to save and little to compile."""
+
+    def __init__(self, rows: int) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(nn.Linear(1024, rows, bias=False) for _ in range(8))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return torch.stack([part(inputs).square().mean() for part in self.parts]).sum()
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -142,16 +161,21 @@ class Saving:
         self._folder, self._size = Path(folder), size
         # Of four bytes, in a parameter and two averages.
         rows = size * dist.get_world_size() // (3 * 4 * 8 * 1024)
-        model = nn.ModuleList(nn.Linear(1024, rows, bias=False) for _ in range(8))
+        model = _Wide(rows)
         config = {
             **{"train_micro_batch_size_per_gpu": 1, "gradient_clipping": 0.0, "dsgraph": {"compile": False}},
             **{"optimizer": {"type": "AdamW"}, "zero_optimization": {"stage": 3}},
         }
         self._engine, *_ = dsgraph.initialize(model=model, config=config)
-        for param in self._engine.module.parameters():
-            param.grad = torch.zeros_like(param)
-        self._engine.optimizer.step()
-        self._engine.optimizer.zero_grad()
+        self._rows = torch.randn(ROWS, 1024)
+        self._step()
+
+    def _step(self) -> float:
+        """Seconds of a step."""
+        started = time.perf_counter()
+        self._engine.backward(self._engine(self._rows))
+        self._engine.step()
+        return time.perf_counter() - started
 
     def save(self) -> float:
         """Seconds of a checkpoint."""
@@ -160,6 +184,22 @@ class Saving:
         self._engine.save_checkpoint(self._folder, "benchmark")
         dist.barrier()
         return time.perf_counter() - started
+
+    def alone(self, steps: int) -> float:
+        """Seconds of so many steps."""
+        dist.barrier()
+        return sum(self._step() for _ in range(steps))
+
+    def beside(self, steps: int) -> tuple[float, float]:
+        """Seconds of a call that begins to save, and of it, so many steps and the wait for the checkpoint together."""
+        dist.barrier()
+        started = time.perf_counter()
+        self._engine.save_checkpoint(self._folder, "benchmark", asynchronous=True)
+        stall = time.perf_counter() - started
+        for _ in range(steps):
+            self._step()
+        self._engine.wait_for_checkpoint()
+        return stall, time.perf_counter() - started
 
     def write(self) -> float:
         """Seconds of as many bytes in a file, behind which the disk is waited for."""
@@ -184,6 +224,7 @@ def _saving(size: int, world: int, folder: Path, errors: list[str]) -> Iterator[
         with Workers("saving", Saving, size, str(inside), world=world) as ranks:
             ranks.call("save")  # the first one makes files, later ones replace them
             times = [(max(ranks.call("write")), max(ranks.call("save"))) for _ in range(SAVES)]
+            turns = [(max(ranks.call("alone", STEPS_BESIDE)), ranks.call("beside", STEPS_BESIDE)) for _ in range(SAVES)]
     except WorkerError as error:
         errors.append(str(error))
         return
@@ -193,6 +234,13 @@ def _saving(size: int, world: int, folder: Path, errors: list[str]) -> Iterator[
     yield {
         **{"case": f"a checkpoint, {size // MB} MB a rank", "world": world, "write_s": write, "save_s": save},
         **{"write_mb_s": world * size / MB / write, "save_mb_s": world * size / MB / save, "share": write / save},
+    }
+    step = statistics.median(alone for alone, _ in turns) / STEPS_BESIDE
+    beside = statistics.median(max(total for _, total in found) for _, found in turns) / STEPS_BESIDE
+    stall = statistics.median(max(stall for stall, _ in found) for _, found in turns)
+    yield {
+        **{"case": f"a checkpoint beside steps, {size // MB} MB a rank", "world": world, "step_s": step},
+        **{"stall_s": stall, "beside_s": beside, "over": beside / step},
     }
 
 
@@ -212,6 +260,8 @@ def checks(rows: Sequence[Row]) -> list[Check]:
     found.append(
         Check(f"a checkpoint's rate over the disk's ({size})", min(shares) if shares else None, 0.80, "higher")
     )
+    beside = [row["over"] for row in rows if "beside_s" in row]
+    found.append(Check("steps beside a checkpoint over steps", beside[0] if beside else None, 1.05, "lower"))
     return found
 
 

@@ -472,6 +472,11 @@ ENGINE = (
         *("if not (path / name).is_file() or _checksum(path / name) != checksum:", "if not (path / name).is_file():"),
         killers=("tests/engine/test_checkpoints.py",),
     ),
+    Mutant(
+        *("written-but-never-complete", "dsgraph/engine/checkpoints.py", "dropped wait"),
+        *("_written(doing, folder, written.result)", "pass"),
+        killers=("tests/engine/test_faults.py",),
+    ),
 )
 
 MUTANTS = (*KERNELS, *SUBSTITUTION, *ZERO, *OVERLAP, *SHARDING, *COLLECTIVES, *STEP, *COMPILER, *VERIFIER, *ENGINE)

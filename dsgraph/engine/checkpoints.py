@@ -10,7 +10,8 @@ from __future__ import annotations
 import io
 import json
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -23,6 +24,7 @@ from torch.optim import Optimizer
 from dsgraph.errors import CheckpointError
 from dsgraph.files import write_whole
 
+from .asynchronous import Writer
 from .checkpoint_files import FORMAT, check_tag, complete, latest_tag, make_unfinished, read_about, unfinished_folder
 from .together import reason, together
 from .weight_files import describe
@@ -53,8 +55,20 @@ class Training(Protocol):
         """Takes over what `progress` gave in another run."""
 
 
-def save(engine: Training, folder: Path, tag: str, client_state: dict[str, Any]) -> Path:
+def save(
+    engine: Training, folder: Path, tag: str, client_state: dict[str, Any], *, writer: Writer | None = None
+) -> Path:
     """Writes a checkpoint. All ranks call it at the same point.
+
+    Args:
+        engine: What it is of.
+        folder: Folder of checkpoints.
+        tag: Name of this one.
+        client_state: What `load` gives back.
+        writer: Writes it while training goes on; None: it is complete on return.
+
+    Returns:
+        Its folder.
 
     Raises:
         CheckpointError: The tag or the client's state cannot be written, or a rank's disk refused; the checkpoint
@@ -64,14 +78,29 @@ def save(engine: Training, folder: Path, tag: str, client_state: dict[str, Any])
     about, is_first, doing = _about(engine, client_state), dist.get_rank() == 0, f"save {final}"
     together(engine.module, doing, lambda: make_unfinished(folder, tag) if is_first else None)
     together(engine.module, doing, lambda: _write_rank(engine, unfinished))
-    # It plans and writes together with the other ranks, and raises on all of them.
+    if writer is None:
+        _written(doing, folder, lambda: dcp.save(_tensors(engine), checkpoint_id=unfinished))
+        together(engine.module, doing, lambda: complete(folder, tag, about) if is_first else None)
+        return final
+    written = dcp.async_save(_tensors(engine), checkpoint_id=unfinished, process_group=writer.group())
+    assert isinstance(written, Future), "of a stager of one's own it would be more"
+
+    def end() -> None:
+        _written(doing, folder, written.result)
+        if is_first:  # dcp lets it know when the others have written
+            complete(folder, tag, about)
+
+    writer.start(doing, end)
+    return final
+
+
+def _written(doing: str, folder: Path, write: Callable[[], Any]) -> None:
+    """Lets torch write the tensors, which it plans with the other ranks: it raises on all of them."""
     try:
-        dcp.save(_tensors(engine), checkpoint_id=unfinished)
+        write()
     except (dcp.api.CheckpointException, OSError) as error:
         free = shutil.disk_usage(folder).free
         raise CheckpointError(f"{doing}: {reason(error)}; {free:,} bytes are free there") from error
-    together(engine.module, doing, lambda: complete(folder, tag, about) if is_first else None)
-    return final
 
 
 def load(engine: Training, folder: Path, tag: str | None, *, module_only: bool) -> tuple[Path, dict[str, Any]] | None:

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from dsgraph.errors import EngineError
 from dsgraph.step.accumulate import accumulate, discard
 
+from .asynchronous import Writer
 from .data import RankLoader, batches_of
 from .figures import Figures
 from .looks import Looks
@@ -86,6 +87,7 @@ class Engine(Figures, Saving, Weights, nn.Module):
         self._norm: float | None = None
         self._was_skipped = self._has_begun_step = False
         self._looks = looks
+        self._writer = Writer()
 
     def get_global_grad_norm(self) -> float | None:
         """The norm of the last step's gradients before they were clipped; None where nothing asked for it."""
@@ -246,7 +248,19 @@ class Engine(Figures, Saving, Weights, nn.Module):
         return self._has_begun_step
 
     def close(self) -> None:
-        """Lets go of the compiled model, of gradients and of the loader's processes; the partitioned model stays."""
+        """Lets go of the compiled model, of gradients and of the loader's processes; the partitioned model stays.
+
+        A checkpoint that is being written is waited for: then all ranks call it at the same point.
+
+        Raises:
+            CheckpointError: That checkpoint could not be written.
+        """
+        try:
+            self._writer.close(self.module)
+        finally:
+            self._give_up()
+
+    def _give_up(self) -> None:
         self._leave()
         if self.training_dataloader is not None:
             self.training_dataloader.end_loop()

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from dsgraph.errors import CheckpointError
 
 from . import checkpoints
+from .asynchronous import Writer
 from .config import EngineConfig
 from .data import RankLoader
 from .loss_scale import LossScale
@@ -29,6 +30,7 @@ class Saving:
     loss_scale: LossScale
     counts: StepCounts
     training_dataloader: RankLoader | None
+    _writer: Writer
 
     @property
     def config(self) -> EngineConfig:
@@ -44,7 +46,12 @@ class Saving:
         raise NotImplementedError
 
     def save_checkpoint(
-        self, save_dir: str | PathLike[str], tag: str | None = None, client_state: dict[str, Any] | None = None
+        self,
+        save_dir: str | PathLike[str],
+        tag: str | None = None,
+        client_state: dict[str, Any] | None = None,
+        *,
+        asynchronous: bool = False,
     ) -> bool:
         """Writes model, optimizer, schedule, scale, counts and random numbers. All ranks call it at the same point.
 
@@ -54,21 +61,37 @@ class Saving:
             save_dir: Folder of checkpoints.
             tag: Name of this one; None: `global_step<N>`.
             client_state: What `load_checkpoint` gives back: what JSON can hold.
+            asynchronous: Whether to return when the tensors are copied, and write the copies while training goes on.
+                The checkpoint is there when `wait_for_checkpoint` returns, which the next saving or loading calls.
 
         Returns:
             True.
 
         Raises:
-            CheckpointError: It could not be written, and all ranks raise; or a step is not over, whose gradients no
-                checkpoint holds.
+            CheckpointError: It could not be written, or the one before it that is asynchronous, and all ranks raise;
+                or a step is not over, whose gradients no checkpoint holds.
         """
         if self.has_begun_step():
             raise CheckpointError(
                 "save_checkpoint amid a step of micro-batches, whose gradients a checkpoint does not hold: call it "
                 "behind the step() of the last micro-batch"
             )
-        checkpoints.save(self, Path(save_dir), tag or f"global_step{self.counts.steps}", client_state or {})
+        self.wait_for_checkpoint()
+        checkpoints.save(
+            *(self, Path(save_dir), tag or f"global_step{self.counts.steps}", client_state or {}),
+            writer=self._writer if asynchronous else None,
+        )
         return True
+
+    def wait_for_checkpoint(self) -> None:
+        """Returns when the checkpoint that is being written is complete, at once where there is none.
+
+        All ranks call it at the same point: at the end of training, before the process group is given up.
+
+        Raises:
+            CheckpointError: It could not be written, and all ranks raise; the checkpoint before stays the latest.
+        """
+        self._writer.wait(self.module)
 
     def load_checkpoint(
         self, load_dir: str | PathLike[str], tag: str | None = None, *, load_module_only: bool = False
@@ -86,6 +109,7 @@ class Saving:
         Raises:
             CheckpointError: There is no such checkpoint, it is damaged, or of another model; all ranks raise.
         """
+        self.wait_for_checkpoint()
         found = checkpoints.load(self, Path(load_dir), tag, module_only=load_module_only)
         if found is None:
             return None, {}

@@ -15,15 +15,17 @@ ROWS = [
     {"system": "dsgraph-3", "stage": 3, "step_s": 0.8, "over": 0.8},
     {"system": "deepspeed-3", "stage": 3, "step_s": 1.0, "over": None},
     {"case": "a checkpoint, 1000 MB a rank", "share": 0.7},
+    {"case": "a checkpoint beside steps, 1000 MB a rank", "step_s": 2.0, "beside_s": 2.2, "over": 1.1},
 ]
 
 
 def test_checks_are_computed_from_rows():
-    overhead, script, saving = engine.checks(ROWS)
+    overhead, script, saving, beside = engine.checks(ROWS)
     assert (overhead.value, overhead.limit, overhead.ok) == (1.01, 1.02, True) and "stages 0)" in overhead.name
     assert (script.value, script.limit, script.ok) == (pytest.approx(0.7), 0.75, True) and "0, 3" in script.name
     assert (saving.value, saving.limit, saving.ok) == (0.7, 0.80, False) and "1000 MB a rank" in saving.name
-    assert [check.value for check in engine.checks([])] == [None, None, None]
+    assert (beside.value, beside.limit, beside.ok) == (1.1, 1.05, False)
+    assert [check.value for check in engine.checks([])] == [None, None, None, None]
 
 
 def test_the_largest_difference_counts():
@@ -46,8 +48,9 @@ def test_a_smoke_run(tmp_path, monkeypatch):
     file = tmp_path / "out.json"
     assert engine.main(["--quick", "--stages", "3", "--steps", "2", "--json", str(file)]) == 0
     found = json.loads(file.read_text())
-    rows = {row.get("system", "saving"): row for row in found["rows"]}
+    rows = {row.get("system", row.get("case")): row for row in found["rows"]}
     assert rows["engine-3"]["over"] == pytest.approx(rows["engine-3"]["step_s"] / rows["bare-3"]["step_s"])
     assert rows["engine-3"]["loss"] == pytest.approx(rows["bare-3"]["loss"], abs=1e-5)
-    assert rows["saving"]["share"] > 0
+    assert rows["a checkpoint, 10 MB a rank"]["share"] > 0
+    assert rows["a checkpoint beside steps, 10 MB a rank"]["stall_s"] > 0
     assert list(tmp_path.iterdir()) == [file]

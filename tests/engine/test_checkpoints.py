@@ -38,11 +38,13 @@ def _losses(engine: dsgraph.Engine, first: int, last: int) -> list[float]:
     return found
 
 
-def _save(folder: str, stage: int, more: dict) -> list[float]:
+def _save(folder: str, stage: int, more: dict, asynchronous: bool = False) -> list[float]:
     engine = _engine(stage, **more)
     _losses(engine, 0, 3)
-    engine.save_checkpoint(folder, client_state={"seen": 3})
-    return _losses(engine, 3, 5)
+    engine.save_checkpoint(folder, client_state={"seen": 3}, asynchronous=asynchronous)
+    losses = _losses(engine, 3, 5)
+    engine.close()
+    return losses
 
 
 def _go_on(folder: str, stage: int, more: dict) -> tuple[list[float], dict, int]:
@@ -57,17 +59,17 @@ FP16 = {"fp16": {"enabled": True, "initial_scale_power": 8}}
 
 
 @pytest.mark.parametrize(
-    ("stages", "worlds", "more"),
+    ("stages", "worlds", "more", "asynchronous"),
     [
-        ((3, 1), (2, 3), {}),
-        ((1, 2), (2, 2), LAMB),
-        pytest.param((3, 3), (2, 2), {}, marks=pytest.mark.full),
-        pytest.param((0, 3), (3, 1), {}, marks=pytest.mark.full),
-        pytest.param((2, 2), (2, 1), FP16, marks=pytest.mark.full),
+        ((3, 1), (2, 3), {}, True),
+        ((1, 2), (2, 2), LAMB, False),
+        pytest.param((3, 3), (2, 2), {}, False, marks=pytest.mark.full),
+        pytest.param((0, 3), (3, 1), {}, False, marks=pytest.mark.full),
+        pytest.param((2, 2), (2, 1), FP16, True, marks=pytest.mark.full),
     ],
 )
-def test_another_stage_and_number_of_ranks_go_on_alike(ranks, tmp_path, stages, worlds, more):
-    expected = ranks(worlds[0]).run(_save, str(tmp_path), stages[0], more)[0]
+def test_another_stage_and_number_of_ranks_go_on_alike(ranks, tmp_path, stages, worlds, more, asynchronous):
+    expected = ranks(worlds[0]).run(_save, str(tmp_path), stages[0], more, asynchronous)[0]
     losses, client, steps = ranks(worlds[1]).run(_go_on, str(tmp_path), stages[1], more)[0]
     assert losses == pytest.approx(expected, rel=1e-2 if "fp16" in more else 1e-5)
     assert client == {"seen": 3} and steps == 5

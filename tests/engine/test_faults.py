@@ -99,7 +99,7 @@ def test_killed_at_random_moments_of_saving_nothing_is_lost(ranks, tmp_path):
     assert ranks(2).run(_train, str(folder), STEPS)[0] == pytest.approx(expected, rel=1e-6)
 
 
-def _on_a_full_disk(folder: str, free: int) -> None:
+def _on_a_full_disk(folder: str, free: int, asynchronous: bool) -> None:
     engine = dsgraph.initialize(model=build(CASE), config=config(3))[0]
     data = batches(0)
     engine.train_batch(data)
@@ -118,19 +118,28 @@ def _on_a_full_disk(folder: str, free: int) -> None:
         dsgraph.CheckpointError,
         match=r"save .*bad: rank \d: .*([Nn]o space left on device|[\d,]+ bytes are free there)",
     ):
-        engine.save_checkpoint(folder, "bad")
+        engine.save_checkpoint(folder, "bad", asynchronous=asynchronous)
+        engine.wait_for_checkpoint()
+    engine.wait_for_checkpoint()  # nothing is being written any more
     dist.barrier()
     again = dsgraph.initialize(model=build(CASE), config=config(3))[0]
     assert again.load_checkpoint(folder)[0] == f"{folder}/good"
     assert float(again.train_batch(batches(0, 1))) == pytest.approx(before, rel=1e-6)
 
 
-@pytest.mark.parametrize("free", (0, 6 * 4096), ids=("before the tensors", "amid the tensors"))
-def test_a_full_disk_is_an_error_and_the_checkpoint_before_stays(ranks, tmp_path, free):
+@pytest.mark.parametrize(
+    ("free", "asynchronous"),
+    [
+        pytest.param(0, False, id="before the tensors"),
+        pytest.param(6 * 4096, False, id="amid the tensors", marks=pytest.mark.full),  # the thread does the same
+        pytest.param(6 * 4096, True, id="amid the tensors, in the thread"),
+    ],
+)
+def test_a_full_disk_is_an_error_and_the_checkpoint_before_stays(ranks, tmp_path, free, asynchronous):
     if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "none", tmp_path], capture_output=True).returncode:
         pytest.skip("mounting a small file system takes the rights of root")
     try:
-        ranks(2).run(_on_a_full_disk, str(tmp_path), free)
+        ranks(2).run(_on_a_full_disk, str(tmp_path), free, asynchronous)
     finally:
         subprocess.run(["umount", tmp_path], check=True)
 
