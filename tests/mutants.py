@@ -134,20 +134,28 @@ def run(mutants: Sequence[Mutant], *, jobs: int, everything: bool) -> list[Outco
             return list(pool.map(one, mutants))
 
 
-def table(outcomes: Sequence[Outcome]) -> str:
-    """The outcomes as a table in Markdown."""
-    rows = ["| mutant | in | kind | killed by |", "|---|---|---|---|"]
+def table(outcomes: Sequence[Outcome], before: str = "") -> str:
+    """The outcomes as a table in Markdown.
+
+    Args:
+        outcomes: What was found.
+        before: A table whose rows of other mutants stay, where they still exist.
+    """
+    rows = {line.split(" | ")[0].removeprefix("| "): line for line in before.splitlines() if line.startswith("| ")}
     for outcome in outcomes:
         killer = f"`{outcome.killer.partition('[')[0]}`" if outcome.killer else outcome.tier
         tier = "" if outcome.tier == "small" else f" ({outcome.tier})"
-        rows.append(f"| {outcome.mutant.name} | `{outcome.mutant.file}` | {outcome.mutant.kind} | {killer}{tier} |")
-    killed = sum(outcome.tier == "small" for outcome in outcomes)
-    rows += ["", f"{killed} of {len(outcomes)} mutants are killed by `make test`."]
-    return "\n".join(rows)
+        name = outcome.mutant.name
+        rows[name] = f"| {name} | `{outcome.mutant.file}` | {outcome.mutant.kind} | {killer}{tier} |"
+    names = dict.fromkeys(mutant.name for mutant in (*MUTANTS, *(outcome.mutant for outcome in outcomes)))
+    known = [rows[name] for name in names if name in rows]
+    killed = sum(row.endswith("` |") for row in known)
+    head = ["| mutant | in | kind | killed by |", "|---|---|---|---|"]
+    return "\n".join([*head, *known, "", f"{killed} of {len(known)} mutants are killed by `make test`."])
 
 
 def write_table(path: Path, outcomes: Sequence[Outcome]) -> None:
-    """Puts the table between the marks of a file.
+    """Puts the table between the marks of a file; rows of mutants that were not judged stay.
 
     Raises:
         ValueError: The marks are not there.
@@ -156,7 +164,7 @@ def write_table(path: Path, outcomes: Sequence[Outcome]) -> None:
     begin, end = (text.find(mark) for mark in MARK)
     if not 0 <= begin < end:
         raise ValueError(f"{path} has no {MARK[0]} ... {MARK[1]}")
-    path.write_text(f"{text[: begin + len(MARK[0])]}\n{table(outcomes)}\n{text[end:]}")
+    path.write_text(f"{text[: begin + len(MARK[0])]}\n{table(outcomes, text[begin:end])}\n{text[end:]}")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

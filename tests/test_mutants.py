@@ -44,10 +44,17 @@ def test_a_mutant_is_killed_or_survives(tmp_path):
 
 def test_the_table_stands_between_its_marks(tmp_path):
     page = tmp_path / "page.md"
-    page.write_text(f"before\n{MARK[0]}\nold\n{MARK[1]}\nafter\n")
+    kept = f"| {MUTANTS[0].name} | `file.py` | kind | survived |"
+    page.write_text(f"before\n{MARK[0]}\nold\n{kept}\n| gone | `file.py` | kind | `test` |\n{MARK[1]}\nafter\n")
     mutant = Mutant("name", "file.py", "kind", "a", "b", killers=())
     write_table(page, [Outcome(mutant, "small", "tests/test_x.py::test_y[3]", 1.0)])
     text = page.read_text()
-    assert "old" not in text and text.startswith("before") and text.endswith("after\n")
+    assert (
+        "old" not in text
+        and "gone" not in text
+        and kept in text
+        and text.startswith("before")
+        and text.endswith("after\n")
+    )
     assert "| name | `file.py` | kind | `tests/test_x.py::test_y` |" in text
-    assert "1 of 1 mutants" in text
+    assert "1 of 2 mutants" in text
