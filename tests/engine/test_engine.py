@@ -28,7 +28,7 @@ def _adamw(model):
 
 
 def _lamb(model):
-    return Lamb(model.parameters(), lr=1e-2, weight_decay=0.1), None
+    return Lamb(model.parameters(), lr=1e-2, weight_decay=0.1, min_coeff=0.0), None
 
 
 def _warming(model):
@@ -37,7 +37,8 @@ def _warming(model):
 
 
 WARMUP = {"scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 1e-2, "warmup_num_steps": 4}}}
-LAMB = {"optimizer": {"type": "Lamb", "params": {"lr": 1e-2, "weight_decay": 0.1}}}
+# The least ratio that is usual would hide what the norms are.
+LAMB = {"optimizer": {"type": "Lamb", "params": {"lr": 1e-2, "weight_decay": 0.1, "min_coeff": 0.0}}}
 
 
 @pytest.mark.covering(1)
@@ -116,11 +117,11 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(ranks, stage):
     assert ranks(2).run(_skip, stage) == [expected, expected]
 
 
-def _taken_over(how: str) -> None:
+def _taken_over(how: str, tolerance: float, **settings: object) -> None:
     model, alone = build(CASE), build(CASE)
     make = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
     given = make if how == "function" else make(model.parameters())
-    wanted = config(3, gradient_clipping=0.0)
+    wanted = config(3, gradient_clipping=0.0, **settings)
     del wanted["optimizer"]
     engine, optimizer, _, _ = dsgraph.initialize(model=model, optimizer=given, config=wanted)
     assert how == "function" or optimizer is given
@@ -131,12 +132,17 @@ def _taken_over(how: str) -> None:
         alone(*next(same)).backward()
         theirs.step()
         theirs.zero_grad()
-        check_parameters(engine, alone)
+        check_parameters(engine, alone, rtol=tolerance, atol=tolerance / 10)
 
 
 @pytest.mark.parametrize("how", ("function", "object"))
 def test_an_optimizer_of_the_callers_is_taken_over(ranks, how):
-    ranks(2).run(_taken_over, how)
+    ranks(2).run(_taken_over, how, 1e-5)
+
+
+def test_gradients_are_unscaled_before_the_optimizer_sees_them(ranks):
+    # Of SGD, whose step is as long as the gradient; Adam's is not.
+    ranks(2).run(_taken_over, "object", 1e-2, fp16={"enabled": True, "initial_scale_power": 10})
 
 
 def _no_sync(stage: int) -> None:
