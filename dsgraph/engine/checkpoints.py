@@ -26,6 +26,7 @@ from dsgraph.files import write_whole
 
 from .asynchronous import Writer
 from .checkpoint_files import FORMAT, check_tag, complete, latest_tag, make_unfinished, read_about, unfinished_folder
+from .checkpoint_match import class_of, other_model, other_optimizer
 from .together import reason, together
 from .weight_files import describe
 
@@ -118,8 +119,12 @@ def load(engine: Training, folder: Path, tag: str | None, *, module_only: bool) 
     Raises:
         CheckpointError: There is no such checkpoint, it is damaged, or of another model; the engine is as it was.
     """
-    tag = latest_tag(folder) if tag is None else tag
+    named = [latest_tag(folder) if tag is None else tag]
+    dist.broadcast_object_list(named, src=0)  # one rank chooses, lest folders of several hosts differ
+    (tag,) = named
     if tag is None:
+        if dist.get_rank() == 0:
+            print(f"dsgraph: load_checkpoint: {folder} holds no checkpoint, and the engine stays as it is", flush=True)
         return None
     path, about = folder / tag, {}
     share = {"share": dist.get_rank(), "shares": dist.get_world_size()}
@@ -127,7 +132,7 @@ def load(engine: Training, folder: Path, tag: str | None, *, module_only: bool) 
     groups, saved = len(engine.optimizer.param_groups), len(about["groups"])
     if groups != saved and not module_only:
         raise CheckpointError(f"load {path}: it has {saved} groups of parameters, and the optimizer {groups}")
-    problem = "" if module_only else engine.why_not(about["engine"])
+    problem = "" if module_only else other_optimizer(engine.optimizer, about) or engine.why_not(about["engine"])
     if problem:
         raise CheckpointError(f"load {path}: {problem}: load_module_only=True takes the model alone")
     wanted = _wanted(engine, path, module_only=module_only)
@@ -152,6 +157,7 @@ def _about(engine: Training, client_state: dict[str, Any]) -> dict[str, Any]:
         "ranks": dist.get_world_size(),
         "engine": engine.progress(),
         **_plain_state(engine),
+        "optimizer_class": class_of(engine.optimizer),
         "client_state": client,
         "config": engine.config.model_dump(mode="json"),
         "model": describe(engine.module),
@@ -216,6 +222,8 @@ def _wanted(engine: Training, path: Path, *, module_only: bool) -> dict[str, Any
     """Tensors to read into: copies, so that nothing of the engine changes until all is there."""
     known = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
     tied = describe(engine.module)["tied"]
+    if problem := other_model(engine.module, known, tied, module_only=module_only):
+        raise CheckpointError(f"load {path}: it is of another model: {problem}")
     state: dict[str, Any] = {
         f"model.{name}": torch.empty_like(value)
         for name, value in engine.module.state_dict().items()

@@ -85,7 +85,7 @@ class Engine(Figures, Saving, Weights, nn.Module):
         self._waiting = ExitStack()
         self._is_waiting = self._never_reduces = False
         self._norm: float | None = None
-        self._was_skipped = self._has_begun_step = False
+        self._was_skipped = self._has_begun_step = self._ran_backward = False
         self._looks = looks
         self._writer = Writer()
 
@@ -144,7 +144,7 @@ class Engine(Figures, Saving, Weights, nn.Module):
                 scaled.backward(retain_graph=retain_graph)
         finally:
             self._leave()
-            self._has_begun_step = True
+            self._has_begun_step = self._ran_backward = True
         self._looks.take_loss(share)
         return share
 
@@ -175,17 +175,22 @@ class Engine(Figures, Saving, Weights, nn.Module):
         """Ends a micro-batch; at the last one of a step, updates the parameters.
 
         Raises:
-            EngineError: Inside `no_sync`.
+            EngineError: Inside `no_sync`; or the gradients are not those of `backward`.
             LossScaleError: See `LossScale.update`.
         """
         if self._never_reduces:
             raise EngineError("step inside no_sync: call it behind, when a backward outside has reduced the gradients")
         is_last = self.is_gradient_accumulation_boundary()
+        if is_last and not self._ran_backward and any(param.grad is not None for param in self.module.parameters()):
+            raise EngineError(
+                "step: the gradients are not those of engine.backward(loss), which scales the loss and divides it by "
+                "the micro-batches of a step: call it in place of loss.backward()"
+            )
         if is_last:
             with self._looks.stopwatch.part("step"):
                 self._step()
         self.counts.micro += 1
-        self._has_begun_step = not is_last
+        self._has_begun_step, self._ran_backward = not is_last, self._ran_backward and not is_last
         if is_last:
             self._looks.after_step(self, self._norm)
 

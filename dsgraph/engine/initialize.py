@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DeviceMesh
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import Dataset
 
 from dsgraph.errors import ConfigError
@@ -24,7 +25,7 @@ from .config import EngineConfig
 from .data import RankLoader
 from .engine import Engine
 from .looks import Looks
-from .optimizers import Binding, Groups, MakesOptimizer, maker_of, rebound
+from .optimizers import Binding, Groups, MakesOptimizer, maker_of, parameters_in, rebound
 from .pipeline import pipeline_of
 from .read_config import ResolvedConfig, read_config
 from .schedules import schedule_class
@@ -81,7 +82,7 @@ def initialize(
     resolved = read_config(source, ranks=mesh.size())
     settings = resolved.config
     mine, make = _optimizer_or_maker(optimizer, settings, model)
-    make_schedule = _schedule_maker(lr_scheduler, settings)
+    make_schedule = _schedule_maker(lr_scheduler, settings, mine)
     loader = None
     if training_data is not None:
         loader = RankLoader(
@@ -93,7 +94,7 @@ def initialize(
             drop_last=settings.dataloader_drop_last,
             num_workers=settings.dsgraph.num_workers,
         )
-    _say(resolved)
+    _say(resolved, _overruled(optimizer, lr_scheduler, settings))
     options = _backend_options(settings)
     looks = Looks(resolved, device)
     binding = Binding(model, model_parameters)
@@ -131,7 +132,7 @@ def _check(model: object, mpu: object, optimizer: object, model_parameters: Any)
         raise ConfigError("initialize: mpu is not there yet: leave it out")
     if isinstance(optimizer, Optimizer) and model_parameters is not None:
         held = {id(param) for group in optimizer.param_groups for param in group["params"]}
-        if any(id(param) not in held for param in model_parameters):
+        if any(id(param) not in held for param in parameters_in(model_parameters)):
             raise ConfigError("initialize: model_parameters holds what the optimizer does not update: leave it out")
 
 
@@ -165,10 +166,20 @@ def _place(mesh: DeviceMesh) -> int:
     return place
 
 
-def _say(resolved: ResolvedConfig) -> None:
+def _overruled(optimizer: object, lr_scheduler: object, settings: EngineConfig) -> list[str]:
+    """A line for each section of the file that an argument stands in for."""
+    given = {"optimizer": (optimizer, settings.optimizer), "scheduler": (lr_scheduler, settings.scheduler)}
+    return [
+        f"{name} of the configuration has no effect: initialize was given one"
+        for name, (argument, section) in given.items()
+        if argument is not None and section is not None
+    ]
+
+
+def _say(resolved: ResolvedConfig, more: list[str]) -> None:
     if dist.get_rank() != 0:
         return
-    for note in resolved.notes:
+    for note in [*resolved.notes, *more]:
         print(f"dsgraph: {note}", flush=True)
     if resolved.config.dump_state:
         print(resolved.config.model_dump_json(indent=1), flush=True)
@@ -222,8 +233,13 @@ def _call(make: Callable[[Groups], Any], groups: Groups) -> Optimizer:
     return made
 
 
-def _schedule_maker(given: Any, settings: EngineConfig) -> Callable[[Optimizer], Any]:
+def _schedule_maker(given: Any, settings: EngineConfig, mine: Optimizer | None) -> Callable[[Optimizer], Any]:
     if given is not None:
+        if isinstance(given, LRScheduler) and given.optimizer is not mine:
+            raise ConfigError(
+                f"initialize: lr_scheduler is a {type(given).__name__} of another optimizer than the engine's: pass a "
+                "function that makes it of the optimizer, or that optimizer as well"
+            )
         return (lambda _: given) if hasattr(given, "step") else given
     if settings.scheduler is None:
         return lambda _: None

@@ -95,6 +95,15 @@ class Binding:
         return [{**group, "params": [params[name] for name in group["params"]]} for group in self._groups]
 
 
+def parameters_in(wanted: Iterable[Any]) -> Iterator[Any]:
+    """Each parameter of what `torch.optim` takes: parameters, pairs of a name and a parameter, or groups of them."""
+    for item in wanted:
+        if isinstance(item, Mapping):
+            yield from parameters_in(_listed(item["params"]))
+        else:
+            yield item[1] if isinstance(item, tuple) else item
+
+
 def _listed(params: Any) -> list[Any]:
     return [params] if isinstance(params, Tensor) else list(params)
 

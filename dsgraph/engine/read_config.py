@@ -9,13 +9,16 @@ from os import PathLike, fspath
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ValidationError
+from pydantic import AliasChoices, BaseModel, ValidationError
 
 from dsgraph.errors import ConfigError
 from dsgraph.nearest import nearest
 
 from .batch_sizes import BatchSizes
 from .config import NOT_YET, WITHOUT_EFFECT, EngineConfig, section_of
+
+_OF_GRAPHS = {"codegen", "pipeline", "memory_limit", "kernels", "strict"}
+"""Keys of the section `dsgraph` that only a compiled model heeds."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +60,9 @@ def read_config(source: str | PathLike[str] | Mapping[str, Any], *, ranks: int) 
     if not config.steps_per_print:
         silent = [key for key in ("wall_clock_breakdown", "memory_breakdown") if getattr(config, key)]
         notes += [f"{key}: nothing is printed without steps_per_print" for key in silent]
+    if not config.dsgraph.compile:
+        idle = config.dsgraph.model_fields_set & _OF_GRAPHS
+        notes += [f"dsgraph.{key} has no effect: dsgraph.compile is false" for key in sorted(idle)]
     batch = BatchSizes.solve(
         config.train_batch_size,
         config.train_micro_batch_size_per_gpu,
@@ -99,7 +105,7 @@ def _kept(given: Mapping[str, Any], path: str, notes: list[str]) -> dict[str, An
     kept: dict[str, Any] = {}
     for key, value in given.items():
         where = f"{path}{key}"
-        if value == "auto" and where != "dsgraph.kernels":
+        if value == "auto" and where != "dsgraph.kernels" and _is_known(where):
             notes.append(f'{where}: "auto" is the default here')
         elif where in WITHOUT_EFFECT:
             notes.append(f"{where} has no effect: {WITHOUT_EFFECT[where]}")
@@ -109,6 +115,23 @@ def _kept(given: Mapping[str, Any], path: str, notes: list[str]) -> dict[str, An
         else:
             kept[key] = _kept(value, f"{where}.", notes) if isinstance(value, Mapping) else value
     return kept
+
+
+def _is_known(where: str) -> bool:
+    """Whether a key may stand in its section; of what has no section of its own any may."""
+    *path, last = where.split(".")
+    section: type[BaseModel] | None = EngineConfig
+    for key in path:
+        if section is None or key not in section.model_fields:
+            return True  # parameters of an optimizer or a schedule, or of a section that is refused as a whole
+        section = section_of(section.model_fields[key])
+    return section is None or last in _keys_of(path) or last in _aliases_of(section)
+
+
+def _aliases_of(section: type[BaseModel]) -> Iterator[str]:
+    for field in section.model_fields.values():
+        if isinstance(field.validation_alias, AliasChoices):
+            yield from map(str, field.validation_alias.choices)
 
 
 def _is_off(where: str, value: object) -> bool:
@@ -125,6 +148,8 @@ def _describe(error: ValidationError) -> str:
     if first["type"] == "extra_forbidden":
         known = list(_keys_of(where[:-1]))
         return f"config: unknown key {name!r}{nearest(where[-1], known)}; known here: {', '.join(sorted(known))}"
+    if first["type"] == "missing":
+        return f"config: {name} is missing: set it"
     return f"config: {name} is {first['input']!r}: {first['msg'].lower()}"
 
 

@@ -8,6 +8,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
@@ -137,7 +138,11 @@ class Saving:
         """Takes over what `progress` gave in another run."""
         self.counts = StepCounts(**progress["counts"])
         self.loss_scale.load_state_dict(progress["loss_scale"])
-        if progress["schedule"] is not None and hasattr(self.lr_scheduler, "load_state_dict"):
+        takes = hasattr(self.lr_scheduler, "load_state_dict")
+        if progress["schedule"] is not None and takes:
             self.lr_scheduler.load_state_dict(progress["schedule"])
+        elif takes != (progress["schedule"] is not None) and dist.get_rank() == 0:
+            has, lacks = ("the engine", "the checkpoint") if takes else ("the checkpoint", "the engine")
+            print(f"dsgraph: load_checkpoint: {has} has a schedule of learning rates, and {lacks} none", flush=True)
         if self.training_dataloader is not None:  # older checkpoints hold no position
             self.training_dataloader.load_state_dict(progress.get("loader"))

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import multiprocessing
 import os
 import signal
 import time
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
 import dsgraph
 from tests.models import CASES, build
@@ -77,7 +81,10 @@ def test_another_stage_and_number_of_ranks_go_on_alike(ranks, tmp_path, stages, 
 
 def _refusals(folder: str) -> None:
     engine = _engine(3)
-    assert engine.load_checkpoint(folder) == (None, {}), "a first start"
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said):
+        assert engine.load_checkpoint(folder) == (None, {}), "a first start"
+    assert ("holds no checkpoint" in said.getvalue()) == (dist.get_rank() == 0)
     with pytest.raises(dsgraph.CheckpointError, match="there is no checkpoint 'mine'; known: none"):
         engine.load_checkpoint(folder, "mine")
     with pytest.raises(dsgraph.CheckpointError, match=r"tag '\.\./mine'"):
@@ -105,6 +112,30 @@ def _refusals(folder: str) -> None:
 
 def test_what_is_wrong_is_named_and_nothing_is_changed(ranks, tmp_path):
     ranks(2).run(_refusals, str(tmp_path))
+
+
+def _plain(*sizes: int, **more: object) -> dsgraph.Engine:
+    model = nn.Sequential(*(nn.Linear(a, b) for a, b in pairwise(sizes)))
+    return dsgraph.initialize(model=model, config=config(3, dsgraph={"compile": False}, **more))[0]
+
+
+def _other_models(folder: str) -> None:
+    _plain(4, 8, 8).save_checkpoint(folder)
+    for sizes, message in [
+        ((4, 6, 6), r"'0.weight' is \[8, 4\] in it, and \[6, 4\] in the model"),
+        ((4, 8, 8, 8), "there is no '2.weight' in it, which the model has"),
+        ((4, 8), "there is '1.weight' in it, which the model has not"),
+    ]:
+        with pytest.raises(dsgraph.CheckpointError, match=f"it is of another model: {message}"):
+            _plain(*sizes).load_checkpoint(folder)
+    assert _plain(4, 8).load_checkpoint(folder, load_module_only=True)[0]
+    sgd = {"optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
+    with pytest.raises(dsgraph.CheckpointError, match="its optimizer is AdamW, and the engine's is SGD: load_module"):
+        _plain(4, 8, 8, **sgd).load_checkpoint(folder)
+
+
+def test_another_model_or_optimizer_is_named(ranks, tmp_path):
+    ranks(2).run(_other_models, str(tmp_path))
 
 
 def _save_for_ever(folder: str, started) -> None:

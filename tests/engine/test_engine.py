@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import io
 import json
 from functools import partial
 
@@ -255,6 +257,10 @@ def _refuses(model: nn.Module, arguments: dict, message: str) -> None:
         dsgraph.initialize(**{"model": model, "config": config(0), **arguments})
 
 
+def _schedule_of_another() -> torch.optim.lr_scheduler.LRScheduler:
+    return torch.optim.lr_scheduler.StepLR(torch.optim.SGD(build(CASE).parameters(), lr=1), 1)
+
+
 def _refusals() -> None:
     model = build(CASE)
     used = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -266,6 +272,7 @@ def _refusals() -> None:
     del used
     for arguments, message in [
         ({"optimizer": torch.optim.SGD(build(CASE).parameters(), lr=1)}, "which is no parameter of the model"),
+        ({"lr_scheduler": _schedule_of_another()}, "StepLR of another optimizer"),
         ({"mpu": object()}, "mpu is not there yet"),
         ({"model": None}, "model is NoneType"),
         ({"config": None}, "no configuration"),
@@ -276,6 +283,13 @@ def _refusals() -> None:
     ]:
         _refuses(model, arguments, message)
     assert [id(param) for param in model.parameters()] == before, "nothing was changed"
+    twin = build(CASE)
+    given = torch.optim.SGD(twin.parameters(), lr=1)
+    groups = [{"params": list(twin.parameters())}]
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said):
+        dsgraph.initialize(model=twin, optimizer=given, model_parameters=groups, config=config(0))
+    assert "optimizer of the configuration has no effect" in said.getvalue()
     engine, _, _, _ = dsgraph.initialize(model=build(CASE), config=config(0))
     with pytest.raises(dsgraph.EngineError, match=r"found a tensor of shape \(2,\)"):
         engine.backward(torch.zeros(2, requires_grad=True))
@@ -298,3 +312,23 @@ def test_a_script_names_the_file_in_its_arguments(ranks, tmp_path):
     path = tmp_path / "ds.json"
     path.write_text(json.dumps(config(2)))
     assert ranks(2).run(_by_arguments, str(path)) == [4, 4]
+
+
+def _own_backward(micro_batches: int) -> None:
+    settings = config(2, gradient_accumulation_steps=micro_batches)
+    engine, _, _, _ = dsgraph.initialize(model=build(CASE), config=settings)
+    data = batches(torch.distributed.get_rank())
+    for _ in range(micro_batches - 1):
+        engine(*next(data)).backward()
+        engine.step()
+    engine(*next(data)).backward()
+    with pytest.raises(dsgraph.EngineError, match=r"engine.backward\(loss\).*in place of loss.backward\(\)"):
+        engine.step()
+    engine.zero_grad()
+    engine.train_batch(data)
+    assert engine.global_steps == 1
+
+
+@pytest.mark.parametrize("micro_batches", (1, 2))
+def test_gradients_that_the_engine_did_not_scale_are_refused(ranks, micro_batches):
+    ranks(2).run(_own_backward, micro_batches)

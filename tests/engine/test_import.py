@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 import dsgraph
 from dsgraph.engine.converting import import_checkpoint
+from dsgraph.engine.deepspeed_files import _read_groups
 from dsgraph.tools.cli.main import main
 from tests.models import build
 
@@ -66,3 +67,10 @@ def test_nothing_else_is_read(tmp_path, monkeypatch, capsys):
     assert main(["import", str(tmp_path), str(tmp_path / "out")]) == 2
     assert "holds neither *.safetensors nor a ZeRO checkpoint" in capsys.readouterr().err
     assert not dist.is_initialized()
+
+
+def test_what_stands_between_parameters_of_a_flat_group_is_left_out():
+    flat = torch.tensor([1.0, 2.0, -1.0, 3.0, 4.0, 5.0, -1.0, -1.0])  # two ranks' halves, of two groups' one
+    shapes = [{"a": torch.Size([2]), "b": torch.Size([3, 1])}]
+    found = dict(_read_groups([[flat[:4]], [flat[4:]]], shapes, paddings=[[1, 2]]))
+    assert found["a"].tolist() == [1, 2] and found["b"].tolist() == [[3], [4], [5]]

@@ -53,6 +53,8 @@ def test_a_file_of_deepspeeds_is_read(tmp_path):
         ({"fp61": {}}, r"unknown key 'fp61'; did you mean 'fp16'\?"),
         ({"zero_optimization": {"stge": 1}}, r"'zero_optimization.stge'; did you mean 'stage'\?"),
         ({"optimizer": {"type": "Adam", "parms": {}}}, r"'optimizer.parms'; did you mean 'params'\?"),
+        ({"zero_optimization": {"stge": "auto"}}, r"'zero_optimization.stge'; did you mean 'stage'\?"),
+        ({"optimizer": {"params": {"lr": "auto"}}}, "optimizer.type is missing"),
         ({"zero_optimization": {"stage": 4}}, "zero_optimization.stage is 4"),
         ({"fp16": {"enabled": "maybe"}}, "fp16.enabled is 'maybe'"),
         ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, "choose one"),
@@ -80,7 +82,13 @@ def test_a_breakdown_that_is_never_printed_is_said():
     assert not _read(memory_breakdown=True, steps_per_print=1).notes
 
 
+def test_options_of_graphs_without_graphs_are_said():
+    found = _read(dsgraph={"compile": False, "memory_limit": 10**9, "num_workers": 1})
+    assert found.notes == ("dsgraph.memory_limit has no effect: dsgraph.compile is false",)
+
+
 def test_auto_is_the_default_and_said():
+    assert _read(zero_optimization={"stage3_param_persistence_threshold": "auto"}).notes
     found = _read(gradient_clipping="auto", fp16={"enabled": "auto"})
     assert found.config.gradient_clipping == EngineConfig().gradient_clipping
     assert [note.split(":")[0] for note in found.notes] == ["gradient_clipping", "fp16.enabled"]
