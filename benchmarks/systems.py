@@ -114,15 +114,18 @@ def _ddp(model: GPT, *, micro_batches: int = 1) -> Step:
     return _trainer(ddp, _optimizer(model), micro_batches=micro_batches, accumulating=ddp.no_sync)
 
 
-def _fsdp2(model: GPT, *, compiled: bool = False, split_root: bool = False) -> Step:
+def _fsdp2(model: GPT, *, compiled: bool = False, split_root: bool = False, by_block: bool = False) -> Step:
     """One group a block and one for the rest, or, with `split_root`, one each for the embedding and the output layer.
 
-    The whole model is compiled: compiled block by block it was no faster, and it needed as much memory.
+    The whole model is compiled: compiled block by block, as with `by_block`, its steps were no faster, and it needed as
+    much memory.
     """
     from torch.distributed.fsdp import fully_shard
 
     mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),))
     groups = [*model.blocks, *([model.embedding, [model.norm, model.head]] if split_root else []), model]
+    for block in model.blocks if by_block else ():
+        block.compile()
     for group in groups:
         fully_shard(group, mesh=mesh)
     return _trainer(torch.compile(model) if compiled else model, _optimizer(model))
@@ -171,12 +174,12 @@ def _dsgraph(
     codegen: str,
     micro_batches: int = 1,
     reduce_once: bool | None = None,
-    memory_limit: int | None = None,
+    **options: object,
 ) -> Step:
     import dsgraph
 
     dsgraph.partition(model, stage=stage)
-    options = {"codegen": codegen} | ({} if memory_limit is None else {"memory_limit": memory_limit})
+    options = {"codegen": codegen, **options}
     return _trainer(
         torch.compile(model, backend="dsgraph", options=options),
         _optimizer(model),
@@ -206,6 +209,14 @@ def _dsgraph_systems() -> dict[str, System]:
 # What DeepSpeed's stage 3, which keeps what it gathers, takes of memory for the model of 27 M parameters: with as much
 # for itself dsgraph's keeps parameters as well.
 SPARE_BYTES = 477 * 10**6
+
+# With the blocks of a model compiled once, with each compiled by itself, and block by block by the system that does so.
+REGIONS = {
+    "regions": System(partial(_dsgraph, stage=3, codegen="inductor", regions="auto"), memory=3),
+    "flat": System(partial(_dsgraph, stage=3, codegen="inductor", regions="none"), memory=3),
+    "flat-eager": System(partial(_dsgraph, stage=3, codegen="eager"), memory=3),
+    "fsdp2-blocks": System(partial(_fsdp2, by_block=True), memory=3, is_peer=True),
+}
 
 # In the order of the table. `single` is the reference of losses, `single-compile` that of compile time; the same on all
 # ranks at once shows how much of a compile time is owed to the ranks' sharing of the machine.

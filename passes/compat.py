@@ -33,6 +33,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 __all__ = [
     "CustomGraphPass",
     "CustomPartitionerFn",
+    "FakeTensor",
     "FakeTensorMode",
     "HigherOrderOperator",
     "OpOverload",
@@ -44,6 +45,7 @@ __all__ = [
     "describe_saved",
     "detect_fake_mode",
     "fake_mode_of",
+    "invoke_subgraph",
     "is_to_local",
     "kind_of_saved_value",
     "known_sizes",
@@ -55,6 +57,9 @@ __all__ = [
     "storage_id",
     "symbolic_expression",
 ]
+
+# Calls a graph that stands beside the graph at hand. Inductor makes one function of it, however often it is called.
+invoke_subgraph = torch.ops.higher_order.invoke_subgraph
 
 
 def autograd_count() -> int:

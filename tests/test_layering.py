@@ -23,7 +23,7 @@ ORDER = {
         ["ir"],
         ["analysis"],
         ["core"],
-        ["verify", "zero", "overlap", "memory", "parallel", "kernels"],
+        ["verify", "zero", "overlap", "memory", "parallel", "kernels", "regions"],
         ["runner"],
         ["defaults"],
         ["__init__"],

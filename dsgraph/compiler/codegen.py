@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch.fx import GraphModule
@@ -19,17 +20,24 @@ from dsgraph.passes import (
     InferenceLowering,
     Partitioner,
     PassContext,
+    PassRecord,
     Phase,
     Pipeline,
     Runner,
 )
 from dsgraph.passes.core.collective_order import collective_lines
 from dsgraph.passes.kernels.patterns import register_kernels
+from dsgraph.passes.regions.outline import outline_regions
 from dsgraph.passes.runner.partitioner import source_hash
 
 from .capture import normalize_markers
 from .options import BackendOptions, mode_settings
 from .request import CompileOutcome, CompileWatch
+
+Regions = Literal["auto", "none"] | tuple[str, ...]  # see `BackendOptions.regions`
+
+REGIONS = "outline_regions"
+"""By which name the report knows what became of equal blocks."""
 
 # The hooks through which Inductor takes the passes; options["inductor"] cannot use them as well.
 _HOOKS = ("custom_partitioner_fn", "joint_custom_post_pass")
@@ -40,17 +48,44 @@ _KEEP_ORDER = ("reorder_for_peak_memory", False)
 
 
 class _Partitioner(Partitioner):
-    """Shows the joint graph to a watch before any pass sees it."""
+    """Shows the joint graph to a watch before any pass sees it, and lets the graphs behind all passes call regions."""
 
-    def __init__(self, runner: Runner, facts: CaptureFacts, watch: CompileWatch) -> None:
+    def __init__(self, runner: Runner, facts: CaptureFacts, watch: CompileWatch, *, regions: Regions = "none") -> None:
         super().__init__(runner, facts)
         self._watch = watch
+        self._regions = regions
+
+    def uuid(self) -> object | None:
+        known = super().uuid()
+        return None if known is None else (known, self._regions)
 
     def __call__(
         self, gm: GraphModule, joint_inputs: Sequence[object], **kwargs: Any
     ) -> tuple[GraphModule, GraphModule]:
         self._watch.joint(gm)
-        return super().__call__(gm, joint_inputs, **kwargs)
+        forward, backward = super().__call__(gm, joint_inputs, **kwargs)
+        if self._regions != "none":
+            for part, phase in ((forward, Phase.FORWARD), (backward, Phase.BACKWARD)):
+                record = _outline(part, phase, self._regions)
+                if record.done or record.notes:
+                    self._runner.records.append(record)
+        return forward, backward
+
+
+def _outline(gm: GraphModule, phase: Phase, regions: Regions) -> PassRecord:
+    """Lets a graph call its regions; returns what came of it, for the report."""
+    started, nodes = time.perf_counter(), len(gm.graph.nodes)
+    found = outline_regions(gm, prefix=f"{phase.value}_region", within=None if regions == "auto" else regions)
+    return PassRecord(
+        REGIONS,
+        phase,
+        changed=sum(region.calls for region in found.regions),
+        notes=found.inlined,
+        done=tuple(map(str, found.regions)),
+        seconds=time.perf_counter() - started,
+        nodes_before=nodes,
+        nodes_after=len(gm.graph.nodes),
+    )
 
 
 class Compilation:
@@ -131,12 +166,18 @@ class Compilation:
             raise OptionError(
                 f"option 'inductor' sets {taken[0]!r}, which dsgraph needs for its own passes; use a GraphPass"
             )
-        partitioner = _Partitioner(self._runner, self._facts, self._watch)
+        partitioner = _Partitioner(self._runner, self._facts, self._watch, regions=self._regions(patches))
         patches["custom_partitioner_fn"] = partitioner
         patches["joint_custom_post_pass"] = InferenceLowering(self._runner, self._facts)
         if self.unidentified:  # a pass whose code cannot be identified: nothing may come from a cache
             patches["force_disable_caches"] = True
         return compile_graph()
+
+    def _regions(self, patches: Mapping[str, Any]) -> Regions:
+        """Which regions Inductor is to compile. What else reads its graphs takes them flat."""
+        is_ours = self._inductor is compat.compile_with_inductor
+        can_call = not self.records_cuda_graphs and not compat.writes_cpp_wrapper(patches)
+        return self.options.regions if is_ours and can_call else "none"
 
     def _compile_eager(self, gm: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         lowering = InferenceLowering(self._runner, self._facts)

@@ -45,6 +45,9 @@ class BackendOptions(BaseModel):
             are expected to gain, "none" none, a list exactly these, by name or as `KernelSpec` (`dsgraph.kernel` makes
             one of your own); with "auto" in it, the automatic ones as well. With `strict`, one that was asked for and
             is found nowhere in a graph is an error, unless the graph calls torch's function that does the same.
+        regions: What is compiled once and called many times, where gradients are computed with codegen "inductor":
+            "none" nothing, "auto" all parts of blocks that a graph holds several times; a list names the lists of
+            modules whose blocks count, such as ["model.layers"].
         dump: Folder for a readable copy of every graph before and after every pass. Default: the environment variable
             DSGRAPH_DUMP, or nowhere.
         dump_compiles: How many compiles of a process are dumped into the folder; later ones are not.
@@ -60,6 +63,7 @@ class BackendOptions(BaseModel):
     recompile_limit: int = Field(default=8, ge=1)
     memory_limit: int | None = Field(default=None, ge=1)
     kernels: Literal["auto", "none"] | tuple[KernelSpec | Literal["auto"], ...] = "auto"
+    regions: Literal["auto", "none"] | tuple[str, ...] = "none"
     dump: Path | None = None
     dump_compiles: int = Field(default=8, ge=1)
     inductor: dict[str, Any] = Field(default_factory=dict)
@@ -82,6 +86,11 @@ class BackendOptions(BaseModel):
         if isinstance(value, KernelSpec) or (isinstance(value, str) and any(spec.name == value for spec in KERNELS)):
             raise ValueError(f"it takes 'auto', 'none' or a list of kernels, such as [{value!r}]")
         return value
+
+    @field_validator("regions", mode="before")
+    @classmethod
+    def _regions_by_name(cls, value: object) -> object:
+        return tuple(value) if isinstance(value, list) else value
 
     @field_validator("dump", mode="before")
     @classmethod
@@ -172,6 +181,11 @@ def _with_kernels(pipeline: Pipeline, kernels: str | tuple[KernelSpec | Literal[
 def _refuse_without_effect(options: BackendOptions, given: Mapping[str, Any]) -> None:
     if "dump_compiles" in given and options.dump is None:
         raise OptionError("option 'dump_compiles' has no effect without 'dump' (or DSGRAPH_DUMP): remove it, or add it")
+    if "regions" in given and options.regions != "none" and options.codegen != "inductor":
+        raise OptionError(
+            f"option 'regions' has no effect with codegen={options.codegen!r}, which compiles no kernels: remove one "
+            "of the two"
+        )
     if "recompile_limit" not in given:
         return
     if not options.strict:
@@ -205,6 +219,7 @@ _TAKES = {
     "recompile_limit": "a number of compiles, 1 or more",
     "memory_limit": "a number of bytes, 1 or more",
     "kernels": "'auto', 'none' or a list of kernels",
+    "regions": "'auto', 'none' or a list of names of module lists",
     "dump": "the path of a folder",
     "dump_compiles": "a number of compiles, 1 or more",
     "inductor": "a dict from names of torch._inductor.config to values",

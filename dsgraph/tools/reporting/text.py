@@ -9,6 +9,7 @@ from pathlib import Path
 
 from tabulate import tabulate
 
+from dsgraph.compiler.codegen import REGIONS
 from dsgraph.tools.dumping.render import bytes_text
 
 from .activity import NearMiss
@@ -47,6 +48,7 @@ def write_report(report: Findings) -> str:
                 for item in report.fallbacks
             ],
         ),
+        _list("regions", [(f"compile {item.number}", line) for item in report.compiles for line in _regions(item)]),
         _list("kernels", [(f"compile {item.number}", line) for item in report.compiles for line in _done(item)]),
         _list("near misses", [(_where(item), item.note) for item in report.near_misses]),
         _list(
@@ -64,7 +66,11 @@ def write_report(report: Findings) -> str:
 
 
 def _done(item: Compile) -> list[str]:
-    return [line for each in item.passes for line in each.done]
+    return [line for each in item.passes for line in each.done if each.name != REGIONS]
+
+
+def _regions(item: Compile) -> list[str]:
+    return [line for each in item.passes for line in each.done if each.name == REGIONS]
 
 
 def _where(item: NearMiss) -> str:

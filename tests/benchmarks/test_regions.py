@@ -1,0 +1,25 @@
+"""`benchmarks.regions`: what it computes from rows, and wrong arguments."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks import regions
+
+
+def _row(layers: int, system: str, first_step_s: float, **columns: object) -> dict[str, object]:
+    return {"layers": layers, "system": system, "first_step_s": first_step_s, "step_s": 1.0, "peak_mb": None, **columns}
+
+
+def test_checks_hold_deep_models_against_shallow_ones_and_regions_against_none():
+    rows = [_row(4, "regions", 20.0), _row(24, "regions", 30.0), _row(24, "flat", 60.0, step_s=0.5)]
+    deep, step = regions.checks(rows)
+    assert (deep.value, deep.limit, deep.ok) == (1.5, 1.3, False)
+    assert (step.name, step.value, step.limit) == ("step_s, 24 layers, over flat", 2.0, 1.02)
+
+
+@pytest.mark.parametrize("arguments", [["--layers", "4,many"], ["--systems", "magic"]])
+def test_wrong_arguments_are_refused(arguments):
+    with pytest.raises(SystemExit) as error:
+        regions.main(arguments)
+    assert error.value.code == 2
