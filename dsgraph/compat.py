@@ -102,10 +102,21 @@ def version_of(tensor: torch.Tensor) -> int:
 
 
 def apply_to_tensors(
-    kind: type[torch.nn.Module], module: torch.nn.Module, change: Callable[..., Any], *args: Any, **named: Any
+    kind: type[torch.nn.Module], module: torch.nn.Module, change: Callable[..., Any], recurse: bool = True
 ) -> torch.nn.Module:
-    """What `module.to`, `.double` and their like call, as class `kind` has it."""
-    return kind._apply(module, change, *args, **named)
+    """What `module.to`, `.double` and their like call, as class `kind` has it.
+
+    Where nothing changes, such as on the device where all is, nothing is done: torch would swap each `DTensor` even so,
+    and could not once a compiled graph knows it.
+    """
+    own = [value for value in (*module._parameters.values(), *module._buffers.values()) if value is not None]
+    with torch.no_grad():
+        is_same = kind._apply is torch.nn.Module._apply and all(change(value) is value for value in own)
+    if not is_same:
+        return kind._apply(module, change, recurse)
+    for child in module.children() if recurse else ():
+        child._apply(change)
+    return module
 
 
 def identity_of_parts(param: DTensor) -> tuple[int, int]:

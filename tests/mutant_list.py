@@ -259,6 +259,11 @@ COLLECTIVES = (
 
 STEP = (
     Mutant(
+        *("write-without-a-trace-unseen", "dsgraph/step/state.py", "stale gathered copy"),
+        *("if not were_written(fresh):", "if fresh:"),
+        killers=("tests/distributed/test_copies.py",),
+    ),
+    Mutant(
         *("suspect-copy-is-trusted", "dsgraph/step/state.py", "stale gathered copy"),
         *("if entry.observe() is not Freshness.FRESH]", "if entry.observe() is Freshness.STALE]"),
         killers=("tests/distributed/test_modules.py",),

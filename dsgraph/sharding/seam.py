@@ -125,7 +125,7 @@ def _read(module: nn.Module, name: str, layout: Layout, *, is_kept: bool = False
 
     note_gradient = None
     if name in held.gathered_copies:
-        partition.refresh(eagerly=True)
+        partition.refresh(eagerly=True, read=None if is_kept else held.gathered_copies[name])
         full, note_gradient = partition.arrived(held.gathered_copies[name]), partition.note_gradient
     elif layout.group:
         with partition.gathering(f"parameter {full_name!r}"), torch.no_grad():

@@ -168,11 +168,12 @@ class PartitionedModel:
         """The same around a reduction, which is over all ranks."""
         return eager_agreements.over(self.mesh, self._ranks).on(Intent(f"reduces {what}"))
 
-    def refresh(self, *, eagerly: bool = False) -> None:
+    def refresh(self, *, eagerly: bool = False, read: Tensor | None = None) -> None:
         """Starts to gather every gathered copy that may differ from its shards.
 
         Args:
             eagerly: Whether eager code needs them: then the ranks compare what they gather.
+            read: Which gathered copy the eager code of a forward reads.
         """
 
     def arrived(self, tensor: Tensor) -> Tensor:

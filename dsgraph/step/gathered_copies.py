@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from dsgraph import compat
-from dsgraph.inductor_ext import GATHERS, Ranks, backend_name, chunk_rows, resolve_group, usual_gather
+from dsgraph.inductor_ext import GATHERS, Ranks, backend_name, chunk_rows, resolve_group, sum_over, usual_gather
 from dsgraph.sharding.layout import Layout
 from dsgraph.sharding.table import PartitionedModel
 
@@ -41,19 +41,40 @@ def start_gathers(entries: list[ParameterState]) -> None:
             torch.autograd.graph.increment_version(gathered_copy)
 
 
-def _start_gather(entry: ParameterState) -> None:
+def were_written(entries: list[ParameterState]) -> bool:
+    """Whether the shards of any rank differ from what gathered copies were fetched from.
+
+    That is how writes to `.data` are noticed, which leave no other trace. All ranks call it together: one number
+    travels, and the host waits for it.
+    """
+    differ = False
+    for entry in entries:
+        _, own = _whole_and_own(entry)
+        shard = entry.rows
+        differ = differ or not torch.equal(own[: shard.shape[0]], shard.detach().to(own.dtype))
+    found = torch.tensor(float(differ), device=entries[0].rows.device)
+    groups = dict.fromkeys(entry.layout.group for entry in entries)
+    return bool(sum_over(found, [Ranks.of(group) for group in groups]))
+
+
+def _whole_and_own(entry: ParameterState) -> tuple[Tensor, Tensor]:
+    """The memory of a gathered copy with equally many rows of each rank, and this rank's of them."""
     gathered_copy, layout = entry.gathered_copy, entry.layout
     assert gathered_copy is not None
     group = resolve_group(layout.group)
-    world = group.size()
-    rows = chunk_rows(layout.shape[0], world)
-    whole = gathered_copy.detach().as_strided((rows * world, *layout.shape[1:]), gathered_copy.stride())
-    own = whole[group.rank() * rows :][:rows]
+    rows = chunk_rows(layout.shape[0], group.size())
+    whole = gathered_copy.detach().as_strided((rows * group.size(), *layout.shape[1:]), gathered_copy.stride())
+    return whole, whole[group.rank() * rows :][:rows]
+
+
+def _start_gather(entry: ParameterState) -> None:
+    whole, own = _whole_and_own(entry)
+    group = resolve_group(entry.layout.group)
     shard = entry.rows
     own[: shard.shape[0]].copy_(shard)  # so that the shard may be written to while they travel
-    ranks = Ranks(layout.group, world)
-    kind = usual_gather(ranks, gathered_copy.device)
+    ranks = Ranks(entry.layout.group, group.size())
+    kind = usual_gather(ranks, whole.device)
     started = GATHERS[kind](own, ranks, out=whole)
-    if kind == "all_gather_into_tensor" and backend_name(group, gathered_copy.device.type) == "gloo":
+    if kind == "all_gather_into_tensor" and backend_name(group, whole.device.type) == "gloo":
         # It sends no messages from elsewhere, and two of its own gathers must not overlap.
         started.finish()

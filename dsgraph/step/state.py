@@ -21,7 +21,7 @@ from dsgraph.sharding.partition import partition as _partition
 from dsgraph.sharding.stages import CopyLifetime
 from dsgraph.sharding.table import PartitionedModel, ShardedParameter, held_by, partitioned_parts
 
-from .gathered_copies import new_copy, start_gathers
+from .gathered_copies import new_copy, start_gathers, were_written
 from .guards import guard
 from .parameter import Freshness, ParameterState
 
@@ -102,12 +102,15 @@ class PartitionState(PartitionedModel):
         if self.ends_step is not None:
             self.ends_step(self, optimizer)
 
-    def refresh(self, *, eagerly: bool = False) -> None:
+    def refresh(self, *, eagerly: bool = False, read: Tensor | None = None) -> None:
         """Starts to gather every gathered copy that may differ from its shards. All ranks call it at the same point.
 
         Whatever reads a gathered copy afterwards waits for it: a graph by `AwaitCopies`, eager code by `arrived`.
         """
+        in_step = self.accumulating or self.awaiting_last_backward
         stale = [entry for entry in self.copied() if entry.observe() is not Freshness.FRESH]
+        if not in_step and not torch.is_grad_enabled():
+            stale += self._written_without_trace(read, eagerly=eagerly)
         if not stale:
             return
         self.watch_updates()
@@ -116,12 +119,30 @@ class PartitionState(PartitionedModel):
         what = f"{len(stale)} parameters, {stale[0].name!r} first"
         with self.gathering(what, waits=True) if eagerly else nullcontext():
             start_gathers(stale)
-        in_step = self.accumulating or self.awaiting_last_backward
         for entry in stale:
             # With a gradient at hand, an optimizer may still write to the shard in a way that leaves no trace (through
             # `.data`): trust the gathered copy only within an accumulated step, where nothing is updated.
             trusted = in_step or entry.param.grad is None
             entry.mark_gathered(Freshness.FRESH if trusted else Freshness.SUSPECT)
+
+    def _written_without_trace(self, read: Tensor | None, *, eagerly: bool) -> list[ParameterState]:
+        """Gathered copies that were fresh before somebody wrote to the shards through `.data`.
+
+        So are models written to that are not trained, such as a moving average of another one.
+        """
+        fresh = [
+            entry
+            for entry in self.copied()
+            if entry.freshness is Freshness.FRESH and (not eagerly or entry.gathered_copy is read)
+        ]
+        if not fresh:
+            return []
+        with self.gathering(f"{fresh[0].name!r} where it was written", waits=True) if eagerly else nullcontext():
+            if not were_written(fresh):
+                return []
+        for entry in fresh:
+            entry.freshness = Freshness.STALE
+        return fresh
 
     def take_in(self, entry: ShardedParameter) -> None:
         """Adds a parameter, whose modules hold its shard already."""

@@ -183,3 +183,21 @@ def _train_two_graphs() -> None:
 
 def test_several_graphs_share_a_refresh(ranks):
     ranks(2).run(_train_two_graphs)
+
+
+def _average(stage: int, codegen: str | None) -> None:
+    """A moving average of a model: never trained, evaluated, and written to through `.data`."""
+    average, alone = dsgraph.partition(build("uneven"), stage=stage, keep_whole_below=0), build("uneven")
+    runs = torch.compile(average, backend="dsgraph", options={"codegen": codegen}) if codegen else average
+    batch = CASES["uneven"].batches(0, 0)
+    for bound in (1.0, 0.1, 0.01):  # of few rows, so that some ranks write nothing new
+        for mine, theirs in zip(average.parameters(), alone.parameters(), strict=True):
+            mine.data.clamp_(max=bound)
+            theirs.data.clamp_(max=bound)
+        with torch.no_grad():
+            torch.testing.assert_close(runs(*batch), alone(*batch), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(("stage", "codegen"), ((1, "eager"), (2, None)))
+def test_writes_without_a_trace_to_a_model_that_is_not_trained(ranks, stage, codegen):
+    ranks(2).run(_average, stage, codegen)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import multiprocessing.process
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,8 @@ PAGE = Path(__file__).parents[2] / "docs" / "trials.md"
 
 def _try(name: str) -> list[str]:
     """On a rank, which knows the trials of all rooms by this module alone."""
+    # Loaders start workers, which processes of a pool may not.
+    multiprocessing.process._current_process._config["daemon"] = False  # type: ignore[attr-defined]
     return run(name)
 
 

@@ -94,7 +94,10 @@ def teacher(user: User) -> None:
     user.parameters(taught)
 
 
-@trial("a teacher moved by `p_t.data.lerp_(p.data, 1 - m)`, and by `p_t.data.copy_(...)`")
+@trial(
+    "a teacher moved by `p_t.data.lerp_(p.data, 1 - m)`, and by `p_t.data.copy_(...)`",
+    was="without effect at stages 1 and 2, silently",
+)
 def teacher_data(user: User) -> None:
     model = user.partition(MLP())
     taught = copy.deepcopy(model)
