@@ -47,6 +47,11 @@ def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], tree: Any) -> 
     return _pytree.tree_map_only(torch.Tensor, function, tree)
 
 
+def profiler_runs() -> bool:
+    """Whether a profiler of torch is at work in this process."""
+    return bool(torch._C._autograd._profiler_enabled())
+
+
 def default_store() -> dist.Store:
     """The store through which the default process group met."""
     return dist.distributed_c10d._get_default_store()

@@ -69,11 +69,12 @@ class Figures:
         return [float(group["lr"]) for group in self.optimizer.param_groups]
 
     def timings(self) -> dict[str, float]:
-        """Milliseconds a step of forward, backward and step, if `wall_clock_breakdown` is on.
+        """Milliseconds a step of forward, backward and step, if `wall_clock_breakdown` is on, and of gather and reduce.
 
-        Means over the steps up to the last printed line, or over all so far where none was printed.
+        Means over the steps up to the last printed line, or over all so far where none was printed. Gathers and
+        reductions run beside the others. They are timed in steps that print a line, and of the last of those.
         """
-        return self._looks.stopwatch.means()
+        return self._looks.timings()
 
     def flops_profile(self) -> tuple[ModuleProfile, ...]:
         """What each module computes, if `flops_profiler` is on and its step is over; the model itself comes first."""

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from dsgraph.inductor_ext import Ranks, sum_over
 from dsgraph.sharding.table import PartitionedModel, partitioned_parts
 
+from .collective_times import CollectiveTimes
 from .counted import CountedGraphs
 from .loss_scale import LossScale
 from .memory_use import memory_use, peak_bytes
@@ -70,6 +71,7 @@ class Looks:
         self._monitors: list[Monitor] = monitors_of(config) if self._is_first else []
         self._writes = config.tensorboard.enabled or config.csv_monitor.enabled or bool(config.dsgraph.metrics_file)
         self.stopwatch = Stopwatch(device, is_on=config.wall_clock_breakdown)
+        self._collectives = CollectiveTimes(device)
         counts = config.dsgraph.compile and (config.flops_profiler.enabled or bool(config.steps_per_print))
         self.graphs = CountedGraphs() if counts else None
         self.profiler = None
@@ -78,6 +80,7 @@ class Looks:
             self.profiler = FlopsProfiler(config.flops_profiler, self.graphs, is_first=self._is_first)
         self._loss: Tensor | None = None
         self._memory: dict[str, int] = {}
+        self._under_way: dict[str, float] = {}
         self._tokens = self._steps = 0
         self._line_speed, self._step_speed = Speed(), Speed()
 
@@ -91,6 +94,8 @@ class Looks:
             self._tokens += tokens_in(args, kwargs) * self._ranks
         if self.profiler is not None and self.profiler.is_due(engine.counts, self._resolved.batch.micro_batches):
             self.profiler.measure(engine.module, args, kwargs)
+        if self._resolved.config.wall_clock_breakdown and self._is_due(engine.counts.steps + 1):
+            self._collectives.begin()
         return self.stopwatch.part("forward")
 
     @property
@@ -126,12 +131,19 @@ class Looks:
             return
         value = self._over_ranks(loss, _partition(engine))
         times = self.stopwatch.finish_window() if is_due else {}
+        if times:
+            self._under_way = self._collectives.end()
+            times |= self._under_way
         if not self._is_first:
             return
         if self._writes:
             self._write(engine, value, norm, times)
         if is_due:
             print(self._lines(engine, value, times), flush=True)
+
+    def timings(self) -> dict[str, float]:
+        """See `Engine.timings`."""
+        return self.stopwatch.means() | self._under_way
 
     def _over_ranks(self, loss: Tensor | None, partition: PartitionedModel) -> float:
         """The mean of the ranks' losses; NaN where `backward` has heard of none on any of them."""
@@ -180,6 +192,7 @@ class Looks:
             monitor.close()
         self._monitors = []
         self._writes = False
+        self._collectives.end()
 
 
 def _partition(engine: Training) -> PartitionedModel:

@@ -7,15 +7,18 @@ import json
 import re
 from contextlib import redirect_stdout
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.autograd import DeviceType
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 import dsgraph
+from dsgraph.engine.collective_times import busy
 from dsgraph.engine.profile import latencies
 from examples.gpt import GPT, GPTConfig
 from tests.models import build
@@ -53,7 +56,7 @@ def _looked_at(folder: str) -> tuple[list[float], str]:
     with redirect_stdout(io.StringIO()) as said:
         losses, after, times = _train(_everything(Path(folder)))
     assert losses == quiet and all(map(torch.equal, before, after)), "the same bits, looked at or not"
-    assert none == {} and set(times) == {"forward", "backward", "step"} and min(times.values()) > 0
+    assert none == {} and set(times) == {"forward", "backward", "gather", "reduce", "step"} and min(times.values()) > 0
     return losses, said.getvalue()
 
 
@@ -68,8 +71,26 @@ def test_what_is_shown_is_what_was_done_and_changes_nothing(ranks, tmp_path):
     assert nothing == "", "one rank speaks"
     (shown,) = re.findall(r"^step 4: loss ([\d.]+), .*TFLOPS a rank, .* MiB at most$", said, re.MULTILINE)
     assert float(shown) == pytest.approx(mean[-1], rel=1e-3)
-    assert re.search(r"ms a step: forward [\d.]+, backward [\d.]+, step [\d.]+\n  MiB: parameters ", said)
+    assert re.search(r"ms a step: forward [\d.]+, backward [\d.]+, step [\d.]+, gather [\d.]+, reduce [\d.]+\n  MiB: parameters ", said)
     assert (tmp_path / "profile.txt").read_text().startswith("profile of one micro-batch on one rank, behind step 1")
+
+
+def _event(name: str, start: float, end: float) -> SimpleNamespace:
+    return SimpleNamespace(name=name, time_range=SimpleNamespace(start=start, end=end), device_type=DeviceType.CPU)
+
+
+def test_a_moment_in_which_two_gathers_are_under_way_counts_once():
+    events = [
+        _event("dsgraph::gather_by_messages_coalesced", 0, 10),
+        _event("gloo:send", 5, 2005),
+        _event("gloo:recv", 1005, 3005),
+        _event("dsgraph::exchange_by_messages", 3500, 3510),
+        _event("gloo:recv", 3505, 4505),
+        _event("c10d::allreduce_", 6000, 6010),
+        _event("gloo:all_reduce", 6005, 6505),
+        _event("aten::mm", 0, 9000),
+    ]
+    assert busy(reversed(events)) == {"gather": 3.0, "reduce": 1.5}
 
 
 def _gpt() -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
