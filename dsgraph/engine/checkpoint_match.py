@@ -25,8 +25,10 @@ def other_optimizer(optimizer: Optimizer, about: Mapping[str, Any]) -> str:
     return f"its optimizer is {saved}, and the engine's is {mine}"
 
 
-def other_model(module: nn.Module, known: Mapping[str, Any], tied: Mapping[str, str], *, module_only: bool) -> str:
-    """How the model of a checkpoint differs from the engine's; empty where it does not.
+def other_model(
+    module: nn.Module, known: Mapping[str, Any], tied: Mapping[str, str], *, module_only: bool
+) -> tuple[str, list[str]]:
+    """How the model of a checkpoint differs from the engine's.
 
     What is only in the checkpoint may be left there by those who take the model alone: files of weights hold buffers
     that the model has lost since.
@@ -36,13 +38,18 @@ def other_model(module: nn.Module, known: Mapping[str, Any], tied: Mapping[str, 
         known: What the checkpoint says of each of its tensors.
         tied: Names of the model's parameters that are others under a second name.
         module_only: Whether the model alone is taken.
+
+    Returns:
+        Why it cannot be taken, empty where it can; and the names of what is left there.
     """
     saved = {key[len("model.") :]: about.size for key, about in known.items() if key.startswith("model.")}
     mine = {name: value.shape for name, value in module.state_dict().items() if isinstance(value, Tensor)}
     for name, shape in mine.items():
         if name not in saved and tied.get(name) not in saved:
-            return f"there is no {name!r} in it, which the model has"
+            return f"there is no {name!r} in it, which the model has", []
         if saved.get(name, shape) != shape:
-            return f"{name!r} is {list(saved[name])} in it, and {list(shape)} in the model"
-    more = [] if module_only else [name for name in saved if name not in mine]
-    return f"there is {more[0]!r} in it, which the model has not" if more else ""
+            return f"{name!r} is {list(saved[name])} in it, and {list(shape)} in the model", []
+    more = [name for name in saved if name not in mine]
+    if more and not module_only:
+        return f"there is {more[0]!r} in it, which the model has not", []
+    return "", more

@@ -222,8 +222,11 @@ def _wanted(engine: Training, path: Path, *, module_only: bool) -> dict[str, Any
     """Tensors to read into: copies, so that nothing of the engine changes until all is there."""
     known = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
     tied = describe(engine.module)["tied"]
-    if problem := other_model(engine.module, known, tied, module_only=module_only):
+    problem, left = other_model(engine.module, known, tied, module_only=module_only)
+    if problem:
         raise CheckpointError(f"load {path}: it is of another model: {problem}")
+    if left and dist.get_rank() == 0:
+        print(f"dsgraph: load {path}: the model has none of {', '.join(left)}, which stay there", flush=True)
     state: dict[str, Any] = {
         f"model.{name}": torch.empty_like(value)
         for name, value in engine.module.state_dict().items()

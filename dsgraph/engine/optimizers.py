@@ -31,7 +31,7 @@ def maker_of(config: OptimizerConfig, model: nn.Module) -> MakesOptimizer:
         model: What it is for.
 
     Raises:
-        ConfigError: An unknown name or parameter.
+        ConfigError: An unknown name or parameter, or a value that the optimizer refuses.
     """
     params = dict(config.params)
     name = config.type
@@ -54,12 +54,17 @@ def maker_of(config: OptimizerConfig, model: nn.Module) -> MakesOptimizer:
                 "of torch.optim"
             )
         made = known[name]
-    taken = inspect.signature(made).parameters
+    bound = made.keywords if isinstance(made, partial) else {}
+    taken = [key for key in inspect.signature(made).parameters if key not in bound][1:]
     for key in params:
         if key not in taken:
             raise ConfigError(f"optimizer.params: {name} has no {key!r}{nearest(key, taken)}")
     if "betas" in params:
         params["betas"] = tuple(params["betas"])
+    try:  # before anything of the model is changed
+        made([{"params": [nn.Parameter(torch.zeros(1, 1))]}], **params)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ConfigError(f"optimizer.params: {name} refuses them: {error}") from error
     return lambda groups: made(groups, **params)
 
 
