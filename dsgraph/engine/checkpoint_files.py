@@ -7,6 +7,7 @@ import re
 import shutil
 import zlib
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from dsgraph.files import write_whole
 FORMAT = "dsgraph-engine-1"
 _TAG = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 _BLOCK = 2**22
+_READERS = 4  # threads: reading and summing up hold no lock
 
 
 def check_tag(tag: str) -> str:
@@ -60,7 +62,9 @@ def complete(folder: Path, tag: str, about: Mapping[str, Any]) -> Path:
         Its folder.
     """
     unfinished, final = unfinished_folder(folder, tag), folder / tag
-    files = {path.name: _checksum(path) for path in sorted(unfinished.iterdir())}
+    paths = sorted(unfinished.iterdir())
+    with ThreadPoolExecutor(_READERS) as pool:
+        files = {path.name: total for path, total in zip(paths, pool.map(_checksum, paths), strict=True)}
     write_whole(unfinished / "engine.json", json.dumps({**about, "files": files}, indent=1).encode())
     if final.exists():  # the new one is complete by now
         replaced = final.with_name(f".{final.name}.replaced")

@@ -80,10 +80,10 @@ def save(
     together(engine.module, doing, lambda: make_unfinished(folder, tag) if is_first else None)
     together(engine.module, doing, lambda: _write_rank(engine, unfinished))
     if writer is None:
-        _written(doing, folder, lambda: dcp.save(_tensors(engine), checkpoint_id=unfinished))
+        _written(doing, folder, lambda: dcp.save(_tensors(engine), storage_writer=_writing(unfinished)))
         together(engine.module, doing, lambda: complete(folder, tag, about) if is_first else None)
         return final
-    written = dcp.async_save(_tensors(engine), checkpoint_id=unfinished, process_group=writer.group())
+    written = dcp.async_save(_tensors(engine), storage_writer=_writing(unfinished), process_group=writer.group())
     assert isinstance(written, Future), "of a stager of one's own it would be more"
 
     def end() -> None:
@@ -93,6 +93,11 @@ def save(
 
     writer.start(doing, end)
     return final
+
+
+def _writing(folder: Path) -> dcp.FileSystemWriter:
+    """Writes one file while it serializes the other."""
+    return dcp.FileSystemWriter(folder, thread_count=2)
 
 
 def _written(doing: str, folder: Path, write: Callable[[], Any]) -> None:

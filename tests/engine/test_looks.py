@@ -71,7 +71,10 @@ def test_what_is_shown_is_what_was_done_and_changes_nothing(ranks, tmp_path):
     assert nothing == "", "one rank speaks"
     (shown,) = re.findall(r"^step 4: loss ([\d.]+), .*TFLOPS a rank, .* MiB at most$", said, re.MULTILINE)
     assert float(shown) == pytest.approx(mean[-1], rel=1e-3)
-    assert re.search(r"ms a step: forward [\d.]+, backward [\d.]+, step [\d.]+, gather [\d.]+, reduce [\d.]+\n  MiB: parameters ", said)
+    assert re.search(
+        r"ms a step: forward [\d.]+, backward [\d.]+, step [\d.]+, gather [\d.]+, reduce [\d.]+\n  MiB: parameters ",
+        said,
+    )
     assert (tmp_path / "profile.txt").read_text().startswith("profile of one micro-batch on one rank, behind step 1")
 
 
@@ -204,7 +207,6 @@ def test_what_cannot_be_written_is_said_before_anything_is_changed(ranks, tmp_pa
 
 
 def _tensorboard(folder: str) -> None:
-    pytest.importorskip("tensorboard")
     settings = {"tensorboard": {"enabled": True, "output_path": folder, "job_name": "job"}}
     losses, _, _ = _train(settings, steps=2)
     from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
