@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -35,15 +36,15 @@ class Case:
     length: int = LENGTH
 
 
-def _gpt(config: GPTConfig) -> Case:
-    return Case(lambda: GPT(config), config.vocab, lambda model, tokens, targets: model(tokens, targets))
+def _gpt(config: GPTConfig, *shape: int) -> Case:
+    return Case(lambda: GPT(config), config.vocab, lambda model, tokens, targets: model(tokens, targets), *shape)
 
 
-def _labelled(build: Callable[[], nn.Module]) -> Case:
-    return Case(build, VOCAB, lambda model, tokens, targets: model(input_ids=tokens, labels=targets).loss)
+def _labelled(build: Callable[[], nn.Module], *shape: int) -> Case:
+    return Case(build, VOCAB, lambda model, tokens, targets: model(input_ids=tokens, labels=targets).loss, *shape)
 
 
-def _llama() -> nn.Module:
+def _llama(layers: int = LAYERS) -> nn.Module:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     return LlamaForCausalLM(
@@ -51,7 +52,7 @@ def _llama() -> nn.Module:
             vocab_size=VOCAB,
             hidden_size=WIDTH,
             intermediate_size=688,
-            num_hidden_layers=LAYERS,
+            num_hidden_layers=layers,
             num_attention_heads=HEADS,
             num_key_value_heads=HEADS // 2,
         )
@@ -87,4 +88,11 @@ CASES = {
     "bert": _labelled(_bert),
     "gpt-small": _gpt(GPTConfig(vocab=512, width=64, heads=2, layers=2)),
     "gpt-tiny": _gpt(GPT_TINY),
+}
+
+# Those of `benchmarks.activations`: activations are most of their memory.
+DEEP = {
+    "gpt": _gpt(GPT_27M, 4, 256),
+    "llama": _labelled(partial(_llama, 12), 4, 256),
+    "tiny": _gpt(GPTConfig(vocab=64, width=32, heads=2, layers=3), 4, 64),
 }

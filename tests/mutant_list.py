@@ -328,7 +328,7 @@ COMPILER = (
         killers=("tests/passes/regions/test_outline.py",),
     ),
     Mutant(
-        *("region-draws-numbers-once", "passes/regions/segments.py", "missing check"),
+        *("region-draws-numbers-once", "passes/ir/blocks.py", "missing check"),
         *("torch.Tag.nondeterministic_seeded not in target.tags or", "True or"),
         killers=("tests/passes/regions/test_segments.py",),
     ),
@@ -499,4 +499,29 @@ ENGINE = (
     ),
 )
 
-MUTANTS = (*KERNELS, *SUBSTITUTION, *ZERO, *OVERLAP, *SHARDING, *COLLECTIVES, *STEP, *COMPILER, *VERIFIER, *ENGINE)
+MEMORY = (
+    Mutant(
+        *("limit-forgets-what-is-saved", "passes/memory/assignment.py", "off by one"),
+        *("before.append((column, item.saved / unit))", "before.append((column, 0.0))"),
+        killers=("tests/passes/memory/test_policies.py",),
+    ),
+    Mutant(
+        *("repeated-without-its-sources", "passes/memory/policies.py", "missing check"),
+        *("(count + position, -1)])", "(count + position, 0)])"),
+        killers=("tests/passes/memory/test_policies.py",),
+    ),
+)
+
+MUTANTS = (
+    *KERNELS,
+    *SUBSTITUTION,
+    *ZERO,
+    *OVERLAP,
+    *SHARDING,
+    *COLLECTIVES,
+    *STEP,
+    *COMPILER,
+    *VERIFIER,
+    *ENGINE,
+    *MEMORY,
+)

@@ -27,7 +27,7 @@ from .costs.agreed import known_costs
 from .frames import read_capture
 from .options import MEMORY_SHARE, BackendOptions, parse_options
 from .request import CompileObserver, CompilerChoice, CompileRequest, Watches
-from .spare_memory import spare_bytes
+from .spare_memory import is_whole_model, spare_bytes
 from .transforms import move_markers_ahead
 from .usual import Usual
 from .wrappers import WRAPPERS
@@ -152,7 +152,9 @@ class Backend:
         agreement = self.agreements.over(mesh)
         known = known_costs(agreement, mesh.device_type)
         limit = options.memory_limit or _device_memory_limit(facts.device_type)
-        facts = choice.facts(replace(facts, costs=known.model(mesh, facts.axes), memory_limit=limit), options)
+        keeps = options.memory_limit is not None and is_whole_model(facts, request.module)
+        known_facts = replace(facts, costs=known.model(mesh, facts.axes), memory_limit=limit, keeps_limit=keeps)
+        facts = choice.facts(known_facts, options)
         communication = communication_lines(gm, facts, training=_reduces(facts))
         spare = partial(spare_bytes, gm, inputs, facts=facts, module=request.module)
         keep_bytes = agreement.least_spare([f"within {facts.memory_limit}", *communication], spare)

@@ -27,6 +27,7 @@ from dsgraph.passes import (
 )
 from dsgraph.passes.core.collective_order import collective_lines
 from dsgraph.passes.kernels.patterns import register_kernels
+from dsgraph.passes.memory.fit import Agree, alone
 from dsgraph.passes.regions.outline import outline_regions
 from dsgraph.passes.runner.partitioner import source_hash
 
@@ -50,8 +51,16 @@ _KEEP_ORDER = ("reorder_for_peak_memory", False)
 class _Partitioner(Partitioner):
     """Shows the joint graph to a watch before any pass sees it, and lets the graphs behind all passes call regions."""
 
-    def __init__(self, runner: Runner, facts: CaptureFacts, watch: CompileWatch, *, regions: Regions = "none") -> None:
-        super().__init__(runner, facts)
+    def __init__(
+        self,
+        runner: Runner,
+        facts: CaptureFacts,
+        watch: CompileWatch,
+        *,
+        regions: Regions = "none",
+        agree: Agree = alone,
+    ) -> None:
+        super().__init__(runner, facts, agree=agree)
         self._watch = watch
         self._regions = regions
 
@@ -108,6 +117,7 @@ class Compilation:
         *,
         mode: str | None,
         watch: CompileWatch | None = None,
+        agree: Agree = alone,
         boxed: Callable[[GraphModule], Callable[..., Any]] = compat.boxed,
         inductor: Callable[..., Callable[..., Any]] = compat.compile_with_inductor,
     ) -> None:
@@ -115,6 +125,7 @@ class Compilation:
         self._boxed = boxed  # how codegen "eager" runs a graph
         self._inductor = inductor  # what codegen "inductor" compiles with
         self._mode = mode
+        self._agree = agree  # asks the other ranks how to keep a memory limit
         self._watch = watch or CompileWatch()
         self.collectives: list[str] | None = None
         self.records_cuda_graphs = records_cuda_graphs(options, mode)
@@ -166,10 +177,13 @@ class Compilation:
             raise OptionError(
                 f"option 'inductor' sets {taken[0]!r}, which dsgraph needs for its own passes; use a GraphPass"
             )
-        partitioner = _Partitioner(self._runner, self._facts, self._watch, regions=self._regions(patches))
+        partitioner = _Partitioner(
+            self._runner, self._facts, self._watch, regions=self._regions(patches), agree=self._agree
+        )
         patches["custom_partitioner_fn"] = partitioner
         patches["joint_custom_post_pass"] = InferenceLowering(self._runner, self._facts)
-        if self.unidentified:  # a pass whose code cannot be identified: nothing may come from a cache
+        # A pass whose code cannot be identified, a plan in which other ranks have a say: nothing may come from a cache.
+        if self.unidentified or partitioner.uuid() is None:
             patches["force_disable_caches"] = True
         return compile_graph()
 
@@ -191,7 +205,7 @@ class Compilation:
             inputs,
             compiler=lambda graph_module, _: self._boxed(graph_module),
             inference_compiler=compile_inference,
-            partition_fn=_Partitioner(self._runner, self._facts, self._watch),
+            partition_fn=_Partitioner(self._runner, self._facts, self._watch, agree=self._agree),
         )
 
     def _after_phase(self, gm: GraphModule, ctx: PassContext) -> None:

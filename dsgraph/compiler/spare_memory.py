@@ -46,7 +46,7 @@ def spare_bytes(gm: GraphModule, inputs: Sequence[Any], *, facts: CaptureFacts, 
     """
     if facts.memory_limit is None or not torch.is_grad_enabled() or not _gathers(gm):
         return None
-    if not _is_whole_model(facts, module):
+    if not is_whole_model(facts, module):
         return None
     saved = _saved_by_autograd(gm, inputs)
     if saved is None:
@@ -68,7 +68,7 @@ def _gathers(gm: GraphModule) -> bool:
     return any(marker.args[1] is None and marker.kwargs["group"] for marker in markers)
 
 
-def _is_whole_model(facts: CaptureFacts, module: nn.Module | None) -> bool:
+def is_whole_model(facts: CaptureFacts, module: nn.Module | None) -> bool:
     """Whether the graph reads every parameter of the model: no other graph needs memory then."""
     entries = [entry for state in partition_states(module) for entry in state.parameters] if module is not None else []
     return bool(entries) and len(entries) == len(facts.params)

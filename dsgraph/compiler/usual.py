@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from torch.fx import GraphModule
 
+from dsgraph.json_records import from_json_text, to_json_text
 from dsgraph.passes import CaptureFacts
+from dsgraph.passes.memory.fit import Proposal, alone, decide
 
 from .codegen import Compilation
 from .options import BackendOptions
@@ -25,7 +28,25 @@ class Usual:
 
     def compiler(self, request: CompileRequest, watch: CompileWatch) -> UsualCompiler:
         """What compiles the graph of `request`."""
-        return UsualCompiler(request, Compilation(request.options, request.facts, mode=request.mode, watch=watch))
+        agree = partial(_agree, request) if _has_others(request) else alone
+        made = Compilation(request.options, request.facts, mode=request.mode, watch=watch, agree=agree)
+        return UsualCompiler(request, made)
+
+
+def _has_others(request: CompileRequest) -> bool:
+    return request.agreement is not None and len(request.agreement.ranks) > 1
+
+
+def _agree(request: CompileRequest, propose: Callable[[], Proposal]) -> Proposal:
+    """One plan for all ranks, found when these lines are first compiled: later ones a rank compiles alone."""
+    agreement = request.agreement
+    assert agreement is not None
+
+    def ask() -> Proposal:
+        said = agreement.exchange("how they keep the memory limit", to_json_text(propose()))
+        return decide({rank: from_json_text(Proposal, text) for rank, text in said.items()})
+
+    return agreement.remember("\n".join(["plan", f"within {request.facts.memory_limit}", *request.lines]), ask)
 
 
 @dataclass(frozen=True)

@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from dsgraph.passes.ir.blocks import is_plain
 from dsgraph.passes.ir.graph import aliased_arguments
 
-from .segments import Segment, is_plain
+from .segments import Segment
 
 
 @dataclass(frozen=True)

@@ -2,24 +2,11 @@
 
 from __future__ import annotations
 
-import operator
-import re
-from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
-import torch
 from torch.fx import GraphModule, Node
 
-from dsgraph.passes.compat import FakeTensor, OpOverload
-from dsgraph.passes.ir.collectives import is_collective
-from dsgraph.passes.ir.graph import bound_arguments, is_barrier, is_wait
-
-# What draws a number for the whole graph, or picks one of those: a call's is not the next call's.
-_SEEDS = frozenset({"prims::inductor_seed", "prims::inductor_seeds", "prims::inductor_lookup_seed"})
-
-_MARKERS = frozenset({torch.ops.dsgraph.gather_param.default, torch.ops.dsgraph.reduce_grad.default})
-_PLAIN_TENSORS = (torch.Tensor, FakeTensor)  # and no other subclass
+from dsgraph.passes.ir.blocks import block_of, is_plain, module_of
 
 
 @dataclass(frozen=True)
@@ -56,7 +43,7 @@ def find_segments(gm: GraphModule) -> list[Segment]:
         if not is_plain(node):
             end()
             continue
-        own = _module_of(node)
+        own = module_of(node)
         here = block if own is None else block_of(own)
         if here != block:
             end()
@@ -65,54 +52,3 @@ def find_segments(gm: GraphModule) -> list[Segment]:
             current.append(node)
     end()
     return found
-
-
-def is_plain(node: Node) -> bool:
-    """Whether a node computes tensors of known sizes from such tensors, and nothing but that."""
-    if node.op != "call_function" or is_barrier(node) or is_wait(node) or is_collective(node):
-        return False
-    if node.target is operator.getitem:
-        return is_plain(node.all_input_nodes[0])
-    return _repeats(node) and all(map(_is_known, (node, *node.all_input_nodes)))
-
-
-def block_of(path: str) -> tuple[str, str] | None:
-    """`layers.3.norm` -> `("layers", "3")`: the outermost list on a module's path, and where the module is in it."""
-    match = re.match(r"(.*?)\.(\d+)(?:\.|$)", path)
-    return (match[1], match[2]) if match else None
-
-
-def _module_of(node: Node) -> str | None:
-    """The path of the module that a node, or the forward's node that it is the derivative of, was called in."""
-    stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack")
-    if not stack:
-        return None
-    return re.sub(r"^L\['[^']*'\]\.?", "", str(stack[next(reversed(stack))][0]))
-
-
-def _repeats(node: Node) -> bool:
-    """Whether an op gives the same result for the same arguments."""
-    target: Any = node.target
-    if not isinstance(target, OpOverload) or target in _MARKERS or target.name().partition(".")[0] in _SEEDS:
-        return False
-    # Of attention, which draws numbers where it drops something out.
-    return torch.Tag.nondeterministic_seeded not in target.tags or bound_arguments(node).get("dropout_p") == 0.0
-
-
-def _is_known(node: Node) -> bool:
-    values = list(_tensors(node.meta.get("val")))
-    return bool(values) and all(
-        type(value) in _PLAIN_TENSORS and value.layout is torch.strided and not _is_symbolic(value) for value in values
-    )
-
-
-def _tensors(value: Any) -> Iterator[Any]:
-    if isinstance(value, (tuple, list)):
-        for item in value:
-            yield from _tensors(item)
-    else:
-        yield value
-
-
-def _is_symbolic(value: torch.Tensor) -> bool:
-    return not all(isinstance(size, int) for size in (*value.shape, *value.stride(), value.storage_offset()))

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import time
 from collections.abc import Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from pathlib import Path
@@ -16,6 +18,7 @@ from typing_extensions import Self
 
 from dsgraph.passes.analysis.budget import MemoryBudget, parameter_needs
 from dsgraph.passes.analysis.cost import CostModel
+from dsgraph.passes.analysis.step_memory import StepMemory, pair_memory, simulate_step
 from dsgraph.passes.compat import (
     CustomGraphPass,
     CustomPartitionerFn,
@@ -35,8 +38,9 @@ from dsgraph.passes.ir.graph import emit, is_returned, is_wait, placeholders, re
 from dsgraph.passes.ir.mesh_axis import MeshAxis
 from dsgraph.passes.ir.parameters import ParamInfo
 from dsgraph.passes.ir.roles import GraphInput
+from dsgraph.passes.memory.fit import PLANNED, Agree, alone, copy_graph, describe, fit
 
-from .runner import Runner
+from .runner import PassRecord, Runner
 
 
 @dataclass(frozen=True)
@@ -53,6 +57,7 @@ class CaptureFacts:
         device_type: Where the parameters lie: "cpu", "cuda", ...
         gathered_copies: Input numbers of gathered copies that are on their way when the graph begins to run.
         fuses: See `PassContext`.
+        keeps_limit: Whether a step is to stay under `memory_limit`, whatever it takes.
     """
 
     axes: tuple[MeshAxis, ...] = ()
@@ -64,6 +69,7 @@ class CaptureFacts:
     device_type: str = "cpu"
     gathered_copies: frozenset[int] = frozenset()
     fuses: bool = False
+    keeps_limit: bool = False
 
     def budget(self) -> MemoryBudget:
         """What a step needs for parameters, and what it may use; nothing is taken of it yet."""
@@ -169,13 +175,21 @@ class Partitioner(_HeldByReference, CustomPartitionerFn):
     """
 
     def __init__(
-        self, runner: Runner, facts: CaptureFacts, *, split: Split = min_cut_rematerialization_partition
+        self,
+        runner: Runner,
+        facts: CaptureFacts,
+        *,
+        split: Split = min_cut_rematerialization_partition,
+        agree: Agree = alone,
     ) -> None:
         super().__init__(runner, facts)
         self._split = split
+        self._agree = agree  # on how a memory limit is kept
 
     def uuid(self) -> object | None:
         known = super().uuid()
+        if self._facts.keeps_limit and self._agree is not alone:
+            return None  # what other ranks need is in no key
         if known is None or self._split is min_cut_rematerialization_partition:
             return known
         # What a closure or an object holds cannot be hashed reliably.
@@ -191,18 +205,59 @@ class Partitioner(_HeldByReference, CustomPartitionerFn):
             gm.recompile()
         budget = self._facts.budget()
         self._runner.run(gm, self._facts.context(gm, Phase.JOINT, budget=budget))
-        forward, backward = self._split(gm, joint_inputs, **kwargs)
-        for part in (forward, backward):
-            _merge_waits(part)
-        user_outputs: int = kwargs["num_fwd_outputs"]
-        put_opaque_values_last(forward, backward, num_fwd_outputs=user_outputs)
-        pair = GraphPair(forward, backward, user_outputs)
-        self._runner.run(pair, self._facts.pair_context(pair, budget=budget))
-        context = partial(self._facts.context, budget=budget)
-        self._runner.run(forward, context(forward, Phase.FORWARD, user_outputs=user_outputs))
-        self._runner.run(backward, context(backward, Phase.BACKWARD))
+        forward, backward = self._parts(gm, joint_inputs, budget, kwargs)
+        self._finish(forward, backward, kwargs["num_fwd_outputs"], budget, self._runner)
         self._runner.end()
         return forward, backward
+
+    def _finish(
+        self, forward: GraphModule, backward: GraphModule, user_outputs: int, budget: MemoryBudget, runner: Runner
+    ) -> None:
+        """What comes behind the splitting: passes of both graphs, of the forward, of the backward."""
+        for part in (forward, backward):
+            _merge_waits(part)
+        put_opaque_values_last(forward, backward, num_fwd_outputs=user_outputs)
+        pair = GraphPair(forward, backward, user_outputs)
+        runner.run(pair, self._facts.pair_context(pair, budget=budget))
+        context = partial(self._facts.context, budget=budget)
+        runner.run(forward, context(forward, Phase.FORWARD, user_outputs=user_outputs))
+        runner.run(backward, context(backward, Phase.BACKWARD))
+
+    def _parts(
+        self, gm: GraphModule, joint_inputs: Sequence[object], budget: MemoryBudget, how: dict[str, Any]
+    ) -> tuple[GraphModule, GraphModule]:
+        """The joint graph, split; under the memory limit where one is to be kept."""
+        facts, limit = self._facts, self._facts.memory_limit
+        if not facts.keeps_limit or limit is None:
+            return self._split(gm, joint_inputs, **how)
+        started, ctx = time.perf_counter(), facts.context(gm, Phase.JOINT, budget=budget)
+
+        def measure(pair: tuple[GraphModule, GraphModule]) -> StepMemory:
+            ahead, behind = map(copy_graph, pair)
+            self._finish(
+                ahead, behind, how["num_fwd_outputs"], deepcopy(budget), Runner(self._runner.pipeline, verify=False)
+            )
+            known = facts.context(ahead, Phase.FORWARD, budget=budget)
+            found = pair_memory(
+                ahead, behind, params=known.params, roles=known.roles, axes=facts.axes, fused=facts.fuses
+            )
+            return simulate_step([found])
+
+        pair, found = fit(
+            gm,
+            joint_inputs,
+            self._split,
+            limit=limit,
+            measure=measure,
+            costs=ctx.costs,
+            fuses=facts.fuses,
+            agree=self._agree,
+            **how,
+        )
+        done, notes = describe(found, limit)
+        seconds = time.perf_counter() - started
+        self._runner.records.append(PassRecord(PLANNED, Phase.JOINT, len(found.repeated), notes, done, seconds))
+        return pair
 
 
 class InferenceLowering(_HeldByReference, CustomGraphPass):
@@ -245,7 +300,7 @@ def _identity(runner: Runner, facts: CaptureFacts) -> object | None:
         return None
     params, gathered_copies = sorted(facts.params.items()), sorted(facts.gathered_copies)
     known = (facts.axes, params, sorted(facts.roles.items()), gathered_copies, facts.costs, facts.device_type)
-    return ("dsgraph", source_hash(), prints, repr((*known, facts.memory_limit, facts.keep_bytes)))
+    return ("dsgraph", source_hash(), prints, repr((*known, facts.memory_limit, facts.keep_bytes, facts.keeps_limit)))
 
 
 @cache

@@ -123,7 +123,7 @@ def test_the_memory_limit_reaches_the_passes(one_rank, limit):
     model = dsgraph.partition(nn.Linear(4, 4), keep_whole_below=0)
     options = {**EAGER, "pipeline": dsgraph.default_pipeline() + look, "memory_limit": limit}
     torch.compile(model, backend="dsgraph", options=options)(torch.randn(2, 4))
-    assert seen == [limit]
+    assert set(seen) == {limit}  # a pass may run on a copy as well, to see what a step takes then
 
 
 def test_dynamic_sizes_compile_once(one_rank):

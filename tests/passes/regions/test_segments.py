@@ -5,7 +5,8 @@ import torch
 import torch.nn.functional as F
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from dsgraph.passes.regions.segments import block_of, find_segments, is_plain
+from dsgraph.passes.ir.blocks import block_of, is_plain
+from dsgraph.passes.regions.segments import find_segments
 from tests.passes.regions.blocks import trace_blocks
 from tests.passes.tracing import gather, trace, unknown
 

@@ -415,20 +415,16 @@ def test_the_memory_of_a_step_is_predicted(fake_ranks, stage):
     assert "predicted peak memory of a training step" in str(dsgraph.report(model))
 
 
-def test_the_memory_limit_is_told_and_whether_it_can_be_met(fake_ranks):
-    said = []
-    for limit in (10**9, 1000):
-        model = dsgraph.partition(build("gpt"), keep_whole_below=100)
-        compiled = torch.compile(model, backend="dsgraph", options={**EAGER, "memory_limit": limit})
-        with torch.no_grad():
-            compiled(*tokens(0, 0))
-        assert "memory_limit: 1.00 " in str(dsgraph.report(model)), "nothing is predicted yet"
-        compiled(*tokens(0, 0)).backward()
-        report = dsgraph.report(model)
-        assert report.memory_limit == limit
-        said.append(" ".join(str(report).split()))
-    assert "memory_limit: 1.00 GB, by that prediction met" in said[0]
-    assert "memory_limit: 1.00 kB cannot be met: by that prediction a step takes" in said[1]
+def test_the_memory_limit_is_told_and_whether_it_is_met(fake_ranks):
+    model = dsgraph.partition(build("gpt"), keep_whole_below=100)
+    compiled = torch.compile(model, backend="dsgraph", options={**EAGER, "memory_limit": 10**9})
+    with torch.no_grad():
+        compiled(*tokens(0, 0))
+    assert "memory_limit: 1.00 " in str(dsgraph.report(model)), "nothing is predicted yet"
+    compiled(*tokens(0, 0)).backward()
+    report = dsgraph.report(model)
+    assert report.memory_limit == 10**9
+    assert "memory_limit: 1.00 GB, by that prediction met" in " ".join(str(report).split())
 
 
 # Near misses and checkpoint regions.

@@ -1,0 +1,89 @@
+"""Which policy each part of a forward takes, so that a step fits into a limit and takes the least time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+from scipy.optimize import Bounds, LinearConstraint, milp
+from scipy.sparse import coo_array
+
+_GAP = 1e-4
+_NODES = 5000  # of the search: the same on every rank, which a limit of time is not
+
+
+@dataclass(frozen=True)
+class Option:
+    """One policy of one part. Bytes.
+
+    Attributes:
+        seconds: What computing again takes.
+        saved: What it saves.
+        forward: What the part needs in the forward beside what earlier parts save.
+        backward: What it needs in the backward beside what it and earlier parts save.
+    """
+
+    seconds: float
+    saved: int
+    forward: int
+    backward: int
+
+
+def assign(choices: Sequence[Sequence[Option]], limit: int | None) -> list[int] | None:
+    """A choice for each part.
+
+    In the forward of a part there is what earlier parts have saved; in its backward that, and what it has saved itself:
+    later parts are done with.
+
+    Args:
+        choices: Of each part, in program order.
+        limit: Bytes; None for the least memory that can be reached, in the least time.
+
+    Returns:
+        For each part the number of its choice; None where nothing fits.
+    """
+    width = sum(map(len, choices))
+    time = max(1e-12, sum(max(item.seconds for item in part) for part in choices))
+    unit = max(1.0, float(max(item.saved + item.forward + item.backward for part in choices for item in part)))
+    cost = np.array([item.seconds / time + 1e-6 * item.saved / unit for part in choices for item in part] + [0.0])
+    if limit is None:
+        cost = np.concatenate([cost[:-1] * 1e-3, [1.0]])
+    rows, upper = _rows(choices, unit)
+    low, high = np.zeros(width + 1), np.ones(width + 1)
+    high[width] = np.inf if limit is None else limit / unit
+    one, ends = np.zeros((len(choices), width + 1)), np.cumsum([0, *map(len, choices)])
+    for number in range(len(choices)):
+        one[number, ends[number] : ends[number + 1]] = 1
+    found = milp(
+        cost,
+        integrality=np.concatenate([np.ones(width), [0]]),
+        bounds=Bounds(low, high),
+        constraints=[LinearConstraint(one, lb=1, ub=1), LinearConstraint(rows, ub=upper)],
+        options={"mip_rel_gap": _GAP, "node_limit": _NODES},
+    )
+    if found.x is None:
+        return None
+    return [int(np.argmax(found.x[start:end])) for start, end in pairwise(ends.tolist())]
+
+
+def _rows(choices: Sequence[Sequence[Option]], unit: float) -> tuple[Any, Any]:
+    """For each part one row for its forward and one for its backward; the last variable is what a step may take."""
+    entries: list[tuple[int, int, float]] = []
+    width = sum(map(len, choices))
+    before: list[tuple[int, float]] = []
+    column = 0
+    for number, part in enumerate(choices):
+        for place in (2 * number, 2 * number + 1):
+            entries += [(place, at, size) for at, size in before]
+            entries.append((place, width, -1.0))
+        for item in part:
+            entries.append((2 * number, column, item.forward / unit))
+            entries.append((2 * number + 1, column, (item.saved + item.backward) / unit))
+            before.append((column, item.saved / unit))
+            column += 1
+    lines, columns, sizes = zip(*entries, strict=True)
+    shape = (2 * len(choices), width + 1)
+    return coo_array((sizes, (lines, columns)), shape=shape).tocsr(), np.zeros(shape[0])

@@ -1,0 +1,203 @@
+"""Splits a joint graph so that a step stays under `memory_limit`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from torch.fx import Graph, GraphModule
+
+from dsgraph.passes.analysis.cost import CostModel
+from dsgraph.passes.analysis.step_memory import StepMemory
+from dsgraph.passes.compat import is_tangent
+from dsgraph.passes.errors import PassError
+from dsgraph.passes.ir.graph import placeholders
+from dsgraph.passes.ir.save_plan import Choice, SavePlan
+
+from .plan import Planner
+
+PLANNED = "plan_activations"
+"""By which name the report knows what was planned."""
+
+_ROUNDS = 6
+
+Pair = tuple[GraphModule, GraphModule]
+
+
+class MemoryLimitError(PassError):
+    """No plan keeps a step under its limit."""
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """What one rank would do. Ranks must do alike: where a gather stands in the backward hangs on what is repeated.
+
+    Attributes:
+        saved: Names of the values to save; None to split as always.
+        repeated: Names of the values to compute again.
+        seconds: What that takes, predicted.
+        peak: The memory of a step on that rank, bytes.
+        refusal: Why no plan will do; empty where one does.
+        lines: What was chosen, part by part.
+    """
+
+    saved: tuple[str, ...] | None
+    repeated: tuple[str, ...]
+    seconds: float
+    peak: int
+    refusal: str = ""
+    lines: tuple[str, ...] = ()
+
+    def save_plan(self, gm: GraphModule) -> SavePlan:
+        """As a plan for a graph: of another batch's, some values may be missing."""
+        names = {node.name for node in gm.graph.nodes}
+        choices = {name: Choice.RECOMPUTE for name in self.repeated if name in names}
+        return SavePlan({**choices, **{name: Choice.SAVE for name in self.saved or () if name in names}})
+
+
+Agree = Callable[[Callable[[], Proposal]], Proposal]
+"""Gives what the ranks do: what they agreed on for such graphs before, or else of what each would do one thing."""
+
+
+def alone(propose: Callable[[], Proposal]) -> Proposal:
+    """What a rank does that has no others to ask."""
+    return propose()
+
+
+def decide(proposals: Mapping[int, Proposal]) -> Proposal:
+    """The proposal of the rank that has to compute most again, or the refusal of one that has none."""
+    refusing = [found for _, found in sorted(proposals.items()) if found.refusal]
+    return refusing[0] if refusing else max((found for _, found in sorted(proposals.items())), key=_need)
+
+
+def _need(found: Proposal) -> tuple[bool, float]:
+    return found.saved is not None, found.seconds
+
+
+def fit(
+    gm: GraphModule,
+    inputs: Sequence[object],
+    split: Callable[..., Pair],
+    *,
+    limit: int,
+    measure: Callable[[Pair], StepMemory],
+    costs: CostModel,
+    fuses: bool,
+    agree: Agree = alone,
+    **how: Any,
+) -> tuple[Pair, Proposal]:
+    """Splits a joint graph as always if a step fits then, and otherwise by the fastest plan with which it does.
+
+    A plan goes by a replay of the joint graph. What it left out shows when the graph is split: then the next plan has
+    so much less.
+
+    Args:
+        gm: A joint graph behind its passes; it stays as it is.
+        inputs: Its inputs.
+        split: As torch's partitioners.
+        limit: Bytes of a step.
+        measure: The memory of a step with these graphs.
+        costs: How long computing takes.
+        fuses: See `PassContext`.
+        agree: Asks the other ranks.
+        how: For `split`.
+
+    Returns:
+        The forward and the backward, and what they are split by, with this rank's memory.
+
+    Raises:
+        MemoryLimitError: No plan does.
+    """
+    search = _Search(gm, inputs, split, limit, measure, costs, fuses, how)
+    agreed = agree(search.propose)
+    if agreed.refusal:
+        raise MemoryLimitError(agreed.refusal)
+    pair, memory = search.attempt(agreed)
+    return pair, replace(agreed, peak=memory.peak)
+
+
+@dataclass
+class _Search:
+    """One rank's way to its proposal."""
+
+    gm: GraphModule
+    inputs: Sequence[object]
+    split: Callable[..., Pair]
+    limit: int
+    measure: Callable[[Pair], StepMemory]
+    costs: CostModel
+    fuses: bool
+    how: dict[str, Any]
+    _done: dict[object, tuple[Pair, StepMemory]] = field(default_factory=dict)
+
+    def attempt(self, proposal: Proposal) -> tuple[Pair, StepMemory]:
+        """The graph, split by a proposal, and the memory of a step with it."""
+        key = proposal.saved, proposal.repeated
+        if key not in self._done:
+            part = copy_graph(self.gm)
+            proposal.save_plan(part).write(part)
+            pair = self.split(part, self.inputs, **self.how)
+            self._done[key] = pair, self.measure(pair)
+        return self._done[key]
+
+    def propose(self) -> Proposal:
+        """The fastest plan that meets the limit."""
+        as_always = Proposal(None, (), 0.0, 0)
+        usual, memory = self.attempt(as_always)
+        if memory.peak <= self.limit:
+            return replace(as_always, peak=memory.peak)
+        planner = Planner(self.gm, self.costs, outputs=self.how["num_fwd_outputs"], fuses=self.fuses)
+        saved = {node.name for node in placeholders(usual[1]) if not is_tangent(node)}
+        room: int | None = self.limit - (memory.peak - planner.peak(saved))
+        tried: set[tuple[int, ...]] = set()
+        for rest in range(_ROUNDS, -1, -1):
+            room = room if rest else None  # at last, the least that there is
+            plan = planner.plan(room)
+            if plan is None or plan.numbers in tried:
+                if room is None:
+                    break
+                continue
+            tried.add(plan.numbers)
+            chosen, repeated = planner.names(plan)
+            lines = tuple(map(str, planner.lines(plan)))
+            found = Proposal(chosen, repeated, plan.seconds, 0, lines=lines)
+            _, planned = self.attempt(found)
+            if planned.peak <= self.limit:
+                return replace(found, peak=planned.peak)
+            memory = min(memory, planned, key=lambda each: each.peak)
+            if room is not None:
+                room -= max(planned.peak - self.limit, 1)
+        return replace(as_always, peak=memory.peak, refusal=_refusal(self.limit, memory))
+
+
+def _refusal(limit: int, memory: StepMemory) -> str:
+    """Says what would do, and what memory holds at the peak."""
+    peak = memory.at_peak
+    held = ", ".join(f"{name} {size:,}" for name, size in peak.composition.items() if size)
+    where = f"{peak.node} of {peak.name}" if peak.node else peak.name
+    return (
+        f"memory_limit is {limit:,} bytes, and a step takes {memory.peak:,} at least: at {where} there are {held}; "
+        "raise the limit, take a smaller micro-batch, a higher stage or more ranks"
+    )
+
+
+def copy_graph(gm: GraphModule) -> GraphModule:
+    """The same nodes once more, for whoever changes what he is given."""
+    graph = Graph()
+    copied: Any = graph.graph_copy(gm.graph, {}, return_output_node=True)
+    result, old = copied
+    output = graph.output(result, old.type)
+    output.meta = dict(old.meta)
+    return GraphModule(gm, graph)
+
+
+def describe(found: Proposal, limit: int) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """What the report says of it: `done` and `notes` of a pass."""
+    takes = f"a step takes {found.peak:,} bytes of {limit:,}"
+    if found.saved is None:
+        done: tuple[str, ...] = (takes,)
+    else:
+        done = (f"{takes}; computing again takes {1e3 * found.seconds:.3f} ms", *found.lines)
+    over = "memory_limit is not kept for this batch: the ranks go on with what they agreed on for the first one"
+    return done, (over,) if found.peak > limit else ()

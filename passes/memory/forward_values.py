@@ -1,0 +1,241 @@
+"""What the backward of a joint graph needs of the forward, and what repeating it takes.
+
+part 0    embedding                    A part is a stretch of the forward: a block of a list of modules, or what
+part 1    layers.0                     stands between two. Its border is what later parts read of it, and is always
+part 2    layers.1                     saved, so that each part can be repeated by itself.
+part 3    head, loss
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import torch
+from torch.fx import GraphModule, Node
+
+from dsgraph.passes.analysis.cost import CostModel, hint, tensor_bytes
+from dsgraph.passes.analysis.fusion import inlined
+from dsgraph.passes.analysis.pieces import GraphMemory
+from dsgraph.passes.compat import OpOverload, is_tangent
+from dsgraph.passes.ir.blocks import block_of, is_plain, module_of
+from dsgraph.passes.ir.graph import aliased_arguments, is_barrier
+from dsgraph.passes.ir.save_plan import Choice, is_recomputed, must
+
+_FUSED_SHARE = 0.5
+"""Of the time of an elementwise op, what is left of it where the op is a part of the kernel that reads it."""
+
+
+@dataclass(frozen=True)
+class Value:
+    """A value of the forward that can be saved, or computed again.
+
+    Attributes:
+        node: Which one.
+        bytes: What saving it takes; 0 for a view, and for what has no memory of its own.
+        seconds: What computing it again takes.
+        sources: The values of the same part of which it is computed. Of others it takes what is always there.
+        saved: True or False where that is settled already; None where there is a choice.
+        may_repeat: Whether it may be computed again.
+        needed: Whether the backward reads it, or a later part.
+    """
+
+    node: Node
+    bytes: int
+    seconds: float
+    sources: tuple[Node, ...]
+    saved: bool | None
+    needed: bool
+    may_repeat: bool = True
+
+
+@dataclass(frozen=True)
+class Part:
+    """A stretch of the forward.
+
+    Attributes:
+        name: The list of modules and the number in it, such as "layers.3"; empty between blocks.
+        values: In program order.
+        kind: Equal for parts that compute the same thing.
+    """
+
+    name: str
+    values: tuple[Value, ...]
+    kind: Hashable
+
+
+@dataclass(frozen=True)
+class ForwardValues:
+    """The forward of a joint graph, part by part.
+
+    Attributes:
+        gm: The joint graph.
+        memory: Of the joint graph, which says where values lie.
+        forward: Nodes that are computed of no gradient, in program order.
+        results: Those of them that the model returns.
+        parts: Stretches of the former.
+    """
+
+    gm: GraphModule
+    memory: GraphMemory
+    forward: tuple[Node, ...]
+    results: tuple[Node, ...]
+    parts: tuple[Part, ...]
+
+    @cached_property
+    def values(self) -> dict[Node, Value]:
+        """All values."""
+        return {value.node: value for part in self.parts for value in part.values}
+
+    @cached_property
+    def part_of(self) -> dict[Node, int]:
+        """Node -> the number of its part."""
+        return {value.node: number for number, part in enumerate(self.parts) for value in part.values}
+
+
+def read_forward_values(
+    gm: GraphModule, memory: GraphMemory, costs: CostModel, *, outputs: int, fuses: bool
+) -> ForwardValues:
+    """Reads a joint graph, behind all joint passes.
+
+    Args:
+        gm: A graph of ATen ops with fake values.
+        memory: Of that graph.
+        costs: How long computing takes.
+        outputs: How many of its outputs, which come first, are the model's.
+        fuses: See `PassContext`.
+    """
+    (output,) = gm.graph.find_nodes(op="output")
+    behind = of_gradients(gm)
+    ahead = [node for node in gm.graph.nodes if node not in behind and node.op == "call_function"]
+    reader = _Reader(memory, costs, frozenset(ahead), inlined(list(gm.graph.nodes)) if fuses else frozenset())
+    names = list(_part_names(ahead))
+    parts = []
+    for name, nodes in _stretches(ahead, names):
+        inside = frozenset(nodes)
+        values = tuple(reader.value(node, inside) for node in nodes)
+        parts.append(Part(name, values, _kind(values)))
+    results = tuple(node for node in output.args[0][:outputs] if isinstance(node, Node))
+    return ForwardValues(gm, memory, tuple(ahead), results, tuple(parts))
+
+
+def of_gradients(gm: GraphModule) -> set[Node]:
+    """The nodes of a joint graph that are computed of gradients of its outputs: all others can run in the forward."""
+    found: set[Node] = set()
+    for node in gm.graph.nodes:
+        is_first = node.op == "placeholder" and is_tangent(node)
+        if is_first or not found.isdisjoint(node.all_input_nodes):
+            found.add(node)
+    return found
+
+
+def _part_names(nodes: Sequence[Node]) -> Iterator[str]:
+    """The block that each node is in; what was called in no module is in that of the node before."""
+    name = ""
+    for node in nodes:
+        path = module_of(node)
+        if path is not None:
+            block = block_of(path)
+            name = ".".join(block) if block is not None else ""
+        yield name
+
+
+def _stretches(nodes: Sequence[Node], names: Sequence[str]) -> Iterator[tuple[str, list[Node]]]:
+    """Nodes of one block, and of what follows one up to the next; gathers of parameters may stand anywhere.
+
+    What the backward alone reads, such as a dropout's mask, stands behind the whole forward.
+    """
+    found: dict[tuple[str, bool], list[Node]] = {}
+    key = ("", False)
+    for node, name in zip(nodes, names, strict=True):
+        if not must(node, Choice.RECOMPUTE):
+            key = (name, True) if name else (key[0], False)
+        found.setdefault(key, []).append(node)
+    for (name, is_block), members in found.items():
+        yield name if is_block else "", members
+
+
+def _kind(values: Sequence[Value]) -> Hashable:
+    number = {value.node: position for position, value in enumerate(values)}
+    return tuple(
+        (
+            value.node.target,
+            value.bytes,
+            value.saved,
+            value.needed,
+            value.may_repeat,
+            tuple(number.get(source, -1) for source in value.node.all_input_nodes),
+        )
+        for value in values
+    )
+
+
+@dataclass
+class _Reader:
+    memory: GraphMemory
+    costs: CostModel
+    forward: frozenset[Node]
+    fused: frozenset[Node] = field(default_factory=frozenset)
+
+    def value(self, node: Node, part: frozenset[Node]) -> Value:
+        """A node of a part as a value."""
+        is_border = any(user in self.forward and user not in part for user in node.users)
+        is_read = any(user not in self.forward and user.op != "output" for user in node.users)
+        size = self._own_bytes(node)
+        return Value(
+            node,
+            bytes=size,
+            seconds=self._seconds(node),
+            sources=tuple(source for source in node.all_input_nodes if source in part),
+            saved=self._settled(node, size, is_border),
+            needed=is_border or is_read,
+            may_repeat=is_recomputed(node) or _may_repeat(node),
+        )
+
+    def _settled(self, node: Node, size: int, is_border: bool) -> bool | None:
+        value = node.meta.get("val")
+        if is_recomputed(node):
+            return False
+        if must(node, Choice.SAVE) or not isinstance(value, (torch.Tensor, tuple, list)):
+            return True  # a size travels for nothing
+        if _is_alias(node) or isinstance(value, (tuple, list)):
+            return False
+        if is_border or not _may_repeat(node):
+            return True
+        return None if size else False
+
+    def _own_bytes(self, node: Node) -> int:
+        value = node.meta.get("val")
+        if not isinstance(value, torch.Tensor) or _is_alias(node):
+            return 0
+        return hint(tensor_bytes(value), unknown=1)
+
+    def _seconds(self, node: Node) -> float:
+        if must(node, Choice.RECOMPUTE):
+            return 0.0
+        seconds = self.costs.seconds(node) or 0.0
+        return max(0.0, seconds - self.costs.device.kernel_s) * _FUSED_SHARE if node in self.fused else seconds
+
+
+def _is_alias(node: Node) -> bool:
+    """Whether a node's memory is that of another value; a result of an op of several is one of its own."""
+    if node.target is operator.getitem:
+        return not isinstance(node.all_input_nodes[0].meta.get("val"), (tuple, list))
+    return isinstance(node.meta.get("val"), torch.Tensor) and all(
+        source is not None for source in aliased_arguments(node)
+    )
+
+
+def _may_repeat(node: Node) -> bool:
+    """Of random ops torch's splitting saves the generator's state, so that they draw the same numbers again."""
+    source = node.all_input_nodes[0] if node.target is operator.getitem else node
+    target = source.target
+    if (
+        isinstance(target, OpOverload)
+        and target.namespace == "aten"
+        and torch.Tag.nondeterministic_seeded in target.tags
+    ):
+        return True
+    return is_plain(node) and not is_barrier(node)

@@ -1,0 +1,93 @@
+"""`memory_limit`: a step stays under it, by computing again, and changes no number."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import dsgraph
+from dsgraph.passes.memory.fit import PLANNED
+from examples.gpt import GPT, GPTConfig
+from tests.distributed.training import full
+
+pytestmark = pytest.mark.distributed
+
+SHAPE = GPTConfig(vocab=64, width=32, heads=2, layers=3)
+
+
+class _WithDropout(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(64, 32)
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(32, 128), nn.GELU(), nn.Dropout(0.3), nn.Linear(128, 32)) for _ in range(4)
+        )
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for layer in self.layers:
+            x = x + layer(x)
+        return nn.functional.cross_entropy((x @ self.embedding.weight.T).flatten(0, 1), targets.flatten())
+
+
+BUILDS = {"gpt": lambda: GPT(SHAPE), "dropout": _WithDropout}
+
+
+def _train(case: str, stage: int, codegen: str, limit: int | None) -> tuple[list[Tensor], dsgraph.Report]:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = dsgraph.partition(BUILDS[case](), stage=stage, keep_whole_below=12)
+    options = {"codegen": codegen, "pipeline": dsgraph.default_pipeline()}
+    options |= {} if limit is None else {"memory_limit": limit}
+    compiled = torch.compile(model, backend="dsgraph", options=options)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    found = []
+    for step in range(2):
+        torch.manual_seed(100 * step + torch.distributed.get_rank())
+        tokens = torch.randint(0, 64, (4, 64))
+        loss = compiled(tokens, tokens.roll(-1, 1))
+        loss.backward()
+        found += [loss.detach(), *(full(param.grad).clone() for param in model.parameters())]
+        optimizer.step()
+        optimizer.zero_grad()
+    return found, dsgraph.report(compiled)
+
+
+def _keeps(case: str, stage: int, codegen: str) -> None:
+    usual, report = _train(case, stage, codegen, None)
+    peak = report.memory.peak
+    with pytest.raises(Exception, match="memory_limit is 1,000 bytes, and a step takes") as refused:
+        _train(case, stage, codegen, 1000)
+    least = int(re.search(r"a step takes ([\d,]+) at least", str(refused.value))[1].replace(",", ""))
+    assert least < 0.85 * peak
+    spent = []
+    for limit in (least, (least + peak) // 2, peak):
+        numbers, report = _train(case, stage, codegen, limit)
+        close = torch.equal if codegen == "eager" else torch.allclose
+        assert all(close(mine, theirs) for mine, theirs in zip(numbers, usual, strict=True))
+        assert report.memory.peak <= limit
+        (record,) = [item for each in report.compiles for item in each.passes if item.name == PLANNED]
+        found = re.search(r"computing again takes ([\d.]+) ms", " ".join(record.done))
+        spent.append(float(found[1]) if found else 0.0)
+    assert spent[0] > spent[1] >= spent[2] == 0.0, f"a larger limit is never slower: {spent}, {least}, {peak}"
+
+
+@pytest.mark.parametrize(
+    ("case", "stage", "codegen"),
+    [
+        ("gpt", 3, "eager"),
+        ("dropout", 0, "eager"),
+        pytest.param("gpt", 3, "inductor", marks=pytest.mark.inductor),
+        *(
+            pytest.param(case, stage, "eager", marks=pytest.mark.full)
+            for case in BUILDS
+            for stage in range(4)
+            if (case, stage) not in (("gpt", 3), ("dropout", 0))
+        ),
+    ],
+)
+def test_a_step_stays_under_its_limit_with_the_same_numbers(ranks, case, stage, codegen):
+    ranks(2).run(_keeps, case, stage, codegen)
