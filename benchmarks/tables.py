@@ -93,6 +93,13 @@ _SAME_LOSSES: Columns = {
     "difference, 50 steps": ("largest", ".1e"),
 }
 
+_ENGINE: Columns = {
+    "system": ("system", ""),
+    "s a step": ("step_s", ".3f"),
+    "over": ("over", ".3f"),
+    "loss": ("loss", ".4f"),
+}
+
 _HEADLINES = {  # row of the README's table: file, how the check's name begins
     "step time, over the fastest of FSDP2 and DeepSpeed": ("zero-cpu", "dsgraph-3 step time"),
     "peak memory, over the smallest of them": ("zero-cpu", "dsgraph-3 peak memory"),
@@ -238,6 +245,8 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "zero: figures": _figures("zero-cpu"),
     "losses": _rows("losses-cpu", _SAME_LOSSES),
     "losses: figures": _figures("losses-cpu"),
+    "engine": _rows("engine-cpu", _ENGINE, having="system"),
+    "engine: figures": _figures("engine-cpu"),
     "links": _rows("links-cpu", _LINKS),
     "links: ratios": _ratios("links-cpu", ["dsgraph-3", "dsgraph-3-spare"], _PEERS),
     "links: figures": _figures("links-cpu"),
