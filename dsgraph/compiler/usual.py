@@ -11,7 +11,8 @@ from torch.fx import GraphModule
 
 from dsgraph.json_records import from_json_text, to_json_text
 from dsgraph.passes import CaptureFacts
-from dsgraph.passes.memory.fit import Proposal, alone, decide
+from dsgraph.passes.memory.fit import Agree, Proposal, alone, decide
+from dsgraph.sharding.agreement import Agreement
 
 from .codegen import Compilation
 from .options import BackendOptions
@@ -28,25 +29,24 @@ class Usual:
 
     def compiler(self, request: CompileRequest, watch: CompileWatch) -> UsualCompiler:
         """What compiles the graph of `request`."""
-        agree = partial(_agree, request) if _has_others(request) else alone
+        agree: Agree = alone
+        facts = request.facts
+        if facts.keeps_limit and request.agreement is not None and len(request.agreement.ranks) > 1:
+            # Bound to nothing that holds the graph's inputs: what is compiled outlives them.
+            lines = "\n".join(["plan", f"within {facts.memory_limit}", *request.lines])
+            agree = partial(_agree, request.agreement, lines)
         made = Compilation(request.options, request.facts, mode=request.mode, watch=watch, agree=agree)
         return UsualCompiler(request, made)
 
 
-def _has_others(request: CompileRequest) -> bool:
-    return request.agreement is not None and len(request.agreement.ranks) > 1
-
-
-def _agree(request: CompileRequest, propose: Callable[[], Proposal]) -> Proposal:
+def _agree(agreement: Agreement, lines: str, propose: Callable[[], Proposal]) -> Proposal:
     """One plan for all ranks, found when these lines are first compiled: later ones a rank compiles alone."""
-    agreement = request.agreement
-    assert agreement is not None
 
     def ask() -> Proposal:
         said = agreement.exchange("how they keep the memory limit", to_json_text(propose()))
         return decide({rank: from_json_text(Proposal, text) for rank, text in said.items()})
 
-    return agreement.remember("\n".join(["plan", f"within {request.facts.memory_limit}", *request.lines]), ask)
+    return agreement.remember(lines, ask)
 
 
 @dataclass(frozen=True)
