@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     )
     from dsgraph.passes.kernels.spec import KernelSpec, Match, NearMiss
 
+    from . import checkpointing
     from .api import backend, report
     from .compiler.compile import compile
     from .compiler.custom_kernel import kernel
@@ -73,6 +74,7 @@ __all__ = [
     "accumulate",
     "add_config_arguments",
     "backend",
+    "checkpointing",
     "compile",
     "default_pipeline",
     "discard",

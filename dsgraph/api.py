@@ -5,7 +5,7 @@ from functools import partial
 
 from torch import nn
 
-from . import compat
+from . import checkpointing, compat
 
 compat.check_torch_version()
 
@@ -64,6 +64,7 @@ __all__ = [
     "accumulate",
     "add_config_arguments",
     "backend",
+    "checkpointing",
     "compile",
     "default_pipeline",
     "discard",

@@ -15,9 +15,11 @@ from torch.distributed.tensor import DTensor
 from torch.fx import GraphModule
 
 from dsgraph import compat
-from dsgraph.errors import StrictError
+from dsgraph.byte_counts import on_device
+from dsgraph.errors import OptionError, StrictError
 from dsgraph.passes import CaptureFacts
 from dsgraph.sharding.agreement import Agreements
+from dsgraph.step.state import partition_states
 from dsgraph.step.step_copies import choose_step_copies
 
 from .capture import communication_lines, partitioned_mesh, read_facts, refuse_added_parameters
@@ -142,6 +144,7 @@ class Backend:
         )
         if facts.params:
             return self._agreed(request, gm, choice)
+        _refuse_limit_without_parts(request)
         return replace(request, facts=choice.facts(facts, options))
 
     def _agreed(self, request: CompileRequest, gm: GraphModule, choice: CompilerChoice) -> CompileRequest:
@@ -151,7 +154,7 @@ class Backend:
         assert mesh is not None
         agreement = self.agreements.over(mesh)
         known = known_costs(agreement, mesh.device_type)
-        limit = options.memory_limit or _device_memory_limit(facts.device_type)
+        limit = _memory_limit(options, facts.device_type)
         keeps = options.memory_limit is not None and is_whole_model(facts, request.module)
         known_facts = replace(facts, costs=known.model(mesh, facts.axes), memory_limit=limit, keeps_limit=keeps)
         facts = choice.facts(known_facts, options)
@@ -184,10 +187,22 @@ class Backend:
         warnings.warn(message, stacklevel=2)
 
 
-def _device_memory_limit(device_type: str) -> int | None:
-    if device_type != "cuda":
-        return None
-    return int(MEMORY_SHARE * torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory)
+def _refuse_limit_without_parts(request: CompileRequest) -> None:
+    """A limit counts what a step holds of parameters, which `partition` knows."""
+    if request.options.memory_limit is None or request.module is None or partition_states(request.module):
+        return
+    if request.trains and any(isinstance(x, nn.Parameter) for x in request.inputs):
+        raise OptionError(
+            "option 'memory_limit' has no effect on a model that is not partitioned: call dsgraph.partition(model, "
+            "stage=0) before torch.compile, in one process too, or remove the option"
+        )
+
+
+def _memory_limit(options: BackendOptions, device_type: str) -> int | None:
+    limit = options.memory_limit
+    if limit is None and device_type == "cuda":
+        limit = MEMORY_SHARE
+    return None if limit is None else on_device(limit, device_type)
 
 
 def _reduces(facts: CaptureFacts) -> bool:

@@ -11,6 +11,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from dsgraph import compat
+from dsgraph.byte_counts import TAKES_BYTES, read_bytes
 from dsgraph.errors import OptionError
 from dsgraph.nearest import nearest
 from dsgraph.passes import PassError, Pipeline, SubstituteKernels, default_pipeline
@@ -35,12 +36,13 @@ class BackendOptions(BaseModel):
         recompile_limit: With `strict`, how often one function may be compiled. Dynamo itself stops at
             torch._dynamo.config.recompile_limit (8) and runs the function uncompiled from then on, without asking a
             backend: so the last compile that Dynamo allows is an error as well, and this number cannot exceed that one.
-        memory_limit: Bytes of the device's memory that a step may use. It bounds what passes add to a graph for speed.
+        memory_limit: What of the device's memory a step may use: a number of bytes, a text such as "60GiB", or a share
+            such as 0.8. One that is given is kept: what of activations does not fit is computed again, by the fastest
+            plan that is found. It bounds what passes add to a graph for speed as well.
             Gathered parameters are kept for the backward as far as the rest of a step leaves room, see
             `SelectiveGather`; gathers more than one parameter ahead, and reductions under way besides the next, are as
-            many as keep the predicted peak of the graph, with the states of an optimizer, below it. What a graph needs
-            without all that is not bounded. Default: 90 % of a CUDA device's memory; on the CPU there is no limit, and
-            nothing but a loss's last parameter is kept.
+            many as keep the predicted peak of the graph, with the states of an optimizer, below it. Default: 90 % of a
+            CUDA device's memory; on the CPU there is no limit, and nothing but a loss's last parameter is kept.
         kernels: Which kernels stand in for what a model spells out, see `SubstituteKernels`: "auto" takes those that
             are expected to gain, "none" none, a list exactly these, by name or as `KernelSpec` (`dsgraph.kernel` makes
             one of your own); with "auto" in it, the automatic ones as well. With `strict`, one that was asked for and
@@ -61,7 +63,7 @@ class BackendOptions(BaseModel):
     verify: bool = True
     strict: bool = False
     recompile_limit: int = Field(default=8, ge=1)
-    memory_limit: int | None = Field(default=None, ge=1)
+    memory_limit: int | float | None = None
     kernels: Literal["auto", "none"] | tuple[KernelSpec | Literal["auto"], ...] = "auto"
     regions: Literal["auto", "none"] | tuple[str, ...] = "none"
     dump: Path | None = None
@@ -77,6 +79,11 @@ class BackendOptions(BaseModel):
             except PassError as error:
                 raise ValueError(str(error)) from error
         return value
+
+    @field_validator("memory_limit", mode="before")
+    @classmethod
+    def _bytes_from_text(cls, value: object) -> object:
+        return read_bytes(value)
 
     @field_validator("kernels", mode="before")
     @classmethod
@@ -217,7 +224,7 @@ _TAKES = {
     "verify": "True or False",
     "strict": "True or False",
     "recompile_limit": "a number of compiles, 1 or more",
-    "memory_limit": "a number of bytes, 1 or more",
+    "memory_limit": TAKES_BYTES,
     "kernels": "'auto', 'none' or a list of kernels",
     "regions": "'auto', 'none' or a list of names of module lists",
     "dump": "the path of a folder",

@@ -5,10 +5,15 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
 
-from pydantic import AliasChoices, BaseModel, ConfigDict, Field
+from pydantic import AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic.fields import FieldInfo
+
+from dsgraph.byte_counts import read_bytes
+
+Bytes = Annotated[int | float, BeforeValidator(read_bytes)]
+"""A number of bytes, a text that means one, or a share of the device."""
 
 
 class Section(BaseModel):
@@ -114,6 +119,16 @@ class DataTypesConfig(Section):
     )
 
 
+class ActivationCheckpointingConfig(Section):
+    """What becomes of activations between the forward and the backward."""
+
+    cpu_checkpointing: bool = Field(
+        default=False,
+        description="moves what the backward needs to the host's memory behind its last use in the forward, and back "
+        "in time. Of what `torch.utils.checkpoint` or `dsgraph.checkpointing.checkpoint` marks, these are its inputs",
+    )
+
+
 class DsgraphConfig(Section):
     """What DeepSpeed's file has no word for: options of the backend (docs/options.md), and the loader's processes."""
 
@@ -122,7 +137,9 @@ class DsgraphConfig(Section):
     pipeline: tuple[str, ...] | None = Field(
         default=None, description="names of the passes that run, in their order; without it the default ones"
     )
-    memory_limit: int | None = Field(default=None, ge=1, description="bytes that a step may use")
+    memory_limit: Bytes | None = Field(
+        default=None, description='what a step may use: bytes, a text such as "60GiB", or a share of the device'
+    )
     kernels: Literal["auto", "none"] | tuple[str, ...] = Field(
         default="auto", description="which kernels stand in for what a model spells out"
     )
@@ -167,6 +184,7 @@ class EngineConfig(Section):
     tensorboard: TensorboardConfig = TensorboardConfig()
     csv_monitor: CsvMonitorConfig = CsvMonitorConfig()
     data_types: DataTypesConfig = DataTypesConfig()
+    activation_checkpointing: ActivationCheckpointingConfig = ActivationCheckpointingConfig()
     dsgraph: DsgraphConfig = DsgraphConfig()
 
 
@@ -201,6 +219,10 @@ WITHOUT_EFFECT = {
     "flops_profiler.recompute_fwd_factor": "what the backward repeats is no part of the model's operations",
     "fp16.auto_cast": "floating-point inputs are always cast",
     "fp16.fp16_master_weights_and_grads": "shards keep the dtype in which the model was built",
+    "activation_checkpointing.partition_activations": "no two ranks hold the same activations without tensor slicing",
+    "activation_checkpointing.number_checkpoints": "what is saved is read off the graph",
+    "activation_checkpointing.synchronize_checkpoint_boundary": "the graph says what waits for what",
+    "activation_checkpointing.profile": "regions are parts of one graph; `wall_clock_breakdown` tells its times",
     "bf16.immediate_grad_update": "gradients are added up in the dtype of the shards",
 }
 """Keys of DeepSpeed that are accepted and change nothing, each with the reason, which is printed."""
@@ -211,7 +233,7 @@ NOT_YET = {
     "zero_optimization.zero_hpz_partition_size": "a secondary partition",
     "zero_optimization.zero_quantized_weights": "quantised communication",
     "zero_optimization.zero_quantized_gradients": "quantised communication",
-    "activation_checkpointing": "checkpointing by configuration (torch.utils.checkpoint in the model works)",
+    "activation_checkpointing.contiguous_memory_optimization": "packing activations into one block of memory",
     "amp": "apex",
     "torch_autocast": "autocast by configuration (torch.autocast around the forward works)",
     "wandb": "writing to Weights & Biases",

@@ -21,6 +21,7 @@ from dsgraph.errors import ConfigError
 from dsgraph.sharding.mesh import resolve_mesh
 from dsgraph.step.state import partition
 
+from .activation_checkpointing import take_switches
 from .config import EngineConfig
 from .data import RankLoader
 from .engine import Engine
@@ -79,7 +80,7 @@ def initialize(
     device = _device()
     model.to(device)
     mesh = resolve_mesh(mesh, model)
-    resolved = read_config(source, ranks=mesh.size())
+    resolved = read_config(source, ranks=mesh.size(), sections=take_switches())
     settings = resolved.config
     mine, make = _optimizer_or_maker(optimizer, settings, model)
     make_schedule = _schedule_maker(lr_scheduler, settings, mine)
@@ -206,6 +207,8 @@ def _backend_options(settings: EngineConfig) -> dict[str, Any]:
     found: dict[str, Any] = {"codegen": own.codegen, "strict": own.strict}
     if own.memory_limit is not None:
         found["memory_limit"] = own.memory_limit
+    if settings.activation_checkpointing.cpu_checkpointing:
+        found["activation_offload"] = "host"
     if own.kernels != "auto":
         found["kernels"] = own.kernels
     pipeline = pipeline_of(settings, _dtype(settings) or torch.float32)

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from os import PathLike, fspath
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from pydantic import AliasChoices, BaseModel, ValidationError
@@ -36,23 +37,27 @@ class ResolvedConfig:
     notes: tuple[str, ...]
 
 
-def read_config(source: str | PathLike[str] | Mapping[str, Any], *, ranks: int) -> ResolvedConfig:
+def read_config(
+    source: str | PathLike[str] | Mapping[str, Any],
+    *,
+    ranks: int,
+    sections: Mapping[str, Mapping[str, Any]] = MappingProxyType({}),
+) -> ResolvedConfig:
     """Reads and checks a configuration.
 
     Args:
         source: A JSON file, or what would stand in it.
         ranks: Data-parallel ranks, over which `train_batch_size` counts.
+        sections: Sections whose keys go before those of the source.
 
     Raises:
         ConfigError: A file that cannot be read, a key or a value that is wrong, batch sizes that contradict each other.
     """
-    given = _load(source)
+    given = load_config(source)
+    for name, section in sections.items():
+        given[name] = {**(given.get(name) or {}), **section}
     notes: list[str] = []
-    given = _kept(given, "", notes)
-    try:
-        config = EngineConfig.model_validate(given)
-    except ValidationError as error:
-        raise ConfigError(_describe(error)) from None
+    config = _validated(given, notes)
     if config.fp16.enabled and config.bf16.enabled:
         raise ConfigError("fp16.enabled and bf16.enabled are both true: choose one")
     if config.flops_profiler.enabled and not config.dsgraph.compile:
@@ -72,7 +77,28 @@ def read_config(source: str | PathLike[str] | Mapping[str, Any], *, ranks: int) 
     return ResolvedConfig(config, batch, tuple(notes))
 
 
-def _load(source: str | PathLike[str] | Mapping[str, Any]) -> dict[str, Any]:
+def check_section(name: str, section: Mapping[str, Any]) -> None:
+    """Checks one section by itself.
+
+    Raises:
+        ConfigError: As `read_config`.
+    """
+    _validated({name: section}, [])
+
+
+def _validated(given: Mapping[str, Any], notes: list[str]) -> EngineConfig:
+    try:
+        return EngineConfig.model_validate(_kept(given, "", notes))
+    except ValidationError as error:
+        raise ConfigError(_describe(error)) from None
+
+
+def load_config(source: str | PathLike[str] | Mapping[str, Any]) -> dict[str, Any]:
+    """What stands in a configuration, before anything is checked.
+
+    Raises:
+        ConfigError: It cannot be read.
+    """
     if isinstance(source, Mapping):
         return dict(source)
     if not isinstance(source, (str, PathLike)):

@@ -15,6 +15,9 @@ from .forward_values import ForwardValues, read_forward_values
 from .policies import Policy, policies_of
 from .replay import Replay, replay
 
+_NAMED = 4
+"""So many parts are named one by one."""
+
 
 @dataclass(frozen=True)
 class PartPlan:
@@ -34,7 +37,7 @@ class PartPlan:
 
     def __str__(self) -> str:
         names = [name or "between blocks" for name in self.parts]
-        where = names[0] if len(names) == 1 else f"{names[0]} to {names[-1]} ({len(names)})"
+        where = ", ".join(names) if len(names) <= _NAMED else f"{names[0]} to {names[-1]} ({len(names)})"
         return (
             f"{where}: saves {self.bytes / 2**20:.2f} MiB each ({', '.join(self.saved) or 'nothing'}) and computes "
             f"{1e3 * self.seconds:.3f} ms again"

@@ -256,7 +256,10 @@ class Partitioner(_HeldByReference, CustomPartitionerFn):
         )
         done, notes = describe(found, limit)
         seconds = time.perf_counter() - started
-        self._runner.records.append(PassRecord(PLANNED, Phase.JOINT, len(found.repeated), notes, done, seconds))
+        found.save_plan(gm).write(gm)
+        nodes = len(gm.graph.nodes)
+        record = PassRecord(PLANNED, Phase.JOINT, len(found.repeated), notes, done, seconds, nodes, nodes)
+        self._runner.note(gm, ctx, record)
         return pair
 
 

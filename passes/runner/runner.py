@@ -107,6 +107,11 @@ class Runner:
             if self.after_phase is not None:
                 self.after_phase(graph, facts)
 
+    def note(self, gm: GraphModule, ctx: PassContext, record: PassRecord) -> None:
+        """Takes down what was decided on a graph behind the passes of its phase, such as how it is split."""
+        self.records.append(record)
+        self._dump(gm, ctx, len(self.pipeline.of(ctx.phase)) + 1, record)
+
     def end(self) -> None:
         """Lets go of all graphs, after the last phase of a compile."""
         self._analyses.clear()

@@ -126,6 +126,12 @@ def test_the_memory_limit_reaches_the_passes(one_rank, limit):
     assert set(seen) == {limit}  # a pass may run on a copy as well, to see what a step takes then
 
 
+def test_a_memory_limit_on_a_model_that_is_not_partitioned_is_refused(one_rank):
+    compiled = torch.compile(nn.Linear(4, 4), backend="dsgraph", options={**EAGER, "memory_limit": "1GiB"})
+    with pytest.raises(Exception, match="'memory_limit' has no effect on a model that is not partitioned"):
+        compiled(torch.randn(2, 4))
+
+
 def test_dynamic_sizes_compile_once(one_rank):
     model = dsgraph.partition(build("gpt"), stage=3, keep_whole_below=0)
     compiled = torch.compile(model, backend="dsgraph", options=EAGER, fullgraph=True)

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 import dsgraph
+from dsgraph.byte_counts import on_device
 from dsgraph.compiler.options import BackendOptions, parse_options
 from dsgraph.passes import SubstituteKernels
 from dsgraph.passes.kernels.patterns import KERNELS
@@ -42,7 +43,9 @@ def test_defaults():
         ({"recompile_limit": 3}, r"option 'recompile_limit' has no effect without strict=True"),
         ({"recompile_limit": 0, "strict": True}, r"option 'recompile_limit' is 0; it takes a number of compiles"),
         ({"recompile_limit": 99, "strict": True}, r"option 'recompile_limit' is 99, but Dynamo stops at 8"),
-        ({"memory_limit": 0}, r"option 'memory_limit' is 0; it takes a number of bytes, 1 or more"),
+        ({"memory_limit": 0}, r"option 'memory_limit' is 0: it takes a number of bytes \(1 or more\), a text"),
+        ({"memory_limit": "60 gigs"}, r"option 'memory_limit' is '60 gigs': it takes .*; units: B, KB, .*GiB"),
+        ({"memory_limit": 1.5}, r"option 'memory_limit' is 1.5: it takes .* a share of the device such as 0.8"),
         ({"kernels": "all"}, r"option 'kernels' is 'all'; it takes 'auto', 'none' or a list of kernels"),
         ({"kernels": ["rmsnorm"]}, r"option 'kernels' is .*'rmsnorm'; did you mean 'rms_norm'\?; known: .*rms_norm"),
         (
@@ -160,3 +163,10 @@ def test_kernels_set_what_the_pipeline_substitutes():
     assert asked.asked and [spec.name for spec in asked.kernels] == ["rms_norm"]
     assert substituting(kernels=[asked.kernels[0]]) == [asked]
     assert substituting(kernels=["rms_norm", asked.kernels[0]]) == [asked]
+
+
+def test_a_memory_limit_may_be_bytes_a_text_or_a_share():
+    found = [parse_options({"memory_limit": limit}).memory_limit for limit in (7, "60GiB", "1.5 kb", 0.25)]
+    assert found == [7, 60 * 2**30, 1500, 0.25]
+    machine = on_device(1.0, "cpu", {})
+    assert [on_device(size, "cpu", {"LOCAL_WORLD_SIZE": "2"}) for size in (7, 0.25)] == [7, machine // 8]

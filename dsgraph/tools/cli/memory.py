@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from dsgraph.tools.dumping.records import GraphRecord
+from dsgraph.tools.dumping.records import CompileRecord, GraphRecord
 from dsgraph.tools.dumping.render import bytes_text
 
 from . import plots
@@ -17,6 +17,7 @@ from .table import table
 
 _ROWS = 16
 _WIDTH = 50
+PLANNED = "plan_activations"  # `dsgraph.passes.memory.fit.PLANNED`, read without torch
 
 
 def memory(args: argparse.Namespace) -> Answer:
@@ -33,8 +34,19 @@ def memory(args: argparse.Namespace) -> Answer:
     if args.plot is not None:
         _plot(graphs, args.plot)
     parts = [_describe(name, graph, args.most) for name, graph in graphs]
+    plans = {(name.rank, name.compile): plan_of(dump.compile(name.rank, name.compile)) for name, _ in graphs}
+    parts += [
+        "\n".join([f"rank {rank}, compile {compiled}: what the backward needs, under memory_limit", *lines])
+        for (rank, compiled), lines in plans.items()
+        if lines
+    ]
     parts += [f"{args.plot}: live bytes over the program"] if args.plot is not None else []
     return Answer("\n\n".join(parts), [_data(name, graph) for name, graph in graphs])
+
+
+def plan_of(compiled: CompileRecord) -> tuple[str, ...]:
+    """What was saved and what is computed again to keep a limit, a line each; empty without a limit."""
+    return next((step.done for step in compiled.steps if step.pass_name == PLANNED), ())
 
 
 def _describe(name: GraphName, graph: GraphRecord, most: int) -> str:

@@ -60,12 +60,12 @@ class Target:
 
     def facts(self, facts: CaptureFacts, options: BackendOptions) -> CaptureFacts:
         """The facts of a capture as they would be on the device."""
-        gpu = GPUS[self.archs[0]]
+        gpu, limit = GPUS[self.archs[0]], options.memory_limit or MEMORY_SHARE
         links = {axis.group: default_links(axis.backend, device_type="cuda") for axis in facts.axes}
         return replace(
             facts,
             costs=CostModel(gpu.device, facts.axes, MappingProxyType(links)),
-            memory_limit=options.memory_limit or int(MEMORY_SHARE * gpu.memory_bytes),
+            memory_limit=limit if isinstance(limit, int) else int(limit * gpu.memory_bytes),
             device_type="cuda",
             fuses=True,
         )

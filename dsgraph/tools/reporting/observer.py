@@ -86,7 +86,7 @@ def _record(request: CompileRequest, measured: Measurements, outcome: CompileOut
         graphs=tuple(measured.graphs),
         activations=measured.activations,
         memory=measured.memory,
-        memory_limit=request.facts.memory_limit or request.options.memory_limit,
+        memory_limit=request.facts.memory_limit,
         costs=request.costs,
         ignored_tags=measured.ignored_tags,
         unlowered=tuple(sorted(measured.unlowered.items())),

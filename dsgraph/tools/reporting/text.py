@@ -10,6 +10,7 @@ from pathlib import Path
 from tabulate import tabulate
 
 from dsgraph.compiler.codegen import REGIONS
+from dsgraph.passes.memory.fit import PLANNED
 from dsgraph.tools.dumping.render import bytes_text
 
 from .activity import NearMiss
@@ -49,6 +50,7 @@ def write_report(report: Findings) -> str:
             ],
         ),
         _list("regions", [(f"compile {item.number}", line) for item in report.compiles for line in _regions(item)]),
+        _list("activations", [(f"compile {item.number}", line) for item in report.compiles for line in _planned(item)]),
         _list("kernels", [(f"compile {item.number}", line) for item in report.compiles for line in _done(item)]),
         _list("near misses", [(_where(item), item.note) for item in report.near_misses]),
         _list(
@@ -66,11 +68,15 @@ def write_report(report: Findings) -> str:
 
 
 def _done(item: Compile) -> list[str]:
-    return [line for each in item.passes for line in each.done if each.name != REGIONS]
+    return [line for each in item.passes for line in each.done if each.name not in (REGIONS, PLANNED)]
 
 
 def _regions(item: Compile) -> list[str]:
     return [line for each in item.passes for line in each.done if each.name == REGIONS]
+
+
+def _planned(item: Compile) -> list[str]:
+    return [line for each in item.passes for line in each.done if each.name == PLANNED]
 
 
 def _where(item: NearMiss) -> str:

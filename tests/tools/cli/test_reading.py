@@ -15,11 +15,14 @@ import torch.distributed as dist
 
 import dsgraph
 from dsgraph.passes.ir.graph import emit, find_calls
+from dsgraph.passes.memory.fit import PLANNED
 from dsgraph.tools.cli.dumps import Dump
 from dsgraph.tools.cli.matching import compare
+from dsgraph.tools.cli.memory import PLANNED as SHOWN
 from dsgraph.tools.cli.timeline import critical_path, simulate
 from dsgraph.tools.cli.timeline_plot import overlaps
 from dsgraph.tools.dumping.records import CollectiveRecord, GraphRecord, NodeRecord
+from examples.gpt import GPT, GPTConfig
 from tests.models import build
 from tests.tools.dumping.dumps import dump
 
@@ -403,3 +406,13 @@ def test_a_refused_graph_is_dumped(call, tmp_path):
     assert step["notes"][0].startswith("refused: ")
     assert "drop_a_wait refused: " in call("ls", tmp_path).out
     assert call("show", tmp_path, "drop_a_wait").code == 0
+
+
+def test_memory_shows_what_a_limit_has_chosen(call, tmp_path):
+    shape = GPTConfig(vocab=64, width=32, heads=2, layers=3)
+    batch = torch.zeros(4, 64, dtype=torch.long), torch.zeros(4, 64, dtype=torch.long)
+    dump(tmp_path, lambda: GPT(shape), batch, world=1, stage=0, memory_limit="2.4MB")
+    shown = call("memory", tmp_path).out
+    assert "under memory_limit\na step takes " in shown and " of 2,400,000; computing again takes " in shown
+    assert "blocks.1: saves " in shown or "blocks.0, blocks.1" in shown
+    assert PLANNED in call("ls", tmp_path).out and SHOWN == PLANNED

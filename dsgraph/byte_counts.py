@@ -1,0 +1,51 @@
+"""Bytes as people write them: a number, "60GiB", or a share of a device."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+
+import torch
+
+_PREFIXES = ("K", "M", "G", "T")
+_UNITS = {
+    "B": 1,
+    **{f"{prefix}B": 1000**power for power, prefix in enumerate(_PREFIXES, 1)},
+    **{f"{prefix}iB": 1024**power for power, prefix in enumerate(_PREFIXES, 1)},
+}
+
+TAKES_BYTES = "a number of bytes (1 or more), a text such as '60GiB', or a share of the device such as 0.8"
+
+
+def read_bytes(value: object) -> object:
+    """A text such as "60GiB" or "1.5 GB" as a number of bytes, all else as it is.
+
+    Raises:
+        ValueError: The text is not of that form, or a number is neither bytes nor a share.
+    """
+    if isinstance(value, str):
+        found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]+)\s*", value)
+        units = {unit.lower(): size for unit, size in _UNITS.items()}
+        if found is None or found[2].lower() not in units:
+            raise ValueError(f"it takes {TAKES_BYTES}; units: {', '.join(_UNITS)}")
+        value = int(float(found[1]) * units[found[2].lower()])
+    if isinstance(value, (int, float)) and (value <= 0 or (isinstance(value, float) and value > 1)):
+        raise ValueError(f"it takes {TAKES_BYTES}")
+    return value
+
+
+def on_device(size: float, device_type: str, environ: Mapping[str, str] = os.environ) -> int:
+    """Bytes as such, and a share as that of the memory that this rank has of its device.
+
+    Args:
+        size: A number of bytes, or a float up to 1.
+        device_type: "cuda": of the current device. "cpu": of the machine, divided among its ranks.
+        environ: Says how many ranks the machine has (LOCAL_WORLD_SIZE); without it, one.
+    """
+    if isinstance(size, int):
+        return size
+    if device_type == "cuda":
+        return int(size * torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory)
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return int(size * memory / int(environ.get("LOCAL_WORLD_SIZE", "1")))
