@@ -16,11 +16,15 @@ from dsgraph.passes.ir.graph import placeholders
 from dsgraph.passes.ir.save_plan import Choice, SavePlan
 
 from .plan import Planner
+from .policies import Transfers
 
 PLANNED = "plan_activations"
 """By which name the report knows what was planned."""
 
 _ROUNDS = 6
+
+_UNSEEN = 4096
+"""Bytes that a step holds besides what is simulated, such as an optimizer's counts of steps."""
 
 Pair = tuple[GraphModule, GraphModule]
 
@@ -40,6 +44,8 @@ class Proposal:
         peak: The memory of a step on that rank, bytes.
         refusal: Why no plan will do; empty where one does.
         lines: What was chosen, part by part.
+        offloaded: Names of the values that wait elsewhere.
+        tier: Where they do, see `SavePlan.tiers`.
     """
 
     saved: tuple[str, ...] | None
@@ -48,12 +54,16 @@ class Proposal:
     peak: int
     refusal: str = ""
     lines: tuple[str, ...] = ()
+    offloaded: tuple[str, ...] = ()
+    tier: str = ""
 
     def save_plan(self, gm: GraphModule) -> SavePlan:
         """As a plan for a graph: of another batch's, some values may be missing."""
         names = {node.name for node in gm.graph.nodes}
         choices = {name: Choice.RECOMPUTE for name in self.repeated if name in names}
-        return SavePlan({**choices, **{name: Choice.SAVE for name in self.saved or () if name in names}})
+        choices |= {name: Choice.OFFLOAD for name in self.offloaded if name in names}
+        choices |= {name: Choice.SAVE for name in self.saved or () if name in names}
+        return SavePlan(choices, tiers=dict.fromkeys(self.offloaded, self.tier))
 
 
 Agree = Callable[[Callable[[], Proposal]], Proposal]
@@ -84,6 +94,7 @@ def fit(
     measure: Callable[[Pair], StepMemory],
     costs: CostModel,
     fuses: bool,
+    transfers: Transfers | None = None,
     agree: Agree = alone,
     **how: Any,
 ) -> tuple[Pair, Proposal]:
@@ -100,6 +111,7 @@ def fit(
         measure: The memory of a step with these graphs.
         costs: How long computing takes.
         fuses: See `PassContext`.
+        transfers: How values may be offloaded; None if they may not.
         agree: Asks the other ranks.
         how: For `split`.
 
@@ -109,7 +121,7 @@ def fit(
     Raises:
         MemoryLimitError: No plan does.
     """
-    search = _Search(gm, inputs, split, limit, measure, costs, fuses, how)
+    search = _Search(gm, inputs, split, limit, measure, costs, fuses, transfers, how)
     agreed = agree(search.propose)
     if agreed.refusal:
         raise MemoryLimitError(agreed.refusal)
@@ -128,12 +140,13 @@ class _Search:
     measure: Callable[[Pair], StepMemory]
     costs: CostModel
     fuses: bool
+    transfers: Transfers | None
     how: dict[str, Any]
     _done: dict[object, tuple[Pair, StepMemory]] = field(default_factory=dict)
 
     def attempt(self, proposal: Proposal) -> tuple[Pair, StepMemory]:
         """The graph, split by a proposal, and the memory of a step with it."""
-        key = proposal.saved, proposal.repeated
+        key = proposal.saved, proposal.repeated, proposal.offloaded
         if key not in self._done:
             part = copy_graph(self.gm)
             proposal.save_plan(part).write(part)
@@ -147,9 +160,11 @@ class _Search:
         usual, memory = self.attempt(as_always)
         if memory.peak <= self.limit:
             return replace(as_always, peak=memory.peak)
-        planner = Planner(self.gm, self.costs, outputs=self.how["num_fwd_outputs"], fuses=self.fuses)
+        planner = Planner(
+            self.gm, self.costs, outputs=self.how["num_fwd_outputs"], fuses=self.fuses, transfers=self.transfers
+        )
         saved = {node.name for node in placeholders(usual[1]) if not is_tangent(node)}
-        room: int | None = self.limit - (memory.peak - planner.peak(saved))
+        room: int | None = self.limit - _UNSEEN - (memory.peak - planner.peak(saved))
         tried: set[tuple[int, ...]] = set()
         for rest in range(_ROUNDS, -1, -1):
             room = room if rest else None  # at last, the least that there is
@@ -159,15 +174,16 @@ class _Search:
                     break
                 continue
             tried.add(plan.numbers)
-            chosen, repeated = planner.names(plan)
+            chosen, repeated, offloaded = planner.names(plan)
             lines = tuple(map(str, planner.lines(plan)))
-            found = Proposal(chosen, repeated, plan.seconds, 0, lines=lines)
+            tier = self.transfers.tier if self.transfers is not None else ""
+            found = Proposal(chosen, repeated, plan.seconds, 0, lines=lines, offloaded=offloaded, tier=tier)
             _, planned = self.attempt(found)
-            if planned.peak <= self.limit:
+            if planned.peak + _UNSEEN <= self.limit:
                 return replace(found, peak=planned.peak)
             memory = min(memory, planned, key=lambda each: each.peak)
             if room is not None:
-                room -= max(planned.peak - self.limit, 1)
+                room -= max(planned.peak + _UNSEEN - self.limit, 1)
         return replace(as_always, peak=memory.peak, refusal=_refusal(self.limit, memory))
 
 
@@ -177,7 +193,7 @@ def _refusal(limit: int, memory: StepMemory) -> str:
     held = ", ".join(f"{name} {size:,}" for name, size in peak.composition.items() if size)
     where = f"{peak.node} of {peak.name}" if peak.node else peak.name
     return (
-        f"memory_limit is {limit:,} bytes, and a step takes {memory.peak:,} at least: at {where} there are {held}; "
+        f"memory_limit is {limit:,} bytes, and a step takes {memory.peak + _UNSEEN:,} at least: at {where} there are {held}; "
         "raise the limit, take a smaller micro-batch, a higher stage or more ranks"
     )
 
@@ -198,6 +214,7 @@ def describe(found: Proposal, limit: int) -> tuple[tuple[str, ...], tuple[str, .
     if found.saved is None:
         done: tuple[str, ...] = (takes,)
     else:
-        done = (f"{takes}; computing again takes {1e3 * found.seconds:.3f} ms", *found.lines)
+        away = ", and transfers that nothing hides," if found.offloaded else ""
+        done = (f"{takes}; computing again{away} takes {1e3 * found.seconds:.3f} ms", *found.lines)
     over = "memory_limit is not kept for this batch: the ranks go on with what they agreed on for the first one"
     return done, (over,) if found.peak > limit else ()

@@ -21,8 +21,12 @@ from dsgraph.passes.analysis.fusion import inlined
 from dsgraph.passes.analysis.pieces import GraphMemory
 from dsgraph.passes.compat import OpOverload, is_tangent
 from dsgraph.passes.ir.blocks import block_of, is_plain, module_of
-from dsgraph.passes.ir.graph import aliased_arguments, is_barrier
+from dsgraph.passes.ir.collectives import is_collective
+from dsgraph.passes.ir.graph import aliased_arguments, is_barrier, is_wait
 from dsgraph.passes.ir.save_plan import Choice, is_recomputed, must
+
+LEAST_OFFLOADED = 64 * 1024
+"""Bytes of the smallest value that is worth a transfer."""
 
 _FUSED_SHARE = 0.5
 """Of the time of an elementwise op, what is left of it where the op is a part of the kernel that reads it."""
@@ -40,6 +44,7 @@ class Value:
         saved: True or False where that is settled already; None where there is a choice.
         may_repeat: Whether it may be computed again.
         needed: Whether the backward reads it, or a later part.
+        may_offload: Whether it may wait elsewhere between its last use in the forward and its first in the backward.
     """
 
     node: Node
@@ -49,6 +54,7 @@ class Value:
     saved: bool | None
     needed: bool
     may_repeat: bool = True
+    may_offload: bool = False
 
 
 @dataclass(frozen=True)
@@ -166,6 +172,7 @@ def _kind(values: Sequence[Value]) -> Hashable:
             value.saved,
             value.needed,
             value.may_repeat,
+            value.may_offload,
             tuple(number.get(source, -1) for source in value.node.all_input_nodes),
         )
         for value in values
@@ -192,6 +199,7 @@ class _Reader:
             saved=self._settled(node, size, is_border),
             needed=is_border or is_read,
             may_repeat=is_recomputed(node) or _may_repeat(node),
+            may_offload=is_read and size >= LEAST_OFFLOADED and _may_leave(node),
         )
 
     def _settled(self, node: Node, size: int, is_border: bool) -> bool | None:
@@ -217,6 +225,16 @@ class _Reader:
             return 0.0
         seconds = self.costs.seconds(node) or 0.0
         return max(0.0, seconds - self.costs.device.kernel_s) * _FUSED_SHARE if node in self.fused else seconds
+
+
+def _may_leave(node: Node) -> bool:
+    """Whether a value is the graph's own and fills its memory, so that it can be stored as it is."""
+    value = node.meta.get("val")
+    if not isinstance(value, torch.Tensor) or is_collective(node) or is_wait(node) or is_recomputed(node):
+        return False
+    if any(user.op == "output" for user in node.users) or not all(isinstance(size, int) for size in value.shape):
+        return False
+    return value.layout is torch.strided and value.untyped_storage().nbytes() == value.numel() * value.element_size()
 
 
 def _is_alias(node: Node) -> bool:

@@ -12,7 +12,7 @@ from dsgraph.passes.analysis.memory import simulate
 
 from .assignment import Option, assign
 from .forward_values import ForwardValues, read_forward_values
-from .policies import Policy, policies_of
+from .policies import Policy, Transfers, policies_of
 from .replay import Replay, replay
 
 _NAMED = 4
@@ -27,20 +27,25 @@ class PartPlan:
         parts: Names of the parts.
         saved: Names of the nodes of the first of them that are saved.
         bytes: Bytes that one part saves.
-        seconds: What computing the rest of it again takes.
+        seconds: What computing the rest of it again takes, and what transfers take that nothing hides.
+        offloaded: Names of the nodes of the first of them that wait elsewhere.
+        offloaded_bytes: Their bytes.
     """
 
     parts: tuple[str, ...]
     saved: tuple[str, ...]
     bytes: int
     seconds: float
+    offloaded: tuple[str, ...] = ()
+    offloaded_bytes: int = 0
 
     def __str__(self) -> str:
         names = [name or "between blocks" for name in self.parts]
         where = ", ".join(names) if len(names) <= _NAMED else f"{names[0]} to {names[-1]} ({len(names)})"
+        away = f"offloads {self.offloaded_bytes / 2**20:.2f} MiB ({', '.join(self.offloaded)}), "
         return (
-            f"{where}: saves {self.bytes / 2**20:.2f} MiB each ({', '.join(self.saved) or 'nothing'}) and computes "
-            f"{1e3 * self.seconds:.3f} ms again"
+            f"{where}: saves {self.bytes / 2**20:.2f} MiB each ({', '.join(self.saved) or 'nothing'}), "
+            f"{away if self.offloaded else ''}the rest takes {1e3 * self.seconds:.3f} ms"
         )
 
 
@@ -54,6 +59,7 @@ class Plan:
         peak: The most bytes that the graph itself has alive at once, predicted.
         saved: What is saved.
         repeated: What is computed again.
+        offloaded: What waits elsewhere.
     """
 
     numbers: tuple[int, ...]
@@ -61,12 +67,15 @@ class Plan:
     peak: int
     saved: frozenset[Node]
     repeated: frozenset[Node]
+    offloaded: frozenset[Node]
 
 
 class Planner:
     """The choices for one joint graph, found once; a plan for each limit."""
 
-    def __init__(self, gm: GraphModule, costs: CostModel, *, outputs: int, fuses: bool) -> None:
+    def __init__(
+        self, gm: GraphModule, costs: CostModel, *, outputs: int, fuses: bool, transfers: Transfers | None = None
+    ) -> None:
         """Reads the graph and solves each kind of part.
 
         Args:
@@ -74,13 +83,14 @@ class Planner:
             costs: How long computing takes, the same on every rank.
             outputs: How many outputs are the model's.
             fuses: See `PassContext`.
+            transfers: How values may be offloaded; None if they may not.
         """
         self.values = read_forward_values(gm, simulate(gm, fused=fuses), costs, outputs=outputs, fuses=fuses)
         known: dict[object, list[Policy]] = {}
         self._policies = []
         for part in self.values.parts:
             if part.kind not in known:
-                known[part.kind] = policies_of(part)
+                known[part.kind] = policies_of(part, transfers)
             self._policies.append(known[part.kind])
         self._choices = self._measured()
 
@@ -100,18 +110,20 @@ class Planner:
 
     def _as_plan(self, numbers: Sequence[int]) -> Plan:
         chosen = [policies[number] for policies, number in zip(self._policies, numbers, strict=True)]
-        saved = _nodes(self.values, chosen)
-        found = replay(self.values, saved)
-        return Plan(tuple(numbers), sum(item.seconds for item in chosen), found.peak, saved, found.repeated)
+        saved, offloaded = _nodes(self.values, chosen)
+        found = replay(self.values, saved, offloaded)
+        return Plan(tuple(numbers), sum(item.seconds for item in chosen), found.peak, saved, found.repeated, offloaded)
 
     def peak(self, saved: Collection[str]) -> int:
         """The most bytes that the graph itself has alive at once where the named values are saved."""
         return replay(self.values, [node for node in self.values.forward if node.name in saved]).peak
 
-    def names(self, plan: Plan) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """The names of what is saved, and of what is computed again, in program order."""
-        saved = [node.name for node in self.values.forward if node in plan.saved and self.values.values[node].bytes]
-        return tuple(saved), tuple(node.name for node in self.values.forward if node in plan.repeated)
+    def names(self, plan: Plan) -> tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]:
+        """The names of what is saved, of what is computed again, and of what is offloaded, in program order."""
+        forward, values = self.values.forward, self.values.values
+        saved = tuple(node.name for node in forward if node in plan.saved and values[node].bytes)
+        repeated = tuple(node.name for node in forward if node in plan.repeated)
+        return saved, repeated, tuple(node.name for node in forward if node in plan.offloaded)
 
     def lines(self, plan: Plan) -> tuple[PartPlan, ...]:
         """The plan for the report: parts of one kind with the same policy together."""
@@ -125,7 +137,9 @@ class Planner:
         part, policy = self.values.parts[first], self._policies[first][plan.numbers[first]]
         names = tuple(part.values[at].node.name for at in sorted(policy.saved) if part.values[at].bytes)
         parts = tuple(self.values.parts[number].name for number in numbers)
-        return PartPlan(parts, names, policy.bytes, policy.seconds)
+        away = [part.values[at] for at in sorted(policy.offloaded)]
+        left = tuple(value.node.name for value in away), sum(value.bytes for value in away)
+        return PartPlan(parts, names, policy.bytes, policy.seconds, *left)
 
     def _measured(self) -> list[list[Option]]:
         """What each policy of each part needs: steps in which all parts take one of about the same rank."""
@@ -135,7 +149,7 @@ class Planner:
             picked = [policies[min(rank, len(policies) - 1)] for policies in self._policies if policies]
             if len(picked) < len(self._policies):
                 return choices
-            found = replay(self.values, _nodes(self.values, picked))
+            found = replay(self.values, *_nodes(self.values, picked))
             for number, (forward, backward) in _needs(found, len(picked)).items():
                 if rank < len(self._policies[number]):
                     choices[number].append(Option(picked[number].seconds, found.saved[number], forward, backward))
@@ -153,7 +167,8 @@ def _needs(found: Replay, parts: int) -> Mapping[int, tuple[int, int]]:
     return {number: (forward[number], backward[number]) for number in range(parts)}
 
 
-def _nodes(values: ForwardValues, policies: Sequence[Policy]) -> frozenset[Node]:
-    return frozenset(
-        part.values[at].node for part, policy in zip(values.parts, policies, strict=True) for at in policy.saved
-    )
+def _nodes(values: ForwardValues, policies: Sequence[Policy]) -> tuple[frozenset[Node], frozenset[Node]]:
+    """What is saved, and what is offloaded."""
+    pairs = list(zip(values.parts, policies, strict=True))
+    saved = frozenset(part.values[at].node for part, policy in pairs for at in policy.saved)
+    return saved, frozenset(part.values[at].node for part, policy in pairs for at in policy.offloaded)

@@ -24,23 +24,45 @@ _NODES = 2000  # of the search: a limit that is the same on every rank, which a 
 
 
 @dataclass(frozen=True)
+class Transfers:
+    """How values reach memory besides the device's.
+
+    Attributes:
+        tier: "host" or "disk".
+        seconds_per_byte: Of one way.
+        hide: Whether they run while the device computes.
+    """
+
+    tier: str
+    seconds_per_byte: float
+    hide: bool
+
+
+@dataclass(frozen=True)
 class Policy:
-    """What is saved of a part.
+    """What becomes of the values of a part.
 
     Attributes:
         saved: Positions in the part of what is saved.
         bytes: Their bytes.
-        seconds: What computing the rest again takes.
+        seconds: What computing the rest again takes, and what transfers take that nothing hides.
+        offloaded: Positions of what waits elsewhere.
     """
 
     saved: frozenset[int]
     bytes: int
     seconds: float
+    offloaded: frozenset[int] = frozenset()
 
 
-def policies_of(part: Part) -> list[Policy]:
-    """Policies of a part, from the most bytes to the least; none saves more in more time than another."""
-    programme = _Programme(part)
+def policies_of(part: Part, transfers: Transfers | None = None) -> list[Policy]:
+    """Policies of a part, from the most bytes to the least; none saves more in more time than another.
+
+    Args:
+        part: The values.
+        transfers: How values may be offloaded; None if they may not.
+    """
+    programme = _Programme(part, transfers)
     most = programme.solve()
     if most is None:
         return []
@@ -56,64 +78,80 @@ def policies_of(part: Part) -> list[Policy]:
 
 
 class _Programme:
-    """Variables: for each value whether it is saved, then for each whether it is computed again."""
+    """Variables: for each value whether it is saved, offloaded, computed again; then seconds that transfers add."""
 
-    def __init__(self, part: Part) -> None:
+    def __init__(self, part: Part, transfers: Transfers | None) -> None:
         self._values = part.values
         count = len(part.values)
         number = {value.node: position for position, value in enumerate(part.values)}
+        self._bytes = np.array([float(value.bytes) for value in part.values])
+        self._seconds = np.array([value.seconds for value in part.values])
+        per_byte = 2 * transfers.seconds_per_byte if transfers is not None else 0.0
+        self._transfers = self._bytes * per_byte
+        self._time = max(1e-12, float(self._seconds.sum() + self._transfers.sum()))
+        # At least: a value that is needed is there, and so is what one that is computed again is computed of.
         rows: list[list[tuple[int, float]]] = []
         least: list[float] = []
         for position, value in enumerate(part.values):
             if value.needed:
-                rows.append([(position, 1), (count + position, 1)])
+                rows.append([(position + way * count, 1) for way in range(3)])
                 least.append(1)
             for source in value.sources:
-                rows.append([(number[source], 1), (count + number[source], 1), (count + position, -1)])
+                there = [(number[source] + way * count, 1.0) for way in range(3)]
+                rows.append([*there, (2 * count + position, -1)])
                 least.append(0)
-        self._constraint = _at_least(rows, least, 2 * count)
-        low, high = np.zeros(2 * count), np.ones(2 * count)
-        for position, value in enumerate(part.values):
-            if value.saved is not None:
-                low[position] = high[position] = float(value.saved)
-            if value.saved is True or not value.may_repeat:
-                high[count + position] = 0
-        self._bounds = Bounds(low, high)
-        self._bytes = np.array([float(value.bytes) for value in part.values])
-        self._seconds = np.array([value.seconds for value in part.values])
+        hidden = float(self._seconds.sum()) if transfers is not None and transfers.hide else 0.0
+        moved = [(count + position, -float(size) / self._time) for position, size in enumerate(self._transfers) if size]
+        rows.append([*moved, (3 * count, 1)])
+        least.append(-hidden / self._time)
+        self._constraint = _at_least(rows, least, 3 * count + 1)
+        self._bounds = _bounds(part, transfers is not None)
 
     def solve(self, *, room: int | None = None, fewest_bytes: bool = False) -> Policy | None:
         """The fastest policy within `room`, or the one of fewest bytes; None where there is none."""
         count = len(self._values)
-        total, time = max(1.0, float(self._bytes.sum())), max(1e-12, float(self._seconds.sum()))
+        total = max(1.0, float(self._bytes.sum()))
         # What is of second rank counts a thousandth.
         weights = (1.0, 1e-3) if fewest_bytes else (1e-3, 1.0)
-        cost = np.concatenate([self._bytes / total * weights[0], self._seconds / time * weights[1]])
-        cost[count:] += 1e-9  # nothing is computed again for nothing
-        constraints = [self._constraint] if self._constraint is not None else []
+        saved, again = self._bytes / total * weights[0], self._seconds / self._time * weights[1]
+        moved = np.full(count, 1e-6)  # nothing travels for nothing
+        cost = np.concatenate([saved, moved, again + 1e-9, [weights[1]]])  # nor is computed again
+        constraints = [self._constraint]
         if room is not None:
-            row = np.concatenate([self._bytes / total, np.zeros(count)])[None, :]
+            row = np.concatenate([self._bytes / total, np.zeros(2 * count + 1)])[None, :]
             constraints.append(LinearConstraint(row, ub=room / total))
         found = milp(
             cost,
-            integrality=np.concatenate([np.ones(count), np.zeros(count)]),
+            integrality=np.concatenate([np.ones(2 * count), np.zeros(count + 1)]),
             bounds=self._bounds,
             constraints=constraints,
             options={"mip_rel_gap": _GAP, "node_limit": _NODES},
         )
         if found.x is None:
             return None
-        saved = frozenset(np.flatnonzero(found.x[:count] > 0.5).tolist())
-        again = found.x[count:]
-        size = sum(self._values[position].bytes for position in saved)
-        return Policy(saved, size, float((self._seconds * again).sum()))
+        kept = frozenset(np.flatnonzero(found.x[:count] > 0.5).tolist())
+        away = frozenset(np.flatnonzero(found.x[count : 2 * count] > 0.5).tolist()) - kept
+        size = sum(self._values[position].bytes for position in kept)
+        seconds = float((self._seconds * found.x[2 * count : -1]).sum() + found.x[-1] * self._time)
+        return Policy(kept, size, seconds, away)
 
 
-def _at_least(
-    rows: Sequence[Sequence[tuple[int, float]]], least: Sequence[float], width: int
-) -> LinearConstraint | None:
-    if not rows:
-        return None
+def _bounds(part: Part, may_offload: bool) -> Bounds:
+    count = len(part.values)
+    low, high = np.zeros(3 * count + 1), np.ones(3 * count + 1)
+    high[-1] = np.inf
+    for position, value in enumerate(part.values):
+        leaves = may_offload and value.may_offload
+        high[count + position] = float(leaves)
+        if value.saved is not None:
+            low[position] = float(value.saved and not leaves)
+            high[position] = float(value.saved)
+        if value.saved is True or not value.may_repeat:
+            high[2 * count + position] = 0
+    return Bounds(low, high)
+
+
+def _at_least(rows: Sequence[Sequence[tuple[int, float]]], least: Sequence[float], width: int) -> LinearConstraint:
     entries = [(number, column, factor) for number, row in enumerate(rows) for column, factor in row]
     lines, columns, factors = zip(*entries, strict=True)
     return LinearConstraint(

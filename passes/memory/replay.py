@@ -40,19 +40,21 @@ class Replay:
         return max((*self.forward, *self.backward), default=0)
 
 
-def replay(values: ForwardValues, saved: Collection[Node]) -> Replay:
+def replay(values: ForwardValues, saved: Collection[Node], offloaded: Collection[Node] = ()) -> Replay:
     """Goes through a step: the backward repeats what is not saved, each value right ahead of its first use.
 
     Args:
         values: The forward of a joint graph.
         saved: Which values are saved.
+        offloaded: Which values wait elsewhere from their last use in the forward to their first in the backward.
     """
-    kept = frozenset(saved)
+    kept = frozenset((*saved, *offloaded))
     ahead = _ahead(values, kept)
     behind = list(_backward(values, kept))
     memory = _Memory(values, kept)
     for node in ahead:
         memory.run(node)
+    memory.leave(offloaded)
     for node, _ in behind:
         memory.run(node)
     live = memory.live()
@@ -116,12 +118,24 @@ class _Memory:
     _piece: dict[str, int] = field(default_factory=dict)  # name of a root -> its newest piece
     _places: dict[Node, tuple[int, ...]] = field(default_factory=dict)
     _makers: dict[int, Node] = field(default_factory=dict)
+    _away: set[Node] = field(default_factory=set)
     _time: int = 0
+
+    def leave(self, offloaded: Collection[Node]) -> None:
+        """Ends the forward: what is offloaded has memory again where the backward first reads it."""
+        self._away.update(offloaded)
 
     def run(self, node: Node) -> None:
         for source in node.all_input_nodes:
+            if source in self._away:
+                self._away.discard(source)
+                self._place(source)
             for piece in self._places.get(source, ()):
                 self._last[piece] = self._time
+        self._place(node)
+        self._time += 1
+
+    def _place(self, node: Node) -> None:
         memory = self.values.memory
         roots = memory.roots.get(node.name, ())
         own = [name for name in roots if name.partition(":")[0] == node.name]
@@ -134,7 +148,6 @@ class _Memory:
             self._places[node] = (self._allocate(node, value.bytes),)
         else:
             self._places[node] = tuple(self._piece[name] for name in roots if name in self._piece)
-        self._time += 1
 
     def _allocate(self, node: Node, size: int) -> int:
         self._bytes.append(size)
