@@ -193,8 +193,8 @@ def _refusal(limit: int, memory: StepMemory) -> str:
     held = ", ".join(f"{name} {size:,}" for name, size in peak.composition.items() if size)
     where = f"{peak.node} of {peak.name}" if peak.node else peak.name
     return (
-        f"memory_limit is {limit:,} bytes, and a step takes {memory.peak + _UNSEEN:,} at least: at {where} there are {held}; "
-        "raise the limit, take a smaller micro-batch, a higher stage or more ranks"
+        f"memory_limit is {limit:,} bytes, and a step takes {memory.peak + _UNSEEN:,} at least: at {where} there are "
+        f"{held}; raise the limit, take a smaller micro-batch, a higher stage or more ranks"
     )
 
 
