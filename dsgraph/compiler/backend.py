@@ -18,6 +18,7 @@ from dsgraph import compat
 from dsgraph.byte_counts import on_device
 from dsgraph.errors import OptionError, StrictError
 from dsgraph.passes import CaptureFacts
+from dsgraph.passes.regions.captured import open_regions
 from dsgraph.sharding.agreement import Agreements
 from dsgraph.step.state import partition_states
 from dsgraph.step.step_copies import choose_step_copies
@@ -91,9 +92,11 @@ class Backend:
             StrictError: `strict=True` and something was not done that the options or the model asked for.
         """
         move_markers_ahead(gm)
+        regions = open_regions(gm)
         chosen = parse_options(options)
         choice = next((found for ask in self._choices if (found := ask()) is not None), Usual())
         request = self._request(gm, example_inputs, chosen, mode=mode, choice=choice)
+        request = replace(request, regions=regions)
         watch = Watches([observer.begin(request) for observer in self.observers])
         compiler = choice.compiler(request, watch)
         if compiler.may_hold_copies:

@@ -28,8 +28,9 @@ from dsgraph.passes import (
 from dsgraph.passes.core.collective_order import collective_lines
 from dsgraph.passes.kernels.patterns import register_kernels
 from dsgraph.passes.memory.fit import Agree, alone
+from dsgraph.passes.regions.captured import Captured
 from dsgraph.passes.regions.outline import outline_regions
-from dsgraph.passes.runner.partitioner import source_hash
+from dsgraph.passes.runner.partitioner import is_body, source_hash
 
 from .capture import normalize_markers
 from .options import BackendOptions, mode_settings
@@ -71,6 +72,8 @@ class _Partitioner(Partitioner):
     def __call__(
         self, gm: GraphModule, joint_inputs: Sequence[object], **kwargs: Any
     ) -> tuple[GraphModule, GraphModule]:
+        if is_body(gm):
+            return super().__call__(gm, joint_inputs, **kwargs)
         self._watch.joint(gm)
         forward, backward = super().__call__(gm, joint_inputs, **kwargs)
         if self._regions != "none":
@@ -148,6 +151,13 @@ class Compilation:
     def outcome(self) -> CompileOutcome:
         """What came of `compile`."""
         return CompileOutcome(tuple(self._runner.records), self.from_cache, self.unidentified)
+
+    def note_regions(self, found: Captured) -> None:
+        """Takes down which regions the graph came with."""
+        if found.calls or found.inlined:
+            done = tuple(f"{name} is captured once and called {calls} times" for name, calls in found.calls)
+            calls = sum(calls for _, calls in found.calls)
+            self._runner.records.append(PassRecord(REGIONS, Phase.CAPTURE, calls, found.inlined, done))
 
     def compile(self, gm: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         """Rewrites and compiles `gm`; the result takes the inputs that `gm` takes."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
@@ -12,6 +12,7 @@ from torch.fx import GraphModule
 
 from dsgraph.passes import CaptureFacts, PassContext, PassRecord
 from dsgraph.passes.ir.sources import short_path
+from dsgraph.passes.regions.captured import Captured
 from dsgraph.sharding.agreement import Agreement
 
 from .costs.agreed import DEFAULTS
@@ -35,6 +36,7 @@ class CompileRequest:
         agreement: Of the ranks over which the graph's parameters are partitioned; None where none are.
         lines: The passes that are to run, and what the graph communicates: the same on all those ranks.
         is_new: Whether the ranks have not compiled such a graph before, so that all of them compile it now.
+        regions: Functions that the graph calls for each of several blocks.
         sums: Which inputs are accumulated gradients that the graph's markers add.
     """
 
@@ -50,6 +52,7 @@ class CompileRequest:
     lines: tuple[str, ...] = ()
     is_new: bool = True
     sums: tuple[int, ...] = ()
+    regions: Captured = field(default_factory=Captured)
 
     @property
     def function(self) -> str:

@@ -36,6 +36,7 @@ class Usual:
             lines = "\n".join(["plan", f"within {facts.memory_limit}", *request.lines])
             agree = partial(_agree, request.agreement, lines)
         made = Compilation(request.options, request.facts, mode=request.mode, watch=watch, agree=agree)
+        made.note_regions(request.regions)
         return UsualCompiler(request, made)
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import nn
@@ -22,6 +23,7 @@ from .layout import Layout
 from .mesh import mesh_axes, resolve_mesh
 from .pretrained import methods_for
 from .refusals import refuse_early_optimizers, refuse_hidden_references, refuse_model, refuse_parameters
+from .repeated_blocks import block_classes, read_blocks, region_methods
 from .replaced_data import forget_memory, refuse_replaced_data
 from .rows import broadcast_from_first, local_rows, placements_for
 from .stages import STAGES
@@ -29,7 +31,7 @@ from .table import PartitionArguments, PartitionedModel, ShardedParameter, parti
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
 
-_DEFAULTS = PartitionArguments(stage=3, param_dtype=None, reduce_dtype=None, keep_whole_below=2**14)
+_DEFAULTS = PartitionArguments(stage=3, param_dtype=None, reduce_dtype=None, keep_whole_below=2**14, regions="none")
 
 
 def partition(
@@ -40,6 +42,7 @@ def partition(
     param_dtype: torch.dtype | None = None,
     reduce_dtype: torch.dtype | None = None,
     keep_whole_below: int | None = None,
+    regions: Literal["auto", "none"] | Sequence[str] | None = None,
 ) -> ModelT:
     """Turns the parameters of `model` into `DTensor` shards, in place; nothing else about the model changes.
 
@@ -61,6 +64,9 @@ def partition(
         reduce_dtype: Dtype in which gradients are summed over ranks. None: the dtype in which the forward sees them.
         keep_whole_below: Parameters with fewer elements stay replicated; None: 16384. Empty and 0-dimensional ones
             always do.
+        regions: Which blocks Dynamo captures once, to be called for each: "auto" takes all blocks of a list of modules
+            that have equal classes and parameters, "none" none; a list names lists of modules, such as
+            ["model.layers"]. None: "none".
 
     Returns:
         `model` itself.
@@ -76,6 +82,7 @@ def partition(
         "param_dtype": param_dtype,
         "reduce_dtype": reduce_dtype,
         "keep_whole_below": keep_whole_below,
+        "regions": None if regions is None else read_blocks(regions),
     }
     given: dict[str, Any] = {name: value for name, value in arguments.items() if value is not None}
     parts = partitioned_parts(model)
@@ -110,6 +117,7 @@ def _refuse(additions: Additions) -> None:
 def _apply(additions: Additions, part: PartitionedModel) -> None:
     """Makes the table true of the model. Before anything is changed, the ranks agree on what that takes."""
     model = additions.root
+    classes = block_classes(model, part.arguments.regions)
     table = [
         f"{name}: {list(p.shape)} {p.dtype} requires_grad={p.requires_grad}" for name, p in additions.parameters.items()
     ]
@@ -130,11 +138,16 @@ def _apply(additions: Additions, part: PartitionedModel) -> None:
         _replace(entry, _shard(param, entry.layout, part.mesh))
         entries.append(entry)
     equalise_buffers(model, part)
-    swap_classes(model, part, [*part.parameters, *entries], partial(methods_for, take_in=_take_in))
+    swap_classes(model, part, [*part.parameters, *entries], partial(_methods, classes=classes))
     for entry in entries:
         part.take_in(entry)
     for entry, (module, attribute) in additions.tied:
         part.tie(entry, module, attribute)
+
+
+def _methods(original: type[nn.Module], *, classes: frozenset[type[nn.Module]]) -> Mapping[str, Any]:
+    """What partitioned modules of a class override."""
+    return {**methods_for(original, take_in=_take_in), **region_methods(original, classes)}
 
 
 def _check_arguments(stage: object, param_dtype: object, reduce_dtype: object, keep_whole_below: object) -> None:

@@ -7,6 +7,7 @@ from collections import Counter
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -72,6 +73,7 @@ class PartitionArguments:
     param_dtype: torch.dtype | None
     reduce_dtype: torch.dtype | None
     keep_whole_below: int
+    regions: Literal["auto", "none"] | tuple[str, ...] = "none"
 
 
 @dataclass(eq=False)

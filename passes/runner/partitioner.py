@@ -39,6 +39,7 @@ from dsgraph.passes.ir.mesh_axis import MeshAxis
 from dsgraph.passes.ir.parameters import ParamInfo
 from dsgraph.passes.ir.roles import GraphInput
 from dsgraph.passes.memory.fit import PLANNED, Agree, alone, copy_graph, describe, fit
+from dsgraph.passes.regions.captured import read_arguments_outside
 
 from .runner import PassRecord, Runner
 
@@ -201,6 +202,9 @@ class Partitioner(_HeldByReference, CustomPartitionerFn):
         self, gm: GraphModule, joint_inputs: Sequence[object], **kwargs: Any
     ) -> tuple[GraphModule, GraphModule]:
         """Returns the forward and the backward graph of a joint graph."""
+        if is_body(gm):  # of a region: AOTAutograd splits it ahead of the graph that calls it
+            return self._split(gm, joint_inputs, **kwargs)
+        read_arguments_outside(gm)
         if write_accumulated_grads(gm):
             gm.recompile()
         budget = self._facts.budget()
@@ -272,12 +276,19 @@ class InferenceLowering(_HeldByReference, CustomGraphPass):
     def __call__(self, graph: Graph) -> None:
         """Rewrites an inference graph in place."""
         gm = graph.owning_module
-        if gm is None or any(map(is_tangent, graph.find_nodes(op="placeholder"))):
+        inputs = graph.find_nodes(op="placeholder")
+        if gm is None or any(map(is_tangent, inputs)) or is_body(gm):
             return
         budget = self._facts.budget()
         for phase in (Phase.JOINT, Phase.FORWARD):
             self._runner.run(gm, self._facts.context(gm, phase, inference=True, budget=budget))
         self._runner.end()
+
+
+def is_body(gm: GraphModule) -> bool:
+    """Whether a graph is the body of a region: none of its inputs is one of the captured graph."""
+    inputs = placeholders(gm)
+    return bool(inputs) and all(captured_input(node) is None for node in inputs)
 
 
 def _merge_waits(gm: GraphModule) -> None:

@@ -1,0 +1,177 @@
+"""Regions that Dynamo captured: one function of plain computation, which the outer graph calls for each block.
+
+captured      y = region(x, p)                     region: x, p -> x @ gather_param(p.to_local(), ...)
+hoisted       w = gather_param(p.to_local(), ...); y = region(x, w)             region: x, w -> x @ w
+differentiated by AOTAutograd, which splits the body by itself:
+y, s, w_ = forward(x, w);  dx, dw = backward(s, w_, dy)     forward: x, w -> x @ w, x, w
+read outside  y, s = forward(x, w);      dx, dw = backward(s, w, dy)      forward: x, w -> x @ w, x
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from torch.fx import GraphModule, Node
+
+from dsgraph.passes.compat import invoke_subgraph
+from dsgraph.passes.ir.graph import all_graph_modules, is_gather_marker, placeholders, replace_and_erase
+
+
+@dataclass(frozen=True)
+class Captured:
+    """What became of the regions of a captured graph.
+
+    Attributes:
+        calls: Name of each region, and how often it is called.
+        inlined: Why others are no regions any more.
+    """
+
+    calls: tuple[tuple[str, int], ...] = ()
+    inlined: tuple[str, ...] = ()
+
+
+def open_regions(gm: GraphModule) -> Captured:
+    """Moves what is distributed out of regions: markers, and what they read, stand in the outer graph.
+
+    A region whose markers cannot leave it is written out where it is called, with the reason.
+
+    Args:
+        gm: A captured graph.
+    """
+    found, inlined = [], []
+    for module in list(all_graph_modules(gm)):
+        if isinstance(module, GraphModule) and module is not gm and any(_calls(module)):
+            for name, sites in _calls_by_name(module).items():
+                inlined.append(f"region {name} is written out: it is called inside another region or a checkpoint")
+                _inline(module, name, sites)
+    for name, sites in _calls_by_name(gm).items():
+        body = getattr(gm, name)
+        _hoist(gm, body, sites)
+        left = next((node for node in body.graph.nodes if is_gather_marker(node) or node.target == "to_local"), None)
+        if left is None:
+            found.append((name, len(sites)))
+        else:
+            inlined.append(f"region {name} is written out: {left.name} depends on what it computes")
+            _inline(gm, name, sites)
+    if found or inlined:
+        gm.graph.lint()
+        gm.recompile()
+    return Captured(tuple(found), tuple(dict.fromkeys(inlined)))
+
+
+def _calls(gm: GraphModule) -> Iterator[Node]:
+    yield from gm.graph.find_nodes(op="call_function", target=invoke_subgraph)
+
+
+def _calls_by_name(gm: GraphModule) -> dict[str, list[Node]]:
+    found: dict[str, list[Node]] = {}
+    for node in _calls(gm):
+        found.setdefault(name_called(node), []).append(node)
+    return found
+
+
+def name_called(node: Node) -> str:
+    """The name of the function that a call of a region calls."""
+    callee: Any = node.args[0]
+    return str(callee.target)
+
+
+def body_called(node: Node) -> GraphModule:
+    """The function that a call of a region calls."""
+    owner: Any = node.graph.owning_module
+    body: GraphModule = getattr(owner, name_called(node))
+    return body
+
+
+def _hoist(gm: GraphModule, body: GraphModule, sites: list[Node]) -> None:
+    inputs = placeholders(body)
+    leaving = dict[Node, None]()
+    for node in body.graph.nodes:
+        is_read = node.op == "call_method" and node.target == "to_local"
+        sources = node.all_input_nodes
+        if (is_read or is_gather_marker(node)) and all(s in leaving or s.op == "placeholder" for s in sources):
+            leaving[node] = None
+    if not leaving:
+        return
+    crossing = [node for node in leaving if any(user not in leaving for user in node.users)]
+    kept = [node for node in inputs if any(user not in leaving for user in node.users)]
+    for site in sites:
+        given: dict[Node, Any] = dict(zip(inputs, site.args[2:], strict=True))
+        with gm.graph.inserting_before(site):
+            for node in leaving:
+                given[node] = gm.graph.node_copy(node, given.__getitem__)
+                if "nn_module_stack" in site.meta:
+                    given[node].meta["nn_module_stack"] = site.meta["nn_module_stack"]
+        site.args = (*site.args[:2], *(given[node] for node in (*kept, *crossing)))
+    last = inputs[-1]
+    for node in crossing:
+        with body.graph.inserting_after(last):
+            last = body.graph.placeholder(f"{node.name}_full")
+        last.meta = dict(node.meta)
+        node.replace_all_uses_with(last)
+    for node in reversed(leaving):
+        body.graph.erase_node(node)
+    for node in set(inputs).difference(kept):
+        body.graph.erase_node(node)
+    body.recompile()
+
+
+def _inline(gm: GraphModule, name: str, sites: list[Node]) -> None:
+    body = getattr(gm, name)
+    for site in sites:
+        copies: dict[Node, Any] = dict(zip(placeholders(body), site.args[2:], strict=True))
+        with gm.graph.inserting_before(site):
+            for node in body.graph.nodes:
+                if node.op == "output":
+                    results = [copies[item] if isinstance(item, Node) else item for item in node.args[0]]
+                elif node.op != "placeholder":
+                    copies[node] = gm.graph.node_copy(node, copies.__getitem__)
+        for item in list(site.users):
+            at: Any = item.args[1]
+            replace_and_erase(item, results[at])
+        callee: Any = site.args[0]
+        gm.graph.erase_node(site)
+        if not callee.users:
+            gm.graph.erase_node(callee)
+    gm.recompile()
+
+
+def read_arguments_outside(gm: GraphModule) -> int:
+    """Lets the backward take a region's arguments from the outer graph, not from the region, which handed them on.
+
+    So passes see what is saved: a gathered parameter is gathered again, and Inductor, which takes what a region returns
+    for memory of its own, frees nothing that others read.
+
+    Args:
+        gm: A joint graph whose regions are split.
+
+    Returns:
+        How many results of calls were replaced.
+    """
+    changed = 0
+    for name, sites in _calls_by_name(gm).items():
+        body = getattr(gm, name)
+        number = {node: at for at, node in enumerate(placeholders(body))}
+        (output,) = body.graph.find_nodes(op="output")
+        results = list(output.args[0])
+        stay = [at for at, node in enumerate(results) if node not in number]
+        if len(stay) == len(results):
+            continue
+        for site in sites:
+            for item in list(site.users):
+                at: Any = item.args[1]
+                if results[at] in number:
+                    argument: Any = site.args[2 + number[results[at]]]
+                    replace_and_erase(item, argument)
+                    changed += 1
+                else:
+                    item.args = (site, stay.index(at))
+            if isinstance(site.meta.get("val"), (tuple, list)):
+                site.meta["val"] = tuple(site.meta["val"][at] for at in stay)
+        output.args = (tuple(results[at] for at in stay),)
+        body.recompile()
+    if changed:
+        gm.recompile()
+    return changed
