@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import wraps
 from typing import Any, Literal
 
 import torch
@@ -74,7 +76,43 @@ def region_methods(original: type[nn.Module], classes: frozenset[type[nn.Module]
     """What a partitioned module of class `original` overrides so that its forward is captured as a region."""
     if original not in classes:
         return {}
-    return {"forward": torch.compiler.nested_compile_region(original.forward)}
+    return {"forward": _as_region(original.forward)}
+
+
+def _as_region(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """`forward`, captured as a region. A region may not return what it was given: that is put back outside it."""
+
+    def compute(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        found = forward(self, *args, **kwargs)
+        return _without(found, (*args, *kwargs.values())) if type(found) is tuple else found
+
+    region = torch.compiler.nested_compile_region(compute)
+
+    @wraps(forward)
+    def forward_as_region(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        found = region(self, *args, **kwargs)
+        return _put_back(found, (*args, *kwargs.values())) if type(found) is tuple else found
+
+    return forward_as_region
+
+
+@dataclass(frozen=True)
+class _Given:
+    """Stands for an argument that a block returns."""
+
+    number: int
+
+
+def _without(found: tuple[Any, ...], given: tuple[Any, ...]) -> tuple[Any, ...]:
+    results: list[Any] = []
+    for item in found:
+        number = next((at for at, value in enumerate(given) if isinstance(item, torch.Tensor) and value is item), None)
+        results.append(item if number is None else _Given(number))
+    return tuple(results)
+
+
+def _put_back(found: tuple[Any, ...], given: tuple[Any, ...]) -> tuple[Any, ...]:
+    return tuple(given[item.number] if isinstance(item, _Given) else item for item in found)
 
 
 def read_blocks(value: object) -> Blocks:

@@ -21,6 +21,7 @@ from dsgraph.passes.compat import captured_input, storage_id
 from dsgraph.passes.ir.coalesced import collective_behind, inputs_of
 from dsgraph.passes.ir.collectives import collective_of, is_collective
 from dsgraph.passes.ir.graph import aliased_arguments, is_wait
+from dsgraph.passes.ir.regions import body_called, is_region_call
 
 from .cost import UNKNOWN_SIZE, hint, tensor_bytes
 from .fusion import inlined, is_concatenation, writes_over_operands
@@ -52,7 +53,7 @@ def simulate(
         Bytes, in which a size that only the data decide counts as `UNKNOWN_SIZE`.
     """
     nodes = list(gm.graph.nodes)
-    table = _Table(roots, inlined=inlined(nodes) if fused else frozenset())
+    table = _Table(roots, inlined=inlined(nodes) if fused else frozenset(), fused=fused)
     for number, node in enumerate(nodes):
         table.place(node, number)
     if owned is None:
@@ -86,7 +87,9 @@ class _Table:
         pieces: All pieces, in the order in which they come to life; `last` is not known yet.
     """
 
-    def __init__(self, given_roots: Mapping[str, str], *, inlined: Collection[Node]) -> None:
+    def __init__(self, given_roots: Mapping[str, str], *, inlined: Collection[Node], fused: bool) -> None:
+        self._fused = fused
+        self._bodies: dict[GraphModule, int] = {}
         self.pieces: list[Piece] = []
         self._inlined = inlined
         self._given_roots = given_roots
@@ -101,8 +104,21 @@ class _Table:
     def place(self, node: Node, number: int) -> None:
         """Notes where a node's results lie. Nodes come in program order."""
         places = self._places_of(node, number)
+        body = body_called(node) if is_region_call(node) else None
+        if body is not None:
+            self.pieces.append(Piece(f"{node.name}:inside", self._inside(body), MemoryKind.OTHER, number, number))
         self._places[node] = places
         self._names[node] = tuple(dict.fromkeys(chain(*places)))
+
+    def _inside(self, body: GraphModule) -> int:
+        """What a region has alive at its peak besides what it is given and returns."""
+        if body not in self._bodies:
+            memory = simulate(body, owned=[n.name for n in body.graph.find_nodes(op="placeholder")], fused=self._fused)
+            own = [piece for piece in memory.pieces if not piece.owned]
+            returned = sum(piece.bytes for piece in own if piece.kind is MemoryKind.OUTPUT)
+            given = sum(piece.bytes for piece in memory.pieces if piece.owned)
+            self._bodies[body] = max(0, memory.peak - given - returned)
+        return self._bodies[body]
 
     def _places_of(self, node: Node, number: int) -> list[tuple[str, ...]]:
         value = node.meta.get("val")

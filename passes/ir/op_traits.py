@@ -14,6 +14,8 @@ from torch.fx import Node
 from dsgraph.inductor_ext import c10d_functional
 from dsgraph.passes.compat import HigherOrderOperator, OpOverload, schema_of
 
+from .regions import body_called, is_region_call
+
 aten = torch.ops.aten
 
 # Namespaces of which torch or this package says truly what each op does.
@@ -92,6 +94,8 @@ class OpTraits:
 
 def traits(node: Node) -> OpTraits:
     """What is known of the op that a node calls; a call of a module or a method may do anything."""
+    if is_region_call(node):
+        return _traits_of_region(node)
     if node.op == "call_function":
         return _traits_of(node.target)
     if node.op in ("call_module", "call_method"):
@@ -171,6 +175,24 @@ def _argument(node: Node, position: int, name: str) -> Any:
 
 _NOTHING = OpTraits(reads=False)
 _UNKNOWN = OpTraits(knowledge="unknown", writes_anything=True)
+
+
+_BODY_TRAITS = "dsgraph_traits"  # in a body's `meta`
+
+
+def _traits_of_region(call: Node) -> OpTraits:
+    """A region computes if all of its ops do, and writes to no argument then."""
+    body = body_called(call)
+    if body is None:
+        return _UNKNOWN
+    if _BODY_TRAITS not in body.meta:
+        computes = all(
+            known.knowledge == "known" and not known.writes and not known.writes_anything
+            for known in map(traits, body.graph.nodes)
+        )
+        body.meta[_BODY_TRAITS] = OpTraits() if computes else _UNKNOWN
+    found: OpTraits = body.meta[_BODY_TRAITS]
+    return found
 
 
 @lru_cache(maxsize=2048)

@@ -17,6 +17,7 @@ from torch.fx import GraphModule, Node
 
 from dsgraph.passes.compat import invoke_subgraph
 from dsgraph.passes.ir.graph import all_graph_modules, is_gather_marker, placeholders, replace_and_erase
+from dsgraph.passes.ir.regions import name_called
 
 
 @dataclass(frozen=True)
@@ -70,19 +71,6 @@ def _calls_by_name(gm: GraphModule) -> dict[str, list[Node]]:
     for node in _calls(gm):
         found.setdefault(name_called(node), []).append(node)
     return found
-
-
-def name_called(node: Node) -> str:
-    """The name of the function that a call of a region calls."""
-    callee: Any = node.args[0]
-    return str(callee.target)
-
-
-def body_called(node: Node) -> GraphModule:
-    """The function that a call of a region calls."""
-    owner: Any = node.graph.owning_module
-    body: GraphModule = getattr(owner, name_called(node))
-    return body
 
 
 def _hoist(gm: GraphModule, body: GraphModule, sites: list[Node]) -> None:
