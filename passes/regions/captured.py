@@ -36,7 +36,8 @@ class Captured:
 def open_regions(gm: GraphModule) -> Captured:
     """Moves what is distributed out of regions: markers, and what they read, stand in the outer graph.
 
-    A region whose markers cannot leave it is written out where it is called, with the reason.
+    A region whose markers cannot leave it is written out where it is called, with the reason; so is one that is called
+    once.
 
     Args:
         gm: A captured graph.
@@ -51,7 +52,9 @@ def open_regions(gm: GraphModule) -> Captured:
         body = getattr(gm, name)
         _hoist(gm, body, sites)
         left = next((node for node in body.graph.nodes if is_gather_marker(node) or node.target == "to_local"), None)
-        if left is None:
+        if len(sites) == 1:
+            _inline(gm, name, sites)
+        elif left is None:
             found.append((name, len(sites)))
         else:
             inlined.append(f"region {name} is written out: {left.name} depends on what it computes")
