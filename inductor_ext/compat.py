@@ -65,6 +65,21 @@ def lower_as_collective(op: OpOverload) -> None:
         return list(map(ir.TensorBox.create, result)) if isinstance(result, list) else ir.TensorBox.create(result)
 
 
+@cache
+def lower_as_wait(op: OpOverload) -> None:
+    """Makes Inductor treat `op` as the wait for a functional collective: its result is its one argument.
+
+    Imports Inductor, which takes a second: call it when something is about to be compiled.
+    """
+    from torch._inductor import ir
+    from torch._inductor.lowering import register_lowering
+
+    @register_lowering(op, type_promotion_kind=None)
+    def lower(given: Any) -> Any:
+        ir._WaitKernel.create_wait(op, given)
+        return given
+
+
 def statically_true(condition: bool | torch.SymBool) -> bool:
     """Whether a condition on sizes holds for every batch, as far as is known. It adds no guard."""
     from torch.fx.experimental.symbolic_shapes import statically_known_true
