@@ -22,7 +22,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from dsgraph.inductor_ext.compat import lower_as_wait
+from dsgraph.inductor_ext.compat import lower_as_call, lower_as_wait
 from dsgraph.inductor_ext.ops import define_op
 
 from .transfers import transfers_of
@@ -93,5 +93,7 @@ torch.library.register_fake("dsgraph::wait_transfer", lambda result: result)
 
 
 def register_lowering() -> None:
-    """Tells Inductor that a wait's result is its argument."""
+    """Tells Inductor that a wait's result is its argument, and that the others are calls."""
+    for op in (torch.ops.dsgraph.offload, torch.ops.dsgraph.finish_offload, torch.ops.dsgraph.reload):
+        lower_as_call(op.default)
     lower_as_wait(torch.ops.dsgraph.wait_transfer.default)

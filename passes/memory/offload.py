@@ -15,7 +15,7 @@ from dsgraph.passes.analysis.cost import CostModel
 from dsgraph.passes.core.context import PassContext, Phase
 from dsgraph.passes.core.graph_pair import GraphPair
 from dsgraph.passes.core.graph_pass import GraphPass, PassResult
-from dsgraph.passes.ir.graph import emit, fake_value
+from dsgraph.passes.ir.graph import come_from, emit, fake_value
 
 from .stored_values import StoredValue, find_stored
 from .transfer_times import earliest_ends, first_together, latest_starts
@@ -92,7 +92,7 @@ def _leave(pair: GraphPair, found: Sequence[StoredValue], ctx: PassContext, room
         for earlier in range(first_together(sizes, number, room=room)):
             if ordered[earlier].base not in handles:
                 handles[ordered[earlier].base] = _finish(places[number], started[earlier], ordered[earlier])
-        started.append(emit(places[number], ops.offload.default, item.base, item.tier))
+        started.append(come_from(emit(places[number], ops.offload.default, item.base, item.tier), item.base))
         if fake_value(item.base).device.type == "cpu":
             handles[item.base] = _finish(started[-1].next, started[-1], item)
     for item, start, end in zip(ordered, started, ends, strict=True):
@@ -103,7 +103,7 @@ def _leave(pair: GraphPair, found: Sequence[StoredValue], ctx: PassContext, room
 
 
 def _finish(before: Node, started: Node, item: StoredValue) -> Node:
-    return emit(before, ops.finish_offload.default, started, item.base)
+    return come_from(emit(before, ops.finish_offload.default, started, item.base), item.base)
 
 
 def _come_back(
