@@ -9,7 +9,7 @@ from torch import nn
 
 import dsgraph
 from dsgraph.compiler.options import BackendOptions, parse_options
-from dsgraph.passes import SubstituteKernels
+from dsgraph.passes import OffloadActivations, SubstituteKernels
 from dsgraph.passes.kernels.patterns import KERNELS
 
 NAME = SubstituteKernels().name
@@ -28,7 +28,7 @@ def test_defaults():
     [
         (
             {"codgen": "eager"},
-            r"unknown option 'codgen'; did you mean 'codegen'\?; known: codegen, dump, dump_compiles, inductor",
+            r"unknown option 'codgen'; did you mean 'codegen'\?; known: activation_offload, codegen, dump, dump_compiles, inductor",
         ),
         ({"zzz": 1}, r"unknown option 'zzz'; known:"),
         ({"codegen": "eagr"}, r"option 'codegen' is 'eagr'; did you mean 'eager'\?; it takes 'inductor' or 'eager'"),
@@ -43,6 +43,11 @@ def test_defaults():
         ({"recompile_limit": 0, "strict": True}, r"option 'recompile_limit' is 0; it takes a number of compiles"),
         ({"recompile_limit": 99, "strict": True}, r"option 'recompile_limit' is 99, but Dynamo stops at 8"),
         ({"memory_limit": 0}, r"option 'memory_limit' is 0; it takes a number of bytes, 1 or more"),
+        ({"activation_offload": "gpu"}, r"option 'activation_offload' is 'gpu'; it takes 'host', 'disk' or None"),
+        (
+            {"activation_offload": "host", "pipeline": [OffloadActivations(tier="disk")]},
+            r"option 'activation_offload' is 'host', but the pipeline has OffloadActivations\(tier='disk'",
+        ),
         ({"kernels": "all"}, r"option 'kernels' is 'all'; it takes 'auto', 'none' or a list of kernels"),
         ({"kernels": ["rmsnorm"]}, r"option 'kernels' is .*'rmsnorm'; did you mean 'rms_norm'\?; known: .*rms_norm"),
         (

@@ -10,6 +10,7 @@ from pathlib import Path
 from tabulate import tabulate
 
 from dsgraph.compiler.codegen import REGIONS
+from dsgraph.passes import OffloadActivations
 from dsgraph.tools.dumping.render import bytes_text
 
 from .activity import NearMiss
@@ -18,6 +19,7 @@ from .records import Compile, Findings, Parameter
 from .step import Memory
 
 _WIDTH = 100
+_OFFLOADED = OffloadActivations().name
 
 
 def write_report(report: Findings) -> str:
@@ -49,6 +51,7 @@ def write_report(report: Findings) -> str:
             ],
         ),
         _list("regions", [(f"compile {item.number}", line) for item in report.compiles for line in _regions(item)]),
+        _list("offloaded", [(f"compile {item.number}", line) for item in report.compiles for line in _offloaded(item)]),
         _list("kernels", [(f"compile {item.number}", line) for item in report.compiles for line in _done(item)]),
         _list("near misses", [(_where(item), item.note) for item in report.near_misses]),
         _list(
@@ -66,11 +69,15 @@ def write_report(report: Findings) -> str:
 
 
 def _done(item: Compile) -> list[str]:
-    return [line for each in item.passes for line in each.done if each.name != REGIONS]
+    return [line for each in item.passes for line in each.done if each.name not in (REGIONS, _OFFLOADED)]
 
 
 def _regions(item: Compile) -> list[str]:
     return [line for each in item.passes for line in each.done if each.name == REGIONS]
+
+
+def _offloaded(item: Compile) -> list[str]:
+    return [line for each in item.passes for line in each.done if each.name == _OFFLOADED]
 
 
 def _where(item: NearMiss) -> str:
