@@ -24,6 +24,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -98,8 +99,18 @@ class RecordBackward(GraphPass):
 class Measured:
     """One model's training on this rank. All ranks call the same methods in the same order."""
 
-    def __init__(self, model: str, stage: int, codegen: str, counter: Path) -> None:
-        """Builds the model, partitions it, and prepares its compilation. `counter` is from `memory.build_counter`."""
+    def __init__(
+        self, model: str, stage: int, codegen: str, counter: Path, more: Mapping[str, Any] = MappingProxyType({})
+    ) -> None:
+        """Builds the model, partitions it, and prepares its compilation.
+
+        Args:
+            model: One of `CASES`.
+            stage: Of ZeRO.
+            codegen: Of the backend.
+            counter: From `memory.build_counter`.
+            more: Other options of the backend.
+        """
         self._counter = AllocationCounter(counter)
         self._case = CASES[model]
         self._codegen = codegen
@@ -108,7 +119,7 @@ class Measured:
         torch.manual_seed(0)
         module = dsgraph.partition(self._case.build(), stage=stage)
         pipeline = dsgraph.default_pipeline() + [RecordForward(self._graphs), RecordBackward(self._graphs)]
-        options: dict[str, Any] = {"codegen": codegen, "pipeline": pipeline}
+        options: dict[str, Any] = {"codegen": codegen, "pipeline": pipeline, **more}
         self._model: Any = torch.compile(module, backend="dsgraph", options=options)
         self._optimizer = torch.optim.AdamW(module.parameters(), lr=1e-3, fused=True)
 
@@ -168,14 +179,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 1 if errors else 0
 
 
-def measure(model: str, stage: int, codegen: str, *, counter: Path) -> Row:
+def measure(model: str, stage: int, codegen: str, *, counter: Path, **more: Any) -> Row:
     """Trains one of `CASES` on `WORLD` ranks; returns the row of the rank whose prediction is furthest off.
+
+    `more` are other options of the backend.
 
     Raises:
         WorkerError: A rank failed.
     """
     name = f"{model}, stage {stage}, {codegen}"
-    with Workers(name, Measured, model, stage, codegen, counter, world=WORLD) as group:
+    with Workers(name, Measured, model, stage, codegen, counter, more, world=WORLD) as group:
         rank = max(group.call("measure"), key=lambda found: abs(_error(found)))
     predicted: StepMemory = rank["predicted"]
     row = {

@@ -25,31 +25,42 @@ from .compat import backend_name, c10d_functional, resolve_group, share_memory, 
 from .kernels.launch import on_device_of, on_gpu
 from .kernels.linear_cross_entropy import linear_cross_entropy
 from .sizes import same_shape, same_size
+from .transfers.errors import TransferError
+from .transfers.ops import finish_offload, offload, reload
+from .transfers.ops import register_lowering as _register_wait
+from .transfers.transfers import TIERS, Transfers, transfers_of
 
 
 def register_lowerings() -> None:
-    """Tells Inductor of the ops that are collectives."""
+    """Tells Inductor of the ops that are collectives, and of waits."""
+    _register_wait()
     _register_gather()
     _register_exchange()
 
 
 __all__ = [
     "GATHERS",
+    "TIERS",
     "REDUCE_SCATTERS",
     "Ranks",
+    "TransferError",
+    "Transfers",
     "backend_name",
     "c10d_functional",
     "chunk_rows",
     "exchange_by_messages",
     "exchange_by_messages_coalesced",
+    "finish_offload",
     "gather_by_messages",
     "gather_by_messages_coalesced",
     "gather_param",
     "linear_cross_entropy",
+    "offload",
     "on_device_of",
     "on_gpu",
     "pad_rows",
     "reduce_grad",
+    "reload",
     "register_lowerings",
     "resolve_group",
     "same_shape",
@@ -62,5 +73,6 @@ __all__ = [
     "start_reducing",
     "start_reduction",
     "sum_over",
+    "transfers_of",
     "usual_gather",
 ]

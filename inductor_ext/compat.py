@@ -65,6 +65,38 @@ def lower_as_collective(op: OpOverload) -> None:
         return list(map(ir.TensorBox.create, result)) if isinstance(result, list) else ir.TensorBox.create(result)
 
 
+@cache
+def lower_as_call(op: OpOverload) -> None:
+    """Makes Inductor call `op` as it is, with arguments of the strides that the graph says, and say nothing of it.
+
+    Imports Inductor, which takes a second: call it when something is about to be compiled.
+    """
+    from torch._inductor.lowering import (
+        add_layout_constraint,
+        constrain_to_fx_strides,
+        fallback_handler,
+        register_lowering,
+    )
+
+    add_layout_constraint(op, constrain_to_fx_strides)
+    register_lowering(op, type_promotion_kind=None)(fallback_handler(op, add_to_fallback_set=False))
+
+
+@cache
+def lower_as_wait(op: OpOverload) -> None:
+    """Makes Inductor treat `op` as the wait for a functional collective: its result is its one argument.
+
+    Imports Inductor, which takes a second: call it when something is about to be compiled.
+    """
+    from torch._inductor import ir
+    from torch._inductor.lowering import register_lowering
+
+    @register_lowering(op, type_promotion_kind=None)
+    def lower(given: Any) -> Any:
+        ir._WaitKernel.create_wait(op, given)
+        return given
+
+
 def statically_true(condition: bool | torch.SymBool) -> bool:
     """Whether a condition on sizes holds for every batch, as far as is known. It adds no guard."""
     from torch.fx.experimental.symbolic_shapes import statically_known_true

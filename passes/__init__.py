@@ -14,6 +14,7 @@ from .kernels.matching import call_of
 from .kernels.patterns import KERNELS
 from .kernels.spec import Derived, Gain, KernelSpec, Match, NearMiss, Setting
 from .kernels.substitute_kernels import SubstituteKernels
+from .memory.offload import OffloadActivations
 from .overlap.bucket_gathers import BucketBackwardGathers, BucketForwardGathers
 from .overlap.bucket_reductions import BucketReductions
 from .overlap.delay_reduction_waits import DelayReductionWaits
@@ -59,6 +60,7 @@ __all__ = [
     "KeepLastGather",
     "MergeGathers",
     "MeshAxis",
+    "OffloadActivations",
     "ParamInfo",
     "Partitioner",
     "PassContext",

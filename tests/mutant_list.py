@@ -510,6 +510,27 @@ MEMORY = (
         *("(count + position, -1)])", "(count + position, 0)])"),
         killers=("tests/passes/memory/test_policies.py",),
     ),
+    Mutant(
+        *("offload-ahead-of-its-last-use", "passes/memory/stored_values.py", "off by one"),
+        *("return list(uses())[-1]", "return list(uses())[0]"),
+        killers=("tests/passes/memory/test_offload.py",),
+    ),
+    Mutant(
+        *("write-that-failed-is-read", "inductor_ext/transfers/stored.py", "missing check"),
+        *(
+            "    if failure is not None:\n        raise TransferError(str(failure)) from failure\n    read_file",
+            "    read_file",
+        ),
+        killers=("tests/inductor_ext/transfers/test_ops.py",),
+    ),
+    Mutant(
+        *("verifier-of-reloads", "passes/verify/transfers.py", "missing check"),
+        *(
+            "is_transfer_wait(user)]\n    if len(waits) != 1 or len(reload.users) != 1:",
+            "is_transfer_wait(user)]\n    if len(waits) > 1:",
+        ),
+        killers=("tests/passes/memory/test_offload.py",),
+    ),
 )
 
 MUTANTS = (

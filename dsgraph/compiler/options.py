@@ -14,7 +14,7 @@ from dsgraph import compat
 from dsgraph.byte_counts import TAKES_BYTES, read_bytes
 from dsgraph.errors import OptionError
 from dsgraph.nearest import nearest
-from dsgraph.passes import PassError, Pipeline, SubstituteKernels, default_pipeline
+from dsgraph.passes import OffloadActivations, PassError, Pipeline, SubstituteKernels, default_pipeline
 from dsgraph.passes.kernels.patterns import KERNELS
 from dsgraph.passes.kernels.spec import KernelSpec
 
@@ -43,6 +43,9 @@ class BackendOptions(BaseModel):
             `SelectiveGather`; gathers more than one parameter ahead, and reductions under way besides the next, are as
             many as keep the predicted peak of the graph, with the states of an optimizer, below it. Default: 90 % of a
             CUDA device's memory; on the CPU there is no limit, and nothing but a loss's last parameter is kept.
+        activation_offload: Where activations wait for the backward: "host" for host memory, "disk" for files in the
+            folder for temporary files (TMPDIR), None for the device's memory. It moves every saved value of 64 KiB and
+            more that is no parameter and no input of a graph, see `OffloadActivations`.
         kernels: Which kernels stand in for what a model spells out, see `SubstituteKernels`: "auto" takes those that
             are expected to gain, "none" none, a list exactly these, by name or as `KernelSpec` (`dsgraph.kernel` makes
             one of your own); with "auto" in it, the automatic ones as well. With `strict`, one that was asked for and
@@ -64,6 +67,7 @@ class BackendOptions(BaseModel):
     strict: bool = False
     recompile_limit: int = Field(default=8, ge=1)
     memory_limit: int | float | None = None
+    activation_offload: Literal["host", "disk"] | None = None
     kernels: Literal["auto", "none"] | tuple[KernelSpec | Literal["auto"], ...] = "auto"
     regions: Literal["auto", "none"] | tuple[str, ...] = "none"
     dump: Path | None = None
@@ -130,6 +134,9 @@ def parse_options(given: Mapping[str, Any] | None, environ: Mapping[str, str] = 
     _refuse_without_effect(options, values)
     if "kernels" in values:
         options = options.model_copy(update={"pipeline": _with_kernels(options.pipeline, options.kernels)})
+    if options.activation_offload is not None:
+        pipeline = _with_offload(options.pipeline, options.activation_offload)
+        options = options.model_copy(update={"pipeline": pipeline})
     if options.inductor and options.codegen != "inductor":
         raise OptionError(f"option 'inductor' has no effect with codegen={options.codegen!r}: remove one of the two")
     if options.inductor:
@@ -185,6 +192,20 @@ def _with_kernels(pipeline: Pipeline, kernels: str | tuple[KernelSpec | Literal[
     return Pipeline(chosen if item is own else item for item in pipeline)
 
 
+def _with_offload(pipeline: Pipeline, tier: str) -> Pipeline:
+    """The pipeline with a pass that moves every large activation to a tier."""
+    own = [item for item in pipeline if isinstance(item, OffloadActivations)]
+    if len(own) > 1:
+        raise OptionError(f"option 'activation_offload': the pipeline has {len(own)} OffloadActivations; leave one")
+    if own and own[0].tier not in (None, tier):
+        raise OptionError(
+            f"option 'activation_offload' is {tier!r}, but the pipeline has {own[0]}: remove one of the two"
+        )
+    if own:
+        return Pipeline(replace(item, tier=tier) if item is own[0] else item for item in pipeline)
+    return pipeline + OffloadActivations(tier=tier)
+
+
 def _refuse_without_effect(options: BackendOptions, given: Mapping[str, Any]) -> None:
     if "dump_compiles" in given and options.dump is None:
         raise OptionError("option 'dump_compiles' has no effect without 'dump' (or DSGRAPH_DUMP): remove it, or add it")
@@ -225,6 +246,7 @@ _TAKES = {
     "strict": "True or False",
     "recompile_limit": "a number of compiles, 1 or more",
     "memory_limit": TAKES_BYTES,
+    "activation_offload": "'host', 'disk' or None",
     "kernels": "'auto', 'none' or a list of kernels",
     "regions": "'auto', 'none' or a list of names of module lists",
     "dump": "the path of a folder",

@@ -32,7 +32,7 @@ from dsgraph.passes.ir.graph import aliased_arguments, mutates_arguments
 from dsgraph.passes.ir.mesh_axis import MeshAxis
 from dsgraph.passes.ir.regions import body_called, is_region_call
 
-from .hardware import DEVICES, Device, Link, LinkTable, default_links
+from .hardware import DEVICES, TIERS, Device, Link, LinkTable, default_links
 
 aten = torch.ops.aten
 
@@ -165,6 +165,10 @@ _EMPTY = (
     aten.empty_like.default,
     aten.new_empty.default,
     aten.new_empty_strided.default,
+    # Beside the computation, see `CostModel.tier_seconds`.
+    torch.ops.dsgraph.offload.default,
+    torch.ops.dsgraph.finish_offload.default,
+    torch.ops.dsgraph.reload.default,
 )
 
 # These read as much of their first argument as they write.
@@ -217,11 +221,13 @@ class CostModel:
         device: What computes.
         axes: The mesh axes that collectives may run over.
         links: Process group -> its link, for all kinds of collectives or one for each.
+        tiers: Tier of offloaded tensors -> the way there.
     """
 
     device: Device
     axes: tuple[MeshAxis, ...] = ()
     links: Mapping[str, Link | LinkTable] = field(default_factory=lambda: MappingProxyType({}))
+    tiers: Mapping[str, Link] = field(default_factory=lambda: TIERS["cpu"])
 
     @staticmethod
     def default(axes: Sequence[MeshAxis] = (), *, device_type: str = "cpu") -> CostModel:
@@ -230,7 +236,8 @@ class CostModel:
         Those of "cuda" stand for every accelerator that is not listed.
         """
         links = {axis.group: default_links(axis.backend, device_type=device_type) for axis in axes}
-        return CostModel(DEVICES.get(device_type, DEVICES["cuda"]), tuple(axes), MappingProxyType(links))
+        device, tiers = DEVICES.get(device_type, DEVICES["cuda"]), TIERS.get(device_type, TIERS["cuda"])
+        return CostModel(device, tuple(axes), MappingProxyType(links), tiers)
 
     def seconds(self, node: Node) -> float | None:
         """How long a node takes by itself: a kernel by its roofline, a collective from its start to its end.
@@ -259,6 +266,11 @@ class CostModel:
         if not operations and not moved:
             return 0.0
         return self.device.kernel_s + max(operations / self.device.rate(dtype), moved / self.device.bytes_per_s)
+
+    def tier_seconds(self, tier: str, size: int) -> float:
+        """How long so many bytes take to a tier ("host", "disk") or back."""
+        link = self.tiers[tier]
+        return link.latency_s + size / link.bytes_per_s
 
     def transfer_seconds(self, kind: str, group: str, sent: int) -> float | None:
         """How long a collective takes from its start to its end.

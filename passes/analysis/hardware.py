@@ -78,6 +78,16 @@ DEVICES: Mapping[str, Device] = MappingProxyType(
 )
 
 
+# Device type -> tier -> how fast bytes get there or back: for "cuda", pinned memory over PCIe 4 with 16 lanes, and one
+# solid-state disk; for "cpu", a copy in memory, and such a disk.
+TIERS: Mapping[str, Mapping[str, Link]] = MappingProxyType(
+    {
+        "cpu": MappingProxyType({"host": Link(5e-6, 5e9), "disk": Link(1e-4, 1e9)}),
+        "cuda": MappingProxyType({"host": Link(1e-5, 2.2e10), "disk": Link(1e-4, 2e9)}),
+    }
+)
+
+
 @dataclass(frozen=True)
 class Gpu:
     """A GPU that code can be generated for without having it.

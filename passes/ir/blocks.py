@@ -14,6 +14,7 @@ from dsgraph.passes.compat import FakeTensor, OpOverload
 
 from .collectives import is_collective
 from .graph import bound_arguments, is_barrier, is_wait
+from .transfers import is_transfer
 
 # What draws a number for the whole graph, or picks one of those: a call's is not the next call's.
 _SEEDS = frozenset({"prims::inductor_seed", "prims::inductor_seeds", "prims::inductor_lookup_seed"})
@@ -24,7 +25,7 @@ _PLAIN_TENSORS = (torch.Tensor, FakeTensor)  # and no other subclass
 
 def is_plain(node: Node) -> bool:
     """Whether a node computes tensors of known sizes from such tensors, and nothing but that."""
-    if node.op != "call_function" or is_barrier(node) or is_wait(node) or is_collective(node):
+    if node.op != "call_function" or is_barrier(node) or is_wait(node) or is_collective(node) or is_transfer(node):
         return False
     if node.target is operator.getitem:
         return is_plain(node.all_input_nodes[0])

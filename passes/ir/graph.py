@@ -86,6 +86,12 @@ def emit(before: Node, target: Callable[..., Any], *args: Any, **kwargs: Any) ->
     return node
 
 
+def come_from(node: Node, original: Node) -> Node:
+    """Gives a node that stands for a part of another's work that one's provenance, and returns it."""
+    node.meta.update({key: original.meta[key] for key in _PROVENANCE if key in original.meta})
+    return node
+
+
 def _evaluate(target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     fake_args, fake_kwargs = torch.fx.map_arg((args, kwargs), fake_value)
     mode = detect_fake_mode(fake_args)

@@ -41,7 +41,9 @@ _PURE_MODULES = frozenset({"_operator", "operator", "math", "torch.fx.experiment
 _PURE_BUILTINS = frozenset({abs, bool, divmod, float, int, max, min, pow, round, sum})
 
 # Ops whose schema does not say that their result is their first argument's memory.
-_UNDECLARED_ALIASES = frozenset({aten._unsafe_view.default, c10d_functional.wait_tensor.default})
+_UNDECLARED_ALIASES = frozenset(
+    {aten._unsafe_view.default, c10d_functional.wait_tensor.default, torch.ops.dsgraph.wait_transfer.default}
+)
 
 _RESIZE_STORAGE = torch.ops.inductor.resize_storage_bytes_.default
 

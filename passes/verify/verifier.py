@@ -19,6 +19,7 @@ from . import collectives as invariants_collectives
 from . import gathered_copies as invariants_copies
 from . import memory as invariants_memory
 from . import reductions as invariants_reductions
+from . import transfers as invariants_transfers
 from .collectives import CollectiveFacts, Violation
 from .gathered_copies import CopyFacts
 from .memory import MemoryFacts
@@ -41,6 +42,7 @@ class GraphFacts:
         collectives: Collectives and markers.
         reductions: For each output that is a gradient, what it is summed over.
         gathered_copies: The gathered copies that it waits for.
+        transfers: Rules on transfers that this graph breaks.
     """
 
     inputs: tuple[tuple[str, object], ...]
@@ -52,6 +54,7 @@ class GraphFacts:
     collectives: CollectiveFacts = field(default_factory=CollectiveFacts)
     reductions: tuple[Histories, ...] = ()
     gathered_copies: CopyFacts = field(default_factory=CopyFacts)
+    transfers: tuple[Violation, ...] = ()
 
     @property
     def violations(self) -> tuple[Violation, ...]:
@@ -64,7 +67,7 @@ class GraphFacts:
             )
             for node, by in self.memory.released
         )
-        return (*self.collectives.violations, *self.gathered_copies.violations, *released)
+        return (*self.collectives.violations, *self.gathered_copies.violations, *self.transfers, *released)
 
 
 def observe(gm: GraphModule, ctx: PassContext) -> GraphFacts:
@@ -86,6 +89,7 @@ def observe(gm: GraphModule, ctx: PassContext) -> GraphFacts:
         collectives=invariants_collectives.observe(gm, memory, outputs, ctx),
         reductions=invariants_reductions.observe(gm, outputs, ctx),
         gathered_copies=invariants_copies.observe(gm, ctx),
+        transfers=tuple(invariants_transfers.wrong_transfers(gm, memory)),
     )
 
 

@@ -10,7 +10,7 @@ from torch import nn
 import dsgraph
 from dsgraph.byte_counts import on_device
 from dsgraph.compiler.options import BackendOptions, parse_options
-from dsgraph.passes import SubstituteKernels
+from dsgraph.passes import OffloadActivations, SubstituteKernels
 from dsgraph.passes.kernels.patterns import KERNELS
 
 NAME = SubstituteKernels().name
@@ -29,7 +29,7 @@ def test_defaults():
     [
         (
             {"codgen": "eager"},
-            r"unknown option 'codgen'; did you mean 'codegen'\?; known: codegen, dump, dump_compiles, inductor",
+            r"unknown option 'codgen'; did you mean 'codegen'\?; known: activation_offload, codegen, dump",
         ),
         ({"zzz": 1}, r"unknown option 'zzz'; known:"),
         ({"codegen": "eagr"}, r"option 'codegen' is 'eagr'; did you mean 'eager'\?; it takes 'inductor' or 'eager'"),
@@ -46,6 +46,11 @@ def test_defaults():
         ({"memory_limit": 0}, r"option 'memory_limit' is 0: it takes a number of bytes \(1 or more\), a text"),
         ({"memory_limit": "60 gigs"}, r"option 'memory_limit' is '60 gigs': it takes .*; units: B, KB, .*GiB"),
         ({"memory_limit": 1.5}, r"option 'memory_limit' is 1.5: it takes .* a share of the device such as 0.8"),
+        ({"activation_offload": "gpu"}, r"option 'activation_offload' is 'gpu'; it takes 'host', 'disk' or None"),
+        (
+            {"activation_offload": "host", "pipeline": [OffloadActivations(tier="disk")]},
+            r"option 'activation_offload' is 'host', but the pipeline has OffloadActivations\(tier='disk'",
+        ),
         ({"kernels": "all"}, r"option 'kernels' is 'all'; it takes 'auto', 'none' or a list of kernels"),
         ({"kernels": ["rmsnorm"]}, r"option 'kernels' is .*'rmsnorm'; did you mean 'rms_norm'\?; known: .*rms_norm"),
         (

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DeviceMesh
 
 from dsgraph.passes import CostModel, MeshAxis
-from dsgraph.passes.analysis.hardware import Device, Link, LinkTable, default_links
+from dsgraph.passes.analysis.hardware import TIERS, Device, Link, LinkTable, default_links
 from dsgraph.passes.ir.collectives import collective_steps
 from dsgraph.sharding.agreement import Agreement
 from dsgraph.sharding.mesh import mesh_axes
@@ -76,7 +76,8 @@ class KnownCosts:
         if record is None:
             return None
         links = {axis.group: self._links(record, mesh, axis) for axis in axes}
-        return CostModel(self._device(record), tuple(axes), MappingProxyType(links))
+        tiers = TIERS.get(record.device_type, TIERS["cuda"])
+        return CostModel(self._device(record), tuple(axes), MappingProxyType(links), tiers)
 
     def describe(self, mesh: DeviceMesh, axes: Sequence[MeshAxis]) -> str:
         """In one line, whether costs are measured, where and when; names the axes whose links are not."""

@@ -10,6 +10,7 @@ from pathlib import Path
 from tabulate import tabulate
 
 from dsgraph.compiler.codegen import REGIONS
+from dsgraph.passes import OffloadActivations
 from dsgraph.passes.memory.fit import PLANNED
 from dsgraph.tools.dumping.render import bytes_text
 
@@ -19,6 +20,7 @@ from .records import Compile, Findings, Parameter
 from .step import Memory
 
 _WIDTH = 100
+_OFFLOADED = OffloadActivations().name
 
 
 def write_report(report: Findings) -> str:
@@ -51,6 +53,7 @@ def write_report(report: Findings) -> str:
         ),
         _list("regions", [(f"compile {item.number}", line) for item in report.compiles for line in _regions(item)]),
         _list("activations", [(f"compile {item.number}", line) for item in report.compiles for line in _planned(item)]),
+        _list("offloaded", [(f"compile {item.number}", line) for item in report.compiles for line in _offloaded(item)]),
         _list("kernels", [(f"compile {item.number}", line) for item in report.compiles for line in _done(item)]),
         _list("near misses", [(_where(item), item.note) for item in report.near_misses]),
         _list(
@@ -68,7 +71,7 @@ def write_report(report: Findings) -> str:
 
 
 def _done(item: Compile) -> list[str]:
-    return [line for each in item.passes for line in each.done if each.name not in (REGIONS, PLANNED)]
+    return [line for each in item.passes for line in each.done if each.name not in (REGIONS, PLANNED, _OFFLOADED)]
 
 
 def _regions(item: Compile) -> list[str]:
@@ -77,6 +80,10 @@ def _regions(item: Compile) -> list[str]:
 
 def _planned(item: Compile) -> list[str]:
     return [line for each in item.passes for line in each.done if each.name == PLANNED]
+
+
+def _offloaded(item: Compile) -> list[str]:
+    return [line for each in item.passes for line in each.done if each.name == _OFFLOADED]
 
 
 def _where(item: NearMiss) -> str:

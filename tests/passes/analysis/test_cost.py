@@ -16,7 +16,7 @@ from dsgraph.passes.analysis.cost import (
     size_hints,
     tensor_bytes,
 )
-from dsgraph.passes.analysis.hardware import DEVICES, LINKS, Device, Link, LinkTable
+from dsgraph.passes.analysis.hardware import DEVICES, LINKS, TIERS, Device, Link, LinkTable
 from dsgraph.passes.ir.collectives import collectives
 from tests.passes.tracing import GLOO, OUTER, trace
 
@@ -183,7 +183,9 @@ def test_defaults_follow_device_and_backend():
     assert gloo.links == {"0": LINKS["gloo"], "1": LINKS["nccl"]}
     fake = MeshAxis("shard", 8, "2", "fake")
     assert CostModel.default([fake]).links == {"2": LINKS["gloo"]}
-    assert CostModel.default([fake], device_type="xpu") == CostModel(DEVICES["cuda"], (fake,), {"2": LINKS["nccl"]})
+    assert CostModel.default([fake], device_type="xpu") == CostModel(
+        DEVICES["cuda"], (fake,), {"2": LINKS["nccl"]}, TIERS["cuda"]
+    )
 
 
 def test_a_link_may_be_another_for_each_kind():

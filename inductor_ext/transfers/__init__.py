@@ -1,0 +1,1 @@
+"""Ops that move tensors out of the device's memory and back."""

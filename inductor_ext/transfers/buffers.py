@@ -1,0 +1,102 @@
+"""Host memory outside torch's allocator, in a pool that uses it again."""
+
+from __future__ import annotations
+
+import mmap
+import threading
+from collections import deque
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+ALIGNMENT = 4096  # bytes; that of memory pages, and of what files opened with O_DIRECT read and write
+
+
+def rounded(size: int) -> int:
+    """A number of bytes, rounded up to whole pages, 1 at least."""
+    return max(1, -(-size // ALIGNMENT)) * ALIGNMENT
+
+
+@dataclass(frozen=True)
+class Buffer:
+    """A piece of host memory that begins at a page.
+
+    Attributes:
+        data: `[size]` of uint8.
+        size: Bytes, whole pages.
+    """
+
+    data: Tensor
+    size: int
+
+    def view(self) -> memoryview:
+        """The memory as file functions take it."""
+        return self.data.numpy().data
+
+
+class BufferPool:
+    """Host memory that is used again. At any time it holds no more than the most that was in use at once.
+
+    On a machine with CUDA the memory is pinned. On others it is mapped past torch's allocator, so that what counts the
+    allocator's bytes as the device's memory leaves it out.
+
+    Buffers may be given back at any time and by any thread, a garbage collector's finalizer in the middle of `take`
+    included: `give_back` takes no lock.
+    """
+
+    def __init__(self, *, pinned: bool) -> None:
+        self._pinned = pinned
+        self._lock = threading.Lock()
+        self._returned: deque[Buffer] = deque()
+        self._idle: dict[int, list[Buffer]] = {}
+        self._used = self._most_used = self._held = 0
+
+    @property
+    def used(self) -> int:
+        """Bytes of buffers that were taken and not given back."""
+        with self._lock:
+            self._collect()
+            return self._used
+
+    @property
+    def held(self) -> int:
+        """Bytes of all buffers, idle ones included."""
+        with self._lock:
+            self._collect()
+            return self._held
+
+    def take(self, size: int) -> Buffer:
+        """A buffer of so many bytes, rounded up to whole pages. What it holds is not defined."""
+        size = rounded(size)
+        with self._lock:
+            self._collect()
+            self._used += size
+            self._most_used = max(self._used, self._most_used)
+            idle = self._idle.get(size)
+            if idle:
+                return idle.pop()
+            self._drop_idle(beyond=self._most_used - size)
+            self._held += size
+        return Buffer(self._allocate(size), size)
+
+    def give_back(self, buffer: Buffer) -> None:
+        """Lets a buffer be used again."""
+        self._returned.append(buffer)
+
+    def _collect(self) -> None:
+        while self._returned:
+            buffer = self._returned.popleft()
+            self._used -= buffer.size
+            self._idle.setdefault(buffer.size, []).append(buffer)
+
+    def _drop_idle(self, *, beyond: int) -> None:
+        for size in sorted(self._idle, reverse=True):
+            while self._held > beyond and self._idle[size]:
+                self._idle[size].pop()
+                self._held -= size
+
+    def _allocate(self, size: int) -> Tensor:
+        if self._pinned:
+            return torch.empty(size, dtype=torch.uint8, pin_memory=True)
+        return torch.frombuffer(mmap.mmap(-1, size), dtype=torch.uint8)

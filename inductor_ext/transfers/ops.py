@@ -1,0 +1,99 @@
+"""`dsgraph::offload`, `dsgraph::finish_offload`, `dsgraph::reload`, `dsgraph::wait_transfer`.
+
+    handle = offload(x, tier)           starts to copy x out of the device's memory
+    saved = finish_offload(handle, x)   behind it, x's memory may be used again
+    result = reload(saved, ...)         allocates x's like, and starts to fill it
+    x_again = wait_transfer(result)     behind it, the numbers are there
+
+No op writes to an argument or draws on anything but its arguments, so graphs may hold them as they hold collectives.
+`finish_offload` takes x only to keep its memory from being used again too early, whoever runs the graph. The result of
+`wait_transfer` is its argument, as of `_c10d_functional.wait_tensor`.
+
+A handle is a tensor whose memory holds what is stored, see `Transfers`.
+
+Why not torch's `ao::offload` (2.13 has it, 2.11 has not): its host tensors are the saved values themselves, it has
+neither another tier nor a bound of bytes in flight, and it does nothing without a GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from dsgraph.inductor_ext.compat import lower_as_call, lower_as_wait
+from dsgraph.inductor_ext.ops import define_op
+
+from .transfers import transfers_of
+
+
+def _fake_handle(*_: object) -> Tensor:
+    return torch.empty(1, dtype=torch.int64, device="cpu")
+
+
+@define_op(fake=_fake_handle)
+def offload(tensor: Tensor, tier: str) -> Tensor:
+    """Starts to store a tensor outside the device's memory.
+
+    Args:
+        tensor: Dense, in whatever order of dimensions.
+        tier: "host" or "disk".
+
+    Returns:
+        `[1]` of int64 on the CPU, for `finish_offload`.
+
+    Raises:
+        TransferError: The disk is full, of an earlier offload as well.
+    """
+    return transfers_of(tensor.device).store(tensor, tier)
+
+
+@define_op(fake=_fake_handle)
+def finish_offload(handle: Tensor, source: Tensor) -> Tensor:
+    """The handle, when `source` is no longer read."""
+    return transfers_of(source.device).leave(handle)
+
+
+def _fake_reload(
+    handle: Tensor, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    return torch.empty_strided(size, stride, dtype=dtype, device=device)
+
+
+@define_op(fake=_fake_reload)
+def reload(
+    handle: Tensor, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    """Starts to fill a new tensor with what is stored; to be read behind its `wait_transfer`.
+
+    Args:
+        handle: Of `finish_offload`.
+        size: As the stored tensor's.
+        stride: As the stored tensor's.
+        dtype: As the stored tensor's.
+        device: The stored tensor's.
+    """
+    result = torch.empty_strided(size, stride, dtype=dtype, device=device)
+    if result.numel():
+        transfers_of(device).reload(handle, result)
+    return result
+
+
+def _wait_transfer(result: Tensor) -> Tensor:
+    if result.numel():
+        transfers_of(result.device).wait(result)
+    return result
+
+
+# Not by `torch.library.custom_op`, which takes no result that is an argument.
+torch.library.define("dsgraph::wait_transfer", "(Tensor result) -> Tensor", tags=())
+torch.library.impl("dsgraph::wait_transfer", ("CPU", "CUDA"), _wait_transfer)
+torch.library.register_fake("dsgraph::wait_transfer", lambda result: result)
+
+
+def register_lowering() -> None:
+    """Tells Inductor that a wait's result is its argument, and that the others are calls."""
+    for op in (torch.ops.dsgraph.offload, torch.ops.dsgraph.finish_offload, torch.ops.dsgraph.reload):
+        lower_as_call(op.default)
+    lower_as_wait(torch.ops.dsgraph.wait_transfer.default)

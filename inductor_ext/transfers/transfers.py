@@ -1,0 +1,200 @@
+"""All transfers of one device of this process: what is stored, what is under way."""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import threading
+import weakref
+from collections import deque
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import cache, cached_property, partial
+from itertools import count
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from .buffers import BufferPool
+from .errors import TransferError
+from .folder import PrivateFolder, usual_root
+from .lanes import lane_of
+from .stored import Reload, Stored, StoredOnDisk, StoredOnHost
+
+TIERS = ("host", "disk")
+
+WRITING_BYTES = 256 * 2**20
+"""Bytes that may wait to be written to disk: who wants to add more waits for the oldest."""
+
+_THREADS = 4  # that read and write files
+
+
+class _Ticket(ctypes.c_int64):
+    """The memory of a handle. It holds what is stored, so that the two go together."""
+
+    stored: Stored
+
+
+class Transfers:
+    """Moves tensors of one device out of its memory and back.
+
+    `store` returns a handle: a tensor of one number on the CPU, whose memory holds what is stored. It is an ordinary
+    tensor to autograd and to compilers, and needs no call to be let go of: when the last tensor over that memory is
+    gone, because a backward is through, a graph was freed or a step was given up, the bytes go as well. What is stored
+    can be read any number of times before (`retain_graph`). A copy of a handle is none.
+
+    Attributes:
+        host: The pool of host memory.
+        staging: The pool of buffers that files are written from and read to.
+    """
+
+    def __init__(self, device: torch.device, *, root: Path | None = None, writing_bytes: int = WRITING_BYTES) -> None:
+        """Prepares transfers; files and threads come with the first that needs them.
+
+        Args:
+            device: The device.
+            root: Where the folder of files is made; by default in the folder for temporary files.
+            writing_bytes: See `WRITING_BYTES`.
+        """
+        pinned = device.type == "cuda"
+        self.host, self.staging = BufferPool(pinned=pinned), BufferPool(pinned=pinned)
+        self._lane = lane_of(device)
+        self._root = root or usual_root()
+        self._numbers = count()
+        self._tickets: weakref.WeakValueDictionary[int, _Ticket] = weakref.WeakValueDictionary()
+        self._pending: dict[int, tuple[weakref.ref[Tensor], Reload]] = {}  # address of a result -> its transfer
+        self._writing: deque[tuple[Future[None], weakref.ref[StoredOnDisk], int]] = deque()
+        self._writing_bytes = writing_bytes
+
+    @cached_property
+    def folder(self) -> Path:
+        """The folder of this process's files, which goes when the process ends."""
+        folder = PrivateFolder(self._root)
+        atexit.register(folder.remove)
+        return folder.path
+
+    @property
+    def pending(self) -> int:
+        """How many results are on their way and were not waited for."""
+        return len(self._pending)
+
+    def store(self, tensor: Tensor, tier: str) -> Tensor:
+        """Starts to store a tensor.
+
+        Args:
+            tensor: Dense, in whatever order of dimensions: its elements fill their memory without gaps or overlaps.
+            tier: "host" or "disk".
+
+        Returns:
+            `[1]` of int64 on the CPU, the handle.
+
+        Raises:
+            TransferError: An earlier tensor could not be written.
+        """
+        self._check_writes()
+        source = _bytes_of(tensor)
+        return self._handle(self._store_on_disk(source) if tier == "disk" else self._store_on_host(source, tier))
+
+    def leave(self, handle: Tensor) -> Tensor:
+        """Lets the source be written over from now on; returns another handle of the same bytes."""
+        stored = self._stored(handle)
+        stored.leave()
+        return self._handle(stored)
+
+    def reload(self, handle: Tensor, result: Tensor) -> None:
+        """Starts to fill `result`, which is of the stored tensor's shape, strides and dtype.
+
+        Raises:
+            TransferError: Nothing is stored under that handle.
+        """
+        self._check_writes()
+        key = result.data_ptr()
+        reload = self._stored(handle).start(_bytes_of(result))
+        self._pending[key] = weakref.ref(result, partial(self._give_up, key)), reload
+
+    def wait(self, result: Tensor) -> None:
+        """Lets what the device computes from now on find the numbers in `result`.
+
+        Raises:
+            TransferError: They could not be read, or `result` is not on its way.
+        """
+        found = self._pending.pop(result.data_ptr(), None)
+        if found is None and result.numel():
+            raise TransferError("a tensor was waited for that no reload has started to fill, or that was waited for")
+        if found is not None:
+            found[1].finish(_bytes_of(result))
+
+    def settle(self) -> None:
+        """Returns when all that was asked of the disk so far is done: for who counts files or buffers."""
+        meeting = threading.Barrier(_THREADS + 1)
+        for _ in range(_THREADS):
+            self._threads.submit(meeting.wait)
+        meeting.wait()
+
+    def _store_on_host(self, source: Tensor, tier: str) -> Stored:
+        if tier != "host":
+            raise TransferError(f"there is no tier {tier!r}; known: {', '.join(TIERS)}")
+        return StoredOnHost(source, self.host, self._lane)
+
+    def _store_on_disk(self, source: Tensor) -> Stored:
+        size = source.numel()
+        while self._writing and size + sum(item[2] for item in self._writing) > self._writing_bytes:
+            _settle(*self._writing.popleft())
+        path = self.folder / f"activation-{next(self._numbers)}"
+        stored = StoredOnDisk(source, path, self.staging, self._lane, self._threads)
+        self._writing.append((stored.written, weakref.ref(stored), size))
+        return stored
+
+    @cached_property
+    def _threads(self) -> ThreadPoolExecutor:
+        return ThreadPoolExecutor(_THREADS, thread_name_prefix="dsgraph-disk")
+
+    def _check_writes(self) -> None:
+        while self._writing and self._writing[0][0].done():
+            _settle(*self._writing.popleft())
+
+    def _handle(self, stored: Stored) -> Tensor:
+        ticket = _Ticket(next(self._numbers))
+        ticket.stored = stored
+        self._tickets[ctypes.addressof(ticket)] = ticket
+        return torch.frombuffer(ticket, dtype=torch.int64)
+
+    def _stored(self, handle: Tensor) -> Stored:
+        # By its address: a code generator may compute other numbers in memory that nobody reads any more.
+        ticket = self._tickets.get(handle.data_ptr())
+        if ticket is None:
+            raise TransferError(
+                "the activation of a handle is not there: somebody has copied the handle (a hook on saved tensors, "
+                "such as torch.autograd.graph.save_on_cpu): switch offloading off, or the hook"
+            )
+        return ticket.stored
+
+    def _give_up(self, key: int, gone: weakref.ref[Tensor]) -> None:
+        found = self._pending.get(key)
+        if found is not None and found[0] is gone:
+            del self._pending[key]
+            found[1].give_up()
+
+
+def _settle(future: Future[None], stored: weakref.ref[StoredOnDisk], _: int) -> None:
+    """Waits for a write.
+
+    Raises:
+        TransferError: It failed, and somebody still counts on it.
+    """
+    if stored() is None:
+        return
+    failure = future.exception()
+    if failure is not None:
+        raise TransferError(str(failure)) from failure
+
+
+def _bytes_of(tensor: Tensor) -> Tensor:
+    """The bytes of a dense tensor as they lie in memory, `[n]` of uint8."""
+    return tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+
+
+@cache
+def transfers_of(device: torch.device) -> Transfers:
+    """The transfers of a device; the same object for the whole process."""
+    return Transfers(device)

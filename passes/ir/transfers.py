@@ -1,0 +1,33 @@
+"""The transfers of a graph: tensors on their way out of the device's memory, and back."""
+
+from __future__ import annotations
+
+import torch
+from torch.fx import Node
+
+ops = torch.ops.dsgraph
+
+
+def is_offload(node: Node) -> bool:
+    """Whether the node starts to store a tensor outside the device's memory."""
+    return node.op == "call_function" and node.target is ops.offload.default
+
+
+def is_finished_offload(node: Node) -> bool:
+    """Whether the node says that a tensor's memory may be used again."""
+    return node.op == "call_function" and node.target is ops.finish_offload.default
+
+
+def is_reload(node: Node) -> bool:
+    """Whether the node allocates a tensor and starts to fill it with what is stored."""
+    return node.op == "call_function" and node.target is ops.reload.default
+
+
+def is_transfer_wait(node: Node) -> bool:
+    """Whether the node waits for a reload."""
+    return node.op == "call_function" and node.target is ops.wait_transfer.default
+
+
+def is_transfer(node: Node) -> bool:
+    """Whether the node is any of these."""
+    return is_offload(node) or is_finished_offload(node) or is_reload(node) or is_transfer_wait(node)

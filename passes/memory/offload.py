@@ -1,0 +1,154 @@
+"""OffloadActivations: what the forward saves leaves the device's memory until the backward needs it."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch.fx import Node, map_arg
+
+from dsgraph.passes.analysis.cost import CostModel
+from dsgraph.passes.core.context import PassContext, Phase
+from dsgraph.passes.core.graph_pair import GraphPair
+from dsgraph.passes.core.graph_pass import GraphPass, PassResult
+from dsgraph.passes.ir.graph import come_from, emit, fake_value
+
+from .stored_values import StoredValue, find_stored
+from .transfer_times import earliest_ends, first_together, latest_starts
+
+ops = torch.ops.dsgraph
+
+
+@dataclass(frozen=True)
+class OffloadActivations(GraphPass):
+    """Move saved activations to host memory or to disk, and back ahead of their first use in the backward.
+
+    forward before:   x = f(a); y = g(x); z = h(y)                                      # x is saved
+    forward after:    x = f(a); y = g(x); started = offload(x, "host"); z = h(y)
+                      saved = finish_offload(started, x)                                # saved is saved
+
+    backward before:  dy = dh(dz); dx = dg(dy, x)
+    backward after:   result = reload(saved, ...); dy = dh(dz); x = wait_transfer(result); dx = dg(dy, x)
+
+    What leaves is memory: a saved view takes what it is a view of along, and the backward makes the view again. The
+    offload starts behind the last node of the forward that uses the memory, and ends when the transfer is predicted to
+    be through; on the CPU, where the copy is made at once, right away. A reload starts as late as it can and still be
+    in time by the cost model, with transfers one behind the other over one link, but no earlier than the bytes that
+    are on their way allow.
+
+    Left alone: inputs, parameters, what the model or the backward returns, what a node writes to, memory that no
+    tensor of known size fills.
+
+    Attributes:
+        tier: Where everything goes that is saved, "host" or "disk"; None to move what the plan says alone.
+        least_bytes: Values of fewer bytes stay, unless the plan names them.
+        ahead_bytes: How much may be on its way, in each direction: a value is not there yet, or there and not used.
+            Bytes; and no more than an eighth of all that leaves, or the largest value.
+    """
+
+    tier: str | None = None
+    least_bytes: int = 64 * 2**10
+    ahead_bytes: int = 256 * 2**20
+
+    phase: ClassVar[Phase] = Phase.PAIR
+
+    def run(self, pair: GraphPair, ctx: PassContext) -> PassResult:
+        found, notes = find_stored(pair, ctx, tier=self.tier, least_bytes=self.least_bytes)
+        if not found:
+            return PassResult(notes=tuple(notes))
+        sizes = [item.size for item in found]
+        room = min(self.ahead_bytes, max(max(sizes), sum(sizes) // 8))
+        handles = _leave(pair, found, ctx, room)
+        _come_back(pair, found, handles, ctx, room)
+        return PassResult(changed=len(found), notes=tuple(notes), done=tuple(_totals(found)))
+
+
+def _totals(found: Sequence[StoredValue]) -> list[str]:
+    count, total = Counter(item.tier for item in found), Counter[str]()
+    for item in found:
+        total[item.tier] += item.size
+    return [f"{count[tier]} saved values to {tier}, {total[tier]} bytes" for tier in sorted(count)]
+
+
+def _leave(pair: GraphPair, found: Sequence[StoredValue], ctx: PassContext, room: int) -> dict[Node, Node]:
+    """Offloads each value in the forward. Returns what crosses in its place, by the value's base."""
+    nodes = list(pair.forward.graph.nodes)
+    number_of = {node: number for number, node in enumerate(nodes)}
+    ordered = sorted(found, key=lambda item: number_of[item.forward_place])
+    begins = ctx.analyses.schedule(pair.forward, ctx.costs).begins
+    times = [begins[node] for node in nodes]
+    asked = [times[number_of[item.forward_place] + 1] for item in ordered]
+    # On its way to the disk, a value passes through host memory: then the device's is free.
+    ends = earliest_ends(asked, [ctx.costs.tier_seconds("host", item.size) for item in ordered])
+    sizes = [item.size for item in ordered]
+    places = [item.forward_place.next for item in ordered]
+    handles = dict[Node, Node]()
+    started = list[Node]()
+    for number, item in enumerate(ordered):
+        for earlier in range(first_together(sizes, number, room=room)):
+            if ordered[earlier].base not in handles:
+                handles[ordered[earlier].base] = _finish(places[number], started[earlier], ordered[earlier])
+        started.append(come_from(emit(places[number], ops.offload.default, item.base, item.tier), item.base))
+        if fake_value(item.base).device.type == "cpu":
+            handles[item.base] = _finish(started[-1].next, started[-1], item)
+    for item, start, end in zip(ordered, started, ends, strict=True):
+        if item.base not in handles:
+            last = max(nodes[min(bisect_right(times, end), len(nodes) - 1)], start.next)
+            handles[item.base] = _finish(last, start, item)
+    return handles
+
+
+def _finish(before: Node, started: Node, item: StoredValue) -> Node:
+    return come_from(emit(before, ops.finish_offload.default, started, item.base), item.base)
+
+
+def _come_back(
+    pair: GraphPair, found: Sequence[StoredValue], handles: dict[Node, Node], ctx: PassContext, room: int
+) -> None:
+    """Reloads each value in the backward ahead of its first use, and makes of it what was saved."""
+    places = _reload_places(pair, found, ctx.costs, ctx, room)
+    for item, place in zip(found, places, strict=True):
+        value = fake_value(item.base)
+        saved = pair.save(handles[item.base])
+        how = (list(value.shape), list(value.stride()), value.dtype, value.device)
+        result = emit(place, ops.reload.default, saved, *how)
+        base = emit(item.backward_place, ops.wait_transfer.default, result)
+        made: dict[Node, Node] = {item.base: base}
+        for ours, theirs, steps in item.views:
+            for step in steps:
+                if step not in made:
+                    made[step] = _repeat(item.backward_place, step, made)
+            theirs.replace_all_uses_with(made[ours])
+            pair.drop(ours)
+
+
+def _repeat(before: Node, step: Node, made: dict[Node, Node]) -> Node:
+    assert callable(step.target), f"{step.name} is no view"
+    args, kwargs = map_arg((step.args, step.kwargs), made.__getitem__)
+    return emit(before, step.target, *args, **kwargs)
+
+
+def _reload_places(
+    pair: GraphPair, found: Sequence[StoredValue], costs: CostModel, ctx: PassContext, room: int
+) -> list[Node]:
+    """Ahead of which node of the backward each reload starts."""
+    nodes = [node for node in pair.backward.graph.nodes if node.op != "placeholder"]
+    number_of = {node: number for number, node in enumerate(nodes)}
+    begins = ctx.analyses.schedule(pair.backward, costs).begins
+    times = [begins[node] for node in nodes]
+    sizes = [item.size for item in found]
+    starts = latest_starts(
+        [begins[item.backward_place] for item in found], [costs.tier_seconds(item.tier, item.size) for item in found]
+    )
+    places = list[Node]()
+    for number, start in enumerate(starts):
+        place = max(0, bisect_right(times, start) - 1)
+        together = first_together(sizes, number, room=room)
+        if together:  # behind the first use of the last value that may not be there as well
+            place = max(place, number_of[found[together - 1].backward_place])
+        places.append(nodes[min(place, number_of[found[number].backward_place])])
+    return places

@@ -1,0 +1,153 @@
+"""Which saved values can leave the device's memory, and what the backward needs of each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch.fx import GraphModule, Node
+
+from dsgraph.passes.analysis.pieces import GraphMemory
+from dsgraph.passes.core.context import PassContext
+from dsgraph.passes.core.graph_pair import GraphPair
+from dsgraph.passes.core.notes import parameter_behind
+from dsgraph.passes.ir.collectives import is_collective
+from dsgraph.passes.ir.graph import KEPT, aliased_arguments, is_returned, mutates_arguments
+from dsgraph.passes.ir.save_plan import tier_of
+
+
+@dataclass(frozen=True)
+class StoredValue:
+    """A piece of the forward's memory that leaves the device.
+
+    Attributes:
+        base: The node of the forward whose value fills the piece.
+        views: For each saved value that lies in it, the backward's input and the steps from the base to it, in order.
+        forward_place: The forward's last node that uses the piece.
+        backward_place: The backward's first node that uses it.
+        size: Bytes.
+        tier: "host" or "disk".
+    """
+
+    base: Node
+    views: tuple[tuple[Node, Node, tuple[Node, ...]], ...]
+    forward_place: Node
+    backward_place: Node
+    size: int
+    tier: str
+
+
+def find_stored(
+    pair: GraphPair, ctx: PassContext, *, tier: str | None, least_bytes: int
+) -> tuple[list[StoredValue], list[str]]:
+    """The pieces that are to leave, in the order in which the backward needs them, and why others stay.
+
+    Args:
+        pair: The graphs.
+        ctx: Their facts.
+        tier: For every piece of `least_bytes` that is no parameter and no input; None for what the plan says alone.
+        least_bytes: Pieces of fewer stay, unless the plan names them.
+    """
+    ahead, _ = pair.parts(ctx)
+    memory = ctx.analyses.memory(pair.forward)
+    number_of = {node: number for number, node in enumerate(pair.backward.graph.nodes)}
+    found, notes = list[StoredValue](), list[str]()
+    for piece, saved in _by_piece(pair, memory).items():
+        planned = next((chosen for value, _ in saved if (chosen := tier_of(value)) is not None), None)
+        size = memory.bytes_of([piece])
+        where = planned or (tier if size >= least_bytes and not _is_parameter(saved, ahead[1]) else None)
+        if where is None or not any(theirs.users for _, theirs in saved):
+            continue
+        reason, base = _reason_to_stay(pair, memory, piece, saved)
+        if base is None or reason:
+            if planned or saved[0][0].op != "placeholder":
+                notes.append(f"{saved[0][0].name} stays, {size} bytes: {reason}")
+            continue
+        users = [user for _, theirs in saved for user in theirs.users]
+        first = min(users, key=number_of.__getitem__)
+        views = tuple((value, theirs, _steps(base, value) or ()) for value, theirs in saved)
+        found.append(StoredValue(base, views, _last_use(pair.forward, memory, piece), first, size, where))
+    return sorted(found, key=lambda item: number_of[item.backward_place]), notes
+
+
+def _by_piece(pair: GraphPair, memory: GraphMemory) -> dict[str, list[tuple[Node, Node]]]:
+    """The saved tensors that lie in each piece, as nodes of the forward and inputs of the backward."""
+    found: dict[str, list[tuple[Node, Node]]] = {}
+    for ours, theirs in pair.crossing():
+        if isinstance(ours.meta.get("val"), torch.Tensor):
+            for piece in memory.roots.get(ours.name, ())[:1]:
+                found.setdefault(piece, []).append((ours, theirs))
+    return found
+
+
+def _is_parameter(saved: list[tuple[Node, Node]], ctx: PassContext) -> bool:
+    return any(value.meta.get(KEPT) or parameter_behind(value, ctx) is not None for value, _ in saved)
+
+
+def _reason_to_stay(
+    pair: GraphPair, memory: GraphMemory, piece: str, saved: list[tuple[Node, Node]]
+) -> tuple[str, Node | None]:
+    """Why a piece cannot leave, or the node whose value fills it."""
+    inside = [node for node in pair.forward.graph.nodes if piece in memory.roots.get(node.name, ())]
+    if inside[0].op == "placeholder":
+        return "it is an input of the graph", None
+    outputs = {name for node in memory.outputs[: pair.user_outputs] if node for name in memory.roots.get(node, ())}
+    if piece in outputs:
+        return "the model returns it", None
+    base = next((node for node in inside if _fills(node, piece, memory)), None)
+    if base is None:
+        return "no tensor of the forward fills its memory, or its size is not known before the graph runs", None
+    if any(len(memory.roots[value.name]) > 1 or _steps(base, value) is None for value, _ in saved):
+        return "the backward cannot make it of what fills its memory", None
+    users = [user for node in inside for user in node.users] + [user for _, theirs in saved for user in theirs.users]
+    if any(map(mutates_arguments, users)):
+        return "a node writes to it", None
+    if any(is_returned(theirs) for _, theirs in saved):
+        return "the backward returns it", None
+    return "", base
+
+
+def _fills(node: Node, piece: str, memory: GraphMemory) -> bool:
+    """Whether a node's value is the whole piece, without gaps or overlaps, and of sizes that are known."""
+    value = node.meta.get("val")
+    if is_collective(node) or memory.roots[node.name] != (piece,) or not isinstance(value, torch.Tensor):
+        return False
+    if value.layout is not torch.strided or any(not isinstance(n, int) for n in (*value.shape, *value.stride())):
+        return False
+    return value.numel() * value.element_size() == memory.bytes_of([piece]) and _is_dense(value)
+
+
+def _is_dense(value: torch.Tensor) -> bool:
+    expected = 1
+    for stride, size in sorted(zip(value.stride(), value.shape, strict=True)):
+        if size != 1:
+            if stride != expected:
+                return False
+            expected *= size
+    return True
+
+
+def _steps(base: Node, value: Node) -> tuple[Node, ...] | None:
+    """The views that lead from a piece's base to a value that lies in it; None where a step needs anything else."""
+    steps = list[Node]()
+    while value is not base:
+        sources = value.all_input_nodes
+        aliased = {source for source in aliased_arguments(value) if source is not None}
+        if len(sources) != 1 or aliased != {sources[0]} or is_collective(value):
+            return None
+        steps.append(value)
+        value = sources[0]
+    return tuple(reversed(steps))
+
+
+def _last_use(forward: GraphModule, memory: GraphMemory, piece: str) -> Node:
+    def uses() -> Iterator[Node]:
+        for node in forward.graph.nodes:
+            inside = piece in memory.roots.get(node.name, ())
+            if node.op != "output" and (
+                inside or any(piece in memory.roots.get(n.name, ()) for n in node.all_input_nodes)
+            ):
+                yield node
+
+    return list(uses())[-1]

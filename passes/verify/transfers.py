@@ -1,0 +1,68 @@
+"""What nothing may touch while a tensor is on its way out of the device's memory or back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch.fx import GraphModule, Node
+
+from dsgraph.passes.ir.op_traits import written_nodes
+from dsgraph.passes.ir.transfers import is_finished_offload, is_offload, is_reload, is_transfer_wait
+
+from .memory import MemoryFacts, Roots
+
+Violation = tuple[str, str]
+"""What identifies a broken rule, and the sentence that says it."""
+
+
+def wrong_transfers(gm: GraphModule, memory: MemoryFacts) -> Iterator[Violation]:
+    """Each offload and reload that is not ended as it must be, and each write to a tensor that is on its way out."""
+    leaving: dict[Node, Roots] = {}
+    for node in gm.graph.nodes:
+        if is_offload(node):
+            leaving[node] = memory.roots(node.all_input_nodes[0])
+            yield from _wrong_end(node)
+        elif is_reload(node):
+            yield from _wrong_wait(node)
+        elif is_finished_offload(node):
+            yield from _wrong_source(node, leaving, memory)
+        elif leaving:
+            written = {root for target in written_nodes(node) for root in memory.roots(target)}
+            for offload, roots in leaving.items():
+                if not written.isdisjoint(roots):
+                    yield (
+                        f"leaving {node.name} {offload.name}",
+                        f"{node.name} writes to {offload.all_input_nodes[0].name} while offload {offload.name} reads "
+                        "it; nothing may do so before its finish_offload",
+                    )
+
+
+def _wrong_end(offload: Node) -> Iterator[Violation]:
+    ends = [user for user in offload.users if is_finished_offload(user)]
+    if len(ends) != 1 or len(offload.users) != 1:
+        yield (
+            f"offload {offload.name}",
+            f"offload {offload.name} has {len(ends)} finish_offload and {len(offload.users)} users; its one user must "
+            "be its one finish_offload, and whatever crosses to the backward must be that one's result",
+        )
+
+
+def _wrong_source(end: Node, leaving: dict[Node, Roots], memory: MemoryFacts) -> Iterator[Violation]:
+    handle, source = end.args
+    roots = leaving.pop(handle, None) if isinstance(handle, Node) else None
+    if roots is not None and isinstance(source, Node) and memory.roots(source) != roots:
+        yield (
+            f"source {end.name}",
+            f"{end.name} ends an offload of {handle}, but keeps {source.name} alive; it must be given the tensor that "
+            "is offloaded",
+        )
+
+
+def _wrong_wait(reload: Node) -> Iterator[Violation]:
+    waits = [user for user in reload.users if is_transfer_wait(user)]
+    if len(waits) != 1 or len(reload.users) != 1:
+        yield (
+            f"reload {reload.name}",
+            f"reload {reload.name} has {len(waits)} waits and {len(reload.users)} users; its one user must be its one "
+            "wait_transfer, and whatever reads the result must read that wait",
+        )
