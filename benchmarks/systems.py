@@ -174,11 +174,12 @@ def _dsgraph(
     codegen: str,
     micro_batches: int = 1,
     reduce_once: bool | None = None,
+    blocks: str = "none",
     **options: object,
 ) -> Step:
     import dsgraph
 
-    dsgraph.partition(model, stage=stage)
+    dsgraph.partition(model, stage=stage, regions=blocks)
     options = {"codegen": codegen, **options}
     return _trainer(
         torch.compile(model, backend="dsgraph", options=options),
@@ -212,8 +213,9 @@ SPARE_BYTES = 477 * 10**6
 
 # With the blocks of a model compiled once, with each compiled by itself, and block by block by the system that does so.
 REGIONS = {
-    "regions": System(partial(_dsgraph, stage=3, codegen="inductor", regions="auto"), memory=3),
-    "flat": System(partial(_dsgraph, stage=3, codegen="inductor", regions="none"), memory=3),
+    "regions": System(partial(_dsgraph, stage=3, codegen="inductor", blocks="auto"), memory=3),
+    "regions-eager": System(partial(_dsgraph, stage=3, codegen="eager", blocks="auto"), memory=3),
+    "flat": System(partial(_dsgraph, stage=3, codegen="inductor"), memory=3),
     "flat-eager": System(partial(_dsgraph, stage=3, codegen="eager"), memory=3),
     "fsdp2-blocks": System(partial(_fsdp2, by_block=True), memory=3, is_peer=True),
 }

@@ -318,6 +318,16 @@ STEP = (
 
 COMPILER = (
     Mutant(
+        *("region-hands-on-its-arguments", "passes/runner/partitioner.py", "missing step"),
+        *("        read_arguments_outside(gm)\n", ""),
+        killers=("tests/distributed/test_captured_regions.py",),
+    ),
+    Mutant(
+        *("region-keeps-its-markers", "passes/regions/captured.py", "missing step"),
+        *("        _hoist(gm, body, sites)\n", ""),
+        killers=("tests/distributed/test_captured_regions.py",),
+    ),
+    Mutant(
         *("regions-of-like-constants", "passes/regions/bodies.py", "missing check"),
         *("return type(value), repr(value)", "return value"),
         killers=("tests/passes/regions/test_outline.py",),
@@ -500,6 +510,11 @@ ENGINE = (
 )
 
 MEMORY = (
+    Mutant(
+        *("plan-moves-nothing", "passes/memory/fit.py", "missing step"),
+        *("choices |= {name: Choice.OFFLOAD for name in self.offloaded if name in names}", "pass"),
+        killers=("tests/distributed/test_memory_limit.py",),
+    ),
     Mutant(
         *("limit-forgets-what-is-saved", "passes/memory/assignment.py", "off by one"),
         *("before.append((column, item.saved / unit))", "before.append((column, 0.0))"),

@@ -28,7 +28,7 @@ from .captured_sums import add_sums
 from .captured_writes import refuse_writes
 from .costs.agreed import known_costs
 from .frames import read_capture
-from .options import MEMORY_SHARE, BackendOptions, parse_options
+from .options import MEMORY_SHARE, BackendOptions, by_plan_alone, parse_options
 from .request import CompileObserver, CompilerChoice, CompileRequest, Watches
 from .spare_memory import is_whole_model, spare_bytes
 from .transforms import move_markers_ahead
@@ -159,7 +159,11 @@ class Backend:
         known = known_costs(agreement, mesh.device_type)
         limit = _memory_limit(options, facts.device_type)
         keeps = options.memory_limit is not None and is_whole_model(facts, request.module)
-        known_facts = replace(facts, costs=known.model(mesh, facts.axes), memory_limit=limit, keeps_limit=keeps)
+        tier = options.activation_offload if keeps else None
+        if tier is not None:  # the plan says what moves
+            options = options.model_copy(update={"pipeline": by_plan_alone(options.pipeline)})
+        facts = replace(facts, memory_limit=limit, keeps_limit=keeps, offload_tier=tier)
+        known_facts = replace(facts, costs=known.model(mesh, facts.axes))
         facts = choice.facts(known_facts, options)
         communication = communication_lines(gm, facts, training=_reduces(facts))
         spare = partial(spare_bytes, gm, inputs, facts=facts, module=request.module)
@@ -167,6 +171,7 @@ class Backend:
         lines = (*(f"pass {item.name}" for item in options.pipeline), *communication)
         return replace(
             request,
+            options=options,
             facts=replace(facts, keep_bytes=keep_bytes),
             costs=known.describe(mesh, facts.axes),
             agreement=agreement,

@@ -45,7 +45,8 @@ class BackendOptions(BaseModel):
             CUDA device's memory; on the CPU there is no limit, and nothing but a loss's last parameter is kept.
         activation_offload: Where activations wait for the backward: "host" for host memory, "disk" for files in the
             folder for temporary files (TMPDIR), None for the device's memory. It moves every saved value of 64 KiB and
-            more that is no parameter and no input of a graph, see `OffloadActivations`.
+            more that is no parameter and no input of a graph, see `OffloadActivations`. Beside a `memory_limit` that
+            is kept, it moves as much as the fastest plan says.
         kernels: Which kernels stand in for what a model spells out, see `SubstituteKernels`: "auto" takes those that
             are expected to gain, "none" none, a list exactly these, by name or as `KernelSpec` (`dsgraph.kernel` makes
             one of your own); with "auto" in it, the automatic ones as well. With `strict`, one that was asked for and
@@ -204,6 +205,11 @@ def _with_offload(pipeline: Pipeline, tier: str) -> Pipeline:
     if own:
         return Pipeline(replace(item, tier=tier) if item is own[0] else item for item in pipeline)
     return pipeline + OffloadActivations(tier=tier)
+
+
+def by_plan_alone(pipeline: Pipeline) -> Pipeline:
+    """The pipeline, whose `OffloadActivations` moves what a plan names and nothing else."""
+    return Pipeline(replace(item, tier=None) if isinstance(item, OffloadActivations) else item for item in pipeline)
 
 
 def _refuse_without_effect(options: BackendOptions, given: Mapping[str, Any]) -> None:

@@ -39,9 +39,13 @@ from dsgraph.passes.ir.mesh_axis import MeshAxis
 from dsgraph.passes.ir.parameters import ParamInfo
 from dsgraph.passes.ir.roles import GraphInput
 from dsgraph.passes.memory.fit import PLANNED, Agree, alone, copy_graph, describe, fit
+from dsgraph.passes.memory.policies import Transfers
 from dsgraph.passes.regions.captured import read_arguments_outside
 
 from .runner import PassRecord, Runner
+
+_FAR_APART = 2**26
+"""Bytes of a transfer beside which its latency is nothing."""
 
 
 @dataclass(frozen=True)
@@ -59,6 +63,7 @@ class CaptureFacts:
         gathered_copies: Input numbers of gathered copies that are on their way when the graph begins to run.
         fuses: See `PassContext`.
         keeps_limit: Whether a step is to stay under `memory_limit`, whatever it takes.
+        offload_tier: Where activations may be offloaded to for that; None for nowhere.
     """
 
     axes: tuple[MeshAxis, ...] = ()
@@ -71,6 +76,7 @@ class CaptureFacts:
     gathered_copies: frozenset[int] = frozenset()
     fuses: bool = False
     keeps_limit: bool = False
+    offload_tier: str | None = None
 
     def budget(self) -> MemoryBudget:
         """What a step needs for parameters, and what it may use; nothing is taken of it yet."""
@@ -227,6 +233,13 @@ class Partitioner(_HeldByReference, CustomPartitionerFn):
         runner.run(forward, context(forward, Phase.FORWARD, user_outputs=user_outputs))
         runner.run(backward, context(backward, Phase.BACKWARD))
 
+    def _transfers(self, costs: CostModel) -> Transfers | None:
+        tier = self._facts.offload_tier
+        if tier is None:
+            return None
+        seconds = costs.tier_seconds(tier, _FAR_APART) / _FAR_APART
+        return Transfers(tier, seconds, hide=tier == "disk" or self._facts.device_type != "cpu")
+
     def _parts(
         self, gm: GraphModule, joint_inputs: Sequence[object], budget: MemoryBudget, how: dict[str, Any]
     ) -> tuple[GraphModule, GraphModule]:
@@ -255,6 +268,7 @@ class Partitioner(_HeldByReference, CustomPartitionerFn):
             measure=measure,
             costs=ctx.costs,
             fuses=facts.fuses,
+            transfers=self._transfers(ctx.costs),
             agree=self._agree,
             **how,
         )
@@ -314,7 +328,12 @@ def _identity(runner: Runner, facts: CaptureFacts) -> object | None:
         return None
     params, gathered_copies = sorted(facts.params.items()), sorted(facts.gathered_copies)
     known = (facts.axes, params, sorted(facts.roles.items()), gathered_copies, facts.costs, facts.device_type)
-    return ("dsgraph", source_hash(), prints, repr((*known, facts.memory_limit, facts.keep_bytes, facts.keeps_limit)))
+    return (
+        "dsgraph",
+        source_hash(),
+        prints,
+        repr((*known, facts.memory_limit, facts.keep_bytes, facts.keeps_limit, facts.offload_tier)),
+    )
 
 
 @cache

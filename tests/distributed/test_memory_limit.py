@@ -17,6 +17,7 @@ from tests.distributed.training import full
 pytestmark = pytest.mark.distributed
 
 SHAPE = GPTConfig(vocab=64, width=32, heads=2, layers=3)
+WIDE = GPTConfig(vocab=64, width=64, heads=2, layers=3)
 
 
 class _WithDropout(nn.Module):
@@ -34,15 +35,17 @@ class _WithDropout(nn.Module):
         return nn.functional.cross_entropy((x @ self.embedding.weight.T).flatten(0, 1), targets.flatten())
 
 
-BUILDS = {"gpt": lambda: GPT(SHAPE), "dropout": _WithDropout}
+BUILDS = {"gpt": lambda: GPT(SHAPE), "dropout": _WithDropout, "wide": lambda: GPT(WIDE)}
 
 
-def _train(case: str, stage: int, codegen: str, limit: int | None) -> tuple[list[Tensor], dsgraph.Report]:
+def _train(
+    case: str, stage: int, codegen: str, limit: int | None, tier: str | None = None
+) -> tuple[list[Tensor], dsgraph.Report]:
     torch._dynamo.reset()
     torch.manual_seed(0)
     model = dsgraph.partition(BUILDS[case](), stage=stage, keep_whole_below=12)
     options = {"codegen": codegen, "pipeline": dsgraph.default_pipeline()}
-    options |= {} if limit is None else {"memory_limit": limit}
+    options |= {} if limit is None else {"memory_limit": limit, "activation_offload": tier}
     compiled = torch.compile(model, backend="dsgraph", options=options)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     found = []
@@ -82,7 +85,7 @@ def _keeps(case: str, stage: int) -> None:
         ("dropout", 0),
         *(
             pytest.param(case, stage, marks=pytest.mark.full)
-            for case in BUILDS
+            for case in ("gpt", "dropout")
             for stage in range(4)
             if (case, stage) not in (("gpt", 3), ("dropout", 0))
         ),
@@ -90,6 +93,32 @@ def _keeps(case: str, stage: int) -> None:
 )
 def test_a_step_stays_under_its_limit_with_the_same_numbers(ranks, case, stage):
     ranks(2).run(_keeps, case, stage)
+
+
+def _least(tier: str | None) -> int:
+    with pytest.raises(Exception, match="a step takes") as refused:
+        _train("wide", 1, "eager", 1000, tier)
+    return int(re.search(r"a step takes ([\d,]+) at least", str(refused.value))[1].replace(",", ""))
+
+
+def _offloads_what_the_plan_says(tier: str) -> None:
+    usual, _ = _train("wide", 1, "eager", None)
+    least = _least(tier)
+    assert least + 2**17 < _least(None)
+    numbers, report = _train("wide", 1, "eager", least, tier)
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(numbers, usual, strict=True))
+    assert report.memory.peak <= least
+    (moved,) = [item for each in report.compiles for item in each.passes if item.name == "offload_activations"]
+    assert moved.changed
+    numbers, report = _train("wide", 1, "eager", 10**9, tier)
+    assert not any(item.changed for each in report.compiles for item in each.passes if item.name == moved.name), (
+        "nothing moves where everything fits"
+    )
+
+
+@pytest.mark.parametrize("tier", ("host", pytest.param("disk", marks=pytest.mark.full)))
+def test_a_plan_offloads_what_keeps_the_limit(ranks, tier):
+    ranks(2).run(_offloads_what_the_plan_says, tier)
 
 
 def _keeps_with_inductor(cache: str) -> None:

@@ -77,3 +77,35 @@ def test_what_is_marked_is_computed_again(one_rank):
     assert all(
         torch.equal(mine, param.grad.full_tensor()) for mine, param in zip(found, model.parameters(), strict=True)
     )
+
+
+def _train(switches):
+    torch._dynamo.reset()
+    reset()
+    configure(None, **switches)
+    torch.manual_seed(0)
+    settings = {"train_micro_batch_size_per_gpu": 2, "dsgraph": {"codegen": "eager"}}
+    optimizer = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-2}}}
+    engine, *_ = dsgraph.initialize(model=_Large(), config={**settings, **optimizer})
+    torch.manual_seed(1)
+    engine.backward(engine(torch.randn(64, 256)))
+    engine.step()
+    moved = [item.changed for each in dsgraph.report(engine.module).compiles for item in each.passes
+             if item.name == "offload_activations"]  # fmt: skip
+    return [param.full_tensor() for param in engine.module.parameters()], moved
+
+
+class _Large(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(256, 512), nn.Linear(512, 256)
+
+    def forward(self, x):
+        return checkpoint(lambda x: self.second(torch.sin(self.first(x))), torch.sin(self.second(self.first(x)))).sum()
+
+
+def test_cpu_checkpointing_moves_what_is_saved_to_the_host(one_rank):
+    here, nothing = _train({})
+    there, moved = _train({"checkpoint_in_cpu": True})
+    assert not nothing and moved[0] > 0
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(here, there, strict=True))
