@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
-from torch.fx import GraphModule, Node
+from torch.fx import Node
 
 from dsgraph.inductor_ext import same_size
 from dsgraph.passes.analysis.cost import UNKNOWN_SIZE, hint
@@ -57,6 +56,7 @@ def find_stored(
     ahead, _ = pair.parts(ctx)
     memory = ctx.analyses.memory(pair.forward)
     number_of = {node: number for number, node in enumerate(pair.backward.graph.nodes)}
+    uses = _Uses(pair, memory)
     found, notes = list[StoredValue](), list[str]()
     for piece, saved in _by_piece(pair, memory).items():
         planned = next((chosen for value, _ in saved if (chosen := tier_of(value)) is not None), None)
@@ -64,7 +64,7 @@ def find_stored(
         where = planned or (tier if size >= least_bytes and not _is_parameter(saved, ahead[1]) else None)
         if where is None or not any(theirs.users for _, theirs in saved):
             continue
-        reason, base = _reason_to_stay(pair, memory, piece, saved, sizes)
+        reason, base = _reason_to_stay(uses, memory, piece, saved, sizes)
         if base is None or reason:
             if planned or saved[0][0].op != "placeholder":
                 notes.append(f"{saved[0][0].name} stays, {size} bytes: {reason}")
@@ -72,8 +72,30 @@ def find_stored(
         users = [user for _, theirs in saved for user in theirs.users]
         first = min(users, key=number_of.__getitem__)
         views = tuple((value, theirs, _steps(base, value, sizes) or ()) for value, theirs in saved)
-        found.append(StoredValue(base, views, _last_use(pair.forward, memory, piece), first, size, where))
+        found.append(StoredValue(base, views, uses.last[piece], first, size, where))
     return sorted(found, key=lambda item: number_of[item.backward_place]), notes
+
+
+class _Uses:
+    """Who uses each piece of the forward's memory.
+
+    Attributes:
+        inside: Piece -> the nodes whose values lie in it, in program order.
+        last: Piece -> the last node that has it as an argument or lies in it.
+        returned: The pieces that the model returns.
+    """
+
+    def __init__(self, pair: GraphPair, memory: GraphMemory) -> None:
+        self.inside: dict[str, list[Node]] = {}
+        self.last: dict[str, Node] = {}
+        for node in pair.forward.graph.nodes:
+            for piece in memory.roots.get(node.name, ()):
+                self.inside.setdefault(piece, []).append(node)
+            if node.op != "output":
+                used = [piece for value in (node, *node.all_input_nodes) for piece in memory.roots.get(value.name, ())]
+                self.last.update(dict.fromkeys(used, node))
+        user_outputs = memory.outputs[: pair.user_outputs]
+        self.returned = {piece for name in user_outputs if name for piece in memory.roots.get(name, ())}
 
 
 def _by_piece(pair: GraphPair, memory: GraphMemory) -> dict[str, list[tuple[Node, Node]]]:
@@ -91,14 +113,13 @@ def _is_parameter(saved: list[tuple[Node, Node]], ctx: PassContext) -> bool:
 
 
 def _reason_to_stay(
-    pair: GraphPair, memory: GraphMemory, piece: str, saved: list[tuple[Node, Node]], sizes: BackwardSizes
+    uses: _Uses, memory: GraphMemory, piece: str, saved: list[tuple[Node, Node]], sizes: BackwardSizes
 ) -> tuple[str, Node | None]:
     """Why a piece cannot leave, or the node whose value fills it."""
-    inside = [node for node in pair.forward.graph.nodes if piece in memory.roots.get(node.name, ())]
+    inside = uses.inside[piece]
     if inside[0].op == "placeholder":
         return "it is an input of the graph", None
-    outputs = {name for node in memory.outputs[: pair.user_outputs] if node for name in memory.roots.get(node, ())}
-    if piece in outputs:
+    if piece in uses.returned:
         return "the model returns it", None
     base = next((node for node in inside if _fills(node, piece, memory)), None)
     if base is None:
@@ -151,15 +172,3 @@ def _steps(base: Node, value: Node, sizes: BackwardSizes) -> tuple[Node, ...] | 
         steps.append(value)
         value = sources[0]
     return tuple(reversed(steps))
-
-
-def _last_use(forward: GraphModule, memory: GraphMemory, piece: str) -> Node:
-    def uses() -> Iterator[Node]:
-        for node in forward.graph.nodes:
-            inside = piece in memory.roots.get(node.name, ())
-            if node.op != "output" and (
-                inside or any(piece in memory.roots.get(n.name, ()) for n in node.all_input_nodes)
-            ):
-                yield node
-
-    return list(uses())[-1]
