@@ -527,7 +527,7 @@ MEMORY = (
     ),
     Mutant(
         *("offload-ahead-of-its-last-use", "passes/memory/stored_values.py", "off by one"),
-        *("return list(uses())[-1]", "return list(uses())[0]"),
+        *("for value in (node, *node.all_input_nodes) for", "for value in (node,) for"),
         killers=("tests/passes/memory/test_offload.py",),
     ),
     Mutant(

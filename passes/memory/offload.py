@@ -11,12 +11,12 @@ from typing import ClassVar
 import torch
 from torch.fx import Node, map_arg
 
-from dsgraph.passes.analysis.cost import CostModel
 from dsgraph.passes.core.context import PassContext, Phase
 from dsgraph.passes.core.graph_pair import GraphPair
 from dsgraph.passes.core.graph_pass import GraphPass, PassResult
 from dsgraph.passes.ir.graph import come_from, emit, fake_value
 
+from .backward_sizes import BackwardSizes
 from .stored_values import StoredValue, find_stored
 from .transfer_times import earliest_ends, first_together, latest_starts
 
@@ -40,8 +40,10 @@ class OffloadActivations(GraphPass):
     in time by the cost model, with transfers one behind the other over one link, but no earlier than the bytes that
     are on their way allow.
 
-    Left alone: inputs, parameters, what the model or the backward returns, what a node writes to, memory that no
-    tensor of known size fills.
+    Sizes that change from batch to batch are computed in the backward of those that it knows.
+
+    Left alone: inputs, parameters, what the model or the backward returns, what a node writes to, memory that no one
+    tensor fills, sizes that the backward does not know.
 
     Attributes:
         tier: Where everything goes that is saved, "host" or "disk"; None to move what the plan says alone.
@@ -57,13 +59,15 @@ class OffloadActivations(GraphPass):
     phase: ClassVar[Phase] = Phase.PAIR
 
     def run(self, pair: GraphPair, ctx: PassContext) -> PassResult:
-        found, notes = find_stored(pair, ctx, tier=self.tier, least_bytes=self.least_bytes)
+        sizes = BackwardSizes(pair.backward, saved={theirs.name for _, theirs in pair.crossing()})
+        found, notes = find_stored(pair, ctx, sizes, tier=self.tier, least_bytes=self.least_bytes)
         if not found:
             return PassResult(notes=tuple(notes))
-        sizes = [item.size for item in found]
-        room = min(self.ahead_bytes, max(max(sizes), sum(sizes) // 8))
+        bytes_of = [item.size for item in found]
+        room = min(self.ahead_bytes, max(max(bytes_of), sum(bytes_of) // 8))
         handles = _leave(pair, found, ctx, room)
-        _come_back(pair, found, handles, ctx, room)
+        places = _reload_places(pair, found, ctx, room)
+        _come_back(pair, found, sizes, handles, places)
         return PassResult(changed=len(found), notes=tuple(notes), done=tuple(_totals(found)))
 
 
@@ -107,43 +111,45 @@ def _finish(before: Node, started: Node, item: StoredValue) -> Node:
 
 
 def _come_back(
-    pair: GraphPair, found: Sequence[StoredValue], handles: dict[Node, Node], ctx: PassContext, room: int
+    pair: GraphPair,
+    found: Sequence[StoredValue],
+    sizes: BackwardSizes,
+    handles: dict[Node, Node],
+    places: Sequence[Node],
 ) -> None:
     """Reloads each value in the backward ahead of its first use, and makes of it what was saved."""
-    places = _reload_places(pair, found, ctx.costs, ctx, room)
     for item, place in zip(found, places, strict=True):
         value = fake_value(item.base)
         saved = pair.save(handles[item.base])
-        how = (list(value.shape), list(value.stride()), value.dtype, value.device)
+        shape, stride = (list(map(sizes.node, numbers)) for numbers in (value.shape, value.stride()))
+        how = (shape, stride, value.dtype, value.device)
         result = emit(place, ops.reload.default, saved, *how)
         base = emit(item.backward_place, ops.wait_transfer.default, result)
         made: dict[Node, Node] = {item.base: base}
         for ours, theirs, steps in item.views:
             for step in steps:
                 if step not in made:
-                    made[step] = _repeat(item.backward_place, step, made)
+                    made[step] = _repeat(item.backward_place, step, made, sizes)
             theirs.replace_all_uses_with(made[ours])
             pair.drop(ours)
 
 
-def _repeat(before: Node, step: Node, made: dict[Node, Node]) -> Node:
+def _repeat(before: Node, step: Node, made: dict[Node, Node], sizes: BackwardSizes) -> Node:
     assert callable(step.target), f"{step.name} is no view"
-    args, kwargs = map_arg((step.args, step.kwargs), made.__getitem__)
+    take = lambda node: made[node] if node in made else sizes.node(node.meta["val"])  # noqa: E731
+    args, kwargs = map_arg((step.args, step.kwargs), take)
     return emit(before, step.target, *args, **kwargs)
 
 
-def _reload_places(
-    pair: GraphPair, found: Sequence[StoredValue], costs: CostModel, ctx: PassContext, room: int
-) -> list[Node]:
+def _reload_places(pair: GraphPair, found: Sequence[StoredValue], ctx: PassContext, room: int) -> list[Node]:
     """Ahead of which node of the backward each reload starts."""
     nodes = [node for node in pair.backward.graph.nodes if node.op != "placeholder"]
     number_of = {node: number for number, node in enumerate(nodes)}
-    begins = ctx.analyses.schedule(pair.backward, costs).begins
+    begins = ctx.analyses.schedule(pair.backward, ctx.costs).begins
     times = [begins[node] for node in nodes]
     sizes = [item.size for item in found]
-    starts = latest_starts(
-        [begins[item.backward_place] for item in found], [costs.tier_seconds(item.tier, item.size) for item in found]
-    )
+    seconds = [ctx.costs.tier_seconds(item.tier, item.size) for item in found]
+    starts = latest_starts([begins[item.backward_place] for item in found], seconds)
     places = list[Node]()
     for number, start in enumerate(starts):
         place = max(0, bisect_right(times, start) - 1)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
-from torch.fx import GraphModule, Node
+from torch.fx import Node
 
+from dsgraph.inductor_ext import same_size
+from dsgraph.passes.analysis.cost import UNKNOWN_SIZE, hint
 from dsgraph.passes.analysis.pieces import GraphMemory
 from dsgraph.passes.core.context import PassContext
 from dsgraph.passes.core.graph_pair import GraphPair
@@ -15,6 +16,8 @@ from dsgraph.passes.core.notes import parameter_behind
 from dsgraph.passes.ir.collectives import is_collective
 from dsgraph.passes.ir.graph import KEPT, aliased_arguments, is_returned, mutates_arguments
 from dsgraph.passes.ir.save_plan import tier_of
+
+from .backward_sizes import BackwardSizes
 
 
 @dataclass(frozen=True)
@@ -39,19 +42,21 @@ class StoredValue:
 
 
 def find_stored(
-    pair: GraphPair, ctx: PassContext, *, tier: str | None, least_bytes: int
+    pair: GraphPair, ctx: PassContext, sizes: BackwardSizes, *, tier: str | None, least_bytes: int
 ) -> tuple[list[StoredValue], list[str]]:
     """The pieces that are to leave, in the order in which the backward needs them, and why others stay.
 
     Args:
         pair: The graphs.
         ctx: Their facts.
+        sizes: What the backward knows of sizes.
         tier: For every piece of `least_bytes` that is no parameter and no input; None for what the plan says alone.
         least_bytes: Pieces of fewer stay, unless the plan names them.
     """
     ahead, _ = pair.parts(ctx)
     memory = ctx.analyses.memory(pair.forward)
     number_of = {node: number for number, node in enumerate(pair.backward.graph.nodes)}
+    uses = _Uses(pair, memory)
     found, notes = list[StoredValue](), list[str]()
     for piece, saved in _by_piece(pair, memory).items():
         planned = next((chosen for value, _ in saved if (chosen := tier_of(value)) is not None), None)
@@ -59,16 +64,38 @@ def find_stored(
         where = planned or (tier if size >= least_bytes and not _is_parameter(saved, ahead[1]) else None)
         if where is None or not any(theirs.users for _, theirs in saved):
             continue
-        reason, base = _reason_to_stay(pair, memory, piece, saved)
+        reason, base = _reason_to_stay(uses, memory, piece, saved, sizes)
         if base is None or reason:
             if planned or saved[0][0].op != "placeholder":
                 notes.append(f"{saved[0][0].name} stays, {size} bytes: {reason}")
             continue
         users = [user for _, theirs in saved for user in theirs.users]
         first = min(users, key=number_of.__getitem__)
-        views = tuple((value, theirs, _steps(base, value) or ()) for value, theirs in saved)
-        found.append(StoredValue(base, views, _last_use(pair.forward, memory, piece), first, size, where))
+        views = tuple((value, theirs, _steps(base, value, sizes) or ()) for value, theirs in saved)
+        found.append(StoredValue(base, views, uses.last[piece], first, size, where))
     return sorted(found, key=lambda item: number_of[item.backward_place]), notes
+
+
+class _Uses:
+    """Who uses each piece of the forward's memory.
+
+    Attributes:
+        inside: Piece -> the nodes whose values lie in it, in program order.
+        last: Piece -> the last node that has it as an argument or lies in it.
+        returned: The pieces that the model returns.
+    """
+
+    def __init__(self, pair: GraphPair, memory: GraphMemory) -> None:
+        self.inside: dict[str, list[Node]] = {}
+        self.last: dict[str, Node] = {}
+        for node in pair.forward.graph.nodes:
+            for piece in memory.roots.get(node.name, ()):
+                self.inside.setdefault(piece, []).append(node)
+            if node.op != "output":
+                used = [piece for value in (node, *node.all_input_nodes) for piece in memory.roots.get(value.name, ())]
+                self.last.update(dict.fromkeys(used, node))
+        user_outputs = memory.outputs[: pair.user_outputs]
+        self.returned = {piece for name in user_outputs if name for piece in memory.roots.get(name, ())}
 
 
 def _by_piece(pair: GraphPair, memory: GraphMemory) -> dict[str, list[tuple[Node, Node]]]:
@@ -86,19 +113,20 @@ def _is_parameter(saved: list[tuple[Node, Node]], ctx: PassContext) -> bool:
 
 
 def _reason_to_stay(
-    pair: GraphPair, memory: GraphMemory, piece: str, saved: list[tuple[Node, Node]]
+    uses: _Uses, memory: GraphMemory, piece: str, saved: list[tuple[Node, Node]], sizes: BackwardSizes
 ) -> tuple[str, Node | None]:
     """Why a piece cannot leave, or the node whose value fills it."""
-    inside = [node for node in pair.forward.graph.nodes if piece in memory.roots.get(node.name, ())]
+    inside = uses.inside[piece]
     if inside[0].op == "placeholder":
         return "it is an input of the graph", None
-    outputs = {name for node in memory.outputs[: pair.user_outputs] if node for name in memory.roots.get(node, ())}
-    if piece in outputs:
+    if piece in uses.returned:
         return "the model returns it", None
     base = next((node for node in inside if _fills(node, piece, memory)), None)
     if base is None:
-        return "no tensor of the forward fills its memory, or its size is not known before the graph runs", None
-    if any(len(memory.roots[value.name]) > 1 or _steps(base, value) is None for value, _ in saved):
+        return "no tensor of the forward fills its memory", None
+    if not all(map(sizes.knows, (*base.meta["val"].shape, *base.meta["val"].stride()))):
+        return "the backward does not know its size", None
+    if any(len(memory.roots[value.name]) > 1 or _steps(base, value, sizes) is None for value, _ in saved):
         return "the backward cannot make it of what fills its memory", None
     users = [user for node in inside for user in node.users] + [user for _, theirs in saved for user in theirs.users]
     if any(map(mutates_arguments, users)):
@@ -109,45 +137,38 @@ def _reason_to_stay(
 
 
 def _fills(node: Node, piece: str, memory: GraphMemory) -> bool:
-    """Whether a node's value is the whole piece, without gaps or overlaps, and of sizes that are known."""
+    """Whether a node's value is the whole piece, without gaps or overlaps."""
     value = node.meta.get("val")
     if is_collective(node) or memory.roots[node.name] != (piece,) or not isinstance(value, torch.Tensor):
         return False
-    if value.layout is not torch.strided or any(not isinstance(n, int) for n in (*value.shape, *value.stride())):
+    if value.layout is not torch.strided or not _is_dense(value):
         return False
-    return value.numel() * value.element_size() == memory.bytes_of([piece]) and _is_dense(value)
+    return hint(value.numel(), unknown=UNKNOWN_SIZE) * value.element_size() == memory.bytes_of([piece])
 
 
 def _is_dense(value: torch.Tensor) -> bool:
-    expected = 1
-    for stride, size in sorted(zip(value.stride(), value.shape, strict=True)):
-        if size != 1:
-            if stride != expected:
+    expected: int | torch.SymInt = 1
+    dimensions = zip(value.stride(), value.shape, strict=True)
+    for stride, size in sorted(dimensions, key=lambda item: tuple(hint(n, unknown=UNKNOWN_SIZE) for n in item)):
+        if not same_size(size, 1):
+            if not same_size(stride, expected):
                 return False
-            expected *= size
+            expected = expected * size
     return True
 
 
-def _steps(base: Node, value: Node) -> tuple[Node, ...] | None:
+def _steps(base: Node, value: Node, sizes: BackwardSizes) -> tuple[Node, ...] | None:
     """The views that lead from a piece's base to a value that lies in it; None where a step needs anything else."""
     steps = list[Node]()
     while value is not base:
-        sources = value.all_input_nodes
+        inputs = value.all_input_nodes
+        given = [source for source in inputs if isinstance(source.meta.get("val"), torch.SymInt)]
+        sources = [source for source in inputs if source not in given]
         aliased = {source for source in aliased_arguments(value) if source is not None}
         if len(sources) != 1 or aliased != {sources[0]} or is_collective(value):
+            return None
+        if not all(sizes.knows(source.meta["val"]) for source in given):
             return None
         steps.append(value)
         value = sources[0]
     return tuple(reversed(steps))
-
-
-def _last_use(forward: GraphModule, memory: GraphMemory, piece: str) -> Node:
-    def uses() -> Iterator[Node]:
-        for node in forward.graph.nodes:
-            inside = piece in memory.roots.get(node.name, ())
-            if node.op != "output" and (
-                inside or any(piece in memory.roots.get(n.name, ()) for n in node.all_input_nodes)
-            ):
-                yield node
-
-    return list(uses())[-1]

@@ -145,6 +145,25 @@ def test_a_process_that_is_killed_leaves_nothing_behind_the_next_start(tmp_path:
     assert not list(tmp_path.rglob("process-*"))
 
 
+@pytest.mark.full
+def test_a_step_that_is_killed_leaves_nothing_behind_the_next_start(tmp_path: Path) -> None:
+    step = """
+    import os, signal, torch, dsgraph
+    from torch import nn
+    from dsgraph.inductor_ext import transfers_of
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(256, 256), nn.Tanh()) for _ in range(3)])
+    options = {"codegen": "eager", "activation_offload": "disk"}
+    loss = torch.compile(model, backend="dsgraph", options=options)(torch.randn(512, 256)).sum()
+    transfers_of(torch.device("cpu")).settle()
+    """
+    killed = run(step + "os.kill(os.getpid(), signal.SIGKILL)\n", tmp_path)
+    assert killed.returncode == -9, killed.stderr
+    assert len(list(tmp_path.rglob("activation-*"))) >= 2
+    ends = run(step + "loss.backward()\n", tmp_path)
+    assert ends.returncode == 0, ends.stderr
+    assert not list(tmp_path.rglob("process-*"))
+
+
 def test_a_running_process_keeps_its_folder_when_another_starts(tmp_path: Path) -> None:
     first = Transfers(CPU, root=tmp_path)
     handle, given = None, torch.randn(1000)

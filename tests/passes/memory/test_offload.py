@@ -7,8 +7,10 @@ from dataclasses import replace
 import pytest
 import torch
 from functorch.compile import aot_function, nop
+from torch.fx import Node
 from torch.testing import FileCheck
 
+import dsgraph
 from dsgraph.inductor_ext import transfers_of
 from dsgraph.passes import (
     CaptureFacts,
@@ -106,6 +108,32 @@ def test_an_activation_leaves_behind_its_last_use_and_is_waited_for_ahead_of_its
         while behind.target is ops.reload.default:
             behind = behind.next
         assert behind in wait.users
+
+
+@pytest.mark.usefixtures("fake_ranks")
+def test_sizes_that_change_are_computed_in_the_backward():
+    def train(**options):
+        torch._dynamo.reset()
+        _, *weights = _inputs(*MLP)
+        compiled = torch.compile(_views, backend="dsgraph", dynamic=True, options={"codegen": "eager", **options})
+        for batch in (512, 700):
+            compiled(torch.randn(batch, 8, generator=torch.Generator().manual_seed(batch)), *weights).backward()
+        return [weight.grad for weight in weights]
+
+    seen = []
+
+    @graph_pass(phase="backward")
+    def look(gm, ctx):
+        seen.extend(node.args[1] for node in find_calls(gm, ops.reload.default))
+        return 0
+
+    assert _same(train(pipeline=dsgraph.default_pipeline() + [replace(EVERYTHING, least_bytes=512), look]), train())
+    assert len(seen) >= 2 and any(isinstance(size, Node) for sizes in seen for size in sizes)
+
+
+def _views(x, first, second):
+    hidden = (x @ first).tanh()
+    return torch.sin((hidden.view(x.shape[0], 2, 4) * 2).flatten(1) @ second).square().sum()
 
 
 def test_nothing_stays_in_any_pool():
