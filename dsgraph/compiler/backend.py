@@ -92,8 +92,8 @@ class Backend:
             StrictError: `strict=True` and something was not done that the options or the model asked for.
         """
         move_markers_ahead(gm)
-        regions = open_regions(gm)
         chosen = parse_options(options)
+        regions = open_regions(gm, write_out="" if chosen.memory_limit is None else _PLANS_VALUES)
         choice = next((found for ask in self._choices if (found := ask()) is not None), Usual())
         request = self._request(gm, example_inputs, chosen, mode=mode, choice=choice)
         request = replace(request, regions=regions)
@@ -193,6 +193,9 @@ class Backend:
             raise StrictError(message)
         self._has_warned = True
         warnings.warn(message, stacklevel=2)
+
+
+_PLANS_VALUES = "memory_limit is planned value by value"
 
 
 def _refuse_limit_without_parts(request: CompileRequest) -> None:

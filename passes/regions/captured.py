@@ -33,7 +33,7 @@ class Captured:
     inlined: tuple[str, ...] = ()
 
 
-def open_regions(gm: GraphModule) -> Captured:
+def open_regions(gm: GraphModule, *, write_out: str = "") -> Captured:
     """Moves what is distributed out of regions: markers, and what they read, stand in the outer graph.
 
     A region whose markers cannot leave it is written out where it is called, with the reason; so is one that is called
@@ -41,6 +41,7 @@ def open_regions(gm: GraphModule) -> Captured:
 
     Args:
         gm: A captured graph.
+        write_out: Why all are to be written out; empty if they are not.
     """
     found, inlined = [], []
     for module in list(all_graph_modules(gm)):
@@ -50,6 +51,10 @@ def open_regions(gm: GraphModule) -> Captured:
                 _inline(module, name, sites)
     for name, sites in _calls_by_name(gm).items():
         body = getattr(gm, name)
+        if write_out:
+            _inline(gm, name, sites)
+            inlined.append(f"regions are written out: {write_out}")
+            continue
         _hoist(gm, body, sites)
         left = next((node for node in body.graph.nodes if is_gather_marker(node) or node.target == "to_local"), None)
         if len(sites) == 1:
@@ -119,6 +124,7 @@ def _inline(gm: GraphModule, name: str, sites: list[Node]) -> None:
                     results = [copies[item] if isinstance(item, Node) else item for item in node.args[0]]
                 elif node.op != "placeholder":
                     copies[node] = gm.graph.node_copy(node, copies.__getitem__)
+                    _set_module(copies[node], of=sites[0], to=site)
         for item in list(site.users):
             at: Any = item.args[1]
             replace_and_erase(item, results[at])
@@ -127,6 +133,19 @@ def _inline(gm: GraphModule, name: str, sites: list[Node]) -> None:
         if not callee.users:
             gm.graph.erase_node(callee)
     gm.recompile()
+
+
+def _set_module(node: Node, *, of: Node, to: Node) -> None:
+    """Lets a node of a region, which was captured at one call, say that it stands in the module of another one."""
+    stacks = [call.meta.get("nn_module_stack") or {} for call in (of, to)]
+    if not all(stacks):
+        return
+    old, new = (str(stack[next(reversed(stack))][0]) for stack in stacks)
+    own = node.meta.get("nn_module_stack") or {}
+    node.meta["nn_module_stack"] = {
+        key: (new + path.removeprefix(old) if path.startswith(old) else path, *rest)
+        for key, (path, *rest) in own.items()
+    }
 
 
 def read_arguments_outside(gm: GraphModule) -> int:
