@@ -6,7 +6,7 @@ Checked on torch 2.11.0, 2.12.1 and 2.13.0.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -107,16 +107,21 @@ def kind_of_saved_value(node: Node) -> int:
     return 0 if isinstance(value, torch.Tensor) else 2
 
 
-def describe_saved(output: Node, num_fwd_outputs: int, *, added: int | None = None, removed: int | None = None) -> None:
-    """Keeps AOTAutograd's descriptions of a forward's outputs true to a saved value that was added or removed there."""
+def describe_saved(output: Node, num_fwd_outputs: int, *, added: int = 0, removed: Collection[int] = ()) -> None:
+    """Keeps AOTAutograd's descriptions of a forward's outputs true to what is saved.
+
+    Args:
+        output: The forward's output node.
+        num_fwd_outputs: How many outputs, which come first, are the model's.
+        added: How many saved values stand behind these that were not there.
+        removed: Which outputs are no longer there, by the numbers that they had.
+    """
     known = output.meta.get("desc")
     if known is None:
         return
-    descs = list(known)
-    if added is not None:
-        descs.insert(added, SavedForBackwardsAOTOutput(0))
-    if removed is not None:
-        del descs[removed]
+    gone = frozenset(removed)
+    descs = [desc for number, desc in enumerate(known) if number not in gone]
+    descs[num_fwd_outputs:num_fwd_outputs] = [SavedForBackwardsAOTOutput(0)] * added
     saved = [replace(desc, idx=number) for number, desc in enumerate(descs[num_fwd_outputs:])]
     output.meta["desc"] = [*descs[:num_fwd_outputs], *saved]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
 from types import MappingProxyType
@@ -64,14 +64,28 @@ class GraphPair:
         Raises:
             PassError: The value is no tensor.
         """
-        for ours, theirs in self.crossing():
-            if ours is value:
-                return theirs
-        if not isinstance(value.meta.get("val"), torch.Tensor):
-            raise PassError(f"{value.name} is no tensor: only tensors can be saved for the backward")
-        self._set_saved([value, *self.saved], added=self.user_outputs)
+        return self.save_all([value])[0]
+
+    def save_all(self, values: Sequence[Node]) -> list[Node]:
+        """Lets several tensors cross, as `save` does with each.
+
+        Raises:
+            PassError: One is no tensor.
+        """
+        known = dict(self.crossing())
+        new = [value for value in dict.fromkeys(values) if value not in known]
+        for value in new:
+            if not isinstance(value.meta.get("val"), torch.Tensor):
+                raise PassError(f"{value.name} is no tensor: only tensors can be saved for the backward")
+        self._set_saved([*new, *self.saved], added=len(new))
         first = next(node for node in placeholders(self.backward) if not _is_size(node))
-        again = next((node for node in self.backward.graph.nodes if node.name == value.name), None)
+        computed = {node.name: node for node in self.backward.graph.nodes}
+        for value in new:
+            known[value] = self._take(value, first, computed.get(value.name))
+        return [known[value] for value in values]
+
+    def _take(self, value: Node, first: Node, again: Node | None) -> Node:
+        """The backward's input of a new saved value, ahead of `first`; `again` has the value's name there."""
         if again is not None and _call(again) != _call(value):  # a pass has made another of that name
             value.name, again = self._free_name(value.name), None
         with self.backward.graph.inserting_before(first):
@@ -88,15 +102,26 @@ class GraphPair:
         Raises:
             PassError: It does not cross, or the backward still reads it.
         """
-        theirs = next((theirs for ours, theirs in self.crossing() if ours is value), None)
-        if theirs is None:
-            raise PassError(f"{value.name} is not saved for the backward")
-        if theirs.users:
-            raise PassError(f"{value.name} is still read by {', '.join(user.name for user in theirs.users)}")
-        saved = self.saved
-        number = saved.index(value)
-        self._set_saved([*saved[:number], *saved[number + 1 :]], removed=self.user_outputs + number)
-        self.backward.graph.erase_node(theirs)
+        self.drop_all([value])
+
+    def drop_all(self, values: Sequence[Node]) -> None:
+        """No longer saves several values.
+
+        Raises:
+            PassError: One does not cross, or the backward still reads it.
+        """
+        known = dict(self.crossing())
+        for value in values:
+            theirs = known.get(value)
+            if theirs is None:
+                raise PassError(f"{value.name} is not saved for the backward")
+            if theirs.users:
+                raise PassError(f"{value.name} is still read by {', '.join(user.name for user in theirs.users)}")
+        gone, saved = dict.fromkeys(values), self.saved
+        removed = [self.user_outputs + number for number, value in enumerate(saved) if value in gone]
+        self._set_saved([value for value in saved if value not in gone], removed=removed)
+        for value in gone:
+            self.backward.graph.erase_node(known[value])
 
     def parts(self, ctx: PassContext) -> tuple[tuple[GraphModule, PassContext], ...]:
         """Each graph, with what of the pair's context holds of it."""
@@ -107,7 +132,7 @@ class GraphPair:
         taken = {node.name for gm in self.graphs for node in gm.graph.nodes}
         return next(other for other in (f"{name}_saved_{number}" for number in count()) if other not in taken)
 
-    def _set_saved(self, saved: list[Node], *, added: int | None = None, removed: int | None = None) -> None:
+    def _set_saved(self, saved: list[Node], *, added: int = 0, removed: Sequence[int] = ()) -> None:
         (output,) = self.forward.graph.find_nodes(op="output")
         output.args = ((*_outputs(self.forward)[: self.user_outputs], *saved),)
         describe_saved(output, self.user_outputs, added=added, removed=removed)

@@ -118,9 +118,9 @@ def _come_back(
     places: Sequence[Node],
 ) -> None:
     """Reloads each value in the backward ahead of its first use, and makes of it what was saved."""
-    for item, place in zip(found, places, strict=True):
+    inputs = pair.save_all([handles[item.base] for item in found])
+    for item, saved, place in zip(found, inputs, places, strict=True):
         value = fake_value(item.base)
-        saved = pair.save(handles[item.base])
         shape, stride = (list(map(sizes.node, numbers)) for numbers in (value.shape, value.stride()))
         how = (shape, stride, value.dtype, value.device)
         result = emit(place, ops.reload.default, saved, *how)
@@ -131,7 +131,7 @@ def _come_back(
                 if step not in made:
                     made[step] = _repeat(item.backward_place, step, made, sizes)
             theirs.replace_all_uses_with(made[ours])
-            pair.drop(ours)
+    pair.drop_all([ours for item in found for ours, _, _ in item.views])
 
 
 def _repeat(before: Node, step: Node, made: dict[Node, Node], sizes: BackwardSizes) -> Node:

@@ -65,6 +65,8 @@ def _train(stage: int, codegen: str, tier: str | None) -> list[Tensor]:
         compiled.zero_grad()
 
     loss = compiled(*_batch(0))
+    if tier is not None:  # no report of passes tells, where torch's cache had the graph
+        assert not _is_empty(transfers_of(CPU))
     loss.backward()
     note(loss)
     losses = [compiled(*_batch(seed)) for seed in (1, 2)]
@@ -78,9 +80,6 @@ def _train(stage: int, codegen: str, tier: str | None) -> list[Tensor]:
     last.backward()
     note(first, last)
     if tier is not None:
-        report = dsgraph.report(compiled)
-        (changed,) = {item.changed for each in report.compiles for item in each.passes if "offload" in item.name} - {0}
-        assert changed >= 8
         assert _is_empty(transfers_of(CPU))
     return found
 
