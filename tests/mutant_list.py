@@ -522,7 +522,7 @@ MEMORY = (
     ),
     Mutant(
         *("repeated-without-its-sources", "passes/memory/policies.py", "missing check"),
-        *("(count + position, -1)])", "(count + position, 0)])"),
+        *("(2 * count + position, -1)])", "(2 * count + position, 0)])"),
         killers=("tests/passes/memory/test_policies.py",),
     ),
     Mutant(

@@ -39,9 +39,10 @@ def _configure(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(arguments: argparse.Namespace) -> Answer:
+    from dsgraph.passes import Phase
+
     described = [*_own_passes(), *(_users_passes(arguments.pipeline) if arguments.pipeline else [])]
-    order = ["capture", "joint", "forward", "backward"]
-    known = {item["name"]: item for item in sorted(described, key=lambda item: order.index(item["phase"]))}
+    known = {item["name"]: item for item in sorted(described, key=lambda item: Phase(item["phase"]))}
     if arguments.name is None:
         return Answer(_table(list(known.values())), list(known.values()))
     for item in known.values():

@@ -158,7 +158,7 @@ class GraphRecord:
         graph: Its name: phase, number and pass.
         rank: Of the process that wrote it.
         compile: Number of the compile on that rank.
-        phase: "capture", "joint", "forward" or "backward".
+        phase: "capture", "joint", "pair", "forward" or "backward".
         number: How many passes of the phase had run.
         pass_name: The last of them; empty before the first.
         nodes: In program order.
