@@ -323,6 +323,11 @@ COMPILER = (
         killers=("tests/distributed/test_captured_regions.py",),
     ),
     Mutant(
+        *("region-hands-on-views", "passes/regions/captured.py", "missing check"),
+        *("None not in aliased_arguments(node):", "node is None:"),
+        killers=("tests/distributed/test_captured_regions.py",),
+    ),
+    Mutant(
         *("region-keeps-its-markers", "passes/regions/captured.py", "missing step"),
         *("        _hoist(gm, body, sites)\n", ""),
         killers=("tests/distributed/test_captured_regions.py",),

@@ -3,8 +3,8 @@
 captured      y = region(x, p)                     region: x, p -> x @ gather_param(p.to_local(), ...)
 hoisted       w = gather_param(p.to_local(), ...); y = region(x, w)             region: x, w -> x @ w
 differentiated by AOTAutograd, which splits the body by itself:
-y, s, w_ = forward(x, w);  dx, dw = backward(s, w_, dy)     forward: x, w -> x @ w, x, w
-read outside  y, s = forward(x, w);      dx, dw = backward(s, w, dy)      forward: x, w -> x @ w, x
+y, s, v = forward(x, w);  dx, dw = backward(s, v, dy)       forward: x, w -> x @ w, f(x), w.t()
+read outside  y, s = forward(x, w);  v = w.t();  dx, dw = backward(s, v, dy)    forward: x, w -> x @ w, f(x)
 """
 
 from __future__ import annotations
@@ -15,8 +15,15 @@ from typing import Any
 
 from torch.fx import GraphModule, Node
 
-from dsgraph.passes.compat import invoke_subgraph
-from dsgraph.passes.ir.graph import all_graph_modules, is_gather_marker, placeholders, replace_and_erase
+from dsgraph.passes.compat import OpOverload, invoke_subgraph
+from dsgraph.passes.ir.graph import (
+    aliased_arguments,
+    all_graph_modules,
+    is_gather_marker,
+    mutates_arguments,
+    placeholders,
+    replace_and_erase,
+)
 from dsgraph.passes.ir.regions import name_called
 
 
@@ -149,7 +156,7 @@ def _set_module(node: Node, *, of: Node, to: Node) -> None:
 
 
 def read_arguments_outside(gm: GraphModule) -> int:
-    """Lets the backward take a region's arguments from the outer graph, not from the region, which handed them on.
+    """Lets the backward take a region's arguments and views of them from the outer graph, not from the region.
 
     So passes see what is saved: a gathered parameter is gathered again, and Inductor, which takes what a region returns
     for memory of its own, frees nothing that others read.
@@ -163,25 +170,48 @@ def read_arguments_outside(gm: GraphModule) -> int:
     changed = 0
     for name, sites in _calls_by_name(gm).items():
         body = getattr(gm, name)
-        number = {node: at for at, node in enumerate(placeholders(body))}
+        views = _views_of_inputs(body)
         (output,) = body.graph.find_nodes(op="output")
         results = list(output.args[0])
-        stay = [at for at, node in enumerate(results) if node not in number]
+        stay = [at for at, node in enumerate(results) if node not in views]
         if len(stay) == len(results):
             continue
         for site in sites:
+            known: dict[Node, Any] = dict(zip(placeholders(body), site.args[2:], strict=True))
             for item in list(site.users):
                 at: Any = item.args[1]
-                if results[at] in number:
-                    argument: Any = site.args[2 + number[results[at]]]
-                    replace_and_erase(item, argument)
+                if results[at] in views:
+                    with gm.graph.inserting_before(item):
+                        view = _copied(results[at], known, of=sites[0], to=site)
+                    replace_and_erase(item, view)
                     changed += 1
                 else:
                     item.args = (site, stay.index(at))
             if isinstance(site.meta.get("val"), (tuple, list)):
                 site.meta["val"] = tuple(site.meta["val"][at] for at in stay)
         output.args = (tuple(results[at] for at in stay),)
+        body.graph.eliminate_dead_code()
         body.recompile()
     if changed:
         gm.recompile()
     return changed
+
+
+def _views_of_inputs(body: GraphModule) -> set[Node]:
+    """The inputs of a region, and what lies in their memory."""
+    views = set(placeholders(body))
+    for node in body.graph.nodes:
+        is_view = isinstance(node.target, OpOverload) and not mutates_arguments(node)
+        if is_view and views.issuperset(node.all_input_nodes) and None not in aliased_arguments(node):
+            views.add(node)
+    return views
+
+
+def _copied(node: Node, known: dict[Node, Any], *, of: Node, to: Node) -> Any:
+    """A view of a region's arguments, made again at the call `to`; `of` is the call at which it was captured."""
+    if node not in known:
+        for source in node.all_input_nodes:
+            _copied(source, known, of=of, to=to)
+        known[node] = to.graph.node_copy(node, known.__getitem__)
+        _set_module(known[node], of=of, to=to)
+    return known[node]

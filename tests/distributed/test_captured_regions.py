@@ -113,6 +113,9 @@ def _captured() -> None:
     assert _calls(compiled) == ["subgraph_0 is captured once and called 3 times"]
     gathered = [item for item in dsgraph.report(compiled).compiles[0].passes if item.name == "insert_zero_collectives"]
     assert gathered[0].changed == 2 * len(list(model.parameters())), "each is gathered and reduced in the outer graph"
+    held = dsgraph.report(compiled).compiles[0].activations
+    assert held.gathered_again == len(list(model.parameters())) - 2, "all but the embedding and the last one"
+    assert held.kept_parameters == 1, "the last one"
     model = dsgraph.partition(GPT(SHAPE), stage=3, keep_whole_below=12, regions="auto")
     compiled = torch.compile(model, backend="dsgraph", options={"codegen": "eager", "memory_limit": "1GB"})
     compiled(*tokens(0, 0)).backward()

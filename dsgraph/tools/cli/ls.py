@@ -7,7 +7,7 @@ from pathlib import Path
 
 from dsgraph.json_records import to_json
 from dsgraph.tools.dumping.records import CompileRecord
-from dsgraph.tools.dumping.render import bytes_text
+from dsgraph.tools.dumping.render import bytes_text, times
 
 from .command import Answer, Command
 from .dumps import Dump, add_dump_argument
@@ -39,7 +39,17 @@ def _describe(record: CompileRecord) -> str:
         f"{axes}, {len(record.parameters)} parameters, codegen {record.codegen}, torch {record.torch}, {record.time}"
     )
     remarks = [f"{step.graph} {note}" for step in record.steps for note in step.notes if note.startswith("refused: ")]
-    return "\n".join([f"{head}\n{table(_rows(record), _HEADERS, right=range(1, 8))}", *remarks])
+    return "\n".join([f"{head}\n{table(_rows(record), _HEADERS, right=range(1, 8))}", *_calls(record), *remarks])
+
+
+def _calls(record: CompileRecord) -> list[str]:
+    """A line for each region that a graph calls behind its last pass."""
+    last = {step.phase: step for step in record.steps}
+    return [
+        f"{step.phase} calls {region.name} ({region.nodes} nodes) {times(region.calls)}"
+        for step in last.values()
+        for region in step.regions
+    ]
 
 
 def _rows(record: CompileRecord) -> list[list[str]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,13 +21,14 @@ from dsgraph.passes.core.notes import origin
 from dsgraph.passes.ir.coalesced import inputs_of, results_of
 from dsgraph.passes.ir.collectives import collective_group, collective_kind, is_collective
 from dsgraph.passes.ir.graph import aliased_arguments, is_wait
+from dsgraph.passes.ir.regions import is_region_call, name_called
 from dsgraph.passes.ir.sources import user_source
 
 from .history import history
 from .records import BodyRecord, CollectiveRecord, NodeRecord, PieceRecord, Size, ValueRecord
 
 # The phases whose graphs run; captured and joint graphs are only on the way there.
-_RUNNING = (Phase.FORWARD, Phase.BACKWARD)
+_RUNNING = (Phase.PAIR, Phase.FORWARD, Phase.BACKWARD)
 
 
 @dataclass
@@ -56,7 +58,8 @@ class Describer:
     def bodies(self, gm: GraphModule) -> tuple[BodyRecord, ...]:
         """The graphs inside a graph."""
         inner = [(name, module) for name, module in gm.named_modules() if name and isinstance(module, GraphModule)]
-        return tuple(BodyRecord(name, tuple(map(self._alone, module.graph.nodes))) for name, module in inner)
+        calls = Counter(name_called(node) for node in gm.graph.nodes if is_region_call(node))
+        return tuple(BodyRecord(name, tuple(map(self._alone, body.graph.nodes)), calls[name]) for name, body in inner)
 
     def _node(self, node: Node, around: _Around) -> NodeRecord:
         """The record of a node, with what depends on the graph around it."""
