@@ -38,7 +38,7 @@ from torch.utils.checkpoint import checkpoint
 
 import dsgraph
 from benchmarks.memory import AllocationCounter, build_counter
-from benchmarks.memory_cases import DEEP, Case
+from benchmarks.memory_cases import DEEP, LIMITED, Case
 from benchmarks.report import MB, Check, Report, Row, add_arguments, machine, ratio
 from benchmarks.workers import WorkerError, Workers
 from dsgraph.passes.memory.fit import PLANNED
@@ -55,13 +55,13 @@ class Training:
         """Builds the model and prepares its compilation.
 
         Args:
-            model: One of `DEEP`.
+            model: One of `DEEP` or `LIMITED`.
             codegen: See docs/options.md.
-            how: `checkpoint`, `budget` or `limit`, or nothing.
+            how: `checkpoint`, `budget` or `limit`, `offload` beside it, or nothing.
             counter: From `build_counter`.
         """
         self._counter = AllocationCounter(counter)
-        self._case: Case = DEEP[model]
+        self._case: Case = {**DEEP, **LIMITED}[model]
         self._how = how
         self._steps = 0
         torch.manual_seed(0)
@@ -72,6 +72,8 @@ class Training:
         options: dict[str, Any] = {"codegen": codegen}
         if "limit" in how:
             options["memory_limit"] = how["limit"]
+        if "offload" in how:
+            options["activation_offload"] = how["offload"]
         self._model: Any = torch.compile(module, backend="dsgraph", options=options)
         self._optimizer = torch.optim.AdamW(module.parameters(), lr=1e-3, fused=True)
 
@@ -90,6 +92,8 @@ class Training:
             "peak": self._counter.peak,
             "predicted": report.memory.peak,
             "plan_s": sum(record.seconds for record in records) or None,
+            "saved": sum(each.activations.saved_bytes or 0 for each in report.compiles if each.activations),
+            "moved": _moved(report),
             "plan": [line for record in records for line in record.done],
         }
 
@@ -120,6 +124,13 @@ class Training:
         self._optimizer.zero_grad()
         self._steps += 1
         return time.perf_counter() - started
+
+
+def _moved(report: dsgraph.Report) -> int:
+    """Bytes that the forward offloads."""
+    done = [line for each in report.compiles for item in each.passes for line in item.done]
+    found = [re.fullmatch(r"\d+ saved values? to \w+, (\d+) bytes", line) for line in done]
+    return sum(int(match[1]) for match in found if match is not None)
 
 
 def _checkpoint_blocks(module: nn.Module) -> None:

@@ -96,3 +96,11 @@ DEEP = {
     "llama": _labelled(partial(_llama, 12), 4, 256),
     "tiny": _gpt(GPTConfig(vocab=64, width=32, heads=2, layers=3), 4, 64),
 }
+
+# Those of `benchmarks.limits`: next to no parameters beside their activations, and many layers.
+LIMITED = {
+    "disk": _gpt(GPTConfig(vocab=64, width=64, heads=2, layers=24), 64, 128),
+    "planning": _gpt(GPTConfig(vocab=256, width=64, heads=4, layers=96), 4, 128),
+    "disk-quick": _gpt(GPTConfig(vocab=64, width=32, heads=2, layers=4), 8, 128),
+    "planning-quick": _gpt(GPTConfig(vocab=64, width=32, heads=2, layers=4), 4, 64),
+}

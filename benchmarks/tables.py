@@ -100,6 +100,38 @@ _ENGINE: Columns = {
     "loss": ("loss", ".4f"),
 }
 
+_REGIONS: Columns = {
+    "layers": ("layers", ""),
+    "system": ("system", ""),
+    "first step, s": ("first_step_s", ".1f"),
+    "step, s": ("step_s", ".3f"),
+    "peak memory a rank, MB": ("peak_mb", ".0f"),
+}
+
+_ACTIVATIONS: Columns = {
+    "model": ("model", ""),
+    "codegen": ("codegen", ""),
+    "system": ("system", ""),
+    "limit, MB": ("limit_mb", ".1f"),
+    "peak, MB": ("peak_mb", ".1f"),
+    "simulated, MB": ("predicted_mb", ".1f"),
+    "step, s": ("step_s", ".3f"),
+    "planning, s": ("plan_s", ".1f"),
+    "over torch's": ("over", ".2f"),
+}
+
+_LIMITS: Columns = {
+    "case": ("case", ""),
+    "saved without, MB": ("saved_mb", ".0f"),
+    "limit, MB": ("limit_mb", ".1f"),
+    "peak, MB": ("peak_mb", ".1f"),
+    "step, s": ("step_s", ".2f"),
+    "step without, s": ("free_s", ".2f"),
+    "to disk and back, MB": ("moved_mb", ".0f"),
+    "a plain program, s": ("disk_s", ".2f"),
+    "planning, s": ("plan_s", ".1f"),
+}
+
 _HEADLINES = {  # row of the README's table: file, how the check's name begins
     "step time, over the fastest of FSDP2 and DeepSpeed": ("zero-cpu", "dsgraph-3 step time"),
     "peak memory, over the smallest of them": ("zero-cpu", "dsgraph-3 peak memory"),
@@ -247,6 +279,12 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "losses: figures": _figures("losses-cpu"),
     "engine": _rows("engine-cpu", _ENGINE, having="system"),
     "engine: figures": _figures("engine-cpu"),
+    "regions": _rows("regions-cpu", _REGIONS),
+    "regions: figures": _figures("regions-cpu"),
+    "activations": _rows("activations-cpu", _ACTIVATIONS),
+    "activations: figures": _figures("activations-cpu"),
+    "limits": _rows("limits-cpu", _LIMITS),
+    "limits: figures": _figures("limits-cpu"),
     "links": _rows("links-cpu", _LINKS),
     "links: ratios": _ratios("links-cpu", ["dsgraph-3", "dsgraph-3-spare"], _PEERS),
     "links: figures": _figures("links-cpu"),
