@@ -44,7 +44,8 @@ def _compare(case: str, bucket_bytes: int | None = None, **how: object) -> None:
     compare(CASES[case].build, CASES[case].batches, **how)  # type: ignore[arg-type]
 
 
-# What a step depends on. Of micro-batches: how many, and what `accumulate` is told. Of buckets: how many bytes.
+# What a step depends on. Of micro-batches: how many, and what `accumulate` is told. Of buckets: how many bytes. Of blocks:
+# whether equal ones are regions.
 WAYS = {
     "case": sorted(set(CASES) - {"dynamic_gpt", "marked_dynamic_gpt"}),
     "stage": STAGES,
@@ -52,10 +53,11 @@ WAYS = {
     "mesh": (2, 3, (1, 2), (2, 1), (2, 2)),
     "micro_batches": ((1, None), (2, None), (2, True), (2, False)),
     "bucket_bytes": (None, 0, 200, 4096),
+    "blocks": ("auto", "none"),
 }
 
 
-def _exists(case, stage, codegen, mesh, micro_batches, bucket_bytes) -> bool:
+def _exists(case, stage, codegen, mesh, micro_batches, bucket_bytes, blocks) -> bool:
     _, reduce_once = micro_batches
     is_accumulating_so = reduce_once is None or (stage == 2 if reduce_once else stage >= 2)
     is_compiled_so = codegen == "eager" or (bucket_bytes is None and "dynamic" not in case)
@@ -64,9 +66,10 @@ def _exists(case, stage, codegen, mesh, micro_batches, bucket_bytes) -> bool:
 
 
 @pytest.mark.parametrize(tuple(WAYS), covering(WAYS, where=_exists))
-def test_each_pair_of_ways_matches_one_process(ranks, case, stage, codegen, mesh, micro_batches, bucket_bytes):
+def test_each_pair_of_ways_matches_one_process(ranks, case, stage, codegen, mesh, micro_batches, bucket_bytes, blocks):
     count, reduce_once = micro_batches
     how: dict[str, object] = {"stage": stage, "codegen": codegen, "micro_batches": count, "reduce_once": reduce_once}
+    how["blocks"] = blocks
     if bucket_bytes is not None:
         how["bucket_bytes"] = bucket_bytes
     if isinstance(mesh, tuple):

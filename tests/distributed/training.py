@@ -36,7 +36,7 @@ def compare(
     exact: bool = False,
     evaluate: bool = False,
     reduce_once: bool | None = None,
-    blocks: Any = "none",
+    blocks: Any = "auto",
     **options: Any,
 ) -> None:
     """Losses, gradients and parameters of `steps` steps under dsgraph against one process with everybody's batches.
