@@ -44,8 +44,8 @@ def _compare(case: str, bucket_bytes: int | None = None, **how: object) -> None:
     compare(CASES[case].build, CASES[case].batches, **how)  # type: ignore[arg-type]
 
 
-# What a step depends on. Of micro-batches: how many, and what `accumulate` is told. Of buckets: how many bytes. Of blocks:
-# whether equal ones are regions.
+# What a step depends on. Of micro-batches: how many, and what `accumulate` is told. Of buckets: how many bytes. Of
+# blocks: whether equal ones are regions.
 WAYS = {
     "case": sorted(set(CASES) - {"dynamic_gpt", "marked_dynamic_gpt"}),
     "stage": STAGES,
