@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from sympy import Eq, Expr, Integer, Min, Piecewise, ceiling
+from sympy import Eq, Expr, Integer, Min, Piecewise, ceiling, floor
 
 from .symbols import (
     BLOG,
@@ -49,10 +49,27 @@ LAYER_PARAMS = Formula(
     "layer_params", (params - vocab * hidden) / layers, "", "parameters of a layer: all but the embeddings", COUNTING
 )
 
-# What a stage holds, counted in two ways.
+IN_FLIGHT = Formula(
+    "in_flight",
+    Min(pp, MICRO_BATCHES.symbol),
+    "",
+    "micro-batches whose backward the first stage waits for, under 1F1B",
+    f"{MEGATRON}, section 2.2",
+)
+_LOGITS = 4 * seq * micro_batch * (hidden + vocab) / tp
+LOGITS = _bytes(
+    "logits",
+    Piecewise((_LOGITS, Eq(pp, 1)), (Integer(0), True)),
+    what="head and loss, where the first stage is also the last",
+    source=f"{RECOMPUTATION}, section 4.3",
+)
+
+# What a stage holds: as publications count, and the two stages that can be the fullest.
 EVEN = (
     Formula("stage_layers", layers / pp, "", "layers of a stage, if all could be alike", COUNTING),
     Formula("stage_params", params / pp, "", "parameters of a stage, if all could be alike", COUNTING),
+    IN_FLIGHT,
+    LOGITS,
 )
 FIRST = (
     Formula("stage_layers", ceiling(layers / pp), "", "layers of the first stage, if it is the largest", COUNTING),
@@ -63,6 +80,22 @@ FIRST = (
         "parameters of the first stage, which has the embeddings",
         COUNTING,
     ),
+    IN_FLIGHT,
+    LOGITS,
+)
+LAST = (
+    Formula("stage_layers", floor(layers / pp), "", "layers of the last stage, if it is the smallest", COUNTING),
+    Formula(
+        "stage_params",
+        stage_layers * LAYER_PARAMS.symbol + vocab * hidden,
+        "",
+        "parameters of the last stage, which has the head, as large as the embeddings",
+        COUNTING,
+    ),
+    Formula(
+        "in_flight", Integer(1), "", "micro-batches whose backward the last stage waits for", f"{MEGATRON}, section 2.2"
+    ),
+    _bytes("logits", _LOGITS, what="head and loss", source=f"{RECOMPUTATION}, section 4.3"),
 )
 
 PARAMETERS = _bytes(
@@ -90,13 +123,6 @@ STATES = _bytes(
     source=COUNTING,
 )
 
-IN_FLIGHT = Formula(
-    "in_flight",
-    Min(pp, MICRO_BATCHES.symbol),
-    "",
-    "micro-batches whose backward the first stage waits for, under 1F1B",
-    f"{MEGATRON}, section 2.2",
-)
 LAYER_INPUT = _bytes(
     "layer_input",
     2 * seq * micro_batch * hidden / tp,
@@ -124,12 +150,6 @@ WORKING = _bytes(
     what="one layer that is computed again, and its gathered input",
     source=COUNTING,
 )
-LOGITS = _bytes(
-    "logits",
-    Piecewise((4 * seq * micro_batch * (hidden + vocab) / tp, Eq(pp, 1)), (Integer(0), True)),
-    what="head and loss, where the first stage is also the last",
-    source=f"{RECOMPUTATION}, section 4.3",
-)
 LAYER_BUFFERS = _bytes(
     "layer_buffers",
     _HALF
@@ -152,5 +172,5 @@ TOTAL = _bytes(
     source=COUNTING,
 )
 
-OF_A_STEP = (MICRO_BATCHES, LAYER_PARAMS, IN_FLIGHT, LAYER_INPUT, LAYER_ACTIVATIONS, WORKING, LOGITS, LAYER_BUFFERS)
+OF_A_STEP = (MICRO_BATCHES, LAYER_PARAMS, LAYER_INPUT, LAYER_ACTIVATIONS, WORKING, LAYER_BUFFERS)
 OF_A_STAGE = (PARAMETERS, GRADIENTS, OPTIMIZER, STATES, ACTIVATIONS, BUFFERS, TOTAL)

@@ -25,10 +25,10 @@ SHARE_OF_MEMORY = 0.92
 ASSUMPTIONS = (
     "mixed precision with Adam: 16 bytes a parameter; ZeRO splits 12 (stage 1), 14 (2) or 16 (3) of them over dp ranks",
     "divided evenly: layers / pp layers and 1 / pp of all parameters on each stage, as publications count",
-    "first stage: the most layers that any stage has, and the embeddings; the layout fits if this stage does",
-    "1F1B: the first stage holds the activations of as many micro-batches as there are stages, and is the fullest",
+    "first stage: the most layers that any stage has, and the embeddings; last stage: the fewest, the head and loss",
+    "1F1B: the first stage holds the activations of as many micro-batches as there are stages, the last one of one",
     "buffers: one layer that is computed again, with its attention scores (no fused attention); often not published",
-    "tensor-parallel ranks slice the sequence as well: each keeps its part of every activation and no copy",
+    "a layer keeps its input, 2 bytes a number; without checkpointing, all that it computes; each tp rank has a slice",
     "ZeRO stage 2 reduces gradients in every micro-batch, stage 3 also gathers parameters twice; 0 and 1 once a step",
     f"computing reaches {SHARE_OF_PEAK:.0%} of the peak, links {SHARE_OF_LINK:.0%} of their rate; nothing overlaps",
     "an axis that leaves the node sends all its bytes over the node's adapters, of which each GPU has an equal part",
@@ -36,6 +36,11 @@ ASSUMPTIONS = (
     "the optimizer's own time, checkpoints and loading of data are left out",
 )
 
+_STAGES = (
+    ("divided evenly", memory_formulas.EVEN),
+    ("first stage", memory_formulas.FIRST),
+    ("last stage", memory_formulas.LAST),
+)
 _WORDS = {"tp": "tensor", "pp": "pipeline", "dp": "data"}
 _OF_A_LINK = ("bytes", "bytes_per_s", "time")
 
@@ -94,6 +99,7 @@ class Plan:
         layout: The layout.
         even: Bytes of a GPU by part, if stages could be divided evenly: how publications count.
         first: Bytes of a GPU of the first stage, by part.
+        last: Bytes of a GPU of the last stage, by part.
         values: Every other quantity, by its formula's name.
         links: What each axis sends.
         usable: Bytes of a GPU's memory that the model may take.
@@ -103,6 +109,7 @@ class Plan:
     layout: RankLayout
     even: Mapping[str, float]
     first: Mapping[str, float]
+    last: Mapping[str, float]
     values: Mapping[str, float]
     links: tuple[Link, ...]
     usable: float
@@ -111,7 +118,12 @@ class Plan:
     @property
     def fits(self) -> bool:
         """Whether the fullest GPU has the memory."""
-        return self.first["total"] <= self.usable
+        return self.fullest <= self.usable
+
+    @property
+    def fullest(self) -> float:
+        """Bytes of the GPU that holds most."""
+        return max(self.first["total"], self.last["total"])
 
 
 def plan(model: ModelShape, layout: RankLayout, training: Training, *, gpu: NodeGpu, gpus: int) -> Plan:
@@ -136,18 +148,19 @@ def plan(model: ModelShape, layout: RankLayout, training: Training, *, gpu: Node
         "share_of_peak": SHARE_OF_PEAK,
     }
     steps = [("a step", item) for item in _evaluate(memory_formulas.OF_A_STEP, numbers)]
-    holds = {}
-    for heading, stage in (("divided evenly", memory_formulas.EVEN), ("first stage", memory_formulas.FIRST)):
+    holds: list[dict[str, float]] = []
+    for heading, stage in _STAGES:
         own = dict(numbers)
         steps += [(heading, item) for item in _evaluate((*stage, *memory_formulas.OF_A_STAGE), own)]
-        holds[heading] = {formula.name: own[formula.name] for formula in memory_formulas.OF_A_STAGE}
+        holds.append({formula.name: own[formula.name] for formula in memory_formulas.OF_A_STAGE})
+    even, first, last = holds
     steps += [("time", item) for item in _evaluate(time_formulas.TIMES, numbers)]
     links = tuple(
         Link(_WORDS[axis], getattr(layout, axis), near, *(numbers[f"{axis}_{what}"] for what in _OF_A_LINK))
         for axis, near in inside.items()
     )
     usable = SHARE_OF_MEMORY * gpu.memory_bytes
-    return Plan(layout, holds["divided evenly"], holds["first stage"], numbers, links, usable, tuple(steps))
+    return Plan(layout, even, first, last, numbers, links, usable, tuple(steps))
 
 
 def efficiency(stages: int, micro_batches: int) -> float:

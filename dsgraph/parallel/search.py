@@ -6,6 +6,8 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from sympy import divisors
+
 from .gpus import NodeGpu
 from .layout import ModelShape, RankLayout, Training, refusal
 from .plan import Plan, plan
@@ -36,16 +38,13 @@ def search(model: ModelShape, training: Training, *, gpu: NodeGpu, gpus: int) ->
             plans.append(plan(model, layout, training, gpu=gpu, gpus=gpus))
         else:
             refused[reason.split()[0]] += 1
-    fitting = sorted((item for item in plans if item.fits), key=lambda item: (item.values["step"], item.first["total"]))
-    too_large = sorted((item for item in plans if not item.fits), key=lambda item: item.first["total"])
+    fitting = sorted((item for item in plans if item.fits), key=lambda item: (item.values["step"], item.fullest))
+    too_large = sorted((item for item in plans if not item.fits), key=lambda item: item.fullest)
     return Found(tuple(fitting), tuple(too_large), dict(refused))
 
 
 def _layouts(gpu: NodeGpu, gpus: int) -> Iterator[RankLayout]:
     for tp in range(1, min(gpu.per_node, gpus) + 1):
-        if gpus % tp:
-            continue
-        rest = gpus // tp
-        for pp in range(1, rest + 1):
-            if rest % pp == 0:
-                yield RankLayout(tp, pp, rest // pp)
+        if gpus % tp == 0:
+            rest = gpus // tp
+            yield from (RankLayout(tp, pp, rest // pp) for pp in divisors(rest))

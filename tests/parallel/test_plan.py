@@ -69,9 +69,21 @@ def test_kept_activations():
     assert plan.values["hardware_rate"] == plan.values["model_rate"]
 
 
-def test_micro_batches_in_flight_are_no_more_than_there_are():
-    assert planned(SMALL, tp=1, pp=8, dp=1, batch=3).values["in_flight"] == 3
-    assert planned(SMALL, tp=1, pp=8, dp=1, batch=30).values["in_flight"] == 8
+@pytest.mark.parametrize(("batch", "in_flight"), [(3, 3), (30, 8)])
+def test_micro_batches_in_flight_are_no_more_than_there_are(batch, in_flight):
+    plan = planned(SMALL, tp=1, pp=8, dp=1, batch=batch)
+    assert plan.first["activations"] == in_flight * 6 * 2 * 1024 * 1600
+    assert plan.last["activations"] == 6 * 2 * 1024 * 1600
+
+
+def test_the_fuller_one_of_the_first_and_the_last_stage_has_to_fit():
+    long = planned(TRILLION, tp=8, pp=64, dp=8, batch=4096)
+    assert long.fullest == long.first["total"] > long.last["total"]
+    wide = planned(SMALL, tp=1, pp=2, dp=1, batch=8, micro_batch=4)
+    assert wide.fullest == wide.last["total"] > wide.first["total"]
+    assert wide.last["buffers"] - wide.first["buffers"] == 4 * 1024 * 4 * (1600 + 50304)
+    alone = planned(SMALL, tp=1, pp=1, dp=1, batch=8)
+    assert alone.first == alone.last
 
 
 def test_a_published_speed():

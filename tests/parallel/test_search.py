@@ -11,8 +11,8 @@ def test_layouts_are_ranked_by_time_and_fit():
     found = search(TRILLION, Training(batch=4096), gpu=gpu_of("a100-40gb"), gpus=4096)
     seconds = [plan.values["step"] for plan in found.fitting]
     assert seconds == sorted(seconds) and len(seconds) > 1
-    assert all(plan.first["total"] <= 0.92 * 40 * 2**30 for plan in found.fitting)
-    assert all(plan.first["total"] > 0.92 * 40 * 2**30 for plan in found.too_large)
+    assert all(plan.fullest <= 0.92 * 40 * 2**30 for plan in found.fitting)
+    assert all(plan.fullest > 0.92 * 40 * 2**30 for plan in found.too_large)
     best = found.fitting[0].layout
     assert (best.tp, best.pp, best.dp) == (8, 64, 8)  # what was published
 
@@ -33,6 +33,6 @@ def test_zero_makes_room():
         for stage in (0, 1)
     )
     assert len(split.fitting) >= len(plain.fitting)
-    smallest = {plan.layout: plan.first["total"] for plan in (*plain.fitting, *plain.too_large)}
+    smallest = {plan.layout: plan.fullest for plan in (*plain.fitting, *plain.too_large)}
     for plan in (*split.fitting, *split.too_large):
-        assert plan.first["total"] <= smallest[plan.layout]
+        assert plan.fullest <= smallest[plan.layout]

@@ -57,7 +57,7 @@ def plan_data(item: Plan, *, explain: bool) -> dict[str, Any]:
         "layout": asdict(item.layout),
         "fits": item.fits,
         "usable": item.usable,
-        "memory": {"divided evenly": dict(item.even), "first stage": dict(item.first)},
+        "memory": {"divided evenly": dict(item.even), "first stage": dict(item.first), "last stage": dict(item.last)},
         "links": [asdict(link) for link in item.links],
         "values": dict(item.values),
         "assumptions": [*_parameters(item), *ASSUMPTIONS],
@@ -107,16 +107,18 @@ def _layout_line(item: Plan, training: Training) -> str:
 
 
 def _memory(item: Plan, gpu: NodeGpu) -> str:
+    sides = (item.even, item.first, item.last)
     rows = []
     for part in _PARTS:
-        rows.append([part.replace("_", " "), _gib(item.even[part]), _gib(item.first[part])])
+        rows.append([part.replace("_", " "), *(_gib(side[part]) for side in sides)])
         if part == "activations":
-            both = [_gib(side["model_states"] + side["activations"]) for side in (item.even, item.first)]
+            both = [_gib(side["model_states"] + side["activations"]) for side in sides]
             rows.append(["model states + activations", *both])
+    headers = ["GiB a GPU", "divided evenly", "first stage", "last stage"]
     verdict = "fits" if item.fits else "DOES NOT FIT"
     return (
-        f"{table(rows, ['GiB a GPU', 'divided evenly', 'first stage'], right=(1, 2))}\n"
-        f"{verdict}: {_gib(item.first['total'])} GiB of {_gib(item.usable)} GiB, which are "
+        f"{table(rows, headers, right=(1, 2, 3))}\n"
+        f"{verdict}: {_gib(item.fullest)} GiB of {_gib(item.usable)} GiB, which are "
         f"{item.usable / gpu.memory_bytes:.0%} of the GPU's {_gib(gpu.memory_bytes)} GiB"
     )
 
@@ -194,7 +196,7 @@ def _value(value: float, unit: str) -> str:
 def _row(item: Plan) -> list[str]:
     values, layout = item.values, item.layout
     return [
-        *(str(layout.tp), str(layout.pp), str(layout.dp), _gib(item.first["total"]), f"{values['efficiency']:.1%}"),
+        *(str(layout.tp), str(layout.pp), str(layout.dp), _gib(item.fullest), f"{values['efficiency']:.1%}"),
         *(f"{values['step']:.2f}", f"{values['model_rate'] / 1e12:.1f}", f"{values['hardware_rate'] / 1e12:.1f}"),
     ]
 
