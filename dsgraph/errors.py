@@ -25,6 +25,10 @@ class LaunchError(Exception):
     """A script that cannot be run, or ranks that raised, died or hang."""
 
 
+class LayoutError(ValueError):
+    """Numbers of a model, or a division of its ranks, that cannot be."""
+
+
 class EmissionError(RuntimeError):
     """Kernels could not be generated for a device that is not there."""
 
@@ -63,6 +67,7 @@ __all__ = [
     "EngineError",
     "KernelError",
     "LaunchError",
+    "LayoutError",
     "LossScaleError",
     "OptionError",
     "PartitionError",

@@ -553,6 +553,19 @@ MEMORY = (
     ),
 )
 
+PARALLEL = (
+    Mutant(
+        *("plan-splits-gradients-early", "dsgraph/parallel/memory_formulas.py", "off by one"),
+        *("_HALF * stage_params / (tp * _split_from(2))", "_HALF * stage_params / (tp * _split_from(1))"),
+        killers=("tests/parallel/test_plan.py",),
+    ),
+    Mutant(
+        *("search-forgets-memory", "dsgraph/parallel/search.py", "missing check"),
+        *("sorted((item for item in plans if item.fits), key", "sorted((item for item in plans), key"),
+        killers=("tests/parallel/test_search.py",),
+    ),
+)
+
 MUTANTS = (
     *KERNELS,
     *SUBSTITUTION,
@@ -565,4 +578,5 @@ MUTANTS = (
     *VERIFIER,
     *ENGINE,
     *MEMORY,
+    *PARALLEL,
 )

@@ -49,6 +49,7 @@ KNOWN = {
     "_asdict": "documented: every named tuple has it",
     "_getframe": "documented, in `sys`",
     "_actions": "argparse offers no other list of a parser's arguments; docs/cli.md alone is made of it",
+    "_print": "documented: how a printer of sympy's prints a part of what it prints",
     "_init_weights": "the hook by which transformers initialises a model",
     "_dsgraph": "the product's own, which it sets on modules",
     # What a module is made of. Each is a plain dict or list; the product's shards stand in them.
