@@ -9,10 +9,12 @@ read outside  y, s = forward(x, w);  v = w.t();  dx, dw = backward(s, v, dy)    
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch.fx import GraphModule, Node
 
 from dsgraph.passes.compat import OpOverload, invoke_subgraph
@@ -174,8 +176,8 @@ def read_arguments_outside(gm: GraphModule) -> int:
         (output,) = body.graph.find_nodes(op="output")
         results = list(output.args[0])
         stay = [at for at, node in enumerate(results) if node not in views]
-        if len(stay) == len(results):
-            continue
+        for number in stay:
+            results[number] = _alone(results[number], results[:number], before=output)
         for site in sites:
             known: dict[Node, Any] = dict(zip(placeholders(body), site.args[2:], strict=True))
             for item in list(site.users):
@@ -205,6 +207,35 @@ def _views_of_inputs(body: GraphModule) -> set[Node]:
         if is_view and views.issuperset(node.all_input_nodes) and None not in aliased_arguments(node):
             views.add(node)
     return views
+
+
+def _alone(result: Node, earlier: list[Node], *, before: Node) -> Node:
+    """A result, or a copy of it where an earlier one lies in the same memory: Inductor writes over what it frees."""
+    if not isinstance(result, Node) or _memory_of(result) not in [_memory_of(node) for node in earlier]:
+        return result
+    with result.graph.inserting_before(before):
+        copy = result.graph.call_function(torch.ops.aten.clone.default, (result,))
+    copy.meta = {**result.meta, "val": torch.ops.aten.clone.default(result.meta["val"])}
+    return copy
+
+
+def _memory_of(node: Node) -> Node | None:
+    """The node that made the memory in which a node's result lies."""
+    while isinstance(node, Node) and node.op == "call_function":
+        source = aliased_arguments(node)[0] if node.target is not operator.getitem else _origin(node)
+        if source is None:
+            break
+        node = source
+    return node
+
+
+def _origin(item: Node) -> Node | None:
+    """Of a result of a call with several ones, the argument in whose memory it lies."""
+    call, at = item.args
+    if not isinstance(call, Node) or call.op != "call_function" or not isinstance(at, int):
+        return None
+    sources = aliased_arguments(call)
+    return sources[at] if at < len(sources) else None
 
 
 def _copied(node: Node, known: dict[Node, Any], *, of: Node, to: Node) -> Any:

@@ -101,6 +101,47 @@ def test_fused_kernels_of_blocks_learn_as_in_one_process(ranks, stage):
     ranks(2).run(_compare, "gpt", stage=stage, codegen="inductor")
 
 
+class _Bound(nn.Module):
+    """A block whose result the backward needs as well."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.sigmoid(self.linear(x))
+
+
+class _Bounds(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(_Bound() for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x) * 1.5 + 0.1
+        return x.pow(2).sum()
+
+
+def _keep_results_apart() -> None:
+    x = torch.randn(4, 16)
+    torch.manual_seed(0)
+    alone = _Bounds()
+    alone(x).backward()
+    torch.manual_seed(0)
+    model = dsgraph.partition(_Bounds(), stage=3, keep_whole_below=0, regions="auto")
+    compiled = torch.compile(model, backend="dsgraph", options={"codegen": "inductor"})
+    compiled(x).backward()
+    assert _calls(compiled) == ["subgraph_1 is captured once and called 3 times"]
+    for mine, theirs in zip(model.parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(full(mine.grad), theirs.grad)
+
+
+@pytest.mark.inductor
+def test_fused_kernels_do_not_write_over_a_result_that_is_saved_as_well(ranks):
+    ranks(1).run(_keep_results_apart)
+
+
 def _calls(compiled: nn.Module) -> list[str]:
     passes = [item for each in dsgraph.report(compiled).compiles for item in each.passes]
     return [line for item in passes if item.name == REGIONS for line in (*item.done, *item.notes)]
