@@ -79,9 +79,11 @@ def alone(propose: Callable[[], Proposal]) -> Proposal:
 
 
 def decide(proposals: Mapping[int, Proposal]) -> Proposal:
-    """The proposal of the rank that has to compute most again, or the refusal of one that has none."""
+    """The proposal of the rank that has to compute most again, or the refusal of the one that needs most memory."""
     refusing = [found for _, found in sorted(proposals.items()) if found.refusal]
-    return refusing[0] if refusing else max((found for _, found in sorted(proposals.items())), key=_need)
+    if refusing:
+        return max(refusing, key=lambda found: found.peak)
+    return max((found for _, found in sorted(proposals.items())), key=_need)
 
 
 def _need(found: Proposal) -> tuple[bool, float]:
