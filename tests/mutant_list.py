@@ -323,14 +323,14 @@ COMPILER = (
         killers=("tests/distributed/test_captured_regions.py",),
     ),
     Mutant(
-        *("region-hands-on-views", "passes/regions/captured.py", "missing check"),
+        *("region-hands-on-views", "passes/regions/saved_arguments.py", "missing check"),
         *("None not in aliased_arguments(node):", "node is None:"),
-        killers=("tests/distributed/test_captured_regions.py",),
+        killers=("tests/passes/regions/test_saved_arguments.py",),
     ),
     Mutant(
         *("region-keeps-its-markers", "passes/regions/captured.py", "missing step"),
         *("        _hoist(gm, body, sites)\n", ""),
-        killers=("tests/distributed/test_captured_regions.py",),
+        killers=("tests/passes/regions/test_captured.py",),
     ),
     Mutant(
         *("regions-of-like-constants", "passes/regions/bodies.py", "missing check"),

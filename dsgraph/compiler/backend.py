@@ -96,7 +96,9 @@ class Backend:
         regions = open_regions(gm, write_out="" if chosen.memory_limit is None else _PLANS_VALUES)
         choice = next((found for ask in self._choices if (found := ask()) is not None), Usual())
         request = self._request(gm, example_inputs, chosen, mode=mode, choice=choice)
-        request = replace(request, regions=regions)
+        states = partition_states(request.module) if request.module is not None else []
+        left_out = [line for state in states for line in state.no_regions]
+        request = replace(request, regions=replace(regions, inlined=(*left_out, *regions.inlined)))
         watch = Watches([observer.begin(request) for observer in self.observers])
         compiler = choice.compiler(request, watch)
         if compiler.may_hold_copies:

@@ -18,8 +18,10 @@ from .table import PartitionedModel, ShardedParameter, hold
 
 # In the body of a class that was made here: the layouts of the parameters that its modules hold, by name.
 _LAYOUTS = "_dsgraph_layouts"
+# There, too: the names of what it overrides besides.
+_OVERRIDES = "_dsgraph_overrides"
 
-Methods = Callable[[type[nn.Module]], Mapping[str, Any]]
+Methods = Callable[[nn.Module], Mapping[str, Any]]
 
 
 def plain_class(module: nn.Module) -> type[nn.Module]:
@@ -28,18 +30,25 @@ def plain_class(module: nn.Module) -> type[nn.Module]:
     return cast("type[nn.Module]", found.__mro__[1]) if _LAYOUTS in found.__dict__ else found
 
 
+def overrides(module: nn.Module) -> frozenset[str]:
+    """What the class that `partition` gave a module overrides besides parameters; nothing of any other class."""
+    found: frozenset[str] = type(module).__dict__.get(_OVERRIDES, frozenset())
+    return found
+
+
 def swap_classes(
     model: nn.Module, part: PartitionedModel, parameters: Iterable[ShardedParameter], methods: Methods
 ) -> None:
     """Gives each module of `model` that holds parameters a subclass of its class with one property a parameter.
 
-    Modules that hold equal parameters share one class. One that has it already is left alone.
+    Modules of one class that hold equal parameters, and override the same besides, share one. One that has it already
+    is left alone.
 
     Args:
         model: What has been partitioned.
         part: Its table.
         parameters: All that are in the table, or will be.
-        methods: What a subclass of a class overrides besides; modules of such classes get one without parameters, too.
+        methods: What the subclass of a module overrides besides; such modules get one without parameters, too.
     """
     layouts: dict[nn.Module, dict[str, Layout]] = {}
     for entry in parameters:
@@ -49,17 +58,17 @@ def swap_classes(
     for module in part.root.modules():
         if _LAYOUTS in type(module).__dict__:
             known: dict[str, Layout] = type(module).__dict__[_LAYOUTS]
-            classes.setdefault((plain_class(module), tuple(known.items())), type(module))
+            classes.setdefault((plain_class(module), tuple(known.items()), overrides(module)), type(module))
     for module in model.modules():
-        by_name, original = layouts.get(module, {}), plain_class(module)
-        if not by_name and not methods(original):
+        by_name, original, changed = layouts.get(module, {}), plain_class(module), methods(module)
+        if not by_name and not changed:
             continue
         if by_name and "_dsgraph" not in module.__dict__:
             module.register_load_state_dict_pre_hook(take_rows)
         hold(module, part)
-        key = (original, tuple(by_name.items()))
+        key = (original, tuple(by_name.items()), frozenset(changed))
         if key not in classes:
-            classes[key] = _class_for(original, by_name, methods(original))
+            classes[key] = _class_for(original, by_name, changed)
         module.__class__ = classes[key]
     hold(model, part)
 
@@ -67,7 +76,7 @@ def swap_classes(
 def _class_for(original: type[nn.Module], layouts: Mapping[str, Layout], methods: Mapping[str, Any]) -> type[nn.Module]:
     body: dict[str, Any] = {name: property_for(name, layout) for name, layout in layouts.items()}
     body |= {"__module__": original.__module__, "__qualname__": original.__qualname__, "__doc__": original.__doc__}
-    body |= {**methods, _LAYOUTS: dict(layouts), "__reduce_ex__": _refuse_to_pickle}
+    body |= {**methods, _LAYOUTS: dict(layouts), _OVERRIDES: frozenset(methods), "__reduce_ex__": _refuse_to_pickle}
     body["_apply"] = lambda self, fn, *args, **named: compat.apply_to_tensors(
         original, self, _allowed(self, fn), *args, **named
     )

@@ -17,13 +17,13 @@ from dsgraph.passes import AxisRole
 from .additions import Additions, find_additions, part_to_extend
 from .agreement import Agreement
 from .buffers import describe_buffer, equalise_buffers, new_buffers
-from .classes import swap_classes
+from .classes import plain_class, swap_classes
 from .eager_agreement import VARIABLE, patience_of
 from .layout import Layout
 from .mesh import mesh_axes, resolve_mesh
 from .pretrained import methods_for
 from .refusals import refuse_early_optimizers, refuse_hidden_references, refuse_model, refuse_parameters
-from .repeated_blocks import block_classes, read_blocks, region_methods
+from .repeated_blocks import find_blocks, read_blocks, region_methods
 from .replaced_data import forget_memory, refuse_replaced_data
 from .rows import broadcast_from_first, local_rows, placements_for
 from .stages import STAGES
@@ -117,7 +117,7 @@ def _refuse(additions: Additions) -> None:
 def _apply(additions: Additions, part: PartitionedModel) -> None:
     """Makes the table true of the model. Before anything is changed, the ranks agree on what that takes."""
     model = additions.root
-    classes = block_classes(model, part.arguments.regions)
+    found = find_blocks(model, part.arguments.regions)
     table = [
         f"{name}: {list(p.shape)} {p.dtype} requires_grad={p.requires_grad}" for name, p in additions.parameters.items()
     ]
@@ -138,16 +138,17 @@ def _apply(additions: Additions, part: PartitionedModel) -> None:
         _replace(entry, _shard(param, entry.layout, part.mesh))
         entries.append(entry)
     equalise_buffers(model, part)
-    swap_classes(model, part, [*part.parameters, *entries], partial(_methods, classes=classes))
+    swap_classes(model, part, [*part.parameters, *entries], partial(_methods, blocks=found.blocks))
+    part.no_regions = found.left_out
     for entry in entries:
         part.take_in(entry)
     for entry, (module, attribute) in additions.tied:
         part.tie(entry, module, attribute)
 
 
-def _methods(original: type[nn.Module], *, classes: frozenset[type[nn.Module]]) -> Mapping[str, Any]:
-    """What partitioned modules of a class override."""
-    return {**methods_for(original, take_in=_take_in), **region_methods(original, classes)}
+def _methods(module: nn.Module, *, blocks: frozenset[nn.Module]) -> Mapping[str, Any]:
+    """What a partitioned module overrides."""
+    return {**methods_for(plain_class(module), take_in=_take_in), **region_methods(module, blocks)}
 
 
 def _check_arguments(stage: object, param_dtype: object, reduce_dtype: object, keep_whole_below: object) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import wraps
 from typing import Any, Literal
@@ -13,56 +13,89 @@ from torch import nn
 from dsgraph.errors import PartitionError
 from dsgraph.nearest import nearest
 
-from .classes import plain_class
+from .classes import overrides, plain_class
 
 Blocks = Literal["auto", "none"] | tuple[str, ...]
 """Which lists of modules hold blocks: all whose modules are alike, none, or those of these names."""
 
 
-def block_classes(model: nn.Module, blocks: Blocks) -> frozenset[type[nn.Module]]:
-    """The classes of the modules that are captured as regions.
+@dataclass(frozen=True)
+class Found:
+    """The blocks of a model.
+
+    Attributes:
+        blocks: The modules that are captured as regions.
+        left_out: Which others are equal, and why they are not; one line a list of modules and reason.
+    """
+
+    blocks: frozenset[nn.Module] = frozenset()
+    left_out: tuple[str, ...] = ()
+
+
+def find_blocks(model: nn.Module, chosen: Blocks) -> Found:
+    """Finds the modules that are captured as regions.
 
     Args:
-        model: What is about to be partitioned.
-        blocks: The argument `regions` of `partition`.
+        model: What is about to be partitioned; blocks of earlier calls stay blocks.
+        chosen: The argument `regions` of `partition`.
 
     Raises:
-        PartitionError: A name is that of no list with two equal blocks.
+        PartitionError: A name is that of no list with two equal blocks, and the model has no blocks yet.
     """
-    if blocks == "none":
-        return frozenset()
+    if chosen == "none":
+        return Found()
+    known = {module for module in model.modules() if "forward" in overrides(module)}
     found = dict(_repeated(model))
-    if blocks == "auto":
-        return frozenset(kind for kinds in found.values() for kind in kinds)
-    for name in blocks:
-        if name not in found:
+    names = list(found) if chosen == "auto" else chosen
+    for name in names:
+        if name not in found and not known:
             raise PartitionError(
                 f"regions names {name!r}, which is no list of equal blocks{nearest(name, list(found))}; there are "
                 f"{', '.join(found) or 'none'}"
             )
-    return frozenset(kind for name in blocks for kind in found[name])
+    equal = {f"{name}.{key}": block for name in names for key, block in found.get(name, {}).items()}
+    reasons = {name: _why_not(block) for name, block in equal.items()}
+    left_out: dict[str, list[str]] = {}
+    for name, reason in reasons.items():
+        if reason:
+            left_out.setdefault(reason, []).append(name)
+    return Found(
+        frozenset(known.union(block for name, block in equal.items() if not reasons[name])),
+        tuple(f"{', '.join(names)}: no region, {reason}" for reason, names in left_out.items()),
+    )
 
 
-def _repeated(model: nn.Module) -> Iterator[tuple[str, frozenset[type[nn.Module]]]]:
-    """Lists of modules outside other such lists, with the classes of which they hold two equal ones."""
+def _repeated(model: nn.Module) -> Iterator[tuple[str, dict[str, nn.Module]]]:
+    """Lists of modules outside other such lists, with those of their modules, by name, that have an equal there."""
     inside = ""
     for name, module in model.named_modules():
         if inside and name.startswith(inside):
             continue
         if not isinstance(module, (nn.ModuleList, nn.Sequential)):
             continue
-        structures: dict[Hashable, list[type[nn.Module]]] = {}
-        for block in module:
-            structures.setdefault(_structure(block), []).append(plain_class(block))
-        kinds = frozenset(same[0] for same in structures.values() if len(same) > 1 and _computes(same[0]))
-        if kinds:
-            yield name, kinds
+        structures: dict[Hashable, dict[str, nn.Module]] = {}
+        for key, block in module.named_children():
+            structures.setdefault(_structure(block), {})[key] = block
+        blocks = {key: block for same in structures.values() if len(same) > 1 for key, block in same.items()}
+        blocks = {key: block for key, block in blocks.items() if _computes(block)}
+        if blocks:
+            yield name, blocks
             inside = f"{name}."
 
 
-def _computes(kind: type[nn.Module]) -> bool:
-    """Whether a block is one of a model: layers of torch's own are too small, and all share their class."""
-    return not kind.__module__.startswith("torch.")
+def _computes(block: nn.Module) -> bool:
+    """Whether a block is one of a model: torch's own modules of one operation are too small."""
+    return not type(block).__module__.startswith("torch.") or any(True for _ in block.children())
+
+
+def _why_not(block: nn.Module) -> str:
+    """Why a block cannot be captured as a region; empty if it can."""
+    if "forward" in block.__dict__:
+        return "a forward was put in place of its class's"
+    for name, module in block.named_modules():
+        if getattr(module, "track_running_stats", False):
+            return f"its {name or type(module).__name__} writes running statistics to buffers"
+    return ""
 
 
 def _structure(block: nn.Module) -> Hashable:
@@ -72,26 +105,24 @@ def _structure(block: nn.Module) -> Hashable:
     return parts, parameters, buffers
 
 
-def region_methods(original: type[nn.Module], classes: frozenset[type[nn.Module]]) -> Mapping[str, Any]:
-    """What a partitioned module of class `original` overrides so that its forward is captured as a region."""
-    if original not in classes:
+def region_methods(module: nn.Module, blocks: Collection[nn.Module]) -> Mapping[str, Any]:
+    """What a partitioned module overrides so that its forward is captured as a region, if it is one of `blocks`."""
+    if module not in blocks:
         return {}
-    return {"forward": _as_region(original.forward)}
+    return {"forward": _as_region(plain_class(module).forward)}
 
 
 def _as_region(forward: Callable[..., Any]) -> Callable[..., Any]:
     """`forward`, captured as a region. A region may not return what it was given: that is put back outside it."""
 
     def compute(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        found = forward(self, *args, **kwargs)
-        return _without(found, (*args, *kwargs.values())) if type(found) is tuple else found
+        return _without(forward(self, *args, **kwargs), (*args, *kwargs.values()))
 
     region = torch.compiler.nested_compile_region(compute)
 
     @wraps(forward)
     def forward_as_region(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        found = region(self, *args, **kwargs)
-        return _put_back(found, (*args, *kwargs.values())) if type(found) is tuple else found
+        return _put_back(region(self, *args, **kwargs), (*args, *kwargs.values()))
 
     return forward_as_region
 
@@ -103,16 +134,19 @@ class _Given:
     number: int
 
 
-def _without(found: tuple[Any, ...], given: tuple[Any, ...]) -> tuple[Any, ...]:
-    results: list[Any] = []
-    for item in found:
-        number = next((at for at, value in enumerate(given) if isinstance(item, torch.Tensor) and value is item), None)
-        results.append(item if number is None else _Given(number))
-    return tuple(results)
+def _without(found: Any, given: tuple[Any, ...]) -> Any:
+    if type(found) is tuple:
+        return tuple(_without(item, given) for item in found)
+    if not isinstance(found, torch.Tensor):
+        return found
+    number = next((at for at, value in enumerate(given) if value is found), None)
+    return found if number is None else _Given(number)
 
 
-def _put_back(found: tuple[Any, ...], given: tuple[Any, ...]) -> tuple[Any, ...]:
-    return tuple(given[item.number] if isinstance(item, _Given) else item for item in found)
+def _put_back(found: Any, given: tuple[Any, ...]) -> Any:
+    if type(found) is tuple:
+        return tuple(_put_back(item, given) for item in found)
+    return given[found.number] if isinstance(found, _Given) else found
 
 
 def read_blocks(value: object) -> Blocks:

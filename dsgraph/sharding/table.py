@@ -89,6 +89,7 @@ class PartitionedModel:
         arguments: How its parameters are partitioned.
         root: The module that was partitioned: the outermost one, where that was done again.
         parameters: One entry a parameter, in the order of `named_parameters()`; what was added later stands last.
+        no_regions: Which equal blocks are not captured as regions, and why.
         accumulating: True inside `accumulate(model)`.
         gradients_stay_local: True while gradients are added up instead of reduced.
         updates: How often an optimizer has stepped since `watch_updates`.
@@ -99,6 +100,7 @@ class PartitionedModel:
     arguments: PartitionArguments
     root: nn.Module
     parameters: list[ShardedParameter] = field(default_factory=list)
+    no_regions: tuple[str, ...] = ()
     accumulating: bool = False
     gradients_stay_local: bool = False
     updates: int = 0

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -57,17 +58,18 @@ def guard(state: PartitionedModel) -> None:
         if living is not None and holds_any(optimizer, living):
             note_replicated(living)
 
-    def on_registration(parent: nn.Module, name: str, child: nn.Module | None) -> None:
-        living = weak_state()
-        if living is not None and isinstance(parent, DistributedDataParallel) and child is not None:
-            _refuse_averaging_twice(child, living)
-
-    for handle in (
-        register_optimizer_step_pre_hook(before_step),
-        register_optimizer_step_post_hook(after_step),
-        register_module_module_registration_hook(on_registration),
-    ):
+    for handle in (register_optimizer_step_pre_hook(before_step), register_optimizer_step_post_hook(after_step)):
         weakref.finalize(state, handle.remove)
+    _watch_registrations()
+
+
+@cache
+def _watch_registrations() -> None:
+    """Hears of each module that is put into another one, from the first partitioned model to the end of the process.
+
+    Dynamo guards on such hooks. One that went away with a model, while another is compiled, would be an error there.
+    """
+    register_module_module_registration_hook(_refuse_averaging_twice)
 
 
 def refuse_optimizer(optimizer: Optimizer, state: PartitionedModel) -> None:
@@ -127,8 +129,8 @@ def _splits_evenly(entry: ShardedParameter) -> bool:
     return not entry.layout.group or entry.layout.shape[0] % resolve_group(entry.layout.group).size() == 0
 
 
-def _refuse_averaging_twice(model: nn.Module, state: PartitionedModel) -> None:
-    if state not in partitioned_parts(model):
+def _refuse_averaging_twice(parent: nn.Module, name: str, model: nn.Module | None) -> None:
+    if model is None or not isinstance(parent, DistributedDataParallel) or not partitioned_parts(model):
         return
     raise PartitionError(
         f"DistributedDataParallel was given {type(model).__name__}, which dsgraph.partition has partitioned: its "

@@ -268,7 +268,7 @@ def with_steps(partition: PartitionT) -> PartitionT:
         for part in partitioned_parts(model):
             if isinstance(part, PartitionState):
                 continue
-            state = PartitionState(part.mesh, part.axes, part.arguments, part.root)
+            state = PartitionState(part.mesh, part.axes, part.arguments, part.root, no_regions=part.no_regions)
             for module in model.modules():
                 if "_dsgraph" in module.__dict__ and held_by(module).partition is part:
                     held_by(module).partition = state

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 from torch.fx import GraphModule, Node
@@ -24,3 +25,39 @@ def body_called(call: Node) -> GraphModule | None:
     """The region that a node calls; None where the graph stands in no module that holds it."""
     body = getattr(call.graph.owning_module, name_called(call), None)
     return body if isinstance(body, GraphModule) else None
+
+
+def region_calls(gm: GraphModule) -> Iterator[Node]:
+    """The calls of regions in a graph, in its order."""
+    yield from gm.graph.find_nodes(op="call_function", target=invoke_subgraph)
+
+
+def calls_by_name(gm: GraphModule) -> dict[str, list[Node]]:
+    """The calls of each region of a graph. A region that has several names keeps the first, in the graph as well."""
+    first: dict[int, str] = {}
+    found: dict[str, list[Node]] = {}
+    others = set[str]()
+    for call in list(region_calls(gm)):
+        own = name_called(call)
+        name = first.setdefault(id(getattr(gm, own)), own)
+        if name != own:
+            callee: Any = call.args[0]
+            callee.target = name
+            others.add(own)
+        found.setdefault(name, []).append(call)
+    for other in others:
+        gm.delete_submodule(other)
+    return found
+
+
+def set_module(node: Node, *, of: Node, to: Node) -> None:
+    """Lets a node of a region, which was captured at one call, say that it stands in the module of another one."""
+    stacks = [call.meta.get("nn_module_stack") or {} for call in (of, to)]
+    if not all(stacks):
+        return
+    old, new = (str(stack[next(reversed(stack))][0]) for stack in stacks)
+    own = node.meta.get("nn_module_stack") or {}
+    node.meta["nn_module_stack"] = {
+        key: (new + path.removeprefix(old) if path.startswith(old) else path, *rest)
+        for key, (path, *rest) in own.items()
+    }

@@ -40,7 +40,7 @@ from dsgraph.passes.ir.parameters import ParamInfo
 from dsgraph.passes.ir.roles import GraphInput
 from dsgraph.passes.memory.fit import PLANNED, Agree, alone, copy_graph, describe, fit
 from dsgraph.passes.memory.policies import Transfers
-from dsgraph.passes.regions.captured import read_arguments_outside
+from dsgraph.passes.regions.saved_arguments import read_arguments_outside
 
 from .runner import PassRecord, Runner
 

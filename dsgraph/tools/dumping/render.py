@@ -81,7 +81,8 @@ def render_node(node: NodeRecord, *, paint: Paint = plain) -> str:
         return f"{paint('name', node.name)}{kind}{end}"
     if node.op == "output":
         return f"return {without_marks(node.args)}{end}"
-    return f"{paint('name', node.name)}{kind} = {paint('op', _callee(node))}({_arguments(node)}){end}"
+    called = "" if node.op == "get_attr" else f"({_arguments(node)})"
+    return f"{paint('name', node.name)}{kind} = {paint('op', _callee(node))}{called}{end}"
 
 
 def render_value(value: ValueRecord) -> str:
