@@ -10,7 +10,8 @@ from dsgraph.errors import LayoutError
 from .command import Answer, Command, CommandError
 
 if TYPE_CHECKING:
-    from dsgraph.parallel.layout import RankLayout
+    from dsgraph.parallel.gpus import NodeGpu
+    from dsgraph.parallel.layout import ModelShape, RankLayout, Training
 
 _AXES = ("tp", "pp", "dp")
 
@@ -18,7 +19,8 @@ _DESCRIPTION = """\
 Predicts, by formulas and without a GPU, what training a transformer takes on a cluster: memory of a GPU by part, bytes
 that it sends over each axis and link, the pipeline's bubble, the time of a step and TFLOPS. --tp, --pp and --dp give
 the layout; --search tries all of them and ranks those that fit. --explain prints every formula with its symbols, with
-its numbers and with its source. See docs/parallelism.md.
+its numbers and with its source. --compile really captures and compiles the layers of one rank, on fake ranks and
+without computing them, and says how far their simulated memory is from the formulas. See docs/parallelism.md.
 Exit code 1: the layout, or every layout, takes more memory than there is."""
 
 
@@ -46,12 +48,26 @@ def _run(arguments: argparse.Namespace) -> Answer:
         if layout is not None:
             item = plan(model, layout, training, gpu=gpu, gpus=arguments.gpus)
             text = plan_text.plan_text(item, model, training, gpu=gpu, explain=arguments.explain)
-            return Answer(text, plan_text.plan_data(item, explain=arguments.explain), code=int(not item.fits))
+            data = plan_text.plan_data(item, explain=arguments.explain)
+            if arguments.compile:
+                captured_text, data["captured"] = _captured(model, layout, training, gpu=gpu)
+                text = f"{text}\n\n{captured_text}"
+            return Answer(text, data, code=int(not item.fits))
         found = search(model, training, gpu=gpu, gpus=arguments.gpus)
         text = plan_text.search_text(found, model, training, gpu=gpu, explain=arguments.explain)
         return Answer(text, plan_text.search_data(found, explain=arguments.explain), code=int(not found.fitting))
     except LayoutError as error:
         raise CommandError(str(error)) from None
+
+
+def _captured(model: ModelShape, layout: RankLayout, training: Training, *, gpu: NodeGpu) -> tuple[str, dict[str, Any]]:
+    """What `--compile` adds, as text and as data."""
+    from dsgraph.tools.planning.captured import compare
+
+    from . import plan_captured
+
+    found = compare(model, layout, training, gpu=gpu)
+    return plan_captured.captured_text(found), plan_captured.captured_data(found)
 
 
 def _layout(arguments: argparse.Namespace) -> RankLayout | None:
@@ -65,6 +81,8 @@ def _layout(arguments: argparse.Namespace) -> RankLayout | None:
     sizes = {axis: getattr(arguments, axis) for axis in _AXES}
     given = [f"--{axis}" for axis, size in sizes.items() if size is not None]
     missing = [f"--{axis}" for axis, size in sizes.items() if size is None]
+    if arguments.search and arguments.compile:
+        raise CommandError("--compile takes one layout: give --tp, --pp and --dp in place of --search")
     if arguments.search and given:
         raise CommandError(f"--search finds the layout itself: leave {' and '.join(given)} out")
     if arguments.search:
@@ -111,6 +129,11 @@ def _configure(parser: argparse.ArgumentParser) -> None:
         choices=("on", "off"),
         default="on",
         help="whether a layer keeps its input alone and is computed again in the backward (default: on)",
+    )
+    parser.add_argument(
+        "--compile",
+        action="store_true",
+        help="capture and compile the layers of one rank, and compare what they hold with the formulas (seconds)",
     )
     parser.add_argument(
         "--explain", action="store_true", help="print every formula, with symbols, with numbers, and its source"

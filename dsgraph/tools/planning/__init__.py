@@ -1,0 +1,1 @@
+"""Layouts that no machine here could run, captured and compiled all the same."""

@@ -1,0 +1,185 @@
+"""What one rank of a layout holds, read off graphs that were captured and compiled for it. Nothing is computed.
+
+A stage of one layer and one of two layers are compiled. All further layers are like the second one.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.fx import GraphModule
+
+from dsgraph.compiler.backend import Backend
+from dsgraph.errors import LayoutError
+from dsgraph.parallel.gpus import NodeGpu
+from dsgraph.parallel.layout import ModelShape, RankLayout, Training
+from dsgraph.parallel.plan import plan
+from dsgraph.passes.analysis.budget import shard_bytes
+from dsgraph.passes.analysis.step_memory import PairMemory, simulate_step
+from dsgraph.step.state import partition
+from dsgraph.tools.emission.harness import fake_ranks
+from dsgraph.tools.reporting.observer import ReportObserver
+
+from .stage import Stage
+
+_HALF = torch.bfloat16
+_ADAM_AVERAGES = 2  # of the shape and the dtype of what it trains
+
+
+@dataclass(frozen=True)
+class Holding:
+    """Bytes that a rank holds of a stage.
+
+    Attributes:
+        parameters: Gathered copies in half precision, of stages 1 and 2. Stages 0 and 3 make them at each use.
+        gradients: When the backward is over.
+        optimizer: The parameters that it steps on, in float32, and Adam's averages.
+        saved: Of one micro-batch, between its forward and its backward.
+        buffers: What comes and goes within a micro-batch: at the peak of a step, what is none of the above.
+        nodes: Of the forward and the backward.
+        seconds: To capture and compile them.
+    """
+
+    parameters: float
+    gradients: float
+    optimizer: float
+    saved: float
+    buffers: float
+    nodes: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Captured:
+    """What compiling said.
+
+    Attributes:
+        one: Of a stage of one layer.
+        two: Of a stage of two layers.
+    """
+
+    one: Holding
+    two: Holding
+
+    def layer(self, part: str) -> float:
+        """Bytes that one more layer adds."""
+        return float(getattr(self.two, part) - getattr(self.one, part))
+
+
+def capture(model: ModelShape, layout: RankLayout, training: Training) -> Captured:
+    """Captures and compiles stages of one and of two layers for one rank of a layout.
+
+    Raises:
+        LayoutError: The memory of this machine does not take the parameters of two layers.
+    """
+    return Captured(*(_hold(model, layout, training, layers=layers) for layers in (1, 2)))
+
+
+class _Compiled(BaseException):
+    """Ends the forward behind its compilation."""
+
+
+def _hold(model: ModelShape, layout: RankLayout, training: Training, *, layers: int) -> Holding:
+    started = time.perf_counter()
+    torch.compiler.reset()
+    reports = ReportObserver()
+    backend = Backend(observers=[reports])
+
+    def compile_alone(gm: GraphModule, inputs: Sequence[Any]) -> NoReturn:
+        backend(gm, inputs, options={"codegen": "eager"})
+        raise _Compiled
+
+    with fake_ranks(layout.tp * layout.dp):
+        dist.init_process_group("gloo")
+        mesh = init_device_mesh("cpu", (layout.dp, layout.tp), mesh_dim_names=("dp", "tp"))
+        stage = _unwritten(Stage(model.hidden, model.heads, layers=layers, checkpointing=training.checkpointing))
+        partition(stage, mesh["dp"], stage=training.zero_stage, param_dtype=_HALF, reduce_dtype=_HALF)
+        x = torch.zeros(training.micro_batch, model.seq, model.hidden, dtype=_HALF, requires_grad=True)
+        with suppress(_Compiled):
+            torch.compile(stage, backend=compile_alone, fullgraph=True)(x)
+        (entry,) = reports.log.of(list(stage.modules()))
+    assert entry.memory is not None
+    nodes = sum(graph.nodes for graph in entry.graphs)
+    return _holding(entry.memory, nodes=nodes, seconds=time.perf_counter() - started)
+
+
+def _unwritten(stage: nn.Module) -> nn.Module:
+    """The stage with parameters that have addresses and no pages: what nobody writes to takes no memory.
+
+    Raises:
+        LayoutError: There are not even addresses.
+    """
+    try:
+        return stage.to_empty(device="cpu")
+    except RuntimeError as error:
+        raise LayoutError(f"compile: this machine does not take the parameters of two layers ({error})") from None
+
+
+def _holding(memory: PairMemory, *, nodes: int, seconds: float) -> Holding:
+    step = simulate_step([memory], optimizer_state=0)
+    held, gradients = (step.phases[-1].composition[part] for part in ("parameters", "gradients"))
+    shards = sum(map(shard_bytes, memory.params.values()))
+    saved = memory.forward.bytes_of(memory.saved)
+    given, peak = step.phases[0].bytes - held, step.at_peak.composition
+    return Holding(
+        parameters=held - shards,
+        gradients=gradients,
+        optimizer=shards + _ADAM_AVERAGES * shards,
+        saved=saved,
+        buffers=peak["communication"] + peak["other"] - given,
+        nodes=nodes,
+        seconds=seconds,
+    )
+
+
+PARTS = ("parameters", "gradients", "optimizer", "model_states", "activations", "buffers", "total")
+"""Of `Comparison.captured` and `Comparison.formula`, in the order in which they are printed."""
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What a GPU holds of its layers, captured and by the formulas.
+
+    Attributes:
+        captured: Bytes by `PARTS`.
+        formula: The same.
+        layers: Of a stage, if they could be divided evenly.
+        of: What was compiled.
+    """
+
+    captured: Mapping[str, float]
+    formula: Mapping[str, float]
+    layers: float
+    of: Captured
+
+
+def compare(model: ModelShape, layout: RankLayout, training: Training, *, gpu: NodeGpu) -> Comparison:
+    """Captures a stage of a layout, and compares what it holds with what the formulas say of it.
+
+    Embeddings and head are left out on both sides, and the formulas count the parameters that such layers have.
+
+    Raises:
+        LayoutError: See `capture`, and `plan`.
+    """
+    layers_alone = replace(model, params=12 * model.layers * model.hidden**2, vocab=1)
+    planned = plan(layers_alone, layout, training, gpu=gpu, gpus=layout.gpus)
+    found = capture(model, layout, training)
+    layers = model.layers / layout.pp
+    captured = {part: layers * found.layer(part) for part in ("parameters", "gradients", "optimizer")}
+    in_flight = min(layout.pp, planned.values["micro_batches"])
+    formula = dict(planned.even)
+    formula["buffers"] = planned.values["working_memory"] + planned.values["layer_buffers"]
+    captured["activations"] = layers * in_flight * found.layer("saved")
+    captured["buffers"] = found.two.buffers
+    for held in (captured, formula):
+        held["model_states"] = held["parameters"] + held["gradients"] + held["optimizer"]
+        held["total"] = held["model_states"] + held["activations"] + held["buffers"]
+    return Comparison(captured, formula, layers, found)

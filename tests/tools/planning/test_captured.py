@@ -1,0 +1,42 @@
+"""What is captured for a layout is what the formulas count, where both count the same."""
+
+from __future__ import annotations
+
+import pytest
+
+from dsgraph.parallel.gpus import gpu_of
+from dsgraph.parallel.layout import ModelShape, RankLayout, Training
+from dsgraph.tools.planning.captured import compare
+
+WIDTH, LAYERS, SEQ, HEADS = 512, 6, 64, 8
+PARAMS = 12 * LAYERS * WIDTH**2
+MODEL = ModelShape(PARAMS, LAYERS, WIDTH, SEQ, vocab=WIDTH, heads=HEADS)
+
+
+def _compare(stage: int, *, pp: int = 1, checkpointing: bool = True):
+    training = Training(batch=32, zero_stage=stage, micro_batch=2, checkpointing=checkpointing)
+    return compare(MODEL, RankLayout(1, pp, 4), training, gpu=gpu_of("a100-40gb"))
+
+
+@pytest.mark.parametrize(("stage", "pp", "checkpointing"), [(3, 1, False), (1, 3, True)])
+def test_activations_are_what_the_formulas_say(stage, pp, checkpointing):
+    found = _compare(stage, pp=pp, checkpointing=checkpointing)
+    layer = SEQ * 2 * WIDTH * (2 if checkpointing else 34 + 5 * HEADS * SEQ / WIDTH)
+    assert found.captured["activations"] == pytest.approx(layer * LAYERS / pp * pp, rel=0.01)
+    assert found.captured["activations"] == pytest.approx(found.formula["activations"], rel=0.01)
+    assert found.of.two.nodes > found.of.one.nodes > 100
+
+
+@pytest.mark.parametrize(
+    ("stage", "parameters", "gradients", "optimizer"),
+    [
+        (0, 0, 4, 12),
+        (2, 2, 1, 3),
+        pytest.param(1, 2, 1, 3, marks=pytest.mark.full),
+        pytest.param(3, 0, 1, 3, marks=pytest.mark.full),
+    ],
+)
+def test_states_are_split_as_the_stage_says(stage, parameters, gradients, optimizer):
+    held = _compare(stage).captured
+    for part, of_a_parameter in (("parameters", parameters), ("gradients", gradients), ("optimizer", optimizer)):
+        assert held[part] == pytest.approx(of_a_parameter * PARAMS, rel=0.03), "biases and norms come on top"
