@@ -218,6 +218,8 @@ REGIONS = {
     "flat": System(partial(_dsgraph, stage=3, codegen="inductor"), memory=3),
     "flat-eager": System(partial(_dsgraph, stage=3, codegen="eager"), memory=3),
     "fsdp2-blocks": System(partial(_fsdp2, by_block=True), memory=3, is_peer=True),
+    "regions-0": System(partial(_dsgraph, stage=0, codegen="inductor", blocks="auto"), memory=0),
+    "flat-0": System(partial(_dsgraph, stage=0, codegen="inductor"), memory=0),
 }
 
 # In the order of the table. `single` is the reference of losses, `single-compile` that of compile time; the same on all

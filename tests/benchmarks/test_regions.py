@@ -15,7 +15,14 @@ def test_checks_hold_deep_models_against_shallow_ones_and_regions_against_none()
     rows = [_row(4, "regions", 20.0), _row(24, "regions", 30.0), _row(24, "flat", 60.0, step_s=0.5)]
     deep, step = regions.checks(rows)
     assert (deep.value, deep.limit, deep.ok) == (1.5, 1.3, False)
-    assert (step.name, step.value, step.limit) == ("step_s, 24 layers, over flat", 2.0, 1.02)
+    assert (step.name, step.value, step.limit) == ("regions: step_s, 24 layers, over flat", 2.0, 1.02)
+
+
+def test_warm_starts_are_held_against_those_of_the_same_system():
+    rows = [_row(layers, "regions", 20.0, warm_s=warm) for layers, warm in ((4, 2.0), (96, 5.0))]
+    assert [(item.name, item.value) for item in regions.checks(rows) if "warm" in item.name] == [
+        ("warm start, 96 layers over 4", 2.5)
+    ]
 
 
 @pytest.mark.parametrize("arguments", [["--layers", "4,many"], ["--systems", "magic"]])
