@@ -41,6 +41,10 @@ class ConfigError(ValueError):
     """A configuration of the engine that cannot be run."""
 
 
+class OffloadError(RuntimeError):
+    """Something that was to lie outside memory cannot be stored there, or is lost."""
+
+
 class CheckpointError(RuntimeError):
     """A checkpoint that cannot be written or read."""
 

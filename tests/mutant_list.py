@@ -316,6 +316,19 @@ STEP = (
     ),
 )
 
+OFFLOAD = (
+    Mutant(
+        *("state-of-first-step-alone", "dsgraph/offload/optimizer.py", "missing step"),
+        *("                view.copy_(value)\n", "                pass\n"),
+        killers=("tests/offload/test_optimizer.py",),
+    ),
+    Mutant(
+        *("chunks-in-one-place", "dsgraph/offload/slots.py", "off by one"),
+        *("os.pwritev, at=self._offsets[slot])", "os.pwritev, at=self._offsets[0])"),
+        killers=("tests/offload/test_optimizer.py",),
+    ),
+)
+
 COMPILER = (
     Mutant(
         *("region-hands-on-its-arguments", "passes/runner/partitioner.py", "missing step"),
@@ -575,6 +588,7 @@ MUTANTS = (
     *COLLECTIVES,
     *STEP,
     *COMPILER,
+    *OFFLOAD,
     *VERIFIER,
     *ENGINE,
     *MEMORY,

@@ -63,6 +63,16 @@ class Bf16Config(Section):
     )
 
 
+class OffloadOptimizerConfig(Section):
+    """Where the optimizer's state lies."""
+
+    device: Literal["none", "cpu", "nvme"] = Field(
+        default="none", description='"nvme": on disk; "cpu" is where it lies anyway if the model is trained on the CPU'
+    )
+    nvme_path: str | None = Field(default=None, description="the folder on that disk; it is made if it is not there")
+    ratio: float = Field(default=1.0, ge=1.0, le=1.0, description="all of the state; a part of it is not there yet")
+
+
 class ZeroConfig(Section):
     """What is split over ranks."""
 
@@ -81,6 +91,9 @@ class ZeroConfig(Section):
     )
     overlap_comm: bool | None = Field(
         default=None, description="`false` leaves out the passes that let collectives run beside computation"
+    )
+    offload_optimizer: OffloadOptimizerConfig = Field(
+        default_factory=OffloadOptimizerConfig, description="where the optimizer's state lies, see docs/offload.md"
     )
 
 
@@ -214,6 +227,13 @@ WITHOUT_EFFECT = {
     "zero_optimization.legacy_stage1": "there is one stage 1",
     "zero_optimization.load_from_fp32_weights": "shards are the masters",
     "zero_optimization.elastic_checkpoint": "checkpoints load on any number of ranks",
+    "zero_optimization.offload_optimizer.pin_memory": "state on disk passes through buffers that are never pinned",
+    "zero_optimization.offload_optimizer.buffer_count": "three chunks of state are in memory at once",
+    "zero_optimization.offload_optimizer.buffer_size": "a chunk is 32 MiB, or one parameter's state",
+    "zero_optimization.offload_optimizer.fast_init": "nothing is written before the first step",
+    "zero_optimization.offload_optimizer.pipeline": "reading, computing and writing always overlap",
+    "zero_optimization.offload_optimizer.pipeline_read": "reading, computing and writing always overlap",
+    "zero_optimization.offload_optimizer.pipeline_write": "reading, computing and writing always overlap",
     "disable_allgather": "it chooses an algorithm of DeepSpeed's",
     "checkpoint": "it is about files of DeepSpeed's",
     "flops_profiler.recompute_fwd_factor": "what the backward repeats is no part of the model's operations",
@@ -229,7 +249,6 @@ WITHOUT_EFFECT = {
 
 NOT_YET = {
     "zero_optimization.offload_param": "offloading",
-    "zero_optimization.offload_optimizer": "offloading",
     "zero_optimization.zero_hpz_partition_size": "a secondary partition",
     "zero_optimization.zero_quantized_weights": "quantised communication",
     "zero_optimization.zero_quantized_gradients": "quantised communication",

@@ -26,6 +26,7 @@ from .config import EngineConfig
 from .data import RankLoader
 from .engine import Engine
 from .looks import Looks
+from .offloading import check_offload, offload_notes, offloaded
 from .optimizers import Binding, Groups, MakesOptimizer, maker_of, parameters_in, rebound
 from .pipeline import pipeline_of
 from .read_config import ResolvedConfig, read_config
@@ -95,13 +96,14 @@ def initialize(
             drop_last=settings.dataloader_drop_last,
             num_workers=settings.dsgraph.num_workers,
         )
-    _say(resolved, _overruled(optimizer, lr_scheduler, settings))
+    _say(resolved, [*_overruled(optimizer, lr_scheduler, settings), *offload_notes(settings)])
     options = _backend_options(settings)
+    check_offload(settings, device)
     looks = Looks(resolved, device)
     binding = Binding(model, model_parameters)
     with rebound(mine, model):
         partition(model, mesh, stage=settings.zero_optimization.stage, **_partition_options(settings))
-    made = whole_where_needed(mine or make(binding.groups(model)))
+    made = offloaded(whole_where_needed(mine or make(binding.groups(model))), settings)
     schedule = make_schedule(made)
     runs: Any = model
     if settings.dsgraph.compile:

@@ -17,7 +17,7 @@ def write_file(path: Path, buffer: Buffer) -> None:
         TransferError: The disk is full, or the file cannot be written. Then there is no file.
     """
     try:
-        _each_part(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, buffer, os.pwritev)
+        transfer_part(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, buffer, os.pwritev)
     except OSError as error:
         path.unlink(missing_ok=True)
         raise TransferError(_describe("write", path, buffer, error)) from error
@@ -30,29 +30,41 @@ def read_file(path: Path, buffer: Buffer) -> None:
         TransferError: The file cannot be read, or it is too short.
     """
     try:
-        _each_part(path, os.O_RDONLY, buffer, os.preadv)
+        transfer_part(path, os.O_RDONLY, buffer, os.preadv)
     except OSError as error:
         raise TransferError(_describe("read", path, buffer, error)) from error
 
 
-def _each_part(path: Path, flags: int, buffer: Buffer, transfer: object) -> None:
+def transfer_part(path: Path, flags: int, buffer: Buffer, transfer: object, *, at: int = 0) -> None:
+    """Reads or writes as many bytes of a file as a buffer has, directly where the file system allows it.
+
+    Args:
+        path: The file.
+        flags: How it is opened.
+        buffer: A whole one.
+        transfer: `os.preadv` or `os.pwritev`.
+        at: Where in the file, whole pages.
+
+    Raises:
+        OSError: Not all of it could be transferred.
+    """
     try:
-        _transfer(path, flags | getattr(os, "O_DIRECT", 0), buffer, transfer)
+        _transfer(path, flags | getattr(os, "O_DIRECT", 0), buffer, transfer, at)
     except OSError as error:
         if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
             raise
-        _transfer(path, flags, buffer, transfer)  # the file system has no direct access
+        _transfer(path, flags, buffer, transfer, at)  # the file system has no direct access
 
 
-def _transfer(path: Path, flags: int, buffer: Buffer, transfer: object) -> None:
+def _transfer(path: Path, flags: int, buffer: Buffer, transfer: object, at: int) -> None:
     assert callable(transfer)
     memory, done = buffer.view(), 0
     handle = os.open(path, flags | os.O_CLOEXEC, 0o600)
     try:
         while done < buffer.size:
-            count = transfer(handle, [memory[done:]], done)
+            count = transfer(handle, [memory[done:]], at + done)
             if count == 0:
-                raise OSError(errno.EIO, f"it ends after {done} bytes")
+                raise OSError(errno.EIO, f"it ends after {at + done} bytes")
             done += count
     finally:
         os.close(handle)

@@ -52,7 +52,12 @@ class PrivateFolder:
 
 def usual_root() -> Path:
     """Where folders are made: in the folder for temporary files, which the variable TMPDIR names."""
-    return Path(tempfile.gettempdir()) / f"dsgraph-offload-{os.getuid()}"
+    return folder_below(Path(tempfile.gettempdir()))
+
+
+def folder_below(place: Path) -> Path:
+    """Where folders are made in a place that is not the folder for temporary files."""
+    return place / f"dsgraph-offload-{os.getuid()}"
 
 
 def _make_private(root: Path) -> None:
@@ -60,8 +65,8 @@ def _make_private(root: Path) -> None:
     found = root.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
         raise TransferError(
-            f"{root} is to hold activations, but it is not a folder of this user alone (chmod 700): remove it, or "
-            "name another folder for temporary files in TMPDIR"
+            f"{root} is to hold offloaded tensors, but it is not a folder of this user alone (chmod 700): remove it, "
+            "or name another folder (TMPDIR for activations, nvme_path for optimizer state)"
         )
 
 

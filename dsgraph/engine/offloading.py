@@ -1,0 +1,53 @@
+"""The configuration's `offload_optimizer`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch.optim import Optimizer
+
+from dsgraph.errors import ConfigError
+from dsgraph.offload.optimizer import OptimizerOnDisk
+
+from .config import EngineConfig
+
+
+def check_offload(settings: EngineConfig, device: torch.device) -> None:
+    """Refuses what could not be done, before anything is changed.
+
+    Raises:
+        ConfigError: No folder for the disk, or a device from which nothing is offloaded yet.
+    """
+    wanted = settings.zero_optimization.offload_optimizer
+    key = "zero_optimization.offload_optimizer"
+    if wanted.device == "nvme" and wanted.nvme_path is None:
+        raise ConfigError(f"{key}.device is 'nvme': set {key}.nvme_path to a folder on that disk")
+    if wanted.device != "nvme" and wanted.nvme_path is not None:
+        raise ConfigError(f"{key}.nvme_path has no effect with device {wanted.device!r}: set it to 'nvme'")
+    if wanted.device != "none" and device.type != "cpu":
+        raise ConfigError(f"{key}: offloading from {device.type} is not there yet: remove the key")
+
+
+def offloaded(optimizer: Optimizer, settings: EngineConfig) -> Optimizer:
+    """The optimizer itself, or, if its state is to lie elsewhere, what runs it so.
+
+    Raises:
+        OffloadError: It is no optimizer whose state can lie there, or the disk has too few bytes free.
+    """
+    wanted = settings.zero_optimization.offload_optimizer
+    if wanted.device != "nvme":
+        return optimizer
+    assert wanted.nvme_path is not None
+    folder = Path(wanted.nvme_path)
+    folder.mkdir(parents=True, exist_ok=True)
+    return OptimizerOnDisk(optimizer, folder=folder)
+
+
+def offload_notes(settings: EngineConfig) -> list[str]:
+    """What is printed of it."""
+    if settings.zero_optimization.offload_optimizer.device != "cpu":
+        return []
+    return [
+        "zero_optimization.offload_optimizer has no effect: the model is trained on the CPU, and its state is there"
+    ]

@@ -1,0 +1,1 @@
+"""What is larger than memory: tiers below it, and the optimizer that runs over them."""

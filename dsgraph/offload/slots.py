@@ -1,0 +1,106 @@
+"""A file of fixed places for tensors, read and written past the page cache by threads."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import shutil
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import accumulate
+from pathlib import Path
+
+from dsgraph.errors import OffloadError
+from dsgraph.inductor_ext.transfers.buffers import Buffer, BufferPool, rounded
+from dsgraph.inductor_ext.transfers.errors import TransferError
+from dsgraph.inductor_ext.transfers.files import transfer_part
+from dsgraph.inductor_ext.transfers.folder import PrivateFolder, folder_below
+
+_THREADS = 2  # one reads ahead while the other writes behind
+
+
+class SlotFile:
+    """A preallocated file in a folder of this process, which goes when the process ends.
+
+    A process that is killed leaves its folder behind; the next one that makes such a file there removes it.
+
+    Attributes:
+        path: The file.
+        sizes: Bytes of each slot, whole pages.
+    """
+
+    def __init__(self, sizes: Sequence[int], *, below: Path, name: str) -> None:
+        """Reserves the file's bytes on the disk.
+
+        Args:
+            sizes: Bytes that each slot is to hold.
+            below: A folder on the disk; the private folder is made in it.
+            name: The file's.
+
+        Raises:
+            OffloadError: The folder cannot be used, or the disk has too few bytes free.
+        """
+        self.sizes = [rounded(size) for size in sizes]
+        self._offsets = [0, *accumulate(self.sizes)]
+        try:
+            self._folder = PrivateFolder(folder_below(below))
+        except (OSError, TransferError) as error:
+            raise OffloadError(f"{below} cannot hold offloaded tensors: {error}") from error
+        atexit.register(self._folder.remove)
+        self.path = self._folder.path / name
+        try:
+            with self.path.open("wb") as file:
+                os.posix_fallocate(file.fileno(), 0, max(1, self._offsets[-1]))
+        except OSError as error:
+            free = shutil.disk_usage(below).free
+            self._folder.remove()
+            raise OffloadError(
+                f"{self.path}: {self._offsets[-1]} bytes cannot be reserved, {free} are free ({error.strerror}): free "
+                "space there, or name a folder on a larger disk in nvme_path"
+            ) from error
+        self._buffers = BufferPool(pinned=False)
+        self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="dsgraph-offload")
+
+    def take(self, slot: int) -> Buffer:
+        """A buffer of a slot's size; what it holds is not defined."""
+        return self._buffers.take(self.sizes[slot])
+
+    def give_back(self, buffer: Buffer) -> None:
+        """Lets a buffer be used again."""
+        self._buffers.give_back(buffer)
+
+    def read(self, slot: int) -> Future[Buffer]:
+        """Starts to read a slot into a buffer, which the caller gives back."""
+        return self._threads.submit(self._read, slot, self.take(slot))
+
+    def write(self, slot: int, buffer: Buffer) -> Future[None]:
+        """Starts to write a buffer to a slot; then the buffer is given back."""
+        return self._threads.submit(self._write, slot, buffer)
+
+    @property
+    def buffer_bytes(self) -> int:
+        """Bytes of memory that buffers take."""
+        return self._buffers.held
+
+    def _read(self, slot: int, buffer: Buffer) -> Buffer:
+        try:
+            transfer_part(self.path, os.O_RDONLY, buffer, os.preadv, at=self._offsets[slot])
+        except OSError as error:
+            self.give_back(buffer)
+            raise OffloadError(_lost(self.path, "read", error)) from error
+        return buffer
+
+    def _write(self, slot: int, buffer: Buffer) -> None:
+        try:
+            transfer_part(self.path, os.O_WRONLY, buffer, os.pwritev, at=self._offsets[slot])
+        except OSError as error:
+            raise OffloadError(_lost(self.path, "written", error)) from error
+        finally:
+            self.give_back(buffer)
+
+
+def _lost(path: Path, what: str, error: OSError) -> str:
+    return (
+        f"{path} cannot be {what}: {error.strerror or error}. What was offloaded there is lost: see whether the disk "
+        "is in order, and load the last checkpoint"
+    )

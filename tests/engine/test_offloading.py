@@ -1,0 +1,90 @@
+"""`offload_optimizer` of the configuration: the same training, with the optimizer's state on disk."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import dsgraph
+from dsgraph.errors import ConfigError
+from dsgraph.offload.optimizer import OptimizerOnDisk
+from tests.distributed.training import full
+from tests.models import CASES, build
+
+from .training import CASE, config
+
+pytestmark = pytest.mark.distributed
+
+
+def _offload(device: str = "nvme", **more: Any) -> dict[str, Any]:
+    return {"offload_optimizer": {"device": device, **more}}
+
+
+def _engine(stage: int, folder: str | None, micro_batches: int) -> dsgraph.Engine:
+    torch.compiler.reset()
+    settings = config(stage, gradient_clipping=0.5, gradient_accumulation_steps=micro_batches)
+    if folder is not None:
+        settings["zero_optimization"] |= _offload(nvme_path=folder)
+    engine = dsgraph.initialize(model=build(CASE), config=settings)[0]
+    assert isinstance(engine.optimizer, OptimizerOnDisk) is (folder is not None)
+    return engine
+
+
+def _train(engine: dsgraph.Engine, first: int, last: int) -> list[torch.Tensor]:
+    for number in range(first, last):
+        engine.backward(engine(*CASES[CASE].batches(number, torch.distributed.get_rank())))
+        engine.step()
+    return [full(param.detach()) for param in engine.module.parameters()]
+
+
+def _check(stage: int, micro_batches: int, place: str) -> None:
+    usual, on_disk = _engine(stage, None, micro_batches), _engine(stage, f"{place}/disk", micro_batches)
+    for mine, theirs in zip(_train(on_disk, 0, 4), _train(usual, 0, 4), strict=True):
+        assert torch.equal(mine, theirs)
+    usual.save_checkpoint(f"{place}/usual")
+    on_disk.save_checkpoint(f"{place}/on_disk")
+    expected = _train(usual, 4, 8)
+    for saved, folder in (("on_disk", None), ("usual", f"{place}/disk")):
+        engine = _engine(stage, folder, micro_batches)
+        engine.load_checkpoint(f"{place}/{saved}")
+        for mine, theirs in zip(_train(engine, 4, 8), expected, strict=True):
+            assert torch.equal(mine, theirs), f"from {saved}"
+        engine.close()
+
+
+@pytest.mark.parametrize(
+    ("stage", "micro_batches"),
+    [
+        (3, 1),
+        (1, 2),
+        *(pytest.param(*case, marks=pytest.mark.full) for case in ((0, 1), (0, 2), (1, 1), (2, 1), (2, 2), (3, 2))),
+    ],
+)
+def test_training_and_checkpoints_are_those_of_state_in_memory(ranks, stage, micro_batches, tmp_path):
+    ranks(2).run(_check, stage, micro_batches, str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("section", "said"),
+    [
+        (_offload(), "offload_optimizer.device is 'nvme': set zero_optimization.offload_optimizer.nvme_path"),
+        (_offload("cpu", nvme_path="/tmp"), "nvme_path has no effect with device 'cpu': set it to 'nvme'"),
+        (_offload("disk"), "zero_optimization.offload_optimizer.device"),
+        (_offload(nvme_path="/tmp", ratio=0.5), "zero_optimization.offload_optimizer.ratio"),
+    ],
+)
+def test_what_a_configuration_cannot_have_is_refused(one_rank, section, said):
+    settings = config(1)
+    settings["zero_optimization"] |= section
+    with pytest.raises(ConfigError, match=said):
+        dsgraph.initialize(model=build(CASE), config=settings)
+
+
+def test_the_host_is_where_state_lies_already_on_the_cpu(one_rank, capsys):
+    settings = config(1)
+    settings["zero_optimization"] |= _offload("cpu")
+    engine = dsgraph.initialize(model=build(CASE), config=settings)[0]
+    assert not isinstance(engine.optimizer, OptimizerOnDisk)
+    assert "offload_optimizer has no effect: the model is trained on the CPU" in capsys.readouterr().out
