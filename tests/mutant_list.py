@@ -544,6 +544,11 @@ MEMORY = (
         killers=("tests/inductor_ext/transfers/test_ops.py",),
     ),
     Mutant(
+        *("buffer-back-ahead-of-its-copy", "inductor_ext/transfers/stored.py", "dropped wait"),
+        *("            self._given_up.set()", "            self.written.cancel()"),
+        killers=("tests/inductor_ext/transfers/test_ops.py",),
+    ),
+    Mutant(
         *("verifier-of-reloads", "passes/verify/transfers.py", "missing check"),
         *(
             "is_transfer_wait(user)]\n    if len(waits) != 1 or len(reload.users) != 1:",
