@@ -21,13 +21,15 @@ from torch._functorch._aot_autograd.descriptors import (
     SubclassGetAttrAOTInput,
     SubclassGetAttrAOTOutput,
 )
+from torch._functorch.compile_utils import fx_graph_cse
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._guards import detect_fake_mode
 from torch._inductor.custom_graph_pass import CustomGraphPass, CustomPartitionerFn
 from torch._library.fake_class_registry import FakeScriptObject
 from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.fx import GraphModule, Node
+from torch.fx import Graph, GraphModule, Node
+from torch.fx._lazy_graph_module import _LazyGraphModule, _make_graph_module, _use_lazy_graph_module
 from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = [
@@ -42,13 +44,17 @@ __all__ = [
     "autograd_count",
     "captured_gradients",
     "captured_input",
+    "compiled_when_run",
     "describe_saved",
     "detect_fake_mode",
     "fake_mode_of",
     "invoke_subgraph",
+    "is_compiled_when_run",
     "is_to_local",
     "kind_of_saved_value",
     "known_sizes",
+    "make_graph_module",
+    "merge_equal_nodes",
     "min_cut_rematerialization_partition",
     "put_opaque_values_last",
     "running_autograd_node",
@@ -60,6 +66,26 @@ __all__ = [
 
 # Calls a graph that stands beside the graph at hand. Inductor makes one function of it, however often it is called.
 invoke_subgraph = torch.ops.higher_order.invoke_subgraph
+
+
+def compiled_when_run() -> contextlib.AbstractContextManager[None]:
+    """Within, graph modules that torch's partitioners and `make_graph_module` make become Python code when they run."""
+    return _use_lazy_graph_module(True)
+
+
+def merge_equal_nodes(graph: Graph) -> Graph:
+    """A copy of a joint graph in which torch's partitioner has merged what is computed twice, as it does by default."""
+    return fx_graph_cse(graph)
+
+
+def is_compiled_when_run(gm: GraphModule) -> bool:
+    """Whether a module was made within `compiled_when_run`."""
+    return isinstance(gm, _LazyGraphModule)
+
+
+def make_graph_module(root: torch.nn.Module, graph: Graph) -> GraphModule:
+    """A module of a graph, as torch's partitioners make theirs: see `compiled_when_run`."""
+    return _make_graph_module(root, graph)
 
 
 def autograd_count() -> int:

@@ -534,6 +534,16 @@ MEMORY = (
         killers=("tests/distributed/test_memory_limit.py",),
     ),
     Mutant(
+        *("next-plan-may-be-the-same", "passes/memory/fit.py", "wrong bound"),
+        *("room = plan.needs - max(", "room = room - max("),
+        killers=("tests/passes/memory/test_fit.py",),
+    ),
+    Mutant(
+        *("plans-what-is-not-saved", "passes/memory/forward_values.py", "missing check"),
+        *("return None if size and node in self.returned else False", "return None if size else False"),
+        killers=("tests/passes/memory/test_forward_values.py",),
+    ),
+    Mutant(
         *("limit-forgets-what-is-saved", "passes/memory/assignment.py", "off by one"),
         *("before.append((column, item.saved / unit))", "before.append((column, 0.0))"),
         killers=("tests/passes/memory/test_policies.py",),
@@ -554,6 +564,11 @@ MEMORY = (
             "    if failure is not None:\n        raise TransferError(str(failure)) from failure\n    read_file",
             "    read_file",
         ),
+        killers=("tests/inductor_ext/transfers/test_ops.py",),
+    ),
+    Mutant(
+        *("buffer-back-ahead-of-its-copy", "inductor_ext/transfers/stored.py", "dropped wait"),
+        *("            self._given_up.set()", "            self.written.cancel()"),
         killers=("tests/inductor_ext/transfers/test_ops.py",),
     ),
     Mutant(

@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
+from threading import Event
 
 from torch import Tensor
 from typing_extensions import override
@@ -43,8 +44,14 @@ class Stored(ABC):
 class StoredOnHost(Stored):
     """Bytes in a buffer of a pool."""
 
-    def __init__(self, source: Tensor, pool: BufferPool, lane: Lane) -> None:
-        """Starts to store `source`, `[n]` of uint8."""
+    def __init__(self, source: Tensor, *, pool: BufferPool, lane: Lane) -> None:
+        """Starts to store `source`, `[n]` of uint8.
+
+        Args:
+            source: The bytes.
+            pool: For their buffer.
+            lane: Of the source's device.
+        """
         self._pool, self._lane = pool, lane
         self._buffer = pool.take(source.numel())
         self._copied = lane.to_host(source, self._buffer)
@@ -63,13 +70,13 @@ class StoredOnHost(Stored):
         if self._lane.has_stream:
             self._copied.join()
             mark = self._lane.to_device(self._buffer, result)
-        return _ReloadFromHost(self, self._buffer, self._lane, mark)
+        return _ReloadFromHost(self, self._buffer, lane=self._lane, mark=mark)
 
 
 class _ReloadFromHost(Reload):
     """Without a stream, the copy is made when it is waited for: whoever reads earlier finds no number by chance."""
 
-    def __init__(self, stored: StoredOnHost, buffer: Buffer, lane: Lane, mark: Mark | None) -> None:
+    def __init__(self, stored: StoredOnHost, buffer: Buffer, *, lane: Lane, mark: Mark | None) -> None:
         self._stored, self._buffer, self._lane, self._mark = stored, buffer, lane, mark
 
     @override
@@ -84,10 +91,14 @@ class _ReloadFromHost(Reload):
 
 
 class StoredOnDisk(Stored):
-    """Bytes in a file of its own."""
+    """Bytes in a file of its own.
+
+    Attributes:
+        written: Done when the file is there, or when nobody wants it and the copy out of the device is through.
+    """
 
     def __init__(
-        self, source: Tensor, path: Path, staging: BufferPool, lane: Lane, threads: ThreadPoolExecutor
+        self, source: Tensor, path: Path, *, staging: BufferPool, lane: Lane, threads: ThreadPoolExecutor
     ) -> None:
         """Starts to store `source`, `[n]` of uint8, in a file that is not there yet.
 
@@ -102,12 +113,14 @@ class StoredOnDisk(Stored):
         self._size = source.numel()
         buffer = staging.take(self._size)
         self._copied = lane.to_host(source, buffer)
-        self.written = threads.submit(_write, path, buffer, self._copied)
+        self._given_up = Event()
+        self.written = threads.submit(_write, path, buffer, copied=self._copied, given_up=self._given_up)
         self.written.add_done_callback(lambda _: staging.give_back(buffer))
 
     def __del__(self) -> None:
         if hasattr(self, "written"):
-            self.written.cancel()
+            # Not cancelled: the buffer would be used again while the device still copies into it.
+            self._given_up.set()
             self.written.add_done_callback(partial(_remove, self._path))
 
     @override
@@ -158,9 +171,10 @@ class _ReloadFromDisk(Reload):
         self._future.add_done_callback(lambda _: stored.give_back(buffer))
 
 
-def _write(path: Path, buffer: Buffer, copied: Mark) -> None:
+def _write(path: Path, buffer: Buffer, *, copied: Mark, given_up: Event) -> None:
     copied.block()
-    write_file(path, buffer)
+    if not given_up.is_set():
+        write_file(path, buffer)
 
 
 def _read(path: Path, buffer: Buffer, written: Future[None]) -> None:

@@ -134,14 +134,14 @@ class Transfers:
     def _store_on_host(self, source: Tensor, tier: str) -> Stored:
         if tier != "host":
             raise TransferError(f"there is no tier {tier!r}; known: {', '.join(TIERS)}")
-        return StoredOnHost(source, self.host, self._lane)
+        return StoredOnHost(source, pool=self.host, lane=self._lane)
 
     def _store_on_disk(self, source: Tensor) -> Stored:
         size = source.numel()
         while self._writing and size + sum(item[2] for item in self._writing) > self._writing_bytes:
             _settle(*self._writing.popleft())
         path = self.folder / f"activation-{next(self._numbers)}"
-        stored = StoredOnDisk(source, path, self.staging, self._lane, self._threads)
+        stored = StoredOnDisk(source, path, staging=self.staging, lane=self._lane, threads=self._threads)
         self._writing.append((stored.written, weakref.ref(stored), size))
         return stored
 
@@ -177,15 +177,13 @@ class Transfers:
 
 
 def _settle(future: Future[None], stored: weakref.ref[StoredOnDisk], _: int) -> None:
-    """Waits for a write.
+    """Waits for a write: its buffer is free then, whether somebody still counts on the file or not.
 
     Raises:
-        TransferError: It failed, and somebody still counts on it.
+        TransferError: It failed, and somebody does.
     """
-    if stored() is None:
-        return
     failure = future.exception()
-    if failure is not None:
+    if failure is not None and stored() is not None:
         raise TransferError(str(failure)) from failure
 
 

@@ -69,6 +69,15 @@ def assign(choices: Sequence[Sequence[Option]], limit: int | None) -> list[int] 
     return [int(np.argmax(found.x[start:end])) for start, end in pairwise(ends.tolist())]
 
 
+def needs(options: Sequence[Option]) -> int:
+    """The bytes that a step takes in which each part, in program order, takes the given option."""
+    saved, most = 0, 0
+    for option in options:
+        most = max(most, saved + option.forward, saved + option.saved + option.backward)
+        saved += option.saved
+    return most
+
+
 def _rows(choices: Sequence[Sequence[Option]], unit: float) -> tuple[Any, Any]:
     """For each part one row for its forward and one for its backward; the last variable is what a step may take."""
     entries: list[tuple[int, int, float]] = []

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
-from torch.fx import Graph, GraphModule
+from torch.fx import GraphModule
 
 from dsgraph.passes.analysis.cost import CostModel
 from dsgraph.passes.analysis.step_memory import StepMemory
@@ -15,8 +16,9 @@ from dsgraph.passes.errors import PassError
 from dsgraph.passes.ir.graph import placeholders
 from dsgraph.passes.ir.save_plan import Choice, SavePlan
 
-from .plan import Planner
+from .plan import Plan, Planner
 from .policies import Transfers
+from .scratch import copy_graph, on_scratch, runnable, without_duplicates
 
 PLANNED = "plan_activations"
 """By which name the report knows what was planned."""
@@ -93,8 +95,8 @@ def _need(found: Proposal) -> tuple[bool, float]:
 def fit(
     gm: GraphModule,
     inputs: Sequence[object],
-    split: Callable[..., Pair],
     *,
+    split: Callable[..., Pair],
     limit: int,
     measure: Callable[[Pair], StepMemory],
     costs: CostModel,
@@ -126,15 +128,26 @@ def fit(
     Raises:
         MemoryLimitError: No plan does.
     """
-    search = _Search(gm, inputs, split, limit, measure, costs, fuses, transfers, how)
-    agreed = agree(search.propose)
-    if agreed.refusal:
-        raise MemoryLimitError(agreed.refusal)
-    pair, memory = search.attempt(agreed)
-    return pair, replace(agreed, peak=memory.peak)
+    search = _Search(
+        gm=gm,
+        inputs=inputs,
+        split=split,
+        limit=limit,
+        measure=measure,
+        costs=costs,
+        fuses=fuses,
+        transfers=transfers,
+        how=how,
+    )
+    with on_scratch():
+        agreed = agree(search.propose)
+        if agreed.refusal:
+            raise MemoryLimitError(agreed.refusal)
+        (forward, backward), memory = search.attempt(agreed)
+        return (runnable(forward), runnable(backward)), replace(agreed, peak=memory.peak)
 
 
-@dataclass
+@dataclass(kw_only=True)
 class _Search:
     """One rank's way to its proposal."""
 
@@ -149,11 +162,16 @@ class _Search:
     how: dict[str, Any]
     _done: dict[object, tuple[Pair, StepMemory]] = field(default_factory=dict)
 
+    @cached_property
+    def merged(self) -> GraphModule:
+        """The graph that is planned on. A plan for values of which there are two would not come true."""
+        return without_duplicates(self.gm)
+
     def attempt(self, proposal: Proposal) -> tuple[Pair, StepMemory]:
         """The graph, split by a proposal, and the memory of a step with it."""
         key = proposal.saved, proposal.repeated, proposal.offloaded
         if key not in self._done:
-            part = copy_graph(self.gm)
+            part = copy_graph(self.gm if proposal.saved is None else self.merged)
             proposal.save_plan(part).write(part)
             pair = self.split(part, self.inputs, **self.how)
             self._done[key] = pair, self.measure(pair)
@@ -167,30 +185,39 @@ class _Search:
         if memory.peak <= usable:
             return replace(as_always, peak=memory.peak)
         planner = Planner(
-            self.gm, self.costs, outputs=self.how["num_fwd_outputs"], fuses=self.fuses, transfers=self.transfers
+            self.merged, self.costs, outputs=self.how["num_fwd_outputs"], fuses=self.fuses, transfers=self.transfers
         )
         saved = {node.name for node in placeholders(usual[1]) if not is_tangent(node)}
-        room: int | None = usable - (memory.peak - planner.peak(saved))
-        tried: set[tuple[int, ...]] = set()
-        for rest in range(_ROUNDS, -1, -1):
-            room = room if rest else None  # at last, the least that there is
-            plan = planner.plan(room)
-            if plan is None or plan.numbers in tried:
-                if room is None:
-                    break
-                continue
-            tried.add(plan.numbers)
-            chosen, repeated, offloaded = planner.names(plan)
-            lines = tuple(map(str, planner.lines(plan)))
-            tier = self.transfers.tier if self.transfers is not None else ""
-            found = Proposal(chosen, repeated, plan.seconds, 0, lines=lines, offloaded=offloaded, tier=tier)
-            _, planned = self.attempt(found)
+        room = usable - (memory.peak - planner.peak(saved))
+        for found, planned in self._plans(planner, room, usable=usable):
             if planned.peak <= usable:
                 return replace(found, peak=planned.peak)
             memory = min(memory, planned, key=lambda each: each.peak)
-            if room is not None:
-                room -= max(planned.peak - usable, 1)
         return replace(as_always, peak=memory.peak, refusal=_refusal(self.limit, memory, fuses=self.fuses))
+
+    def _plans(self, planner: Planner, room: int, *, usable: int) -> Iterator[tuple[Proposal, StepMemory]]:
+        """The fastest plan, then each so much smaller as the one before was over; at last the smallest.
+
+        It is less than the plan before needs, not than the room that it had: a plan may leave much of its room.
+        """
+        for _ in range(_ROUNDS):
+            plan = planner.plan(room)
+            if plan is None:
+                break
+            found = self._proposal(planner, plan)
+            _, memory = self.attempt(found)
+            yield found, memory
+            room = plan.needs - max(memory.peak - usable, 1)
+        least = planner.plan(None)
+        if least is not None:
+            found = self._proposal(planner, least)
+            yield found, self.attempt(found)[1]
+
+    def _proposal(self, planner: Planner, plan: Plan) -> Proposal:
+        saved, repeated, offloaded = planner.names(plan)
+        lines = tuple(map(str, planner.lines(plan)))
+        tier = self.transfers.tier if self.transfers is not None else ""
+        return Proposal(saved, repeated, plan.seconds, 0, lines=lines, offloaded=offloaded, tier=tier)
 
 
 def _usable(limit: int, *, fuses: bool) -> int:
@@ -211,16 +238,6 @@ def _refusal(limit: int, memory: StepMemory, *, fuses: bool) -> str:
         f"memory_limit is {limit:,} bytes, and a step takes {least:,} at least: at {where} there are "
         f"{held}; raise the limit, take a smaller micro-batch, a higher stage or more ranks"
     )
-
-
-def copy_graph(gm: GraphModule) -> GraphModule:
-    """The same nodes once more, for whoever changes what he is given."""
-    graph = Graph()
-    copied: Any = graph.graph_copy(gm.graph, {}, return_output_node=True)
-    result, old = copied
-    output = graph.output(result, old.type)
-    output.meta = dict(old.meta)
-    return GraphModule(gm, graph)
 
 
 def describe(found: Proposal, limit: int) -> tuple[tuple[str, ...], tuple[str, ...]]:

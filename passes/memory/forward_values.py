@@ -9,8 +9,8 @@ part 3    head, loss
 from __future__ import annotations
 
 import operator
-from collections.abc import Hashable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 
 import torch
@@ -96,6 +96,16 @@ class ForwardValues:
         return {value.node: value for part in self.parts for value in part.values}
 
     @cached_property
+    def gradients(self) -> frozenset[Node]:
+        """See `of_gradients`."""
+        return frozenset(of_gradients(self.gm))
+
+    @cached_property
+    def inputs(self) -> dict[Node, list[Node]]:
+        """The inputs of each node."""
+        return {node: node.all_input_nodes for node in self.gm.graph.nodes}
+
+    @cached_property
     def part_of(self) -> dict[Node, int]:
         """Node -> the number of its part."""
         return {value.node: number for number, part in enumerate(self.parts) for value in part.values}
@@ -116,14 +126,15 @@ def read_forward_values(
     (output,) = gm.graph.find_nodes(op="output")
     behind = of_gradients(gm)
     ahead = [node for node in gm.graph.nodes if node not in behind and node.op == "call_function"]
-    reader = _Reader(memory, costs, frozenset(ahead), inlined(list(gm.graph.nodes)) if fuses else frozenset())
+    results = tuple(node for node in output.args[0][:outputs] if isinstance(node, Node))
+    fused = inlined(list(gm.graph.nodes)) if fuses else frozenset()
+    reader = _Reader(memory, costs, forward=frozenset(ahead), returned=frozenset(sources_of(results)), fused=fused)
     names = list(_part_names(ahead))
     parts = []
     for name, nodes in _stretches(ahead, names):
         inside = frozenset(nodes)
         values = tuple(reader.value(node, inside) for node in nodes)
         parts.append(Part(name, values, _kind(values)))
-    results = tuple(node for node in output.args[0][:outputs] if isinstance(node, Node))
     return ForwardValues(gm, memory, tuple(ahead), results, tuple(parts))
 
 
@@ -134,6 +145,18 @@ def of_gradients(gm: GraphModule) -> set[Node]:
         is_first = node.op == "placeholder" and is_tangent(node)
         if is_first or not found.isdisjoint(node.all_input_nodes):
             found.add(node)
+    return found
+
+
+def sources_of(nodes: Iterable[Node]) -> set[Node]:
+    """Nodes, and all that they are computed of."""
+    found = set(nodes)
+    frontier = list(found)
+    for node in frontier:
+        for source in node.all_input_nodes:
+            if source not in found:
+                found.add(source)
+                frontier.append(source)
     return found
 
 
@@ -179,12 +202,13 @@ def _kind(values: Sequence[Value]) -> Hashable:
     )
 
 
-@dataclass
+@dataclass(frozen=True)
 class _Reader:
     memory: GraphMemory
     costs: CostModel
     forward: frozenset[Node]
-    fused: frozenset[Node] = field(default_factory=frozenset)
+    returned: frozenset[Node]  # results, and what they are computed of
+    fused: frozenset[Node]
 
     def value(self, node: Node, part: frozenset[Node]) -> Value:
         """A node of a part as a value."""
@@ -199,7 +223,7 @@ class _Reader:
             saved=self._settled(node, size, is_border),
             needed=is_border or is_read,
             may_repeat=is_recomputed(node) or _may_repeat(node),
-            may_offload=is_read and size >= LEAST_OFFLOADED and _may_leave(node),
+            may_offload=is_read and node in self.returned and size >= LEAST_OFFLOADED and _may_leave(node),
         )
 
     def _settled(self, node: Node, size: int, is_border: bool) -> bool | None:
@@ -212,7 +236,8 @@ class _Reader:
             return False
         if is_border or not _may_repeat(node):
             return True
-        return None if size else False
+        # Torch's splitting heeds no wish to save what the backward alone computes with: of what is saved, it makes it.
+        return None if size and node in self.returned else False
 
     def _own_bytes(self, node: Node) -> int:
         value = node.meta.get("val")

@@ -10,7 +10,7 @@ from torch.fx import GraphModule, Node
 from dsgraph.passes.analysis.cost import CostModel
 from dsgraph.passes.analysis.memory import simulate
 
-from .assignment import Option, assign
+from .assignment import Option, assign, needs
 from .forward_values import ForwardValues, read_forward_values
 from .policies import Policy, Transfers, policies_of
 from .replay import Replay, replay
@@ -56,6 +56,7 @@ class Plan:
     Attributes:
         numbers: The policy of each part.
         seconds: What computing the rest again takes, predicted.
+        needs: Bytes of the least limit under which this plan is found.
         peak: The most bytes that the graph itself has alive at once, predicted.
         saved: What is saved.
         repeated: What is computed again.
@@ -64,6 +65,7 @@ class Plan:
 
     numbers: tuple[int, ...]
     seconds: float
+    needs: int
     peak: int
     saved: frozenset[Node]
     repeated: frozenset[Node]
@@ -112,7 +114,15 @@ class Planner:
         chosen = [policies[number] for policies, number in zip(self._policies, numbers, strict=True)]
         saved, offloaded = _nodes(self.values, chosen)
         found = replay(self.values, saved, offloaded)
-        return Plan(tuple(numbers), sum(item.seconds for item in chosen), found.peak, saved, found.repeated, offloaded)
+        return Plan(
+            numbers=tuple(numbers),
+            seconds=sum(item.seconds for item in chosen),
+            needs=needs([options[number] for options, number in zip(self._choices, numbers, strict=True)]),
+            peak=found.peak,
+            saved=saved,
+            repeated=found.repeated,
+            offloaded=offloaded,
+        )
 
     def peak(self, saved: Collection[str]) -> int:
         """The most bytes that the graph itself has alive at once where the named values are saved."""

@@ -11,7 +11,7 @@ from torch.fx import Node
 
 from dsgraph.passes.ir.blocks import block_of, module_of
 
-from .forward_values import ForwardValues, of_gradients
+from .forward_values import ForwardValues, sources_of
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ def _backward(values: ForwardValues, saved: frozenset[Node]) -> Iterator[tuple[N
     """The backward's nodes, and ahead of each what it takes besides gradients: with True what is computed again."""
     forward = values.part_of
     done = set(saved)
-    behind = of_gradients(values.gm)
+    behind, inputs = values.gradients, values.inputs
 
     def is_missing(node: Node) -> bool:
         return node.op == "call_function" and node not in behind and node not in done
@@ -80,10 +80,10 @@ def _backward(values: ForwardValues, saved: frozenset[Node]) -> Iterator[tuple[N
     for node in values.gm.graph.nodes:
         if node not in behind or node.op != "call_function":
             continue
-        waiting = list(filter(is_missing, node.all_input_nodes))
+        waiting = list(filter(is_missing, inputs[node]))
         while waiting:
             source = waiting[-1]
-            more = list(filter(is_missing, source.all_input_nodes)) if source not in done else []
+            more = list(filter(is_missing, inputs[source])) if source not in done else []
             if more:
                 waiting += more
                 continue
@@ -96,13 +96,7 @@ def _backward(values: ForwardValues, saved: frozenset[Node]) -> Iterator[tuple[N
 
 def _ahead(values: ForwardValues, saved: frozenset[Node]) -> list[Node]:
     """What the forward runs: what its results and what is saved are computed of."""
-    needed = {*values.results, *saved}
-    frontier = list(needed)
-    for node in frontier:
-        for source in node.all_input_nodes:
-            if source not in needed:
-                needed.add(source)
-                frontier.append(source)
+    needed = sources_of((*values.results, *saved))
     return [node for node in values.forward if node in needed]
 
 
@@ -126,7 +120,7 @@ class _Memory:
         self._away.update(offloaded)
 
     def run(self, node: Node) -> None:
-        for source in node.all_input_nodes:
+        for source in self.values.inputs[node]:
             if source in self._away:
                 self._away.discard(source)
                 self._place(source)
@@ -186,7 +180,7 @@ def _parts_behind(values: ForwardValues, steps: list[tuple[Node, bool]]) -> Iter
     numbers = {part.name: number for number, part in enumerate(values.parts) if part.name}
     found: list[int] = []
     current = 0
-    gradients = of_gradients(values.gm)
+    gradients = values.gradients
     for node, _ in reversed(steps):
         if node in gradients:
             block = block_of(module_of(node) or "")

@@ -38,8 +38,9 @@ from dsgraph.passes.ir.graph import emit, is_returned, is_wait, placeholders, re
 from dsgraph.passes.ir.mesh_axis import MeshAxis
 from dsgraph.passes.ir.parameters import ParamInfo
 from dsgraph.passes.ir.roles import GraphInput
-from dsgraph.passes.memory.fit import PLANNED, Agree, alone, copy_graph, describe, fit
+from dsgraph.passes.memory.fit import PLANNED, Agree, alone, describe, fit
 from dsgraph.passes.memory.policies import Transfers
+from dsgraph.passes.memory.scratch import copy_graph
 from dsgraph.passes.regions.saved_arguments import read_arguments_outside
 
 from .runner import PassRecord, Runner
@@ -263,7 +264,7 @@ class Partitioner(_HeldByReference, CustomPartitionerFn):
         pair, found = fit(
             gm,
             joint_inputs,
-            self._split,
+            split=self._split,
             limit=limit,
             measure=measure,
             costs=ctx.costs,

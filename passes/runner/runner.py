@@ -128,7 +128,8 @@ class Runner:
         for graph, facts in _parts(gm, ctx):
             if result.changed:
                 self._analyses.drop(graph)
-            _tidy(item, graph, facts)
+            if result.changed or self.verify:  # a pass may say that it changed nothing, and lie
+                _tidy(item, graph, facts)
         seconds = time.perf_counter() - started
         return PassRecord(
             name=item.name,

@@ -7,6 +7,7 @@ import resource
 import subprocess
 import sys
 import textwrap
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,6 +15,10 @@ import pytest
 import torch
 
 from dsgraph.inductor_ext import TIERS, TransferError, Transfers, transfers_of
+from dsgraph.inductor_ext.transfers import stored
+from dsgraph.inductor_ext.transfers import transfers as module
+from dsgraph.inductor_ext.transfers.buffers import Buffer
+from dsgraph.inductor_ext.transfers.lanes import CpuLane, Mark
 
 CPU = torch.device("cpu")
 ops = torch.ops.dsgraph
@@ -116,6 +121,43 @@ def test_bytes_that_wait_to_be_written_are_bounded(tmp_path: Path) -> None:
         transfers.reload(handle, result)
         transfers.wait(result)
         assert torch.equal(result, torch.full((2**18,), float(number)))
+
+
+class _LateLane(CpuLane):
+    """As on a GPU: a copy out of the device was asked for, and goes on until `through`."""
+
+    def __init__(self) -> None:
+        self.through = threading.Event()
+
+    def to_host(self, source: torch.Tensor, buffer: Buffer) -> Mark:
+        return _LateMark(self.through)
+
+
+class _LateMark(Mark):
+    def __init__(self, through: threading.Event) -> None:
+        self._through = through
+
+    def join(self) -> None:
+        pass
+
+    def block(self) -> None:
+        assert self._through.wait(60)
+
+
+def test_a_buffer_is_not_used_again_while_the_device_copies_into_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lane, written = _LateLane(), list[Path]()
+    monkeypatch.setattr(module, "lane_of", lambda device: lane)
+    monkeypatch.setattr(stored, "write_file", lambda path, buffer: written.append(path))
+    transfers = Transfers(CPU, root=tmp_path)
+    handles = [transfers.store(torch.ones(1024), "disk") for _ in range(9)]  # more than there are threads
+    del handles[1:]  # the step is given up
+    assert transfers.staging.used == 9 * 4096
+    lane.through.set()
+    transfers.settle()
+    assert not transfers.staging.used
+    assert len(written) == 1, "nobody wants the others"
 
 
 def run(program: str, folder: Path, **how: object) -> subprocess.CompletedProcess[str]:
