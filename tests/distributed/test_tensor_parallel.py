@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor.parallel import ColwiseParallel
 from torch.nn.utils import clip_grad_norm_
 
 import dsgraph
@@ -30,9 +31,9 @@ def _build(name: str, **options: Any) -> nn.Module:
 
     torch.manual_seed(0)
     kind, _, variant = name.partition("-")
-    heads = {"num_key_value_heads": {"": 2, "mqa": 1, "odd": 3}[variant]} if kind != "gpt2" else {}
+    heads = {"num_key_value_heads": {"": 2, "plan": 2, "mqa": 1, "odd": 3}[variant]} if kind != "gpt2" else {}
     if variant == "odd":
-        options |= {"num_attention_heads": 3, "head_dim": 8}
+        options |= {"num_attention_heads": 3, "hidden_size": 24}
     decoder = {**DECODER, **heads, **options}
     if kind == "llama":
         return tf.LlamaForCausalLM(tf.LlamaConfig(**decoder))
@@ -67,7 +68,7 @@ SLICED = {
 
 
 # Row-sliced products of each model: of its two layers, attention's and the feed-forward part's.
-SUMS = {"llama": 4, "qwen3": 4, "mixtral": 4, "gpt2": 4, "bert": 4, "llama-mqa": 4, "llama-odd": 2}
+SUMS = {"llama": 4, "qwen3": 4, "mixtral": 4, "gpt2": 4, "bert": 4, "llama-mqa": 4, "llama-odd": 2, "llama-plan": 2}
 
 
 class _Sums:
@@ -128,3 +129,19 @@ def _check(mine: Tensor, theirs: Tensor, what: str) -> None:
 )
 def test_trains_as_in_one_process(ranks, name):
     ranks(2).run(_train, name, sliced=SLICED[name])
+
+
+def test_a_plan_of_the_users(ranks):
+    plan = {"model.layers.*.mlp.up_proj": ColwiseParallel(), "model.layers.*.mlp.gate_proj": "colwise",
+            "model.layers.*.mlp.down_proj": "rowwise"}  # fmt: skip
+    ranks(2).run(_train, "llama-plan", plan=plan, sliced=("mlp.up_proj.weight", "mlp.down_proj.weight"))
+
+
+@pytest.mark.full
+def test_one_head_of_keys_stays_whole(ranks):
+    ranks(2).run(_train, "llama-mqa", sliced=("self_attn.q_proj.weight", "self_attn.o_proj.weight"))
+
+
+@pytest.mark.full
+def test_three_heads_stay_whole(ranks):
+    ranks(2).run(_train, "llama-odd", sliced=("mlp.down_proj.weight",))
