@@ -42,6 +42,7 @@ if TYPE_CHECKING:
         RanksDisagreeError,
         StrictError,
     )
+    from .parallel.tensor_parallel import tensor_parallel
     from .sharding.materialize import materialize
     from .step.accumulate import accumulate, discard
     from .step.state import partition
@@ -84,6 +85,7 @@ __all__ = [
     "materialize",
     "partition",
     "report",
+    "tensor_parallel",
 ]
 
 

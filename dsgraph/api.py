@@ -29,6 +29,7 @@ from .errors import (
     RanksDisagreeError,
     StrictError,
 )
+from .parallel.tensor_parallel import tensor_parallel
 from .sharding.materialize import materialize
 from .sharding.rules import register_rules
 from .step.accumulate import accumulate, discard
@@ -74,6 +75,7 @@ __all__ = [
     "materialize",
     "partition",
     "report",
+    "tensor_parallel",
 ]
 
 

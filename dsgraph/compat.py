@@ -16,7 +16,7 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Placement
 from torch.fx import GraphModule, Node
 
 MINIMUM_TORCH = (2, 11)
@@ -436,3 +436,17 @@ def runs_as_it_is(op: Any) -> bool:
     from torch._inductor.lowering import fallbacks, lowerings
 
     return op not in lowerings or op in fallbacks
+
+
+def strided_shard(dim: int, parts: int) -> Placement:
+    """The placement of a tensor of which a dimension is made of `parts` equal pieces, each of them split."""
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    return _StridedShard(dim, split_factor=parts)
+
+
+def new_fake_mode() -> Any:
+    """A mode under which tensors have shapes and no memory, and in which plain tensors may appear."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    return FakeTensorMode(allow_non_fake_inputs=True)

@@ -21,6 +21,7 @@ from .collectives.gather_by_messages import gather_by_messages, gather_by_messag
 from .collectives.gather_by_messages import register_lowering as _register_gather
 from .collectives.gather_param import gather_param, reduce_grad, start_reduction
 from .collectives.messages import sends_messages
+from .collectives.tensor_slices import enter_slices, gather_slices, own_slice, slice_of, sum_slices
 from .compat import backend_name, c10d_functional, resolve_group, share_memory, size_hint
 from .kernels.launch import on_device_of, on_gpu
 from .kernels.linear_cross_entropy import linear_cross_entropy
@@ -48,16 +49,19 @@ __all__ = [
     "backend_name",
     "c10d_functional",
     "chunk_rows",
+    "enter_slices",
     "exchange_by_messages",
     "exchange_by_messages_coalesced",
     "finish_offload",
     "gather_by_messages",
     "gather_by_messages_coalesced",
     "gather_param",
+    "gather_slices",
     "linear_cross_entropy",
     "offload",
     "on_device_of",
     "on_gpu",
+    "own_slice",
     "pad_rows",
     "reduce_grad",
     "reload",
@@ -68,11 +72,13 @@ __all__ = [
     "sends_messages",
     "share_memory",
     "size_hint",
+    "slice_of",
     "start_gather",
     "start_gather_rows",
     "start_reducing",
     "start_reduction",
     "sum_over",
+    "sum_slices",
     "transfers_of",
     "usual_gather",
 ]

@@ -19,6 +19,7 @@ from .overlap.bucket_gathers import BucketBackwardGathers, BucketForwardGathers
 from .overlap.bucket_reductions import BucketReductions
 from .overlap.delay_reduction_waits import DelayReductionWaits
 from .overlap.prefetch_gathers import PrefetchBackwardGathers, PrefetchForwardGathers
+from .parallel.slice_tensors import SliceTensors
 from .runner.partitioner import CaptureFacts, InferenceLowering, Partitioner, Split
 from .runner.runner import GraphSink, PassRecord, Runner
 from .zero.await_copies import AwaitCopies
@@ -75,6 +76,7 @@ __all__ = [
     "Runner",
     "SelectiveGather",
     "Split",
+    "SliceTensors",
     "SubstituteKernels",
     "call_of",
     "default_pipeline",

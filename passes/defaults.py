@@ -8,6 +8,7 @@ from .overlap.bucket_gathers import BucketBackwardGathers, BucketForwardGathers
 from .overlap.bucket_reductions import BucketReductions
 from .overlap.delay_reduction_waits import DelayReductionWaits
 from .overlap.prefetch_gathers import PrefetchBackwardGathers, PrefetchForwardGathers
+from .parallel.slice_tensors import SliceTensors
 from .zero.await_copies import AwaitCopies
 from .zero.bucket_small_reductions import BucketSmallReductions
 from .zero.choose_collective_algorithms import ChooseCollectiveAlgorithms
@@ -23,6 +24,7 @@ def default_pipeline() -> Pipeline:
     return Pipeline(
         [
             MergeGathers(),
+            SliceTensors(),
             SubstituteKernels(),
             CompressGathers(),
             BucketSmallReductions(),

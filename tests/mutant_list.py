@@ -592,6 +592,11 @@ PARALLEL = (
         *("sorted((item for item in plans if item.fits), key", "sorted((item for item in plans), key"),
         killers=("tests/parallel/test_search.py",),
     ),
+    Mutant(
+        *("slices-not-entered", "passes/parallel/slice_tensors.py", "missing term"),
+        *("operand is not outcome.added and _has_gradient(operand)", "False"),
+        killers=("tests/passes/parallel/test_slice_tensors.py",),
+    ),
 )
 
 MUTANTS = (

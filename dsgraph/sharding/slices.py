@@ -1,0 +1,86 @@
+"""What a tensor-parallel model's modules hand out: parameters of which each rank holds a slice.
+
+`tensor_parallel` gives a module's class one property a parameter. Its answer is a `dsgraph::gather_slices` of this
+rank's slice, which `SliceTensors` takes out of captured graphs wherever calls can work on slices. Run eagerly it is the
+gather itself: a tensor-parallel model is correct wherever it runs, and saves memory of computing where it is compiled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DeviceMesh, DTensor, Placement, Replicate, Shard
+
+from dsgraph import compat
+from dsgraph.inductor_ext import slice_of
+
+
+@dataclass(frozen=True)
+class ParameterSlice:
+    """How a parameter is sliced over the ranks of a tensor-parallel axis.
+
+    Attributes:
+        dim: Which dimension is sliced; -1: none, each rank holds all of it.
+        parts: Of how many equal pieces that dimension is made, each of which is sliced.
+        ranks: How many ranks share it.
+        group: Name of their process group.
+    """
+
+    dim: int
+    parts: int
+    ranks: int
+    group: str
+
+    def placement(self) -> Placement:
+        """The same in the terms of `DTensor`."""
+        if self.dim < 0:
+            return Replicate()
+        return Shard(self.dim) if self.parts == 1 else compat.strided_shard(self.dim, self.parts)
+
+    def own(self, full: Tensor, rank: int) -> Tensor:
+        """A rank's slice of the full parameter, in memory of its own."""
+        if self.dim < 0:
+            return full.clone()
+        return slice_of(full, self.dim, parts=self.parts, ranks=self.ranks, rank=rank)
+
+    def full(self, own: Tensor) -> Tensor:
+        """The full parameter: a marker in captured graphs, a gather elsewhere."""
+        if self.dim < 0:
+            return own
+        return cast("Tensor", torch.ops.dsgraph.gather_slices(own, self.dim, self.parts, self.ranks, self.group))
+
+
+def sliced_parameter(param: nn.Parameter, held: ParameterSlice, mesh: DeviceMesh) -> nn.Parameter:
+    """The parameter of which this rank holds a slice, as a `DTensor` of the full shape."""
+    full = param.detach().contiguous()
+    value = DTensor.from_local(
+        held.own(full, mesh.get_local_rank()),
+        mesh,
+        [held.placement()],
+        run_check=False,
+        shape=full.shape,
+        stride=full.stride(),
+    )
+    made = nn.Parameter(value, requires_grad=param.requires_grad)
+    made.__dict__.update(param.__dict__)  # what users and libraries note on parameters, such as `no_decay`
+    return made
+
+
+def slicing_class(original: type[nn.Module], slices: Mapping[str, ParameterSlice]) -> type[nn.Module]:
+    """A subclass that hands out full parameters, by attribute name."""
+    body: dict[str, Any] = {name: _property_for(name, held) for name, held in slices.items()}
+    body |= {"__module__": original.__module__, "__qualname__": original.__qualname__, "__doc__": original.__doc__}
+    return cast("type[nn.Module]", type(original.__name__, (original,), body))
+
+
+def _property_for(name: str, held: ParameterSlice) -> property:
+    def read(self: nn.Module) -> Any:
+        param: Any = self._parameters[name]
+        return held.full(param.to_local()) if isinstance(param, DTensor) else param
+
+    compat.only_inlined(read)
+    return property(read, doc=f"The full parameter {name!r}; this rank's slice stands in `named_parameters()`.")

@@ -1,0 +1,138 @@
+"""Slices of tensors over the ranks of a tensor-parallel group, and what carries values and gradients between them.
+
+A dimension of `parts` equal pieces is sliced piece by piece: rank r of n holds the r-th n-th of each, one behind the
+other. With `parts=1` that is the r-th n-th of the dimension; a fused product of queries, keys and values has three.
+
+    gather_slices:  full = all slices, in order                 backward: this rank's slice of the gradient
+    own_slice:      own  = this rank's slice of full            backward: the gradients of all slices, in order
+    sum_slices:     sum  = sum over ranks of x                  backward: the gradient as it is
+    enter_slices:   x    = x                                    backward: the sum over ranks of the gradient
+
+The last two are the conjugate pair f, g of Shoeybi et al.: Megatron-LM, arXiv 1909.08053, section 3. They hold where a
+replicated value has the same gradient on every rank, and a slice the gradient of that slice.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dsgraph.inductor_ext.compat import c10d_functional, resolve_group
+from dsgraph.inductor_ext.ops import define_op
+
+
+def slice_of(full: Tensor, dim: int, *, parts: int, ranks: int, rank: int) -> Tensor:
+    """One rank's slice.
+
+    Args:
+        full: `[..., size, ...]`, whose `size` at `dim` divides by `parts * ranks`.
+        dim: Which dimension is sliced, 0 or more.
+        parts: Of how many equal pieces it is made.
+        ranks: Over how many ranks.
+        rank: Whose slice.
+
+    Returns:
+        `[..., size / ranks, ...]`, in memory of its own.
+    """
+    pieces = full.unflatten(dim, (parts, ranks, full.shape[dim] // (parts * ranks)))
+    return pieces.select(dim + 1, rank).flatten(dim, dim + 1).clone(memory_format=torch.contiguous_format)
+
+
+def join_slices(stacked: Tensor, dim: int, *, parts: int) -> Tensor:
+    """The full tensor of all slices.
+
+    Args:
+        stacked: `[ranks, ..., size / ranks, ...]`.
+        dim: Which dimension of the full tensor is sliced.
+        parts: Of how many equal pieces it is made.
+
+    Returns:
+        `[..., size, ...]`, a new tensor.
+    """
+    pieces = stacked.movedim(0, dim).unflatten(dim + 1, (parts, stacked.shape[dim + 1] // parts))
+    return pieces.transpose(dim, dim + 1).flatten(dim, dim + 2).clone(memory_format=torch.contiguous_format)
+
+
+def _gathered(own: Tensor, dim: int, parts: int, ranks: int, group: str) -> Tensor:
+    shape = list(own.shape)
+    shape[dim] = shape[dim] * ranks
+    return own.new_empty(shape)
+
+
+@define_op(fake=_gathered)
+def gather_slices(own: Tensor, dim: int, parts: int, ranks: int, group: str) -> Tensor:
+    """The full tensor of which `own` is this rank's slice.
+
+    Args:
+        own: `[..., size / ranks, ...]`.
+        dim: Which dimension is sliced.
+        parts: Of how many equal pieces it is made.
+        ranks: How many ranks the group has.
+        group: Name of the process group.
+
+    Returns:
+        `[..., size, ...]`.
+    """
+    stacked = c10d_functional.all_gather_into_tensor(own.contiguous(), ranks, group)
+    stacked = c10d_functional.wait_tensor(stacked).view(ranks, *own.shape)
+    return join_slices(stacked, dim, parts=parts)
+
+
+def _sliced(full: Tensor, dim: int, parts: int, ranks: int, group: str) -> Tensor:
+    shape = list(full.shape)
+    shape[dim] = shape[dim] // ranks
+    return full.new_empty(shape)
+
+
+@define_op(fake=_sliced)
+def own_slice(full: Tensor, dim: int, parts: int, ranks: int, group: str) -> Tensor:
+    """This rank's slice of a tensor that every rank holds; arguments as of `gather_slices`, the other way."""
+    return slice_of(full, dim, parts=parts, ranks=ranks, rank=resolve_group(group).rank())
+
+
+def _like(x: Tensor, group: str) -> Tensor:
+    return torch.empty_like(x)
+
+
+@define_op(fake=_like)
+def sum_slices(x: Tensor, group: str) -> Tensor:
+    """The sum of `x` over the ranks of `group`, of the same shape."""
+    return c10d_functional.wait_tensor(c10d_functional.all_reduce(x, "sum", group)).clone()
+
+
+@define_op(fake=_like)
+def enter_slices(x: Tensor, group: str) -> Tensor:
+    """A copy of `x`, whose gradient is summed over the ranks of `group`."""
+    return x.clone()
+
+
+def _note_slice(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.slice = inputs[1:]
+
+
+def _note_group(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    _, ctx.group = inputs
+
+
+def _slice_back(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    return torch.ops.dsgraph.own_slice(grad, *ctx.slice), None, None, None, None
+
+
+def _gather_back(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    return torch.ops.dsgraph.gather_slices(grad, *ctx.slice), None, None, None, None
+
+
+def _pass_back(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    return grad, None
+
+
+def _sum_back(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    return torch.ops.dsgraph.sum_slices(grad, ctx.group), None
+
+
+gather_slices.register_autograd(_slice_back, setup_context=_note_slice)
+own_slice.register_autograd(_gather_back, setup_context=_note_slice)
+sum_slices.register_autograd(_pass_back, setup_context=_note_group)
+enter_slices.register_autograd(_sum_back, setup_context=_note_group)

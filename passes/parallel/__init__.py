@@ -1,0 +1,1 @@
+"""Passes that divide the operators of a model among ranks."""

@@ -1,0 +1,170 @@
+"""Finds which parameters of a model can be sliced, on its captured graph.
+
+Every product with a weight is taken for one whose weight can be sliced: along its inputs where what it reads is sliced
+along them already, along its outputs otherwise. Slices are followed from there. Where they meet a call that cannot work
+on them, the parameters from which they came stay whole, those of equal name in all layers together, and the search
+begins anew. So it ends with pairs of products between which nothing needs to be gathered, or with whole parameters.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+from torch.fx import GraphModule, Node
+
+from dsgraph.passes.kernels.matching import call_of, transpose_of
+
+from .slice_products import Product, product_of
+from .slice_rules import name_of
+from .slice_walk import Sliced
+from .slices import Refusal, Slice
+
+# What may be given a gathered value: a loss, and whoever called the model.
+_ENDS = frozenset({"cross_entropy"})
+
+
+@dataclass
+class Found:
+    """What can be sliced.
+
+    Attributes:
+        slices: Name of a parameter -> how it is sliced.
+        whole: Name of a parameter of a product -> why it stays whole.
+    """
+
+    slices: dict[str, Slice] = field(default_factory=dict)
+    whole: dict[str, str] = field(default_factory=dict)
+
+
+def find_slices(
+    gm: GraphModule, names: Mapping[Node, str], *, ranks: int, given: Mapping[str, Slice] | None = None
+) -> Found:
+    """Which parameters of a graph can be sliced.
+
+    Args:
+        gm: A captured graph that has `example_value`s.
+        names: Placeholders of parameters -> their names.
+        ranks: Over how many ranks.
+        given: How parameters are sliced; then no others are, and only the number of their pieces is found. None: all
+            that can be.
+    """
+    search = _Search(gm, names, ranks, dict(given or {}), is_given=given is not None)
+    while search.walk():
+        pass
+    return search.found
+
+
+class _AgainError(Exception):
+    """Something was learned."""
+
+
+@dataclass
+class _Search:
+    gm: GraphModule
+    names: Mapping[Node, str]
+    ranks: int
+    given: dict[str, Slice]
+    is_given: bool
+    parts: dict[str, int] = field(default_factory=dict)
+    tried: dict[str, str] = field(default_factory=dict)
+    whole: dict[str, str] = field(default_factory=dict)
+    found: Found = field(default_factory=Found)
+
+    def walk(self) -> bool:
+        """Follows slices through the graph; False when nothing more was learned."""
+        self.found = Found()
+        known = Sliced(self.ranks)
+        for node, name in self.names.items():
+            if name in self.given:
+                held = self.given[name]
+                held = Slice(held.dim, self.parts.get(_pattern(name), held.parts))
+                known.hold(node, held, frozenset({name}))
+                self.found.slices[name] = held
+        try:
+            for node in self.gm.graph.nodes:
+                self._visit(node, known)
+        except _AgainError:
+            return True
+        return False
+
+    def _visit(self, node: Node, known: Sliced) -> None:
+        product = product_of(node, known) if node.op == "call_function" else None
+        if product is not None and not self.is_given:
+            self._decide(product, known)
+        outcome = known.follow(node)
+        if isinstance(outcome, Refusal) and name_of(node) not in _ENDS:
+            blamed = outcome.blamed or known.operands(node)
+            self._learn(outcome, frozenset().union(*(known.origins[operand] for operand in blamed)))
+
+    def _decide(self, product: Product, known: Sliced) -> None:
+        """Slices the weight of a product, unless it is known to stay whole."""
+        chain = self._chain(product.weight)
+        name = self.names.get(chain[-1])
+        if name is None or any(known.slice_of(node) is not None for node in chain):
+            return
+        others = [name_of(user) for user in chain[-1].users if user not in (product.node, *chain)]
+        reason = f"{others[0]} reads it as well" if others else self.whole.get(_pattern(name))
+        held = known.slice_of(product.x)
+        is_row = isinstance(held, Slice) and held.dim == len(known.shape_of(product.x)) - 1
+        if held is not None and not is_row:
+            reason = reason or "what it is multiplied with is sliced in another dimension"
+        dim, parts = (product.inputs, held.parts) if is_row else (product.outputs, self.parts.get(_pattern(name), 1))
+        size = known.shape_of(product.weight)[dim]
+        if reason is None and size % (self.ranks * parts):
+            reason = f"its dimension of {size} cannot be divided by {self.ranks} ranks"
+        if reason is not None:
+            self.found.whole[name] = reason
+            return
+        self._hold(chain, Slice(dim, parts), frozenset({name}), known)
+        bias = self.names.get(product.bias)
+        if bias is not None and not is_row and known.slice_of(product.bias) is None:
+            self._hold([product.bias], Slice(0, parts), frozenset({name}), known)
+
+    def _hold(self, chain: list[Node], held: Slice, origins: frozenset[str], known: Sliced) -> None:
+        """Notes the slice of a weight, of what it is a transpose of, and so on to the parameter."""
+        known.hold(chain[0], held, origins)
+        for made, source in pairwise(chain):
+            held = Slice(_before_transpose(made, held.dim, len(known.shape_of(source))), held.parts)
+            known.hold(source, held, origins)
+        self.found.slices[self.names[chain[-1]]] = held
+
+    def _chain(self, weight: Node) -> list[Node]:
+        chain = [weight]
+        while chain[-1].op != "placeholder" and _is_transpose(chain[-1]):
+            chain.append(chain[-1].args[0])  # type: ignore[arg-type]
+        return chain
+
+    def _learn(self, refusal: Refusal, origins: frozenset[str]) -> None:
+        """Notes what a refused call says of the parameters from which its slices come."""
+        patterns = {_pattern(name) for name in origins}
+        if refusal.parts and any(self.parts.get(pattern, 1) == 1 for pattern in patterns):
+            self.parts.update(dict.fromkeys(patterns, refusal.parts))
+            self.tried.update(dict.fromkeys(patterns, refusal.reason))
+            raise _AgainError
+        if self.is_given:
+            return
+        unknown = patterns - self.whole.keys()
+        if unknown:
+            self.whole.update({pattern: self.tried.get(pattern, refusal.reason) for pattern in unknown})
+            raise _AgainError
+
+
+def _is_transpose(node: Node) -> bool:
+    call = call_of(node)
+    return (call is not None and call.kind == "transpose") or transpose_of(node) is not None
+
+
+def _before_transpose(node: Node, dim: int, dims: int) -> int:
+    call = call_of(node)
+    one, other = (call["dim0"] % dims, call["dim1"] % dims) if call is not None else (dims - 2, dims - 1)
+    swapped: dict[Any, int] = {one: other, other: one}
+    return swapped.get(dim, dim)
+
+
+def _pattern(name: str) -> str:
+    """A parameter's name without the numbers of layers."""
+    return re.sub(r"(?<=\.)\d+(?=\.)", "*", name)

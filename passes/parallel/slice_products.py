@@ -1,0 +1,185 @@
+"""What products make of sliced operands.
+
+column:  y_r = x @ W_r           W sliced along its outputs: each rank has its columns of y
+row:     y   = sum_r x_r @ W_r   W sliced along its inputs, as x is: the sum over ranks
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+from torch.fx import Node
+
+from dsgraph.passes.kernels.matching import call_of
+
+from .slices import Outcome, Refusal, Slice, Values, same
+
+_UNLIKE = "a product whose operands are sliced in two ways"
+
+
+@dataclass(frozen=True)
+class Product:
+    """A product with a weight.
+
+    Attributes:
+        node: The call.
+        x: `[..., inputs]`.
+        weight: `[outputs, inputs]` or the other way round, with leading dimensions of experts.
+        bias: `[outputs]`, or None.
+        inputs: Which dimension of the weight holds the inputs, 0 or more.
+        outputs: Which holds the outputs.
+    """
+
+    node: Node
+    x: Node
+    weight: Node
+    bias: Any
+    inputs: int
+    outputs: int
+
+
+def product_of(node: Node, values: Values) -> Product | None:
+    """The product with a weight that a node is; None for any other call."""
+    name = getattr(node.target, "__name__", "") if node.op == "call_function" else ""
+    call = call_of(node)
+    if call is not None and call.kind == "linear":
+        return Product(node, call.input, call["weight"], call["bias"], 1, 0)
+    if name == "addmm" and not node.kwargs and len(node.args) == 3:
+        bias, x, weight = node.args
+        return Product(node, x, weight, bias, 0, 1)  # type: ignore[arg-type]
+    if "grouped_mm" in str(node.target) and len(node.args) >= 2:
+        x, weight = node.args[:2]
+        if isinstance(x, Node) and isinstance(weight, Node) and len(values.shape_of(weight) or ()) == 3:
+            return Product(node, x, weight, None, 1, 2)
+    return None
+
+
+def weight_product(node: Node, values: Values) -> Outcome | Refusal:
+    """`linear`, `addmm`, and products of groups of rows with experts."""
+    product = product_of(node, values)
+    if product is None:
+        return Refusal("a product that cannot be read")
+    held, weight = values.slice_of(product.x), values.slice_of(product.weight)
+    last = len(values.shape_of(product.x)) - 1
+    if weight is None:
+        return _whole_weight(product, held, values)
+    if weight.dim == product.inputs:
+        return _row(node, product, held, weight, last)
+    if weight.dim != product.outputs or held is not None:
+        return Refusal(_UNLIKE)
+    out = Slice(len(values.shape_of(node)) - 1, weight.parts)
+    is_sliced = values.slice_of(product.bias) is not None
+    if is_sliced and values.slice_of(product.bias) != Slice(0, weight.parts):
+        return Refusal(_UNLIKE)
+    takes = {product.bias: Slice(0, weight.parts)} if isinstance(product.bias, Node) and not is_sliced else {}
+    return Outcome(out, takes)
+
+
+def _whole_weight(product: Product, held: Slice, values: Values) -> Outcome | Refusal:
+    last = len(values.shape_of(product.x)) - 1
+    if held is None or values.slice_of(product.bias) is not None:
+        return Refusal("a product whose bias alone is sliced")
+    if held.dim == last:
+        return Refusal("a product sums over the sliced dimension, with a weight that is whole")
+    return Outcome(held)
+
+
+def _row(node: Node, product: Product, held: Any, weight: Slice, last: int) -> Outcome | Refusal:
+    wanted = Slice(last, weight.parts)
+    if held not in (None, wanted):
+        return Refusal(_UNLIKE)
+    takes = {product.x: wanted} if held is None else {}
+    if not isinstance(product.bias, Node):
+        return Outcome(None, takes, is_partial=True)
+    args: tuple[Any, ...] = (product.x, product.weight)
+    return Outcome(None, takes, args=args, kwargs={}, is_partial=True, added=product.bias)
+
+
+def matmul(node: Node, values: Values) -> Outcome | Refusal:
+    """A product of two values: sliced in a leading dimension, in rows of one, in columns of the other, or summed."""
+    call = call_of(node)
+    assert call is not None
+    one, other = call.input, call["other"]
+    shapes = values.shape_of(one), values.shape_of(other)
+    if min(len(shape) for shape in shapes) < 2:
+        return Refusal("a product with a vector")
+    dims = max(len(shape) for shape in shapes)
+    first, second = (
+        _from_end(values.slice_of(each), len(shape)) for each, shape in zip((one, other), shapes, strict=True)
+    )
+    parts = (values.slice_of(one) or values.slice_of(other)).parts
+    if first == -1 and second in (-2, None):
+        takes = {} if second is not None else {other: Slice(len(shapes[1]) - 2, parts)}
+        return Outcome(None, takes, is_partial=True)
+    if second == -2 and first is None:
+        return Outcome(None, {one: Slice(len(shapes[0]) - 1, parts)}, is_partial=True)
+    if first == -2 and second is None:
+        return Outcome(Slice(dims - 2, parts))
+    if second == -1 and first is None:
+        return Outcome(Slice(dims - 1, parts))
+    if first is not None and second is not None and first != second:
+        return Refusal(_UNLIKE)
+    at = first if first is not None else second
+    assert at is not None
+    if at >= -2:
+        return Refusal(_UNLIKE)
+    takes = {}
+    for each, shape in zip((one, other), shapes, strict=True):
+        if values.slice_of(each) is None and len(shape) >= -at and not same(shape[at], 1):
+            takes[each] = Slice(len(shape) + at, parts)
+    return Outcome(Slice(dims + at, parts), takes)
+
+
+def _from_end(held: Slice | None, dims: int) -> int | None:
+    return None if held is None else held.dim - dims
+
+
+def attention(node: Node, values: Values) -> Outcome | Refusal:
+    """Scaled dot-product attention, sliced by heads: `[batch, heads, time, width]`."""
+    names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
+    call: dict[str, Any] = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+    operands: list[Node] = [call[name] for name in names[:3]]
+    if call.get("dropout_p", 0):
+        return Refusal("attention draws its dropout inside, other numbers for each slice of heads: set it to 0")
+    held = [values.slice_of(operand) for operand in operands]
+    heads = [values.shape_of(operand)[1] for operand in operands]
+    wrong = tuple(each for each, one in zip(operands, held, strict=True) if one not in (None, Slice(1)))
+    if len(values.shape_of(operands[0])) != 4 or wrong or held[0] is None:
+        return Refusal("attention that is not sliced by heads", blamed=wrong)
+    takes: dict[Node, Slice] = {}
+    for operand, one, count in zip(operands, held, heads, strict=True):
+        if one is None and count != 1:
+            if count != heads[0]:
+                return Refusal(f"attention of {heads[0]} sliced heads with {count} whole ones of keys and values")
+            takes[operand] = Slice(1)
+    mask = call.get("attn_mask")
+    if isinstance(mask, Node):
+        shape = values.shape_of(mask)
+        if len(shape) >= 3 and not same(shape[-3], 1):
+            if values.slice_of(mask) is None:
+                takes[mask] = Slice(len(shape) - 3)
+        elif values.slice_of(mask) is not None:
+            return Refusal("attention with a mask that is sliced otherwise")
+    return Outcome(Slice(1), takes)
+
+
+def embedding(node: Node, values: Values) -> Outcome | Refusal:
+    """A table sliced along its width. One that is sliced along its rows is gathered."""
+    ids, table = node.args[:2]
+    held = values.slice_of(table)
+    if held is None or values.slice_of(ids) is not None or held.dim != 1:
+        return Refusal("an embedding whose rows are sliced")
+    return Outcome(Slice(len(values.shape_of(node)) - 1, held.parts))
+
+
+PRODUCTS: Mapping[str, Callable[[Node, Values], Outcome | Refusal]] = MappingProxyType(
+    {
+        **dict.fromkeys(("linear", "addmm", "grouped_mm_fallback", "_grouped_mm", "grouped_mm"), weight_product),
+        "matmul": matmul,
+        "scaled_dot_product_attention": attention,
+        "embedding": embedding,
+    }
+)

@@ -1,0 +1,205 @@
+"""SliceTensors: tensor parallelism, on the graph of the model that knows nothing of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F  # noqa: N812 - as users write it
+from torch import Tensor
+from torch.fx import GraphModule, Node
+from torch.fx.node import map_arg
+
+from dsgraph.passes.core.context import PassContext, Phase
+from dsgraph.passes.core.graph_pass import GraphPass, PassResult
+
+from .slice_rules import name_of
+from .slice_walk import Sliced, marked_slices
+from .slices import Outcome, Refusal, Slice
+
+_own = torch.ops.dsgraph
+
+
+@dataclass(frozen=True)
+class SliceTensors(GraphPass):
+    """Let each tensor-parallel rank compute with its slices of parameters, wherever calls can work on slices.
+
+    before:  w = gather_slices(own_w, 0, 1, 2, "tp"); v = gather_slices(own_v, 1, 1, 2, "tp")
+             h = linear(x, w).view(8, 16, 4, 32)...; y = linear(h, v)
+    after:   e = enter_slices(x, "tp")                     identity; sums the gradient in the backward
+             h = linear(e, own_w).view(8, 16, 2, 32)...    half of the heads
+             y = sum_slices(linear(h, own_v), "tp")        sum; hands the gradient through in the backward
+
+    Sizes that are written into views are divided. Random numbers for a sliced value are drawn for the whole of it, on
+    every rank the same, and each keeps its part: the model draws what it draws in one process. A call that no rule
+    knows gets its operands gathered, and a note says so. Left alone: graphs without sliced parameters.
+    """
+
+    phase: ClassVar[Phase] = Phase.CAPTURE
+    changes_collectives: ClassVar[bool] = True
+
+    def run(self, gm: GraphModule, ctx: PassContext) -> PassResult:
+        markers = list(marked_slices(gm))
+        if not markers:
+            return PassResult()
+        _, _, ranks, group = markers[0]
+        rewriting = _Rewriting(gm, Sliced(ranks), group)
+        for marker, held, *_ in markers:
+            rewriting.known.hold(marker, held, frozenset())
+        for node in list(gm.graph.nodes):
+            rewriting.visit(node)
+        for marker, *_ in markers:
+            if not marker.users:
+                gm.graph.erase_node(marker)
+        rewriting.refresh_values()
+        return PassResult(changed=rewriting.changed, notes=tuple(dict.fromkeys(rewriting.notes)))
+
+
+@dataclass
+class _Rewriting:
+    """A graph while it is rewritten, from its inputs on."""
+
+    gm: GraphModule
+    known: Sliced
+    group: str
+    changed: int = 0
+    notes: list[str] = field(default_factory=list)
+    _local: dict[Node, Node] = field(default_factory=dict)
+    _made: dict[tuple[Node, Any], Node] = field(default_factory=dict)
+    _touched: set[Node] = field(default_factory=set)
+
+    def visit(self, node: Node) -> None:
+        """Rewrites one call."""
+        if self.known.slice_of(node) is not None:  # a marker: the slice itself stands for it
+            self._local[node] = node.args[0]  # type: ignore[assignment]
+            return
+        outcome = self.known.follow(node)
+        if isinstance(outcome, Outcome):
+            self._slice(node, outcome)
+            self.changed += 1
+            return
+        for operand in self.known.operands(node):
+            if isinstance(outcome, Refusal) or node.op == "output":
+                reason = outcome.reason if isinstance(outcome, Refusal) else "the model returns it"
+                self.notes.append(f"{operand.name} is gathered for {name_of(node)}: {reason}")
+            node.replace_input_with(operand, self._gathered(operand, node))
+
+    def _slice(self, node: Node, outcome: Outcome) -> None:
+        """Makes a call work on slices."""
+        is_sliced = outcome.out is not None or outcome.is_partial
+        for operand in node.all_input_nodes:
+            if self.known.slice_of(operand) is not None:
+                continue
+            if operand in outcome.takes:
+                self._made.setdefault(
+                    (operand, outcome.takes[operand]), self._taken(operand, outcome.takes[operand], node)
+                )
+            elif is_sliced and operand is not outcome.added and _has_gradient(operand):
+                self._entered(operand, node)
+        if outcome.draws:
+            self._draw(node)
+            return
+        args = node.args if outcome.args is None else outcome.args
+        kwargs = node.kwargs if outcome.kwargs is None else outcome.kwargs
+        read = lambda operand: self._read(operand, outcome)  # noqa: E731
+        node.args, node.kwargs = map_arg(args, read), map_arg(dict(kwargs), read)
+        if outcome.added is not None and name_of(node) == "addmm":
+            node.target = torch.mm
+        self._touched.add(node)
+        if outcome.is_partial:
+            self._sum(node, outcome)
+        else:
+            self._local[node] = node
+
+    def _read(self, operand: Node, outcome: Outcome) -> Node:
+        if operand in outcome.takes:
+            return self._made[operand, outcome.takes[operand]]
+        return self._local.get(operand) or self._made.get((operand, "enter")) or operand
+
+    def _sum(self, node: Node, outcome: Outcome) -> None:
+        users = list(node.users)
+        with self.gm.graph.inserting_after(node):
+            total = last = self.gm.graph.call_function(_own.sum_slices.default, (node, self.group))
+        if outcome.added is not None:
+            with self.gm.graph.inserting_after(total):
+                last = self.gm.graph.call_function(torch.add, (total, self._whole(outcome.added)))
+        for made in (total, last):
+            made.meta.update(node.meta)
+            self._touched.add(made)
+        for user in users:
+            user.replace_input_with(node, last)
+
+    def _draw(self, node: Node) -> None:
+        """Dropout: the numbers of the whole value, of which this rank keeps its slice."""
+        held, operand = self.known.slice_of(node), node.args[0]
+        assert isinstance(operand, Node)
+        rest = {"p": node.args[1] if len(node.args) > 1 else node.kwargs.get("p", 0.5), "training": True}
+        value = node.meta["example_value"]
+        ones = self._emit(node, torch.ones, tuple(value.shape), dtype=value.dtype, device=value.device)
+        drawn = self._emit(node, F.dropout, ones, **rest)
+        own = self._emit(node, _own.own_slice.default, drawn, held.dim, held.parts, self.known.ranks, self.group)
+        node.op, node.target, node.args, node.kwargs = "call_function", torch.mul, (self._local[operand], own), {}
+        self._touched.add(node)
+        self._local[node] = node
+
+    def _entered(self, operand: Node, before: Node) -> Node:
+        key = (operand, "enter")
+        if key not in self._made:
+            self._made[key] = self._emit(before, _own.enter_slices.default, operand, self.group)
+        return self._made[key]
+
+    def _taken(self, operand: Node, held: Slice, before: Node) -> Node:
+        if (operand, held) in self._made:
+            return self._made[operand, held]
+        return self._emit(before, _own.own_slice.default, operand, held.dim, held.parts, self.known.ranks, self.group)
+
+    def _whole(self, operand: Node) -> Node:
+        return operand
+
+    def _gathered(self, operand: Node, before: Node) -> Node:
+        """The full value of what is sliced; of a parameter, its marker."""
+        if operand.target in (_own.gather_slices, _own.gather_slices.default):
+            return operand
+        held, key = self.known.slice_of(operand), (operand, "gather")
+        if key not in self._made:
+            rest = (held.dim, held.parts, self.known.ranks, self.group)
+            self._made[key] = self._emit(before, _own.gather_slices.default, self._local[operand], *rest)
+        return self._made[key]
+
+    def _emit(self, before: Node, target: Any, *args: Any, **kwargs: Any) -> Node:
+        with self.gm.graph.inserting_before(before):
+            node = self.gm.graph.call_function(target, args, kwargs)
+        node.meta.update({key: value for key, value in before.meta.items() if key not in ("example_value", "val")})
+        self._touched.add(node)
+        return node
+
+    def refresh_values(self) -> None:
+        """Computes the fake values of what has changed, in the order of the graph."""
+        stale = set(self._touched)
+        for node in self.gm.graph.nodes:
+            if node.op not in ("call_function", "call_method"):
+                continue
+            if node in stale or any(operand in stale for operand in node.all_input_nodes):
+                stale.add(node)
+                node.meta["example_value"] = _evaluate(node)
+
+
+def _has_gradient(operand: Node) -> bool:
+    value = operand.meta.get("example_value")
+    return isinstance(value, Tensor) and value.requires_grad
+
+
+def _evaluate(node: Node) -> Any:
+    args, kwargs = map_arg((node.args, node.kwargs), lambda operand: operand.meta["example_value"])
+    # Of the values themselves: while a backend runs, torch's context names a mode of its own.
+    mode = next(value.fake_mode for value in _values_of(node) if hasattr(value, "fake_mode"))
+    old = node.meta.get("example_value")
+    with mode, torch.set_grad_enabled(not isinstance(old, Tensor) or old.requires_grad):
+        if node.op == "call_method":
+            return getattr(args[0], str(node.target))(*args[1:], **kwargs)
+        return node.target(*args, **kwargs)  # type: ignore[operator]
+
+
+def _values_of(node: Node) -> Any:
+    return (each.meta["example_value"] for each in node.graph.nodes if "example_value" in each.meta)

@@ -1,0 +1,119 @@
+"""What is known of a sliced value, and how a slice goes through a change of shape."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from torch.fx import Node
+
+
+@dataclass(frozen=True)
+class Slice:
+    """How a value is sliced over the ranks.
+
+    Attributes:
+        dim: The dimension, 0 or more.
+        parts: Of how many equal pieces the dimension is made, each of which is sliced: see `tensor_slices.py`.
+    """
+
+    dim: int
+    parts: int = 1
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """Why a call cannot work on slices.
+
+    Attributes:
+        reason: For people.
+        parts: Of how many pieces the sliced dimension would have to be made for it to work; 0: it would not.
+        blamed: The operands that are sliced wrongly; empty: all that are sliced.
+    """
+
+    reason: str
+    parts: int = 0
+    blamed: tuple[Node, ...] = ()
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a call makes of slices.
+
+    Attributes:
+        out: How its result is sliced; None: it is replicated. A tuple for a call that gives several.
+        takes: Replicated operands of which it reads this rank's slice.
+        args: Its positional arguments on slices; None: as they are.
+        kwargs: Likewise.
+        is_partial: Whether its result is to be summed over ranks.
+        added: What is added behind that sum: a bias.
+        draws: Whether it draws random numbers for its elements.
+    """
+
+    out: Slice | tuple[Slice | None, ...] | None
+    takes: Mapping[Node, Slice] = field(default_factory=dict)
+    args: tuple[Any, ...] | None = None
+    kwargs: Mapping[str, Any] | None = None
+    is_partial: bool = False
+    added: Node | None = None
+    draws: bool = False
+
+
+class Values(Protocol):
+    """What rules ask of the graph."""
+
+    ranks: int
+
+    def slice_of(self, node: object) -> Any:
+        """A `Slice`, None for what is replicated, a tuple for several values."""
+
+    def shape_of(self, node: object) -> tuple[Any, ...]:
+        """The full shape."""
+
+
+def same(one: Any, other: Any) -> bool:
+    """Whether two sizes are equal; of symbolic ones, whether they are written alike, so that nothing is assumed."""
+    if isinstance(one, int) and isinstance(other, int):
+        return one == other
+    return str(one) == str(other)
+
+
+def through_reshape(before: Sequence[Any], after: Sequence[Any], held: Slice, ranks: int) -> Slice | Refusal:
+    """How a value is sliced after `reshape`.
+
+    The sliced dimension must lead among those that it is merged with, and what it is split into must begin with a
+    size that divides by the ranks: the number of heads.
+    """
+    behind = len(before) - held.dim
+    if all(map(same, before[: held.dim + 1], after)) and len(after) > held.dim:
+        return held
+    if len(after) >= behind and all(map(same, before[held.dim :], after[-behind:])):
+        return Slice(len(after) - behind, held.parts)
+    first = 0
+    while first < min(held.dim, len(after)) and same(before[first], after[first]):
+        first += 1
+    last, end = len(before), len(after)
+    while last > held.dim + 1 and end > first and same(before[last - 1], after[end - 1]):
+        last, end = last - 1, end - 1
+    merged, made = list(before[first:last]), list(after[first:end])
+    if not all(isinstance(size, int) for size in (*merged, *made)) or math.prod(merged) != math.prod(made):
+        return Refusal(f"a view from {list(before)} to {list(after)} of what is sliced at dimension {held.dim}")
+    if math.prod(merged[: held.dim - first]) != 1:
+        return Refusal(f"a view that merges dimension {held.dim}, which is sliced, into one ahead of it")
+    return _split(made, first, held, ranks)
+
+
+def _split(made: list[int], first: int, held: Slice, ranks: int) -> Slice | Refusal:
+    size, at = made[0], 0
+    if held.parts > 1:
+        if size == held.parts and at + 1 < len(made) and made[at + 1] % ranks == 0:
+            return Slice(first + at + 1)
+        if size % (held.parts * ranks) == 0:
+            return Slice(first + at, held.parts)
+        return Refusal(f"a view that splits {held.parts} pieces into {size}")
+    if size % ranks == 0:
+        return Slice(first + at)
+    hint = size if at + 1 < len(made) and made[at + 1] % ranks == 0 else 0
+    return Refusal(f"a view gives it {size} heads, which {ranks} ranks cannot share evenly", hint)

@@ -1,0 +1,147 @@
+"""Tensor-parallel models: unmodified, on two ranks, as in one process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor.parallel import ColwiseParallel
+from torch.nn.utils import clip_grad_norm_
+
+import dsgraph
+from tests.distributed.training import full
+
+pytestmark = pytest.mark.distributed
+
+VOCAB, WIDTH = 64, 32
+DECODER: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": WIDTH,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+}
+
+
+def _build(name: str, **options: Any) -> nn.Module:
+    import transformers as tf
+
+    torch.manual_seed(0)
+    kind, _, variant = name.partition("-")
+    heads = {"num_key_value_heads": {"": 2, "plan": 2, "mqa": 1, "odd": 3}[variant]} if kind != "gpt2" else {}
+    if variant == "odd":
+        options |= {"num_attention_heads": 3, "hidden_size": 24}
+    decoder = {**DECODER, **heads, **options}
+    if kind == "llama":
+        return tf.LlamaForCausalLM(tf.LlamaConfig(**decoder))
+    if kind == "qwen3":
+        return tf.Qwen3ForCausalLM(tf.Qwen3Config(**decoder, head_dim=8))
+    if kind == "mixtral":
+        return tf.MixtralForCausalLM(tf.MixtralConfig(**decoder, num_local_experts=4, num_experts_per_tok=2))
+    if kind == "gpt2":
+        drop = options.pop("drop", 0.0)
+        config = tf.GPT2Config(
+            vocab_size=VOCAB, n_embd=WIDTH, n_layer=2, n_head=4, n_positions=32, resid_pdrop=drop, embd_pdrop=drop,
+            attn_pdrop=0.0, bos_token_id=0, eos_token_id=0,
+        )  # fmt: skip
+        model = tf.GPT2LMHeadModel(config)
+        model.loss_type = "ForCausalLM"  # transformers finds none for this class, and warns amid the forward
+        return model
+    return tf.BertForMaskedLM(tf.BertConfig(**DECODER, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0))
+
+
+def _batch(step: int) -> dict[str, Tensor]:
+    ids = torch.randint(1, VOCAB, (2, 8), generator=torch.Generator().manual_seed(step))
+    return {"input_ids": ids, "labels": ids}
+
+
+SLICED = {
+    "llama": ("self_attn.q_proj.weight", "self_attn.o_proj.weight", "mlp.up_proj.weight", "mlp.down_proj.weight"),
+    "qwen3": ("self_attn.q_proj.weight", "self_attn.v_proj.weight", "mlp.gate_proj.weight", "mlp.down_proj.weight"),
+    "mixtral": ("self_attn.q_proj.weight", "mlp.experts.gate_up_proj", "mlp.experts.down_proj"),
+    "gpt2": ("attn.c_attn.weight", "attn.c_attn.bias", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight"),
+    "bert": ("attention.self.query.weight", "attention.self.query.bias", "attention.output.dense.weight"),
+}
+
+
+# Row-sliced products of each model: of its two layers, attention's and the feed-forward part's.
+SUMS = {"llama": 4, "qwen3": 4, "mixtral": 4, "gpt2": 4, "bert": 4, "llama-mqa": 4, "llama-odd": 2, "llama-plan": 2}
+
+
+class _Sums:
+    """A pass that counts sums over slices."""
+
+    __name__ = "count_sums"
+    __closure__ = (None,)  # nothing is cached
+
+    def __init__(self) -> None:
+        self.found = 0
+
+    def __call__(self, gm: torch.fx.GraphModule, ctx: Any) -> int:
+        self.found += sum("sum_slices" in str(node.target) for node in gm.graph.nodes)
+        return 0
+
+
+def _train(name: str, codegen: str = "eager", plan: Any = "auto", sliced: tuple[str, ...] = (), **options: Any) -> None:
+    mesh = dist.init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    alone, model = _build(name, **options), _build(name, **options)
+    if dist.get_rank() == 1:  # the first rank's values count
+        nn.init.zeros_(next(model.parameters()))
+    names = [key for key, _ in model.named_parameters()]
+    dsgraph.tensor_parallel(model, mesh["tp"], plan=plan, example_inputs=_batch(0))
+    assert [key for key, _ in model.named_parameters()] == names
+    for part in sliced:
+        held = [param for key, param in model.named_parameters() if key.endswith(part)]
+        assert held and all(param.to_local().numel() * 2 == param.numel() for param in held), part
+    sums = _Sums()
+    pipeline = dsgraph.default_pipeline() + dsgraph.graph_pass(phase="capture")(sums)
+    compiled = torch.compile(model, backend="dsgraph", options={"codegen": codegen, "pipeline": pipeline})
+    optimizers = [torch.optim.AdamW(each.parameters(), lr=1e-3, eps=1e-3) for each in (model, alone)]
+    for step in range(2):
+        losses = []
+        for each in (compiled, alone):
+            torch.manual_seed(step)  # for dropout
+            losses.append(each(**_batch(step)).loss)
+            losses[-1].backward()
+        torch.testing.assert_close(losses[0], losses[1], rtol=1e-5, atol=1e-6)
+        for (key, mine), theirs in zip(model.named_parameters(), alone.parameters(), strict=True):
+            _check(full(mine.grad), theirs.grad, f"step {step}: gradient of {key}")
+        norms = [full(clip_grad_norm_(each.parameters(), 0.1)) for each in (model, alone)]
+        torch.testing.assert_close(norms[0], norms[1], rtol=1e-5, atol=1e-6)
+        assert sums.found == SUMS[name], "behind each row-sliced product stands one sum"
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    for (key, mine), theirs in zip(model.state_dict().items(), alone.state_dict().values(), strict=True):
+        _check(full(mine), theirs, f"parameter {key}")
+
+
+def _check(mine: Tensor, theirs: Tensor, what: str) -> None:
+    close = (mine - theirs).abs().max() <= 1e-5 * theirs.abs().max() + 1e-7
+    assert close, f"{what}: differs by {(mine - theirs).abs().max()} of {theirs.abs().max()}"
+
+
+@pytest.mark.parametrize(
+    "name", ["llama", "gpt2", *[pytest.param(name, marks=pytest.mark.full) for name in ("qwen3", "bert", "mixtral")]]
+)
+def test_trains_as_in_one_process(ranks, name):
+    ranks(2).run(_train, name, sliced=SLICED[name])
+
+
+def test_a_plan_of_the_users(ranks):
+    plan = {"model.layers.*.mlp.up_proj": ColwiseParallel(), "model.layers.*.mlp.gate_proj": "colwise",
+            "model.layers.*.mlp.down_proj": "rowwise"}  # fmt: skip
+    ranks(2).run(_train, "llama-plan", plan=plan, sliced=("mlp.up_proj.weight", "mlp.down_proj.weight"))
+
+
+@pytest.mark.full
+def test_one_head_of_keys_stays_whole(ranks):
+    ranks(2).run(_train, "llama-mqa", sliced=("self_attn.q_proj.weight", "self_attn.o_proj.weight"))
+
+
+@pytest.mark.full
+def test_three_heads_stay_whole(ranks):
+    ranks(2).run(_train, "llama-odd", sliced=("mlp.down_proj.weight",))

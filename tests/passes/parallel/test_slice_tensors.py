@@ -1,0 +1,98 @@
+"""SliceTensors on graphs of a few calls."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.testing import FileCheck
+
+from dsgraph.passes import PassContext, Phase
+from dsgraph.passes.parallel.slice_tensors import SliceTensors
+from tests.passes.parallel.capturing import capture, marked
+from tests.passes.tracing import code, run_pass
+
+
+def _mlp(x: Tensor, up: Tensor, down: Tensor, bias: Tensor) -> Tensor:
+    return F.linear(F.gelu(F.linear(x, marked(up, 0))), marked(down, 1), bias)
+
+
+def _leaf(*shape: int) -> Tensor:
+    return torch.randn(*shape, requires_grad=True)
+
+
+def test_a_pair_of_products_is_summed_once_and_the_bias_added_behind():
+    gm = capture(_mlp, _leaf(3, 8), _leaf(6, 8), _leaf(8, 6), _leaf(8))
+    result = run_pass(SliceTensors(), gm)
+    FileCheck().check("enter_slices").check("linear").check("gelu").check("linear").check("sum_slices").check(
+        "torch.add"
+    ).check_not("gather_slices").run(code(gm))
+    assert result.notes == () and code(gm).count("ops.dsgraph.sum_slices") == 1
+    assert run_pass(SliceTensors(), gm).changed == 0
+
+
+def test_heads_written_into_views_are_divided():
+    def heads(x: Tensor, weight: Tensor, out: Tensor) -> Tensor:
+        h = F.linear(x, marked(weight, 0)).view(2, 3, 4, 2).transpose(1, 2)
+        return F.linear(h.softmax(-1).transpose(1, 2).reshape(2, 3, 8), marked(out, 1))
+
+    gm = capture(heads, _leaf(2, 3, 8), _leaf(4, 8), _leaf(8, 4))
+    assert run_pass(SliceTensors(), gm).notes == ()
+    FileCheck().check("view((2, 3, 2, 2))").check("reshape((2, 3, 4))").check("sum_slices").run(code(gm))
+
+
+def test_weights_of_heads_are_entered_so_that_their_gradients_are_summed():
+    def scaled(x: Tensor, weight: Tensor, scale: Tensor, out: Tensor) -> Tensor:
+        h = F.linear(x, marked(weight, 0)).view(3, 4, 2) * scale
+        return F.linear(h.flatten(1), marked(out, 1))
+
+    gm = capture(scaled, torch.randn(3, 8), _leaf(4, 8), _leaf(2), _leaf(8, 4))
+    run_pass(SliceTensors(), gm)
+    assert code(gm).count("ops.dsgraph.enter_slices") == 1  # of the scale; the input needs no gradient
+    assert "enter_slices.default(l_scale_" in code(gm)
+
+
+def test_fused_pieces_are_split_where_they_lie():
+    def fused(x: Tensor, weight: Tensor, out: Tensor) -> Tensor:
+        one, other = F.linear(x, marked(weight, 0, 2)).chunk(2, -1)
+        return F.linear(one * other, marked(out, 1))
+
+    gm = capture(fused, _leaf(3, 8), _leaf(8, 8), _leaf(8, 4))
+    assert run_pass(SliceTensors(), gm).notes == ()
+
+
+def test_dropout_draws_the_numbers_of_all_slices():
+    def dropped(x: Tensor, up: Tensor, down: Tensor) -> Tensor:
+        return F.linear(F.dropout(F.linear(x, marked(up, 0)), 0.5, True), marked(down, 1))
+
+    gm = capture(dropped, _leaf(3, 8), _leaf(6, 8), _leaf(8, 6))
+    assert run_pass(SliceTensors(), gm).notes == ()
+    FileCheck().check("torch.ones((3, 12)").check("dropout").check("own_slice").check("torch.mul").run(code(gm))
+
+
+@pytest.mark.parametrize(
+    ("call", "reason"),
+    [
+        (lambda h: h.cumsum(-1), "cumsum is not known"),
+        (lambda h: h.softmax(-1), "along the sliced dimension"),
+        (lambda h: h.view(3, 3, 4), "3 heads, which 2 ranks cannot share"),
+        (lambda h: h[:, 2:5], "an index into its slices"),
+        (lambda h: h.reshape(-1), "merges dimension 1"),
+        (lambda h: torch.cat([h, h], 1), "cat along the sliced dimension"),
+        (lambda h: h.sum(-1), "along the sliced dimension"),
+    ],
+)
+def test_what_cannot_be_sliced_is_gathered_and_named(call, reason):
+    gm = capture(lambda x, up: call(F.linear(x, marked(up, 0))), _leaf(3, 8), _leaf(6, 8))
+    (note,) = run_pass(SliceTensors(), gm).notes
+    assert reason in note
+    gathered = next(node for node in gm.graph.nodes if "gather_slices" in str(node.target))
+    assert tuple(gathered.meta["example_value"].shape) == (3, 12)
+
+
+def test_graphs_without_slices_are_left_alone():
+    gm = capture(lambda x: x.softmax(-1), _leaf(3, 8))
+    before = code(gm)
+    assert SliceTensors().run(gm, PassContext(Phase.CAPTURE)).changed == 0
+    assert code(gm) == before
