@@ -42,6 +42,8 @@ if TYPE_CHECKING:
         RanksDisagreeError,
         StrictError,
     )
+    from .parallel.pipeline import pipeline
+    from .parallel.pipelined import PipelinedModel
     from .sharding.materialize import materialize
     from .step.accumulate import accumulate, discard
     from .step.state import partition
@@ -68,6 +70,7 @@ __all__ = [
     "PassResult",
     "Phase",
     "Pipeline",
+    "PipelinedModel",
     "RanksDisagreeError",
     "Report",
     "StrictError",
@@ -83,6 +86,7 @@ __all__ = [
     "kernel",
     "materialize",
     "partition",
+    "pipeline",
     "report",
 ]
 

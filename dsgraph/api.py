@@ -29,6 +29,8 @@ from .errors import (
     RanksDisagreeError,
     StrictError,
 )
+from .parallel.pipeline import pipeline
+from .parallel.pipelined import PipelinedModel
 from .sharding.materialize import materialize
 from .sharding.rules import register_rules
 from .step.accumulate import accumulate, discard
@@ -58,6 +60,7 @@ __all__ = [
     "PassResult",
     "Phase",
     "Pipeline",
+    "PipelinedModel",
     "RanksDisagreeError",
     "Report",
     "StrictError",
@@ -73,6 +76,7 @@ __all__ = [
     "kernel",
     "materialize",
     "partition",
+    "pipeline",
     "report",
 ]
 

@@ -564,6 +564,16 @@ PARALLEL = (
         *("sorted((item for item in plans if item.fits), key", "sorted((item for item in plans), key"),
         killers=("tests/parallel/test_search.py",),
     ),
+    Mutant(
+        *("pipeline-tied-counted-twice", "dsgraph/parallel/tied_gradients.py", "missing check"),
+        *("(name not in self.tied or name in self.owned)", "True"),
+        killers=("tests/distributed/test_pipeline.py",),
+    ),
+    Mutant(
+        *("split-cuts-before-writes", "passes/parallel/split_stages.py", "missing check"),
+        *("        if _writes(name):", "        if False:"),
+        killers=("tests/passes/parallel/test_split_stages.py",),
+    ),
 )
 
 MUTANTS = (

@@ -1,0 +1,1 @@
+"""Parallelism by splitting the captured graph."""
