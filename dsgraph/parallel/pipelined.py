@@ -113,7 +113,7 @@ class PipelinedModel:
             **kwargs: The model's named arguments.
 
         Returns:
-            The mean loss over the micro-batches, detached, a scalar, the same on every rank.
+            The mean loss over the micro-batches, detached, a float32 scalar, the same on every rank.
 
         Raises:
             OptionError: The arguments are not those of the example, or do not divide into the micro-batches. Raised
@@ -130,7 +130,9 @@ class PipelinedModel:
         self._gradients.begin()
         losses: list[Tensor] = []
         self._schedule.step(**inputs, target=stand_in, losses=losses, return_outputs=False)
-        return self._gradients.finish(sum((loss.detach() for loss in losses), torch.zeros((), device=self._device)))
+        return self._gradients.finish(
+            sum((loss.detach().float() for loss in losses), torch.zeros((), device=self._device))
+        )
 
     def _checked(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Tensor]:
         """The root inputs by name, whole batches."""
