@@ -42,6 +42,8 @@ if TYPE_CHECKING:
         RanksDisagreeError,
         StrictError,
     )
+    from .parallel.pipeline import pipeline
+    from .parallel.pipelined import PipelinedModel
     from .parallel.tensor_parallel import tensor_parallel
     from .sharding.materialize import materialize
     from .step.accumulate import accumulate, discard
@@ -69,6 +71,7 @@ __all__ = [
     "PassResult",
     "Phase",
     "Pipeline",
+    "PipelinedModel",
     "RanksDisagreeError",
     "Report",
     "StrictError",
@@ -84,6 +87,7 @@ __all__ = [
     "kernel",
     "materialize",
     "partition",
+    "pipeline",
     "report",
     "tensor_parallel",
 ]

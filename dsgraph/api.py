@@ -29,6 +29,8 @@ from .errors import (
     RanksDisagreeError,
     StrictError,
 )
+from .parallel.pipeline import pipeline
+from .parallel.pipelined import PipelinedModel
 from .parallel.tensor_parallel import tensor_parallel
 from .sharding.materialize import materialize
 from .sharding.rules import register_rules
@@ -59,6 +61,7 @@ __all__ = [
     "PassResult",
     "Phase",
     "Pipeline",
+    "PipelinedModel",
     "RanksDisagreeError",
     "Report",
     "StrictError",
@@ -74,6 +77,7 @@ __all__ = [
     "kernel",
     "materialize",
     "partition",
+    "pipeline",
     "report",
     "tensor_parallel",
 ]

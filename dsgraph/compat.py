@@ -78,6 +78,18 @@ def group_timeout(group: dist.ProcessGroup, device_type: str) -> timedelta:
     return timeout if isinstance(timeout, timedelta) else dist.distributed_c10d.default_pg_timeout
 
 
+def flatten_tree(tree: Any) -> tuple[list[Any], Any]:
+    """The leaves of nested tuples, lists and dicts, and how they are nested, which compares and prints."""
+    from torch.utils import _pytree
+
+    return _pytree.tree_flatten(tree)
+
+
+def not_capturable() -> type[Exception]:
+    """What Dynamo raises where a whole graph is asked for and there is none."""
+    return torch._dynamo.exc.Unsupported
+
+
 def at_end_of_backward(callback: Callable[[], None]) -> None:
     """Calls `callback` when the running backward has accumulated all its gradients."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)

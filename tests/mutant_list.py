@@ -597,6 +597,16 @@ PARALLEL = (
         *("operand is not outcome.added and _has_gradient(operand)", "False"),
         killers=("tests/passes/parallel/test_slice_tensors.py",),
     ),
+    Mutant(
+        *("pipeline-tied-counted-twice", "dsgraph/parallel/tied_gradients.py", "missing check"),
+        *("(name not in self.tied or name in self.owned)", "True"),
+        killers=("tests/distributed/test_pipeline.py",),
+    ),
+    Mutant(
+        *("split-cuts-before-writes", "passes/parallel/split_stages.py", "missing check"),
+        *("        if _writes(name):", "        if False:"),
+        killers=("tests/passes/parallel/test_split_stages.py",),
+    ),
 )
 
 MUTANTS = (

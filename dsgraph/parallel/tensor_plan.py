@@ -102,7 +102,7 @@ def plan_by_graph(model: nn.Module, inputs: Any, *, ranks: int, given: Mapping[s
     compiled = torch.compile(twin, backend=analyse, dynamic=False)
     with mode, torch.random.fork_rng(devices=[]):
         if isinstance(inputs, Mapping):
-            compiled(**faked)
+            compiled(**{str(key): value for key, value in faked.items()})
         else:
             compiled(*faked.values())
     return found

@@ -1,1 +1,1 @@
-"""Passes that divide the operators of a model among ranks."""
+"""Passes that divide a model among ranks: its operators, or the captured graph as stages."""

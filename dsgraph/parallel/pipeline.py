@@ -1,0 +1,238 @@
+"""`dsgraph.pipeline`: splits a model into stages and gives each rank its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import get_schedule_class
+from torch.distributed.tensor import DeviceMesh
+from torch.fx import Node
+
+from dsgraph import compat
+from dsgraph.errors import OptionError
+from dsgraph.passes.parallel.split_stages import SplitStages, StagePlan
+from dsgraph.passes.parallel.stage_graphs import StageGraph, stage_graphs
+from dsgraph.sharding.agreement import Agreement
+from dsgraph.sharding.mesh import axis_group, mesh_ranks
+
+from .captured_model import CapturedModel, capture_model
+from .pipelined import LossOf, PipelinedModel, PipelineReport, StageModule, stage_buffers
+from .schedule_order import SCHEDULES, actions_of, check_order, stages_of_ranks
+from .tied_gradients import StepGradients
+
+Materialize = Callable[[str, Tensor], Tensor]
+
+
+def pipeline(
+    model: nn.Module,
+    mesh: DeviceMesh,
+    example_inputs: tuple[Any, ...],
+    *,
+    microbatches: int,
+    example_kwargs: Mapping[str, Any] | None = None,
+    schedule: str = "1F1B",
+    stages: int | None = None,
+    split: str | Sequence[str] = "auto",
+    loss_fn: Callable[[Any, Any], Tensor] | None = None,
+    materialize: Materialize | None = None,
+    data_parallel: DeviceMesh | None = None,
+) -> PipelinedModel:
+    """Splits an unmodified model into pipeline stages.
+
+    The stages are run by `torch.distributed.pipelining`'s schedules. All ranks of the mesh call it with the same model.
+
+    Args:
+        model: Its forward must be captured by `torch.compile(fullgraph=True)`. It may lie on the meta device.
+        mesh: Of one dimension: the ranks of the pipeline.
+        example_inputs: Positional arguments of one micro-batch.
+        microbatches: How many make a step; at least as many as stages.
+        example_kwargs: Named arguments of one micro-batch.
+        schedule: "GPipe", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble" or "DualPipeV".
+        stages: By default one a rank, two where the schedule takes several.
+        split: "auto" balances the predicted cost; or the paths of the modules with which the second and later stages
+            begin: `["layers.8"]`.
+        loss_fn: `loss_fn(output, target)`, a mean over rows. By default the model returns its loss: the first scalar
+            with a gradient.
+        materialize: Gives values to a parameter or buffer on the meta device, from its name and itself. Called for
+            those of this rank alone.
+        data_parallel: Of one dimension: the ranks that hold the same stages. Gradients are averaged over them once a
+            step.
+
+    Returns:
+        This rank's stages.
+
+    Raises:
+        OptionError: The schedule, stages and micro-batches do not fit each other.
+        PartitionError: The model cannot be captured, or writes to a buffer.
+        PassError: The graph cannot be cut so.
+        RanksDisagreeError: The ranks would run different pipelines.
+    """
+    if mesh.ndim != 1:
+        raise OptionError(f'pipeline: the mesh has {mesh.ndim} dimensions: give the pipeline\'s alone, mesh["pp"]')
+    count = stages or mesh.size() * (2 if SCHEDULES.get(schedule) else 1)
+    held = stages_of_ranks(schedule, ranks=mesh.size(), stages=count)
+    if microbatches < count:
+        raise OptionError(f"pipeline: {microbatches} micro-batches are fewer than {count} stages")
+    device = _device(mesh)
+    kwargs = dict(example_kwargs or {})
+    captured = capture_model(model, example_inputs, kwargs=kwargs, device=device)
+    plan = SplitStages(count, split).plan(captured.graph_module.graph, captured.costs)
+    result = _result(captured, loss_fn is None)
+    graphs = stage_graphs(captured.graph_module, plan, state=captured.state, results=[result])
+    agreement = _agreement(mesh)
+    agreement.confirm("run different pipelines", _lines(plan, schedule, microbatches=microbatches, graphs=graphs))
+    mine = _own_stages(graphs, held[mesh.get_local_rank()], device=device, materialize=materialize)
+    run = _schedule(schedule, graphs, mine=mine, mesh=mesh, device=device, loss=LossOf(loss_fn, microbatches))
+    actions = actions_of(run, schedule, stages=count, microbatches=microbatches)
+    check_order(actions, stages=count)
+    tied = _tied(graphs)
+    report = PipelineReport.of(
+        plan,
+        schedule=schedule,
+        microbatches=microbatches,
+        stages_of_ranks=tuple(map(tuple, held)),
+        tied=tied,
+        actions=actions,
+    )
+    return PipelinedModel(
+        schedule=run,
+        stages=mine,
+        gradients=_gradients(captured, mine, tied=tied, held=held, mesh=mesh, data_parallel=data_parallel),
+        report=report,
+        inputs=captured.inputs,
+        example=(example_inputs, kwargs),
+        loss_inside=loss_fn is None,
+        device=device,
+    )
+
+
+def _device(mesh: DeviceMesh) -> torch.device:
+    if mesh.device_type == "cpu":
+        return torch.device("cpu")
+    return torch.device(mesh.device_type, torch.accelerator.current_device_index())
+
+
+def _agreement(mesh: DeviceMesh) -> Agreement:
+    return Agreement(tuple(mesh_ranks(mesh)), compat.group_timeout(axis_group(mesh, 0), mesh.device_type))
+
+
+def _result(captured: CapturedModel, is_loss: bool) -> Node:
+    """What the last stage returns: the loss, or what `loss_fn` takes."""
+    results = [node for node in captured.results if isinstance(node, Node)]
+    if not is_loss:
+        if len(results) != 1:
+            raise OptionError(f"pipeline: loss_fn takes one tensor, the model returns {len(results)}")
+        return results[0]
+    losses = [node for node in results if node.meta["val"].ndim == 0 and node.meta["val"].requires_grad]
+    if not losses:
+        raise OptionError(
+            "pipeline: the model returns no scalar with a gradient: give loss_fn=, or have it return its loss"
+        )
+    return losses[0]
+
+
+def _lines(plan: StagePlan, schedule: str, *, microbatches: int, graphs: Sequence[StageGraph]) -> list[str]:
+    """What the ranks must have in common."""
+    lines = [f"{schedule}, {len(plan.stages)} stages, {microbatches} micro-batches"]
+    for number, graph in enumerate(graphs):
+        sent = [(tuple(value.shape), str(value.dtype), value.requires_grad) for value in graph.sent]
+        lines.append(f"stage {number} sends {sent}, reads {graph.roots}, holds {graph.parameters}")
+    return lines
+
+
+def _own_stages(
+    graphs: Sequence[StageGraph], held: Sequence[int], *, device: torch.device, materialize: Materialize | None
+) -> dict[int, StageModule]:
+    """This rank's stages; a parameter that two of them read is one."""
+    given: dict[str, Tensor] = {}
+    modules: dict[int, StageModule] = {}
+    for number in held:
+        graph = graphs[number]
+        for name in graph.parameters:
+            *path, leaf = name.split(".")
+            owner = graph.module.get_submodule(".".join(path))
+            tensors: dict[str, Any] = owner._parameters if leaf in owner._parameters else owner._buffers
+            if name not in given:
+                given[name] = _real(name, tensors[leaf], device=device, materialize=materialize)
+            tensors[leaf] = given[name]
+        modules[number] = StageModule(graph.module, graph.roots, single=number == len(graphs) - 1)
+    return modules
+
+
+def _real(name: str, tensor: Tensor, *, device: torch.device, materialize: Materialize | None) -> Tensor:
+    if not tensor.is_meta:
+        if tensor.device != device:
+            raise OptionError(
+                f"pipeline: {name!r} lies on {tensor.device}, the mesh is of {device}: move the model there"
+            )
+        return tensor
+    if materialize is None:
+        raise OptionError(f"pipeline: {name!r} lies on the meta device: give materialize=, which makes its values")
+    value = materialize(name, tensor).detach().to(device)
+    if value.shape != tensor.shape or value.dtype != tensor.dtype:
+        raise OptionError(
+            f"pipeline: materialize gave {value.dtype} of {tuple(value.shape)} for {name!r}, "
+            f"which is {tensor.dtype} of {tuple(tensor.shape)}"
+        )
+    return nn.Parameter(value, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else value
+
+
+def _schedule(
+    kind: str,
+    graphs: Sequence[StageGraph],
+    *,
+    mine: Mapping[int, StageModule],
+    mesh: DeviceMesh,
+    device: torch.device,
+    loss: LossOf,
+) -> Any:
+    stages = [
+        PipelineStage(
+            module,
+            number,
+            len(graphs),
+            device,
+            input_args=stage_buffers(graphs[number].received, device),
+            output_args=stage_buffers(graphs[number].sent, device),
+            group=axis_group(mesh, 0),
+        )
+        for number, module in mine.items()
+    ]
+    # Torch divides a tied parameter's gradient twice where two stages of a rank share it: the loss is divided instead.
+    made: Any = get_schedule_class(kind)
+    given = stages if SCHEDULES[kind] else stages[0]
+    return made(given, loss.microbatches, loss_fn=loss, scale_grads=False)
+
+
+def _tied(graphs: Sequence[StageGraph]) -> dict[str, tuple[int, ...]]:
+    readers: dict[str, list[int]] = {}
+    for number, graph in enumerate(graphs):
+        for name, _ in graph.module.named_parameters():
+            readers.setdefault(name, []).append(number)
+    return {name: tuple(stages) for name, stages in readers.items() if len(stages) > 1}
+
+
+def _gradients(
+    captured: CapturedModel,
+    mine: Mapping[int, StageModule],
+    *,
+    tied: Mapping[str, tuple[int, ...]],
+    held: Sequence[Sequence[int]],
+    mesh: DeviceMesh,
+    data_parallel: DeviceMesh | None,
+) -> StepGradients:
+    rank_of = {stage: rank for rank, stages in enumerate(held) for stage in stages}
+    apart = {name: stages for name, stages in tied.items() if len({rank_of[stage] for stage in stages}) > 1}
+    tensors = dict(captured.state.values())
+    return StepGradients(
+        {name: parameter for stage in mine.values() for name, parameter in stage.graph_module.named_parameters()},
+        {name: tensors[name] for name in apart if tensors[name].requires_grad},
+        frozenset(name for name, stages in apart.items() if stages[0] in mine),
+        axis_group(mesh, 0),
+        axis_group(data_parallel, 0) if data_parallel is not None else None,
+        _device(mesh),
+    )

@@ -1,0 +1,201 @@
+"""A model whose layers lie on several ranks: `PipelinedModel`, made by `dsgraph.pipeline`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dsgraph import compat
+from dsgraph.errors import OptionError
+from dsgraph.passes.parallel.split_stages import StagePlan
+
+from .tied_gradients import StepGradients
+
+
+@dataclass(frozen=True)
+class PipelineReport:
+    """What a pipeline was made of.
+
+    Attributes:
+        schedule: Its name.
+        microbatches: Micro-batches of a step.
+        stages_of_ranks: The stages of each rank.
+        costs: Predicted seconds of each stage's forward of one micro-batch.
+        cut_bytes: Bytes over each boundary, one way, for one micro-batch.
+        balance: The most loaded stage over the mean.
+        tied: Parameters that several stages read, with these stages.
+        actions: What each rank computes, in order.
+    """
+
+    schedule: str
+    microbatches: int
+    stages_of_ranks: tuple[tuple[int, ...], ...]
+    costs: tuple[float, ...]
+    cut_bytes: tuple[int, ...]
+    balance: float
+    tied: Mapping[str, tuple[int, ...]]
+    actions: Mapping[int, Sequence[str]]
+
+    @staticmethod
+    def of(plan: StagePlan, **facts: Any) -> PipelineReport:
+        """The report on a plan."""
+        return PipelineReport(costs=plan.costs, cut_bytes=plan.cut_bytes, balance=plan.balance, **facts)
+
+
+class LossOf:
+    """What torch's schedules call as `loss_fn`: the mean's part of one micro-batch."""
+
+    def __init__(self, loss_fn: Callable[[Any, Any], Tensor] | None, microbatches: int) -> None:
+        self._loss_fn, self.microbatches = loss_fn, microbatches
+
+    def __call__(self, output: Any, target: Any) -> Tensor:
+        """A scalar.
+
+        Args:
+            output: What the last stage returned.
+            target: The micro-batch's rows of `target`.
+        """
+        loss: Tensor = output if self._loss_fn is None else self._loss_fn(output, target)
+        return loss / self.microbatches
+
+
+class StageModule(nn.Module):
+    """One stage as torch's schedules call it: received values by position, root inputs by name."""
+
+    def __init__(self, graph_module: nn.Module, roots: Sequence[str], *, single: bool) -> None:
+        super().__init__()
+        self.graph_module = graph_module
+        self._roots, self._single = tuple(roots), single
+
+    def forward(self, *received: Tensor, **inputs: Tensor) -> Any:
+        """The sent values; the last stage's one result by itself."""
+        sent = self.graph_module(*received, *[inputs[root] for root in self._roots])
+        return sent[0] if self._single else sent
+
+
+class PipelinedModel:
+    """This rank's stages of a model, and the schedule that runs them.
+
+    Attributes:
+        report: How the model was split.
+    """
+
+    def __init__(
+        self,
+        *,
+        schedule: Any,
+        stages: Mapping[int, StageModule],
+        gradients: StepGradients,
+        report: PipelineReport,
+        inputs: Mapping[str, int],
+        example: tuple[tuple[Any, ...], Mapping[str, Any]],
+        loss_inside: bool,
+        device: torch.device,
+    ) -> None:
+        self.report = report
+        self._schedule, self._stages, self._gradients = schedule, stages, gradients
+        self._inputs, self._loss_inside, self._device = inputs, loss_inside, device
+        self._leaves, self._spec = compat.flatten_tree((example[0], dict(example[1])))
+
+    def step(self, *args: Any, target: Tensor | None = None, **kwargs: Any) -> Tensor:
+        """Runs forward and backward of all micro-batches, and adds the gradients of the mean loss to `.grad`.
+
+        Every rank of the pipeline calls it with the same batch.
+
+        Args:
+            *args: The model's arguments, of a whole batch: each tensor's first dimension is `microbatches` times that
+                of the example.
+            target: For `loss_fn`; split along its first dimension like the inputs.
+            **kwargs: The model's named arguments.
+
+        Returns:
+            The mean loss over the micro-batches, detached, a float32 scalar, the same on every rank.
+
+        Raises:
+            OptionError: The arguments are not those of the example, or do not divide into the micro-batches. Raised
+                before anything is sent.
+        """
+        inputs = self._checked(args, kwargs)
+        count = self.report.microbatches
+        if self._loss_inside == (target is not None):
+            is_given = "the model returns its loss: leave target out" if self._loss_inside else "loss_fn needs target="
+            raise OptionError(f"pipeline.step: {is_given}")
+        if target is not None and (target.ndim == 0 or target.shape[0] % count):
+            raise OptionError(f"pipeline.step: target of shape {tuple(target.shape)} does not divide by {count}")
+        stand_in = torch.zeros(count, device=self._device) if target is None else target.to(self._device)
+        self._gradients.begin()
+        losses: list[Tensor] = []
+        self._schedule.step(**inputs, target=stand_in, losses=losses, return_outputs=False)
+        return self._gradients.finish(
+            sum((loss.detach().float() for loss in losses), torch.zeros((), device=self._device))
+        )
+
+    def _checked(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Tensor]:
+        """The root inputs by name, whole batches."""
+        leaves, spec = compat.flatten_tree((args, dict(kwargs)))
+        if spec != self._spec:
+            raise OptionError(f"pipeline.step: the arguments are {spec}, those of the example were {self._spec}")
+        count = self.report.microbatches
+        for number, (leaf, example) in enumerate(zip(leaves, self._leaves, strict=True)):
+            if not isinstance(example, Tensor):
+                if leaf != example:
+                    raise OptionError(f"pipeline.step: argument {number} is {leaf!r}, the example's was {example!r}")
+                continue
+            wanted = (count * example.shape[0], *example.shape[1:]) if example.ndim else ()
+            if example.ndim == 0 or tuple(leaf.shape) != wanted or leaf.dtype != example.dtype:
+                raise OptionError(
+                    f"pipeline.step: argument {number} is {leaf.dtype} of shape {tuple(leaf.shape)}, "
+                    f"{count} micro-batches of the example's shape are {example.dtype} of {wanted}: "
+                    "drop the uneven rest of the data"
+                )
+        return {name: leaves[number].to(self._device) for name, number in self._inputs.items()}
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """This rank's parameters under the names that they have in the model; each once."""
+        seen: set[int] = set()
+        for stage in self._stages.values():
+            for name, parameter in stage.graph_module.named_parameters():
+                if id(parameter) not in seen:
+                    seen.add(id(parameter))
+                    yield name, parameter
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """This rank's parameters."""
+        return (parameter for _, parameter in self.named_parameters())
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """This rank's parameters and buffers under the names that they have in the model, detached."""
+        found: dict[str, Tensor] = {}
+        for stage in self._stages.values():
+            found.update(stage.graph_module.state_dict())
+        return found
+
+    def zero_grad(self) -> None:
+        """Sets this rank's gradients to None."""
+        for parameter in self.parameters():
+            parameter.grad = None
+
+    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+        """Scales all ranks' gradients so that their joint 2-norm is at most `max_norm`; a tied parameter counts once.
+
+        Returns:
+            The norm before, a scalar, the same on every rank.
+        """
+        norm = self._gradients.norm(dict(self.named_parameters()))
+        scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+        for parameter in self.parameters():
+            if parameter.grad is not None:
+                parameter.grad.mul_(scale)
+        return norm
+
+
+def stage_buffers(values: Sequence[Tensor], device: torch.device) -> tuple[Tensor, ...]:
+    """Empty tensors like fake ones, which tell torch's schedules what neighbours send."""
+    return tuple(
+        torch.empty(value.shape, dtype=value.dtype, device=device).requires_grad_(value.requires_grad)
+        for value in values
+    )

@@ -1,0 +1,80 @@
+"""What is done with a pipeline's gradients once a step: tied parameters, data-parallel copies, the norm."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+
+@dataclass
+class StepGradients:
+    """The gradients of one rank's stages.
+
+    Attributes:
+        parameters: This rank's, by name.
+        tied: Parameters that stages of several ranks read, by name, fake: shapes and dtypes, on all ranks in the same
+            order.
+        owned: Those tied parameters whose gradient this rank counts in a norm.
+        pipeline: The ranks of the pipeline.
+        copies: The ranks that hold the same stages; None without data parallelism.
+    """
+
+    parameters: Mapping[str, nn.Parameter]
+    tied: Mapping[str, Tensor]
+    owned: frozenset[str]
+    pipeline: dist.ProcessGroup
+    copies: dist.ProcessGroup | None
+    device: torch.device
+    _before: dict[str, Tensor | None] = field(default_factory=dict)
+
+    def begin(self) -> None:
+        """Puts aside what steps before have added up: it is reduced already."""
+        self._before = {name: parameter.grad for name, parameter in self.parameters.items()}
+        for parameter in self.parameters.values():
+            parameter.grad = None
+
+    def finish(self, loss: Tensor) -> Tensor:
+        """Sums tied gradients over their holders, averages over the copies, adds what was put aside.
+
+        Args:
+            loss: This rank's part of the loss; 0 unless it holds the last stage.
+
+        Returns:
+            The loss.
+        """
+        for name, like in self.tied.items():
+            mine = self.parameters.get(name)
+            summed = torch.zeros(like.shape, dtype=like.dtype, device=self.device)
+            if mine is not None and mine.grad is not None:
+                summed += mine.grad
+            dist.all_reduce(summed, group=self.pipeline)
+            if mine is not None:
+                mine.grad = summed
+        dist.all_reduce(loss, group=self.pipeline)
+        if self.copies is not None:
+            self._average(loss)
+        for name, parameter in self.parameters.items():
+            before = self._before.pop(name)
+            if before is not None:
+                parameter.grad = before if parameter.grad is None else before.add_(parameter.grad)
+        return loss
+
+    def _average(self, loss: Tensor) -> None:
+        size = dist.get_world_size(self.copies)
+        grads = [parameter.grad for parameter in self.parameters.values() if parameter.grad is not None]
+        for value in [*grads, loss]:
+            dist.all_reduce(value, group=self.copies)
+            value.div_(size)
+
+    def norm(self, parameters: Mapping[str, nn.Parameter]) -> Tensor:
+        """The joint 2-norm of the pipeline's gradients."""
+        total = torch.zeros((), device=self.device)
+        for name, parameter in parameters.items():
+            if parameter.grad is not None and (name not in self.tied or name in self.owned):
+                total += parameter.grad.float().pow(2).sum()
+        dist.all_reduce(total, group=self.pipeline)
+        return total.sqrt()

@@ -1,0 +1,194 @@
+"""Where to cut a captured graph into pipeline stages."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+
+from torch import Tensor
+from torch.fx import Graph, Node
+
+from dsgraph.passes.analysis.cost import tensor_bytes
+from dsgraph.passes.errors import PassError
+from dsgraph.passes.ir.blocks import block_of, module_of
+
+# How much more than the least possible the most loaded stage may cost, for cuts that fewer bytes cross.
+SLACK = 0.03
+# Cuts between blocks are taken if the most loaded stage costs at most so much of the mean.
+BALANCED = 1.10
+# The programme below looks at pairs of cuts: of so many it stays within seconds.
+MOST_CUTS = 400
+
+_WRITERS = frozenset({"setitem", "iadd", "isub", "imul", "itruediv"})
+
+
+@dataclass(frozen=True)
+class StagePlan:
+    """Which nodes are of which stage.
+
+    Attributes:
+        stages: The nodes of each stage, in the graph's order; neither inputs, attributes nor the output.
+        costs: The cost of each stage, in the unit of the nodes' costs.
+        cut_bytes: Bytes that cross each boundary for one micro-batch, one way.
+    """
+
+    stages: tuple[tuple[Node, ...], ...]
+    costs: tuple[float, ...]
+    cut_bytes: tuple[int, ...]
+
+    @property
+    def balance(self) -> float:
+        """The most loaded stage over the mean."""
+        mean = sum(self.costs) / len(self.costs)
+        return max(self.costs) / mean if mean else 1.0
+
+
+@dataclass(frozen=True)
+class SplitStages:
+    """Chooses the cuts between pipeline stages: the least bottleneck first, then the fewest bytes.
+
+    before:  a = layers_0(x);  b = layers_1(a);  c = layers_2(b);  d = layers_3(c)
+    after:   stage 0: a, b     stage 1: c, d     (stages=2)
+
+    A dynamic programme over the boundaries of repeated blocks, as in PipeDream (arXiv 1806.03377, section 3.1); over
+    all legal places where the blocks do not balance.
+
+    Attributes:
+        stages: How many.
+        split: "auto", or the paths of the modules with which the second and later stages begin.
+    """
+
+    stages: int
+    split: str | Sequence[str] = "auto"
+
+    def plan(self, graph: Graph, costs: Mapping[Node, float]) -> StagePlan:
+        """The stages of a graph.
+
+        Args:
+            graph: A captured forward; each node's `meta["val"]` holds its fake value.
+            costs: Cost of each node, in any unit; a node that is absent costs nothing.
+
+        Raises:
+            PassError: The graph has fewer legal stages, or a named split point is absent, illegal or out of order.
+        """
+        order = [node for node in graph.nodes if node.op not in ("placeholder", "get_attr", "output")]
+        crossing = _crossing_bytes(order)
+        before = [0.0, *accumulate(costs.get(node, 0.0) for node in order)]
+        legal = [at for at in range(1, len(order)) if math.isfinite(crossing[at])]
+        if self.split != "auto":
+            return _planned(order, self._named(order, legal), before, crossing)
+        blocks = [at for at in legal if _block(order[at - 1]) != _block(order[at])]
+        chosen = self._choose(blocks, before, crossing)
+        plan = _planned(order, chosen, before, crossing) if chosen else None
+        if plan is None or plan.balance > BALANCED:
+            wider = self._choose(sorted({*blocks, *_thinned(legal, before)}), before, crossing)
+            if wider is None:
+                raise PassError(
+                    f"SplitStages: the graph has {len(legal)} legal cuts, {self.stages} stages need {self.stages - 1}: "
+                    "ask for fewer stages"
+                )
+            plan = _planned(order, wider, before, crossing)
+        return plan
+
+    def _named(self, order: Sequence[Node], legal: Sequence[int]) -> list[int]:
+        if len(self.split) != self.stages - 1:
+            raise PassError(
+                f"SplitStages: split names {len(self.split)} modules, {self.stages} stages begin at {self.stages - 1}"
+            )
+        starts: list[int] = []
+        for name in self.split:
+            inside = (at for at, node in enumerate(order) if f"{module_of(node)}.".startswith(f"{name}."))
+            start = next(inside, None)
+            if start is None:
+                raise PassError(f"SplitStages: no node of the graph is of a module {name!r}: name one that is called")
+            if start not in legal or (starts and start <= starts[-1]):
+                raise PassError(f"SplitStages: the graph cannot be cut before {name!r}: name another module, in order")
+            starts.append(start)
+        return starts
+
+    def _choose(self, cuts: Sequence[int], before: Sequence[float], crossing: Sequence[float]) -> list[int] | None:
+        """The cuts of least bytes among those whose bottleneck is the least, but for the slack; None if too few."""
+        if len(cuts) < self.stages - 1:
+            return None
+        places = [0, *cuts, len(before) - 1]
+        sums = [before[place] for place in places]
+        bottleneck, _ = _best(sums, [0.0] * len(places), self.stages, math.inf)
+        prices = [0.0, *(crossing[place] for place in cuts), 0.0]
+        _, chosen = _best(sums, prices, self.stages, bottleneck * (1 + SLACK))
+        return [places[at] for at in chosen]
+
+
+def _best(sums: Sequence[float], prices: Sequence[float], stages: int, limit: float) -> tuple[float, list[int]]:
+    """The least bottleneck, or under a finite limit on it the least sum of prices; and the cuts that give it."""
+    last = len(sums) - 1
+    best, come_from = [0.0] + [math.inf] * last, []
+    for _ in range(stages):
+        now, source = [math.inf] * (last + 1), [0] * (last + 1)
+        for end in range(1, last + 1):
+            for start in range(end):
+                cost = sums[end] - sums[start]
+                if cost > limit:
+                    continue
+                value = max(best[start], cost) if limit == math.inf else best[start] + prices[start]
+                if value < now[end]:
+                    now[end], source[end] = value, start
+        best = now
+        come_from.append(source)
+    cuts, at = [], last
+    for source in reversed(come_from):
+        at = source[at]
+        cuts.append(at)
+    return best[last], cuts[::-1][1:]
+
+
+def _planned(
+    order: Sequence[Node], cuts: Sequence[int], before: Sequence[float], crossing: Sequence[float]
+) -> StagePlan:
+    bounds = list(pairwise([0, *cuts, len(order)]))
+    return StagePlan(
+        tuple(tuple(order[start:end]) for start, end in bounds),
+        tuple(before[end] - before[start] for start, end in bounds),
+        tuple(int(crossing[cut]) for cut in cuts),
+    )
+
+
+def _crossing_bytes(order: Sequence[Node]) -> list[float]:
+    """For each place the bytes that cross a cut before that node; infinite where a cut is illegal."""
+    at = {node: place for place, node in enumerate(order)}
+    crossing = [0.0] * (len(order) + 1)
+    depth = 0
+    for place, node in enumerate(order):
+        if depth:  # inside a region of autocast or without gradients
+            crossing[place] = math.inf
+        name = getattr(node.target, "__name__", str(node.target))
+        depth += name.startswith("_enter_") - name.startswith("_exit_")
+        last = max((at.get(user, len(order) - 1) for user in node.users), default=place)
+        is_tensor = isinstance(node.meta.get("val"), Tensor)
+        size = float(tensor_bytes(node.meta["val"])) if is_tensor else math.inf
+        for between in range(place + 1, last + 1):
+            crossing[between] += size
+        if _writes(name):  # what it writes to must not have been sent before
+            first = min((at[read] for read in node.all_input_nodes if read in at), default=place)
+            for between in range(first + 1, place + 1):
+                crossing[between] = math.inf
+    return crossing
+
+
+def _writes(name: str) -> bool:
+    return name in _WRITERS or (name.endswith("_") and not name.endswith("__"))
+
+
+def _block(node: Node) -> tuple[str, str] | None:
+    path = module_of(node)
+    return block_of(path) if path else None
+
+
+def _thinned(cuts: Sequence[int], before: Sequence[float]) -> list[int]:
+    """At most `MOST_CUTS` of them, evenly by cost."""
+    step = before[-1] / MOST_CUTS
+    kept: dict[int, int] = {}
+    for cut in cuts:
+        kept.setdefault(int(before[cut] / step) if step else 0, cut)
+    return list(kept.values())

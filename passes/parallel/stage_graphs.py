@@ -1,0 +1,105 @@
+"""The graphs of pipeline stages, cut out of a captured graph."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+from torch.fx import Graph, GraphModule, Node
+
+from .split_stages import StagePlan
+
+
+@dataclass(frozen=True)
+class StageGraph:
+    """One stage.
+
+    Attributes:
+        module: Takes the received values, then the root inputs; returns a tuple of the sent values.
+        received: Values from the stage before, fake.
+        sent: Values for the stage after, fake; the last stage's results.
+        roots: Names of the placeholders of the captured graph that it reads.
+        parameters: Names of the parameters and buffers that it reads.
+    """
+
+    module: GraphModule
+    received: tuple[Tensor, ...]
+    sent: tuple[Tensor, ...]
+    roots: tuple[str, ...]
+    parameters: tuple[str, ...]
+
+
+def stage_graphs(
+    gm: GraphModule, plan: StagePlan, *, state: Mapping[str, tuple[str, Tensor]], results: Sequence[Node]
+) -> list[StageGraph]:
+    """Cuts a graph into its stages.
+
+    A value that a later stage reads is relayed by all stages between, so that only neighbours talk.
+
+    Args:
+        gm: The captured graph.
+        plan: Its stages.
+        state: Placeholder of a parameter or buffer -> its name and itself.
+        results: What the last stage returns.
+    """
+    of = {node: index for index, nodes in enumerate(plan.stages) for node in nodes}
+    last = len(plan.stages) - 1
+    needed = {
+        node: max([of[user] for user in node.users if user in of] + [last] * (node in results), default=0)
+        for node in of
+    }
+    crossing = [[node for node in of if of[node] < index <= needed[node]] for index in range(last + 1)]
+    sent = [*crossing[1:], list(results)]
+    return [
+        _stage_graph(gm, nodes, state=state, received=crossing[index], sent=sent[index])
+        for index, nodes in enumerate(plan.stages)
+    ]
+
+
+def _stage_graph(
+    gm: GraphModule,
+    nodes: Sequence[Node],
+    *,
+    state: Mapping[str, tuple[str, Tensor]],
+    received: Sequence[Node],
+    sent: Sequence[Node],
+) -> StageGraph:
+    graph, root = Graph(), nn.Module()
+    copies: dict[Node, Node] = {node: graph.placeholder(f"received_{node.name}") for node in received}
+    read = dict.fromkeys(source for node in nodes for source in node.all_input_nodes if source.op == "placeholder")
+    attributes = {source for node in nodes for source in node.all_input_nodes if source.op == "get_attr"}
+    roots = [source for source in read if source.name not in state]
+    copies.update((source, graph.placeholder(source.name)) for source in roots)
+    for source in read:
+        if source.name in state:
+            name, tensor = state[source.name]
+            put(root, name, tensor)
+            copies[source] = graph.get_attr(name)
+    for source in sorted(attributes):  # the body of a region, a constant
+        setattr(root, str(source.target), getattr(gm, str(source.target)))
+        copies[source] = graph.get_attr(str(source.target))
+    for node in nodes:
+        copies[node] = graph.node_copy(node, lambda source: copies[source])
+    graph.output(tuple(copies[node] for node in sent))
+    graph.lint()
+    return StageGraph(
+        GraphModule(root, graph),
+        tuple(node.meta["val"] for node in received),
+        tuple(node.meta["val"] for node in sent),
+        tuple(source.name for source in roots),
+        tuple(state[source.name][0] for source in read if source.name in state),
+    )
+
+
+def put(root: nn.Module, name: str, tensor: Tensor) -> None:
+    """Registers a parameter or buffer under a dotted name, with the modules on the way."""
+    *path, leaf = name.split(".")
+    for part in path:
+        if part not in root._modules:
+            root.add_module(part, nn.Module())
+        root = root.get_submodule(part)
+    if isinstance(tensor, nn.Parameter):
+        root.register_parameter(leaf, tensor)
+    else:
+        root.register_buffer(leaf, tensor)

@@ -1,0 +1,224 @@
+"""Pipeline stages on gloo ranks against the unsplit model."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import dsgraph
+from dsgraph.errors import OptionError, RanksDisagreeError
+from dsgraph.parallel.schedule_order import SCHEDULES
+from examples.gpt import GPT, GPTConfig
+from tests.models import VOCAB
+
+pytestmark = pytest.mark.distributed
+
+BATCHES, ROWS, TIME = 4, 2, 8
+
+
+class Skips(nn.Module):
+    """Values that skip stages, one without a gradient, a buffer, a frozen layer and a mask by name."""
+
+    def __init__(self, *, tie: bool = False, frozen: bool = False) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(VOCAB, 16), nn.Linear(16, VOCAB, bias=False)
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(8))
+        self.register_buffer("positions", torch.linspace(0, 1, TIME).unsqueeze(-1))
+        if tie:
+            self.head.weight = self.embedding.weight
+        if frozen:
+            self.layers[3].requires_grad_(False)
+
+    def forward(self, x: Tensor, y: Tensor, *, mask: dict[str, Tensor] | None = None) -> Tensor:
+        early = x.cumsum(1) > 40
+        first = h = self.embedding(x) + self.positions
+        for layer in self.layers:
+            h = h + torch.tanh(layer(h)) * early.unsqueeze(-1)
+            if mask is not None:
+                h = h * mask["keep"].unsqueeze(-1)
+        return F.cross_entropy(self.head(h + first).flatten(0, 1), y.flatten())
+
+
+class Logits(nn.Module):
+    """Returns no loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(7, 7) for _ in range(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x
+
+
+MODELS: dict[str, Any] = {
+    "gpt": lambda: GPT(GPTConfig(vocab=VOCAB, width=16, heads=2, layers=4)),
+    "tied": lambda: Skips(tie=True),
+    "skips": Skips,
+    "frozen": lambda: Skips(frozen=True),
+    "kwargs": Skips,
+}
+
+
+def _batch(step: int, name: str) -> tuple[tuple[Tensor, ...], dict[str, Any]]:
+    generator = torch.Generator().manual_seed(step)
+    x, y = (torch.randint(0, VOCAB, (BATCHES * ROWS, TIME), generator=generator) for _ in range(2))
+    keep = (torch.rand(BATCHES * ROWS, TIME, generator=generator) > 0.2).float()
+    return (x, y), {"mask": {"keep": keep}} if name == "kwargs" else {}
+
+
+def _rows(value: Any, part: int) -> Any:
+    return torch.utils._pytree.tree_map(lambda tensor: tensor[part * ROWS : (part + 1) * ROWS], value)
+
+
+def _against_unsplit(name: str, schedule: str, stages: int) -> float:
+    """Trains both for three steps; the largest difference of a loss, gradient or parameter."""
+    torch.manual_seed(0)
+    model = MODELS[name]()
+    reference = copy.deepcopy(model)
+    args, kwargs = _rows(_batch(0, name), 0)
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("pp",))
+    piped = dsgraph.pipeline(
+        model, mesh["pp"], args, example_kwargs=kwargs, schedule=schedule, stages=stages, microbatches=BATCHES
+    )
+    expected = dict(reference.named_parameters())
+    mine = dict(piped.named_parameters())
+    held: list[Any] = [None, None]
+    dist.all_gather_object(held, sorted(mine))
+    assert {*held[0], *held[1]} == set(expected)
+    assert all(len(names) < len(expected) for names in held)
+    optimizers = [
+        torch.optim.AdamW(list(values), lr=1e-2, eps=1e-3) for values in (piped.parameters(), expected.values())
+    ]
+    worst = 0.0
+    for step in range(3):
+        args, kwargs = _batch(step, name)
+        loss = piped.step(*args, **kwargs)
+        total = torch.zeros(())
+        for part in range(BATCHES):
+            rows, named = _rows((args, kwargs), part)
+            (one := reference(*rows, **named) / BATCHES).backward()
+            total += one.detach()
+        assert torch.isfinite(loss)
+        worst = max(worst, float((loss - total).abs()))
+        for key, value in mine.items():
+            assert (value.grad is None) == (expected[key].grad is None), key
+            if value.grad is not None:
+                assert value.grad.isfinite().all() and expected[key].grad.abs().max() > 0, key
+                worst = max(worst, float((value.grad - expected[key].grad).abs().max()))
+        whole = torch.nn.utils.clip_grad_norm_(expected.values(), 0.5)
+        worst = max(worst, float((piped.clip_grad_norm_(0.5) - whole).abs()))
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        worst = max([worst, *(float((value - expected[key]).detach().abs().max()) for key, value in mine.items())])
+    return worst
+
+
+def _stages(schedule: str) -> int:
+    return 4 if SCHEDULES[schedule] else 2
+
+
+_COVERING = {("gpt", "GPipe"), ("tied", "1F1B"), ("kwargs", "Interleaved1F1B"), ("tied", "ZBVZeroBubble")}
+_MATRIX = [
+    pytest.param(name, schedule, marks=() if (name, schedule) in _COVERING else pytest.mark.full)
+    for name in MODELS
+    for schedule in SCHEDULES
+]
+
+
+@pytest.mark.parametrize(("name", "schedule"), _MATRIX)
+def test_steps_are_those_of_the_unsplit_model(ranks, name, schedule):
+    differences = ranks(2).run(_against_unsplit, name, schedule, _stages(schedule))
+    assert max(differences) <= 1e-6
+
+
+def _refusals() -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    torch.manual_seed(0)
+    model, x = Logits(), torch.ones(ROWS, 7)
+    with pytest.raises(OptionError, match="1 micro-batches are fewer than 2 stages"):
+        dsgraph.pipeline(model, mesh, (x,), microbatches=1)
+    with pytest.raises(OptionError, match="no scalar with a gradient"):
+        dsgraph.pipeline(model, mesh, (x,), microbatches=2)
+    with pytest.raises(OptionError, match="takes 4 stages, not 6"):
+        dsgraph.pipeline(model, mesh, (x,), microbatches=8, stages=6, schedule="ZBVZeroBubble")
+    with pytest.raises(RanksDisagreeError, match="run different pipelines"):
+        dsgraph.pipeline(model, mesh, (x,), microbatches=2 + dist.get_rank(), loss_fn=F.mse_loss)
+    piped = dsgraph.pipeline(model, mesh, (x,), microbatches=2, loss_fn=F.mse_loss)
+    with pytest.raises(OptionError, match=r"2 micro-batches .* drop the uneven rest"):
+        piped.step(torch.ones(3, 7), target=torch.ones(3, 7))
+    with pytest.raises(OptionError, match="loss_fn needs target="):
+        piped.step(torch.ones(4, 7))
+    with pytest.raises(dsgraph.PartitionError, match=r"writes to '1\.(num_batches_tracked|running_mean)'"):
+        writes = nn.Sequential(nn.Linear(7, 7), nn.BatchNorm1d(7))
+        dsgraph.pipeline(writes, mesh, (x,), microbatches=2, loss_fn=F.mse_loss)
+
+
+def test_what_cannot_run_is_refused_before_anything_is_sent(ranks):
+    ranks(2).run(_refusals)
+
+
+def _from_meta(asked: str) -> list[str]:
+    """A model on the meta device, split by name, with `loss_fn`; two steps without `zero_grad` add up."""
+    torch.manual_seed(0)
+    reference = Logits()
+    with torch.device("meta"):
+        model = Logits()
+    made: list[str] = []
+
+    def materialize(name: str, tensor: Tensor) -> Tensor:
+        made.append(name)
+        return reference.get_parameter(name).detach().clone()
+
+    mesh = init_device_mesh("cpu", (2,))
+    x = torch.randn(ROWS * 2, 7, generator=torch.Generator().manual_seed(1))
+    piped = dsgraph.pipeline(
+        model, mesh, (x[:ROWS],), microbatches=2, loss_fn=F.mse_loss, split=[asked], materialize=materialize
+    )
+    for _ in range(2):
+        loss = piped.step(x, target=x * 2)
+        expected = F.mse_loss(reference(x), x * 2)
+        expected.backward()
+    assert abs(float(loss - expected)) <= 1e-6
+    for name, value in piped.named_parameters():
+        torch.testing.assert_close(value.grad, reference.get_parameter(name).grad, atol=1e-6, rtol=0)
+    assert sorted(made) == sorted(piped.state_dict())
+    return made
+
+
+def test_only_this_ranks_parameters_get_memory(ranks):
+    first, second = ranks(2).run(_from_meta, "layers.2")
+    assert {name.split(".")[1] for name in first} == {"0", "1"}
+    assert {name.split(".")[1] for name in second} == {"2", "3", "4", "5"}
+
+
+def _two_pipelines() -> None:
+    """Each of two pipelines has half of the rows. In double, of which only the last stage's rank sees the loss."""
+    torch.manual_seed(0)
+    model = Skips(tie=True).double()
+    reference = copy.deepcopy(model)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
+    (x, y), _ = _batch(0, "tied")
+    half = len(x) // 2
+    part = slice(mesh["dp"].get_local_rank() * half, (mesh["dp"].get_local_rank() + 1) * half)
+    example = (x[: half // 2], y[: half // 2])
+    piped = dsgraph.pipeline(model, mesh["pp"], example, microbatches=2, data_parallel=mesh["dp"])
+    loss = piped.step(x[part], y[part])
+    expected = reference(x, y)
+    expected.backward()
+    torch.testing.assert_close(loss, expected.detach().float(), atol=0, rtol=1e-6)
+    for name, value in piped.named_parameters():
+        torch.testing.assert_close(value.grad, reference.get_parameter(name).grad, atol=1e-6, rtol=0)
+
+
+def test_gradients_are_averaged_over_pipelines(ranks):
+    ranks(4).run(_two_pipelines)

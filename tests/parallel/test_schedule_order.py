@@ -1,0 +1,40 @@
+"""Orders of pipeline schedules: which are refused, and by what name."""
+
+from __future__ import annotations
+
+import pytest
+
+from dsgraph.errors import OptionError
+from dsgraph.parallel.schedule_order import actions_of, check_order, stages_of_ranks
+
+
+def test_one_forward_one_backward():
+    order = actions_of(None, "1F1B", stages=2, microbatches=3)
+    assert order[0] == ["0F0", "0F1", "0B0", "0F2", "0B1", "0B2"]
+    assert order[1] == ["1F0", "1B0", "1F1", "1B1", "1F2", "1B2"]
+    check_order(order, stages=2)
+    check_order(actions_of(None, "GPipe", stages=4, microbatches=8), stages=4)
+
+
+def test_a_cycle_is_named():
+    with pytest.raises(OptionError, match=r"deadlocks: rank 0 at 0B0, rank 1 at 1F1"):
+        check_order({0: ["0F0", "0B0", "0F1", "0B1"], 1: ["1F0", "1F1", "1B0", "1B1"]}, stages=2)
+
+
+def test_gradients_of_weights_wait_for_those_of_inputs():
+    check_order({0: ["0F0", "0I0", "0W0"], 1: ["1F0", "1I0", "1W0"]}, stages=2)
+    with pytest.raises(OptionError, match="rank 1 at 1W0"):
+        check_order({0: ["0F0", "0I0"], 1: ["1F0", "1W0", "1I0"]}, stages=2)
+
+
+@pytest.mark.parametrize(("kind", "stages", "wanted"), (("1F1B", 4, "2"), ("Interleaved1F1B", 3, "a multiple of 2")))
+def test_stages_that_do_not_fit(kind, stages, wanted):
+    with pytest.raises(OptionError, match=f"takes {wanted} stages, not {stages}"):
+        stages_of_ranks(kind, ranks=2, stages=stages)
+
+
+def test_where_stages_lie():
+    assert stages_of_ranks("Interleaved1F1B", ranks=2, stages=4) == [[0, 2], [1, 3]]
+    assert stages_of_ranks("ZBVZeroBubble", ranks=2, stages=4) == [[0, 3], [1, 2]]
+    with pytest.raises(OptionError, match="'zbv' is unknown; known are GPipe"):
+        stages_of_ranks("zbv", ranks=2, stages=4)
