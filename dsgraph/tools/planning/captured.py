@@ -167,8 +167,12 @@ def compare(model: ModelShape, layout: RankLayout, training: Training, *, gpu: N
     Embeddings and head are left out on both sides, and the formulas count the parameters that such layers have.
 
     Raises:
-        LayoutError: See `capture`, and `plan`.
+        LayoutError: See `capture`, and `plan`; or layers are sliced, which cannot be compiled beside ZeRO yet.
     """
+    if layout.tp > 1:
+        raise LayoutError(
+            f"--compile: tp is {layout.tp}, and sliced layers cannot be compiled beside ZeRO yet; take tp 1"
+        )
     layers_alone = replace(model, params=12 * model.layers * model.hidden**2, vocab=1)
     planned = plan(layers_alone, layout, training, gpu=gpu, gpus=layout.gpus)
     found = capture(model, layout, training)

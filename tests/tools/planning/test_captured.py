@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from dsgraph.errors import LayoutError
 from dsgraph.parallel.gpus import gpu_of
 from dsgraph.parallel.layout import ModelShape, RankLayout, Training
 from dsgraph.tools.planning.captured import compare
@@ -25,6 +26,11 @@ def test_activations_are_what_the_formulas_say(stage, pp, checkpointing):
     assert found.captured["activations"] == pytest.approx(layer * LAYERS / pp * pp, rel=0.01)
     assert found.captured["activations"] == pytest.approx(found.formula["activations"], rel=0.01)
     assert found.of.two.nodes > found.of.one.nodes > 100
+
+
+def test_sliced_layers_are_refused():
+    with pytest.raises(LayoutError, match="tp is 2, and sliced layers cannot be compiled beside ZeRO yet; take tp 1"):
+        compare(MODEL, RankLayout(2, 1, 4), Training(batch=32), gpu=gpu_of("a100-40gb"))
 
 
 @pytest.mark.parametrize(
