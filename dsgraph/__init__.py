@@ -35,6 +35,7 @@ if TYPE_CHECKING:
         CheckpointError,
         ConfigError,
         EngineError,
+        InferenceError,
         KernelError,
         LossScaleError,
         OptionError,
@@ -42,6 +43,8 @@ if TYPE_CHECKING:
         RanksDisagreeError,
         StrictError,
     )
+    from .inference.init_inference import init_inference
+    from .inference.quantize import quantize, save_quantized
     from .parallel.pipeline import pipeline
     from .parallel.pipelined import PipelinedModel
     from .parallel.tensor_parallel import tensor_parallel
@@ -59,6 +62,7 @@ __all__ = [
     "Engine",
     "EngineError",
     "GraphPass",
+    "InferenceError",
     "KernelError",
     "KernelSpec",
     "LossScaleError",
@@ -83,12 +87,15 @@ __all__ = [
     "default_pipeline",
     "discard",
     "graph_pass",
+    "init_inference",
     "initialize",
     "kernel",
     "materialize",
     "partition",
     "pipeline",
+    "quantize",
     "report",
+    "save_quantized",
     "tensor_parallel",
 ]
 

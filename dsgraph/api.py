@@ -22,6 +22,7 @@ from .errors import (
     CheckpointError,
     ConfigError,
     EngineError,
+    InferenceError,
     KernelError,
     LossScaleError,
     OptionError,
@@ -29,6 +30,8 @@ from .errors import (
     RanksDisagreeError,
     StrictError,
 )
+from .inference.init_inference import init_inference
+from .inference.quantize import quantize, save_quantized
 from .parallel.pipeline import pipeline
 from .parallel.pipelined import PipelinedModel
 from .parallel.tensor_parallel import tensor_parallel
@@ -49,6 +52,7 @@ __all__ = [
     "Engine",
     "EngineError",
     "GraphPass",
+    "InferenceError",
     "KernelError",
     "KernelSpec",
     "LossScaleError",
@@ -73,12 +77,15 @@ __all__ = [
     "default_pipeline",
     "discard",
     "graph_pass",
+    "init_inference",
     "initialize",
     "kernel",
     "materialize",
     "partition",
     "pipeline",
+    "quantize",
     "report",
+    "save_quantized",
     "tensor_parallel",
 ]
 

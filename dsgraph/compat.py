@@ -436,6 +436,11 @@ def recompile_limit() -> int:
     return int(torch._dynamo.config.recompile_limit)
 
 
+def allowing_recompiles(functions: int = 256) -> Any:
+    """Within it Dynamo compiles a function as often as that: one for each bucket and batch size of each engine."""
+    return torch._dynamo.config.patch(recompile_limit=functions, accumulated_recompile_limit=4 * functions)
+
+
 def autograd_cache_hits() -> int:
     """How many compiles AOTAutograd has taken from its cache in this process."""
     from torch._dynamo.utils import counters

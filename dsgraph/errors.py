@@ -57,6 +57,10 @@ class EngineError(RuntimeError):
     """Calls of the engine in an order that makes no step."""
 
 
+class InferenceError(ValueError):
+    """A model, argument or call that inference cannot take."""
+
+
 def on_one_line(error: BaseException, *, unnamed: type[BaseException] | tuple[type[BaseException], ...] = ()) -> str:
     """An error on one line: its class, unless it is one of `unnamed`, and what it says."""
     said = " ".join(str(error).split())

@@ -148,3 +148,8 @@ def never_merge(op: OpOverloadPacket) -> None:
 
     if op not in rand_ops:
         rand_ops.append(op)
+
+
+def int8_product(x: torch.Tensor, packed: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """Torch's own product of (m, k) with int8 (n, k), transposed, times `scale` (n,); made for bfloat16 on the CPU."""
+    return torch.ops.aten._weight_int8pack_mm(x, packed, scale)

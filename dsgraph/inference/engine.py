@@ -1,0 +1,223 @@
+"""`InferenceEngine`: an unmodified model of transformers, generating with a static cache and compiled graphs."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+from dsgraph.errors import InferenceError
+
+from .cache import RewindableCache, new_cache
+from .graphs import Graphs
+from .report import InferenceReport
+
+_LEAST_BUCKET = 32
+# What transformers hands to a forward besides what `_serve` takes, where it means nothing.
+_EMPTY = (None, False)
+# Arguments of `generate` that decode several tokens at once.
+_SEVERAL = ("assistant_model", "prompt_lookup_num_tokens")
+
+
+class InferenceEngine:
+    """What `init_inference` returns.
+
+    transformers' own `generate` does the search: greedy, sampling, beams, stopping, streaming. Each of its calls of the
+    model runs one of two compiled graphs: a prompt, padded on its right to a bucket, or one token a row. The engine
+    owns the key-value cache, of which there is one for each number of rows.
+
+    Attributes:
+        module: The model.
+        max_tokens: Positions of the cache: prompt and generated tokens together.
+    """
+
+    def __init__(self, module: Any, *, max_tokens: int, options: Mapping[str, Any]) -> None:
+        """Compiles nothing yet.
+
+        Args:
+            module: A causal model of transformers, in `eval()`.
+            max_tokens: Positions of the cache.
+            options: Of the backend.
+        """
+        self.module = module
+        self.max_tokens = max_tokens
+        self._graphs = Graphs(module, options)
+        self._caches: dict[int, RewindableCache] = {}
+        self._length = 0
+        self._buckets = _buckets(max_tokens)
+        self._serving = self._with_own_forward(module)
+
+    def __call__(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> CausalLMOutputWithPast:
+        """The logits of whole sequences, without a cache.
+
+        Args:
+            input_ids: (rows, length), of at most `max_tokens` tokens.
+            attention_mask: (rows, length): 0 where a token is padding. None: none is.
+
+        Returns:
+            What the model returns, with `logits` (rows, length, words) alone.
+
+        Raises:
+            InferenceError: The sequences are too long.
+        """
+        rows, length = input_ids.shape
+        if attention_mask is None:
+            attention_mask = torch.ones_like(input_ids)
+        behind = (0, self._bucket(length) - length)
+        logits = self._graphs.run(
+            "forward", functional.pad(input_ids, behind), functional.pad(attention_mask, behind), tokens=rows * length
+        )
+        return CausalLMOutputWithPast(logits=logits[:, :length])
+
+    def generate(self, input_ids: Tensor, **arguments: Any) -> Any:
+        """What `model.generate(input_ids, **arguments)` returns, token for token.
+
+        Args:
+            input_ids: (rows, length). Prompts of several lengths are padded on the left, with an `attention_mask`.
+            **arguments: Those of transformers' `generate`.
+
+        Raises:
+            InferenceError: More tokens than `max_tokens`, or an argument that needs another cache or more outputs.
+        """
+        for name in ("past_key_values", "cache_implementation", "inputs_embeds", *_SEVERAL):
+            if arguments.get(name) is not None:
+                raise InferenceError(
+                    f"generate: {name} cannot be taken: the engine owns the cache, and decodes one token at a time; "
+                    "call engine.module.generate"
+                )
+        new_tokens = arguments.get("max_new_tokens")
+        if new_tokens is not None and input_ids.shape[1] + new_tokens > self.max_tokens:
+            raise InferenceError(
+                f"generate: a prompt of {input_ids.shape[1]} tokens and max_new_tokens={new_tokens} exceed "
+                f"max_tokens={self.max_tokens}: give init_inference a larger one"
+            )
+        cache = self._cache(input_ids.shape[0] * _copies(self.module.generation_config, arguments))
+        cache.rewind(0)
+        self._length = 0
+        return self._serving.generate(input_ids, past_key_values=cache, **arguments)
+
+    def report(self) -> InferenceReport:
+        """Compiles, calls and tokens a second so far, and what the weights became."""
+        sizes = {
+            rows: sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
+            for rows, cache in self._caches.items()
+        }
+        quantization = getattr(self.module, "quantization", None)
+        counts = {kind: copy.copy(of_kind) for kind, of_kind in self._graphs.counts.items()}
+        return InferenceReport(
+            prompt=counts["prompt"],
+            decode=counts["decode"],
+            forward=counts["forward"],
+            buckets=self._buckets,
+            cache_bytes=sizes,
+            quantization=quantization,
+        )
+
+    def _with_own_forward(self, module: Any) -> Any:
+        """A shallow copy, which shares all parts and parameters. So the user's model keeps its forward."""
+
+        @functools.wraps(module.forward)  # transformers reads the names of its arguments
+        def forward(*args: Any, **kwargs: Any) -> CausalLMOutputWithPast:
+            return self._serve(*args, **kwargs)
+
+        serving = copy.copy(module)
+        object.__setattr__(serving, "forward", forward)
+        return serving
+
+    def _serve(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | dict[str, Tensor] | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Any = None,
+        **others: Any,
+    ) -> CausalLMOutputWithPast:
+        """The forward that `generate` calls: a prompt first, then one token a row."""
+        self._refuse(others)
+        rows, length = input_ids.shape
+        if self._length and length > 1:
+            raise InferenceError(
+                f"generate: {length} tokens at once behind a prompt; the engine takes one: leave out "
+                "prefill_chunk_size and other ways of decoding several tokens"
+            )
+        if self._length + length > self.max_tokens:
+            raise InferenceError(f"generate: more than max_tokens={self.max_tokens}: give init_inference a larger one")
+        if isinstance(attention_mask, dict):  # one for each type of layer; there is one type
+            attention_mask = attention_mask["full_attention"]
+        if attention_mask is None:
+            attention_mask = self._causal_mask(rows, length, input_ids.device)
+        if position_ids is None:
+            position_ids = torch.arange(self._length, self._length + length, device=input_ids.device)[None]
+        position_ids = position_ids.expand(rows, length)
+        if self._length:
+            given = (input_ids, attention_mask, position_ids.contiguous(), past_key_values)
+            logits = self._graphs.run("decode", *given, tokens=rows)
+        else:
+            logits = self._prompt(input_ids, attention_mask, position_ids, past_key_values)
+        self._length += length
+        return CausalLMOutputWithPast(logits=logits, past_key_values=past_key_values)
+
+    def _prompt(self, ids: Tensor, mask: Tensor, positions: Tensor, cache: RewindableCache) -> Tensor:
+        """Pads a prompt on its right. Padding sees what the last token sees; the last token does not see padding."""
+        rows, length = ids.shape
+        behind = self._bucket(length) - length
+        ids = functional.pad(ids, (0, behind))
+        positions = torch.cat([positions, positions[:, -1:].expand(rows, behind)], 1)
+        mask = torch.cat([mask, mask[:, :, -1:].expand(-1, -1, behind, -1)], 2)
+        last = torch.tensor([length - 1], device=ids.device)
+        logits = self._graphs.run("prompt", ids, mask, positions, cache, last, tokens=rows * length)
+        cache.rewind(length)
+        return logits
+
+    def _refuse(self, others: Mapping[str, Any]) -> None:
+        known = {"use_cache": True, "return_dict": True, "logits_to_keep": 1}
+        for name, value in others.items():
+            if not any(value is empty for empty in _EMPTY) and (name not in known or value != known[name]):
+                raise InferenceError(
+                    f"generate: {name}={value!r} cannot be taken: the engine's graphs return logits alone, of tokens; "
+                    "call engine.module.generate"
+                )
+
+    def _cache(self, rows: int) -> RewindableCache:
+        if rows not in self._caches:
+            model: nn.Module = self.module
+            (device,) = {param.device for param in model.parameters()}
+            self._caches[rows] = new_cache(
+                **{"config": self.module.config, "rows": rows, "max_tokens": self.max_tokens},
+                **{"dtype": self.module.dtype, "device": device},
+            )
+        return self._caches[rows]
+
+    def _causal_mask(self, rows: int, length: int, device: torch.device) -> Tensor:
+        seen = torch.arange(self._length, self._length + length, device=device)
+        mask = torch.arange(self.max_tokens, device=device) <= seen[:, None]
+        return mask.expand(rows, 1, -1, -1)
+
+    def _bucket(self, length: int) -> int:
+        for bucket in self._buckets:
+            if length <= bucket:
+                return bucket
+        raise InferenceError(f"{length} tokens exceed max_tokens={self.max_tokens}: give init_inference a larger one")
+
+
+def _copies(defaults: Any, arguments: Mapping[str, Any]) -> int:
+    """How many rows of the batch one prompt becomes: beams, or sequences to return."""
+    config = arguments.get("generation_config") or defaults
+    counts = [arguments.get(n) or getattr(config, n, None) or 1 for n in ("num_beams", "num_return_sequences")]
+    return max(counts)
+
+
+def _buckets(max_tokens: int) -> tuple[int, ...]:
+    """Powers of two up to `max_tokens`, which is the last."""
+    found = []
+    size = _LEAST_BUCKET
+    while size < max_tokens:
+        found.append(size)
+        size *= 2
+    return (*found, max_tokens)

@@ -1,0 +1,141 @@
+"""`init_inference`: a model of transformers becomes an engine that generates."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import nn
+
+from dsgraph.compiler.options import parse_options
+from dsgraph.errors import InferenceError
+
+from .quantize import DESCRIPTION, load_quantized, quantize
+
+if TYPE_CHECKING:
+    from .engine import InferenceEngine
+
+FAMILIES = ("llama", "qwen3", "gpt2", "opt")
+"""Values of `config.model_type` that are tested token for token."""
+_BITS = {"int8": 8, "int4": 4}
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def init_inference(
+    model: nn.Module,
+    *,
+    mp_size: int = 1,
+    dtype: torch.dtype | None = None,
+    checkpoint: str | os.PathLike[str] | None = None,
+    quantize: Literal["int8", "int4"] | None = None,
+    max_tokens: int | None = None,
+    replace_with_kernel_inject: bool = True,
+    options: dict[str, Any] | None = None,
+) -> InferenceEngine:
+    """Puts a causal model of transformers into an engine that generates with a static cache and compiled graphs.
+
+    The model goes to `eval()`; `dtype` and `quantize` change it in place.
+
+    Args:
+        model: Llama, Qwen3, GPT-2 or OPT of transformers, unmodified.
+        mp_size: Ranks that share each layer; 1 alone for now.
+        dtype: torch.float32, torch.bfloat16 or torch.float16. None: that of the model, or of the checkpoint.
+        checkpoint: A folder of safetensors: transformers' own, sharded or not, or that of `save_quantized`.
+        quantize: Weights of 8 or of 4 bits, see `dsgraph.quantize`, which takes more arguments.
+        max_tokens: Positions of the key-value cache: prompt and generated tokens together. Default: 1024, or as many
+            as the model has positions, if these are fewer.
+        replace_with_kernel_inject: Whether dsgraph's kernels stand in for what the model spells out in small ops.
+        options: Of the backend, such as {"codegen": "eager"}, see `BackendOptions`.
+
+    Returns:
+        The engine.
+
+    Raises:
+        InferenceError: The model, or an argument, cannot be taken; nothing was changed.
+        OptionError: An option of the backend is wrong.
+    """
+    given = dict(options or {})
+    if not replace_with_kernel_inject:
+        if "kernels" in given:
+            raise InferenceError(
+                "init_inference: options has kernels, and replace_with_kernel_inject=False: leave one out"
+            )
+        given["kernels"] = "none"
+    parse_options(given)
+    _refuse(model, mp_size=mp_size, dtype=dtype, quantized=quantize)
+    positions = _positions(model, max_tokens)
+    folder = _folder(checkpoint, quantized=quantize)
+    model = _loaded(model, folder)
+    if dtype is not None:
+        model = model.to(dtype)
+    if quantize is not None:
+        _quantized(model, _BITS[quantize])
+    from .engine import InferenceEngine  # it imports transformers, which dsgraph does without elsewhere
+
+    return InferenceEngine(model.eval(), max_tokens=positions, options=given)
+
+
+def _quantized(model: nn.Module, bits: int) -> None:
+    quantize(model, bits=bits)
+
+
+def _refuse(model: Any, *, mp_size: int, dtype: object, quantized: object) -> None:
+    family = getattr(getattr(model, "config", None), "model_type", None)
+    if family not in FAMILIES or not model.can_generate():
+        raise InferenceError(
+            f"init_inference: {type(model).__name__} (model_type {family!r}) cannot be taken; it takes causal "
+            f"models of transformers of the types {', '.join(FAMILIES)}"
+        )
+    if getattr(model, "hf_quantizer", None) is not None:
+        raise InferenceError(
+            "init_inference: transformers has quantised this model: load it without, and use quantize="
+        )
+    kinds = set(getattr(model.config, "layer_types", None) or ()) - {"full_attention"}
+    if kinds:
+        raise InferenceError(
+            f"init_inference: layers of type {sorted(kinds)[0]!r} need another cache: set them to full_attention"
+        )
+    if len({param.device for param in model.parameters()}) != 1:
+        raise InferenceError("init_inference: the model's parameters are on several devices; it takes one")
+    if mp_size != 1:
+        raise InferenceError(
+            f"init_inference: mp_size is {mp_size!r}; sliced layers do not generate yet: leave it at 1"
+        )
+    if dtype is not None and dtype not in _DTYPES:
+        raise InferenceError(
+            f"init_inference: dtype is {dtype!r}; it takes {', '.join(map(str, _DTYPES))}, and quantize="
+        )
+    if quantized is not None and quantized not in _BITS:
+        raise InferenceError(f"init_inference: quantize is {quantized!r}; it takes 'int8', 'int4' or None")
+    if quantized is not None and getattr(model, "quantization", None) is not None:
+        raise InferenceError(f"init_inference: the model is quantised already: leave quantize={quantized!r} out")
+
+
+def _positions(model: Any, max_tokens: int | None) -> int:
+    most = model.config.max_position_embeddings
+    if max_tokens is None:
+        return min(1024, most)
+    if isinstance(max_tokens, bool) or not isinstance(max_tokens, int) or not 1 <= max_tokens <= most:
+        raise InferenceError(f"init_inference: max_tokens is {max_tokens!r}; the model has {most} positions")
+    return max_tokens
+
+
+def _folder(checkpoint: str | os.PathLike[str] | None, *, quantized: object) -> Path | None:
+    if checkpoint is None:
+        return None
+    folder = Path(checkpoint)
+    if not list(folder.glob("*.safetensors")):
+        raise InferenceError(f"init_inference: checkpoint={str(folder)!r} is no folder with .safetensors files")
+    if quantized is not None and (folder / DESCRIPTION).exists():
+        raise InferenceError(f"init_inference: checkpoint={str(folder)!r} is quantised already: leave quantize= out")
+    return folder
+
+
+def _loaded(model: Any, folder: Path | None) -> Any:
+    if folder is None:
+        return model
+    if (folder / DESCRIPTION).exists():
+        return load_quantized(model, folder)
+    return type(model).from_pretrained(folder, config=model.config)

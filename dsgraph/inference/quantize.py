@@ -1,0 +1,177 @@
+"""`quantize`: the linear layers of a model get weights of few bits; and how such a model is written and read."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+import torch
+from safetensors.torch import load_model, save_model
+from torch import Tensor, nn
+
+from dsgraph.errors import InferenceError
+
+from .quantized_linear import QuantizedLinear
+
+ModelT = TypeVar("ModelT", bound=nn.Module)
+DESCRIPTION = "dsgraph_quantization.json"
+WEIGHTS = "model.safetensors"
+_GROUP = 128
+
+
+@dataclass(frozen=True)
+class Quantization:
+    """How a model was quantised, and what it cost.
+
+    Attributes:
+        bits: 8 or 4.
+        group: Neighbours that share a scale, of 4 bits; 0 for 8 bits, which have one scale a row.
+        errors: Name of a layer -> norm of its weight's change over the norm of its weight.
+        bytes_before: Of these weights.
+        bytes_after: Of these weights, with scales and minima.
+    """
+
+    bits: Literal[8, 4]
+    group: int
+    errors: dict[str, float]
+    bytes_before: int
+    bytes_after: int
+
+
+def quantize(model: ModelT, *, bits: int = 8, group: int | None = None, skip: Sequence[str] = ()) -> ModelT:
+    """Replaces the linear layers of a model by such with weights of few bits, in place, rounded to nearest.
+
+    It is for inference: such layers take no gradients. Embeddings and norms stay as they are. Of a head that is tied to
+    the embedding, the head gets a rounded copy.
+
+    Args:
+        model: A module; its `nn.Linear` and transformers' `Conv1D` count.
+        bits: 8, with one scale a row of a weight, or 4, with one scale and minimum a group.
+        group: How many neighbours in a row share a scale, for 4 bits; an even number, by default 128.
+        skip: Names of layers to leave, as in `named_modules`; `*` stands for anything.
+
+    Returns:
+        `model`, with a `quantization` that tells the error of each layer.
+
+    Raises:
+        InferenceError: An argument is wrong, nothing is left to quantise, or a layer cannot be divided in groups;
+            nothing was changed.
+    """
+    if bits not in (8, 4):
+        raise InferenceError(f"quantize: bits is {bits!r}; it takes 8 or 4")
+    if bits == 8 and group is not None:
+        raise InferenceError(f"quantize: group={group!r} is for bits=4; 8 bits have one scale a row: leave group out")
+    if isinstance(getattr(model, "quantization", None), Quantization):
+        raise InferenceError(f"quantize: {type(model).__name__} is quantised already")
+    size = 0 if bits == 8 else _GROUP if group is None else group
+    found = _layers(model, skip)
+    _check_groups(found, bits=bits, group=size)
+    errors: dict[str, float] = {}
+    before = after = 0
+    for name, layer in found.items():
+        weight = _weight(layer)
+        made = QuantizedLinear(weight, layer.bias, bits=bits, group=size)  # type: ignore[arg-type]
+        errors[name] = _relative_error(weight, made)
+        before += weight.numel() * weight.element_size()
+        after += sum(t.numel() * t.element_size() for t in (made.packed, made.scale, made.least) if t is not None)
+        parent, _, leaf = name.rpartition(".")
+        setattr(model.get_submodule(parent), leaf, made)
+    object.__setattr__(model, "quantization", Quantization(bits, size, errors, before, after))  # type: ignore[arg-type]
+    return model
+
+
+def save_quantized(model: nn.Module, folder: str | os.PathLike[str]) -> None:
+    """Writes a quantised model: safetensors, and how it was quantised.
+
+    `init_inference(model, checkpoint=folder)` reads it into a model of the same configuration.
+
+    Args:
+        model: What `quantize` returned, or the module of an engine.
+        folder: Is made if it is not there.
+
+    Raises:
+        InferenceError: The model is not quantised.
+    """
+    how = getattr(model, "quantization", None)
+    if not isinstance(how, Quantization):
+        raise InferenceError(
+            f"save_quantized: {type(model).__name__} is not quantised: call dsgraph.quantize(model) first"
+        )
+    path = Path(folder)
+    path.mkdir(parents=True, exist_ok=True)
+    save_model(model, str(path / WEIGHTS))
+    (path / DESCRIPTION).write_text(json.dumps(asdict(how), indent=1))
+
+
+def load_quantized(model: nn.Module, folder: Path) -> nn.Module:
+    """Reads what `save_quantized` wrote into `model`, in place.
+
+    Raises:
+        InferenceError: The folder is of another model.
+    """
+    how = Quantization(**json.loads((folder / DESCRIPTION).read_text()))
+    there = {name for name, _ in model.named_modules()}
+    missing = sorted(set(how.errors) - there)
+    if missing:
+        raise InferenceError(
+            f"checkpoint={str(folder)!r} has a layer {missing[0]!r}, which {type(model).__name__} lacks"
+        )
+    others = [name for name in _layers(model, ()) if name not in how.errors]
+    quantize(model, bits=how.bits, group=how.group or None, skip=others)
+    try:
+        load_model(model, folder / WEIGHTS)
+    except RuntimeError as error:
+        raise InferenceError(f"checkpoint={str(folder)!r} is of another model: {error}") from error
+    object.__setattr__(model, "quantization", how)
+    return model
+
+
+def _layers(model: nn.Module, skip: Sequence[str]) -> dict[str, Any]:
+    if isinstance(skip, str):
+        raise InferenceError(f"quantize: skip is {skip!r}; it takes a list of names, such as [{skip!r}]")
+    linear = {name: module for name, module in model.named_modules() if name and _is_linear(module)}
+    for pattern in skip:
+        if not any(fnmatchcase(name, pattern) for name in linear):
+            raise InferenceError(
+                f"quantize: skip names {pattern!r}, which is no linear layer of {type(model).__name__}"
+            )
+    found = {n: m for n, m in linear.items() if not any(fnmatchcase(n, pattern) for pattern in skip)}
+    if not found:
+        raise InferenceError(f"quantize: {type(model).__name__} has no linear layer to quantise")
+    return found
+
+
+def _is_linear(module: nn.Module) -> bool:
+    # A class of nn.Linear's may compute otherwise. Conv1D of transformers is a linear layer of a transposed weight.
+    return type(module) is nn.Linear or (
+        type(module).__name__ == "Conv1D" and type(module).__module__ == "transformers.pytorch_utils"
+    )
+
+
+def _weight(layer: Any) -> Tensor:
+    """(out_features, in_features)."""
+    return layer.weight.detach() if type(layer) is nn.Linear else layer.weight.detach().t()
+
+
+def _check_groups(found: dict[str, Any], *, bits: int, group: int) -> None:
+    if bits == 8:
+        return
+    if group < 2 or group % 2:
+        raise InferenceError(f"quantize: group is {group!r}; it takes an even number, such as 128")
+    for name, layer in found.items():
+        columns = _weight(layer).shape[1]
+        if columns % group:
+            raise InferenceError(
+                f"quantize: {name!r} has {columns} inputs, which groups of {group} do not divide: "
+                f"take another group, or skip=[{name!r}]"
+            )
+
+
+def _relative_error(weight: Tensor, made: QuantizedLinear) -> float:
+    change = torch.linalg.vector_norm(made.dequantized() - weight.float())
+    return float(change / torch.linalg.vector_norm(weight.float()).clamp_min(1e-30))

@@ -1,0 +1,66 @@
+"""What an inference engine tells of its graphs and its speed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from .quantize import Quantization
+
+
+@dataclass
+class Counts:
+    """What ran as one kind of graph: "prompt", "decode" or "forward".
+
+    Attributes:
+        compiles: Graphs that were compiled.
+        calls: Calls of these graphs.
+        tokens: Tokens that calls without a compile computed, rows of the batch counted, padding not.
+        seconds: What these calls took.
+    """
+
+    compiles: int = 0
+    calls: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Of calls without a compile; 0 where there was none."""
+        return self.tokens / self.seconds if self.seconds else 0.0
+
+
+@dataclass(frozen=True)
+class InferenceReport:
+    """What an engine has done so far.
+
+    Attributes:
+        prompt: Prompts of `generate`.
+        decode: Tokens after the prompt, of `generate`.
+        forward: Calls of the engine itself.
+        buckets: Lengths to which prompts are padded.
+        cache_bytes: Of keys and values, by rows of the batch.
+        quantization: Of the weights, with the error of each layer; None where they are as they were.
+    """
+
+    prompt: Counts
+    decode: Counts
+    forward: Counts
+    buckets: tuple[int, ...]
+    cache_bytes: dict[int, int] = field(default_factory=dict)
+    quantization: Quantization | None = None
+
+    def __str__(self) -> str:
+        lines = [
+            f"{name}: {c.compiles} compiled, {c.calls} calls, {c.tokens_per_second:.1f} tokens/s"
+            for name, c in (("prompt", self.prompt), ("decode", self.decode), ("forward", self.forward))
+        ]
+        lines.append(f"prompts are padded to {', '.join(map(str, self.buckets))} tokens")
+        lines += [f"cache of {rows} rows: {size / 1e6:.1f} MB" for rows, size in sorted(self.cache_bytes.items())]
+        if self.quantization is not None:
+            how = self.quantization
+            name, error = max(how.errors.items(), key=lambda item: item[1])
+            lines.append(
+                f"{len(how.errors)} layers of {how.bits} bits, {how.bytes_before / 1e6:.1f} MB now "
+                f"{how.bytes_after / 1e6:.1f} MB; largest relative error {error:.4f}, of {name}"
+            )
+        return "\n".join(lines)

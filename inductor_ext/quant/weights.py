@@ -1,0 +1,112 @@
+"""Weights of 8 and of 4 bits: rounded to nearest, packed, and multiplied with.
+
+8 bits, one scale a row (output channel), symmetric:
+
+    scale[n] = max_k |w[n, k]| / 127        q[n, k] = round(w[n, k] / scale[n])        w ~ q * scale
+
+4 bits, one scale and one minimum for each group of g neighbours in a row, asymmetric:
+
+    scale[n, j] = (max - min) / 15          q = round((w - min) / scale)               w ~ q * scale + min
+
+A byte holds two 4-bit numbers of one group: byte i of a group has number i in its low bits and number i + g / 2 in its
+high bits. So both halves of a group are read in the order in which the row of the other operand lies.
+
+The functions of products are plain torch. Inductor makes one loop of each for few rows, which reads the bytes, converts
+them in registers and never writes the weight out.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from dsgraph.inductor_ext import compat
+
+FEW_ROWS = 4
+"""Up to how many rows a product is one loop over the packed weight; more rows multiply with the converted weight."""
+
+
+def quantize_rows(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Rounds to 8 bits.
+
+    Args:
+        weight: Floating point, (n, k).
+
+    Returns:
+        Numbers of -127 to 127, int8 (n, k), and scales, float32 (n,).
+    """
+    weight = weight.detach().float()
+    scale = weight.abs().amax(1).clamp_min(torch.finfo(torch.float32).tiny) / 127
+    return (weight / scale[:, None]).round().clamp(-127, 127).to(torch.int8), scale
+
+
+def dequantize_rows(packed: Tensor, scale: Tensor) -> Tensor:
+    """The weight that `quantize_rows` stands for, float32 (n, k)."""
+    return packed.float() * scale[:, None]
+
+
+def quantize_groups(weight: Tensor, *, group: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Rounds to 4 bits.
+
+    Args:
+        weight: Floating point, (n, k); `group` divides k.
+        group: How many neighbours share a scale; an even number.
+
+    Returns:
+        Packed numbers, uint8 (n, k / group, group / 2); scales and minima, both float32 (n, k / group).
+    """
+    groups = weight.detach().float().unflatten(1, (-1, group))
+    least, most = groups.aminmax(dim=2)
+    scale = (most - least).clamp_min(torch.finfo(torch.float32).tiny) / 15
+    numbers = ((groups - least[..., None]) / scale[..., None]).round().clamp(0, 15).to(torch.uint8)
+    low, high = numbers.chunk(2, dim=2)
+    return low | (high << 4), scale, least
+
+
+def dequantize_groups(packed: Tensor, scale: Tensor, least: Tensor) -> Tensor:
+    """The weight that `quantize_groups` stands for, float32 (n, k)."""
+    numbers = torch.cat([packed & 15, packed >> 4], dim=2).float()
+    return (numbers * scale[..., None] + least[..., None]).flatten(1)
+
+
+def multiply_rows(x: Tensor, packed: Tensor, scale: Tensor) -> Tensor:
+    """`x` times the transposed weight of `quantize_rows`.
+
+    Args:
+        x: (m, k), floating point.
+        packed: int8 (n, k).
+        scale: float32 (n,).
+
+    Returns:
+        (m, n), in the dtype of `x`.
+    """
+    if x.dtype == torch.bfloat16 and x.device.type == "cpu":
+        # torch's own product reads int8 for bfloat16 with vectors; for float32 it is a scalar loop, slower than none.
+        return compat.int8_product(x, packed, scale.to(x.dtype))
+    if x.shape[0] > FEW_ROWS:
+        return functional.linear(x, dequantize_rows(packed, scale).to(x.dtype))
+    sums = (x.float().unsqueeze(1) * packed.float()).sum(-1)
+    return (sums * scale).to(x.dtype)
+
+
+def multiply_groups(x: Tensor, packed: Tensor, scale: Tensor, least: Tensor) -> Tensor:
+    """`x` times the transposed weight of `quantize_groups`.
+
+    Args:
+        x: (m, k), floating point.
+        packed: uint8 (n, k / group, group / 2).
+        scale: float32 (n, k / group).
+        least: float32 (n, k / group).
+
+    Returns:
+        (m, n), in the dtype of `x`.
+    """
+    if x.shape[0] > FEW_ROWS:
+        return functional.linear(x, dequantize_groups(packed, scale, least).to(x.dtype))
+    _, groups, half = packed.shape
+    parts = x.float().view(-1, 1, groups, 2, half)
+    low, high = (packed & 15).float(), (packed >> 4).float()
+    sums = (low * parts[..., 0, :] + high * parts[..., 1, :]).sum(-1)
+    of_groups = parts.sum((-1, -2)).squeeze(1)
+    return ((sums * scale).sum(-1) + of_groups @ least.t()).to(x.dtype)

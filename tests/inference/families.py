@@ -1,0 +1,45 @@
+"""One tiny model of each family that an engine takes, with weights large enough to tell tokens apart."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import transformers
+
+WORDS = 96
+_SIZES: dict[str, Any] = {"vocab_size": WORDS, "bos_token_id": 1, "eos_token_id": None, "pad_token_id": 0}
+_LLAMA: dict[str, Any] = {
+    **_SIZES,
+    **{"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4},
+    **{"num_key_value_heads": 2, "max_position_embeddings": 128},
+}
+CONFIGS: dict[str, Any] = {
+    "llama": lambda: transformers.LlamaConfig(**_LLAMA),
+    "qwen3": lambda: transformers.Qwen3Config(**_LLAMA, head_dim=8),
+    "gpt2": lambda: transformers.GPT2Config(**_SIZES, n_embd=32, n_layer=2, n_head=4, n_positions=128),
+    "opt": lambda: transformers.OPTConfig(
+        **_SIZES,
+        **{"hidden_size": 32, "ffn_dim": 64, "num_hidden_layers": 2, "num_attention_heads": 4},
+        **{"max_position_embeddings": 128, "word_embed_proj_dim": 32},
+    ),
+}
+
+
+def model(family: str, *, seed: int = 0) -> Any:
+    torch.manual_seed(seed)
+    made = transformers.AutoModelForCausalLM.from_config(CONFIGS[family]()).eval()
+    with torch.no_grad():
+        for param in made.parameters():
+            if param.ndim == 2:
+                param.mul_(5)
+    return made
+
+
+def prompt(rows: int, length: int, *, padded: int = 0) -> dict[str, torch.Tensor]:
+    """Tokens and their mask; the first row begins with `padded` tokens of padding."""
+    generator = torch.Generator().manual_seed(length)
+    ids = torch.randint(1, WORDS, (rows, length), generator=generator)
+    mask = torch.ones_like(ids)
+    ids[0, :padded] = mask[0, :padded] = 0
+    return {"input_ids": ids, "attention_mask": mask}

@@ -1,0 +1,140 @@
+"""An engine generates what transformers generates, token for token, and compiles nothing after its warm-up."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import dsgraph
+from dsgraph.errors import InferenceError
+from tests.inference.families import CONFIGS, model, prompt
+
+EAGER = {"codegen": "eager"}
+
+
+def _both(plain, engine, given, **arguments):
+    torch.manual_seed(7)
+    expected = plain.generate(**given, **arguments)
+    torch.manual_seed(7)
+    return expected, engine.generate(**given, **arguments)
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_greedy_and_sampled_tokens_are_those_of_transformers(family):
+    plain = model(family)
+    engine = dsgraph.init_inference(plain, max_tokens=64, options=EAGER)
+    for length in (3, 11, 40):
+        for sampled in (False, True):
+            given = prompt(2, length, padded=2)
+            expected, found = _both(plain, engine, given, max_new_tokens=12, do_sample=sampled)
+            assert torch.equal(expected, found), (length, sampled)
+            assert len(set(found[:, length:].flatten().tolist())) > 3  # it says something
+
+
+def test_nothing_is_compiled_after_one_prompt_of_each_bucket():
+    engine = dsgraph.init_inference(model("llama"), max_tokens=64, options=EAGER)
+    for length in (4, 40):
+        engine.generate(**prompt(1, length), max_new_tokens=3)
+    warm = engine.report()
+    assert (warm.prompt.compiles, warm.decode.compiles, warm.buckets) == (2, 1, (32, 64))
+    for length in (1, 17, 32, 33, 50):
+        engine.generate(**prompt(1, length), max_new_tokens=14)
+    after = engine.report()
+    assert (after.prompt.compiles, after.decode.compiles) == (2, 1)
+    assert after.decode.calls == 2 * 2 + 5 * 13
+    assert after.decode.tokens_per_second > 0
+    assert "decode: 1 compiled" in str(after)
+
+
+def test_beams_are_those_of_transformers():
+    plain = model("llama")
+    engine = dsgraph.init_inference(plain, max_tokens=64, options=EAGER)
+    expected, found = _both(plain, engine, prompt(2, 9), max_new_tokens=10, num_beams=3, num_return_sequences=2)
+    assert torch.equal(expected, found)
+    assert engine.report().decode.compiles == 1
+
+
+def test_logits_are_those_of_the_model_and_the_models_forward_is_its_own():
+    plain = model("gpt2")
+    engine = dsgraph.init_inference(plain, max_tokens=64, options=EAGER)
+    given = prompt(2, 21)
+    torch.testing.assert_close(engine(**given).logits, plain(**given).logits)
+    assert "forward" not in vars(plain)
+
+
+def test_a_streamer_gets_each_token():
+    from transformers.generation.streamers import BaseStreamer
+
+    class Collector(BaseStreamer):
+        def __init__(self):
+            self.seen = []
+
+        def put(self, value):
+            self.seen += value.flatten().tolist()
+
+        def end(self):
+            self.seen.append("end")
+
+    engine = dsgraph.init_inference(model("llama"), max_tokens=64, options=EAGER)
+    collector = Collector()
+    found = engine.generate(**prompt(1, 5), max_new_tokens=6, streamer=collector)
+    assert collector.seen == [*found[0].tolist(), "end"]
+
+
+def test_a_folder_of_transformers_is_a_checkpoint(tmp_path):
+    source = model("llama", seed=1)
+    source.save_pretrained(tmp_path, max_shard_size="20KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 1
+    engine = dsgraph.init_inference(model("llama"), checkpoint=tmp_path, max_tokens=32, options=EAGER)
+    given = prompt(1, 6)
+    assert torch.equal(engine.generate(**given, max_new_tokens=8), source.generate(**given, max_new_tokens=8))
+
+
+def test_bfloat16_generates_what_transformers_does():
+    plain = model("llama").to(torch.bfloat16)
+    engine = dsgraph.init_inference(model("llama"), dtype=torch.bfloat16, max_tokens=32, options=EAGER)
+    given = prompt(1, 6)
+    assert torch.equal(*_both(plain, engine, given, max_new_tokens=8, do_sample=False))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"mp_size": 2}, "mp_size is 2"),
+        ({"quantize": "int3"}, "quantize is 'int3'"),
+        ({"dtype": torch.int8}, "dtype is torch.int8"),
+        ({"max_tokens": 129}, "the model has 128 positions"),
+        ({"checkpoint": "nowhere"}, "no folder with .safetensors"),
+        ({"replace_with_kernel_inject": False, "options": {"kernels": "auto"}}, "leave one out"),
+    ],
+)
+def test_what_cannot_be_taken_is_refused(arguments, said):
+    with pytest.raises(InferenceError, match=said):
+        dsgraph.init_inference(model("llama"), **arguments)
+
+
+def test_other_models_are_refused_by_name():
+    import transformers
+
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
+    with pytest.raises(InferenceError, match=r"BertModel \(model_type 'bert'\)"):
+        dsgraph.init_inference(transformers.BertModel(transformers.BertConfig(**sizes)))
+    with pytest.raises(InferenceError, match="Linear"):
+        dsgraph.init_inference(torch.nn.Linear(2, 2))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"max_new_tokens": 60}, "exceed max_tokens=64"),
+        ({"max_length": 80}, "more than max_tokens=64"),
+        ({"cache_implementation": "static"}, "cache_implementation cannot be taken"),
+        ({"max_new_tokens": 3, "output_attentions": True}, "output_attentions=True"),
+        ({"max_new_tokens": 8, "prefill_chunk_size": 4}, "the engine takes one"),
+        ({"max_new_tokens": 8, "prompt_lookup_num_tokens": 2}, "prompt_lookup_num_tokens cannot be taken"),
+    ],
+)
+def test_what_a_static_cache_cannot_do_is_refused(arguments, said):
+    engine = dsgraph.init_inference(model("llama"), max_tokens=64, options=EAGER)
+    with pytest.raises(InferenceError, match=said):
+        engine.generate(**prompt(1, 6), **arguments)
