@@ -22,6 +22,7 @@ from dsgraph.sharding.mesh import axis_group, mesh_ranks
 from .captured_model import CapturedModel, capture_model
 from .pipelined import LossOf, PipelinedModel, PipelineReport, StageModule, stage_buffers
 from .schedule_order import SCHEDULES, actions_of, check_order, stages_of_ranks
+from .sharded_stages import Copies, ShardedStages
 from .tied_gradients import StepGradients
 
 Materialize = Callable[[str, Tensor], Tensor]
@@ -40,6 +41,8 @@ def pipeline(
     loss_fn: Callable[[Any, Any], Tensor] | None = None,
     materialize: Materialize | None = None,
     data_parallel: DeviceMesh | None = None,
+    zero_stage: int = 0,
+    keep_whole_below: int | None = None,
 ) -> PipelinedModel:
     """Splits an unmodified model into pipeline stages.
 
@@ -61,6 +64,9 @@ def pipeline(
             those of this rank alone.
         data_parallel: Of one dimension: the ranks that hold the same stages. Gradients are averaged over them once a
             step.
+        zero_stage: How parameters are sharded over those ranks, 0 to 3, as `partition` has it. They are gathered once a
+            step, and gradients reduced once a step.
+        keep_whole_below: As `partition` has it.
 
     Returns:
         This rank's stages.
@@ -73,6 +79,10 @@ def pipeline(
     """
     if mesh.ndim != 1:
         raise OptionError(f'pipeline: the mesh has {mesh.ndim} dimensions: give the pipeline\'s alone, mesh["pp"]')
+    if zero_stage and data_parallel is None:
+        raise OptionError(
+            f"pipeline: zero_stage is {zero_stage}, and there are no ranks to shard over: give data_parallel"
+        )
     count = stages or mesh.size() * (2 if SCHEDULES.get(schedule) else 1)
     held = stages_of_ranks(schedule, ranks=mesh.size(), stages=count)
     if microbatches < count:
@@ -101,7 +111,14 @@ def pipeline(
     return PipelinedModel(
         schedule=run,
         stages=mine,
-        gradients=_gradients(captured, mine, tied=tied, held=held, mesh=mesh, data_parallel=data_parallel),
+        gradients=_gradients(
+            captured,
+            mine,
+            tied=tied,
+            held=held,
+            mesh=mesh,
+            copies=None if data_parallel is None else Copies(data_parallel, zero_stage, keep_whole_below),
+        ),
         report=report,
         inputs=captured.inputs,
         example=(example_inputs, kwargs),
@@ -223,16 +240,18 @@ def _gradients(
     tied: Mapping[str, tuple[int, ...]],
     held: Sequence[Sequence[int]],
     mesh: DeviceMesh,
-    data_parallel: DeviceMesh | None,
+    copies: Copies | None,
 ) -> StepGradients:
     rank_of = {stage: rank for rank, stages in enumerate(held) for stage in stages}
     apart = {name: stages for name, stages in tied.items() if len({rank_of[stage] for stage in stages}) > 1}
     tensors = dict(captured.state.values())
+    parameters = {name: value for stage in mine.values() for name, value in stage.graph_module.named_parameters()}
     return StepGradients(
-        {name: parameter for stage in mine.values() for name, parameter in stage.graph_module.named_parameters()},
+        parameters,
         {name: tensors[name] for name in apart if tensors[name].requires_grad},
         frozenset(name for name, stages in apart.items() if stages[0] in mine),
         axis_group(mesh, 0),
-        axis_group(data_parallel, 0) if data_parallel is not None else None,
+        axis_group(copies.mesh, 0) if copies is not None else None,
+        ShardedStages(parameters, copies) if copies is not None else None,
         _device(mesh),
     )

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from dsgraph import compat
 from dsgraph.errors import OptionError
 from dsgraph.passes.parallel.split_stages import StagePlan
+from dsgraph.sharding.rows import own_part
 
 from .tied_gradients import StepGradients
 
@@ -155,7 +156,10 @@ class PipelinedModel:
         return {name: leaves[number].to(self._device) for name, number in self._inputs.items()}
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """This rank's parameters under the names that they have in the model; each once."""
+        """This rank's parameters under the names that they have in the model; each once. With ZeRO its shards."""
+        if self._gradients.sharded is not None:
+            yield from self._gradients.sharded.shards.named_parameters()
+            return
         seen: set[int] = set()
         for stage in self._stages.values():
             for name, parameter in stage.graph_module.named_parameters():
@@ -168,11 +172,11 @@ class PipelinedModel:
         return (parameter for _, parameter in self.named_parameters())
 
     def state_dict(self) -> dict[str, Tensor]:
-        """This rank's parameters and buffers under the names that they have in the model, detached."""
+        """This rank's parameters (with ZeRO its shards) and buffers under their names in the model, detached."""
         found: dict[str, Tensor] = {}
         for stage in self._stages.values():
             found.update(stage.graph_module.state_dict())
-        return found
+        return found | {name: parameter.detach() for name, parameter in self.named_parameters()}
 
     def zero_grad(self) -> None:
         """Sets this rank's gradients to None."""
@@ -189,7 +193,7 @@ class PipelinedModel:
         scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
         for parameter in self.parameters():
             if parameter.grad is not None:
-                parameter.grad.mul_(scale)
+                own_part(parameter.grad).mul_(scale)
         return norm
 
 

@@ -16,6 +16,7 @@ import dsgraph
 from dsgraph.errors import OptionError, RanksDisagreeError
 from dsgraph.parallel.schedule_order import SCHEDULES
 from examples.gpt import GPT, GPTConfig
+from tests.distributed.training import full
 from tests.models import VOCAB
 
 pytestmark = pytest.mark.distributed
@@ -201,24 +202,54 @@ def test_only_this_ranks_parameters_get_memory(ranks):
     assert {name.split(".")[1] for name in second} == {"2", "3", "4", "5"}
 
 
-def _two_pipelines() -> None:
-    """Each of two pipelines has half of the rows. In double, of which only the last stage's rank sees the loss."""
+def _two_pipelines(zero_stage: int, schedule: str) -> float:
+    """Each of two pipelines has half of the rows. In double, of which only the last stage's rank sees the loss.
+
+    Returns:
+        The largest difference of a gradient, norm or parameter over three steps.
+    """
     torch.manual_seed(0)
-    model = Skips(tie=True).double()
+    model = Skips(tie=True, frozen=True).double()
     reference = copy.deepcopy(model)
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
-    (x, y), _ = _batch(0, "tied")
-    half = len(x) // 2
+    half = BATCHES * ROWS // 2
     part = slice(mesh["dp"].get_local_rank() * half, (mesh["dp"].get_local_rank() + 1) * half)
-    example = (x[: half // 2], y[: half // 2])
-    piped = dsgraph.pipeline(model, mesh["pp"], example, microbatches=2, data_parallel=mesh["dp"])
-    loss = piped.step(x[part], y[part])
-    expected = reference(x, y)
-    expected.backward()
-    torch.testing.assert_close(loss, expected.detach().float(), atol=0, rtol=1e-6)
-    for name, value in piped.named_parameters():
-        torch.testing.assert_close(value.grad, reference.get_parameter(name).grad, atol=1e-6, rtol=0)
+    (x, y), _ = _batch(0, "tied")
+    example = (x[: half // 4], y[: half // 4])
+    piped = dsgraph.pipeline(
+        model, mesh["pp"], example, schedule=schedule, microbatches=4, data_parallel=mesh["dp"],
+        zero_stage=zero_stage, keep_whole_below=20,
+    )  # fmt: skip
+    mine, expected = dict(piped.named_parameters()), dict(reference.named_parameters())
+    if zero_stage:
+        assert all(value.to_local().numel() * 2 == value.numel() for value in mine.values() if value.numel() >= 20)
+    optimizers = [torch.optim.AdamW(list(each), lr=1e-2, eps=1e-3) for each in (mine.values(), expected.values())]
+    worst = 0.0
+    for step in range(3):
+        (x, y), _ = _batch(step, "tied")
+        loss = piped.step(x[part], y[part])
+        whole = reference(x, y)
+        whole.backward()
+        torch.testing.assert_close(loss, whole.detach().float(), atol=0, rtol=1e-6)
+        grads = [(full(value.grad), expected[name].grad) for name, value in mine.items() if value.requires_grad]
+        pairs = [(one.clone(), other.clone()) for one, other in grads]
+        pairs.append((piped.clip_grad_norm_(0.5), torch.nn.utils.clip_grad_norm_(expected.values(), 0.5)))
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        pairs += [(full(value.detach()), expected[name].detach()) for name, value in mine.items()]
+        worst = max([worst, *(float((one - other).abs().max()) for one, other in pairs)])
+    return worst
 
 
-def test_gradients_are_averaged_over_pipelines(ranks):
-    ranks(4).run(_two_pipelines)
+_ZERO_COVERING = {(0, "GPipe"), (1, "ZBVZeroBubble"), (2, "Interleaved1F1B"), (3, "1F1B")}
+_ZERO = [
+    pytest.param(stage, schedule, marks=() if (stage, schedule) in _ZERO_COVERING else pytest.mark.full)
+    for stage in range(4)
+    for schedule in SCHEDULES
+]
+
+
+@pytest.mark.parametrize(("zero_stage", "schedule"), _ZERO)
+def test_zero_shards_what_two_pipelines_hold(ranks, zero_stage, schedule):
+    assert max(ranks(4).run(_two_pipelines, zero_stage, schedule)) <= 1e-6
