@@ -42,6 +42,7 @@ if TYPE_CHECKING:
         RanksDisagreeError,
         StrictError,
     )
+    from .parallel.parallelize import parallelize
     from .parallel.pipeline import pipeline
     from .parallel.pipelined import PipelinedModel
     from .parallel.tensor_parallel import tensor_parallel
@@ -87,6 +88,7 @@ __all__ = [
     "kernel",
     "materialize",
     "partition",
+    "parallelize",
     "pipeline",
     "report",
     "tensor_parallel",

@@ -29,6 +29,7 @@ from .errors import (
     RanksDisagreeError,
     StrictError,
 )
+from .parallel.parallelize import parallelize
 from .parallel.pipeline import pipeline
 from .parallel.pipelined import PipelinedModel
 from .parallel.tensor_parallel import tensor_parallel

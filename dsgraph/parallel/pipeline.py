@@ -253,5 +253,6 @@ def _gradients(
         axis_group(mesh, 0),
         axis_group(copies.mesh, 0) if copies is not None else None,
         ShardedStages(parameters, copies) if copies is not None else None,
+        {name: held for name, held in captured.slices.items() if name in parameters},
         _device(mesh),
     )

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from dsgraph import compat
 from dsgraph.errors import OptionError
 from dsgraph.passes.parallel.split_stages import StagePlan
 from dsgraph.sharding.rows import own_part
 
+from .stage_checkpoint import full_values, load, save
 from .tied_gradients import StepGradients
 
 
@@ -177,6 +180,36 @@ class PipelinedModel:
         for stage in self._stages.values():
             found.update(stage.graph_module.state_dict())
         return found | {name: parameter.detach() for name, parameter in self.named_parameters()}
+
+    def full_state_dict(self) -> dict[str, Tensor]:
+        """The full parameters and buffers of this rank's stages, under their names in the model.
+
+        The ranks that hold the same stages call it together.
+        """
+        buffers = (graph.named_buffers() for stage in self._stages.values() for graph in [stage.graph_module])
+        found = {name: buffer.detach() for each in buffers for name, buffer in each}
+        return found | full_values(dict(self.named_parameters()), self._gradients.slices)
+
+    def save_checkpoint(self, folder: str | os.PathLike[str], optimizer: Optimizer | None = None) -> None:
+        """Writes parameters and an optimizer's state as full tensors, which any layout can load. All ranks call it.
+
+        A rank holds its stages' full tensors meanwhile.
+
+        Args:
+            folder: Where, on a file system that all ranks see.
+            optimizer: Made of `parameters()`.
+        """
+        save(folder, dict(self.named_parameters()), optimizer, self._gradients.slices)
+
+    def load_checkpoint(self, folder: str | os.PathLike[str], optimizer: Optimizer | None = None) -> None:
+        """Reads what `save_checkpoint` wrote, of this or any other layout. All ranks call it.
+
+        Raises:
+            CheckpointError: The folder holds no such checkpoint, or not this model's; nothing was changed.
+        """
+        sharded = self._gradients.sharded
+        rows = sharded.own_rows if sharded is not None else lambda _, full: full
+        load(folder, dict(self.named_parameters()), optimizer, self._gradients.slices, rows)
 
     def zero_grad(self) -> None:
         """Sets this rank's gradients to None."""

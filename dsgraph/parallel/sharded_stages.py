@@ -6,10 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DeviceMesh
 
 from dsgraph.passes.parallel.stage_graphs import put
+from dsgraph.sharding.rows import local_rows
 from dsgraph.step.accumulation import reduce_accumulated
 from dsgraph.step.state import partition, partition_states
 
@@ -66,6 +67,11 @@ class ShardedStages:
             entry.accumulated_grad, entry.is_summed, full.grad = full.grad, full.grad is not None, None
         self._lets_go()
         reduce_accumulated(self._state)
+
+    def own_rows(self, name: str, full: Tensor) -> Tensor:
+        """This rank's rows of a parameter's full tensor, in memory of their own."""
+        layout = next(entry.layout for entry in self._full if entry.name == name)
+        return local_rows(full, layout, self._state.mesh)
 
     def _lets_go(self) -> None:
         """Stage 3 has no full parameters between steps."""

@@ -10,7 +10,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
+from dsgraph.inductor_ext import resolve_group
 from dsgraph.sharding.rows import own_part
+from dsgraph.sharding.slices import ParameterSlice
 
 from .sharded_stages import ShardedStages
 
@@ -27,6 +29,7 @@ class StepGradients:
         pipeline: The ranks of the pipeline.
         copies: The ranks that hold the same stages; None without data parallelism.
         sharded: The parameters as shards over those ranks; None without data parallelism.
+        slices: The parameters of which this rank holds a slice.
     """
 
     parameters: Mapping[str, nn.Parameter]
@@ -35,6 +38,7 @@ class StepGradients:
     pipeline: dist.ProcessGroup
     copies: dist.ProcessGroup | None
     sharded: ShardedStages | None
+    slices: Mapping[str, ParameterSlice]
     device: torch.device
     _before: dict[str, Tensor | None] = field(default_factory=dict)
 
@@ -80,14 +84,19 @@ class StepGradients:
         Args:
             parameters: Those that an optimizer steps on, by name: shards with data parallelism.
         """
-        total, split = (torch.zeros((), device=self.device) for _ in range(2))
+        squares = torch.zeros(4, device=self.device)
         for name, parameter in parameters.items():
             if parameter.grad is None or (name in self.tied and name not in self.owned):
                 continue
             is_split = isinstance(parameter, DTensor) and any(isinstance(part, Shard) for part in parameter.placements)
-            (split if is_split else total).add_(own_part(parameter.grad).float().pow(2).sum())
+            squares[2 * (name in self.slices) + is_split] += own_part(parameter.grad).float().pow(2).sum()
+        replicated, split, sliced, both = squares.split(1)
         if self.copies is not None:
+            dist.all_reduce(both, group=self.copies)
             dist.all_reduce(split, group=self.copies)
-        total += split
+        sliced = sliced + both
+        for group in {held.group for held in self.slices.values()}:
+            dist.all_reduce(sliced, group=resolve_group(group))
+        total = (replicated + split + sliced).squeeze()
         dist.all_reduce(total, group=self.pipeline)
         return total.sqrt()

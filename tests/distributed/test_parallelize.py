@@ -1,0 +1,78 @@
+"""Data, tensor and pipeline parallelism at once, against one process."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import dsgraph
+from dsgraph.errors import OptionError
+from tests.distributed.test_tensor_parallel import _build
+from tests.distributed.training import full
+
+pytestmark = pytest.mark.distributed
+
+MICRO_BATCHES = 2
+
+
+def _ids(step: int) -> torch.Tensor:
+    return torch.randint(1, 64, (4 * MICRO_BATCHES, 8), generator=torch.Generator().manual_seed(step))
+
+
+def _train(dp: int, tp: int, pp: int, zero_stage: int) -> float:
+    """The largest difference of a loss or norm from one process over three steps, relative."""
+    model, alone = _build("llama"), _build("llama")
+    mine = len(_ids(0)) // dp
+    rows = (dist.get_rank() // tp) % dp
+    example = _ids(0)[: mine // MICRO_BATCHES]
+    parts = dsgraph.parallelize(
+        model, dp=dp, tp=tp, pp=pp, zero_stage=zero_stage, microbatches=MICRO_BATCHES,
+        example_kwargs={"input_ids": example, "labels": example}, keep_whole_below=40,
+    )  # fmt: skip
+    optimizers = [torch.optim.AdamW(list(each.parameters()), lr=1e-2, eps=1e-3) for each in (parts, alone)]
+    worst = 0.0
+    for step in range(3):
+        ids = _ids(step)
+        own = ids[rows * mine : (rows + 1) * mine]
+        loss = parts.step(input_ids=own, labels=own)
+        expected = alone(input_ids=ids, labels=ids).loss
+        expected.backward()
+        norms = parts.clip_grad_norm_(0.5), torch.nn.utils.clip_grad_norm_(alone.parameters(), 0.5)
+        for one, other in ((loss, expected.detach()), norms):
+            worst = max(worst, float((one - other).abs() / other.abs()))
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    for name, value in parts.full_state_dict().items():
+        other = alone.state_dict()[name]
+        worst = max(worst, float((full(value) - other).abs().max() / other.abs().max()))
+    return worst
+
+
+def test_two_by_two_by_two(ranks):
+    assert max(ranks(8).run(_train, 2, 2, 2, 1)) <= 1e-5
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("zero_stage", (0, 2, 3))
+def test_every_zero_stage(ranks, zero_stage):
+    assert max(ranks(8).run(_train, 2, 2, 2, zero_stage)) <= 1e-5
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("sizes", [(1, 2, 2), (2, 2, 1), (4, 1, 1), (1, 1, 4), (2, 1, 2)])
+def test_other_layouts(ranks, sizes):
+    assert max(ranks(4).run(_train, *sizes, 1)) <= 1e-5
+
+
+def _refuse() -> None:
+    model = _build("llama")
+    with pytest.raises(OptionError, match=r"dp 2 x tp 2 x pp 1 are 4 ranks, and there are 2"):
+        dsgraph.parallelize(model, dp=2, tp=2)
+    with pytest.raises(OptionError, match="tp is 0; it takes a number of ranks, 1 or more"):
+        dsgraph.parallelize(model, tp=0)
+
+
+def test_sizes_that_do_not_fit_are_refused(ranks):
+    ranks(2).run(_refuse)
