@@ -78,6 +78,7 @@ __all__ = [
     "kernel",
     "materialize",
     "partition",
+    "parallelize",
     "pipeline",
     "report",
     "tensor_parallel",

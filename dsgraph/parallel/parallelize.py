@@ -61,7 +61,7 @@ def parallelize(
         materialize: See `pipeline`; with `tp` the model has to have values already.
 
     Returns:
-        This rank's part of the model: `step(...)` with this rank's batch, which is equal on all ranks but those of `dp`.
+        This rank's part of the model: `step(...)` with this rank's batch, equal on all ranks but those of `dp`.
 
     Raises:
         OptionError: The sizes do not make up the number of ranks, or an option does not fit.

@@ -86,6 +86,8 @@ class PipelinedModel:
 
     Attributes:
         report: How the model was split.
+        data_parallel: The ranks that hold the same stages, each of which takes rows of its own of a batch; None without
+            data parallelism.
     """
 
     def __init__(
@@ -100,7 +102,7 @@ class PipelinedModel:
         loss_inside: bool,
         device: torch.device,
     ) -> None:
-        self.report = report
+        self.report, self.data_parallel = report, gradients.copies
         self._schedule, self._stages, self._gradients = schedule, stages, gradients
         self._inputs, self._loss_inside, self._device = inputs, loss_inside, device
         self._leaves, self._spec = compat.flatten_tree((example[0], dict(example[1])))
@@ -108,7 +110,7 @@ class PipelinedModel:
     def step(self, *args: Any, target: Tensor | None = None, **kwargs: Any) -> Tensor:
         """Runs forward and backward of all micro-batches, and adds the gradients of the mean loss to `.grad`.
 
-        Every rank of the pipeline calls it with the same batch.
+        Every rank of the pipeline calls it with the same batch; ranks of `data_parallel` each with their own.
 
         Args:
             *args: The model's arguments, of a whole batch: each tensor's first dimension is `microbatches` times that
@@ -181,14 +183,12 @@ class PipelinedModel:
             found.update(stage.graph_module.state_dict())
         return found | {name: parameter.detach() for name, parameter in self.named_parameters()}
 
-    def full_state_dict(self) -> dict[str, Tensor]:
-        """The full parameters and buffers of this rank's stages, under their names in the model.
+    def full_parameters(self) -> dict[str, Tensor]:
+        """The full values of this rank's stages' parameters, under their names in the model, in memory of their own.
 
         The ranks that hold the same stages call it together.
         """
-        buffers = (graph.named_buffers() for stage in self._stages.values() for graph in [stage.graph_module])
-        found = {name: buffer.detach() for each in buffers for name, buffer in each}
-        return found | full_values(dict(self.named_parameters()), self._gradients.slices)
+        return full_values(dict(self.named_parameters()), self._gradients.slices)
 
     def save_checkpoint(self, folder: str | os.PathLike[str], optimizer: Optimizer | None = None) -> None:
         """Writes parameters and an optimizer's state as full tensors, which any layout can load. All ranks call it.

@@ -9,7 +9,6 @@ import torch.distributed as dist
 import dsgraph
 from dsgraph.errors import OptionError
 from tests.distributed.test_tensor_parallel import _build
-from tests.distributed.training import full
 
 pytestmark = pytest.mark.distributed
 
@@ -44,9 +43,9 @@ def _train(dp: int, tp: int, pp: int, zero_stage: int) -> float:
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
-    for name, value in parts.full_state_dict().items():
+    for name, value in parts.full_parameters().items():
         other = alone.state_dict()[name]
-        worst = max(worst, float((full(value) - other).abs().max() / other.abs().max()))
+        worst = max(worst, float((value - other).abs().max() / other.abs().max()))
     return worst
 
 
@@ -64,6 +63,49 @@ def test_every_zero_stage(ranks, zero_stage):
 @pytest.mark.parametrize("sizes", [(1, 2, 2), (2, 2, 1), (4, 1, 1), (1, 1, 4), (2, 1, 2)])
 def test_other_layouts(ranks, sizes):
     assert max(ranks(4).run(_train, *sizes, 1)) <= 1e-5
+
+
+def _save(folder: str) -> list[float]:
+    """Losses of two steps after the checkpoint, dp 2 x pp 2."""
+    parts, optimizer = _divided(2, 1, 2, seed=0)
+    _losses(parts, optimizer, 2, first=0)
+    parts.save_checkpoint(folder, optimizer)
+    return _losses(parts, optimizer, 2, first=2)
+
+
+def _resume(folder: str, dp: int, tp: int, pp: int) -> list[float]:
+    parts, optimizer = _divided(dp, tp, pp, seed=1)
+    parts.load_checkpoint(folder, optimizer)
+    return _losses(parts, optimizer, 2, first=2)
+
+
+def _divided(dp: int, tp: int, pp: int, seed: int) -> tuple[dsgraph.PipelinedModel, torch.optim.Optimizer]:
+    model = _build("llama")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(seed)
+    example = _ids(0)[: len(_ids(0)) // dp // MICRO_BATCHES]
+    parts = dsgraph.parallelize(
+        model, dp=dp, tp=tp, pp=pp, zero_stage=2, microbatches=MICRO_BATCHES,
+        example_kwargs={"input_ids": example, "labels": example}, keep_whole_below=40,
+    )  # fmt: skip
+    return parts, torch.optim.AdamW(list(parts.parameters()), lr=1e-2, eps=1e-3)
+
+
+def _losses(parts: dsgraph.PipelinedModel, optimizer: torch.optim.Optimizer, steps: int, first: int) -> list[float]:
+    ranks, losses = parts.data_parallel, []
+    for step in range(first, first + steps):
+        own = _ids(step).chunk(ranks.size())[ranks.rank()] if ranks is not None else _ids(step)
+        losses.append(float(parts.step(input_ids=own, labels=own)))
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+def test_a_checkpoint_of_one_layout_loads_in_another(ranks, tmp_path):
+    expected = ranks(4).run(_save, str(tmp_path))[0]
+    for sizes in ((4, 1, 1), (1, 2, 2)):
+        assert ranks(4).run(_resume, str(tmp_path), *sizes)[0] == pytest.approx(expected, rel=1e-5)
 
 
 def _refuse() -> None:
