@@ -134,7 +134,7 @@ def _own_slices(
     for node, value in zip(gm.graph.find_nodes(op="placeholder"), values, strict=True):
         if not isinstance(value, DTensor):
             continue
-        own[node.name] = nn.Parameter(value.detach().to_local(), requires_grad=value.requires_grad)
+        own[node.name] = nn.Parameter(value.to_local().detach(), requires_grad=value.requires_grad)
         for user in filter(is_to_local, list(node.users)):
             replace_and_erase(user, node)
     gm.recompile()

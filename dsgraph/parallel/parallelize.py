@@ -37,6 +37,7 @@ def parallelize(
     loss_fn: Callable[[Any, Any], Tensor] | None = None,
     keep_whole_below: int | None = None,
     materialize: Materialize | None = None,
+    options: Mapping[str, Any] | None = None,
 ) -> PipelinedModel:
     """Divides an unmodified model over dp x tp x pp ranks: ZeRO, slices of operators, stages.
 
@@ -59,6 +60,7 @@ def parallelize(
         loss_fn: See `pipeline`.
         keep_whole_below: See `partition`.
         materialize: See `pipeline`; with `tp` the model has to have values already.
+        options: See `pipeline`.
 
     Returns:
         This rank's part of the model: `step(...)` with this rank's batch, equal on all ranks but those of `dp`.
@@ -90,6 +92,7 @@ def parallelize(
         data_parallel=mesh["dp"] if dp > 1 else None,
         zero_stage=zero_stage if dp > 1 else 0,
         keep_whole_below=keep_whole_below,
+        options=options,
     )
 
 

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DeviceMesh
 from torch.fx import Node
 
 from dsgraph import compat
+from dsgraph.compiler.options import parse_options
 from dsgraph.errors import OptionError
 from dsgraph.passes.parallel.split_stages import SplitStages, StagePlan
 from dsgraph.passes.parallel.stage_graphs import StageGraph, stage_graphs
@@ -21,7 +22,7 @@ from dsgraph.sharding.mesh import axis_group, mesh_ranks
 
 from .captured_model import CapturedModel, capture_model
 from .pipelined import LossOf, PipelinedModel, PipelineReport, StageModule, stage_buffers
-from .schedule_order import SCHEDULES, actions_of, check_order, stages_of_ranks
+from .schedule_order import SCHEDULES, ZERO_BUBBLE, actions_of, check_order, stages_of_ranks
 from .sharded_stages import Copies, ShardedStages
 from .tied_gradients import StepGradients
 
@@ -43,6 +44,7 @@ def pipeline(
     data_parallel: DeviceMesh | None = None,
     zero_stage: int = 0,
     keep_whole_below: int | None = None,
+    options: Mapping[str, Any] | None = None,
 ) -> PipelinedModel:
     """Splits an unmodified model into pipeline stages.
 
@@ -67,12 +69,15 @@ def pipeline(
         zero_stage: How parameters are sharded over those ranks, 0 to 3, as `partition` has it. They are gathered once a
             step, and gradients reduced once a step.
         keep_whole_below: As `partition` has it.
+        options: Options of the backend, which then compiles each stage; {} takes their defaults. None: stages run
+            eagerly. Schedules that split the backward of a stage in two ("InterleavedZeroBubble", "ZBVZeroBubble",
+            "DualPipeV") run eagerly only.
 
     Returns:
         This rank's stages.
 
     Raises:
-        OptionError: The schedule, stages and micro-batches do not fit each other.
+        OptionError: The schedule, stages and micro-batches do not fit each other, or an option is wrong.
         PartitionError: The model cannot be captured, or writes to a buffer.
         PassError: The graph cannot be cut so.
         RanksDisagreeError: The ranks would run different pipelines.
@@ -87,6 +92,13 @@ def pipeline(
     held = stages_of_ranks(schedule, ranks=mesh.size(), stages=count)
     if microbatches < count:
         raise OptionError(f"pipeline: {microbatches} micro-batches are fewer than {count} stages")
+    if options is not None and schedule in ZERO_BUBBLE:
+        raise OptionError(
+            f"pipeline: {schedule} splits the backward of a stage in two, and a compiled stage has one: "
+            "leave options out, or take GPipe, 1F1B or Interleaved1F1B"
+        )
+    if options is not None:
+        parse_options(options)  # a wrong one is an error here, not when the first stage is compiled
     device = _device(mesh)
     kwargs = dict(example_kwargs or {})
     captured = capture_model(model, example_inputs, kwargs=kwargs, device=device)
@@ -96,6 +108,8 @@ def pipeline(
     agreement = _agreement(mesh)
     agreement.confirm("run different pipelines", _lines(plan, schedule, microbatches=microbatches, graphs=graphs))
     mine = _own_stages(graphs, held[mesh.get_local_rank()], device=device, materialize=materialize)
+    for module in mine.values() if options is not None else ():
+        module.compile_graph(options or {})
     run = _schedule(schedule, graphs, mine=mine, mesh=mesh, device=device, loss=LossOf(loss_fn, microbatches))
     actions = actions_of(run, schedule, stages=count, microbatches=microbatches)
     check_order(actions, stages=count)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.weak import WeakIdKeyDictionary
 
 from dsgraph import compat
 from dsgraph.errors import OptionError
@@ -74,11 +75,25 @@ class StageModule(nn.Module):
         super().__init__()
         self.graph_module = graph_module
         self._roots, self._single = tuple(roots), single
+        self._run: Callable[..., Any] = graph_module
+        self._hooked = WeakIdKeyDictionary()
+
+    def compile_graph(self, options: Mapping[str, Any]) -> None:
+        """Lets the backend compile the stage, when it first runs."""
+        self._run = torch.compile(self.graph_module, backend="dsgraph", fullgraph=True, options=dict(options))
 
     def forward(self, *received: Tensor, **inputs: Tensor) -> Any:
-        """The sent values; the last stage's one result by itself."""
-        sent = self.graph_module(*received, *[inputs[root] for root in self._roots])
-        return sent[0] if self._single else sent
+        """The sent values, contiguous as gloo wants them; the last stage's one result by itself."""
+        for value in received:
+            self._gradient_contiguous(value)
+        sent = self._run(*received, *[inputs[root] for root in self._roots])
+        return sent[0] if self._single else tuple(value.contiguous() for value in sent)
+
+    def _gradient_contiguous(self, received: Tensor) -> None:
+        """Its gradient is sent back, and an autograd formula may give it any strides."""
+        if received.requires_grad and received not in self._hooked:  # torch receives into the same tensor every step
+            received.register_hook(Tensor.contiguous)
+            self._hooked[received] = True
 
 
 class PipelinedModel:

@@ -24,9 +24,10 @@ def _train(dp: int, tp: int, pp: int, zero_stage: int) -> float:
     model, alone = _build("llama"), _build("llama")
     mine = len(_ids(0)) // dp
     rows = (dist.get_rank() // tp) % dp
-    example = _ids(0)[: mine // MICRO_BATCHES]
+    count = max(MICRO_BATCHES, pp)
+    example = _ids(0)[: mine // count]
     parts = dsgraph.parallelize(
-        model, dp=dp, tp=tp, pp=pp, zero_stage=zero_stage, microbatches=MICRO_BATCHES,
+        model, dp=dp, tp=tp, pp=pp, zero_stage=zero_stage, microbatches=count,
         example_kwargs={"input_ids": example, "labels": example}, keep_whole_below=40,
     )  # fmt: skip
     optimizers = [torch.optim.AdamW(list(each.parameters()), lr=1e-2, eps=1e-3) for each in (parts, alone)]

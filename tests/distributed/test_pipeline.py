@@ -80,7 +80,7 @@ def _rows(value: Any, part: int) -> Any:
     return torch.utils._pytree.tree_map(lambda tensor: tensor[part * ROWS : (part + 1) * ROWS], value)
 
 
-def _against_unsplit(name: str, schedule: str, stages: int) -> float:
+def _against_unsplit(name: str, schedule: str, stages: int, options: dict[str, Any] | None = None) -> float:
     """Trains both for three steps; the largest difference of a loss, gradient or parameter."""
     torch.manual_seed(0)
     model = MODELS[name]()
@@ -88,7 +88,12 @@ def _against_unsplit(name: str, schedule: str, stages: int) -> float:
     args, kwargs = _rows(_batch(0, name), 0)
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("pp",))
     piped = dsgraph.pipeline(
-        model, mesh["pp"], args, example_kwargs=kwargs, schedule=schedule, stages=stages, microbatches=BATCHES
+        *(model, mesh["pp"], args),
+        example_kwargs=kwargs,
+        schedule=schedule,
+        stages=stages,
+        microbatches=BATCHES,
+        options=options,
     )
     expected = dict(reference.named_parameters())
     mine = dict(piped.named_parameters())
@@ -142,12 +147,29 @@ def test_steps_are_those_of_the_unsplit_model(ranks, name, schedule):
     assert max(differences) <= 1e-6
 
 
+@pytest.mark.parametrize(
+    ("name", "schedule", "codegen"),
+    [
+        ("tied", "1F1B", "eager"),
+        pytest.param("skips", "GPipe", "inductor", marks=pytest.mark.full),
+        pytest.param("kwargs", "Interleaved1F1B", "eager", marks=pytest.mark.full),
+    ],
+)
+def test_compiled_stages_are_those_of_the_unsplit_model(ranks, name, schedule, codegen):
+    differences = ranks(2).run(_against_unsplit, name, schedule, _stages(schedule), {"codegen": codegen})
+    assert max(differences) <= 1e-6
+
+
 def _refusals() -> None:
     mesh = init_device_mesh("cpu", (2,))
     torch.manual_seed(0)
     model, x = Logits(), torch.ones(ROWS, 7)
     with pytest.raises(OptionError, match="1 micro-batches are fewer than 2 stages"):
         dsgraph.pipeline(model, mesh, (x,), microbatches=1)
+    with pytest.raises(OptionError, match="ZBVZeroBubble splits the backward of a stage in two"):
+        dsgraph.pipeline(model, mesh, (x,), microbatches=4, schedule="ZBVZeroBubble", options={})
+    with pytest.raises(OptionError, match="codegen"):
+        dsgraph.pipeline(model, mesh, (x,), microbatches=4, options={"codgen": "eager"})
     with pytest.raises(OptionError, match="no scalar with a gradient"):
         dsgraph.pipeline(model, mesh, (x,), microbatches=2)
     with pytest.raises(OptionError, match="takes 4 stages, not 6"):
