@@ -142,6 +142,18 @@ class ActivationCheckpointingConfig(Section):
     )
 
 
+class ParallelConfig(Section):
+    """The ranks that share a model, besides those that take parts of a batch: see docs/parallelism.md."""
+
+    dp: int = Field(default=1, ge=1, description="ranks that take parts of a batch, over which ZeRO shards")
+    tp: int = Field(default=1, ge=1, description="neighbouring ranks that share every layer")
+    pp: int = Field(default=1, ge=1, description="ranks that have some of the layers each")
+    schedule: str = Field(default="1F1B", description="the order in which stages work, see `dsgraph schedule`")
+    split: Literal["auto"] | tuple[str, ...] = Field(
+        default="auto", description="the modules with which the second and later stages begin"
+    )
+
+
 class DsgraphConfig(Section):
     """What DeepSpeed's file has no word for: options of the backend (docs/options.md), and the loader's processes."""
 
@@ -198,6 +210,7 @@ class EngineConfig(Section):
     csv_monitor: CsvMonitorConfig = CsvMonitorConfig()
     data_types: DataTypesConfig = DataTypesConfig()
     activation_checkpointing: ActivationCheckpointingConfig = ActivationCheckpointingConfig()
+    parallel: ParallelConfig = ParallelConfig()
     dsgraph: DsgraphConfig = DsgraphConfig()
 
 

@@ -24,12 +24,13 @@ from dsgraph.step.state import partition
 from .activation_checkpointing import take_switches
 from .config import EngineConfig
 from .data import RankLoader
+from .divided import check_divided, data_rank, divided_engine
 from .engine import Engine
 from .looks import Looks
 from .offloading import check_offload, offload_notes, offloaded
 from .optimizers import Binding, Groups, MakesOptimizer, maker_of, parameters_in, rebound
 from .pipeline import pipeline_of
-from .read_config import ResolvedConfig, read_config
+from .read_config import ResolvedConfig, load_config, read_config
 from .schedules import schedule_class
 from .whole_parameters import whole_where_needed
 
@@ -48,7 +49,8 @@ def initialize(
     collate_fn: Callable[..., Any] | None = None,
     config: str | PathLike[str] | Mapping[str, Any] | None = None,
     mesh: DeviceMesh | None = None,
-) -> tuple[Engine, Optimizer, RankLoader | None, Any]:
+    example: Any = None,
+) -> tuple[Any, Optimizer, RankLoader | None, Any]:
     """Partitions and compiles a model, and puts everything around it that a training step needs.
 
     A script for `deepspeed.initialize` runs with it: the configuration is DeepSpeed's, see docs/config.md.
@@ -66,9 +68,11 @@ def initialize(
         collate_fn: Makes a batch of samples of `training_data`.
         config: The path of a JSON file, or what would stand in it.
         mesh: As for `dsgraph.partition`.
+        example: For the section `parallel` without `training_data`: one micro-batch, as the data gives it.
 
     Returns:
-        The engine, the optimizer, the loader (None without `training_data`) and the scheduler (None without one).
+        The engine (`Engine`, or `PipelineEngine` with the section `parallel`), the optimizer, the loader (None without
+        `training_data`) and the scheduler (None without one).
 
     Raises:
         ConfigError: The configuration or an argument cannot be taken; the model is as it was.
@@ -80,9 +84,17 @@ def initialize(
     _join_ranks()
     device = _device()
     model.to(device)
+    given_mesh, switches = mesh, take_switches()
+    is_divided = bool(load_config(source).get("parallel"))
     mesh = resolve_mesh(mesh, model)
-    resolved = read_config(source, ranks=mesh.size(), sections=take_switches())
+    resolved = read_config(source, ranks=None if is_divided else mesh.size(), sections=switches)
     settings = resolved.config
+    ranks, rank = mesh.size(), _place(mesh)
+    if is_divided:
+        check_divided(settings, optimizer, model_parameters, given_mesh)
+        ranks, rank = settings.parallel.dp, data_rank(settings)
+    elif example is not None:
+        raise ConfigError("initialize: example has an effect with the section parallel only: leave it out")
     mine, make = _optimizer_or_maker(optimizer, settings, model)
     make_schedule = _schedule_maker(lr_scheduler, settings, mine)
     loader = None
@@ -90,14 +102,24 @@ def initialize(
         loader = RankLoader(
             training_data,
             micro=resolved.batch.micro,
-            ranks=mesh.size(),
-            rank=_place(mesh),
+            ranks=ranks,
+            rank=rank,
             collate_fn=collate_fn,
             drop_last=settings.dataloader_drop_last,
             num_workers=settings.dsgraph.num_workers,
         )
     _say(resolved, [*_overruled(optimizer, lr_scheduler, settings), *offload_notes(settings)])
     options = _backend_options(settings)
+    if is_divided:
+        divided = divided_engine(
+            *(model, resolved),
+            make=make,
+            make_schedule=make_schedule,
+            options=options,
+            loader=loader,
+            example=example,
+        )
+        return divided, divided.optimizer, loader, divided.lr_scheduler
     check_offload(settings, device)
     looks = Looks(resolved, device)
     binding = Binding(model, model_parameters)

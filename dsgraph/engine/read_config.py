@@ -40,14 +40,14 @@ class ResolvedConfig:
 def read_config(
     source: str | PathLike[str] | Mapping[str, Any],
     *,
-    ranks: int,
+    ranks: int | None,
     sections: Mapping[str, Mapping[str, Any]] = MappingProxyType({}),
 ) -> ResolvedConfig:
     """Reads and checks a configuration.
 
     Args:
         source: A JSON file, or what would stand in it.
-        ranks: Data-parallel ranks, over which `train_batch_size` counts.
+        ranks: Data-parallel ranks, over which `train_batch_size` counts; None: those of the section `parallel`.
         sections: Sections whose keys go before those of the source.
 
     Raises:
@@ -72,7 +72,7 @@ def read_config(
         config.train_batch_size,
         config.train_micro_batch_size_per_gpu,
         config.gradient_accumulation_steps,
-        ranks=ranks,
+        ranks=config.parallel.dp if ranks is None else ranks,
     )
     return ResolvedConfig(config, batch, tuple(notes))
 

@@ -98,7 +98,7 @@ def pipeline(
             "leave options out, or take GPipe, 1F1B or Interleaved1F1B"
         )
     if options is not None:
-        parse_options(options)  # a wrong one is an error here, not when the first stage is compiled
+        _check_options(options)
     device = _device(mesh)
     kwargs = dict(example_kwargs or {})
     captured = capture_model(model, example_inputs, kwargs=kwargs, device=device)
@@ -139,6 +139,12 @@ def pipeline(
         loss_inside=loss_fn is None,
         device=device,
     )
+
+
+def _check_options(options: Mapping[str, Any]) -> None:
+    """A wrong one is an error before the model is captured, not when the first stage is compiled."""
+    if parse_options(options).memory_limit is not None:
+        raise OptionError("pipeline: the option 'memory_limit' is not there yet for stages: remove it")
 
 
 def _device(mesh: DeviceMesh) -> torch.device:

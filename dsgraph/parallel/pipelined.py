@@ -92,7 +92,7 @@ class StageModule(nn.Module):
     def _gradient_contiguous(self, received: Tensor) -> None:
         """Its gradient is sent back, and an autograd formula may give it any strides."""
         if received.requires_grad and received not in self._hooked:  # torch receives into the same tensor every step
-            received.register_hook(Tensor.contiguous)
+            received.register_hook(lambda grad: None if grad is None else grad.contiguous())
             self._hooked[received] = True
 
 

@@ -11,6 +11,10 @@ from torch.fx import Graph, GraphModule, Node
 from .split_stages import StagePlan
 
 
+class StageGraphModule(GraphModule):
+    """A stage of a pipeline, which averages its gradients over ranks itself."""
+
+
 @dataclass(frozen=True)
 class StageGraph:
     """One stage.
@@ -23,7 +27,7 @@ class StageGraph:
         parameters: Names of the parameters and buffers that it reads.
     """
 
-    module: GraphModule
+    module: StageGraphModule
     received: tuple[Tensor, ...]
     sent: tuple[Tensor, ...]
     roots: tuple[str, ...]
@@ -84,7 +88,7 @@ def _stage_graph(
     graph.output(tuple(copies[node] for node in sent))
     graph.lint()
     return StageGraph(
-        GraphModule(root, graph),
+        StageGraphModule(root, graph),
         tuple(node.meta["val"] for node in received),
         tuple(node.meta["val"] for node in sent),
         tuple(source.name for source in roots),

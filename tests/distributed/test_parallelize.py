@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
 
 import dsgraph
-from dsgraph.errors import OptionError
+from dsgraph.errors import ConfigError, OptionError
 from tests.distributed.test_tensor_parallel import _build
 
 pytestmark = pytest.mark.distributed
@@ -107,6 +109,75 @@ def test_a_checkpoint_of_one_layout_loads_in_another(ranks, tmp_path):
     expected = ranks(4).run(_save, str(tmp_path))[0]
     for sizes in ((4, 1, 1), (1, 2, 2)):
         assert ranks(4).run(_resume, str(tmp_path), *sizes)[0] == pytest.approx(expected, rel=1e-5)
+
+
+def _engine_config(dp: int, tp: int, pp: int, **more: Any) -> dict[str, Any]:
+    return {
+        "train_micro_batch_size_per_gpu": len(_ids(0)) // MICRO_BATCHES // dp,
+        "gradient_accumulation_steps": MICRO_BATCHES,
+        "gradient_clipping": 0.5,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "eps": 1e-3}},
+        "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 4, "warmup_max_lr": 1e-2}},
+        "zero_optimization": {"stage": 1, "param_persistence_threshold": 40},
+        "parallel": {"dp": dp, "tp": tp, "pp": pp},
+        "dsgraph": {"codegen": "eager"},
+        **more,
+    }
+
+
+def _engine(dp: int, tp: int, pp: int) -> Any:
+    rows = len(_ids(0)) // MICRO_BATCHES // dp
+    example = {"input_ids": _ids(0)[:rows], "labels": _ids(0)[:rows]}
+    engine, *_ = dsgraph.initialize(model=_build("llama"), config=_engine_config(dp, tp, pp), example=example)
+    return engine
+
+
+def _engine_steps(engine: Any, first: int) -> list[float]:
+    """Losses and norms of two steps."""
+    found = []
+    for step in range(first, first + 2):
+        copies = engine.module.data_parallel
+        own = _ids(step).chunk(copies.size())[copies.rank()] if copies is not None else _ids(step)
+        found.append(float(engine.train_batch({"input_ids": ids, "labels": ids} for ids in own.chunk(MICRO_BATCHES))))
+        found.append(engine.get_global_grad_norm())
+    return found
+
+
+def _by_engine(folder: str) -> list[float]:
+    engine = _engine(2, 1, 2)
+    first = _engine_steps(engine, 0)
+    engine.save_checkpoint(folder, client_state={"epoch": 3})
+    resumed = _engine(1, 2, 2)
+    path, state = resumed.load_checkpoint(folder)
+    assert path.endswith("global_step2") and state == {"epoch": 3} and resumed.global_steps == 2
+    return first + _engine_steps(resumed, 2)
+
+
+def _engine_alone(folder: str) -> list[float]:
+    engine = _engine(1, 1, 1)
+    return _engine_steps(engine, 0) + _engine_steps(engine, 2)
+
+
+def test_the_engine_trains_what_the_section_parallel_divides(ranks, tmp_path):
+    expected = ranks(1).run(_engine_alone, str(tmp_path))[0]
+    assert ranks(4).run(_by_engine, str(tmp_path))[0] == pytest.approx(expected, rel=1e-5)
+
+
+def _refuse_config() -> None:
+    example = {"input_ids": _ids(0), "labels": _ids(0)}
+    for more, message in (
+        ({"fp16": {"enabled": True}}, "fp16.enabled: it is not there yet beside the section parallel"),
+        ({"optimizer": {"type": "Lamb"}}, "Lamb computes with whole parameters"),
+        ({"parallel": {"dp": 1, "stages": 2}}, "unknown key 'parallel.stages'"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            dsgraph.initialize(model=_build("llama"), config=_engine_config(2, 1, 1, **more), example=example)
+    with pytest.raises(ConfigError, match="needs training_data, or example="):
+        dsgraph.initialize(model=_build("llama"), config=_engine_config(2, 1, 1))
+
+
+def test_keys_that_a_divided_model_does_not_heed_are_refused(ranks):
+    ranks(2).run(_refuse_config)
 
 
 def _refuse() -> None:
