@@ -132,6 +132,21 @@ _LIMITS: Columns = {
     "planning, s": ("plan_s", ".1f"),
 }
 
+_SPLITS: Columns = {
+    "case": ("case", ""),
+    "balance": ("balance", ".3f"),
+    "capturing, s": ("capture_s", ".1f"),
+    "splitting, s": ("split_s", ".3f"),
+}
+_PIPELINES: Columns = {
+    "system": ("case", ""),
+    "link": ("rate", ""),
+    "step, s": ("step_s", ".2f"),
+    "first step, s": ("first_step_s", ".1f"),
+    "left the host, MB": ("link_mb", ".0f"),
+    "loss": ("loss", ".6f"),
+}
+
 _HEADLINES = {  # row of the README's table: file, how the check's name begins
     "step time, over the fastest of FSDP2 and DeepSpeed": ("zero-cpu", "dsgraph-3 step time"),
     "peak memory, over the smallest of them": ("zero-cpu", "dsgraph-3 peak memory"),
@@ -285,6 +300,9 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "activations: figures": _figures("activations-cpu"),
     "limits": _rows("limits-cpu", _LIMITS),
     "limits: figures": _figures("limits-cpu"),
+    "parallel: splits": _rows("parallel-cpu", _SPLITS, having="balance"),
+    "parallel": _rows("parallel-cpu", _PIPELINES, having="step_s"),
+    "parallel: figures": _figures("parallel-cpu"),
     "links": _rows("links-cpu", _LINKS),
     "links: ratios": _ratios("links-cpu", ["dsgraph-3", "dsgraph-3-spare"], _PEERS),
     "links: figures": _figures("links-cpu"),

@@ -27,6 +27,7 @@ from .data import RankLoader
 from .divided import check_divided, data_rank, divided_engine
 from .engine import Engine
 from .looks import Looks
+from .mpu import ModelParallel, data_parallel_mesh
 from .offloading import check_offload, offload_notes, offloaded
 from .optimizers import Binding, Groups, MakesOptimizer, maker_of, parameters_in, rebound
 from .pipeline import pipeline_of
@@ -64,7 +65,8 @@ def initialize(
         training_data: A dataset, of which a loader of this rank's micro-batches is made.
         lr_scheduler: A scheduler of `optimizer`, or a function of the optimizer that makes one; None: as the
             configuration says.
-        mpu: Not there yet.
+        mpu: Tells, by Megatron's getters, which ranks share a model that its own code has sliced: ZeRO shards over
+            `get_data_parallel_group()`, and norms count slices over `get_model_parallel_group()`.
         collate_fn: Makes a batch of samples of `training_data`.
         config: The path of a JSON file, or what would stand in it.
         mesh: As for `dsgraph.partition`.
@@ -78,7 +80,7 @@ def initialize(
         ConfigError: The configuration or an argument cannot be taken; the model is as it was.
         PartitionError: See `partition`.
     """
-    _check(model, mpu, optimizer, model_parameters)
+    _check(model, optimizer, model_parameters)
     assert model is not None
     source = _source(args, config)
     _join_ranks()
@@ -86,6 +88,11 @@ def initialize(
     model.to(device)
     given_mesh, switches = mesh, take_switches()
     is_divided = bool(load_config(source).get("parallel"))
+    shared = None
+    if mpu is not None:
+        if is_divided or mesh is not None:
+            raise ConfigError("initialize: mpu tells the ranks: leave mesh and the section parallel out")
+        mesh, shared = data_parallel_mesh(mpu, device.type), ModelParallel.of(mpu, model)
     mesh = resolve_mesh(mesh, model)
     resolved = read_config(source, ranks=None if is_divided else mesh.size(), sections=switches)
     settings = resolved.config
@@ -131,7 +138,14 @@ def initialize(
     if settings.dsgraph.compile:
         runs = torch.compile(model, backend=looks.graphs or "dsgraph", options=options)
     dtype = _dtype(settings)
-    engine = Engine(model, runs, resolved, looks, optimizer=made, lr_scheduler=schedule, dtype=dtype, loader=loader)
+    engine = Engine(
+        *(model, runs, resolved, looks),
+        optimizer=made,
+        lr_scheduler=schedule,
+        dtype=dtype,
+        loader=loader,
+        shared=shared,
+    )
     return engine, made, loader, schedule
 
 
@@ -150,11 +164,9 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPa
     return parser
 
 
-def _check(model: object, mpu: object, optimizer: object, model_parameters: Any) -> None:
+def _check(model: object, optimizer: object, model_parameters: Any) -> None:
     if not isinstance(model, nn.Module):
         raise ConfigError(f"initialize: model is {type(model).__name__}; it takes a torch.nn.Module")
-    if mpu is not None:
-        raise ConfigError("initialize: mpu is not there yet: leave it out")
     if isinstance(optimizer, Optimizer) and model_parameters is not None:
         held = {id(param) for group in optimizer.param_groups for param in group["params"]}
         if any(id(param) not in held for param in parameters_in(model_parameters)):

@@ -46,7 +46,12 @@ class CapturedModel:
 
 
 def capture_model(
-    model: nn.Module, args: tuple[Any, ...], *, kwargs: Mapping[str, Any], device: torch.device
+    model: nn.Module,
+    args: tuple[Any, ...],
+    *,
+    kwargs: Mapping[str, Any],
+    device: torch.device,
+    costs: CostModel | None = None,
 ) -> CapturedModel:
     """Captures a model's forward by Dynamo, under fake tensors.
 
@@ -55,6 +60,7 @@ def capture_model(
         args: Positional arguments of one micro-batch.
         kwargs: Named ones.
         device: Where the stages will run.
+        costs: What nodes take; None: by the figures that stand for every device of its type.
 
     Raises:
         PartitionError: The forward has a graph break, writes to a buffer, or reads a tensor that is neither input nor
@@ -77,10 +83,10 @@ def capture_model(
     slices = _slices(gm, state)
     values, state = _own_slices(gm, values, state)
     _place(gm, source, device)
-    costs = _FakeRun(gm, device).costs_of(values)
+    node_costs = _FakeRun(gm, device, costs or CostModel.default(device_type=device.type)).costs_of(values)
     _refuse_changes(gm, state)
     (output,) = gm.graph.find_nodes(op="output")
-    return CapturedModel(gm, state, inputs, list(output.args[0]), costs, slices)
+    return CapturedModel(gm, state, inputs, list(output.args[0]), node_costs, slices)
 
 
 def _results_only(gm: GraphModule) -> Any:
@@ -159,10 +165,10 @@ def _place(gm: GraphModule, source: torch.device, device: torch.device) -> None:
 class _FakeRun(Interpreter):
     """Runs a graph under fake tensors, and keeps what each node gives and costs."""
 
-    def __init__(self, gm: GraphModule, device: torch.device) -> None:
+    def __init__(self, gm: GraphModule, device: torch.device, costs: CostModel) -> None:
         super().__init__(gm, garbage_collect_values=False)
         self._device = device
-        self._model = CostModel.default(device_type=device.type)
+        self._model = costs
         self._counter = FlopCounterMode(display=False)
         self._costs: dict[Node, float] = {}
 

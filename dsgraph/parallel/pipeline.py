@@ -13,12 +13,14 @@ from torch.distributed.tensor import DeviceMesh
 from torch.fx import Node
 
 from dsgraph import compat
+from dsgraph.compiler.costs.agreed import known_costs
 from dsgraph.compiler.options import parse_options
 from dsgraph.errors import OptionError
+from dsgraph.passes import CostModel
 from dsgraph.passes.parallel.split_stages import SplitStages, StagePlan
 from dsgraph.passes.parallel.stage_graphs import StageGraph, stage_graphs
 from dsgraph.sharding.agreement import Agreement
-from dsgraph.sharding.mesh import axis_group, mesh_ranks
+from dsgraph.sharding.mesh import axis_group, mesh_axes, mesh_ranks
 
 from .captured_model import CapturedModel, capture_model
 from .pipelined import LossOf, PipelinedModel, PipelineReport, StageModule, stage_buffers
@@ -101,11 +103,13 @@ def pipeline(
         _check_options(options)
     device = _device(mesh)
     kwargs = dict(example_kwargs or {})
-    captured = capture_model(model, example_inputs, kwargs=kwargs, device=device)
-    plan = SplitStages(count, split).plan(captured.graph_module.graph, captured.costs)
+    agreement = _agreement(mesh)
+    costs = _costs(agreement, mesh)
+    captured = capture_model(model, example_inputs, kwargs=kwargs, device=device, costs=costs)
+    splits = SplitStages(count, split, seconds_per_byte=_seconds_per_byte(costs))
+    plan = splits.plan(captured.graph_module.graph, captured.costs)
     result = _result(captured, loss_fn is None)
     graphs = stage_graphs(captured.graph_module, plan, state=captured.state, results=[result])
-    agreement = _agreement(mesh)
     agreement.confirm("run different pipelines", _lines(plan, schedule, microbatches=microbatches, graphs=graphs))
     mine = _own_stages(graphs, held[mesh.get_local_rank()], device=device, materialize=materialize)
     for module in mine.values() if options is not None else ():
@@ -155,6 +159,19 @@ def _device(mesh: DeviceMesh) -> torch.device:
 
 def _agreement(mesh: DeviceMesh) -> Agreement:
     return Agreement(tuple(mesh_ranks(mesh)), compat.group_timeout(axis_group(mesh, 0), mesh.device_type))
+
+
+def _costs(agreement: Agreement, mesh: DeviceMesh) -> CostModel:
+    """What computing and sending take: as it was measured, or the defaults."""
+    axes = mesh_axes(mesh)
+    measured = known_costs(agreement, mesh.device_type).model(mesh, axes)
+    return measured or CostModel.default(axes, device_type=mesh.device_type)
+
+
+def _seconds_per_byte(costs: CostModel) -> float:
+    """Of the link between stages; of the kinds that are measured an all-gather is most like a message."""
+    (link,) = costs.links.values()
+    return 1 / link.of("all_gather").bytes_per_s
 
 
 def _result(captured: CapturedModel, is_loss: bool) -> Node:
