@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     )
     from dsgraph.passes.kernels.spec import KernelSpec, Match, NearMiss
 
-    from . import checkpointing
+    from . import checkpointing, nn, ops, sparse
     from .api import backend, report
     from .compiler.compile import compile
     from .compiler.custom_kernel import kernel
@@ -86,9 +86,12 @@ __all__ = [
     "initialize",
     "kernel",
     "materialize",
+    "nn",
+    "ops",
     "partition",
     "pipeline",
     "report",
+    "sparse",
     "tensor_parallel",
 ]
 

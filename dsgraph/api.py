@@ -3,7 +3,7 @@
 import os
 from functools import partial
 
-from torch import nn
+from torch.nn import Module
 
 from . import checkpointing, compat
 
@@ -36,6 +36,8 @@ from .sharding.materialize import materialize
 from .sharding.rules import register_rules
 from .step.accumulate import accumulate, discard
 from .step.state import partition
+
+from . import nn, ops, sparse  # isort: skip
 from .tools.bisecting.choice import read_bisecting
 from .tools.dumping.observer import DumpObserver
 from .tools.emission.emission import read_target
@@ -76,9 +78,12 @@ __all__ = [
     "initialize",
     "kernel",
     "materialize",
+    "nn",
+    "ops",
     "partition",
     "pipeline",
     "report",
+    "sparse",
     "tensor_parallel",
 ]
 
@@ -101,7 +106,7 @@ compat.register_backend(backend, "dsgraph")
 register_rules()
 
 
-def report(model: nn.Module) -> Report:
+def report(model: Module) -> Report:
     """What dsgraph did to a model and what it did not.
 
     Call it after the first step: graphs are compiled when they first run. Graphs are found by the parameters that they
