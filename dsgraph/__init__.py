@@ -39,6 +39,7 @@ if TYPE_CHECKING:
         LossScaleError,
         OptionError,
         PartitionError,
+        PositionsError,
         RanksDisagreeError,
         StrictError,
     )
@@ -46,6 +47,7 @@ if TYPE_CHECKING:
     from .parallel.pipelined import PipelinedModel
     from .parallel.tensor_parallel import tensor_parallel
     from .sharding.materialize import materialize
+    from .sharding.positions import extend_positions
     from .step.accumulate import accumulate, discard
     from .step.state import partition
     from .tools.reporting.report import Report
@@ -72,6 +74,7 @@ __all__ = [
     "Phase",
     "Pipeline",
     "PipelinedModel",
+    "PositionsError",
     "RanksDisagreeError",
     "Report",
     "StrictError",
@@ -82,6 +85,7 @@ __all__ = [
     "compile",
     "default_pipeline",
     "discard",
+    "extend_positions",
     "graph_pass",
     "initialize",
     "kernel",

@@ -26,6 +26,7 @@ from .errors import (
     LossScaleError,
     OptionError,
     PartitionError,
+    PositionsError,
     RanksDisagreeError,
     StrictError,
 )
@@ -33,6 +34,7 @@ from .parallel.pipeline import pipeline
 from .parallel.pipelined import PipelinedModel
 from .parallel.tensor_parallel import tensor_parallel
 from .sharding.materialize import materialize
+from .sharding.positions import extend_positions
 from .sharding.rules import register_rules
 from .step.accumulate import accumulate, discard
 from .step.state import partition
@@ -64,6 +66,7 @@ __all__ = [
     "Phase",
     "Pipeline",
     "PipelinedModel",
+    "PositionsError",
     "RanksDisagreeError",
     "Report",
     "StrictError",
@@ -74,6 +77,7 @@ __all__ = [
     "compile",
     "default_pipeline",
     "discard",
+    "extend_positions",
     "graph_pass",
     "initialize",
     "kernel",

@@ -6,6 +6,7 @@ Checked on torch 2.11.0, 2.12.1 and 2.13.0.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import cache
 from typing import Any, cast
 
@@ -148,6 +149,13 @@ def never_merge(op: OpOverloadPacket) -> None:
 
     if op not in rand_ops:
         rand_ops.append(op)
+
+
+def plain_tensors() -> AbstractContextManager[None]:
+    """Within it, tensors are made and computed as they are, even while a graph is traced with fake ones."""
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    return cast("AbstractContextManager[None]", _disable_current_modes())
 
 
 def cpu_attention(q: Tensor, k: Tensor, v: Tensor, *, added: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:

@@ -142,6 +142,41 @@ class ActivationCheckpointingConfig(Section):
     )
 
 
+class SparseAttentionConfig(Section):
+    """Which blocks of scores self-attention computes, see docs/sparse.md; each mode has keys of its own."""
+
+    mode: Literal["dense", "fixed", "variable", "bigbird", "bslongformer", "local"] = Field(
+        default="fixed", description="the layout"
+    )
+    block: int | None = Field(default=None, description="queries and keys of a block; without it 16")
+    different_layout_per_head: bool | None = Field(default=None, description="whether heads may differ")
+    num_local_blocks: int | None = Field(default=None, description="fixed: blocks of a window")
+    num_global_blocks: int | None = Field(
+        default=None, description="fixed: blocks of each window that all see; bigbird: first blocks that all see"
+    )
+    attention: Literal["bidirectional", "unidirectional"] | None = Field(
+        default=None, description="whether queries see later keys"
+    )
+    horizontal_global_attention: bool | None = Field(
+        default=None, description="fixed, variable: whether queries of global blocks see all keys"
+    )
+    num_different_global_patterns: int | None = Field(
+        default=None, description="fixed: how many places in a window heads take turns at"
+    )
+    num_random_blocks: int | None = Field(default=None, description="variable, bigbird: blocks at random a row")
+    local_window_blocks: tuple[int, ...] | None = Field(default=None, description="variable: sizes of the windows")
+    global_block_indices: tuple[int, ...] | None = Field(
+        default=None, description="variable, bslongformer: blocks that all see"
+    )
+    global_block_end_indices: tuple[int, ...] | None = Field(
+        default=None, description="variable, bslongformer: behind which block each of those ends"
+    )
+    num_sliding_window_blocks: int | None = Field(
+        default=None, description="bigbird, bslongformer, local: width of the window"
+    )
+    seed: int | None = Field(default=None, description="variable, bigbird: of the random blocks")
+
+
 class DsgraphConfig(Section):
     """What DeepSpeed's file has no word for: options of the backend (docs/options.md), and the loader's processes."""
 
@@ -198,6 +233,7 @@ class EngineConfig(Section):
     csv_monitor: CsvMonitorConfig = CsvMonitorConfig()
     data_types: DataTypesConfig = DataTypesConfig()
     activation_checkpointing: ActivationCheckpointingConfig = ActivationCheckpointingConfig()
+    sparse_attention: SparseAttentionConfig | None = None
     dsgraph: DsgraphConfig = DsgraphConfig()
 
 
@@ -256,7 +292,6 @@ NOT_YET = {
     "amp": "apex",
     "torch_autocast": "autocast by configuration (torch.autocast around the forward works)",
     "wandb": "writing to Weights & Biases",
-    "sparse_attention": "sparse attention",
     "sparse_gradients": "sparse gradients",
     "progressive_layer_drop": "dropping layers",
     "curriculum_learning": "curricula",

@@ -11,7 +11,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from .layouts import SKIPPED, WHOLE, BlockCodes, Layout, SparseLayoutError, code_of, stacked
+from .layouts import SKIPPED, WHOLE, Layout, SparseLayoutError, code_of, stacked
 
 _LARGEST_CODE = torch.iinfo(torch.int16).max
 
@@ -38,7 +38,7 @@ class Custom(Layout):
         """See `Layout.blocks`."""
         return self._codes()[head % self.heads] != SKIPPED
 
-    def codes(self, heads: int, length: int, *, causal: bool = False) -> BlockCodes:
+    def _drawn(self, heads: int, length: int) -> tuple[Tensor, Tensor]:
         """See `Layout.codes`.
 
         Raises:
@@ -50,7 +50,7 @@ class Custom(Layout):
             raise SparseLayoutError(f"the layout was made for {self.heads} heads, and there are {heads}")
         bits = _unpack(self.patterns, torch.uint8)
         patterns = bits.view(-1, self.block, self.block).bool()
-        return self._finished(self._codes(), patterns, length, causal=causal)
+        return self._codes(), patterns
 
     def _codes(self) -> Tensor:
         count = -(-self.length // self.block)

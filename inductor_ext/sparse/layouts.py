@@ -14,6 +14,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from dsgraph.inductor_ext.compat import plain_tensors
+
 SKIPPED, WHOLE = 0, 1
 
 
@@ -39,7 +41,8 @@ class BlockCodes:
     @property
     def density(self) -> float:
         """The share of blocks that are computed."""
-        return float((self.codes != SKIPPED).double().mean())
+        with plain_tensors():
+            return float((self.codes != SKIPPED).double().mean())
 
     def tokens(self, length: int) -> Tensor:
         """The same as a mask: bool `[heads or 1, length, length]`, True where a key counts."""
@@ -119,10 +122,15 @@ class Layout(ABC):
             length: Tokens, of queries and of keys; a last block may stand over.
             causal: Whether queries see no later keys, whatever the layout says.
         """
+        with plain_tensors():
+            return self._finished(*self._drawn(heads, length), length, causal=causal)
+
+    def _drawn(self, heads: int, length: int) -> tuple[Tensor, Tensor]:
+        """Codes and patterns, before later keys and those behind the last token are taken away."""
         count = -(-length // self.block)
         differing = heads if self.different_layout_per_head else 1
         found = torch.stack([self.blocks(head, count) for head in range(differing)]).to(torch.int16)
-        return self._finished(found, torch.zeros(0, self.block, self.block, dtype=torch.bool), length, causal=causal)
+        return found, torch.zeros(0, self.block, self.block, dtype=torch.bool)
 
     def _finished(self, codes: Tensor, patterns: Tensor, length: int, *, causal: bool) -> BlockCodes:
         """Takes later keys away where none may be seen, and those behind the last token."""
@@ -151,7 +159,8 @@ class Layout(ABC):
         A backward that computes scores again takes 2.5 times as many.
         """
         codes = self.codes(heads, length, causal=causal).codes
-        computed = int((codes != SKIPPED).sum()) * (heads // len(codes))
+        with plain_tensors():
+            computed = int((codes != SKIPPED).sum()) * (heads // len(codes))
         return 4 * computed * self.block * self.block * head_dim
 
     @property

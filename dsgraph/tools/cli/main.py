@@ -18,7 +18,7 @@ from .command import Command, CommandError
 
 COMMANDS = (
     *("run", "launch", "ls", "show", "diff", "explain", "collectives", "memory", "ranks", "dot"),
-    *("passes", "config", "export", "import", "bisect", "emit", "plan", "calibrate", "doctor"),
+    *("passes", "config", "export", "import", "bisect", "emit", "plan", "sparse", "calibrate", "doctor"),
 )
 """Each in the module of its name, which is loaded when it is called: `doctor` must work where others cannot."""
 
