@@ -1,4 +1,4 @@
-"""What `benchmarks.sparse` measures: one attention of BERT-base's shape, dense and in blocks, in a process of its own."""
+"""What `benchmarks.sparse` measures: one attention of BERT-base's shape, dense and in blocks."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -66,8 +67,7 @@ def _peak(system: str, length: int) -> int:
 
 
 def _resident() -> int:
-    with open("/proc/self/statm") as file:
-        return int(file.read().split()[1]) * resource.getpagesize()
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 
 def density_of(system: str, length: int) -> Any:

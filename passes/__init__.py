@@ -16,6 +16,7 @@ from .kernels.sparsify_attention import SparsifyAttention
 from .kernels.spec import Derived, Gain, KernelSpec, Match, NearMiss, Setting
 from .kernels.substitute_kernels import SubstituteKernels
 from .memory.offload import OffloadActivations
+from .memory.partition_activations import PartitionActivations
 from .overlap.bucket_gathers import BucketBackwardGathers, BucketForwardGathers
 from .overlap.bucket_reductions import BucketReductions
 from .overlap.delay_reduction_waits import DelayReductionWaits
@@ -65,6 +66,7 @@ __all__ = [
     "OffloadActivations",
     "ParamInfo",
     "Partitioner",
+    "PartitionActivations",
     "PassContext",
     "PassError",
     "PassRecord",

@@ -598,6 +598,11 @@ PARALLEL = (
         killers=("tests/passes/parallel/test_slice_tensors.py",),
     ),
     Mutant(
+        *("replicated-though-random", "passes/analysis/replication.py", "missing check"),
+        *("return torch.Tag.nondeterministic_seeded not in target.tags", "return True"),
+        killers=("tests/passes/analysis/test_replication.py",),
+    ),
+    Mutant(
         *("pipeline-tied-counted-twice", "dsgraph/parallel/tied_gradients.py", "missing check"),
         *("(name not in self.tied or name in self.owned)", "True"),
         killers=("tests/distributed/test_pipeline.py",),

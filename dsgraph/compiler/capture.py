@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
@@ -14,12 +15,14 @@ from torch.fx import GraphModule, Node
 
 from dsgraph import compat
 from dsgraph.errors import PartitionError
-from dsgraph.passes import CaptureFacts, GraphInput, InputRole, MeshAxis, ParamInfo
+from dsgraph.inductor_ext import backend_name
+from dsgraph.passes import AxisRole, CaptureFacts, GraphInput, InputRole, MeshAxis, ParamInfo
 from dsgraph.passes.compat import is_to_local
 from dsgraph.passes.ir.collectives import is_collective
 from dsgraph.passes.ir.graph import all_graph_modules, bound_arguments, is_gather_marker, placeholders
 from dsgraph.passes.ir.sources import OWN_FOLDER
-from dsgraph.sharding.mesh import mesh_axes
+from dsgraph.passes.parallel.slice_walk import marked_slices
+from dsgraph.sharding.mesh import axis_group, mesh_axes
 from dsgraph.sharding.table import not_taken_in
 from dsgraph.step.state import ParameterState, PartitionState, partition_states
 
@@ -33,12 +36,16 @@ def read_facts(gm: GraphModule, inputs: Sequence[Any], module: nn.Module | None 
         module: The module that is being called; parameters have their names in it.
     """
     groups = _marker_groups(gm)
+    sliced = _sliced_inputs(gm)
     axes: dict[str, MeshAxis] = {}
     params: dict[int, ParamInfo] = {}
     roles = input_roles(gm, inputs, module)
     for number, value in enumerate(inputs):
         if not isinstance(value, DTensor):
             continue
+        if number in sliced:
+            roles[number] = replace(roles[number], slice_group=sliced[number])
+            axes[sliced[number]] = _tensor_axis(value.device_mesh, sliced[number])
         found = [axis for axis in mesh_axes(value.device_mesh) if axis.group in groups]
         if not found:
             continue  # somebody else's DTensor
@@ -52,6 +59,26 @@ def read_facts(gm: GraphModule, inputs: Sequence[Any], module: nn.Module | None 
         gathered_copies=frozenset(copies),
         device_type=_device_type(inputs),
     )
+
+
+def _sliced_inputs(gm: GraphModule) -> dict[int, str]:
+    """Input number -> the group over whose ranks a parameter is sliced, of the parameters that the graph reads."""
+    numbers = {node: number for number, node in enumerate(placeholders(gm))}
+    found: dict[int, str] = {}
+    for node, _, _, group in marked_slices(gm):
+        while node not in numbers and node.all_input_nodes:
+            node = node.all_input_nodes[0]
+        if node in numbers:
+            found[numbers[node]] = group
+    return found
+
+
+def _tensor_axis(mesh: DeviceMesh, group: str) -> MeshAxis:
+    """The axis of a mesh over which operators are divided."""
+    dim = next(dim for dim in range(mesh.ndim) if axis_group(mesh, dim).group_name == group)
+    name = (mesh.mesh_dim_names or ("tensor",) * mesh.ndim)[dim]
+    own = axis_group(mesh, dim)
+    return MeshAxis(name, mesh.size(dim), group, backend_name(own, mesh.device_type), AxisRole.TENSOR)
 
 
 def _parameter_info(param: DTensor, name: str) -> ParamInfo:

@@ -19,6 +19,7 @@ from dsgraph.nearest import nearest
 from dsgraph.passes import (
     GraphPass,
     OffloadActivations,
+    PartitionActivations,
     PassError,
     Pipeline,
     SparsifyAttention,
@@ -57,6 +58,8 @@ class BackendOptions(BaseModel):
             folder for temporary files (TMPDIR), None for the device's memory. It moves every saved value of 64 KiB and
             more that is no parameter and no input of a graph, see `OffloadActivations`. Beside a `memory_limit` that
             is kept, it moves as much as the fastest plan says.
+        partition_activations: Whether each tensor-parallel rank saves its slice of what all would save alike, and the
+            backward gathers it, see `PartitionActivations`. It needs a model of `tensor_parallel`.
         kernels: Which kernels stand in for what a model spells out, see `SubstituteKernels`: "auto" takes those that
             are expected to gain, "none" none, a list exactly these, by name or as `KernelSpec` (`dsgraph.kernel` makes
             one of your own); with "auto" in it, the automatic ones as well. With `strict`, one that was asked for and
@@ -82,6 +85,7 @@ class BackendOptions(BaseModel):
     recompile_limit: int = Field(default=8, ge=1)
     memory_limit: int | float | None = None
     activation_offload: Literal["host", "disk"] | None = None
+    partition_activations: bool = False
     kernels: Literal["auto", "none"] | tuple[KernelSpec | Literal["auto"], ...] = "auto"
     sparse_attention: Layout | None = None
     regions: Literal["auto", "none"] | tuple[str, ...] = "none"
@@ -163,6 +167,8 @@ def parse_options(given: Mapping[str, Any] | None, environ: Mapping[str, str] = 
     if options.activation_offload is not None:
         pipeline = _with_offload(options.pipeline, options.activation_offload)
         options = options.model_copy(update={"pipeline": pipeline})
+    if options.partition_activations and not any(isinstance(item, PartitionActivations) for item in options.pipeline):
+        options = options.model_copy(update={"pipeline": options.pipeline + PartitionActivations()})
     if options.inductor and options.codegen != "inductor":
         raise OptionError(f"option 'inductor' has no effect with codegen={options.codegen!r}: remove one of the two")
     if options.inductor:
@@ -289,6 +295,7 @@ _TAKES = {
     "recompile_limit": "a number of compiles, 1 or more",
     "memory_limit": TAKES_BYTES,
     "activation_offload": "'host', 'disk' or None",
+    "partition_activations": "True or False",
     "kernels": "'auto', 'none' or a list of kernels",
     "sparse_attention": "a layout of dsgraph.sparse, or a dict such as {'mode': 'fixed', 'block': 16}",
     "regions": "'auto', 'none' or a list of names of module lists",

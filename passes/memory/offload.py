@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
-from torch.fx import Node, map_arg
+from torch.fx import Node
 
 from dsgraph.passes.core.context import PassContext, Phase
 from dsgraph.passes.core.graph_pair import GraphPair
@@ -17,7 +17,7 @@ from dsgraph.passes.core.graph_pass import GraphPass, PassResult
 from dsgraph.passes.ir.graph import come_from, emit, fake_value
 
 from .backward_sizes import BackwardSizes
-from .stored_values import StoredValue, find_stored
+from .stored_values import StoredValue, drop_stored, find_stored, make_views
 from .transfer_times import earliest_ends, first_together, latest_starts
 
 ops = torch.ops.dsgraph
@@ -124,21 +124,8 @@ def _come_back(
         shape, stride = (list(map(sizes.node, numbers)) for numbers in (value.shape, value.stride()))
         how = (shape, stride, value.dtype, value.device)
         result = emit(place, ops.reload.default, saved, *how)
-        base = emit(item.backward_place, ops.wait_transfer.default, result)
-        made: dict[Node, Node] = {item.base: base}
-        for ours, theirs, steps in item.views:
-            for step in steps:
-                if step not in made:
-                    made[step] = _repeat(item.backward_place, step, made, sizes)
-            theirs.replace_all_uses_with(made[ours])
-    pair.drop_all([ours for item in found for ours, _, _ in item.views])
-
-
-def _repeat(before: Node, step: Node, made: dict[Node, Node], sizes: BackwardSizes) -> Node:
-    assert callable(step.target), f"{step.name} is no view"
-    take = lambda node: made[node] if node in made else sizes.node(node.meta["val"])  # noqa: E731
-    args, kwargs = map_arg((step.args, step.kwargs), take)
-    return emit(before, step.target, *args, **kwargs)
+        make_views(item, emit(item.backward_place, ops.wait_transfer.default, result), sizes)
+    drop_stored(pair, found)
 
 
 def _reload_places(pair: GraphPair, found: Sequence[StoredValue], ctx: PassContext, room: int) -> list[Node]:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch.fx import Node
+from torch.fx import Node, map_arg
 
 from dsgraph.inductor_ext import same_size
 from dsgraph.passes.analysis.cost import UNKNOWN_SIZE, hint
@@ -14,7 +15,7 @@ from dsgraph.passes.core.context import PassContext
 from dsgraph.passes.core.graph_pair import GraphPair
 from dsgraph.passes.core.notes import parameter_behind
 from dsgraph.passes.ir.collectives import is_collective
-from dsgraph.passes.ir.graph import KEPT, aliased_arguments, is_returned, mutates_arguments
+from dsgraph.passes.ir.graph import KEPT, aliased_arguments, emit, is_returned, mutates_arguments
 from dsgraph.passes.ir.save_plan import tier_of
 
 from .backward_sizes import BackwardSizes
@@ -30,7 +31,7 @@ class StoredValue:
         forward_place: The forward's last node that uses the piece.
         backward_place: The backward's first node that uses it.
         size: Bytes.
-        tier: "host" or "disk".
+        tier: "host" or "disk"; or what `find_stored` was asked for.
     """
 
     base: Node
@@ -74,6 +75,28 @@ def find_stored(
         views = tuple((value, theirs, _steps(base, value, sizes) or ()) for value, theirs in saved)
         found.append(StoredValue(base, views, uses.last[piece], first, size, where))
     return sorted(found, key=lambda item: number_of[item.backward_place]), notes
+
+
+def make_views(item: StoredValue, base: Node, sizes: BackwardSizes) -> None:
+    """Lets the backward read a piece, and what lies in it, from `base`, its own node for the piece's base."""
+    made: dict[Node, Node] = {item.base: base}
+    for ours, theirs, steps in item.views:
+        for step in steps:
+            if step not in made:
+                made[step] = _repeat(item.backward_place, step, made, sizes)
+        theirs.replace_all_uses_with(made[ours])
+
+
+def _repeat(before: Node, step: Node, made: dict[Node, Node], sizes: BackwardSizes) -> Node:
+    assert callable(step.target), f"{step.name} is no view"
+    take = lambda node: made[node] if node in made else sizes.node(node.meta["val"])  # noqa: E731
+    args, kwargs = map_arg((step.args, step.kwargs), take)
+    return emit(before, step.target, *args, **kwargs)
+
+
+def drop_stored(pair: GraphPair, found: Sequence[StoredValue]) -> None:
+    """No longer saves pieces that the backward makes of something else."""
+    pair.drop_all([ours for item in found for ours, _, _ in item.views])
 
 
 class _Uses:

@@ -18,6 +18,7 @@ from dsgraph.passes.ir.coalesced import inputs_of, is_result, results_of
 from dsgraph.passes.ir.collectives import Role, collective_group, has_role, is_collective
 from dsgraph.passes.ir.gathers import PREPARATIONS
 from dsgraph.passes.ir.graph import KEPT, bound_arguments, is_gather_marker, is_view, is_wait
+from dsgraph.passes.ir.mesh_axis import AxisRole
 from dsgraph.passes.ir.save_plan import Choice, must
 
 from .in_flight import Violation, writes_in_flight
@@ -87,7 +88,8 @@ def _signature(node: Node) -> str:
 def _gathers(
     started: list[Node], markers: list[Node], ctx: PassContext
 ) -> tuple[dict[str, frozenset[str]], frozenset[str]]:
-    alone = {axis.group for axis in ctx.axes if axis.size == 1}
+    # Over a tensor axis activations are gathered, which have no markers.
+    others = {axis.group for axis in ctx.axes if axis.size == 1 or axis.role is AxisRole.TENSOR}
     gathers: dict[str, frozenset[str]] = {}
     repeated: dict[str, bool] = {}
     for node in (*started, *markers):
@@ -98,7 +100,7 @@ def _gathers(
             source, group = None, collective_group(node)
         else:
             continue
-        if not group or group in alone:
+        if not group or group in others:
             continue
         for result in results_of(node):
             is_repeated = _is_tagged(node) and all(map(_is_tagged, (result, *result.users)))

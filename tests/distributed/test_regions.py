@@ -95,7 +95,8 @@ def _draw() -> None:
     model = dsgraph.partition(_Drops(), stage=3, keep_whole_below=12)
     compiled = torch.compile(model, backend="dsgraph", options={"regions": "auto"})
     x = torch.ones(256, 64)
-    first = compiled(x)
+    with torch._inductor.config.patch(force_disable_caches=True):  # of what comes from a cache, no calls are told
+        first = compiled(x)
     first.sum().backward()
     assert _calls(compiled) >= 4
     kept = (first != 0).float().mean().item()
