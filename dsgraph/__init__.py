@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     )
     from dsgraph.passes.kernels.spec import KernelSpec, Match, NearMiss
 
-    from . import checkpointing
+    from . import checkpointing, nn, ops, sparse
     from .api import backend, report
     from .compiler.compile import compile
     from .compiler.custom_kernel import kernel
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
         LossScaleError,
         OptionError,
         PartitionError,
+        PositionsError,
         RanksDisagreeError,
         StrictError,
     )
@@ -47,6 +48,7 @@ if TYPE_CHECKING:
     from .parallel.pipelined import PipelinedModel
     from .parallel.tensor_parallel import tensor_parallel
     from .sharding.materialize import materialize
+    from .sharding.positions import extend_positions
     from .step.accumulate import accumulate, discard
     from .step.state import partition
     from .tools.reporting.report import Report
@@ -73,6 +75,7 @@ __all__ = [
     "Phase",
     "Pipeline",
     "PipelinedModel",
+    "PositionsError",
     "RanksDisagreeError",
     "Report",
     "StrictError",
@@ -83,14 +86,18 @@ __all__ = [
     "compile",
     "default_pipeline",
     "discard",
+    "extend_positions",
     "graph_pass",
     "initialize",
     "kernel",
     "materialize",
+    "nn",
+    "ops",
     "partition",
     "parallelize",
     "pipeline",
     "report",
+    "sparse",
     "tensor_parallel",
 ]
 

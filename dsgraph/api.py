@@ -3,7 +3,7 @@
 import os
 from functools import partial
 
-from torch import nn
+from torch.nn import Module
 
 from . import checkpointing, compat
 
@@ -26,6 +26,7 @@ from .errors import (
     LossScaleError,
     OptionError,
     PartitionError,
+    PositionsError,
     RanksDisagreeError,
     StrictError,
 )
@@ -34,9 +35,12 @@ from .parallel.pipeline import pipeline
 from .parallel.pipelined import PipelinedModel
 from .parallel.tensor_parallel import tensor_parallel
 from .sharding.materialize import materialize
+from .sharding.positions import extend_positions
 from .sharding.rules import register_rules
 from .step.accumulate import accumulate, discard
 from .step.state import partition
+
+from . import nn, ops, sparse  # isort: skip
 from .tools.bisecting.choice import read_bisecting
 from .tools.dumping.observer import DumpObserver
 from .tools.emission.emission import read_target
@@ -63,6 +67,7 @@ __all__ = [
     "Phase",
     "Pipeline",
     "PipelinedModel",
+    "PositionsError",
     "RanksDisagreeError",
     "Report",
     "StrictError",
@@ -73,14 +78,18 @@ __all__ = [
     "compile",
     "default_pipeline",
     "discard",
+    "extend_positions",
     "graph_pass",
     "initialize",
     "kernel",
     "materialize",
+    "nn",
+    "ops",
     "partition",
     "parallelize",
     "pipeline",
     "report",
+    "sparse",
     "tensor_parallel",
 ]
 
@@ -103,7 +112,7 @@ compat.register_backend(backend, "dsgraph")
 register_rules()
 
 
-def report(model: nn.Module) -> Report:
+def report(model: Module) -> Report:
     """What dsgraph did to a model and what it did not.
 
     Call it after the first step: graphs are compiled when they first run. Graphs are found by the parameters that they

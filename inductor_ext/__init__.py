@@ -26,6 +26,7 @@ from .compat import backend_name, c10d_functional, resolve_group, share_memory, 
 from .kernels.launch import on_device_of, on_gpu
 from .kernels.linear_cross_entropy import linear_cross_entropy
 from .sizes import same_shape, same_size
+from .sparse.block_sparse_attention import block_sparse_attention
 from .transfers.errors import TransferError
 from .transfers.ops import finish_offload, offload, reload
 from .transfers.ops import register_lowering as _register_wait
@@ -47,6 +48,7 @@ __all__ = [
     "TransferError",
     "Transfers",
     "backend_name",
+    "block_sparse_attention",
     "c10d_functional",
     "chunk_rows",
     "enter_slices",

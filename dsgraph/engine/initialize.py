@@ -33,6 +33,7 @@ from .optimizers import Binding, Groups, MakesOptimizer, maker_of, parameters_in
 from .pipeline import pipeline_of
 from .read_config import ResolvedConfig, load_config, read_config
 from .schedules import schedule_class
+from .sparse_attention import sparse_layout
 from .whole_parameters import whole_where_needed
 
 _DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -247,6 +248,8 @@ def _backend_options(settings: EngineConfig) -> dict[str, Any]:
         found["activation_offload"] = "host"
     if own.kernels != "auto":
         found["kernels"] = own.kernels
+    if settings.sparse_attention is not None:
+        found["sparse_attention"] = sparse_layout(settings)
     pipeline = pipeline_of(settings, _dtype(settings) or torch.float32)
     if pipeline is not None:
         found["pipeline"] = pipeline

@@ -16,7 +16,8 @@ from dsgraph.errors import ConfigError
 from dsgraph.nearest import nearest
 
 from .batch_sizes import BatchSizes
-from .config import NOT_YET, WITHOUT_EFFECT, EngineConfig, section_of
+from .config import EngineConfig, section_of
+from .other_keys import NOT_YET, WITHOUT_EFFECT
 
 _OF_GRAPHS = {"codegen", "pipeline", "memory_limit", "kernels", "strict"}
 """Keys of the section `dsgraph` that only a compiled model heeds."""
