@@ -147,6 +147,17 @@ _PIPELINES: Columns = {
     "loss": ("loss", ".6f"),
 }
 
+_SPARSE: Columns = {
+    "system": ("system", ""),
+    "tokens": ("length", ","),
+    "share of scores": ("density", ".1%"),
+    "forward, s": ("forward_s", ".2f"),
+    "backward, s": ("backward_s", ".2f"),
+    "times faster": ("speed-up", ".1f"),
+    "of ideal": ("of ideal", ".2f"),
+    "memory, MB": ("peak_mb", ",.0f"),
+}
+
 _HEADLINES = {  # row of the README's table: file, how the check's name begins
     "step time, over the fastest of FSDP2 and DeepSpeed": ("zero-cpu", "dsgraph-3 step time"),
     "peak memory, over the smallest of them": ("zero-cpu", "dsgraph-3 peak memory"),
@@ -311,6 +322,9 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "links held": _rows("links-held-cpu", _LINKS),
     "scaling": _rows("scaling-cpu", _SCALING),
     "scaling: figures": _figures("scaling-cpu"),
+    "sparse": _rows("sparse-cpu", _SPARSE, having="speed-up"),
+    "sparse: losses": _rows("sparse-cpu", {"system": ("system", ""), "held-out loss": ("loss", ".4f")}, having="loss"),
+    "sparse: figures": _figures("sparse-cpu"),
     "kernels": _rows("kernels-cpu", _KERNELS, having="present"),
     "kernels: loss": _rows("kernels-cpu", _LOSS, having="plain_mb"),
     "kernels: figures": _figures("kernels-cpu"),
