@@ -147,6 +147,18 @@ _PIPELINES: Columns = {
     "loss": ("loss", ".6f"),
 }
 
+_SPARSE: Columns = {
+    "attention": ("system", ""),
+    "tokens": ("length", ","),
+    "density": ("density", ".4f"),
+    "forward, s": ("forward_s", ".3f"),
+    "backward, s": ("backward_s", ".3f"),
+    "times faster": ("speed-up", ".1f"),
+    "of 1 / density": ("of ideal", ".2f"),
+    "memory, MB": ("peak_mb", ".0f"),
+}
+_HELD_OUT: Columns = {"attention": ("system", ""), "held-out loss": ("loss", ".4f")}
+
 _HEADLINES = {  # row of the README's table: file, how the check's name begins
     "step time, over the fastest of FSDP2 and DeepSpeed": ("zero-cpu", "dsgraph-3 step time"),
     "peak memory, over the smallest of them": ("zero-cpu", "dsgraph-3 peak memory"),
@@ -303,6 +315,9 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "parallel: splits": _rows("parallel-cpu", _SPLITS, having="balance"),
     "parallel": _rows("parallel-cpu", _PIPELINES, having="step_s"),
     "parallel: figures": _figures("parallel-cpu"),
+    "sparse": _rows("sparse-cpu", _SPARSE, having="length"),
+    "sparse: others": _rows("sparse-cpu", _HELD_OUT, having="loss"),
+    "sparse: figures": _figures("sparse-cpu"),
     "links": _rows("links-cpu", _LINKS),
     "links: ratios": _ratios("links-cpu", ["dsgraph-3", "dsgraph-3-spare"], _PEERS),
     "links: figures": _figures("links-cpu"),
