@@ -108,6 +108,8 @@ _REGIONS: Columns = {
     "peak memory a rank, MB": ("peak_mb", ".0f"),
 }
 
+_WARM: Columns = {**_REGIONS, "first step of a second start, s": ("warm_s", ".1f")}
+
 _ACTIVATIONS: Columns = {
     "model": ("model", ""),
     "codegen": ("codegen", ""),
@@ -308,6 +310,9 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "engine: figures": _figures("engine-cpu"),
     "regions": _rows("regions-cpu", _REGIONS),
     "regions: figures": _figures("regions-cpu"),
+    "regions: stage 0": _rows("regions-stage0-cpu", _REGIONS),
+    "regions: warm": _rows("regions-warm-cpu", _WARM),
+    "regions: link": _rows("links-regions-cpu", _LINKS),
     "activations": _rows("activations-cpu", _ACTIVATIONS),
     "activations: figures": _figures("activations-cpu"),
     "limits": _rows("limits-cpu", _LIMITS),
