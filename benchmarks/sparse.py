@@ -35,7 +35,7 @@ from benchmarks.report import Check, Report, Row, add_arguments, ratio
 from benchmarks.sparse_cases import LAYOUTS, density_of, inputs, peak_bytes, seconds
 from dsgraph.tools.cli import plots
 
-LENGTHS = (4096, 8192, 16_384)
+LENGTHS = (2048, 4096, 8192, 16_384)
 TURNS = 2
 SYSTEMS = ("dense", *LAYOUTS)
 LIMIT = 4 << 30  # bytes, for the longest sequence
@@ -131,7 +131,7 @@ def longest(system: str, lengths: Sequence[int]) -> Row:
 def held_out(mode: str) -> Row:
     """The loss of the example with a layout, at a length at which dense attention is quick as well."""
     script = ["-m", "examples.long_bert", "--mode", mode, *("--length", "512", "--batch", "4")]
-    script += ["--short-steps", "400", "--steps", "150"]
+    script += ["--short-steps", "700", "--steps", "300"]
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *script]
     done = subprocess.run([*command, "--evaluations", "8"], cwd=ROOT, capture_output=True, text=True, check=False)
     said = re.search(r"held-out loss ([\d.]+)", done.stdout)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor, nn
 from torch.fx import Graph, GraphModule, Node
 
@@ -84,7 +85,8 @@ def _stage_graph(
         setattr(root, str(source.target), getattr(gm, str(source.target)))
         copies[source] = graph.get_attr(str(source.target))
     for node in nodes:
-        copies[node] = graph.node_copy(node, lambda source: copies[source])
+        if not _gathers_for_nobody(node, sent):
+            copies[node] = graph.node_copy(node, lambda source: copies[source])
     graph.output(tuple(copies[node] for node in sent))
     graph.lint()
     return StageGraph(
@@ -94,6 +96,12 @@ def _stage_graph(
         tuple(source.name for source in roots),
         tuple(state[source.name][0] for source in read if source.name in state),
     )
+
+
+def _gathers_for_nobody(node: Node, sent: Sequence[Node]) -> bool:
+    """Whether a node gathers slices of what the model returned besides its result: logits."""
+    is_gather = node.target in (torch.ops.dsgraph.gather_slices, torch.ops.dsgraph.gather_slices.default)
+    return is_gather and node not in sent and all(user.op == "output" for user in node.users)
 
 
 def put(root: nn.Module, name: str, tensor: Tensor) -> None:
