@@ -12,12 +12,16 @@ Columns:
     speed-up    of forward and backward over `dense`, the median of turns
     of ideal    the speed-up times the density
     peak_mb     memory that a new process takes for it, inputs and all, in 10**6 bytes; at the longest length
-    loss        held-out loss of a small BERT on masked bytes, two ranks, stage 2 (`examples/long_bert.py`)
+    longest     tokens of a sequence, of those tried, of which forward and backward take no more than 4 GiB
+    loss        held-out loss of a small BERT on masked bytes, two ranks, stage 2 (`examples/long_bert.py`), in nats
+
+`--part` measures one part alone, and keeps the rows of the other one that the file of `--json` has.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import re
 import statistics
 import subprocess
@@ -25,16 +29,19 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+import torch
+
 from benchmarks.report import Check, Report, Row, add_arguments, ratio
 from benchmarks.sparse_cases import LAYOUTS, density_of, inputs, peak_bytes, seconds
 from dsgraph.tools.cli import plots
 
-LENGTHS = (2048, 4096, 8192, 16_384)
+LENGTHS = (4096, 8192, 16_384)
 TURNS = 2
 SYSTEMS = ("dense", *LAYOUTS)
 LIMIT = 4 << 30  # bytes, for the longest sequence
 EAGER_LENGTHS = (2048, 3072, 4096, 5120)
-LONG_LENGTHS = (65_536, 98_304)
+LONG_LENGTHS = (65_536, 98_304, 131_072)
+THREADS = 1  # each system has one core
 ROOT = Path(__file__).resolve().parents[1]
 
 
@@ -43,17 +50,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.sparse", description=__doc__.partition("\n")[0])
     add_arguments(parser)
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draws seconds over length")
+    parser.add_argument("--part", choices=("speed", "losses"), help="measures this part alone")
     options = parser.parse_args(arguments)
-    report = Report()
-    lengths = (512, 1024) if options.quick else LENGTHS
-    for length in lengths:
-        report.rows += timed(length, 1 if options.quick else TURNS)
-    for row in report.rows:
-        if row["length"] == lengths[-1]:
-            found = peak_bytes(row["system"], lengths[-1])
-            row["peak_mb"] = None if found is None else found / 1e6
-    if not options.quick:
-        report.rows += [longest("eager", EAGER_LENGTHS), longest("bslongformer", LONG_LENGTHS)]
+    torch.set_num_threads(THREADS)
+    report, lengths = Report(), (512, 1024) if options.quick else LENGTHS
+    kept = kept_rows(options.json) if options.part else []
+    if options.part != "losses":
+        report.rows += speed(lengths, quick=options.quick)
+    else:
+        report.rows += [row for row in kept if "loss" not in row]
+    if options.part == "speed":
+        report.rows += [row for row in kept if "loss" in row]
+    elif not options.quick:
         report.rows += [held_out(mode) for mode in ("dense", *LAYOUTS)]
     report.checks = checks(report.rows, lengths[-1])
     report.print()
@@ -61,6 +69,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.plot is not None:
         draw(report.rows, options.plot)
     return 0
+
+
+def kept_rows(path: Path | None) -> list[Row]:
+    """The rows of an earlier run."""
+    if path is None or not path.exists():
+        return []
+    found: list[Row] = json.loads(path.read_text())["rows"]
+    return found
+
+
+def speed(lengths: Sequence[int], *, quick: bool) -> list[Row]:
+    """Seconds at each length, memory at the last, and the longest sequences."""
+    rows = [row for length in lengths for row in timed(length, 1 if quick else TURNS)]
+    for row in rows:
+        if row["length"] == lengths[-1]:
+            found = peak_bytes(row["system"], lengths[-1])
+            row["peak_mb"] = None if found is None else found / 1e6
+    return rows if quick else [*rows, longest("eager", EAGER_LENGTHS), longest("bslongformer", LONG_LENGTHS)]
 
 
 def timed(length: int, turns: int) -> list[Row]:
@@ -104,7 +130,8 @@ def longest(system: str, lengths: Sequence[int]) -> Row:
 
 def held_out(mode: str) -> Row:
     """The loss of the example with a layout, at a length at which dense attention is quick as well."""
-    script = ["-m", "examples.long_bert", "--mode", mode, "--length", "512", "--batch", "4", "--steps", "150"]
+    script = ["-m", "examples.long_bert", "--mode", mode, *("--length", "512", "--batch", "4")]
+    script += ["--short-steps", "400", "--steps", "150"]
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *script]
     done = subprocess.run([*command, "--evaluations", "8"], cwd=ROOT, capture_output=True, text=True, check=False)
     said = re.search(r"held-out loss ([\d.]+)", done.stdout)

@@ -103,6 +103,27 @@ SUBSTITUTION = (
     ),
 )
 
+SPARSE = (
+    Mutant(
+        *("sparse-shared-keys-forgotten", "inductor_ext/sparse/blocks.py", "unsummed gradient"),
+        *("        if some.queries.start * k.shape[1] % q.shape[1] == 0:", "        if True:"),
+        killers=("tests/inductor_ext/sparse/test_block_sparse_attention.py",),
+    ),
+    Mutant(
+        *("sparse-last-block-whole", "inductor_ext/sparse/layouts.py", "missing mask"),
+        *("            kept[:, self.block - over :] = False", "            pass"),
+        killers=("tests/inductor_ext/sparse/test_block_sparse_attention.py",),
+    ),
+    Mutant(
+        *("sparsify-forgets-the-mask", "passes/kernels/sparsify_attention.py", "missing mask"),
+        *(
+            "    if not terms:\n        return None\n    mask = terms[0]",
+            "    if True:\n        return None\n    mask = terms[0]",
+        ),
+        killers=("tests/passes/kernels/test_sparsify_attention.py",),
+    ),
+)
+
 ZERO = (
     Mutant(
         *("merge-over-grad-mode", "passes/zero/merge_gathers.py", "missing check"),
@@ -617,6 +638,7 @@ PARALLEL = (
 MUTANTS = (
     *KERNELS,
     *SUBSTITUTION,
+    *SPARSE,
     *ZERO,
     *OVERLAP,
     *SHARDING,
