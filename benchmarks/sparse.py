@@ -131,7 +131,7 @@ def longest(system: str, lengths: Sequence[int]) -> Row:
 def held_out(mode: str) -> Row:
     """The loss of the example with a layout, at a length at which dense attention is quick as well."""
     script = ["-m", "examples.long_bert", "--mode", mode, *("--length", "512", "--batch", "4")]
-    script += ["--short-steps", "700", "--steps", "300"]
+    script += ["--short-steps", "400", "--steps", "150"]
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *script]
     done = subprocess.run([*command, "--evaluations", "8"], cwd=ROOT, capture_output=True, text=True, check=False)
     said = re.search(r"held-out loss ([\d.]+)", done.stdout)

@@ -629,6 +629,23 @@ PARALLEL = (
         killers=("tests/distributed/test_pipeline.py",),
     ),
     Mutant(
+        *("slices-counted-once", "dsgraph/parallel/tied_gradients.py", "unsummed norm"),
+        *("squares[2 * (name in self.slices) + is_split]", "squares[int(is_split)]"),
+        killers=("tests/distributed/test_parallelize.py::test_two_by_two_by_two",),
+    ),
+    Mutant(
+        *("mpu-slices-counted-once", "dsgraph/engine/norms.py", "unsummed norm"),
+        *("    dist.all_reduce(sliced, group=shared.group)\n", ""),
+        killers=("tests/engine/test_mpu.py",),
+    ),
+    Mutant(
+        *("sliced-loss-of-ignored-targets", "inductor_ext/collectives/vocabulary.py", "missing check"),
+        *("losses = losses.masked_fill(~counts, 0)", "losses = losses"),
+        killers=(
+            "tests/distributed/test_tensor_parallel.py::test_a_vocabulary_is_sliced_and_its_logits_are_not_gathered_for_the_loss",
+        ),
+    ),
+    Mutant(
         *("split-cuts-before-writes", "passes/parallel/split_stages.py", "missing check"),
         *("        if _writes(name):", "        if False:"),
         killers=("tests/passes/parallel/test_split_stages.py",),

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import get_schedule_class
 from torch.distributed.tensor import DeviceMesh
 from torch.fx import Node
@@ -23,9 +22,10 @@ from dsgraph.sharding.agreement import Agreement
 from dsgraph.sharding.mesh import axis_group, mesh_axes, mesh_ranks
 
 from .captured_model import CapturedModel, capture_model
-from .pipelined import LossOf, PipelinedModel, PipelineReport, StageModule, stage_buffers
+from .pipelined import PipelinedModel, PipelineReport
 from .schedule_order import SCHEDULES, ZERO_BUBBLE, actions_of, check_order, stages_of_ranks
 from .sharded_stages import Copies, ShardedStages
+from .stage_modules import LossOf, StageModule, TimedStage, stage_buffers
 from .tied_gradients import StepGradients
 
 Materialize = Callable[[str, Tensor], Tensor]
@@ -114,7 +114,8 @@ def pipeline(
     mine = _own_stages(graphs, held[mesh.get_local_rank()], device=device, materialize=materialize)
     for module in mine.values() if options is not None else ():
         module.compile_graph(options or {})
-    run = _schedule(schedule, graphs, mine=mine, mesh=mesh, device=device, loss=LossOf(loss_fn, microbatches))
+    timed = _timed_stages(graphs, mine=mine, mesh=mesh, device=device)
+    run = _schedule(schedule, timed, LossOf(loss_fn, microbatches))
     actions = actions_of(run, schedule, stages=count, microbatches=microbatches)
     check_order(actions, stages=count)
     tied = _tied(graphs)
@@ -129,6 +130,7 @@ def pipeline(
     return PipelinedModel(
         schedule=run,
         stages=mine,
+        timed=timed,
         gradients=_gradients(
             captured,
             mine,
@@ -235,17 +237,11 @@ def _real(name: str, tensor: Tensor, *, device: torch.device, materialize: Mater
     return nn.Parameter(value, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else value
 
 
-def _schedule(
-    kind: str,
-    graphs: Sequence[StageGraph],
-    *,
-    mine: Mapping[int, StageModule],
-    mesh: DeviceMesh,
-    device: torch.device,
-    loss: LossOf,
-) -> Any:
-    stages = [
-        PipelineStage(
+def _timed_stages(
+    graphs: Sequence[StageGraph], *, mine: Mapping[int, StageModule], mesh: DeviceMesh, device: torch.device
+) -> list[TimedStage]:
+    return [
+        TimedStage(
             module,
             number,
             len(graphs),
@@ -256,9 +252,12 @@ def _schedule(
         )
         for number, module in mine.items()
     ]
+
+
+def _schedule(kind: str, stages: Sequence[TimedStage], loss: LossOf) -> Any:
     # Torch divides a tied parameter's gradient twice where two stages of a rank share it: the loss is divided instead.
     made: Any = get_schedule_class(kind)
-    given = stages if SCHEDULES[kind] else stages[0]
+    given = list(stages) if SCHEDULES[kind] else stages[0]
     return made(given, loss.microbatches, loss_fn=loss, scale_grads=False)
 
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils.weak import WeakIdKeyDictionary
 
 from dsgraph import compat
 from dsgraph.errors import OptionError
@@ -18,6 +18,7 @@ from dsgraph.passes.parallel.split_stages import StagePlan
 from dsgraph.sharding.rows import own_part
 
 from .stage_checkpoint import full_values, load, save
+from .stage_modules import StageModule, TimedStage
 from .tied_gradients import StepGradients
 
 
@@ -51,51 +52,6 @@ class PipelineReport:
         return PipelineReport(costs=plan.costs, cut_bytes=plan.cut_bytes, balance=plan.balance, **facts)
 
 
-class LossOf:
-    """What torch's schedules call as `loss_fn`: the mean's part of one micro-batch."""
-
-    def __init__(self, loss_fn: Callable[[Any, Any], Tensor] | None, microbatches: int) -> None:
-        self._loss_fn, self.microbatches = loss_fn, microbatches
-
-    def __call__(self, output: Any, target: Any) -> Tensor:
-        """A scalar.
-
-        Args:
-            output: What the last stage returned.
-            target: The micro-batch's rows of `target`.
-        """
-        loss: Tensor = output if self._loss_fn is None else self._loss_fn(output, target)
-        return loss / self.microbatches
-
-
-class StageModule(nn.Module):
-    """One stage as torch's schedules call it: received values by position, root inputs by name."""
-
-    def __init__(self, graph_module: nn.Module, roots: Sequence[str], *, single: bool) -> None:
-        super().__init__()
-        self.graph_module = graph_module
-        self._roots, self._single = tuple(roots), single
-        self._run: Callable[..., Any] = graph_module
-        self._hooked = WeakIdKeyDictionary()
-
-    def compile_graph(self, options: Mapping[str, Any]) -> None:
-        """Lets the backend compile the stage, when it first runs."""
-        self._run = torch.compile(self.graph_module, backend="dsgraph", fullgraph=True, options=dict(options))
-
-    def forward(self, *received: Tensor, **inputs: Tensor) -> Any:
-        """The sent values, contiguous as gloo wants them; the last stage's one result by itself."""
-        for value in received:
-            self._gradient_contiguous(value)
-        sent = self._run(*received, *[inputs[root] for root in self._roots])
-        return sent[0] if self._single else tuple(value.contiguous() for value in sent)
-
-    def _gradient_contiguous(self, received: Tensor) -> None:
-        """Its gradient is sent back, and an autograd formula may give it any strides."""
-        if received.requires_grad and received not in self._hooked:  # torch receives into the same tensor every step
-            received.register_hook(lambda grad: None if grad is None else grad.contiguous())
-            self._hooked[received] = True
-
-
 class PipelinedModel:
     """This rank's stages of a model, and the schedule that runs them.
 
@@ -110,6 +66,7 @@ class PipelinedModel:
         *,
         schedule: Any,
         stages: Mapping[int, StageModule],
+        timed: Sequence[TimedStage],
         gradients: StepGradients,
         report: PipelineReport,
         inputs: Mapping[str, int],
@@ -119,6 +76,7 @@ class PipelinedModel:
     ) -> None:
         self.report, self.data_parallel = report, gradients.copies
         self._schedule, self._stages, self._gradients = schedule, stages, gradients
+        self._timed, self._seconds = tuple(timed), 0.0
         self._inputs, self._loss_inside, self._device = inputs, loss_inside, device
         self._leaves, self._spec = compat.flatten_tree((example[0], dict(example[1])))
 
@@ -150,10 +108,31 @@ class PipelinedModel:
         stand_in = torch.zeros(count, device=self._device) if target is None else target.to(self._device)
         self._gradients.begin()
         losses: list[Tensor] = []
+        for stage in self._timed:
+            stage.busy = 0.0
+        started = time.perf_counter()
         self._schedule.step(**inputs, target=stand_in, losses=losses, return_outputs=False)
+        self._seconds = time.perf_counter() - started
         return self._gradients.finish(
             sum((loss.detach().float() for loss in losses), torch.zeros((), device=self._device))
         )
+
+    def measured_bubble(self) -> float:
+        """The share of the pipeline's time in which its ranks did not compute, in the last step: they waited, and sent.
+
+        All ranks of the pipeline call it together. `dsgraph schedule` predicts it.
+
+        Raises:
+            OptionError: No step has run; or on a GPU, where the host's clock does not tell when kernels run.
+        """
+        if not self._seconds:
+            raise OptionError("pipeline.measured_bubble: no step has run: call it behind step()")
+        if self._device.type != "cpu":
+            raise OptionError(
+                f"pipeline.measured_bubble: it is of CPUs, and stages run on {self._device}: profile them"
+            )
+        busy = sum(stage.busy for stage in self._timed)
+        return 1 - self._gradients.sum_over_pipeline(busy) / self._gradients.sum_over_pipeline(self._seconds)
 
     def _checked(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Tensor]:
         """The root inputs by name, whole batches."""
@@ -243,11 +222,3 @@ class PipelinedModel:
             if parameter.grad is not None:
                 own_part(parameter.grad).mul_(scale)
         return norm
-
-
-def stage_buffers(values: Sequence[Tensor], device: torch.device) -> tuple[Tensor, ...]:
-    """Empty tensors like fake ones, which tell torch's schedules what neighbours send."""
-    return tuple(
-        torch.empty(value.shape, dtype=value.dtype, device=device).requires_grad_(value.requires_grad)
-        for value in values
-    )

@@ -78,6 +78,12 @@ class StepGradients:
                 parameter.grad = before if parameter.grad is None else before.add_(parameter.grad)
         return loss
 
+    def sum_over_pipeline(self, value: float) -> float:
+        """The sum of a number over the ranks of the pipeline."""
+        total = torch.tensor(value, dtype=torch.float64, device=self.device)
+        dist.all_reduce(total, group=self.pipeline)
+        return total.item()
+
     def norm(self, parameters: Mapping[str, nn.Parameter]) -> Tensor:
         """The joint 2-norm of the pipeline's gradients.
 

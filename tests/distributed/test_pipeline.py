@@ -160,6 +160,34 @@ def test_compiled_stages_are_those_of_the_unsplit_model(ranks, name, schedule, c
     assert max(differences) <= 1e-6
 
 
+class _Slow(nn.Module):
+    """Layers that take milliseconds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(512, 512) for _ in range(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x.mean()
+
+
+def _bubble() -> float:
+    model, mesh = _Slow(), init_device_mesh("cpu", (2,))
+    piped = dsgraph.pipeline(model, mesh, (torch.ones(256, 512),), microbatches=2)
+    with pytest.raises(OptionError, match="no step has run"):
+        piped.measured_bubble()
+    for _ in range(2):
+        piped.step(torch.ones(512, 512))
+    return piped.measured_bubble()
+
+
+def test_the_bubble_is_measured(ranks):
+    one, other = ranks(2).run(_bubble)  # 1 / 3 of both ranks' time, if sending takes none and both have a core
+    assert one == other and 0.1 < one < 0.8
+
+
 def _refusals() -> None:
     mesh = init_device_mesh("cpu", (2,))
     torch.manual_seed(0)
