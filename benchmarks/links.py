@@ -154,7 +154,7 @@ class _Run:
         """The rows of a rate: all systems anew, since what a compiler decides may depend on the link."""
         found: dict[str, Row] = {}
         print(f"link: {rate}", flush=True)
-        with linked_hosts(parse_rate(rate)) as hosts, _cache_folder():
+        with linked_hosts(parse_rate(rate)) as hosts, cache_folder():
             place = Placement(hosts)
             with Workers("calibrate", Calibrator, world=RANKS, place=place) as calibrators:
                 calibrators.call("calibrate")
@@ -206,7 +206,7 @@ class _Run:
 
 
 @contextlib.contextmanager
-def _cache_folder() -> Iterator[None]:
+def cache_folder() -> Iterator[None]:
     """An empty folder for calibrations, in the environment of all processes that are started meanwhile."""
     before = os.environ.get("XDG_CACHE_HOME")
     with tempfile.TemporaryDirectory() as folder:

@@ -108,6 +108,8 @@ _REGIONS: Columns = {
     "peak memory a rank, MB": ("peak_mb", ".0f"),
 }
 
+_WARM: Columns = {**_REGIONS, "first step of a second start, s": ("warm_s", ".1f")}
+
 _ACTIVATIONS: Columns = {
     "model": ("model", ""),
     "codegen": ("codegen", ""),
@@ -130,6 +132,32 @@ _LIMITS: Columns = {
     "to disk and back, MB": ("moved_mb", ".0f"),
     "a plain program, s": ("disk_s", ".2f"),
     "planning, s": ("plan_s", ".1f"),
+}
+
+_SPLITS: Columns = {
+    "case": ("case", ""),
+    "balance": ("balance", ".3f"),
+    "capturing, s": ("capture_s", ".1f"),
+    "splitting, s": ("split_s", ".3f"),
+}
+_PIPELINES: Columns = {
+    "system": ("case", ""),
+    "link": ("rate", ""),
+    "step, s": ("step_s", ".2f"),
+    "first step, s": ("first_step_s", ".1f"),
+    "left the host, MB": ("link_mb", ".0f"),
+    "loss": ("loss", ".6f"),
+}
+
+_SPARSE: Columns = {
+    "system": ("system", ""),
+    "tokens": ("length", ","),
+    "share of scores": ("density", ".1%"),
+    "forward, s": ("forward_s", ".2f"),
+    "backward, s": ("backward_s", ".2f"),
+    "times faster": ("speed-up", ".1f"),
+    "of ideal": ("of ideal", ".2f"),
+    "memory, MB": ("peak_mb", ",.0f"),
 }
 
 _HEADLINES = {  # row of the README's table: file, how the check's name begins
@@ -281,10 +309,16 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "engine: figures": _figures("engine-cpu"),
     "regions": _rows("regions-cpu", _REGIONS),
     "regions: figures": _figures("regions-cpu"),
+    "regions: stage 0": _rows("regions-stage0-cpu", _REGIONS),
+    "regions: warm": _rows("regions-warm-cpu", _WARM),
+    "regions: link": _rows("links-regions-cpu", _LINKS),
     "activations": _rows("activations-cpu", _ACTIVATIONS),
     "activations: figures": _figures("activations-cpu"),
     "limits": _rows("limits-cpu", _LIMITS),
     "limits: figures": _figures("limits-cpu"),
+    "parallel: splits": _rows("parallel-cpu", _SPLITS, having="balance"),
+    "parallel": _rows("parallel-cpu", _PIPELINES, having="step_s"),
+    "parallel: figures": _figures("parallel-cpu"),
     "links": _rows("links-cpu", _LINKS),
     "links: ratios": _ratios("links-cpu", ["dsgraph-3", "dsgraph-3-spare"], _PEERS),
     "links: figures": _figures("links-cpu"),
@@ -293,6 +327,9 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "links held": _rows("links-held-cpu", _LINKS),
     "scaling": _rows("scaling-cpu", _SCALING),
     "scaling: figures": _figures("scaling-cpu"),
+    "sparse": _rows("sparse-cpu", _SPARSE, having="speed-up"),
+    "sparse: losses": _rows("sparse-cpu", {"system": ("system", ""), "held-out loss": ("loss", ".4f")}, having="loss"),
+    "sparse: figures": _figures("sparse-cpu"),
     "kernels": _rows("kernels-cpu", _KERNELS, having="present"),
     "kernels: loss": _rows("kernels-cpu", _LOSS, having="plain_mb"),
     "kernels: figures": _figures("kernels-cpu"),

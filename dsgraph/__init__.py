@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     )
     from dsgraph.passes.kernels.spec import KernelSpec, Match, NearMiss
 
-    from . import checkpointing
+    from . import checkpointing, nn, ops, sparse
     from .api import backend, report
     from .compiler.compile import compile
     from .compiler.custom_kernel import kernel
@@ -40,15 +40,18 @@ if TYPE_CHECKING:
         LossScaleError,
         OptionError,
         PartitionError,
+        PositionsError,
         RanksDisagreeError,
         StrictError,
     )
     from .inference.init_inference import init_inference
     from .inference.quantize import quantize, save_quantized
+    from .parallel.parallelize import parallelize
     from .parallel.pipeline import pipeline
     from .parallel.pipelined import PipelinedModel
     from .parallel.tensor_parallel import tensor_parallel
     from .sharding.materialize import materialize
+    from .sharding.positions import extend_positions
     from .step.accumulate import accumulate, discard
     from .step.state import partition
     from .tools.reporting.report import Report
@@ -76,6 +79,7 @@ __all__ = [
     "Phase",
     "Pipeline",
     "PipelinedModel",
+    "PositionsError",
     "RanksDisagreeError",
     "Report",
     "StrictError",
@@ -86,16 +90,21 @@ __all__ = [
     "compile",
     "default_pipeline",
     "discard",
+    "extend_positions",
     "graph_pass",
     "init_inference",
     "initialize",
     "kernel",
     "materialize",
+    "nn",
+    "ops",
     "partition",
+    "parallelize",
     "pipeline",
     "quantize",
     "report",
     "save_quantized",
+    "sparse",
     "tensor_parallel",
 ]
 

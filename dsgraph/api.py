@@ -3,7 +3,7 @@
 import os
 from functools import partial
 
-from torch import nn
+from torch.nn import Module
 
 from . import checkpointing, compat
 
@@ -27,18 +27,23 @@ from .errors import (
     LossScaleError,
     OptionError,
     PartitionError,
+    PositionsError,
     RanksDisagreeError,
     StrictError,
 )
 from .inference.init_inference import init_inference
 from .inference.quantize import quantize, save_quantized
+from .parallel.parallelize import parallelize
 from .parallel.pipeline import pipeline
 from .parallel.pipelined import PipelinedModel
 from .parallel.tensor_parallel import tensor_parallel
 from .sharding.materialize import materialize
+from .sharding.positions import extend_positions
 from .sharding.rules import register_rules
 from .step.accumulate import accumulate, discard
 from .step.state import partition
+
+from . import nn, ops, sparse  # isort: skip
 from .tools.bisecting.choice import read_bisecting
 from .tools.dumping.observer import DumpObserver
 from .tools.emission.emission import read_target
@@ -66,6 +71,7 @@ __all__ = [
     "Phase",
     "Pipeline",
     "PipelinedModel",
+    "PositionsError",
     "RanksDisagreeError",
     "Report",
     "StrictError",
@@ -76,16 +82,21 @@ __all__ = [
     "compile",
     "default_pipeline",
     "discard",
+    "extend_positions",
     "graph_pass",
     "init_inference",
     "initialize",
     "kernel",
     "materialize",
+    "nn",
+    "ops",
     "partition",
+    "parallelize",
     "pipeline",
     "quantize",
     "report",
     "save_quantized",
+    "sparse",
     "tensor_parallel",
 ]
 
@@ -108,7 +119,7 @@ compat.register_backend(backend, "dsgraph")
 register_rules()
 
 
-def report(model: nn.Module) -> Report:
+def report(model: Module) -> Report:
     """What dsgraph did to a model and what it did not.
 
     Call it after the first step: graphs are compiled when they first run. Graphs are found by the parameters that they

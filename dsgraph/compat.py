@@ -85,6 +85,13 @@ def flatten_tree(tree: Any) -> tuple[list[Any], Any]:
     return _pytree.tree_flatten(tree)
 
 
+def unflatten_tree(leaves: list[Any], spec: Any) -> Any:
+    """What `flatten_tree` took apart, with other leaves."""
+    from torch.utils import _pytree
+
+    return _pytree.tree_unflatten(leaves, spec)
+
+
 def not_capturable() -> type[Exception]:
     """What Dynamo raises where a whole graph is asked for and there is none."""
     return torch._dynamo.exc.Unsupported

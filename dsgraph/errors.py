@@ -33,6 +33,10 @@ class EmissionError(RuntimeError):
     """Kernels could not be generated for a device that is not there."""
 
 
+class PositionsError(ValueError):
+    """A model whose table of positions cannot be made longer."""
+
+
 class AccumulationError(RuntimeError):
     """Local gradients were about to be lost or used before they were reduced."""
 
@@ -79,6 +83,7 @@ __all__ = [
     "LossScaleError",
     "OptionError",
     "PartitionError",
+    "PositionsError",
     "RanksDisagreeError",
     "StrictError",
     "on_one_line",

@@ -22,10 +22,12 @@ from .collectives.gather_by_messages import register_lowering as _register_gathe
 from .collectives.gather_param import gather_param, reduce_grad, start_reduction
 from .collectives.messages import sends_messages
 from .collectives.tensor_slices import enter_slices, gather_slices, own_slice, slice_of, sum_slices
+from .collectives.vocabulary import sliced_cross_entropy, sliced_embedding
 from .compat import backend_name, c10d_functional, resolve_group, share_memory, size_hint
 from .kernels.launch import on_device_of, on_gpu
 from .kernels.linear_cross_entropy import linear_cross_entropy
 from .sizes import same_shape, same_size
+from .sparse.block_sparse_attention import block_sparse_attention
 from .transfers.errors import TransferError
 from .transfers.ops import finish_offload, offload, reload
 from .transfers.ops import register_lowering as _register_wait
@@ -47,6 +49,7 @@ __all__ = [
     "TransferError",
     "Transfers",
     "backend_name",
+    "block_sparse_attention",
     "c10d_functional",
     "chunk_rows",
     "enter_slices",
@@ -73,6 +76,8 @@ __all__ = [
     "share_memory",
     "size_hint",
     "slice_of",
+    "sliced_cross_entropy",
+    "sliced_embedding",
     "start_gather",
     "start_gather_rows",
     "start_reducing",

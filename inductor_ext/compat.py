@@ -6,6 +6,7 @@ Checked on torch 2.11.0, 2.12.1 and 2.13.0.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import cache
 from typing import Any, cast
 
@@ -153,3 +154,45 @@ def never_merge(op: OpOverloadPacket) -> None:
 def int8_product(x: torch.Tensor, packed: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     """Torch's own product of (m, k) with int8 (n, k), transposed, times `scale` (n,); made for bfloat16 on the CPU."""
     return torch.ops.aten._weight_int8pack_mm(x, packed, scale)
+
+
+def plain_tensors() -> AbstractContextManager[None]:
+    """Within it, tensors are made and computed as they are, even while a graph is traced with fake ones."""
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    return cast("AbstractContextManager[None]", _disable_current_modes())
+
+
+def cpu_attention(q: Tensor, k: Tensor, v: Tensor, *, added: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
+    """Torch's fused attention of the CPU over `[g, m, d]` and `[g, s, d]`, and what its backward takes besides.
+
+    The public function keeps the logarithms of sums, float32 `[g, m]` (float64 for float64), for its own backward.
+
+    Args:
+        q: Queries; also in bfloat16 or float16.
+        k: Keys.
+        v: Values, as wide as keys.
+        added: To the scores, in the dtype of q, broadcast over `[g, m, s]`.
+        scale: The factor of the scores.
+    """
+    lifted = [item.unsqueeze(1) for item in (q, k, v)]
+    y, sums = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        *lifted, attn_mask=_lifted(added, q, k), scale=scale
+    )
+    return y.squeeze(1), sums.squeeze(1)
+
+
+def cpu_attention_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, sums: Tensor, *, added: Tensor | None, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, k and v of `cpu_attention`."""
+    lifted = [item.unsqueeze(1) for item in (grad, q, k, v, y, sums)]
+    found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        *lifted, 0.0, False, attn_mask=_lifted(added, q, k), scale=scale
+    )
+    dq, dk, dv = (item.squeeze(1) for item in found)
+    return dq, dk, dv
+
+
+def _lifted(added: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
+    return None if added is None else added.expand(len(q), q.shape[1], k.shape[1]).unsqueeze(1)

@@ -12,6 +12,7 @@ from .ir.parameters import ParamInfo
 from .ir.roles import GraphInput, InputRole
 from .kernels.matching import call_of
 from .kernels.patterns import KERNELS
+from .kernels.sparsify_attention import SparsifyAttention
 from .kernels.spec import Derived, Gain, KernelSpec, Match, NearMiss, Setting
 from .kernels.substitute_kernels import SubstituteKernels
 from .memory.offload import OffloadActivations
@@ -79,6 +80,7 @@ __all__ = [
     "SelectiveGather",
     "Split",
     "SliceTensors",
+    "SparsifyAttention",
     "SubstituteKernels",
     "call_of",
     "default_pipeline",

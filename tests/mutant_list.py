@@ -103,6 +103,27 @@ SUBSTITUTION = (
     ),
 )
 
+SPARSE = (
+    Mutant(
+        *("sparse-shared-keys-forgotten", "inductor_ext/sparse/blocks.py", "unsummed gradient"),
+        *("        if some.queries.start * k.shape[1] % q.shape[1] == 0:", "        if True:"),
+        killers=("tests/inductor_ext/sparse/test_block_sparse_attention.py",),
+    ),
+    Mutant(
+        *("sparse-last-block-whole", "inductor_ext/sparse/layouts.py", "missing mask"),
+        *("            kept[:, self.block - over :] = False", "            pass"),
+        killers=("tests/inductor_ext/sparse/test_block_sparse_attention.py",),
+    ),
+    Mutant(
+        *("sparsify-forgets-the-mask", "passes/kernels/sparsify_attention.py", "missing mask"),
+        *(
+            "    if not terms:\n        return None\n    mask = terms[0]",
+            "    if True:\n        return None\n    mask = terms[0]",
+        ),
+        killers=("tests/passes/kernels/test_sparsify_attention.py",),
+    ),
+)
+
 ZERO = (
     Mutant(
         *("merge-over-grad-mode", "passes/zero/merge_gathers.py", "missing check"),
@@ -604,8 +625,25 @@ PARALLEL = (
     ),
     Mutant(
         *("pipeline-tied-counted-twice", "dsgraph/parallel/tied_gradients.py", "missing check"),
-        *("(name not in self.tied or name in self.owned)", "True"),
+        *("(name in self.tied and name not in self.owned)", "False"),
         killers=("tests/distributed/test_pipeline.py",),
+    ),
+    Mutant(
+        *("slices-counted-once", "dsgraph/parallel/tied_gradients.py", "unsummed norm"),
+        *("squares[2 * (name in self.slices) + is_split]", "squares[int(is_split)]"),
+        killers=("tests/distributed/test_parallelize.py::test_two_by_two_by_two",),
+    ),
+    Mutant(
+        *("mpu-slices-counted-once", "dsgraph/engine/norms.py", "unsummed norm"),
+        *("    dist.all_reduce(sliced, group=shared.group)\n", ""),
+        killers=("tests/engine/test_mpu.py",),
+    ),
+    Mutant(
+        *("sliced-loss-of-ignored-targets", "inductor_ext/collectives/vocabulary.py", "missing check"),
+        *("losses = losses.masked_fill(~counts, 0)", "losses = losses"),
+        killers=(
+            "tests/distributed/test_tensor_parallel.py::test_a_vocabulary_is_sliced_and_its_logits_are_not_gathered_for_the_loss",
+        ),
     ),
     Mutant(
         *("split-cuts-before-writes", "passes/parallel/split_stages.py", "missing check"),
@@ -617,6 +655,7 @@ PARALLEL = (
 MUTANTS = (
     *KERNELS,
     *SUBSTITUTION,
+    *SPARSE,
     *ZERO,
     *OVERLAP,
     *SHARDING,

@@ -17,7 +17,12 @@ ROOT = Path(__file__).resolve().parent.parent
 # The folders of each floor, lowest first; those of one row know nothing of each other. A file that stands in no folder
 # counts as its own name here, so that each has its place.
 ORDER = {
-    "inductor_ext": [["compat"], ["ops", "sizes"], ["collectives", "kernels", "quant", "transfers"], ["__init__"]],
+    "inductor_ext": [
+        ["compat"],
+        ["ops", "sizes"],
+        ["collectives", "kernels", "quant", "transfers", "sparse"],
+        ["__init__"],
+    ],
     "passes": [
         ["compat", "errors"],
         ["ir"],
@@ -36,7 +41,8 @@ ORDER = {
         ["compiler"],
         ["parallel", "offload", "inference", "launch"],
         ["engine"],
-        ["tools", "checkpointing"],
+        ["sparse", "ops"],
+        ["tools", "checkpointing", "nn"],
         ["api"],
         ["__init__", "__main__"],
     ],

@@ -18,6 +18,7 @@ from dsgraph import compat
 from dsgraph.byte_counts import on_device
 from dsgraph.errors import OptionError, StrictError
 from dsgraph.passes import CaptureFacts
+from dsgraph.passes.parallel.stage_graphs import StageGraphModule
 from dsgraph.passes.regions.captured import open_regions
 from dsgraph.sharding.agreement import Agreements
 from dsgraph.step.state import partition_states
@@ -104,7 +105,8 @@ class Backend:
         if compiler.may_hold_copies:
             choose_step_copies(request.facts, request.module)
         if request.agreement is None:
-            self._warn_of_local_gradients(example_inputs, chosen)
+            if not isinstance(request.module, StageGraphModule):
+                self._warn_of_local_gradients(example_inputs, chosen)
         elif request.is_new:
             request.agreement.confirm("compile different collectives", request.lines)
         compiled = compiler.compile(gm, example_inputs)

@@ -18,6 +18,7 @@ from dsgraph.errors import PartitionError
 from dsgraph.inductor_ext import backend_name
 from dsgraph.passes import AxisRole, CaptureFacts, GraphInput, InputRole, MeshAxis, ParamInfo
 from dsgraph.passes.compat import is_to_local
+from dsgraph.passes.core.collective_order import name_on_all_ranks
 from dsgraph.passes.ir.collectives import is_collective
 from dsgraph.passes.ir.graph import all_graph_modules, bound_arguments, is_gather_marker, placeholders
 from dsgraph.passes.ir.sources import OWN_FOLDER
@@ -182,7 +183,8 @@ def communication_lines(gm: GraphModule, facts: CaptureFacts, *, training: bool)
                 lines.append(_describe_marker(node, names))
             elif is_collective(node):
                 call = bound_arguments(node)
-                lines.append(f"{node.target} {_shape(node.all_input_nodes[0])} over {call.get('group_name')}")
+                group = name_on_all_ranks(call.get("group_name", ""), names)
+                lines.append(f"{node.target} {_shape(node.all_input_nodes[0])} over {group}")
     return lines
 
 

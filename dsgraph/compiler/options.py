@@ -13,12 +13,16 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from dsgraph import compat
 from dsgraph.byte_counts import TAKES_BYTES, read_bytes
 from dsgraph.errors import OptionError
+from dsgraph.inductor_ext.sparse.layouts import Layout, SparseLayoutError
+from dsgraph.inductor_ext.sparse.reading import layout_of
 from dsgraph.nearest import nearest
 from dsgraph.passes import (
+    GraphPass,
     OffloadActivations,
     PartitionActivations,
     PassError,
     Pipeline,
+    SparsifyAttention,
     SubstituteKernels,
     default_pipeline,
 )
@@ -60,6 +64,9 @@ class BackendOptions(BaseModel):
             are expected to gain, "none" none, a list exactly these, by name or as `KernelSpec` (`dsgraph.kernel` makes
             one of your own); with "auto" in it, the automatic ones as well. With `strict`, one that was asked for and
             is found nowhere in a graph is an error, unless the graph calls torch's function that does the same.
+        sparse_attention: A layout of `dsgraph.sparse`, or a dict such as `{"mode": "fixed", "block": 16}`: every
+            self-attention computes the blocks of the layout alone, see `SparsifyAttention`. None: all of them. With
+            `strict`, a graph without any is an error.
         regions: What is compiled once and called many times, where gradients are computed with codegen "inductor":
             "none" nothing, "auto" all parts of blocks that a graph holds several times; a list names the lists of
             modules whose blocks count, such as ["model.layers"].
@@ -80,6 +87,7 @@ class BackendOptions(BaseModel):
     activation_offload: Literal["host", "disk"] | None = None
     partition_activations: bool = False
     kernels: Literal["auto", "none"] | tuple[KernelSpec | Literal["auto"], ...] = "auto"
+    sparse_attention: Layout | None = None
     regions: Literal["auto", "none"] | tuple[str, ...] = "none"
     dump: Path | None = None
     dump_compiles: int = Field(default=8, ge=1)
@@ -108,6 +116,14 @@ class BackendOptions(BaseModel):
         if isinstance(value, KernelSpec) or (isinstance(value, str) and any(spec.name == value for spec in KERNELS)):
             raise ValueError(f"it takes 'auto', 'none' or a list of kernels, such as [{value!r}]")
         return value
+
+    @field_validator("sparse_attention", mode="before")
+    @classmethod
+    def _layout_of_section(cls, value: object) -> object:
+        try:
+            return layout_of(value) if isinstance(value, Mapping) else value
+        except SparseLayoutError as error:
+            raise ValueError(str(error)) from error
 
     @field_validator("regions", mode="before")
     @classmethod
@@ -145,6 +161,9 @@ def parse_options(given: Mapping[str, Any] | None, environ: Mapping[str, str] = 
     _refuse_without_effect(options, values)
     if "kernels" in values:
         options = options.model_copy(update={"pipeline": _with_kernels(options.pipeline, options.kernels)})
+    if options.sparse_attention is not None:
+        pipeline = _with_sparse_attention(options.pipeline, options.sparse_attention)
+        options = options.model_copy(update={"pipeline": pipeline})
     if options.activation_offload is not None:
         pipeline = _with_offload(options.pipeline, options.activation_offload)
         options = options.model_copy(update={"pipeline": pipeline})
@@ -203,6 +222,17 @@ def _with_kernels(pipeline: Pipeline, kernels: str | tuple[KernelSpec | Literal[
     automatic = own.kernels if "auto" in kernels else ()
     chosen = replace(own, kernels=tuple(dict.fromkeys((*automatic, *asked))), asked=tuple(spec.name for spec in asked))
     return Pipeline(chosen if item is own else item for item in pipeline)
+
+
+def _with_sparse_attention(pipeline: Pipeline, layout: Layout) -> Pipeline:
+    """The pipeline with a pass that makes attention sparse, ahead of kernels that would take its place."""
+    listed: list[GraphPass] = list(pipeline)
+    if any(isinstance(item, SparsifyAttention) for item in listed):
+        raise OptionError(
+            "option 'sparse_attention': the pipeline has a SparsifyAttention as well: remove one of the two"
+        )
+    at = next((place for place, item in enumerate(listed) if isinstance(item, SubstituteKernels)), len(listed))
+    return Pipeline([*listed[:at], SparsifyAttention(layout), *listed[at:]])
 
 
 def _with_offload(pipeline: Pipeline, tier: str) -> Pipeline:
@@ -267,6 +297,7 @@ _TAKES = {
     "activation_offload": "'host', 'disk' or None",
     "partition_activations": "True or False",
     "kernels": "'auto', 'none' or a list of kernels",
+    "sparse_attention": "a layout of dsgraph.sparse, or a dict such as {'mode': 'fixed', 'block': 16}",
     "regions": "'auto', 'none' or a list of names of module lists",
     "dump": "the path of a folder",
     "dump_compiles": "a number of compiles, 1 or more",

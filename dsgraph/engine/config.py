@@ -142,6 +142,53 @@ class ActivationCheckpointingConfig(Section):
     )
 
 
+class ParallelConfig(Section):
+    """The ranks that share a model, besides those that take parts of a batch: see docs/parallelism.md."""
+
+    dp: int = Field(default=1, ge=1, description="ranks that take parts of a batch, over which ZeRO shards")
+    tp: int = Field(default=1, ge=1, description="neighbouring ranks that share every layer")
+    pp: int = Field(default=1, ge=1, description="ranks that have some of the layers each")
+    schedule: str = Field(default="1F1B", description="the order in which stages work, see `dsgraph schedule`")
+    split: Literal["auto"] | tuple[str, ...] = Field(
+        default="auto", description="the modules with which the second and later stages begin"
+    )
+
+
+class SparseAttentionConfig(Section):
+    """Which blocks of scores self-attention computes, see docs/sparse.md; each mode has keys of its own."""
+
+    mode: Literal["dense", "fixed", "variable", "bigbird", "bslongformer", "local"] = Field(
+        default="fixed", description="the layout"
+    )
+    block: int | None = Field(default=None, description="queries and keys of a block; without it 16")
+    different_layout_per_head: bool | None = Field(default=None, description="whether heads may differ")
+    num_local_blocks: int | None = Field(default=None, description="fixed: blocks of a window")
+    num_global_blocks: int | None = Field(
+        default=None, description="fixed: blocks of each window that all see; bigbird: first blocks that all see"
+    )
+    attention: Literal["bidirectional", "unidirectional"] | None = Field(
+        default=None, description="whether queries see later keys"
+    )
+    horizontal_global_attention: bool | None = Field(
+        default=None, description="fixed, variable: whether queries of global blocks see all keys"
+    )
+    num_different_global_patterns: int | None = Field(
+        default=None, description="fixed: how many places in a window heads take turns at"
+    )
+    num_random_blocks: int | None = Field(default=None, description="variable, bigbird: blocks at random a row")
+    local_window_blocks: tuple[int, ...] | None = Field(default=None, description="variable: sizes of the windows")
+    global_block_indices: tuple[int, ...] | None = Field(
+        default=None, description="variable, bslongformer: blocks that all see"
+    )
+    global_block_end_indices: tuple[int, ...] | None = Field(
+        default=None, description="variable, bslongformer: behind which block each of those ends"
+    )
+    num_sliding_window_blocks: int | None = Field(
+        default=None, description="bigbird, bslongformer, local: width of the window"
+    )
+    seed: int | None = Field(default=None, description="variable, bigbird: of the random blocks")
+
+
 class DsgraphConfig(Section):
     """What DeepSpeed's file has no word for: options of the backend (docs/options.md), and the loader's processes."""
 
@@ -198,6 +245,8 @@ class EngineConfig(Section):
     csv_monitor: CsvMonitorConfig = CsvMonitorConfig()
     data_types: DataTypesConfig = DataTypesConfig()
     activation_checkpointing: ActivationCheckpointingConfig = ActivationCheckpointingConfig()
+    parallel: ParallelConfig = ParallelConfig()
+    sparse_attention: SparseAttentionConfig | None = None
     dsgraph: DsgraphConfig = DsgraphConfig()
 
 
@@ -207,67 +256,3 @@ def section_of(field: FieldInfo) -> type[BaseModel] | None:
         if isinstance(kind, type) and issubclass(kind, BaseModel):
             return kind
     return None
-
-
-WITHOUT_EFFECT = {
-    "prescale_gradients": "a reduction averages in one step; `communication_data_type` says in which dtype",
-    "gradient_predivide_factor": "a reduction averages in one step; `communication_data_type` says in which dtype",
-    "zero_allow_untested_optimizer": "any optimizer may be used",
-    "zero_force_ds_cpu_optimizer": "nothing is offloaded",
-    "zero_optimization.contiguous_gradients": "gradients are shards in memory of their own, which do not fragment it",
-    "zero_optimization.reduce_scatter": "the stage decides: gradients of shards are reduce-scattered",
-    "zero_optimization.allgather_partitions": "parameters are always gathered by all-gathers",
-    "zero_optimization.round_robin_gradients": "it is about copies to the host, which are not made",
-    "zero_optimization.stage3_max_live_parameters": "`dsgraph.memory_limit` decides what stays gathered",
-    "zero_optimization.stage3_max_reuse_distance": "`dsgraph.memory_limit` decides what stays gathered",
-    "zero_optimization.stage3_prefetch_bucket_size": "predicted times decide how far ahead parameters are gathered",
-    "zero_optimization.sub_group_size": "an optimizer's step takes no buffers that would have to be kept small",
-    "zero_optimization.stage3_gather_16bit_weights_on_model_save": "`state_dict` holds shards, whatever the stage",
-    "zero_optimization.ignore_unused_parameters": "unused parameters are always taken",
-    "zero_optimization.legacy_stage1": "there is one stage 1",
-    "zero_optimization.load_from_fp32_weights": "shards are the masters",
-    "zero_optimization.elastic_checkpoint": "checkpoints load on any number of ranks",
-    "zero_optimization.offload_optimizer.pin_memory": "state on disk passes through buffers that are never pinned",
-    "zero_optimization.offload_optimizer.buffer_count": "three chunks of state are in memory at once",
-    "zero_optimization.offload_optimizer.buffer_size": "a chunk is 32 MiB, or one parameter's state",
-    "zero_optimization.offload_optimizer.fast_init": "nothing is written before the first step",
-    "zero_optimization.offload_optimizer.pipeline": "reading, computing and writing always overlap",
-    "zero_optimization.offload_optimizer.pipeline_read": "reading, computing and writing always overlap",
-    "zero_optimization.offload_optimizer.pipeline_write": "reading, computing and writing always overlap",
-    "disable_allgather": "it chooses an algorithm of DeepSpeed's",
-    "checkpoint": "it is about files of DeepSpeed's",
-    "flops_profiler.recompute_fwd_factor": "what the backward repeats is no part of the model's operations",
-    "fp16.auto_cast": "floating-point inputs are always cast",
-    "fp16.fp16_master_weights_and_grads": "shards keep the dtype in which the model was built",
-    "activation_checkpointing.partition_activations": "no two ranks hold the same activations without tensor slicing",
-    "activation_checkpointing.number_checkpoints": "what is saved is read off the graph",
-    "activation_checkpointing.synchronize_checkpoint_boundary": "the graph says what waits for what",
-    "activation_checkpointing.profile": "regions are parts of one graph; `wall_clock_breakdown` tells its times",
-    "bf16.immediate_grad_update": "gradients are added up in the dtype of the shards",
-}
-"""Keys of DeepSpeed that are accepted and change nothing, each with the reason, which is printed."""
-
-NOT_YET = {
-    "zero_optimization.offload_param": "offloading",
-    "zero_optimization.zero_hpz_partition_size": "a secondary partition",
-    "zero_optimization.zero_quantized_weights": "quantised communication",
-    "zero_optimization.zero_quantized_gradients": "quantised communication",
-    "activation_checkpointing.contiguous_memory_optimization": "packing activations into one block of memory",
-    "amp": "apex",
-    "torch_autocast": "autocast by configuration (torch.autocast around the forward works)",
-    "wandb": "writing to Weights & Biases",
-    "sparse_attention": "sparse attention",
-    "sparse_gradients": "sparse gradients",
-    "progressive_layer_drop": "dropping layers",
-    "curriculum_learning": "curricula",
-    "data_efficiency": "curricula",
-    "elasticity": "elastic training",
-    "autotuning": "tuning by trial",
-    "compression_training": "compression",
-    "eigenvalue": "quantisation by curvature",
-    "quantize_training": "quantisation",
-    "pipeline": "pipelines",
-    "comms_logger": "the log of collectives (`dsgraph collectives` shows them)",
-    "aio": "offloading",
-}
-"""Keys of DeepSpeed that would have an effect and have none yet: refused, with the word for it."""

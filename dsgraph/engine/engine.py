@@ -19,6 +19,7 @@ from .data import RankLoader, batches_of
 from .figures import Figures
 from .looks import Looks
 from .loss_scale import LossScale
+from .mpu import ModelParallel
 from .norms import unscale_and_clip
 from .passing import call_with, cast_floating, loss_of
 from .progress import StepCounts
@@ -59,6 +60,7 @@ class Engine(Figures, Saving, Weights, nn.Module):
         lr_scheduler: Any = None,
         dtype: torch.dtype | None = None,
         loader: RankLoader | None = None,
+        shared: ModelParallel | None = None,
     ) -> None:
         """Puts the parts together; `initialize` makes them.
 
@@ -71,6 +73,7 @@ class Engine(Figures, Saving, Weights, nn.Module):
             lr_scheduler: Has `step()`.
             dtype: Dtype of floating-point inputs; None leaves them.
             loader: Of the training data.
+            shared: The ranks that share a model which its own code has sliced.
         """
         super().__init__()
         self.module = module
@@ -86,7 +89,7 @@ class Engine(Figures, Saving, Weights, nn.Module):
         self._is_waiting = self._never_reduces = False
         self._norm: float | None = None
         self._was_skipped = self._has_begun_step = self._ran_backward = False
-        self._looks = looks
+        self._looks, self._shared = looks, shared
         self._writer = Writer()
 
     def get_global_grad_norm(self) -> float | None:
@@ -213,7 +216,9 @@ class Engine(Figures, Saving, Weights, nn.Module):
         checks = config.fp16.enabled or (config.bf16.enabled and config.bf16.check_grad_overflow)
         if not checks and not config.gradient_clipping:
             return True
-        self._norm = unscale_and_clip(self._partition, scale=self.loss_scale.scale, largest=config.gradient_clipping)
+        self._norm = unscale_and_clip(
+            self._partition, scale=self.loss_scale.scale, largest=config.gradient_clipping, shared=self._shared
+        )
         return not checks or math.isfinite(self._norm)
 
     def train_batch(self, data: Iterator[Any] | None = None) -> Tensor:

@@ -24,13 +24,16 @@ from dsgraph.step.state import partition
 from .activation_checkpointing import take_switches
 from .config import EngineConfig
 from .data import RankLoader
+from .divided import check_divided, data_rank, divided_engine
 from .engine import Engine
 from .looks import Looks
+from .mpu import ModelParallel, data_parallel_mesh
 from .offloading import check_offload, offload_notes, offloaded
 from .optimizers import Binding, Groups, MakesOptimizer, maker_of, parameters_in, rebound
 from .pipeline import pipeline_of
-from .read_config import ResolvedConfig, read_config
+from .read_config import ResolvedConfig, load_config, read_config
 from .schedules import schedule_class
+from .sparse_attention import sparse_layout
 from .whole_parameters import whole_where_needed
 
 _DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -48,7 +51,8 @@ def initialize(
     collate_fn: Callable[..., Any] | None = None,
     config: str | PathLike[str] | Mapping[str, Any] | None = None,
     mesh: DeviceMesh | None = None,
-) -> tuple[Engine, Optimizer, RankLoader | None, Any]:
+    example: Any = None,
+) -> tuple[Any, Optimizer, RankLoader | None, Any]:
     """Partitions and compiles a model, and puts everything around it that a training step needs.
 
     A script for `deepspeed.initialize` runs with it: the configuration is DeepSpeed's, see docs/config.md.
@@ -62,27 +66,43 @@ def initialize(
         training_data: A dataset, of which a loader of this rank's micro-batches is made.
         lr_scheduler: A scheduler of `optimizer`, or a function of the optimizer that makes one; None: as the
             configuration says.
-        mpu: Not there yet.
+        mpu: Tells, by Megatron's getters, which ranks share a model that its own code has sliced: ZeRO shards over
+            `get_data_parallel_group()`, and norms count slices over `get_model_parallel_group()`.
         collate_fn: Makes a batch of samples of `training_data`.
         config: The path of a JSON file, or what would stand in it.
         mesh: As for `dsgraph.partition`.
+        example: For the section `parallel` without `training_data`: one micro-batch, as the data gives it.
 
     Returns:
-        The engine, the optimizer, the loader (None without `training_data`) and the scheduler (None without one).
+        The engine (`Engine`, or `PipelineEngine` with the section `parallel`), the optimizer, the loader (None without
+        `training_data`) and the scheduler (None without one).
 
     Raises:
         ConfigError: The configuration or an argument cannot be taken; the model is as it was.
         PartitionError: See `partition`.
     """
-    _check(model, mpu, optimizer, model_parameters)
+    _check(model, optimizer, model_parameters)
     assert model is not None
     source = _source(args, config)
     _join_ranks()
     device = _device()
     model.to(device)
+    given_mesh, switches = mesh, take_switches()
+    is_divided = bool(load_config(source).get("parallel"))
+    shared = None
+    if mpu is not None:
+        if is_divided or mesh is not None:
+            raise ConfigError("initialize: mpu tells the ranks: leave mesh and the section parallel out")
+        mesh, shared = data_parallel_mesh(mpu, device.type), ModelParallel.of(mpu, model)
     mesh = resolve_mesh(mesh, model)
-    resolved = read_config(source, ranks=mesh.size(), sections=take_switches())
+    resolved = read_config(source, ranks=None if is_divided else mesh.size(), sections=switches)
     settings = resolved.config
+    ranks, rank = mesh.size(), _place(mesh)
+    if is_divided:
+        check_divided(settings, optimizer, model_parameters, given_mesh)
+        ranks, rank = settings.parallel.dp, data_rank(settings)
+    elif example is not None:
+        raise ConfigError("initialize: example has an effect with the section parallel only: leave it out")
     mine, make = _optimizer_or_maker(optimizer, settings, model)
     make_schedule = _schedule_maker(lr_scheduler, settings, mine)
     loader = None
@@ -90,14 +110,24 @@ def initialize(
         loader = RankLoader(
             training_data,
             micro=resolved.batch.micro,
-            ranks=mesh.size(),
-            rank=_place(mesh),
+            ranks=ranks,
+            rank=rank,
             collate_fn=collate_fn,
             drop_last=settings.dataloader_drop_last,
             num_workers=settings.dsgraph.num_workers,
         )
     _say(resolved, [*_overruled(optimizer, lr_scheduler, settings), *offload_notes(settings)])
     options = _backend_options(settings)
+    if is_divided:
+        divided = divided_engine(
+            *(model, resolved),
+            make=make,
+            make_schedule=make_schedule,
+            options=options,
+            loader=loader,
+            example=example,
+        )
+        return divided, divided.optimizer, loader, divided.lr_scheduler
     check_offload(settings, device)
     looks = Looks(resolved, device)
     binding = Binding(model, model_parameters)
@@ -109,7 +139,14 @@ def initialize(
     if settings.dsgraph.compile:
         runs = torch.compile(model, backend=looks.graphs or "dsgraph", options=options)
     dtype = _dtype(settings)
-    engine = Engine(model, runs, resolved, looks, optimizer=made, lr_scheduler=schedule, dtype=dtype, loader=loader)
+    engine = Engine(
+        *(model, runs, resolved, looks),
+        optimizer=made,
+        lr_scheduler=schedule,
+        dtype=dtype,
+        loader=loader,
+        shared=shared,
+    )
     return engine, made, loader, schedule
 
 
@@ -128,11 +165,9 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPa
     return parser
 
 
-def _check(model: object, mpu: object, optimizer: object, model_parameters: Any) -> None:
+def _check(model: object, optimizer: object, model_parameters: Any) -> None:
     if not isinstance(model, nn.Module):
         raise ConfigError(f"initialize: model is {type(model).__name__}; it takes a torch.nn.Module")
-    if mpu is not None:
-        raise ConfigError("initialize: mpu is not there yet: leave it out")
     if isinstance(optimizer, Optimizer) and model_parameters is not None:
         held = {id(param) for group in optimizer.param_groups for param in group["params"]}
         if any(id(param) not in held for param in parameters_in(model_parameters)):
@@ -213,6 +248,8 @@ def _backend_options(settings: EngineConfig) -> dict[str, Any]:
         found["activation_offload"] = "host"
     if own.kernels != "auto":
         found["kernels"] = own.kernels
+    if settings.sparse_attention is not None:
+        found["sparse_attention"] = sparse_layout(settings)
     pipeline = pipeline_of(settings, _dtype(settings) or torch.float32)
     if pipeline is not None:
         found["pipeline"] = pipeline

@@ -16,7 +16,8 @@ from dsgraph.errors import ConfigError
 from dsgraph.nearest import nearest
 
 from .batch_sizes import BatchSizes
-from .config import NOT_YET, WITHOUT_EFFECT, EngineConfig, section_of
+from .config import EngineConfig, section_of
+from .other_keys import NOT_YET, WITHOUT_EFFECT
 
 _OF_GRAPHS = {"codegen", "pipeline", "memory_limit", "kernels", "strict"}
 """Keys of the section `dsgraph` that only a compiled model heeds."""
@@ -40,14 +41,14 @@ class ResolvedConfig:
 def read_config(
     source: str | PathLike[str] | Mapping[str, Any],
     *,
-    ranks: int,
+    ranks: int | None,
     sections: Mapping[str, Mapping[str, Any]] = MappingProxyType({}),
 ) -> ResolvedConfig:
     """Reads and checks a configuration.
 
     Args:
         source: A JSON file, or what would stand in it.
-        ranks: Data-parallel ranks, over which `train_batch_size` counts.
+        ranks: Data-parallel ranks, over which `train_batch_size` counts; None: those of the section `parallel`.
         sections: Sections whose keys go before those of the source.
 
     Raises:
@@ -72,7 +73,7 @@ def read_config(
         config.train_batch_size,
         config.train_micro_batch_size_per_gpu,
         config.gradient_accumulation_steps,
-        ranks=ranks,
+        ranks=config.parallel.dp if ranks is None else ranks,
     )
     return ResolvedConfig(config, batch, tuple(notes))
 

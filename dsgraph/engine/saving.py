@@ -19,6 +19,7 @@ from .asynchronous import Writer
 from .config import EngineConfig
 from .data import RankLoader
 from .loss_scale import LossScale
+from .mpu import ModelParallel
 from .progress import StepCounts
 
 
@@ -32,6 +33,7 @@ class Saving:
     counts: StepCounts
     training_dataloader: RankLoader | None
     _writer: Writer
+    _shared: ModelParallel | None
 
     @property
     def config(self) -> EngineConfig:
@@ -72,6 +74,7 @@ class Saving:
             CheckpointError: It could not be written, or the one before it that is asynchronous, and all ranks raise;
                 or a step is not over, whose gradients no checkpoint holds.
         """
+        self._refuse_slices()
         if self.has_begun_step():
             raise CheckpointError(
                 "save_checkpoint amid a step of micro-batches, whose gradients a checkpoint does not hold: call it "
@@ -83,6 +86,13 @@ class Saving:
             writer=self._writer if asynchronous else None,
         )
         return True
+
+    def _refuse_slices(self) -> None:
+        """Ranks of an `mpu` hold slices under one name, of which a checkpoint would keep one."""
+        if self._shared is not None:
+            raise CheckpointError(
+                "checkpoints of a model that an mpu shares out are not there yet: save module.state_dict() of each rank"
+            )
 
     def wait_for_checkpoint(self) -> None:
         """Returns when the checkpoint that is being written is complete, at once where there is none.
@@ -110,6 +120,7 @@ class Saving:
         Raises:
             CheckpointError: There is no such checkpoint, it is damaged, or of another model; all ranks raise.
         """
+        self._refuse_slices()
         self.wait_for_checkpoint()
         found = checkpoints.load(self, Path(load_dir), tag, module_only=load_module_only)
         if found is None:

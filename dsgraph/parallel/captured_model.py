@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.fx import GraphModule, Interpreter, Node
 from torch.fx.node import map_aggregate
 from torch.utils.flop_counter import FlopCounterMode
@@ -15,7 +16,12 @@ from torch.utils.flop_counter import FlopCounterMode
 from dsgraph import compat
 from dsgraph.errors import PartitionError
 from dsgraph.passes.analysis.cost import CostModel, number_of, tensor_bytes
-from dsgraph.passes.compat import FakeTensorMode
+from dsgraph.passes.compat import FakeTensorMode, is_to_local
+from dsgraph.passes.core.context import PassContext, Phase
+from dsgraph.passes.ir.graph import replace_and_erase
+from dsgraph.passes.parallel.slice_tensors import SliceTensors
+from dsgraph.passes.parallel.slice_walk import marked_slices
+from dsgraph.sharding.slices import ParameterSlice
 
 
 @dataclass(frozen=True)
@@ -28,6 +34,7 @@ class CapturedModel:
         inputs: Placeholder of an input -> its number among the leaves of (args, kwargs).
         results: The nodes of the tensors that the model returns.
         costs: Seconds of each node's forward, by the cost model.
+        slices: Parameters of which each tensor-parallel rank holds a slice, by name; `state` has this rank's.
     """
 
     graph_module: GraphModule
@@ -35,10 +42,16 @@ class CapturedModel:
     inputs: Mapping[str, int]
     results: Sequence[Node]
     costs: Mapping[Node, float]
+    slices: Mapping[str, ParameterSlice]
 
 
 def capture_model(
-    model: nn.Module, args: tuple[Any, ...], *, kwargs: Mapping[str, Any], device: torch.device
+    model: nn.Module,
+    args: tuple[Any, ...],
+    *,
+    kwargs: Mapping[str, Any],
+    device: torch.device,
+    costs: CostModel | None = None,
 ) -> CapturedModel:
     """Captures a model's forward by Dynamo, under fake tensors.
 
@@ -47,6 +60,7 @@ def capture_model(
         args: Positional arguments of one micro-batch.
         kwargs: Named ones.
         device: Where the stages will run.
+        costs: What nodes take; None: by the figures that stand for every device of its type.
 
     Raises:
         PartitionError: The forward has a graph break, writes to a buffer, or reads a tensor that is neither input nor
@@ -66,11 +80,13 @@ def capture_model(
         raise PartitionError(f"pipeline: the model's forward cannot be captured as one graph: {error}") from error
     gm, values = kept[0]
     state, inputs = _origins(gm, values, model=model, leaves=compat.flatten_tree((args, kwargs))[0])
+    slices = _slices(gm, state)
+    values, state = _own_slices(gm, values, state)
     _place(gm, source, device)
-    costs = _FakeRun(gm, device).costs_of(values)
+    node_costs = _FakeRun(gm, device, costs or CostModel.default(device_type=device.type)).costs_of(values)
     _refuse_changes(gm, state)
     (output,) = gm.graph.find_nodes(op="output")
-    return CapturedModel(gm, state, inputs, list(output.args[0]), costs)
+    return CapturedModel(gm, state, inputs, list(output.args[0]), node_costs, slices)
 
 
 def _results_only(gm: GraphModule) -> Any:
@@ -103,6 +119,36 @@ def _origins(
     return state, inputs
 
 
+def _slices(gm: GraphModule, state: Mapping[str, tuple[str, Tensor]]) -> dict[str, ParameterSlice]:
+    """The sliced parameters that a graph reads."""
+    found = {}
+    for marker, held, ranks, group in marked_slices(gm):
+        (source,) = marker.all_input_nodes
+        (placeholder,) = source.all_input_nodes or (source,)
+        found[state[placeholder.name][0]] = ParameterSlice(held.dim, held.parts, ranks, group)
+    return found
+
+
+def _own_slices(
+    gm: GraphModule, values: Sequence[Any], state: Mapping[str, tuple[str, Tensor]]
+) -> tuple[list[Any], dict[str, tuple[str, Tensor]]]:
+    """Of a tensor-parallel model: lets the graph compute with this rank's slices, which take the parameters' places."""
+    if not any(isinstance(value, DTensor) for value in values):
+        return list(values), dict(state)
+    SliceTensors().run(gm, PassContext(Phase.CAPTURE))
+    own: dict[str, Tensor] = {}
+    for node, value in zip(gm.graph.find_nodes(op="placeholder"), values, strict=True):
+        if not isinstance(value, DTensor):
+            continue
+        own[node.name] = nn.Parameter(value.to_local().detach(), requires_grad=value.requires_grad)
+        for user in filter(is_to_local, list(node.users)):
+            replace_and_erase(user, node)
+    gm.recompile()
+    placeholders = gm.graph.find_nodes(op="placeholder")
+    new = [own.get(node.name, value) for node, value in zip(placeholders, values, strict=True)]
+    return new, {key: (name, own.get(key, tensor)) for key, (name, tensor) in state.items()}
+
+
 def _place(gm: GraphModule, source: torch.device, device: torch.device) -> None:
     """Tensors that the graph makes are made where the stages run."""
     if source == device:
@@ -119,10 +165,10 @@ def _place(gm: GraphModule, source: torch.device, device: torch.device) -> None:
 class _FakeRun(Interpreter):
     """Runs a graph under fake tensors, and keeps what each node gives and costs."""
 
-    def __init__(self, gm: GraphModule, device: torch.device) -> None:
+    def __init__(self, gm: GraphModule, device: torch.device, costs: CostModel) -> None:
         super().__init__(gm, garbage_collect_values=False)
         self._device = device
-        self._model = CostModel.default(device_type=device.type)
+        self._model = costs
         self._counter = FlopCounterMode(display=False)
         self._costs: dict[Node, float] = {}
 

@@ -7,21 +7,25 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import get_schedule_class
 from torch.distributed.tensor import DeviceMesh
 from torch.fx import Node
 
 from dsgraph import compat
+from dsgraph.compiler.costs.agreed import known_costs
+from dsgraph.compiler.options import parse_options
 from dsgraph.errors import OptionError
+from dsgraph.passes import CostModel
 from dsgraph.passes.parallel.split_stages import SplitStages, StagePlan
 from dsgraph.passes.parallel.stage_graphs import StageGraph, stage_graphs
 from dsgraph.sharding.agreement import Agreement
-from dsgraph.sharding.mesh import axis_group, mesh_ranks
+from dsgraph.sharding.mesh import axis_group, mesh_axes, mesh_ranks
 
 from .captured_model import CapturedModel, capture_model
-from .pipelined import LossOf, PipelinedModel, PipelineReport, StageModule, stage_buffers
-from .schedule_order import SCHEDULES, actions_of, check_order, stages_of_ranks
+from .pipelined import PipelinedModel, PipelineReport
+from .schedule_order import SCHEDULES, ZERO_BUBBLE, actions_of, check_order, stages_of_ranks
+from .sharded_stages import Copies, ShardedStages
+from .stage_modules import LossOf, StageModule, TimedStage, stage_buffers
 from .tied_gradients import StepGradients
 
 Materialize = Callable[[str, Tensor], Tensor]
@@ -40,6 +44,9 @@ def pipeline(
     loss_fn: Callable[[Any, Any], Tensor] | None = None,
     materialize: Materialize | None = None,
     data_parallel: DeviceMesh | None = None,
+    zero_stage: int = 0,
+    keep_whole_below: int | None = None,
+    options: Mapping[str, Any] | None = None,
 ) -> PipelinedModel:
     """Splits an unmodified model into pipeline stages.
 
@@ -61,32 +68,54 @@ def pipeline(
             those of this rank alone.
         data_parallel: Of one dimension: the ranks that hold the same stages. Gradients are averaged over them once a
             step.
+        zero_stage: How parameters are sharded over those ranks, 0 to 3, as `partition` has it. They are gathered once a
+            step, and gradients reduced once a step.
+        keep_whole_below: As `partition` has it.
+        options: Options of the backend, which then compiles each stage; {} takes their defaults. None: stages run
+            eagerly. Schedules that split the backward of a stage in two ("InterleavedZeroBubble", "ZBVZeroBubble",
+            "DualPipeV") run eagerly only.
 
     Returns:
         This rank's stages.
 
     Raises:
-        OptionError: The schedule, stages and micro-batches do not fit each other.
+        OptionError: The schedule, stages and micro-batches do not fit each other, or an option is wrong.
         PartitionError: The model cannot be captured, or writes to a buffer.
         PassError: The graph cannot be cut so.
         RanksDisagreeError: The ranks would run different pipelines.
     """
     if mesh.ndim != 1:
         raise OptionError(f'pipeline: the mesh has {mesh.ndim} dimensions: give the pipeline\'s alone, mesh["pp"]')
+    if zero_stage and data_parallel is None:
+        raise OptionError(
+            f"pipeline: zero_stage is {zero_stage}, and there are no ranks to shard over: give data_parallel"
+        )
     count = stages or mesh.size() * (2 if SCHEDULES.get(schedule) else 1)
     held = stages_of_ranks(schedule, ranks=mesh.size(), stages=count)
     if microbatches < count:
         raise OptionError(f"pipeline: {microbatches} micro-batches are fewer than {count} stages")
+    if options is not None and schedule in ZERO_BUBBLE:
+        raise OptionError(
+            f"pipeline: {schedule} splits the backward of a stage in two, and a compiled stage has one: "
+            "leave options out, or take GPipe, 1F1B or Interleaved1F1B"
+        )
+    if options is not None:
+        _check_options(options)
     device = _device(mesh)
     kwargs = dict(example_kwargs or {})
-    captured = capture_model(model, example_inputs, kwargs=kwargs, device=device)
-    plan = SplitStages(count, split).plan(captured.graph_module.graph, captured.costs)
+    agreement = _agreement(mesh)
+    costs = _costs(agreement, mesh)
+    captured = capture_model(model, example_inputs, kwargs=kwargs, device=device, costs=costs)
+    splits = SplitStages(count, split, seconds_per_byte=_seconds_per_byte(costs))
+    plan = splits.plan(captured.graph_module.graph, captured.costs)
     result = _result(captured, loss_fn is None)
     graphs = stage_graphs(captured.graph_module, plan, state=captured.state, results=[result])
-    agreement = _agreement(mesh)
     agreement.confirm("run different pipelines", _lines(plan, schedule, microbatches=microbatches, graphs=graphs))
     mine = _own_stages(graphs, held[mesh.get_local_rank()], device=device, materialize=materialize)
-    run = _schedule(schedule, graphs, mine=mine, mesh=mesh, device=device, loss=LossOf(loss_fn, microbatches))
+    for module in mine.values() if options is not None else ():
+        module.compile_graph(options or {})
+    timed = _timed_stages(graphs, mine=mine, mesh=mesh, device=device)
+    run = _schedule(schedule, timed, LossOf(loss_fn, microbatches))
     actions = actions_of(run, schedule, stages=count, microbatches=microbatches)
     check_order(actions, stages=count)
     tied = _tied(graphs)
@@ -101,13 +130,27 @@ def pipeline(
     return PipelinedModel(
         schedule=run,
         stages=mine,
-        gradients=_gradients(captured, mine, tied=tied, held=held, mesh=mesh, data_parallel=data_parallel),
+        timed=timed,
+        gradients=_gradients(
+            captured,
+            mine,
+            tied=tied,
+            held=held,
+            mesh=mesh,
+            copies=None if data_parallel is None else Copies(data_parallel, zero_stage, keep_whole_below),
+        ),
         report=report,
         inputs=captured.inputs,
         example=(example_inputs, kwargs),
         loss_inside=loss_fn is None,
         device=device,
     )
+
+
+def _check_options(options: Mapping[str, Any]) -> None:
+    """A wrong one is an error before the model is captured, not when the first stage is compiled."""
+    if parse_options(options).memory_limit is not None:
+        raise OptionError("pipeline: the option 'memory_limit' is not there yet for stages: remove it")
 
 
 def _device(mesh: DeviceMesh) -> torch.device:
@@ -118,6 +161,19 @@ def _device(mesh: DeviceMesh) -> torch.device:
 
 def _agreement(mesh: DeviceMesh) -> Agreement:
     return Agreement(tuple(mesh_ranks(mesh)), compat.group_timeout(axis_group(mesh, 0), mesh.device_type))
+
+
+def _costs(agreement: Agreement, mesh: DeviceMesh) -> CostModel:
+    """What computing and sending take: as it was measured, or the defaults."""
+    axes = mesh_axes(mesh)
+    measured = known_costs(agreement, mesh.device_type).model(mesh, axes)
+    return measured or CostModel.default(axes, device_type=mesh.device_type)
+
+
+def _seconds_per_byte(costs: CostModel) -> float:
+    """Of the link between stages; of the kinds that are measured an all-gather is most like a message."""
+    (link,) = costs.links.values()
+    return 1 / link.of("all_gather").bytes_per_s
 
 
 def _result(captured: CapturedModel, is_loss: bool) -> Node:
@@ -181,17 +237,11 @@ def _real(name: str, tensor: Tensor, *, device: torch.device, materialize: Mater
     return nn.Parameter(value, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else value
 
 
-def _schedule(
-    kind: str,
-    graphs: Sequence[StageGraph],
-    *,
-    mine: Mapping[int, StageModule],
-    mesh: DeviceMesh,
-    device: torch.device,
-    loss: LossOf,
-) -> Any:
-    stages = [
-        PipelineStage(
+def _timed_stages(
+    graphs: Sequence[StageGraph], *, mine: Mapping[int, StageModule], mesh: DeviceMesh, device: torch.device
+) -> list[TimedStage]:
+    return [
+        TimedStage(
             module,
             number,
             len(graphs),
@@ -202,9 +252,12 @@ def _schedule(
         )
         for number, module in mine.items()
     ]
+
+
+def _schedule(kind: str, stages: Sequence[TimedStage], loss: LossOf) -> Any:
     # Torch divides a tied parameter's gradient twice where two stages of a rank share it: the loss is divided instead.
     made: Any = get_schedule_class(kind)
-    given = stages if SCHEDULES[kind] else stages[0]
+    given = list(stages) if SCHEDULES[kind] else stages[0]
     return made(given, loss.microbatches, loss_fn=loss, scale_grads=False)
 
 
@@ -223,16 +276,19 @@ def _gradients(
     tied: Mapping[str, tuple[int, ...]],
     held: Sequence[Sequence[int]],
     mesh: DeviceMesh,
-    data_parallel: DeviceMesh | None,
+    copies: Copies | None,
 ) -> StepGradients:
     rank_of = {stage: rank for rank, stages in enumerate(held) for stage in stages}
     apart = {name: stages for name, stages in tied.items() if len({rank_of[stage] for stage in stages}) > 1}
     tensors = dict(captured.state.values())
+    parameters = {name: value for stage in mine.values() for name, value in stage.graph_module.named_parameters()}
     return StepGradients(
-        {name: parameter for stage in mine.values() for name, parameter in stage.graph_module.named_parameters()},
+        parameters,
         {name: tensors[name] for name in apart if tensors[name].requires_grad},
         frozenset(name for name, stages in apart.items() if stages[0] in mine),
         axis_group(mesh, 0),
-        axis_group(data_parallel, 0) if data_parallel is not None else None,
+        axis_group(copies.mesh, 0) if copies is not None else None,
+        ShardedStages(parameters, copies) if copies is not None else None,
+        {name: held for name, held in captured.slices.items() if name in parameters},
         _device(mesh),
     )

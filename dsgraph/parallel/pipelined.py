@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import os
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from dsgraph import compat
 from dsgraph.errors import OptionError
 from dsgraph.passes.parallel.split_stages import StagePlan
+from dsgraph.sharding.rows import own_part
 
+from .stage_checkpoint import full_values, load, save
+from .stage_modules import StageModule, TimedStage
 from .tied_gradients import StepGradients
 
 
@@ -46,42 +52,13 @@ class PipelineReport:
         return PipelineReport(costs=plan.costs, cut_bytes=plan.cut_bytes, balance=plan.balance, **facts)
 
 
-class LossOf:
-    """What torch's schedules call as `loss_fn`: the mean's part of one micro-batch."""
-
-    def __init__(self, loss_fn: Callable[[Any, Any], Tensor] | None, microbatches: int) -> None:
-        self._loss_fn, self.microbatches = loss_fn, microbatches
-
-    def __call__(self, output: Any, target: Any) -> Tensor:
-        """A scalar.
-
-        Args:
-            output: What the last stage returned.
-            target: The micro-batch's rows of `target`.
-        """
-        loss: Tensor = output if self._loss_fn is None else self._loss_fn(output, target)
-        return loss / self.microbatches
-
-
-class StageModule(nn.Module):
-    """One stage as torch's schedules call it: received values by position, root inputs by name."""
-
-    def __init__(self, graph_module: nn.Module, roots: Sequence[str], *, single: bool) -> None:
-        super().__init__()
-        self.graph_module = graph_module
-        self._roots, self._single = tuple(roots), single
-
-    def forward(self, *received: Tensor, **inputs: Tensor) -> Any:
-        """The sent values; the last stage's one result by itself."""
-        sent = self.graph_module(*received, *[inputs[root] for root in self._roots])
-        return sent[0] if self._single else sent
-
-
 class PipelinedModel:
     """This rank's stages of a model, and the schedule that runs them.
 
     Attributes:
         report: How the model was split.
+        data_parallel: The ranks that hold the same stages, each of which takes rows of its own of a batch; None without
+            data parallelism.
     """
 
     def __init__(
@@ -89,6 +66,7 @@ class PipelinedModel:
         *,
         schedule: Any,
         stages: Mapping[int, StageModule],
+        timed: Sequence[TimedStage],
         gradients: StepGradients,
         report: PipelineReport,
         inputs: Mapping[str, int],
@@ -96,15 +74,16 @@ class PipelinedModel:
         loss_inside: bool,
         device: torch.device,
     ) -> None:
-        self.report = report
+        self.report, self.data_parallel = report, gradients.copies
         self._schedule, self._stages, self._gradients = schedule, stages, gradients
+        self._timed, self._seconds = tuple(timed), 0.0
         self._inputs, self._loss_inside, self._device = inputs, loss_inside, device
         self._leaves, self._spec = compat.flatten_tree((example[0], dict(example[1])))
 
     def step(self, *args: Any, target: Tensor | None = None, **kwargs: Any) -> Tensor:
         """Runs forward and backward of all micro-batches, and adds the gradients of the mean loss to `.grad`.
 
-        Every rank of the pipeline calls it with the same batch.
+        Every rank of the pipeline calls it with the same batch; ranks of `data_parallel` each with their own.
 
         Args:
             *args: The model's arguments, of a whole batch: each tensor's first dimension is `microbatches` times that
@@ -129,10 +108,31 @@ class PipelinedModel:
         stand_in = torch.zeros(count, device=self._device) if target is None else target.to(self._device)
         self._gradients.begin()
         losses: list[Tensor] = []
+        for stage in self._timed:
+            stage.busy = 0.0
+        started = time.perf_counter()
         self._schedule.step(**inputs, target=stand_in, losses=losses, return_outputs=False)
+        self._seconds = time.perf_counter() - started
         return self._gradients.finish(
             sum((loss.detach().float() for loss in losses), torch.zeros((), device=self._device))
         )
+
+    def measured_bubble(self) -> float:
+        """The share of the pipeline's time in which its ranks did not compute, in the last step: they waited, and sent.
+
+        All ranks of the pipeline call it together. `dsgraph schedule` predicts it.
+
+        Raises:
+            OptionError: No step has run; or on a GPU, where the host's clock does not tell when kernels run.
+        """
+        if not self._seconds:
+            raise OptionError("pipeline.measured_bubble: no step has run: call it behind step()")
+        if self._device.type != "cpu":
+            raise OptionError(
+                f"pipeline.measured_bubble: it is of CPUs, and stages run on {self._device}: profile them"
+            )
+        busy = sum(stage.busy for stage in self._timed)
+        return 1 - self._gradients.sum_over_pipeline(busy) / self._gradients.sum_over_pipeline(self._seconds)
 
     def _checked(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Tensor]:
         """The root inputs by name, whole batches."""
@@ -155,7 +155,10 @@ class PipelinedModel:
         return {name: leaves[number].to(self._device) for name, number in self._inputs.items()}
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """This rank's parameters under the names that they have in the model; each once."""
+        """This rank's parameters under the names that they have in the model; each once. With ZeRO its shards."""
+        if self._gradients.sharded is not None:
+            yield from self._gradients.sharded.shards.named_parameters()
+            return
         seen: set[int] = set()
         for stage in self._stages.values():
             for name, parameter in stage.graph_module.named_parameters():
@@ -168,11 +171,39 @@ class PipelinedModel:
         return (parameter for _, parameter in self.named_parameters())
 
     def state_dict(self) -> dict[str, Tensor]:
-        """This rank's parameters and buffers under the names that they have in the model, detached."""
+        """This rank's parameters (with ZeRO its shards) and buffers under their names in the model, detached."""
         found: dict[str, Tensor] = {}
         for stage in self._stages.values():
             found.update(stage.graph_module.state_dict())
-        return found
+        return found | {name: parameter.detach() for name, parameter in self.named_parameters()}
+
+    def full_parameters(self) -> dict[str, Tensor]:
+        """The full values of this rank's stages' parameters, under their names in the model, in memory of their own.
+
+        The ranks that hold the same stages call it together.
+        """
+        return full_values(dict(self.named_parameters()), self._gradients.slices)
+
+    def save_checkpoint(self, folder: str | os.PathLike[str], optimizer: Optimizer | None = None) -> None:
+        """Writes parameters and an optimizer's state as full tensors, which any layout can load. All ranks call it.
+
+        A rank holds its stages' full tensors meanwhile.
+
+        Args:
+            folder: Where, on a file system that all ranks see.
+            optimizer: Made of `parameters()`.
+        """
+        save(folder, dict(self.named_parameters()), optimizer, self._gradients.slices)
+
+    def load_checkpoint(self, folder: str | os.PathLike[str], optimizer: Optimizer | None = None) -> None:
+        """Reads what `save_checkpoint` wrote, of this or any other layout. All ranks call it.
+
+        Raises:
+            CheckpointError: The folder holds no such checkpoint, or not this model's; nothing was changed.
+        """
+        sharded = self._gradients.sharded
+        rows = sharded.own_rows if sharded is not None else lambda _, full: full
+        load(folder, dict(self.named_parameters()), optimizer, self._gradients.slices, rows)
 
     def zero_grad(self) -> None:
         """Sets this rank's gradients to None."""
@@ -189,13 +220,5 @@ class PipelinedModel:
         scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
         for parameter in self.parameters():
             if parameter.grad is not None:
-                parameter.grad.mul_(scale)
+                own_part(parameter.grad).mul_(scale)
         return norm
-
-
-def stage_buffers(values: Sequence[Tensor], device: torch.device) -> tuple[Tensor, ...]:
-    """Empty tensors like fake ones, which tell torch's schedules what neighbours send."""
-    return tuple(
-        torch.empty(value.shape, dtype=value.dtype, device=device).requires_grad_(value.requires_grad)
-        for value in values
-    )

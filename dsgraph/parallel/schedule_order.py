@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from dsgraph.errors import OptionError
@@ -20,7 +21,13 @@ SCHEDULES = {
 # Two stages a rank, the second on the way back.
 _V_SHAPED = frozenset({"ZBVZeroBubble", "DualPipeV"})
 
+# They compute the gradients of inputs and of weights apart, by walking autograd's graph.
+ZERO_BUBBLE = frozenset({"InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"})
+
 _ACTION = re.compile(r"(\d+)([FBIW])(\d+)")
+_Part = tuple[str, int, int]  # kind, stage, micro-batch
+# Of each kind of action, in units of a stage's forward: gradients of inputs and of weights take as long each.
+_COSTS = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}
 
 
 def stages_of_ranks(kind: str, *, ranks: int, stages: int) -> list[list[int]]:
@@ -69,37 +76,80 @@ def _one_stage(stage: int, count: int, *, ahead: int) -> list[str]:
     return order
 
 
-def check_order(actions: Mapping[int, Sequence[str]], *, stages: int) -> None:
+@dataclass(frozen=True)
+class Slot:
+    """When a rank runs one of its actions.
+
+    Attributes:
+        rank: Of the pipeline.
+        action: As torch writes it.
+        start: In units of one forward of a stage.
+        end: In the same units.
+    """
+
+    rank: int
+    action: str
+    start: float
+    end: float
+
+    @property
+    def kinds(self) -> list[tuple[str, float]]:
+        """What it does, in order, and how long each takes: "F" forward, "B" backward, "I" and "W" halves of that."""
+        return [(kind, _COSTS[kind]) for kind, _, _ in _parts(self.action)]
+
+
+def check_order(actions: Mapping[int, Sequence[str]], *, stages: int) -> list[Slot]:
     """Runs the actions of all ranks, each rank in its order, every action after those whose results it reads.
+
+    A forward takes 1, a whole backward 2, the gradients of inputs or of weights alone 1 each. Sending takes no time.
 
     Args:
         actions: Actions of each rank, as torch writes them: `1F0` forward, `1B0` whole backward, `1I0` its input
             gradients, `1W0` its weight gradients; two joined are written `(1F0;0B2)OVERLAP_F_B`.
         stages: Number of stages.
 
+    Returns:
+        When each action runs.
+
     Raises:
         OptionError: The ranks wait for each other; names what each of them waits for.
     """
-    orders = {rank: [_ACTION.findall(text) for text in texts] for rank, texts in actions.items()}
-    at, done = dict.fromkeys(orders, 0), set[tuple[str, int, int]]()
+    orders = {rank: [_parts(text) for text in texts] for rank, texts in actions.items()}
+    at, free, done = dict.fromkeys(orders, 0), dict.fromkeys(orders, 0.0), dict[_Part, float]()
+    slots: list[Slot] = []
     moved = True
     while moved:
         moved = False
         for rank, order in orders.items():
             while at[rank] < len(order):
-                parts = [(kind, int(stage), int(batch)) for stage, kind, batch in order[at[rank]]]
-                if any(need not in done for part in parts for need in _needs(part, stages)):
+                parts = order[at[rank]]
+                needs = [need for part in parts for need in _needs(part, stages)]
+                if any(need not in done for need in needs):
                     break
-                done.update(parts)
-                done.update(("I", stage, batch) for kind, stage, batch in parts if kind == "B")
+                start = max([free[rank], *(done[need] for need in needs)])
+                end = free[rank] = start + sum(_COSTS[kind] for kind, _, _ in parts)
+                slots.append(Slot(rank, actions[rank][at[rank]], start, end))
+                done.update(dict.fromkeys(parts, end))
+                done.update({("I", stage, batch): end for kind, stage, batch in parts if kind == "B"})
                 at[rank], moved = at[rank] + 1, True
     waiting = {rank: actions[rank][at[rank]] for rank in orders if at[rank] < len(orders[rank])}
     if waiting:
         named = ", ".join(f"rank {rank} at {text}" for rank, text in waiting.items())
         raise OptionError(f"pipeline: the schedule deadlocks: {named}; each waits for another's result")
+    return slots
 
 
-def _needs(part: tuple[str, int, int], stages: int) -> list[tuple[str, int, int]]:
+def bubble_share(slots: Sequence[Slot]) -> float:
+    """The share of all ranks' time in which they wait, from the first action to the last, 0 to 1."""
+    ranks, seconds = {slot.rank for slot in slots}, max(slot.end for slot in slots)
+    return 1 - sum(slot.end - slot.start for slot in slots) / (len(ranks) * seconds)
+
+
+def _parts(text: str) -> list[_Part]:
+    return [(kind, int(stage), int(batch)) for stage, kind, batch in _ACTION.findall(text)]
+
+
+def _needs(part: _Part, stages: int) -> list[_Part]:
     kind, stage, batch = part
     if kind == "F":
         return [("F", stage - 1, batch)] if stage else []

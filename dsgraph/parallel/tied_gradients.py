@@ -8,6 +8,13 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Shard
+
+from dsgraph.inductor_ext import resolve_group
+from dsgraph.sharding.rows import own_part
+from dsgraph.sharding.slices import ParameterSlice
+
+from .sharded_stages import ShardedStages
 
 
 @dataclass
@@ -21,6 +28,8 @@ class StepGradients:
         owned: Those tied parameters whose gradient this rank counts in a norm.
         pipeline: The ranks of the pipeline.
         copies: The ranks that hold the same stages; None without data parallelism.
+        sharded: The parameters as shards over those ranks; None without data parallelism.
+        slices: The parameters of which this rank holds a slice.
     """
 
     parameters: Mapping[str, nn.Parameter]
@@ -28,11 +37,15 @@ class StepGradients:
     owned: frozenset[str]
     pipeline: dist.ProcessGroup
     copies: dist.ProcessGroup | None
+    sharded: ShardedStages | None
+    slices: Mapping[str, ParameterSlice]
     device: torch.device
     _before: dict[str, Tensor | None] = field(default_factory=dict)
 
     def begin(self) -> None:
-        """Puts aside what steps before have added up: it is reduced already."""
+        """Puts aside what steps before have added up: it is reduced already. Gathers what is sharded."""
+        if self.sharded is not None:
+            self.sharded.begin()
         self._before = {name: parameter.grad for name, parameter in self.parameters.items()}
         for parameter in self.parameters.values():
             parameter.grad = None
@@ -55,26 +68,41 @@ class StepGradients:
             if mine is not None:
                 mine.grad = summed
         dist.all_reduce(loss, group=self.pipeline)
-        if self.copies is not None:
-            self._average(loss)
+        if self.sharded is not None:
+            dist.all_reduce(loss, group=self.copies)
+            loss.div_(dist.get_world_size(self.copies))
+            self.sharded.finish()
         for name, parameter in self.parameters.items():
             before = self._before.pop(name)
             if before is not None:
                 parameter.grad = before if parameter.grad is None else before.add_(parameter.grad)
         return loss
 
-    def _average(self, loss: Tensor) -> None:
-        size = dist.get_world_size(self.copies)
-        grads = [parameter.grad for parameter in self.parameters.values() if parameter.grad is not None]
-        for value in [*grads, loss]:
-            dist.all_reduce(value, group=self.copies)
-            value.div_(size)
+    def sum_over_pipeline(self, value: float) -> float:
+        """The sum of a number over the ranks of the pipeline."""
+        total = torch.tensor(value, dtype=torch.float64, device=self.device)
+        dist.all_reduce(total, group=self.pipeline)
+        return total.item()
 
     def norm(self, parameters: Mapping[str, nn.Parameter]) -> Tensor:
-        """The joint 2-norm of the pipeline's gradients."""
-        total = torch.zeros((), device=self.device)
+        """The joint 2-norm of the pipeline's gradients.
+
+        Args:
+            parameters: Those that an optimizer steps on, by name: shards with data parallelism.
+        """
+        squares = torch.zeros(4, device=self.device)
         for name, parameter in parameters.items():
-            if parameter.grad is not None and (name not in self.tied or name in self.owned):
-                total += parameter.grad.float().pow(2).sum()
+            if parameter.grad is None or (name in self.tied and name not in self.owned):
+                continue
+            is_split = isinstance(parameter, DTensor) and any(isinstance(part, Shard) for part in parameter.placements)
+            squares[2 * (name in self.slices) + is_split] += own_part(parameter.grad).float().pow(2).sum()
+        replicated, split, sliced, both = squares.split(1)
+        if self.copies is not None:
+            dist.all_reduce(both, group=self.copies)
+            dist.all_reduce(split, group=self.copies)
+        sliced = sliced + both
+        for group in {held.group for held in self.slices.values()}:
+            dist.all_reduce(sliced, group=resolve_group(group))
+        total = (replicated + split + sliced).squeeze()
         dist.all_reduce(total, group=self.pipeline)
         return total.sqrt()

@@ -178,7 +178,7 @@ class PartitionState(PartitionedModel):
             if entry.is_held_for_step:
                 self._add_copy(entry)
 
-    def _release_copies(self) -> None:
+    def release_copies(self) -> None:
         """Lets go of gathered copies that were held for a step. What autograd has saved lives as long as its graph."""
         self.finish()
         for entry in self.copied():
@@ -216,7 +216,7 @@ class PartitionState(PartitionedModel):
         for entry in self.copied():
             entry.freshness = min(entry.freshness, Freshness.SUSPECT)
         if self.zero.gathers_each_use and self.copied():
-            compat.at_end_of_backward(self._release_copies)
+            compat.at_end_of_backward(self.release_copies)
 
     def give_up_step(self) -> None:
         """The micro-batches of a step were in vain. What follows may be an update of the shards, or another step."""
@@ -225,7 +225,7 @@ class PartitionState(PartitionedModel):
         for entry in self.copied():
             entry.freshness = min(entry.freshness, Freshness.SUSPECT)
         if self.zero.gathers_each_use and not self.accumulating:
-            self._release_copies()
+            self.release_copies()
 
     def note_step(self, optimizer: Optimizer) -> None:
         """An optimizer has stepped: gathered copies of its parameters are stale. Fused steps leave no other trace."""
@@ -236,7 +236,7 @@ class PartitionState(PartitionedModel):
                 entry.freshness = Freshness.STALE
         if self.zero.gathers_each_use and any(entry.freshness is Freshness.STALE for entry in self.copied()):
             self.awaiting_last_backward = False  # each micro-batch was inside `accumulate`
-            self._release_copies()
+            self.release_copies()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)

@@ -33,8 +33,21 @@ def collective_lines(gm: GraphModule, ctx: PassContext) -> list[str]:
         values = value if isinstance(value, (list, tuple)) else [value]
         shapes = ", ".join(f"{list(one.shape)} {one.dtype}" for one in values if isinstance(one, Tensor))
         whose = " and".join(filter(None, (_whose(result, gradients, ctx) for result in results_of(node))))
-        lines.append(f"{node.target} {shapes} over {names.get(group, group)}{whose}")
+        lines.append(f"{node.target} {shapes} over {name_on_all_ranks(group, names)}{whose}")
     return lines
+
+
+def name_on_all_ranks(group: str, names: dict[str, str]) -> str:
+    """What a process group is called on every rank that runs the same graph.
+
+    Ranks that share a mesh may each be of another group outside it, as those of a model that its own code has sliced:
+    such groups are numbered as they appear.
+
+    Args:
+        group: Its name in torch.
+        names: Groups that are known so far, with what they are called; the new one is added.
+    """
+    return names.setdefault(group, f"another group, number {len(names)}")
 
 
 def describe_order(gm: GraphModule, ctx: PassContext) -> str:

@@ -27,19 +27,19 @@ def is_causal(mask: object, *, keeps: bool) -> bool:
         mask: A node; its last two dimensions are those of the queries and of the keys.
         keeps: Whether it is True for what counts, or for what does not.
     """
-    return _triangle(mask) is keeps
+    return triangle_of(mask) is keeps
 
 
 def is_causal_bias(bias: object) -> bool:
     """Whether adding `bias` leaves query i the scores of the keys 0 to i, as they are."""
-    call = _call_of(bias)
+    call = unwritten_call_of(bias)
     if call is None:
         return False
     if call.kind == "triu" and call["diagonal"] == 1:
-        return _overwhelms(call.input)
-    if call.kind == "masked_fill" and constant_of(call.input) == 0 and _overwhelms(call["value"]):
+        return overwhelms(call.input)
+    if call.kind == "masked_fill" and constant_of(call.input) == 0 and overwhelms(call["value"]):
         return is_causal(call["mask"], keeps=False)
-    if call.kind == "where" and constant_of(call["input"]) == 0 and _overwhelms(call["other"]):
+    if call.kind == "where" and constant_of(call["input"]) == 0 and overwhelms(call["other"]):
         return is_causal(call["condition"], keeps=True)
     return _is_view(bias, call) and is_causal_bias(call.input)
 
@@ -53,7 +53,7 @@ def is_finite(node: object, steps: int = _MOST_STEPS) -> bool:
     number = constant_of(node)
     if number is not None:
         return math.isfinite(number)
-    call = _call_of(node)
+    call = unwritten_call_of(node)
     if call is None or steps == 0:
         return False
     if call.kind == "masked_fill":
@@ -76,7 +76,7 @@ def leaves_each_row_a_score(node: object, *, keeps: bool | None = None) -> bool:
         keeps: Of a mask, whether it is True for what counts, or for what does not. None for a bias, which leaves a
             score where it is small.
     """
-    call = _call_of(node)
+    call = unwritten_call_of(node)
     if call is None:
         return False
     if keeps is not None:
@@ -100,9 +100,9 @@ _SMALL = 1e3
 
 
 def _is_true_on_the_diagonal(node: object, steps: int = _MOST_STEPS) -> bool:
-    if constant_of(node) == 1 or _triangle(node) is True:
+    if constant_of(node) == 1 or triangle_of(node) is True:
         return True
-    call = _call_of(node)
+    call = unwritten_call_of(node)
     if call is None or steps == 0:
         return False
     if call.kind in ("and", "or"):
@@ -121,10 +121,10 @@ def _is_same_on_the_diagonal(one: object, other: object) -> bool:
     """Whether two tensors are equal wherever the last two indices are: `x[i]` and `x[j]`, or i and j themselves."""
     if not isinstance(one, Node) or not isinstance(other, Node):
         return False
-    axes = _axis(one), _axis(other)
+    axes = axis_of(one), axis_of(other)
     if axes[0] is not None and axes[1] is not None:
         return axes[0][1] == axes[1][1] and {axes[0][0], axes[1][0]} <= {1, 2}
-    calls = _call_of(one), _call_of(other)
+    calls = unwritten_call_of(one), unwritten_call_of(other)
     if calls[0] is None or calls[1] is None or not calls[0].kind == calls[1].kind == "getitem":
         return False
     first, second = calls[0]["index"], calls[1]["index"]
@@ -135,30 +135,31 @@ def _is_same_on_the_diagonal(one: object, other: object) -> bool:
     )
 
 
-def _axis(node: Node) -> tuple[int, object] | None:
+def axis_of(node: Node) -> tuple[int, object] | None:
     """The dimension, counted from the last as 1, along which a tensor holds the numbers of a range, and the range."""
-    call = _call_of(node)
+    call = unwritten_call_of(node)
     if call is None or call.kind != "getitem" or not isinstance(call["index"], tuple):
         return None
     places = [place for place, item in enumerate(call["index"]) if item is not None]
     if len(places) > 1 or any(call["index"][place] != slice(None) for place in places):
         return None
     numbers, offset = call.input, 0.0
-    while (inner := _call_of(numbers)) is not None and inner.kind == "add" and inner["alpha"] == 1:
+    while (inner := unwritten_call_of(numbers)) is not None and inner.kind == "add" and inner["alpha"] == 1:
         more = number_of(inner["other"])
         if more is None:
             return None
         numbers, offset = inner.input, offset + more
-    if not isinstance(numbers, Node) or numbers.target is not torch.arange or _is_written(numbers):
+    if not isinstance(numbers, Node) or numbers.target is not torch.arange or is_written(numbers):
         return None
     return len(call["index"]) - places[0] if places else 1, (numbers.args, dict(numbers.kwargs), offset)
 
 
-def _call_of(node: object) -> Call | None:
-    return None if isinstance(node, Node) and _is_written(node) else call_of(node)
+def unwritten_call_of(node: object) -> Call | None:
+    """As `call_of`, but None for what the graph writes to later."""
+    return None if isinstance(node, Node) and is_written(node) else call_of(node)
 
 
-def _is_written(node: Node) -> bool:
+def is_written(node: Node) -> bool:
     """Whether a graph writes to what a node computes, or to a view of it."""
     value, seen = value_of(node), {node}
     frontier = [node]
@@ -177,14 +178,14 @@ def constant_of(node: object) -> float | None:
     """The number that an argument is, or that a tensor holds everywhere; None where that is not known."""
     if not isinstance(node, Node):
         return number_of(node)
-    if _is_written(node):
+    if is_written(node):
         return None
     if node.target in _CONSTANTS:
         return _CONSTANTS[node.target]
     place = _FILLED.get(node.target)
     if place is not None:
         return number_of(node.args[place] if len(node.args) > place else node.kwargs.get("fill_value"))
-    call = _call_of(node)
+    call = unwritten_call_of(node)
     if call is not None and (call.kind in _MOVES or (call.kind == "cast" and _widens(node, call))):
         return constant_of(call.input)
     return None
@@ -196,21 +197,22 @@ _CONSTANTS |= {torch.zeros: 0.0, torch.zeros_like: 0.0, "new_zeros": 0.0}
 _FILLED: dict[Any, int] = {torch.full: 1, torch.full_like: 1, "new_full": 2}
 
 
-def _overwhelms(node: object) -> bool:
+def overwhelms(node: object) -> bool:
+    """Whether a number, or a tensor that holds it everywhere, leaves nothing of a score to which it is added."""
     number = constant_of(node)
     return number is not None and number <= -OVERWHELMING
 
 
-def _triangle(mask: object) -> bool | None:
+def triangle_of(mask: object) -> bool | None:
     """True for ones on and below the diagonal alone, False for ones above it alone, None for everything else."""
-    call = _call_of(mask)
+    call = unwritten_call_of(mask)
     if call is None:
         return None
     if call.kind in ("tril", "triu"):
         lower = call.kind == "tril"
         is_split = call["diagonal"] == (0 if lower else 1)
         return lower if is_split and constant_of(call.input) == 1 else None
-    inner = _triangle(call.input)
+    inner = triangle_of(call.input)
     if inner is None:
         return None
     if call.kind in ("eq", "ne"):

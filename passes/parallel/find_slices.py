@@ -23,6 +23,8 @@ from .slice_rules import name_of
 from .slice_walk import Sliced
 from .slices import Refusal, Slice
 
+# Tables of fewer rows are not worth a sum at each lookup.
+VOCABULARY = 8192
 # What may be given a gathered value: a loss, and whoever called the model.
 _ENDS = frozenset({"cross_entropy"})
 
@@ -95,6 +97,8 @@ class _Search:
         product = product_of(node, known) if node.op == "call_function" else None
         if product is not None and not self.is_given:
             self._decide(product, known)
+        if name_of(node) == "embedding" and not self.is_given:
+            self._decide_table(node, known)
         outcome = known.follow(node)
         if isinstance(outcome, Refusal) and name_of(node) not in _ENDS:
             blamed = outcome.blamed or known.operands(node)
@@ -123,6 +127,24 @@ class _Search:
         bias = self.names.get(product.bias)
         if bias is not None and not is_row and known.slice_of(product.bias) is None:
             self._hold([product.bias], Slice(0, parts), frozenset({name}), known)
+
+    def _decide_table(self, node: Node, known: Sliced) -> None:
+        """Slices the rows of a vocabulary's table, and with it an output layer that shares it."""
+        table = node.args[1]
+        name = self.names.get(table)  # type: ignore[arg-type]
+        if name is None or known.slice_of(table) is not None or known.shape_of(table)[0] < VOCABULARY:
+            return
+        assert isinstance(table, Node)
+        products = [product_of(user, known) for user in table.users if name_of(user) != "embedding"]
+        reads = [product is not None and product.weight is table and product.outputs == 0 for product in products]
+        reason = None if all(reads) else "a call that is no lookup reads it as well"
+        if known.shape_of(table)[0] % self.ranks:
+            reason = f"its {known.shape_of(table)[0]} rows cannot be divided by {self.ranks} ranks"
+        reason = reason or self.whole.get(_pattern(name))
+        if reason is not None:
+            self.found.whole[name] = reason
+            return
+        self._hold([table], Slice(0), frozenset({name}), known)
 
     def _hold(self, chain: list[Node], held: Slice, origins: frozenset[str], known: Sliced) -> None:
         """Notes the slice of a weight, of what it is a transpose of, and so on to the parameter."""

@@ -166,20 +166,10 @@ def attention(node: Node, values: Values) -> Outcome | Refusal:
     return Outcome(Slice(1), takes)
 
 
-def embedding(node: Node, values: Values) -> Outcome | Refusal:
-    """A table sliced along its width. One that is sliced along its rows is gathered."""
-    ids, table = node.args[:2]
-    held = values.slice_of(table)
-    if held is None or values.slice_of(ids) is not None or held.dim != 1:
-        return Refusal("an embedding whose rows are sliced")
-    return Outcome(Slice(len(values.shape_of(node)) - 1, held.parts))
-
-
 PRODUCTS: Mapping[str, Callable[[Node, Values], Outcome | Refusal]] = MappingProxyType(
     {
         **dict.fromkeys(("linear", "addmm", "grouped_mm_fallback", "_grouped_mm", "grouped_mm"), weight_product),
         "matmul": matmul,
         "scaled_dot_product_attention": attention,
-        "embedding": embedding,
     }
 )

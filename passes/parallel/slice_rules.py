@@ -16,6 +16,7 @@ from torch.fx import Node
 from dsgraph.passes.kernels.matching import call_of, transpose_of, writes
 
 from .slice_products import PRODUCTS
+from .slice_vocabulary import VOCABULARY
 from .slices import Outcome, Refusal, Slice, Values, same, through_reshape
 
 Rule = Callable[[Node, Values], Outcome | Refusal]
@@ -247,5 +248,6 @@ RULES: Mapping[str, Rule] = MappingProxyType(
         **dict.fromkeys(("layer_norm", "rms_norm"), _norm),
         "dropout": _dropout,
         **PRODUCTS,
+        **VOCABULARY,
     }
 )

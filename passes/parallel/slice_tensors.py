@@ -106,10 +106,12 @@ class _Rewriting:
         node.args, node.kwargs = map_arg(args, read), map_arg(dict(kwargs), read)
         if outcome.added is not None and name_of(node) == "addmm":
             node.target = torch.mm
+        if outcome.target is not None:
+            node.op, node.target, node.args = "call_function", outcome.target, (*node.args, self.group)
         self._touched.add(node)
         if outcome.is_partial:
             self._sum(node, outcome)
-        else:
+        elif outcome.out is not None:
             self._local[node] = node
 
     def _read(self, operand: Node, outcome: Outcome) -> Node:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -50,6 +50,7 @@ class Outcome:
         is_partial: Whether its result is to be summed over ranks.
         added: What is added behind that sum: a bias.
         draws: Whether it draws random numbers for its elements.
+        target: A function that is called in its place, with the name of the process group behind `args`.
     """
 
     out: Slice | tuple[Slice | None, ...] | None
@@ -59,6 +60,7 @@ class Outcome:
     is_partial: bool = False
     added: Node | None = None
     draws: bool = False
+    target: Callable[..., Any] | None = None
 
 
 class Values(Protocol):

@@ -58,10 +58,13 @@ class SplitStages:
     Attributes:
         stages: How many.
         split: "auto", or the paths of the modules with which the second and later stages begin.
+        seconds_per_byte: Of the link between stages, if costs are seconds: what a stage sends and receives then counts
+            as part of its cost. 0: it does not count.
     """
 
     stages: int
     split: str | Sequence[str] = "auto"
+    seconds_per_byte: float = 0.0
 
     def plan(self, graph: Graph, costs: Mapping[Node, float]) -> StagePlan:
         """The stages of a graph.
@@ -82,15 +85,34 @@ class SplitStages:
         blocks = [at for at in legal if _block(order[at - 1]) != _block(order[at])]
         chosen = self._choose(blocks, before, crossing)
         plan = _planned(order, chosen, before, crossing) if chosen else None
-        if plan is None or plan.balance > BALANCED:
+        if chosen is None or plan is None or plan.balance > BALANCED:
             wider = self._choose(sorted({*blocks, *_thinned(legal, before)}), before, crossing)
             if wider is None:
                 raise PassError(
                     f"SplitStages: the graph has {len(legal)} legal cuts, {self.stages} stages need {self.stages - 1}: "
                     "ask for fewer stages"
                 )
-            plan = _planned(order, wider, before, crossing)
+            if (
+                chosen is None
+                or plan is None
+                or self._slowest(wider, before, crossing) < self._slowest(chosen, before, crossing)
+            ):
+                plan = _planned(order, wider, before, crossing)
         return plan
+
+    def _slowest(self, cuts: Sequence[int], before: Sequence[float], crossing: Sequence[float]) -> float:
+        """What the most loaded stage costs, with what it sends and receives."""
+        bounds = [0, *cuts, len(before) - 1]
+        prices = self._sending([0.0, *(crossing[cut] for cut in cuts), 0.0])
+        spans = pairwise(zip(bounds, prices, strict=True))
+        return max(before[end] - before[start] + paid + due for (start, paid), (end, due) in spans)
+
+    def _sending(self, sizes: Sequence[float]) -> list[float]:
+        """The cost of sending so many bytes and as many back, as a share of a forward.
+
+        Costs are those of forwards, and a backward costs twice as much: two sendings go with three costs.
+        """
+        return [2 / 3 * size * self.seconds_per_byte for size in sizes]
 
     def _named(self, order: Sequence[Node], legal: Sequence[int]) -> list[int]:
         if len(self.split) != self.stages - 1:
@@ -114,24 +136,27 @@ class SplitStages:
             return None
         places = [0, *cuts, len(before) - 1]
         sums = [before[place] for place in places]
-        bottleneck, _ = _best(sums, [0.0] * len(places), self.stages, math.inf)
-        prices = [0.0, *(crossing[place] for place in cuts), 0.0]
-        _, chosen = _best(sums, prices, self.stages, bottleneck * (1 + SLACK))
+        sizes = [0.0, *(crossing[place] for place in cuts), 0.0]
+        prices = self._sending(sizes)
+        bottleneck, _ = _best(sums, sizes, prices, self.stages, math.inf)
+        _, chosen = _best(sums, sizes, prices, self.stages, bottleneck * (1 + SLACK))
         return [places[at] for at in chosen]
 
 
-def _best(sums: Sequence[float], prices: Sequence[float], stages: int, limit: float) -> tuple[float, list[int]]:
-    """The least bottleneck, or under a finite limit on it the least sum of prices; and the cuts that give it."""
+def _best(
+    sums: Sequence[float], sizes: Sequence[float], prices: Sequence[float], stages: int, limit: float
+) -> tuple[float, list[int]]:
+    """The least bottleneck, or under a finite limit on it the fewest bytes; and the cuts that give it."""
     last = len(sums) - 1
     best, come_from = [0.0] + [math.inf] * last, []
     for _ in range(stages):
         now, source = [math.inf] * (last + 1), [0] * (last + 1)
         for end in range(1, last + 1):
             for start in range(end):
-                cost = sums[end] - sums[start]
+                cost = sums[end] - sums[start] + prices[start] + prices[end]
                 if cost > limit:
                     continue
-                value = max(best[start], cost) if limit == math.inf else best[start] + prices[start]
+                value = max(best[start], cost) if limit == math.inf else best[start] + sizes[start]
                 if value < now[end]:
                     now[end], source[end] = value, start
         best = now

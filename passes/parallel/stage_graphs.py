@@ -5,10 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor, nn
 from torch.fx import Graph, GraphModule, Node
 
 from .split_stages import StagePlan
+
+
+class StageGraphModule(GraphModule):
+    """A stage of a pipeline, which averages its gradients over ranks itself."""
 
 
 @dataclass(frozen=True)
@@ -23,7 +28,7 @@ class StageGraph:
         parameters: Names of the parameters and buffers that it reads.
     """
 
-    module: GraphModule
+    module: StageGraphModule
     received: tuple[Tensor, ...]
     sent: tuple[Tensor, ...]
     roots: tuple[str, ...]
@@ -80,16 +85,23 @@ def _stage_graph(
         setattr(root, str(source.target), getattr(gm, str(source.target)))
         copies[source] = graph.get_attr(str(source.target))
     for node in nodes:
-        copies[node] = graph.node_copy(node, lambda source: copies[source])
+        if not _gathers_for_nobody(node, sent):
+            copies[node] = graph.node_copy(node, lambda source: copies[source])
     graph.output(tuple(copies[node] for node in sent))
     graph.lint()
     return StageGraph(
-        GraphModule(root, graph),
+        StageGraphModule(root, graph),
         tuple(node.meta["val"] for node in received),
         tuple(node.meta["val"] for node in sent),
         tuple(source.name for source in roots),
         tuple(state[source.name][0] for source in read if source.name in state),
     )
+
+
+def _gathers_for_nobody(node: Node, sent: Sequence[Node]) -> bool:
+    """Whether a node gathers slices of what the model returned besides its result: logits."""
+    is_gather = node.target in (torch.ops.dsgraph.gather_slices, torch.ops.dsgraph.gather_slices.default)
+    return is_gather and node not in sent and all(user.op == "output" for user in node.users)
 
 
 def put(root: nn.Module, name: str, tensor: Tensor) -> None:

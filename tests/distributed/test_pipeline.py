@@ -16,6 +16,7 @@ import dsgraph
 from dsgraph.errors import OptionError, RanksDisagreeError
 from dsgraph.parallel.schedule_order import SCHEDULES
 from examples.gpt import GPT, GPTConfig
+from tests.distributed.training import full
 from tests.models import VOCAB
 
 pytestmark = pytest.mark.distributed
@@ -79,7 +80,7 @@ def _rows(value: Any, part: int) -> Any:
     return torch.utils._pytree.tree_map(lambda tensor: tensor[part * ROWS : (part + 1) * ROWS], value)
 
 
-def _against_unsplit(name: str, schedule: str, stages: int) -> float:
+def _against_unsplit(name: str, schedule: str, stages: int, options: dict[str, Any] | None = None) -> float:
     """Trains both for three steps; the largest difference of a loss, gradient or parameter."""
     torch.manual_seed(0)
     model = MODELS[name]()
@@ -87,7 +88,12 @@ def _against_unsplit(name: str, schedule: str, stages: int) -> float:
     args, kwargs = _rows(_batch(0, name), 0)
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("pp",))
     piped = dsgraph.pipeline(
-        model, mesh["pp"], args, example_kwargs=kwargs, schedule=schedule, stages=stages, microbatches=BATCHES
+        *(model, mesh["pp"], args),
+        example_kwargs=kwargs,
+        schedule=schedule,
+        stages=stages,
+        microbatches=BATCHES,
+        options=options,
     )
     expected = dict(reference.named_parameters())
     mine = dict(piped.named_parameters())
@@ -141,12 +147,57 @@ def test_steps_are_those_of_the_unsplit_model(ranks, name, schedule):
     assert max(differences) <= 1e-6
 
 
+@pytest.mark.parametrize(
+    ("name", "schedule", "codegen"),
+    [
+        ("tied", "1F1B", "eager"),
+        pytest.param("skips", "GPipe", "inductor", marks=pytest.mark.full),
+        pytest.param("kwargs", "Interleaved1F1B", "eager", marks=pytest.mark.full),
+    ],
+)
+def test_compiled_stages_are_those_of_the_unsplit_model(ranks, name, schedule, codegen):
+    differences = ranks(2).run(_against_unsplit, name, schedule, _stages(schedule), {"codegen": codegen})
+    assert max(differences) <= 1e-6
+
+
+class _Slow(nn.Module):
+    """Layers that take milliseconds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(512, 512) for _ in range(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x.mean()
+
+
+def _bubble() -> float:
+    model, mesh = _Slow(), init_device_mesh("cpu", (2,))
+    piped = dsgraph.pipeline(model, mesh, (torch.ones(256, 512),), microbatches=2)
+    with pytest.raises(OptionError, match="no step has run"):
+        piped.measured_bubble()
+    for _ in range(2):
+        piped.step(torch.ones(512, 512))
+    return piped.measured_bubble()
+
+
+def test_the_bubble_is_measured(ranks):
+    one, other = ranks(2).run(_bubble)  # 1 / 3 of both ranks' time, if sending takes none and both have a core
+    assert one == other and 0.1 < one < 0.8
+
+
 def _refusals() -> None:
     mesh = init_device_mesh("cpu", (2,))
     torch.manual_seed(0)
     model, x = Logits(), torch.ones(ROWS, 7)
     with pytest.raises(OptionError, match="1 micro-batches are fewer than 2 stages"):
         dsgraph.pipeline(model, mesh, (x,), microbatches=1)
+    with pytest.raises(OptionError, match="ZBVZeroBubble splits the backward of a stage in two"):
+        dsgraph.pipeline(model, mesh, (x,), microbatches=4, schedule="ZBVZeroBubble", options={})
+    with pytest.raises(OptionError, match="codegen"):
+        dsgraph.pipeline(model, mesh, (x,), microbatches=4, options={"codgen": "eager"})
     with pytest.raises(OptionError, match="no scalar with a gradient"):
         dsgraph.pipeline(model, mesh, (x,), microbatches=2)
     with pytest.raises(OptionError, match="takes 4 stages, not 6"):
@@ -201,24 +252,54 @@ def test_only_this_ranks_parameters_get_memory(ranks):
     assert {name.split(".")[1] for name in second} == {"2", "3", "4", "5"}
 
 
-def _two_pipelines() -> None:
-    """Each of two pipelines has half of the rows. In double, of which only the last stage's rank sees the loss."""
+def _two_pipelines(zero_stage: int, schedule: str) -> float:
+    """Each of two pipelines has half of the rows. In double, of which only the last stage's rank sees the loss.
+
+    Returns:
+        The largest difference of a gradient, norm or parameter over three steps.
+    """
     torch.manual_seed(0)
-    model = Skips(tie=True).double()
+    model = Skips(tie=True, frozen=True).double()
     reference = copy.deepcopy(model)
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
-    (x, y), _ = _batch(0, "tied")
-    half = len(x) // 2
+    half = BATCHES * ROWS // 2
     part = slice(mesh["dp"].get_local_rank() * half, (mesh["dp"].get_local_rank() + 1) * half)
-    example = (x[: half // 2], y[: half // 2])
-    piped = dsgraph.pipeline(model, mesh["pp"], example, microbatches=2, data_parallel=mesh["dp"])
-    loss = piped.step(x[part], y[part])
-    expected = reference(x, y)
-    expected.backward()
-    torch.testing.assert_close(loss, expected.detach().float(), atol=0, rtol=1e-6)
-    for name, value in piped.named_parameters():
-        torch.testing.assert_close(value.grad, reference.get_parameter(name).grad, atol=1e-6, rtol=0)
+    (x, y), _ = _batch(0, "tied")
+    example = (x[: half // 4], y[: half // 4])
+    piped = dsgraph.pipeline(
+        model, mesh["pp"], example, schedule=schedule, microbatches=4, data_parallel=mesh["dp"],
+        zero_stage=zero_stage, keep_whole_below=20,
+    )  # fmt: skip
+    mine, expected = dict(piped.named_parameters()), dict(reference.named_parameters())
+    if zero_stage:
+        assert all(value.to_local().numel() * 2 == value.numel() for value in mine.values() if value.numel() >= 20)
+    optimizers = [torch.optim.AdamW(list(each), lr=1e-2, eps=1e-3) for each in (mine.values(), expected.values())]
+    worst = 0.0
+    for step in range(3):
+        (x, y), _ = _batch(step, "tied")
+        loss = piped.step(x[part], y[part])
+        whole = reference(x, y)
+        whole.backward()
+        torch.testing.assert_close(loss, whole.detach().float(), atol=0, rtol=1e-6)
+        grads = [(full(value.grad), expected[name].grad) for name, value in mine.items() if value.requires_grad]
+        pairs = [(one.clone(), other.clone()) for one, other in grads]
+        pairs.append((piped.clip_grad_norm_(0.5), torch.nn.utils.clip_grad_norm_(expected.values(), 0.5)))
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        pairs += [(full(value.detach()), expected[name].detach()) for name, value in mine.items()]
+        worst = max([worst, *(float((one - other).abs().max()) for one, other in pairs)])
+    return worst
 
 
-def test_gradients_are_averaged_over_pipelines(ranks):
-    ranks(4).run(_two_pipelines)
+_ZERO_COVERING = {(0, "GPipe"), (1, "ZBVZeroBubble"), (2, "Interleaved1F1B"), (3, "1F1B")}
+_ZERO = [
+    pytest.param(stage, schedule, marks=() if (stage, schedule) in _ZERO_COVERING else pytest.mark.full)
+    for stage in range(4)
+    for schedule in SCHEDULES
+]
+
+
+@pytest.mark.parametrize(("zero_stage", "schedule"), _ZERO)
+def test_zero_shards_what_two_pipelines_hold(ranks, zero_stage, schedule):
+    assert max(ranks(4).run(_two_pipelines, zero_stage, schedule)) <= 1e-6

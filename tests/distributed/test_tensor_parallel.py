@@ -31,7 +31,9 @@ def _build(name: str, **options: Any) -> nn.Module:
 
     torch.manual_seed(0)
     kind, _, variant = name.partition("-")
-    heads = {"num_key_value_heads": {"": 2, "plan": 2, "mqa": 1, "odd": 3}[variant]} if kind != "gpt2" else {}
+    heads = (
+        {"num_key_value_heads": {"": 2, "plan": 2, "vocab": 2, "mqa": 1, "odd": 3}[variant]} if kind != "gpt2" else {}
+    )
     if variant == "odd":
         options |= {"num_attention_heads": 3, "hidden_size": 24}
     decoder = {**DECODER, **heads, **options}
@@ -68,7 +70,8 @@ SLICED = {
 
 
 # Row-sliced products of each model: of its two layers, attention's and the feed-forward part's.
-SUMS = {"llama": 4, "qwen3": 4, "mixtral": 4, "gpt2": 4, "bert": 4, "llama-mqa": 4, "llama-odd": 2, "llama-plan": 2}
+SUMS = {"llama": 4, "qwen3": 4, "mixtral": 4, "gpt2": 4, "bert": 4, "llama-mqa": 4, "llama-odd": 2, "llama-plan": 2,
+        "llama-vocab": 0, "gpt2-vocab": 0}  # fmt: skip
 
 
 class _Sums:
@@ -135,6 +138,25 @@ def test_a_plan_of_the_users(ranks):
     plan = {"model.layers.*.mlp.up_proj": ColwiseParallel(), "model.layers.*.mlp.gate_proj": "colwise",
             "model.layers.*.mlp.down_proj": "rowwise"}  # fmt: skip
     ranks(2).run(_train, "llama-plan", plan=plan, sliced=("mlp.up_proj.weight", "mlp.down_proj.weight"))
+
+
+VOCABULARY = {
+    "llama-vocab": {"model.embed_tokens": "rowwise", "lm_head": "colwise"},
+    "gpt2-vocab": {"transformer.wte": "rowwise"},  # which the output layer shares
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "codegen"),
+    [
+        ("llama-vocab", "eager"),
+        ("gpt2-vocab", "eager"),
+        pytest.param("llama-vocab", "inductor", marks=[pytest.mark.full, pytest.mark.inductor]),
+    ],
+)
+def test_a_vocabulary_is_sliced_and_its_logits_are_not_gathered_for_the_loss(ranks, name, codegen):
+    plan = VOCABULARY[name]
+    ranks(2).run(_train, name, codegen, plan=plan, sliced=tuple(f"{module}.weight" for module in plan))
 
 
 @pytest.mark.full

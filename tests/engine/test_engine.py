@@ -273,7 +273,7 @@ def _refusals() -> None:
     for arguments, message in [
         ({"optimizer": torch.optim.SGD(build(CASE).parameters(), lr=1)}, "which is no parameter of the model"),
         ({"lr_scheduler": _schedule_of_another()}, "StepLR of another optimizer"),
-        ({"mpu": object()}, "mpu is not there yet"),
+        ({"mpu": object()}, r"mpu is a object without get_data_parallel_group\(\)"),
         ({"model": None}, "model is NoneType"),
         ({"config": None}, "no configuration"),
         ({"config": {"train_batch_size": 2}}, "no optimizer: pass one"),

@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from dsgraph.engine.config import NOT_YET, WITHOUT_EFFECT, EngineConfig
+from dsgraph.engine.config import EngineConfig
+from dsgraph.engine.other_keys import NOT_YET, WITHOUT_EFFECT
 from dsgraph.engine.pipeline import pipeline_of
 from dsgraph.engine.read_config import read_config
 from dsgraph.errors import ConfigError

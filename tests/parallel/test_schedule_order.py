@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from dsgraph.errors import OptionError
-from dsgraph.parallel.schedule_order import actions_of, check_order, stages_of_ranks
+from dsgraph.parallel.schedule_order import actions_of, bubble_share, check_order, stages_of_ranks
 
 
 def test_one_forward_one_backward():
@@ -38,3 +38,20 @@ def test_where_stages_lie():
     assert stages_of_ranks("ZBVZeroBubble", ranks=2, stages=4) == [[0, 3], [1, 2]]
     with pytest.raises(OptionError, match="'zbv' is unknown; known are GPipe"):
         stages_of_ranks("zbv", ranks=2, stages=4)
+
+
+def test_the_bubble_of_one_stage_a_rank_is_the_known_one():
+    for kind, batches in (("GPipe", 8), ("1F1B", 16)):
+        slots = check_order(actions_of(None, kind, stages=4, microbatches=batches), stages=4)
+        assert bubble_share(slots) == pytest.approx(3 / (batches + 3))
+
+
+def test_an_action_starts_when_what_it_reads_is_there():
+    joint = "(1F1;1B0)OVERLAP_F_B"
+    slots = check_order({0: ["0F0", "0F1", "0B0", "0B1"], 1: ["1F0", joint, "1B1"]}, stages=2)
+    times = {slot.action: (slot.start, slot.end) for slot in slots}
+    assert times == {
+        **{"0F0": (0, 1), "0F1": (1, 2), "0B0": (5, 7), "0B1": (7, 9)},
+        **{"1F0": (1, 2), joint: (2, 5), "1B1": (5, 7)},
+    }
+    assert next(slot.kinds for slot in slots if slot.action == joint) == [("F", 1), ("B", 2)]

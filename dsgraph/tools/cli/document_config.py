@@ -11,7 +11,8 @@ from typing import Any, Literal, Union, get_args, get_origin
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from dsgraph.engine.config import NOT_YET, WITHOUT_EFFECT, EngineConfig, section_of
+from dsgraph.engine.config import EngineConfig, section_of
+from dsgraph.engine.other_keys import NOT_YET, WITHOUT_EFFECT
 
 _HEAD = """\
 # The engine's configuration

@@ -18,7 +18,7 @@ from .command import Command, CommandError
 
 COMMANDS = (
     *("run", "launch", "ls", "show", "diff", "explain", "collectives", "memory", "ranks", "dot"),
-    *("passes", "config", "export", "import", "bisect", "emit", "plan", "calibrate", "doctor"),
+    *("passes", "config", "export", "import", "bisect", "emit", "plan", "schedule", "sparse", "calibrate", "doctor"),
 )
 """Each in the module of its name, which is loaded when it is called: `doctor` must work where others cannot."""
 
@@ -107,14 +107,17 @@ def load(name: str) -> Command:
 def build_parser() -> argparse.ArgumentParser:
     """The parser of `dsgraph` without a command, which only knows how to help."""
     listing = "\n".join(f"  {command.name:<12} {command.help}" for command in map(load, COMMANDS))
-    return _Parser(
+    parser = _Parser(
         prog="dsgraph",
         usage="dsgraph COMMAND ...",
         description=f"{_DESCRIPTION}\n\n{listing}",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
+        add_help=False,
     )
+    parser.add_argument("-h", "--help", action="help", help=argparse.SUPPRESS)  # the epilog says it
+    return parser
 
 
 def parser_of(command: Command) -> argparse.ArgumentParser:

@@ -8,6 +8,7 @@ from dsgraph import compat
 from dsgraph.compiler.frames import Capture
 from dsgraph.compiler.options import BackendOptions
 from dsgraph.errors import StrictError
+from dsgraph.passes import SparsifyAttention
 from dsgraph.passes.kernels.findings import NOWHERE
 
 from .compile_log import CompileEntry, CompileLog, GivenUp
@@ -84,6 +85,8 @@ def refuse_compile(record: CompileEntry) -> None:
         for note in item.notes:
             if note.endswith(NOWHERE):
                 others = "; ".join(other for other in item.notes if other is not note) or "nothing like it is there"
+                if item.name == SparsifyAttention().name:
+                    raise StrictError(f"strict: {note} of {where}: {others}. Drop the option, {_WITHOUT}")
                 raise StrictError(f"strict: kernel {note} of {where}: {others}. Drop it from 'kernels', {_WITHOUT}")
     if record.unidentified:
         raise StrictError(

@@ -62,7 +62,9 @@ def test_reductions_over_one_axis_after_the_other_are_for_the_same_gradient():
 
 def test_what_is_nobodys_has_its_op_and_shape():
     lines = collective_lines(_lowered(), PassContext(Phase.JOINT))
-    assert lines[0] == "_c10d_functional.all_gather_into_tensor.default [4, 4] torch.float32 over 0"
+    assert (
+        lines[0] == "_c10d_functional.all_gather_into_tensor.default [4, 4] torch.float32 over another group, number 0"
+    )
 
 
 def test_two_gathers_of_one_shape_have_an_order():

@@ -62,3 +62,12 @@ def test_a_given_plan_is_kept_and_its_pieces_are_found():
 
 def _pair() -> tuple[Tensor, Tensor]:
     return torch.randn(12, 8), torch.randn(8, 12)
+
+
+def test_a_vocabulary_is_sliced_with_the_output_layer_that_shares_it():
+    def model(ids: Tensor, table: Tensor) -> Tensor:
+        return F.cross_entropy(F.linear(F.embedding(ids, table), table), ids)
+
+    for rows, slices in ((8192, {"w": Slice(0)}), (64, {})):
+        gm = capture(model, torch.zeros(3, dtype=torch.int64), torch.randn(rows, 4))
+        assert find_slices(gm, named(gm, {1: "w"}), ranks=2).slices == slices

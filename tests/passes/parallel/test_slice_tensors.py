@@ -96,3 +96,24 @@ def test_graphs_without_slices_are_left_alone():
     before = code(gm)
     assert SliceTensors().run(gm, PassContext(Phase.CAPTURE)).changed == 0
     assert code(gm) == before
+
+
+def test_a_loss_over_a_sliced_vocabulary_gathers_nothing():
+    def model(ids: Tensor, table: Tensor) -> Tensor:
+        full = marked(table, 0)
+        return F.cross_entropy(F.linear(F.embedding(ids, full), full), ids, ignore_index=0)
+
+    gm = capture(model, torch.zeros(3, dtype=torch.int64), _leaf(8, 4))
+    assert run_pass(SliceTensors(), gm).notes == ()
+    FileCheck().check("sliced_embedding").check("enter_slices").check("linear").check("sliced_cross_entropy").check_not(
+        "gather_slices"
+    ).run(code(gm))
+
+
+def test_a_loss_with_smoothed_labels_gathers_the_logits():
+    def model(x: Tensor, weight: Tensor, ids: Tensor) -> Tensor:
+        return F.cross_entropy(F.linear(x, marked(weight, 0)), ids, label_smoothing=0.1)
+
+    gm = capture(model, _leaf(3, 4), _leaf(8, 4), torch.zeros(3, dtype=torch.int64))
+    (note,) = run_pass(SliceTensors(), gm).notes
+    assert "smoothed labels" in note

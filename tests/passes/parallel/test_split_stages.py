@@ -49,6 +49,17 @@ def test_the_bottleneck_comes_before_the_bytes():
     assert [sum(node in stage for node in heavy) for stage in plan.stages] == [1, 1, 1]
 
 
+def test_a_slow_link_moves_the_cuts_to_where_less_crosses():
+    captured = _captured(Wide(), torch.ones(2, 4))
+    graph = captured.graph_module.graph
+    costs = dict.fromkeys(graph.nodes, 1.0)
+    for name in ("repeat", "sin"):  # between these two of the last block 1,600 bytes cross
+        costs[[node for node in graph.nodes if node.target == name][-1]] = 200.0
+    even = SplitStages(2).plan(graph, costs)
+    assert even.cut_bytes == (1600,)
+    assert SplitStages(2, seconds_per_byte=1.0).plan(graph, costs).cut_bytes == (32,)
+
+
 class Illegal(nn.Module):
     """Two places where a cut would be wrong: between a tuple and its items, and before a write to what was read."""
 

@@ -15,8 +15,10 @@ LAYOUT = ("--tp", "8", "--pp", "64", "--dp", "8")
 
 def test_the_page_shows_what_is_printed(call):
     page = (ROOT / "docs" / "parallelism.md").read_text()
-    shown = re.findall(r"^```\n\$ dsgraph (plan [^\n]*)\n\n(.*?)^```", page, flags=re.DOTALL | re.MULTILINE)
-    assert len(shown) == 2
+    shown = re.findall(
+        r"^```\n\$ dsgraph ((?:plan|schedule) [^\n]*)\n\n(.*?)^```", page, flags=re.DOTALL | re.MULTILINE
+    )
+    assert len(shown) == 3
     for command, output in shown:
         assert call(*command.split()).out == output
 

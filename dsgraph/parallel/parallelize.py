@@ -1,0 +1,117 @@
+"""`dsgraph.parallelize`: data, tensor and pipeline parallelism in one call."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from dsgraph.errors import OptionError
+from dsgraph.sharding.mesh import parameter_devices
+
+from .pipeline import Materialize, pipeline
+from .pipelined import PipelinedModel
+from .schedule_order import SCHEDULES
+from .tensor_parallel import tensor_parallel
+
+
+def parallelize(
+    model: nn.Module,
+    example_inputs: tuple[Any, ...] = (),
+    *,
+    dp: int = 1,
+    tp: int = 1,
+    pp: int = 1,
+    zero_stage: int = 1,
+    microbatches: int | None = None,
+    example_kwargs: Mapping[str, Any] | None = None,
+    schedule: str = "1F1B",
+    split: str | Sequence[str] = "auto",
+    plan: Literal["auto"] | Mapping[str, Any] = "auto",
+    loss_fn: Callable[[Any, Any], Tensor] | None = None,
+    keep_whole_below: int | None = None,
+    materialize: Materialize | None = None,
+    options: Mapping[str, Any] | None = None,
+) -> PipelinedModel:
+    """Divides an unmodified model over dp x tp x pp ranks: ZeRO, slices of operators, stages.
+
+    Every rank calls it with the same model. Neighbouring ranks share operators (tp), which sends most; then come the
+    ranks that share batches (dp); stages (pp) are farthest apart. A launcher that numbers ranks node by node so keeps
+    tensor slicing inside nodes and has stages across them.
+
+    Args:
+        model: On one device. What `pipeline` and, with `tp`, `tensor_parallel` take.
+        example_inputs: Positional arguments of one micro-batch.
+        dp: Over how many ranks batches are divided.
+        tp: Over how many ranks operators are divided.
+        pp: Over how many ranks layers are divided.
+        zero_stage: How parameters are sharded over the `dp` ranks, 0 to 3.
+        microbatches: How many make a step; None: as many as stages.
+        example_kwargs: Named arguments of one micro-batch.
+        schedule: See `pipeline`.
+        split: See `pipeline`.
+        plan: See `tensor_parallel`.
+        loss_fn: See `pipeline`.
+        keep_whole_below: See `partition`.
+        materialize: See `pipeline`; with `tp` the model has to have values already.
+        options: See `pipeline`.
+
+    Returns:
+        This rank's part of the model: `step(...)` with this rank's batch, equal on all ranks but those of `dp`.
+
+    Raises:
+        OptionError: The sizes do not make up the number of ranks, or an option does not fit.
+        PartitionError: A part of the model cannot be taken.
+    """
+    _check(dp=dp, tp=tp, pp=pp)
+    devices = parameter_devices(model)
+    device = devices[0] if devices and devices[0] != "meta" else _accelerator()
+    mesh = init_device_mesh(device, (pp, dp, tp), mesh_dim_names=("pp", "dp", "tp"))
+    named = dict(example_kwargs or {})
+    if tp > 1:
+        if example_inputs and named:
+            raise OptionError("parallelize: with tp, give example_inputs or example_kwargs, not both")
+        tensor_parallel(model, mesh["tp"], plan=plan, example_inputs=named or example_inputs)
+    stages = pp * (2 if SCHEDULES.get(schedule) else 1)
+    return pipeline(
+        model,
+        mesh["pp"],
+        example_inputs,
+        example_kwargs=named,
+        microbatches=stages if microbatches is None else microbatches,
+        schedule=schedule,
+        split=split,
+        loss_fn=loss_fn,
+        materialize=materialize,
+        data_parallel=mesh["dp"] if dp > 1 else None,
+        zero_stage=zero_stage if dp > 1 else 0,
+        keep_whole_below=keep_whole_below,
+        options=options,
+    )
+
+
+def _check(**sizes: int) -> None:
+    for name, size in sizes.items():
+        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+            raise OptionError(f"parallelize: {name} is {size!r}; it takes a number of ranks, 1 or more")
+    product, world = sizes["dp"] * sizes["tp"] * sizes["pp"], dist.get_world_size()
+    if product != world:
+        written = " x ".join(f"{name} {size}" for name, size in sizes.items())
+        raise OptionError(f"parallelize: {written} are {product} ranks, and there are {world}")
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", world))
+    if sizes["tp"] > 1 and local % sizes["tp"]:
+        warnings.warn(
+            f"parallelize: tp is {sizes['tp']}, and a node has {local} ranks: slices of operators travel between nodes",
+            stacklevel=3,
+        )
+
+
+def _accelerator() -> str:
+    found = torch.accelerator.current_accelerator(check_available=True)
+    return found.type if found is not None else "cpu"

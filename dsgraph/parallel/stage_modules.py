@@ -1,0 +1,94 @@
+"""One stage of a pipeline as torch's schedules run it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage
+from torch.utils.weak import WeakIdKeyDictionary
+
+
+class LossOf:
+    """What torch's schedules call as `loss_fn`: the mean's part of one micro-batch."""
+
+    def __init__(self, loss_fn: Callable[[Any, Any], Tensor] | None, microbatches: int) -> None:
+        self._loss_fn, self.microbatches = loss_fn, microbatches
+
+    def __call__(self, output: Any, target: Any) -> Tensor:
+        """A scalar.
+
+        Args:
+            output: What the last stage returned.
+            target: The micro-batch's rows of `target`.
+        """
+        loss: Tensor = output if self._loss_fn is None else self._loss_fn(output, target)
+        return loss / self.microbatches
+
+
+class StageModule(nn.Module):
+    """One stage as torch's schedules call it: received values by position, root inputs by name."""
+
+    def __init__(self, graph_module: nn.Module, roots: Sequence[str], *, single: bool) -> None:
+        super().__init__()
+        self.graph_module = graph_module
+        self._roots, self._single = tuple(roots), single
+        self._run: Callable[..., Any] = graph_module
+        self._hooked = WeakIdKeyDictionary()
+
+    def compile_graph(self, options: Mapping[str, Any]) -> None:
+        """Lets the backend compile the stage, when it first runs."""
+        self._run = torch.compile(self.graph_module, backend="dsgraph", fullgraph=True, options=dict(options))
+
+    def forward(self, *received: Tensor, **inputs: Tensor) -> Any:
+        """The sent values, contiguous as gloo wants them; the last stage's one result by itself."""
+        for value in received:
+            self._gradient_contiguous(value)
+        sent = self._run(*received, *[inputs[root] for root in self._roots])
+        return sent[0] if self._single else tuple(value.contiguous() for value in sent)
+
+    def _gradient_contiguous(self, received: Tensor) -> None:
+        """Its gradient is sent back, and an autograd formula may give it any strides."""
+        if received.requires_grad and received not in self._hooked:  # torch receives into the same tensor every step
+            received.register_hook(lambda grad: None if grad is None else grad.contiguous())
+            self._hooked[received] = True
+
+
+class TimedStage(PipelineStage):
+    """One stage for torch's schedules, which adds up how long it computes.
+
+    Attributes:
+        busy: Seconds by the host's clock since it was set to 0.
+    """
+
+    busy = 0.0
+
+    def forward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
+        """See torch."""
+        return self._timed(super().forward_one_chunk, *args, **kwargs)
+
+    def backward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
+        """See torch."""
+        return self._timed(super().backward_one_chunk, *args, **kwargs)
+
+    def backward_weight_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
+        """See torch."""
+        return self._timed(super().backward_weight_one_chunk, *args, **kwargs)
+
+    def _timed(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        started = time.perf_counter()
+        try:
+            return run(*args, **kwargs)
+        finally:
+            self.busy += time.perf_counter() - started
+
+
+def stage_buffers(values: Sequence[Tensor], device: torch.device) -> tuple[Tensor, ...]:
+    """Empty tensors like fake ones, which tell torch's schedules what neighbours send."""
+    return tuple(
+        torch.empty(value.shape, dtype=value.dtype, device=device).requires_grad_(value.requires_grad)
+        for value in values
+    )

@@ -1,0 +1,192 @@
+"""Data, tensor and pipeline parallelism at once, against one process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import dsgraph
+from dsgraph.errors import ConfigError, OptionError
+from tests.distributed.test_tensor_parallel import _build
+
+pytestmark = pytest.mark.distributed
+
+MICRO_BATCHES = 2
+
+
+def _ids(step: int) -> torch.Tensor:
+    return torch.randint(1, 64, (4 * MICRO_BATCHES, 8), generator=torch.Generator().manual_seed(step))
+
+
+def _train(dp: int, tp: int, pp: int, zero_stage: int) -> float:
+    """The largest difference of a loss or norm from one process over three steps, relative."""
+    model, alone = _build("llama"), _build("llama")
+    mine = len(_ids(0)) // dp
+    rows = (dist.get_rank() // tp) % dp
+    count = max(MICRO_BATCHES, pp)
+    example = _ids(0)[: mine // count]
+    parts = dsgraph.parallelize(
+        model, dp=dp, tp=tp, pp=pp, zero_stage=zero_stage, microbatches=count,
+        example_kwargs={"input_ids": example, "labels": example}, keep_whole_below=40,
+    )  # fmt: skip
+    optimizers = [torch.optim.AdamW(list(each.parameters()), lr=1e-2, eps=1e-3) for each in (parts, alone)]
+    worst = 0.0
+    for step in range(3):
+        ids = _ids(step)
+        own = ids[rows * mine : (rows + 1) * mine]
+        loss = parts.step(input_ids=own, labels=own)
+        expected = alone(input_ids=ids, labels=ids).loss
+        expected.backward()
+        norms = parts.clip_grad_norm_(0.5), torch.nn.utils.clip_grad_norm_(alone.parameters(), 0.5)
+        for one, other in ((loss, expected.detach()), norms):
+            worst = max(worst, float((one - other).abs() / other.abs()))
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    for name, value in parts.full_parameters().items():
+        other = alone.state_dict()[name]
+        worst = max(worst, float((value - other).abs().max() / other.abs().max()))
+    return worst
+
+
+def test_two_by_two_by_two(ranks):
+    assert max(ranks(8).run(_train, 2, 2, 2, 1)) <= 1e-5
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("zero_stage", (0, 2, 3))
+def test_every_zero_stage(ranks, zero_stage):
+    assert max(ranks(8).run(_train, 2, 2, 2, zero_stage)) <= 1e-5
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("sizes", [(1, 2, 2), (2, 2, 1), (4, 1, 1), (1, 1, 4), (2, 1, 2)])
+def test_other_layouts(ranks, sizes):
+    assert max(ranks(4).run(_train, *sizes, 1)) <= 1e-5
+
+
+def _save(folder: str) -> list[float]:
+    """Losses of two steps after the checkpoint, dp 2 x pp 2."""
+    parts, optimizer = _divided(2, 1, 2, seed=0)
+    _losses(parts, optimizer, 2, first=0)
+    parts.save_checkpoint(folder, optimizer)
+    return _losses(parts, optimizer, 2, first=2)
+
+
+def _resume(folder: str, dp: int, tp: int, pp: int) -> list[float]:
+    parts, optimizer = _divided(dp, tp, pp, seed=1)
+    parts.load_checkpoint(folder, optimizer)
+    return _losses(parts, optimizer, 2, first=2)
+
+
+def _divided(dp: int, tp: int, pp: int, seed: int) -> tuple[dsgraph.PipelinedModel, torch.optim.Optimizer]:
+    model = _build("llama")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(seed)
+    example = _ids(0)[: len(_ids(0)) // dp // MICRO_BATCHES]
+    parts = dsgraph.parallelize(
+        model, dp=dp, tp=tp, pp=pp, zero_stage=2, microbatches=MICRO_BATCHES,
+        example_kwargs={"input_ids": example, "labels": example}, keep_whole_below=40,
+    )  # fmt: skip
+    return parts, torch.optim.AdamW(list(parts.parameters()), lr=1e-2, eps=1e-3)
+
+
+def _losses(parts: dsgraph.PipelinedModel, optimizer: torch.optim.Optimizer, steps: int, first: int) -> list[float]:
+    ranks, losses = parts.data_parallel, []
+    for step in range(first, first + steps):
+        own = _ids(step).chunk(ranks.size())[ranks.rank()] if ranks is not None else _ids(step)
+        losses.append(float(parts.step(input_ids=own, labels=own)))
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+def test_a_checkpoint_of_one_layout_loads_in_another(ranks, tmp_path):
+    expected = ranks(4).run(_save, str(tmp_path))[0]
+    for sizes in ((4, 1, 1), (1, 2, 2)):
+        assert ranks(4).run(_resume, str(tmp_path), *sizes)[0] == pytest.approx(expected, rel=1e-5)
+
+
+def _engine_config(dp: int, tp: int, pp: int, **more: Any) -> dict[str, Any]:
+    return {
+        "train_micro_batch_size_per_gpu": len(_ids(0)) // MICRO_BATCHES // dp,
+        "gradient_accumulation_steps": MICRO_BATCHES,
+        "gradient_clipping": 0.5,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "eps": 1e-3}},
+        "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 4, "warmup_max_lr": 1e-2}},
+        "zero_optimization": {"stage": 1, "param_persistence_threshold": 40},
+        "parallel": {"dp": dp, "tp": tp, "pp": pp},
+        "dsgraph": {"codegen": "eager"},
+        **more,
+    }
+
+
+def _engine(dp: int, tp: int, pp: int) -> Any:
+    rows = len(_ids(0)) // MICRO_BATCHES // dp
+    example = {"input_ids": _ids(0)[:rows], "labels": _ids(0)[:rows]}
+    engine, *_ = dsgraph.initialize(model=_build("llama"), config=_engine_config(dp, tp, pp), example=example)
+    return engine
+
+
+def _engine_steps(engine: Any, first: int) -> list[float]:
+    """Losses and norms of two steps."""
+    found = []
+    for step in range(first, first + 2):
+        copies = engine.module.data_parallel
+        own = _ids(step).chunk(copies.size())[copies.rank()] if copies is not None else _ids(step)
+        found.append(float(engine.train_batch({"input_ids": ids, "labels": ids} for ids in own.chunk(MICRO_BATCHES))))
+        found.append(engine.get_global_grad_norm())
+    return found
+
+
+def _by_engine(folder: str) -> list[float]:
+    engine = _engine(2, 1, 2)
+    first = _engine_steps(engine, 0)
+    engine.save_checkpoint(folder, client_state={"epoch": 3})
+    resumed = _engine(1, 2, 2)
+    path, state = resumed.load_checkpoint(folder)
+    assert path.endswith("global_step2") and state == {"epoch": 3} and resumed.global_steps == 2
+    return first + _engine_steps(resumed, 2)
+
+
+def _engine_alone(folder: str) -> list[float]:
+    engine = _engine(1, 1, 1)
+    return _engine_steps(engine, 0) + _engine_steps(engine, 2)
+
+
+def test_the_engine_trains_what_the_section_parallel_divides(ranks, tmp_path):
+    expected = ranks(1).run(_engine_alone, str(tmp_path))[0]
+    assert ranks(4).run(_by_engine, str(tmp_path))[0] == pytest.approx(expected, rel=1e-5)
+
+
+def _refuse_config() -> None:
+    example = {"input_ids": _ids(0), "labels": _ids(0)}
+    for more, message in (
+        ({"fp16": {"enabled": True}}, "fp16.enabled: it is not there yet beside the section parallel"),
+        ({"optimizer": {"type": "Lamb"}}, "Lamb computes with whole parameters"),
+        ({"parallel": {"dp": 1, "stages": 2}}, "unknown key 'parallel.stages'"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            dsgraph.initialize(model=_build("llama"), config=_engine_config(2, 1, 1, **more), example=example)
+    with pytest.raises(ConfigError, match="needs training_data, or example="):
+        dsgraph.initialize(model=_build("llama"), config=_engine_config(2, 1, 1))
+
+
+def test_keys_that_a_divided_model_does_not_heed_are_refused(ranks):
+    ranks(2).run(_refuse_config)
+
+
+def _refuse() -> None:
+    model = _build("llama")
+    with pytest.raises(OptionError, match=r"dp 2 x tp 2 x pp 1 are 4 ranks, and there are 2"):
+        dsgraph.parallelize(model, dp=2, tp=2)
+    with pytest.raises(OptionError, match="tp is 0; it takes a number of ranks, 1 or more"):
+        dsgraph.parallelize(model, tp=0)
+
+
+def test_sizes_that_do_not_fit_are_refused(ranks):
+    ranks(2).run(_refuse)
