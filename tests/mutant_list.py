@@ -344,7 +344,7 @@ OFFLOAD = (
         killers=("tests/offload/test_optimizer.py",),
     ),
     Mutant(
-        *("chunks-in-one-place", "dsgraph/offload/slots.py", "off by one"),
+        *("chunks-in-one-place", "dsgraph/tiers/slots.py", "off by one"),
         *("os.pwritev, at=self._offsets[slot])", "os.pwritev, at=self._offsets[0])"),
         killers=("tests/offload/test_optimizer.py",),
     ),

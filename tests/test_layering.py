@@ -31,6 +31,7 @@ ORDER = {
     ],
     "dsgraph": [
         ["compat", "errors", "nearest", "files", "json_records", "byte_counts"],
+        ["tiers"],
         ["sharding"],
         ["step"],
         ["compiler"],

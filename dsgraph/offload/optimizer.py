@@ -25,8 +25,7 @@ from torch.optim import Optimizer
 from dsgraph.errors import OffloadError
 from dsgraph.inductor_ext.transfers.buffers import Buffer
 from dsgraph.sharding.rows import own_part
-
-from .slots import SlotFile
+from dsgraph.tiers.slots import SlotFile
 
 CHUNK_BYTES = 32 * 2**20
 """Bytes of state that are read, used and written together. Up to three chunks are in memory at once."""

@@ -1,9 +1,12 @@
-"""`dsgraph::offload`, `dsgraph::finish_offload`, `dsgraph::reload`, `dsgraph::wait_transfer`.
+"""`dsgraph::offload`, `finish_offload`, `reload`, `wait_transfer`; `dsgraph::fetch_parameter`, `store_gradient`.
 
     handle = offload(x, tier)           starts to copy x out of the device's memory
     saved = finish_offload(handle, x)   behind it, x's memory may be used again
     result = reload(saved, ...)         allocates x's like, and starts to fill it
     x_again = wait_transfer(result)     behind it, the numbers are there
+
+    result = fetch_parameter(rows)      starts to read a parameter that lies on disk; wait_transfer(result) as above
+    nothing = store_gradient(g, rows)   writes its gradient there, or adds it to what is there
 
 No op writes to an argument or draws on anything but its arguments, so graphs may hold them as they hold collectives.
 `finish_offload` takes x only to keep its memory from being used again too early, whoever runs the graph. The result of
@@ -80,6 +83,49 @@ def reload(
     return result
 
 
+def _fake_fetch(rows: Tensor) -> Tensor:
+    return torch.empty_like(rows, memory_format=torch.contiguous_format)
+
+
+@define_op(fake=_fake_fetch)
+def fetch_parameter(rows: Tensor) -> Tensor:
+    """Starts to read a stored parameter into a new tensor; to be read behind its `wait_transfer`.
+
+    Args:
+        rows: The parameter's rows as the module holds them: `[r, *]`, in memory that is mapped from a file.
+
+    Raises:
+        TransferError: The parameter is not stored.
+    """
+    result = torch.empty_like(rows, memory_format=torch.contiguous_format)
+    if result.numel():
+        transfers_of(rows.device).fetch(rows, result)
+    return result
+
+
+def _no_gradient(grad: Tensor, rows: Tensor) -> Tensor:
+    return grad.new_zeros(()).expand(grad.shape)
+
+
+@define_op(fake=_no_gradient)
+def store_gradient(grad: Tensor, rows: Tensor) -> Tensor:
+    """Takes a gradient out of memory, to where the parameter lies.
+
+    Args:
+        grad: Of the shape and dtype of `rows`.
+        rows: See `fetch_parameter`.
+
+    Returns:
+        Zeros of the shape of `grad`, in the memory of one element, for autograd to carry on.
+
+    Raises:
+        TransferError: The parameter is not stored, or an earlier gradient could not be written.
+    """
+    if grad.numel():
+        transfers_of(rows.device).stored_parameter(rows).add_gradient(grad)
+    return _no_gradient(grad, rows)
+
+
 def _wait_transfer(result: Tensor) -> Tensor:
     if result.numel():
         transfers_of(result.device).wait(result)
@@ -90,10 +136,15 @@ def _wait_transfer(result: Tensor) -> Tensor:
 torch.library.define("dsgraph::wait_transfer", "(Tensor result) -> Tensor", tags=())
 torch.library.impl("dsgraph::wait_transfer", ("CPU", "CUDA"), _wait_transfer)
 torch.library.register_fake("dsgraph::wait_transfer", lambda result: result)
+# Its result is its argument to autograd as well, which would warn of that.
+_LIBRARY = torch.library.Library("dsgraph", "FRAGMENT")
+for _key in ("Autograd", "ADInplaceOrView"):
+    _LIBRARY.impl("wait_transfer", torch.library.fallthrough_kernel, _key)
 
 
 def register_lowering() -> None:
     """Tells Inductor that a wait's result is its argument, and that the others are calls."""
-    for op in (torch.ops.dsgraph.offload, torch.ops.dsgraph.finish_offload, torch.ops.dsgraph.reload):
+    ops = torch.ops.dsgraph
+    for op in (ops.offload, ops.finish_offload, ops.reload, ops.fetch_parameter, ops.store_gradient):
         lower_as_call(op.default)
     lower_as_wait(torch.ops.dsgraph.wait_transfer.default)

@@ -19,7 +19,7 @@ from .buffers import BufferPool
 from .errors import TransferError
 from .folder import PrivateFolder, usual_root
 from .lanes import lane_of
-from .stored import Reload, Stored, StoredOnDisk, StoredOnHost
+from .stored import Reload, Stored, StoredOnDisk, StoredOnHost, StoredParameter
 
 TIERS = ("host", "disk")
 
@@ -61,6 +61,7 @@ class Transfers:
         self._lane = lane_of(device)
         self._root = root or usual_root()
         self._numbers = count()
+        self._parameters: weakref.WeakValueDictionary[int, StoredParameter] = weakref.WeakValueDictionary()
         self._tickets: weakref.WeakValueDictionary[int, _Ticket] = weakref.WeakValueDictionary()
         self._pending: dict[int, tuple[weakref.ref[Tensor], Reload]] = {}  # address of a result -> its transfer
         self._writing: deque[tuple[Future[None], weakref.ref[StoredOnDisk], int]] = deque()
@@ -111,6 +112,38 @@ class Transfers:
         key = result.data_ptr()
         reload = self._stored(handle).start(_bytes_of(result))
         self._pending[key] = weakref.ref(result, partial(self._give_up, key)), reload
+
+    def keep(self, rows: Tensor, stored: StoredParameter) -> None:
+        """Lets ops find where a parameter lies, by the address of its rows, as long as somebody holds `stored`."""
+        self._parameters[rows.data_ptr()] = stored
+
+    def parameter(self, rows: Tensor) -> StoredParameter | None:
+        """Where a parameter lies whose rows these are; None if they are in memory."""
+        return self._parameters.get(rows.data_ptr())
+
+    def fetch(self, rows: Tensor, result: Tensor) -> None:
+        """Starts to fill `result`, which is of the shape of `rows`, contiguous, with a parameter.
+
+        Raises:
+            TransferError: The parameter is not stored.
+        """
+        key = result.data_ptr()
+        reload = self.stored_parameter(rows).start(_bytes_of(result))
+        self._pending[key] = weakref.ref(result, partial(self._give_up, key)), reload
+
+    def stored_parameter(self, rows: Tensor) -> StoredParameter:
+        """Where a parameter lies.
+
+        Raises:
+            TransferError: It is not stored.
+        """
+        stored = self.parameter(rows)
+        if stored is None:
+            raise TransferError(
+                f"a parameter of shape {list(rows.shape)} was on disk when the graph was compiled, and is not now "
+                "(param.data = ..., a copy of the model): compile the model again"
+            )
+        return stored
 
     def wait(self, result: Tensor) -> None:
         """Lets what the device computes from now on find the numbers in `result`.

@@ -20,7 +20,18 @@ def is_finished_offload(node: Node) -> bool:
 
 def is_reload(node: Node) -> bool:
     """Whether the node allocates a tensor and starts to fill it with what is stored."""
-    return node.op == "call_function" and node.target is ops.reload.default
+    return node.op == "call_function" and node.target in (ops.reload.default, ops.fetch_parameter.default)
+
+
+def is_fetch(node: Node) -> bool:
+    """Whether the node reads a parameter that is stored, or waits for it."""
+    target = node.all_input_nodes[0] if is_transfer_wait(node) else node
+    return target.op == "call_function" and target.target is ops.fetch_parameter.default
+
+
+def is_stored_gradient(node: Node) -> bool:
+    """Whether the node takes a gradient out of memory."""
+    return node.op == "call_function" and node.target is ops.store_gradient.default
 
 
 def is_transfer_wait(node: Node) -> bool:
@@ -30,4 +41,5 @@ def is_transfer_wait(node: Node) -> bool:
 
 def is_transfer(node: Node) -> bool:
     """Whether the node is any of these."""
-    return is_offload(node) or is_finished_offload(node) or is_reload(node) or is_transfer_wait(node)
+    starts = is_offload(node) or is_reload(node) or is_stored_gradient(node)
+    return starts or is_finished_offload(node) or is_transfer_wait(node)

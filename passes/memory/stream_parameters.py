@@ -1,0 +1,96 @@
+"""StreamForwardParameters, StreamBackwardParameters: parameters that lie on disk are read ahead of their use."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch.fx import GraphModule, Node
+
+from dsgraph.passes.analysis.cost import number_of, tensor_bytes
+from dsgraph.passes.core.context import PassContext, Phase
+from dsgraph.passes.core.graph_pass import GraphPass, PassResult
+from dsgraph.passes.ir.graph import come_from, emit, fake_value, placeholders
+
+ops = torch.ops.dsgraph
+
+
+@dataclass(frozen=True)
+class StreamForwardParameters(GraphPass):
+    """Read each parameter that lies on disk while what comes before it computes.
+
+    before:  w = all_gather_into_tensor(rows_a, ...); y = mm(x, w); v = all_gather_into_tensor(rows_b, ...); ...
+    after:   result_a = fetch_parameter(rows_a)
+             a = wait_transfer(result_a); result_b = fetch_parameter(rows_b)
+             w = all_gather_into_tensor(a, ...); y = mm(x, w)
+             b = wait_transfer(result_b); v = all_gather_into_tensor(b, ...); ...
+
+    The wait stands ahead of the first node that reads the rows. Reads are asked for in the order in which they are
+    waited for, each as early as `ahead_bytes` allows; the next one always while the one before is used. What was read
+    is let go of behind its last use. Left alone: parameters in memory, and what is handed on to the backward, which
+    reads the file again.
+
+    Attributes:
+        ahead_bytes: How much may be on its way, or read and not used. Bytes; or the next parameter.
+    """
+
+    ahead_bytes: int = 64 * 2**20
+
+    phase: ClassVar[Phase] = Phase.FORWARD
+    needs_mesh: ClassVar[bool] = True
+
+    def run(self, gm: GraphModule, ctx: PassContext) -> PassResult:
+        stored = [node for node in placeholders(gm) if _is_on_disk(node, ctx) and _readers(node)]
+        if not stored:
+            return PassResult()
+        stored.sort(key=lambda node: min(_readers(node)))
+        waits = list[Node]()
+        sizes = [number_of(rows, tensor_bytes(fake_value(rows))) for rows in stored]
+        start = placeholders(gm)[-1].next
+        for number, rows in enumerate(stored):
+            earlier = _first_together(sizes, number, room=self.ahead_bytes)
+            place = waits[earlier - 1].next if earlier else start
+            readers = _readers(rows)
+            first = min(readers)
+            fetch = come_from(emit(min(place, first), ops.fetch_parameter.default, rows), rows)
+            wait = come_from(emit(first, ops.wait_transfer.default, fetch), rows)
+            for reader in readers:
+                reader.replace_input_with(rows, wait)
+            waits.append(wait)
+        total = sum(sizes)
+        return PassResult(changed=len(stored), done=(f"{len(stored)} parameters from disk, {total} bytes",))
+
+
+@dataclass(frozen=True)
+class StreamBackwardParameters(StreamForwardParameters):
+    """Read each parameter that the backward needs again, likewise.
+
+    before:  w = all_gather_into_tensor(rows_b, ...); dy = mm(dz, t(w)); ...
+    after:   result_b = fetch_parameter(rows_b); b = wait_transfer(result_b)
+             w = all_gather_into_tensor(b, ...); dy = mm(dz, t(w)); ...
+
+    All else as in `StreamForwardParameters`. Left alone besides: what `store_gradient` takes, which is the place in the
+    file, not what is there.
+    """
+
+    phase: ClassVar[Phase] = Phase.BACKWARD
+
+
+def _is_on_disk(node: Node, ctx: PassContext) -> bool:
+    info = ctx.params.get(node.name)
+    return info is not None and info.tier == "disk"
+
+
+def _readers(rows: Node) -> list[Node]:
+    """What reads a parameter's numbers."""
+    return [user for user in rows.users if user.op != "output" and user.target is not ops.store_gradient.default]
+
+
+def _first_together(sizes: Sequence[int], number: int, *, room: int) -> int:
+    """The first of the reads before `number` that may be there as well; the one just before always may."""
+    first = max(number - 1, 0)
+    while first > 0 and sum(sizes[first - 1 : number + 1]) <= room:
+        first -= 1
+    return first
