@@ -106,7 +106,7 @@ class StoredRows(StoredParameter):
             param.register_post_accumulate_grad_hook(lambda _: _accumulated(weak))
 
     @override
-    def start(self, result: Tensor) -> Reload:
+    def start(self) -> Reload:
         return _Fetch(self._file.slots, self._file.slots.read(self._slot))
 
     @override
@@ -127,6 +127,13 @@ class StoredRows(StoredParameter):
         self._writing = self._file.write(self._slot + 1, buffer)
         self._has_arrived = True
         param.grad = None  # so that autograd puts there what it is given, and adds nothing
+
+    @property
+    def holds_gradient(self) -> bool:
+        """Whether the parameter's gradient is here, and nowhere else."""
+        param = self._param() if self._param is not None else None
+        grad = param.grad if param is not None else None
+        return isinstance(grad, DTensor) and grad.to_local().data_ptr() == self.grad.data_ptr()
 
     def read(self) -> tuple[Future[Buffer], Future[Buffer]]:
         """Starts to read the rows and the gradient, each into a buffer that the caller gives back."""
@@ -187,6 +194,29 @@ class StoredRows(StoredParameter):
         if self._writing is not None:
             self._writing.result()
             self._writing = None
+
+
+class ReadRows:
+    """A parameter and its gradient, read as a whole for an update that is written back."""
+
+    def __init__(self, stored: StoredRows) -> None:
+        """Starts to read."""
+        self._stored = stored
+        self._rows, self._grad = stored.read()
+
+    def rows(self) -> Tensor:
+        """`[r, *]`, in memory."""
+        return _view(self._rows.result(), self._stored.rows)
+
+    def grad(self) -> Tensor:
+        """`[r, *]`, in memory."""
+        return _view(self._grad.result(), self._stored.grad)
+
+    def write(self) -> Future[None]:
+        """Starts to write the parameter back. Neither tensor may be used any more."""
+        self._stored.give_back(self._grad.result())
+        self._stored.drop_pages()
+        return self._stored.write_buffer(self._rows.result())
 
 
 class _Fetch(Reload):

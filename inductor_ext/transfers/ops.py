@@ -1,11 +1,12 @@
-"""`dsgraph::offload`, `finish_offload`, `reload`, `wait_transfer`; `dsgraph::fetch_parameter`, `store_gradient`.
+"""Ops that move tensors out of the device's memory and back: activations, parameters, gradients.
 
     handle = offload(x, tier)           starts to copy x out of the device's memory
     saved = finish_offload(handle, x)   behind it, x's memory may be used again
     result = reload(saved, ...)         allocates x's like, and starts to fill it
     x_again = wait_transfer(result)     behind it, the numbers are there
 
-    result = fetch_parameter(rows)      starts to read a parameter that lies on disk; wait_transfer(result) as above
+    handle = fetch_parameter(rows)      starts to read a parameter that lies on disk
+    param = take_parameter(handle, rows)    a new tensor with its numbers
     nothing = store_gradient(g, rows)   writes its gradient there, or adds it to what is there
 
 No op writes to an argument or draws on anything but its arguments, so graphs may hold them as they hold collectives.
@@ -83,23 +84,36 @@ def reload(
     return result
 
 
-def _fake_fetch(rows: Tensor) -> Tensor:
-    return torch.empty_like(rows, memory_format=torch.contiguous_format)
-
-
-@define_op(fake=_fake_fetch)
+@define_op(fake=_fake_handle)
 def fetch_parameter(rows: Tensor) -> Tensor:
-    """Starts to read a stored parameter into a new tensor; to be read behind its `wait_transfer`.
+    """Starts to read a stored parameter.
 
     Args:
         rows: The parameter's rows as the module holds them: `[r, *]`, in memory that is mapped from a file.
 
+    Returns:
+        `[1]` of int64 on the CPU, for `take_parameter`.
+
     Raises:
         TransferError: The parameter is not stored.
     """
-    result = torch.empty_like(rows, memory_format=torch.contiguous_format)
-    if result.numel():
-        transfers_of(rows.device).fetch(rows, result)
+    return transfers_of(rows.device).fetch(rows) if rows.numel() else torch.zeros(1, dtype=torch.int64)
+
+
+def _fake_rows(handle: Tensor, rows: Tensor) -> Tensor:
+    return torch.empty_like(rows, memory_format=torch.contiguous_format)
+
+
+@define_op(fake=_fake_rows)
+def take_parameter(handle: Tensor, rows: Tensor) -> Tensor:
+    """What `fetch_parameter` has read, in a new tensor of the shape of `rows`.
+
+    Raises:
+        TransferError: It could not be read.
+    """
+    result = _fake_rows(handle, rows)
+    if rows.numel():
+        transfers_of(rows.device).take(handle, result)
     return result
 
 
@@ -136,15 +150,12 @@ def _wait_transfer(result: Tensor) -> Tensor:
 torch.library.define("dsgraph::wait_transfer", "(Tensor result) -> Tensor", tags=())
 torch.library.impl("dsgraph::wait_transfer", ("CPU", "CUDA"), _wait_transfer)
 torch.library.register_fake("dsgraph::wait_transfer", lambda result: result)
-# Its result is its argument to autograd as well, which would warn of that.
-_LIBRARY = torch.library.Library("dsgraph", "FRAGMENT")
-for _key in ("Autograd", "ADInplaceOrView"):
-    _LIBRARY.impl("wait_transfer", torch.library.fallthrough_kernel, _key)
 
 
 def register_lowering() -> None:
     """Tells Inductor that a wait's result is its argument, and that the others are calls."""
     ops = torch.ops.dsgraph
-    for op in (ops.offload, ops.finish_offload, ops.reload, ops.fetch_parameter, ops.store_gradient):
+    activations = (ops.offload, ops.finish_offload, ops.reload)
+    for op in (*activations, ops.fetch_parameter, ops.take_parameter, ops.store_gradient):
         lower_as_call(op.default)
     lower_as_wait(torch.ops.dsgraph.wait_transfer.default)

@@ -45,8 +45,8 @@ class StoredParameter(ABC):
     """A parameter whose rows lie outside memory, and have room for their gradient there."""
 
     @abstractmethod
-    def start(self, result: Tensor) -> Reload:
-        """Starts to read the rows into `result`, `[n]` of uint8."""
+    def start(self) -> Reload:
+        """Starts to read the rows."""
 
     @abstractmethod
     def add_gradient(self, grad: Tensor) -> None:

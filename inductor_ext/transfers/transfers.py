@@ -121,15 +121,27 @@ class Transfers:
         """Where a parameter lies whose rows these are; None if they are in memory."""
         return self._parameters.get(rows.data_ptr())
 
-    def fetch(self, rows: Tensor, result: Tensor) -> None:
-        """Starts to fill `result`, which is of the shape of `rows`, contiguous, with a parameter.
+    def fetch(self, rows: Tensor) -> Tensor:
+        """Starts to read a parameter; returns `[1]` of int64, for `take`.
 
         Raises:
             TransferError: The parameter is not stored.
         """
-        key = result.data_ptr()
-        reload = self.stored_parameter(rows).start(_bytes_of(result))
-        self._pending[key] = weakref.ref(result, partial(self._give_up, key)), reload
+        handle = torch.zeros(1, dtype=torch.int64)
+        key = handle.data_ptr()
+        self._pending[key] = weakref.ref(handle, partial(self._give_up, key)), self.stored_parameter(rows).start()
+        return handle
+
+    def take(self, handle: Tensor, result: Tensor) -> None:
+        """Fills `result`, of the parameter's shape, contiguous, with what was read.
+
+        Raises:
+            TransferError: It could not be read, or nothing was asked for under that handle.
+        """
+        found = self._pending.pop(handle.data_ptr(), None)
+        if found is None:
+            raise TransferError("a parameter was taken that no fetch has started to read, or that was taken already")
+        found[1].finish(_bytes_of(result))
 
     def stored_parameter(self, rows: Tensor) -> StoredParameter:
         """Where a parameter lies.

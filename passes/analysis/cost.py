@@ -170,6 +170,7 @@ _EMPTY = (
     torch.ops.dsgraph.finish_offload.default,
     torch.ops.dsgraph.reload.default,
     torch.ops.dsgraph.fetch_parameter.default,
+    torch.ops.dsgraph.take_parameter.default,
     torch.ops.dsgraph.store_gradient.default,
 )
 

@@ -20,13 +20,17 @@ def is_finished_offload(node: Node) -> bool:
 
 def is_reload(node: Node) -> bool:
     """Whether the node allocates a tensor and starts to fill it with what is stored."""
-    return node.op == "call_function" and node.target in (ops.reload.default, ops.fetch_parameter.default)
+    return node.op == "call_function" and node.target is ops.reload.default
 
 
 def is_fetch(node: Node) -> bool:
-    """Whether the node reads a parameter that is stored, or waits for it."""
-    target = node.all_input_nodes[0] if is_transfer_wait(node) else node
-    return target.op == "call_function" and target.target is ops.fetch_parameter.default
+    """Whether the node starts to read a parameter that is stored."""
+    return node.op == "call_function" and node.target is ops.fetch_parameter.default
+
+
+def is_taken(node: Node) -> bool:
+    """Whether the node's result is a stored parameter that was read."""
+    return node.op == "call_function" and node.target is ops.take_parameter.default
 
 
 def is_stored_gradient(node: Node) -> bool:
@@ -41,5 +45,5 @@ def is_transfer_wait(node: Node) -> bool:
 
 def is_transfer(node: Node) -> bool:
     """Whether the node is any of these."""
-    starts = is_offload(node) or is_reload(node) or is_stored_gradient(node)
-    return starts or is_finished_offload(node) or is_transfer_wait(node)
+    of_parameter = is_fetch(node) or is_taken(node) or is_stored_gradient(node)
+    return of_parameter or is_offload(node) or is_finished_offload(node) or is_reload(node) or is_transfer_wait(node)

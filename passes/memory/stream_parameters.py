@@ -13,6 +13,7 @@ from dsgraph.passes.analysis.cost import number_of, tensor_bytes
 from dsgraph.passes.core.context import PassContext, Phase
 from dsgraph.passes.core.graph_pass import GraphPass, PassResult
 from dsgraph.passes.ir.graph import come_from, emit, fake_value, placeholders
+from dsgraph.passes.ir.transfers import is_transfer
 
 ops = torch.ops.dsgraph
 
@@ -22,15 +23,15 @@ class StreamForwardParameters(GraphPass):
     """Read each parameter that lies on disk while what comes before it computes.
 
     before:  w = all_gather_into_tensor(rows_a, ...); y = mm(x, w); v = all_gather_into_tensor(rows_b, ...); ...
-    after:   result_a = fetch_parameter(rows_a)
-             a = wait_transfer(result_a); result_b = fetch_parameter(rows_b)
+    after:   started_a = fetch_parameter(rows_a)
+             a = take_parameter(started_a, rows_a); started_b = fetch_parameter(rows_b)
              w = all_gather_into_tensor(a, ...); y = mm(x, w)
-             b = wait_transfer(result_b); v = all_gather_into_tensor(b, ...); ...
+             b = take_parameter(started_b, rows_b); v = all_gather_into_tensor(b, ...); ...
 
-    The wait stands ahead of the first node that reads the rows. Reads are asked for in the order in which they are
-    waited for, each as early as `ahead_bytes` allows; the next one always while the one before is used. What was read
-    is let go of behind its last use. Left alone: parameters in memory, and what is handed on to the backward, which
-    reads the file again.
+    A parameter is taken ahead of the first node that reads it. Reads are asked for in the order in which they are
+    taken, each as early as `ahead_bytes` allows; the next one always while the one before is used. What was read is let
+    go of behind its last use. Left alone: parameters in memory, and what is handed on to the backward, which reads the
+    file again.
 
     Attributes:
         ahead_bytes: How much may be on its way, or read and not used. Bytes; or the next parameter.
@@ -46,19 +47,19 @@ class StreamForwardParameters(GraphPass):
         if not stored:
             return PassResult()
         stored.sort(key=lambda node: min(_readers(node)))
-        waits = list[Node]()
+        taken = list[Node]()
         sizes = [number_of(rows, tensor_bytes(fake_value(rows))) for rows in stored]
         start = placeholders(gm)[-1].next
         for number, rows in enumerate(stored):
             earlier = _first_together(sizes, number, room=self.ahead_bytes)
-            place = waits[earlier - 1].next if earlier else start
+            place = taken[earlier - 1].next if earlier else start
             readers = _readers(rows)
             first = min(readers)
             fetch = come_from(emit(min(place, first), ops.fetch_parameter.default, rows), rows)
-            wait = come_from(emit(first, ops.wait_transfer.default, fetch), rows)
+            numbers = come_from(emit(first, ops.take_parameter.default, fetch, rows), rows)
             for reader in readers:
-                reader.replace_input_with(rows, wait)
-            waits.append(wait)
+                reader.replace_input_with(rows, numbers)
+            taken.append(numbers)
         total = sum(sizes)
         return PassResult(changed=len(stored), done=(f"{len(stored)} parameters from disk, {total} bytes",))
 
@@ -68,7 +69,7 @@ class StreamBackwardParameters(StreamForwardParameters):
     """Read each parameter that the backward needs again, likewise.
 
     before:  w = all_gather_into_tensor(rows_b, ...); dy = mm(dz, t(w)); ...
-    after:   result_b = fetch_parameter(rows_b); b = wait_transfer(result_b)
+    after:   started_b = fetch_parameter(rows_b); b = take_parameter(started_b, rows_b)
              w = all_gather_into_tensor(b, ...); dy = mm(dz, t(w)); ...
 
     All else as in `StreamForwardParameters`. Left alone besides: what `store_gradient` takes, which is the place in the
@@ -85,7 +86,7 @@ def _is_on_disk(node: Node, ctx: PassContext) -> bool:
 
 def _readers(rows: Node) -> list[Node]:
     """What reads a parameter's numbers."""
-    return [user for user in rows.users if user.op != "output" and user.target is not ops.store_gradient.default]
+    return [user for user in rows.users if user.op != "output" and not is_transfer(user)]
 
 
 def _first_together(sizes: Sequence[int], number: int, *, room: int) -> int:
