@@ -26,13 +26,17 @@ from examples.ranks import Place
 from examples.text import standard_library
 
 
-def build(width: int, layers: int, folder: str) -> GPT:
-    """A model that never is in memory: its parameters go to disk as they are initialised, one module at a time."""
+def build(width: int, layers: int, folder: str | None) -> GPT:
+    """A model that never is in memory: its parameters go to disk as they are initialised, one module at a time.
+
+    Without a folder, they stay in memory.
+    """
     with torch.device("meta"):
         model = GPT(GPTConfig(width=width, heads=max(1, width // 64), layers=layers))
     for block in model.blocks:  # the backward computes a block's inside again
         block.forward = partial(checkpoint, block.forward, use_reentrant=False)
-    dsgraph.partition(model, stage=3, offload={"parameters": "disk", "folder": folder})
+    offload = None if folder is None else {"parameters": "disk", "folder": folder}
+    dsgraph.partition(model, stage=3, offload=offload)
     return dsgraph.materialize(model, "cpu")
 
 
@@ -43,7 +47,9 @@ def train(place: Place, wanted: argparse.Namespace) -> None:
     count = sum(param.numel() for param in model.parameters())
     place.say(f"{count / 1e6:.1f} million parameters on disk after {time.perf_counter() - started:.1f} s")
     optimizer = OptimizerOnDisk(torch.optim.AdamW(model.parameters(), lr=wanted.lr), folder=Path(wanted.folder))
-    compiled = torch.compile(model, backend="dsgraph", options={"codegen": wanted.codegen})
+    compiled = torch.compile(
+        model, backend="dsgraph", options={"codegen": wanted.codegen, "activation_offload": "disk"}
+    )
     text = standard_library()
     for step in range(wanted.steps):
         batch = {"size": wanted.batch, "time": wanted.time, "seed": 0, "rank": place.rank, "world": place.world}
