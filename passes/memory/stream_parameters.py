@@ -47,16 +47,16 @@ class StreamForwardParameters(GraphPass):
         if not stored:
             return PassResult()
         stored.sort(key=lambda node: min(_readers(node)))
-        taken = list[Node]()
+        started, taken = list[Node](), list[Node]()
         sizes = [number_of(rows, tensor_bytes(fake_value(rows))) for rows in stored]
-        start = placeholders(gm)[-1].next
         for number, rows in enumerate(stored):
             earlier = _first_together(sizes, number, room=self.ahead_bytes)
-            place = taken[earlier - 1].next if earlier else start
+            behind = [*started[-1:], *taken[max(earlier - 1, 0) : earlier]]
+            place = max(behind).next if behind else placeholders(gm)[-1].next
             readers = _readers(rows)
             first = min(readers)
-            fetch = come_from(emit(min(place, first), ops.fetch_parameter.default, rows), rows)
-            numbers = come_from(emit(first, ops.take_parameter.default, fetch, rows), rows)
+            started.append(come_from(emit(min(place, first), ops.fetch_parameter.default, rows), rows))
+            numbers = come_from(emit(first, ops.take_parameter.default, started[-1], rows), rows)
             for reader in readers:
                 reader.replace_input_with(rows, numbers)
             taken.append(numbers)
