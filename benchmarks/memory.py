@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
 import shutil
 import subprocess
 from pathlib import Path
+from typing import Literal
 
 import torch
 
@@ -65,6 +67,16 @@ long long allocated_bytes() { std::lock_guard<std::mutex> lock(mutex); return al
 void reset_peak() { std::lock_guard<std::mutex> lock(mutex); peak = live; }
 }
 """
+
+
+def process_bytes(which: Literal["VmRSS", "VmHWM"]) -> int:
+    """What this process takes of memory, or the most that it took since its program started.
+
+    Not by `getrusage`, whose highest value is that of the program before `exec` as well.
+    """
+    found = re.search(rf"^{which}:\s+(\d+) kB$", Path("/proc/self/status").read_text(), re.MULTILINE)
+    assert found is not None
+    return int(found[1]) * 1024
 
 
 def build_counter(folder: Path) -> Path | None:

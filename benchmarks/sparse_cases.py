@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-import resource
 import subprocess
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,6 +15,7 @@ import torch.nn.functional as F  # noqa: N812 - as users write it
 from torch import Tensor
 
 import dsgraph
+from benchmarks.memory import process_bytes
 from dsgraph.sparse import BSLongformer, Fixed, Layout
 
 HEADS, WIDTH = 12, 64  # BERT-base
@@ -61,13 +60,9 @@ def peak_bytes(system: str, length: int) -> int | None:
 
 def _peak(system: str, length: int) -> int:
     seconds(system, inputs(1024))  # what is loaded and made once
-    before = _resident()
+    before = process_bytes("VmRSS")
     seconds(system, inputs(length))
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before
-
-
-def _resident() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+    return process_bytes("VmHWM") - before
 
 
 def density_of(system: str, length: int) -> Any:

@@ -140,6 +140,17 @@ _SPLITS: Columns = {
     "capturing, s": ("capture_s", ".1f"),
     "splitting, s": ("split_s", ".3f"),
 }
+_OFFLOAD: Columns = {
+    "training": ("case", ""),
+    "model states, MB": ("states_mb", ",.0f"),
+    "growth of memory, MB": ("grown_mb", ",.0f"),
+    "parameters ready, s": ("ready_s", ".1f"),
+    "first step, s": ("first_s", ".1f"),
+    "step, s": ("step_s", ".1f"),
+    "bound, s": ("bound_s", ".1f"),
+    "read and written a step, MB": ("moved_mb", ",.0f"),
+    "loss": ("loss", ".6f"),
+}
 _PIPELINES: Columns = {
     "system": ("case", ""),
     "link": ("rate", ""),
@@ -316,6 +327,8 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "activations: figures": _figures("activations-cpu"),
     "limits": _rows("limits-cpu", _LIMITS),
     "limits: figures": _figures("limits-cpu"),
+    "offload": _rows("offload-cpu", _OFFLOAD),
+    "offload: figures": _figures("offload-cpu"),
     "parallel: splits": _rows("parallel-cpu", _SPLITS, having="balance"),
     "parallel": _rows("parallel-cpu", _PIPELINES, having="step_s"),
     "parallel: figures": _figures("parallel-cpu"),

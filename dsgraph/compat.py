@@ -115,6 +115,11 @@ def accumulates(leaf: Any) -> bool:
         return False
 
 
+def autograd_node(leaf: torch.Tensor) -> Any:
+    """The node that adds gradients to the `.grad` of a leaf."""
+    return torch.autograd.graph.get_gradient_edge(leaf).node
+
+
 def keeping_version(tensors: tuple[torch.Tensor, ...]) -> Any:
     """Context in which writes to `tensors` do not invalidate what autograd saved of them."""
     return torch.autograd._unsafe_preserve_version_counter(tensors)

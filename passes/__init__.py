@@ -16,7 +16,9 @@ from .kernels.sparsify_attention import SparsifyAttention
 from .kernels.spec import Derived, Gain, KernelSpec, Match, NearMiss, Setting
 from .kernels.substitute_kernels import SubstituteKernels
 from .memory.offload import OffloadActivations
+from .memory.offload_gradients import OffloadGradients
 from .memory.partition_activations import PartitionActivations
+from .memory.stream_parameters import StreamBackwardParameters, StreamForwardParameters
 from .overlap.bucket_gathers import BucketBackwardGathers, BucketForwardGathers
 from .overlap.bucket_reductions import BucketReductions
 from .overlap.delay_reduction_waits import DelayReductionWaits
@@ -64,6 +66,7 @@ __all__ = [
     "MergeGathers",
     "MeshAxis",
     "OffloadActivations",
+    "OffloadGradients",
     "ParamInfo",
     "Partitioner",
     "PartitionActivations",
@@ -81,6 +84,8 @@ __all__ = [
     "Split",
     "SliceTensors",
     "SparsifyAttention",
+    "StreamBackwardParameters",
+    "StreamForwardParameters",
     "SubstituteKernels",
     "call_of",
     "default_pipeline",

@@ -344,9 +344,27 @@ OFFLOAD = (
         killers=("tests/offload/test_optimizer.py",),
     ),
     Mutant(
-        *("chunks-in-one-place", "dsgraph/offload/slots.py", "off by one"),
+        *("chunks-in-one-place", "dsgraph/tiers/slots.py", "off by one"),
         *("os.pwritev, at=self._offsets[slot])", "os.pwritev, at=self._offsets[0])"),
         killers=("tests/offload/test_optimizer.py",),
+    ),
+    Mutant(
+        *("stored-gradient-of-the-last-micro-batch", "dsgraph/tiers/stored_rows.py", "missing step"),
+        *("                view.add_(_view(earlier, grad))\n", "                pass\n"),
+        killers=("tests/distributed/test_parameters_on_disk.py",),
+    ),
+    Mutant(
+        *("update-of-stored-rows-is-lost", "dsgraph/tiers/stored_rows.py", "missing step"),
+        *(
+            "        return self._stored.write_buffer(self._rows.result())\n",
+            "        return self._stored.write_rows(self._stored.rows)\n",
+        ),
+        killers=("tests/distributed/test_parameters_on_disk.py",),
+    ),
+    Mutant(
+        *("every-parameter-read-at-the-start", "passes/memory/stream_parameters.py", "wrong bound"),
+        *("    while first > 0 and sum(", "    while first > 0 and 0 * sum("),
+        killers=("tests/passes/memory/test_stream_parameters.py",),
     ),
 )
 

@@ -36,6 +36,7 @@ ORDER = {
     ],
     "dsgraph": [
         ["compat", "errors", "nearest", "files", "json_records", "byte_counts"],
+        ["tiers"],
         ["sharding"],
         ["step"],
         ["compiler"],

@@ -41,6 +41,12 @@ def read_facts(gm: GraphModule, inputs: Sequence[Any], module: nn.Module | None 
     axes: dict[str, MeshAxis] = {}
     params: dict[int, ParamInfo] = {}
     roles = input_roles(gm, inputs, module)
+    entries = (entry for state in _states(inputs, module) for entry in state.parameters)
+    on_disk: set[int] = set()
+    for entry in entries:
+        if entry.stored is not None:
+            entry.stored.belongs_to(entry.param)
+            on_disk.add(id(entry.param))
     for number, value in enumerate(inputs):
         if not isinstance(value, DTensor):
             continue
@@ -51,7 +57,7 @@ def read_facts(gm: GraphModule, inputs: Sequence[Any], module: nn.Module | None 
         if not found:
             continue  # somebody else's DTensor
         axes.update({axis.group: axis for axis in found})
-        params[number] = _parameter_info(value, roles[number].parameter)
+        params[number] = _parameter_info(value, roles[number].parameter, on_disk=id(value) in on_disk)
     copies = (number for number, item in roles.items() if item.role is InputRole.GATHERED_COPY)
     return CaptureFacts(
         axes=tuple(axes.values()),
@@ -82,7 +88,7 @@ def _tensor_axis(mesh: DeviceMesh, group: str) -> MeshAxis:
     return MeshAxis(name, mesh.size(dim), group, backend_name(own, mesh.device_type), AxisRole.TENSOR)
 
 
-def _parameter_info(param: DTensor, name: str) -> ParamInfo:
+def _parameter_info(param: DTensor, name: str, *, on_disk: bool) -> ParamInfo:
     split = any(isinstance(placement, Shard) for placement in param.placements)
     return ParamInfo(
         name=name,
@@ -91,6 +97,7 @@ def _parameter_info(param: DTensor, name: str) -> ParamInfo:
         dtype=param.dtype,
         placement="shard" if split else "whole",
         requires_grad=param.requires_grad,
+        tier="disk" if on_disk else "",
     )
 
 

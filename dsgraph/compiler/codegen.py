@@ -18,12 +18,15 @@ from dsgraph.passes import (
     AwaitCopies,
     CaptureFacts,
     InferenceLowering,
+    OffloadGradients,
     Partitioner,
     PassContext,
     PassRecord,
     Phase,
     Pipeline,
     Runner,
+    StreamBackwardParameters,
+    StreamForwardParameters,
 )
 from dsgraph.passes.core.collective_order import collective_lines
 from dsgraph.passes.kernels.patterns import register_kernels
@@ -47,6 +50,9 @@ _HOOKS = ("custom_partitioner_fn", "joint_custom_post_pass")
 # Inductor's search for an order of less memory knows nothing of the time that a transfer takes: it puts every wait
 # right behind its start again, which took 7 % longer a step (GPT of 27 M parameters, 2 ranks, gloo).
 _KEEP_ORDER = ("reorder_for_peak_memory", False)
+
+
+_STREAMING = (OffloadGradients(), StreamForwardParameters(), StreamBackwardParameters())
 
 
 class _Partitioner(Partitioner):
@@ -238,7 +244,9 @@ def unidentified(options: BackendOptions, facts: CaptureFacts) -> tuple[str, ...
 
 
 def _pipeline(options: BackendOptions, facts: CaptureFacts) -> Pipeline:
-    """The passes that have something to do."""
+    """The passes that have something to do, and those for parameters on disk, if there are any."""
+    if any(info.tier for info in facts.params.values()):
+        return options.pipeline + _STREAMING
     return options.pipeline if facts.params or facts.gathered_copies else options.pipeline.without_mesh()
 
 

@@ -73,6 +73,15 @@ class OffloadOptimizerConfig(Section):
     ratio: float = Field(default=1.0, ge=1.0, le=1.0, description="all of the state; a part of it is not there yet")
 
 
+class OffloadParamConfig(Section):
+    """Where parameters and their gradients lie."""
+
+    device: Literal["none", "cpu", "nvme"] = Field(
+        default="none", description='"nvme": on disk; "cpu" is where they lie anyway if the model is trained on the CPU'
+    )
+    nvme_path: str | None = Field(default=None, description="the folder on that disk; it is made if it is not there")
+
+
 class ZeroConfig(Section):
     """What is split over ranks."""
 
@@ -94,6 +103,9 @@ class ZeroConfig(Section):
     )
     offload_optimizer: OffloadOptimizerConfig = Field(
         default_factory=OffloadOptimizerConfig, description="where the optimizer's state lies, see docs/offload.md"
+    )
+    offload_param: OffloadParamConfig = Field(
+        default_factory=OffloadParamConfig, description="where parameters lie, with stage 3, see docs/offload.md"
     )
 
 

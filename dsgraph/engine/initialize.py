@@ -28,7 +28,7 @@ from .divided import check_divided, data_rank, divided_engine
 from .engine import Engine
 from .looks import Looks
 from .mpu import ModelParallel, data_parallel_mesh
-from .offloading import check_offload, offload_notes, offloaded
+from .offloading import check_offload, offload_notes, offloaded, partition_offload
 from .optimizers import Binding, Groups, MakesOptimizer, maker_of, parameters_in, rebound
 from .pipeline import pipeline_of
 from .read_config import ResolvedConfig, load_config, read_config
@@ -236,6 +236,9 @@ def _partition_options(settings: EngineConfig) -> dict[str, Any]:
     threshold = settings.zero_optimization.param_persistence_threshold
     if threshold is not None:
         found["keep_whole_below"] = threshold
+    offload = partition_offload(settings)
+    if offload is not None:
+        found["offload"] = offload
     return found
 
 

@@ -27,6 +27,10 @@ WITHOUT_EFFECT = {
     "zero_optimization.offload_optimizer.pipeline": "reading, computing and writing always overlap",
     "zero_optimization.offload_optimizer.pipeline_read": "reading, computing and writing always overlap",
     "zero_optimization.offload_optimizer.pipeline_write": "reading, computing and writing always overlap",
+    "zero_optimization.offload_param.pin_memory": "parameters on disk pass through buffers that are never pinned",
+    "zero_optimization.offload_param.buffer_count": "64 MiB of parameters are read ahead, or the next parameter",
+    "zero_optimization.offload_param.buffer_size": "64 MiB of parameters are read ahead, or the next parameter",
+    "zero_optimization.offload_param.max_in_cpu": "all sharded parameters lie on disk",
     "disable_allgather": "it chooses an algorithm of DeepSpeed's",
     "checkpoint": "it is about files of DeepSpeed's",
     "flops_profiler.recompute_fwd_factor": "what the backward repeats is no part of the model's operations",
@@ -41,7 +45,6 @@ WITHOUT_EFFECT = {
 """Keys of DeepSpeed that are accepted and change nothing, each with the reason, which is printed."""
 
 NOT_YET = {
-    "zero_optimization.offload_param": "offloading",
     "zero_optimization.zero_hpz_partition_size": "a secondary partition",
     "zero_optimization.zero_quantized_weights": "quantised communication",
     "zero_optimization.zero_quantized_gradients": "quantised communication",

@@ -25,8 +25,8 @@ from torch.optim import Optimizer
 from dsgraph.errors import OffloadError
 from dsgraph.inductor_ext.transfers.buffers import Buffer
 from dsgraph.sharding.rows import own_part
-
-from .slots import SlotFile
+from dsgraph.tiers.slots import SlotFile
+from dsgraph.tiers.stored_rows import ReadRows, stored_rows
 
 CHUNK_BYTES = 32 * 2**20
 """Bytes of state that are read, used and written together. Up to three chunks are in memory at once."""
@@ -151,28 +151,37 @@ class OptimizerOnDisk(Optimizer):
         return loss
 
     def _step_chunks(self, numbers: Sequence[int]) -> None:
-        writing: Future[None] | None = None
-        reading = self._stored.start_read(numbers[0]) if numbers else None
+        writing: Sequence[Future[None]] = ()
+        reading = self._start_read(numbers[0]) if numbers else None
         for place, number in enumerate(numbers):
             assert reading is not None
-            buffer = reading.result()
-            if writing is not None:
-                writing.result()
-            reading = self._stored.start_read(numbers[place + 1]) if place + 1 < len(numbers) else None
-            with self._holding(number, buffer) as leaves:
+            buffer, parameters = reading.result()
+            _wait_for(writing)
+            reading = self._start_read(numbers[place + 1]) if place + 1 < len(numbers) else None
+            with self._holding(number, buffer, parameters) as leaves:
                 self.inner.step()
                 self._stored.take_over(number, buffer, [self.inner.state[leaf] for leaf in leaves])
-            writing = self._file.write(number, buffer)
-        if writing is not None:
-            writing.result()
+            writing = [self._file.write(number, buffer), *(item.write() for item in parameters.values())]
+        _wait_for(writing)
+
+    def _start_read(self, number: int) -> _Reading:
+        """Starts to read the state of a chunk, and those of its parameters that lie on disk as well."""
+        found = {param: stored_rows(own_part(param)) for param in self.chunks[number].params}
+        on_disk = {param: ReadRows(rows) for param, rows in found.items() if rows is not None and rows.holds_gradient}
+        return _Reading(self._stored.start_read(number), on_disk)
 
     @contextmanager
-    def _holding(self, number: int, buffer: Buffer) -> Iterator[list[Tensor]]:
+    def _holding(self, number: int, buffer: Buffer, parameters: Mapping[Tensor, ReadRows]) -> Iterator[list[Tensor]]:
         """Inside, the inner optimizer holds a chunk alone: this rank's rows, with gradients and state."""
         chunk, groups = self.chunks[number], self.inner.param_groups
-        leaves = [own_part(param).detach() for param in chunk.params]
+        leaves = [
+            parameters[param].rows() if param in parameters else own_part(param).detach() for param in chunk.params
+        ]
         for leaf, param, places in zip(leaves, chunk.params, chunk.places, strict=True):
-            leaf.grad = None if param.grad is None else own_part(param.grad)
+            if param in parameters:
+                leaf.grad = parameters[param].grad()
+            else:
+                leaf.grad = None if param.grad is None else own_part(param.grad)
             known = self._stored.small(param)
             if known is not None:
                 self.inner.state[leaf] = {**known, **{place.key: place.view(buffer, leaf) for place in places}}
@@ -185,6 +194,23 @@ class OptimizerOnDisk(Optimizer):
         finally:
             self.inner.param_groups = groups
             self.inner.state = defaultdict(dict)
+
+
+@dataclass(frozen=True)
+class _Reading:
+    """What of a chunk is on its way into memory."""
+
+    state: Future[Buffer]
+    parameters: Mapping[Tensor, ReadRows]
+
+    def result(self) -> tuple[Buffer, Mapping[Tensor, ReadRows]]:
+        """All of it, when it is there."""
+        return self.state.result(), self.parameters
+
+
+def _wait_for(writing: Sequence[Future[None]]) -> None:
+    for future in writing:
+        future.result()
 
 
 class _StoredState(MutableMapping[Tensor, dict[str, Any]]):

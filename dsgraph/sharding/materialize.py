@@ -152,8 +152,9 @@ def _materialize_module(
 
 def _keep_rows(entry: ShardedParameter, state: PartitionedModel, full: Tensor) -> None:
     meta = entry.param
+    rows = local_rows(full, entry.layout, state.mesh)
     local = DTensor.from_local(
-        local_rows(full, entry.layout, state.mesh),
+        rows if entry.stored is None else entry.stored.fill(rows),
         state.mesh,
         placements_for(entry.layout, state.mesh),
         run_check=False,
@@ -162,6 +163,8 @@ def _keep_rows(entry: ShardedParameter, state: PartitionedModel, full: Tensor) -
     )
     shard = nn.Parameter(local, requires_grad=meta.requires_grad)
     shard.__dict__.update(meta.__dict__)
+    if entry.stored is not None:
+        entry.stored.belongs_to(shard)  # type: ignore[arg-type]
     for owner, attribute in entry.owners:
         owner._parameters[attribute] = shard
     state.note_materialized(entry)

@@ -21,6 +21,7 @@ from .classes import plain_class, swap_classes
 from .eager_agreement import VARIABLE, patience_of
 from .layout import Layout
 from .mesh import mesh_axes, resolve_mesh
+from .offloaded import give_places, read_offload, refuse_other_devices
 from .pretrained import methods_for
 from .refusals import refuse_early_optimizers, refuse_hidden_references, refuse_model, refuse_parameters
 from .repeated_blocks import find_blocks, read_blocks, region_methods
@@ -43,6 +44,7 @@ def partition(
     reduce_dtype: torch.dtype | None = None,
     keep_whole_below: int | None = None,
     regions: Literal["auto", "none"] | Sequence[str] | None = None,
+    offload: Mapping[str, str] | None = None,
 ) -> ModelT:
     """Turns the parameters of `model` into `DTensor` shards, in place; nothing else about the model changes.
 
@@ -67,6 +69,10 @@ def partition(
         regions: Which blocks Dynamo captures once, to be called for each: "auto" takes all blocks of a list of modules
             that have equal classes and parameters, "none" none; a list names lists of modules, such as
             ["model.layers"]. None: "none".
+        offload: What lies elsewhere than in memory, for stage 3 on the CPU: {"parameters": "disk", "folder":
+            "/scratch"}. This rank's rows of sharded parameters, and their gradients, lie in a file below the folder,
+            which goes when the process ends; compiled graphs read each ahead of its use. See docs/offload.md. None:
+            nothing.
 
     Returns:
         `model` itself.
@@ -83,6 +89,7 @@ def partition(
         "reduce_dtype": reduce_dtype,
         "keep_whole_below": keep_whole_below,
         "regions": None if regions is None else read_blocks(regions),
+        "offload_folder": None if offload is None else read_offload(offload, stage),
     }
     given: dict[str, Any] = {name: value for name, value in arguments.items() if value is not None}
     parts = partitioned_parts(model)
@@ -91,6 +98,8 @@ def partition(
         _take_in(model, part)
         return model
     additions = Additions(model, dict(model.named_parameters()), [], [])
+    if offload is not None:
+        refuse_other_devices(additions.parameters)
     _refuse(additions)
     mesh = resolve_mesh(mesh, model)
     part = PartitionedModel(mesh, mesh_axes(mesh), replace(_DEFAULTS, **given), model)
@@ -134,9 +143,10 @@ def _apply(additions: Additions, part: PartitionedModel) -> None:
     owners, entries = _owners(model), []
     for name, param in additions.parameters.items():
         reason = _why_replicated(param, part)
-        entry = ShardedParameter(name, owners[param], _layout_for(param, part, whole=bool(reason)), reason)
-        _replace(entry, _shard(param, entry.layout, part.mesh))
-        entries.append(entry)
+        entries.append(ShardedParameter(name, owners[param], _layout_for(param, part, whole=bool(reason)), reason))
+    give_places(entries, part)
+    for entry, param in zip(entries, additions.parameters.values(), strict=True):
+        _replace(entry, _shard(param, entry, part.mesh))
     equalise_buffers(model, part)
     swap_classes(model, part, [*part.parameters, *entries], partial(_methods, blocks=found.blocks))
     part.no_regions = found.left_out
@@ -201,11 +211,13 @@ def _layout_for(param: nn.Parameter, part: PartitionedModel, *, whole: bool) -> 
     )
 
 
-def _shard(param: nn.Parameter, layout: Layout, mesh: DeviceMesh) -> nn.Parameter:
-    full = param.detach().contiguous()
+def _shard(param: nn.Parameter, entry: ShardedParameter, mesh: DeviceMesh) -> nn.Parameter:
+    full, layout = param.detach().contiguous(), entry.layout
     if not full.is_meta:
         broadcast_from_first(full, mesh)
     local = local_rows(full, layout, mesh)
+    if entry.stored is not None and not full.is_meta:
+        local = entry.stored.fill(local)
     value = DTensor.from_local(
         local,
         mesh,
@@ -217,6 +229,8 @@ def _shard(param: nn.Parameter, layout: Layout, mesh: DeviceMesh) -> nn.Paramete
     shard = nn.Parameter(value, requires_grad=param.requires_grad)
     shard.__dict__.update(param.__dict__)  # what users and libraries note on parameters, such as `no_decay`
     forget_memory(shard)
+    if entry.stored is not None and not full.is_meta:
+        entry.stored.belongs_to(shard)  # type: ignore[arg-type]
     refuse_replaced_data(shard, "")
     return shard
 

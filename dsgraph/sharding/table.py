@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from dsgraph.errors import PartitionError
 from dsgraph.inductor_ext import chunk_rows, resolve_group
 from dsgraph.passes import MeshAxis
+from dsgraph.tiers.stored_rows import StoredRows
 
 from .eager_agreement import Intent, eager_agreements, is_outside
 from .layout import Layout
@@ -34,12 +35,14 @@ class ShardedParameter:
         owners: The modules that hold it, each with its name there.
         layout: How it is laid out.
         replicated_because: Why every rank holds all of it; empty for a sharded parameter.
+        stored: Where this rank's rows lie that are not in memory.
     """
 
     name: str
     owners: list[tuple[nn.Module, str]]
     layout: Layout
     replicated_because: str = ""
+    stored: StoredRows | None = None
 
     @property
     def param(self) -> DTensor:
@@ -74,6 +77,7 @@ class PartitionArguments:
     reduce_dtype: torch.dtype | None
     keep_whole_below: int
     regions: Literal["auto", "none"] | tuple[str, ...] = "none"
+    offload_folder: str = ""
 
 
 @dataclass(eq=False)

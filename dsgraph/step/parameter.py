@@ -66,7 +66,7 @@ class ParameterState(ShardedParameter):
         # A copy of the model has no part in the step.
         gathered_copy = None if self.layout.zero.gathers_each_use else self.gathered_copy
         nothing = {"leaf": None, "accumulated_grad": None, "is_summed": False, "withheld": None}
-        noted = {"hooked_leaf": 0, "hooked_param": 0, "noted_version": -1}
+        noted = {"hooked_leaf": 0, "hooked_param": 0, "noted_version": -1, "stored": None}
         return {**self.__dict__, **nothing, **noted, "gathered_copy": gathered_copy}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

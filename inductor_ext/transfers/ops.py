@@ -1,9 +1,13 @@
-"""`dsgraph::offload`, `dsgraph::finish_offload`, `dsgraph::reload`, `dsgraph::wait_transfer`.
+"""Ops that move tensors out of the device's memory and back: activations, parameters, gradients.
 
     handle = offload(x, tier)           starts to copy x out of the device's memory
     saved = finish_offload(handle, x)   behind it, x's memory may be used again
     result = reload(saved, ...)         allocates x's like, and starts to fill it
     x_again = wait_transfer(result)     behind it, the numbers are there
+
+    handle = fetch_parameter(rows)      starts to read a parameter that lies on disk
+    param = take_parameter(handle, rows)    a new tensor with its numbers
+    nothing = store_gradient(g, rows)   writes its gradient there, or adds it to what is there
 
 No op writes to an argument or draws on anything but its arguments, so graphs may hold them as they hold collectives.
 `finish_offload` takes x only to keep its memory from being used again too early, whoever runs the graph. The result of
@@ -80,6 +84,62 @@ def reload(
     return result
 
 
+@define_op(fake=_fake_handle)
+def fetch_parameter(rows: Tensor) -> Tensor:
+    """Starts to read a stored parameter.
+
+    Args:
+        rows: The parameter's rows as the module holds them: `[r, *]`, in memory that is mapped from a file.
+
+    Returns:
+        `[1]` of int64 on the CPU, for `take_parameter`.
+
+    Raises:
+        TransferError: The parameter is not stored.
+    """
+    return transfers_of(rows.device).fetch(rows) if rows.numel() else torch.zeros(1, dtype=torch.int64)
+
+
+def _fake_rows(handle: Tensor, rows: Tensor) -> Tensor:
+    return torch.empty_like(rows, memory_format=torch.contiguous_format)
+
+
+@define_op(fake=_fake_rows)
+def take_parameter(handle: Tensor, rows: Tensor) -> Tensor:
+    """What `fetch_parameter` has read, in a new tensor of the shape of `rows`.
+
+    Raises:
+        TransferError: It could not be read.
+    """
+    result = _fake_rows(handle, rows)
+    if rows.numel():
+        transfers_of(rows.device).take(handle, result)
+    return result
+
+
+def _no_gradient(grad: Tensor, rows: Tensor) -> Tensor:
+    return grad.new_zeros(()).expand(grad.shape)
+
+
+@define_op(fake=_no_gradient)
+def store_gradient(grad: Tensor, rows: Tensor) -> Tensor:
+    """Takes a gradient out of memory, to where the parameter lies.
+
+    Args:
+        grad: Of the shape and dtype of `rows`.
+        rows: See `fetch_parameter`.
+
+    Returns:
+        Zeros of the shape of `grad`, in the memory of one element, for autograd to carry on.
+
+    Raises:
+        TransferError: The parameter is not stored, or an earlier gradient could not be written.
+    """
+    if grad.numel():
+        transfers_of(rows.device).stored_parameter(rows).add_gradient(grad)
+    return _no_gradient(grad, rows)
+
+
 def _wait_transfer(result: Tensor) -> Tensor:
     if result.numel():
         transfers_of(result.device).wait(result)
@@ -94,6 +154,8 @@ torch.library.register_fake("dsgraph::wait_transfer", lambda result: result)
 
 def register_lowering() -> None:
     """Tells Inductor that a wait's result is its argument, and that the others are calls."""
-    for op in (torch.ops.dsgraph.offload, torch.ops.dsgraph.finish_offload, torch.ops.dsgraph.reload):
+    ops = torch.ops.dsgraph
+    activations = (ops.offload, ops.finish_offload, ops.reload)
+    for op in (*activations, ops.fetch_parameter, ops.take_parameter, ops.store_gradient):
         lower_as_call(op.default)
     lower_as_wait(torch.ops.dsgraph.wait_transfer.default)

@@ -41,6 +41,18 @@ class Stored(ABC):
         """Starts the transfer back into `result`, `[n]` of uint8. It may be started again, for another result."""
 
 
+class StoredParameter(ABC):
+    """A parameter whose rows lie outside memory, and have room for their gradient there."""
+
+    @abstractmethod
+    def start(self) -> Reload:
+        """Starts to read the rows."""
+
+    @abstractmethod
+    def add_gradient(self, grad: Tensor) -> None:
+        """Starts to store a gradient, or adds it to the one that is there; `grad` may be written over afterwards."""
+
+
 class StoredOnHost(Stored):
     """Bytes in a buffer of a pool."""
 

@@ -19,7 +19,7 @@ from .buffers import BufferPool
 from .errors import TransferError
 from .folder import PrivateFolder, usual_root
 from .lanes import lane_of
-from .stored import Reload, Stored, StoredOnDisk, StoredOnHost
+from .stored import Reload, Stored, StoredOnDisk, StoredOnHost, StoredParameter
 
 TIERS = ("host", "disk")
 
@@ -61,6 +61,7 @@ class Transfers:
         self._lane = lane_of(device)
         self._root = root or usual_root()
         self._numbers = count()
+        self._parameters: weakref.WeakValueDictionary[int, StoredParameter] = weakref.WeakValueDictionary()
         self._tickets: weakref.WeakValueDictionary[int, _Ticket] = weakref.WeakValueDictionary()
         self._pending: dict[int, tuple[weakref.ref[Tensor], Reload]] = {}  # address of a result -> its transfer
         self._writing: deque[tuple[Future[None], weakref.ref[StoredOnDisk], int]] = deque()
@@ -111,6 +112,50 @@ class Transfers:
         key = result.data_ptr()
         reload = self._stored(handle).start(_bytes_of(result))
         self._pending[key] = weakref.ref(result, partial(self._give_up, key)), reload
+
+    def keep(self, rows: Tensor, stored: StoredParameter) -> None:
+        """Lets ops find where a parameter lies, by the address of its rows, as long as somebody holds `stored`."""
+        self._parameters[rows.data_ptr()] = stored
+
+    def parameter(self, rows: Tensor) -> StoredParameter | None:
+        """Where a parameter lies whose rows these are; None if they are in memory."""
+        return self._parameters.get(rows.data_ptr())
+
+    def fetch(self, rows: Tensor) -> Tensor:
+        """Starts to read a parameter; returns `[1]` of int64, for `take`.
+
+        Raises:
+            TransferError: The parameter is not stored.
+        """
+        handle = torch.zeros(1, dtype=torch.int64)
+        key = handle.data_ptr()
+        self._pending[key] = weakref.ref(handle, partial(self._give_up, key)), self.stored_parameter(rows).start()
+        return handle
+
+    def take(self, handle: Tensor, result: Tensor) -> None:
+        """Fills `result`, of the parameter's shape, contiguous, with what was read.
+
+        Raises:
+            TransferError: It could not be read, or nothing was asked for under that handle.
+        """
+        found = self._pending.pop(handle.data_ptr(), None)
+        if found is None:
+            raise TransferError("a parameter was taken that no fetch has started to read, or that was taken already")
+        found[1].finish(_bytes_of(result))
+
+    def stored_parameter(self, rows: Tensor) -> StoredParameter:
+        """Where a parameter lies.
+
+        Raises:
+            TransferError: It is not stored.
+        """
+        stored = self.parameter(rows)
+        if stored is None:
+            raise TransferError(
+                f"a parameter of shape {list(rows.shape)} was on disk when the graph was compiled, and is not now "
+                "(param.data = ..., a copy of the model): compile the model again"
+            )
+        return stored
 
     def wait(self, result: Tensor) -> None:
         """Lets what the device computes from now on find the numbers in `result`.

@@ -90,8 +90,11 @@ class MemoryBudget:
 
 
 def parameter_needs(params: Iterable[ParamInfo]) -> dict[MemoryPart, int]:
-    """What a step needs for parameters: shards, and for those that are trained gradients and an optimizer's state."""
-    known = list(params)
+    """What a step needs for parameters: shards, and for those that are trained gradients and an optimizer's state.
+
+    Of those that lie on disk nothing stays in memory; their optimizer's state is taken for being there as well.
+    """
+    known = [info for info in params if not info.tier]
     trained = sum(shard_bytes(info) for info in known if info.requires_grad)
     return {
         MemoryPart.PARAMETERS: sum(map(shard_bytes, known)),

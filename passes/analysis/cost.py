@@ -169,6 +169,9 @@ _EMPTY = (
     torch.ops.dsgraph.offload.default,
     torch.ops.dsgraph.finish_offload.default,
     torch.ops.dsgraph.reload.default,
+    torch.ops.dsgraph.fetch_parameter.default,
+    torch.ops.dsgraph.take_parameter.default,
+    torch.ops.dsgraph.store_gradient.default,
 )
 
 # These read as much of their first argument as they write.

@@ -19,6 +19,7 @@ class ParamInfo:
         dtype: Master dtype.
         placement: "shard" (rows split over `group`) or "whole".
         requires_grad: False for a frozen parameter.
+        tier: "disk" where the rows lie there, "" in memory.
     """
 
     name: str
@@ -27,3 +28,4 @@ class ParamInfo:
     dtype: torch.dtype
     placement: str
     requires_grad: bool
+    tier: str = ""

@@ -7,6 +7,7 @@ from torch.fx import Node
 from .coalesced import waits_of
 from .collectives import is_collective
 from .graph import is_barrier
+from .transfers import is_stored_gradient
 
 
 def made_of(started: Node) -> list[Node] | str:
@@ -24,6 +25,8 @@ def made_of(started: Node) -> list[Node] | str:
             found.add(user)
             frontier.append(user)
     for node in sorted(found.difference(waits)):
+        if is_stored_gradient(node):
+            continue  # it takes an input besides, the place in the file
         if any(source not in found for source in node.all_input_nodes):
             return f"{node.name} computes with what it reduces and with other values"
     return sorted(found)

@@ -23,6 +23,21 @@ def is_reload(node: Node) -> bool:
     return node.op == "call_function" and node.target is ops.reload.default
 
 
+def is_fetch(node: Node) -> bool:
+    """Whether the node starts to read a parameter that is stored."""
+    return node.op == "call_function" and node.target is ops.fetch_parameter.default
+
+
+def is_taken(node: Node) -> bool:
+    """Whether the node's result is a stored parameter that was read."""
+    return node.op == "call_function" and node.target is ops.take_parameter.default
+
+
+def is_stored_gradient(node: Node) -> bool:
+    """Whether the node takes a gradient out of memory."""
+    return node.op == "call_function" and node.target is ops.store_gradient.default
+
+
 def is_transfer_wait(node: Node) -> bool:
     """Whether the node waits for a reload."""
     return node.op == "call_function" and node.target is ops.wait_transfer.default
@@ -30,4 +45,5 @@ def is_transfer_wait(node: Node) -> bool:
 
 def is_transfer(node: Node) -> bool:
     """Whether the node is any of these."""
-    return is_offload(node) or is_finished_offload(node) or is_reload(node) or is_transfer_wait(node)
+    of_parameter = is_fetch(node) or is_taken(node) or is_stored_gradient(node)
+    return of_parameter or is_offload(node) or is_finished_offload(node) or is_reload(node) or is_transfer_wait(node)

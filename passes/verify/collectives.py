@@ -20,6 +20,7 @@ from dsgraph.passes.ir.gathers import PREPARATIONS
 from dsgraph.passes.ir.graph import KEPT, bound_arguments, is_gather_marker, is_view, is_wait
 from dsgraph.passes.ir.mesh_axis import AxisRole
 from dsgraph.passes.ir.save_plan import Choice, must
+from dsgraph.passes.ir.transfers import is_taken
 
 from .in_flight import Violation, writes_in_flight
 from .memory import MemoryFacts
@@ -118,6 +119,8 @@ def _inputs_of(node: Node) -> list[str]:
         node = frontier.pop()
         if node.op == "placeholder":
             found.append(node.name)
+        elif is_taken(node):
+            frontier.append(node.all_input_nodes[-1])
         elif is_view(node) or node.target in (*PREPARATIONS, aten.clone.default, aten.cat.default):
             frontier.extend(node.all_input_nodes)
         else:

@@ -7,7 +7,14 @@ from collections.abc import Iterator
 from torch.fx import GraphModule, Node
 
 from dsgraph.passes.ir.op_traits import written_nodes
-from dsgraph.passes.ir.transfers import is_finished_offload, is_offload, is_reload, is_transfer_wait
+from dsgraph.passes.ir.transfers import (
+    is_fetch,
+    is_finished_offload,
+    is_offload,
+    is_reload,
+    is_taken,
+    is_transfer_wait,
+)
 
 from .memory import MemoryFacts, Roots
 
@@ -24,6 +31,8 @@ def wrong_transfers(gm: GraphModule, memory: MemoryFacts) -> Iterator[Violation]
             yield from _wrong_end(node)
         elif is_reload(node):
             yield from _wrong_wait(node)
+        elif is_fetch(node):
+            yield from _wrong_take(node)
         elif is_finished_offload(node):
             yield from _wrong_source(node, leaving, memory)
         elif leaving:
@@ -55,6 +64,16 @@ def _wrong_source(end: Node, leaving: dict[Node, Roots], memory: MemoryFacts) ->
             f"source {end.name}",
             f"{end.name} ends an offload of {handle}, but keeps {source.name} alive; it must be given the tensor that "
             "is offloaded",
+        )
+
+
+def _wrong_take(fetch: Node) -> Iterator[Violation]:
+    takes = [user for user in fetch.users if is_taken(user) and user.args[1] is fetch.args[0]]
+    if len(takes) != 1 or len(fetch.users) != 1:
+        yield (
+            f"fetch {fetch.name}",
+            f"fetch_parameter {fetch.name} has {len(takes)} take_parameter of {fetch.args[0]} and {len(fetch.users)} "
+            "users; its one user must be its one take_parameter, of the same parameter",
         )
 
 

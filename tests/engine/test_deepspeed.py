@@ -128,6 +128,9 @@ def test_defaults_are_those_of_deepspeed():
     ):
         for name, value in section.model_dump().items():
             if name not in OWN_DEFAULTS and name != "overlap_comm":  # theirs follows the stage
+                if isinstance(value, dict):  # of sections, none is the same as one with device "none"
+                    assert (value["device"], getattr(theirs, name)) == ("none", None), name
+                    continue
                 assert value == getattr(theirs, name), name
     for name in ("gradient_clipping", "steps_per_print", "dump_state", "communication_data_type", "train_batch_size"):
         assert getattr(mine, name) == getattr(constants, f"{name.upper()}_DEFAULT"), name

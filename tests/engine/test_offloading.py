@@ -1,4 +1,4 @@
-"""`offload_optimizer` of the configuration: the same training, with the optimizer's state on disk."""
+"""`offload_optimizer` and `offload_param` of the configuration: the same training, with that on disk."""
 
 from __future__ import annotations
 
@@ -22,11 +22,13 @@ def _offload(device: str = "nvme", **more: Any) -> dict[str, Any]:
     return {"offload_optimizer": {"device": device, **more}}
 
 
-def _engine(stage: int, folder: str | None, micro_batches: int) -> dsgraph.Engine:
+def _engine(stage: int, folder: str | None, micro_batches: int, *, parameters: bool = False) -> dsgraph.Engine:
     torch.compiler.reset()
     settings = config(stage, gradient_clipping=0.5, gradient_accumulation_steps=micro_batches)
     if folder is not None:
         settings["zero_optimization"] |= _offload(nvme_path=folder)
+        if parameters:
+            settings["zero_optimization"]["offload_param"] = {"device": "nvme", "nvme_path": folder}
     engine = dsgraph.initialize(model=build(CASE), config=settings)[0]
     assert isinstance(engine.optimizer, OptimizerOnDisk) is (folder is not None)
     return engine
@@ -39,15 +41,16 @@ def _train(engine: dsgraph.Engine, first: int, last: int) -> list[torch.Tensor]:
     return [full(param.detach()) for param in engine.module.parameters()]
 
 
-def _check(stage: int, micro_batches: int, place: str) -> None:
-    usual, on_disk = _engine(stage, None, micro_batches), _engine(stage, f"{place}/disk", micro_batches)
+def _check(stage: int, micro_batches: int, parameters: bool, place: str) -> None:
+    usual = _engine(stage, None, micro_batches)
+    on_disk = _engine(stage, f"{place}/disk", micro_batches, parameters=parameters)
     for mine, theirs in zip(_train(on_disk, 0, 4), _train(usual, 0, 4), strict=True):
         assert torch.equal(mine, theirs)
     usual.save_checkpoint(f"{place}/usual")
     on_disk.save_checkpoint(f"{place}/on_disk")
     expected = _train(usual, 4, 8)
     for saved, folder in (("on_disk", None), ("usual", f"{place}/disk")):
-        engine = _engine(stage, folder, micro_batches)
+        engine = _engine(stage, folder, micro_batches, parameters=parameters and folder is not None)
         engine.load_checkpoint(f"{place}/{saved}")
         for mine, theirs in zip(_train(engine, 4, 8), expected, strict=True):
             assert torch.equal(mine, theirs), f"from {saved}"
@@ -55,15 +58,16 @@ def _check(stage: int, micro_batches: int, place: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("stage", "micro_batches"),
+    ("stage", "micro_batches", "parameters"),
     [
-        (3, 1),
-        (1, 2),
-        *(pytest.param(*case, marks=pytest.mark.full) for case in ((0, 1), (0, 2), (1, 1), (2, 1), (2, 2), (3, 2))),
+        (3, 1, True),
+        (1, 2, False),
+        *(pytest.param(*case, False, marks=pytest.mark.full) for case in ((0, 1), (0, 2), (1, 1), (2, 1), (2, 2))),
+        *(pytest.param(*case, marks=pytest.mark.full) for case in ((3, 1, False), (3, 2, False), (3, 2, True))),
     ],
 )
-def test_training_and_checkpoints_are_those_of_state_in_memory(ranks, stage, micro_batches, tmp_path):
-    ranks(2).run(_check, stage, micro_batches, str(tmp_path))
+def test_training_and_checkpoints_are_those_of_state_in_memory(ranks, stage, micro_batches, parameters, tmp_path):
+    ranks(2).run(_check, stage, micro_batches, parameters, str(tmp_path))
 
 
 @pytest.mark.parametrize(

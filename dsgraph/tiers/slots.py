@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import mmap
 import os
 import shutil
 from collections.abc import Sequence
@@ -76,6 +77,17 @@ class SlotFile:
     def write(self, slot: int, buffer: Buffer) -> Future[None]:
         """Starts to write a buffer to a slot; then the buffer is given back."""
         return self._threads.submit(self._write, slot, buffer)
+
+    def map(self, slot: int) -> mmap.mmap:
+        """The slot as memory, which the kernel reads and writes as it is used; like the file, it goes with the process.
+
+        An error of the disk ends the process there: `read` and `write` are for what happens in every step.
+        """
+        handle = os.open(self.path, os.O_RDWR | os.O_CLOEXEC)
+        try:
+            return mmap.mmap(handle, self.sizes[slot], offset=self._offsets[slot])
+        finally:
+            os.close(handle)
 
     @property
     def buffer_bytes(self) -> int:

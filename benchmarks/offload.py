@@ -1,0 +1,140 @@
+"""What it costs to train a model whose parameters, gradients and optimizer state lie on disk.
+
+    python -m benchmarks.offload --json FILE [--quick] [--folder FOLDER]
+
+One rank, stage 3, codegen "eager", checkpointed blocks, AdamW, 2,048 tokens a step. Columns:
+
+    case        `disk`: all on disk, activations between blocks as well; `memory`: the same training in memory
+    states_mb   16 bytes a parameter
+    grown_mb    peak of the process's memory over what it took before the model was made
+    ready_s     seconds until the parameters are initialised
+    first_s     seconds from the start to the end of the first step
+    step_s      median of the later steps
+    bound_s     of `disk`: the larger of the step in memory, and the bytes of a step at the rate of the disk
+    moved_mb    what a step reads and writes of parameters, gradients and state: 24 and 16 bytes a parameter
+    read, write the rates of the disk, MB a second, of whole reads and writes of 32 MiB past the page cache
+
+The two cases run one after the other, each in a process of its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import optim
+
+from benchmarks.memory import process_bytes
+from benchmarks.report import MB, Check, Report, Row, add_arguments, machine
+from dsgraph.offload.optimizer import OptimizerOnDisk
+from dsgraph.tiers.slots import SlotFile
+from examples.gpt import GPT
+from examples.ranks import Place
+from examples.text import standard_library
+from examples.train_larger_than_memory import build
+
+READ, WRITTEN = (
+    24,
+    16,
+)  # bytes a parameter: read by forward, backward and step (4 numbers); gradient and step (3 numbers)
+STEPS = 4
+SIZES = {"full": {"width": 1024, "layers": 32}, "quick": {"width": 128, "layers": 2}}
+_ENVIRONMENT = {"MALLOC_MMAP_THRESHOLD_": "262144"}  # what is freed goes back to the system, see docs/offload.md
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Runs the benchmark; returns the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.offload", description="Training from disk.")
+    add_arguments(parser)
+    parser.add_argument("--folder", default=tempfile.gettempdir(), help="on the disk")
+    parser.add_argument("--case", choices=("disk", "memory"), help="runs one case in this process, for the benchmark")
+    options = parser.parse_args(arguments)
+    sizes = SIZES["quick" if options.quick else "full"]
+    if options.case:
+        print(json.dumps(_case(options.case, options.folder, sizes)))
+        return 0
+    report = Report(machine=machine([]))
+    rates = _rates(options.folder)
+    memory, disk = (_apart(case, options) for case in ("memory", "disk"))
+    count = disk["states_mb"] * MB / 16
+    transfer = count * (READ / rates["read"] + WRITTEN / rates["write"]) / MB
+    disk |= {"bound_s": max(memory["step_s"], transfer), "moved_mb": (READ + WRITTEN) * count / MB, **rates}
+    report.rows = [memory, disk]
+    report.checks = [
+        Check("model states over the growth of memory", disk["states_mb"] / disk["grown_mb"], 10, "higher"),
+        Check("step over the larger of computing and the disk", disk["step_s"] / disk["bound_s"], 1.3, "lower"),
+        Check("difference of the last losses", abs(disk["loss"] - memory["loss"]), 0, "lower"),
+    ]
+    report.print()
+    report.write(options.json)
+    return 0
+
+
+def _apart(case: str, options: argparse.Namespace) -> Row:
+    command = [sys.executable, "-m", "benchmarks.offload", "--case", case, "--folder", options.folder]
+    quick = ["--quick"] if options.quick else []
+    environ = {**os.environ, **_ENVIRONMENT}
+    done = subprocess.run([*command, *quick], stdout=subprocess.PIPE, text=True, env=environ, check=True)
+    return dict(json.loads(done.stdout.splitlines()[-1]))
+
+
+def _case(case: str, folder: str, sizes: dict[str, int]) -> dict[str, Any]:
+    Place.join(alone=True)
+    text = standard_library()
+    before, started = process_bytes("VmRSS"), time.perf_counter()
+    torch.manual_seed(0)
+    model: GPT = build(**sizes, folder=folder if case == "disk" else None)
+    ready = time.perf_counter() - started
+    optimizer: optim.Optimizer = optim.AdamW(model.parameters(), lr=1e-3)
+    options: dict[str, Any] = {"codegen": "eager"}
+    if case == "disk":
+        optimizer = OptimizerOnDisk(optimizer, folder=Path(folder))
+        options["activation_offload"] = "disk"
+    compiled = torch.compile(model, backend="dsgraph", options=options)
+    seconds, first, loss = [], 0.0, 0.0
+    for step in range(STEPS):
+        begun = time.perf_counter()
+        found = compiled(*text.batch(step, size=8, time=256, seed=0, rank=0, world=1))
+        found.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        seconds.append(time.perf_counter() - begun)
+        loss = found.item()
+        first = first or time.perf_counter() - started
+    grown = process_bytes("VmHWM") - before
+    count = sum(param.numel() for param in model.parameters())
+    return {
+        **{"case": case, "states_mb": 16 * count / MB, "grown_mb": grown / MB, "ready_s": ready, "first_s": first},
+        **{"step_s": statistics.median(seconds[1:]), "loss": loss},
+    }
+
+
+def _rates(folder: str) -> dict[str, float]:
+    """Of the disk, MB a second, with two threads, as many as read and write parameters."""
+    size, count = 32 * 2**20, 32
+    file = SlotFile([size] * count, below=Path(folder), name="rates")
+    found = {}
+    for name in ("write", "read"):
+        begun = time.perf_counter()
+        if name == "write":
+            waiting = [file.write(slot, file.take(slot)) for slot in range(count)]
+            for future in waiting:
+                future.result()
+        else:
+            for reading in [file.read(slot) for slot in range(count)]:
+                file.give_back(reading.result())
+        found[name] = size * count / (time.perf_counter() - begun) / MB
+    return found
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,262 @@
+"""Parameters that lie in a file: their rows, and behind them the gradient."""
+
+from __future__ import annotations
+
+import mmap
+import weakref
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from typing_extensions import override
+
+from dsgraph import compat
+from dsgraph.errors import OffloadError
+from dsgraph.inductor_ext.transfers.buffers import Buffer
+from dsgraph.inductor_ext.transfers.stored import Reload, StoredParameter
+from dsgraph.inductor_ext.transfers.transfers import transfers_of
+
+from .slots import SlotFile
+
+_CPU = torch.device("cpu")
+_WRITING_BYTES = 64 * 2**20
+"""Bytes of gradients that may wait to be written: who wants to add more waits for the oldest."""
+
+
+class ParameterFile:
+    """A file with places for the rows of parameters and for their gradients."""
+
+    def __init__(self, row_bytes: Sequence[int], *, below: Path) -> None:
+        """Reserves the file's bytes on the disk.
+
+        Args:
+            row_bytes: Of each parameter.
+            below: A folder on the disk.
+
+        Raises:
+            OffloadError: The folder cannot be used, or the disk has too few bytes free.
+        """
+        self.slots = SlotFile([size for each in row_bytes for size in (each, each)], below=below, name="parameters")
+        self._writing: list[tuple[Future[None], int]] = []
+
+    def place(self, number: int) -> StoredRows:
+        """Where the rows of a parameter lie, of which there are none yet."""
+        return StoredRows(self, 2 * number)
+
+    def write(self, slot: int, buffer: Buffer) -> Future[None]:
+        """Starts to write a slot; waits first where too many bytes are on their way."""
+        self._writing = [item for item in self._writing if not item[0].done()]
+        while self._writing and buffer.size + sum(size for _, size in self._writing) > _WRITING_BYTES:
+            self._writing.pop(0)[0].result()
+        future = self.slots.write(slot, buffer)
+        self._writing.append((future, buffer.size))
+        return future
+
+
+class StoredRows(StoredParameter):
+    """Rows of a parameter in a file, and the gradient beside them.
+
+    Code that knows nothing of it reads and writes `rows` and `grad`, memory that is mapped from the file: the kernel
+    loads pages as they are touched, and may drop them at any time. What happens in every step goes past that, by whole
+    reads and writes: `start`, `add_gradient`, `read`, `write_rows`.
+
+    Attributes:
+        rows: `[r, *]`, mapped, once there are any.
+        grad: `[r, *]`, mapped.
+    """
+
+    rows: Tensor
+    grad: Tensor
+
+    def __init__(self, file: ParameterFile, slot: int) -> None:
+        """A place that is not filled yet.
+
+        Args:
+            file: Where it is.
+            slot: Of the rows; the gradient has the next one.
+        """
+        self._file, self._slot = file, slot
+        self._maps = [file.slots.map(number) for number in (slot, slot + 1)]
+        self._writing: Future[None] | None = None
+        self._param: weakref.ref[DTensor] | None = None
+        self._node: Any = None
+        self._has_arrived = False
+
+    def fill(self, rows: Tensor) -> Tensor:
+        """Stores the first rows, a contiguous tensor on the CPU; returns them in mapped memory."""
+        self.rows, self.grad = (_tensor_over(memory, rows) for memory in self._maps)
+        self.write_rows(rows).result()
+        if rows.numel():
+            transfers_of(_CPU).keep(self.rows, self)
+        return self.rows
+
+    def belongs_to(self, param: DTensor) -> None:
+        """Watches the gradient of the parameter whose rows these are."""
+        if self._param is not None and self._param() is param and (self._node is not None or not param.requires_grad):
+            return
+        self._param = weakref.ref(param)
+        if param.requires_grad:
+            weak = weakref.ref(self)
+            self._node = compat.autograd_node(param)  # ops run below autograd, where nothing tells it
+            param.register_post_accumulate_grad_hook(lambda _: _accumulated(weak))
+
+    @override
+    def start(self) -> Reload:
+        return _Fetch(self._file.slots, self._file.slots.read(self._slot))
+
+    @override
+    def add_gradient(self, grad: Tensor) -> None:
+        param = self._param() if self._param is not None else None
+        if param is None or not compat.accumulates(self._node):
+            raise OffloadError(
+                "a gradient of a parameter on disk goes to its .grad alone: torch.autograd.grad and "
+                "backward(inputs=...) cannot have it; call backward() without inputs"
+            )
+        adds = self._has_arrived or param.grad is not None
+        buffer = self._file.slots.take(self._slot + 1)
+        view = _view(buffer, grad)
+        view.copy_(grad)
+        if adds:
+            with self._reading(self._slot + 1) as earlier:
+                view.add_(_view(earlier, grad))
+        self._writing = self._file.write(self._slot + 1, buffer)
+        self._has_arrived = True
+        param.grad = None  # so that autograd puts there what it is given, and adds nothing
+
+    @property
+    def holds_gradient(self) -> bool:
+        """Whether the parameter's gradient is here, and nowhere else."""
+        param = self._param() if self._param is not None else None
+        grad = param.grad if param is not None else None
+        return isinstance(grad, DTensor) and grad.to_local().data_ptr() == self.grad.data_ptr()
+
+    def read(self) -> tuple[Future[Buffer], Future[Buffer]]:
+        """Starts to read the rows and the gradient, each into a buffer that the caller gives back."""
+        self._settle()
+        return self._file.slots.read(self._slot), self._file.slots.read(self._slot + 1)
+
+    def write_rows(self, rows: Tensor) -> Future[None]:
+        """Starts to store other rows; they may be written over afterwards."""
+        buffer = self._file.slots.take(self._slot)
+        _view(buffer, rows).copy_(rows)
+        return self.write_buffer(buffer)
+
+    def write_buffer(self, buffer: Buffer) -> Future[None]:
+        """Starts to store the rows that a buffer of `read` holds; then the buffer is given back."""
+        return self._file.write(self._slot, buffer)
+
+    def give_back(self, *buffers: Buffer) -> None:
+        """Lets buffers of `read` be used again."""
+        for buffer in buffers:
+            self._file.slots.give_back(buffer)
+
+    def accumulated(self) -> None:
+        """Makes the mapped gradient the parameter's, when autograd has put something in its `.grad`."""
+        param = self._param() if self._param is not None else None
+        found = param.grad if param is not None else None
+        if param is None or not isinstance(found, DTensor):
+            return
+        local = found.to_local()
+        if local.data_ptr() == self.grad.data_ptr():
+            return  # autograd has added to it in place
+        self._settle()
+        if not self._has_arrived:
+            self.grad.copy_(local)
+        elif any(local.stride()):  # of code outside compiled graphs, in the same backward
+            self.grad.add_(local)
+        self._has_arrived = False
+        param.grad = DTensor.from_local(
+            self.grad, param.device_mesh, param.placements, run_check=False, shape=param.shape, stride=param.stride()
+        )
+
+    def drop_pages(self) -> None:
+        """Gives the kernel back what memory the mapped pages take. What was written to them is kept."""
+        for memory in self._maps:
+            memory.flush()
+            memory.madvise(mmap.MADV_DONTNEED)
+
+    @contextmanager
+    def _reading(self, slot: int) -> Iterator[Buffer]:
+        self._settle()
+        buffer = self._file.slots.read(slot).result()
+        try:
+            yield buffer
+        finally:
+            self.give_back(buffer)
+
+    def _settle(self) -> None:
+        """Waits for the gradient's write."""
+        if self._writing is not None:
+            self._writing.result()
+            self._writing = None
+
+
+class ReadRows:
+    """A parameter and its gradient, read as a whole for an update that is written back."""
+
+    def __init__(self, stored: StoredRows) -> None:
+        """Starts to read."""
+        self._stored = stored
+        self._rows, self._grad = stored.read()
+
+    def rows(self) -> Tensor:
+        """`[r, *]`, in memory."""
+        return _view(self._rows.result(), self._stored.rows)
+
+    def grad(self) -> Tensor:
+        """`[r, *]`, in memory."""
+        return _view(self._grad.result(), self._stored.grad)
+
+    def write(self) -> Future[None]:
+        """Starts to write the parameter back. Neither tensor may be used any more."""
+        self._stored.give_back(self._grad.result())
+        self._stored.drop_pages()
+        return self._stored.write_buffer(self._rows.result())
+
+
+class _Fetch(Reload):
+    """Rows on their way into memory."""
+
+    def __init__(self, slots: SlotFile, reading: Future[Buffer]) -> None:
+        self._slots, self._reading = slots, reading
+
+    @override
+    def finish(self, result: Tensor) -> None:
+        buffer = self._reading.result()
+        result.copy_(buffer.data[: result.numel()])
+        self._slots.give_back(buffer)
+
+    @override
+    def give_up(self) -> None:
+        self._reading.add_done_callback(self._give_back)
+
+    def _give_back(self, reading: Future[Buffer]) -> None:
+        if reading.exception() is None:
+            self._slots.give_back(reading.result())
+
+
+def stored_rows(rows: Tensor) -> StoredRows | None:
+    """Where a parameter lies whose rows these are; None if they are in memory."""
+    found = transfers_of(rows.device).parameter(rows) if rows.device.type == "cpu" and rows.numel() else None
+    return found if isinstance(found, StoredRows) else None
+
+
+def _accumulated(stored: weakref.ref[StoredRows]) -> None:
+    living = stored()
+    if living is not None:
+        with torch.no_grad():
+            living.accumulated()
+
+
+def _tensor_over(memory: mmap.mmap, like: Tensor) -> Tensor:
+    return torch.frombuffer(memory, dtype=like.dtype, count=like.numel()).view(like.shape)
+
+
+def _view(buffer: Buffer, like: Tensor) -> Tensor:
+    """The beginning of a buffer as a contiguous tensor of the shape and dtype of `like`."""
+    return buffer.data[: like.numel() * like.element_size()].view(like.dtype).view(like.shape)

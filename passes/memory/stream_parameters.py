@@ -1,0 +1,97 @@
+"""StreamForwardParameters, StreamBackwardParameters: parameters that lie on disk are read ahead of their use."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch.fx import GraphModule, Node
+
+from dsgraph.passes.analysis.cost import number_of, tensor_bytes
+from dsgraph.passes.core.context import PassContext, Phase
+from dsgraph.passes.core.graph_pass import GraphPass, PassResult
+from dsgraph.passes.ir.graph import come_from, emit, fake_value, placeholders
+from dsgraph.passes.ir.transfers import is_transfer
+
+ops = torch.ops.dsgraph
+
+
+@dataclass(frozen=True)
+class StreamForwardParameters(GraphPass):
+    """Read each parameter that lies on disk while what comes before it computes.
+
+    before:  w = all_gather_into_tensor(rows_a, ...); y = mm(x, w); v = all_gather_into_tensor(rows_b, ...); ...
+    after:   started_a = fetch_parameter(rows_a)
+             a = take_parameter(started_a, rows_a); started_b = fetch_parameter(rows_b)
+             w = all_gather_into_tensor(a, ...); y = mm(x, w)
+             b = take_parameter(started_b, rows_b); v = all_gather_into_tensor(b, ...); ...
+
+    A parameter is taken ahead of the first node that reads it. Reads are asked for in the order in which they are
+    taken, each as early as `ahead_bytes` allows; the next one always while the one before is used. What was read is let
+    go of behind its last use. Left alone: parameters in memory, and what is handed on to the backward, which reads the
+    file again.
+
+    Attributes:
+        ahead_bytes: How much may be on its way, or read and not used. Bytes; or the next parameter.
+    """
+
+    ahead_bytes: int = 64 * 2**20
+
+    phase: ClassVar[Phase] = Phase.FORWARD
+    needs_mesh: ClassVar[bool] = True
+
+    def run(self, gm: GraphModule, ctx: PassContext) -> PassResult:
+        stored = [node for node in placeholders(gm) if _is_on_disk(node, ctx) and _readers(node)]
+        if not stored:
+            return PassResult()
+        stored.sort(key=lambda node: min(_readers(node)))
+        started, taken = list[Node](), list[Node]()
+        sizes = [number_of(rows, tensor_bytes(fake_value(rows))) for rows in stored]
+        for number, rows in enumerate(stored):
+            earlier = _first_together(sizes, number, room=self.ahead_bytes)
+            behind = [*started[-1:], *taken[max(earlier - 1, 0) : earlier]]
+            place = max(behind).next if behind else placeholders(gm)[-1].next
+            readers = _readers(rows)
+            first = min(readers)
+            started.append(come_from(emit(min(place, first), ops.fetch_parameter.default, rows), rows))
+            numbers = come_from(emit(first, ops.take_parameter.default, started[-1], rows), rows)
+            for reader in readers:
+                reader.replace_input_with(rows, numbers)
+            taken.append(numbers)
+        total = sum(sizes)
+        return PassResult(changed=len(stored), done=(f"{len(stored)} parameters from disk, {total} bytes",))
+
+
+@dataclass(frozen=True)
+class StreamBackwardParameters(StreamForwardParameters):
+    """Read each parameter that the backward needs again, likewise.
+
+    before:  w = all_gather_into_tensor(rows_b, ...); dy = mm(dz, t(w)); ...
+    after:   started_b = fetch_parameter(rows_b); b = take_parameter(started_b, rows_b)
+             w = all_gather_into_tensor(b, ...); dy = mm(dz, t(w)); ...
+
+    All else as in `StreamForwardParameters`. Left alone besides: what `store_gradient` takes, which is the place in the
+    file, not what is there.
+    """
+
+    phase: ClassVar[Phase] = Phase.BACKWARD
+
+
+def _is_on_disk(node: Node, ctx: PassContext) -> bool:
+    info = ctx.params.get(node.name)
+    return info is not None and info.tier == "disk"
+
+
+def _readers(rows: Node) -> list[Node]:
+    """What reads a parameter's numbers."""
+    return [user for user in rows.users if user.op != "output" and not is_transfer(user)]
+
+
+def _first_together(sizes: Sequence[int], number: int, *, room: int) -> int:
+    """The first of the reads before `number` that may be there as well; the one just before always may."""
+    first = max(number - 1, 0)
+    while first > 0 and sum(sizes[first - 1 : number + 1]) <= room:
+        first -= 1
+    return first

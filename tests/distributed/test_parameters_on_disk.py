@@ -1,0 +1,165 @@
+"""`partition(offload=...)`: the same training with parameters, gradients and optimizer state on disk."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn, optim
+
+import dsgraph
+from dsgraph.errors import OffloadError, PartitionError
+from dsgraph.offload.optimizer import OptimizerOnDisk
+from dsgraph.tiers.stored_rows import stored_rows
+from tests.models import CASES, build
+
+from .training import full
+
+pytestmark = pytest.mark.distributed
+
+
+def _train(case: str, folder: str | None, *, codegen: str, steps: int = 3, micro_batches: int = 2) -> list[Tensor]:
+    torch.compiler.reset()
+    offload = None if folder is None else {"parameters": "disk", "folder": folder}
+    model = dsgraph.partition(build(case), stage=3, keep_whole_below=12, offload=offload)
+    compiled = torch.compile(model, backend="dsgraph", options={"codegen": codegen})
+    optimizer: optim.Optimizer = optim.AdamW(model.parameters(), lr=1e-2)
+    if folder is not None:
+        optimizer = OptimizerOnDisk(optimizer, folder=Path(folder), chunk_bytes=4096)
+    seen = []
+    for step in range(steps):
+        for number in range(micro_batches):
+            loss = compiled(*CASES[case].batches(step * micro_batches + number, dist.get_rank()))
+            loss.backward()
+            seen.append(loss.detach())
+        seen.append(full(nn.utils.clip_grad_norm_(model.parameters(), 0.5)))
+        optimizer.step()
+        optimizer.zero_grad()
+    on_disk = [param for param in model.parameters() if stored_rows(param.to_local()) is not None]
+    assert bool(on_disk) is (folder is not None)
+    return [*seen, *(full(param.detach()) for param in model.parameters())]
+
+
+def _same(case: str, folder: str, codegen: str) -> None:
+    # Of a parameter of two graphs, autograd adds both gradients up before it adds them to the last micro-batch's.
+    micro_batches = 1 if case == "graph_break" else 2
+    expected = _train(case, None, codegen=codegen, micro_batches=micro_batches)
+    found = _train(case, folder, codegen=codegen, micro_batches=micro_batches)
+    for mine, theirs in zip(found, expected, strict=True):
+        assert torch.equal(mine, theirs)
+
+
+_CASES = ["tied", "frozen", "uneven", "graph_break", "gpt", "dynamic_gpt", "dropout"]
+
+
+@pytest.mark.parametrize(
+    ("case", "world", "codegen"),
+    [
+        *(("tied", 2, "eager"), ("graph_break", 2, "eager")),
+        pytest.param("gpt", 2, "inductor", marks=pytest.mark.inductor),
+        *(pytest.param(case, world, "eager", marks=pytest.mark.full) for case in _CASES for world in (1, 2)),
+        *(pytest.param(case, 2, "inductor", marks=pytest.mark.full) for case in _CASES),
+    ],
+)
+def test_numbers_are_those_of_training_in_memory(ranks, case, world, codegen, tmp_path):
+    ranks(world).run(_same, case, str(tmp_path), codegen)
+
+
+def _on_disk(folder: Path, model: nn.Module | None = None) -> nn.Module:
+    offload = {"parameters": "disk", "folder": str(folder)}
+    return dsgraph.partition(model or nn.Linear(64, 64), stage=3, keep_whole_below=12, offload=offload)
+
+
+def test_a_model_of_the_meta_device_goes_to_disk_as_it_is_initialised(one_rank, tmp_path):
+    torch.manual_seed(3)
+    expected = nn.Linear(64, 64)
+    with torch.device("meta"):
+        model = nn.Linear(64, 64)
+    _on_disk(tmp_path, model)
+    torch.manual_seed(3)
+    dsgraph.materialize(model, "cpu")
+    for mine, theirs in zip(model.parameters(), expected.parameters(), strict=True):
+        assert stored_rows(mine.to_local()) is not None
+        assert torch.equal(full(mine.detach()), theirs)
+
+
+def test_gradients_are_read_and_written_as_any_other(one_rank, tmp_path):
+    model = _on_disk(tmp_path)
+    compiled = torch.compile(model, backend="dsgraph", options={"codegen": "eager"})
+    x = torch.randn(8, 64)
+    compiled(x).sum().backward()
+    grads = [full(param.grad).clone() for param in model.parameters()]
+    assert torch.equal(grads[0], x.sum(0).expand(64, 64))
+    for param in model.parameters():
+        param.grad.mul_(2)
+    compiled(x).sum().backward()  # adds
+    model(x).sum().backward()  # and so does eager code
+    for param, grad in zip(model.parameters(), grads, strict=True):
+        assert torch.equal(full(param.grad), 4 * grad)
+
+
+def test_gradients_that_would_go_elsewhere_are_refused(one_rank, tmp_path):
+    model = _on_disk(tmp_path)
+    compiled = torch.compile(model, backend="dsgraph", options={"codegen": "eager"})
+    with pytest.raises(OffloadError, match=r"goes to its \.grad alone"):
+        torch.autograd.grad(compiled(torch.randn(8, 64)).sum(), list(model.parameters()))
+
+
+def test_a_disk_that_is_lost_ends_in_an_error(one_rank, tmp_path):
+    model = _on_disk(tmp_path)
+    compiled = torch.compile(model, backend="dsgraph", options={"codegen": "eager"})
+    x = torch.randn(8, 64)
+    compiled(x).sum().backward()
+    (file,) = tmp_path.rglob("parameters")
+    file.unlink()
+    with pytest.raises(OffloadError, match=r"parameters cannot be read: .* load the last checkpoint"):
+        compiled(x)
+
+
+@pytest.mark.parametrize(
+    ("offload", "stage", "said"),
+    [
+        ({"parameters": "host", "folder": "/tmp"}, 3, "it takes"),
+        ({"parameters": "disk"}, 3, "a folder on that disk"),
+        ({"parameters": "disk", "folder": "/tmp", "optimizer": "disk"}, 3, "OptimizerOnDisk"),
+        ({"parameters": "disk", "folder": "/tmp"}, 2, "stage 2 holds gathered copies"),
+    ],
+)
+def test_what_cannot_be_offloaded_is_refused(one_rank, offload, stage, said):
+    with pytest.raises(PartitionError, match=said):
+        dsgraph.partition(nn.Linear(64, 64), stage=stage, offload=offload)
+
+
+def test_a_disk_that_is_too_small_is_an_error_before_anything_is_allocated(one_rank, tmp_path):
+    with torch.device("meta"):
+        model = nn.Linear(2**21, 2**21)
+    with pytest.raises(OffloadError, match=r"parameters: \d+ bytes cannot be reserved"):
+        _on_disk(tmp_path, model)
+
+
+_KILLED = """
+    import os, signal, sys, torch, dsgraph
+    import torch.distributed as dist
+    dist.init_process_group("gloo", init_method=f"file://{sys.argv[1]}/store", rank=0, world_size=1)
+    offload = {"parameters": "disk", "folder": sys.argv[1]}
+    dsgraph.partition(torch.nn.Linear(64, 64), stage=3, keep_whole_below=12, offload=offload)
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.slow
+def test_what_a_killed_process_leaves_goes_with_the_next_start(one_rank, tmp_path):
+    killed = subprocess.run([sys.executable, "-c", textwrap.dedent(_KILLED), str(tmp_path)], check=False)
+    assert killed.returncode == -signal.SIGKILL
+    (left,) = tmp_path.rglob("parameters")
+    _on_disk(tmp_path)
+    assert not left.exists()
+    assert len(list(tmp_path.rglob("parameters"))) == 1
+    assert str(os.getpid()) in next(tmp_path.rglob("parameters")).parent.name
