@@ -99,7 +99,12 @@ def _systems(plain: Any, prompt: Tensor) -> tuple[dict[str, Any], dict[str, Call
 def _llama(*, layers: int, width: int, words: int, positions: int) -> Any:
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
-        **{"vocab_size": words, "hidden_size": width, "intermediate_size": 8 * width // 3, "num_hidden_layers": layers},
+        **{
+            "vocab_size": words,
+            "hidden_size": width,
+            "intermediate_size": width * 8 // 384 * 128,
+            "num_hidden_layers": layers,
+        },
         **{"num_attention_heads": width // 64, "num_key_value_heads": width // 64},
         **{"max_position_embeddings": positions, "eos_token_id": None, "pad_token_id": 0, "bos_token_id": 1},
     )

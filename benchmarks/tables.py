@@ -151,6 +151,13 @@ _OFFLOAD: Columns = {
     "read and written a step, MB": ("moved_mb", ",.0f"),
     "loss": ("loss", ".6f"),
 }
+_INFERENCE: Columns = {
+    "system": ("system", ""),
+    "tokens/s": ("tokens_s", ".0f"),
+    "prompt of 64, ms": ("prompt_ms", ".0f"),
+    "token over reading the weights": ("bound", ".2f"),
+    "held-out loss": ("loss", ".4f"),
+}
 _PIPELINES: Columns = {
     "system": ("case", ""),
     "link": ("rate", ""),
@@ -327,6 +334,8 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "activations: figures": _figures("activations-cpu"),
     "limits": _rows("limits-cpu", _LIMITS),
     "limits: figures": _figures("limits-cpu"),
+    "inference": _rows("inference-cpu", _INFERENCE),
+    "inference: figures": _figures("inference-cpu"),
     "offload": _rows("offload-cpu", _OFFLOAD),
     "offload: figures": _figures("offload-cpu"),
     "parallel: splits": _rows("parallel-cpu", _SPLITS, having="balance"),
