@@ -7,6 +7,7 @@ import resource
 import signal
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 from typing import NoReturn
 
 import torch
@@ -89,5 +90,8 @@ class Place:
         """The most memory that this rank has used so far: of its GPU, or of its process where there is none. MB."""
         if self.device.type == "cuda":
             return torch.cuda.max_memory_allocated(self.device) / 1e6
+        if sys.platform == "linux":  # where `getrusage` counts the program that started this one as well
+            (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM:"))
+            return int(line.split()[1]) * 1024 / 1e6
         used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # bytes on macOS, KiB elsewhere
         return used / 1e6 if sys.platform == "darwin" else used * 1024 / 1e6
