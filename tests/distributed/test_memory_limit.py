@@ -133,6 +133,7 @@ def _keeps_with_inductor(cache: str) -> None:
     assert report.memory.peak <= limit
 
 
+@pytest.mark.full
 @pytest.mark.inductor
 def test_a_step_of_fused_kernels_stays_under_its_limit(ranks, tmp_path):
     ranks(2).run(_keeps_with_inductor, str(tmp_path))

@@ -61,8 +61,10 @@ def _check(stage: int, micro_batches: int, parameters: bool, place: str) -> None
     ("stage", "micro_batches", "parameters"),
     [
         (3, 1, True),
-        (1, 2, False),
-        *(pytest.param(*case, False, marks=pytest.mark.full) for case in ((0, 1), (0, 2), (1, 1), (2, 1), (2, 2))),
+        *(
+            pytest.param(*case, False, marks=pytest.mark.full)
+            for case in ((0, 1), (0, 2), (1, 1), (1, 2), (2, 1), (2, 2))
+        ),
         *(pytest.param(*case, marks=pytest.mark.full) for case in ((3, 1, False), (3, 2, False), (3, 2, True))),
     ],
 )
