@@ -151,6 +151,14 @@ _OFFLOAD: Columns = {
     "read and written a step, MB": ("moved_mb", ",.0f"),
     "loss": ("loss", ".6f"),
 }
+_COMPRESSED: Columns = {
+    "training": ("system", ""),
+    "first two steps, s": ("compile_s", ".0f"),
+    "step, first tenth, s": ("early_s", ".3f"),
+    "step, last tenth, s": ("late_s", ".3f"),
+    "step, all, s": ("mean_s", ".3f"),
+    "held-out loss": ("loss", ".4f"),
+}
 _INFERENCE: Columns = {
     "system": ("system", ""),
     "tokens/s": ("tokens_s", ".0f"),
@@ -336,6 +344,8 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "limits: figures": _figures("limits-cpu"),
     "inference": _rows("inference-cpu", _INFERENCE),
     "inference: figures": _figures("inference-cpu"),
+    "layer dropping": _rows("compressed-cpu", _COMPRESSED),
+    "layer dropping: figures": _figures("compressed-cpu"),
     "offload": _rows("offload-cpu", _OFFLOAD),
     "offload: figures": _figures("offload-cpu"),
     "parallel: splits": _rows("parallel-cpu", _SPLITS, having="balance"),

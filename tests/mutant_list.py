@@ -339,7 +339,7 @@ STEP = (
 
 OFFLOAD = (
     Mutant(
-        *("state-of-first-step-alone", "dsgraph/offload/optimizer.py", "missing step"),
+        *("state-of-first-step-alone", "dsgraph/offload/stored_state.py", "missing step"),
         *("                view.copy_(value)\n", "                pass\n"),
         killers=("tests/offload/test_optimizer.py",),
     ),
@@ -466,6 +466,23 @@ VERIFIER = (
 )
 
 ENGINE = (
+    Mutant(
+        *("layers-dropped-alike-at-any-depth", "dsgraph/engine/layer_drop.py", "wrong scale"),
+        *("block.keep = 1 - block.depth * (1 - self._theta)", "block.keep = self._theta"),
+        killers=("tests/engine/test_layer_drop.py::test_training_is_that_of_the_papers_equations",),
+    ),
+    Mutant(
+        *("kept-layers-unscaled", "dsgraph/engine/layer_drop.py", "wrong scale"),
+        *("torch.tensor(1 / self.keep if trains else 1.0,", "torch.tensor(1.0,"),
+        killers=("tests/engine/test_layer_drop.py::test_training_is_that_of_the_papers_equations",),
+    ),
+    Mutant(
+        *("layers-share-compiled-code", "dsgraph/engine/layer_drop.py", "missing step"),
+        *('run.__code__.replace(co_name=f"run {name}")', "run.__code__"),
+        killers=(
+            "tests/engine/test_layer_drop.py::test_each_block_is_compiled_once_and_what_is_left_out_has_no_gradient",
+        ),
+    ),
     Mutant(
         *("engine-clips-by-shards", "dsgraph/engine/norms.py", "unsummed norm"),
         *("total = sum_over(total, [Ranks.of(group) for group in groups])", "total = total"),

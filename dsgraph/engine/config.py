@@ -70,7 +70,9 @@ class OffloadOptimizerConfig(Section):
         default="none", description='"nvme": on disk; "cpu" is where it lies anyway if the model is trained on the CPU'
     )
     nvme_path: str | None = Field(default=None, description="the folder on that disk; it is made if it is not there")
-    ratio: float = Field(default=1.0, ge=1.0, le=1.0, description="all of the state; a part of it is not there yet")
+    ratio: float = Field(
+        default=1.0, gt=0, le=1, description='with "nvme": the share of the state on disk; the other stays in memory'
+    )
 
 
 class OffloadParamConfig(Section):
@@ -201,6 +203,19 @@ class SparseAttentionConfig(Section):
     seed: int | None = Field(default=None, description="variable, bigbird: of the random blocks")
 
 
+class ProgressiveLayerDropConfig(Section):
+    """Blocks of the model are left out in training, at random: see docs/compressed.md."""
+
+    enabled: bool = Field(default=False, description="whether they are")
+    theta: float = Field(
+        default=0.5, gt=0, le=1, description="what the last block's probability to be kept goes down to"
+    )
+    gamma: float = Field(default=0.001, ge=0, description="how fast: the rest shrinks by exp(-gamma) a step")
+    blocks: tuple[str, ...] | None = Field(
+        default=None, description="names of the lists of blocks; without it all lists of equal blocks"
+    )
+
+
 class DsgraphConfig(Section):
     """What DeepSpeed's file has no word for: options of the backend (docs/options.md), and the loader's processes."""
 
@@ -259,6 +274,7 @@ class EngineConfig(Section):
     activation_checkpointing: ActivationCheckpointingConfig = ActivationCheckpointingConfig()
     parallel: ParallelConfig = ParallelConfig()
     sparse_attention: SparseAttentionConfig | None = None
+    progressive_layer_drop: ProgressiveLayerDropConfig = ProgressiveLayerDropConfig()
     dsgraph: DsgraphConfig = DsgraphConfig()
 
 

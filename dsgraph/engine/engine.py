@@ -17,6 +17,7 @@ from dsgraph.step.accumulate import accumulate, discard
 from .asynchronous import Writer
 from .data import RankLoader, batches_of
 from .figures import Figures
+from .layer_drop import ProgressiveLayerDrop
 from .looks import Looks
 from .loss_scale import LossScale
 from .mpu import ModelParallel
@@ -46,6 +47,7 @@ class Engine(Figures, Saving, Weights, nn.Module):
         loss_scale: What the loss is multiplied by.
         counts: How far training is.
         training_dataloader: The loader of the training data that `initialize` was given, if any.
+        progressive_layer_drop: Leaves out blocks of the model in training; None where nobody asks.
         boundary: Says whether the micro-batch that runs is the last one of its step; None: the counts say it.
     """
 
@@ -61,6 +63,7 @@ class Engine(Figures, Saving, Weights, nn.Module):
         dtype: torch.dtype | None = None,
         loader: RankLoader | None = None,
         shared: ModelParallel | None = None,
+        layer_drop: ProgressiveLayerDrop | None = None,
     ) -> None:
         """Puts the parts together; `initialize` makes them.
 
@@ -74,6 +77,7 @@ class Engine(Figures, Saving, Weights, nn.Module):
             dtype: Dtype of floating-point inputs; None leaves them.
             loader: Of the training data.
             shared: The ranks that share a model which its own code has sliced.
+            layer_drop: See the class.
         """
         super().__init__()
         self.module = module
@@ -90,6 +94,7 @@ class Engine(Figures, Saving, Weights, nn.Module):
         self._norm: float | None = None
         self._was_skipped = self._has_begun_step = self._ran_backward = False
         self._looks, self._shared = looks, shared
+        self.progressive_layer_drop = layer_drop
         self._writer = Writer()
 
     def get_global_grad_norm(self) -> float | None:
@@ -108,6 +113,8 @@ class Engine(Figures, Saving, Weights, nn.Module):
         args, kwargs = cast_floating((args, kwargs), self._dtype)
         if not self.training or not torch.is_grad_enabled():
             return runs(*args, **kwargs)
+        if self.progressive_layer_drop is not None:
+            kwargs = {**kwargs, **self.progressive_layer_drop.begin(self.counts)}
         with self._looks.forward(self, args, kwargs):
             self._wait_if_needed()
             return runs(*args, **kwargs)
@@ -275,5 +282,7 @@ class Engine(Figures, Saving, Weights, nn.Module):
         if self.training_dataloader is not None:
             self.training_dataloader.end_loop()
         self._runs = (self.module,)
+        if self.progressive_layer_drop is not None:
+            self.progressive_layer_drop.let_go()
         self._looks.close()
         self.optimizer.zero_grad()

@@ -26,14 +26,16 @@ from .config import EngineConfig
 from .data import RankLoader
 from .divided import check_divided, data_rank, divided_engine
 from .engine import Engine
+from .layer_drop import ProgressiveLayerDrop
 from .looks import Looks
 from .mpu import ModelParallel, data_parallel_mesh
 from .offloading import check_offload, offload_notes, offloaded, partition_offload
 from .optimizers import Binding, Groups, MakesOptimizer, maker_of, parameters_in, rebound
 from .pipeline import pipeline_of
-from .read_config import ResolvedConfig, load_config, read_config
+from .read_config import load_config, read_config
 from .schedules import schedule_class
 from .sparse_attention import sparse_layout
+from .told import overruled, say, tell
 from .whole_parameters import whole_where_needed
 
 _DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -116,7 +118,7 @@ def initialize(
             drop_last=settings.dataloader_drop_last,
             num_workers=settings.dsgraph.num_workers,
         )
-    _say(resolved, [*_overruled(optimizer, lr_scheduler, settings), *offload_notes(settings)])
+    say(resolved, [*overruled(optimizer, lr_scheduler, settings), *offload_notes(settings)])
     options = _backend_options(settings)
     if is_divided:
         divided = divided_engine(
@@ -129,15 +131,22 @@ def initialize(
         )
         return divided, divided.optimizer, loader, divided.lr_scheduler
     check_offload(settings, device)
+    drop = None
+    if settings.progressive_layer_drop.enabled:
+        drop = ProgressiveLayerDrop(settings.progressive_layer_drop, model)
+        tell(drop.note(compiles=settings.dsgraph.compile))
     looks = Looks(resolved, device)
     binding = Binding(model, model_parameters)
     with rebound(mine, model):
         partition(model, mesh, stage=settings.zero_optimization.stage, **_partition_options(settings))
     made = offloaded(whole_where_needed(mine or make(binding.groups(model))), settings)
     schedule = make_schedule(made)
+    compiles = partial(torch.compile, backend=looks.graphs or "dsgraph", options=options)
     runs: Any = model
-    if settings.dsgraph.compile:
-        runs = torch.compile(model, backend=looks.graphs or "dsgraph", options=options)
+    if drop is not None:
+        drop.take_over(compiles if settings.dsgraph.compile else None)
+    elif settings.dsgraph.compile:
+        runs = compiles(model)
     dtype = _dtype(settings)
     engine = Engine(
         *(model, runs, resolved, looks),
@@ -146,6 +155,7 @@ def initialize(
         dtype=dtype,
         loader=loader,
         shared=shared,
+        layer_drop=drop,
     )
     return engine, made, loader, schedule
 
@@ -202,25 +212,6 @@ def _place(mesh: DeviceMesh) -> int:
     for dim in range(mesh.ndim):
         place = place * mesh.size(dim) + mesh.get_local_rank(dim)
     return place
-
-
-def _overruled(optimizer: object, lr_scheduler: object, settings: EngineConfig) -> list[str]:
-    """A line for each section of the file that an argument stands in for."""
-    given = {"optimizer": (optimizer, settings.optimizer), "scheduler": (lr_scheduler, settings.scheduler)}
-    return [
-        f"{name} of the configuration has no effect: initialize was given one"
-        for name, (argument, section) in given.items()
-        if argument is not None and section is not None
-    ]
-
-
-def _say(resolved: ResolvedConfig, more: list[str]) -> None:
-    if dist.get_rank() != 0:
-        return
-    for note in [*resolved.notes, *more]:
-        print(f"dsgraph: {note}", flush=True)
-    if resolved.config.dump_state:
-        print(resolved.config.model_dump_json(indent=1), flush=True)
 
 
 def _dtype(settings: EngineConfig) -> torch.dtype | None:

@@ -27,6 +27,11 @@ def check_offload(settings: EngineConfig, device: torch.device) -> None:
             raise ConfigError(f"{key}.nvme_path has no effect with device {wanted.device!r}: set it to 'nvme'")
         if wanted.device != "none" and device.type != "cpu":
             raise ConfigError(f"{key}: offloading from {device.type} is not there yet: remove the key")
+    if zero.offload_optimizer.ratio != 1 and zero.offload_optimizer.device != "nvme":
+        raise ConfigError(
+            "zero_optimization.offload_optimizer.ratio has no effect with device "
+            f"{zero.offload_optimizer.device!r}: it is of what lies on disk"
+        )
     if zero.offload_param.device == "nvme" and zero.stage != 3:
         raise ConfigError(
             f"zero_optimization.offload_param: stage {zero.stage} keeps parameters in memory: set the stage to 3"
@@ -54,7 +59,7 @@ def offloaded(optimizer: Optimizer, settings: EngineConfig) -> Optimizer:
     assert wanted.nvme_path is not None
     folder = Path(wanted.nvme_path)
     folder.mkdir(parents=True, exist_ok=True)
-    return OptimizerOnDisk(optimizer, folder=folder)
+    return OptimizerOnDisk(optimizer, folder=folder, ratio=wanted.ratio)
 
 
 def offload_notes(settings: EngineConfig) -> list[str]:

@@ -19,6 +19,8 @@ from .config import OptimizerConfig
 from .lamb import Lamb
 from .muon import MuonAndAdamW, inner_matrices
 
+_NOT_YET = ("onebitadam", "onebitlamb", "zerooneadam")
+
 MakesOptimizer = Callable[[list[Any]], Optimizer]
 Groups = list[dict[str, Any]]
 
@@ -35,6 +37,8 @@ def maker_of(config: OptimizerConfig, model: nn.Module) -> MakesOptimizer:
     """
     params = dict(config.params)
     name = config.type
+    if name.lower() in _NOT_YET:
+        raise ConfigError(f"optimizer.type: {name} is not there yet: Adam and Lamb are, with gradients uncompressed")
     if name.lower() in ("adam", "adamw"):
         decoupled = params.pop("adam_w_mode", True) or name.lower() == "adamw"
         # One implementation serves both. Of DeepSpeed's own Adam the default is no decay, of torch's it is torch's.

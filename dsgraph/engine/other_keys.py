@@ -53,7 +53,6 @@ NOT_YET = {
     "torch_autocast": "autocast by configuration (torch.autocast around the forward works)",
     "wandb": "writing to Weights & Biases",
     "sparse_gradients": "sparse gradients",
-    "progressive_layer_drop": "dropping layers",
     "curriculum_learning": "curricula",
     "data_efficiency": "curricula",
     "elasticity": "elastic training",

@@ -45,7 +45,7 @@ def find_blocks(model: nn.Module, chosen: Blocks) -> Found:
     if chosen == "none":
         return Found()
     known = {module for module in model.modules() if "forward" in overrides(module)}
-    found = dict(_repeated(model))
+    found = dict(repeated_blocks(model))
     names = list(found) if chosen == "auto" else chosen
     for name in names:
         if name not in found and not known:
@@ -65,7 +65,7 @@ def find_blocks(model: nn.Module, chosen: Blocks) -> Found:
     )
 
 
-def _repeated(model: nn.Module) -> Iterator[tuple[str, dict[str, nn.Module]]]:
+def repeated_blocks(model: nn.Module) -> Iterator[tuple[str, dict[str, nn.Module]]]:
     """Lists of modules outside other such lists, with those of their modules, by name, that have an equal there."""
     inside = ""
     for name, module in model.named_modules():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -112,15 +113,34 @@ def test_gradients_that_would_go_elsewhere_are_refused(one_rank, tmp_path):
         torch.autograd.grad(compiled(torch.randn(8, 64)).sum(), list(model.parameters()))
 
 
-def test_a_disk_that_is_lost_ends_in_an_error(one_rank, tmp_path):
-    model = _on_disk(tmp_path)
+@pytest.mark.parametrize("phase", ["forward", "backward", "step"])
+@pytest.mark.parametrize("what", ["the file", "the folder"])
+def test_a_disk_that_is_lost_ends_in_an_error(one_rank, tmp_path, phase, what):
+    model = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64))
+    model = _on_disk(tmp_path, model)
     compiled = torch.compile(model, backend="dsgraph", options={"codegen": "eager"})
+    optimizer = OptimizerOnDisk(optim.AdamW(model.parameters()), folder=tmp_path)
     x = torch.randn(8, 64)
-    compiled(x).sum().backward()
+
+    def run(place: str) -> None:
+        if place == "forward":
+            run.loss = compiled(x).sum()
+        elif place == "backward":
+            run.loss.backward()
+        else:
+            optimizer.step()
+            optimizer.zero_grad()
+
+    phases = ["forward", "backward", "step"]
+    for place in [*phases, *phases[: phases.index(phase)]]:
+        run(place)
     (file,) = tmp_path.rglob("parameters")
-    file.unlink()
-    with pytest.raises(OffloadError, match=r"parameters cannot be read: .* load the last checkpoint"):
-        compiled(x)
+    if what == "the file":
+        file.unlink()
+    else:
+        shutil.rmtree(file.parent)
+    with pytest.raises(OffloadError, match=r"(parameters|optimizer-state) cannot be read: .* load the last checkpoint"):
+        run(phase)
 
 
 @pytest.mark.parametrize(
@@ -147,19 +167,43 @@ def test_a_disk_that_is_too_small_is_an_error_before_anything_is_allocated(one_r
 _KILLED = """
     import os, signal, sys, torch, dsgraph
     import torch.distributed as dist
+    from pathlib import Path
+    from dsgraph.offload.optimizer import OptimizerOnDisk
+
+    def reached(phase):
+        if phase == sys.argv[2]:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    class Adam(torch.optim.Adam):
+        def step(self):
+            super().step()
+            reached("step")  # the first chunk is not written back, the second one is on its way
+
     dist.init_process_group("gloo", init_method=f"file://{sys.argv[1]}/store", rank=0, world_size=1)
     offload = {"parameters": "disk", "folder": sys.argv[1]}
-    dsgraph.partition(torch.nn.Linear(64, 64), stage=3, keep_whole_below=12, offload=offload)
-    os.kill(os.getpid(), signal.SIGKILL)
+    model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 64))
+    model = dsgraph.partition(model, stage=3, keep_whole_below=12, offload=offload)
+    reached("partition")
+    compiled = torch.compile(model, backend="dsgraph", options={"codegen": "eager"})
+    optimizer = OptimizerOnDisk(Adam(model.parameters()), folder=Path(sys.argv[1]), chunk_bytes=4096)
+    loss = compiled(torch.randn(8, 64)).sum()
+    reached("forward")
+    loss.backward()
+    reached("backward")
+    optimizer.step()
 """
 
 
 @pytest.mark.slow
-def test_what_a_killed_process_leaves_goes_with_the_next_start(one_rank, tmp_path):
-    killed = subprocess.run([sys.executable, "-c", textwrap.dedent(_KILLED), str(tmp_path)], check=False)
+@pytest.mark.parametrize(
+    "phase", ["partition", *(pytest.param(phase, marks=pytest.mark.full) for phase in ("forward", "backward", "step"))]
+)
+def test_what_a_killed_process_leaves_goes_with_the_next_start(one_rank, tmp_path, phase):
+    killed = subprocess.run([sys.executable, "-c", textwrap.dedent(_KILLED), str(tmp_path), phase], check=False)
     assert killed.returncode == -signal.SIGKILL
     (left,) = tmp_path.rglob("parameters")
     _on_disk(tmp_path)
     assert not left.exists()
     assert len(list(tmp_path.rglob("parameters"))) == 1
+    assert not list(tmp_path.rglob("optimizer-state"))
     assert str(os.getpid()) in next(tmp_path.rglob("parameters")).parent.name

@@ -26,7 +26,7 @@ def _engine(stage: int, folder: str | None, micro_batches: int, *, parameters: b
     torch.compiler.reset()
     settings = config(stage, gradient_clipping=0.5, gradient_accumulation_steps=micro_batches)
     if folder is not None:
-        settings["zero_optimization"] |= _offload(nvme_path=folder)
+        settings["zero_optimization"] |= _offload(nvme_path=folder, ratio=0.5 if stage == 3 else 1.0)
         if parameters:
             settings["zero_optimization"]["offload_param"] = {"device": "nvme", "nvme_path": folder}
     engine = dsgraph.initialize(model=build(CASE), config=settings)[0]
@@ -78,7 +78,8 @@ def test_training_and_checkpoints_are_those_of_state_in_memory(ranks, stage, mic
         (_offload(), "offload_optimizer.device is 'nvme': set zero_optimization.offload_optimizer.nvme_path"),
         (_offload("cpu", nvme_path="/tmp"), "nvme_path has no effect with device 'cpu': set it to 'nvme'"),
         (_offload("disk"), "zero_optimization.offload_optimizer.device"),
-        (_offload(nvme_path="/tmp", ratio=0.5), "zero_optimization.offload_optimizer.ratio"),
+        (_offload(nvme_path="/tmp", ratio=1.5), "zero_optimization.offload_optimizer.ratio"),
+        (_offload("cpu", ratio=0.5), "ratio has no effect with device 'cpu'"),
     ],
 )
 def test_what_a_configuration_cannot_have_is_refused(one_rank, section, said):

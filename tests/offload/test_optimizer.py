@@ -69,6 +69,25 @@ def test_state_lies_in_the_file_and_not_in_memory(tmp_path):
     assert on_disk.path.is_relative_to(tmp_path) and on_disk.buffer_bytes < on_disk.disk_bytes
 
 
+def test_a_ratio_of_the_state_lies_in_the_file_and_the_rest_in_memory(tmp_path):
+    net, _, other, _ = _two(optim.AdamW, tmp_path)
+    whole = OptimizerOnDisk(optim.AdamW(other.parameters(), lr=1e-3), folder=tmp_path, chunk_bytes=4096)
+    part = OptimizerOnDisk(optim.AdamW(other.parameters(), lr=1e-3), folder=tmp_path, ratio=0.5, chunk_bytes=4096)
+    assert whole.disk_bytes / 2 <= part.disk_bytes < whole.disk_bytes
+    assert part.disk_bytes + part.buffer_bytes >= whole.disk_bytes
+    usual = optim.AdamW(net.parameters(), lr=1e-3)
+    _train(net, usual, 3)
+    _train(other, part, 3)
+    assert _same(net, other)
+    moved = OptimizerOnDisk(optim.AdamW(other.parameters(), lr=1e-3), folder=tmp_path, ratio=0.1, chunk_bytes=4096)
+    moved.load_state_dict(copy.deepcopy(part.state_dict()))
+    for optimizer, model in ((usual, net), (moved, other)):
+        _train(model, optimizer, 2, seed=2)
+    assert _same(net, other)
+    with pytest.raises(OffloadError, match="ratio is 0; it takes a share"):
+        OptimizerOnDisk(optim.AdamW(_net().parameters()), folder=tmp_path, ratio=0)
+
+
 def test_state_goes_through_state_dict(tmp_path):
     net, usual, other, on_disk = _two(optim.AdamW, tmp_path)
     _train(net, usual, 2)

@@ -1,0 +1,150 @@
+"""An optimizer's state by parameter, of which the large tensors lie in chunks on disk or in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from concurrent.futures import Future
+from itertools import accumulate
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from dsgraph.inductor_ext.transfers.buffers import Buffer, rounded
+from dsgraph.sharding.rows import own_part
+from dsgraph.tiers.slots import SlotFile
+
+from .chunks import Chunk, Place
+
+_T = TypeVar("_T")
+
+
+class ChunkStore:
+    """A buffer for each chunk: the first ones pass through memory from a file and back, the others stay in memory.
+
+    Attributes:
+        file: The file.
+    """
+
+    def __init__(self, sizes: Sequence[int], *, ratio: float, folder: Path) -> None:
+        """Reserves the bytes of both.
+
+        Args:
+            sizes: Bytes of each chunk.
+            ratio: The share of all bytes that lies in the file, or the least more that whole chunks make it.
+            folder: On the disk.
+
+        Raises:
+            OffloadError: See `SlotFile`.
+        """
+        sizes = [rounded(size) for size in sizes]
+        before = [0, *accumulate(sizes)]
+        on_disk = sum(start < ratio * before[-1] for start in before[:-1])
+        self.file = SlotFile(sizes[:on_disk], below=folder, name="optimizer-state")
+        self._on_disk = on_disk
+        self._kept = [Buffer(torch.empty(size, dtype=torch.uint8), size) for size in sizes[on_disk:]]
+
+    def _kept_one(self, number: int) -> Buffer | None:
+        return None if number < self._on_disk else self._kept[number - self._on_disk]
+
+    def take(self, number: int) -> Buffer:
+        """A buffer of a chunk that holds anything."""
+        return self._kept_one(number) or self.file.take(number)
+
+    def read(self, number: int) -> Future[Buffer]:
+        """Starts to read a chunk into a buffer, which is to be given back or written."""
+        kept = self._kept_one(number)
+        return self.file.read(number) if kept is None else _done(kept)
+
+    def write(self, number: int, buffer: Buffer) -> Future[None]:
+        """Starts to write a chunk's buffer, which is given back then."""
+        return self.file.write(number, buffer) if self._kept_one(number) is None else _done(None)
+
+    def give_back(self, number: int, buffer: Buffer) -> None:
+        """Lets a buffer of `take` or `read` be used again."""
+        if self._kept_one(number) is None:
+            self.file.give_back(buffer)
+
+    @property
+    def memory_bytes(self) -> int:
+        """Bytes of memory that state takes: that which stays, and the buffers through which the other passes."""
+        return self.file.buffer_bytes + sum(buffer.size for buffer in self._kept)
+
+
+class StoredState(MutableMapping[Tensor, dict[str, Any]]):
+    """State by parameter: tensors of its size in a file, everything else in memory."""
+
+    def __init__(self, chunks: Sequence[Chunk], file: ChunkStore) -> None:
+        self._chunks, self._file = chunks, file
+        self._where = {param: (at, of) for at, chunk in enumerate(chunks) for of, param in enumerate(chunk.params)}
+        self._small: dict[Tensor, dict[str, Any]] = {}
+
+    def small(self, param: Tensor) -> dict[str, Any] | None:
+        """What of a parameter's state is in memory; None where there is none at all yet."""
+        return self._small.get(param)
+
+    def start_read(self, number: int) -> Future[Buffer]:
+        """A buffer with the state of a chunk; with anything, where none was stored yet."""
+        if any(param in self._small for param in self._chunks[number].params):
+            return self._file.read(number)
+        return _done(self._file.take(number))
+
+    def take_over(self, number: int, buffer: Buffer, states: Sequence[Mapping[str, Any]]) -> None:
+        """Sees to it that a buffer holds the state of a chunk, as a step has left it."""
+        chunk = self._chunks[number]
+        for param, places, state in zip(chunk.params, chunk.places, states, strict=True):
+            if state:
+                self._put(param, places, state, buffer)
+
+    def _put(self, param: Tensor, places: Sequence[Place], state: Mapping[str, Any], buffer: Buffer) -> None:
+        rest = dict(state)
+        for place in places:
+            value = own_part(rest.pop(place.key))
+            view = place.view(buffer, value)
+            if view.data_ptr() != value.data_ptr():
+                view.copy_(value)
+        self._small[param] = rest
+
+    def __getitem__(self, param: Tensor) -> dict[str, Any]:
+        number, of = self._where[param]
+        small = self._small[param]
+        buffer = self._file.read(number).result()
+        local = own_part(param)
+        found = {
+            place.key: _like(param, place.view(buffer, local).clone()) for place in self._chunks[number].places[of]
+        }
+        self._file.give_back(number, buffer)
+        copied = {key: value.clone() if isinstance(value, Tensor) else value for key, value in small.items()}
+        return {**copied, **found}
+
+    def __setitem__(self, param: Tensor, state: dict[str, Any]) -> None:
+        number, of = self._where[param]
+        buffer = self.start_read(number).result()
+        self._put(param, self._chunks[number].places[of], state, buffer)
+        self._file.write(number, buffer).result()
+
+    def __delitem__(self, param: Tensor) -> None:
+        del self._small[param]
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter(self._small)
+
+    def __len__(self) -> int:
+        return len(self._small)
+
+
+def _done(value: _T) -> Future[_T]:
+    found: Future[_T] = Future()
+    found.set_result(value)
+    return found
+
+
+def _like(param: Tensor, local: Tensor) -> Tensor:
+    """This rank's part as a tensor that is distributed as the parameter is."""
+    if not isinstance(param, DTensor):
+        return local
+    return DTensor.from_local(
+        local, param.device_mesh, param.placements, run_check=False, shape=param.shape, stride=param.stride()
+    )
