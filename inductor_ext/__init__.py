@@ -5,6 +5,7 @@ needs one. Importing this package registers the ops; `register_lowerings` regist
 """
 
 from .collectives.algorithms import (
+    EXCHANGES,
     GATHERS,
     REDUCE_SCATTERS,
     Ranks,
@@ -15,11 +16,18 @@ from .collectives.algorithms import (
     sum_over,
     usual_gather,
 )
+from .collectives.compressed_reduction import (
+    average_chunk,
+    put_together,
+    reduce_compressed,
+    rows_of,
+    take_in_gradient,
+)
 from .collectives.exchange_by_messages import exchange_by_messages, exchange_by_messages_coalesced
 from .collectives.exchange_by_messages import register_lowering as _register_exchange
 from .collectives.gather_by_messages import gather_by_messages, gather_by_messages_coalesced, start_gather
 from .collectives.gather_by_messages import register_lowering as _register_gather
-from .collectives.gather_param import gather_param, reduce_grad, start_reduction
+from .collectives.gather_param import compressed_over, gather_param, reduce_grad, start_reduction
 from .collectives.messages import sends_messages
 from .collectives.tensor_slices import enter_slices, gather_slices, own_slice, slice_of, sum_slices
 from .collectives.vocabulary import sliced_cross_entropy, sliced_embedding
@@ -42,16 +50,19 @@ def register_lowerings() -> None:
 
 
 __all__ = [
+    "EXCHANGES",
     "GATHERS",
     "TIERS",
     "REDUCE_SCATTERS",
     "Ranks",
     "TransferError",
     "Transfers",
+    "average_chunk",
     "backend_name",
     "block_sparse_attention",
     "c10d_functional",
     "chunk_rows",
+    "compressed_over",
     "enter_slices",
     "exchange_by_messages",
     "exchange_by_messages_coalesced",
@@ -66,10 +77,13 @@ __all__ = [
     "on_gpu",
     "own_slice",
     "pad_rows",
+    "put_together",
+    "reduce_compressed",
     "reduce_grad",
     "reload",
     "register_lowerings",
     "resolve_group",
+    "rows_of",
     "same_shape",
     "same_size",
     "sends_messages",
@@ -84,6 +98,7 @@ __all__ = [
     "start_reduction",
     "sum_over",
     "sum_slices",
+    "take_in_gradient",
     "transfers_of",
     "usual_gather",
 ]

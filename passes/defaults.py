@@ -13,6 +13,7 @@ from .zero.await_copies import AwaitCopies
 from .zero.bucket_small_reductions import BucketSmallReductions
 from .zero.choose_collective_algorithms import ChooseCollectiveAlgorithms
 from .zero.compress_gathers import CompressGathers
+from .zero.compress_reductions import CompressReductions
 from .zero.insert_zero_collectives import InsertZeroCollectives
 from .zero.keep_last_gather import KeepLastGather, ReleaseKeptGather
 from .zero.merge_gathers import MergeGathers
@@ -27,6 +28,7 @@ def default_pipeline() -> Pipeline:
             SliceTensors(),
             SubstituteKernels(),
             CompressGathers(),
+            CompressReductions(),
             BucketSmallReductions(),
             InsertZeroCollectives(),
             ChooseCollectiveAlgorithms(),

@@ -159,6 +159,8 @@ def _tensors_of(entry: ParameterState) -> Iterator[tuple[InputRole, Tensor]]:
         yield InputRole.SHARD, entry.leaf
     if entry.accumulated_grad is not None:
         yield InputRole.ACCUMULATED_GRADIENT, entry.accumulated_grad
+    for tensor in entry.compression.inputs if entry.compression is not None else ():
+        yield InputRole.OPTIMIZER_STATE, tensor
 
 
 def _device_type(inputs: Sequence[Any]) -> str:
@@ -219,9 +221,10 @@ def _describe_marker(node: Node, axis_names: dict[str, str]) -> str:
     outer = [axis_names.get(group, group) for group in call["outer_groups"]]
     kept = "" if gathered_copy is None else ", gathered copy kept"
     added = ", with an accumulated gradient" if call.get("adds_sum") else ""
+    compressed = ", gradient compressed" if len(node.args) > 4 else ""
     return (
         f"gather_param {shape} {call['dtype']} over {axis}, gradient in {call['reduce_dtype']} over {outer} besides"
-        f"{added}{kept}"
+        f"{added}{compressed}{kept}"
     )
 
 

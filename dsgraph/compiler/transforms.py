@@ -32,10 +32,9 @@ def move_markers_ahead(gm: GraphModule) -> None:
 
 
 def _write_ahead(call: Node, place: Node) -> None:
-    param, gathered_copy, shape, accumulated_grad = call.args
+    param, gathered_copy, shape, *added = call.args
     with call.graph.inserting_before(place):
         shard = call.graph.call_method("to_local", (param,))
-        added = () if accumulated_grad is None else (accumulated_grad,)
         marker = call.graph.call_function(
             torch.ops.dsgraph.gather_param, (shard, gathered_copy, shape, *added), dict(call.kwargs)
         )

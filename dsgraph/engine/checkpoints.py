@@ -27,6 +27,7 @@ from dsgraph.files import write_whole
 from .asynchronous import Writer
 from .checkpoint_files import FORMAT, check_tag, complete, latest_tag, make_unfinished, read_about, unfinished_folder
 from .checkpoint_match import class_of, other_model, other_optimizer
+from .compressing import CompressingOptimizer
 from .together import reason, together
 from .weight_files import describe
 
@@ -240,12 +241,18 @@ def _wanted(engine: Training, path: Path, *, module_only: bool) -> dict[str, Any
     if module_only:
         return state
     owns = getattr(engine.optimizer, "owns", None)
+    empty_state = getattr(engine.optimizer, "empty_state", None)
     for name, param in engine.module.named_parameters():
         for key, about in known.items():
             if key.startswith(f"optimizer.{name}.") and "." not in key[len(f"optimizer.{name}.") :]:
                 size, dtype = about.size, about.properties.dtype  # type: ignore[union-attr]
                 is_whole = owns(param) if owns is not None else None
                 if is_whole is False:  # another rank keeps it
+                    continue
+                if empty_state is not None:
+                    empty = empty_state(param, key.rpartition(".")[2], size)
+                    if empty is not None:
+                        state[key] = empty
                     continue
                 like = is_whole is None and size == param.shape and len(size) > 0
                 state[key] = torch.empty_like(param, dtype=dtype) if like else torch.empty(size, dtype=dtype)
@@ -273,6 +280,8 @@ def _take_rest(engine: Training, state: dict[str, Any], about: dict[str, Any], p
                 own.fill_(value)
             else:
                 group[key] = tuple(value) if isinstance(own, tuple) else value
+    if isinstance(engine.optimizer, CompressingOptimizer):
+        engine.optimizer.go_on()
     engine.go_on_from(about["engine"])
     random = path / f"random-{dist.get_rank()}.pt"
     if about["ranks"] == dist.get_world_size():  # with others, no rank goes on where one left off

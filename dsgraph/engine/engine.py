@@ -15,6 +15,7 @@ from dsgraph.errors import EngineError
 from dsgraph.step.accumulate import accumulate, discard
 
 from .asynchronous import Writer
+from .compressing import CompressingOptimizer
 from .data import RankLoader, batches_of
 from .figures import Figures
 from .layer_drop import ProgressiveLayerDrop
@@ -95,6 +96,7 @@ class Engine(Figures, Saving, Weights, nn.Module):
         self._was_skipped = self._has_begun_step = self._ran_backward = False
         self._looks, self._shared = looks, shared
         self.progressive_layer_drop = layer_drop
+        self._scale_optimizer()
         self._writer = Writer()
 
     def get_global_grad_norm(self) -> float | None:
@@ -127,6 +129,12 @@ class Engine(Figures, Saving, Weights, nn.Module):
         elif waits and not self._is_waiting:
             self._waiting.enter_context(accumulate(self.module, reduce_once=self._never_reduces or None))
             self._is_waiting = True
+        if not waits and self._takes_in_momenta() and not self.config.dsgraph.compile:
+            with accumulate(self.module):  # a momentum takes in one gradient, however often a forward reads a parameter
+                pass
+
+    def _takes_in_momenta(self) -> bool:
+        return isinstance(self.optimizer, CompressingOptimizer) and self.optimizer.is_compressing
 
     def backward(self, loss: Tensor, *, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
         """Adds the gradients of a micro-batch.
@@ -216,6 +224,11 @@ class Engine(Figures, Saving, Weights, nn.Module):
         if is_finite and self.lr_scheduler is not None:
             self.lr_scheduler.step()
         self.loss_scale.update(overflow=not is_finite)
+        self._scale_optimizer()
+
+    def _scale_optimizer(self) -> None:
+        if isinstance(self.optimizer, CompressingOptimizer):
+            self.optimizer.set_scale(self.loss_scale.scale)
 
     def _prepare_gradients(self) -> bool:
         """Unscales and clips; False where the step is to be skipped."""
@@ -223,8 +236,12 @@ class Engine(Figures, Saving, Weights, nn.Module):
         checks = config.fp16.enabled or (config.bf16.enabled and config.bf16.check_grad_overflow)
         if not checks and not config.gradient_clipping:
             return True
+        is_momentum = self._takes_in_momenta()
+        scale, largest = (1.0, 0.0) if is_momentum else (self.loss_scale.scale, config.gradient_clipping)
+        if is_momentum and not checks:
+            return True
         self._norm = unscale_and_clip(
-            self._partition, scale=self.loss_scale.scale, largest=config.gradient_clipping, shared=self._shared
+            self._partition, scale=scale, largest=largest, shared=self._shared
         )
         return not checks or math.isfinite(self._norm)
 

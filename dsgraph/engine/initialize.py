@@ -30,7 +30,7 @@ from .layer_drop import ProgressiveLayerDrop
 from .looks import Looks
 from .mpu import ModelParallel, data_parallel_mesh
 from .offloading import check_offload, offload_notes, offloaded, partition_offload
-from .optimizers import Binding, Groups, MakesOptimizer, maker_of, parameters_in, rebound
+from .optimizers import Binding, Groups, MakesOptimizer, check_compression, maker_of, parameters_in, rebound
 from .pipeline import pipeline_of
 from .read_config import load_config, read_config
 from .schedules import schedule_class
@@ -118,7 +118,8 @@ def initialize(
             drop_last=settings.dataloader_drop_last,
             num_workers=settings.dsgraph.num_workers,
         )
-    say(resolved, [*overruled(optimizer, lr_scheduler, settings), *offload_notes(settings)])
+    without_effect = check_compression(settings, is_divided=is_divided) if optimizer is None else []
+    say(resolved, [*overruled(optimizer, lr_scheduler, settings), *offload_notes(settings), *without_effect])
     options = _backend_options(settings)
     if is_divided:
         divided = divided_engine(

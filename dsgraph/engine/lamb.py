@@ -27,7 +27,11 @@ from dsgraph.sharding.rows import own_part
 
 
 class Lamb(Optimizer):
-    """LAMB over plain parameters and shards."""
+    """LAMB over plain parameters and shards.
+
+    Attributes:
+        ratios: Of each parameter, r of the last step: a number on its device.
+    """
 
     def __init__(
         self,
@@ -45,6 +49,7 @@ class Lamb(Optimizer):
             **{"bias_correction": bias_correction, "max_coeff": max_coeff, "min_coeff": min_coeff},
         }
         super().__init__(params, defaults)
+        self.ratios: dict[Tensor, Tensor] = {}
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
@@ -59,10 +64,11 @@ class Lamb(Optimizer):
             for param in group["params"]
             if param.grad is not None
         ]
-        norms = _norms([(param, own_part(param), update) for param, _, update in work])
+        norms = norms_of([(param, own_part(param), update) for param, _, update in work])
         for (param, group, update), (weight, size) in zip(work, norms, strict=True):
             ratio = (weight / size).clamp(group["min_coeff"], group["max_coeff"])
             ratio = torch.where((weight > 0) & (size > 0), ratio, torch.ones_like(ratio))
+            self.ratios[param] = ratio
             own_part(param).sub_(update * (ratio * self._rate(param, group)))
             if isinstance(param, DTensor):
                 torch.autograd.graph.increment_version(param)
@@ -91,7 +97,7 @@ class Lamb(Optimizer):
         return rate * math.sqrt(1 - beta2**step) / (1 - beta1**step)
 
 
-def _norms(parts: list[tuple[Tensor, Tensor, Tensor]]) -> list[tuple[Tensor, Tensor]]:
+def norms_of(parts: list[tuple[Tensor, Tensor, Tensor]]) -> list[tuple[Tensor, Tensor]]:
     """Norms of each whole parameter and its update, from what this rank holds of them: one reduction a group."""
     squares = [torch.stack([part.square().sum(dtype=torch.float32) for part in pair]) for _, *pair in parts]
     split: dict[dist.ProcessGroup, list[int]] = defaultdict(list)

@@ -15,11 +15,15 @@ from torch.optim import Optimizer
 from dsgraph.errors import ConfigError
 from dsgraph.nearest import nearest
 
-from .config import OptimizerConfig
+from .compressing import NOT_THERE
+from .config import EngineConfig, OptimizerConfig
 from .lamb import Lamb
 from .muon import MuonAndAdamW, inner_matrices
+from .one_bit import OneBitAdam, OneBitLamb
 
-_NOT_YET = ("onebitadam", "onebitlamb", "zerooneadam")
+_NOT_YET = ("zerooneadam",)
+ONE_BIT: Mapping[str, Any] = {"onebitadam": OneBitAdam, "onebitlamb": OneBitLamb}
+WITHOUT_EFFECT = {"cuda_aware": "MPI carries nothing", "comm_backend_name": "the mesh's process group carries all"}
 
 MakesOptimizer = Callable[[list[Any]], Optimizer]
 Groups = list[dict[str, Any]]
@@ -38,7 +42,7 @@ def maker_of(config: OptimizerConfig, model: nn.Module) -> MakesOptimizer:
     params = dict(config.params)
     name = config.type
     if name.lower() in _NOT_YET:
-        raise ConfigError(f"optimizer.type: {name} is not there yet: Adam and Lamb are, with gradients uncompressed")
+        raise ConfigError(f"optimizer.type: {name} is not there yet: OneBitAdam is")
     if name.lower() in ("adam", "adamw"):
         decoupled = params.pop("adam_w_mode", True) or name.lower() == "adamw"
         # One implementation serves both. Of DeepSpeed's own Adam the default is no decay, of torch's it is torch's.
@@ -46,6 +50,10 @@ def maker_of(config: OptimizerConfig, model: nn.Module) -> MakesOptimizer:
             params.setdefault("weight_decay", 0.0)
         made: Any = torch.optim.AdamW if decoupled else torch.optim.Adam
         params.setdefault("fused", True)
+    elif name.lower() in ONE_BIT:
+        made = partial(ONE_BIT[name.lower()], model=model)
+        for key in WITHOUT_EFFECT:
+            params.pop(key, None)
     elif name.lower() == "lamb":
         made = Lamb
     elif name.lower() == "muon":
@@ -54,12 +62,13 @@ def maker_of(config: OptimizerConfig, model: nn.Module) -> MakesOptimizer:
         known = {key: kind for key, kind in vars(torch.optim).items() if _is_optimizer(kind)}
         if name not in known:
             raise ConfigError(
-                f"optimizer.type is {name!r}{nearest(name, known)}; known: Adam, AdamW, Lamb, Muon, and the optimizers "
+                f"optimizer.type is {name!r}{nearest(name, known)}; known: Adam, AdamW, Lamb, Muon, OneBitAdam, OneBitLamb, and the optimizers "
                 "of torch.optim"
             )
         made = known[name]
     bound = made.keywords if isinstance(made, partial) else {}
-    taken = [key for key in inspect.signature(made).parameters if key not in bound][1:]
+    taken = [key for key in inspect.signature(made).parameters if key not in (*bound, "others")][1:]
+    taken += NOT_THERE if name.lower() in ONE_BIT else []
     for key in params:
         if key not in taken:
             raise ConfigError(f"optimizer.params: {name} has no {key!r}{nearest(key, taken)}")
@@ -70,6 +79,46 @@ def maker_of(config: OptimizerConfig, model: nn.Module) -> MakesOptimizer:
     except (TypeError, ValueError, RuntimeError) as error:
         raise ConfigError(f"optimizer.params: {name} refuses them: {error}") from error
     return lambda groups: made(groups, **params)
+
+
+def check_compression(settings: EngineConfig, *, is_divided: bool) -> list[str]:
+    """Refuses what cannot go with compressed gradients, before anything is changed.
+
+    Args:
+        settings: The configuration.
+        is_divided: Whether several ranks run one copy of the model.
+
+    Returns:
+        A line for each key without effect.
+
+    Raises:
+        ConfigError: Names the key.
+    """
+    optimizer, zero = settings.optimizer, settings.zero_optimization
+    if optimizer is None or optimizer.type.lower() not in ONE_BIT:
+        return []
+    name = optimizer.type
+    if zero.stage > 1:
+        raise ConfigError(
+            f"optimizer.type {name} with zero_optimization.stage {zero.stage}: no rank would hold the momentum of a "
+            "whole parameter, which takes in the rank's gradient: set the stage to 0 or 1"
+        )
+    if zero.offload_optimizer.device != "none":
+        raise ConfigError(
+            f"optimizer.type {name} with zero_optimization.offload_optimizer: graphs read the momentum, which has to be "
+            "in memory: remove offload_optimizer"
+        )
+    if is_divided:
+        raise ConfigError(f"optimizer.type {name} with the section parallel is not there yet: remove one of the two")
+    notes = [
+        f"optimizer.params.{key} has no effect: {why}" for key, why in WITHOUT_EFFECT.items() if key in optimizer.params
+    ]
+    if settings.gradient_clipping:
+        notes.append(
+            f"gradient_clipping {settings.gradient_clipping} is of the warm-up of {name}: behind it no rank sees the "
+            "averaged gradient"
+        )
+    return notes
 
 
 def _is_optimizer(kind: object) -> bool:

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dsgraph.inductor_ext import start_reduction
+from dsgraph.inductor_ext import compressed_over, start_reduction
 
+from .compressed import CompressedInputs
 from .stages import STAGES, ZeroStage
 
 
@@ -45,14 +46,33 @@ class Layout:
         return compute, self.reduce_dtype or compute
 
     def mark(
-        self, shard: Tensor, gathered_copy: Tensor | None, shape: Sequence[int], accumulated_grad: Tensor | None = None
+        self,
+        shard: Tensor,
+        gathered_copy: Tensor | None,
+        shape: Sequence[int],
+        accumulated_grad: Tensor | None = None,
+        compressed: CompressedInputs | None = None,
     ) -> Tensor:
         """The marker for this layout, or, run eagerly, the gather itself. `shape` is that of the full parameter.
 
         With an `accumulated_grad` the backend decides whether the gradient is reduced together with it.
         """
-        added = () if accumulated_grad is None else (accumulated_grad,)
+        added = self.marker_inputs(accumulated_grad, compressed)
         return torch.ops.dsgraph.gather_param(shard, gathered_copy, shape, *added, **self.marker_options(shard.dtype))
+
+    @property
+    def reduced_over(self) -> tuple[str, bool]:
+        """The one group over which a compressed gradient is reduced, and whether it splits the parameter's rows."""
+        return compressed_over(self.group, self.outer_groups)
+
+    @staticmethod
+    def marker_inputs(
+        accumulated_grad: Tensor | None, compressed: CompressedInputs | None
+    ) -> tuple[Tensor | None, ...]:
+        """What a marker reads besides the parameter."""
+        if compressed is not None:
+            return (accumulated_grad, *compressed)
+        return () if accumulated_grad is None else (accumulated_grad,)
 
     def marker_options(self, master: torch.dtype) -> dict[str, Any]:
         """What a marker says besides tensors, of a parameter of this dtype."""

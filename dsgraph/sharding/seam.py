@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from dsgraph import compat
 from dsgraph.errors import PartitionError
 
+from .compressed import reduce_compressed
 from .eager_agreement import is_outside
 from .forward_parameter import ForwardParameter
 from .full_parameter import FullParameter
@@ -34,6 +35,7 @@ def property_for(name: str, layout: Layout) -> property:
     """
     may_have_copy = bool(layout.group)
     may_stay_local = layout.zero.may_reduce_once
+    may_compress = layout.zero.may_compress
 
     def read(self: nn.Module) -> Any:
         param: Any = self._parameters[name]
@@ -48,18 +50,21 @@ def property_for(name: str, layout: Layout) -> property:
             )
         if not torch.compiler.is_compiling():
             return _read_eagerly(self, name, layout)
-        accumulated_grad = None
+        accumulated_grad = compressed = None
         if may_stay_local and held_by(self).partition.gradients_stay_local:
             if held_by(self).partition.accumulating:
                 return layout.local(held_by(self).leaves[name])
             if torch.is_grad_enabled():
                 accumulated_grad = held_by(self).sums.get(name)
+        if may_compress and torch.is_grad_enabled():
+            compressed = held_by(self).compressions.get(name)
         gathered_copy = held_by(self).gathered_copies.get(name) if may_have_copy else None
         # The shape is read off the parameter: Dynamo may take integers from elsewhere for dynamic sizes.
         if compat.in_transform():
             options = layout.marker_options(param.dtype)
-            return mark_outside_transforms(param, gathered_copy, param.shape, accumulated_grad, **options)
-        return layout.mark(param.to_local(), gathered_copy, param.shape, accumulated_grad)
+            added = layout.marker_inputs(accumulated_grad, compressed)
+            return mark_outside_transforms(param, gathered_copy, param.shape, *added, **options)
+        return layout.mark(param.to_local(), gathered_copy, param.shape, accumulated_grad, compressed)
 
     compat.only_inlined(read)
     return property(read, doc=f"The full parameter {name!r}; its shard stands in `named_parameters()`.")
@@ -76,7 +81,7 @@ def _refuse_transformed(param: Any, name: str, module: nn.Module) -> None:
 
 @torch.compiler.allow_in_graph
 def mark_outside_transforms(
-    param: DTensor, gathered_copy: Tensor | None, shape: Sequence[int], accumulated_grad: Tensor | None, **options: Any
+    param: DTensor, gathered_copy: Tensor | None, shape: Sequence[int], *added: Tensor | None, **options: Any
 ) -> Tensor:
     """A marker that is captured inside a transform of `torch.func`, to which parameters are constants.
 
@@ -84,7 +89,7 @@ def mark_outside_transforms(
     """
     with compat.outside_transforms():
         shard = param.to_local()
-        return torch.ops.dsgraph.gather_param(shard, gathered_copy, shape, accumulated_grad, **options)
+        return torch.ops.dsgraph.gather_param(shard, gathered_copy, shape, *added, **options)
 
 
 @torch.compiler.disable
@@ -121,6 +126,9 @@ def _read(module: nn.Module, name: str, layout: Layout, *, is_kept: bool = False
 
     def reduce(grad: Tensor) -> Tensor:
         with partition.reducing(f"the gradient of {full_name!r}"):
+            if name in held.compressions:
+                partition.note_compressed(full_name)
+                return reduce_compressed(grad, shard, held.compressions[name], layout.reduced_over)
             return layout.reduce(grad, shard.detach())
 
     note_gradient = None

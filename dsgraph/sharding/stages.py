@@ -48,6 +48,11 @@ class ZeroStage:
         """Whether `accumulate` reduces gradients once a step if nothing else is asked for."""
         return not self.may_reduce_in_every_backward
 
+    @property
+    def may_compress(self) -> bool:
+        """Whether a momentum may take the place of gradients: it takes in one a step, and all of it on every rank."""
+        return not self.may_reduce_in_every_backward
+
     def allows(self, *, reduce_once: bool) -> bool:
         """Whether `accumulate(model, reduce_once=...)` can be had."""
         return self.may_reduce_once if reduce_once else self.may_reduce_in_every_backward

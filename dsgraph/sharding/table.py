@@ -20,6 +20,7 @@ from dsgraph.inductor_ext import chunk_rows, resolve_group
 from dsgraph.passes import MeshAxis
 from dsgraph.tiers.stored_rows import StoredRows
 
+from .compressed import CompressedInputs
 from .eager_agreement import Intent, eager_agreements, is_outside
 from .layout import Layout
 from .mesh import axis_group, mesh_ranks, shard_dim
@@ -126,7 +127,8 @@ class PartitionedModel:
         entry.owners = [owner for owner in entry.owners if owner != (module, attribute)]
         if not entry.owners:
             self.parameters.remove(entry)
-        for kept in (held_by(module).gathered_copies, held_by(module).leaves, held_by(module).sums):
+        held = held_by(module)
+        for kept in (held.gathered_copies, held.leaves, held.sums, held.compressions):
             kept.pop(attribute, None)
 
     def refuse_amid_step(self, doing: str) -> None:
@@ -197,6 +199,9 @@ class PartitionedModel:
     def note_gradient(self) -> None:
         """Hears that a gradient went through a parameter that was handed out."""
 
+    def note_compressed(self, name: str) -> None:
+        """Hears that the compressed gradient of a parameter is reduced outside a compiled graph."""
+
     def note_materialized(self, entry: ShardedParameter) -> None:
         """Hears that a parameter has got memory."""
 
@@ -210,6 +215,7 @@ class HeldParameters:
         gathered_copies: Gathered copies: of stages 1 and 2, and of stage 3 while they are held for a step.
         leaves: What it hands out while gradients stay local.
         sums: What has been added up of them, while the last micro-batch of a step runs.
+        compressions: Momentum, errors and coefficients of those whose gradients are compressed.
         equal_buffers: Names of its buffers that have taken the values of the mesh's first rank.
         eager_reads: How often each parameter was handed out outside a compiled graph.
     """
@@ -218,6 +224,7 @@ class HeldParameters:
     gathered_copies: dict[str, Tensor] = field(default_factory=dict)
     leaves: dict[str, Tensor] = field(default_factory=dict)
     sums: dict[str, Tensor] = field(default_factory=dict)
+    compressions: dict[str, CompressedInputs] = field(default_factory=dict)
     eager_reads: Counter[str] = field(default_factory=Counter)
     equal_buffers: set[str] = field(default_factory=set)
     _names: dict[str, str] = field(default_factory=dict)
@@ -231,7 +238,7 @@ class HeldParameters:
 
     def __getstate__(self) -> dict[str, object]:
         gathered_copies = {} if self.partition.zero.gathers_each_use else self.gathered_copies
-        return {**self.__dict__, "gathered_copies": gathered_copies, "leaves": {}, "sums": {}}
+        return {**self.__dict__, "gathered_copies": gathered_copies, "leaves": {}, "sums": {}, "compressions": {}}
 
 
 def is_plain(param: Tensor) -> bool:

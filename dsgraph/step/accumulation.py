@@ -28,7 +28,7 @@ from dsgraph.errors import AccumulationError
 from dsgraph.sharding.table import held_by
 
 from .parameter import ParameterState
-from .reductions import reduce_replicated, reduce_split, used_anywhere
+from .reductions import reduce_as_momentum, reduce_replicated, reduce_split, used_anywhere
 from .state import PartitionState, StepPhase
 
 
@@ -80,7 +80,9 @@ def reduce_accumulated(state: PartitionState) -> None:
             continue  # as in one process: a parameter that no rank used keeps its gradient of None
         if taken[entry] is None:
             taken[entry] = torch.zeros(entry.layout.shape, dtype=entry.param.dtype, device=entry.param.device)
-        if entry.layout.group:
+        if entry.compression is not None:
+            reduce_as_momentum(entry, taken.pop(entry))
+        elif entry.layout.group:
             alone.append(entry)
         else:
             together[entry.layout.dtypes(entry.param.dtype), entry.layout.outer_groups].append(entry)

@@ -13,6 +13,8 @@ from dsgraph import compat
 from dsgraph.inductor_ext import resolve_group
 from dsgraph.sharding.table import ShardedParameter
 
+from .compression import Compression
+
 
 class Freshness(IntEnum):
     """What is known about a gathered copy."""
@@ -40,6 +42,7 @@ class ParameterState(ShardedParameter):
         withheld: What was in the sum, while a backward runs that must not add it.
         hooked_leaf: id of the leaf that reports its gradients.
         hooked_param: id of the parameter that does so.
+        compression: What is kept to compress its gradient, if it is compressed.
         noted_version: Of a replicated parameter, when its values were last known to be equal on all ranks; -1: unknown.
     """
 
@@ -52,6 +55,7 @@ class ParameterState(ShardedParameter):
     withheld: Tensor | None = None
     hooked_leaf: int = 0
     hooked_param: int = 0
+    compression: Compression | None = None
     noted_version: int = -1
     _gathered_from: Any = None
     _gathered_version: int = -1
@@ -65,7 +69,7 @@ class ParameterState(ShardedParameter):
     def __getstate__(self) -> dict[str, Any]:
         # A copy of the model has no part in the step.
         gathered_copy = None if self.layout.zero.gathers_each_use else self.gathered_copy
-        nothing = {"leaf": None, "accumulated_grad": None, "is_summed": False, "withheld": None}
+        nothing = {"leaf": None, "accumulated_grad": None, "is_summed": False, "withheld": None, "compression": None}
         noted = {"hooked_leaf": 0, "hooked_param": 0, "noted_version": -1, "stored": None}
         return {**self.__dict__, **nothing, **noted, "gathered_copy": gathered_copy}
 

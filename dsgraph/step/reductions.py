@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from dsgraph.inductor_ext import Ranks, sum_over
+from dsgraph.sharding.compressed import reduce_compressed
 
 from .parameter import ParameterState
 from .state import PartitionState
@@ -49,6 +50,13 @@ def reduce_replicated(bucket: Sequence[ParameterState], grads: Sequence[Tensor |
     sizes = [entry.param.numel() for entry in bucket]
     for entry, part in zip(bucket, averaged.split(sizes), strict=True):
         _add_gradient(entry, part.clone().view(entry.layout.shape))  # what begins amid other memory cannot be saved
+
+
+def reduce_as_momentum(entry: ParameterState, grad: Tensor | None) -> None:
+    """Lets a compressed parameter's momentum take in a gradient."""
+    assert entry.compression is not None and grad is not None
+    entry.compression.note_arrival()
+    _add_gradient(entry, reduce_compressed(grad, entry.rows, entry.compression.inputs, entry.layout.reduced_over))
 
 
 def _add_gradient(entry: ParameterState, grad: Tensor) -> None:

@@ -218,6 +218,12 @@ class PartitionState(PartitionedModel):
         if self.zero.gathers_each_use and self.copied():
             compat.at_end_of_backward(self.release_copies)
 
+    def note_compressed(self, name: str) -> None:
+        """A momentum takes in one gradient a step, be it reduced in a graph or outside."""
+        for entry in self.parameters:
+            if entry.name == name and entry.compression is not None:
+                entry.compression.note_arrival()
+
     def give_up_step(self) -> None:
         """The micro-batches of a step were in vain. What follows may be an update of the shards, or another step."""
         self.finish()

@@ -2,11 +2,12 @@
 
 For n ranks of which each holds a chunk of rows (`torch.chunk`'s rule, shorter chunks padded with zeros):
 
-    gather:          full  = concat(chunk_0, ..., chunk_{n-1})
-    reduce-scatter:  own_r = sum over n ranks, in their order, of chunk_r(grad)
+    gather:          full   = concat(chunk_0, ..., chunk_{n-1})
+    exchange:        rows_r = concat over n ranks, in their order, of chunk_r(grad)
+    reduce-scatter:  own_r  = sum over n ranks, in their order, of chunk_r(grad)
 
-Each *algorithm* does one of the two for chunks of equal size; `GATHERS` and `REDUCE_SCATTERS` have them by the kind of
-collective that they run. What stands around them (casts, padding, averages) is written once, for all. A start returns
+Each *algorithm* does one of them for chunks of equal size; `GATHERS`, `EXCHANGES` and `REDUCE_SCATTERS` have them by
+the kind of collective that they run. What stands around them (casts, padding, averages) is written once, for all. A start returns
 what is under way, so that more can start before it is finished.
 """
 
@@ -25,10 +26,6 @@ from dsgraph.inductor_ext.compat import c10d_functional, resolve_group
 
 from .gather_by_messages import start_gather
 from .messages import sends_messages
-
-State = tuple[Tensor, ...]
-"""What an algorithm keeps from one run to the next, such as the error of a compression. None has any yet."""
-
 
 @dataclass(frozen=True)
 class Ranks:
@@ -49,28 +46,33 @@ class UnderWay:
 
     Attributes:
         finish: Waits for it and gives the result; to be called once.
-        state: For the next run.
     """
 
     finish: Callable[[], Tensor]
-    state: State = ()
 
 
 class Gather(Protocol):
     """Starts to gather the `[rows, ...]` of every rank."""
 
-    def __call__(self, rows: Tensor, ranks: Ranks, *, out: Tensor | None = None, state: State = ()) -> UnderWay:
+    def __call__(self, rows: Tensor, ranks: Ranks, *, out: Tensor | None = None) -> UnderWay:
         """The result is `[ranks.size * rows, ...]`, and lies in `out` if that is given; `rows` may be a part of it."""
+
+
+class Exchange(Protocol):
+    """Starts to hand each rank its rows of the `[ranks * rows, ...]` of every rank."""
+
+    def __call__(self, whole: Tensor, ranks: Ranks) -> UnderWay:
+        """The result is `[ranks * rows, ...]`: what each rank has sent, in the order of ranks."""
 
 
 class ReduceScatter(Protocol):
     """Starts to add up the `[ranks * rows, ...]` of every rank and to hand each its rows."""
 
-    def __call__(self, whole: Tensor, ranks: Ranks, *, state: State = ()) -> UnderWay:
+    def __call__(self, whole: Tensor, ranks: Ranks) -> UnderWay:
         """The result is `[rows, ...]`."""
 
 
-def _gather(rows: Tensor, ranks: Ranks, *, out: Tensor | None = None, state: State = ()) -> UnderWay:
+def _gather(rows: Tensor, ranks: Ranks, *, out: Tensor | None = None) -> UnderWay:
     if out is None:
         full = c10d_functional.all_gather_into_tensor(rows, ranks.size, ranks.group)
         return UnderWay(lambda: c10d_functional.wait_tensor(full))
@@ -78,7 +80,7 @@ def _gather(rows: Tensor, ranks: Ranks, *, out: Tensor | None = None, state: Sta
     return UnderWay(lambda: c10d_functional.wait_tensor(out))
 
 
-def _gather_by_messages(rows: Tensor, ranks: Ranks, *, out: Tensor | None = None, state: State = ()) -> UnderWay:
+def _gather_by_messages(rows: Tensor, ranks: Ranks, *, out: Tensor | None = None) -> UnderWay:
     if out is None:
         full = torch.ops.dsgraph.gather_by_messages(rows, ranks.size, ranks.group)
         return UnderWay(lambda: c10d_functional.wait_tensor(full))
@@ -86,20 +88,28 @@ def _gather_by_messages(rows: Tensor, ranks: Ranks, *, out: Tensor | None = None
     return UnderWay(lambda: c10d_functional.wait_tensor(out))
 
 
-def _reduce_scatter(whole: Tensor, ranks: Ranks, *, state: State = ()) -> UnderWay:
+def _reduce_scatter(whole: Tensor, ranks: Ranks) -> UnderWay:
     own = c10d_functional.reduce_scatter_tensor(whole, "sum", ranks.size, ranks.group)
     return UnderWay(lambda: c10d_functional.wait_tensor(own))
 
 
-def _exchange_by_messages(whole: Tensor, ranks: Ranks, *, state: State = ()) -> UnderWay:
+def _exchange_by_messages(whole: Tensor, ranks: Ranks) -> UnderWay:
     received = torch.ops.dsgraph.exchange_by_messages(whole, ranks.size, ranks.group)
-    return UnderWay(lambda: _add_up(c10d_functional.wait_tensor(received), ranks))
+    return UnderWay(lambda: c10d_functional.wait_tensor(received))
 
 
-def _all_to_all(whole: Tensor, ranks: Ranks, *, state: State = ()) -> UnderWay:
+def _all_to_all(whole: Tensor, ranks: Ranks) -> UnderWay:
     sizes = [whole.shape[0] // ranks.size] * ranks.size
     received = c10d_functional.all_to_all_single(whole, sizes, sizes, ranks.group)
-    return UnderWay(lambda: _add_up(c10d_functional.wait_tensor(received), ranks))
+    return UnderWay(lambda: c10d_functional.wait_tensor(received))
+
+
+def _added_up(exchange: Exchange) -> ReduceScatter:
+    def reduce_scatter(whole: Tensor, ranks: Ranks) -> UnderWay:
+        started = exchange(whole, ranks)
+        return UnderWay(lambda: _add_up(started.finish(), ranks))
+
+    return reduce_scatter
 
 
 def _add_up(received: Tensor, ranks: Ranks) -> Tensor:
@@ -111,12 +121,11 @@ def _add_up(received: Tensor, ranks: Ranks) -> Tensor:
 GATHERS: Mapping[str, Gather] = MappingProxyType(
     {"all_gather_into_tensor": _gather, "gather_by_messages": _gather_by_messages}
 )
+EXCHANGES: Mapping[str, Exchange] = MappingProxyType(
+    {"exchange_by_messages": _exchange_by_messages, "all_to_all_single": _all_to_all}
+)
 REDUCE_SCATTERS: Mapping[str, ReduceScatter] = MappingProxyType(
-    {
-        "reduce_scatter_tensor": _reduce_scatter,
-        "exchange_by_messages": _exchange_by_messages,
-        "all_to_all_single": _all_to_all,
-    }
+    {"reduce_scatter_tensor": _reduce_scatter, **{kind: _added_up(each) for kind, each in EXCHANGES.items()}}
 )
 
 
@@ -130,6 +139,12 @@ def usual_reduce_scatter(ranks: Ranks, device: torch.device) -> str:
     """What reduces where nobody chooses: on gloo messages, because its own is an all-reduce of everything."""
     by_messages = sends_messages(resolve_group(ranks.group), device)
     return "exchange_by_messages" if by_messages else "reduce_scatter_tensor"
+
+
+def usual_exchange(ranks: Ranks, device: torch.device) -> str:
+    """What exchanges where nobody chooses: on gloo messages."""
+    by_messages = sends_messages(resolve_group(ranks.group), device)
+    return "exchange_by_messages" if by_messages else "all_to_all_single"
 
 
 def chunk_rows(rows: int, world: int) -> int:

@@ -21,7 +21,8 @@ def write_accumulated_grads(gm: GraphModule) -> int:
     reduction takes it. It is no pass: every pipeline counts on it.
     """
     added: set[Node] = set()
-    for node in find_calls(gm, torch.ops.dsgraph.reduce_grad.default):
+    ops = torch.ops.dsgraph
+    for node in (*find_calls(gm, ops.reduce_grad.default), *find_calls(gm, ops.reduce_compressed.default)):
         call = bound_arguments(node)
         total, grad = call["accumulated_grad"], call["grad"]
         if total is None:
@@ -29,5 +30,6 @@ def write_accumulated_grads(gm: GraphModule) -> int:
         if total not in added:
             added.add(total)
             grad = emit(node, aten.add.Tensor, total, cast(node, grad, fake_value(total).dtype))
-        node.args = (grad, call["shard_shape"])
+        between = () if node.target is ops.reduce_grad.default else node.args[2:6]
+        node.args = (grad, call["shard_shape"], *between)
     return len(added)

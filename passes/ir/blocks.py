@@ -19,7 +19,13 @@ from .transfers import is_transfer
 # What draws a number for the whole graph, or picks one of those: a call's is not the next call's.
 _SEEDS = frozenset({"prims::inductor_seed", "prims::inductor_seeds", "prims::inductor_lookup_seed"})
 
-_MARKERS = frozenset({torch.ops.dsgraph.gather_param.default, torch.ops.dsgraph.reduce_grad.default})
+_MARKERS = frozenset(
+    {
+        torch.ops.dsgraph.gather_param.default,
+        torch.ops.dsgraph.reduce_grad.default,
+        torch.ops.dsgraph.reduce_compressed.default,
+    }
+)
 _PLAIN_TENSORS = (torch.Tensor, FakeTensor)  # and no other subclass
 
 

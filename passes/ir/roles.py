@@ -18,7 +18,7 @@ class InputRole(Enum):
     BUFFER = "buffer"
     """A buffer of a module."""
     OPTIMIZER_STATE = "optimizer state"
-    """What an optimizer keeps of a parameter, in a graph that updates it as well. There is none yet."""
+    """What an optimizer keeps of a parameter, such as the momentum into which a graph takes its gradient."""
     DATA = "data"
     """Anything else: the batch, what an earlier graph has returned, sizes."""
 

@@ -57,6 +57,7 @@ def observe(gm: GraphModule, memory: MemoryFacts, outputs: list[object], ctx: Pa
     markers = [
         *gm.graph.find_nodes(op="call_function", target=torch.ops.dsgraph.gather_param.default),
         *gm.graph.find_nodes(op="call_function", target=torch.ops.dsgraph.reduce_grad.default),
+        *gm.graph.find_nodes(op="call_function", target=torch.ops.dsgraph.reduce_compressed.default),
     ]
     if not started and not markers:
         return CollectiveFacts()

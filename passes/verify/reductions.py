@@ -7,6 +7,7 @@ has several histories where values of several meet. Followed are the values that
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -30,6 +31,8 @@ _EMPTY: Histories = frozenset({()})
 _NOT_FOLLOWED: Histories = frozenset()
 
 _EXCHANGED = "exchanged over "
+
+_WORKER_ERROR = 2  # where it stands among the results of `reduce_compressed`
 
 _SPLITS = frozenset({aten.split_with_sizes.default, aten.split.Tensor, aten.split.sizes})
 
@@ -90,10 +93,14 @@ def _describe(histories: Histories) -> str:
 
 def _follow(node: Node, sources: list[_Value], values: Mapping[Node, _Value], sizes: Mapping[str, int]) -> _Value:
     target: Any = node.target
+    if target is torch.ops.dsgraph.reduce_compressed.default:
+        return sources[0]
     if target is torch.ops.dsgraph.reduce_grad.default:
         call = bound_arguments(node)
         groups = [group for group in (call["group"], *call["outer_groups"]) if group]
         return _summed(sources[0], [_event(group, "sum") for group in groups if sizes.get(group) != 1])
+    if target is operator.getitem and node.all_input_nodes[0].target is torch.ops.dsgraph.reduce_compressed.default:
+        return _of_compressed(node, sources[0], sizes)
     collective = collective_of(node)
     if collective is not None:
         return _communicated(node, collective, sources, sizes)
@@ -109,6 +116,13 @@ def _follow(node: Node, sources: list[_Value], values: Mapping[Node, _Value], si
         return source if not source.parts else _part(node, source)
     union = _union(source.histories for source in sources)
     return _NEW if union == _EMPTY else _Value(union)
+
+
+def _of_compressed(result: Node, gradient: _Value, sizes: Mapping[str, int]) -> _Value:
+    """A result of `reduce_compressed`: all but the rank's own error are of all ranks."""
+    group = bound_arguments(result.all_input_nodes[0])["group"]
+    is_of_all = group and sizes.get(group) != 1 and result.args[1] != _WORKER_ERROR
+    return _summed(gradient, [_event(group, "sum")] if is_of_all else [])
 
 
 def _communicated(node: Node, kind: Collective, sources: list[_Value], sizes: Mapping[str, int]) -> _Value:

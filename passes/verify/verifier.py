@@ -170,7 +170,8 @@ class Verifier:
         self._has_no_markers = self._has_no_markers or _NO_MARKERS in graph_pass.provides
         if not self._has_no_markers:
             return
-        for target in (torch.ops.dsgraph.gather_param.default, torch.ops.dsgraph.reduce_grad.default):
+        ops = torch.ops.dsgraph
+        for target in (ops.gather_param.default, ops.reduce_grad.default, ops.reduce_compressed.default):
             for node in find_calls(gm, target):
                 raise PassError(
                     f"after pass {graph_pass.name}, marker {node.name} ({target}) is in the graph, though "

@@ -1,0 +1,176 @@
+"""Signs of numbers, eight to a byte, with one scale a row: what a compressed reduction sends.
+
+For x `[rows, n]`, of which the first `count` numbers, row by row, are there and the others are padding:
+
+    scale_r  = sqrt(sum over what is there of row r of x^2 / how many these are)       0 where nothing is
+    sign_i   = -1 where the sign bit of x_i is set (of -0.0 it is), 1 elsewhere
+    result_r = the four bytes of scale_r as float32, then bit i % 8 of byte i / 8: set where sign_i is -1
+
+`unpack_signs` gives scale_r * sign_i, which has the length of what is there. The scale is that of Tang et al.: 1-bit
+Adam, arXiv 2102.02888: magnitude of what is compressed over magnitude of its signs.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from dsgraph.inductor_ext.kernels.launch import on_device_of, takes_triton, tl, triton
+from dsgraph.inductor_ext.ops import define_op
+
+SCALE_BYTES = 4
+# Eight bytes of 0 or 1, least significant first, times this: the top byte has the eight as bits, the first lowest.
+_GATHER_BITS = 0x0102040810204080
+_BLOCK = 1024
+_CPU_BLOCK = 2**18
+
+
+def packed_bytes(count: int) -> int:
+    """Bytes of a row of so many numbers, its scale included."""
+    return SCALE_BYTES + -(-count // 8)
+
+
+def counts_of_rows(rows: int, n: int, count: int) -> list[int]:
+    """How many numbers of each row are there, and no padding."""
+    return [min(max(count - row * n, 0), n) for row in range(rows)]
+
+
+def reference(x: Tensor, count: int) -> Tensor:
+    """What `pack_signs` computes, in plain torch."""
+    rows, n = x.shape
+    bits = torch.nn.functional.pad(torch.signbit(x), (0, -n % 8)).view(rows, -1, 8)
+    weights = torch.tensor([1, 2, 4, 8, 16, 32, 64, 128], dtype=torch.uint8, device=x.device)
+    signs = (bits * weights).sum(-1, dtype=torch.uint8)
+    return torch.cat([_scales(x, count).view(torch.uint8), signs], 1)
+
+
+def unpack_reference(packed: Tensor, n: int) -> Tensor:
+    """What `unpack_signs` computes, in plain torch."""
+    scale, signs = _parts(packed)
+    bits = (signs.unsqueeze(-1) >> torch.arange(8, dtype=torch.uint8, device=packed.device)) & 1
+    return torch.where(bits.flatten(1)[:, :n].bool(), -scale, scale)
+
+
+def _scales(x: Tensor, count: int) -> Tensor:
+    """`[rows, 1]`."""
+    counts = torch.tensor(counts_of_rows(*x.shape, count), dtype=x.dtype, device=x.device)
+    # Padding is zeros, and adds nothing.
+    return (torch.linalg.vector_norm(x, dim=1) / counts.clamp(min=1).sqrt()).unsqueeze(1)
+
+
+def _parts(packed: Tensor) -> tuple[Tensor, Tensor]:
+    """Scales `[rows, 1]` and signs `[rows, bytes]`."""
+    scale = packed[:, :SCALE_BYTES].clone(memory_format=torch.contiguous_format)
+    return scale.view(torch.float32), packed[:, SCALE_BYTES:]
+
+
+def _pack_on_cpu(x: Tensor, count: int) -> Tensor:
+    rows, n = x.shape
+    result = torch.empty((rows, packed_bytes(n)), dtype=torch.uint8)
+    result[:, :SCALE_BYTES] = _scales(x, count).view(torch.uint8)
+    whole = n // 8 * 8
+    scratch = torch.empty(min(whole, _CPU_BLOCK), dtype=torch.bool)
+    for row in range(rows):
+        signs = result[row, SCALE_BYTES:]
+        for start in range(0, whole, _CPU_BLOCK):
+            end = min(start + _CPU_BLOCK, whole)
+            bits = scratch[: end - start]
+            eights = torch.signbit(x[row, start:end], out=bits).view(torch.int64)
+            eights.mul_(_GATHER_BITS).bitwise_right_shift_(56)
+            signs[start // 8 : end // 8] = bits.view(torch.uint8)[::8]
+        if n > whole:
+            signs[-1:] = reference(x[row : row + 1, whole:], 0)[0, SCALE_BYTES:]
+    return result
+
+
+def _unpack_on_cpu(packed: Tensor, n: int) -> Tensor:
+    scale, signs = _parts(packed)
+    byte = torch.arange(256, dtype=torch.uint8).unsqueeze(1)
+    signs_of_byte = 1 - 2 * ((byte >> torch.arange(8, dtype=torch.uint8)) & 1).float()
+    full = torch.empty((*signs.shape, 8))
+    for row, own, eights in zip(signs, scale, full, strict=True):
+        torch.index_select(signs_of_byte * own, 0, row.int(), out=eights)
+    return full.flatten(1)[:, :n].contiguous()
+
+
+@triton.jit
+def pack_kernel(  # type: ignore[no-untyped-def]
+    x_ptr, signs_ptr, n, row_bytes, blocks,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One program a block of bytes of a row."""
+    row = (tl.program_id(0) // blocks).to(tl.int64)
+    byte = (tl.program_id(0) % blocks) * BLOCK + tl.arange(0, BLOCK)
+    number = byte[:, None] * 8 + tl.arange(0, 8)[None, :]
+    x = tl.load(x_ptr + row * n + number, mask=number < n, other=0.0)
+    bits = (x.to(tl.int32, bitcast=True) < 0).to(tl.int32) << tl.arange(0, 8)[None, :]
+    tl.store(signs_ptr + row * row_bytes + 4 + byte, tl.sum(bits, 1).to(tl.uint8), mask=byte * 8 < n)
+
+
+@triton.jit
+def unpack_kernel(  # type: ignore[no-untyped-def]
+    signs_ptr, scale_ptr, result_ptr, n, row_bytes, blocks,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One program a block of numbers of a row."""
+    row = (tl.program_id(0) // blocks).to(tl.int64)
+    number = (tl.program_id(0) % blocks) * BLOCK + tl.arange(0, BLOCK)
+    inside = number < n
+    byte = tl.load(signs_ptr + row * row_bytes + 4 + number // 8, mask=inside, other=0).to(tl.int32)
+    scale = tl.load(scale_ptr + row)
+    sign = 1.0 - 2.0 * ((byte >> (number % 8)) & 1).to(tl.float32)
+    tl.store(result_ptr + row * n + number, scale * sign, mask=inside)
+
+
+def launch_pack(x: Tensor, count: int) -> Tensor:
+    """`reference` by the Triton kernel."""
+    (rows, n), x = x.shape, x.contiguous()
+    result = x.new_empty((rows, packed_bytes(n)), dtype=torch.uint8)
+    result[:, :SCALE_BYTES] = _scales(x, count).view(torch.uint8)
+    blocks = -(-n // (8 * _BLOCK))
+    with on_device_of(x):
+        pack_kernel[(rows * blocks,)](x, result, n, packed_bytes(n), blocks, BLOCK=_BLOCK)
+    return result
+
+
+def launch_unpack(packed: Tensor, n: int) -> Tensor:
+    """`unpack_reference` by the Triton kernel."""
+    packed = packed.contiguous()
+    scale, _ = _parts(packed)
+    result = packed.new_empty((len(packed), n), dtype=torch.float32)
+    blocks = -(-n // _BLOCK)
+    with on_device_of(packed):
+        unpack_kernel[(len(packed) * blocks,)](packed, scale, result, n, packed.shape[1], blocks, BLOCK=_BLOCK)
+    return result
+
+
+@define_op(fake=lambda x, count: x.new_empty((x.shape[0], packed_bytes(x.shape[1])), dtype=torch.uint8))
+def pack_signs(x: Tensor, count: int) -> Tensor:
+    """The signs of `x` and the scale of each row.
+
+    Args:
+        x: `[rows, n]` of float32, contiguous; what is padding is 0.
+        count: How many numbers are no padding.
+
+    Returns:
+        `[rows, 4 + ceil(n / 8)]` of uint8.
+    """
+    if takes_triton(x):
+        return launch_pack(x, count)
+    return _pack_on_cpu(x, count) if x.device.type == "cpu" and x.numel() else reference(x, count)
+
+
+@define_op(fake=lambda packed, n: packed.new_empty((packed.shape[0], n), dtype=torch.float32))
+def unpack_signs(packed: Tensor, n: int) -> Tensor:
+    """The numbers that `pack_signs` has left.
+
+    Args:
+        packed: `[rows, 4 + ceil(n / 8)]` of uint8.
+        n: Numbers a row.
+
+    Returns:
+        `[rows, n]` of float32: the row's scale with the number's sign.
+    """
+    if takes_triton(packed) and n:
+        return launch_unpack(packed, n)
+    return _unpack_on_cpu(packed, n) if packed.device.type == "cpu" and n else unpack_reference(packed, n)

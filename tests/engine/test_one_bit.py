@@ -1,0 +1,204 @@
+"""1-bit Adam and LAMB: numbers are those of the papers' equations, written out, on any number of ranks."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import dsgraph
+from tests.distributed.training import full
+
+_FREEZE, _STEPS = 4, 50
+_LR, _BETAS, _EPS = 1e-2, (0.9, 0.99), 1e-3
+
+
+class _Model(nn.Module):
+    """Odd sizes: 15, 5, 35, 7 numbers, some fewer than ranks times eight; one parameter is read twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(3, 5)
+        self.last = nn.Linear(5, 7)
+        self.scale = nn.Parameter(torch.ones(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.tanh(self.first(x)) * self.scale
+        return (self.last(hidden) * self.scale).square().mean()
+
+
+def _batch(step: int, rank: int) -> Tensor:
+    return torch.randn(4, 3, generator=torch.Generator().manual_seed(1000 * step + rank))
+
+
+def _config(kind: str, stage: int, **more: Any) -> dict[str, Any]:
+    params = {"lr": _LR, "betas": list(_BETAS), "eps": _EPS, "weight_decay": 0.1, "freeze_step": _FREEZE}
+    return {
+        "train_micro_batch_size_per_gpu": 4,
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 6},
+        "gradient_clipping": 0.0,
+        "dsgraph": {"codegen": "eager"},
+        "optimizer": {"type": kind, "params": params},
+        **more,
+    }
+
+
+def _compressed(chunks: list[Tensor], n: int) -> list[Tensor]:
+    """Each chunk's signs times its scale. Squares are added up row by row of a matrix, as the op adds them."""
+    padded = torch.stack([nn.functional.pad(chunk, (0, n - chunk.numel())) for chunk in chunks])
+    counts = torch.tensor([float(max(chunk.numel(), 1)) for chunk in chunks])
+    scales = torch.linalg.vector_norm(padded, dim=1) / counts.sqrt()
+    return [torch.where(torch.signbit(chunk), -scale, scale) for chunk, scale in zip(chunks, scales, strict=True)]
+
+
+class _Reference:
+    """What the ranks compute, in one process: gradients of each rank go in, and the averaged momentum comes out."""
+
+    def __init__(self, model: nn.Module, world: int) -> None:
+        self.world, self.params = world, list(model.parameters())
+        self.momentum = [torch.zeros_like(p) for p in self.params]
+        self.variance = [torch.zeros_like(p) for p in self.params]
+        self.worker = [[torch.zeros(p.numel()) for p in self.params] for _ in range(world)]
+        self.owner = [[torch.zeros_like(c) for c in torch.zeros(p.numel()).chunk(world)] for p in self.params]
+
+    def exchange(self, number: int, grads: list[Tensor]) -> Tensor:
+        momentum, sent = self.momentum[number].view(-1), []
+        n = -(-momentum.numel() // self.world)
+        keep, rate = torch.tensor(_BETAS[0]), torch.tensor(1 - _BETAS[0])
+        for rank, grad in enumerate(grads):
+            x = momentum * keep + grad.reshape(-1) * rate + self.worker[rank][number]
+            sent.append(torch.cat(_compressed(list(x.chunk(self.world)), n)))
+            self.worker[rank][number] = x - sent[-1]
+        parts = []
+        for chunk, received in enumerate(zip(*(each.chunk(self.world) for each in sent), strict=True)):
+            y = torch.stack(received).sum(0) / self.world + self.owner[number][chunk]
+            parts += _compressed([y], n)
+            self.owner[number][chunk] = y - parts[-1]
+        return torch.cat(parts).view_as(self.momentum[number])
+
+
+class _ReferenceAdam(_Reference):
+    @torch.no_grad()
+    def step(self, step: int, grads: list[list[Tensor]]) -> None:
+        beta1, beta2 = _BETAS
+        for number, param in enumerate(self.params):
+            mine = [each[number] for each in grads]
+            if step <= _FREEZE:
+                grad = torch.stack(mine).sum(0) / self.world
+                self.momentum[number].lerp_(grad, 1 - beta1)
+                self.variance[number].mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
+                variance = self.variance[number] / (1 - beta2**step)
+            else:
+                self.momentum[number] = self.exchange(number, mine)
+                variance = self.variance[number] / (1 - beta2**_FREEZE)
+            param.mul_(1 - _LR * 0.1)
+            param.addcdiv_(self.momentum[number], variance.sqrt() + _EPS, value=-_LR / (1 - beta1**step))
+
+
+class _ReferenceLamb(_Reference):
+    def __init__(self, model: nn.Module, world: int) -> None:
+        super().__init__(model, world)
+        self.coefficient = [torch.zeros(()) for _ in self.params]
+        self.factor = [torch.ones(()) for _ in self.params]
+        self.fresh = self.variance
+
+    @torch.no_grad()
+    def step(self, step: int, grads: list[list[Tensor]]) -> None:
+        beta1, beta2 = _BETAS
+        if step == _FREEZE + 1:
+            self.fresh = [each.clone() for each in self.variance]
+        for number, param in enumerate(self.params):
+            mine, variance = [each[number] for each in grads], self.variance[number]
+            if step <= _FREEZE:
+                grad = torch.stack(mine).sum(0) / self.world
+                self.momentum[number].mul_(beta1).add_(grad, alpha=1 - beta1)
+                variance.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
+                update = self.momentum[number] / (variance.sqrt() + _EPS) + 0.1 * param
+                ratio = (param.norm() / update.norm()).clamp(0.01, 10.0)
+                if ratio != 1:
+                    self.coefficient[number] = 0.9 * self.coefficient[number] + 0.1 * ratio
+                param.sub_(update * (ratio * _LR * math.sqrt(1 - beta2**step) / (1 - beta1**step)))
+                continue
+            before = self.momentum[number]
+            now = self.momentum[number] = self.exchange(number, mine)
+            divisor = variance.sqrt() + _EPS
+            grad = (now - before * beta1) / (1 - beta1)
+            self.fresh[number].mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
+            alone = now / divisor
+            update = alone + 0.1 * param
+            factor = (divisor / (self.fresh[number].sqrt() + _EPS)).max()
+            share = (alone.norm() / update.norm()).clamp(max=1.0)
+            factor = (factor * share + 1 - share).clamp(0.5, 4.0)
+            factor = factor.clamp(self.factor[number] * 0.9, self.factor[number] * 1.1)
+            self.factor[number] = factor
+            rate = _LR * math.sqrt(1 - beta2**_FREEZE) / (1 - beta1**step)
+            param.sub_(update * (self.coefficient[number] * factor * rate))
+
+
+def _equals_reference(kind: str, stage: int, codegen: str, micro: int = 1) -> None:
+    """Each step starts from the engine's parameters, lest a last bit of rounding turns a sign and all that follows.
+
+    So gradients are equal bit for bit, and so must momenta and errors be in every step behind the warm-up.
+    """
+    rank, world = dist.get_rank(), dist.get_world_size()
+    alone = _Model()
+    config = _config(kind, stage, gradient_accumulation_steps=micro)
+    config["dsgraph"] = {"codegen": codegen} if codegen else {"compile": False}
+    engine, *_ = dsgraph.initialize(model=_Model(), config=config)
+    reference = (_ReferenceAdam if kind == "OneBitAdam" else _ReferenceLamb)(alone, world)
+    mine, state = list(engine.module.parameters()), engine.optimizer.state
+    for step in range(1, _STEPS + 1):
+        for here, there in zip(mine, alone.parameters(), strict=True):
+            there.data.copy_(full(here.detach()))
+        for part in range(micro):
+            engine.backward(engine(_batch(step + 100 * part, rank)))
+            engine.step()
+        grads = []
+        for other in range(world):
+            alone.zero_grad()
+            for part in range(micro):
+                (alone(_batch(step + 100 * part, other)) / micro).backward()
+            grads.append([param.grad.clone() for param in alone.parameters()])
+        reference.step(step, grads)
+        for number, (here, there) in enumerate(zip(mine, alone.parameters(), strict=True)):
+            torch.testing.assert_close(full(here.detach()), there.detach(), rtol=1e-5, atol=1e-6)
+            momentum = full(state[here]["exp_avg"])
+            if step <= _FREEZE:  # averaged in whatever order the backend has
+                torch.testing.assert_close(momentum, reference.momentum[number])
+                reference.momentum[number] = momentum.clone()
+                continue
+            worker, owner = full(state[here]["worker_error"]), full(state[here]["owner_error"])
+            check = _check_close if codegen == "inductor" else _check_equal  # which computes gradients in another order
+            check(momentum, reference.momentum[number])
+            check(worker, torch.stack([each[number] for each in reference.worker]))
+            check(owner, torch.cat(reference.owner[number]))
+            reference.momentum[number] = momentum.clone()
+            for each, own in zip(reference.worker, worker, strict=True):
+                each[number] = own.clone()
+            reference.owner[number] = [each.clone() for each in owner.chunk(world)]
+    assert engine.optimizer.is_compressing
+
+
+def _check_equal(found: Tensor, wanted: Tensor) -> None:
+    assert torch.equal(found, wanted)
+
+
+def _check_close(found: Tensor, wanted: Tensor) -> None:
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+@pytest.mark.parametrize("kind", ["OneBitAdam", "OneBitLamb"])
+def test_equals_the_papers_equations(kind, stage, ranks):
+    for world in (1, 2, 3, 4):
+        ranks(world).run(_equals_reference, kind, stage, "eager")
+
+
+@pytest.mark.parametrize("codegen", ["", "inductor"])
+def test_equals_them_uncompiled_and_under_inductor(codegen, ranks):
+    ranks(2).run(_equals_reference, "OneBitAdam", 1, codegen)
