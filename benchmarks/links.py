@@ -74,7 +74,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         require_hosts()
         with tempfile.TemporaryDirectory() as folder, ended_by_signals():
-            run = _Run(workload, systems, build_counter(Path(folder)), options.steps)
+            run = LinkRun(workload, systems, build_counter(Path(folder)), options.steps)
             for rate in options.rates:
                 rows = run.measure(rate, names)
                 report.rows += rows
@@ -139,7 +139,7 @@ class Calibrator:
                 save(record)
 
 
-class _Run:
+class LinkRun:
     """All systems, at one rate after the other."""
 
     def __init__(self, workload: Workload, systems: Mapping[str, System], counter: Path | None, steps: int) -> None:

@@ -57,7 +57,7 @@ def _optimizer(model: GPT) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
 
 
-def _trainer(
+def trainer(
     model: Callable[..., Tensor],
     optimizer: torch.optim.Optimizer | _PartOfOptimizer,
     *,
@@ -101,17 +101,17 @@ class _PartOfOptimizer:
 
 
 def _single(model: GPT, *, compiled: bool = False) -> Step:
-    return _trainer(torch.compile(model) if compiled else model, _optimizer(model))
+    return trainer(torch.compile(model) if compiled else model, _optimizer(model))
 
 
 def _compute(model: GPT, *, parts: int, micro_batches: int, compiled: bool) -> Step:
     optimizer = _PartOfOptimizer(model, parts)
-    return _trainer(torch.compile(model) if compiled else model, optimizer, micro_batches=micro_batches)
+    return trainer(torch.compile(model) if compiled else model, optimizer, micro_batches=micro_batches)
 
 
 def _ddp(model: GPT, *, micro_batches: int = 1) -> Step:
     ddp = nn.parallel.DistributedDataParallel(model)
-    return _trainer(ddp, _optimizer(model), micro_batches=micro_batches, accumulating=ddp.no_sync)
+    return trainer(ddp, _optimizer(model), micro_batches=micro_batches, accumulating=ddp.no_sync)
 
 
 def _fsdp2(model: GPT, *, compiled: bool = False, split_root: bool = False, by_block: bool = False) -> Step:
@@ -128,7 +128,7 @@ def _fsdp2(model: GPT, *, compiled: bool = False, split_root: bool = False, by_b
         block.compile()
     for group in groups:
         fully_shard(group, mesh=mesh)
-    return _trainer(torch.compile(model) if compiled else model, _optimizer(model))
+    return trainer(torch.compile(model) if compiled else model, _optimizer(model))
 
 
 def _deepspeed(model: GPT, *, stage: int) -> Step:
@@ -181,7 +181,7 @@ def _dsgraph(
 
     dsgraph.partition(model, stage=stage, regions=blocks)
     options = {"codegen": codegen, **options}
-    return _trainer(
+    return trainer(
         torch.compile(model, backend="dsgraph", options=options),
         _optimizer(model),
         micro_batches=micro_batches,

@@ -20,7 +20,9 @@ ORDER = {
     "inductor_ext": [
         ["compat"],
         ["ops", "sizes"],
-        ["collectives", "kernels", "quant", "transfers", "sparse"],
+        ["kernels"],
+        ["quant"],
+        ["collectives", "transfers", "sparse"],
         ["__init__"],
     ],
     "passes": [

@@ -14,7 +14,8 @@ from torch.optim import Optimizer
 
 from dsgraph.errors import EngineError
 from dsgraph.sharding.rows import own_part
-from dsgraph.step.compression import Compression, compress, own_chunk, ranks_of, stop_compressing, why_not_compressed
+from dsgraph.step.compress import compress, own_chunk, ranks_of, stop_compressing, why_not_compressed
+from dsgraph.step.compression import Compression
 from dsgraph.step.parameter import ParameterState
 from dsgraph.step.state import partition_states
 
@@ -142,9 +143,9 @@ class CompressingOptimizer(Optimizer):
             stop_compressing(entries[param])
         self._compressed, self.is_compressing = {}, False
         if self._steps() >= self.freeze_step:
-            lost = not self._start()
-            if lost:
-                tell(f"{type(self).__name__}: the errors of compression start at zero: they were another number of ranks'")
+            had_errors = self._start()
+            if not had_errors:
+                tell(f"{type(self).__name__}: the errors of compression, of another number of ranks, start at zero")
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As of every optimizer; it goes on where the state left off."""

@@ -240,9 +240,7 @@ class Engine(Figures, Saving, Weights, nn.Module):
         scale, largest = (1.0, 0.0) if is_momentum else (self.loss_scale.scale, config.gradient_clipping)
         if is_momentum and not checks:
             return True
-        self._norm = unscale_and_clip(
-            self._partition, scale=scale, largest=largest, shared=self._shared
-        )
+        self._norm = unscale_and_clip(self._partition, scale=scale, largest=largest, shared=self._shared)
         return not checks or math.isfinite(self._norm)
 
     def train_batch(self, data: Iterator[Any] | None = None) -> Tensor:

@@ -15,8 +15,8 @@ those of Adam or LAMB. Then the variance v is frozen, and the gradient of a para
             p = p - lr * sqrt(1 - beta2^T) / (1 - beta1^t) * c * f * u
 
 c is the average of LAMB's ratio over the warm-up, that of `coeff_beta`. Momenta need no common scale over layers, as
-the paper has it: each parameter is compressed with scales of its own. Where v is 0 at T, no gradient has ever come. Such
-numbers stay as they are, because their momentum would be signs divided by nothing.
+the paper has it: each parameter is compressed with scales of its own. Where v is 0 at T, no gradient has ever come.
+Such numbers stay as they are, because their momentum would be signs divided by nothing.
 """
 
 from __future__ import annotations

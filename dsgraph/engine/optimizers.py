@@ -62,8 +62,8 @@ def maker_of(config: OptimizerConfig, model: nn.Module) -> MakesOptimizer:
         known = {key: kind for key, kind in vars(torch.optim).items() if _is_optimizer(kind)}
         if name not in known:
             raise ConfigError(
-                f"optimizer.type is {name!r}{nearest(name, known)}; known: Adam, AdamW, Lamb, Muon, OneBitAdam, OneBitLamb, and the optimizers "
-                "of torch.optim"
+                f"optimizer.type is {name!r}{nearest(name, known)}; known: Adam, AdamW, Lamb, Muon, OneBitAdam, "
+                "OneBitLamb, and the optimizers of torch.optim"
             )
         made = known[name]
     bound = made.keywords if isinstance(made, partial) else {}
@@ -105,8 +105,8 @@ def check_compression(settings: EngineConfig, *, is_divided: bool) -> list[str]:
         )
     if zero.offload_optimizer.device != "none":
         raise ConfigError(
-            f"optimizer.type {name} with zero_optimization.offload_optimizer: graphs read the momentum, which has to be "
-            "in memory: remove offload_optimizer"
+            f"optimizer.type {name} with zero_optimization.offload_optimizer: graphs read the momentum, which has to "
+            "be in memory: remove offload_optimizer"
         )
     if is_divided:
         raise ConfigError(f"optimizer.type {name} with the section parallel is not there yet: remove one of the two")

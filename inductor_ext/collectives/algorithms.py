@@ -7,8 +7,8 @@ For n ranks of which each holds a chunk of rows (`torch.chunk`'s rule, shorter c
     reduce-scatter:  own_r  = sum over n ranks, in their order, of chunk_r(grad)
 
 Each *algorithm* does one of them for chunks of equal size; `GATHERS`, `EXCHANGES` and `REDUCE_SCATTERS` have them by
-the kind of collective that they run. What stands around them (casts, padding, averages) is written once, for all. A start returns
-what is under way, so that more can start before it is finished.
+the kind of collective that they run. What stands around them (casts, padding, averages) is written once, for all. A
+start returns what is under way, so that more can start before it is finished.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from dsgraph.inductor_ext.compat import c10d_functional, resolve_group
 
 from .gather_by_messages import start_gather
 from .messages import sends_messages
+
 
 @dataclass(frozen=True)
 class Ranks:

@@ -53,7 +53,7 @@ def unpack_reference(packed: Tensor, n: int) -> Tensor:
 
 def _scales(x: Tensor, count: int) -> Tensor:
     """`[rows, 1]`."""
-    counts = torch.tensor(counts_of_rows(*x.shape, count), dtype=x.dtype, device=x.device)
+    counts = torch.tensor(counts_of_rows(x.shape[0], x.shape[1], count), dtype=x.dtype, device=x.device)
     # Padding is zeros, and adds nothing.
     return (torch.linalg.vector_norm(x, dim=1) / counts.clamp(min=1).sqrt()).unsqueeze(1)
 

@@ -6,6 +6,7 @@ import operator
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import accumulate
 from typing import ClassVar
 
@@ -54,8 +55,8 @@ class CompressReductions(GraphPass):
              all = wait_tensor(gather_by_messages(pack_signs(y, 4), 2, "0"))
              g = view(unpack_signs(all, 4), [8])
 
-    Messages of neighbours travel together, in one exchange and one gather a bucket: next to each other, each with scales
-    of its own, so that buckets change no number. The exchange starts where the bucket's last gradient is there, the
+    Messages of neighbours travel together, in one exchange and one gather a bucket: side by side, each with scales of
+    its own, so that buckets change no number. The exchange starts where the bucket's last gradient is there, the
     gather where that of the next bucket is, and it is waited for at the end: both travel while the backward computes.
     Gradients of one parameter that were reduced apart (it is read in several checkpoint regions) are added first,
     because its momentum takes in one. On one rank nothing travels. Left alone: nothing.
@@ -183,7 +184,7 @@ class _Bucket:
         for marker in self.markers:
             self.recording.place = marker
             inputs = [bound_arguments(marker)[name] for name in ("grad", "momentum", "worker_error", "coefficients")]
-            made = self.recording.run(lambda *tensors: take_in_gradient(*tensors, self.ranks.size), *inputs)
+            made = self.recording.run(partial(take_in_gradient, ranks=self.ranks.size), *inputs)
             self.sent.append(made)
         start = EXCHANGES["exchange_by_messages" if self.by_messages else "all_to_all_single"]
         self._start(start, self.sent)

@@ -72,7 +72,10 @@ def _notes_on_sums(gm: GraphModule, ctx: PassContext) -> list[str]:
         node
         for module in all_graph_modules(gm)
         for node in module.graph.nodes
-        if is_gather_marker(node) and len(node.args) > 3 and not node.kwargs.get("adds_sum")
+        if is_gather_marker(node)
+        and len(node.args) > 3
+        and node.args[3] is not None
+        and not node.kwargs.get("adds_sum")
     ]
     names = dict.fromkeys(parameter_of(_sources(node)[-1], ctx) for node in markers)
     return [

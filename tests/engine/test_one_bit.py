@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import math
+from contextlib import redirect_stdout
+from io import StringIO
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._dynamo.utils import counters
 
 import dsgraph
+from dsgraph.engine.one_bit import OneBitAdam
+from dsgraph.errors import ConfigError, EngineError, PartitionError
 from tests.distributed.training import full
 
 _FREEZE, _STEPS = 4, 50
@@ -202,3 +207,174 @@ def test_equals_the_papers_equations(kind, stage, ranks):
 @pytest.mark.parametrize("codegen", ["", "inductor"])
 def test_equals_them_uncompiled_and_under_inductor(codegen, ranks):
     ranks(2).run(_equals_reference, "OneBitAdam", 1, codegen)
+
+
+def test_micro_batches_are_one_gradient(ranks):
+    ranks(2).run(_equals_reference, "OneBitAdam", 0, "eager", 2)
+
+
+def _engine(kind: str = "OneBitAdam", stage: int = 0, **more: Any) -> dsgraph.Engine:
+    return dsgraph.initialize(model=_Model(), config=_config(kind, stage, **more))[0]
+
+
+def _train(engine: dsgraph.Engine, steps: range) -> list[float]:
+    losses = []
+    for step in steps:
+        loss = engine(_batch(step, dist.get_rank()))
+        engine.backward(loss)
+        engine.step()
+        losses.append(float(loss))
+    return losses
+
+
+def _compiles_once_more() -> None:
+    torch._dynamo.reset()
+    counters.clear()
+    engine = _engine()
+    _train(engine, range(1, _FREEZE + 1))
+    before = counters["stats"]["unique_graphs"]
+    _train(engine, range(_FREEZE + 1, _FREEZE + 6))
+    assert counters["stats"]["unique_graphs"] == 2 * before
+    report = str(dsgraph.report(engine.module))
+    assert "gradients of 252 bytes travel as" in report, report
+
+
+def test_the_change_compiles_once_and_is_reported(ranks):
+    ranks(2).run(_compiles_once_more)
+
+
+def _goes_on(folder: str, kind: str, stage: int, *, saves: bool, is_equal: bool) -> str:
+    """Says what was printed by loading."""
+    if saves:
+        engine = _engine(kind, stage)
+        _train(engine, range(1, 9))
+        engine.save_checkpoint(folder)
+        torch.save(_train(engine, range(9, 16)), f"{folder}/wanted.{dist.get_rank()}")
+        return ""
+    engine = _engine(kind, stage)
+    with redirect_stdout(StringIO()) as said:
+        engine.load_checkpoint(folder)
+    assert engine.optimizer.is_compressing
+    found = _train(engine, range(9, 16))
+    if is_equal:
+        assert found == torch.load(f"{folder}/wanted.{dist.get_rank()}")
+    else:
+        assert all(map(math.isfinite, found))
+    return said.getvalue()
+
+
+@pytest.mark.parametrize(("kind", "stage"), [("OneBitAdam", 1), ("OneBitLamb", 0)])
+def test_a_checkpoint_has_momentum_and_errors(kind, stage, ranks, tmp_path):
+    ranks(2).run(_goes_on, str(tmp_path), kind, stage, saves=True, is_equal=True)
+    said, _ = ranks(2).run(_goes_on, str(tmp_path), kind, stage, saves=False, is_equal=True)
+    assert "start at zero" not in said
+    said, *_ = ranks(3).run(_goes_on, str(tmp_path), kind, stage, saves=False, is_equal=False)
+    assert "the errors of compression, of another number of ranks, start at zero" in said
+
+
+def _skips(stage: int) -> None:
+    engine = _engine(stage=stage, fp16={"enabled": True, "initial_scale_power": 8, "hysteresis": 1})
+    _train(engine, range(1, 9))
+    state = engine.optimizer.state
+    assert engine.counts.skipped == 0
+    before = {param: {key: full(value).clone() for key, value in of.items()} for param, of in state.items()}
+    params = {param: full(param.detach()).clone() for param in state}
+    batch = _batch(9, dist.get_rank())
+    loss = engine(batch)
+    engine.backward(loss * 1e10 if dist.get_rank() == 1 else loss)  # one rank's gradients overflow
+    engine.step()
+    assert engine.counts.skipped == 1
+    for param, of in state.items():
+        assert torch.equal(full(param.detach()), params[param])
+        for key, value in of.items():
+            assert torch.equal(full(value), before[param][key]), key
+    _train(engine, range(10, 14))
+    assert engine.counts.skipped == 1
+    changed = [
+        not torch.equal(full(of["worker_error"]), before[param]["worker_error"])
+        for param, of in state.items()
+        if param.numel() > 1  # of one number alone, its scale says all
+    ]
+    assert all(changed)
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_a_skipped_step_leaves_momentum_and_errors(stage, ranks):
+    ranks(2).run(_skips, stage)
+
+
+def _scale_does_not_matter() -> None:
+    """Gradients come multiplied by the loss's scale, a power of two: the momentum is the same bit for bit."""
+    momenta = []
+    for power in (4, 9):
+        engine = _engine(fp16={"enabled": True, "initial_scale_power": power})
+        _train(engine, range(1, 9))
+        momenta.append([full(of["exp_avg"]) for of in engine.optimizer.state.values()])
+    for one, other in zip(*momenta, strict=True):
+        torch.testing.assert_close(one, other, rtol=2e-2, atol=2e-4)
+
+
+def test_the_scale_of_the_loss_is_taken_out(ranks):
+    ranks(2).run(_scale_does_not_matter)
+
+
+def _two_reductions() -> None:
+    model = dsgraph.partition(_Model(), stage=0)
+    run = torch.compile(model, backend="dsgraph", options={"codegen": "eager"})
+    optimizer = OneBitAdam(model.parameters(), model, lr=_LR, freeze_step=1)
+    for step in (1, 2, 3):
+        run(_batch(step, 0)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    run(_batch(4, 0)).backward()
+    with pytest.raises(PartitionError, match=r"'(scale|first|last).*was reduced twice before a step"):
+        run(_batch(5, 0)).backward()
+    optimizer.zero_grad()
+    run(_batch(6, 0)).backward()
+    optimizer.step()
+    for param in model.parameters():
+        param.grad = torch.zeros_like(param)
+    with pytest.raises(EngineError, match="is no averaged momentum"):
+        optimizer.step()
+
+
+def test_a_momentum_takes_in_one_gradient_a_step(ranks):
+    ranks(2).run(_two_reductions)
+
+
+def _other_stages() -> None:
+    for stage in (2, 3):
+        model = dsgraph.partition(_Model(), stage=stage)
+        optimizer = OneBitAdam(model.parameters(), model, freeze_step=1)
+        model(_batch(0, 0)).backward()
+        with pytest.raises(EngineError, match=f"OneBitAdam: at stage {stage} no rank holds.*stage 0 or 1; nothing"):
+            optimizer.step()
+
+
+def test_other_stages_are_refused_by_the_optimizer(ranks):
+    ranks(2).run(_other_stages)
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ({"zero_optimization": {"stage": 2}}, "OneBitAdam with zero_optimization.stage 2: no rank would hold"),
+        ({"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}, "with zero_optimization.offload_optimizer"),
+        ({"optimizer": {"type": "OneBitAdam", "params": {"amsgrad": True}}}, "amsgrad=True is not there"),
+        ({"optimizer": {"type": "OneBitAdam", "params": {"freeze_step": 0}}}, "freeze_step is 0: without a step"),
+        ({"optimizer": {"type": "OneBitLamb", "params": {"freeze_steps": 3}}}, "OneBitLamb has no 'freeze_steps'"),
+        ({"optimizer": {"type": "ZeroOneAdam"}}, "ZeroOneAdam is not there yet: OneBitAdam is"),
+    ],
+)
+def test_what_cannot_be_had_is_refused(more, message, one_rank):
+    with pytest.raises(ConfigError, match=message):
+        dsgraph.initialize(model=_Model(), config={**_config("OneBitAdam", 0), **more})
+
+
+def test_what_has_no_effect_is_said(one_rank, capsys):
+    config = _config("OneBitAdam", 0, gradient_clipping=1.0)
+    config["optimizer"]["params"]["cuda_aware"] = True
+    dsgraph.initialize(model=_Model(), config=config)
+    said = capsys.readouterr().out
+    assert "optimizer.params.cuda_aware has no effect" in said
+    assert "gradient_clipping 1.0 is of the warm-up of OneBitAdam" in said

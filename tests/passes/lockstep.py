@@ -26,6 +26,9 @@ _ONE_BY_ONE = {
     markers.exchange_by_messages_coalesced.default: markers.exchange_by_messages.default,
 }
 
+# Of one rank, whoever runs it.
+_ALONE = frozenset({markers.pack_signs.default, markers.unpack_signs.default})
+
 Groups = dict[str, list[list[int]]]
 
 
@@ -80,6 +83,8 @@ def _interpret(gm: GraphModule, inputs: Sequence[Any]) -> Generator[Call, Any, l
             args, kwargs = map_arg((node.args, node.kwargs), lambda n: env[n])
             if node.target is c10d.wait_tensor.default:
                 env[node] = args[0]
+            elif node.target in _ALONE:
+                env[node] = node.target(*args, **kwargs)
             elif getattr(node.target, "namespace", "") in ("_c10d_functional", "dsgraph"):
                 env[node] = yield Call(node.target, args, kwargs)
             else:

@@ -32,6 +32,7 @@ def test_passes_run_phase_by_phase_in_the_order_listed():
         "substitute_kernels",
         "compress_gathers",
         "bucket_small_reductions",
+        "compress_reductions",
         "insert_zero_collectives",
         "choose_collective_algorithms",
         "keep_last_gather",

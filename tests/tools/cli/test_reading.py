@@ -40,7 +40,7 @@ def test_ls(call, gpt_dump):
     printed = call("ls", gpt_dump)
     assert printed.code == 0
     assert "rank 0 of 2, compile 1" in printed.out
-    assert re.search(r"joint-3-insert_zero_collectives +\d+ +\d+ +\d+ +[\d.]+ kB", printed.out)
+    assert re.search(r"joint-4-insert_zero_collectives +\d+ +\d+ +\d+ +[\d.]+ kB", printed.out)
     assert re.search(r"forward-2-prefetch_forward_gathers .* [\d.]+ kB +[\d.]+ kB", printed.out)
     assert "ranks 1 as well" in printed.out
     data = call("ls", gpt_dump, "--json", "--rank", "1").json
@@ -60,11 +60,11 @@ def test_bytes_on_the_wire_are_those_of_the_parameters(call, gpt_dump):
 
 
 def test_show(call, gpt_dump):
-    printed = call("show", gpt_dump, "joint-3")
-    assert printed.out.startswith("# joint graph after pass 3, insert_zero_collectives")
+    printed = call("show", gpt_dump, "joint-4")
+    assert printed.out.startswith("# joint graph after pass 4, insert_zero_collectives")
     assert "return [" in printed.out
     assert "\033[" not in printed.out, "no colours in a pipe"
-    assert "\033[" in call("show", gpt_dump, "joint-3", "--colour", "always").out
+    assert "\033[" in call("show", gpt_dump, "joint-4", "--colour", "always").out
     one = call(
         "show", gpt_dump, "joint", "--op", "all_gather", "--module", "blocks.0", "--pass", "insert_zero_collectives"
     )
@@ -73,13 +73,13 @@ def test_show(call, gpt_dump):
     assert all("all_gather_into_tensor" in line for line in lines)
     assert "4 of " in one.out
     same = call("show", gpt_dump, "choose_collective_algorithms")
-    assert "the pass changed nothing; this is joint-3-insert_zero_collectives" in same.out
-    data = call("show", gpt_dump, "rank1/joint-3", "--json").json
-    assert data["graph"] == "rank1/compile1/joint-3-insert_zero_collectives"
+    assert "the pass changed nothing; this is joint-4-insert_zero_collectives" in same.out
+    data = call("show", gpt_dump, "rank1/joint-4", "--json").json
+    assert data["graph"] == "rank1/compile1/joint-4-insert_zero_collectives"
 
 
 def test_diff_of_two_passes(call, gpt_dump, apart_dump):
-    printed = call("diff", gpt_dump, "joint-2", "joint-3")
+    printed = call("diff", gpt_dump, "joint-3", "joint-4")
     assert printed.code == 1
     assert re.search(r"-- \d+ dsgraph\.gather_param\.default, \d+ dsgraph\.reduce_grad\.default", printed.out)
     assert "++ " in printed.out and "_c10d_functional.wait_tensor.default" in printed.out

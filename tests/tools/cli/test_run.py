@@ -121,7 +121,7 @@ def test_what_cannot_be_run_is_refused_in_one_line(arguments, message, script, t
 
 
 def _old_dump(folder: Path) -> Path:
-    graph = folder / "rank0" / "compile1" / "joint-3-insert_zero_collectives.py"
+    graph = folder / "rank0" / "compile1" / "joint-4-insert_zero_collectives.py"
     graph.parent.mkdir(parents=True)
     for path in (graph, graph.with_suffix(".json"), graph.parent / "compile.json", folder / "rank0"):
         if not path.exists():

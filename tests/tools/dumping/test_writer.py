@@ -67,8 +67,8 @@ def test_the_written_schema_is_that_of_the_records():
 
 
 def test_text_reads_like_python(place):
-    text = (place / "joint-3-insert_zero_collectives.py").read_text()
-    assert text.startswith("# joint graph after pass 3, insert_zero_collectives (rank 0, compile 1):")
+    text = (place / "joint-4-insert_zero_collectives.py").read_text()
+    assert text.startswith("# joint graph after pass 4, insert_zero_collectives (rank 0, compile 1):")
     assert re.search(r'mm: "f32\[16, \d+\] cpu" = torch\.ops\.aten\.mm\.default\(view\w*, t\w*\)', text)
     assert "# blocks.0.attention.qkv  examples/gpt.py:53  q, k, v = self.qkv(x)" in text
     assert "gather_param" not in text.replace("gather_param_", "")
@@ -78,7 +78,7 @@ def test_text_reads_like_python(place):
 
 
 def test_nodes_know_their_origin_and_their_passes(place):
-    joint = read(place, "joint-3-insert_zero_collectives")
+    joint = read(place, "joint-4-insert_zero_collectives")
     gathers = [node for node in joint.nodes if node.target.endswith("all_gather_into_tensor.default")]
     head = next(node for node in gathers if node.collective.parameters == ("head.weight",))
     first = head.history[0]
@@ -124,11 +124,11 @@ def test_live_bytes_are_those_of_the_pieces(place):
 
 def test_a_pass_that_changes_nothing_says_so(place):
     steps = {step.graph: step for step in manifest(place).steps}
-    idle = steps["joint-4-choose_collective_algorithms"]
-    assert idle.same_as == "joint-3-insert_zero_collectives"
+    idle = steps["joint-5-choose_collective_algorithms"]
+    assert idle.same_as == "joint-4-insert_zero_collectives"
     assert (idle.changed, idle.touched) == (0, 0)
-    assert "see joint-3-insert_zero_collectives.py" in (place / f"{idle.graph}.py").read_text()
-    assert steps["joint-5-keep_last_gather"].touched == 1, "a tag counts"
+    assert "see joint-4-insert_zero_collectives.py" in (place / f"{idle.graph}.py").read_text()
+    assert steps["joint-6-keep_last_gather"].touched == 1, "a tag counts"
 
 
 SECRET = 123456.75
