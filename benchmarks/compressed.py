@@ -1,131 +1,81 @@
-"""Progressive layer dropping beside training with all layers: time a sample, and held-out loss after equal steps.
+"""Training that computes or sends less: layers left out, and momentum that travels as signs.
 
     python -m benchmarks.compressed --json compressed.json
+    python -m benchmarks.compressed --parts links,losses,copy --json one-bit.json --plot loss.svg
 
-A byte-level GPT of 12 blocks on the text of examples/text.py, one rank, AdamW, codegen "inductor". The two engines take
-turns. Columns:
-    system      `all`: every block runs; `dropped`: `progressive_layer_drop` with theta 0.5
-    compile_s   seconds of the first two steps
-    early_s     seconds a step, mean over the first tenth of the steps behind those
-    late_s      the same over the last tenth, where theta has come down
-    mean_s      the same over all of them
-    loss        held-out, nats a byte, with all blocks
+Parts, and their columns:
+    layers  see `benchmarks.layer_drop`
+    links   DDP, its hooks, ZeRO-0 and 1-bit Adam behind its warm-up, one rank on each of two hosts, at 100 Mbit/s and
+            1 Gbit/s: the GPT and the columns of `benchmarks.links`, which needs root
+    losses  a byte-level GPT of 4 blocks on the text of examples/text.py, over a link of 100 Mbit/s, 300 steps of equal
+            learning rates; 15 % of them are the warm-up: `held_out` in nats a byte, `step_s` the median step
+    copy    one rank's gradient of `mb`, compressed and uncompressed, beside a plain copy of it
 """
 
 from __future__ import annotations
 
 import argparse
-import statistics
 import sys
-import time
 from collections.abc import Sequence
-from typing import Any
+from pathlib import Path
 
-import torch
-import torch.distributed as dist
+from benchmarks import layer_drop, one_bit
+from benchmarks.namespaces import LinkError, require_hosts
+from benchmarks.report import Report, Row, add_arguments, machine
 
-import dsgraph
-from benchmarks.report import Check, Report, Row, add_arguments, machine
-from examples.gpt import GPT, GPTConfig
-from examples.text import Text, standard_library
-
-SYSTEMS = ("all", "dropped")
-_SIZE, _TIME = 8, 128  # sequences of a step, tokens of each
-_WARM = 2
-_HELD_OUT = 16
+PARTS = ("layers", "links", "losses", "copy")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the benchmark; returns 0, whatever the figures are."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.compressed", description=__doc__.partition("\n")[0])
-    add_arguments(parser)
-    options = parser.parse_args(arguments)
-    report = Report(machine=machine())
-    report.rows = measure(quick=options.quick)
-    report.checks = checks(report.rows)
-    report.print()
-    report.write(options.json)
-    return 0
+    """Runs the benchmark; returns the exit code.
 
-
-def measure(*, quick: bool) -> list[Row]:
-    """One row a system."""
-    layers, width, steps = (3, 32, 12) if quick else (12, 192, 400)
-    store = dist.HashStore()
-    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    Returns:
+        0, whatever the figures are; 1 when a system failed; 2 when two hosts cannot be made here.
+    """
+    options = _parse(arguments)
+    report, errors = Report(machine=machine()), list[str]()
+    links, trained, copied = list[Row](), list[Row](), None
     try:
-        text = standard_library()
-        engines = {system: _engine(system, layers=layers, width=width, steps=steps) for system in SYSTEMS}
-        seconds: dict[str, list[float]] = {system: [] for system in SYSTEMS}
-        for step in range(steps + _WARM):
-            for system in SYSTEMS:
-                seconds[system].append(_step(engines[system], text, step))
-        return [_row(system, seconds[system], _held_out(engines[system], text)) for system in SYSTEMS]
-    finally:
-        dist.destroy_process_group()
+        if {"links", "losses"} & set(options.parts):
+            require_hosts()
+        if "layers" in options.parts:
+            report.rows += layer_drop.measure(quick=options.quick)
+            report.checks += layer_drop.checks(report.rows)
+        if "links" in options.parts:
+            links, errors = one_bit.over_links(quick=options.quick)
+        if "losses" in options.parts:
+            trained = one_bit.losses(quick=options.quick)
+        if "copy" in options.parts:
+            copied = one_bit.copying()
+    except LinkError as error:
+        print(f"benchmarks.compressed: {error}", file=sys.stderr)
+        return 2
+    report.rows += [*links, *trained, *([copied] if copied is not None else [])]
+    report.checks += one_bit.checks(links, trained, copied)
+    report.print([{key: value for key, value in row.items() if not isinstance(value, list)} for row in report.rows])
+    report.write(options.json)
+    if options.plot is not None:
+        one_bit.draw(trained, options.plot)
+    for text in errors:
+        print(f"\nFAILED {text}", file=sys.stderr)
+    return 1 if errors else 0
 
 
-def _engine(system: str, *, layers: int, width: int, steps: int) -> dsgraph.Engine:
-    torch.manual_seed(0)
-    model = GPT(GPTConfig(width=width, layers=layers))
-    config: dict[str, Any] = {
-        "train_batch_size": _SIZE,
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
-        "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 1e-3, "warmup_num_steps": steps // 10}},
-    }
-    if system == "dropped":  # in half of the steps, theta has come nine tenths of its way
-        config["progressive_layer_drop"] = {"enabled": True, "theta": 0.5, "gamma": 4.6 / steps}
-    engine: dsgraph.Engine = dsgraph.initialize(model=model, config=config)[0]
-    return engine
-
-
-def _step(engine: dsgraph.Engine, text: Text, step: int) -> float:
-    tokens, targets = text.batch(step, size=_SIZE, time=_TIME, seed=0, rank=0, world=1)
-    start = time.perf_counter()
-    engine.backward(engine(tokens, targets))
-    engine.step()
-    return time.perf_counter() - start
-
-
-def _held_out(engine: dsgraph.Engine, text: Text) -> float:
-    engine.eval()
-    with torch.no_grad():
-        batches = [
-            text.held_out_batch(at, _HELD_OUT, size=_SIZE, time=_TIME, rank=0, world=1) for at in range(_HELD_OUT)
-        ]
-        return statistics.mean(float(engine(*batch)) for batch in batches)
-
-
-def _row(system: str, seconds: Sequence[float], loss: float) -> Row:
-    warm = seconds[_WARM:]
-    tenth = max(1, len(warm) // 10)
-    return {
-        "system": system,
-        "compile_s": sum(seconds[:_WARM]),
-        "early_s": statistics.mean(warm[:tenth]),
-        "late_s": statistics.mean(warm[-tenth:]),
-        "mean_s": statistics.mean(warm),
-        "loss": loss,
-    }
-
-
-def checks(rows: Sequence[Row]) -> list[Check]:
-    """Layers dropped against all layers."""
-    every, dropped = rows
-    return [
-        Check(
-            "layer dropping: time a sample, theta down, over all layers",
-            dropped["late_s"] / every["late_s"],
-            0.8,
-            "lower",
-        ),
-        Check(
-            "layer dropping: time a sample, all steps, over all layers",
-            dropped["mean_s"] / every["mean_s"],
-            0.8,
-            "lower",
-        ),
-    ]
+def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.compressed", description=(__doc__ or "").partition("\n")[0]
+    )
+    add_arguments(parser)
+    parser.add_argument("--parts", default=",".join(PARTS), help=f"comma-separated; default {','.join(PARTS)}")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the losses over steps and over seconds")
+    options = parser.parse_args(arguments)
+    options.parts = options.parts.split(",")
+    unknown = [part for part in options.parts if part not in PARTS]
+    if unknown:
+        parser.error(f"--parts: there is no {unknown[0]!r}; there are {', '.join(PARTS)}")
+    if options.plot is not None and "losses" not in options.parts:
+        parser.error("--plot draws losses: add them to --parts")
+    return options
 
 
 if __name__ == "__main__":

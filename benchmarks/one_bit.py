@@ -23,6 +23,7 @@ from benchmarks.report import MB, Check, Row
 from benchmarks.systems import SYSTEMS, Step, System, compute_systems, trainer
 from benchmarks.training import Workload
 from benchmarks.workers import Workers
+from dsgraph.tools.cli.plots import new_grid, save
 from examples.gpt import GPT, GPTConfig
 from examples.text import standard_library
 
@@ -31,7 +32,7 @@ _LOSS_RATE = "100mbit"
 _SIZE, _TIME = 8, 128  # sequences of a rank's step, tokens of each
 _HELD_OUT, _EVERY = 16, 10
 _WARM_UP = 0.15  # the share of steps ahead of freeze_step
-_COPY_NUMBERS, _COPY_TIMES = 2**23, 9
+_COPY_NUMBERS, _COPY_TIMES = 2**20, 31  # the largest parameters of a model of 27 M have 4 times as many
 _POWER_RANK = 4
 
 Schedule = Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler]
@@ -105,10 +106,10 @@ def over_links(*, quick: bool) -> tuple[list[Row], list[str]]:
     names = [name for name in systems if not name.startswith("compute")]
     rows = []
     with tempfile.TemporaryDirectory() as folder:
-        run = LinkRun(workload, systems, build_counter(Path(folder)), 2 if quick else 6)
+        run = LinkRun(workload, systems, build_counter(Path(folder)), 2 if quick else 4)
         for rate in RATES[1:] if quick else RATES:
             for row in run.measure(rate, names):
-                kept = ("rate", "system", "step_s", "peak_mb", "first_step_s", "link_mb", "loss")
+                kept = ("rate", "system", "step_s", "peak_mb", "first_step_s", "link_mb")
                 rows.append({key: row[key] for key in kept})
     return rows, run.errors
 
@@ -224,7 +225,7 @@ def copying() -> Row:
     return {"mb": 4 * count / MB, "copy_s": copy, "compressed_s": compressed, "ratio": compressed / copy}
 
 
-def checks(links: Sequence[Row], trained: Sequence[Row], copied: Row) -> list[Check]:
+def checks(links: Sequence[Row], trained: Sequence[Row], copied: Row | None) -> list[Check]:
     """The figures to reach."""
     found = []
     by_rate = {rate: {row["system"]: row for row in links if row["rate"] == rate} for rate in RATES}
@@ -247,9 +248,22 @@ def checks(links: Sequence[Row], trained: Sequence[Row], copied: Row) -> list[Ch
             found.append(Check(name, mine["step_s"] / rows[hook]["step_s"], 1.0, "lower"))
     held_out = {row["system"]: row["held_out"] for row in trained}
     for plain, compressed in (("adam", "1-bit-adam"), ("lamb", "1-bit-lamb")):
-        name = f"held-out loss of {compressed} over {plain}'s"
-        found.append(Check(name, held_out[compressed] / held_out[plain], 1.01, "lower"))
-    found.append(Check("compressing on one rank over a plain copy", copied["ratio"], 3.0, "lower"))
+        if held_out:
+            name = f"held-out loss of {compressed} over {plain}'s"
+            found.append(Check(name, held_out[compressed] / held_out[plain], 1.01, "lower"))
+    if copied is not None:
+        found.append(Check("compressing on one rank over a plain copy", copied["ratio"], 3.0, "lower"))
     return found
 
 
+def draw(trained: Sequence[Row], path: Path) -> None:
+    """A picture of the losses over steps, and over seconds."""
+    figure, ((over_steps, over_seconds),) = new_grid(rows=1, height=4, widths=(1, 1))
+    for row in trained:
+        losses = row["losses"]
+        over_steps.plot([_EVERY * number for number in range(len(losses))], losses, label=row["system"])
+        over_seconds.plot(row["seconds"], losses)
+    over_steps.set(xlabel="step", ylabel="loss, nats a byte")
+    over_seconds.set(xlabel=f"seconds, {_LOSS_RATE}")
+    over_steps.legend()
+    save(figure, path)

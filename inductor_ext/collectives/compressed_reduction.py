@@ -9,7 +9,8 @@ rank r for its chunk of the numbers (`torch.chunk`'s rule over the flattened par
     t_r   = compressed(y_r);                      f_r' = y_r - t_r
     m'    = concat(t_0, ..., t_{n-1})                                       on every rank
 
-`compressed` is `pack_signs`, then `unpack_signs`. From Tang et al.: 1-bit Adam, arXiv 2102.02888, algorithm 1; there
+`compressed` is `pack_signs`, then `unpack_signs`; the first two lines are `compress_momentum`, the next two
+`compress_average`. From Tang et al.: 1-bit Adam, arXiv 2102.02888, algorithm 1; there
 rate is 1 - beta, and the loss's scale divides it here. A number costs a bit on its way to the owner, and a bit back.
 
 The phases are plain functions, run eagerly and traced into graphs alike: `CompressReductions` lowers the op, whose
@@ -25,7 +26,7 @@ import torch
 from torch import Tensor
 
 from dsgraph.inductor_ext.ops import define_op
-from dsgraph.inductor_ext.quant.signs import pack_signs, unpack_signs
+from dsgraph.inductor_ext.quant.signs import SCALE_BYTES, Blocks, pack_signs, packed_bytes, tables, unpack_signs
 
 from .algorithms import EXCHANGES, GATHERS, Ranks, chunk_rows, pad_rows, take_rows, usual_exchange, usual_gather
 from .tensor_slices import own_slice
@@ -47,6 +48,82 @@ class Compressed:
 def take_in_gradient(
     grad: Tensor, momentum: Tensor, worker_error: Tensor, coefficients: Tensor, ranks: int
 ) -> Compressed:
+    """This rank's momentum, compressed for the owners of its chunks: `compress_momentum`."""
+    return Compressed(*torch.ops.dsgraph.compress_momentum(grad, momentum, worker_error, coefficients, ranks))
+
+
+def average_chunk(received: Tensor, owner_error: Tensor, n: int) -> Compressed:
+    """The average of what all ranks have sent of this rank's chunk, compressed: `compress_average`."""
+    return Compressed(*torch.ops.dsgraph.compress_average(received, owner_error, n))
+
+
+def momentum_reference(
+    grad: Tensor, momentum: Tensor, worker_error: Tensor, coefficients: Tensor, ranks: int
+) -> tuple[Tensor, Tensor]:
+    """What `compress_momentum` computes, in plain torch."""
+    wide = grad.reshape(-1).to(momentum.dtype)
+    x = momentum.reshape(-1) * coefficients[0] + wide * coefficients[1] + worker_error
+    count, n = x.numel(), chunk_rows(x.numel(), ranks)
+    packed = pack_signs(pad_rows(x, ranks * n).view(ranks, n), count)
+    return packed, x - take_rows(unpack_signs(packed, n).view(-1), count)
+
+
+def average_reference(received: Tensor, owner_error: Tensor, n: int) -> tuple[Tensor, Tensor]:
+    """What `compress_average` computes, in plain torch."""
+    own, total = owner_error.shape[0], unpack_signs(received[:1], n)[0]
+    for row in range(1, received.shape[0]):
+        total = total + unpack_signs(received[row : row + 1], n)[0]
+    y = take_rows(total / received.shape[0], own) + owner_error
+    packed = pack_signs(pad_rows(y, n).view(1, n), own)
+    return packed, y - take_rows(unpack_signs(packed, n).view(-1), own)
+
+
+def _momentum_on_cpu(
+    grad: Tensor, momentum: Tensor, worker_error: Tensor, coefficients: Tensor, ranks: int
+) -> tuple[Tensor, Tensor]:
+    flat, given = momentum.reshape(-1), grad.reshape(-1)
+    count, n = flat.numel(), chunk_rows(flat.numel(), ranks)
+    packed = torch.zeros((ranks, packed_bytes(n)), dtype=torch.uint8)
+    x, blocks, (keep, rate) = torch.empty(count), Blocks(n), coefficients.unbind()
+    for start, end in blocks.parts(count):
+        block = torch.mul(flat[start:end], keep, out=x[start:end])
+        block.add_(torch.mul(given[start:end].to(x.dtype), rate, out=blocks.spare[: end - start]))
+        block.add_(worker_error[start:end])
+    for chunk, row in zip(x.split(n), packed, strict=False):
+        blocks.pack(chunk, row, leaves_rest=True)
+    return packed, x
+
+
+def _average_on_cpu(received: Tensor, owner_error: Tensor, n: int) -> tuple[Tensor, Tensor]:
+    own, ranks = owner_error.shape[0], received.shape[0]
+    packed = torch.zeros((1, packed_bytes(n)), dtype=torch.uint8)
+    y, blocks, by_rank = torch.empty(own), Blocks(n), tables(received)
+    for start, end in blocks.parts(own):
+        total, more = torch.empty(0), blocks.spare[: end - start + -(end - start) % 8].view(-1, 8)
+        for row, table in zip(received[:, SCALE_BYTES:], by_rank, strict=True):
+            torch.index_select(table, 0, row[start // 8 : -(-end // 8)].int(), out=more)
+            total = more.clone() if not total.numel() else total.add_(more)
+        block = torch.div(total.view(-1)[: end - start], ranks, out=y[start:end])
+        block.add_(owner_error[start:end])
+    blocks.pack(y, packed[0], leaves_rest=True)
+    return packed, y
+
+
+def _fake_momentum(
+    grad: Tensor, momentum: Tensor, worker_error: Tensor, coefficients: Tensor, ranks: int
+) -> tuple[Tensor, Tensor]:
+    size = packed_bytes(chunk_rows(momentum.numel(), ranks))
+    return momentum.new_empty((ranks, size), dtype=torch.uint8), torch.empty_like(worker_error)
+
+
+def _fake_average(received: Tensor, owner_error: Tensor, n: int) -> tuple[Tensor, Tensor]:
+    return received.new_empty((1, packed_bytes(n))), torch.empty_like(owner_error)
+
+
+@define_op(fake=_fake_momentum)
+def compress_momentum(
+    grad: Tensor, momentum: Tensor, worker_error: Tensor, coefficients: Tensor, ranks: int
+) -> tuple[Tensor, Tensor]:
     """This rank's momentum, compressed for the owners of its chunks.
 
     Args:
@@ -55,27 +132,31 @@ def take_in_gradient(
         worker_error: `[numel]` of float32, this rank's.
         coefficients: `[2]` of float32: what momentum and gradient are multiplied by.
         ranks: Among how many chunks the numbers are dealt out.
+
+    Returns:
+        `[ranks, 4 + bytes]`, see `pack_signs`, and the new error.
     """
-    keep, rate = coefficients[0], coefficients[1]
-    wide = grad.reshape(-1).to(momentum.dtype)
-    x = momentum.reshape(-1) * keep + wide * rate + worker_error
-    count, n = x.numel(), chunk_rows(x.numel(), ranks)
-    packed = pack_signs(pad_rows(x, ranks * n).view(ranks, n), count)
-    return Compressed(packed, x - take_rows(unpack_signs(packed, n).view(-1), count))
+    compute = _momentum_on_cpu if _is_on_cpu(grad) else momentum_reference
+    return compute(grad, momentum, worker_error, coefficients, ranks)
 
 
-def average_chunk(received: Tensor, owner_error: Tensor, n: int) -> Compressed:
+@define_op(fake=_fake_average)
+def compress_average(received: Tensor, owner_error: Tensor, n: int) -> tuple[Tensor, Tensor]:
     """The average of what all ranks have sent of this rank's chunk, compressed.
 
     Args:
-        received: `[ranks, bytes]`.
+        received: `[ranks, 4 + ceil(n / 8)]` of uint8.
         owner_error: `[numbers of this chunk]` of float32.
         n: Numbers of the largest chunk.
+
+    Returns:
+        `[1, 4 + ceil(n / 8)]`, and the new error.
     """
-    own = owner_error.shape[0]
-    y = take_rows(unpack_signs(received, n).sum(0) / received.shape[0], own) + owner_error
-    packed = pack_signs(pad_rows(y, n).view(1, n), own)
-    return Compressed(packed, y - take_rows(unpack_signs(packed, n).view(-1), own))
+    return (_average_on_cpu if _is_on_cpu(received) else average_reference)(received, owner_error, n)
+
+
+def _is_on_cpu(tensor: Tensor) -> bool:
+    return tensor.device.type == "cpu" and tensor.numel() > 0
 
 
 def put_together(gathered: Tensor, shape: Sequence[int], n: int) -> Tensor:

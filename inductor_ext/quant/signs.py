@@ -12,6 +12,9 @@ Adam, arXiv 2102.02888: magnitude of what is compressed over magnitude of its si
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
@@ -30,18 +33,20 @@ def packed_bytes(count: int) -> int:
     return SCALE_BYTES + -(-count // 8)
 
 
-def counts_of_rows(rows: int, n: int, count: int) -> list[int]:
-    """How many numbers of each row are there, and no padding."""
-    return [min(max(count - row * n, 0), n) for row in range(rows)]
-
-
 def reference(x: Tensor, count: int) -> Tensor:
     """What `pack_signs` computes, in plain torch."""
     rows, n = x.shape
+    counts = [min(max(count - row * n, 0), n) for row in range(rows)]
+    scales = torch.stack([scale_of(x[row, :there]) for row, there in enumerate(counts)])
     bits = torch.nn.functional.pad(torch.signbit(x), (0, -n % 8)).view(rows, -1, 8)
     weights = torch.tensor([1, 2, 4, 8, 16, 32, 64, 128], dtype=torch.uint8, device=x.device)
     signs = (bits * weights).sum(-1, dtype=torch.uint8)
-    return torch.cat([_scales(x, count).view(torch.uint8), signs], 1)
+    return torch.cat([scales.unsqueeze(1).view(torch.uint8), signs], 1)
+
+
+def scale_of(numbers: Tensor) -> Tensor:
+    """The scale of `[n]`: a number on its device, 0 where n is 0."""
+    return torch.linalg.vector_norm(numbers) / math.sqrt(max(numbers.numel(), 1))
 
 
 def unpack_reference(packed: Tensor, n: int) -> Tensor:
@@ -51,45 +56,71 @@ def unpack_reference(packed: Tensor, n: int) -> Tensor:
     return torch.where(bits.flatten(1)[:, :n].bool(), -scale, scale)
 
 
-def _scales(x: Tensor, count: int) -> Tensor:
-    """`[rows, 1]`."""
-    counts = torch.tensor(counts_of_rows(x.shape[0], x.shape[1], count), dtype=x.dtype, device=x.device)
-    # Padding is zeros, and adds nothing.
-    return (torch.linalg.vector_norm(x, dim=1) / counts.clamp(min=1).sqrt()).unsqueeze(1)
-
-
 def _parts(packed: Tensor) -> tuple[Tensor, Tensor]:
     """Scales `[rows, 1]` and signs `[rows, bytes]`."""
     scale = packed[:, :SCALE_BYTES].clone(memory_format=torch.contiguous_format)
     return scale.view(torch.float32), packed[:, SCALE_BYTES:]
 
 
+class Blocks:
+    """Signs on the CPU, in blocks that stay in its cache. What is allocated is used for all of them.
+
+    Attributes:
+        size: Numbers of a block.
+        spare: `[size]` of float32, for whoever computes a block.
+    """
+
+    def __init__(self, most: int) -> None:
+        """For tensors of at most so many numbers."""
+        self.size = min(_CPU_BLOCK, most + -most % 8)
+        self.spare = torch.empty(self.size)
+        self._bits = torch.empty(self.size, dtype=torch.bool)
+
+    def parts(self, count: int) -> Iterator[tuple[int, int]]:
+        """Where each block of so many numbers begins and ends."""
+        return ((start, min(start + self.size, count)) for start in range(0, count, self.size))
+
+    def pack(self, x: Tensor, result: Tensor, *, leaves_rest: bool) -> None:
+        """Packs one row.
+
+        Args:
+            x: `[n]`, what is there of it.
+            result: `[4 + ceil(n / 8) or more]` of uint8, zeros.
+            leaves_rest: Whether x becomes what its signs and scale do not say.
+        """
+        scale = scale_of(x)
+        result[:SCALE_BYTES] = scale.view(1).view(torch.uint8)
+        signs = result[SCALE_BYTES:]
+        for start, end in self.parts(x.numel()):
+            block, bits = x[start:end], self._bits[: end - start + -(end - start) % 8]
+            bits[end - start :] = False
+            torch.signbit(block, out=bits[: end - start])
+            bits.view(torch.int64).mul_(_GATHER_BITS).bitwise_right_shift_(56)
+            signs[start // 8 : -(-end // 8)] = bits.view(torch.uint8)[::8]
+            if leaves_rest:
+                block.sub_(torch.copysign(scale, block, out=self.spare[: end - start]))
+
+
 def _pack_on_cpu(x: Tensor, count: int) -> Tensor:
     rows, n = x.shape
-    result = torch.empty((rows, packed_bytes(n)), dtype=torch.uint8)
-    result[:, :SCALE_BYTES] = _scales(x, count).view(torch.uint8)
-    whole = n // 8 * 8
-    scratch = torch.empty(min(whole, _CPU_BLOCK), dtype=torch.bool)
+    result, blocks = torch.zeros((rows, packed_bytes(n)), dtype=torch.uint8), Blocks(n)
     for row in range(rows):
-        signs = result[row, SCALE_BYTES:]
-        for start in range(0, whole, _CPU_BLOCK):
-            end = min(start + _CPU_BLOCK, whole)
-            bits = scratch[: end - start]
-            eights = torch.signbit(x[row, start:end], out=bits).view(torch.int64)
-            eights.mul_(_GATHER_BITS).bitwise_right_shift_(56)
-            signs[start // 8 : end // 8] = bits.view(torch.uint8)[::8]
-        if n > whole:
-            signs[-1:] = reference(x[row : row + 1, whole:], 0)[0, SCALE_BYTES:]
+        blocks.pack(x[row, : min(max(count - row * n, 0), n)], result[row], leaves_rest=False)
     return result
 
 
-def _unpack_on_cpu(packed: Tensor, n: int) -> Tensor:
-    scale, signs = _parts(packed)
+def tables(packed: Tensor) -> list[Tensor]:
+    """For each row, `[256, 8]`: the eight numbers that a byte of its signs stands for."""
+    scale, _ = _parts(packed)
     byte = torch.arange(256, dtype=torch.uint8).unsqueeze(1)
-    signs_of_byte = 1 - 2 * ((byte >> torch.arange(8, dtype=torch.uint8)) & 1).float()
-    full = torch.empty((*signs.shape, 8))
-    for row, own, eights in zip(signs, scale, full, strict=True):
-        torch.index_select(signs_of_byte * own, 0, row.int(), out=eights)
+    signs = 1 - 2 * ((byte >> torch.arange(8, dtype=torch.uint8)) & 1).float()
+    return [signs * own for own in scale]
+
+
+def _unpack_on_cpu(packed: Tensor, n: int) -> Tensor:
+    full = torch.empty((len(packed), packed.shape[1] - SCALE_BYTES, 8))
+    for row, table, eights in zip(packed, tables(packed), full, strict=True):
+        torch.index_select(table, 0, row[SCALE_BYTES:].int(), out=eights)
     return full.flatten(1)[:, :n].contiguous()
 
 
@@ -126,7 +157,9 @@ def launch_pack(x: Tensor, count: int) -> Tensor:
     """`reference` by the Triton kernel."""
     (rows, n), x = x.shape, x.contiguous()
     result = x.new_empty((rows, packed_bytes(n)), dtype=torch.uint8)
-    result[:, :SCALE_BYTES] = _scales(x, count).view(torch.uint8)
+    counts = torch.tensor([min(max(count - row * n, 1), n) for row in range(rows)], device=x.device)
+    scales = torch.linalg.vector_norm(x, dim=1) / counts.sqrt()  # padding is zeros, and adds nothing
+    result[:, :SCALE_BYTES] = scales.unsqueeze(1).view(torch.uint8)
     blocks = -(-n // (8 * _BLOCK))
     with on_device_of(x):
         pack_kernel[(rows * blocks,)](x, result, n, packed_bytes(n), blocks, BLOCK=_BLOCK)

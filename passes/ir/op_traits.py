@@ -65,7 +65,8 @@ _CARRIES_SUMS = frozenset(
         *(aten._to_copy, aten.clone, aten._unsafe_view, aten.cat, aten.stack, aten.constant_pad_nd, aten.sum),
         *(aten.slice_scatter, aten.select_scatter, aten.split_with_sizes_copy, aten.copy, aten.mean, aten.index),
         *(torch.ops.prims.convert_element_type, c10d_functional.wait_tensor, torch.ops.dsgraph.store_gradient),
-        *(torch.ops.dsgraph.pack_signs, torch.ops.dsgraph.unpack_signs, torch.ops.dsgraph.own_slice),
+        *(torch.ops.dsgraph.compress_momentum, torch.ops.dsgraph.compress_average),
+        *(torch.ops.dsgraph.unpack_signs, torch.ops.dsgraph.own_slice),
     }
 )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -48,8 +49,8 @@ class Recording:
         with torch.no_grad(), _Recorder(self):
             return function(*map(self.value, inputs))
 
-    def write(self, target: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-        """Writes a call, and gives back its fake value."""
+    def write(self, target: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | tuple[Tensor, ...]:
+        """Writes a call, and gives back its fake value; of several results, each is a node of its own."""
         if target is aten._to_copy.default and set(kwargs) == {"dtype"}:  # as casts are written in graphs
             target, args, kwargs = torch.ops.prims.convert_element_type.default, (*args, kwargs["dtype"]), {}
         args, kwargs = map_aggregate(
@@ -57,7 +58,11 @@ class Recording:
         )
         node = emit(self.place, target, *args, **kwargs)
         self.made.append(node)
-        return self.value(node)
+        if not isinstance(fake_value(node), tuple):
+            return self.value(node)
+        items = [emit(self.place, operator.getitem, node, number) for number in range(len(fake_value(node)))]
+        self.made += items
+        return tuple(map(self.value, items))
 
 
 class _Recorder(TorchDispatchMode):

@@ -104,6 +104,8 @@ def _follow(node: Node, sources: list[_Value], values: Mapping[Node, _Value], si
     collective = collective_of(node)
     if collective is not None:
         return _communicated(node, collective, sources, sizes)
+    if target is torch.ops.dsgraph.compress_average.default:
+        return _added_up(sources[0])
     if not traits(node).carries_sums:
         return _NEW
     packet = getattr(target, "overloadpacket", None)

@@ -53,12 +53,10 @@ def _config(kind: str, stage: int, **more: Any) -> dict[str, Any]:
     }
 
 
-def _compressed(chunks: list[Tensor], n: int) -> list[Tensor]:
-    """Each chunk's signs times its scale. Squares are added up row by row of a matrix, as the op adds them."""
-    padded = torch.stack([nn.functional.pad(chunk, (0, n - chunk.numel())) for chunk in chunks])
-    counts = torch.tensor([float(max(chunk.numel(), 1)) for chunk in chunks])
-    scales = torch.linalg.vector_norm(padded, dim=1) / counts.sqrt()
-    return [torch.where(torch.signbit(chunk), -scale, scale) for chunk, scale in zip(chunks, scales, strict=True)]
+def _compressed(x: Tensor) -> Tensor:
+    """Its signs times its scale."""
+    scale = torch.linalg.vector_norm(x) / math.sqrt(max(x.numel(), 1))
+    return torch.where(torch.signbit(x), -scale, scale)
 
 
 class _Reference:
@@ -73,16 +71,15 @@ class _Reference:
 
     def exchange(self, number: int, grads: list[Tensor]) -> Tensor:
         momentum, sent = self.momentum[number].view(-1), []
-        n = -(-momentum.numel() // self.world)
         keep, rate = torch.tensor(_BETAS[0]), torch.tensor(1 - _BETAS[0])
         for rank, grad in enumerate(grads):
             x = momentum * keep + grad.reshape(-1) * rate + self.worker[rank][number]
-            sent.append(torch.cat(_compressed(list(x.chunk(self.world)), n)))
+            sent.append(torch.cat([_compressed(chunk) for chunk in x.chunk(self.world)]))
             self.worker[rank][number] = x - sent[-1]
         parts = []
         for chunk, received in enumerate(zip(*(each.chunk(self.world) for each in sent), strict=True)):
-            y = torch.stack(received).sum(0) / self.world + self.owner[number][chunk]
-            parts += _compressed([y], n)
+            y = sum(received[1:], received[0]) / self.world + self.owner[number][chunk]
+            parts.append(_compressed(y))
             self.owner[number][chunk] = y - parts[-1]
         return torch.cat(parts).view_as(self.momentum[number])
 

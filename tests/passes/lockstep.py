@@ -27,7 +27,7 @@ _ONE_BY_ONE = {
 }
 
 # Of one rank, whoever runs it.
-_ALONE = frozenset({markers.pack_signs.default, markers.unpack_signs.default})
+_ALONE = frozenset({markers.compress_momentum.default, markers.compress_average.default, markers.unpack_signs.default})
 
 Groups = dict[str, list[list[int]]]
 
