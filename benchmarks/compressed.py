@@ -22,6 +22,7 @@ from pathlib import Path
 from benchmarks import layer_drop, one_bit
 from benchmarks.namespaces import LinkError, require_hosts
 from benchmarks.report import Report, Row, add_arguments, machine
+from dsgraph.launch.processes import ended_by_signals
 
 PARTS = ("layers", "links", "losses", "copy")
 
@@ -38,15 +39,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if {"links", "losses"} & set(options.parts):
             require_hosts()
-        if "layers" in options.parts:
-            report.rows += layer_drop.measure(quick=options.quick)
-            report.checks += layer_drop.checks(report.rows)
-        if "links" in options.parts:
-            links, errors = one_bit.over_links(quick=options.quick)
-        if "losses" in options.parts:
-            trained = one_bit.losses(quick=options.quick)
-        if "copy" in options.parts:
-            copied = one_bit.copying()
+        with ended_by_signals():
+            if "layers" in options.parts:
+                report.rows += layer_drop.measure(quick=options.quick)
+                report.checks += layer_drop.checks(report.rows)
+            if "links" in options.parts:
+                links, errors = one_bit.over_links(quick=options.quick)
+            if "losses" in options.parts:
+                trained = one_bit.losses(quick=options.quick)
+            if "copy" in options.parts:
+                copied = one_bit.copying()
     except LinkError as error:
         print(f"benchmarks.compressed: {error}", file=sys.stderr)
         return 2

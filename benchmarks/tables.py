@@ -159,6 +159,18 @@ _COMPRESSED: Columns = {
     "step, all, s": ("mean_s", ".3f"),
     "held-out loss": ("loss", ".4f"),
 }
+_ONE_BIT_LINKS: Columns = {
+    "link": ("rate", ""),
+    "system": ("system", ""),
+    "step, s": ("step_s", ".2f"),
+    "sent a step, MB": ("link_mb", ".2f"),
+    "peak, MB": ("peak_mb", ".0f"),
+}
+_ONE_BIT_LOSSES: Columns = {
+    "system": ("system", ""),
+    "held-out loss": ("held_out", ".4f"),
+    "step at 100 Mbit/s, s": ("step_s", ".3f"),
+}
 _INFERENCE: Columns = {
     "system": ("system", ""),
     "tokens/s": ("tokens_s", ".0f"),
@@ -346,6 +358,9 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "inference: figures": _figures("inference-cpu"),
     "layer dropping": _rows("compressed-cpu", _COMPRESSED),
     "layer dropping: figures": _figures("compressed-cpu"),
+    "one bit: links": _rows("one-bit-cpu", _ONE_BIT_LINKS, having="link_mb"),
+    "one bit: losses": _rows("one-bit-cpu", _ONE_BIT_LOSSES, having="held_out"),
+    "one bit: figures": _figures("one-bit-cpu"),
     "offload": _rows("offload-cpu", _OFFLOAD),
     "offload: figures": _figures("offload-cpu"),
     "parallel: splits": _rows("parallel-cpu", _SPLITS, having="balance"),

@@ -467,6 +467,41 @@ VERIFIER = (
 
 ENGINE = (
     Mutant(
+        *("signs-upside-down", "inductor_ext/quant/signs.py", "swapped order"),
+        *("signs = 1 - 2 * ((byte >> torch.arange(8", "signs = 1 - 2 * ((byte << torch.arange(8"),
+        killers=("tests/inductor_ext/quant/test_signs.py",),
+    ),
+    Mutant(
+        *("errors-not-fed-back", "inductor_ext/collectives/compressed_reduction.py", "missing term"),
+        *("        block.add_(worker_error[start:end])\n", ""),
+        killers=("tests/inductor_ext/collectives/test_compressed_reduction.py",),
+    ),
+    Mutant(
+        *("owner-forgets-its-error", "inductor_ext/collectives/compressed_reduction.py", "missing term"),
+        *("        block.add_(owner_error[start:end])\n", ""),
+        killers=("tests/inductor_ext/collectives/test_compressed_reduction.py",),
+    ),
+    Mutant(
+        *("momentum-takes-in-one-of-two-gradients", "passes/zero/compress_reductions.py", "missing term"),
+        *("total = emit(last, aten.add.Tensor, cast(last, total, dtype), cast(last, grad, dtype))", "total = grad"),
+        killers=("tests/passes/zero/test_compress_reductions.py",),
+    ),
+    Mutant(
+        *("skipped-step-keeps-new-errors", "dsgraph/engine/compressing.py", "missing step"),
+        *("            compression.drop()\n", "            compression.take_over()\n"),
+        killers=("tests/engine/test_one_bit.py::test_a_skipped_step_leaves_momentum_and_errors",),
+    ),
+    Mutant(
+        *("variance-frozen-with-its-bias", "dsgraph/engine/one_bit.py", "wrong scale"),
+        *('variance.div_(1 - group["betas"][1] ** int(state["step"]))', "variance.div_(1.0)"),
+        killers=("tests/engine/test_one_bit.py::test_equals_the_papers_equations",),
+    ),
+    Mutant(
+        *("second-gradient-into-a-momentum", "dsgraph/step/compression.py", "missing check"),
+        *("if self._arrivals > 1:", "if self._arrivals > 9:"),
+        killers=("tests/engine/test_one_bit.py::test_a_momentum_takes_in_one_gradient_a_step",),
+    ),
+    Mutant(
         *("layers-dropped-alike-at-any-depth", "dsgraph/engine/layer_drop.py", "wrong scale"),
         *("block.keep = 1 - block.depth * (1 - self._theta)", "block.keep = self._theta"),
         killers=("tests/engine/test_layer_drop.py::test_training_is_that_of_the_papers_equations",),

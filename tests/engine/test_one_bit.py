@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from contextlib import redirect_stdout
 from io import StringIO
+from itertools import product
 from typing import Any
 
 import pytest
@@ -194,11 +195,18 @@ def _check_close(found: Tensor, wanted: Tensor) -> None:
     torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("stage", [0, 1])
-@pytest.mark.parametrize("kind", ["OneBitAdam", "OneBitLamb"])
-def test_equals_the_papers_equations(kind, stage, ranks):
-    for world in (1, 2, 3, 4):
-        ranks(world).run(_equals_reference, kind, stage, "eager")
+_SHARP = (("OneBitAdam", 0, 3), ("OneBitAdam", 1, 2), ("OneBitLamb", 0, 1), ("OneBitLamb", 1, 4))
+
+
+@pytest.mark.parametrize(
+    ("kind", "stage", "world"),
+    [
+        pytest.param(*case, marks=[] if case in _SHARP else pytest.mark.full)
+        for case in product(("OneBitAdam", "OneBitLamb"), (0, 1), (1, 2, 3, 4))
+    ],
+)
+def test_equals_the_papers_equations(kind, stage, world, ranks):
+    ranks(world).run(_equals_reference, kind, stage, "eager")
 
 
 @pytest.mark.parametrize("codegen", ["", "inductor"])
