@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedConfig, StaticCache
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+CACHE_NAMES = ("cache", "past_key_values")
+"""What transformers calls a cache, as an argument and in outputs: from 5.24 on, and before."""
+
+_fields = {field.name for field in dataclasses.fields(CausalLMOutputWithPast)}
+CACHE_NAME = next(name for name in CACHE_NAMES if name in _fields)
+"""That of `CACHE_NAMES` which the installed transformers uses."""
 
 
 class RewindableCache(StaticCache):

@@ -14,7 +14,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from dsgraph.errors import InferenceError
 
-from .cache import RewindableCache, new_cache
+from .cache import CACHE_NAME, CACHE_NAMES, RewindableCache, new_cache
 from .graphs import Graphs
 from .report import InferenceReport
 
@@ -85,7 +85,7 @@ class InferenceEngine:
         Raises:
             InferenceError: More tokens than `max_tokens`, or an argument that needs another cache or more outputs.
         """
-        for name in ("past_key_values", "cache_implementation", "inputs_embeds", *_SEVERAL):
+        for name in (*CACHE_NAMES, "cache_implementation", "inputs_embeds", *_SEVERAL):
             if arguments.get(name) is not None:
                 raise InferenceError(
                     f"generate: {name} cannot be taken: the engine owns the cache, and decodes one token at a time; "
@@ -100,7 +100,7 @@ class InferenceEngine:
         cache = self._cache(input_ids.shape[0] * _copies(self.module.generation_config, arguments))
         cache.rewind(0)
         self._length = 0
-        return self._serving.generate(input_ids, past_key_values=cache, **arguments)
+        return self._serving.generate(input_ids, **{CACHE_NAME: cache}, **arguments)
 
     def report(self) -> InferenceReport:
         """Compiles, calls and tokens a second so far, and what the weights became."""
@@ -135,10 +135,10 @@ class InferenceEngine:
         input_ids: Tensor,
         attention_mask: Tensor | dict[str, Tensor] | None = None,
         position_ids: Tensor | None = None,
-        past_key_values: Any = None,
         **others: Any,
     ) -> CausalLMOutputWithPast:
         """The forward that `generate` calls: a prompt first, then one token a row."""
+        cache = others.pop(CACHE_NAME)
         self._refuse(others)
         rows, length = input_ids.shape
         if self._length and length > 1:
@@ -156,12 +156,13 @@ class InferenceEngine:
             position_ids = torch.arange(self._length, self._length + length, device=input_ids.device)[None]
         position_ids = position_ids.expand(rows, length)
         if self._length:
-            given = (input_ids, attention_mask, position_ids.contiguous(), past_key_values)
+            given = (input_ids, attention_mask, position_ids.contiguous(), cache)
             logits = self._graphs.run("decode", *given, tokens=rows)
         else:
-            logits = self._prompt(input_ids, attention_mask, position_ids, past_key_values)
+            logits = self._prompt(input_ids, attention_mask, position_ids, cache)
         self._length += length
-        return CausalLMOutputWithPast(logits=logits, past_key_values=past_key_values)
+        outputs: dict[str, Any] = {"logits": logits, CACHE_NAME: cache}
+        return CausalLMOutputWithPast(**outputs)
 
     def _prompt(self, ids: Tensor, mask: Tensor, positions: Tensor, cache: RewindableCache) -> Tensor:
         """Pads a prompt on its right. Padding sees what the last token sees; the last token does not see padding."""

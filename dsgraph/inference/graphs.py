@@ -13,6 +13,7 @@ from torch.fx import GraphModule
 
 from dsgraph import compat
 
+from .cache import CACHE_NAME
 from .report import Counts
 
 
@@ -63,14 +64,14 @@ class Graphs:
 
     def _prompt(self, ids: Tensor, mask: Tensor, positions: Tensor, cache: Any, last: Tensor) -> Tensor:
         """Logits (rows, 1, words) behind position `last`, an index (1,)."""
-        given = {"input_ids": ids, "attention_mask": mask, "position_ids": positions, "past_key_values": cache}
+        given = {"input_ids": ids, "attention_mask": mask, "position_ids": positions, CACHE_NAME: cache}
         if self._keeps_logits:
             return self._model(**given, use_cache=True, logits_to_keep=last).logits
         return self._model(**given, use_cache=True).logits[:, last]
 
     def _decode(self, ids: Tensor, mask: Tensor, positions: Tensor, cache: Any) -> Tensor:
         """Logits (rows, 1, words) behind `ids` (rows, 1)."""
-        given = {"input_ids": ids, "attention_mask": mask, "position_ids": positions, "past_key_values": cache}
+        given = {"input_ids": ids, "attention_mask": mask, "position_ids": positions, CACHE_NAME: cache}
         return self._model(**given, use_cache=True).logits
 
     def _forward(self, ids: Tensor, mask: Tensor) -> Tensor:
