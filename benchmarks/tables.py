@@ -171,6 +171,12 @@ _ONE_BIT_LOSSES: Columns = {
     "held-out loss": ("held_out", ".4f"),
     "step at 100 Mbit/s, s": ("step_s", ".3f"),
 }
+_BILLION: Columns = {
+    "states, MB": ("states_mb", ".0f"),
+    "peak of the process, MB": ("peak_mb", ".0f"),
+    "initialised after, s": ("ready_s", ".1f"),
+    "first step done after, s": ("first_s", ".0f"),
+}
 _INFERENCE: Columns = {
     "system": ("system", ""),
     "tokens/s": ("tokens_s", ".0f"),
@@ -363,6 +369,7 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "one bit: figures": _figures("one-bit-cpu"),
     "offload": _rows("offload-cpu", _OFFLOAD),
     "offload: figures": _figures("offload-cpu"),
+    "offload: billion": _rows("offload-billion-cpu", _BILLION),
     "parallel: splits": _rows("parallel-cpu", _SPLITS, having="balance"),
     "parallel": _rows("parallel-cpu", _PIPELINES, having="step_s"),
     "parallel: figures": _figures("parallel-cpu"),

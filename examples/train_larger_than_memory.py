@@ -10,6 +10,7 @@ The disk takes 16 bytes a parameter: the parameter, its gradient, and two number
 from __future__ import annotations
 
 import argparse
+import sys
 import time
 from functools import partial
 from pathlib import Path
@@ -37,7 +38,19 @@ def build(width: int, layers: int, folder: str | None) -> GPT:
         block.forward = partial(checkpoint, block.forward, use_reentrant=False)
     offload = None if folder is None else {"parameters": "disk", "folder": folder}
     dsgraph.partition(model, stage=3, offload=offload)
-    return dsgraph.materialize(model, "cpu")
+    return dsgraph.materialize(model, "cpu", progress=_bar)
+
+
+def _bar(done: int, count: int) -> None:
+    """A bar of the parameters that are initialised, on a terminal."""
+    if sys.stderr.isatty():
+        full = 40 * done // count
+        end = "\n" if done == count else ""
+        print(
+            f"\rinitialising [{'#' * full:40}] {done / 1e6:.0f} of {count / 1e6:.0f} million{end}",
+            end="",
+            file=sys.stderr,
+        )
 
 
 def train(place: Place, wanted: argparse.Namespace) -> None:

@@ -339,6 +339,21 @@ STEP = (
 
 OFFLOAD = (
     Mutant(
+        *("plan-without-buffers", "dsgraph/offload/plan.py", "missing term"),
+        *("over += self.parameter_buffers - self.state", "over += -self.state"),
+        killers=("tests/offload/test_plan.py",),
+    ),
+    Mutant(
+        *("limit-of-graphs-counts-state-twice", "dsgraph/offload/plan.py", "missing term"),
+        *("(self.optimizer_ratio - self.parameters_ratio)", "self.optimizer_ratio"),
+        killers=("tests/offload/test_plan.py",),
+    ),
+    Mutant(
+        *("share-and-one-more", "dsgraph/tiers/slots.py", "off by one"),
+        *("start < ratio * before[-1]", "start <= ratio * before[-1]"),
+        killers=("tests/distributed/test_parameters_on_disk.py",),
+    ),
+    Mutant(
         *("state-of-first-step-alone", "dsgraph/offload/stored_state.py", "missing step"),
         *("                view.copy_(value)\n", "                pass\n"),
         killers=("tests/offload/test_optimizer.py",),

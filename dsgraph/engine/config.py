@@ -82,6 +82,9 @@ class OffloadParamConfig(Section):
         default="none", description='"nvme": on disk; "cpu" is where they lie anyway if the model is trained on the CPU'
     )
     nvme_path: str | None = Field(default=None, description="the folder on that disk; it is made if it is not there")
+    ratio: float = Field(
+        default=1.0, gt=0, le=1, description='with "nvme": the share of their bytes on disk; the other stays in memory'
+    )
 
 
 class ZeroConfig(Section):
@@ -226,6 +229,10 @@ class DsgraphConfig(Section):
     )
     memory_limit: Bytes | None = Field(
         default=None, description='what a step may use: bytes, a text such as "60GiB", or a share of the device'
+    )
+    offload_folder: str | None = Field(
+        default=None,
+        description="a folder on a disk, for what of the model's states does not fit into half of `memory_limit`",
     )
     kernels: Literal["auto", "none"] | tuple[str, ...] = Field(
         default="auto", description="which kernels stand in for what a model spells out"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from os import PathLike
 from typing import Any
@@ -29,7 +30,7 @@ from .engine import Engine
 from .layer_drop import ProgressiveLayerDrop
 from .looks import Looks
 from .mpu import ModelParallel, data_parallel_mesh
-from .offloading import check_offload, offload_notes, offloaded, partition_offload
+from .offloading import check_offload, offload_notes, offloaded, partition_offload, planned
 from .optimizers import Binding, Groups, MakesOptimizer, check_compression, maker_of, parameters_in, rebound
 from .pipeline import pipeline_of
 from .read_config import load_config, read_config
@@ -105,6 +106,8 @@ def initialize(
         ranks, rank = settings.parallel.dp, data_rank(settings)
     elif example is not None:
         raise ConfigError("initialize: example has an effect with the section parallel only: leave it out")
+    settings, plan = planned(settings, model, ranks=ranks, is_divided=is_divided)
+    resolved = replace(resolved, config=settings)
     mine, make = _optimizer_or_maker(optimizer, settings, model)
     make_schedule = _schedule_maker(lr_scheduler, settings, mine)
     loader = None
@@ -119,7 +122,7 @@ def initialize(
             num_workers=settings.dsgraph.num_workers,
         )
     without_effect = check_compression(settings, is_divided=is_divided) if optimizer is None else []
-    say(resolved, [*overruled(optimizer, lr_scheduler, settings), *offload_notes(settings), *without_effect])
+    say(resolved, [*overruled(optimizer, lr_scheduler, settings), *offload_notes(settings), *plan, *without_effect])
     options = _backend_options(settings)
     if is_divided:
         divided = divided_engine(

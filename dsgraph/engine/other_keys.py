@@ -30,7 +30,7 @@ WITHOUT_EFFECT = {
     "zero_optimization.offload_param.pin_memory": "parameters on disk pass through buffers that are never pinned",
     "zero_optimization.offload_param.buffer_count": "64 MiB of parameters are read ahead, or the next parameter",
     "zero_optimization.offload_param.buffer_size": "64 MiB of parameters are read ahead, or the next parameter",
-    "zero_optimization.offload_param.max_in_cpu": "all sharded parameters lie on disk",
+    "zero_optimization.offload_param.max_in_cpu": "`zero_optimization.offload_param.ratio` says what lies on disk",
     "disable_allgather": "it chooses an algorithm of DeepSpeed's",
     "checkpoint": "it is about files of DeepSpeed's",
     "flops_profiler.recompute_fwd_factor": "what the backward repeats is no part of the model's operations",

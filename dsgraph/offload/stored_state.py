@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from concurrent.futures import Future
-from itertools import accumulate
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -14,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from dsgraph.inductor_ext.transfers.buffers import Buffer, rounded
 from dsgraph.sharding.rows import own_part
-from dsgraph.tiers.slots import SlotFile
+from dsgraph.tiers.slots import SlotFile, first_of
 
 from .chunks import Chunk, Place
 
@@ -40,8 +39,7 @@ class ChunkStore:
             OffloadError: See `SlotFile`.
         """
         sizes = [rounded(size) for size in sizes]
-        before = [0, *accumulate(sizes)]
-        on_disk = sum(start < ratio * before[-1] for start in before[:-1])
+        on_disk = first_of(sizes, ratio)
         self.file = SlotFile(sizes[:on_disk], below=folder, name="optimizer-state")
         self._on_disk = on_disk
         self._kept = [Buffer(torch.empty(size, dtype=torch.uint8), size) for size in sizes[on_disk:]]

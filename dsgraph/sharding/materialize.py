@@ -22,7 +22,13 @@ ModelT = TypeVar("ModelT", bound=nn.Module)
 Init = Callable[[nn.Module], object] | Literal["empty"] | None
 
 
-def materialize(model: ModelT, device: torch.device | str | None = None, *, init: Init = None) -> ModelT:
+def materialize(
+    model: ModelT,
+    device: torch.device | str | None = None,
+    *,
+    init: Init = None,
+    progress: Callable[[int, int], object] | None = None,
+) -> ModelT:
     """Allocates the shards of a partitioned model that lies on the `meta` device, and initialises them.
 
     Modules are initialised in order, each with all its parameters at full size for as long as that takes; only this
@@ -42,6 +48,8 @@ def materialize(model: ModelT, device: torch.device | str | None = None, *, init
         init: Called with each module that holds parameters or buffers of its own, while these have their full size; it
             initialises them in place. None: the model's `_init_weights(module)` if it has one (transformers), else the
             module's `reset_parameters()`. "empty": leave memory as it is, for a checkpoint to be loaded.
+
+        progress: Called behind each module with the parameters that are done, and with those of the whole model.
 
     Returns:
         `model` itself.
@@ -66,9 +74,12 @@ def materialize(model: ModelT, device: torch.device | str | None = None, *, init
     initialisers = {module: _initialiser(model, module, init) for module in initialised}
 
     entries = {id(entry.param): (entry, state) for state in states for entry in state.parameters}
+    count = sum(entry.param.numel() for entry in on_meta)
     with _same_random_numbers(states[0].mesh, target):
         for module in initialised:
             _materialize_module(module, entries, target, initialisers[module])
+            if progress is not None:
+                progress(count - sum(entry.param.numel() for entry in on_meta if entry.param.is_meta), count)
     for state in states if init != "empty" else ():
         equalise_buffers(state.root, state)
     return model

@@ -28,11 +28,13 @@ from .repeated_blocks import find_blocks, read_blocks, region_methods
 from .replaced_data import forget_memory, refuse_replaced_data
 from .rows import broadcast_from_first, local_rows, placements_for
 from .stages import STAGES
-from .table import PartitionArguments, PartitionedModel, ShardedParameter, partitioned_parts
+from .table import KEEP_WHOLE_BELOW, PartitionArguments, PartitionedModel, ShardedParameter, partitioned_parts
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
 
-_DEFAULTS = PartitionArguments(stage=3, param_dtype=None, reduce_dtype=None, keep_whole_below=2**14, regions="none")
+_DEFAULTS = PartitionArguments(
+    stage=3, param_dtype=None, reduce_dtype=None, keep_whole_below=KEEP_WHOLE_BELOW, regions="none"
+)
 
 
 def partition(
@@ -44,7 +46,7 @@ def partition(
     reduce_dtype: torch.dtype | None = None,
     keep_whole_below: int | None = None,
     regions: Literal["auto", "none"] | Sequence[str] | None = None,
-    offload: Mapping[str, str] | None = None,
+    offload: Mapping[str, Any] | None = None,
 ) -> ModelT:
     """Turns the parameters of `model` into `DTensor` shards, in place; nothing else about the model changes.
 
@@ -71,8 +73,8 @@ def partition(
             ["model.layers"]. None: "none".
         offload: What lies elsewhere than in memory, for stage 3 on the CPU: {"parameters": "disk", "folder":
             "/scratch"}. This rank's rows of sharded parameters, and their gradients, lie in a file below the folder,
-            which goes when the process ends; compiled graphs read each ahead of its use. See docs/offload.md. None:
-            nothing.
+            which goes when the process ends; compiled graphs read each ahead of its use. With "ratio", a share of them
+            does, above 0 and up to 1, and the last parameters stay in memory. See docs/offload.md. None: nothing.
 
     Returns:
         `model` itself.
@@ -89,7 +91,7 @@ def partition(
         "reduce_dtype": reduce_dtype,
         "keep_whole_below": keep_whole_below,
         "regions": None if regions is None else read_blocks(regions),
-        "offload_folder": None if offload is None else read_offload(offload, stage),
+        "offload": None if offload is None else read_offload(offload, stage),
     }
     given: dict[str, Any] = {name: value for name, value in arguments.items() if value is not None}
     parts = partitioned_parts(model)

@@ -69,6 +69,23 @@ class ShardedParameter:
         return chunk_rows(rows, resolve_group(self.layout.group).size()) * math.prod(rest) * dtype.itemsize
 
 
+KEEP_WHOLE_BELOW = 2**14
+"""Elements below which a parameter stays replicated, if `partition` is not told otherwise."""
+
+
+@dataclass(frozen=True)
+class DiskShare:
+    """Which sharded parameters lie on disk.
+
+    Attributes:
+        folder: The folder on the disk; empty: none do.
+        ratio: The share of their bytes. The last parameters stay in memory, which the backward reads first.
+    """
+
+    folder: str = ""
+    ratio: float = 1.0
+
+
 @dataclass(frozen=True)
 class PartitionArguments:
     """How the parameters of a model are partitioned: see `partition`, which is called with these."""
@@ -78,7 +95,7 @@ class PartitionArguments:
     reduce_dtype: torch.dtype | None
     keep_whole_below: int
     regions: Literal["auto", "none"] | tuple[str, ...] = "none"
-    offload_folder: str = ""
+    offload: DiskShare = DiskShare()
 
 
 @dataclass(eq=False)

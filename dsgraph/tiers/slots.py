@@ -20,6 +20,12 @@ from dsgraph.inductor_ext.transfers.folder import PrivateFolder, folder_below
 _THREADS = 2  # one reads ahead while the other writes behind
 
 
+def first_of(sizes: Sequence[int], ratio: float) -> int:
+    """How many of the first pieces have this share of all bytes, or the least more that whole pieces make it."""
+    before = [0, *accumulate(sizes)]
+    return sum(start < ratio * before[-1] for start in before[:-1])
+
+
 class SlotFile:
     """A preallocated file in a folder of this process, which goes when the process ends.
 

@@ -24,7 +24,7 @@ from dsgraph.inductor_ext.transfers.transfers import transfers_of
 from .slots import SlotFile
 
 _CPU = torch.device("cpu")
-_WRITING_BYTES = 64 * 2**20
+WRITING_BYTES = 64 * 2**20
 """Bytes of gradients that may wait to be written: who wants to add more waits for the oldest."""
 
 
@@ -51,7 +51,7 @@ class ParameterFile:
     def write(self, slot: int, buffer: Buffer) -> Future[None]:
         """Starts to write a slot; waits first where too many bytes are on their way."""
         self._writing = [item for item in self._writing if not item[0].done()]
-        while self._writing and buffer.size + sum(size for _, size in self._writing) > _WRITING_BYTES:
+        while self._writing and buffer.size + sum(size for _, size in self._writing) > WRITING_BYTES:
             self._writing.pop(0)[0].result()
         future = self.slots.write(slot, buffer)
         self._writing.append((future, buffer.size))

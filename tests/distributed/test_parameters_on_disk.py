@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn, optim
+from torch.distributed.tensor import Shard
 
 import dsgraph
 from dsgraph.errors import OffloadError, PartitionError
@@ -26,9 +27,11 @@ from .training import full
 pytestmark = pytest.mark.distributed
 
 
-def _train(case: str, folder: str | None, *, codegen: str, steps: int = 3, micro_batches: int = 2) -> list[Tensor]:
+def _train(
+    case: str, folder: str | None, *, codegen: str, steps: int = 3, micro_batches: int = 2, ratio: float = 1.0
+) -> list[Tensor]:
     torch.compiler.reset()
-    offload = None if folder is None else {"parameters": "disk", "folder": folder}
+    offload = None if folder is None else {"parameters": "disk", "folder": folder, "ratio": ratio}
     model = dsgraph.partition(build(case), stage=3, keep_whole_below=12, offload=offload)
     compiled = torch.compile(model, backend="dsgraph", options={"codegen": codegen})
     optimizer: optim.Optimizer = optim.AdamW(model.parameters(), lr=1e-2)
@@ -43,16 +46,18 @@ def _train(case: str, folder: str | None, *, codegen: str, steps: int = 3, micro
         seen.append(full(nn.utils.clip_grad_norm_(model.parameters(), 0.5)))
         optimizer.step()
         optimizer.zero_grad()
-    on_disk = [param for param in model.parameters() if stored_rows(param.to_local()) is not None]
-    assert bool(on_disk) is (folder is not None)
+    sharded = [param for param in model.parameters() if isinstance(param.placements[0], Shard)]
+    on_disk = [stored_rows(param.to_local()) is not None for param in sharded if param.to_local().numel()]
+    assert any(on_disk) is (folder is not None)
+    assert all(on_disk) is (folder is not None and ratio == 1)
     return [*seen, *(full(param.detach()) for param in model.parameters())]
 
 
-def _same(case: str, folder: str, codegen: str) -> None:
+def _same(case: str, folder: str, codegen: str, ratio: float = 1.0) -> None:
     # Of a parameter of two graphs, autograd adds both gradients up before it adds them to the last micro-batch's.
     micro_batches = 1 if case == "graph_break" else 2
     expected = _train(case, None, codegen=codegen, micro_batches=micro_batches)
-    found = _train(case, folder, codegen=codegen, micro_batches=micro_batches)
+    found = _train(case, folder, codegen=codegen, micro_batches=micro_batches, ratio=ratio)
     for mine, theirs in zip(found, expected, strict=True):
         assert torch.equal(mine, theirs)
 
@@ -71,6 +76,18 @@ _CASES = ["tied", "frozen", "uneven", "graph_break", "gpt", "dynamic_gpt", "drop
 )
 def test_numbers_are_those_of_training_in_memory(ranks, case, world, codegen, tmp_path):
     ranks(world).run(_same, case, str(tmp_path), codegen)
+
+
+def test_a_share_of_the_parameters_may_lie_on_disk(ranks, tmp_path):
+    ranks(2).run(_same, "gpt", str(tmp_path), "eager", 0.5)
+
+
+def test_the_first_parameters_lie_on_disk_until_the_share_is_full(one_rank, tmp_path):
+    model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(4)))
+    offload = {"parameters": "disk", "folder": str(tmp_path), "ratio": 0.5}
+    dsgraph.partition(model, stage=3, keep_whole_below=12, offload=offload)
+    found = [stored_rows(param.to_local()) is not None for param in model.parameters()]
+    assert found == [True, True, False, False]
 
 
 def _on_disk(folder: Path, model: nn.Module | None = None) -> nn.Module:

@@ -95,3 +95,48 @@ def test_the_host_is_where_state_lies_already_on_the_cpu(one_rank, capsys):
     engine = dsgraph.initialize(model=build(CASE), config=settings)[0]
     assert not isinstance(engine.optimizer, OptimizerOnDisk)
     assert "offload_optimizer has no effect: the model is trained on the CPU" in capsys.readouterr().out
+
+
+def _planned(limit: str | None, folder: str) -> list[torch.Tensor]:
+    torch.compiler.reset()
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*(torch.nn.Linear(2048, 2048, bias=False) for _ in range(12)))
+    settings = config(3)
+    settings["dsgraph"] = {"codegen": "eager"}
+    if limit is not None:
+        settings["dsgraph"] |= {"memory_limit": limit, "offload_folder": folder}
+    engine = dsgraph.initialize(model=model, config=settings)[0]
+    assert isinstance(engine.optimizer, OptimizerOnDisk) is (limit is not None)
+    for number in range(2):
+        torch.manual_seed(number)
+        engine.backward(engine(torch.randn(2, 2048)).square().mean())
+        engine.step()
+    return [full(param.detach()) for param in engine.module.parameters()]
+
+
+def test_a_limit_of_memory_says_what_lies_on_disk(one_rank, tmp_path, capfd):
+    expected = _planned(None, "")
+    found = _planned("1500MB", str(tmp_path))  # of 805 MB of states
+    assert "of the optimizer's state and 0% of parameters and gradients lie on disk" in capfd.readouterr().out
+    for mine, theirs in zip(found, expected, strict=True):
+        assert torch.equal(mine, theirs)
+
+
+@pytest.mark.parametrize(
+    ("section", "zero", "said"),
+    [
+        ({"offload_folder": "/tmp"}, {}, "set dsgraph.memory_limit as well"),
+        ({"offload_folder": "/tmp", "memory_limit": 1000}, {}, r"1,000 bytes, of which half .* at least"),
+        (
+            {"offload_folder": "/tmp", "memory_limit": "1GB"},
+            _offload(nvme_path="/tmp"),
+            "dsgraph.offload_folder beside zero_optimization.offload_optimizer",
+        ),
+    ],
+)
+def test_a_plan_that_cannot_be_is_refused(one_rank, section, zero, said):
+    settings = config(3)
+    settings["dsgraph"] = settings.get("dsgraph", {}) | section
+    settings["zero_optimization"] |= zero
+    with pytest.raises(ConfigError, match=said):
+        dsgraph.initialize(model=build(CASE), config=settings)

@@ -1,0 +1,107 @@
+"""`plan_offload`: what lies on disk, by a limit of memory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn, optim
+
+import dsgraph
+from dsgraph.errors import OffloadError
+from dsgraph.offload.optimizer import OptimizerOnDisk
+from dsgraph.offload.plan import plan_offload
+from dsgraph.tiers.stored_rows import stored_rows
+
+MB = 10**6
+WIDTH, LAYERS = 3200, 4  # 41 million parameters, 655 MB of states
+
+
+def _model() -> nn.Sequential:
+    with torch.device("meta"):
+        return nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)))
+
+
+STATES = 16 * LAYERS * WIDTH**2
+
+
+def test_what_fits_stays_in_memory():
+    plan = plan_offload(_model(), memory_limit=STATES, folder="/scratch")
+    assert (plan.parameters, plan.optimizer_ratio, plan.memory_bytes, plan.disk_bytes) == (None, 0, STATES, 0)
+    optimizer = optim.AdamW(nn.Linear(4, 4).parameters())
+    assert plan.take(optimizer) is optimizer
+
+
+def test_the_state_of_the_optimizer_goes_first(tmp_path):
+    plan = plan_offload(_model(), memory_limit=600 * MB, folder=tmp_path / "new")
+    assert plan.parameters is None
+    assert 0 < plan.optimizer_ratio < 1
+    assert plan.memory_bytes == pytest.approx(600 * MB, abs=2)
+    assert plan.memory_bytes + plan.disk_bytes - plan.buffer_bytes == pytest.approx(STATES, abs=2)
+    optimizer = plan.take(optim.AdamW(nn.Linear(512, 512).parameters()))
+    assert isinstance(optimizer, OptimizerOnDisk)
+    assert optimizer.path.is_relative_to(tmp_path / "new")
+
+
+def test_parameters_go_then():
+    with torch.device("meta"):
+        model = nn.Sequential(*(nn.Linear(512, 512, bias=False) for _ in range(2000)))
+    plan = plan_offload(model, memory_limit="2GB", folder="/scratch")
+    assert plan.optimizer_ratio == 1
+    assert plan.parameters is not None
+    assert plan.parameters["parameters"] == "disk"
+    assert 0 < plan.parameters["ratio"] < 1
+    assert plan.memory_bytes == pytest.approx(2000 * MB, abs=2)
+    unseen = round(plan.state_bytes * (1 - plan.parameters["ratio"]))  # of parameters that are in memory
+    assert plan.limit_of_graphs(3000 * MB) == pytest.approx(3000 * MB + unseen - plan.buffer_bytes, abs=2)
+    assert "100% of the optimizer's state" in str(plan)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_what_cannot_fit_is_refused_with_the_least_that_can(stage, ranks):
+    arguments = {"folder": "/scratch", "stage": stage, "ranks": ranks}
+    with pytest.raises(OffloadError, match=r"take [\d,]+ at least") as error:
+        plan_offload(_model(), memory_limit=MB, **arguments)
+    least = int(str(error.value).partition("take ")[2].partition(" at least")[0].replace(",", ""))
+    assert ("stage 3 would take less" in str(error.value)) is (stage != 3)
+    assert plan_offload(_model(), memory_limit=least, **arguments).memory_bytes <= least
+    with pytest.raises(OffloadError, match="at least"):
+        plan_offload(_model(), memory_limit=least - 1, **arguments)
+
+
+@settings(max_examples=30, deadline=None)
+@given(limit=st.integers(MB, 2 * STATES), stage=st.integers(0, 3), ranks=st.integers(1, 5))
+def test_no_plan_takes_more_than_the_limit(limit, stage, ranks):
+    try:
+        plan = plan_offload(_model(), memory_limit=limit, folder="/scratch", stage=stage, ranks=ranks)
+    except OffloadError:
+        return
+    assert plan.memory_bytes <= limit
+    assert 0 <= plan.parameters_ratio <= plan.optimizer_ratio <= 1
+
+
+@pytest.mark.parametrize("limit", ["much", 0])
+def test_a_limit_that_is_none_is_refused(limit):
+    with pytest.raises(OffloadError, match="memory_limit is"):
+        plan_offload(_model(), memory_limit=limit, folder="/scratch")
+
+
+def test_a_model_takes_what_the_plan_says(one_rank, tmp_path):
+    with torch.device("meta"):
+        model = nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(60)))
+    plan = plan_offload(model, memory_limit=500 * MB, folder=tmp_path)
+    assert 0 < plan.parameters_ratio < 1
+    done = []
+    dsgraph.partition(model, stage=3, offload=plan.parameters)
+    dsgraph.materialize(model, "cpu", progress=lambda *counts: done.append(counts))
+    assert done == [(number * 1024**2, 60 * 1024**2) for number in range(1, 61)]
+    optimizer = plan.take(optim.AdamW(model.parameters()))
+    files = {path.name: path.stat().st_size for path in Path(tmp_path).rglob("*") if path.is_file()}
+    stored = sum(stored_rows(param.to_local()) is not None for param in model.parameters())
+    assert stored == -(-plan.parameters_ratio * 60 // 1)
+    assert isinstance(optimizer, OptimizerOnDisk)
+    assert plan.disk_bytes <= files["parameters"] + files["optimizer-state"] <= plan.disk_bytes + 8 * 1024**2
