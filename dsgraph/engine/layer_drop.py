@@ -67,7 +67,8 @@ class ProgressiveLayerDrop:
     def note(self, *, compiles: bool) -> str:
         """What is printed of it."""
         if self.is_own:
-            return "progressive_layer_drop: the model drops its layers itself" + ", and runs uncompiled" * compiles
+            uncompiled = ", and runs uncompiled, so that options of graphs have no effect" if compiles else ""
+            return f"progressive_layer_drop: the model drops its layers itself{uncompiled}"
         lists = dict.fromkeys(block.of for block in self.blocks)
         count = f"{len(self.blocks)} blocks of {', '.join(lists)}"
         how = "; each is a graph of its own, and what stands around them runs uncompiled" if compiles else ""
