@@ -46,7 +46,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             if "links" in options.parts:
                 links, errors = one_bit.over_links(quick=options.quick)
             if "losses" in options.parts:
-                trained = one_bit.losses(quick=options.quick)
+                trained, more = one_bit.losses(quick=options.quick)
+                errors += more
             if "copy" in options.parts:
                 copied = one_bit.copying()
     except LinkError as error:
