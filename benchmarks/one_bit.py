@@ -179,7 +179,7 @@ def loss_systems(steps: int) -> Mapping[str, Callable[[GPT], Step]]:
 
 
 def losses(*, quick: bool) -> tuple[list[Row], list[str]]:
-    """One row a system: held-out loss, and that of every tenth step with the seconds until then. And what went wrong."""
+    """One row a system: held-out loss, and that of every tenth step with the seconds until then. What went wrong."""
     steps, config = (20, GPTConfig(width=32, layers=2)) if quick else (300, GPTConfig(width=128, layers=4))
     rows, errors = list[Row](), list[str]()
     with linked_hosts(parse_rate(_LOSS_RATE)) as hosts, cache_folder():
