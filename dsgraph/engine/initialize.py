@@ -106,7 +106,7 @@ def initialize(
         ranks, rank = settings.parallel.dp, data_rank(settings)
     elif example is not None:
         raise ConfigError("initialize: example has an effect with the section parallel only: leave it out")
-    settings, plan = planned(settings, model, ranks=ranks, is_divided=is_divided)
+    settings, plan = planned(settings, model, device, ranks=ranks, is_divided=is_divided)
     resolved = replace(resolved, config=settings)
     mine, make = _optimizer_or_maker(optimizer, settings, model)
     make_schedule = _schedule_maker(lr_scheduler, settings, mine)

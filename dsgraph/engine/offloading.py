@@ -40,18 +40,21 @@ def check_offload(settings: EngineConfig, device: torch.device) -> None:
 
 
 def planned(
-    settings: EngineConfig, model: nn.Module, *, ranks: int, is_divided: bool
+    settings: EngineConfig, model: nn.Module, device: torch.device, *, ranks: int, is_divided: bool
 ) -> tuple[EngineConfig, list[str]]:
     """The settings with what has to lie on disk, and what is printed of it: `dsgraph.offload_folder` asks for that.
 
     Half of `dsgraph.memory_limit` is for the model's states, the other half is left to activations.
 
     Raises:
-        ConfigError: The model does not fit, there is no limit, or a section says already what lies where.
+        ConfigError: The model does not fit, there is no limit, a section says already what lies where, or the device is
+            one from which nothing is offloaded yet.
     """
     own, zero = settings.dsgraph, settings.zero_optimization
     if own.offload_folder is None:
         return settings, []
+    if device.type != "cpu":
+        raise ConfigError(f"dsgraph.offload_folder: offloading from {device.type} is not there yet: remove the key")
     if own.memory_limit is None:
         raise ConfigError("dsgraph.offload_folder has no effect without a limit: set dsgraph.memory_limit as well")
     chosen = [key for key, wanted in _wanted(settings).items() if wanted.device != "none"]
