@@ -339,6 +339,11 @@ STEP = (
 
 OFFLOAD = (
     Mutant(
+        *("disk-behind-the-network", "dsgraph/tools/cli/timeline.py", "swapped order"),
+        *("return node.transfer.tier if node.transfer is not None else None", 'return "" if node.transfer else None'),
+        killers=("tests/tools/cli/test_transfers.py",),
+    ),
+    Mutant(
         *("plan-without-buffers", "dsgraph/offload/plan.py", "missing term"),
         *("over += self.parameter_buffers - self.state", "over += -self.state"),
         killers=("tests/offload/test_plan.py",),

@@ -7,6 +7,8 @@ from torch.fx import Node
 
 ops = torch.ops.dsgraph
 
+_TIER = "transfer_tier"  # in the `meta` of a reload
+
 
 def is_offload(node: Node) -> bool:
     """Whether the node starts to store a tensor outside the device's memory."""
@@ -41,6 +43,28 @@ def is_stored_gradient(node: Node) -> bool:
 def is_transfer_wait(node: Node) -> bool:
     """Whether the node waits for a reload."""
     return node.op == "call_function" and node.target is ops.wait_transfer.default
+
+
+def starts_transfer(node: Node) -> bool:
+    """Whether the node starts to move bytes between memory and a tier below it."""
+    return is_offload(node) or is_reload(node) or is_fetch(node) or is_stored_gradient(node)
+
+
+def note_tier(reload: Node, tier: str) -> None:
+    """Writes down where a reload reads: its arguments do not say so."""
+    reload.meta[_TIER] = tier
+
+
+def tier_of(node: Node) -> str:
+    """The tier to which, or from which, a node of `starts_transfer` moves bytes: "host" or "disk"."""
+    if is_offload(node):
+        return str(node.args[1])
+    return str(node.meta[_TIER]) if is_reload(node) else "disk"
+
+
+def moved_tensor(node: Node) -> Node:
+    """The node that is a tensor as large as what a node of `starts_transfer` moves."""
+    return node if is_reload(node) else node.all_input_nodes[0]
 
 
 def is_transfer(node: Node) -> bool:

@@ -15,6 +15,7 @@ from dsgraph.passes.core.context import PassContext, Phase
 from dsgraph.passes.core.graph_pair import GraphPair
 from dsgraph.passes.core.graph_pass import GraphPass, PassResult
 from dsgraph.passes.ir.graph import come_from, emit, fake_value
+from dsgraph.passes.ir.transfers import note_tier
 
 from .backward_sizes import BackwardSizes
 from .stored_values import StoredValue, drop_stored, find_stored, make_views
@@ -124,6 +125,7 @@ def _come_back(
         shape, stride = (list(map(sizes.node, numbers)) for numbers in (value.shape, value.stride()))
         how = (shape, stride, value.dtype, value.device)
         result = emit(place, ops.reload.default, saved, *how)
+        note_tier(result, item.tier)
         make_views(item, emit(item.backward_place, ops.wait_transfer.default, result), sizes)
     drop_stored(pair, found)
 

@@ -7,7 +7,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from dsgraph.tools.dumping.records import GraphRecord, NodeRecord
+from dsgraph.tools.dumping.records import GraphRecord, NodeRecord, TransferRecord
 from dsgraph.tools.dumping.render import bytes_text, listed
 
 from . import plots
@@ -16,6 +16,8 @@ from .dumps import Dump, GraphName, add_dump_argument, add_graphs_argument, chos
 from .table import table
 from .timeline import Timeline, Transfer, critical_path, simulate
 from .timeline_plot import draw
+
+_NOTHING = TransferRecord(kind="", tier="", bytes=0, seconds=0.0)  # of a node that moves nothing
 
 
 def collectives(args: argparse.Namespace) -> Answer:
@@ -31,7 +33,7 @@ def collectives(args: argparse.Namespace) -> Answer:
     timelines = [(name, graph, simulate(graph)) for name, graph in graphs]
     if args.plot is not None:
         if not any(timeline.transfers for _, _, timeline in timelines):
-            raise CommandError("--plot: these graphs have no collectives to draw")
+            raise CommandError("--plot: these graphs have no collectives and no transfers to draw")
         draw([(name, timeline) for name, _, timeline in timelines], _why, args.plot)
     parts = [_describe(name, graph, timeline) for name, graph, timeline in timelines]
     parts += [f"{args.plot}: compute and communication over time"] if args.plot is not None else []
@@ -39,21 +41,38 @@ def collectives(args: argparse.Namespace) -> Answer:
 
 
 def _describe(name: GraphName, graph: GraphRecord, timeline: Timeline) -> str:
-    if not timeline.transfers:
-        return f"{name}: no collectives"
+    if not timeline.collectives:
+        return f"{name}: no collectives{_moves(timeline)}"
     headers = ["node", "kind", "why", "axis", "sent", "ms", "exposed ms", "queued ms", "overlaps with"]
-    listing = table([_row(transfer) for transfer in timeline.transfers], headers, right=(4, 5, 6, 7))
+    listing = table([_row(transfer) for transfer in timeline.collectives], headers, right=(4, 5, 6, 7))
     path = critical_path(graph)
     on_path = [node for node in path if node.collective is not None]
-    sent = sum(transfer.node.collective.sent or 0 for transfer in timeline.transfers if transfer.node.collective)
+    sent = sum(transfer.node.collective.sent or 0 for transfer in timeline.collectives if transfer.node.collective)
     computing = sum(end - start for _, start, end in timeline.computed)
     return (
-        f"{name}: {len(timeline.transfers)} collectives, {bytes_text(sent)} sent a rank; predicted "
+        f"{name}: {len(timeline.collectives)} collectives, {bytes_text(sent)} sent a rank; predicted "
         f"{_ms(timeline.seconds)} ms, of which {_ms(computing)} ms compute and {_ms(timeline.exposed)} ms wait"
         f"{_queue(timeline)}\n"
         f"{listing}\n"
         f"critical path: {len(path)} nodes, of them collectives: {listed([node.name for node in on_path]) or 'none'}"
+        f"{_moves(timeline)}"
     )
+
+
+def _moves(timeline: Timeline) -> str:
+    """The transfers between memory and tiers below it."""
+    if not timeline.moves:
+        return ""
+    rows, total = [], 0
+    for move in timeline.moves:
+        found = move.node.transfer
+        assert found is not None
+        total += found.bytes
+        times = [_ms(seconds) for seconds in (found.seconds, move.exposed, move.queued)]
+        rows.append([move.node.name, found.tier, _why(move.node), bytes_text(found.bytes), *times, _overlaps(move)])
+    headers = ["node", "tier", "why", "bytes", "ms", "exposed ms", "queued ms", "overlaps with"]
+    listing = table(rows, headers, right=(3, 4, 5, 6))
+    return f"\n{len(rows)} transfers, {bytes_text(total)}\n{listing}"
 
 
 def _queue(timeline: Timeline) -> str:
@@ -81,9 +100,9 @@ def _row(transfer: Transfer) -> list[str]:
 
 def _why(node: NodeRecord) -> str:
     """The parameters that it serves; failing that, the pass that made it, or the user's line."""
-    assert node.collective is not None
-    if node.collective.parameters:
-        return listed(node.collective.parameters, most=2)
+    served = (node.collective or node.transfer or _NOTHING).parameters
+    if served:
+        return listed(served, most=2)
     makers = [event.pass_name for event in node.history if event.action == "made"]
     return f"pass {makers[0]}" if makers else f"yours, {node.source}" if node.source else "?"
 
@@ -102,7 +121,7 @@ def _ms(seconds: float) -> str:
 
 def _data(name: GraphName, graph: GraphRecord, timeline: Timeline) -> dict[str, Any]:
     rows = []
-    for transfer in timeline.transfers:
+    for transfer in timeline.collectives:
         found = transfer.node.collective
         assert found is not None
         rows.append(
@@ -123,8 +142,16 @@ def _data(name: GraphName, graph: GraphRecord, timeline: Timeline) -> dict[str, 
                 "overlaps_with": [node.name for node in transfer.behind],
             }
         )
+    moves = []
+    for move in timeline.moves:
+        moved = move.node.transfer
+        assert moved is not None
+        times = {"start": move.start, "end": move.end, "exposed": move.exposed, "queued": move.queued}
+        what: dict[str, Any] = {"node": move.node.name, "kind": moved.kind, "why": _why(move.node), "tier": moved.tier}
+        moves.append({**what, "bytes": moved.bytes, "seconds": moved.seconds, **times})
     path = [node.name for node in critical_path(graph)]
-    return {"graph": str(name), "seconds": timeline.seconds, "collectives": rows, "critical_path": path}
+    found_ones = {"collectives": rows, "transfers": moves, "critical_path": path}
+    return {"graph": str(name), "seconds": timeline.seconds, **found_ones}
 
 
 def _configure(parser: argparse.ArgumentParser) -> None:
@@ -141,7 +168,8 @@ COMMAND = Command(
     description="Lists each collective: the parameter that it gathers, or whose gradient it reduces, or the pass that "
     "made it; bytes that a rank sends; predicted time; for how long the computation stands still until it is through, "
     "and for how much of that it queues behind other collectives; what computes meanwhile; and the critical path. "
-    "--plot draws a lane for computation and one for each process group, a compile's forward and backward side by "
+    "Transfers between memory and a tier below it are listed likewise. --plot draws a lane for computation and one for "
+    "each process group and each tier, a compile's forward and backward side by "
     "side, and names the longest waits.",
     configure=_configure,
     run=collectives,

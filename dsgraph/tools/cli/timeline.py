@@ -1,4 +1,4 @@
-"""When each node of a graph runs, by predicted times: computation in one lane, transfers in another."""
+"""When each node of a graph runs, by predicted times: computation in one lane, what moves bytes in others."""
 
 from __future__ import annotations
 
@@ -9,10 +9,12 @@ import networkx as nx
 
 from dsgraph.tools.dumping.records import GraphRecord, NodeRecord
 
+_WAITS = tuple(f".{name}.default" for name in ("wait_tensor", "wait_transfer", "take_parameter", "finish_offload"))
+
 
 @dataclass(frozen=True)
 class Transfer:
-    """A collective under way.
+    """A collective, or a transfer between memory and a tier below it, under way.
 
     Attributes:
         node: That starts it.
@@ -37,7 +39,7 @@ class Timeline:
 
     Attributes:
         computed: Nodes that take time, with when each starts and ends. Seconds.
-        transfers: The collectives, in program order.
+        transfers: What moves bytes, in program order.
         seconds: Until all is done.
     """
 
@@ -46,24 +48,36 @@ class Timeline:
     seconds: float
 
     @property
+    def collectives(self) -> tuple[Transfer, ...]:
+        """Those of them between ranks."""
+        return tuple(transfer for transfer in self.transfers if transfer.node.collective is not None)
+
+    @property
+    def moves(self) -> tuple[Transfer, ...]:
+        """Those of them between memory and a tier below it."""
+        return tuple(transfer for transfer in self.transfers if transfer.node.transfer is not None)
+
+    @property
     def exposed(self) -> float:
         """How long the computation stands still in all. Seconds."""
         return sum(transfer.exposed for transfer in self.transfers)
 
 
 def simulate(graph: GraphRecord) -> Timeline:
-    """Runs through a graph: nodes one after the other, collectives one after the other beside them."""
-    now = free = 0.0  # when the computation, and the link, are ready for the next
+    """Runs through a graph: nodes one after the other, and beside them what each link carries, one after the other."""
+    now = 0.0  # when the computation is ready for the next
+    free: dict[str, float] = {}  # when each link is
     computed: list[tuple[NodeRecord, float, float]] = []
     started: dict[str, tuple[NodeRecord, float, float]] = {}
     started_by: dict[str, str] = {}  # what a wait may read -> the collective
     exposed: dict[str, float] = {}
     queued: dict[str, float] = {}
     for node in graph.nodes:
-        if node.collective is not None:
-            begin = max(now, free)
-            free = begin + (node.collective.seconds or 0.0)
-            started[node.name] = (node, begin, free)
+        link = _link(node)
+        if link is not None:
+            begin = max(now, free.get(link, 0.0))
+            free[link] = begin + _seconds(node)
+            started[node.name] = (node, begin, free[link])
             started_by[node.name] = node.name
         elif node.target == "operator.getitem" and node.inputs[0] in started_by:
             started_by[node.name] = started_by[node.inputs[0]]  # one result of a coalesced collective
@@ -80,7 +94,7 @@ def simulate(graph: GraphRecord) -> Timeline:
         Transfer(node, begin, end, exposed.get(name, 0.0), queued.get(name, 0.0), _between(computed, begin, end))
         for name, (node, begin, end) in started.items()
     )
-    return Timeline(tuple(computed), transfers, max(now, free))
+    return Timeline(tuple(computed), transfers, max([now, *free.values()]))
 
 
 def critical_path(graph: GraphRecord) -> list[NodeRecord]:
@@ -88,29 +102,38 @@ def critical_path(graph: GraphRecord) -> list[NodeRecord]:
     by_name = {node.name: node for node in graph.nodes}
     network: nx.DiGraph[str] = nx.DiGraph()
     network.add_nodes_from(by_name)
-    last: dict[bool, str] = {}
+    last: dict[str | None, str] = {}
     for node in graph.nodes:
         for name in node.inputs:
             network.add_edge(name, node.name, weight=_seconds(by_name[name]))
-        sends = node.collective is not None
-        before = last.get(sends)
+        link = _link(node)
+        before = last.get(link)
         if before is not None:
             network.add_edge(before, node.name, weight=_seconds(by_name[before]))
-        if sends and False in last:
-            network.add_edge(last[False], node.name, weight=_seconds(by_name[last[False]]))
-        last[sends] = node.name
+        if link is not None and None in last:
+            network.add_edge(last[None], node.name, weight=_seconds(by_name[last[None]]))
+        last[link] = node.name
     for name, node in by_name.items():
         network.add_edge(name, "", weight=_seconds(node))  # the end
     path: Sequence[str] = nx.dag_longest_path(network)
     return [by_name[name] for name in path[:-1] if _seconds(by_name[name])]
 
 
+def _link(node: NodeRecord) -> str | None:
+    """What carries the bytes that a node starts to move: the network (""), or the way to a tier. None: it computes."""
+    if node.collective is not None:
+        return ""
+    return node.transfer.tier if node.transfer is not None else None
+
+
 def _seconds(node: NodeRecord) -> float:
-    return (node.collective.seconds or 0.0) if node.collective is not None else node.seconds
+    if node.collective is not None:
+        return node.collective.seconds or 0.0
+    return node.transfer.seconds if node.transfer is not None else node.seconds
 
 
 def _is_wait(node: NodeRecord) -> bool:
-    return node.target.endswith("wait_tensor.default")
+    return node.target.endswith(_WAITS)
 
 
 def _between(computed: Sequence[tuple[NodeRecord, float, float]], begin: float, end: float) -> tuple[NodeRecord, ...]:

@@ -1,4 +1,4 @@
-"""A picture of timelines: one lane for computation, one for each process group, over predicted time."""
+"""A picture of timelines: a lane for computation, one for each process group and tier, over predicted time."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def draw(timelines: Sequence[tuple[GraphName, Timeline]], why: Callable[[NodeRec
 
     Args:
         timelines: With at least one transfer among them.
-        why: Names what a collective is for.
+        why: Names what a collective or a transfer is for.
         path: Where to.
 
     Raises:
@@ -103,7 +103,9 @@ def _groups(timeline: Timeline) -> list[str]:
 
 def _lane(transfer: Transfer) -> str:
     found = transfer.node.collective
-    assert found is not None
+    if found is None:
+        assert transfer.node.transfer is not None
+        return f"to and from {transfer.node.transfer.tier}"
     return f"{found.axis} ({found.ranks} ranks)" if found.axis else f"group {found.group}"
 
 

@@ -20,12 +20,13 @@ from dsgraph.passes.compat import OpOverload
 from dsgraph.passes.core.notes import origin
 from dsgraph.passes.ir.coalesced import inputs_of, results_of
 from dsgraph.passes.ir.collectives import collective_group, collective_kind, is_collective
-from dsgraph.passes.ir.graph import aliased_arguments, is_wait
+from dsgraph.passes.ir.graph import aliased_arguments, fake_value, is_wait
 from dsgraph.passes.ir.regions import is_region_call, name_called
 from dsgraph.passes.ir.sources import user_source
+from dsgraph.passes.ir.transfers import moved_tensor, starts_transfer, tier_of
 
 from .history import history
-from .records import BodyRecord, CollectiveRecord, NodeRecord, PieceRecord, Size, ValueRecord
+from .records import BodyRecord, CollectiveRecord, NodeRecord, PieceRecord, Size, TransferRecord, ValueRecord
 
 # The phases whose graphs run; captured and joint graphs are only on the way there.
 _RUNNING = (Phase.PAIR, Phase.FORWARD, Phase.BACKWARD)
@@ -87,6 +88,8 @@ class Describer:
             changes["gradients"] = {str(number): name for number, name in ctx.gradients.items()}
         elif is_collective(node):
             changes["collective"] = _collective(node, around)
+        elif starts_transfer(node):
+            changes["transfer"] = _transfer(node, ctx)
         elif node.op == "call_function" and ctx.phase in _RUNNING:
             operations, moved = number_of(node, flops(node)), number_of(node, moved_bytes(node))
             seconds = around.ctx.costs.kernel_seconds(operations, moved, dtype=computed_dtype(node))
@@ -166,6 +169,19 @@ def _collective(node: Node, around: _Around) -> CollectiveRecord:
         seconds=around.ctx.costs.seconds(node),
         wait=waits[0].name if waits else "",
         parameters=gathered or around.reduced.get(node, ()),
+    )
+
+
+def _transfer(node: Node, ctx: PassContext) -> TransferRecord:
+    moved = moved_tensor(node)
+    size, tier = number_of(moved, tensor_bytes(fake_value(moved))), tier_of(node)
+    rows = [ctx.params[item.name].name for item in node.all_input_nodes if item.name in ctx.params]
+    return TransferRecord(
+        kind=str(node.target).split(".")[1],
+        tier=tier,
+        bytes=size,
+        seconds=ctx.costs.tier_seconds(tier, size),
+        parameters=tuple(rows),
     )
 
 

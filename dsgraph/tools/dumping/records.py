@@ -61,6 +61,25 @@ class CollectiveRecord:
 
 
 @dataclass(frozen=True, slots=True)
+class TransferRecord:
+    """What a node that starts a transfer moves between memory and a tier below it.
+
+    Attributes:
+        kind: Name of the op: "offload", "reload", "fetch_parameter" or "store_gradient".
+        tier: "host" or "disk".
+        bytes: How much.
+        seconds: Predicted time.
+        parameters: The parameter that it reads, or whose gradient it writes; none of an activation.
+    """
+
+    kind: str
+    tier: str
+    bytes: int
+    seconds: float
+    parameters: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class EventRecord:
     """What a pass did to a node: "made", "changed", "tagged" (for recomputation) or "moved"."""
 
@@ -92,6 +111,7 @@ class NodeRecord:
         moved: Bytes read and written.
         seconds: Predicted time of a computation.
         collective: What it communicates.
+        transfer: What it moves between memory and a tier below.
     """
 
     name: str
@@ -112,6 +132,7 @@ class NodeRecord:
     moved: int = 0
     seconds: float = 0.0
     collective: CollectiveRecord | None = None
+    transfer: TransferRecord | None = None
 
     @property
     def bytes(self) -> int:
