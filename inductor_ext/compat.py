@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from ctypes import CDLL
 from functools import cache
 from typing import Any, cast
 
@@ -96,6 +97,21 @@ def lower_as_wait(op: OpOverload) -> None:
     def lower(given: Any) -> Any:
         ir._WaitKernel.create_wait(op, given)
         return given
+
+
+def cpp_library(source: str) -> CDLL:
+    """C functions of C++ source, built once for each compiler and its options, into Inductor's cache of files.
+
+    Ranks wait for the one that builds. Imports Inductor, which takes seconds: call it when something is computed.
+
+    Raises:
+        RuntimeError: There is no compiler, or it refused the source.
+        OSError: The library cannot be written or loaded.
+    """
+    from torch._inductor.codecache import CppCodeCache
+
+    # Products are rounded before they are added, whatever the options of Inductor say.
+    return cast("CDLL", CppCodeCache.load(source, extra_flags=("-ffp-contract=off",)))
 
 
 def statically_true(condition: bool | torch.SymBool) -> bool:

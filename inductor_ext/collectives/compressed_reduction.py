@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from dsgraph.inductor_ext.ops import define_op
+from dsgraph.inductor_ext.quant import signs_cpp
 from dsgraph.inductor_ext.quant.signs import SCALE_BYTES, Blocks, pack_signs, packed_bytes, tables, unpack_signs
 
 from .algorithms import EXCHANGES, GATHERS, Ranks, chunk_rows, pad_rows, take_rows, usual_exchange, usual_gather
@@ -84,6 +85,8 @@ def _momentum_on_cpu(
     flat, given = momentum.reshape(-1), grad.reshape(-1)
     count, n = flat.numel(), chunk_rows(flat.numel(), ranks)
     packed = torch.zeros((ranks, packed_bytes(n)), dtype=torch.uint8)
+    if signs_cpp.is_used(flat, given):
+        return packed, signs_cpp.take_in(given, flat, worker_error, coefficients, packed, n=n)
     x, blocks, (keep, rate) = torch.empty(count), Blocks(n), coefficients.unbind()
     for start, end in blocks.parts(count):
         block = torch.mul(flat[start:end], keep, out=x[start:end])
@@ -97,6 +100,8 @@ def _momentum_on_cpu(
 def _average_on_cpu(received: Tensor, owner_error: Tensor, n: int) -> tuple[Tensor, Tensor]:
     own, ranks = owner_error.shape[0], received.shape[0]
     packed = torch.zeros((1, packed_bytes(n)), dtype=torch.uint8)
+    if signs_cpp.is_used(owner_error, received):
+        return packed, signs_cpp.average(received, owner_error, packed)
     y, blocks, by_rank = torch.empty(own), Blocks(n), tables(received)
     for start, end in blocks.parts(own):
         total, more = torch.empty(0), blocks.spare[: end - start + -(end - start) % 8].view(-1, 8)

@@ -2,7 +2,7 @@
 
 For x `[rows, n]`, of which the first `count` numbers, row by row, are there and the others are padding:
 
-    scale_r  = sqrt(sum over what is there of row r of x^2 / how many these are)       0 where nothing is
+    scale_r  = sqrt(sum over what is there of row r of x^2 / how many these are)       0 where nothing is; in float64
     sign_i   = -1 where the sign bit of x_i is set (of -0.0 it is), 1 elsewhere
     result_r = the four bytes of scale_r as float32, then bit i % 8 of byte i / 8: set where sign_i is -1
 
@@ -20,6 +20,8 @@ from torch import Tensor
 
 from dsgraph.inductor_ext.kernels.launch import on_device_of, takes_triton, tl, triton
 from dsgraph.inductor_ext.ops import define_op
+
+from . import signs_cpp
 
 SCALE_BYTES = 4
 # Eight bytes of 0 or 1, least significant first, times this: the top byte has the eight as bits, the first lowest.
@@ -45,8 +47,11 @@ def reference(x: Tensor, count: int) -> Tensor:
 
 
 def scale_of(numbers: Tensor) -> Tensor:
-    """The scale of `[n]`: a number on its device, 0 where n is 0."""
-    return torch.linalg.vector_norm(numbers) / math.sqrt(max(numbers.numel(), 1))
+    """The scale of `[n]`: a number on its device, 0 where n is 0.
+
+    Squares are summed in float64, so that the order of their sum, which threads change, does not change the scale.
+    """
+    return (torch.linalg.vector_norm(numbers.double()) / math.sqrt(max(numbers.numel(), 1))).float()
 
 
 def unpack_reference(packed: Tensor, n: int) -> Tensor:
@@ -157,8 +162,10 @@ def launch_pack(x: Tensor, count: int) -> Tensor:
     """`reference` by the Triton kernel."""
     (rows, n), x = x.shape, x.contiguous()
     result = x.new_empty((rows, packed_bytes(n)), dtype=torch.uint8)
-    counts = torch.tensor([min(max(count - row * n, 1), n) for row in range(rows)], device=x.device)
-    scales = torch.linalg.vector_norm(x, dim=1) / counts.sqrt()  # padding is zeros, and adds nothing
+    counts = [min(max(count - row * n, 1), n) for row in range(rows)]
+    roots = torch.tensor(counts, dtype=torch.float64, device=x.device).sqrt()
+    lengths = torch.linalg.vector_norm(x, dim=1, dtype=torch.float64)  # padding is zeros, and adds nothing
+    scales = (lengths / roots).float()
     result[:, :SCALE_BYTES] = scales.unsqueeze(1).view(torch.uint8)
     blocks = -(-n // (8 * _BLOCK))
     with on_device_of(x):
@@ -206,4 +213,6 @@ def unpack_signs(packed: Tensor, n: int) -> Tensor:
     """
     if takes_triton(packed) and n:
         return launch_unpack(packed, n)
-    return _unpack_on_cpu(packed, n) if packed.device.type == "cpu" and n else unpack_reference(packed, n)
+    if packed.device.type != "cpu" or not n:
+        return unpack_reference(packed, n)
+    return signs_cpp.unpack(packed, n) if signs_cpp.is_used(packed) else _unpack_on_cpu(packed, n)

@@ -56,7 +56,7 @@ def _config(kind: str, stage: int, **more: Any) -> dict[str, Any]:
 
 def _compressed(x: Tensor) -> Tensor:
     """Its signs times its scale."""
-    scale = torch.linalg.vector_norm(x) / math.sqrt(max(x.numel(), 1))
+    scale = (torch.linalg.vector_norm(x.double()) / math.sqrt(max(x.numel(), 1))).float()
     return torch.where(torch.signbit(x), -scale, scale)
 
 
