@@ -9,14 +9,18 @@ those of Adam or LAMB. Then the variance v is frozen, and the gradient of a para
 
     LAMB:   d = sqrt(v) + eps;  u = m / d + weight_decay * p
             g = (m - beta1 * m_before) / (1 - beta1);  w = beta2 * w + (1 - beta2) * g^2           w = v at T
-            f = max over the parameter of d / (sqrt(w) + eps)
+            f = max over the parameter of d / (sqrt(w) + eps) * sqrt((1 - beta2^t) / (1 - beta2^T))
             f = f * s + 1 - s, with s = min(1, |m / d| / |u|)
             f = f clipped to [factor_min, factor_max], then to f_before * (1 -+ factor_threshold)
-            p = p - lr * sqrt(1 - beta2^T) / (1 - beta1^t) * c * f * u
+            p = p - lr * sqrt(1 - beta2^t) / (1 - beta1^t) * c * f * u
 
-c is the average of LAMB's ratio over the warm-up, that of `coeff_beta`. Momenta need no common scale over layers, as
-the paper has it: each parameter is compressed with scales of its own. Where v is 0 at T, no gradient has ever come.
-Such numbers stay as they are, because their momentum would be signs divided by nothing.
+c is the average of LAMB's ratio over the warm-up, that of `coeff_beta`. Averages begin at 0, which the paper does not
+correct, and which makes a variance too small by 1 - beta2^t: LAMB's rate goes on as in the warm-up, and f compares
+variances without it. Otherwise w / v would grow for that alone, and f would shrink steps after a short warm-up.
+
+Momenta need no common scale over layers, as the paper has it: each parameter is compressed with scales of its own.
+Where v is 0 at T, no gradient has ever come. Such numbers stay as they are, because their momentum would be signs
+divided by nothing.
 """
 
 from __future__ import annotations
@@ -154,7 +158,7 @@ class OneBitLamb(CompressingOptimizer):
         """Keeps the variance, infinite where it is 0, and a fresh one that goes on from it."""
         variance = state["exp_avg_sq"]
         state["fresh_sq"] = variance.clone()
-        state["bias"] = torch.tensor(math.sqrt(1 - group["betas"][1] ** int(state["step"])))
+        state["bias"] = torch.tensor(_bias(state, group))
         state["factor"] = torch.ones_like(state["coefficient"])
         own_part(variance).masked_fill_(own_part(variance) == 0, math.inf)
 
@@ -162,6 +166,7 @@ class OneBitLamb(CompressingOptimizer):
         """See the module."""
         directions, largest = [], []
         for each in momenta:
+            each.state["step"] += 1
             beta1, beta2 = each.group["betas"]
             frozen, fresh = own_part(each.state["exp_avg_sq"]), own_part(each.state["fresh_sq"])
             divisor = frozen.sqrt().add_(each.group["eps"])
@@ -179,16 +184,21 @@ class OneBitLamb(CompressingOptimizer):
 
     def _update(self, each: Momentum, update: Tensor, *, share: Tensor, factor: Tensor) -> None:
         group, state = each.group, each.state
-        factor = factor * share + 1 - share
+        bias = _bias(state, group)
+        factor = factor * (bias / float(state["bias"])) * share + 1 - share
         before, threshold = state["factor"], group["factor_threshold"]
         factor = factor.clamp(group["factor_min"], group["factor_max"])
         factor = factor.clamp(before * (1 - threshold), before * (1 + threshold))
         state["factor"].copy_(factor)
-        state["step"] += 1
-        rate = group["lr"] * float(state["bias"]) / (1 - group["betas"][0] ** int(state["step"]))
+        rate = group["lr"] * bias / (1 - group["betas"][0] ** int(state["step"]))
         each.before.copy_(each.now)
         own_part(each.param).sub_(update * (state["coefficient"] * factor * rate))
         torch.autograd.graph.increment_version(each.param)
+
+
+def _bias(state: dict[str, Any], group: dict[str, Any]) -> float:
+    """By how much the root of a variance is too small, so few steps after it began at 0."""
+    return math.sqrt(1 - group["betas"][1] ** int(state["step"]))
 
 
 def _over_ranks(momenta: list[Momentum], largest: list[Tensor]) -> list[Tensor]:

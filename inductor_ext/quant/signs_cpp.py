@@ -1,14 +1,14 @@
 """Signs on a CPU in C++: each pass over memory does all that can be done with a number while it is there.
 
-    take_in   x = (m * keep + g * rate) + e, its signs, and the sum of its squares      one pass; reads m, g, e, writes x
-              x = x - scale * sign(x)                                                   one pass; reads and writes x
-    average   y = sum over ranks of scale * sign / ranks + f, its signs and squares     then as above
+    take_in   x = (m * keep + g * rate) + e, its signs, the sum of its squares        one pass: reads m, g, e; writes x
+              x = x - scale * sign(x)                                                 one pass: reads and writes x
+    average   y = sum over ranks of scale * sign / ranks + f, signs and squares       then as above
     unpack    scale * sign
 
-Blocks of `BLOCK` numbers go to torch's threads, sixteen numbers at a time. Products are rounded before they are added, as
-torch does, and squares are summed in float64, so that numbers are those of `signs.py` whatever the threads. A library is
-built once, by Inductor's compiler into Inductor's cache. Where it cannot be built, `library` says so once and gives None:
-torch then does the same in more passes, several times as slowly.
+Blocks of `BLOCK` numbers go to torch's threads, sixteen numbers at a time. Products are rounded before they are added,
+as torch does, and squares are summed in float64, so that numbers are those of `signs.py`, whatever the threads. The
+library is built once, by Inductor's compiler into Inductor's cache. Where it cannot be built, `library` says so once
+and gives None: torch then does the same in more passes, several times as slowly.
 """
 
 from __future__ import annotations
@@ -33,6 +33,9 @@ _SOURCE = r"""
 #include <vector>
 #if defined(__AVX__)
 #include <immintrin.h>
+#endif
+#if defined(_OPENMP)
+#include <omp.h>
 #endif
 
 typedef int64_t Int;
@@ -115,51 +118,66 @@ static inline float scale_at(const uint8_t* row) {
   return scale;
 }
 
-// Calls compute(first, last) for each block of count numbers, on several threads.
-template <class Compute>
-static void each_block(Int count, int threads, Compute compute) {
-  Int blocks = (count + BLOCK - 1) / BLOCK;
-  int most = (int)std::max<Int>(1, std::min<Int>(threads, blocks));
-#pragma omp parallel for num_threads(most) schedule(static)
-  for (Int block = 0; block < blocks; ++block) compute(block * BLOCK, std::min(count, (block + 1) * BLOCK));
+static inline Sixteen rest(Sixteen x, float scale) {
+  Bits sign = Bits{} + (int32_t)0x80000000;
+  return x - (Sixteen)(((Bits)x & sign) | (Bits)all(scale));
 }
 
+static inline int team(Int blocks, int threads) { return (int)std::max<Int>(1, std::min<Int>(threads, blocks)); }
+
+// The part of count blocks that is this thread's, of those of the team that runs it.
+struct Mine {
+  Int first, last;
+  explicit Mine(Int count) {
+#if defined(_OPENMP)
+    Int thread = omp_get_thread_num(), threads = omp_get_num_threads();
+#else
+    Int thread = 0, threads = 1;
+#endif
+    first = count * thread / threads;
+    last = count * (thread + 1) / threads;
+  }
+};
+
 // Fills x[count] with what compute(i, how many) gives for sixteen numbers; packs it into row; leaves in x what is lost.
+// A thread's second pass goes backwards: what it wrote last is in its cache.
 template <class Compute>
 static void compress(float* x, uint8_t* row, Int count, int threads, Compute compute) {
-  std::vector<double> sums((count + BLOCK - 1) / BLOCK + 1);
+  Int blocks = (count + BLOCK - 1) / BLOCK;
+  std::vector<double> sums(blocks);
   uint8_t* signs = row + HEAD;
-  each_block(count, threads, [&](Int first, Int last) {
-    Squares squares;
-    Int i = first;
-    for (; i + 16 <= last; i += 16) {
-      Sixteen number = compute(i, 16);
-      store(x + i, number, 16);
-      put_signs(signs + i / 8, number, 16);
-      squares.add(number);
+#pragma omp parallel num_threads(team(blocks, threads))
+  {
+    Mine mine(blocks);
+    for (Int block = mine.first; block < mine.last; ++block) {
+      Int i = block * BLOCK, last = std::min(count, i + BLOCK);
+      Squares squares;
+      for (; i + 16 <= last; i += 16) {
+        Sixteen number = compute(i, 16);
+        store(x + i, number, 16);
+        put_signs(signs + i / 8, number, 16);
+        squares.add(number);
+      }
+      if (i < last) {  // what is behind the end becomes 0
+        store(x + i, compute(i, last - i), last - i);
+        Sixteen number = load(x + i, last - i);
+        put_signs(signs + i / 8, number, last - i);
+        squares.add(number);
+      }
+      sums[block] = squares.total();
     }
-    if (i < last) {  // what is behind the end becomes 0
-      store(x + i, compute(i, last - i), last - i);
-      Sixteen number = load(x + i, last - i);
-      put_signs(signs + i / 8, number, last - i);
-      squares.add(number);
+#pragma omp barrier
+    double sum = 0;
+    for (double each : sums) sum += each;
+    float scale = (float)(std::sqrt(sum) / std::sqrt((double)std::max<Int>(count, 1)));
+#pragma omp master
+    std::memcpy(row, &scale, HEAD);
+    for (Int block = mine.last - 1; block >= mine.first; --block) {
+      Int i = block * BLOCK, last = std::min(count, i + BLOCK);
+      for (; i + 16 <= last; i += 16) store(x + i, rest(load(x + i, 16), scale), 16);
+      if (i < last) store(x + i, rest(load(x + i, last - i), scale), last - i);
     }
-    sums[first / BLOCK] = squares.total();
-  });
-  double sum = 0;
-  for (double each : sums) sum += each;
-  float scale = (float)(std::sqrt(sum) / std::sqrt((double)std::max<Int>(count, 1)));
-  std::memcpy(row, &scale, HEAD);
-  each_block(count, threads, [&](Int first, Int last) {
-    Bits sign = Bits{} + (int32_t)0x80000000;
-    auto rest = [&](Int i, Int some) {
-      Sixteen number = load(x + i, some);
-      store(x + i, number - (Sixteen)(((Bits)number & sign) | (Bits)all(scale)), some);
-    };
-    Int i = first;
-    for (; i + 16 <= last; i += 16) rest(i, 16);
-    if (i < last) rest(i, last - i);
-  });
+  }
 }
 
 extern "C" {
@@ -196,11 +214,13 @@ void unpack(const uint8_t* packed, float* result, Int rows, Int n, Int row_bytes
   for (Int row = 0; row < rows; ++row) {
     const uint8_t* from = packed + row * row_bytes;
     float scale = scale_at(from), *to = result + row * n;
-    each_block(n, threads, [=](Int first, Int last) {
-      Int i = first;
+    Int blocks = (n + BLOCK - 1) / BLOCK;
+#pragma omp parallel for num_threads(team(blocks, threads)) schedule(static)
+    for (Int block = 0; block < blocks; ++block) {
+      Int i = block * BLOCK, last = std::min(n, i + BLOCK);
       for (; i + 16 <= last; i += 16) store(to + i, take_signs(from + HEAD + i / 8, scale, 16), 16);
       if (i < last) store(to + i, take_signs(from + HEAD + i / 8, scale, last - i), last - i);
-    });
+    }
   }
 }
 
@@ -216,7 +236,8 @@ def library() -> ctypes.CDLL | None:
     except (RuntimeError, OSError) as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         warnings.warn(
-            f"signs of momentum are packed by torch, several times as slowly as in C++, which cannot be built: {reason}",
+            "signs of momentum are packed by torch, several times as slowly as in C++, which cannot be built: "
+            f"{reason}",
             stacklevel=2,
         )
         return None

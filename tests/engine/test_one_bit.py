@@ -134,12 +134,13 @@ class _ReferenceLamb(_Reference):
             self.fresh[number].mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
             alone = now / divisor
             update = alone + 0.1 * param
-            factor = (divisor / (self.fresh[number].sqrt() + _EPS)).max()
+            bias, frozen = (math.sqrt(1 - beta2**at) for at in (step, _FREEZE))
+            factor = (divisor / (self.fresh[number].sqrt() + _EPS)).max() * (bias / frozen)
             share = (alone.norm() / update.norm()).clamp(max=1.0)
             factor = (factor * share + 1 - share).clamp(0.5, 4.0)
             factor = factor.clamp(self.factor[number] * 0.9, self.factor[number] * 1.1)
             self.factor[number] = factor
-            rate = _LR * math.sqrt(1 - beta2**_FREEZE) / (1 - beta1**step)
+            rate = _LR * bias / (1 - beta1**step)
             param.sub_(update * (self.coefficient[number] * factor * rate))
 
 
