@@ -81,21 +81,19 @@ class BesideBackward:
         self._thread: ThreadPoolExecutor | None = None
         self._stepping: Future[None] | None = None
         self._options = _options(groups)
-        self._versions: dict[StoredRows, int] = {}
 
     @contextmanager
     def listening(self, step: Callable[[Numbers], None]) -> Iterator[None]:
         """Inside, chunks whose gradients arrive are given to `step`, which runs in a thread."""
         watched = []
         for number, chunk in enumerate(self._chunks):
-            trained = [rows for rows, param in zip(chunk.stored, chunk.params, strict=True) if param.requires_grad]
-            rows_on_disk = [rows for rows in trained if rows is not None]
-            if not trained or len(rows_on_disk) < len(trained):
+            trained = self._trained(number)
+            if not trained or len(trained) < sum(param.requires_grad for param in chunk.params):
                 continue  # gradients of parameters in memory arrive by autograd, at the end
             self._waits_for[number] = len(trained)
-            for rows in rows_on_disk:
+            for rows in trained:
                 rows.when_arrived = partial(self._arrived, number, step)
-                watched.append(rows)
+            watched += trained
         self.is_listening = True
         try:
             yield
@@ -109,9 +107,8 @@ class BesideBackward:
         self._waits_for[number] -= 1
         if self._waits_for[number]:
             return
-        for rows in self._stored(number):
+        for rows in self._trained(number):
             rows.held_for = _HELD
-            self._versions[rows] = rows.grad._version
         self.begun.append(number)
         self._numbers.put(number)
         if self._thread is None:
@@ -153,7 +150,7 @@ class BesideBackward:
         changed = ""
         if self.begun and _options(self._groups) != self._options:
             changed = "an option of the optimizer, such as its learning rate,"
-        elif any(rows.grad._version != version or not rows.holds_gradient for rows, version in self._versions.items()):
+        elif not all(rows.holds_gradient_as_stored for number in self.begun for rows in self._trained(number)):
             changed = "a gradient"
         if changed:
             raise OffloadError(
@@ -161,8 +158,10 @@ class BesideBackward:
                 "updated without the change: run the backward outside beside_backward(), and load the last checkpoint"
             )
 
-    def _stored(self, number: int) -> list[StoredRows]:
-        return [rows for rows in self._chunks[number].stored if rows is not None]
+    def _trained(self, number: int) -> list[StoredRows]:
+        chunk = self._chunks[number]
+        both = zip(chunk.stored, chunk.params, strict=True)
+        return [rows for rows, param in both if rows is not None and param.requires_grad]
 
 
 def _options(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

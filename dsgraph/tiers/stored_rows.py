@@ -93,6 +93,7 @@ class StoredRows(StoredParameter):
         self._param: weakref.ref[DTensor] | None = None
         self._node: Any = None
         self._has_arrived = False
+        self._given = 0  # version of the parameter's gradient as it arrived: a DTensor's part has none
         self._reads = 0  # for forwards, since a gradient arrived last
         self._reading_ahead: list[Future[Buffer]] = []
         self.when_arrived: Callable[[], None] | None = None
@@ -178,6 +179,13 @@ class StoredRows(StoredParameter):
         """Whether there is a gradient here: also amid the backward that has stored it."""
         return self._has_arrived or self.holds_gradient
 
+    @property
+    def holds_gradient_as_stored(self) -> bool:
+        """Whether nobody has written to the parameter's gradient since it arrived."""
+        param = self._param() if self._param is not None else None
+        grad = param.grad if param is not None else None
+        return self.holds_gradient and grad is not None and compat.version_of(grad) == self._given
+
     def read(self) -> tuple[Future[Buffer], Future[Buffer]]:
         """Starts to read the rows and the gradient, each into a buffer that the caller gives back."""
         self._settle()
@@ -219,6 +227,7 @@ class StoredRows(StoredParameter):
         param.grad = DTensor.from_local(
             self.grad, param.device_mesh, param.placements, run_check=False, shape=param.shape, stride=param.stride()
         )
+        self._given = compat.version_of(param.grad)
         self._has_arrived = False  # last: an optimizer's thread may ask `has_gradient` at any time
 
     def drop_pages(self) -> None:
