@@ -382,6 +382,31 @@ OFFLOAD = (
         killers=("tests/distributed/test_parameters_on_disk.py",),
     ),
     Mutant(
+        *("gradient-stored-ahead-of-a-read", "passes/memory/stream_parameters.py", "swapped order"),
+        *("                    read.append(store)\n", "                    pass\n"),
+        killers=("tests/passes/memory/test_stream_parameters.py",),
+    ),
+    Mutant(
+        *("update-ahead-of-the-second-gradient", "dsgraph/tiers/stored_rows.py", "missing check"),
+        *("self.when_arrived is not None and self._reads == 1", "self.when_arrived is not None"),
+        killers=("tests/offload/test_beside_backward.py",),
+    ),
+    Mutant(
+        *("chunk-begun-at-its-first-gradient", "dsgraph/offload/beside_backward.py", "missing check"),
+        *("        if self._waits_for[number]:\n", "        if number in self.begun:\n"),
+        killers=("tests/offload/test_beside_backward.py",),
+    ),
+    Mutant(
+        *("changed-gradient-goes-unseen", "dsgraph/tiers/stored_rows.py", "missing check"),
+        *(" and compat.version_of(grad) == self._given", ""),
+        killers=("tests/offload/test_beside_backward.py",),
+    ),
+    Mutant(
+        *("checksum-of-nothing", "dsgraph/tiers/slots.py", "missing check"),
+        *("self._sums[slot] != crc32(buffer.view())", "self._sums[slot] != self._sums[slot]"),
+        killers=("tests/offload/test_optimizer.py",),
+    ),
+    Mutant(
         *("every-parameter-read-at-the-start", "passes/memory/stream_parameters.py", "wrong bound"),
         *("    while first > 0 and sum(", "    while first > 0 and 0 * sum("),
         killers=("tests/passes/memory/test_stream_parameters.py",),

@@ -15,6 +15,7 @@ from dsgraph.errors import EngineError
 from dsgraph.step.accumulate import accumulate, discard
 
 from .asynchronous import Writer
+from .beside_backward import read_ahead, stepping
 from .compressing import CompressingOptimizer
 from .data import RankLoader, batches_of
 from .figures import Figures
@@ -158,7 +159,9 @@ class Engine(Figures, Saving, Weights, nn.Module):
         share = loss / self.gradient_accumulation_steps() if scale_wrt_gas else loss
         try:
             scaled = share if self.loss_scale.scale == 1 else share.float() * self.loss_scale.scale
-            with self._looks.stopwatch.part("backward"):
+            is_last = not retain_graph and not self._never_reduces and self.is_gradient_accumulation_boundary()
+            beside = stepping(self.optimizer, self.config, is_last=is_last)
+            with self._looks.stopwatch.part("backward"), beside:
                 scaled.backward(retain_graph=retain_graph)
         finally:
             self._leave()
@@ -213,6 +216,7 @@ class Engine(Figures, Saving, Weights, nn.Module):
             self._looks.after_step(self, self._norm)
 
     def _step(self) -> None:
+        read_ahead(self.optimizer)
         is_finite = self._prepare_gradients()
         if is_finite:
             self.optimizer.step()

@@ -23,6 +23,7 @@ from dsgraph.sharding.mesh import resolve_mesh
 from dsgraph.step.state import partition
 
 from .activation_checkpointing import take_switches
+from .beside_backward import beside_notes
 from .config import EngineConfig
 from .data import RankLoader
 from .divided import check_divided, data_rank, divided_engine
@@ -122,7 +123,16 @@ def initialize(
             num_workers=settings.dsgraph.num_workers,
         )
     without_effect = check_compression(settings, is_divided=is_divided) if optimizer is None else []
-    say(resolved, [*overruled(optimizer, lr_scheduler, settings), *offload_notes(settings), *plan, *without_effect])
+    say(
+        resolved,
+        [
+            *overruled(optimizer, lr_scheduler, settings),
+            *offload_notes(settings),
+            *beside_notes(settings),
+            *plan,
+            *without_effect,
+        ],
+    )
     options = _backend_options(settings)
     if is_divided:
         divided = divided_engine(

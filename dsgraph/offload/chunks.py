@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch.optim import Optimizer
 
 from dsgraph.inductor_ext.transfers.buffers import Buffer
 from dsgraph.sharding.rows import own_part
+from dsgraph.tiers.stored_rows import StoredRows, stored_rows
 
 _ALIGNMENT = 64  # bytes between tensors of a slot, as vector instructions like it
 
@@ -40,23 +42,44 @@ class Chunk:
     places: tuple[tuple[Place, ...], ...]
     size: int
 
+    @cached_property
+    def stored(self) -> tuple[StoredRows | None, ...]:
+        """Where the parameters lie; None for those in memory."""
+        return tuple(stored_rows(own_part(param)) for param in self.params)
+
 
 def chunks_of(inner: Optimizer, chunk_bytes: int) -> list[Chunk]:
-    """Neighbouring parameters, with the places of what the optimizer keeps of each."""
-    chunks: list[Chunk] = []
-    held: list[tuple[Tensor, int, tuple[Place, ...]]] = []
-    start = 0
+    """Neighbouring parameters, with the places of what the optimizer keeps of each.
+
+    Those that lie on disk come first, in chunks of their own: amid a backward gradients of others do not arrive.
+    """
+    on_disk, in_memory = _Chunks(chunk_bytes), _Chunks(chunk_bytes)
     for number, group in enumerate(inner.param_groups):
         kept = {dtype: _kept(inner, group, dtype) for dtype in {param.dtype for param in group["params"]}}
         for param in group["params"]:
-            places, end = _places(kept[param.dtype], own_part(param).numel(), start)
-            if held and end > chunk_bytes:
-                chunks.append(_chunk(held, start))
-                held = []
-                places, end = _places(kept[param.dtype], own_part(param).numel(), 0)
-            held.append((param, number, places))
-            start = end
-    return [*chunks, _chunk(held, start)] if held else chunks
+            found = in_memory if stored_rows(own_part(param)) is None else on_disk
+            found.add(param, number, kept[param.dtype])
+    return [*on_disk.all(), *in_memory.all()]
+
+
+class _Chunks:
+    """Chunks, and the one that is being filled."""
+
+    def __init__(self, chunk_bytes: int) -> None:
+        self._chunk_bytes, self._start = chunk_bytes, 0
+        self._full: list[Chunk] = []
+        self._held: list[tuple[Tensor, int, tuple[Place, ...]]] = []
+
+    def add(self, param: Tensor, group: int, kept: Mapping[str, torch.dtype]) -> None:
+        places, end = _places(kept, own_part(param).numel(), self._start)
+        if self._held and end > self._chunk_bytes:
+            self._full, self._held = self.all(), []
+            places, end = _places(kept, own_part(param).numel(), 0)
+        self._held.append((param, group, places))
+        self._start = end
+
+    def all(self) -> list[Chunk]:
+        return [*self._full, _chunk(self._held, self._start)] if self._held else self._full
 
 
 def _chunk(held: Sequence[tuple[Tensor, int, tuple[Place, ...]]], size: int) -> Chunk:

@@ -24,13 +24,16 @@ from torch.optim import Optimizer
 from dsgraph.errors import OffloadError
 from dsgraph.inductor_ext.transfers.buffers import Buffer
 from dsgraph.sharding.rows import own_part
-from dsgraph.tiers.stored_rows import ReadRows, stored_rows
+from dsgraph.tiers.stored_rows import ReadRows
 
+from .beside_backward import BesideBackward, Numbers
 from .chunks import Chunk, chunks_of
 from .stored_state import ChunkStore, StoredState
 
 CHUNK_BYTES = 32 * 2**20
 """Bytes of state that are read, used and written together. Up to three chunks are in memory at once."""
+
+_AHEAD = 2  # chunks whose state is read before anybody steps
 
 # They compute each element of a parameter by itself: on rows, and some parameters after others, it is the same.
 ELEMENTWISE = (
@@ -70,12 +73,18 @@ class OptimizerOnDisk(Optimizer):
         self.chunks = chunks_of(inner, chunk_bytes)
         self._store = ChunkStore([chunk.size for chunk in self.chunks], ratio=ratio, folder=folder)
         self._stored = StoredState(self.chunks, self._store)
-        self._failure: Exception | None = None
+        self._failure: BaseException | None = None
+        self._beside: BesideBackward | None = None  # what a backward has begun, until `step`
 
     @property
     def path(self) -> Path:
         """The file."""
         return self._store.file.path
+
+    @property
+    def begun(self) -> int:
+        """How many chunks the backward has begun to update, of a step that is not over."""
+        return 0 if self._beside is None else len(self._beside.begun)
 
     @property
     def disk_bytes(self) -> int:
@@ -107,6 +116,42 @@ class OptimizerOnDisk(Optimizer):
         self.inner.param_groups = self.param_groups
         self.state = stored
 
+    @contextmanager
+    def beside_backward(self) -> Iterator[None]:
+        """Around the last backward of a step: what lies on disk is updated as soon as its gradients have arrived.
+
+            with optimizer.beside_backward():
+                loss.backward()
+            optimizer.step()  # waits, and does the rest
+
+        `step` must follow, with gradients, learning rates and the like as they were: then numbers are the same. The
+        rest are parameters in memory, and those that several graphs, or code outside graphs, read in the forward.
+
+        Raises:
+            OffloadError: The optimizer waits for its `step`, or an earlier one has failed.
+        """
+        self._refuse_failed()
+        if self._beside is not None:
+            raise OffloadError("beside_backward: the backward before has begun a step: call optimizer.step() first")
+        beside = self._beside = BesideBackward(self.chunks, self.param_groups)
+        try:
+            with beside.listening(self._step_chunks):
+                yield
+        except BaseException as error:
+            self._beside = None
+            if beside.begun:
+                self._failure = error
+                beside.give_up()
+            raise
+        if not beside.begun:
+            self._beside = None
+
+    def start_reading(self) -> None:
+        """Reads the first chunks' state, which the next `step` needs, while others compute a norm of the gradients."""
+        if self._failure is None and self._beside is None:
+            for number in [at for at, chunk in enumerate(self.chunks) if _has_gradients(chunk)][:_AHEAD]:
+                self._stored.read_ahead(number)
+
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Updates every parameter that has a gradient.
@@ -119,36 +164,66 @@ class OptimizerOnDisk(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if self._failure is not None:
-            raise OffloadError(f"an earlier step failed, and state is lost: load a checkpoint ({self._failure})")
+        self._refuse_failed()
+        beside = self._beside or BesideBackward(self.chunks, self.param_groups)
+        if beside.is_listening:
+            raise OffloadError("step inside beside_backward: call it behind")
+        self._beside = None
         try:
-            self._step_chunks([at for at, chunk in enumerate(self.chunks) if _has_gradients(chunk)])
-        except OffloadError as error:
+            beside.finish()
+            left = [at for at, chunk in enumerate(self.chunks) if at not in beside.begun and _has_gradients(chunk)]
+            self._step_chunks(Numbers([*left, None]))
+        except Exception as error:
             self._failure = error
             raise
         stepped = [param for chunk in self.chunks for param in chunk.params if param.grad is not None]
         torch.autograd.graph.increment_version(stepped)
         return loss
 
-    def _step_chunks(self, numbers: Sequence[int]) -> None:
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forgets gradients.
+
+        Raises:
+            OffloadError: A backward has begun the step, which cannot be given up any more.
+        """
+        if self._beside is not None and self._beside.begun:
+            raise OffloadError(
+                "zero_grad: the backward has updated parameters with these gradients: call optimizer.step() first"
+            )
+        super().zero_grad(set_to_none)
+
+    def _refuse_failed(self) -> None:
+        if self._failure is not None:
+            raise OffloadError(f"an earlier step failed, and state is lost: load a checkpoint ({self._failure})")
+
+    @torch.no_grad()
+    def _step_chunks(self, numbers: Numbers) -> None:
         writing: Sequence[Future[None]] = ()
-        reading = self._start_read(numbers[0]) if numbers else None
-        for place, number in enumerate(numbers):
+        number, reading = self._start_next(numbers, wait=True)
+        while number is not None:
             assert reading is not None
             buffer, parameters = reading.result()
             _wait_for(writing)
-            reading = self._start_read(numbers[place + 1]) if place + 1 < len(numbers) else None
+            following = self._start_next(numbers, wait=False)
             with self._holding(number, buffer, parameters) as leaves:
                 self.inner.step()
                 self._stored.take_over(number, buffer, [self.inner.state[leaf] for leaf in leaves])
             writing = [self._store.write(number, buffer), *(item.write() for item in parameters.values())]
+            number, reading = following if following[0] is not None else self._start_next(numbers, wait=True)
         _wait_for(writing)
 
-    def _start_read(self, number: int) -> _Reading:
-        """Starts to read the state of a chunk, and those of its parameters that lie on disk as well."""
-        found = {param: stored_rows(own_part(param)) for param in self.chunks[number].params}
-        on_disk = {param: ReadRows(rows) for param, rows in found.items() if rows is not None and rows.holds_gradient}
-        return _Reading(self._stored.start_read(number), on_disk)
+    def _start_next(self, numbers: Numbers, *, wait: bool) -> tuple[int | None, _Reading | None]:
+        """Starts to read the state of the next chunk, and those of its parameters that lie on disk as well."""
+        number = numbers.next(wait=wait)
+        if number is None:
+            return None, None
+        chunk = self.chunks[number]
+        on_disk = {
+            param: ReadRows(rows)
+            for param, rows in zip(chunk.params, chunk.stored, strict=True)
+            if rows is not None and rows.has_gradient
+        }
+        return number, _Reading(self._stored.start_read(number), on_disk)
 
     @contextmanager
     def _holding(self, number: int, buffer: Buffer, parameters: Mapping[Tensor, ReadRows]) -> Iterator[list[Tensor]]:

@@ -78,6 +78,7 @@ class StoredState(MutableMapping[Tensor, dict[str, Any]]):
         self._chunks, self._file = chunks, file
         self._where = {param: (at, of) for at, chunk in enumerate(chunks) for of, param in enumerate(chunk.params)}
         self._small: dict[Tensor, dict[str, Any]] = {}
+        self._ahead: dict[int, Future[Buffer]] = {}
 
     def small(self, param: Tensor) -> dict[str, Any] | None:
         """What of a parameter's state is in memory; None where there is none at all yet."""
@@ -85,9 +86,16 @@ class StoredState(MutableMapping[Tensor, dict[str, Any]]):
 
     def start_read(self, number: int) -> Future[Buffer]:
         """A buffer with the state of a chunk; with anything, where none was stored yet."""
+        if number in self._ahead:
+            return self._ahead.pop(number)
         if any(param in self._small for param in self._chunks[number].params):
             return self._file.read(number)
         return _done(self._file.take(number))
+
+    def read_ahead(self, number: int) -> None:
+        """Does now what the next `start_read` of a chunk is to give."""
+        if number not in self._ahead:
+            self._ahead[number] = self.start_read(number)
 
     def take_over(self, number: int, buffer: Buffer, states: Sequence[Mapping[str, Any]]) -> None:
         """Sees to it that a buffer holds the state of a chunk, as a step has left it."""

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from dsgraph import compat
 from dsgraph.errors import PartitionError
+from dsgraph.tiers.stored_rows import stored_rows
 
 from .compressed import reduce_compressed
 from .eager_agreement import is_outside
@@ -136,6 +137,9 @@ def _read(module: nn.Module, name: str, layout: Layout, *, is_kept: bool = False
         partition.refresh(eagerly=True, read=None if is_kept else held.gathered_copies[name])
         full, note_gradient = partition.arrived(held.gathered_copies[name]), partition.note_gradient
     elif layout.group:
+        stored = stored_rows(shard)
+        if stored is not None:
+            stored.note_eager_read()
         with partition.gathering(f"parameter {full_name!r}"), torch.no_grad():
             full = layout.mark(shard, None, layout.shape)
     else:

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import accumulate
 from pathlib import Path
+from zlib import crc32
 
 from dsgraph.errors import OffloadError
 from dsgraph.inductor_ext.transfers.buffers import Buffer, BufferPool, rounded
@@ -17,6 +18,8 @@ from dsgraph.inductor_ext.transfers.errors import TransferError
 from dsgraph.inductor_ext.transfers.files import transfer_part
 from dsgraph.inductor_ext.transfers.folder import PrivateFolder, folder_below
 
+CHECKSUMS = "DSGRAPH_OFFLOAD_CHECKSUMS"
+"""The environment variable that asks for a checksum of all that is read, if it is neither empty nor "0"."""
 _THREADS = 2  # one reads ahead while the other writes behind
 
 
@@ -65,6 +68,8 @@ class SlotFile:
                 f"{self.path}: {self._offsets[-1]} bytes cannot be reserved, {free} are free ({error.strerror}): free "
                 "space there, or name a folder on a larger disk in nvme_path"
             ) from error
+        self._sums: dict[int, int] | None = {} if os.environ.get(CHECKSUMS, "0") not in ("", "0") else None
+        self._mapped: set[int] = set()  # which others write to as well: without checksums
         self._buffers = BufferPool(pinned=False)
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="dsgraph-offload")
 
@@ -89,6 +94,7 @@ class SlotFile:
 
         An error of the disk ends the process there: `read` and `write` are for what happens in every step.
         """
+        self._mapped.add(slot)
         handle = os.open(self.path, os.O_RDWR | os.O_CLOEXEC)
         try:
             return mmap.mmap(handle, self.sizes[slot], offset=self._offsets[slot])
@@ -106,10 +112,18 @@ class SlotFile:
         except OSError as error:
             self.give_back(buffer)
             raise OffloadError(_lost(self.path, "read", error)) from error
+        if self._sums is not None and slot in self._sums and self._sums[slot] != crc32(buffer.view()):
+            self.give_back(buffer)
+            raise OffloadError(
+                f"{self.path}: slot {slot}, {self.sizes[slot]} bytes from {self._offsets[slot]}, is not what was "
+                "written there (its checksum differs): see whether the disk is in order, and load the last checkpoint"
+            )
         return buffer
 
     def _write(self, slot: int, buffer: Buffer) -> None:
         try:
+            if self._sums is not None and slot not in self._mapped:
+                self._sums[slot] = crc32(buffer.view())
             transfer_part(self.path, os.O_WRONLY, buffer, os.pwritev, at=self._offsets[slot])
         except OSError as error:
             raise OffloadError(_lost(self.path, "written", error)) from error

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import mmap
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from dsgraph.inductor_ext.transfers.transfers import transfers_of
 from .slots import SlotFile
 
 _CPU = torch.device("cpu")
+_MANY = 2  # reads: more than the one whose gradient is the whole gradient
 WRITING_BYTES = 64 * 2**20
 """Bytes of gradients that may wait to be written: who wants to add more waits for the oldest."""
 
@@ -43,6 +45,7 @@ class ParameterFile:
         """
         self.slots = SlotFile([size for each in row_bytes for size in (each, each)], below=below, name="parameters")
         self._writing: list[tuple[Future[None], int]] = []
+        self._lock = Lock()  # a backward stores gradients while an optimizer's thread stores rows
 
     def place(self, number: int) -> StoredRows:
         """Where the rows of a parameter lie, of which there are none yet."""
@@ -50,11 +53,12 @@ class ParameterFile:
 
     def write(self, slot: int, buffer: Buffer) -> Future[None]:
         """Starts to write a slot; waits first where too many bytes are on their way."""
-        self._writing = [item for item in self._writing if not item[0].done()]
-        while self._writing and buffer.size + sum(size for _, size in self._writing) > WRITING_BYTES:
-            self._writing.pop(0)[0].result()
-        future = self.slots.write(slot, buffer)
-        self._writing.append((future, buffer.size))
+        with self._lock:
+            self._writing = [item for item in self._writing if not item[0].done()]
+            while self._writing and buffer.size + sum(size for _, size in self._writing) > WRITING_BYTES:
+                self._writing.pop(0)[0].result()
+            future = self.slots.write(slot, buffer)
+            self._writing.append((future, buffer.size))
         return future
 
 
@@ -68,6 +72,9 @@ class StoredRows(StoredParameter):
     Attributes:
         rows: `[r, *]`, mapped, once there are any.
         grad: `[r, *]`, mapped.
+        when_arrived: Is called amid a backward when the whole gradient is stored, and the backward reads the rows no
+            more. It is not where that is not known: of a parameter that several graphs read, or eager code.
+        held_for: Why nobody may read the rows; empty: all may.
     """
 
     rows: Tensor
@@ -86,6 +93,11 @@ class StoredRows(StoredParameter):
         self._param: weakref.ref[DTensor] | None = None
         self._node: Any = None
         self._has_arrived = False
+        self._given = 0  # version of the parameter's gradient as it arrived: a DTensor's part has none
+        self._reads = 0  # for forwards, since a gradient arrived last
+        self._reading_ahead: list[Future[Buffer]] = []
+        self.when_arrived: Callable[[], None] | None = None
+        self.held_for = ""
 
     def fill(self, rows: Tensor) -> Tensor:
         """Stores the first rows, a contiguous tensor on the CPU; returns them in mapped memory."""
@@ -107,10 +119,35 @@ class StoredRows(StoredParameter):
 
     @override
     def start(self) -> Reload:
-        return _Fetch(self._file.slots, self._file.slots.read(self._slot))
+        self.refuse_held()
+        self._reads += compat.running_backward() < 0
+        reading = self._file.slots.read(self._slot)
+        self._reading_ahead = [*(future for future in self._reading_ahead if not future.done()), reading]
+        return _Fetch(self._file.slots, reading)
+
+    def note_eager_read(self) -> None:
+        """Code outside compiled graphs reads the rows: nobody tells when it reads them for the last time."""
+        self.refuse_held()
+        self._reads += _MANY
+
+    def forget_reads(self) -> None:
+        """What was read until now has no backward any more."""
+        self._reads = 0
+
+    def refuse_held(self) -> None:
+        """Refuses what comes too late, or too early.
+
+        Raises:
+            OffloadError: The rows are held.
+        """
+        if self.held_for:
+            raise OffloadError(
+                f"a parameter of shape {list(self.rows.shape)} in {self._file.slots.path} {self.held_for}"
+            )
 
     @override
     def add_gradient(self, grad: Tensor) -> None:
+        self.refuse_held()
         param = self._param() if self._param is not None else None
         if param is None or not compat.accumulates(self._node):
             raise OffloadError(
@@ -127,6 +164,8 @@ class StoredRows(StoredParameter):
         self._writing = self._file.write(self._slot + 1, buffer)
         self._has_arrived = True
         param.grad = None  # so that autograd puts there what it is given, and adds nothing
+        if self.when_arrived is not None and self._reads == 1:
+            self.when_arrived()
 
     @property
     def holds_gradient(self) -> bool:
@@ -134,6 +173,18 @@ class StoredRows(StoredParameter):
         param = self._param() if self._param is not None else None
         grad = param.grad if param is not None else None
         return isinstance(grad, DTensor) and grad.to_local().data_ptr() == self.grad.data_ptr()
+
+    @property
+    def has_gradient(self) -> bool:
+        """Whether there is a gradient here: also amid the backward that has stored it."""
+        return self._has_arrived or self.holds_gradient
+
+    @property
+    def holds_gradient_as_stored(self) -> bool:
+        """Whether nobody has written to the parameter's gradient since it arrived."""
+        param = self._param() if self._param is not None else None
+        grad = param.grad if param is not None else None
+        return self.holds_gradient and grad is not None and compat.version_of(grad) == self._given
 
     def read(self) -> tuple[Future[Buffer], Future[Buffer]]:
         """Starts to read the rows and the gradient, each into a buffer that the caller gives back."""
@@ -148,6 +199,8 @@ class StoredRows(StoredParameter):
 
     def write_buffer(self, buffer: Buffer) -> Future[None]:
         """Starts to store the rows that a buffer of `read` holds; then the buffer is given back."""
+        for reading in self._reading_ahead:
+            reading.exception()  # until it is through; who asked for it hears of an error
         return self._file.write(self._slot, buffer)
 
     def give_back(self, *buffers: Buffer) -> None:
@@ -161,6 +214,7 @@ class StoredRows(StoredParameter):
         found = param.grad if param is not None else None
         if param is None or not isinstance(found, DTensor):
             return
+        self._reads = 0
         local = found.to_local()
         if local.data_ptr() == self.grad.data_ptr():
             return  # autograd has added to it in place
@@ -168,11 +222,13 @@ class StoredRows(StoredParameter):
         if not self._has_arrived:
             self.grad.copy_(local)
         elif any(local.stride()):  # of code outside compiled graphs, in the same backward
+            self.refuse_held()
             self.grad.add_(local)
-        self._has_arrived = False
         param.grad = DTensor.from_local(
             self.grad, param.device_mesh, param.placements, run_check=False, shape=param.shape, stride=param.stride()
         )
+        self._given = compat.version_of(param.grad)
+        self._has_arrived = False  # last: an optimizer's thread may ask `has_gradient` at any time
 
     def drop_pages(self) -> None:
         """Gives the kernel back what memory the mapped pages take. What was written to them is kept."""
@@ -191,8 +247,9 @@ class StoredRows(StoredParameter):
 
     def _settle(self) -> None:
         """Waits for the gradient's write."""
-        if self._writing is not None:
-            self._writing.result()
+        writing = self._writing
+        if writing is not None:
+            writing.result()
             self._writing = None
 
 

@@ -7,7 +7,7 @@
 
     handle = fetch_parameter(rows)      starts to read a parameter that lies on disk
     param = take_parameter(handle, rows)    a new tensor with its numbers
-    nothing = store_gradient(g, rows)   writes its gradient there, or adds it to what is there
+    nothing = store_gradient(g, rows, handle)   writes its gradient there, or adds it to what is there
 
 No op writes to an argument or draws on anything but its arguments, so graphs may hold them as they hold collectives.
 `finish_offload` takes x only to keep its memory from being used again too early, whoever runs the graph. The result of
@@ -117,17 +117,18 @@ def take_parameter(handle: Tensor, rows: Tensor) -> Tensor:
     return result
 
 
-def _no_gradient(grad: Tensor, rows: Tensor) -> Tensor:
+def _no_gradient(grad: Tensor, rows: Tensor, fetched: Tensor | None = None) -> Tensor:
     return grad.new_zeros(()).expand(grad.shape)
 
 
 @define_op(fake=_no_gradient)
-def store_gradient(grad: Tensor, rows: Tensor) -> Tensor:
-    """Takes a gradient out of memory, to where the parameter lies.
+def store_gradient(grad: Tensor, rows: Tensor, fetched: Tensor | None = None) -> Tensor:
+    """Takes a gradient out of memory, to where the parameter lies. The parameter may be updated from then on.
 
     Args:
         grad: Of the shape and dtype of `rows`.
         rows: See `fetch_parameter`.
+        fetched: The result of the last `fetch_parameter` of these rows, so that nothing runs the two in another order.
 
     Returns:
         Zeros of the shape of `grad`, in the memory of one element, for autograd to carry on.

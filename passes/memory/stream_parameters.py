@@ -12,8 +12,8 @@ from torch.fx import GraphModule, Node
 from dsgraph.passes.analysis.cost import number_of, tensor_bytes
 from dsgraph.passes.core.context import PassContext, Phase
 from dsgraph.passes.core.graph_pass import GraphPass, PassResult
-from dsgraph.passes.ir.graph import come_from, emit, fake_value, placeholders
-from dsgraph.passes.ir.transfers import is_transfer
+from dsgraph.passes.ir.graph import come_from, emit, fake_value, find_calls, placeholders
+from dsgraph.passes.ir.transfers import is_fetch, is_transfer
 
 ops = torch.ops.dsgraph
 
@@ -68,15 +68,26 @@ class StreamForwardParameters(GraphPass):
 class StreamBackwardParameters(StreamForwardParameters):
     """Read each parameter that the backward needs again, likewise.
 
-    before:  w = all_gather_into_tensor(rows_b, ...); dy = mm(dz, t(w)); ...
-    after:   started_b = fetch_parameter(rows_b); b = take_parameter(started_b, rows_b)
-             w = all_gather_into_tensor(b, ...); dy = mm(dz, t(w)); ...
+    before:  n = store_gradient(g, rows_b)
+             w = all_gather_into_tensor(rows_b, ...); dy = mm(dz, t(w)); ...
+    after:   started_b = fetch_parameter(rows_b); n = store_gradient(g, rows_b, started_b)
+             b = take_parameter(started_b, rows_b); w = all_gather_into_tensor(b, ...); dy = mm(dz, t(w)); ...
 
-    All else as in `StreamForwardParameters`. Left alone besides: what `store_gradient` takes, which is the place in the
-    file, not what is there.
+    All else as in `StreamForwardParameters`. What `store_gradient` takes of a parameter is its place in the file, not
+    what is there. An optimizer may update the parameter from then on: so it stands behind the read, and depends on it.
     """
 
     phase: ClassVar[Phase] = Phase.BACKWARD
+
+    def run(self, gm: GraphModule, ctx: PassContext) -> PassResult:
+        result = super().run(gm, ctx)
+        for store in find_calls(gm, ops.store_gradient.default):
+            grad, rows = store.all_input_nodes[:2]
+            for read in [user for user in rows.users if is_fetch(user)]:
+                if store < read:
+                    read.append(store)
+                store.args = (grad, rows, read)
+        return result
 
 
 def _is_on_disk(node: Node, ctx: PassContext) -> bool:

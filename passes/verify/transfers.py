@@ -12,6 +12,7 @@ from dsgraph.passes.ir.transfers import (
     is_finished_offload,
     is_offload,
     is_reload,
+    is_stored_gradient,
     is_taken,
     is_transfer_wait,
 )
@@ -33,6 +34,8 @@ def wrong_transfers(gm: GraphModule, memory: MemoryFacts) -> Iterator[Violation]
             yield from _wrong_wait(node)
         elif is_fetch(node):
             yield from _wrong_take(node)
+        elif is_stored_gradient(node):
+            yield from _wrong_place(node)
         elif is_finished_offload(node):
             yield from _wrong_source(node, leaving, memory)
         elif leaving:
@@ -68,13 +71,27 @@ def _wrong_source(end: Node, leaving: dict[Node, Roots], memory: MemoryFacts) ->
 
 
 def _wrong_take(fetch: Node) -> Iterator[Violation]:
-    takes = [user for user in fetch.users if is_taken(user) and user.args[1] is fetch.args[0]]
-    if len(takes) != 1 or len(fetch.users) != 1:
+    users = [user for user in fetch.users if not is_stored_gradient(user)]
+    takes = [user for user in users if is_taken(user) and user.args[1] is fetch.args[0]]
+    if len(takes) != 1 or len(users) != 1:
         yield (
             f"fetch {fetch.name}",
-            f"fetch_parameter {fetch.name} has {len(takes)} take_parameter of {fetch.args[0]} and {len(fetch.users)} "
-            "users; its one user must be its one take_parameter, of the same parameter",
+            f"fetch_parameter {fetch.name} has {len(takes)} take_parameter of {fetch.args[0]} and {len(users)} users "
+            "besides store_gradient; its one user must be its one take_parameter, of the same parameter",
         )
+
+
+def _wrong_place(store: Node) -> Iterator[Violation]:
+    """An optimizer may update a parameter when its gradient is stored: no read may start from then on."""
+    rows = store.args[1]
+    assert isinstance(rows, Node)
+    for fetch in (user for user in rows.users if is_fetch(user)):
+        if store < fetch or fetch not in store.all_input_nodes:
+            yield (
+                f"store {store.name} {fetch.name}",
+                f"{store.name} stores the gradient of {rows.name}, which may be updated from then on, and does not "
+                f"depend on {fetch.name}, which reads it; it must take that one's result as its third argument",
+            )
 
 
 def _wrong_wait(reload: Node) -> Iterator[Violation]:

@@ -133,3 +133,20 @@ def test_a_file_that_is_lost_ends_in_an_error_and_no_step_follows(damage, tmp_pa
         _train(net, optimizer, 1)
     with pytest.raises(OffloadError, match="an earlier step failed, and state is lost"):
         optimizer.step()
+
+
+def test_a_read_whose_checksum_differs_names_file_and_slot(tmp_path, monkeypatch):
+    for asked in ("1", "0"):
+        monkeypatch.setenv("DSGRAPH_OFFLOAD_CHECKSUMS", asked)
+        _, _, net, optimizer = _two(optim.AdamW, tmp_path)
+        _train(net, optimizer, 2)
+        with optimizer.path.open("r+b") as file:
+            file.seek(5000)
+            (byte,) = file.read(1)
+            file.seek(5000)
+            file.write(bytes([byte ^ 1]))
+        if asked == "0":
+            _train(net, optimizer, 1)
+            continue
+        with pytest.raises(OffloadError, match=r"optimizer-state: slot 0, .* is not what was written there"):
+            _train(net, optimizer, 1)

@@ -71,3 +71,35 @@ def test_the_verifier_refuses_a_read_that_nobody_takes():
 
     with pytest.raises(PassError, match="its one user must be its one take_parameter"):
         _streamed(Careless(), ("disk", "disk", "disk"))
+
+
+def _backward(dy, first):
+    return first.clone(), dy @ first.t()
+
+
+def _stored_early(graph_pass):
+    gm = trace(_backward, torch.randn(8, 8), torch.randn(8, 8))
+    dy, rows = gm.graph.find_nodes(op="placeholder")
+    with gm.graph.inserting_after(rows):
+        store = gm.graph.call_function(ops.store_gradient.default, (dy, rows))
+        store.meta["val"] = dy.meta["val"]
+    (output,) = gm.graph.output_node().args
+    gm.graph.output_node().args = ((*output, store),)
+    gm.recompile()
+    params = {rows.name: ParamInfo("first", (8, 8), (8, 8), torch.float32, "shard", True, "disk")}
+    run_pass(graph_pass, gm, params=params)
+    return gm, store
+
+
+def test_a_gradient_is_stored_behind_the_last_read_of_its_parameter():
+    gm, store = _stored_early(StreamBackwardParameters())
+    (fetch,) = find_calls(gm, ops.fetch_parameter.default)
+    assert fetch < store and store.args[2] is fetch, "from then on the parameter may be updated"
+
+
+def test_the_verifier_refuses_a_read_behind_the_gradient():
+    class Careless(StreamForwardParameters):
+        """Leaves gradients where they are."""
+
+    with pytest.raises(PassError, match="does not depend on fetch_parameter_default, which reads it"):
+        _stored_early(Careless())
