@@ -122,7 +122,10 @@ def initialize(
             num_workers=settings.dsgraph.num_workers,
         )
     without_effect = check_compression(settings, is_divided=is_divided) if optimizer is None else []
-    say(resolved, [*overruled(optimizer, lr_scheduler, settings), *offload_notes(settings), *plan, *without_effect])
+    say(
+        resolved,
+        [*overruled(optimizer, lr_scheduler, settings), *offload_notes(settings, device), *plan, *without_effect],
+    )
     options = _backend_options(settings)
     if is_divided:
         divided = divided_engine(
@@ -142,7 +145,7 @@ def initialize(
     looks = Looks(resolved, device)
     binding = Binding(model, model_parameters)
     with rebound(mine, model):
-        partition(model, mesh, stage=settings.zero_optimization.stage, **_partition_options(settings))
+        partition(model, mesh, stage=settings.zero_optimization.stage, **_partition_options(settings, device))
     made = offloaded(whole_where_needed(mine or make(binding.groups(model))), settings)
     schedule = make_schedule(made)
     compiles = partial(torch.compile, backend=looks.graphs or "dsgraph", options=options)
@@ -224,14 +227,14 @@ def _dtype(settings: EngineConfig) -> torch.dtype | None:
     return torch.bfloat16 if settings.bf16.enabled else None
 
 
-def _partition_options(settings: EngineConfig) -> dict[str, Any]:
+def _partition_options(settings: EngineConfig, device: torch.device) -> dict[str, Any]:
     found: dict[str, Any] = {"param_dtype": _dtype(settings)}
     if settings.communication_data_type is not None:
         found["reduce_dtype"] = _DTYPES[settings.communication_data_type]
     threshold = settings.zero_optimization.param_persistence_threshold
     if threshold is not None:
         found["keep_whole_below"] = threshold
-    offload = partition_offload(settings)
+    offload = partition_offload(settings, device)
     if offload is not None:
         found["offload"] = offload
     return found
