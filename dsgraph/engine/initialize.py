@@ -145,7 +145,7 @@ def initialize(
     looks = Looks(resolved, device)
     binding = Binding(model, model_parameters)
     with rebound(mine, model):
-        partition(model, mesh, stage=settings.zero_optimization.stage, **_partition_options(settings, device))
+        partition(model, mesh, stage=settings.zero_optimization.stage, **_partition_options(settings))
     made = offloaded(whole_where_needed(mine or make(binding.groups(model))), settings)
     schedule = make_schedule(made)
     compiles = partial(torch.compile, backend=looks.graphs or "dsgraph", options=options)
@@ -227,14 +227,14 @@ def _dtype(settings: EngineConfig) -> torch.dtype | None:
     return torch.bfloat16 if settings.bf16.enabled else None
 
 
-def _partition_options(settings: EngineConfig, device: torch.device) -> dict[str, Any]:
+def _partition_options(settings: EngineConfig) -> dict[str, Any]:
     found: dict[str, Any] = {"param_dtype": _dtype(settings)}
     if settings.communication_data_type is not None:
         found["reduce_dtype"] = _DTYPES[settings.communication_data_type]
     threshold = settings.zero_optimization.param_persistence_threshold
     if threshold is not None:
         found["keep_whole_below"] = threshold
-    offload = partition_offload(settings, device)
+    offload = partition_offload(settings)
     if offload is not None:
         found["offload"] = offload
     return found

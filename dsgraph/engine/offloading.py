@@ -33,6 +33,10 @@ def check_offload(settings: EngineConfig, device: torch.device) -> None:
             raise ConfigError(f"{key}.ratio has no effect with device 'none': it is of what lies elsewhere")
         if wanted.device == "nvme" and device.type != "cpu":
             raise ConfigError(f"{key}.device: from {device.type} to disk is not there yet: set it to 'cpu' or 'none'")
+        if wanted.device == "cpu" and device.type != "cpu" and isinstance(wanted, OffloadParamConfig):
+            raise ConfigError(
+                f"{key}.device: parameters cannot lie on the host below {device.type} yet: set it to 'none'"
+            )
         if wanted.device != "none" and isinstance(wanted, OffloadParamConfig) and zero.stage != 3:
             raise ConfigError(f"{key}: stage {zero.stage} keeps parameters where they are used: set the stage to 3")
     optimizer = zero.offload_optimizer
@@ -108,13 +112,11 @@ def planned(
     return settings.model_copy(update=update), [str(plan)]
 
 
-def partition_offload(settings: EngineConfig, device: torch.device) -> dict[str, Any] | None:
+def partition_offload(settings: EngineConfig) -> dict[str, Any] | None:
     """What `partition` is told of it. The optimizer is the engine's own, see `offloaded`."""
     wanted = settings.zero_optimization.offload_param
     if wanted.device == "nvme":
         return {"parameters": "disk", "folder": wanted.nvme_path, "ratio": wanted.ratio}
-    if wanted.device == "cpu" and device.type != "cpu":
-        return {"parameters": "host", "ratio": wanted.ratio}
     return None
 
 

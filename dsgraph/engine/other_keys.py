@@ -27,8 +27,7 @@ WITHOUT_EFFECT = {
     "zero_optimization.offload_optimizer.pipeline": "reading, computing and writing always overlap",
     "zero_optimization.offload_optimizer.pipeline_read": "reading, computing and writing always overlap",
     "zero_optimization.offload_optimizer.pipeline_write": "reading, computing and writing always overlap",
-    "zero_optimization.offload_param.pin_memory": "parameters on the host are always pinned for CUDA, buffers for the "
-    "disk never",
+    "zero_optimization.offload_param.pin_memory": "parameters on disk pass through buffers that are never pinned",
     "zero_optimization.offload_param.buffer_count": "64 MiB of parameters are read ahead, or the next parameter",
     "zero_optimization.offload_param.buffer_size": "64 MiB of parameters are read ahead, or the next parameter",
     "zero_optimization.offload_param.max_in_cpu": "`zero_optimization.offload_param.ratio` says what lies elsewhere",

@@ -109,7 +109,8 @@ def plan_offload(
 ) -> OffloadPlan:
     """Says what of a model's states has to leave the device. Nothing is allocated, and the model may lie on `meta`.
 
-    On the CPU, memory is the device and the disk lies below it. Below CUDA lies the host.
+    On the CPU, memory is the device and the disk lies below it. Below CUDA lies the host, where the optimizer's state
+    alone can go yet.
 
     The optimizer's state goes first: of each byte that it spares on disk, a step reads one and writes one. Of each byte
     of parameters and gradients, three are read or written.

@@ -62,7 +62,7 @@ class Sizes:
                 copies += grad
             wide_state += own_state
             most_state = max(most_state, own_state)
-            if sharded and stage == 3:
+            if sharded and stage == 3 and not to_host:  # from a GPU, parameters cannot leave yet
                 movable += rows + grad
                 most_rows, most_full = max(most_rows, rows), max(most_full, full)
             else:
@@ -70,18 +70,18 @@ class Sizes:
         ahead, full_copies = max(_AHEAD_BYTES, 2 * most_rows), _FULL_COPIES * most_full
         chunks = _CHUNKS * max(CHUNK_BYTES, most_state)  # of state; and of rows with gradients
         on_way = max(WRITING_BYTES, most_rows)
-        parameter_buffers = (2 * ahead if to_host else ahead + chunks) + on_way + full_copies
         return cls(
             *(fixed, state, wide_state, movable, copies),
             state_buffers=0 if to_host else chunks,
-            parameter_buffers=parameter_buffers,
+            parameter_buffers=ahead + chunks + on_way + full_copies,
             below_buffers=_TRAVELLING * max(CHUNK_BYTES, most_state) if to_host else 0,
         )
 
     @property
     def least(self) -> int:
         """The smallest limit of the device's memory that would do."""
-        return math.ceil(min(self.memory(0, 0), self.memory(1, 0), self.memory(1, 1)))
+        all_parameters = (self.memory(1, 1),) if self.movable else ()
+        return math.ceil(min(self.memory(0, 0), self.memory(1, 0), *all_parameters))
 
     def memory(self, optimizer: float, parameters: float) -> float:
         """What is on the device with such shares below it."""

@@ -34,11 +34,16 @@ def read_offload(offload: Mapping[str, Any], stage: int | None) -> OffloadArgume
     known = all(tier in _TIERS for tier in named) and (folder is None or (isinstance(folder, str) and folder))
     if given or not named or not known or not shares.keys() <= tiers.keys() or not all(map(_is_share, shares.values())):
         takes = (
-            '{"optimizer": "host" or "disk", "parameters": "host" or "disk", "folder": a folder on that disk, "ratio": '
+            '{"optimizer": "host" or "disk", "parameters": "disk", "folder": a folder on that disk, "ratio": '
             "above 0 and up to 1}, of which one of the first two has to be there; the ratio may be one for each, "
             '{"optimizer": 0.5, "parameters": 1.0}'
         )
         raise PartitionError(f"offload is {offload!r}; it takes {takes}")
+    if tiers["parameters"] == "host":
+        raise PartitionError(
+            f"offload is {offload!r}: parameters cannot lie on the host yet, below a GPU; on the CPU they lie there "
+            "anyway: leave 'parameters' out"
+        )
     if folder is not None and "disk" not in named:
         raise PartitionError(f"offload is {offload!r}: the folder has no effect, since nothing goes to disk")
     if tiers["parameters"] and stage not in (None, 3):

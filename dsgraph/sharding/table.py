@@ -78,8 +78,8 @@ class OffloadArguments:
     """What of a model lies elsewhere than on its device, as `partition(offload=...)` has it.
 
     Attributes:
-        parameters: Where sharded parameters and their gradients lie: "disk", "host", or "" for the device.
-        optimizer: Where the optimizer's state lies, likewise; `dsgraph.offload_optimizer` sees to it.
+        parameters: Where sharded parameters and their gradients lie: "disk", or "" for the device.
+        optimizer: Where the optimizer's state lies: "host", "disk" or ""; `dsgraph.offload_optimizer` sees to it.
         folder: The folder on the disk.
         parameters_ratio: The share of the parameters' bytes. The last ones stay, which the backward reads first.
         optimizer_ratio: The share of the state's bytes; that of the last parameters stays.

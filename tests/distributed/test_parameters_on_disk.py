@@ -164,6 +164,7 @@ def test_a_disk_that_is_lost_ends_in_an_error(one_rank, tmp_path, phase, what):
     ("offload", "stage", "said"),
     [
         ({"parameters": "tape"}, 3, "it takes"),
+        ({"parameters": "host"}, 3, "parameters cannot lie on the host yet"),
         ({"folder": "/tmp"}, 3, "one of the first two has to be there"),
         ({"optimizer": "host", "ratio": {"gradients": 0.5}}, 3, "the ratio may be one for each"),
         ({"optimizer": "host", "folder": "/tmp"}, 3, "the folder has no effect"),
