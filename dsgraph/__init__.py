@@ -38,6 +38,7 @@ if TYPE_CHECKING:
         InferenceError,
         KernelError,
         LossScaleError,
+        OffloadError,
         OptionError,
         PartitionError,
         PositionsError,
@@ -46,6 +47,7 @@ if TYPE_CHECKING:
     )
     from .inference.init_inference import init_inference
     from .inference.quantize import quantize, save_quantized
+    from .offload.offload_optimizer import offload_optimizer
     from .parallel.parallelize import parallelize
     from .parallel.pipeline import pipeline
     from .parallel.pipelined import PipelinedModel
@@ -71,6 +73,7 @@ __all__ = [
     "LossScaleError",
     "Match",
     "NearMiss",
+    "OffloadError",
     "OptionError",
     "PartitionError",
     "PassContext",
@@ -97,6 +100,7 @@ __all__ = [
     "kernel",
     "materialize",
     "nn",
+    "offload_optimizer",
     "ops",
     "partition",
     "parallelize",

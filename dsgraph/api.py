@@ -25,6 +25,7 @@ from .errors import (
     InferenceError,
     KernelError,
     LossScaleError,
+    OffloadError,
     OptionError,
     PartitionError,
     PositionsError,
@@ -33,6 +34,7 @@ from .errors import (
 )
 from .inference.init_inference import init_inference
 from .inference.quantize import quantize, save_quantized
+from .offload.offload_optimizer import offload_optimizer
 from .parallel.parallelize import parallelize
 from .parallel.pipeline import pipeline
 from .parallel.pipelined import PipelinedModel
@@ -63,6 +65,7 @@ __all__ = [
     "LossScaleError",
     "Match",
     "NearMiss",
+    "OffloadError",
     "OptionError",
     "PartitionError",
     "PassContext",
@@ -89,6 +92,7 @@ __all__ = [
     "kernel",
     "materialize",
     "nn",
+    "offload_optimizer",
     "ops",
     "partition",
     "parallelize",

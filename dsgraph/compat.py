@@ -17,6 +17,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Placement
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.fx import GraphModule, Node
 
 MINIMUM_TORCH = (2, 11)
@@ -118,6 +119,17 @@ def accumulates(leaf: Any) -> bool:
 def autograd_node(leaf: torch.Tensor) -> Any:
     """The node that adds gradients to the `.grad` of a leaf."""
     return torch.autograd.graph.get_gradient_edge(leaf).node
+
+
+def distributed_like(like: DTensor, local: torch.Tensor) -> DTensor:
+    """This rank's part of a tensor that is laid out as another.
+
+    `DTensor.from_local` would bring it to the device of the mesh; what is offloaded to the host is not there, as with
+    FSDP's `CPUOffloadPolicy`, which makes its parameters so.
+    """
+    meta = TensorMeta(like.shape, like.stride(), local.dtype)
+    spec = DTensorSpec(like.device_mesh, like.placements, tensor_meta=meta)
+    return DTensor(local, spec, requires_grad=False)
 
 
 def keeping_version(tensors: tuple[torch.Tensor, ...]) -> Any:

@@ -339,13 +339,38 @@ STEP = (
 
 OFFLOAD = (
     Mutant(
+        *("masters-of-each-step", "dsgraph/offload/host_optimizer.py", "missing step"),
+        *("return param.dtype in _LOW", "return False"),
+        killers=("tests/offload/test_host_optimizer.py",),
+    ),
+    Mutant(
+        *("master-over-what-was-written", "dsgraph/offload/host_optimizer.py", "missing check"),
+        *("elif known.versions != versions_of(param):", "elif False:"),
+        killers=("tests/offload/test_host_optimizer.py",),
+    ),
+    Mutant(
+        *("late-update-is-lost", "dsgraph/offload/delayed.py", "missing step"),
+        *("            own_part(param).detach().copy_(known.value)\n", ""),
+        killers=("tests/offload/test_host_optimizer.py",),
+    ),
+    Mutant(
+        *("plain-optimizer-steps-on-offloaded", "dsgraph/step/guards.py", "missing check"),
+        *('if tier and getattr(optimizer, "tier", None) != tier:', "if False:"),
+        killers=("tests/distributed/test_offload_optimizer.py",),
+    ),
+    Mutant(
+        *("host-without-masters", "dsgraph/offload/sizes.py", "missing term"),
+        *("return self.wide_state * optimizer + copies + self", "return self.wide_state * optimizer + self"),
+        killers=("tests/offload/test_plan.py",),
+    ),
+    Mutant(
         *("disk-behind-the-network", "dsgraph/tools/cli/timeline.py", "swapped order"),
         *("return node.transfer.tier if node.transfer is not None else None", 'return "" if node.transfer else None'),
         killers=("tests/tools/cli/test_transfers.py",),
     ),
     Mutant(
-        *("plan-without-buffers", "dsgraph/offload/plan.py", "missing term"),
-        *("over += self.parameter_buffers - self.state", "over += -self.state"),
+        *("plan-without-buffers", "dsgraph/offload/sizes.py", "missing term"),
+        *("over += self.parameter_buffers - self.wide_state", "over += -self.wide_state"),
         killers=("tests/offload/test_plan.py",),
     ),
     Mutant(

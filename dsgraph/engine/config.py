@@ -67,11 +67,17 @@ class OffloadOptimizerConfig(Section):
     """Where the optimizer's state lies."""
 
     device: Literal["none", "cpu", "nvme"] = Field(
-        default="none", description='"nvme": on disk; "cpu" is where it lies anyway if the model is trained on the CPU'
+        default="none",
+        description='"nvme": on disk, with a model on the CPU; "cpu": in the host\'s memory, where 16-bit parameters '
+        "have masters of float32, and the state lies anyway if the model is trained on the CPU",
     )
     nvme_path: str | None = Field(default=None, description="the folder on that disk; it is made if it is not there")
+    pin_memory: bool | None = Field(
+        default=None,
+        description='with "cpu" and a model on CUDA: whether copies are pinned; they are unless `false`',
+    )
     ratio: float = Field(
-        default=1.0, gt=0, le=1, description='with "nvme": the share of the state on disk; the other stays in memory'
+        default=1.0, gt=0, le=1, description="the share of the state that lies there; that of the last parameters stays"
     )
 
 
@@ -83,7 +89,7 @@ class OffloadParamConfig(Section):
     )
     nvme_path: str | None = Field(default=None, description="the folder on that disk; it is made if it is not there")
     ratio: float = Field(
-        default=1.0, gt=0, le=1, description='with "nvme": the share of their bytes on disk; the other stays in memory'
+        default=1.0, gt=0, le=1, description="the share of their bytes that lies there; the last parameters stay"
     )
 
 
@@ -233,6 +239,16 @@ class DsgraphConfig(Section):
     offload_folder: str | None = Field(
         default=None,
         description="a folder on a disk, for what of the model's states does not fit into half of `memory_limit`",
+    )
+    host_memory_limit: Bytes | None = Field(
+        default=None,
+        description="for a model on CUDA: as much of the host's memory may hold what of the model's states does not "
+        "fit into half of `memory_limit`",
+    )
+    delayed_update: bool = Field(
+        default=False,
+        description='with `zero_optimization.offload_optimizer.device` "cpu": the host computes each update beside the '
+        "next step's gradients, and it is applied one step late",
     )
     kernels: Literal["auto", "none"] | tuple[str, ...] = Field(
         default="auto", description="which kernels stand in for what a model spells out"

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dsgraph.errors import EngineError
+from dsgraph.offload.host_optimizer import HostOptimizer
 from dsgraph.step.accumulate import accumulate, discard
 
 from .asynchronous import Writer
@@ -301,6 +302,8 @@ class Engine(Figures, Saving, Weights, nn.Module):
         if self.training_dataloader is not None:
             self.training_dataloader.end_loop()
         self._runs = (self.module,)
+        if isinstance(self.optimizer, HostOptimizer):
+            self.optimizer.finish()  # an update that is late
         if self.progressive_layer_drop is not None:
             self.progressive_layer_drop.let_go()
         self._looks.close()

@@ -127,7 +127,7 @@ def initialize(
         resolved,
         [
             *overruled(optimizer, lr_scheduler, settings),
-            *offload_notes(settings),
+            *offload_notes(settings, device),
             *beside_notes(settings),
             *plan,
             *without_effect,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,8 +10,9 @@ from torch.optim import Optimizer
 
 from dsgraph.byte_counts import on_device
 from dsgraph.errors import ConfigError, OffloadError
-from dsgraph.offload.optimizer import OptimizerOnDisk
+from dsgraph.offload.offload_optimizer import offloaded_to
 from dsgraph.offload.plan import plan_offload
+from dsgraph.sharding.table import OffloadArguments
 
 from .config import EngineConfig, OffloadOptimizerConfig, OffloadParamConfig
 
@@ -21,7 +21,7 @@ def check_offload(settings: EngineConfig, device: torch.device) -> None:
     """Refuses what could not be done, before anything is changed.
 
     Raises:
-        ConfigError: No folder for the disk, or a device from which nothing is offloaded yet.
+        ConfigError: No folder for the disk, a device from which nothing goes there yet, or a key without its partner.
     """
     zero = settings.zero_optimization
     for key, wanted in _wanted(settings).items():
@@ -29,45 +29,68 @@ def check_offload(settings: EngineConfig, device: torch.device) -> None:
             raise ConfigError(f"{key}.device is 'nvme': set {key}.nvme_path to a folder on that disk")
         if wanted.device != "nvme" and wanted.nvme_path is not None:
             raise ConfigError(f"{key}.nvme_path has no effect with device {wanted.device!r}: set it to 'nvme'")
-        if wanted.device != "nvme" and wanted.ratio != 1:
-            raise ConfigError(f"{key}.ratio has no effect with device {wanted.device!r}: it is of what lies on disk")
-        if wanted.device != "none" and device.type != "cpu":
-            raise ConfigError(f"{key}: offloading from {device.type} is not there yet: remove the key")
-    if zero.offload_param.device == "nvme" and zero.stage != 3:
+        if wanted.device == "none" and wanted.ratio != 1:
+            raise ConfigError(f"{key}.ratio has no effect with device 'none': it is of what lies elsewhere")
+        if wanted.device == "nvme" and device.type != "cpu":
+            raise ConfigError(f"{key}.device: from {device.type} to disk is not there yet: set it to 'cpu' or 'none'")
+        if wanted.device == "cpu" and device.type != "cpu" and isinstance(wanted, OffloadParamConfig):
+            raise ConfigError(
+                f"{key}.device: parameters cannot lie on the host below {device.type} yet: set it to 'none'"
+            )
+        if wanted.device != "none" and isinstance(wanted, OffloadParamConfig) and zero.stage != 3:
+            raise ConfigError(f"{key}: stage {zero.stage} keeps parameters where they are used: set the stage to 3")
+    optimizer = zero.offload_optimizer
+    if optimizer.pin_memory is not None and optimizer.device == "none":
         raise ConfigError(
-            f"zero_optimization.offload_param: stage {zero.stage} keeps parameters in memory: set the stage to 3"
+            "zero_optimization.offload_optimizer.pin_memory has no effect with device 'none': leave it out"
+        )
+    if settings.dsgraph.delayed_update and (optimizer.device != "cpu" or optimizer.ratio != 1):
+        raise ConfigError(
+            "dsgraph.delayed_update: an update is delayed where all of the state is on the host: set "
+            "zero_optimization.offload_optimizer.device to 'cpu' and leave its ratio out"
         )
 
 
 def planned(
     settings: EngineConfig, model: nn.Module, device: torch.device, *, ranks: int, is_divided: bool
 ) -> tuple[EngineConfig, list[str]]:
-    """The settings with what has to lie on disk, and what is printed of it: `dsgraph.offload_folder` asks for that.
+    """The settings with what has to lie elsewhere, and what is printed of it.
 
-    Half of `dsgraph.memory_limit` is for the model's states, the other half is left to activations.
+    `dsgraph.offload_folder` asks for that on the CPU, and `dsgraph.host_memory_limit` on CUDA. Half of
+    `dsgraph.memory_limit` is for the model's states, the other half is left to activations.
 
     Raises:
-        ConfigError: The model does not fit, there is no limit, a section says already what lies where, or the device is
-            one from which nothing is offloaded yet.
+        ConfigError: The model does not fit, there is no limit, a section says already what lies where, or the key is
+            one of another device.
     """
     own, zero = settings.dsgraph, settings.zero_optimization
-    if own.offload_folder is None:
+    if own.delayed_update and is_divided:
+        raise ConfigError("dsgraph.delayed_update: it is not there yet beside the section parallel: remove one of them")
+    if own.offload_folder is None and own.host_memory_limit is None:
         return settings, []
-    if device.type != "cpu":
-        raise ConfigError(f"dsgraph.offload_folder: offloading from {device.type} is not there yet: remove the key")
+    is_host = device.type != "cpu"
+    asks, other = ("host_memory_limit", "offload_folder") if is_host else ("offload_folder", "host_memory_limit")
+    if getattr(own, other) is not None:
+        below = "the host's memory" if is_host else "the disk"
+        raise ConfigError(
+            f"dsgraph.{other} has no effect for a model on {device.type}, below which lies {below}: remove it, and set "
+            f"dsgraph.{asks}"
+        )
     if own.memory_limit is None:
-        raise ConfigError("dsgraph.offload_folder has no effect without a limit: set dsgraph.memory_limit as well")
+        raise ConfigError(f"dsgraph.{asks} has no effect without a limit: set dsgraph.memory_limit as well")
     chosen = [key for key, wanted in _wanted(settings).items() if wanted.device != "none"]
     if chosen or is_divided:
-        other = chosen[0] if chosen else "the section parallel"
-        raise ConfigError(f"dsgraph.offload_folder beside {other}: remove one of the two")
-    limit = on_device(own.memory_limit, "cpu")
+        beside = chosen[0] if chosen else "the section parallel"
+        raise ConfigError(f"dsgraph.{asks} beside {beside}: remove one of the two")
+    limit = on_device(own.memory_limit, device.type)
     threshold = zero.param_persistence_threshold
     try:
         plan = plan_offload(
             model,
             memory_limit=limit // 2,
             folder=own.offload_folder,
+            host_memory_limit=own.host_memory_limit,
+            device=device,
             stage=zero.stage,
             ranks=ranks,
             **({} if threshold is None else {"keep_whole_below": threshold}),
@@ -76,12 +99,12 @@ def planned(
         raise ConfigError(
             f"dsgraph.memory_limit is {limit:,} bytes, of which half is for the model's states: {error}"
         ) from error
-    disk: dict[str, Any] = {"device": "nvme", "nvme_path": own.offload_folder}
+    where: dict[str, Any] = {"device": "cpu"} if is_host else {"device": "nvme", "nvme_path": own.offload_folder}
     changes: dict[str, Any] = {}
     if plan.optimizer_ratio:
-        changes["offload_optimizer"] = OffloadOptimizerConfig(**disk, ratio=plan.optimizer_ratio)
+        changes["offload_optimizer"] = OffloadOptimizerConfig(**where, ratio=plan.optimizer_ratio)
     if plan.parameters_ratio:
-        changes["offload_param"] = OffloadParamConfig(**disk, ratio=plan.parameters_ratio)
+        changes["offload_param"] = OffloadParamConfig(**where, ratio=plan.parameters_ratio)
     update = {
         "zero_optimization": zero.model_copy(update=changes),
         "dsgraph": own.model_copy(update={"memory_limit": plan.limit_of_graphs(limit)}),
@@ -90,12 +113,11 @@ def planned(
 
 
 def partition_offload(settings: EngineConfig) -> dict[str, Any] | None:
-    """What `partition` is told of it."""
+    """What `partition` is told of it. The optimizer is the engine's own, see `offloaded`."""
     wanted = settings.zero_optimization.offload_param
-    if wanted.device != "nvme":
-        return None
-    assert wanted.nvme_path is not None
-    return {"parameters": "disk", "folder": wanted.nvme_path, "ratio": wanted.ratio}
+    if wanted.device == "nvme":
+        return {"parameters": "disk", "folder": wanted.nvme_path, "ratio": wanted.ratio}
+    return None
 
 
 def offloaded(optimizer: Optimizer, settings: EngineConfig) -> Optimizer:
@@ -105,21 +127,33 @@ def offloaded(optimizer: Optimizer, settings: EngineConfig) -> Optimizer:
         OffloadError: It is no optimizer whose state can lie there, or the disk has too few bytes free.
     """
     wanted = settings.zero_optimization.offload_optimizer
-    if wanted.device != "nvme":
+    if wanted.device == "none":
         return optimizer
-    assert wanted.nvme_path is not None
-    folder = Path(wanted.nvme_path)
-    folder.mkdir(parents=True, exist_ok=True)
-    return OptimizerOnDisk(optimizer, folder=folder, ratio=wanted.ratio)
+    arguments = OffloadArguments(
+        optimizer="disk" if wanted.device == "nvme" else "host",
+        folder=wanted.nvme_path or "",
+        optimizer_ratio=wanted.ratio,
+    )
+    pins = wanted.pin_memory is not False
+    return offloaded_to(arguments, optimizer, delayed=settings.dsgraph.delayed_update, pin_memory=pins)
 
 
-def offload_notes(settings: EngineConfig) -> list[str]:
+def offload_notes(settings: EngineConfig, device: torch.device) -> list[str]:
     """What is printed of it."""
-    return [
-        f"{key} has no effect: the model is trained on the CPU, and all of it is there"
-        for key, wanted in _wanted(settings).items()
-        if wanted.device == "cpu"
-    ]
+    optimizer, param = _wanted(settings).values()
+    notes = []
+    if optimizer.device == "cpu" and device.type == "cpu":
+        notes.append(
+            "zero_optimization.offload_optimizer moves nothing: the model is trained on the CPU, where the state lies "
+            "anyway; parameters of 16 bits have masters of float32"
+        )
+    if param.device == "cpu" and device.type == "cpu":
+        notes.append(
+            "zero_optimization.offload_param has no effect: the model is trained on the CPU, and all of it is there"
+        )
+    if isinstance(optimizer, OffloadOptimizerConfig) and optimizer.pin_memory is not None and device.type == "cpu":
+        notes.append("zero_optimization.offload_optimizer.pin_memory has no effect: nothing is copied to or from CUDA")
+    return notes
 
 
 def _wanted(settings: EngineConfig) -> dict[str, OffloadOptimizerConfig | OffloadParamConfig]:

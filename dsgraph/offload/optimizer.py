@@ -15,7 +15,7 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, optim
@@ -48,7 +48,10 @@ class OptimizerOnDisk(Optimizer):
     Attributes:
         inner: The optimizer that steps. It holds no state between steps.
         state: Reads and writes the file: what it gives is a copy, and what is set is stored.
+        tier: Where the state lies.
     """
+
+    tier: ClassVar[str] = "disk"
 
     def __init__(self, inner: Optimizer, *, folder: Path, ratio: float = 1.0, chunk_bytes: int = CHUNK_BYTES) -> None:
         """Takes over an optimizer, and reserves the disk's bytes for its state.
@@ -268,7 +271,12 @@ def _wait_for(writing: Sequence[Future[None]]) -> None:
         future.result()
 
 
-def _check(inner: Optimizer, params: Sequence[Tensor]) -> None:
+def check_elementwise(inner: Optimizer) -> None:
+    """Refuses an optimizer whose state cannot lie elsewhere.
+
+    Raises:
+        OffloadError: It does not step element by element, or has stepped.
+    """
     name = type(inner).__name__
     if not isinstance(inner, ELEMENTWISE):
         known = ", ".join(kind.__name__ for kind in ELEMENTWISE)
@@ -277,10 +285,15 @@ def _check(inner: Optimizer, params: Sequence[Tensor]) -> None:
         )
     if inner.state:
         raise OffloadError(f"{name} has stepped already: offload the state of a new one, and load a checkpoint into it")
+
+
+def _check(inner: Optimizer, params: Sequence[Tensor]) -> None:
+    check_elementwise(inner)
     elsewhere = next((param for param in params if own_part(param).device.type != "cpu"), None)
     if elsewhere is not None:
         raise OffloadError(
-            f"{name} holds parameters on {elsewhere.device.type}; state can lie on disk for those on the CPU alone"
+            f"{type(inner).__name__} holds parameters on {elsewhere.device.type}; state can lie on disk for those on "
+            "the CPU alone"
         )
 
 

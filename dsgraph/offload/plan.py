@@ -1,4 +1,4 @@
-"""What of a model's states is to lie on disk, so that the rest fits into memory."""
+"""What of a model's states is to lie on the host or on disk, so that the rest fits into the device's memory."""
 
 from __future__ import annotations
 
@@ -7,22 +7,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
 from dsgraph.byte_counts import on_device, read_bytes
 from dsgraph.errors import OffloadError
-from dsgraph.inductor_ext import chunk_rows
-from dsgraph.passes.analysis.budget import OPTIMIZER_STATES
-from dsgraph.sharding.table import KEEP_WHOLE_BELOW
-from dsgraph.tiers.stored_rows import WRITING_BYTES
+from dsgraph.sharding.table import KEEP_WHOLE_BELOW, OffloadArguments
 
-from .optimizer import CHUNK_BYTES, OptimizerOnDisk
-
-_AHEAD_BYTES = 64 * 2**20  # of parameters that `StreamForwardParameters` reads ahead
-_CHUNKS = 3  # of state in memory at once: one is read, one used, one written
-_FULL_COPIES = 3  # of a parameter in use, besides its rows: gathered, and its gradient before and after the reduction
+from .offload_optimizer import offloaded_to
+from .sizes import Sizes
 
 
 @dataclass(frozen=True)
@@ -30,46 +25,60 @@ class OffloadPlan:
     """Where the states of a model lie, on each rank.
 
     Attributes:
-        parameters_ratio: The share of sharded parameters and their gradients on disk.
-        optimizer_ratio: The share of the optimizer's state on disk.
-        folder: On the disk.
-        memory_bytes: What stays in memory, with the buffers through which the other passes; activations are no part.
-        disk_bytes: What lies on disk.
-        buffer_bytes: Those buffers.
+        tier: Where what does not stay lies: "disk" below memory, "host" below a device with memory of its own.
+        parameters_ratio: The share of sharded parameters and their gradients that lies there.
+        optimizer_ratio: The share of the optimizer's state that lies there.
+        folder: On the disk; None where nothing goes there.
+        memory_bytes: What stays, with the buffers through which the other passes; activations are no part.
+        below_bytes: What lies in the tier, with buffers that are there.
+        buffer_bytes: Those that are not.
         state_bytes: The optimizer's state, wherever it lies.
     """
 
+    tier: str
     parameters_ratio: float
     optimizer_ratio: float
-    folder: Path
+    folder: Path | None
     memory_bytes: int
-    disk_bytes: int
+    below_bytes: int
     buffer_bytes: int
     state_bytes: int
 
     @property
     def parameters(self) -> dict[str, Any] | None:
-        """For `partition(offload=...)`."""
+        """What `partition(offload=...)` is told of parameters, for those who wrap the optimizer by `take`."""
         if not self.parameters_ratio:
             return None
-        return {"parameters": "disk", "folder": str(self.folder), "ratio": self.parameters_ratio}
+        return {"parameters": self.tier, **self._folder, "ratio": self.parameters_ratio}
+
+    @property
+    def offload(self) -> dict[str, Any] | None:
+        """For `partition(offload=...)`, with `dsgraph.offload_optimizer` afterwards."""
+        shares = {"optimizer": self.optimizer_ratio, "parameters": self.parameters_ratio}
+        wanted = {what: share for what, share in shares.items() if share}
+        return {**dict.fromkeys(wanted, self.tier), **self._folder, "ratio": wanted} if wanted else None
+
+    @property
+    def _folder(self) -> dict[str, str]:
+        return {} if self.folder is None else {"folder": str(self.folder)}
 
     def take(self, optimizer: Optimizer) -> Optimizer:
-        """The optimizer itself, or, if its state is to lie on disk, what runs it so.
+        """The optimizer itself, or, if its state is to lie elsewhere, what runs it so.
 
         Raises:
-            OffloadError: See `OptimizerOnDisk`.
+            OffloadError: See `OptimizerOnDisk` and `HostOptimizer`.
         """
         if not self.optimizer_ratio:
             return optimizer
-        self.folder.mkdir(parents=True, exist_ok=True)
-        return OptimizerOnDisk(optimizer, folder=self.folder, ratio=self.optimizer_ratio)
+        folder = "" if self.folder is None else str(self.folder)
+        wanted = OffloadArguments(optimizer=self.tier, folder=folder, optimizer_ratio=self.optimizer_ratio)
+        return offloaded_to(wanted, optimizer)
 
     def limit_of_graphs(self, limit: int) -> int:
         """The backend's `memory_limit` with which a step takes no more than `limit` bytes.
 
-        The backend knows of parameters on disk. It does not know of the buffers, nor of state on disk of a parameter in
-        memory.
+        The backend knows of parameters that lie elsewhere. It does not know of the buffers, nor of state elsewhere of a
+        parameter that stays.
         """
         unseen = self.state_bytes * (self.optimizer_ratio - self.parameters_ratio)
         return limit + math.floor(unseen) - self.buffer_bytes
@@ -77,10 +86,13 @@ class OffloadPlan:
     def __str__(self) -> str:
         if not self.optimizer_ratio:
             return f"offload: nothing; the model's states take {self.memory_bytes:,} bytes of memory"
+        where, here = f"in {self.folder}", "memory"
+        if self.tier == "host":
+            where, here = "with buffers, in the host's memory", "the device's memory"
         return (
             f"offload: {self.optimizer_ratio:.0%} of the optimizer's state and {self.parameters_ratio:.0%} of "
-            f"parameters and gradients lie on disk, {self.disk_bytes:,} bytes in {self.folder}; the model's states "
-            f"take {self.memory_bytes:,} bytes of memory"
+            f"parameters and gradients lie on {self.tier}, {self.below_bytes:,} bytes {where}; the model's states "
+            f"take {self.memory_bytes:,} bytes of {here}"
         )
 
 
@@ -88,106 +100,89 @@ def plan_offload(
     model: nn.Module,
     *,
     memory_limit: float | str,
-    folder: Path | str,
+    folder: Path | str | None = None,
+    host_memory_limit: float | str | None = None,
+    device: torch.device | str = "cpu",
     stage: int = 3,
     ranks: int | None = None,
     keep_whole_below: int = KEEP_WHOLE_BELOW,
 ) -> OffloadPlan:
-    """Says what of a model's states has to lie on disk. Nothing is allocated, and the model may lie on `meta`.
+    """Says what of a model's states has to leave the device. Nothing is allocated, and the model may lie on `meta`.
 
-    The optimizer's state goes first: of each byte that it spares, a step reads one and writes one. Of each byte of
-    parameters and gradients, three are read or written.
+    On the CPU, memory is the device and the disk lies below it. Below CUDA lies the host, where the optimizer's state
+    alone can go yet.
+
+    The optimizer's state goes first: of each byte that it spares on disk, a step reads one and writes one. Of each byte
+    of parameters and gradients, three are read or written.
 
     Args:
         model: It is not partitioned yet.
-        memory_limit: What parameters, gradients, an optimizer's two averages and buffers may take of a rank's memory:
-            bytes, a text such as "3GiB", or a share of the machine's. Activations come on top.
-        folder: On the disk.
+        memory_limit: What parameters, gradients, an optimizer's two averages and buffers may take of a rank's share of
+            the device: bytes, a text such as "3GiB", or a share. Activations come on top.
+        folder: On the disk. On the CPU something can leave memory with it alone.
+        host_memory_limit: The same of the host's memory, for CUDA. None: all that there is for a rank.
+        device: Where the model will be trained; it need not be there.
         stage: Of ZeRO, with which the model will be partitioned.
         ranks: How many there will be; None: as many as there are.
         keep_whole_below: That of `partition`.
 
     Raises:
-        OffloadError: It does not fit; the error names the smallest limit that would do.
+        OffloadError: It does not fit; the error names the smallest limits that would do. Or a limit has no effect.
     """
-    try:
-        limit = on_device(read_bytes(memory_limit), "cpu")  # type: ignore[arg-type]
-    except ValueError as error:
-        raise OffloadError(f"memory_limit is {memory_limit!r}: {error}") from error
+    device = torch.device(device)
     if ranks is None:
         ranks = dist.get_world_size() if dist.is_initialized() else 1
-    sizes = _Sizes.of(model, stage, ranks, keep_whole_below)
-    for optimizer, parameters in sizes.shares(limit):
-        found = sizes.memory(optimizer, parameters)
-        if found <= limit:
-            return OffloadPlan(
-                *(parameters, optimizer, Path(folder)),
-                memory_bytes=math.ceil(found),
-                disk_bytes=math.ceil(sizes.state * optimizer + sizes.movable * parameters),
-                buffer_bytes=sizes.buffers(optimizer, parameters),
-                state_bytes=sizes.state,
-            )
-    hint = "" if stage == 3 else f"; stage {stage} keeps parameters in memory, stage 3 would take less"
-    raise OffloadError(
-        f"memory_limit is {limit:,} bytes, and the model's states take {sizes.least:,} at least, with everything on "
-        f"disk that can be there: set it to that or more{hint}"
+    limit = _bytes_of("memory_limit", memory_limit, device.type)
+    is_host = device.type != "cpu"
+    if is_host and folder is not None:
+        raise OffloadError(f"folder has no effect yet on {device.type}, below which lies the host: leave it out")
+    if not is_host and host_memory_limit is not None:
+        raise OffloadError("host_memory_limit has no effect on the CPU, whose memory is the host's: set memory_limit")
+    sizes = Sizes.of(model, stage, ranks, keep_whole_below, to_host=is_host)
+    found = sizes.shares_within(limit)
+    if found is not None and any(found) and not is_host and folder is None:
+        raise OffloadError(
+            f"memory_limit is {limit:,} bytes, and something has to go to disk: name a folder there, or set it to "
+            f"{math.ceil(sizes.memory(0, 0)):,} or more"
+        )
+    if found is None:
+        hint = "" if stage == 3 else f"; stage {stage} keeps parameters there, stage 3 would take less"
+        where = "on the host" if is_host else "on disk"
+        raise OffloadError(
+            f"memory_limit is {limit:,} bytes, and the model's states take {sizes.least:,} at least, with everything "
+            f"{where} that can be there: set it to that or more{hint}"
+        )
+    below = math.ceil(sizes.below(*found))
+    if is_host:
+        _check_host(sizes, below, limit, _bytes_of("host_memory_limit", host_memory_limit or 1.0, "cpu"))
+    return OffloadPlan(
+        *("host" if is_host else "disk", found[1], found[0]),
+        folder=Path(folder) if folder is not None and any(found) else None,
+        memory_bytes=math.ceil(sizes.memory(*found)),
+        below_bytes=below,
+        buffer_bytes=sizes.buffers(*found),
+        state_bytes=sizes.state,
     )
 
 
-@dataclass(frozen=True)
-class _Sizes:
-    """Bytes of one rank: what always stays in memory, what can lie on disk, and the buffers for that."""
+def _bytes_of(name: str, limit: float | str, device_type: str) -> int:
+    try:
+        return on_device(read_bytes(limit), device_type)  # type: ignore[arg-type]
+    except ValueError as error:
+        raise OffloadError(f"{name} is {limit!r}: {error}") from error
 
-    fixed: int
-    state: int
-    movable: int
-    state_buffers: int
-    parameter_buffers: int
 
-    @classmethod
-    def of(cls, model: nn.Module, stage: int, ranks: int, keep_whole_below: int) -> _Sizes:
-        fixed = state = movable = most_state = most_rows = most_full = 0
-        for param in model.parameters():
-            full = param.nbytes
-            sharded = stage > 0 and param.dim() > 0 and param.numel() >= max(1, keep_whole_below)
-            rows = chunk_rows(len(param), ranks) * (full // len(param)) if sharded else full
-            grad = rows if param.requires_grad else 0
-            state += OPTIMIZER_STATES * grad
-            most_state = max(most_state, OPTIMIZER_STATES * grad)
-            if sharded and stage == 3:
-                movable += rows + grad
-                most_rows, most_full = max(most_rows, rows), max(most_full, full)
-            else:
-                fixed += rows + grad + (full if sharded else 0)
-        return cls(
-            *(fixed, state, movable),
-            state_buffers=_CHUNKS * max(CHUNK_BYTES, most_state),
-            parameter_buffers=max(_AHEAD_BYTES, 2 * most_rows)
-            + max(WRITING_BYTES, most_rows)
-            + _FULL_COPIES * most_full
-            + _CHUNKS * max(CHUNK_BYTES, most_state),  # rows and gradients of the chunks
-        )
-
-    @property
-    def least(self) -> int:
-        return math.ceil(min(self.memory(0, 0), self.memory(1, 0), self.memory(1, 1)))
-
-    def memory(self, optimizer: float, parameters: float) -> float:
-        """What is in memory with such shares on disk."""
-        in_memory = self.fixed + self.state * (1 - optimizer) + self.movable * (1 - parameters)
-        return in_memory + self.buffers(optimizer, parameters)
-
-    def buffers(self, optimizer: float, parameters: float) -> int:
-        """What of it is buffers."""
-        return self.state_buffers * bool(optimizer) + self.parameter_buffers * bool(parameters)
-
-    def shares(self, limit: int) -> list[tuple[float, float]]:
-        """Shares of the optimizer's state and of parameters that may fit, those that move the least first."""
-        over = self.memory(0, 0) + self.state_buffers - limit
-        found: list[tuple[float, float]] = [(0, 0)]
-        if 0 < over <= self.state:
-            found.append((over / self.state, 0))
-        over += self.parameter_buffers - self.state
-        if 0 < over <= self.movable:
-            found.append((1, over / self.movable))
-        return found
+def _check_host(sizes: Sizes, below: int, limit: int, host_limit: int) -> None:
+    """Refuses what the host cannot hold, with the least limits: of the host, or of the device for that host."""
+    if below <= host_limit:
+        return
+    low, high = limit, math.ceil(sizes.memory(0, 0))  # the first is too small, the second takes nothing of the host
+    while high - low > 1:
+        middle = (low + high) // 2
+        found = sizes.shares_within(middle)
+        fits = found is not None and math.ceil(sizes.below(*found)) <= host_limit
+        low, high = (low, middle) if fits else (middle, high)
+    raise OffloadError(
+        f"memory_limit is {limit:,} bytes, so that the host has to hold {below:,}, and host_memory_limit is "
+        f"{host_limit:,}: set host_memory_limit to {below:,} or more, or memory_limit to {high:,} or more"
+    )

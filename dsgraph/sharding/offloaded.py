@@ -1,8 +1,9 @@
-"""Which parameters lie on disk."""
+"""What of a model lies elsewhere than on its device."""
 
 from __future__ import annotations
 
 import math
+import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,41 +15,67 @@ from dsgraph.inductor_ext import chunk_rows, resolve_group
 from dsgraph.tiers.slots import first_of
 from dsgraph.tiers.stored_rows import ParameterFile
 
-from .table import DiskShare, PartitionedModel, ShardedParameter
+from .table import OffloadArguments, PartitionedModel, ShardedParameter
+
+_TIERS = ("host", "disk")
 
 
-def read_offload(offload: Mapping[str, Any], stage: int | None) -> DiskShare:
+def read_offload(offload: Mapping[str, Any], stage: int | None) -> OffloadArguments:
     """What `partition(offload=...)` says.
 
     Raises:
         PartitionError: Something in it cannot be done.
     """
     given = dict(offload) if isinstance(offload, Mapping) else {"": str(offload)}
-    folder, parameters, ratio = given.pop("folder", None), given.pop("parameters", None), given.pop("ratio", 1.0)
-    if "optimizer" in given:
-        raise PartitionError(
-            "offload: partition makes no optimizer: leave 'optimizer' out, and wrap yours in "
-            "dsgraph.offload.optimizer.OptimizerOnDisk, or use the engine"
+    tiers = {what: given.pop(what, "") for what in ("parameters", "optimizer")}
+    folder, ratio = given.pop("folder", None), given.pop("ratio", 1.0)
+    shares = ratio if isinstance(ratio, Mapping) else dict.fromkeys(tiers, ratio)
+    named = [tier for tier in tiers.values() if tier != ""]
+    known = all(tier in _TIERS for tier in named) and (folder is None or (isinstance(folder, str) and folder))
+    if given or not named or not known or not shares.keys() <= tiers.keys() or not all(map(_is_share, shares.values())):
+        takes = (
+            '{"optimizer": "host" or "disk", "parameters": "disk", "folder": a folder on that disk, "ratio": '
+            "above 0 and up to 1}, of which one of the first two has to be there; the ratio may be one for each, "
+            '{"optimizer": 0.5, "parameters": 1.0}'
         )
-    shares = isinstance(ratio, (int, float)) and 0 < ratio <= 1
-    if given or parameters != "disk" or not isinstance(folder, str) or not folder or not shares:
-        takes = '{"parameters": "disk", "folder": a folder on that disk, "ratio": above 0 and up to 1}'
         raise PartitionError(f"offload is {offload!r}; it takes {takes}")
-    if stage not in (None, 3):
-        raise PartitionError(f"offload: stage {stage} holds gathered copies of all parameters; it takes stage 3")
-    return DiskShare(folder, float(ratio))
+    if tiers["parameters"] == "host":
+        raise PartitionError(
+            f"offload is {offload!r}: parameters cannot lie on the host yet, below a GPU; on the CPU they lie there "
+            "anyway: leave 'parameters' out"
+        )
+    if folder is not None and "disk" not in named:
+        raise PartitionError(f"offload is {offload!r}: the folder has no effect, since nothing goes to disk")
+    if tiers["parameters"] and stage not in (None, 3):
+        raise PartitionError(
+            f"offload: stage {stage} holds gathered copies of all parameters; 'parameters' takes stage 3, 'optimizer' "
+            "any stage"
+        )
+    return OffloadArguments(
+        **tiers,
+        folder=(folder or tempfile.gettempdir()) if "disk" in named else "",
+        parameters_ratio=float(shares.get("parameters", 1.0)),
+        optimizer_ratio=float(shares.get("optimizer", 1.0)),
+    )
 
 
-def refuse_other_devices(parameters: Mapping[str, nn.Parameter]) -> None:
-    """Refuses what is not on the CPU, or to be.
+def _is_share(ratio: object) -> bool:
+    return isinstance(ratio, (int, float)) and not isinstance(ratio, bool) and 0 < ratio <= 1
+
+
+def refuse_other_devices(parameters: Mapping[str, nn.Parameter], offload: OffloadArguments) -> None:
+    """Refuses what is not on the CPU, or to be, where something goes to disk.
 
     Raises:
         PartitionError: Names the first one.
     """
+    if "disk" not in (offload.parameters, offload.optimizer):
+        return
     for name, param in parameters.items():
         if param.device.type not in ("cpu", "meta"):
+            what = "parameters" if offload.parameters == "disk" else "the optimizer's state"
             raise PartitionError(
-                f"offload: parameter {name!r} is on {param.device.type}; parameters lie on disk for the CPU alone yet"
+                f"offload: parameter {name!r} is on {param.device.type}; {what} can lie on disk for the CPU alone yet"
             )
 
 
@@ -59,7 +86,7 @@ def give_places(entries: Sequence[ShardedParameter], part: PartitionedModel) -> 
         OffloadError: The folder cannot be used, or the disk has too few bytes free.
     """
     offload = part.arguments.offload
-    sharded = [entry for entry in entries if entry.layout.group] if offload.folder else []
+    sharded = [entry for entry in entries if entry.layout.group] if offload.parameters else []
     if not sharded:
         return
     Path(offload.folder).mkdir(parents=True, exist_ok=True)
@@ -70,7 +97,7 @@ def give_places(entries: Sequence[ShardedParameter], part: PartitionedModel) -> 
         assert item is not None
         ranks = resolve_group(entry.layout.group).size()
         sizes.append(chunk_rows(rows, ranks) * math.prod(rest) * item.element_size())
-    on_disk = first_of(sizes, offload.ratio)
+    on_disk = first_of(sizes, offload.parameters_ratio)
     file = ParameterFile(sizes[:on_disk], below=Path(offload.folder))
     for number, entry in enumerate(sharded[:on_disk]):
         entry.stored = file.place(number)

@@ -71,10 +71,12 @@ def partition(
         regions: Which blocks Dynamo captures once, to be called for each: "auto" takes all blocks of a list of modules
             that have equal classes and parameters, "none" none; a list names lists of modules, such as
             ["model.layers"]. None: "none".
-        offload: What lies elsewhere than in memory, for stage 3 on the CPU: {"parameters": "disk", "folder":
-            "/scratch"}. This rank's rows of sharded parameters, and their gradients, lie in a file below the folder,
-            which goes when the process ends; compiled graphs read each ahead of its use. With "ratio", a share of them
-            does, above 0 and up to 1, and the last parameters stay in memory. See docs/offload.md. None: nothing.
+        offload: What lies elsewhere than on the model's device: {"optimizer": "host", "parameters": "disk", "folder":
+            "/scratch", "ratio": 0.5}. "optimizer", at every stage: where its state lies, "host" or "disk"; step what
+            `dsgraph.offload_optimizer` makes of it. "parameters", at stage 3: this rank's rows of sharded parameters,
+            and their gradients; compiled graphs read each ahead of its use. "folder": on the disk; without it the one
+            for temporary files. A file in it goes when the process ends. "ratio": the share of bytes, above 0 and up
+            to 1, or one for each; the last parameters stay. See docs/offload.md. None: nothing.
 
     Returns:
         `model` itself.
@@ -100,8 +102,8 @@ def partition(
         _take_in(model, part)
         return model
     additions = Additions(model, dict(model.named_parameters()), [], [])
-    if offload is not None:
-        refuse_other_devices(additions.parameters)
+    if "offload" in given:
+        refuse_other_devices(additions.parameters, given["offload"])
     _refuse(additions)
     mesh = resolve_mesh(mesh, model)
     part = PartitionedModel(mesh, mesh_axes(mesh), replace(_DEFAULTS, **given), model)

@@ -6,6 +6,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DeviceMesh, DTensor, Placement, Replicate, Shard
 
+from dsgraph import compat
 from dsgraph.passes import AxisRole
 
 from .layout import Layout
@@ -37,3 +38,11 @@ def local_rows(full: Tensor, layout: Layout, mesh: DeviceMesh) -> Tensor:
 def own_part(tensor: Tensor) -> Tensor:
     """What this rank holds of a tensor: its part of a `DTensor`, a plain tensor itself."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def distributed_like(like: Tensor, local: Tensor) -> Tensor:
+    """This rank's part of a tensor that is distributed as another is; `local` itself where that is a plain one.
+
+    It may be on another device than the other's part.
+    """
+    return compat.distributed_like(like, local) if isinstance(like, DTensor) else local

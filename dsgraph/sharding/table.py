@@ -74,16 +74,22 @@ KEEP_WHOLE_BELOW = 2**14
 
 
 @dataclass(frozen=True)
-class DiskShare:
-    """Which sharded parameters lie on disk.
+class OffloadArguments:
+    """What of a model lies elsewhere than on its device, as `partition(offload=...)` has it.
 
     Attributes:
-        folder: The folder on the disk; empty: none do.
-        ratio: The share of their bytes. The last parameters stay in memory, which the backward reads first.
+        parameters: Where sharded parameters and their gradients lie: "disk", or "" for the device.
+        optimizer: Where the optimizer's state lies: "host", "disk" or ""; `dsgraph.offload_optimizer` sees to it.
+        folder: The folder on the disk.
+        parameters_ratio: The share of the parameters' bytes. The last ones stay, which the backward reads first.
+        optimizer_ratio: The share of the state's bytes; that of the last parameters stays.
     """
 
+    parameters: str = ""
+    optimizer: str = ""
     folder: str = ""
-    ratio: float = 1.0
+    parameters_ratio: float = 1.0
+    optimizer_ratio: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -95,7 +101,7 @@ class PartitionArguments:
     reduce_dtype: torch.dtype | None
     keep_whole_below: int
     regions: Literal["auto", "none"] | tuple[str, ...] = "none"
-    offload: DiskShare = DiskShare()
+    offload: OffloadArguments = OffloadArguments()
 
 
 @dataclass(eq=False)

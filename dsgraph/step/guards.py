@@ -102,7 +102,12 @@ def _problem(
     optimizer: Optimizer, group: Mapping[str, Any], held: Sequence[ShardedParameter], state: PartitionedModel
 ) -> str | None:
     """Why an optimizer cannot step on parameters of one of its groups, and what to do."""
-    name = held[0].name
+    name, tier = held[0].name, state.arguments.offload.optimizer
+    if tier and getattr(optimizer, "tier", None) != tier:
+        return (
+            f"it would keep the state of {name!r} on the device, and the model was partitioned with "
+            f'offload={{"optimizer": "{tier}"}}: step dsgraph.offload_optimizer(optimizer, model) in its place'
+        )
     if isinstance(optimizer, NEED_ALL_ROWS) and state.zero.splits_parameters:
         return (
             f"it needs all rows of a parameter at once, and holds {name!r} of a model that was partitioned with "

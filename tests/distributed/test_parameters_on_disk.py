@@ -163,9 +163,11 @@ def test_a_disk_that_is_lost_ends_in_an_error(one_rank, tmp_path, phase, what):
 @pytest.mark.parametrize(
     ("offload", "stage", "said"),
     [
-        ({"parameters": "host", "folder": "/tmp"}, 3, "it takes"),
-        ({"parameters": "disk"}, 3, "a folder on that disk"),
-        ({"parameters": "disk", "folder": "/tmp", "optimizer": "disk"}, 3, "OptimizerOnDisk"),
+        ({"parameters": "tape"}, 3, "it takes"),
+        ({"parameters": "host"}, 3, "parameters cannot lie on the host yet"),
+        ({"folder": "/tmp"}, 3, "one of the first two has to be there"),
+        ({"optimizer": "host", "ratio": {"gradients": 0.5}}, 3, "the ratio may be one for each"),
+        ({"optimizer": "host", "folder": "/tmp"}, 3, "the folder has no effect"),
         ({"parameters": "disk", "folder": "/tmp"}, 2, "stage 2 holds gathered copies"),
     ],
 )

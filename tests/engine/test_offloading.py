@@ -9,6 +9,7 @@ import torch
 
 import dsgraph
 from dsgraph.errors import ConfigError
+from dsgraph.offload.host_optimizer import HostOptimizer
 from dsgraph.offload.optimizer import OptimizerOnDisk
 from tests.distributed.training import full
 from tests.models import CASES, build
@@ -79,7 +80,8 @@ def test_training_and_checkpoints_are_those_of_state_in_memory(ranks, stage, mic
         (_offload("cpu", nvme_path="/tmp"), "nvme_path has no effect with device 'cpu': set it to 'nvme'"),
         (_offload("disk"), "zero_optimization.offload_optimizer.device"),
         (_offload(nvme_path="/tmp", ratio=1.5), "zero_optimization.offload_optimizer.ratio"),
-        (_offload("cpu", ratio=0.5), "ratio has no effect with device 'cpu'"),
+        (_offload("none", ratio=0.5), "ratio has no effect with device 'none'"),
+        ({"offload_param": {"device": "cpu"}}, "stage 1 keeps parameters where they are used"),
     ],
 )
 def test_what_a_configuration_cannot_have_is_refused(one_rank, section, said):
@@ -90,11 +92,56 @@ def test_what_a_configuration_cannot_have_is_refused(one_rank, section, said):
 
 
 def test_the_host_is_where_state_lies_already_on_the_cpu(one_rank, capsys):
-    settings = config(1)
-    settings["zero_optimization"] |= _offload("cpu")
+    settings = config(3)
+    settings["zero_optimization"] |= _offload("cpu", pin_memory=True) | {"offload_param": {"device": "cpu"}}
     engine = dsgraph.initialize(model=build(CASE), config=settings)[0]
-    assert not isinstance(engine.optimizer, OptimizerOnDisk)
-    assert "offload_optimizer has no effect: the model is trained on the CPU" in capsys.readouterr().out
+    assert type(engine.optimizer) is HostOptimizer
+    said = capsys.readouterr().out
+    assert "offload_optimizer moves nothing: the model is trained on the CPU" in said
+    assert "offload_param has no effect: the model is trained on the CPU" in said
+    assert "offload_optimizer.pin_memory has no effect" in said
+
+
+def _on_host(stage: int, delayed: bool, offloads: bool = True) -> dsgraph.Engine:
+    torch.compiler.reset()
+    settings = config(stage, gradient_clipping=0.5, gradient_accumulation_steps=2)
+    if offloads:
+        settings["zero_optimization"] |= _offload("cpu")
+        settings["dsgraph"] = {**settings["dsgraph"], "delayed_update": delayed}
+    return dsgraph.initialize(model=build(CASE), config=settings)[0]
+
+
+def _check_host(stage: int, delayed: bool, place: str) -> None:
+    """A checkpoint amid training changes nothing, and another engine goes on from it."""
+    engine, whole = _on_host(stage, delayed), _on_host(stage, delayed)
+    _train(engine, 0, 4)
+    engine.save_checkpoint(f"{place}/host")
+    expected = _train(whole, 0, 8)
+    other = _on_host(stage, delayed)
+    other.load_checkpoint(f"{place}/host")
+    found = [_train(engine, 4, 8), _train(other, 4, 8)]
+    if not delayed:
+        found.append(_train(_on_host(stage, delayed, offloads=False), 0, 8))
+    for params in found:
+        for mine, theirs in zip(params, expected, strict=True):
+            assert torch.equal(mine, theirs)
+    other.close()
+    after = [full(param.detach()) for param in other.module.parameters()]
+    is_late = any(not torch.equal(mine, theirs) for mine, theirs in zip(after, expected, strict=True))
+    assert is_late is delayed, "close applies an update that is late"
+
+
+@pytest.mark.parametrize(
+    ("stage", "delayed"),
+    [
+        (1, True),
+        (3, False),
+        *(pytest.param(stage, late, marks=pytest.mark.full) for stage in (0, 2, 3) for late in (True, False)),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:delayed_update")
+def test_training_and_checkpoints_with_state_on_the_host(ranks, stage, delayed, tmp_path):
+    ranks(2).run(_check_host, stage, delayed, str(tmp_path))
 
 
 def _planned(limit: str | None, folder: str) -> list[torch.Tensor]:
@@ -126,6 +173,8 @@ def test_a_limit_of_memory_says_what_lies_on_disk(one_rank, tmp_path, capfd):
     ("section", "zero", "said"),
     [
         ({"offload_folder": "/tmp"}, {}, "set dsgraph.memory_limit as well"),
+        ({"host_memory_limit": "1GB"}, {}, "dsgraph.host_memory_limit has no effect for a model on cpu"),
+        ({"delayed_update": True}, _offload("cpu", ratio=0.5), "dsgraph.delayed_update: .* leave its ratio out"),
         ({"offload_folder": "/tmp", "memory_limit": 1000}, {}, r"1,000 bytes, of which half .* at least"),
         (
             {"offload_folder": "/tmp", "memory_limit": "1GB"},

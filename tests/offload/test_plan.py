@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from torch import nn, optim
 
 import dsgraph
 from dsgraph.errors import OffloadError
+from dsgraph.offload.host_optimizer import HostOptimizer
 from dsgraph.offload.optimizer import OptimizerOnDisk
 from dsgraph.offload.plan import plan_offload
 from dsgraph.tiers.stored_rows import stored_rows
@@ -30,7 +32,7 @@ STATES = 16 * LAYERS * WIDTH**2
 
 def test_what_fits_stays_in_memory():
     plan = plan_offload(_model(), memory_limit=STATES, folder="/scratch")
-    assert (plan.parameters, plan.optimizer_ratio, plan.memory_bytes, plan.disk_bytes) == (None, 0, STATES, 0)
+    assert (plan.parameters, plan.optimizer_ratio, plan.memory_bytes, plan.below_bytes) == (None, 0, STATES, 0)
     optimizer = optim.AdamW(nn.Linear(4, 4).parameters())
     assert plan.take(optimizer) is optimizer
 
@@ -40,7 +42,7 @@ def test_the_state_of_the_optimizer_goes_first(tmp_path):
     assert plan.parameters is None
     assert 0 < plan.optimizer_ratio < 1
     assert plan.memory_bytes == pytest.approx(600 * MB, abs=2)
-    assert plan.memory_bytes + plan.disk_bytes - plan.buffer_bytes == pytest.approx(STATES, abs=2)
+    assert plan.memory_bytes + plan.below_bytes - plan.buffer_bytes == pytest.approx(STATES, abs=2)
     optimizer = plan.take(optim.AdamW(nn.Linear(512, 512).parameters()))
     assert isinstance(optimizer, OptimizerOnDisk)
     assert optimizer.path.is_relative_to(tmp_path / "new")
@@ -104,4 +106,50 @@ def test_a_model_takes_what_the_plan_says(one_rank, tmp_path):
     stored = sum(stored_rows(param.to_local()) is not None for param in model.parameters())
     assert stored == -(-plan.parameters_ratio * 60 // 1)
     assert isinstance(optimizer, OptimizerOnDisk)
-    assert plan.disk_bytes <= files["parameters"] + files["optimizer-state"] <= plan.disk_bytes + 8 * 1024**2
+    assert plan.below_bytes <= files["parameters"] + files["optimizer-state"] <= plan.below_bytes + 8 * 1024**2
+
+
+def _to_host(limit: int | str, host: int | str | None = None, dtype: torch.dtype = torch.float32, **more):
+    return plan_offload(_model().to(dtype), memory_limit=limit, host_memory_limit=host, device="cuda", **more)
+
+
+def test_below_a_gpu_lies_the_host():
+    plan = _to_host(400 * MB, "2GB")
+    assert plan.tier == "host" and 0 < plan.optimizer_ratio < 1 and plan.parameters is None
+    assert plan.memory_bytes == pytest.approx(400 * MB, abs=2), "no buffers on the device"
+    state = 8 * LAYERS * WIDTH**2
+    travelling = 2 * 8 * WIDTH**2  # of two parameters' chunks
+    masters = plan.optimizer_ratio * state / 2
+    assert plan.below_bytes == pytest.approx(plan.optimizer_ratio * state + masters + travelling, abs=2)
+    assert plan.offload == {"optimizer": "host", "ratio": {"optimizer": plan.optimizer_ratio}}
+    assert isinstance(plan.take(optim.AdamW(nn.Linear(4, 4).parameters())), HostOptimizer)
+    assert "host" in str(plan)
+
+
+def test_masters_of_16_bits_count():
+    plan = _to_host(300 * MB, "2GB", torch.bfloat16)
+    count = LAYERS * WIDTH**2
+    assert plan.memory_bytes == pytest.approx(4 * count + (1 - plan.optimizer_ratio) * 12 * count, abs=2)
+    assert plan.below_bytes == pytest.approx(plan.optimizer_ratio * 12 * count + 2 * 12 * WIDTH**2, abs=2)
+    assert _to_host(8 * count, "2GB", torch.bfloat16).optimizer_ratio == 0, "what fits keeps the state that it has"
+
+
+@pytest.mark.parametrize("host", [100 * MB, 400 * MB])
+def test_what_the_host_cannot_hold_is_refused_with_the_least_limits(host):
+    with pytest.raises(OffloadError, match="set host_memory_limit to") as error:
+        _to_host(400 * MB, host)
+    least_host, least_device = map(int, re.findall(r"to (\d+) or more", str(error.value).replace(",", "")))
+    assert _to_host(400 * MB, least_host).below_bytes <= least_host
+    assert _to_host(least_device, host).memory_bytes <= least_device
+    for device, on_host in ((400 * MB, least_host - 1), (least_device - 1, host)):
+        with pytest.raises(OffloadError):
+            _to_host(device, on_host)
+
+
+def test_limits_of_the_other_device_are_refused():
+    with pytest.raises(OffloadError, match="folder has no effect yet on cuda"):
+        _to_host("1GB", folder="/scratch")
+    with pytest.raises(OffloadError, match="host_memory_limit has no effect on the CPU"):
+        plan_offload(_model(), memory_limit="1GB", host_memory_limit="1GB")
+    with pytest.raises(OffloadError, match="name a folder there, or set it to"):
+        plan_offload(_model(), memory_limit=600 * MB)

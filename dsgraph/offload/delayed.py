@@ -1,0 +1,118 @@
+"""The delayed update of ZeRO-Offload: the host steps while the device computes with the parameters of a step before.
+
+device   gradients 1 | gradients 2      | gradients 3      |
+host                 | step 1           | step 2           |
+device               | parameters 0     | parameters 1     |
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.optim import Optimizer
+
+from dsgraph.sharding.rows import distributed_like, own_part
+
+from .host_optimizer import MASTER, HostOptimizer, evaluated, versions_of
+from .moves import InPlace, Move
+
+_WARNING = (
+    "delayed_update: every gradient is of parameters that lack the update of the step before, so that training is not "
+    "the same as without; leave it off for the first steps, and see whether the loss goes down as well"
+)
+
+
+class DelayedHostOptimizer(HostOptimizer):
+    """Computes the update of a step while the next one's forward and backward run, and applies it at their end.
+
+    Groups are changed, by a schedule for example, through this optimizer and not through the inner one.
+
+    Attributes:
+        state: Is there when the update that is under way is computed.
+    """
+
+    def __init__(self, inner: Optimizer, *, pin_memory: bool = True) -> None:
+        """Takes over an optimizer, and warns; see `HostOptimizer`. All of the state is on the host."""
+        self._under_way: Future[list[dict[str, Any]]] | None = None
+        self._stepping: list[tuple[Tensor, Tensor]] = []
+        self._due: set[Tensor] = set()
+        super().__init__(inner, pin_memory=pin_memory)
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="dsgraph-delayed-update")
+        if not dist.is_initialized() or dist.get_rank() == 0:
+            warnings.warn(_WARNING, stacklevel=3)
+
+    @property
+    def state(self) -> Any:
+        """See the class."""
+        self._wait()
+        return self._own_state
+
+    @state.setter
+    def state(self, value: Any) -> None:
+        self._own_state = value
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Applies the update of the step before, and starts to compute that of this step."""
+        loss = evaluated(closure)
+        self._apply()
+        chunk = [pair for pairs in self._chunks() for pair in pairs]
+        moves = [self._move(param) for param, _ in chunk]
+        leaves = [self._leaf(param, move) for (param, _), move in zip(chunk, moves, strict=True)]
+        for leaf, move in zip(leaves, moves, strict=True):
+            leaf.grad = move.grad().to(leaf.dtype, copy=True)
+            move.settle()
+        states = [self._state_of(param) for param, _ in chunk]
+        groups = [dict(group) for group in self.param_groups]  # as they are now: a schedule changes them
+        self._stepping = [(param, leaf) for (param, _), leaf in zip(chunk, leaves, strict=True)]
+        self._under_way = self._thread.submit(self._run, chunk, leaves, groups, states)
+        return loss
+
+    def finish(self) -> None:
+        """Applies the update that is under way, behind the last step for example."""
+        with torch.no_grad():
+            self._apply()
+
+    def _wait(self) -> None:
+        """Takes over the state when the update that is under way is computed."""
+        if self._under_way is None:
+            return
+        under_way, self._under_way = self._under_way, None
+        states = under_way.result()
+        for (param, leaf), state in zip(self._stepping, states, strict=True):
+            leaf.grad = None
+            self._take_over(param, leaf, state)
+        self._due |= {param for param, _ in self._stepping}
+
+    def _apply(self) -> None:
+        """Makes parameters what their masters say, unless somebody else has written to them since."""
+        applied = []
+        for param, state in self.state.items():
+            kept, known = state.get(MASTER), self._masters.get(param)
+            if kept is None:
+                continue
+            if not self._is_known(param, kept):  # loaded, perhaps amid a delay
+                known = self._new_master(param, own_part(kept))
+                state[MASTER] = distributed_like(param, known.value)
+            elif known is None or param not in self._due or known.versions != versions_of(param):
+                continue
+            own_part(param).detach().copy_(known.value)
+            applied.append(param)
+        self._note(applied)
+        self._due = set()
+
+    def _move(self, param: Tensor) -> Move:
+        is_here = own_part(param).device == self._device_of(param)
+        return InPlace(param) if is_here else super()._move(param)
+
+    def _has_master(self, param: Tensor) -> bool:
+        return True
+
+    def _keeps_master(self, param: Tensor) -> bool:
+        return True

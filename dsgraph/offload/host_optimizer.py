@@ -1,0 +1,300 @@
+"""An optimizer whose state, and the float32 masters of 16-bit parameters, are in the host's memory.
+
+    device    grad 0 | grad 1 | grad 2 ...
+    host              | step 0 | step 1 ...
+    device                     | rows 0 | rows 1 ...
+
+It steps there with the arithmetic of the optimizer that is wrapped, on some neighbouring parameters after the other.
+Where parameters are on the host themselves nothing is copied, and it steps on them in place.
+
+After ZeRO-Offload (Ren et al., 2021, arXiv:2101.06840).
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, optim
+from torch.optim import Optimizer
+
+from dsgraph import compat
+from dsgraph.errors import OffloadError
+from dsgraph.inductor_ext.transfers.buffers import BufferPool
+from dsgraph.inductor_ext.transfers.lanes import Lane, lane_of
+from dsgraph.sharding.rows import distributed_like, own_part
+from dsgraph.tiers.slots import first_of
+from dsgraph.tiers.stored_rows import stored_rows
+
+from .moves import FromDevice, FromDisk, InPlace, Move
+from .optimizer import CHUNK_BYTES, check_elementwise
+
+MASTER = "master"
+"""The key of a parameter's master in its state."""
+
+_CPU = torch.device("cpu")
+_LOW = (torch.float16, torch.bfloat16)
+_FUSED = (optim.Adam, optim.AdamW, optim.SGD)
+_CHOICES = ("fused", "foreach", "capturable", "differentiable")  # of how torch steps, which a caller may have made
+
+
+@dataclass(frozen=True)
+class Master:
+    """What is stepped on in a parameter's stead.
+
+    Attributes:
+        value: `[r, *]`, on the host or where the parameter is.
+        versions: Those of the parameter whose value it last was.
+    """
+
+    value: Tensor
+    versions: tuple[int, int]
+
+
+class HostOptimizer(Optimizer):
+    """Steps another optimizer on the host. Groups are the other's own.
+
+    Attributes:
+        inner: The optimizer that steps. It holds no state between steps.
+        tier: Where the state lies.
+    """
+
+    tier: ClassVar[str] = "host"
+
+    def __init__(
+        self, inner: Optimizer, *, ratio: float = 1.0, pin_memory: bool = True, chunk_bytes: int = CHUNK_BYTES
+    ) -> None:
+        """Takes over an optimizer.
+
+        Args:
+            inner: Of parameters on the CPU or on CUDA; it has not stepped.
+            ratio: The share of elements whose state is on the host; that of the last parameters is on the device.
+            pin_memory: Whether what is copied to and from CUDA is pinned. Without, copies and steps do not overlap.
+            chunk_bytes: Bytes of parameters that travel and are stepped on together, or one parameter.
+
+        Raises:
+            OffloadError: `ratio` is no share, not an optimizer of elements, or it has stepped.
+        """
+        check_elementwise(inner)
+        if not 0 < ratio <= 1:
+            raise OffloadError(f"ratio is {ratio!r}; it takes a share, above 0 and up to 1")
+        super().__init__(inner.param_groups, inner.defaults)
+        self.inner = inner
+        self.param_groups = inner.param_groups  # the same dicts: a schedule of either changes both
+        params = [param for group in self.param_groups for param in group["params"]]
+        self._on_host = set(params[: first_of([own_part(param).numel() for param in params], ratio)])
+        self._chunk_bytes = chunk_bytes
+        self._masters: dict[Tensor, Master] = {}
+        self._pinned = pin_memory and torch.cuda.is_available()
+        self._pool = BufferPool(pinned=self._pinned)
+        self._lanes: dict[torch.device, Lane] = {}
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Updates every parameter that has a gradient.
+
+        Raises:
+            OffloadError: Parameters on disk could not be read or written.
+        """
+        loss = evaluated(closure)
+        chunks = self._chunks()
+        moves: list[Move] = []
+        coming = [self._move(param) for param, _ in chunks[0]] if chunks else []
+        for number, chunk in enumerate(chunks):
+            following = [self._move(param) for param, _ in chunks[number + 1]] if number + 1 < len(chunks) else []
+            leaves = [self._leaf(param, move) for (param, _), move in zip(chunk, coming, strict=True)]
+            for leaf, move in zip(leaves, coming, strict=True):
+                leaf.grad = move.grad().to(leaf)
+            states = self._run(chunk, leaves, self.param_groups, [self._state_of(param) for param, _ in chunk])
+            for (param, _), leaf, state, move in zip(chunk, leaves, states, coming, strict=True):
+                leaf.grad = None
+                move.put(leaf)
+                self._take_over(param, leaf, state)
+            moves += coming
+            coming = following
+        for move in moves:
+            move.settle()
+        self._note([param for chunk in chunks for param, _ in chunk])
+        return loss
+
+    def finish(self) -> None:
+        """Applies an update that is under way. There is one of delayed updates only, see `DelayedHostOptimizer`."""
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Takes over what `state_dict` gave, of this class or of the inner one.
+
+        Torch would round each number to the parameter's dtype, and bring it to its device.
+        """
+        super().load_state_dict({**state_dict, "state": {}})
+        numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
+        params = [param for group in self.param_groups for param in group["params"]]
+        for number, param in zip(numbers, params, strict=True):
+            if number in state_dict["state"]:
+                found = state_dict["state"][number]
+                self.state[param] = {key: v.clone() if isinstance(v, Tensor) else v for key, v in found.items()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Takes what `load_state_dict` has read."""
+        found = dict(state)
+        stored = found.pop("state")
+        super().__setstate__(found)
+        self.inner.param_groups = self.param_groups
+        self.state = defaultdict(dict, stored)
+
+    def _chunks(self) -> list[list[tuple[Tensor, int]]]:
+        """Neighbouring parameters with a gradient, each with its group's number."""
+        chunks: list[list[tuple[Tensor, int]]] = []
+        room = 0
+        for number, group in enumerate(self.param_groups):
+            for param in group["params"]:
+                if param.grad is None:
+                    continue
+                size = own_part(param).nbytes
+                if size > room:
+                    chunks.append([])
+                    room = self._chunk_bytes
+                room -= size
+                chunks[-1].append((param, number))
+        return chunks
+
+    def _device_of(self, param: Tensor) -> torch.device:
+        """Where a parameter's state is."""
+        return _CPU if param in self._on_host else own_part(param).device
+
+    def _move(self, param: Tensor) -> Move:
+        rows = own_part(param)
+        if rows.device != self._device_of(param) and rows.numel():
+            lane = self._lanes.setdefault(rows.device, lane_of(rows.device))
+            return FromDevice(param, lane=lane, pool=self._pool)
+        stored = stored_rows(rows)
+        return FromDisk(stored) if stored is not None and stored.holds_gradient else InPlace(param)
+
+    def _has_master(self, param: Tensor) -> bool:
+        """Whether something else than the parameter is stepped on."""
+        return own_part(param).device != self._device_of(param) or self._keeps_master(param)
+
+    def _keeps_master(self, param: Tensor) -> bool:
+        """Whether that holds what the parameter does not say, so that it belongs to the state."""
+        return param.dtype in _LOW
+
+    def _leaf(self, param: Tensor, move: Move) -> Tensor:
+        """What is stepped on."""
+        kept = self.state[param].get(MASTER) if param in self.state else None
+        if not self._has_master(param):
+            rows = move.rows()
+            if kept is not None:  # of an optimizer that kept one: it says more
+                rows.copy_(own_part(self.state[param].pop(MASTER)))
+            return rows
+        known = self._masters.get(param)
+        if kept is not None and not self._is_known(param, kept):
+            known = self._new_master(param, own_part(kept))
+        elif known is None or (kept is None and self._keeps_master(param)):
+            known = self._new_master(param, move.rows())
+        elif known.versions != versions_of(param):  # somebody wrote to it; what they left as it was keeps its master
+            rows = move.rows().to(known.value.device)
+            torch.where(known.value.to(rows.dtype) == rows, known.value, rows.to(known.value.dtype), out=known.value)
+        return known.value
+
+    def _is_known(self, param: Tensor, kept: Tensor) -> bool:
+        """Whether a master in the state is the one that was put there, and was not loaded."""
+        known = self._masters.get(param)
+        return known is not None and own_part(kept).data_ptr() == known.value.data_ptr()
+
+    def _new_master(self, param: Tensor, value: Tensor) -> Master:
+        device = self._device_of(param)
+        dtype = torch.float32 if param.dtype in _LOW else param.dtype
+        pinned = self._pinned and device == _CPU and own_part(param).device != _CPU
+        made = torch.empty(own_part(param).shape, dtype=dtype, device=device, pin_memory=pinned)
+        self._masters[param] = found = Master(made.copy_(value), versions_of(param))
+        return found
+
+    def _run(
+        self,
+        chunk: Sequence[tuple[Tensor, int]],
+        leaves: Sequence[Tensor],
+        groups: Sequence[Mapping[str, Any]],
+        states: Sequence[Mapping[str, Any]],
+    ) -> list[dict[str, Any]]:
+        """Steps on the leaves of a chunk, whose state is `states`; the state that they have then."""
+        made = [self._has_master(param) for param, _ in chunk]
+        kinds: dict[tuple[int, bool], list[Tensor]] = defaultdict(list)
+        for leaf, (_, number), has_master in zip(leaves, chunk, made, strict=True):
+            kinds[number, has_master].append(leaf)
+        held = [
+            {**groups[number], **(self._how(groups[number]) if has_master else {}), "params": params}
+            for (number, has_master), params in kinds.items()
+        ]
+        with holding(self.inner, held):
+            self.inner.state.update({leaf: dict(state) for leaf, state in zip(leaves, states, strict=True) if state})
+            self.inner.step()
+            return [self.inner.state.get(leaf, {}) for leaf in leaves]
+
+    def _state_of(self, param: Tensor) -> dict[str, Any]:
+        """The state as the inner optimizer has it."""
+        device = self._device_of(param)
+        found = {}
+        for key, value in self.state.get(param, {}).items():
+            is_plain = not isinstance(value, Tensor) or (not value.dim() and device != _CPU)
+            if key != MASTER:
+                found[key] = value if is_plain else own_part(value).to(device)
+        return found
+
+    def _how(self, group: Mapping[str, Any]) -> dict[str, Any]:
+        """By torch's fused kernel, where the caller has not chosen."""
+        chosen = any(group.get(key) for key in _CHOICES) or group.get("foreach") is False or group.get("fused") is False
+        return {"fused": True} if isinstance(self.inner, _FUSED) and not chosen else {}
+
+    def _take_over(self, param: Tensor, leaf: Tensor, state: Mapping[str, Any]) -> None:
+        kept = {MASTER: leaf} if self._keeps_master(param) else {}
+        self.state[param] = {
+            key: distributed_like(param, value) if is_large(value) and value.shape == leaf.shape else value
+            for key, value in {**state, **kept}.items()
+        }
+
+    def empty_state(self, param: Tensor, key: str, size: torch.Size) -> Tensor:
+        """Memory into which a checkpoint's tensor of the state of a parameter can be read, where the state is."""
+        if size != param.shape or not len(size):
+            return torch.empty(size)
+        dtype = torch.float32 if param.dtype in _LOW else param.dtype
+        return distributed_like(param, torch.empty(own_part(param).shape, dtype=dtype, device=self._device_of(param)))
+
+    def _note(self, params: Sequence[Tensor]) -> None:
+        """The parameters are what their masters say."""
+        torch.autograd.graph.increment_version(params)
+        for param in params:
+            if param in self._masters:
+                self._masters[param] = Master(self._masters[param].value, versions_of(param))
+
+
+def evaluated(closure: Callable[[], Any] | None) -> Any:
+    """The loss that the closure of an optimizer's step computes, if there is one."""
+    if closure is None:
+        return None
+    with torch.enable_grad():
+        return closure()
+
+
+def is_large(value: object) -> bool:
+    """Whether a value of the state may be as large as the parameter."""
+    return isinstance(value, Tensor) and value.dim() > 0
+
+
+@contextmanager
+def holding(inner: Optimizer, groups: list[dict[str, Any]]) -> Iterator[None]:
+    """Inside, an optimizer holds these groups."""
+    own = inner.param_groups
+    inner.param_groups = groups
+    try:
+        yield
+    finally:
+        inner.param_groups = own
+        inner.state = defaultdict(dict)
+
+
+def versions_of(param: Tensor) -> tuple[int, int]:
+    """Numbers that change when somebody writes to a parameter."""
+    return compat.version_of(param), compat.version_of(own_part(param))
