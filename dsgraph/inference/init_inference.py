@@ -12,6 +12,7 @@ from torch import nn
 from dsgraph.compiler.options import parse_options
 from dsgraph.errors import InferenceError
 
+from .ranks import all_ranks, slice_layers
 from .quantize import DESCRIPTION, load_quantized, quantize
 
 if TYPE_CHECKING:
@@ -67,14 +68,18 @@ def init_inference(
     _refuse(model, mp_size=mp_size, dtype=dtype, quantized=quantize)
     positions = _positions(model, max_tokens)
     folder = _folder(checkpoint, quantized=quantize)
+    (device,) = {param.device for param in model.parameters()}
+    ranks = all_ranks(mp_size, device) if mp_size > 1 else None
     model = _loaded(model, folder)
     if dtype is not None:
         model = model.to(dtype)
     if quantize is not None:
         _quantized(model, _BITS[quantize])
+    if ranks is not None:
+        slice_layers(model, ranks)
     from .engine import InferenceEngine  # it imports transformers, which dsgraph does without elsewhere
 
-    return InferenceEngine(model.eval(), max_tokens=positions, options=given)
+    return InferenceEngine(model.eval(), max_tokens=positions, options=given, ranks=ranks)
 
 
 def _quantized(model: nn.Module, bits: int) -> None:
@@ -99,10 +104,20 @@ def _refuse(model: Any, *, mp_size: int, dtype: object, quantized: object) -> No
         )
     if len({param.device for param in model.parameters()}) != 1:
         raise InferenceError("init_inference: the model's parameters are on several devices; it takes one")
-    if mp_size != 1:
+    if isinstance(mp_size, bool) or not isinstance(mp_size, int) or mp_size < 1:
+        raise InferenceError(f"init_inference: mp_size is {mp_size!r}; it takes the number of ranks")
+    if mp_size > 1 and (quantized is not None or getattr(model, "quantization", None) is not None):
         raise InferenceError(
-            f"init_inference: mp_size is {mp_size!r}; sliced layers do not generate yet: leave it at 1"
+            f"init_inference: mp_size is {mp_size}, and weights of few bits are not sliced: take mp_size=1, or leave "
+            "quantize out"
         )
+    for what in ("num_attention_heads", "num_key_value_heads"):
+        heads = getattr(model.config, what, None) or mp_size
+        if heads % mp_size:
+            raise InferenceError(
+                f"init_inference: {what} of {type(model).__name__} is {heads}, which mp_size={mp_size} ranks cannot "
+                "share evenly"
+            )
     if dtype is not None and dtype not in _DTYPES:
         raise InferenceError(
             f"init_inference: dtype is {dtype!r}; it takes {', '.join(map(str, _DTYPES))}, and quantize="
