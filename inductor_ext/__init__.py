@@ -16,6 +16,7 @@ from .collectives.algorithms import (
     sum_over,
     usual_gather,
 )
+from .collectives.cache_slices import write_heads, write_own_heads
 from .collectives.compressed_reduction import (
     average_chunk,
     put_together,
@@ -29,7 +30,6 @@ from .collectives.gather_by_messages import gather_by_messages, gather_by_messag
 from .collectives.gather_by_messages import register_lowering as _register_gather
 from .collectives.gather_param import compressed_over, gather_param, reduce_grad, start_reduction
 from .collectives.messages import sends_messages
-from .collectives.cache_slices import write_heads, write_own_heads
 from .collectives.tensor_slices import enter_slices, gather_slices, own_slice, slice_of, sum_slices
 from .collectives.vocabulary import sliced_cross_entropy, sliced_embedding
 from .compat import backend_name, c10d_functional, resolve_group, share_memory, size_hint

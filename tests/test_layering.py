@@ -38,7 +38,7 @@ ORDER = {
     ],
     "dsgraph": [
         ["compat", "errors", "nearest", "files", "json_records", "byte_counts"],
-        ["tiers"],
+        ["tiers", "checkpoint_files"],
         ["sharding"],
         ["step"],
         ["compiler"],

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import EncoderDecoderCache, PreTrainedConfig, StaticCache
+from transformers import PreTrainedConfig, StaticCache
 from transformers.cache_utils import StaticLayer
 from transformers.modeling_outputs import CausalLMOutputWithPast
 

@@ -117,10 +117,7 @@ class InferenceEngine:
 
     def report(self) -> InferenceReport:
         """Compiles, calls and tokens a second so far, and what the weights became."""
-        sizes = {
-            rows: sum(memory.nbytes for memory in cache.memory())
-            for rows, cache in self._caches.items()
-        }
+        sizes = {rows: sum(memory.nbytes for memory in cache.memory()) for rows, cache in self._caches.items()}
         quantization = getattr(self.module, "quantization", None)
         counts = {kind: copy.copy(of_kind) for kind, of_kind in self._graphs.counts.items()}
         return InferenceReport(

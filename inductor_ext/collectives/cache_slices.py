@@ -43,4 +43,3 @@ def write_own_heads(own: Tensor, states: Tensor, positions: Tensor, group: str) 
     """The same of states that are sliced by heads already, `[rows, heads / ranks, new, width]`; gives `own`."""
     own.index_copy_(_POSITIONS, positions, states)
     return own
-
