@@ -54,7 +54,7 @@ def load_weights(
         ranks: Those that share the model.
 
     Raises:
-        InferenceError: A weight is missing or has another shape; nothing was changed.
+        InferenceError: A weight is missing or has another shape; no weight was changed.
     """
     with ExitStack() as stack:
         path = engine_folder(folder)

@@ -73,7 +73,8 @@ def slice_layers(model: nn.Module, ranks: SlicingRanks) -> None:
     """Leaves this rank its slices of the layers, in place, by the plan that the captured model gives.
 
     Raises:
-        InferenceError: Nothing can be sliced; nothing was changed.
+        PartitionError: A part of the model cannot be taken; nothing was changed.
+        RanksDisagreeError: Ranks hold different models; nothing was changed.
     """
     device = next(model.parameters()).device
     ids = torch.ones(1, _EXAMPLE, dtype=torch.long, device=device)
