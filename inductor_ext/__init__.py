@@ -16,6 +16,7 @@ from .collectives.algorithms import (
     sum_over,
     usual_gather,
 )
+from .collectives.cache_slices import write_heads, write_own_heads
 from .collectives.compressed_reduction import (
     average_chunk,
     put_together,
@@ -101,4 +102,6 @@ __all__ = [
     "take_in_gradient",
     "transfers_of",
     "usual_gather",
+    "write_heads",
+    "write_own_heads",
 ]

@@ -14,20 +14,26 @@ from torch.library import CustomOpDef
 
 
 def define_op(
-    *, fake: Callable[..., Any], like: Callable[..., Any] | None = None, tags: Sequence[torch.Tag] = ()
+    *,
+    fake: Callable[..., Any],
+    like: Callable[..., Any] | None = None,
+    tags: Sequence[torch.Tag] = (),
+    writes: tuple[str, ...] = (),
 ) -> Callable[[Callable[..., Any]], CustomOpDef]:
-    """Makes a function the op `dsgraph::<its name>`, which writes to no argument.
+    """Makes a function the op `dsgraph::<its name>`.
 
     Args:
         fake: Given the op's arguments, empty tensors of the shapes, dtypes and strides of its results.
         like: A function with the op's arguments, annotated with what `torch.library.infer_schema` knows; the function
             itself unless given.
         tags: Of the op.
+        writes: The arguments that it writes to.
     """
 
     def define(function: Callable[..., Any]) -> CustomOpDef:
         name = f"dsgraph::{function.__name__}"
-        op = torch.library.custom_op(name, function, mutates_args=(), schema=_schema(like or function), tags=tags)
+        schema = _schema(like or function, writes)
+        op = torch.library.custom_op(name, function, mutates_args=writes, schema=schema, tags=tags)
         op.register_fake(fake)
         return op
 
@@ -41,6 +47,6 @@ def define_composite(function: Callable[..., torch.Tensor]) -> None:
     torch.library.impl(name, "CompositeImplicitAutograd", function)
 
 
-def _schema(function: Callable[..., Any]) -> str:
+def _schema(function: Callable[..., Any], writes: tuple[str, ...] = ()) -> str:
     """What torch infers, but a number alone is a plain one: torch takes each for a size that may be symbolic."""
-    return torch.library.infer_schema(function, mutates_args=()).replace("SymInt ", "int ")
+    return torch.library.infer_schema(function, mutates_args=writes).replace("SymInt ", "int ")

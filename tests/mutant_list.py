@@ -677,7 +677,7 @@ ENGINE = (
         killers=("tests/step/test_replicated.py",),
     ),
     Mutant(
-        *("checkpoint-trusts-files", "dsgraph/engine/checkpoint_files.py", "missing check"),
+        *("checkpoint-trusts-files", "dsgraph/checkpoint_files.py", "missing check"),
         *("if not (path / name).is_file() or _checksum(path / name) != checksum:", "if not (path / name).is_file():"),
         killers=("tests/engine/test_checkpoints.py",),
     ),
@@ -757,6 +757,21 @@ PARALLEL = (
         *("slices-not-entered", "passes/parallel/slice_tensors.py", "missing term"),
         *("operand is not outcome.added and _has_gradient(operand)", "False"),
         killers=("tests/passes/parallel/test_slice_tensors.py",),
+    ),
+    Mutant(
+        *("sliced-sums-rounded-twice", "passes/parallel/slice_tensors.py", "missing cast"),
+        *("or value.dtype not in _NARROW:", "or value.dtype is not None:"),
+        killers=("tests/passes/parallel/test_slice_tensors.py",),
+    ),
+    Mutant(
+        *("slices-read-of-one-piece", "dsgraph/inference/checkpoints.py", "wrong rows"),
+        *("(part * count + rank) * size", "(part + rank) * size"),
+        killers=("tests/distributed/test_inference_checkpoints.py",),
+    ),
+    Mutant(
+        *("samples-of-each-rank", "dsgraph/inference/engine.py", "missing check"),
+        *('if arguments.get("do_sample", config.do_sample):', "if False:"),
+        killers=("tests/distributed/test_sliced_inference.py",),
     ),
     Mutant(
         *("replicated-though-random", "passes/analysis/replication.py", "missing check"),

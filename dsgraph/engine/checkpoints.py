@@ -21,11 +21,19 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from dsgraph.checkpoint_files import (
+    FORMAT,
+    check_tag,
+    complete,
+    latest_tag,
+    make_unfinished,
+    read_about,
+    unfinished_folder,
+)
 from dsgraph.errors import CheckpointError
 from dsgraph.files import write_whole
 
 from .asynchronous import Writer
-from .checkpoint_files import FORMAT, check_tag, complete, latest_tag, make_unfinished, read_about, unfinished_folder
 from .checkpoint_match import class_of, other_model, other_optimizer
 from .compressing import CompressingOptimizer
 from .together import reason, together

@@ -15,9 +15,9 @@ import torch.distributed.checkpoint as dcp
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from dsgraph.checkpoint_files import FORMAT, check_tag, complete, latest_tag, make_unfinished, read_about
 from dsgraph.errors import CheckpointError
 
-from .checkpoint_files import FORMAT, check_tag, complete, latest_tag, make_unfinished, read_about
 from .deepspeed_files import DeepSpeedCheckpoint, is_deepspeed, read_deepspeed
 from .progress import StepCounts
 from .weight_files import WeightFiles, begin, dtype_in_file, finish

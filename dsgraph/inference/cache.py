@@ -1,4 +1,4 @@
-"""The static key-value cache of an engine, one for each batch size."""
+"""The static key-value caches of an engine, one for each batch size."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import PreTrainedConfig, StaticCache
+from transformers.cache_utils import StaticLayer
 from transformers.modeling_outputs import CausalLMOutputWithPast
+
+from .ranks import SlicingRanks
 
 CACHE_NAMES = ("cache", "past_key_values")
 """What transformers calls a cache, as an argument and in outputs: from 5.24 on, and before."""
@@ -30,13 +33,53 @@ class RewindableCache(StaticCache):
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Reorders the rows of the batch in place, so that compiled graphs find the same memory."""
-        for layer in self.layers:
-            layer.keys.copy_(layer.keys.index_select(0, beam_idx))
-            layer.values.copy_(layer.values.index_select(0, beam_idx))
+        for memory in self.memory():
+            memory.copy_(memory.index_select(0, beam_idx))
+
+    def memory(self) -> list[Tensor]:
+        """Keys and values as this rank holds them, layer by layer."""
+        return [tensor for layer in self.layers for tensor in (layer.keys, layer.values)]
+
+
+class SlicedLayer(StaticLayer):
+    """A layer of which this rank holds its heads; the model's code is given those of all.
+
+    Attributes:
+        keys: (rows, heads / ranks, positions, width).
+        values: Likewise.
+    """
+
+    def __init__(self, max_cache_len: int, ranks: SlicingRanks) -> None:
+        """An empty one.
+
+        Args:
+            max_cache_len: Positions.
+            ranks: Those that share the heads.
+        """
+        super().__init__(max_cache_len)
+        self._ranks = ranks
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Writes keys and values of all heads behind those that count; gives those of all heads and positions."""
+        count = key_states.shape[-2]
+        positions = torch.arange(count, device=self.device) + self.cumulative_length
+        self.cumulative_length.add_(count)
+        write = torch.ops.dsgraph.write_heads
+        ranks, group = self._ranks.count, self._ranks.group
+        return (
+            write(self.keys, key_states, positions, ranks, group),
+            write(self.values, value_states, positions, ranks, group),
+        )
 
 
 def new_cache(
-    config: PreTrainedConfig, *, rows: int, max_tokens: int, dtype: torch.dtype, device: torch.device
+    config: PreTrainedConfig,
+    *,
+    rows: int,
+    max_tokens: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    ranks: SlicingRanks | None,
 ) -> RewindableCache:
     """A cache of zeros.
 
@@ -46,9 +89,13 @@ def new_cache(
         max_tokens: Positions of each.
         dtype: Of keys and values.
         device: Where they lie.
+        ranks: Those that share the heads; None: this one holds all.
     """
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     cache = RewindableCache(config=config, max_cache_len=max_tokens)
+    if ranks is not None:
+        cache.layers = [SlicedLayer(max_tokens, ranks) for _ in cache.layers]
+        heads //= ranks.count
     cache.early_initialization(rows, heads, size, dtype, device)
     return cache

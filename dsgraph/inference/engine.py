@@ -16,6 +16,7 @@ from dsgraph.errors import InferenceError
 
 from .cache import CACHE_NAME, CACHE_NAMES, RewindableCache, new_cache
 from .graphs import Graphs
+from .ranks import SlicingRanks
 from .report import InferenceReport
 
 _LEAST_BUCKET = 32
@@ -37,16 +38,20 @@ class InferenceEngine:
         max_tokens: Positions of the cache: prompt and generated tokens together.
     """
 
-    def __init__(self, module: Any, *, max_tokens: int, options: Mapping[str, Any]) -> None:
+    def __init__(
+        self, module: Any, *, max_tokens: int, options: Mapping[str, Any], ranks: SlicingRanks | None = None
+    ) -> None:
         """Compiles nothing yet.
 
         Args:
             module: A causal model of transformers, in `eval()`.
             max_tokens: Positions of the cache.
             options: Of the backend.
+            ranks: Those that share each layer of `module`; None: this one has all of it.
         """
         self.module = module
         self.max_tokens = max_tokens
+        self._ranks = ranks
         self._graphs = Graphs(module, options)
         self._caches: dict[int, RewindableCache] = {}
         self._length = 0
@@ -69,6 +74,8 @@ class InferenceEngine:
         rows, length = input_ids.shape
         if attention_mask is None:
             attention_mask = torch.ones_like(input_ids)
+        if self._ranks is not None:
+            self._ranks.confirm("compute different batches", {"input_ids": input_ids, "attention_mask": attention_mask})
         behind = (0, self._bucket(length) - length)
         logits = self._graphs.run(
             "forward", functional.pad(input_ids, behind), functional.pad(attention_mask, behind), tokens=rows * length
@@ -97,17 +104,20 @@ class InferenceEngine:
                 f"generate: a prompt of {input_ids.shape[1]} tokens and max_new_tokens={new_tokens} exceed "
                 f"max_tokens={self.max_tokens}: give init_inference a larger one"
             )
+        if self._ranks is not None:
+            self._ranks.confirm("generate different tokens", self._drawn_from(input_ids, arguments))
         cache = self._cache(input_ids.shape[0] * _copies(self.module.generation_config, arguments))
         cache.rewind(0)
         self._length = 0
-        return self._serving.generate(input_ids, **{CACHE_NAME: cache}, **arguments)
+        found = self._serving.generate(input_ids, **{CACHE_NAME: cache}, **arguments)
+        if self._ranks is not None:
+            tokens = found if isinstance(found, Tensor) else found.sequences
+            self._ranks.confirm("hand out different tokens", {"tokens": tokens})
+        return found
 
     def report(self) -> InferenceReport:
         """Compiles, calls and tokens a second so far, and what the weights became."""
-        sizes = {
-            rows: sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
-            for rows, cache in self._caches.items()
-        }
+        sizes = {rows: sum(memory.nbytes for memory in cache.memory()) for rows, cache in self._caches.items()}
         quantization = getattr(self.module, "quantization", None)
         counts = {kind: copy.copy(of_kind) for kind, of_kind in self._graphs.counts.items()}
         return InferenceReport(
@@ -118,6 +128,15 @@ class InferenceEngine:
             cache_bytes=sizes,
             quantization=quantization,
         )
+
+    def _drawn_from(self, input_ids: Tensor, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        """What decides which tokens are generated."""
+        config = arguments.get("generation_config") or self.module.generation_config
+        found = {"input_ids": input_ids, **arguments}
+        if arguments.get("do_sample", config.do_sample):
+            is_cuda = input_ids.is_cuda
+            found["random state"] = torch.cuda.get_rng_state(input_ids.device) if is_cuda else torch.get_rng_state()
+        return found
 
     def _with_own_forward(self, module: Any) -> Any:
         """A shallow copy, which shares all parts and parameters. So the user's model keeps its forward."""
@@ -191,7 +210,7 @@ class InferenceEngine:
             (device,) = {param.device for param in model.parameters()}
             self._caches[rows] = new_cache(
                 **{"config": self.module.config, "rows": rows, "max_tokens": self.max_tokens},
-                **{"dtype": self.module.dtype, "device": device},
+                **{"dtype": self.module.dtype, "device": device, "ranks": self._ranks},
             )
         return self._caches[rows]
 

@@ -105,7 +105,8 @@ def _apply(model: nn.Module, found: Found, parameters: Mapping[str, nn.Parameter
     for name, param in parameters.items():
         one = found.slices.get(name)
         held = ParameterSlice(one.dim if one else -1, one.parts if one else 1, mesh.size(), group)
-        broadcast_from_first(param.detach(), mesh)
+        if not param.is_meta:  # whoever gives it memory fills it
+            broadcast_from_first(param.detach(), mesh)
         held_by_id[id(param)], made[id(param)] = held, sliced_parameter(param, held, mesh)
     classes: dict[Any, type[nn.Module]] = {}
     for module in list(model.modules()):

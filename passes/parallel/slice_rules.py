@@ -15,6 +15,7 @@ from torch.fx import Node
 
 from dsgraph.passes.kernels.matching import call_of, transpose_of, writes
 
+from .slice_cache import CACHE
 from .slice_products import PRODUCTS
 from .slice_vocabulary import VOCABULARY
 from .slices import Outcome, Refusal, Slice, Values, same, through_reshape
@@ -31,7 +32,7 @@ POINTWISE = frozenset(_POINTWISE.split())
 
 def outcome_of(node: Node, values: Values) -> Outcome | Refusal:
     """What a call makes of its operands, at least one of which is sliced."""
-    if writes(node):
+    if writes(node) and name_of(node) not in CACHE:
         return Refusal(f"{name_of(node)} writes to it")
     if transpose_of(node) is not None:
         return _transpose(node, values)
@@ -249,5 +250,6 @@ RULES: Mapping[str, Rule] = MappingProxyType(
         "dropout": _dropout,
         **PRODUCTS,
         **VOCABULARY,
+        **CACHE,
     }
 )

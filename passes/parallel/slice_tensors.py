@@ -19,6 +19,7 @@ from .slice_walk import Sliced, marked_slices
 from .slices import Outcome, Refusal, Slice
 
 _own = torch.ops.dsgraph
+_NARROW = (torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)
@@ -110,7 +111,7 @@ class _Rewriting:
             node.op, node.target, node.args = "call_function", outcome.target, (*node.args, self.group)
         self._touched.add(node)
         if outcome.is_partial:
-            self._sum(node, outcome)
+            self._sum(node, outcome, narrow=self._widened(node))
         elif outcome.out is not None:
             self._local[node] = node
 
@@ -119,16 +120,37 @@ class _Rewriting:
             return self._made[operand, outcome.takes[operand]]
         return self._local.get(operand) or self._made.get((operand, "enter")) or operand
 
-    def _sum(self, node: Node, outcome: Outcome) -> None:
+    def _widened(self, node: Node) -> torch.dtype | None:
+        """Makes a product without gradients, of 16 bits, one of 32; gives its dtype, to which the sum is rounded once.
+
+        Rounded before the sum as well, it would not be what one process computes.
+        """
+        value = node.meta.get("example_value")
+        if not isinstance(value, Tensor) or value.requires_grad or value.dtype not in _NARROW:
+            return None
+        if "grouped_mm" in str(node.target):  # torch has it for 16 bits alone
+            return None
+
+        def wide(operand: Node) -> Node:
+            is_narrow = getattr(operand.meta.get("example_value"), "dtype", None) in _NARROW
+            return self._emit(node, torch.Tensor.float, operand) if is_narrow else operand
+
+        node.args, node.kwargs = map_arg(node.args, wide), map_arg(node.kwargs, wide)
+        return value.dtype
+
+    def _sum(self, node: Node, outcome: Outcome, *, narrow: torch.dtype | None) -> None:
         users = list(node.users)
-        with self.gm.graph.inserting_after(node):
-            total = last = self.gm.graph.call_function(_own.sum_slices.default, (node, self.group))
+        behind: list[tuple[Any, tuple[Any, ...]]] = [(_own.sum_slices.default, (self.group,))]
         if outcome.added is not None:
-            with self.gm.graph.inserting_after(total):
-                last = self.gm.graph.call_function(torch.add, (total, self._whole(outcome.added)))
-        for made in (total, last):
-            made.meta.update(node.meta)
-            self._touched.add(made)
+            behind.append((torch.add, (self._whole(outcome.added),)))
+        if narrow is not None:
+            behind.append((torch.Tensor.to, (narrow,)))
+        last = node
+        for target, rest in behind:
+            with self.gm.graph.inserting_after(last):
+                last = self.gm.graph.call_function(target, (last, *rest))
+            last.meta.update(node.meta)
+            self._touched.add(last)
         for user in users:
             user.replace_input_with(node, last)
 

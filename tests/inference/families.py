@@ -17,6 +17,7 @@ _LLAMA: dict[str, Any] = {
 CONFIGS: dict[str, Any] = {
     "llama": lambda: transformers.LlamaConfig(**_LLAMA),
     "qwen3": lambda: transformers.Qwen3Config(**_LLAMA, head_dim=8),
+    "mixtral": lambda: transformers.MixtralConfig(**_LLAMA, num_local_experts=4, num_experts_per_tok=2),
     "gpt2": lambda: transformers.GPT2Config(**_SIZES, n_embd=32, n_layer=2, n_head=4, n_positions=128),
     "opt": lambda: transformers.OPTConfig(
         **_SIZES,
@@ -26,9 +27,13 @@ CONFIGS: dict[str, Any] = {
 }
 
 
-def model(family: str, *, seed: int = 0) -> Any:
+def model(family: str, *, seed: int = 0, heads: int = 2) -> Any:
+    """`heads` are those of keys and values, where a family has them apart."""
     torch.manual_seed(seed)
-    made = transformers.AutoModelForCausalLM.from_config(CONFIGS[family]()).eval()
+    config = CONFIGS[family]()
+    if getattr(config, "num_key_value_heads", None) is not None:
+        config.num_key_value_heads = heads
+    made = transformers.AutoModelForCausalLM.from_config(config).eval()
     with torch.no_grad():
         for param in made.parameters():
             if param.ndim == 2:

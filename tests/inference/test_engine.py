@@ -100,7 +100,9 @@ def test_bfloat16_generates_what_transformers_does():
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ({"mp_size": 2}, "mp_size is 2"),
+        ({"mp_size": 2}, "mp_size is 2, and there is one rank"),
+        ({"mp_size": 2, "quantize": "int8"}, "weights of few bits are not sliced"),
+        ({"mp_size": 0}, "mp_size is 0"),
         ({"quantize": "int3"}, "quantize is 'int3'"),
         ({"dtype": torch.int8}, "dtype is torch.int8"),
         ({"max_tokens": 129}, "the model has 128 positions"),

@@ -32,6 +32,31 @@ def test_a_pair_of_products_is_summed_once_and_the_bias_added_behind():
     assert run_pass(SliceTensors(), gm).changed == 0
 
 
+def test_sums_of_16_bits_are_rounded_once_where_nothing_learns():
+    narrow = [torch.randn(*shape, dtype=torch.bfloat16) for shape in ((3, 8), (6, 8), (8, 6), (8,))]
+    gm = capture(_mlp, *narrow)
+    run_pass(SliceTensors(), gm)
+    FileCheck().check("gelu").check("float").check("linear").check("sum_slices").check("torch.add").check(
+        "torch.bfloat16"
+    ).run(code(gm))
+    assert all(node.meta["example_value"].dtype == torch.bfloat16 for node in gm.graph.output_node().all_input_nodes)
+    gm = capture(_mlp, *(tensor.requires_grad_() for tensor in narrow))
+    run_pass(SliceTensors(), gm)
+    assert "float" not in code(gm).replace("bfloat16", "")
+
+
+def test_states_of_own_heads_go_into_the_cache_of_own_heads():
+    def heads(x: Tensor, weight: Tensor, cache: Tensor, at: Tensor, out: Tensor) -> Tensor:
+        states = F.linear(x, marked(weight, 0)).view(2, 3, 4, 2).transpose(1, 2)
+        full = torch.ops.dsgraph.write_heads(cache, states, at, 2, "tp")
+        return F.linear(full.transpose(1, 2).reshape(2, 5, 8), marked(out, 1))
+
+    cache, at = torch.zeros(2, 2, 5, 2), torch.arange(3)
+    gm = capture(heads, torch.randn(2, 3, 8), torch.randn(4, 8), cache, at, torch.randn(8, 4))
+    assert run_pass(SliceTensors(), gm).notes == ()
+    FileCheck().check("write_own_heads").check("sum_slices").check_not("gather_slices").run(code(gm))
+
+
 def test_heads_written_into_views_are_divided():
     def heads(x: Tensor, weight: Tensor, out: Tensor) -> Tensor:
         h = F.linear(x, marked(weight, 0)).view(2, 3, 4, 2).transpose(1, 2)

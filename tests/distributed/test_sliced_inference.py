@@ -1,0 +1,92 @@
+"""Engines whose layers several ranks share generate what transformers generates in one process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from transformers.generation.streamers import BaseStreamer
+
+import dsgraph
+from dsgraph.errors import InferenceError, RanksDisagreeError
+from tests.inference.families import CONFIGS, model, prompt
+
+pytestmark = pytest.mark.distributed
+
+EAGER = {"codegen": "eager"}
+WAYS: list[dict[str, Any]] = [
+    {"do_sample": False},
+    {"do_sample": True},
+    {"do_sample": False, "num_beams": 3, "num_return_sequences": 2},
+]
+
+
+class _Collector(BaseStreamer):
+    def __init__(self) -> None:
+        self.seen: list[int] = []
+
+    def put(self, value: torch.Tensor) -> None:
+        self.seen += value.flatten().tolist()
+
+    def end(self) -> None:
+        self.seen.append(-1)
+
+
+def _generate(family: str, dtype: torch.dtype, lengths: tuple[int, ...], heads: int) -> None:
+    ranks = dist.get_world_size()
+    plain = model(family, heads=heads).to(dtype)
+    options = {"mp_size": ranks, "dtype": dtype, "max_tokens": 64, "options": EAGER}
+    engine = dsgraph.init_inference(model(family, heads=heads), **options)
+    for way in WAYS:
+        for length in lengths:
+            given = prompt(2, length, padded=2)
+            torch.manual_seed(7)
+            expected = plain.generate(**given, max_new_tokens=8, **way)
+            torch.manual_seed(7)
+            found = engine.generate(**given, max_new_tokens=8, **way)
+            assert torch.equal(expected, found), (way, length)
+            assert len(set(found[:, length:].flatten().tolist())) > 3  # it says something
+    warm = engine.report()
+    assert warm.decode.compiles == 2, "one for two rows, one for six"
+    collector = _Collector()
+    found = engine.generate(**prompt(1, lengths[0]), max_new_tokens=4, streamer=collector)
+    assert collector.seen == [*found[0].tolist(), -1]
+    whole = dsgraph.init_inference(model(family, heads=heads), dtype=dtype, max_tokens=64, options=EAGER)
+    whole.generate(**prompt(2, 3), max_new_tokens=2)
+    assert warm.cache_bytes[2] * ranks == whole.report().cache_bytes[2], "each rank holds its heads alone"
+
+
+@pytest.mark.parametrize(
+    "family", ["llama", *[pytest.param(n, marks=pytest.mark.full) for n in CONFIGS if n != "llama"]]
+)
+def test_two_ranks_generate_what_one_process_does(ranks, family):
+    ranks(2).run(_generate, family, torch.float32, (3, 40), 2, timeout_s=200)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("family", list(CONFIGS))
+def test_four_ranks_generate_what_one_process_does(ranks, family):
+    ranks(4).run(_generate, family, torch.float32, (3, 40), 4, timeout_s=200)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("family", ["llama", "gpt2", "opt"])
+def test_bfloat16_on_two_ranks(ranks, family):
+    ranks(2).run(_generate, family, torch.bfloat16, (3,), 2, timeout_s=200)
+
+
+def _refused() -> None:
+    with pytest.raises(InferenceError, match="mp_size is 4, and there are 2 ranks"):
+        dsgraph.init_inference(model("gpt2"), mp_size=4)
+    with pytest.raises(InferenceError, match="num_key_value_heads of LlamaForCausalLM is 1"):
+        dsgraph.init_inference(model("llama", heads=1), mp_size=2)
+    engine = dsgraph.init_inference(model("llama"), mp_size=2, max_tokens=32, options=EAGER)
+    torch.manual_seed(dist.get_rank())
+    with pytest.raises(RanksDisagreeError, match="random state"):
+        engine.generate(**prompt(1, 4), max_new_tokens=2, do_sample=True)
+
+
+def test_what_ranks_cannot_share_is_refused(ranks):
+    ranks(2).run(_refused)
