@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from dsgraph.batches import call_with
 from dsgraph.errors import EngineError
 from dsgraph.step.accumulate import accumulate, discard
 
@@ -23,7 +24,7 @@ from .looks import Looks
 from .loss_scale import LossScale
 from .mpu import ModelParallel
 from .norms import unscale_and_clip
-from .passing import call_with, cast_floating, loss_of
+from .passing import cast_floating, loss_of
 from .progress import StepCounts
 from .read_config import ResolvedConfig
 from .saving import Saving

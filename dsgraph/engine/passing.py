@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,13 +9,6 @@ from torch import Tensor
 
 from dsgraph import compat
 from dsgraph.errors import EngineError
-
-
-def call_with(model: Callable[..., Any], batch: Any) -> Any:
-    """Calls a model with a batch: a dict of keywords, a tuple of arguments, or the one argument."""
-    if isinstance(batch, dict):
-        return model(**batch)
-    return model(*batch) if isinstance(batch, (tuple, list)) else model(batch)
 
 
 def cast_floating(inputs: Any, dtype: torch.dtype | None) -> Any:
