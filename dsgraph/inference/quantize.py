@@ -202,7 +202,7 @@ def load_quantized(model: nn.Module, folder: Path) -> nn.Module:
 def _layers(model: nn.Module, skip: Sequence[str]) -> dict[str, Any]:
     if isinstance(skip, str):
         raise InferenceError(f"quantize: skip is {skip!r}; it takes a list of names, such as [{skip!r}]")
-    linear = {name: module for name, module in model.named_modules() if name and _is_linear(module)}
+    linear = {name: module for name, module in model.named_modules() if name and is_linear(module)}
     for pattern in skip:
         if not any(fnmatchcase(name, pattern) for name in linear):
             raise InferenceError(
@@ -214,7 +214,8 @@ def _layers(model: nn.Module, skip: Sequence[str]) -> dict[str, Any]:
     return found
 
 
-def _is_linear(module: nn.Module) -> bool:
+def is_linear(module: nn.Module) -> bool:
+    """Whether a module computes what a layer of few bits computes."""
     # A class of nn.Linear's may compute otherwise. Conv1D of transformers is a linear layer of a transposed weight.
     return type(module) is nn.Linear or (
         type(module).__name__ == "Conv1D" and type(module).__module__ == "transformers.pytorch_utils"
