@@ -35,6 +35,7 @@ from .collectives.vocabulary import sliced_cross_entropy, sliced_embedding
 from .compat import backend_name, c10d_functional, resolve_group, share_memory, size_hint
 from .kernels.launch import on_device_of, on_gpu
 from .kernels.linear_cross_entropy import linear_cross_entropy
+from .quant.fake_quantize import fake_quantize
 from .sizes import same_shape, same_size
 from .sparse.block_sparse_attention import block_sparse_attention
 from .transfers.errors import TransferError
@@ -67,6 +68,7 @@ __all__ = [
     "enter_slices",
     "exchange_by_messages",
     "exchange_by_messages_coalesced",
+    "fake_quantize",
     "finish_offload",
     "gather_by_messages",
     "gather_by_messages_coalesced",

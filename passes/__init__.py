@@ -33,6 +33,7 @@ from .zero.compress_gathers import CompressGathers
 from .zero.compress_reductions import CompressReductions
 from .zero.insert_zero_collectives import InsertZeroCollectives
 from .zero.keep_last_gather import KeepLastGather, ReleaseKeptGather
+from .zero.lower_fake_weights import LowerFakeWeights
 from .zero.merge_gathers import MergeGathers
 from .zero.selective_gather import SelectiveGather
 
@@ -65,6 +66,7 @@ __all__ = [
     "InferenceLowering",
     "InsertZeroCollectives",
     "KeepLastGather",
+    "LowerFakeWeights",
     "MergeGathers",
     "MeshAxis",
     "OffloadActivations",

@@ -16,6 +16,7 @@ from .zero.compress_gathers import CompressGathers
 from .zero.compress_reductions import CompressReductions
 from .zero.insert_zero_collectives import InsertZeroCollectives
 from .zero.keep_last_gather import KeepLastGather, ReleaseKeptGather
+from .zero.lower_fake_weights import LowerFakeWeights
 from .zero.merge_gathers import MergeGathers
 from .zero.selective_gather import SelectiveGather
 
@@ -31,6 +32,7 @@ def default_pipeline() -> Pipeline:
             BucketSmallReductions(),
             CompressReductions(),
             InsertZeroCollectives(),
+            LowerFakeWeights(),
             ChooseCollectiveAlgorithms(),
             KeepLastGather(),
             SelectiveGather(),

@@ -37,7 +37,7 @@ ORDER = {
         ["__init__"],
     ],
     "dsgraph": [
-        ["compat", "errors", "nearest", "files", "json_records", "byte_counts"],
+        ["compat", "errors", "nearest", "files", "json_records", "byte_counts", "batches"],
         ["tiers", "checkpoint_files"],
         ["sharding"],
         ["step"],

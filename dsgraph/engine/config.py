@@ -7,19 +7,16 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import AliasChoices, BaseModel, BeforeValidator, Field
 from pydantic.fields import FieldInfo
 
 from dsgraph.byte_counts import read_bytes
 
+from .quantize_config import QuantizeTrainingConfig
+from .section import Section
+
 Bytes = Annotated[int | float, BeforeValidator(read_bytes)]
 """A number of bytes, a text that means one, or a share of the device."""
-
-
-class Section(BaseModel):
-    """A section of the file: unknown keys are errors."""
-
-    model_config = ConfigDict(extra="forbid", populate_by_name=True, frozen=True)
 
 
 class OptimizerConfig(Section):
@@ -298,6 +295,7 @@ class EngineConfig(Section):
     parallel: ParallelConfig = ParallelConfig()
     sparse_attention: SparseAttentionConfig | None = None
     progressive_layer_drop: ProgressiveLayerDropConfig = ProgressiveLayerDropConfig()
+    quantize_training: QuantizeTrainingConfig = QuantizeTrainingConfig()
     dsgraph: DsgraphConfig = DsgraphConfig()
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from dsgraph.batches import call_with
 from dsgraph.errors import EngineError
 from dsgraph.offload.host_optimizer import HostOptimizer
 from dsgraph.step.accumulate import accumulate, discard
@@ -19,14 +20,16 @@ from .asynchronous import Writer
 from .beside_backward import read_ahead, stepping
 from .compressing import CompressingOptimizer
 from .data import RankLoader, batches_of
+from .eigenvalues import Gradients
 from .figures import Figures
 from .layer_drop import ProgressiveLayerDrop
 from .looks import Looks
 from .loss_scale import LossScale
 from .mpu import ModelParallel
 from .norms import unscale_and_clip
-from .passing import call_with, cast_floating, loss_of
+from .passing import Again, cast_floating, loss_of
 from .progress import StepCounts
+from .quantize_training import QuantizedTraining
 from .read_config import ResolvedConfig
 from .saving import Saving
 from .weights import Weights
@@ -50,6 +53,7 @@ class Engine(Figures, Saving, Weights, nn.Module):
         loss_scale: What the loss is multiplied by.
         counts: How far training is.
         training_dataloader: The loader of the training data that `initialize` was given, if any.
+        quantized_training: Takes bits from weights; None where nobody asks.
         progressive_layer_drop: Leaves out blocks of the model in training; None where nobody asks.
         boundary: Says whether the micro-batch that runs is the last one of its step; None: the counts say it.
     """
@@ -67,6 +71,7 @@ class Engine(Figures, Saving, Weights, nn.Module):
         loader: RankLoader | None = None,
         shared: ModelParallel | None = None,
         layer_drop: ProgressiveLayerDrop | None = None,
+        quantized_training: QuantizedTraining | None = None,
     ) -> None:
         """Puts the parts together; `initialize` makes them.
 
@@ -81,6 +86,7 @@ class Engine(Figures, Saving, Weights, nn.Module):
             loader: Of the training data.
             shared: The ranks that share a model which its own code has sliced.
             layer_drop: See the class.
+            quantized_training: Likewise.
         """
         super().__init__()
         self.module = module
@@ -97,7 +103,8 @@ class Engine(Figures, Saving, Weights, nn.Module):
         self._norm: float | None = None
         self._was_skipped = self._has_begun_step = self._ran_backward = False
         self._looks, self._shared = looks, shared
-        self.progressive_layer_drop = layer_drop
+        self.progressive_layer_drop, self.quantized_training = layer_drop, quantized_training
+        self._again: Again | None = None
         self._scale_optimizer()
         self._writer = Writer()
 
@@ -119,6 +126,8 @@ class Engine(Figures, Saving, Weights, nn.Module):
             return runs(*args, **kwargs)
         if self.progressive_layer_drop is not None:
             kwargs = {**kwargs, **self.progressive_layer_drop.begin(self.counts)}
+        if self.quantized_training is not None and self.quantized_training.blocks:
+            self._again = Again(lambda: runs(*args, **kwargs))
         with self._looks.forward(self, args, kwargs):
             self._wait_if_needed()
             return runs(*args, **kwargs)
@@ -228,8 +237,14 @@ class Engine(Figures, Saving, Weights, nn.Module):
         self._was_skipped = not is_finite
         if is_finite and self.lr_scheduler is not None:
             self.lr_scheduler.step()
+        if is_finite and self.quantized_training is not None:
+            self.quantized_training.after_step(self._gradients_again)
         self.loss_scale.update(overflow=not is_finite)
         self._scale_optimizer()
+
+    def _gradients_again(self) -> Gradients:
+        assert self._again is not None
+        return self._again.gradients_of(self.module, scale=self.loss_scale.scale)
 
     def _scale_optimizer(self) -> None:
         if isinstance(self.optimizer, CompressingOptimizer):

@@ -20,6 +20,7 @@ from torch.utils.data import Dataset
 
 from dsgraph.errors import ConfigError
 from dsgraph.sharding.mesh import resolve_mesh
+from dsgraph.sharding.table import partitioned_parts
 from dsgraph.step.state import partition
 
 from .activation_checkpointing import take_switches
@@ -34,6 +35,7 @@ from .mpu import ModelParallel, data_parallel_mesh
 from .offloading import check_offload, offload_notes, offloaded, partition_offload, planned
 from .optimizers import Binding, Groups, MakesOptimizer, check_compression, maker_of, parameters_in, rebound
 from .pipeline import pipeline_of
+from .quantize_training import QuantizedTraining
 from .read_config import load_config, read_config
 from .schedules import schedule_class
 from .sparse_attention import sparse_layout
@@ -149,10 +151,16 @@ def initialize(
     if settings.progressive_layer_drop.enabled:
         drop = ProgressiveLayerDrop(settings.progressive_layer_drop, model)
         tell(drop.note(compiles=settings.dsgraph.compile))
+    moq = None
+    if settings.quantize_training.enabled:
+        moq = QuantizedTraining(settings, model)
+        tell(moq.note())
     looks = Looks(resolved, device)
     binding = Binding(model, model_parameters)
     with rebound(mine, model):
         partition(model, mesh, stage=settings.zero_optimization.stage, **_partition_options(settings))
+    if moq is not None:
+        moq.take_over(partitioned_parts(model)[0])
     made = offloaded(whole_where_needed(mine or make(binding.groups(model))), settings)
     schedule = make_schedule(made)
     compiles = partial(torch.compile, backend=looks.graphs or "dsgraph", options=options)
@@ -170,6 +178,7 @@ def initialize(
         loader=loader,
         shared=shared,
         layer_drop=drop,
+        quantized_training=moq,
     )
     return engine, made, loader, schedule
 

@@ -21,6 +21,7 @@ from .data import RankLoader
 from .loss_scale import LossScale
 from .mpu import ModelParallel
 from .progress import StepCounts
+from .quantize_training import QuantizedTraining
 
 
 class Saving:
@@ -32,6 +33,7 @@ class Saving:
     loss_scale: LossScale
     counts: StepCounts
     training_dataloader: RankLoader | None
+    quantized_training: QuantizedTraining | None
     _writer: Writer
     _shared: ModelParallel | None
 
@@ -138,12 +140,14 @@ class Saving:
             "loss_scale": self.loss_scale.state_dict(),
             "schedule": schedule,
             "loader": None if loader is None else loader.state_dict(),
+            "quantized": None if self.quantized_training is None else self.quantized_training.state_dict(),
         }
 
     def why_not(self, progress: Mapping[str, Any]) -> str:
         """Why `go_on_from` cannot take over what `progress` gave; empty where it can."""
-        loader = self.training_dataloader
-        return "" if loader is None else loader.why_not(progress.get("loader"))
+        loader, quantized = self.training_dataloader, self.quantized_training
+        problem = "" if quantized is None else quantized.why_not(progress.get("quantized"))
+        return problem or ("" if loader is None else loader.why_not(progress.get("loader")))
 
     def go_on_from(self, progress: Mapping[str, Any]) -> None:
         """Takes over what `progress` gave in another run."""
@@ -155,5 +159,7 @@ class Saving:
         elif takes != (progress["schedule"] is not None) and dist.get_rank() == 0:
             has, lacks = ("the engine", "the checkpoint") if takes else ("the checkpoint", "the engine")
             print(f"dsgraph: load_checkpoint: {has} has a schedule of learning rates, and {lacks} none", flush=True)
+        if self.quantized_training is not None:
+            self.quantized_training.load_state_dict(progress["quantized"])
         if self.training_dataloader is not None:  # older checkpoints hold no position
             self.training_dataloader.load_state_dict(progress.get("loader"))

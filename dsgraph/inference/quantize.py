@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 
 from dsgraph.errors import InferenceError
 
+from .calibrate import inputs_in_order, round_weight
 from .quantized_linear import QuantizedLinear
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
@@ -34,6 +36,9 @@ class Quantization:
         errors: Name of a layer -> norm of its weight's change over the norm of its weight.
         bytes_before: Of these weights.
         bytes_after: Of these weights, with scales and minima.
+        output_errors: With data, name of a layer -> norm of its outputs' change over the norm of its outputs. Layers
+            that no batch reached are not in it: they are rounded to nearest.
+        output_errors_to_nearest: The same if these weights had been rounded to nearest.
     """
 
     bits: Literal[8, 4]
@@ -41,19 +46,33 @@ class Quantization:
     errors: dict[str, float]
     bytes_before: int
     bytes_after: int
+    output_errors: dict[str, float] = field(default_factory=dict)
+    output_errors_to_nearest: dict[str, float] = field(default_factory=dict)
 
 
-def quantize(model: ModelT, *, bits: int = 8, group: int | None = None, skip: Sequence[str] = ()) -> ModelT:
-    """Replaces the linear layers of a model by such with weights of few bits, in place, rounded to nearest.
+def quantize(
+    model: ModelT,
+    *,
+    bits: int = 8,
+    group: int | None = None,
+    skip: Sequence[str] = (),
+    data: Iterable[Any] | None = None,
+) -> ModelT:
+    """Replaces the linear layers of a model by such with weights of few bits, in place.
 
     It is for inference: such layers take no gradients. Embeddings and norms stay as they are. Of a head that is tied to
     the embedding, the head gets a rounded copy.
+
+    Weights are rounded to nearest; with `data`, so that the outputs of each layer change little, as GPTQ does it (arXiv
+    2210.17323): one layer after the other, each for the inputs that layers rounded before it give. The model then runs
+    on all batches as often as its layers have different inputs.
 
     Args:
         model: A module; its `nn.Linear` and transformers' `Conv1D` count.
         bits: 8, with one scale a row of a weight, or 4, with one scale and minimum a group.
         group: How many neighbours in a row share a scale, for 4 bits; an even number, by default 128.
         skip: Names of layers to leave, as in `named_modules`; `*` stands for anything.
+        data: Batches: each a dict of the model's keywords, a tuple of its arguments, or its one argument.
 
     Returns:
         `model`, with a `quantization` that tells the error of each layer.
@@ -71,18 +90,67 @@ def quantize(model: ModelT, *, bits: int = 8, group: int | None = None, skip: Se
     size = 0 if bits == 8 else _GROUP if group is None else group
     found = _layers(model, skip)
     _check_groups(found, bits=bits, group=size)
-    errors: dict[str, float] = {}
-    before = after = 0
+    how = Quantization(bits, size, dict.fromkeys(found, 0.0), 0, 0)  # type: ignore[arg-type]
+    if data is not None:
+        batches = _batches(data)
+        with _evaluating(model):
+            how = _calibrate(model, found, batches, how)
     for name, layer in found.items():
-        weight = _weight(layer)
-        made = QuantizedLinear(weight, layer.bias, bits=bits, group=size)  # type: ignore[arg-type]
-        errors[name] = _relative_error(weight, made)
-        before += weight.numel() * weight.element_size()
-        after += sum(t.numel() * t.element_size() for t in (made.packed, made.scale, made.least) if t is not None)
-        parent, _, leaf = name.rpartition(".")
-        setattr(model.get_submodule(parent), leaf, made)
-    object.__setattr__(model, "quantization", Quantization(bits, size, errors, before, after))  # type: ignore[arg-type]
+        if name not in how.output_errors:
+            how = _put(model, name, QuantizedLinear(_weight(layer), layer.bias, bits=how.bits, group=size), how)
+    object.__setattr__(model, "quantization", how)
     return model
+
+
+def _put(model: nn.Module, name: str, made: QuantizedLinear, how: Quantization) -> Quantization:
+    """Puts a layer into the place of another one."""
+    weight = _weight(model.get_submodule(name))
+    size = sum(t.numel() * t.element_size() for t in (made.packed, made.scale, made.least) if t is not None)
+    parent, _, leaf = name.rpartition(".")
+    setattr(model.get_submodule(parent), leaf, made)
+    return replace(
+        how,
+        errors={**how.errors, name: _relative_error(weight, made)},
+        bytes_before=how.bytes_before + weight.numel() * weight.element_size(),
+        bytes_after=how.bytes_after + size,
+    )
+
+
+def _calibrate(model: nn.Module, found: dict[str, Any], batches: list[Any], how: Quantization) -> Quantization:
+    """Rounds the layers that the batches reach."""
+    for names, products in inputs_in_order(model, found, batches):
+        for name in names:
+            layer = found[name]
+            weight = _weight(layer)
+            best = round_weight(weight, products, bits=how.bits, group=how.group)
+            rounded = (best.packed, best.scale, best.least)
+            made = QuantizedLinear(weight, layer.bias, bits=how.bits, group=how.group, rounded=rounded)
+            how = replace(
+                _put(model, name, made, how),
+                output_errors={**how.output_errors, name: best.error},
+                output_errors_to_nearest={**how.output_errors_to_nearest, name: best.error_to_nearest},
+            )
+    return how
+
+
+def _batches(data: Iterable[Any]) -> list[Any]:
+    if isinstance(data, (Tensor, Mapping)):
+        raise InferenceError(f"quantize: data is a {type(data).__name__}, one batch; it takes several: data=[batch]")
+    batches = list(data)
+    if not batches:
+        raise InferenceError("quantize: data has no batch")
+    return batches
+
+
+@contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    trains = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in trains:
+            module.training = True
 
 
 def save_quantized(model: nn.Module, folder: str | os.PathLike[str]) -> None:
@@ -134,7 +202,7 @@ def load_quantized(model: nn.Module, folder: Path) -> nn.Module:
 def _layers(model: nn.Module, skip: Sequence[str]) -> dict[str, Any]:
     if isinstance(skip, str):
         raise InferenceError(f"quantize: skip is {skip!r}; it takes a list of names, such as [{skip!r}]")
-    linear = {name: module for name, module in model.named_modules() if name and _is_linear(module)}
+    linear = {name: module for name, module in model.named_modules() if name and is_linear(module)}
     for pattern in skip:
         if not any(fnmatchcase(name, pattern) for name in linear):
             raise InferenceError(
@@ -146,7 +214,8 @@ def _layers(model: nn.Module, skip: Sequence[str]) -> dict[str, Any]:
     return found
 
 
-def _is_linear(module: nn.Module) -> bool:
+def is_linear(module: nn.Module) -> bool:
+    """Whether a module computes what a layer of few bits computes."""
     # A class of nn.Linear's may compute otherwise. Conv1D of transformers is a linear layer of a transposed weight.
     return type(module) is nn.Linear or (
         type(module).__name__ == "Conv1D" and type(module).__module__ == "transformers.pytorch_utils"

@@ -31,7 +31,15 @@ class QuantizedLinear(nn.Module):
     least: Tensor | None
     bias: Tensor | None
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, *, bits: Literal[8, 4], group: int) -> None:
+    def __init__(
+        self,
+        weight: Tensor,
+        bias: Tensor | None,
+        *,
+        bits: Literal[8, 4],
+        group: int,
+        rounded: tuple[Tensor, Tensor, Tensor | None] | None = None,
+    ) -> None:
         """Rounds a weight.
 
         Args:
@@ -39,11 +47,14 @@ class QuantizedLinear(nn.Module):
             bias: (out_features,), kept as it is.
             bits: 8: one scale a row. 4: one scale and minimum a group.
             group: Neighbours in a row that share a scale, for 4 bits.
+            rounded: The packed weight, scales and minima (None for 8 bits); None: it is rounded to nearest.
         """
         super().__init__()
         self.out_features, self.in_features = weight.shape
         self.bits = bits
-        if bits == 8:
+        if rounded is not None:
+            packed, scale, least = rounded
+        elif bits == 8:
             (packed, scale), least = quantize_rows(weight), None
         else:
             packed, scale, least = quantize_groups(weight, group=group)

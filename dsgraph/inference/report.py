@@ -63,4 +63,14 @@ class InferenceReport:
                 f"{len(how.errors)} layers of {how.bits} bits, {how.bytes_before / 1e6:.1f} MB now "
                 f"{how.bytes_after / 1e6:.1f} MB; largest relative error {error:.4f}, of {name}"
             )
+        if self.quantization is not None and self.quantization.output_errors:
+            lines.append(_calibrated(self.quantization))
         return "\n".join(lines)
+
+
+def _calibrated(how: Quantization) -> str:
+    name, error = max(how.output_errors.items(), key=lambda item: item[1])
+    nearest = how.output_errors_to_nearest[name]
+    missed = len(how.errors) - len(how.output_errors)
+    rest = f"; {missed} layers that no batch reached are rounded to nearest" if missed else ""
+    return f"calibrated: largest error of outputs {error:.4f}, of {name}; to nearest it were {nearest:.4f}{rest}"

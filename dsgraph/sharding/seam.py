@@ -51,6 +51,11 @@ def property_for(name: str, layout: Layout) -> property:
             )
         if not torch.compiler.is_compiling():
             return _read_eagerly(self, name, layout)
+        fake = held_by(self).fake_weights.get(name)
+        full = mark(self, param)
+        return full if fake is None else fake.of(full)
+
+    def mark(self: nn.Module, param: Any) -> Tensor:
         accumulated_grad = compressed = None
         if may_stay_local and held_by(self).partition.gradients_stay_local:
             if held_by(self).partition.accumulating:
@@ -68,6 +73,7 @@ def property_for(name: str, layout: Layout) -> property:
         return layout.mark(param.to_local(), gathered_copy, param.shape, accumulated_grad, compressed)
 
     compat.only_inlined(read)
+    compat.only_inlined(mark)
     return property(read, doc=f"The full parameter {name!r}; its shard stands in `named_parameters()`.")
 
 
@@ -113,7 +119,10 @@ def _read_eagerly(module: nn.Module, name: str, layout: Layout) -> Tensor:
             partition=held_by(module).partition,
             read=lambda: _read(module, name, layout),
         )
-        return (FullParameter if outside else ForwardParameter).over(source.plain, source)
+        if outside:
+            return FullParameter.over(source.plain, source)
+        fake = held_by(module).fake_weights.get(name)
+        return ForwardParameter.over(source.plain if fake is None else fake.of(source.plain), source)
 
 
 def _read(module: nn.Module, name: str, layout: Layout, *, is_kept: bool = False) -> Tensor:

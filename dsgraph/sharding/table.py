@@ -22,6 +22,7 @@ from dsgraph.tiers.stored_rows import StoredRows
 
 from .compressed import CompressedInputs
 from .eager_agreement import Intent, eager_agreements, is_outside
+from .fake_weight import FakeWeight
 from .layout import Layout
 from .mesh import axis_group, mesh_ranks, shard_dim
 from .stages import STAGES, ZeroStage
@@ -151,7 +152,7 @@ class PartitionedModel:
         if not entry.owners:
             self.parameters.remove(entry)
         held = held_by(module)
-        for kept in (held.gathered_copies, held.leaves, held.sums, held.compressions):
+        for kept in (held.gathered_copies, held.leaves, held.sums, held.compressions, held.fake_weights):
             kept.pop(attribute, None)
 
     def refuse_amid_step(self, doing: str) -> None:
@@ -239,6 +240,7 @@ class HeldParameters:
         leaves: What it hands out while gradients stay local.
         sums: What has been added up of them, while the last micro-batch of a step runs.
         compressions: Momentum, errors and coefficients of those whose gradients are compressed.
+        fake_weights: How those are rounded that a forward sees with few bits.
         equal_buffers: Names of its buffers that have taken the values of the mesh's first rank.
         eager_reads: How often each parameter was handed out outside a compiled graph.
     """
@@ -248,6 +250,7 @@ class HeldParameters:
     leaves: dict[str, Tensor] = field(default_factory=dict)
     sums: dict[str, Tensor] = field(default_factory=dict)
     compressions: dict[str, CompressedInputs] = field(default_factory=dict)
+    fake_weights: dict[str, FakeWeight] = field(default_factory=dict)
     eager_reads: Counter[str] = field(default_factory=Counter)
     equal_buffers: set[str] = field(default_factory=set)
     _names: dict[str, str] = field(default_factory=dict)

@@ -57,11 +57,21 @@ def quantize_groups(weight: Tensor, *, group: int) -> tuple[Tensor, Tensor, Tens
         Packed numbers, uint8 (n, k / group, group / 2); scales and minima, both float32 (n, k / group).
     """
     groups = weight.detach().float().unflatten(1, (-1, group))
-    least, most = groups.aminmax(dim=2)
-    scale = (most - least).clamp_min(torch.finfo(torch.float32).tiny) / 15
+    scale, least = grid_of_groups(groups)
     numbers = ((groups - least[..., None]) / scale[..., None]).round().clamp(0, 15).to(torch.uint8)
+    return pack_groups(numbers), scale, least
+
+
+def grid_of_groups(groups: Tensor) -> tuple[Tensor, Tensor]:
+    """Scales and minima of groups: float32 (n, groups, group) to twice (n, groups)."""
+    least, most = groups.aminmax(dim=2)
+    return (most - least).clamp_min(torch.finfo(torch.float32).tiny) / 15, least
+
+
+def pack_groups(numbers: Tensor) -> Tensor:
+    """Packs numbers of 0 to 15: uint8 (n, groups, group) to (n, groups, group / 2)."""
     low, high = numbers.chunk(2, dim=2)
-    return low | (high << 4), scale, least
+    return low | (high << 4)
 
 
 def dequantize_groups(packed: Tensor, scale: Tensor, least: Tensor) -> Tensor:

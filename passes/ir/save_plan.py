@@ -7,13 +7,17 @@ beside it, from which `OffloadActivations` reads it. Passes never touch these ke
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from types import MappingProxyType
+from typing import Any
 
+import torch
 from torch.fx import GraphModule, Node
 from torch.utils.checkpoint import CheckpointPolicy
+
+from dsgraph.passes.compat import OpOverload
 
 _KEY = "recompute"
 _TIER = "dsgraph_offload_tier"
@@ -84,6 +88,29 @@ def decide(node: Node, choice: Choice, *, tier: str | None = None) -> None:
     node.meta.pop(_TIER, None)
     if choice is Choice.OFFLOAD:
         node.meta[_TIER] = tier or "host"
+
+
+def recompute_with_users(nodes: Iterable[Node]) -> None:
+    """Notes that nodes must be computed again, and what the forward computes cheaply from such nodes alone."""
+    chosen_nodes = set(nodes)
+    for node in chosen_nodes:
+        decide(node, Choice.RECOMPUTE)
+    frontier = [user for node in chosen_nodes for user in node.users]
+    while frontier:
+        node = frontier.pop()
+        known = node in chosen_nodes or not all(argument in chosen_nodes for argument in node.all_input_nodes)
+        if known or not _is_cheap(node):
+            continue
+        decide(node, Choice.RECOMPUTE)
+        chosen_nodes.add(node)
+        frontier.extend(node.users)
+
+
+def _is_cheap(node: Node) -> bool:
+    target: Any = node.target
+    if not isinstance(target, OpOverload) or node.meta.get("partitioner_tag") == "is_backward":
+        return False
+    return target.is_view or torch.Tag.pointwise in target.tags or target is torch.ops.aten._to_copy.default
 
 
 def must(node: Node, choice: Choice) -> bool:

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch.fx import GraphModule, Node
 
 from dsgraph.inductor_ext import Ranks, start_gather_rows, start_reducing
-from dsgraph.passes.compat import OpOverload
 from dsgraph.passes.core.context import PassContext, Phase
 from dsgraph.passes.core.graph_pass import GraphPass, PassResult
 from dsgraph.passes.ir.graph import bound_arguments, emit, find_calls, is_returned, is_view, replace_and_erase
 from dsgraph.passes.ir.recording import Recording
-from dsgraph.passes.ir.save_plan import Choice, decide
+from dsgraph.passes.ir.save_plan import recompute_with_users
 
 aten = torch.ops.aten
 
@@ -106,20 +105,4 @@ def _tag_for_recomputation(gathered: Iterable[Node]) -> None:
         while node.op == "call_function":
             tagged.add(node)
             node = node.all_input_nodes[0]
-    for node in tagged:
-        decide(node, Choice.RECOMPUTE)
-    frontier = [user for node in tagged for user in node.users]
-    while frontier:
-        node = frontier.pop()
-        if node in tagged or not _is_cheap(node) or not all(argument in tagged for argument in node.all_input_nodes):
-            continue
-        decide(node, Choice.RECOMPUTE)
-        tagged.add(node)
-        frontier.extend(node.users)
-
-
-def _is_cheap(node: Node) -> bool:
-    target: Any = node.target
-    if not isinstance(target, OpOverload) or node.meta.get("partitioner_tag") == "is_backward":
-        return False
-    return target.is_view or torch.Tag.pointwise in target.tags or target is aten._to_copy.default
+    recompute_with_users(tagged)

@@ -27,7 +27,14 @@ _ONE_BY_ONE = {
 }
 
 # Of one rank, whoever runs it.
-_ALONE = frozenset({markers.compress_momentum.default, markers.compress_average.default, markers.unpack_signs.default})
+_ALONE = frozenset(
+    {
+        markers.compress_momentum.default,
+        markers.compress_average.default,
+        markers.unpack_signs.default,
+        markers.fake_quantize.default,
+    }
+)
 
 Groups = dict[str, list[list[int]]]
 

@@ -1,0 +1,52 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.testing import FileCheck
+
+from dsgraph.passes import InsertZeroCollectives, LowerFakeWeights, PassError, Pipeline
+from dsgraph.passes.ir.graph import find_calls
+from dsgraph.passes.ir.save_plan import is_recomputed
+from tests.passes import lockstep
+from tests.passes.tracing import code, gather, run_pass, trace
+
+_HOW = {"groups": 0, "transposed": False, "symmetric": True, "stochastic": False}
+
+
+def _linear(x, a, control):
+    full = gather(a, (4, 4))
+    return (torch.mm(x, torch.ops.dsgraph.fake_quantize(full, control, **_HOW).t()),)
+
+
+def _inputs():
+    return [torch.randn(3, 4), torch.randn(2, 4), torch.tensor([7.0, 0.25, 0.0])]
+
+
+def test_the_op_is_written_out_and_computed_again():
+    gm = trace(_linear, *_inputs())
+    run_pass(InsertZeroCollectives(), gm)
+    assert run_pass(LowerFakeWeights(), gm).changed == 1
+    FileCheck().check("all_gather").check("amax").check("round").check("lerp").check("mm").run(code(gm))
+    (product,) = find_calls(gm, torch.ops.aten.mm.default)
+    node = product.args[1]
+    while node.op == "call_function":
+        assert is_recomputed(node), f"{node} is kept for the backward"
+        node = node.all_input_nodes[0]
+    assert run_pass(LowerFakeWeights(), gm).changed == 0
+
+
+def test_the_numbers_are_the_same_bit_for_bit():
+    inputs = [_inputs() for _ in range(2)]
+    graphs = [trace(_linear, *given) for given in inputs]
+    for gm in graphs:
+        run_pass(InsertZeroCollectives(), gm)
+    expected = lockstep.run(graphs, inputs)
+    for gm in graphs:
+        run_pass(LowerFakeWeights(), gm)
+    for before, after in zip(expected, lockstep.run(graphs, inputs), strict=True):
+        assert all(map(torch.equal, before, after))
+
+
+def test_it_wants_collectives_first():
+    with pytest.raises(PassError, match="zero-collectives"):
+        Pipeline([LowerFakeWeights(), InsertZeroCollectives()])
