@@ -4,9 +4,14 @@
 
 Systems take turns, so that a busy machine slows all of them. Columns:
     system      `eager`, `compiled`: transformers, with its own cache, and with a static cache and torch.compile;
-                `fp32`, `int8`, `int4`: an engine, by its weights
-    tokens_s    tokens a second behind the prompt, median of the turns
-    prompt_ms   milliseconds of a prompt of 64 tokens, cache and graphs warm; None for systems without a report
+                `fp32`, `bf16`, `int8`, `int4`: an engine, by its weights; all but `bf16` compute in float32
+    rows        sequences at once
+    prompt      tokens of each sequence's prompt
+    tokens_s    tokens a second of all sequences behind the prompt, median of the turns
+    token_ms    milliseconds of one step, likewise
+    prompt_ms   milliseconds of a prompt, cache and graphs warm; None for systems without a report
+    first_s     seconds to the first token of an engine that was just made: graphs are traced, and compiled unless
+                Inductor's cache on disk has them (with --cold that is an empty folder); None for transformers
     bound       seconds a token over the seconds in which one copy reads the bytes of the weights, median of the turns
     loss        held-out loss, nats a byte, of a small Llama that is trained on the text of examples/text.py
 """
@@ -14,11 +19,14 @@ Systems take turns, so that a busy machine slows all of them. Columns:
 from __future__ import annotations
 
 import argparse
+import contextlib
 import copy
+import os
 import statistics
 import sys
+import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -30,14 +38,24 @@ from benchmarks.report import Check, Report, Row, add_arguments, machine
 from examples.text import standard_library
 
 _PROMPT = 64
-SYSTEMS = ("eager", "compiled", "fp32", "int8", "int4")
+_SIZE = {"layers": 12, "width": 768, "words": 32000}
+SYSTEMS = ("eager", "compiled", "fp32", "bf16", "int8", "int4")
+ENGINES = SYSTEMS[2:]
+# Rows at once and tokens of a prompt, besides one row behind 64 tokens, which all systems run.
+SIZES = ((1, 192), (4, 64), (16, 64))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the benchmark; returns 0, whatever the figures are."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.inference", description=__doc__.partition("\n")[0])
     add_arguments(parser)
+    parser.add_argument("--cold", action="store_true", help="compile into an empty cache: first_s is a cold start")
     options = parser.parse_args(arguments)
+    with _caches(cold=options.cold):
+        return _run(options)
+
+
+def _run(options: argparse.Namespace) -> int:
     report = Report(machine=machine(["transformers"]))
     report.rows = measure(quick=options.quick)
     report.checks = checks(report.rows)
@@ -46,53 +64,107 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
+@contextlib.contextmanager
+def _caches(*, cold: bool) -> Iterator[None]:
+    """Inductor's caches on disk as they are, or empty ones."""
+    if not cold:
+        yield
+        return
+    before = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder
+        try:
+            yield
+        finally:
+            del os.environ["TORCHINDUCTOR_CACHE_DIR"]
+            if before is not None:
+                os.environ["TORCHINDUCTOR_CACHE_DIR"] = before
+
+
 def measure(*, quick: bool) -> list[Row]:
-    """One row a system."""
+    """One row a system, and one for each engine and each of `SIZES`."""
     turns, new = (2, 4) if quick else (5, 16)
-    layers, width, words = (2, 128, 1024) if quick else (12, 768, 32000)
-    plain = _llama(layers=layers, width=width, words=words, positions=256)
-    weights = sum(param.nbytes for name, param in plain.named_parameters() if "embed_tokens" not in name)
-    prompt = torch.randint(1, words, (1, _PROMPT))
-    engines, run = _systems(plain, prompt)
+    plain = _llama(**({"layers": 2, "width": 128, "words": 1024} if quick else _SIZE), positions=256)
+    prompt = _prompt(plain, 1, _PROMPT)
+    engines, run = _systems(plain)
+    first = {}
     for name in SYSTEMS:
-        run[name](new)  # compiles
+        started = time.perf_counter()
+        run[name](prompt, 1)
+        first[name] = time.perf_counter() - started if name in engines else None
+        run[name](prompt, new)  # compiles the other graph
     rates: dict[str, list[float]] = {name: [] for name in SYSTEMS}
     copies: list[float] = []
     for _ in range(turns):
-        copies.append(_copy_seconds(weights))
+        copies.append(_copy_seconds(_weight_bytes(plain)))
         for name in SYSTEMS:
-            rates[name].append(_rate(run[name], new))
+            rates[name].append(_rate(run[name], prompt, new))
     losses = _losses(quick=quick)
     rows = []
     for name in SYSTEMS:
-        counts = engines[name].report().prompt if name in engines else None
         bound = [1 / rate / seconds for rate, seconds in zip(rates[name], copies, strict=True)]
         rows.append(
             {
-                **{"system": name, "tokens_s": statistics.median(rates[name])},
-                "prompt_ms": 1000 * _PROMPT / counts.tokens_per_second if counts else None,
+                **_row(name, prompt, rates[name], engines.get(name)),
+                "first_s": first[name],
                 **{"bound": statistics.median(bound) if name == "fp32" else None, "loss": losses.get(name)},
                 "_rates": rates[name],
             }
         )
-    return rows
+    return rows + _other_sizes(plain, engines, run, turns=min(turns, 3), new=new)
 
 
-def _systems(plain: Any, prompt: Tensor) -> tuple[dict[str, Any], dict[str, Callable[[int], Any]]]:
+def _other_sizes(plain: Any, engines: Any, run: Any, *, turns: int, new: int) -> list[Row]:
+    found = []
+    for rows, length in SIZES:
+        prompt = _prompt(plain, rows, length)
+        rates: dict[str, list[float]] = {name: [] for name in ENGINES}
+        for name in ENGINES:
+            run[name](prompt, 2)  # compiles
+        for _ in range(turns):
+            for name in ENGINES:
+                rates[name].append(_rate(run[name], prompt, new))
+        found += [_row(name, prompt, rates[name], None) for name in ENGINES]
+    return found
+
+
+def _row(name: str, prompt: Tensor, rates: Sequence[float], engine: Any) -> Row:
+    rate, (rows, length) = statistics.median(rates), prompt.shape
+    counts = engine.report().prompt if engine is not None else None
+    return {
+        **{"system": name, "rows": rows, "prompt": length, "tokens_s": rate, "token_ms": 1000 * rows / rate},
+        "prompt_ms": 1000 * _PROMPT / counts.tokens_per_second if counts else None,
+        **{"first_s": None, "bound": None, "loss": None},
+    }
+
+
+def _prompt(plain: Any, rows: int, length: int) -> Tensor:
+    return torch.randint(1, plain.config.vocab_size, (rows, length))
+
+
+def _weight_bytes(plain: Any) -> int:
+    return sum(param.nbytes for name, param in plain.named_parameters() if "embed_tokens" not in name)
+
+
+def _systems(plain: Any) -> tuple[dict[str, Any], dict[str, Callable[[Tensor, int], Any]]]:
     engines = {"fp32": dsgraph.init_inference(copy.deepcopy(plain), max_tokens=256)}
+    engines["bf16"] = dsgraph.init_inference(copy.deepcopy(plain), dtype=torch.bfloat16, max_tokens=256)
     for bits in (8, 4):
         few = dsgraph.quantize(copy.deepcopy(plain), bits=bits)
         engines[f"int{bits}"] = dsgraph.init_inference(few, max_tokens=256)
     compiled = copy.deepcopy(plain)
     compiled.forward = torch.compile(compiled.forward)
-    fixed = {"do_sample": False, "attention_mask": torch.ones_like(prompt)}
-    static = {**fixed, "cache_implementation": "static", "max_cache_len": 256, "disable_compile": True}
-    run: dict[str, Callable[[int], Any]] = {
-        name: lambda new, engine=engine: engine.generate(prompt, max_new_tokens=new, **fixed)
-        for name, engine in engines.items()
-    }
-    run["eager"] = lambda new: plain.generate(prompt, max_new_tokens=new, **fixed)
-    run["compiled"] = lambda new: compiled.generate(prompt, max_new_tokens=new, **static)
+
+    def generating(model: Any, **others: Any) -> Callable[[Tensor, int], Any]:
+        def generate(prompt: Tensor, new: int) -> Any:
+            mask = torch.ones_like(prompt)
+            return model.generate(prompt, attention_mask=mask, max_new_tokens=new, do_sample=False, **others)
+
+        return generate
+
+    run = {name: generating(engine) for name, engine in engines.items()}
+    run["eager"] = generating(plain)
+    run["compiled"] = generating(compiled, cache_implementation="static", max_cache_len=256, disable_compile=True)
     return engines, run
 
 
@@ -111,13 +183,13 @@ def _llama(*, layers: int, width: int, words: int, positions: int) -> Any:
     return transformers.LlamaForCausalLM(config).eval()
 
 
-def _rate(generate: Callable[[int], Any], new: int) -> float:
-    """Tokens a second behind the first: a run of one token is taken off."""
+def _rate(generate: Callable[[Tensor, int], Any], prompt: Tensor, new: int) -> float:
+    """Tokens a second behind the first ones, of all rows: a run of one token is taken off."""
     started = time.perf_counter()
-    generate(1)
+    generate(prompt, 1)
     middle = time.perf_counter()
-    generate(new)
-    return (new - 1) / max(time.perf_counter() - middle - (middle - started), 1e-9)
+    generate(prompt, new)
+    return len(prompt) * (new - 1) / max(time.perf_counter() - middle - (middle - started), 1e-9)
 
 
 def _copy_seconds(size: int) -> float:
@@ -160,7 +232,7 @@ def _held_out(model: Any, text: Any) -> float:
 
 def checks(rows: Sequence[Row]) -> list[Check]:
     """The figures to reach; ratios of rates are medians of the turns' ratios. Takes the turns out of the rows."""
-    by_name = {row["system"]: row for row in rows}
+    by_name = {row["system"]: row for row in rows if "_rates" in row}
     rates = {name: row.pop("_rates") for name, row in by_name.items()}
 
     def over(one: str, other: str) -> float:
@@ -171,6 +243,7 @@ def checks(rows: Sequence[Row]) -> list[Check]:
         Check("decode: tokens/s over transformers eager", over("fp32", "eager"), 3.0, "higher"),
         Check("decode: tokens/s over transformers compiled, static cache", over("fp32", "compiled"), 1.15, "higher"),
         Check("decode: tokens/s of INT8 over fp32", over("int8", "fp32"), 2.5, "higher"),
+        Check("decode: tokens/s of INT8 over bf16", over("int8", "bf16"), 1.6, "higher"),
         Check("decode: tokens/s of INT4 over fp32", over("int4", "fp32"), 2.5, "higher"),
         Check("decode, fp32: time over reading the weights", by_name["fp32"]["bound"], 1.5, "lower"),
         Check("held-out loss: INT8 over fp32", loss["int8"] / loss["fp32"], 1.002, "lower"),

@@ -26,6 +26,10 @@ from dsgraph.inductor_ext import compat
 FEW_ROWS = 4
 """Up to how many rows a product is one loop over the packed weight; more rows multiply with the converted weight."""
 
+# Products that are added before a loop adds them to its sum, and numbers in a vector.
+_PARTS = 8
+_LANES = 16
+
 
 def quantize_rows(weight: Tensor) -> tuple[Tensor, Tensor]:
     """Rounds to 8 bits.
@@ -96,8 +100,20 @@ def multiply_rows(x: Tensor, packed: Tensor, scale: Tensor) -> Tensor:
         return compat.int8_product(x, packed, scale.to(x.dtype))
     if x.shape[0] > FEW_ROWS:
         return functional.linear(x, dequantize_rows(packed, scale).to(x.dtype))
-    sums = (x.float().unsqueeze(1) * packed.float()).sum(-1)
-    return (sums * scale).to(x.dtype)
+    return (_sum_of_products(x, packed) * scale).to(x.dtype)
+
+
+def _sum_of_products(x: Tensor, packed: Tensor) -> Tensor:
+    """(m, k) times the transposed (n, k), float32 (m, n).
+
+    A loop that adds one product at a time waits for its one sum. So eight products of columns far apart come first.
+    """
+    wide = x.float().unsqueeze(1)
+    if x.shape[1] % (_PARTS * _LANES):
+        return (wide * packed.float()).sum(-1)
+    size = x.shape[1] // _PARTS
+    products = [wide[..., at : at + size] * packed[:, at : at + size].float() for at in range(0, x.shape[1], size)]
+    return sum(products[1:], products[0]).sum(-1)
 
 
 def multiply_groups(x: Tensor, packed: Tensor, scale: Tensor, least: Tensor) -> Tensor:

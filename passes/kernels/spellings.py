@@ -41,6 +41,10 @@ SIGNATURES: Mapping[str, tuple[Any, ...]] = MappingProxyType(
         "unflatten": ("input", "dim", "sizes"),
         "transpose": ("input", "dim0", "dim1"),
         "linear": ("input", "weight", ("bias", None)),
+        "fused_attention": (
+            *("query", "key", "value", ("attn_mask", None), ("dropout_p", 0.0), ("is_causal", False)),
+            *(("scale", None), ("enable_gqa", False)),
+        ),
         "softmax": ("input", ("dim", None), ("_stacklevel", 3), ("dtype", None)),
         "softmax_method": ("input", "dim", ("dtype", None)),
         "dropout": ("input", ("p", 0.5), ("training", True), ("inplace", False)),
@@ -98,6 +102,7 @@ _SPELLINGS: Mapping[str, tuple[Any, ...]] = MappingProxyType(
         "unflatten": (torch.unflatten, "unflatten"),
         "transpose": (torch.transpose, torch.swapaxes, "transpose", "swapaxes"),
         "linear": (F.linear, nn_linear),
+        "fused_attention": (F.scaled_dot_product_attention,),
         "softmax": (F.softmax,),
         "softmax_method": (torch.softmax, "softmax"),
         "dropout": (F.dropout,),

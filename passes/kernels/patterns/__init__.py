@@ -7,6 +7,8 @@ from . import (
     add_rms_norm,
     attention,
     bias_gelu,
+    decode_attention,
+    few_rows_linear,
     geglu,
     layer_norm,
     linear_cross_entropy,
@@ -19,6 +21,7 @@ from . import (
 KERNELS: tuple[KernelSpec, ...] = (
     *(attention.SPEC, linear_cross_entropy.SPEC, add_layer_norm.SPEC, layer_norm.SPEC, add_rms_norm.SPEC),
     *(rms_norm.SPEC, rope.SPEC, swiglu.SPEC, geglu.SPEC, bias_gelu.SPEC, softmax_dropout.SPEC),
+    *(few_rows_linear.SPEC, decode_attention.SPEC),
 )
 """All of them, in the order in which they are looked for at a node.
 

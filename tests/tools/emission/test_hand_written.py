@@ -28,7 +28,8 @@ _POINTERS = {
     **dict.fromkeys(("rstd_ptr", "mean_ptr", "dweight_ptr", "dbias_ptr", "losses", "row_weights"), "*fp32"),
     **dict.fromkeys(("param_ptr", "exp_avg_ptr", "exp_avg_sq_ptr", "step_ptr", "scale_ptr", "inf_ptr"), "*fp32"),
     **dict.fromkeys(("target", "seed_ptr"), "*i64"),
-    "kept_ptr": "*i1",
+    **dict.fromkeys(("kept_ptr", "mask_ptr"), "*i1"),
+    "filled_ptr": "*i64",
 }
 _TENSORS = {"logits"}
 _FLOATS = {
@@ -69,6 +70,10 @@ LAUNCHES: dict[tuple[str, str], list[tuple[dict[str, Any], int]]] = {
         ({"INTERLEAVED": mixed, "TRANSPOSED": back, **_WHOLE, "ROWS": 16, "BLOCK": 64}, 4)
         for mixed in (False, True)
         for back in (False, True)
+    ],
+    ("decode_attention", "attention_kernel"): [({"GROUP": 4, "D": 128, "BLOCK": 64}, 4)],
+    ("few_rows_linear", "product_kernel"): [
+        ({"HAS_BIAS": True, "HAS_SCALE": True, "ROWS": rows, "BLOCK_N": 16, "BLOCK_K": 128}, 4) for rows in (1, 16)
     ],
     ("cross_entropy_rows", "cross_entropy_rows_kernel"): [(_LARGEST, WARPS)],
 }
