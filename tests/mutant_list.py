@@ -407,18 +407,8 @@ OFFLOAD = (
         killers=("tests/distributed/test_parameters_on_disk.py",),
     ),
     Mutant(
-        *("gradient-stored-ahead-of-a-read", "passes/memory/stream_parameters.py", "swapped order"),
-        *("                    read.append(store)\n", "                    pass\n"),
-        killers=("tests/passes/memory/test_stream_parameters.py",),
-    ),
-    Mutant(
         *("update-ahead-of-the-second-gradient", "dsgraph/tiers/stored_rows.py", "missing check"),
         *("self.when_arrived is not None and self._reads == 1", "self.when_arrived is not None"),
-        killers=("tests/offload/test_beside_backward.py",),
-    ),
-    Mutant(
-        *("chunk-begun-at-its-first-gradient", "dsgraph/offload/beside_backward.py", "missing check"),
-        *("        if self._waits_for[number]:\n", "        if number in self.begun:\n"),
         killers=("tests/offload/test_beside_backward.py",),
     ),
     Mutant(
