@@ -66,7 +66,7 @@ class Sizes:
                 movable += rows + grad
                 most_rows, most_full = max(most_rows, rows), max(most_full, full)
             else:
-                fixed += rows + grad + (full if sharded else 0)
+                fixed += rows + grad + (full if sharded and stage != 3 else 0)  # its gathered copy
         ahead, full_copies = max(_AHEAD_BYTES, 2 * most_rows), _FULL_COPIES * most_full
         chunks = _CHUNKS * max(CHUNK_BYTES, most_state)  # of state; and of rows with gradients
         on_way = max(WRITING_BYTES, most_rows)
