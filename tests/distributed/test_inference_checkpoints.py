@@ -52,7 +52,8 @@ def _train_and_read(folder: Path, config: dict[str, Any]) -> None:
     _reads(folder, "llama")
 
 
-@pytest.mark.parametrize("stage", [3, *[pytest.param(n, marks=pytest.mark.full) for n in (0, 1, 2)]])
+@pytest.mark.full
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_checkpoints_of_the_training_engine(ranks, tmp_path, stage):
     config = {
         **{"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": stage}},
