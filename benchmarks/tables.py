@@ -184,12 +184,6 @@ _INFERENCE: Columns = {
     "token over reading the weights": ("bound", ".2f"),
     "held-out loss": ("loss", ".4f"),
 }
-_QUANTISATION: Columns = {
-    "weights": ("weights", ""),
-    "held-out loss": ("loss", ".4f"),
-    "over float32": ("over", ".4f"),
-    "mean error of layers' outputs": ("error", ".4f"),
-}
 _PIPELINES: Columns = {
     "system": ("case", ""),
     "link": ("rate", ""),
@@ -368,8 +362,6 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "limits: figures": _figures("limits-cpu"),
     "inference": _rows("inference-cpu", _INFERENCE),
     "inference: figures": _figures("inference-cpu"),
-    "quantisation": _rows("quantisation-cpu", _QUANTISATION),
-    "quantisation: figures": _figures("quantisation-cpu"),
     "layer dropping": _rows("compressed-cpu", _COMPRESSED),
     "layer dropping: figures": _figures("compressed-cpu"),
     "one bit: links": _rows("one-bit-cpu", _ONE_BIT_LINKS, having="link_mb"),

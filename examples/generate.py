@@ -1,4 +1,4 @@
-"""Trains a byte-level Llama for a minute, exports it, rounds its weights to few bits, calibrated on its text, and streams.
+"""Trains a byte-level Llama for a minute, exports it, rounds its weights to few bits, and streams text.
 
 python -m examples.generate                                  on one rank
 python -m examples.generate --bits 4 --prompt "class Node:"  weights of 4 bits, another prompt
