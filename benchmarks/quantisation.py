@@ -2,8 +2,8 @@
 
     python -m benchmarks.quantisation --json quantisation.json
 
-It is trained on the text of examples/text.py, twice, with equal steps: as ever, and with `quantize_training` from 16 to 8
-bits. Columns:
+It is trained on the text of examples/text.py, twice, with equal steps: as ever, and with `quantize_training` from 16 to
+8 bits. Columns:
     weights      of what; "calibrated" with 8 batches of training text
     loss         held-out, nats a byte
     over         that loss over the loss of float32 weights
@@ -36,7 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     Place.join(alone=True)
     report = Report(machine=machine(["transformers"]))
-    report.rows = measure(steps=4 if options.quick else 300)
+    report.rows = measure(steps=4 if options.quick else 160)
     report.checks = checks(report.rows)
     report.print()
     report.write(options.json)

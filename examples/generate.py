@@ -1,4 +1,4 @@
-"""Trains a byte-level Llama for a minute, exports it, rounds its weights to 8 bits, and streams text.
+"""Trains a byte-level Llama for a minute, exports it, rounds its weights to few bits, and streams text.
 
 python -m examples.generate                                  on one rank
 python -m examples.generate --bits 4 --prompt "class Node:"  weights of 4 bits, another prompt
@@ -97,7 +97,10 @@ def main() -> None:
         else:
             if not whole.exists():
                 train(build(), wanted.seconds, whole)
-            engine = dsgraph.init_inference(build(), checkpoint=whole, quantize=f"int{wanted.bits}", **given)
+            model = LlamaForCausalLM.from_pretrained(whole)
+            text = standard_library()
+            batches = [text.batch(number, size=16, time=TIME, seed=1, rank=0, world=1)[0] for number in range(4)]
+            engine = dsgraph.init_inference(dsgraph.quantize(model, bits=wanted.bits, data=batches), **given)
             dsgraph.save_quantized(engine.module, small)
         torch.manual_seed(0)
         engine.generate(

@@ -527,6 +527,21 @@ VERIFIER = (
 
 ENGINE = (
     Mutant(
+        *("errors-not-propagated", "dsgraph/inference/calibrate.py", "missing term"),
+        *("        weight[:, end:] -= left.errors @ factor[start:end, end:]\n", ""),
+        killers=("tests/inference/test_calibrate.py",),
+    ),
+    Mutant(
+        *("period-does-not-double", "dsgraph/engine/quantize_training.py", "wrong scale"),
+        *("period = 2 * now.period", "period = 1 * now.period"),
+        killers=("tests/engine/test_quantize_training.py::test_training_is_that_of_one_process",),
+    ),
+    Mutant(
+        *("rounded-weight-is-kept", "passes/zero/lower_fake_weights.py", "missing step"),
+        *("        recompute_with_users(made)\n", ""),
+        killers=("tests/passes/zero/test_lower_fake_weights.py::test_the_op_is_written_out_and_computed_again",),
+    ),
+    Mutant(
         *("signs-upside-down", "inductor_ext/quant/signs.py", "swapped order"),
         *("signs = 1 - 2 * ((byte >> torch.arange(8", "signs = 1 - 2 * ((byte << torch.arange(8"),
         killers=("tests/inductor_ext/quant/test_signs.py",),

@@ -52,8 +52,7 @@ def property_for(name: str, layout: Layout) -> property:
         if not torch.compiler.is_compiling():
             return _read_eagerly(self, name, layout)
         fake = held_by(self).fake_weights.get(name)
-        full = mark(self, param)
-        return full if fake is None else fake.of(full)
+        return mark(self, param) if fake is None else fake.of(mark(self, param))
 
     def mark(self: nn.Module, param: Any) -> Tensor:
         accumulated_grad = compressed = None

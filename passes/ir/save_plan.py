@@ -19,6 +19,8 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from dsgraph.passes.compat import OpOverload
 
+aten = torch.ops.aten
+
 _KEY = "recompute"
 _TIER = "dsgraph_offload_tier"
 
@@ -110,7 +112,7 @@ def _is_cheap(node: Node) -> bool:
     target: Any = node.target
     if not isinstance(target, OpOverload) or node.meta.get("partitioner_tag") == "is_backward":
         return False
-    return target.is_view or torch.Tag.pointwise in target.tags or target is torch.ops.aten._to_copy.default
+    return target.is_view or torch.Tag.pointwise in target.tags or target is aten._to_copy.default
 
 
 def must(node: Node, choice: Choice) -> bool:

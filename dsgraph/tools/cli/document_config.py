@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import types
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin
 
@@ -36,15 +36,20 @@ def main() -> None:
 def page() -> str:
     """The whole page."""
     parts = [_HEAD, _table(EngineConfig)]
-    for name, field in EngineConfig.model_fields.items():
-        section = section_of(field)
-        if section is not None:
-            parts += [f"## `{name}`\n", f"{(section.__doc__ or '').strip()}\n", _table(section)]
+    parts += _sections(EngineConfig, "")
     parts += ["## Keys of DeepSpeed's that have no effect\n", "The engine prints the reason once.\n"]
     parts.append(_rows(("key", "why"), [(f"`{key}`", reason) for key, reason in WITHOUT_EFFECT.items()]))
     parts += ["## Keys of DeepSpeed's that are refused\n", "What they ask for is not there yet.\n"]
     parts.append(_rows(("key", "what it is"), [(f"`{key}`", what) for key, what in NOT_YET.items()]))
     return "\n".join(parts)
+
+
+def _sections(within: type[BaseModel], path: str) -> Iterator[str]:
+    for name, field in within.model_fields.items():
+        section = section_of(field)
+        if section is not None:
+            yield from (f"## `{path}{name}`\n", f"{(section.__doc__ or '').strip()}\n", _table(section))
+            yield from _sections(section, f"{path}{name}.")
 
 
 def _table(section: type[BaseModel]) -> str:

@@ -34,6 +34,7 @@ def test_passes_run_phase_by_phase_in_the_order_listed():
         "bucket_small_reductions",
         "compress_reductions",
         "insert_zero_collectives",
+        "lower_fake_weights",
         "choose_collective_algorithms",
         "keep_last_gather",
         "selective_gather",

@@ -139,11 +139,11 @@ def test_a_pass_of_several_phases_must_be_told_apart(call, copy):
     ("arguments", "said"),
     [
         (("explain", "mmm_1"), "did you mean"),
-        (("explain", "mmm_1", "--graph", "joint"), "no node 'mmm_1' in joint-6"),
+        (("explain", "mmm_1", "--graph", "joint"), "no node 'mmm_1' in joint-7"),
         (("dot", "joint", "--around", "nil"), "no node 'nil'"),
         (("dot", "joint", "--radius", "-1"), "--radius is -1"),
         (("dot", "joint", "--out", "/nowhere/x.dot"), "cannot be written"),
-        (("show", "joint", "--op", "convolution"), "no node of joint-6-keep_last_gather is left"),
+        (("show", "joint", "--op", "convolution"), "no node of joint-7-keep_last_gather is left"),
         (("memory", "joint"), "never runs as it is"),
         (("collectives", "joint"), "never runs as it is"),
         (("memory", "--most", "-1"), "is not a number of lines"),
