@@ -10,8 +10,8 @@ Systems take turns, so that a busy machine slows all of them. Columns:
     tokens_s    tokens a second of all sequences behind the prompt, median of the turns
     token_ms    milliseconds of one step, likewise
     prompt_ms   milliseconds of a prompt, cache and graphs warm; None for systems without a report
-    first_s     seconds to the first token of an engine that was just made: graphs are traced, and compiled unless
-                Inductor's cache on disk has them (with --cold that is an empty folder); None for transformers
+    first_s     seconds from `init_inference` to the first token, in a new process: compiled anew, and with Inductor's
+                cache on disk
     bound       seconds a token over the seconds in which one copy reads the bytes of the weights, median of the turns
     loss        held-out loss, nats a byte, of a small Llama that is trained on the text of examples/text.py
 """
@@ -19,14 +19,14 @@ Systems take turns, so that a busy machine slows all of them. Columns:
 from __future__ import annotations
 
 import argparse
-import contextlib
 import copy
 import os
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -38,61 +38,89 @@ from benchmarks.report import Check, Report, Row, add_arguments, machine
 from examples.text import standard_library
 
 _PROMPT = 64
-_SIZE = {"layers": 12, "width": 768, "words": 32000}
 SYSTEMS = ("eager", "compiled", "fp32", "bf16", "int8", "int4")
-ENGINES = SYSTEMS[2:]
-# Rows at once and tokens of a prompt, besides one row behind 64 tokens, which all systems run.
+# Systems, rows at once and tokens of a prompt, besides one row behind 64 tokens, which all systems run.
+SIZED = ("fp32", "int8")
 SIZES = ((1, 192), (4, 64), (16, 64))
+PARTS = ("systems", "sizes", "starts", "ranks")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the benchmark; returns 0, whatever the figures are."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.inference", description=__doc__.partition("\n")[0])
     add_arguments(parser)
-    parser.add_argument("--cold", action="store_true", help="compile into an empty cache: first_s is a cold start")
+    parser.add_argument("--parts", default=",".join(PARTS), help="comma-separated, of: " + ", ".join(PARTS))
+    parser.add_argument("--first-token", action="store_true", help="print the seconds to the first token, no more")
     options = parser.parse_args(arguments)
-    with _caches(cold=options.cold):
-        return _run(options)
-
-
-def _run(options: argparse.Namespace) -> int:
+    parts = options.parts.split(",")
+    if not set(parts) <= set(PARTS):
+        parser.error(f"--parts is {options.parts!r}; it takes {', '.join(PARTS)}")
+    if options.first_token:
+        print(_first_token(quick=options.quick))
+        return 0
     report = Report(machine=machine(["transformers"]))
-    report.rows = measure(quick=options.quick)
-    report.checks = checks(report.rows)
+    rows, report.checks = run_parts(parts, quick=options.quick)
+    columns = dict.fromkeys(name for row in rows for name in row)
+    report.rows = [columns | row for row in rows]
     report.print()
     report.write(options.json)
     return 0
 
 
-@contextlib.contextmanager
-def _caches(*, cold: bool) -> Iterator[None]:
-    """Inductor's caches on disk as they are, or empty ones."""
-    if not cold:
-        yield
-        return
-    before = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
-    with tempfile.TemporaryDirectory() as folder:
-        os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder
-        try:
-            yield
-        finally:
-            del os.environ["TORCHINDUCTOR_CACHE_DIR"]
-            if before is not None:
-                os.environ["TORCHINDUCTOR_CACHE_DIR"] = before
+def run_parts(parts: Sequence[str], *, quick: bool) -> tuple[list[Row], list[Check]]:
+    """Rows and figures of some of `PARTS`."""
+    rows: list[Row] = []
+    figures: list[Check] = []
+    if "systems" in parts:
+        rows = measure(quick=quick)
+        figures = checks(rows)
+    if "sizes" in parts:
+        rows += other_sizes(quick=quick)
+    if "starts" in parts:
+        rows += first_tokens(quick=quick)
+    if "ranks" in parts:
+        of_ranks = sliced(quick=quick)
+        rows, figures = rows + of_ranks[0], figures + of_ranks[1]
+    return rows, figures
+
+
+def sliced(*, quick: bool) -> tuple[list[Row], list[Check]]:
+    """Rows and figures of two ranks that share each layer, over one: none yet, as an engine takes one rank alone."""
+    return [], []
+
+
+def first_tokens(*, quick: bool) -> list[Row]:
+    """Rows `cold start` and `warm start` of an engine of float32 weights, each in a process of its own."""
+    found = []
+    with tempfile.TemporaryDirectory() as folder:  # where Inductor keeps what it compiled
+        for name in ("cold start", "warm start"):
+            command = [sys.executable, "-m", "benchmarks.inference", "--first-token", *(["--quick"] if quick else [])]
+            env = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": folder}
+            done = subprocess.run(command, env=env, capture_output=True, text=True, check=True)
+            found.append({"system": name, "first_s": float(done.stdout)})
+    return found
+
+
+def _first_token(*, quick: bool) -> float:
+    plain = _llama(**_size(quick=quick), positions=256)
+    started = time.perf_counter()
+    prompt = _prompt(plain, 1, _PROMPT)
+    dsgraph.init_inference(plain, max_tokens=256).generate(prompt, max_new_tokens=1, do_sample=False)
+    return time.perf_counter() - started
+
+
+def _size(*, quick: bool) -> dict[str, int]:
+    return {"layers": 2, "width": 128, "words": 1024} if quick else {"layers": 12, "width": 768, "words": 32000}
 
 
 def measure(*, quick: bool) -> list[Row]:
-    """One row a system, and one for each engine and each of `SIZES`."""
+    """One row a system."""
     turns, new = (2, 4) if quick else (5, 16)
-    plain = _llama(**({"layers": 2, "width": 128, "words": 1024} if quick else _SIZE), positions=256)
+    plain = _llama(**_size(quick=quick), positions=256)
     prompt = _prompt(plain, 1, _PROMPT)
     engines, run = _systems(plain)
-    first = {}
     for name in SYSTEMS:
-        started = time.perf_counter()
-        run[name](prompt, 1)
-        first[name] = time.perf_counter() - started if name in engines else None
-        run[name](prompt, new)  # compiles the other graph
+        run[name](prompt, new)  # compiles
     rates: dict[str, list[float]] = {name: [] for name in SYSTEMS}
     copies: list[float] = []
     for _ in range(turns):
@@ -106,25 +134,28 @@ def measure(*, quick: bool) -> list[Row]:
         rows.append(
             {
                 **_row(name, prompt, rates[name], engines.get(name)),
-                "first_s": first[name],
                 **{"bound": statistics.median(bound) if name == "fp32" else None, "loss": losses.get(name)},
                 "_rates": rates[name],
             }
         )
-    return rows + _other_sizes(plain, engines, run, turns=min(turns, 3), new=new)
+    return rows
 
 
-def _other_sizes(plain: Any, engines: Any, run: Any, *, turns: int, new: int) -> list[Row]:
+def other_sizes(*, quick: bool) -> list[Row]:
+    """One row for each of `SIZED` and each of `SIZES`."""
+    turns, new = (2, 4) if quick else (3, 16)
+    plain = _llama(**_size(quick=quick), positions=256)
+    _, run = _systems(plain)
     found = []
     for rows, length in SIZES:
         prompt = _prompt(plain, rows, length)
-        rates: dict[str, list[float]] = {name: [] for name in ENGINES}
-        for name in ENGINES:
+        rates: dict[str, list[float]] = {name: [] for name in SIZED}
+        for name in SIZED:
             run[name](prompt, 2)  # compiles
         for _ in range(turns):
-            for name in ENGINES:
+            for name in SIZED:
                 rates[name].append(_rate(run[name], prompt, new))
-        found += [_row(name, prompt, rates[name], None) for name in ENGINES]
+        found += [_row(name, prompt, rates[name], None) for name in SIZED]
     return found
 
 

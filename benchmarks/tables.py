@@ -179,8 +179,12 @@ _BILLION: Columns = {
 }
 _INFERENCE: Columns = {
     "system": ("system", ""),
+    "rows": ("rows", ""),
+    "prompt": ("prompt", ""),
     "tokens/s": ("tokens_s", ".0f"),
-    "prompt of 64, ms": ("prompt_ms", ".0f"),
+    "step, ms": ("token_ms", ".1f"),
+    "prompt, ms": ("prompt_ms", ".0f"),
+    "first token, s": ("first_s", ".1f"),
     "token over reading the weights": ("bound", ".2f"),
     "held-out loss": ("loss", ".4f"),
 }

@@ -69,6 +69,31 @@ KERNELS = (
         killers=(f"{_KERNELS}/test_swiglu.py",),
     ),
     Mutant(
+        *("few-rows-scale", "inductor_ext/kernels/few_rows_linear.py", "missing term"),
+        *("y = y if scale is None else y * scale\n", "y = y\n"),
+        killers=(f"{_KERNELS}/test_few_rows_linear.py",),
+    ),
+    Mutant(
+        *("few-rows-triton-tail", "inductor_ext/kernels/few_rows_linear.py", "off by one"),
+        *("for start in range(0, k, BLOCK_K):", "for start in range(0, k - BLOCK_K + 1, BLOCK_K):"),
+        killers=(f"{_KERNELS}/test_few_rows_linear.py",),
+    ),
+    Mutant(
+        *("decode-attention-filled", "inductor_ext/kernels/decode_attention.py", "off by one"),
+        *("torch.arange(1, mask.shape[-1] + 1,", "torch.arange(mask.shape[-1],"),
+        killers=(f"{_KERNELS}/test_decode_attention.py",),
+    ),
+    Mutant(
+        *("decode-attention-triton-heads", "inductor_ext/kernels/decode_attention.py", "wrong index"),
+        *("keys_stride0 + (head // GROUP)", "keys_stride0 + (head % GROUP)"),
+        killers=(f"{_KERNELS}/test_decode_attention.py",),
+    ),
+    Mutant(
+        *("int8-eight-products", "inductor_ext/quant/weights.py", "wrong index"),
+        *("range(0, x.shape[1], size)]", "range(0, x.shape[1] - size, size)]"),
+        killers=("tests/inductor_ext/quant/test_weights.py",),
+    ),
+    Mutant(
         *("softmax-dropout-scale", "inductor_ext/kernels/softmax_dropout.py", "wrong scale"),
         *("else 1 / (1 - p)", "else 1 - p"),
         killers=(f"{_KERNELS}/test_softmax_dropout.py",),

@@ -133,6 +133,7 @@ def multiply_groups(x: Tensor, packed: Tensor, scale: Tensor, least: Tensor) -> 
     _, groups, half = packed.shape
     parts = x.float().view(-1, 1, groups, 2, half)
     low, high = (packed & 15).float(), (packed >> 4).float()
-    sums = (low * parts[..., 0, :] + high * parts[..., 1, :]).sum(-1)
+    # Over groups first: so a loop adds whole vectors, and a vector's numbers are added up once a row, not once a group.
+    products = (low * parts[..., 0, :] + high * parts[..., 1, :]) * scale[..., None]
     of_groups = parts.sum((-1, -2)).squeeze(1)
-    return ((sums * scale).sum(-1) + of_groups @ least.t()).to(x.dtype)
+    return (products.sum(-2).sum(-1) + of_groups @ least.t()).to(x.dtype)

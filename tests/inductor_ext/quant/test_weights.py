@@ -20,7 +20,7 @@ CASES = [(torch.float32, 1e-5), (torch.bfloat16, 2e-2), (torch.float16, 3e-3)]
 
 @pytest.mark.parametrize(("dtype", "near"), CASES)
 @pytest.mark.parametrize("rows", [1, FEW_ROWS, FEW_ROWS + 1])
-@pytest.mark.parametrize("size", [(16, 32), (7, 96)])
+@pytest.mark.parametrize("size", [(16, 32), (7, 96), (3, 256)])
 def test_products_are_those_of_the_weight(dtype, near, rows, size):
     torch.manual_seed(0)
     weight, x = torch.randn(size), torch.randn(rows, size[1]).to(dtype)
