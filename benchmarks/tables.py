@@ -24,7 +24,7 @@ from benchmarks.report import Row, ratio
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
-PAGES = (ROOT / "README.md", ROOT / "docs" / "benchmarks.md")
+PAGES = (ROOT / "README.md", ROOT / "docs" / "benchmarks.md", ROOT / "docs" / "compressed.md")
 
 Columns = Mapping[str, tuple[str, str]]  # head of the column -> name in the row, format of its values
 
@@ -218,7 +218,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.tables", description="Writes the tables of measured figures into pages."
     )
-    parser.add_argument("pages", nargs="*", type=Path, default=PAGES, help="default: README.md docs/benchmarks.md")
+    parser.add_argument("pages", nargs="*", type=Path, default=PAGES, help="default: all that have tables")
     for page in parser.parse_args(arguments).pages:
         text = page.read_text()
         page.write_text(filled(text, page))
