@@ -24,7 +24,7 @@ from benchmarks.report import Row, ratio
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
-PAGES = (ROOT / "README.md", ROOT / "docs" / "benchmarks.md")
+PAGES = (ROOT / "README.md", ROOT / "docs" / "benchmarks.md", ROOT / "docs" / "compressed.md")
 
 Columns = Mapping[str, tuple[str, str]]  # head of the column -> name in the row, format of its values
 
@@ -222,7 +222,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.tables", description="Writes the tables of measured figures into pages."
     )
-    parser.add_argument("pages", nargs="*", type=Path, default=PAGES, help="default: README.md docs/benchmarks.md")
+    parser.add_argument("pages", nargs="*", type=Path, default=PAGES, help="default: all that have tables")
     for page in parser.parse_args(arguments).pages:
         text = page.read_text()
         page.write_text(filled(text, page))
@@ -371,6 +371,9 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "one bit: links": _rows("one-bit-cpu", _ONE_BIT_LINKS, having="link_mb"),
     "one bit: losses": _rows("one-bit-cpu", _ONE_BIT_LOSSES, having="held_out"),
     "one bit: figures": _figures("one-bit-cpu"),
+    "one bit: again, links": _rows("one-bit-cpp-cpu", _ONE_BIT_LINKS, having="link_mb"),
+    "one bit: again, losses": _rows("one-bit-cpp-cpu", _ONE_BIT_LOSSES, having="held_out"),
+    "one bit: again, figures": _figures("one-bit-cpp-cpu"),
     "offload": _rows("offload-cpu", _OFFLOAD),
     "offload: figures": _figures("offload-cpu"),
     "offload: billion": _rows("offload-billion-cpu", _BILLION),

@@ -582,6 +582,21 @@ ENGINE = (
         killers=("tests/inductor_ext/collectives/test_compressed_reduction.py",),
     ),
     Mutant(
+        *("errors-not-fed-back-in-cpp", "inductor_ext/quant/signs_cpp.py", "missing term"),
+        *("return (kept + taken) + load(e + i, some);", "return kept + taken;"),
+        killers=("tests/inductor_ext/collectives/test_compressed_reduction.py",),
+    ),
+    Mutant(
+        *("squares-of-the-first-block-in-cpp", "inductor_ext/quant/signs_cpp.py", "missing term"),
+        *("for (double each : sums) sum += each;", "sum = sums[0];"),
+        killers=("tests/inductor_ext/collectives/test_compressed_reduction.py",),
+    ),
+    Mutant(
+        *("lamb-compares-biased-variances", "dsgraph/engine/one_bit.py", "wrong scale"),
+        *('factor * (bias / float(state["bias"])) * share', "factor * share"),
+        killers=("tests/engine/test_one_bit.py::test_equals_the_papers_equations",),
+    ),
+    Mutant(
         *("momentum-takes-in-one-of-two-gradients", "passes/zero/compress_reductions.py", "missing term"),
         *("total = emit(last, aten.add.Tensor, cast(last, total, dtype), cast(last, grad, dtype))", "total = grad"),
         killers=("tests/passes/zero/test_compress_reductions.py",),

@@ -14,9 +14,9 @@ those of Adam or LAMB. Then the variance v is frozen, and the gradient of a para
             f = f clipped to [factor_min, factor_max], then to f_before * (1 -+ factor_threshold)
             p = p - lr * sqrt(1 - beta2^t) / (1 - beta1^t) * c * f * u
 
-c is the average of LAMB's ratio over the warm-up, that of `coeff_beta`. Averages begin at 0, which the paper does not
-correct, and which makes a variance too small by 1 - beta2^t: LAMB's rate goes on as in the warm-up, and f compares
-variances without it. Otherwise w / v would grow for that alone, and f would shrink steps after a short warm-up.
+c is the average of LAMB's ratio over the warm-up, that of `coeff_beta`. Averages begin at 0, which makes a variance
+too small by 1 - beta2^t. LAMB's rate corrects that, and goes on as in the warm-up; f compares variances without it.
+Otherwise w / v would grow for that alone, and f would shrink steps after a short warm-up.
 
 Momenta need no common scale over layers, as the paper has it: each parameter is compressed with scales of its own.
 Where v is 0 at T, no gradient has ever come. Such numbers stay as they are, because their momentum would be signs
