@@ -47,7 +47,7 @@ def _gain(match: Match, setting: Setting) -> Gain:
         return Gain(0, 0, "it was not compared with torch's product there")
     if not setting.fuses:
         return Gain(0, 0, "on the CPU it is the same call")
-    if math.prod(x.shape[:-1]) > 1 or weight.dtype != torch.float32 or not kernel.reads_slowly_here():
+    if math.prod(x.shape[:-1]) > 1 or weight.dtype != torch.float32 or not setting.slow_rows:
         return Gain(0, 0, "torch's product reads the weight as fast")
     if size < _LEAST_BYTES:
         return Gain(0, 0, "its weight stays in caches")

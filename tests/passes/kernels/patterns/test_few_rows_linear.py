@@ -4,7 +4,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from dsgraph.inductor_ext.kernels import few_rows_linear as kernel
 from dsgraph.passes.kernels.patterns.few_rows_linear import SPEC
 from tests.passes.kernels.test_substitute_kernels import substitute
 
@@ -36,11 +35,10 @@ def test_many_rows_and_training_are_none_of_its_business(rows, needs_gradient):
         (True, 1, False, "on the CPU it is the same call"),
     ],
 )
-def test_it_gains_where_torch_reads_slowly(slow, rows, fuses, said, monkeypatch):
-    monkeypatch.setattr(kernel, "reads_slowly_here", lambda: slow)
+def test_it_gains_where_torch_reads_slowly(slow, rows, fuses, said):
     x = torch.randn(rows, 512)
     _, record, _ = substitute(
-        lambda x: F.linear(x, WEIGHT), x, kernels=[SPEC], asked=False, inference=True, fuses=fuses
+        lambda x: F.linear(x, WEIGHT), x, kernels=[SPEC], asked=False, inference=True, fuses=fuses, slow_rows=slow
     )
     assert record.changed == (said is None)
     assert said is None or said in record.notes[0]
