@@ -107,10 +107,11 @@ def test_state_goes_through_state_dict(tmp_path):
 
 @pytest.mark.parametrize("ratio", [1.0, 0.4])
 def test_a_state_dict_is_that_of_now(ratio, tmp_path):
-    net, usual, other, _ = _two(optim.AdamW, tmp_path)
-    groups = [{"params": other[:2].parameters(), "lr": 1e-2}, {"params": other[2:].parameters()}]
-    on_disk = OptimizerOnDisk(optim.AdamW(groups, lr=1e-3), folder=tmp_path, ratio=ratio, chunk_bytes=16384)
-    assert max(len(chunk.params) for chunk in on_disk.chunks) > 1
+    net = nn.Sequential(*(nn.Linear(24, 24) for _ in range(3))).double()
+    other = copy.deepcopy(net)
+    usual, inner = (optim.AdamW(each.parameters(), lr=1e-2) for each in (net, other))
+    on_disk = OptimizerOnDisk(inner, folder=tmp_path, ratio=ratio, chunk_bytes=10000)
+    assert [len(chunk.params) for chunk in on_disk.chunks] == [2, 2, 2], "of one size: they use each other's buffers"
     held = []
     for number in range(4):
         _train(net, usual, 1, seed=number)
