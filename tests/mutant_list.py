@@ -447,6 +447,31 @@ OFFLOAD = (
         killers=("tests/offload/test_optimizer.py",),
     ),
     Mutant(
+        *("state-set-over-that-of-others", "dsgraph/offload/stored_state.py", "missing step"),
+        *("        buffer = self._file.read(number).result()\n", "        buffer = self._file.take(number)\n"),
+        killers=("tests/offload/test_optimizer.py",),
+    ),
+    Mutant(
+        *("saved-pages-are-kept", "dsgraph/offload/stored_state.py", "missing step"),
+        *("            memory.madvise(mmap.MADV_DONTNEED)\n", "            pass\n"),
+        killers=("tests/engine/test_offloading.py",),
+    ),
+    Mutant(
+        *("update-at-the-first-gradient", "dsgraph/offload/beside_backward.py", "missing check"),
+        *("        if self._waits_for[number]:\n", "        if self._waits_for[number] < 0:\n"),
+        killers=("tests/offload/test_beside_backward.py",),
+    ),
+    Mutant(
+        *("step-beside-every-micro-batch", "dsgraph/engine/beside_backward.py", "missing check"),
+        *("if not is_last or not isinstance", "if not isinstance"),
+        killers=("tests/engine/test_offloading.py",),
+    ),
+    Mutant(
+        *("gradient-stored-ahead-of-the-read", "passes/memory/stream_parameters.py", "missing step"),
+        *("                    read.append(store)\n", "                    pass\n"),
+        killers=("tests/passes/memory/test_stream_parameters.py",),
+    ),
+    Mutant(
         *("every-parameter-read-at-the-start", "passes/memory/stream_parameters.py", "wrong bound"),
         *("    while first > 0 and sum(", "    while first > 0 and 0 * sum("),
         killers=("tests/passes/memory/test_stream_parameters.py",),

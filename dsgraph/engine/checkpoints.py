@@ -32,6 +32,7 @@ from dsgraph.checkpoint_files import (
 )
 from dsgraph.errors import CheckpointError
 from dsgraph.files import write_whole
+from dsgraph.offload.saving import SavePlannerFromDisk
 
 from .asynchronous import Writer
 from .checkpoint_match import class_of, other_model, other_optimizer
@@ -85,14 +86,18 @@ def save(
             before stays the latest.
     """
     final, unfinished = folder / check_tag(tag), unfinished_folder(folder, tag)
-    about, is_first, doing = _about(engine, client_state), dist.get_rank() == 0, f"save {final}"
+    is_first, doing, about, tensors = dist.get_rank() == 0, f"save {final}", dict[str, Any](), dict[str, Any]()
+    together(
+        engine.module, doing, lambda: (about.update(_about(engine, client_state)), tensors.update(_tensors(engine)))
+    )
     together(engine.module, doing, lambda: make_unfinished(folder, tag) if is_first else None)
     together(engine.module, doing, lambda: _write_rank(engine, unfinished))
     if writer is None:
-        _written(doing, folder, lambda: dcp.save(_tensors(engine), storage_writer=_writing(unfinished)))
+        planner = SavePlannerFromDisk(engine.optimizer)
+        _written(doing, folder, lambda: dcp.save(tensors, storage_writer=_writing(unfinished), planner=planner))
         together(engine.module, doing, lambda: complete(folder, tag, about) if is_first else None)
         return final
-    written = dcp.async_save(_tensors(engine), storage_writer=_writing(unfinished), process_group=writer.group())
+    written = dcp.async_save(tensors, storage_writer=_writing(unfinished), process_group=writer.group())
     assert isinstance(written, Future), "of a stager of one's own it would be more"
 
     def end() -> None:

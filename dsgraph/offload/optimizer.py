@@ -47,7 +47,7 @@ class OptimizerOnDisk(Optimizer):
 
     Attributes:
         inner: The optimizer that steps. It holds no state between steps.
-        state: Reads and writes the file: what it gives is a copy, and what is set is stored.
+        state: Reads and writes the file, see `StoredState`.
         tier: Where the state lies.
     """
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, TypeVar
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -60,6 +62,11 @@ class ChunkStore:
         """Starts to write a chunk's buffer, which is given back then."""
         return self.file.write(number, buffer) if self._kept_one(number) is None else _done(None)
 
+    def memory(self, number: int) -> mmap.mmap | memoryview:
+        """A chunk as memory: mapped from the file, see `SlotFile.map_copy`, or that in which it stays."""
+        kept = self._kept_one(number)
+        return self.file.map_copy(number) if kept is None else kept.view()
+
     def give_back(self, number: int, buffer: Buffer) -> None:
         """Lets a buffer of `take` or `read` be used again."""
         if self._kept_one(number) is None:
@@ -72,13 +79,25 @@ class ChunkStore:
 
 
 class StoredState(MutableMapping[Tensor, dict[str, Any]]):
-    """State by parameter: tensors of its size in a file, everything else in memory."""
+    """State by parameter: tensors of its size in a file, everything else in memory.
+
+    What is read shares memory with what is stored, as the state of torch's optimizers does: nothing is copied, and what
+    is held over a step is that of after the step. Tensors in the file are mapped from it, so that the kernel loads and
+    drops their pages; what is written to them goes nowhere. What is set is copied.
+    """
 
     def __init__(self, chunks: Sequence[Chunk], file: ChunkStore) -> None:
         self._chunks, self._file = chunks, file
         self._where = {param: (at, of) for at, chunk in enumerate(chunks) for of, param in enumerate(chunk.params)}
         self._small: dict[Tensor, dict[str, Any]] = {}
         self._ahead: dict[int, Future[Buffer]] = {}
+        self._maps: WeakValueDictionary[int, mmap.mmap] = WeakValueDictionary()  # by the address of a tensor
+
+    def drop_pages(self, value: Tensor) -> None:
+        """Gives the kernel back what memory the pages of a tensor take that was read here. The next use loads them."""
+        memory = self._maps.get(value.data_ptr())
+        if memory is not None:
+            memory.madvise(mmap.MADV_DONTNEED)
 
     def small(self, param: Tensor) -> dict[str, Any] | None:
         """What of a parameter's state is in memory; None where there is none at all yet."""
@@ -115,20 +134,25 @@ class StoredState(MutableMapping[Tensor, dict[str, Any]]):
 
     def __getitem__(self, param: Tensor) -> dict[str, Any]:
         number, of = self._where[param]
-        small = self._small[param]
-        buffer = self._file.read(number).result()
-        local = own_part(param)
-        found = {
-            place.key: _like(param, place.view(buffer, local).clone()) for place in self._chunks[number].places[of]
-        }
-        self._file.give_back(number, buffer)
-        copied = {key: value.clone() if isinstance(value, Tensor) else value for key, value in small.items()}
-        return {**copied, **found}
+        found = dict(self._small[param])
+        memory, shape = self._file.memory(number), own_part(param).shape
+        for place in self._chunks[number].places[of]:
+            local = _tensor_in(memory, place).view(shape)
+            if isinstance(memory, mmap.mmap):
+                self._maps[local.data_ptr()] = memory
+            found[place.key] = _like(param, local)
+        return found
 
     def __setitem__(self, param: Tensor, state: dict[str, Any]) -> None:
         number, of = self._where[param]
-        buffer = self.start_read(number).result()
-        self._put(param, self._chunks[number].places[of], state, buffer)
+        if number in self._ahead:
+            self._file.give_back(number, self._ahead.pop(number).result())
+        # Always what is there: the state of others in the chunk may be mapped, and about to be set from there.
+        buffer = self._file.read(number).result()
+        places = self._chunks[number].places[of]
+        self._put(param, places, state, buffer)
+        small = self._small[param].items()
+        self._small[param] = {key: value.clone() if isinstance(value, Tensor) else value for key, value in small}
         self._file.write(number, buffer).result()
 
     def __delitem__(self, param: Tensor) -> None:
@@ -145,6 +169,14 @@ def _done(value: _T) -> Future[_T]:
     found: Future[_T] = Future()
     found.set_result(value)
     return found
+
+
+def _tensor_in(memory: mmap.mmap | memoryview, place: Place) -> Tensor:
+    """The elements of a place, `[n]`, as a tensor over no more than their bytes: what saves it copies nothing."""
+    if not place.size:
+        return torch.empty(0, dtype=place.dtype)
+    count = place.size // place.dtype.itemsize
+    return torch.frombuffer(memory, dtype=place.dtype, count=count, offset=place.start)
 
 
 def _like(param: Tensor, local: Tensor) -> Tensor:

@@ -95,9 +95,25 @@ class SlotFile:
         An error of the disk ends the process there: `read` and `write` are for what happens in every step.
         """
         self._mapped.add(slot)
+        return self._map(slot, mmap.ACCESS_WRITE)
+
+    def map_copy(self, slot: int) -> mmap.mmap:
+        """The slot as memory that shows what is in the file, later writes as well; who writes there writes to a copy.
+
+        Raises:
+            OffloadError: The file is lost, cut off, or, where checksums are asked for, not what was written.
+        """
+        if self._sums is not None:
+            self.give_back(self._read(slot, self.take(slot)))
+        try:
+            return self._map(slot, mmap.ACCESS_COPY)
+        except (OSError, ValueError) as error:  # ValueError: it is too short
+            raise OffloadError(_lost(self.path, "read", error)) from error
+
+    def _map(self, slot: int, access: int) -> mmap.mmap:
         handle = os.open(self.path, os.O_RDWR | os.O_CLOEXEC)
         try:
-            return mmap.mmap(handle, self.sizes[slot], offset=self._offsets[slot])
+            return mmap.mmap(handle, self.sizes[slot], access=access, offset=self._offsets[slot])
         finally:
             os.close(handle)
 
@@ -131,8 +147,9 @@ class SlotFile:
             self.give_back(buffer)
 
 
-def _lost(path: Path, what: str, error: OSError) -> str:
+def _lost(path: Path, what: str, error: OSError | ValueError) -> str:
+    why = error.strerror if isinstance(error, OSError) and error.strerror else error
     return (
-        f"{path} cannot be {what}: {error.strerror or error}. What was offloaded there is lost: see whether the disk "
-        "is in order, and load the last checkpoint"
+        f"{path} cannot be {what}: {why}. What was offloaded there is lost: see whether the disk is in order, and load "
+        "the last checkpoint"
     )

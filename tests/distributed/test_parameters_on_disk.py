@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import signal
@@ -183,8 +184,43 @@ def test_a_disk_that_is_too_small_is_an_error_before_anything_is_allocated(one_r
         _on_disk(tmp_path, model)
 
 
+@pytest.mark.parametrize(
+    ("phase", "function", "number", "said"),
+    [
+        *((phase, "preadv", errno.EIO, "read: Input/output error") for phase in ("forward", "backward", "step")),
+        *((phase, "pwritev", errno.ENOSPC, "written: No space left on device") for phase in ("backward", "step")),
+    ],
+)
+def test_a_disk_that_fails_in_mid_run_is_an_error_of_that_step(
+    one_rank, tmp_path, monkeypatch, phase, function, number, said
+):
+    model = _on_disk(tmp_path, nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64)))
+    compiled = torch.compile(model, backend="dsgraph", options={"codegen": "eager"})
+    optimizer = OptimizerOnDisk(optim.AdamW(model.parameters()), folder=tmp_path)
+    x = torch.randn(8, 64)
+
+    def fails(*_: object) -> int:
+        raise OSError(number, os.strerror(number))
+
+    def train(fault: str) -> None:
+        for place in ("forward", "backward", "step"):
+            if place == fault:
+                monkeypatch.setattr(os, function, fails)
+            if place == "forward":
+                loss = compiled(x).sum()
+            elif place == "backward":
+                loss.backward()
+            else:
+                optimizer.step()
+        optimizer.zero_grad()
+
+    train("")
+    with pytest.raises(OffloadError, match=rf"(parameters|optimizer-state) cannot be {said}.* load the last"):
+        train(phase)
+
+
 _KILLED = """
-    import os, signal, sys, torch, dsgraph
+    import contextlib, os, signal, sys, threading, torch, dsgraph
     import torch.distributed as dist
     from pathlib import Path
     from dsgraph.offload.optimizer import OptimizerOnDisk
@@ -196,6 +232,8 @@ _KILLED = """
     class Adam(torch.optim.Adam):
         def step(self):
             super().step()
+            if threading.current_thread() is not threading.main_thread():
+                reached("overlapped step")
             reached("step")  # the first chunk is not written back, the second one is on its way
 
     dist.init_process_group("gloo", init_method=f"file://{sys.argv[1]}/store", rank=0, world_size=1)
@@ -207,7 +245,8 @@ _KILLED = """
     optimizer = OptimizerOnDisk(Adam(model.parameters()), folder=Path(sys.argv[1]), chunk_bytes=4096)
     loss = compiled(torch.randn(8, 64)).sum()
     reached("forward")
-    loss.backward()
+    with optimizer.beside_backward() if "overlapped" in sys.argv[2] else contextlib.nullcontext():
+        loss.backward()
     reached("backward")
     optimizer.step()
 """
@@ -215,7 +254,11 @@ _KILLED = """
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "phase", ["partition", *(pytest.param(phase, marks=pytest.mark.full) for phase in ("forward", "backward", "step"))]
+    "phase",
+    [
+        "overlapped step",
+        *(pytest.param(p, marks=pytest.mark.full) for p in ("partition", "forward", "backward", "step")),
+    ],
 )
 def test_what_a_killed_process_leaves_goes_with_the_next_start(one_rank, tmp_path, phase):
     killed = subprocess.run([sys.executable, "-c", textwrap.dedent(_KILLED), str(tmp_path), phase], check=False)

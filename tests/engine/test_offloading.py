@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import ctypes
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 import dsgraph
-from dsgraph.errors import ConfigError
+from dsgraph.errors import CheckpointError, ConfigError
 from dsgraph.offload.host_optimizer import HostOptimizer
 from dsgraph.offload.optimizer import OptimizerOnDisk
 from tests.distributed.training import full
@@ -40,6 +42,62 @@ def _train(engine: dsgraph.Engine, first: int, last: int) -> list[torch.Tensor]:
         engine.backward(engine(*CASES[CASE].batches(number, torch.distributed.get_rank())))
         engine.step()
     return [full(param.detach()) for param in engine.module.parameters()]
+
+
+def _check_beside_backward(place: str) -> None:
+    """Without clipping the step runs beside the last backward: the same numbers."""
+    trained = []
+    for folder in (None, place):
+        torch.compiler.reset()
+        settings = config(3, gradient_accumulation_steps=2, gradient_clipping=0.0)
+        if folder is not None:
+            disk = {"device": "nvme", "nvme_path": folder}
+            settings["zero_optimization"] |= {"offload_optimizer": disk, "offload_param": disk}
+        engine = dsgraph.initialize(model=build(CASE), config=settings)[0]
+        begun = []
+        for number in range(4):
+            engine.backward(engine(*CASES[CASE].batches(number, torch.distributed.get_rank())))
+            begun.append(engine.optimizer.begun > 0 if folder is not None else number % 2 == 1)
+            engine.step()
+        assert begun == [False, True, False, True], "with the last micro-batch"
+        trained.append([full(param.detach()) for param in engine.module.parameters()])
+        engine.close()
+    for mine, theirs in zip(*trained, strict=True):
+        assert torch.equal(mine, theirs)
+
+
+def test_without_clipping_the_step_runs_beside_the_backward(ranks, tmp_path):
+    ranks(2).run(_check_beside_backward, str(tmp_path))
+
+
+def _status(key: str) -> int:
+    """Bytes that the kernel says of this process."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{key}:"))
+
+
+def test_a_checkpoint_brings_no_state_into_memory(one_rank, tmp_path):
+    width, depth = 1024, 12
+    model = torch.nn.Sequential(*(torch.nn.Linear(width, width, bias=False) for _ in range(depth)))
+    disk = {"device": "nvme", "nvme_path": str(tmp_path)}
+    settings = config(3)
+    settings["zero_optimization"] |= {"offload_optimizer": disk, "offload_param": disk}
+    engine = dsgraph.initialize(model=model, config=settings)[0]
+    engine.backward(engine(torch.randn(2, width)).square().mean())
+    engine.step()
+    engine.save_checkpoint(tmp_path / "first")  # what torch loads for that, it loads once
+    ctypes.CDLL(None).malloc_trim(0)  # what was freed is to count when it is used again
+    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    before = _status("VmRSS")
+    engine.save_checkpoint(tmp_path / "second")
+    grown = _status("VmHWM") - before
+    each = 4 * width * width
+    assert grown < 8 * each, f"{grown} bytes of {3 * depth * each} were in memory at once"
+    assert sum(path.stat().st_size for path in (tmp_path / "second").rglob("*.distcp")) > 3 * depth * each
+    next((tmp_path).rglob("optimizer-state")).unlink()
+    with pytest.raises(CheckpointError, match=r"save .*third.*optimizer-state"):
+        engine.save_checkpoint(tmp_path, "third")
+    assert engine.load_checkpoint(tmp_path / "second", load_module_only=True)[0] is not None
 
 
 def _check(stage: int, micro_batches: int, parameters: bool, place: str) -> None:

@@ -99,9 +99,31 @@ def test_state_goes_through_state_dict(tmp_path):
     _train(net, usual, 2, seed=3)
     _train(other, on_disk, 2, seed=3)
     assert _same(net, other)
-    usual.load_state_dict(on_disk.state_dict())
+    usual.load_state_dict(copy.deepcopy(on_disk.state_dict()))
     _train(net, usual, 1, seed=4)
     _train(other, on_disk, 1, seed=4)
+    assert _same(net, other)
+
+
+@pytest.mark.parametrize("ratio", [1.0, 0.4])
+def test_a_state_dict_is_that_of_now(ratio, tmp_path):
+    net = nn.Sequential(*(nn.Linear(24, 24) for _ in range(3))).double()
+    other = copy.deepcopy(net)
+    usual, inner = (optim.AdamW(each.parameters(), lr=1e-2) for each in (net, other))
+    on_disk = OptimizerOnDisk(inner, folder=tmp_path, ratio=ratio, chunk_bytes=10000)
+    assert [len(chunk.params) for chunk in on_disk.chunks] == [2, 2, 2], "of one size: they use each other's buffers"
+    held = []
+    for number in range(4):
+        _train(net, usual, 1, seed=number)
+        _train(other, on_disk, 1, seed=number)
+        expected = usual.state_dict()["state"]
+        held.append(on_disk.state_dict())
+        for found in held:  # a state dict shares memory with the optimizer, as those of torch's do
+            for at, state in expected.items():
+                assert all(torch.equal(found["state"][at][key], value) for key, value in state.items())
+        if number == 2:
+            on_disk.load_state_dict(held.pop())  # its own: nothing is lost on the way
+            held.clear()  # what is loaded is copied, and no longer shared
     assert _same(net, other)
 
 
