@@ -2,6 +2,7 @@
 
     python -m benchmarks.offload --json FILE [--quick] [--folder FOLDER]
     python -m benchmarks.offload --part billion --json FILE
+    python -m benchmarks.offload --part model --json FILE
 
 One rank, stage 3, codegen "eager", checkpointed blocks, AdamW, 2,048 tokens a step. Columns:
 
@@ -16,7 +17,12 @@ One rank, stage 3, codegen "eager", checkpointed blocks, AdamW, 2,048 tokens a s
     read, write the rates of the disk, MB a second, of whole reads and writes of 32 MiB past the page cache
 
 The two cases run one after the other, each in a process of its own. The part `billion` is one step of 1.02 billion
-parameters, all on disk, on 512 tokens.
+parameters, all on disk, on 512 tokens; `loading_mb` is the growth of memory until they are initialised.
+
+The part `model` compares what `dsgraph.report` predicts of a step with what it takes, on each tier, without activations
+on disk. Memory is what torch's allocator and the pools of buffers have at most; disk is the files. A second row is of 2
+ranks, stage 3, with a tenth of parameters and of state on disk (`ratio`): parameters after some steps of a small model
+against those of one process in memory.
 """
 
 from __future__ import annotations
@@ -29,13 +35,16 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import optim
 
+import dsgraph
 from benchmarks.memory import process_bytes
+from benchmarks.offload_model import against_the_model
 from benchmarks.report import MB, Check, Report, Row, add_arguments, machine
 from dsgraph.offload.optimizer import OptimizerOnDisk
 from dsgraph.tiers.slots import SlotFile
@@ -60,7 +69,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.offload", description="Training from disk.")
     add_arguments(parser)
     parser.add_argument("--folder", default=tempfile.gettempdir(), help="on the disk")
-    parser.add_argument("--part", choices=("usual", "billion"), default="usual", help="see above")
+    parser.add_argument("--part", choices=("usual", "billion", "model"), default="usual", help="see above")
     parser.add_argument(
         "--case", choices=("disk", "memory", "billion"), help="runs one case in this process, for the benchmark"
     )
@@ -70,6 +79,11 @@ def main(arguments: list[str] | None = None) -> int:
         print(json.dumps(_case(options.case, options.folder, sizes)))
         return 0
     report = Report(machine=machine([]))
+    if options.part == "model":
+        report.rows, report.checks = against_the_model(options.folder, quick=options.quick)
+        report.print()
+        report.write(options.json)
+        return 0
     if options.part == "billion":
         billion = _apart("billion", options)
         report.rows = [billion]
@@ -107,18 +121,19 @@ def _case(case: str, folder: str, sizes: dict[str, int]) -> dict[str, Any]:
     before, started = process_bytes("VmRSS"), time.perf_counter()
     torch.manual_seed(0)
     model: GPT = build(**sizes, folder=None if case == "memory" else folder)
-    ready = time.perf_counter() - started
+    ready, loading = time.perf_counter() - started, process_bytes("VmHWM") - before
     optimizer: optim.Optimizer = optim.AdamW(model.parameters(), lr=1e-3)
     options: dict[str, Any] = {"codegen": "eager"}
     if case != "memory":
-        optimizer = OptimizerOnDisk(optimizer, folder=Path(folder))
+        optimizer = dsgraph.offload_optimizer(optimizer, model)
         options["activation_offload"] = "disk"
     compiled = torch.compile(model, backend="dsgraph", options=options)
     seconds, first, loss = [], 0.0, 0.0
     for step in range(1 if case == "billion" else STEPS):
         begun = time.perf_counter()
         found = compiled(*text.batch(step, size=2 if case == "billion" else 8, time=256, seed=0, rank=0, world=1))
-        found.backward()
+        with optimizer.beside_backward() if isinstance(optimizer, OptimizerOnDisk) else nullcontext():
+            found.backward()
         optimizer.step()
         optimizer.zero_grad()
         seconds.append(time.perf_counter() - begun)
@@ -127,7 +142,12 @@ def _case(case: str, folder: str, sizes: dict[str, int]) -> dict[str, Any]:
     grown = process_bytes("VmHWM") - before
     count = sum(param.numel() for param in model.parameters())
     if case == "billion":
-        states = {"case": case, "states_mb": 16 * count / MB, "peak_mb": process_bytes("VmHWM") / MB}
+        states = {
+            "case": case,
+            "states_mb": 16 * count / MB,
+            "peak_mb": process_bytes("VmHWM") / MB,
+            "loading_mb": loading / MB,
+        }
         return {**states, "ready_s": ready, "first_s": first, "loss": loss}
     return {
         **{"case": case, "states_mb": 16 * count / MB, "grown_mb": grown / MB, "ready_s": ready, "first_s": first},

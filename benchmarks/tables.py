@@ -171,6 +171,14 @@ _ONE_BIT_LOSSES: Columns = {
     "held-out loss": ("held_out", ".4f"),
     "step at 100 Mbit/s, s": ("step_s", ".3f"),
 }
+_OFFLOAD_MODEL: Columns = {
+    "training": ("case", ""),
+    "memory predicted, MB": ("predicted_mb", ".1f"),
+    "measured, MB": ("counted_mb", ".1f"),
+    "disk predicted, MB": ("predicted_disk_mb", ".1f"),
+    "its files, MB": ("disk_mb", ".1f"),
+    "loss": ("loss", ".6f"),
+}
 _BILLION: Columns = {
     "states, MB": ("states_mb", ".0f"),
     "peak of the process, MB": ("peak_mb", ".0f"),
@@ -376,6 +384,8 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "one bit: again, figures": _figures("one-bit-cpp-cpu"),
     "offload": _rows("offload-cpu", _OFFLOAD),
     "offload: figures": _figures("offload-cpu"),
+    "offload: model": _rows("offload-model-cpu", _OFFLOAD_MODEL),
+    "offload: model figures": _figures("offload-model-cpu"),
     "offload: billion": _rows("offload-billion-cpu", _BILLION),
     "parallel: splits": _rows("parallel-cpu", _SPLITS, having="balance"),
     "parallel": _rows("parallel-cpu", _PIPELINES, having="step_s"),

@@ -13,7 +13,6 @@ import argparse
 import sys
 import time
 from functools import partial
-from pathlib import Path
 
 import torch
 from torch import nn
@@ -36,21 +35,17 @@ def build(width: int, layers: int, folder: str | None) -> GPT:
         model = GPT(GPTConfig(width=width, heads=max(1, width // 64), layers=layers))
     for block in model.blocks:  # the backward computes a block's inside again
         block.forward = partial(checkpoint, block.forward, use_reentrant=False)
-    offload = None if folder is None else {"parameters": "disk", "folder": folder}
+    offload = None if folder is None else {"optimizer": "disk", "parameters": "disk", "folder": folder}
     dsgraph.partition(model, stage=3, offload=offload)
     return dsgraph.materialize(model, "cpu", progress=_bar)
 
 
 def _bar(done: int, count: int) -> None:
-    """A bar of the parameters that are initialised, on a terminal."""
-    if sys.stderr.isatty():
+    """A bar of the parameters that are initialised; where nobody sees it grow, its last state."""
+    if sys.stderr.isatty() or done == count:
         full = 40 * done // count
-        end = "\n" if done == count else ""
-        print(
-            f"\rinitialising [{'#' * full:40}] {done / 1e6:.0f} of {count / 1e6:.0f} million{end}",
-            end="",
-            file=sys.stderr,
-        )
+        bar = f"\rinitialising [{'#' * full:40}] {done / 1e6:.1f} of {count / 1e6:.1f} million"
+        print(bar, end="\n" if done == count else "", file=sys.stderr, flush=True)
 
 
 def train(place: Place, wanted: argparse.Namespace) -> None:
@@ -59,7 +54,9 @@ def train(place: Place, wanted: argparse.Namespace) -> None:
     model: nn.Module = build(wanted.width, wanted.layers, wanted.folder)
     count = sum(param.numel() for param in model.parameters())
     place.say(f"{count / 1e6:.1f} million parameters on disk after {time.perf_counter() - started:.1f} s")
-    optimizer = OptimizerOnDisk(torch.optim.AdamW(model.parameters(), lr=wanted.lr), folder=Path(wanted.folder))
+    place.say(f"memory to load them {place.peak_mb() - before:.0f} MB")
+    optimizer = dsgraph.offload_optimizer(torch.optim.AdamW(model.parameters(), lr=wanted.lr), model)
+    assert isinstance(optimizer, OptimizerOnDisk)
     compiled = torch.compile(
         model, backend="dsgraph", options={"codegen": wanted.codegen, "activation_offload": "disk"}
     )
@@ -69,7 +66,8 @@ def train(place: Place, wanted: argparse.Namespace) -> None:
         tokens, targets = text.batch(step, **batch)
         begun = time.perf_counter()
         loss = compiled(tokens, targets)
-        loss.backward()
+        with optimizer.beside_backward():  # updates parameters as their gradients arrive
+            loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         place.say(f"step {step + 1}  loss {place.mean(loss):.4f}  {time.perf_counter() - begun:.2f} s")

@@ -399,9 +399,14 @@ OFFLOAD = (
         killers=("tests/offload/test_plan.py",),
     ),
     Mutant(
-        *("limit-of-graphs-counts-state-twice", "dsgraph/offload/plan.py", "missing term"),
-        *("(self.optimizer_ratio - self.parameters_ratio)", "self.optimizer_ratio"),
-        killers=("tests/offload/test_plan.py",),
+        *("state-on-disk-counts-in-memory", "passes/analysis/budget.py", "missing term"),
+        *("* info.requires_grad - state_bytes_below(info, tensors)", "* info.requires_grad"),
+        killers=("tests/passes/analysis/test_budget.py",),
+    ),
+    Mutant(
+        *("reads-ahead-take-no-memory", "passes/analysis/transfer_buffers.py", "missing term"),
+        *("reading += _bytes(moved_tensor(node))", "reading += 0"),
+        killers=("tests/passes/analysis/test_transfer_buffers.py",),
     ),
     Mutant(
         *("share-and-one-more", "dsgraph/tiers/slots.py", "off by one"),

@@ -24,7 +24,7 @@ from dsgraph.passes.ir.graph import all_graph_modules, bound_arguments, is_gathe
 from dsgraph.passes.ir.sources import OWN_FOLDER
 from dsgraph.passes.parallel.slice_walk import marked_slices
 from dsgraph.sharding.mesh import axis_group, mesh_axes
-from dsgraph.sharding.table import not_taken_in
+from dsgraph.sharding.table import OffloadArguments, not_taken_in
 from dsgraph.step.state import ParameterState, PartitionState, partition_states
 
 
@@ -41,12 +41,12 @@ def read_facts(gm: GraphModule, inputs: Sequence[Any], module: nn.Module | None 
     axes: dict[str, MeshAxis] = {}
     params: dict[int, ParamInfo] = {}
     roles = input_roles(gm, inputs, module)
-    entries = (entry for state in _states(inputs, module) for entry in state.parameters)
-    on_disk: set[int] = set()
-    for entry in entries:
+    known: dict[int, tuple[ParameterState, OffloadArguments]] = {}
+    for state in _states(inputs, module):
+        known |= {id(entry.param): (entry, state.arguments.offload) for entry in state.parameters}
+    for entry, _ in known.values():
         if entry.stored is not None:
             entry.stored.belongs_to(entry.param)
-            on_disk.add(id(entry.param))
     for number, value in enumerate(inputs):
         if not isinstance(value, DTensor):
             continue
@@ -57,7 +57,9 @@ def read_facts(gm: GraphModule, inputs: Sequence[Any], module: nn.Module | None 
         if not found:
             continue  # somebody else's DTensor
         axes.update({axis.group: axis for axis in found})
-        params[number] = _parameter_info(value, roles[number].parameter, on_disk=id(value) in on_disk)
+        params[number] = _parameter_info(value, roles[number].parameter)
+        if id(value) in known:
+            params[number] = replace(params[number], **_places(*known[id(value)], device_type=value.device.type))
     copies = (number for number, item in roles.items() if item.role is InputRole.GATHERED_COPY)
     return CaptureFacts(
         axes=tuple(axes.values()),
@@ -88,7 +90,7 @@ def _tensor_axis(mesh: DeviceMesh, group: str) -> MeshAxis:
     return MeshAxis(name, mesh.size(dim), group, backend_name(own, mesh.device_type), AxisRole.TENSOR)
 
 
-def _parameter_info(param: DTensor, name: str, *, on_disk: bool) -> ParamInfo:
+def _parameter_info(param: DTensor, name: str) -> ParamInfo:
     split = any(isinstance(placement, Shard) for placement in param.placements)
     return ParamInfo(
         name=name,
@@ -97,8 +99,15 @@ def _parameter_info(param: DTensor, name: str, *, on_disk: bool) -> ParamInfo:
         dtype=param.dtype,
         placement="shard" if split else "whole",
         requires_grad=param.requires_grad,
-        tier="disk" if on_disk else "",
     )
+
+
+def _places(entry: ParameterState, offload: OffloadArguments, *, device_type: str) -> dict[str, Any]:
+    """Where a parameter lies, and its optimizer's state: on the CPU, the host's memory is the device's."""
+    found: dict[str, Any] = {"tier": "disk" if entry.stored is not None else ""}
+    if offload.optimizer == "disk" or (offload.optimizer and device_type != "cpu"):
+        found |= {"state_tier": offload.optimizer, "state_share": offload.optimizer_ratio}
+    return found
 
 
 def input_roles(gm: GraphModule, inputs: Sequence[Any], module: nn.Module | None) -> dict[int, GraphInput]:

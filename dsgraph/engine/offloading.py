@@ -113,11 +113,15 @@ def planned(
 
 
 def partition_offload(settings: EngineConfig) -> dict[str, Any] | None:
-    """What `partition` is told of it. The optimizer is the engine's own, see `offloaded`."""
-    wanted = settings.zero_optimization.offload_param
-    if wanted.device == "nvme":
-        return {"parameters": "disk", "folder": wanted.nvme_path, "ratio": wanted.ratio}
-    return None
+    """What `partition` is told of it; see `offloaded` as well, since each may have a folder of its own."""
+    optimizer, param = _wanted(settings).values()
+    named = {"optimizer": (optimizer, {"nvme": "disk", "cpu": "host"}), "parameters": (param, {"nvme": "disk"})}
+    tiers = {what: tiers[wanted.device] for what, (wanted, tiers) in named.items() if wanted.device in tiers}
+    if not tiers:
+        return None
+    ratio = {what: named[what][0].ratio for what in tiers}
+    folder = param.nvme_path if "parameters" in tiers else optimizer.nvme_path
+    return {**tiers, "ratio": ratio, **({} if folder is None else {"folder": folder})}
 
 
 def offloaded(optimizer: Optimizer, settings: EngineConfig) -> Optimizer:

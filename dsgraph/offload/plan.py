@@ -32,7 +32,6 @@ class OffloadPlan:
         memory_bytes: What stays, with the buffers through which the other passes; activations are no part.
         below_bytes: What lies in the tier, with buffers that are there.
         buffer_bytes: Those that are not.
-        state_bytes: The optimizer's state, wherever it lies.
     """
 
     tier: str
@@ -42,25 +41,14 @@ class OffloadPlan:
     memory_bytes: int
     below_bytes: int
     buffer_bytes: int
-    state_bytes: int
-
-    @property
-    def parameters(self) -> dict[str, Any] | None:
-        """What `partition(offload=...)` is told of parameters, for those who wrap the optimizer by `take`."""
-        if not self.parameters_ratio:
-            return None
-        return {"parameters": self.tier, **self._folder, "ratio": self.parameters_ratio}
 
     @property
     def offload(self) -> dict[str, Any] | None:
-        """For `partition(offload=...)`, with `dsgraph.offload_optimizer` afterwards."""
+        """For `partition(offload=...)`, with `take` or `dsgraph.offload_optimizer` afterwards."""
         shares = {"optimizer": self.optimizer_ratio, "parameters": self.parameters_ratio}
         wanted = {what: share for what, share in shares.items() if share}
-        return {**dict.fromkeys(wanted, self.tier), **self._folder, "ratio": wanted} if wanted else None
-
-    @property
-    def _folder(self) -> dict[str, str]:
-        return {} if self.folder is None else {"folder": str(self.folder)}
+        folder = {} if self.folder is None else {"folder": str(self.folder)}
+        return {**dict.fromkeys(wanted, self.tier), **folder, "ratio": wanted} if wanted else None
 
     def take(self, optimizer: Optimizer) -> Optimizer:
         """The optimizer itself, or, if its state is to lie elsewhere, what runs it so.
@@ -77,11 +65,9 @@ class OffloadPlan:
     def limit_of_graphs(self, limit: int) -> int:
         """The backend's `memory_limit` with which a step takes no more than `limit` bytes.
 
-        The backend knows of parameters that lie elsewhere. It does not know of the buffers, nor of state elsewhere of a
-        parameter that stays.
+        The backend knows by `partition(offload=...)` what lies elsewhere. It does not count the buffers.
         """
-        unseen = self.state_bytes * (self.optimizer_ratio - self.parameters_ratio)
-        return limit + math.floor(unseen) - self.buffer_bytes
+        return limit - self.buffer_bytes
 
     def __str__(self) -> str:
         if not self.optimizer_ratio:
@@ -161,7 +147,6 @@ def plan_offload(
         memory_bytes=math.ceil(sizes.memory(*found)),
         below_bytes=below,
         buffer_bytes=sizes.buffers(*found),
-        state_bytes=sizes.state,
     )
 
 

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
 from dsgraph.inductor_ext import chunk_rows
-from dsgraph.passes.analysis.budget import OPTIMIZER_STATES
+from dsgraph.passes import ParamInfo
+from dsgraph.passes.analysis.budget import OPTIMIZER_STATES, shard_bytes
+from dsgraph.tiers.slots import first_of
 from dsgraph.tiers.stored_rows import WRITING_BYTES
 
 from .optimizer import CHUNK_BYTES
 
 _AHEAD_BYTES = 64 * 2**20  # of parameters that `StreamForwardParameters` reads ahead
+_AT_ONCE = 2  # chunks whose buffers a step has at once: one is stepped on, the next one read
 _CHUNKS = 3  # of state in memory at once: one is read, one used, one written
 _TRAVELLING = 2  # chunks of gradients on their way to the host: one arrives, one is stepped on
 _FULL_COPIES = 3  # of a parameter in use, besides its rows: gathered, and its gradient before and after the reduction
@@ -110,3 +114,34 @@ class Sizes:
         if 0 < over <= self.movable:
             found.append((1, over / self.movable))
         return next((shares for shares in found if self.memory(*shares) <= limit), None)
+
+
+def step_buffers(params: Iterable[ParamInfo], graph_buffers: int) -> int:
+    """Bytes of buffers through which what lies on disk passes in a step, past torch's allocator.
+
+    The optimizer has two chunks of state at once, and of parameters that lie on disk as well their rows and gradients.
+    Those have the same pool as the reads and writes of graphs.
+
+    Args:
+        params: Of the model, as graphs know them, in order.
+        graph_buffers: See `StepMemory`.
+    """
+    known = [info for info in params if info.requires_grad and info.state_tier == "disk"]
+    chunks = [*_chunks([info for info in known if info.tier]), *_chunks([info for info in known if not info.tier])]
+    share = max((info.state_share for info in known), default=0.0)
+    chunks = chunks[: first_of([state for state, _ in chunks], share)]
+    pairs = [chunks[at : at + _AT_ONCE] for at in range(max(1, len(chunks) - 1))]
+    state, rows = (max(sum(chunk[which] for chunk in pair) for pair in pairs) for which in (0, 1))
+    return state + max(rows, graph_buffers)
+
+
+def _chunks(params: Sequence[ParamInfo]) -> list[tuple[int, int]]:
+    """Bytes of each chunk's state, and of rows and gradients of it that lie on disk."""
+    found: list[tuple[int, int]] = []
+    for info in params:
+        state, rows = OPTIMIZER_STATES * shard_bytes(info), 2 * shard_bytes(info) * bool(info.tier)
+        if found and found[-1][0] + state <= CHUNK_BYTES:
+            found[-1] = found[-1][0] + state, found[-1][1] + rows
+        else:
+            found.append((state, rows))
+    return found

@@ -99,6 +99,11 @@ class StoredRows(StoredParameter):
         self.when_arrived: Callable[[], None] | None = None
         self.held_for = ""
 
+    @property
+    def file(self) -> SlotFile:
+        """Where its bytes lie."""
+        return self._file.slots
+
     def fill(self, rows: Tensor) -> Tensor:
         """Stores the first rows, a contiguous tensor on the CPU; returns them in mapped memory."""
         self.rows, self.grad = (_tensor_over(memory, rows) for memory in self._maps)

@@ -7,7 +7,7 @@ hold one.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from types import MappingProxyType
@@ -77,7 +77,7 @@ class MemoryBudget:
         """Writes down that a value takes room."""
         self._taken.setdefault(part, {})[taker] = size
 
-    def left_beside(self, memory: GraphMemory, params: Iterable[ParamInfo]) -> int:
+    def left_beside(self, memory: GraphMemory, params: Collection[ParamInfo]) -> int:
         """What the limit leaves beside a graph as it is: parameters and optimizer state lie in memory all the time.
 
         Args:
@@ -86,26 +86,42 @@ class MemoryBudget:
         """
         assert self.limit is not None, "without a limit nothing is short"
         held = sum(self.needs.get(part, 0) for part in (MemoryPart.PARAMETERS, MemoryPart.OPTIMIZER_STATE))
-        return max(0, self.limit - memory.peak - max(0, held - sum(map(shard_bytes, params))))
+        here = sum(map(shard_bytes, params))
+        elsewhere = here - sum(map(held_bytes, params))
+        return max(0, self.limit - (memory.peak - elsewhere) - max(0, held - (here - elsewhere)))
 
 
 def parameter_needs(params: Iterable[ParamInfo]) -> dict[MemoryPart, int]:
     """What a step needs for parameters: shards, and for those that are trained gradients and an optimizer's state.
 
-    Of those that lie on disk nothing stays in memory; their optimizer's state is taken for being there as well.
+    What lies elsewhere is not counted, nor are the buffers through which it passes.
     """
-    known = [info for info in params if not info.tier]
-    trained = sum(shard_bytes(info) for info in known if info.requires_grad)
+    known = list(params)
     return {
-        MemoryPart.PARAMETERS: sum(map(shard_bytes, known)),
-        MemoryPart.GRADIENTS: trained,
-        MemoryPart.OPTIMIZER_STATE: OPTIMIZER_STATES * trained,
+        MemoryPart.PARAMETERS: sum(map(held_bytes, known)),
+        MemoryPart.GRADIENTS: sum(held_bytes(info) for info in known if info.requires_grad),
+        MemoryPart.OPTIMIZER_STATE: sum(map(state_bytes, known)),
     }
 
 
 def shard_bytes(info: ParamInfo) -> int:
     """Bytes of a rank's part of a parameter."""
     return math.prod(info.shard_shape) * info.dtype.itemsize
+
+
+def held_bytes(info: ParamInfo) -> int:
+    """What of it is on the device all the time."""
+    return 0 if info.tier else shard_bytes(info)
+
+
+def state_bytes(info: ParamInfo, tensors: int = OPTIMIZER_STATES) -> int:
+    """Bytes on the device of an optimizer's state of a parameter, of which it keeps so many tensors of its shape."""
+    return tensors * shard_bytes(info) * info.requires_grad - state_bytes_below(info, tensors)
+
+
+def state_bytes_below(info: ParamInfo, tensors: int = OPTIMIZER_STATES) -> int:
+    """Bytes of that state which lie on `state_tier`."""
+    return round(tensors * shard_bytes(info) * info.requires_grad * info.state_share)
 
 
 def choose(entries: Sequence[Entry], sizes: Sequence[int], seconds: Sequence[float], room: int) -> list[Entry]:

@@ -11,7 +11,7 @@ A step goes like this; its caller holds parameters, gathered copies, optimizer s
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch.fx import GraphModule
 
@@ -22,9 +22,10 @@ from dsgraph.passes.ir.mesh_axis import MeshAxis, shard_axis
 from dsgraph.passes.ir.parameters import ParamInfo
 from dsgraph.passes.ir.roles import GraphInput, InputRole
 
-from .budget import shard_bytes
+from .budget import held_bytes, shard_bytes, state_bytes, state_bytes_below
 from .memory import simulate
 from .pieces import GraphMemory, MemoryKind, Piece
+from .transfer_buffers import transfer_buffers
 
 # What memory at the peak is made of, in the order in which it is printed.
 PARTS = ("parameters", "optimizer state", "gradients", "saved for backward", "communication", "other")
@@ -44,6 +45,7 @@ class PairMemory:
         read_again: Pieces that come into the forward and that the backward reads as well.
         outputs: Pieces that the forward allocates and hands to its caller.
         copy_bytes: What they hold: as many rows of each rank, of which some may be padding.
+        buffers: Of each graph, the most bytes through which parameters on disk, and their gradients, pass at once.
     """
 
     forward: GraphMemory
@@ -55,6 +57,7 @@ class PairMemory:
     read_again: frozenset[str]
     outputs: frozenset[str]
     copy_bytes: Mapping[str, int]
+    buffers: tuple[int, ...] = ()
 
 
 def pair_memory(
@@ -101,6 +104,7 @@ def pair_memory(
         read_again=frozenset(roots.values()) & held,
         outputs=frozenset(outputs - held),
         copy_bytes=_copy_bytes(gathered_copies, ahead, params, axes),
+        buffers=tuple(map(transfer_buffers, [forward] if backward is None else [forward, backward])),
     )
 
 
@@ -158,9 +162,18 @@ class PhaseMemory:
 
 @dataclass(frozen=True)
 class StepMemory:
-    """The memory of a step: its phases, in order."""
+    """The memory of a step.
+
+    Attributes:
+        phases: Its phases, in order.
+        below: "host" or "disk" -> what lies there all the time, bytes by `PARTS`.
+        buffers: Of memory past the device's allocator, through which graphs read and write what lies on disk: the most
+            at once. Phases leave them out.
+    """
 
     phases: tuple[PhaseMemory, ...]
+    below: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    buffers: int = 0
 
     @property
     def at_peak(self) -> PhaseMemory:
@@ -201,8 +214,9 @@ class _Step:
         self._keeps_outputs = keeps_outputs
         params = {info.name: info for pair in pairs for info in pair.params.values()}
         copies = {name: pair.copy_bytes[node] for pair in pairs for node, name in pair.gathered_copies.items()}
-        self._parameters = sum(map(shard_bytes, params.values())) + sum(copies.values())
-        self._state = optimizer_state * sum(shard_bytes(info) for info in params.values() if info.requires_grad)
+        self._parameters = sum(map(held_bytes, params.values())) + sum(copies.values())
+        self._state = sum(state_bytes(info, optimizer_state) for info in params.values())
+        self._below = below_bytes(params.values(), optimizer_state)
         self._inputs = other_bytes
         self._saved = [pair.forward.bytes_of(pair.saved) for pair in pairs]
         self._outputs = [pair.forward.bytes_of(pair.outputs - pair.saved) for pair in pairs]
@@ -215,7 +229,9 @@ class _Step:
         phases = [self._phase("refresh")]
         phases += [self._forward(number) for number in numbers]
         phases += [self._backward(number) for number in reversed(numbers) if self._pairs[number].backward is not None]
-        return StepMemory((*phases, self._phase("optimizer", gradients=sum(self._gradients.values()))))
+        phases.append(self._phase("optimizer", gradients=sum(self._gradients.values())))
+        buffers = max((size for pair in self._pairs for size in pair.buffers), default=0)
+        return StepMemory(tuple(phases), self._below, buffers)
 
     def _hand_over(self) -> None:
         """Tells what graphs get from one another, by size, from what the caller gives them."""
@@ -284,6 +300,23 @@ class _Step:
     ) -> PhaseMemory:
         parts = (self._parameters, self._state, gradients, saved, communication, self._inputs + other)
         return PhaseMemory(name, node, dict(zip(PARTS, parts, strict=True)))
+
+
+def below_bytes(params: Iterable[ParamInfo], optimizer_state: int) -> dict[str, dict[str, int]]:
+    """What lies in tiers below the device, bytes by tier and by `PARTS`; a parameter's gradient has room beside it."""
+    found: dict[str, dict[str, int]] = {}
+
+    def add(tier: str, part: str, size: int) -> None:
+        if size:
+            parts = found.setdefault(tier, {})
+            parts[part] = parts.get(part, 0) + size
+
+    for info in params:
+        if info.tier:
+            add(info.tier, "parameters", shard_bytes(info))
+            add(info.tier, "gradients", shard_bytes(info))
+        add(info.state_tier, "optimizer state", state_bytes_below(info, optimizer_state))
+    return found
 
 
 def _bytes(pieces: Iterable[Piece]) -> int:

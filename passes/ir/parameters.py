@@ -20,6 +20,8 @@ class ParamInfo:
         placement: "shard" (rows split over `group`) or "whole".
         requires_grad: False for a frozen parameter.
         tier: "disk" where the rows lie there, "" in memory.
+        state_tier: "host" or "disk", where some of the optimizer's state of it lies that is not on the device; or "".
+        state_share: How much of the state that is, from 0 to 1.
     """
 
     name: str
@@ -29,3 +31,5 @@ class ParamInfo:
     placement: str
     requires_grad: bool
     tier: str = ""
+    state_tier: str = ""
+    state_share: float = 0.0

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from torch import nn
 
 from dsgraph import compat
+from dsgraph.offload.sizes import step_buffers
 from dsgraph.passes.analysis.step_memory import PairMemory, simulate_step
 from dsgraph.step.state import PartitionState
 
@@ -63,12 +64,16 @@ class Memory:
         where: The part of the step at the peak: "forward of GPT.forward", "optimizer", ...
         node: The node at the peak; empty outside graphs.
         parts: What the peak is made of, in bytes.
+        buffers: Those among them through which what lies on disk passes, and which no `memory_limit` counts.
+        below: "host" or "disk" -> what lies there, in bytes by part.
     """
 
     peak: int
     where: str
     node: str
     parts: dict[str, int]
+    buffers: int
+    below: dict[str, dict[str, int]]
 
 
 def predict_memory(model: nn.Module, records: Sequence[CompileEntry]) -> Memory | None:
@@ -88,10 +93,15 @@ def predict_memory(model: nn.Module, records: Sequence[CompileEntry]) -> Memory 
     ]
     if not pairs or len(pairs) < len(running):
         return None
-    found = simulate_step(pairs).at_peak
+    step = simulate_step(pairs)
+    found = step.at_peak
+    params = {info.name: info for pair in pairs for info in pair.params.values()}
+    buffers = step_buffers(params.values(), step.buffers)
     phase, _, number = found.name.partition(" ")
     where = f"{phase} of {_name(running[int(number)][0])}" if number else phase
-    return Memory(found.bytes, where, found.node, dict(found.composition))
+    parts = {**found.composition, **({"buffers": buffers} if buffers else {})}
+    below = {tier: dict(amounts) for tier, amounts in step.below.items()}
+    return Memory(found.bytes + buffers, where, found.node, parts, buffers, below)
 
 
 def _renamed(pair: PairMemory, prefix: str) -> PairMemory:

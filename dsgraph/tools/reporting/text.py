@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import textwrap
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from tabulate import tabulate
@@ -217,17 +217,21 @@ def _memory(report: Findings) -> str:
     memory, limit = report.memory, report.memory_limit
     if memory is None:
         return "" if limit is None else f"memory_limit: {bytes_text(limit)}"
-    parts = ", ".join(f"{name} {bytes_text(amount)}" for name, amount in memory.parts.items() if amount)
     node = f" at {memory.node}" if memory.node else ""
     return _wrap(
         f"predicted peak memory of a training step: {bytes_text(memory.peak)} in {memory.where}{node}",
-        f"of that {parts}; the optimizer taken to be Adam",
+        f"of that {_amounts(memory.parts)}; the optimizer taken to be Adam",
+        *(f"on {tier} {bytes_text(sum(parts.values()))}: {_amounts(parts)}" for tier, parts in memory.below.items()),
         *([] if limit is None else [_limit(limit, memory)]),
     )
 
 
+def _amounts(parts: Mapping[str, int]) -> str:
+    return ", ".join(f"{name} {bytes_text(amount)}" for name, amount in parts.items() if amount)
+
+
 def _limit(limit: int, memory: Memory) -> str:
-    over = memory.peak - limit
+    over = memory.peak - memory.buffers - limit
     if over <= 0:
         return f"memory_limit: {bytes_text(limit)}, by that prediction met"
     return (

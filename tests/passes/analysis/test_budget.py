@@ -7,6 +7,7 @@ import torch
 from dsgraph.passes import CostModel, KeepLastGather, ParamInfo, PassContext, Phase, Pipeline, Runner, SelectiveGather
 from dsgraph.passes.analysis.budget import MemoryBudget, MemoryPart, choose, parameter_needs
 from dsgraph.passes.analysis.memory import simulate
+from dsgraph.passes.analysis.step_memory import below_bytes
 from tests.passes.tracing import SHARD, Providing, trace
 from tests.passes.zero.test_selective_gather import B, C, _lowered, _params, _saved
 
@@ -21,6 +22,23 @@ def test_a_parameter_needs_a_gradient_and_two_states_if_it_is_trained():
         MemoryPart.GRADIENTS: SIZE,
         MemoryPart.OPTIMIZER_STATE: 2 * SIZE,
     }
+
+
+def test_what_lies_elsewhere_takes_no_memory():
+    stored = replace(WEIGHT, tier="disk", state_tier="disk", state_share=1.0)
+    half = replace(WEIGHT, state_tier="disk", state_share=0.5)
+    assert parameter_needs([stored, half]) == {
+        MemoryPart.PARAMETERS: SIZE,
+        MemoryPart.GRADIENTS: SIZE,
+        MemoryPart.OPTIMIZER_STATE: SIZE,
+    }
+    assert below_bytes([stored, half], 2) == {
+        "disk": {"parameters": SIZE, "gradients": SIZE, "optimizer state": 3 * SIZE}
+    }
+    memory = simulate(trace(lambda x, w: torch.mm(x, w), torch.randn(2, 4), torch.randn(4, 4)))
+    here, there = (MemoryBudget(10_000, parameter_needs([info])) for info in (WEIGHT, stored))
+    spared = 3 * SIZE  # its rows, and Adam's state
+    assert there.left_beside(memory, [stored]) - here.left_beside(memory, [WEIGHT]) == spared
 
 
 def test_what_one_takes_is_not_there_for_the_next():

@@ -1,0 +1,115 @@
+"""Offloading against what is known of it: predicted memory of each tier, and numbers of one process in memory."""
+
+from __future__ import annotations
+
+import tempfile
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils.checkpoint import checkpoint
+
+import dsgraph
+from benchmarks.memory import AllocationCounter, build_counter
+from benchmarks.report import MB, Check, Row
+from benchmarks.workers import Workers
+from dsgraph.offload.optimizer import OptimizerOnDisk
+from dsgraph.tiers.stored_rows import stored_rows
+from examples.gpt import GPT, GPTConfig
+
+SIZES = {"width": 512, "layers": 10}  # 32 million parameters
+SMALL = {"width": 128, "layers": 2}
+STEPS = 4
+WARM_UP = 2  # of them: the first one compiles, pools of buffers are as large as ever after the second
+TENTH = 0.1
+
+
+class Training:
+    """One rank's training of a GPT on random tokens, of which each rank takes its rows."""
+
+    def __init__(self, sizes: dict[str, int], offload: dict[str, Any] | None, counter: Path | None) -> None:
+        """Builds the model and its optimizer.
+
+        Args:
+            sizes: Width and layers.
+            offload: For `partition`.
+            counter: From `build_counter`; None where nothing is counted.
+        """
+        self._counter = AllocationCounter(counter) if counter is not None else None
+        torch.manual_seed(0)
+        config = GPTConfig(width=sizes["width"], heads=sizes["width"] // 64, layers=sizes["layers"])
+        model = GPT(config)
+        for block in model.blocks:
+            block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+        self.model = dsgraph.partition(model, stage=3, offload=offload)
+        optimizer: torch.optim.Optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
+        self.optimizer = optimizer if offload is None else dsgraph.offload_optimizer(optimizer, self.model)
+        self._compiled: Any = torch.compile(self.model, backend="dsgraph", options={"codegen": "eager"})
+
+    def train(self) -> dict[str, Any]:
+        """Some steps; the last loss, the parameters, and what memory and disk had to hold."""
+        generator = torch.Generator().manual_seed(0)
+        loss = torch.zeros(())
+        for step in range(STEPS):
+            if step == WARM_UP and self._counter is not None:
+                self._counter.reset_peak()
+            tokens = torch.randint(0, 256, (2, 257), generator=generator)
+            own = tokens.chunk(dist.get_world_size())[dist.get_rank()]
+            loss = self._compiled(own[:, :-1].contiguous(), own[:, 1:].contiguous())
+            loss.backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+        mean = loss.detach().clone()
+        dist.all_reduce(mean)
+        found = {"loss": (mean / dist.get_world_size()).item()}
+        return {**found, **self._held()} if self._counter is not None else {**found, "parameters": self._parameters()}
+
+    def _parameters(self) -> list[torch.Tensor]:
+        return [param.detach().full_tensor() for param in self.model.parameters()]  # type: ignore[attr-defined]
+
+    def _held(self) -> dict[str, float]:
+        optimizer, memory = self.optimizer, dsgraph.report(self.model).memory
+        assert isinstance(optimizer, OptimizerOnDisk) and memory is not None and self._counter is not None
+        places = [stored_rows(param.to_local()) for param in self.model.parameters()]  # type: ignore[attr-defined]
+        pools = {id(place.file): place.file for place in places if place is not None}
+        buffers = optimizer.buffer_bytes + sum(file.buffer_bytes for file in pools.values())
+        files = optimizer.disk_bytes + sum(sum(file.sizes) for file in pools.values())
+        return {
+            "predicted_mb": memory.peak / MB,
+            "counted_mb": (self._counter.peak + buffers) / MB,
+            "predicted_disk_mb": sum(memory.below["disk"].values()) / MB,
+            "disk_mb": files / MB,
+        }
+
+
+def against_the_model(folder: str, *, quick: bool) -> tuple[list[Row], list[Check]]:
+    """The rows, and what they are to reach."""
+    all_on_disk = {"optimizer": "disk", "parameters": "disk", "folder": folder}
+    rows, checks = [], []
+    with tempfile.TemporaryDirectory() as counting:
+        counter = build_counter(Path(counting))
+        sizes = SMALL if quick else SIZES
+        found = _train("predicted", sizes, all_on_disk, counter, world=1)
+    rows.append({"case": "predicted and measured", **found})
+    if counter is not None:
+        for tier, (predicted, measured) in {
+            "memory": ("predicted_mb", "counted_mb"),
+            "disk": ("predicted_disk_mb", "disk_mb"),
+        }.items():
+            error = abs(found[predicted] / found[measured] - 1)
+            checks.append(Check(f"{tier}: predicted over measured, less 1", error, TENTH, "lower"))
+    one = _train("memory", SMALL, None, None, world=1)
+    two = _train("half", SMALL, {**all_on_disk, "ratio": TENTH}, None, world=2)
+    pairs = zip(one.pop("parameters"), two.pop("parameters"), strict=True)
+    furthest = max((a - b).abs().max().item() for a, b in pairs)
+    rows += [{"case": "one process, in memory", **one}, {"case": "2 ranks, a tenth on disk", **two}]
+    checks.append(Check("2 ranks: furthest parameter from one process", furthest, 1e-6, "lower"))
+    checks.append(Check("2 ranks: loss from one process", abs(one["loss"] - two["loss"]), 1e-6, "lower"))
+    return rows, checks
+
+
+def _train(name: str, sizes: dict[str, int], offload: Any, counter: Path | None, *, world: int) -> dict[str, Any]:
+    with Workers(name, Training, sizes, offload, counter, world=world) as group:
+        return dict(group.call("train")[0])
