@@ -46,7 +46,8 @@ def encoder(head: str, *, seed: int = 0) -> Any:
     """BERT with the head of one of transformers' classes."""
     torch.manual_seed(seed)
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
-    config = transformers.BertConfig(vocab_size=WORDS, max_position_embeddings=128, num_labels=3, **sizes)
+    labels = 2 if head == "BertForQuestionAnswering" else 3  # ends of an answer
+    config = transformers.BertConfig(vocab_size=WORDS, max_position_embeddings=128, num_labels=labels, **sizes)
     return getattr(transformers, head)(config).eval()
 
 
