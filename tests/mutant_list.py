@@ -844,6 +844,16 @@ PARALLEL = (
         killers=("tests/distributed/test_inference_checkpoints.py",),
     ),
     Mutant(
+        *("encoded-once-for-all", "dsgraph/inference/cache.py", "missing step"),
+        *("            self.is_updated = dict.fromkeys(self.is_updated, False)\n", ""),
+        killers=("tests/inference/test_encoders.py",),
+    ),
+    Mutant(
+        *("encoder-output-of-padding", "dsgraph/inference/encoders.py", "missing step"),
+        *("narrow(dimension, 0, length)", "narrow(dimension, 0, found[name].shape[dimension])"),
+        killers=("tests/inference/test_encoders.py",),
+    ),
+    Mutant(
         *("samples-of-each-rank", "dsgraph/inference/engine.py", "missing check"),
         *('if arguments.get("do_sample", config.do_sample):', "if False:"),
         killers=("tests/distributed/test_sliced_inference.py",),

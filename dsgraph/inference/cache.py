@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedConfig, StaticCache
+from transformers import EncoderDecoderCache, PreTrainedConfig, StaticCache
 from transformers.cache_utils import StaticLayer
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
@@ -39,6 +39,29 @@ class RewindableCache(StaticCache):
     def memory(self) -> list[Tensor]:
         """Keys and values as this rank holds them, layer by layer."""
         return [tensor for layer in self.layers for tensor in (layer.keys, layer.values)]
+
+
+class EncoderDecoderMemory(EncoderDecoderCache):
+    """Static caches of a decoder: of its own tokens, and of what the encoder gave.
+
+    Attributes:
+        self_attention_cache: Of the decoder's own tokens.
+        cross_attention_cache: Of the encoder's hidden states.
+    """
+
+    self_attention_cache: Any
+    cross_attention_cache: Any
+
+    def rewind(self, length: int) -> None:
+        """Lets the first `length` tokens of the decoder count; 0: what the encoder gave is written anew as well."""
+        self.self_attention_cache.rewind(length)
+        if length == 0:
+            self.cross_attention_cache.rewind(0)
+            self.is_updated = dict.fromkeys(self.is_updated, False)
+
+    def memory(self) -> list[Tensor]:
+        """Keys and values of both."""
+        return self.self_attention_cache.memory() + self.cross_attention_cache.memory()
 
 
 class SlicedLayer(StaticLayer):
@@ -81,7 +104,7 @@ def new_cache(
     device: torch.device,
     ranks: SlicingRanks | None,
 ) -> RewindableCache:
-    """A cache of zeros.
+    """A cache of zeros for a decoder.
 
     Args:
         config: The model's.
@@ -94,6 +117,8 @@ def new_cache(
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     cache = RewindableCache(config=config, max_cache_len=max_tokens)
+    if config.is_encoder_decoder:  # transformers counts the encoder's layers
+        cache.layers = [StaticLayer(max_tokens) for _ in range(config.num_decoder_layers)]
     if ranks is not None:
         cache.layers = [SlicedLayer(max_tokens, ranks) for _ in cache.layers]
         heads //= ranks.count

@@ -14,7 +14,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from dsgraph.errors import InferenceError
 
-from .cache import CACHE_NAME, CACHE_NAMES, RewindableCache, new_cache
+from .cache import CACHE_NAME, CACHE_NAMES, EncoderDecoderMemory, RewindableCache, new_cache
 from .graphs import Graphs
 from .ranks import SlicingRanks
 from .report import InferenceReport
@@ -38,13 +38,18 @@ class InferenceEngine:
         max_tokens: Positions of the cache: prompt and generated tokens together.
     """
 
+    _prefix = ""
+    """What stands before the names of the arguments that are tokens to go on from."""
+    _outputs: type[Any] = CausalLMOutputWithPast
+    """What transformers' `generate` takes from a forward."""
+
     def __init__(
         self, module: Any, *, max_tokens: int, options: Mapping[str, Any], ranks: SlicingRanks | None = None
     ) -> None:
         """Compiles nothing yet.
 
         Args:
-            module: A causal model of transformers, in `eval()`.
+            module: Of transformers, in `eval()`: a causal one; subclasses take others.
             max_tokens: Positions of the cache.
             options: Of the backend.
             ranks: Those that share each layer of `module`; None: this one has all of it.
@@ -53,12 +58,12 @@ class InferenceEngine:
         self.max_tokens = max_tokens
         self._ranks = ranks
         self._graphs = Graphs(module, options)
-        self._caches: dict[int, RewindableCache] = {}
+        self._caches: dict[int, RewindableCache | EncoderDecoderMemory] = {}
         self._length = 0
         self._buckets = _buckets(max_tokens)
         self._serving = self._with_own_forward(module)
 
-    def __call__(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> CausalLMOutputWithPast:
+    def __call__(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Any:
         """The logits of whole sequences, without a cache.
 
         Args:
@@ -74,12 +79,11 @@ class InferenceEngine:
         rows, length = input_ids.shape
         if attention_mask is None:
             attention_mask = torch.ones_like(input_ids)
+        whole = {"input_ids": input_ids, "attention_mask": attention_mask}
         if self._ranks is not None:
-            self._ranks.confirm("compute different batches", {"input_ids": input_ids, "attention_mask": attention_mask})
-        behind = (0, self._bucket(length) - length)
-        logits = self._graphs.run(
-            "forward", functional.pad(input_ids, behind), functional.pad(attention_mask, behind), tokens=rows * length
-        )
+            self._ranks.confirm("compute different batches", whole)
+        given = {**self._behind(whole), "use_cache": False}
+        logits = self._graphs.run("forward", given, tokens=rows * length)["logits"]
         return CausalLMOutputWithPast(logits=logits[:, :length])
 
     def generate(self, input_ids: Tensor, **arguments: Any) -> Any:
@@ -99,9 +103,10 @@ class InferenceEngine:
                     "call engine.module.generate"
                 )
         new_tokens = arguments.get("max_new_tokens")
-        if new_tokens is not None and input_ids.shape[1] + new_tokens > self.max_tokens:
+        behind = self._prompt_length(input_ids, arguments)
+        if new_tokens is not None and behind + new_tokens > self.max_tokens:
             raise InferenceError(
-                f"generate: a prompt of {input_ids.shape[1]} tokens and max_new_tokens={new_tokens} exceed "
+                f"generate: a prompt of {behind} tokens and max_new_tokens={new_tokens} exceed "
                 f"max_tokens={self.max_tokens}: give init_inference a larger one"
             )
         if self._ranks is not None:
@@ -124,6 +129,7 @@ class InferenceEngine:
             prompt=counts["prompt"],
             decode=counts["decode"],
             forward=counts["forward"],
+            encode=counts["encode"],
             buckets=self._buckets,
             cache_bytes=sizes,
             quantization=quantization,
@@ -142,12 +148,17 @@ class InferenceEngine:
         """A shallow copy, which shares all parts and parameters. So the user's model keeps its forward."""
 
         @functools.wraps(module.forward)  # transformers reads the names of its arguments
-        def forward(*args: Any, **kwargs: Any) -> CausalLMOutputWithPast:
+        def forward(*args: Any, **kwargs: Any) -> Any:
             return self._serve(*args, **kwargs)
 
         serving = copy.copy(module)
         object.__setattr__(serving, "forward", forward)
         return serving
+
+    def _prompt_length(self, input_ids: Tensor, arguments: Mapping[str, Any]) -> int:
+        """Tokens of the cache that are filled ahead of the first generated one."""
+        del arguments
+        return input_ids.shape[1]
 
     def _serve(
         self,
@@ -155,11 +166,22 @@ class InferenceEngine:
         attention_mask: Tensor | dict[str, Tensor] | None = None,
         position_ids: Tensor | None = None,
         **others: Any,
-    ) -> CausalLMOutputWithPast:
+    ) -> Any:
         """The forward that `generate` calls: a prompt first, then one token a row."""
         cache = others.pop(CACHE_NAME)
         self._refuse(others)
         rows, length = input_ids.shape
+        self._refuse_several(length)
+        if position_ids is None:
+            position_ids = torch.arange(self._length, self._length + length, device=input_ids.device)[None]
+        given = {
+            "input_ids": input_ids,
+            "attention_mask": self._whole_mask(input_ids, attention_mask),
+            "position_ids": position_ids.expand(rows, length).contiguous(),
+        }
+        return self._step(given, cache)
+
+    def _refuse_several(self, length: int) -> None:
         if self._length and length > 1:
             raise InferenceError(
                 f"generate: {length} tokens at once behind a prompt; the engine takes one: leave out "
@@ -167,33 +189,40 @@ class InferenceEngine:
             )
         if self._length + length > self.max_tokens:
             raise InferenceError(f"generate: more than max_tokens={self.max_tokens}: give init_inference a larger one")
-        if isinstance(attention_mask, dict):  # one for each type of layer; there is one type
-            attention_mask = attention_mask["full_attention"]
-        if attention_mask is None:
-            attention_mask = self._causal_mask(rows, length, input_ids.device)
-        if position_ids is None:
-            position_ids = torch.arange(self._length, self._length + length, device=input_ids.device)[None]
-        position_ids = position_ids.expand(rows, length)
-        if self._length:
-            given = (input_ids, attention_mask, position_ids.contiguous(), cache)
-            logits = self._graphs.run("decode", *given, tokens=rows)
-        else:
-            logits = self._prompt(input_ids, attention_mask, position_ids, cache)
-        self._length += length
-        outputs: dict[str, Any] = {"logits": logits, CACHE_NAME: cache}
-        return CausalLMOutputWithPast(**outputs)
 
-    def _prompt(self, ids: Tensor, mask: Tensor, positions: Tensor, cache: RewindableCache) -> Tensor:
+    def _step(self, given: dict[str, Any], cache: Any) -> Any:
+        """Runs one of the two graphs: of a prompt, if there was none yet, or of one token a row."""
+        rows, length = given[f"{self._prefix}input_ids"].shape
+        if self._length:
+            logits = self._graphs.run("decode", {**given, CACHE_NAME: cache}, tokens=rows)
+        else:
+            last = torch.tensor([length - 1], device=given[f"{self._prefix}input_ids"].device)
+            padded = {**self._padded(given), CACHE_NAME: cache}
+            logits = self._graphs.run("prompt", padded, last, tokens=rows * length)
+            cache.rewind(length)
+        self._length += length
+        return self._outputs(**{"logits": logits, CACHE_NAME: cache})
+
+    def _padded(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """Pads a prompt on its right. Padding sees what the last token sees; the last token does not see padding."""
-        rows, length = ids.shape
-        behind = self._bucket(length) - length
-        ids = functional.pad(ids, (0, behind))
-        positions = torch.cat([positions, positions[:, -1:].expand(rows, behind)], 1)
-        mask = torch.cat([mask, mask[:, :, -1:].expand(-1, -1, behind, -1)], 2)
-        last = torch.tensor([length - 1], device=ids.device)
-        logits = self._graphs.run("prompt", ids, mask, positions, cache, last, tokens=rows * length)
-        cache.rewind(length)
-        return logits
+        ids, mask = (given[self._prefix + name] for name in ("input_ids", "attention_mask"))
+        behind = self._bucket(ids.shape[1]) - ids.shape[1]
+        found = {
+            **given,
+            f"{self._prefix}input_ids": functional.pad(ids, (0, behind)),
+            f"{self._prefix}attention_mask": torch.cat([mask, mask[:, :, -1:].expand(-1, -1, behind, -1)], 2),
+        }
+        if "position_ids" in given:
+            positions = given["position_ids"]
+            found["position_ids"] = torch.cat([positions, positions[:, -1:].expand(-1, behind)], 1)
+        return found
+
+    def _behind(self, whole: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Pads tensors (rows, length) with zeros to a bucket."""
+        return {
+            name: functional.pad(value, (0, self._bucket(value.shape[1]) - value.shape[1]))
+            for name, value in whole.items()
+        }
 
     def _refuse(self, others: Mapping[str, Any]) -> None:
         known = {"use_cache": True, "return_dict": True, "logits_to_keep": 1}
@@ -204,20 +233,29 @@ class InferenceEngine:
                     "call engine.module.generate"
                 )
 
-    def _cache(self, rows: int) -> RewindableCache:
+    def _cache(self, rows: int) -> Any:
         if rows not in self._caches:
-            model: nn.Module = self.module
-            (device,) = {param.device for param in model.parameters()}
-            self._caches[rows] = new_cache(
-                **{"config": self.module.config, "rows": rows, "max_tokens": self.max_tokens},
-                **{"dtype": self.module.dtype, "device": device, "ranks": self._ranks},
-            )
+            self._caches[rows] = self._new_cache(rows)
         return self._caches[rows]
 
-    def _causal_mask(self, rows: int, length: int, device: torch.device) -> Tensor:
-        seen = torch.arange(self._length, self._length + length, device=device)
-        mask = torch.arange(self.max_tokens, device=device) <= seen[:, None]
-        return mask.expand(rows, 1, -1, -1)
+    def _new_cache(self, rows: int) -> RewindableCache | EncoderDecoderMemory:
+        model: nn.Module = self.module
+        (device,) = {param.device for param in model.parameters()}
+        return new_cache(
+            **{"config": self.module.config, "rows": rows, "max_tokens": self.max_tokens},
+            **{"dtype": self.module.dtype, "device": device, "ranks": self._ranks},
+        )
+
+    def _whole_mask(self, ids: Tensor, mask: Tensor | dict[str, Tensor] | None) -> Tensor:
+        """Of attention: (rows, 1, length, max_tokens)."""
+        if isinstance(mask, dict):  # one for each type of layer; there is one type
+            mask = mask["full_attention"]
+        if mask is not None:
+            return mask
+        rows, length = ids.shape
+        seen = torch.arange(self._length, self._length + length, device=ids.device)
+        causal = torch.arange(self.max_tokens, device=ids.device) <= seen[:, None]
+        return causal.expand(rows, 1, -1, -1)
 
     def _bucket(self, length: int) -> int:
         for bucket in self._buckets:

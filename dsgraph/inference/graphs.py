@@ -1,4 +1,4 @@
-"""The compiled graphs of an engine: prompts, single tokens, and whole sequences without a cache."""
+"""The compiled graphs of an engine: what is encoded, prompts, single tokens, and whole sequences without a cache."""
 
 from __future__ import annotations
 
@@ -8,12 +8,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.fx import GraphModule
 
 from dsgraph import compat
 
-from .cache import CACHE_NAME
 from .report import Counts
 
 
@@ -21,31 +20,36 @@ class Graphs:
     """Compiles a model's forward for each kind of call, and counts.
 
     Attributes:
-        counts: By kind: "prompt", "decode", "forward".
+        counts: By kind: "encode", "prompt", "decode", "forward".
     """
 
-    def __init__(self, model: nn.Module, options: Mapping[str, Any]) -> None:
+    def __init__(self, model: Any, options: Mapping[str, Any]) -> None:
         """Compiles nothing yet.
 
         Args:
-            model: A causal model of transformers.
+            model: Of transformers.
             options: Of the backend.
         """
         self._model = model
         self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
-        self.counts = {kind: Counts() for kind in ("prompt", "decode", "forward")}
+        (self._device,) = {param.device for param in model.parameters()}
+        functions: dict[str, Callable[..., Any]] = {
+            **{"encode": self._encode, "prompt": self._prompt},
+            **{"decode": self._decode, "forward": self._forward},
+        }
+        self.counts = {kind: Counts() for kind in functions}
         self._compiled = {
             kind: torch.compile(
                 function, backend=_Counting(self.counts[kind]), fullgraph=True, dynamic=False, options=dict(options)
             )
-            for kind, function in (("prompt", self._prompt), ("decode", self._decode), ("forward", self._forward))
+            for kind, function in functions.items()
         }
 
-    def run(self, kind: str, *arguments: Any, tokens: int) -> Tensor:
+    def run(self, kind: str, *arguments: Any, tokens: int) -> Any:
         """Runs a graph, which is compiled if there is none for these shapes.
 
         Args:
-            kind: "prompt", "decode" or "forward".
+            kind: One of `counts`.
             *arguments: Of the method of that name.
             tokens: What counts for tokens a second.
         """
@@ -53,30 +57,33 @@ class Graphs:
         compiled = counts.compiles
         started = time.perf_counter()
         with compat.allowing_recompiles(), torch.no_grad():
-            logits = self._compiled[kind](*arguments)
-        if logits.is_cuda:
-            torch.cuda.synchronize(logits.device)
+            found = self._compiled[kind](*arguments)
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
         counts.calls += 1
         if counts.compiles == compiled:
             counts.tokens += tokens
             counts.seconds += time.perf_counter() - started
-        return logits
+        return found
 
-    def _prompt(self, ids: Tensor, mask: Tensor, positions: Tensor, cache: Any, last: Tensor) -> Tensor:
+    def _encode(self, given: dict[str, Any]) -> Tensor:
+        """Hidden states (rows, length, width) of an encoder whose decoder generates."""
+        return self._model.get_encoder()(**given).last_hidden_state
+
+    def _prompt(self, given: dict[str, Any], last: Tensor) -> Tensor:
         """Logits (rows, 1, words) behind position `last`, an index (1,)."""
-        given = {"input_ids": ids, "attention_mask": mask, "position_ids": positions, CACHE_NAME: cache}
         if self._keeps_logits:
             return self._model(**given, use_cache=True, logits_to_keep=last).logits
         return self._model(**given, use_cache=True).logits[:, last]
 
-    def _decode(self, ids: Tensor, mask: Tensor, positions: Tensor, cache: Any) -> Tensor:
-        """Logits (rows, 1, words) behind `ids` (rows, 1)."""
-        given = {"input_ids": ids, "attention_mask": mask, "position_ids": positions, CACHE_NAME: cache}
+    def _decode(self, given: dict[str, Any]) -> Tensor:
+        """Logits (rows, 1, words) behind one token a row."""
         return self._model(**given, use_cache=True).logits
 
-    def _forward(self, ids: Tensor, mask: Tensor) -> Tensor:
-        """Logits (rows, length, words) of whole sequences."""
-        return self._model(input_ids=ids, attention_mask=mask, use_cache=False).logits
+    def _forward(self, given: dict[str, Any]) -> dict[str, Tensor]:
+        """The tensors that the model returns for whole sequences, by name."""
+        found = self._model(**given)
+        return {name: found[name] for name in found.keys() if isinstance(found[name], Tensor)}  # noqa: SIM118
 
 
 class _Counting:

@@ -1,4 +1,4 @@
-"""`init_inference`: a model of transformers becomes an engine that generates."""
+"""`init_inference`: a model of transformers becomes an engine with compiled graphs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,11 @@ if TYPE_CHECKING:
     from .engine import InferenceEngine
 
 FAMILIES = ("llama", "qwen3", "gpt2", "opt", "mixtral")
-"""Values of `config.model_type` that are tested token for token."""
+"""Values of `config.model_type` of causal models that are tested token for token."""
+ENCODERS = ("bert",)
+"""Those of models that encode and generate nothing."""
+ENCODER_DECODERS = ("t5",)
+"""Those of models whose decoder generates from what an encoder reads."""
 _BITS = {"int8": 8, "int4": 4}
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -38,20 +42,20 @@ def init_inference(
     options: dict[str, Any] | None = None,
     **others: Any,
 ) -> InferenceEngine:
-    """Puts a causal model of transformers into an engine that generates with a static cache and compiled graphs.
+    """Puts a model of transformers into an engine that generates with a static cache and compiled graphs, or encodes.
 
     The model goes to `eval()`; `dtype` and `quantize` change it in place.
 
     Args:
-        model: Llama, Qwen3, GPT-2, OPT or Mixtral of transformers, unmodified; on the meta device, if there is a
-            checkpoint.
+        model: Llama, Qwen3, GPT-2, OPT, Mixtral, T5 or BERT of transformers, unmodified; on the meta device, if there
+            is a checkpoint.
         mp_size: Ranks that share each layer: all ranks of the run, which make the same calls of the engine.
         dtype: torch.float32, torch.bfloat16 or torch.float16. None: that of the model, or of the checkpoint.
         checkpoint: A folder of safetensors, transformers' own, sharded or not, or that of `save_quantized`; or of a
             training engine's checkpoints. Ranks that share layers read their slices alone.
         quantize: Weights of 8 or of 4 bits, see `dsgraph.quantize`, which takes more arguments.
-        max_tokens: Positions of the key-value cache: prompt and generated tokens together. Default: 1024, or as many
-            as the model has positions, if these are fewer.
+        max_tokens: Positions of the key-value cache: prompt and generated tokens together; of T5 each of both; of BERT
+            tokens of a sequence. Default: 1024, or as many as the model has positions, if these are fewer.
         replace_with_kernel_inject: Whether dsgraph's kernels stand in for what the model spells out in small ops.
         options: Of the backend, such as {"codegen": "eager"}, see `BackendOptions`.
         **others: DeepSpeed's names: `tensor_parallel={"tp_size": n}` for mp_size, `max_out_tokens` for max_tokens.
@@ -93,9 +97,20 @@ def init_inference(
         load_weights(model, folder, dtype=dtype, device=device, ranks=ranks)
         if quantize is not None:
             _quantized(model, _BITS[quantize])
-    from .engine import InferenceEngine  # it imports transformers, which dsgraph does without elsewhere
+    return _engine_type(model)(model.eval(), max_tokens=positions, options=given, ranks=ranks)
 
-    return InferenceEngine(model.eval(), max_tokens=positions, options=given, ranks=ranks)
+
+def _engine_type(model: Any) -> type[InferenceEngine]:
+    # These import transformers, which dsgraph does without elsewhere.
+    from .encoder_decoders import EncoderDecoderEngine
+    from .encoders import EncoderEngine
+    from .engine import InferenceEngine
+
+    others: dict[str, type[InferenceEngine]] = {
+        **dict.fromkeys(ENCODERS, EncoderEngine),
+        **dict.fromkeys(ENCODER_DECODERS, EncoderDecoderEngine),
+    }
+    return others.get(model.config.model_type, InferenceEngine)
 
 
 def _other_name(others: dict[str, Any], name: str, own: str, value: Any, *, default: Any) -> Any:
@@ -137,10 +152,16 @@ def _quantized(model: nn.Module, bits: int) -> None:
 
 def _refuse(model: Any, *, mp_size: int, dtype: object, quantized: object) -> None:
     family = getattr(getattr(model, "config", None), "model_type", None)
-    if family not in FAMILIES or not model.can_generate():
+    if not _is_taken(model, family):
         raise InferenceError(
-            f"init_inference: {type(model).__name__} (model_type {family!r}) cannot be taken; it takes causal "
-            f"models of transformers of the types {', '.join(FAMILIES)}"
+            f"init_inference: {type(model).__name__} (model_type {family!r}) cannot be taken; it takes models of "
+            f"transformers that generate, of the types {', '.join((*FAMILIES, *ENCODER_DECODERS))}, and encoders of "
+            f"the types {', '.join(ENCODERS)}, which take input_ids (rows, length)"
+        )
+    if family not in FAMILIES and mp_size != 1:
+        raise InferenceError(
+            f"init_inference: mp_size is {mp_size!r}, and {type(model).__name__} (model_type {family!r}) is not "
+            f"sliced: take mp_size=1; the types {', '.join(FAMILIES)} are"
         )
     if getattr(model, "hf_quantizer", None) is not None:
         raise InferenceError(
@@ -177,11 +198,20 @@ def _refuse(model: Any, *, mp_size: int, dtype: object, quantized: object) -> No
         raise InferenceError(f"init_inference: the model is quantised already: leave quantize={quantized!r} out")
 
 
+def _is_taken(model: Any, family: object) -> bool:
+    if family in ENCODERS:
+        # Of several choices for each row, input_ids have three dimensions.
+        return not (model.can_generate() or model.config.is_decoder or "MultipleChoice" in type(model).__name__)
+    return family in (*FAMILIES, *ENCODER_DECODERS) and model.can_generate()
+
+
 def _positions(model: Any, max_tokens: int | None) -> int:
-    most = model.config.max_position_embeddings
+    most = getattr(model.config, "max_position_embeddings", None)  # T5 has relative ones, without an end
     if max_tokens is None:
-        return min(1024, most)
-    if isinstance(max_tokens, bool) or not isinstance(max_tokens, int) or not 1 <= max_tokens <= most:
+        return 1024 if most is None else min(1024, most)
+    if isinstance(max_tokens, bool) or not isinstance(max_tokens, int) or max_tokens < 1:
+        raise InferenceError(f"init_inference: max_tokens is {max_tokens!r}; it takes a number of tokens")
+    if most is not None and max_tokens > most:
         raise InferenceError(f"init_inference: max_tokens is {max_tokens!r}; the model has {most} positions")
     return max_tokens
 

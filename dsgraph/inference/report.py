@@ -9,7 +9,7 @@ from .quantize import Quantization
 
 @dataclass
 class Counts:
-    """What ran as one kind of graph: "prompt", "decode" or "forward".
+    """What ran as one kind of graph: "encode", "prompt", "decode" or "forward".
 
     Attributes:
         compiles: Graphs that were compiled.
@@ -37,7 +37,8 @@ class InferenceReport:
         prompt: Prompts of `generate`.
         decode: Tokens after the prompt, of `generate`.
         forward: Calls of the engine itself.
-        buckets: Lengths to which prompts are padded.
+        encode: Sequences that `generate` encodes, of models with encoder and decoder.
+        buckets: Lengths to which prompts, and what is encoded, are padded.
         cache_bytes: Of keys and values, by rows of the batch.
         quantization: Of the weights, with the error of each layer; None where they are as they were.
     """
@@ -45,14 +46,17 @@ class InferenceReport:
     prompt: Counts
     decode: Counts
     forward: Counts
+    encode: Counts
     buckets: tuple[int, ...]
     cache_bytes: dict[int, int] = field(default_factory=dict)
     quantization: Quantization | None = None
 
     def __str__(self) -> str:
+        kinds = (("encode", self.encode), ("prompt", self.prompt), ("decode", self.decode), ("forward", self.forward))
         lines = [
             f"{name}: {c.compiles} compiled, {c.calls} calls, {c.tokens_per_second:.1f} tokens/s"
-            for name, c in (("prompt", self.prompt), ("decode", self.decode), ("forward", self.forward))
+            for name, c in kinds
+            if c.calls or name != "encode"
         ]
         lines.append(f"prompts are padded to {', '.join(map(str, self.buckets))} tokens")
         lines += [f"cache of {rows} rows: {size / 1e6:.1f} MB" for rows, size in sorted(self.cache_bytes.items())]

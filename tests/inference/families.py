@@ -27,16 +27,41 @@ CONFIGS: dict[str, Any] = {
 }
 
 
-def model(family: str, *, seed: int = 0, heads: int = 2) -> Any:
+def model(family: str, *, seed: int = 0, heads: int = 2, words: int = WORDS) -> Any:
     """`heads` are those of keys and values, where a family has them apart."""
     torch.manual_seed(seed)
     config = CONFIGS[family]()
+    config.vocab_size = words
     if getattr(config, "num_key_value_heads", None) is not None:
         config.num_key_value_heads = heads
     made = transformers.AutoModelForCausalLM.from_config(config).eval()
     with torch.no_grad():
         for param in made.parameters():
             if param.ndim == 2:
+                param.mul_(5)
+    return made
+
+
+def encoder(head: str, *, seed: int = 0) -> Any:
+    """BERT with the head of one of transformers' classes."""
+    torch.manual_seed(seed)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    labels = 2 if head == "BertForQuestionAnswering" else 3  # ends of an answer
+    config = transformers.BertConfig(vocab_size=WORDS, max_position_embeddings=128, num_labels=labels, **sizes)
+    return getattr(transformers, head)(config).eval()
+
+
+def encoder_decoder(*, seed: int = 0) -> Any:
+    """T5 with three layers that encode and two that decode; where more decode, transformers makes too small a cache."""
+    torch.manual_seed(seed)
+    config = transformers.T5Config(
+        **{"vocab_size": WORDS, "d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 3, "num_decoder_layers": 2},
+        **{"num_heads": 4, "decoder_start_token_id": 0, "eos_token_id": None, "pad_token_id": 0},
+    )
+    made = transformers.T5ForConditionalGeneration(config).eval()
+    with torch.no_grad():
+        for name, param in made.named_parameters():
+            if param.ndim == 2 and "shared" not in name:
                 param.mul_(5)
     return made
 

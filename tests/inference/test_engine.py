@@ -119,8 +119,8 @@ def test_other_models_are_refused_by_name():
     import transformers
 
     sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
-    with pytest.raises(InferenceError, match=r"BertModel \(model_type 'bert'\)"):
-        dsgraph.init_inference(transformers.BertModel(transformers.BertConfig(**sizes)))
+    with pytest.raises(InferenceError, match=r"LlamaModel \(model_type 'llama'\)"):
+        dsgraph.init_inference(transformers.LlamaModel(transformers.LlamaConfig(**sizes)))
     with pytest.raises(InferenceError, match="Linear"):
         dsgraph.init_inference(torch.nn.Linear(2, 2))
 

@@ -1,0 +1,129 @@
+"""An engine of models whose encoder reads a sequence and whose decoder generates another, such as T5."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from transformers.modeling_outputs import BaseModelOutput, Seq2SeqLMOutput
+
+from dsgraph.errors import InferenceError
+
+from .cache import CACHE_NAME, EncoderDecoderMemory
+from .engine import InferenceEngine
+
+
+class EncoderDecoderEngine(InferenceEngine):
+    """What `init_inference` returns for an encoder and a decoder.
+
+    transformers' `generate` calls the encoder once, which is a graph for each padded length, then the decoder. The
+    decoder's first call writes keys and values of what was encoded into a cache of their own. `max_tokens` holds for
+    what is encoded and for what is generated, apart.
+    """
+
+    _prefix = "decoder_"
+    _outputs = Seq2SeqLMOutput
+    _of_encoder: dict[str, Any]
+
+    def __call__(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        decoder_input_ids: Tensor | None = None,
+    ) -> Any:
+        """The logits of whole sequences, without a cache.
+
+        Args:
+            input_ids: (rows, length) to encode, of at most `max_tokens` tokens.
+            attention_mask: (rows, length): 0 where a token is padding. None: none is.
+            decoder_input_ids: (rows, length of the decoder), of at most `max_tokens` tokens.
+
+        Returns:
+            What the model returns, with `logits` (rows, length of the decoder, words) alone.
+
+        Raises:
+            InferenceError: The sequences are too long, or there are none for the decoder.
+        """
+        if decoder_input_ids is None:
+            raise InferenceError("engine: decoder_input_ids is missing: give the decoder's tokens, or call generate")
+        if attention_mask is None:
+            attention_mask = torch.ones_like(input_ids)
+        whole = {"input_ids": input_ids, "attention_mask": attention_mask, "decoder_input_ids": decoder_input_ids}
+        given = {**self._behind(whole), "use_cache": False}
+        found = self._graphs.run("forward", given, tokens=decoder_input_ids.numel())
+        return Seq2SeqLMOutput(logits=found["logits"][:, : decoder_input_ids.shape[1]])
+
+    def generate(self, input_ids: Tensor, **arguments: Any) -> Any:
+        """What `model.generate(input_ids, **arguments)` returns, token for token.
+
+        Args:
+            input_ids: (rows, length) to encode. Sequences of several lengths are padded, with an `attention_mask`.
+            **arguments: Those of transformers' `generate`.
+
+        Raises:
+            InferenceError: More tokens than `max_tokens`, or an argument that needs another cache or more outputs.
+        """
+        if arguments.get("encoder_outputs") is not None:
+            raise InferenceError("generate: encoder_outputs cannot be taken: the engine encodes input_ids itself")
+        return super().generate(input_ids, **arguments)
+
+    def _prompt_length(self, input_ids: Tensor, arguments: Mapping[str, Any]) -> int:
+        del input_ids
+        begun = arguments.get("decoder_input_ids")
+        return 1 if begun is None else begun.shape[1]
+
+    def _with_own_forward(self, module: Any) -> Any:
+        serving = super()._with_own_forward(module)
+        encoder = copy.copy(module.get_encoder())
+
+        @functools.wraps(encoder.forward)  # transformers reads the names of its arguments
+        def forward(input_ids: Tensor, attention_mask: Tensor, **others: Any) -> BaseModelOutput:
+            self._refuse(others)
+            rows, length = input_ids.shape
+            given = self._behind({"input_ids": input_ids, "attention_mask": attention_mask})
+            hidden = self._graphs.run("encode", given, tokens=rows * length)
+            return BaseModelOutput(last_hidden_state=hidden[:, :length])
+
+        object.__setattr__(encoder, "forward", forward)
+        object.__setattr__(serving, "get_encoder", lambda *_args, **_kwargs: encoder)
+        return serving
+
+    def _serve(  # type: ignore[override]  # that of an encoder and a decoder has other arguments
+        self,
+        decoder_input_ids: Tensor,
+        encoder_outputs: BaseModelOutput,
+        attention_mask: Tensor,
+        decoder_attention_mask: Tensor | dict[str, Tensor] | None = None,
+        **others: Any,
+    ) -> Any:
+        """The forward that `generate` calls: the decoder's first tokens, then one token a row."""
+        cache = others.pop(CACHE_NAME)
+        self._refuse(others)
+        self._refuse_several(decoder_input_ids.shape[1])
+        hidden = encoder_outputs[0]
+        if self._length:
+            # The cache has keys and values of all that was encoded. The decoder asks whether there is an encoder.
+            hidden = hidden[:, :1].contiguous()
+        else:
+            hidden = functional.pad(hidden, (0, 0, 0, self._bucket(hidden.shape[1]) - hidden.shape[1]))
+            behind = self.max_tokens - attention_mask.shape[1]
+            self._of_encoder = {"attention_mask": functional.pad(attention_mask, (0, behind)).bool()[:, None, None]}
+        given = {
+            "decoder_input_ids": decoder_input_ids,
+            "decoder_attention_mask": self._whole_mask(decoder_input_ids, decoder_attention_mask),
+            "encoder_outputs": (hidden,),
+            **self._of_encoder,
+        }
+        return self._step(given, cache)
+
+    def _new_cache(self, rows: int) -> EncoderDecoderMemory:
+        return EncoderDecoderMemory(super()._new_cache(rows), super()._new_cache(rows))
+
+    def _padded(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """A decoder begins with one token, mostly, which is not padded."""
+        return dict(given) if given["decoder_input_ids"].shape[1] == 1 else super()._padded(given)

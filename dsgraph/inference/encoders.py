@@ -1,0 +1,88 @@
+"""An engine of models that encode whole sequences and generate nothing, such as BERT."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dsgraph.errors import InferenceError
+
+from .engine import InferenceEngine
+from .ranks import SlicingRanks
+
+# Arguments of a forward that have one number a token.
+_OF_TOKENS = ("token_type_ids", "position_ids")
+
+
+class EncoderEngine(InferenceEngine):
+    """What `init_inference` returns for an encoder: `engine(input_ids)` runs one graph for each padded length."""
+
+    def __init__(
+        self, module: Any, *, max_tokens: int, options: Mapping[str, Any], ranks: SlicingRanks | None = None
+    ) -> None:
+        """Computes one token and two, to learn which of the outputs have one entry a token; compiles nothing yet.
+
+        Args:
+            module: An encoder of transformers, in `eval()`.
+            max_tokens: Of a sequence.
+            options: Of the backend.
+            ranks: None.
+        """
+        super().__init__(module, max_tokens=max_tokens, options=options, ranks=ranks)
+        self._made, self._lengthwise = _dimensions(module)
+
+    def __call__(self, input_ids: Tensor, attention_mask: Tensor | None = None, **others: Any) -> Any:
+        """What the model returns for whole sequences, which are padded to a bucket and cut off behind.
+
+        Args:
+            input_ids: (rows, length), of at most `max_tokens` tokens.
+            attention_mask: (rows, length): 0 where a token is padding. None: none is.
+            **others: `token_type_ids` and `position_ids`, (rows, length).
+
+        Raises:
+            InferenceError: The sequences are too long, or an argument cannot be taken.
+        """
+        whole = {"input_ids": input_ids}
+        whole["attention_mask"] = torch.ones_like(input_ids) if attention_mask is None else attention_mask
+        for name, value in others.items():
+            if value is None or (name == "return_dict" and value is True):
+                continue
+            if name not in _OF_TOKENS:
+                raise InferenceError(
+                    f"engine: {name} cannot be taken: the graph computes outputs of tokens, {', '.join(_OF_TOKENS)}; "
+                    "call engine.module"
+                )
+            whole[name] = value
+        for name, value in whole.items():
+            if value.ndim != 2 or value.shape[1] != input_ids.shape[1]:
+                raise InferenceError(f"engine: {name} is {list(value.shape)}; it takes (rows, length) of input_ids")
+        rows, length = input_ids.shape
+        found = self._graphs.run("forward", self._behind(whole), tokens=rows * length)
+        for name, dimension in self._lengthwise.items():
+            found[name] = found[name].narrow(dimension, 0, length)
+        return self._made(**found)
+
+    def generate(self, input_ids: Tensor, **arguments: Any) -> Any:
+        """Encoders generate nothing.
+
+        Raises:
+            InferenceError: Always.
+        """
+        raise InferenceError(f"generate: {type(self.module).__name__} generates no tokens: call engine(input_ids)")
+
+
+def _dimensions(module: Any) -> tuple[type[Any], dict[str, int]]:
+    """The type of outputs, and for each that has an entry a token: in which dimension."""
+    (device,) = {param.device for param in module.parameters()}
+    with torch.no_grad():
+        one, two = (module(torch.ones(1, length, dtype=torch.long, device=device)) for length in (1, 2))
+    found = {}
+    for name in one.keys():  # noqa: SIM118  # outputs iterate as tuples do
+        if isinstance(one[name], Tensor):
+            for index, (size, other) in enumerate(zip(one[name].shape, two[name].shape, strict=True)):
+                if size != other:
+                    found[name] = index
+    return type(one), found
