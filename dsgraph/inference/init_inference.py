@@ -194,6 +194,11 @@ def _refuse(model: Any, *, mp_size: int, dtype: object, quantized: object) -> No
         )
     if quantized is not None and quantized not in _BITS:
         raise InferenceError(f"init_inference: quantize is {quantized!r}; it takes 'int8', 'int4' or None")
+    if quantized is not None and family in ENCODER_DECODERS:
+        raise InferenceError(
+            f"init_inference: quantize={quantized!r}, and {type(model).__name__} reads weights of its layers 'wo': "
+            'give it dsgraph.quantize(model, bits=8, skip=["*.wo"])'
+        )
     if quantized is not None and getattr(model, "quantization", None) is not None:
         raise InferenceError(f"init_inference: the model is quantised already: leave quantize={quantized!r} out")
 
