@@ -62,9 +62,9 @@ def product_kernel(  # type: ignore[no-untyped-def]
     HAS_BIAS: tl.constexpr, HAS_SCALE: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """One program `BLOCK_N` columns of y, of all its rows: a sum for one row, tensor cores for more."""
-    column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    column = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     row = tl.arange(0, ROWS)
-    at = weight_ptr + column.to(tl.int64)[:, None] * weight_stride
+    at = weight_ptr + column[:, None] * weight_stride
     total = tl.zeros((ROWS, BLOCK_N), tl.float32)
     for start in range(0, k, BLOCK_K):
         place = start + tl.arange(0, BLOCK_K)

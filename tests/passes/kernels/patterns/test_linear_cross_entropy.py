@@ -367,7 +367,8 @@ def test_it_is_substituted_where_memory_is_to_gain():
     _, record, _ = substitute(function, *low, large[2], asked=False)
     assert f"{(2 * 2048 - 256) * 4096 * 2 - 4096 * 4 * 4:,} bytes" in record.done[0]
     _, record, _ = substitute(function, *(tensor[:16] for tensor in large), asked=False)
-    assert record.changed == 0 and "nothing is to gain: its logits take less than 16 MiB more" in record.notes[0]
+    assert record.changed == 0
+    assert any("nothing is to gain: its logits take less than 16 MiB more" in note for note in record.notes)
     _, record, _ = substitute(none, *large, asked=False)
     assert record.changed == 0 and "with reduction='none' it computes the logits twice" in record.notes[0]
     _, record, _ = substitute(none, *large, asked=False, inference=True)
