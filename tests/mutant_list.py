@@ -839,11 +839,6 @@ PARALLEL = (
         killers=("tests/passes/parallel/test_slice_tensors.py",),
     ),
     Mutant(
-        *("slices-read-of-one-piece", "dsgraph/inference/checkpoints.py", "wrong rows"),
-        *("(part * count + rank) * size", "(part + rank) * size"),
-        killers=("tests/distributed/test_inference_checkpoints.py",),
-    ),
-    Mutant(
         *("encoded-once-for-all", "dsgraph/inference/cache.py", "missing step"),
         *("            self.is_updated = dict.fromkeys(self.is_updated, False)\n", ""),
         killers=("tests/inference/test_encoders.py",),
