@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 from dsgraph.errors import OffloadError
 from dsgraph.inductor_ext.transfers.buffers import Buffer
 from dsgraph.sharding.rows import own_part
-from dsgraph.tiers.stored_rows import ReadRows, note_updates
+from dsgraph.tiers.read_rows import ReadRows, note_updates
 
 from .beside_backward import BesideBackward, Numbers
 from .chunks import Chunk, chunks_of

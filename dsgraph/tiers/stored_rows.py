@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import mmap
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
@@ -174,11 +174,11 @@ class StoredRows(StoredParameter):
             )
         adds = self._has_arrived or param.grad is not None
         buffer = self._file.slots.take(self._slot + 1)
-        view = _view(buffer, grad)
+        view = view_in(buffer, grad)
         view.copy_(grad)
         if adds:
             with self._reading(self._slot + 1) as earlier:
-                view.add_(_view(earlier, grad))
+                view.add_(view_in(earlier, grad))
         self._writing = self._file.write(self._slot + 1, buffer)
         self._has_arrived = True
         param.grad = None  # so that autograd puts there what it is given, and adds nothing
@@ -237,7 +237,7 @@ class StoredRows(StoredParameter):
     def write_rows(self, rows: Tensor) -> Future[None]:
         """Starts to store other rows; they may be written over afterwards."""
         buffer = self._file.slots.take(self._slot)
-        _view(buffer, rows).copy_(rows)
+        view_in(buffer, rows).copy_(rows)
         return self.write_buffer(buffer)
 
     def write_buffer(self, buffer: Buffer) -> Future[None]:
@@ -300,29 +300,6 @@ class StoredRows(StoredParameter):
             self._writing = None
 
 
-class ReadRows:
-    """A parameter and its gradient, read as a whole for an update that is written back."""
-
-    def __init__(self, stored: StoredRows) -> None:
-        """Starts to read."""
-        self._stored = stored
-        self._rows, self._grad = stored.read()
-
-    def rows(self) -> Tensor:
-        """`[r, *]`, in memory."""
-        return _view(self._rows.result(), self._stored.rows)
-
-    def grad(self) -> Tensor:
-        """`[r, *]`, in memory."""
-        return _view(self._grad.result(), self._stored.grad)
-
-    def write(self) -> Future[None]:
-        """Starts to write the parameter back. Neither tensor may be used any more."""
-        self._stored.give_back(self._grad.result())
-        self._stored.drop_pages()
-        return self._stored.write_buffer(self._rows.result())
-
-
 class _Fetch(Reload):
     """Rows on their way into memory."""
 
@@ -350,14 +327,6 @@ def stored_rows(rows: Tensor) -> StoredRows | None:
     return found if isinstance(found, StoredRows) else None
 
 
-def note_updates(params: Iterable[Tensor]) -> None:
-    """Hears that an optimizer has raised the versions of parameters: of those on disk, for what it has stored."""
-    for param in params:
-        rows = stored_rows(param.to_local() if isinstance(param, DTensor) else param)
-        if rows is not None:
-            rows.note_update()
-
-
 def _accumulated(stored: weakref.ref[StoredRows]) -> None:
     living = stored()
     if living is not None:
@@ -369,6 +338,6 @@ def _tensor_over(memory: mmap.mmap, like: Tensor) -> Tensor:
     return torch.frombuffer(memory, dtype=like.dtype, count=like.numel()).view(like.shape)
 
 
-def _view(buffer: Buffer, like: Tensor) -> Tensor:
+def view_in(buffer: Buffer, like: Tensor) -> Tensor:
     """The beginning of a buffer as a contiguous tensor of the shape and dtype of `like`."""
     return buffer.data[: like.numel() * like.element_size()].view(like.dtype).view(like.shape)

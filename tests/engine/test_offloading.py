@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import itertools
 import os
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,6 +17,7 @@ from dsgraph.offload.optimizer import OptimizerOnDisk
 from tests.distributed.training import full
 from tests.models import CASES, build
 
+from .memory import Grown
 from .training import CASE, config
 
 pytestmark = pytest.mark.distributed
@@ -75,25 +74,6 @@ def test_without_clipping_the_step_runs_beside_the_backward(ranks, tmp_path):
     ranks(2).run(_check_beside_backward, str(tmp_path))
 
 
-def _status(key: str) -> int:
-    """Bytes that the kernel says of this process."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{key}:"))
-
-
-class _Grown:
-    """How much memory the process takes inside, above what it has at the beginning."""
-
-    def __enter__(self) -> _Grown:
-        ctypes.CDLL(None).malloc_trim(0)  # what was freed is to count when it is used again
-        Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
-        self._before = _status("VmRSS")
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.bytes = _status("VmHWM") - self._before
-
-
 def test_a_checkpoint_brings_no_state_into_memory(one_rank, tmp_path):
     width, depth = 1024, 12
     make = lambda: torch.nn.Sequential(*(torch.nn.Linear(width, width, bias=False) for _ in range(depth)))  # noqa: E731
@@ -107,13 +87,13 @@ def test_a_checkpoint_brings_no_state_into_memory(one_rank, tmp_path):
     engine.save_checkpoint(tmp_path / "first")  # what torch loads for that, it loads once
     engine.load_checkpoint(tmp_path / "first")
     each = 4 * width * width
-    with _Grown() as saving:
+    with Grown() as saving:
         engine.save_checkpoint(tmp_path / "second")
     assert saving.bytes < 8 * each, f"{saving.bytes} bytes of {3 * depth * each} were in memory at once"
     assert sum(path.stat().st_size for path in (tmp_path / "second").rglob("*.distcp")) > 3 * depth * each
     expected = [full(param.detach()).clone() for param in engine.module.parameters()]
     other = dsgraph.initialize(model=make(), config=settings)[0]
-    with _Grown() as loading:
+    with Grown() as loading:
         assert other.load_checkpoint(tmp_path / "second")[0] is not None
     assert loading.bytes < 8 * each, f"{loading.bytes} bytes of {3 * depth * each} were in memory at once"
     for param, value in zip(other.module.parameters(), expected, strict=True):

@@ -16,6 +16,7 @@ from dsgraph.errors import ConfigError, PartitionError
 from dsgraph.tiers.stored_rows import stored_rows
 from tests.distributed.training import full
 
+from .memory import Grown
 from .training import config
 
 pytestmark = pytest.mark.distributed
@@ -81,6 +82,22 @@ def test_what_it_took_is_printed_with_a_bar(one_rank, tmp_path, capfd, monkeypat
     monkeypatch.setattr(on_meta, "MOMENT", 60.0)
     _engine(_on_meta(), str(tmp_path), disk=True)
     assert "[" not in capfd.readouterr().err
+
+
+def test_reading_weights_takes_a_few_tensors_of_memory(one_rank, tmp_path):
+    width, depth = 1024, 12
+    make = lambda: nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(depth)))  # noqa: E731
+    _engine(make(), "", disk=False).export(tmp_path / "weights")
+    with torch.device("meta"):
+        models = [make() for _ in range(2)]
+    for model in models:  # what torch loads for that, it loads once
+        with Grown() as reading:
+            engine = _engine(model, str(tmp_path), disk=True, weights=tmp_path / "weights")
+    each = 4 * width * width
+    assert reading.bytes < 8 * each, f"{reading.bytes} bytes of {4 * depth * each} were in memory at once"
+    with Grown() as again:
+        engine.load_pretrained(tmp_path / "weights")
+    assert again.bytes < 8 * each, f"{again.bytes} bytes of {depth * each} were in memory at once"
 
 
 def test_an_optimizer_of_the_model_on_meta_gets_the_shards(one_rank, tmp_path):
