@@ -10,7 +10,7 @@ The arithmetic is that of the optimizer that is wrapped: it steps on one chunk o
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 from dsgraph.errors import OffloadError
 from dsgraph.inductor_ext.transfers.buffers import Buffer
 from dsgraph.sharding.rows import own_part
-from dsgraph.tiers.stored_rows import ReadRows
+from dsgraph.tiers.read_rows import ReadRows, note_updates
 
 from .beside_backward import BesideBackward, Numbers
 from .chunks import Chunk, chunks_of
@@ -100,7 +100,7 @@ class OptimizerOnDisk(Optimizer):
         return self._store.memory_bytes
 
     @property  # type: ignore[override]
-    def state(self) -> MutableMapping[Tensor, dict[str, Any]]:
+    def state(self) -> StoredState:
         """See the class."""
         return self._stored
 
@@ -181,6 +181,7 @@ class OptimizerOnDisk(Optimizer):
             raise
         stepped = [param for chunk in self.chunks for param in chunk.params if param.grad is not None]
         torch.autograd.graph.increment_version(stepped)
+        note_updates(stepped)
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -194,6 +195,10 @@ class OptimizerOnDisk(Optimizer):
                 "zero_grad: the backward has updated parameters with these gradients: call optimizer.step() first"
             )
         super().zero_grad(set_to_none)
+
+    def refuse_steps(self, failure: BaseException | None) -> None:
+        """Refuses every later step because of a failure; None: parameters and state were loaded since."""
+        self._failure = failure
 
     def _refuse_failed(self) -> None:
         if self._failure is not None:

@@ -12,8 +12,10 @@ from itertools import accumulate
 from pathlib import Path
 from zlib import crc32
 
+import torch
+
 from dsgraph.errors import OffloadError
-from dsgraph.inductor_ext.transfers.buffers import Buffer, BufferPool, rounded
+from dsgraph.inductor_ext.transfers.buffers import ALIGNMENT, Buffer, BufferPool, rounded
 from dsgraph.inductor_ext.transfers.errors import TransferError
 from dsgraph.inductor_ext.transfers.files import transfer_part
 from dsgraph.inductor_ext.transfers.folder import PrivateFolder, folder_below
@@ -69,7 +71,6 @@ class SlotFile:
                 "space there, or name a folder on a larger disk in nvme_path"
             ) from error
         self._sums: dict[int, int] | None = {} if os.environ.get(CHECKSUMS, "0") not in ("", "0") else None
-        self._mapped: set[int] = set()  # which others write to as well: without checksums
         self._buffers = BufferPool(pinned=False)
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="dsgraph-offload")
 
@@ -92,9 +93,9 @@ class SlotFile:
     def map(self, slot: int) -> mmap.mmap:
         """The slot as memory, which the kernel reads and writes as it is used; like the file, it goes with the process.
 
-        An error of the disk ends the process there: `read` and `write` are for what happens in every step.
+        An error of the disk ends the process there: `read` and `write` are for what happens in every step. Who writes
+        there calls `forget_sum`.
         """
-        self._mapped.add(slot)
         return self._map(slot, mmap.ACCESS_WRITE)
 
     def map_copy(self, slot: int) -> mmap.mmap:
@@ -110,12 +111,61 @@ class SlotFile:
         except (OSError, ValueError) as error:  # ValueError: it is too short
             raise OffloadError(_lost(self.path, "read", error)) from error
 
+    def forget_sum(self, slot: int) -> None:
+        """Hears that a slot may have been written to through its map: the next read is not checked."""
+        if self._sums is not None:
+            self._sums.pop(slot, None)
+
     def _map(self, slot: int, access: int) -> mmap.mmap:
         handle = os.open(self.path, os.O_RDWR | os.O_CLOEXEC)
         try:
             return mmap.mmap(handle, self.sizes[slot], access=access, offset=self._offsets[slot])
         finally:
             os.close(handle)
+
+    def read_part(self, slot: int, start: int, size: int) -> tuple[mmap.mmap, int]:
+        """Bytes of a slot, `start` bytes behind its beginning, in memory of their own.
+
+        Returns:
+            The memory, and where in it they begin.
+
+        Raises:
+            OffloadError: The file cannot be read, or, where checksums are asked for, it is not what was written.
+        """
+        if self._sums is not None and slot in self._sums:
+            self.give_back(self._read(slot, self.take(slot)))
+        begin = start % ALIGNMENT
+        memory = anonymous(rounded(begin + size))
+        self._fill(_buffer_in(memory), at=self._offsets[slot] + start - begin)
+        return memory, begin
+
+    def write_part(self, slot: int, start: int, data: memoryview) -> None:
+        """Writes bytes to a slot, `start` bytes behind its beginning, and leaves the rest as it is.
+
+        Raises:
+            OffloadError: The file cannot be read or written.
+        """
+        begin = start % ALIGNMENT
+        at = self._offsets[slot] + start - begin
+        buffer = _buffer_in(anonymous(rounded(begin + data.nbytes)))
+        if begin or buffer.size != data.nbytes:  # others are in its first page, or in its last one
+            self._fill(buffer, at=at)
+        buffer.view()[begin : begin + data.nbytes] = data
+        try:
+            transfer_part(self.path, os.O_WRONLY, buffer, os.pwritev, at=at)
+        except OSError as error:
+            raise OffloadError(_lost(self.path, "written", error)) from error
+        if self._sums is not None:
+            whole = self.take(slot)
+            self._fill(whole, at=self._offsets[slot])
+            self._sums[slot] = crc32(whole.view())
+            self.give_back(whole)
+
+    def _fill(self, buffer: Buffer, *, at: int) -> None:
+        try:
+            transfer_part(self.path, os.O_RDONLY, buffer, os.preadv, at=at)
+        except OSError as error:
+            raise OffloadError(_lost(self.path, "read", error)) from error
 
     @property
     def buffer_bytes(self) -> int:
@@ -124,10 +174,10 @@ class SlotFile:
 
     def _read(self, slot: int, buffer: Buffer) -> Buffer:
         try:
-            transfer_part(self.path, os.O_RDONLY, buffer, os.preadv, at=self._offsets[slot])
-        except OSError as error:
+            self._fill(buffer, at=self._offsets[slot])
+        except OffloadError:
             self.give_back(buffer)
-            raise OffloadError(_lost(self.path, "read", error)) from error
+            raise
         if self._sums is not None and slot in self._sums and self._sums[slot] != crc32(buffer.view()):
             self.give_back(buffer)
             raise OffloadError(
@@ -138,13 +188,23 @@ class SlotFile:
 
     def _write(self, slot: int, buffer: Buffer) -> None:
         try:
-            if self._sums is not None and slot not in self._mapped:
+            if self._sums is not None:
                 self._sums[slot] = crc32(buffer.view())
             transfer_part(self.path, os.O_WRONLY, buffer, os.pwritev, at=self._offsets[slot])
         except OSError as error:
             raise OffloadError(_lost(self.path, "written", error)) from error
         finally:
             self.give_back(buffer)
+
+
+def anonymous(size: int) -> mmap.mmap:
+    """Private memory of so many bytes: its pages can be dropped."""
+    return mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+
+
+def _buffer_in(memory: mmap.mmap) -> Buffer:
+    """A buffer of no pool, which would keep it."""
+    return Buffer(torch.frombuffer(memory, dtype=torch.uint8), len(memory))
 
 
 def _lost(path: Path, what: str, error: OSError | ValueError) -> str:

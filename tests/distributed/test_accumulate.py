@@ -463,3 +463,14 @@ def test_what_has_been_reduced_is_not_discarded(ranks, stage):
 def test_discarding_wants_a_partitioned_model():
     with pytest.raises(dsgraph.PartitionError, match="discard: no partitioned module in Linear; call"):
         dsgraph.discard(torch.nn.Linear(1, 1))
+
+
+def test_expanded_gradients_of_one_rank_add_up(one_rank):
+    """Of a sum over a dimension, autograd gives a gradient whose elements share a place."""
+    model, alone = dsgraph.partition(build("uneven"), stage=1, keep_whole_below=12), build("uneven")
+    compiled = torch.compile(model, backend="dsgraph", options={"codegen": "eager"})
+    for number in range(2):
+        for run in (compiled, alone):
+            run(*CASES["uneven"].batches(number, 0)).backward()
+    for mine, theirs in zip(model.parameters(), alone.parameters(), strict=True):
+        assert torch.allclose(full(mine.grad), theirs.grad)

@@ -269,3 +269,44 @@ def test_what_a_killed_process_leaves_goes_with_the_next_start(one_rank, tmp_pat
     assert len(list(tmp_path.rglob("parameters"))) == 1
     assert not list(tmp_path.rglob("optimizer-state"))
     assert str(os.getpid()) in next(tmp_path.rglob("parameters")).parent.name
+
+
+def _checked(folder: str) -> None:
+    os.environ["DSGRAPH_OFFLOAD_CHECKSUMS"] = "1"
+    try:
+        for case in ("tied", "uneven"):
+            _same(case, folder, "eager")  # clips through mapped memory
+        model = _on_disk(Path(folder))
+        usual = optim.AdamW(model.parameters())  # writes through mapped memory
+        for _ in range(3):
+            model(torch.randn(8, 64)).sum().backward()
+            usual.step()
+            usual.zero_grad()
+    finally:
+        del os.environ["DSGRAPH_OFFLOAD_CHECKSUMS"]
+
+
+def test_checksums_take_nothing_that_torch_writes_for_damage(ranks, tmp_path):
+    ranks(2).run(_checked, str(tmp_path))
+
+
+@pytest.mark.parametrize(("slot", "phase"), [(0, "forward"), (1, "step")])
+def test_checksums_find_damage_of_parameters_and_gradients(one_rank, tmp_path, monkeypatch, slot, phase):
+    monkeypatch.setenv("DSGRAPH_OFFLOAD_CHECKSUMS", "1")
+    model = _on_disk(tmp_path, nn.Linear(64, 64, bias=False))
+    compiled = torch.compile(model, backend="dsgraph", options={"codegen": "eager"})
+    optimizer = OptimizerOnDisk(optim.AdamW(model.parameters()), folder=tmp_path)
+    x = torch.randn(8, 64)
+    compiled(x).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    if phase == "step":
+        compiled(x).sum().backward()
+    (file,) = tmp_path.rglob("parameters")
+    with file.open("r+b") as opened:
+        opened.seek(slot * 4 * 64 * 64 + 1000)
+        (byte,) = opened.read(1)
+        opened.seek(slot * 4 * 64 * 64 + 1000)
+        opened.write(bytes([byte ^ 1]))
+    with pytest.raises(OffloadError, match=rf"parameters: slot {slot}, .* is not what was written there"):
+        compiled(x) if phase == "forward" else optimizer.step()

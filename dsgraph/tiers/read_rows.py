@@ -1,0 +1,42 @@
+"""What an optimizer does with parameters that lie in a file: reads rows and gradient, writes rows back, and says so."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from concurrent.futures import Future
+
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from .stored_rows import StoredRows, stored_rows, view_in
+
+
+class ReadRows:
+    """A parameter and its gradient, read as a whole for an update that is written back."""
+
+    def __init__(self, stored: StoredRows) -> None:
+        """Starts to read."""
+        self._stored = stored
+        self._rows, self._grad = stored.read()
+
+    def rows(self) -> Tensor:
+        """`[r, *]`, in memory."""
+        return view_in(self._rows.result(), self._stored.rows)
+
+    def grad(self) -> Tensor:
+        """`[r, *]`, in memory."""
+        return view_in(self._grad.result(), self._stored.grad)
+
+    def write(self) -> Future[None]:
+        """Starts to write the parameter back. Neither tensor may be used any more."""
+        self._stored.give_back(self._grad.result())
+        self._stored.drop_pages()
+        return self._stored.write_buffer(self._rows.result())
+
+
+def note_updates(params: Iterable[Tensor]) -> None:
+    """Hears that an optimizer has raised the versions of parameters: of those on disk, for what it has stored."""
+    for param in params:
+        rows = stored_rows(param.to_local() if isinstance(param, DTensor) else param)
+        if rows is not None:
+            rows.note_update()
