@@ -175,6 +175,7 @@ _OFFLOAD_MODEL: Columns = {
     "training": ("case", ""),
     "memory predicted, MB": ("predicted_mb", ".1f"),
     "measured, MB": ("counted_mb", ".1f"),
+    "growth of the process, MB": ("grown_mb", ".1f"),
     "disk predicted, MB": ("predicted_disk_mb", ".1f"),
     "its files, MB": ("disk_mb", ".1f"),
     "loss": ("loss", ".6f"),

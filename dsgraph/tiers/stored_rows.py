@@ -75,6 +75,7 @@ class StoredRows(StoredParameter):
         when_arrived: Is called amid a backward when the whole gradient is stored, and the backward reads the rows no
             more. It is not where that is not known: of a parameter that several graphs read, or eager code.
         held_for: Why nobody may read the rows; empty: all may.
+        stepped_amid: Whether an optimizer has stepped on them amid a backward.
     """
 
     rows: Tensor
@@ -98,6 +99,7 @@ class StoredRows(StoredParameter):
         self._reading_ahead: list[Future[Buffer]] = []
         self.when_arrived: Callable[[], None] | None = None
         self.held_for = ""
+        self.stepped_amid = False
 
     @property
     def file(self) -> SlotFile:

@@ -1,0 +1,49 @@
+"""What `report` predicts of a step with parts on disk, against what stores and pools of buffers hold."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn, optim
+
+import dsgraph
+from dsgraph.offload.optimizer import OptimizerOnDisk
+from dsgraph.tiers.chunk_sizes import StateChunk, step_buffers
+from dsgraph.tiers.stored_rows import stored_rows
+
+pytestmark = pytest.mark.distributed
+WIDTH, LAYERS = 1024, 11  # 8 MiB of state a layer: three chunks, the last one smaller
+
+
+@pytest.mark.parametrize("ratio", [1.0, 0.5])
+def test_prediction_counts_what_is_held(one_rank, tmp_path, ratio):
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)))
+    offload = {"optimizer": "disk", "parameters": "disk", "folder": str(tmp_path), "ratio": ratio}
+    dsgraph.partition(model, stage=3, offload=offload)
+    optimizer = dsgraph.offload_optimizer(optim.AdamW(model.parameters()), model)
+    assert isinstance(optimizer, OptimizerOnDisk)
+    compiled = torch.compile(model, backend="dsgraph", options={"codegen": "eager"})
+    for _ in range(2):
+        compiled(torch.randn(2, WIDTH)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    memory = dsgraph.report(model).memory
+    assert memory is not None
+    (file,) = {id(found.file): found.file for found in map(_stored, model.parameters()) if found}.values()
+    kept = sum(chunk.size for chunk in optimizer.chunks) - optimizer.disk_bytes
+    assert memory.parts["optimizer state"] == kept
+    assert memory.buffers == pytest.approx(optimizer.buffer_bytes - kept + file.buffer_bytes, rel=0.02)
+    assert sum(memory.below["disk"].values()) == optimizer.disk_bytes + sum(file.sizes)
+
+
+def _stored(param):
+    return stored_rows(param.to_local())
+
+
+def test_beside_the_backward_a_chunk_is_there_besides_what_graphs_read():
+    on_disk = [StateChunk(state=10, on_disk=True, rows=8), StateChunk(state=12, on_disk=True, rows=6)]
+    behind = [StateChunk(state=5, on_disk=True, rows=0), StateChunk(state=9, on_disk=False, rows=0)]
+    assert step_buffers([*on_disk, *behind], 3) == (10 + 12) + (8 + 6)
+    assert step_buffers([*on_disk, *behind], 30) == (10 + 12) + 30
+    assert step_buffers([*on_disk, *behind], 3, beside_backward=True) == 12 + (8 + 3)
+    assert step_buffers([], 3) == 3
