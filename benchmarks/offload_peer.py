@@ -32,7 +32,7 @@ from dsgraph.offload.optimizer import OptimizerOnDisk
 from examples.gpt import GPT, GPTConfig
 
 CASES = ("deepspeed-host", "deepspeed-disk", "dsgraph-host", "dsgraph-disk")
-LIMIT = 300  # seconds of a case; DeepSpeed builds its operators in it
+LIMIT = 600  # seconds of a case: DeepSpeed builds its operators in the first one, which takes minutes
 _STEPS = 5
 _BATCH, _TIME = 2, 256
 _TAIL = 200  # characters of an error that a row holds
@@ -67,12 +67,17 @@ def run_case(case: str, folder: str, *, quick: bool) -> Row:
         seconds.append(time.perf_counter() - begun)
     grown = process_bytes("VmHWM") - before
     sizes_mb = {"states_mb": 16 * count / MB, "grown_mb": grown / MB}
-    return {"case": case, **sizes_mb, "step_s": statistics.median(seconds[2:]), "loss": loss.item()}
+    return {**_named(case), **sizes_mb, "step_s": statistics.median(seconds[2:]), "loss": loss.item()}
+
+
+def _named(case: str) -> Row:
+    system, _, tier = case.partition("-")
+    return {"case": case, "system": system, "tier": tier}
 
 
 def _apart(case: str, folder: str, *, quick: bool) -> Row:
     if case.startswith("deepspeed") and importlib.util.find_spec("deepspeed") is None:
-        return {"case": case, "error": "deepspeed is not installed: the extra `peers` has it"}
+        return {**_named(case), "error": "deepspeed is not installed: the extra `peers` has it"}
     command = [sys.executable, "-m", "benchmarks.offload", "--case", case, "--folder", folder]
     environ = {**os.environ, **ENVIRONMENT, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
     # DeepSpeed builds operators, by ninja of its own environment.
@@ -97,7 +102,7 @@ def _apart(case: str, folder: str, *, quick: bool) -> Row:
     if code == 0:
         return dict(json.loads(text.splitlines()[-1]))
     what = f"no end within {LIMIT} s" if code is None else f"exit code {code}"
-    return {"case": case, "error": f"{what}: {text.strip()[-_TAIL:]}"}
+    return {**_named(case), "error": f"{what}: {text.strip()[-_TAIL:]}"}
 
 
 def _end(child: subprocess.Popen[str]) -> None:

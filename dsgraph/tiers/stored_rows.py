@@ -130,7 +130,11 @@ class StoredRows(StoredParameter):
         self._reads += compat.running_backward() < 0
         reading = self._file.slots.read(self._slot)
         self._reading_ahead = [*(future for future in self._reading_ahead if not future.done()), reading]
-        return _Fetch(self._file.slots, reading)
+        return _Fetch(self._file.slots, reading, self._forget)
+
+    def _forget(self, reading: Future[Buffer]) -> None:
+        """Lets go of a read that is through, and so of its buffer: the pool may give up its memory."""
+        self._reading_ahead = [future for future in self._reading_ahead if future is not reading]
 
     def note_eager_read(self) -> None:
         """Code outside compiled graphs reads the rows: nobody tells when it reads them for the last time."""
@@ -286,13 +290,16 @@ class ReadRows:
 class _Fetch(Reload):
     """Rows on their way into memory."""
 
-    def __init__(self, slots: SlotFile, reading: Future[Buffer]) -> None:
-        self._slots, self._reading = slots, reading
+    def __init__(
+        self, slots: SlotFile, reading: Future[Buffer], when_through: Callable[[Future[Buffer]], None]
+    ) -> None:
+        self._slots, self._reading, self._when_through = slots, reading, when_through
 
     @override
     def finish(self, result: Tensor) -> None:
         buffer = self._reading.result()
         result.copy_(buffer.data[: result.numel()])
+        self._when_through(self._reading)
         self._slots.give_back(buffer)
 
     @override
@@ -300,6 +307,7 @@ class _Fetch(Reload):
         self._reading.add_done_callback(self._give_back)
 
     def _give_back(self, reading: Future[Buffer]) -> None:
+        self._when_through(reading)
         if reading.exception() is None:
             self._slots.give_back(reading.result())
 

@@ -120,12 +120,12 @@ def _to_host(limit: int | str, host: int | str | None = None, dtype: torch.dtype
 
 
 def test_below_a_gpu_lies_the_host():
-    plan = _to_host(400 * MB, "2GB")
+    plan = _to_host(450 * MB, "2GB")
     assert plan.tier == "host" and 0 < plan.optimizer_ratio < 1 and plan.parameters_ratio == 0
-    state = 8 * WIDTH**2  # of one parameter; that of all but one has to go
-    assert plan.memory_bytes == STATES - 4 * state <= 400 * MB, "no buffers on the device"
-    travelling, masters = 2 * state, 4 * state // 2
-    assert plan.below_bytes == 4 * state + masters + travelling
+    state = 8 * WIDTH**2  # of one parameter; that of three has to go
+    assert plan.memory_bytes == STATES - 3 * state <= 450 * MB, "no buffers on the device"
+    travelling, masters = 2 * state, 3 * state // 2
+    assert plan.below_bytes == 3 * state + masters + travelling
     assert plan.offload == {"optimizer": "host", "ratio": {"optimizer": plan.optimizer_ratio}}
     assert isinstance(plan.take(optim.AdamW(nn.Linear(4, 4).parameters())), HostOptimizer)
     assert "host" in str(plan)
