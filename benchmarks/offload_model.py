@@ -17,6 +17,7 @@ import dsgraph
 from benchmarks.memory import AllocationCounter, build_counter, process_bytes
 from benchmarks.report import MB, Check, Row
 from benchmarks.workers import Workers
+from dsgraph.inductor_ext.transfers.buffers import rounded
 from dsgraph.offload.optimizer import OptimizerOnDisk
 from dsgraph.tiers.stored_rows import stored_rows
 from examples.gpt import GPT, GPTConfig
@@ -88,7 +89,8 @@ class Training:
         assert isinstance(optimizer, OptimizerOnDisk) and memory is not None and self._counter is not None
         places = [stored_rows(param.to_local()) for param in self.model.parameters()]  # type: ignore[attr-defined]
         pools = {id(place.file): place.file for place in places if place is not None}
-        buffers = optimizer.buffer_bytes + sum(file.buffer_bytes for file in pools.values())
+        kept = sum(rounded(chunk.size) for chunk in optimizer.chunks) - optimizer.disk_bytes  # the allocator's
+        buffers = optimizer.buffer_bytes - kept + sum(file.buffer_bytes for file in pools.values())
         files = optimizer.disk_bytes + sum(sum(file.sizes) for file in pools.values())
         return {
             "predicted_mb": memory.peak / MB,

@@ -400,7 +400,7 @@ OFFLOAD = (
     ),
     Mutant(
         *("one-chunk-in-a-step", "dsgraph/tiers/chunk_sizes.py", "off by one"),
-        *('_most(behind, 2, "buffer")', '_most(behind, 1, "buffer")'),
+        *("sum(sizes[at : at + 2])", "sum(sizes[at : at + 1])"),
         killers=("tests/offload/test_predicted_memory.py",),
     ),
     Mutant(

@@ -131,7 +131,7 @@ def give_places(entries: Sequence[ShardedParameter], part: PartitionedModel) -> 
 def trained_rows(part: PartitionedModel) -> list[TrainedRows]:
     """This rank's rows of what is trained, in order."""
     found = (entry for entry in part.parameters if entry.param.requires_grad)
-    return [TrainedRows(own_part(entry.param).nbytes, entry.stored is not None) for entry in found]
+    return [TrainedRows(own_part(entry.param).nbytes, entry.stored is not None, entry.name) for entry in found]
 
 
 def state_share(part: PartitionedModel) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from dsgraph.inductor_ext.transfers.buffers import rounded
 
@@ -54,10 +54,11 @@ def pack(kept: Sequence[Sequence[int]], chunk_bytes: int) -> list[Span]:
 
 @dataclass(frozen=True)
 class TrainedRows:
-    """Rows of a parameter that an optimizer steps on: their bytes, and whether they lie on disk."""
+    """Rows of a parameter that an optimizer steps on: their bytes, whether they lie on disk, and its name."""
 
     size: int
     on_disk: bool
+    name: str = ""
 
 
 @dataclass(frozen=True)
@@ -68,11 +69,13 @@ class StateChunk:
         state: Of the state.
         on_disk: Whether the state lies there.
         rows: Of its parameters that lie on disk, and of their gradients there; 0 where they are in memory.
+        names: Of its parameters.
     """
 
     state: int
     on_disk: bool
     rows: int
+    names: tuple[str, ...] = ()
 
     @property
     def buffer(self) -> int:
@@ -88,34 +91,51 @@ def state_chunks(trained: Sequence[TrainedRows], ratio: float, chunk_bytes: int 
         ratio: The share of the state that is to lie on disk: 0 for none.
         chunk_bytes: See `CHUNK_BYTES`.
     """
-    found: list[tuple[int, int]] = []
+    found: list[StateChunk] = []
     for on_disk in (True, False):
-        own = [item.size for item in trained if item.on_disk is on_disk]
-        for span in pack([[size] * _STATES for size in own], chunk_bytes):
-            rows = sum(2 * rounded(size) for size in own[span.first : span.end]) if on_disk else 0
-            found.append((rounded(span.size), rows))
-    count = first_of([state for state, _ in found], ratio)
-    return [StateChunk(state, number < count, rows) for number, (state, rows) in enumerate(found)]
+        own = [item for item in trained if item.on_disk is on_disk]
+        for span in pack([[item.size] * _STATES for item in own], chunk_bytes):
+            items = own[span.first : span.end]
+            rows = sum(2 * rounded(item.size) for item in items) if on_disk else 0
+            found.append(StateChunk(rounded(span.size), False, rows, tuple(item.name for item in items)))
+    count = first_of([chunk.state for chunk in found], ratio)
+    return [replace(chunk, on_disk=number < count) for number, chunk in enumerate(found)]
 
 
-def step_buffers(chunks: Sequence[StateChunk], graph_buffers: int, *, beside_backward: bool = False) -> int:
+def step_buffers(
+    chunks: Sequence[StateChunk], graph_buffers: int, *, stores: Sequence[tuple[str, int]] | None = None
+) -> int:
     """Bytes of buffers through which what lies on disk passes in a step, past torch's allocator.
 
-    A step has two chunks at once: it steps on one while the next is read. Beside the backward it has one, which is
-    taken to be written before the next one's gradients arrive; what is left of the chunks comes behind.
+    A step has two chunks at once: it steps on one while the next is read. Beside the backward it has one, from the
+    moment when the last of its gradients is stored, and this is taken to be written before the next one's gradients
+    are. The last two come together, since nothing computes between them.
 
     Args:
         chunks: Of the optimizer.
         graph_buffers: Those of the graphs, see `StepMemory`; rows and gradients have the same pool.
-        beside_backward: Whether parameters on disk are stepped on amid the backward.
+        stores: Where parameters on disk are stepped on amid the backward: their names in the order in which their
+            gradients are stored, each with the most that graphs have from there to the next. None: behind it.
     """
-    amid = [chunk for chunk in chunks if chunk.rows] if beside_backward else []
-    behind = chunks[len(amid) :]  # those on disk come first
-    state = max(_most(amid, 1, "buffer"), _most(behind, 2, "buffer"))
-    return state + max(_most(amid, 1, "rows") + graph_buffers, _most(behind, 2, "rows"))
+    if stores is None:
+        return _most(chunks, "buffer") + max(graph_buffers, _most(chunks, "rows"))
+    waiting = {name: chunk for chunk in chunks if chunk.rows for name in chunk.names}
+    left = {chunk.names: len(chunk.names) for chunk in chunks if chunk.rows}
+    arrived: list[StateChunk] = []
+    most = graph_buffers
+    for name, used in stores:
+        chunk = waiting.pop(name, None)
+        if chunk is not None:
+            left[chunk.names] -= 1
+            if not left[chunk.names]:
+                arrived.append(chunk)
+        most = max(most, used + (arrived[-1].rows if arrived else 0))
+    behind = [*arrived[-2:], *(chunk for chunk in chunks if chunk not in arrived)]
+    state = max(_most(behind, "buffer"), *(chunk.buffer for chunk in [*arrived, *behind]), 0)
+    return state + max(most, _most(behind, "rows"))
 
 
-def _most(chunks: Sequence[StateChunk], together: int, what: str) -> int:
-    """The most that so many neighbours take."""
+def _most(chunks: Sequence[StateChunk], what: str) -> int:
+    """The most that two neighbours take."""
     sizes = [getattr(chunk, what) for chunk in chunks]
-    return max((sum(sizes[at : at + together]) for at in range(len(sizes))), default=0)
+    return max(sum(sizes[at : at + 2]) for at in range(len(sizes))) if sizes else 0

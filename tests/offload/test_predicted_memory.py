@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import time
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ pytestmark = pytest.mark.distributed
 WIDTH, LAYERS = 1024, 12  # 8 MiB of state a layer: three chunks
 
 
-@pytest.mark.parametrize("ratio", [1.0, 0.5])
+@pytest.mark.parametrize("ratio", [1.0, 0.4])
 def test_prediction_counts_what_is_held(one_rank, tmp_path, ratio):
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)))
     offload = {"optimizer": "disk", "parameters": "disk", "folder": str(tmp_path), "ratio": ratio}
@@ -48,7 +49,15 @@ def test_a_read_that_is_through_holds_no_buffer(one_rank, tmp_path):
     size = 4 * 256 * 272
     small.start().finish(torch.empty(size, dtype=torch.uint8))
     large.start().finish(torch.empty(2 * size, dtype=torch.uint8))
-    assert not [item for item in gc.get_objects() if isinstance(item, Buffer) and item.size == size]
+    for _ in range(100):  # the thread that has read it lets go of it a moment later
+        if not _buffers(size):
+            return
+        time.sleep(0.05)
+    raise AssertionError("the first buffer is still held")
+
+
+def _buffers(size):
+    return [item for item in gc.get_objects() if isinstance(item, Buffer) and item.size == size]
 
 
 def _stored(param):
@@ -56,9 +65,14 @@ def _stored(param):
 
 
 def test_beside_the_backward_a_chunk_is_there_besides_what_graphs_read():
-    on_disk = [StateChunk(state=10, on_disk=True, rows=8), StateChunk(state=12, on_disk=True, rows=6)]
-    behind = [StateChunk(state=5, on_disk=True, rows=0), StateChunk(state=9, on_disk=False, rows=0)]
-    assert step_buffers([*on_disk, *behind], 3) == (10 + 12) + (8 + 6)
-    assert step_buffers([*on_disk, *behind], 30) == (10 + 12) + 30
-    assert step_buffers([*on_disk, *behind], 3, beside_backward=True) == 12 + (8 + 3)
+    chunks = [
+        StateChunk(state=10, on_disk=True, rows=8, names=("a", "b")),
+        StateChunk(state=12, on_disk=True, rows=6, names=("c", "d")),
+        StateChunk(state=9, on_disk=False, rows=0, names=("e",)),
+    ]
+    assert step_buffers(chunks, 3) == (10 + 12) + (8 + 6)
+    assert step_buffers(chunks, 30) == (10 + 12) + 30
+    stores = [("d", 20), ("c", 11), ("a", 3), ("b", 2)]
+    assert step_buffers(chunks, 5, stores=stores) == (10 + 12) + 20
+    assert step_buffers(chunks, 5, stores=[("d", 13), *stores[1:]]) == (10 + 12) + (11 + 6)
     assert step_buffers([], 3) == 3
