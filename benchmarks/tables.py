@@ -151,6 +151,15 @@ _OFFLOAD: Columns = {
     "read and written a step, MB": ("moved_mb", ",.0f"),
     "loss": ("loss", ".6f"),
 }
+_OFFLOAD_PEERS: Columns = {
+    "system": ("system", ""),
+    "the rest lies on": ("tier", ""),
+    "model states, MB": ("states_mb", ",.0f"),
+    "growth of memory, MB": ("grown_mb", ",.0f"),
+    "step, s": ("step_s", ".2f"),
+    "loss": ("loss", ".6f"),
+    "or what became of it": ("error", ""),
+}
 _COMPRESSED: Columns = {
     "training": ("system", ""),
     "first two steps, s": ("compile_s", ".0f"),
@@ -175,6 +184,7 @@ _OFFLOAD_MODEL: Columns = {
     "training": ("case", ""),
     "memory predicted, MB": ("predicted_mb", ".1f"),
     "measured, MB": ("counted_mb", ".1f"),
+    "growth of the process, MB": ("grown_mb", ".1f"),
     "disk predicted, MB": ("predicted_disk_mb", ".1f"),
     "its files, MB": ("disk_mb", ".1f"),
     "loss": ("loss", ".6f"),
@@ -378,7 +388,8 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "one bit: links": _rows("compressed-cpu", _ONE_BIT_LINKS, having="link_mb"),
     "one bit: losses": _rows("compressed-cpu", _ONE_BIT_LOSSES, having="held_out"),
     "compressed: figures": _figures("compressed-cpu"),
-    "offload": _rows("offload-cpu", _OFFLOAD),
+    "offload": _rows("offload-cpu", _OFFLOAD, having="first_s"),
+    "offload: peers": _rows("offload-cpu", _OFFLOAD_PEERS, having="system"),
     "offload: figures": _figures("offload-cpu"),
     "offload: model": _rows("offload-model-cpu", _OFFLOAD_MODEL),
     "offload: model figures": _figures("offload-model-cpu"),

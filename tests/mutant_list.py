@@ -385,7 +385,7 @@ OFFLOAD = (
     ),
     Mutant(
         *("host-without-masters", "dsgraph/offload/sizes.py", "missing term"),
-        *("return self.wide_state * optimizer + copies + self", "return self.wide_state * optimizer + self"),
+        *("for param in there) + masters + travelling", "for param in there) + travelling"),
         killers=("tests/offload/test_plan.py",),
     ),
     Mutant(
@@ -395,8 +395,23 @@ OFFLOAD = (
     ),
     Mutant(
         *("plan-without-buffers", "dsgraph/offload/sizes.py", "missing term"),
-        *("over += self.parameter_buffers - self.wide_state", "over += -self.wide_state"),
+        *("return self._held(split) + self.buffers(split)", "return self._held(split)"),
         killers=("tests/offload/test_plan.py",),
+    ),
+    Mutant(
+        *("one-chunk-in-a-step", "dsgraph/tiers/chunk_sizes.py", "off by one"),
+        *("sum(sizes[at : at + 2])", "sum(sizes[at : at + 1])"),
+        killers=("tests/offload/test_predicted_memory.py",),
+    ),
+    Mutant(
+        *("prediction-by-bytes", "dsgraph/compiler/capture.py", "missing step"),
+        *('"state_share": state_share(state)', '"state_share": state.arguments.offload.optimizer_ratio'),
+        killers=("tests/offload/test_predicted_memory.py",),
+    ),
+    Mutant(
+        *("read-ahead-as-ever", "dsgraph/compiler/codegen.py", "missing check"),
+        *("for item in _STREAMING if type(item) not in own", "for item in _STREAMING"),
+        killers=("tests/engine/test_offloading.py",),
     ),
     Mutant(
         *("state-on-disk-counts-in-memory", "passes/analysis/budget.py", "missing term"),

@@ -24,14 +24,12 @@ from torch.optim import Optimizer
 from dsgraph.errors import OffloadError
 from dsgraph.inductor_ext.transfers.buffers import Buffer
 from dsgraph.sharding.rows import own_part
+from dsgraph.tiers.chunk_sizes import CHUNK_BYTES
 from dsgraph.tiers.read_rows import ReadRows, note_updates
 
 from .beside_backward import BesideBackward, Numbers
 from .chunks import Chunk, chunks_of
 from .stored_state import ChunkStore, StoredState
-
-CHUNK_BYTES = 32 * 2**20
-"""Bytes of state that are read, used and written together. Up to three chunks are in memory at once."""
 
 _AHEAD = 2  # chunks whose state is read before anybody steps
 

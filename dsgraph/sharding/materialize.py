@@ -17,6 +17,7 @@ from dsgraph.errors import PartitionError
 
 from .buffers import equalise_buffers
 from .classes import plain_class
+from .offloaded import refuse_device
 from .refusals import refuse_early_optimizers
 from .rows import broadcast_from_first, local_rows, placements_for
 from .table import PartitionedModel, ShardedParameter, partitioned_parts
@@ -75,6 +76,7 @@ def materialize(
     if not on_meta and not buffers:
         raise PartitionError("materialize: nothing in the model is on the meta device")
     target = torch.device(states[0].mesh.device_type if device is None else device)
+    refuse_device(f"materialize: the model is to be on {target.type}", target, states[0].arguments.offload)
     refuse_early_optimizers([entry.param for entry in on_meta], doing="materialize")  # type: ignore[misc]
     waiting = {id(entry.param) for entry in on_meta}
     initialised = [module for module in model.modules() if module in buffers or _holds(module, waiting)]

@@ -31,6 +31,13 @@ def first_of(sizes: Sequence[int], ratio: float) -> int:
     return sum(start < ratio * before[-1] for start in before[:-1])
 
 
+def share_of(sizes: Sequence[int], count: int) -> float:
+    """The share of all bytes that so many of the first pieces have, of which `first_of` makes as many again."""
+    if not 0 < count < len(sizes):
+        return float(count > 0)
+    return (sum(sizes[:count]) - 0.5) / sum(sizes)  # half a byte less: no rounding makes it one piece more
+
+
 class SlotFile:
     """A preallocated file in a folder of this process, which goes when the process ends.
 

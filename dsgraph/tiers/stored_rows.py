@@ -76,6 +76,7 @@ class StoredRows(StoredParameter):
         when_arrived: Is called amid a backward when the whole gradient is stored, and the backward reads the rows no
             more. It is not where that is not known: of a parameter that several graphs read, or eager code.
         held_for: Why nobody may read the rows; empty: all may.
+        stepped_amid: Whether an optimizer has stepped on them amid a backward.
     """
 
     rows: Tensor
@@ -101,6 +102,7 @@ class StoredRows(StoredParameter):
         self._reading_ahead: list[Future[Buffer]] = []
         self.when_arrived: Callable[[], None] | None = None
         self.held_for = ""
+        self.stepped_amid = False
 
     @property
     def file(self) -> SlotFile:
@@ -141,7 +143,11 @@ class StoredRows(StoredParameter):
         self._doubt()
         reading = self._file.slots.read(self._slot)
         self._reading_ahead = [*(future for future in self._reading_ahead if not future.done()), reading]
-        return _Fetch(self._file.slots, reading)
+        return _Fetch(self._file.slots, reading, self._forget)
+
+    def _forget(self, reading: Future[Buffer]) -> None:
+        """Lets go of a read that is through, and so of its buffer: the pool may give up its memory."""
+        self._reading_ahead = [future for future in self._reading_ahead if future is not reading]
 
     def note_eager_read(self) -> None:
         """Code outside compiled graphs reads the rows: nobody tells when it reads them for the last time."""
@@ -303,13 +309,16 @@ class StoredRows(StoredParameter):
 class _Fetch(Reload):
     """Rows on their way into memory."""
 
-    def __init__(self, slots: SlotFile, reading: Future[Buffer]) -> None:
-        self._slots, self._reading = slots, reading
+    def __init__(
+        self, slots: SlotFile, reading: Future[Buffer], when_through: Callable[[Future[Buffer]], None]
+    ) -> None:
+        self._slots, self._reading, self._when_through = slots, reading, when_through
 
     @override
     def finish(self, result: Tensor) -> None:
         buffer = self._reading.result()
         result.copy_(buffer.data[: result.numel()])
+        self._when_through(self._reading)
         self._slots.give_back(buffer)
 
     @override
@@ -317,6 +326,7 @@ class _Fetch(Reload):
         self._reading.add_done_callback(self._give_back)
 
     def _give_back(self, reading: Future[Buffer]) -> None:
+        self._when_through(reading)
         if reading.exception() is None:
             self._slots.give_back(reading.result())
 

@@ -205,15 +205,30 @@ def test_what_a_configuration_cannot_have_is_refused(one_rank, section, said):
         dsgraph.initialize(model=build(CASE), config=settings)
 
 
+@pytest.mark.parametrize(("buffers", "ahead"), [({"buffer_count": 2, "buffer_size": 1e3}, 8000), ({}, 2**26)])
+def test_buffers_bound_what_is_read_ahead(one_rank, tmp_path, buffers, ahead):
+    model = torch.nn.Sequential(*(torch.nn.Linear(256, 256, bias=False) for _ in range(6)))
+    settings = config(3)
+    settings["zero_optimization"]["offload_param"] = {"device": "nvme", "nvme_path": str(tmp_path), **buffers}
+    engine = dsgraph.initialize(model=model, config=settings)[0]
+    engine.backward(engine(torch.randn(2, 256)).square().mean())
+    memory = dsgraph.report(engine.module).memory
+    assert memory is not None
+    most = max(2 * 4 * 256**2, min(ahead, 6 * 4 * 256**2))  # the next parameter always may be on its way
+    assert memory.buffers in (most, most + 4 * 256**2), "and a gradient that leaves"
+
+
 def test_the_host_is_where_state_lies_already_on_the_cpu(one_rank, capsys):
     settings = config(3)
-    settings["zero_optimization"] |= _offload("cpu", pin_memory=True) | {"offload_param": {"device": "cpu"}}
+    param = {"device": "cpu", "buffer_count": 5}
+    settings["zero_optimization"] |= _offload("cpu", pin_memory=True) | {"offload_param": param}
     engine = dsgraph.initialize(model=build(CASE), config=settings)[0]
     assert type(engine.optimizer) is HostOptimizer
     said = capsys.readouterr().out
     assert "offload_optimizer moves nothing: the model is trained on the CPU" in said
     assert "offload_param has no effect: the model is trained on the CPU" in said
     assert "offload_optimizer.pin_memory has no effect" in said
+    assert "offload_param.buffer_count has no effect with device 'cpu'" in said
 
 
 def _on_host(stage: int, delayed: bool, offloads: bool = True) -> dsgraph.Engine:
