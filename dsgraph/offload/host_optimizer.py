@@ -28,7 +28,6 @@ from dsgraph.inductor_ext.transfers.buffers import BufferPool
 from dsgraph.inductor_ext.transfers.lanes import Lane, lane_of
 from dsgraph.sharding.rows import distributed_like, own_part
 from dsgraph.tiers.chunk_sizes import CHUNK_BYTES
-from dsgraph.tiers.read_rows import note_updates
 from dsgraph.tiers.slots import first_of
 from dsgraph.tiers.stored_rows import stored_rows
 
@@ -267,7 +266,6 @@ class HostOptimizer(Optimizer):
     def _note(self, params: Sequence[Tensor]) -> None:
         """The parameters are what their masters say."""
         torch.autograd.graph.increment_version(params)
-        note_updates(params)
         for param in params:
             if param in self._masters:
                 self._masters[param] = Master(self._masters[param].value, versions_of(param))

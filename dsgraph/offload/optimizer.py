@@ -25,7 +25,7 @@ from dsgraph.errors import OffloadError
 from dsgraph.inductor_ext.transfers.buffers import Buffer
 from dsgraph.sharding.rows import own_part
 from dsgraph.tiers.chunk_sizes import CHUNK_BYTES
-from dsgraph.tiers.read_rows import ReadRows, note_updates
+from dsgraph.tiers.read_rows import ReadRows
 
 from .beside_backward import BesideBackward, Numbers
 from .chunks import Chunk, chunks_of
@@ -179,7 +179,6 @@ class OptimizerOnDisk(Optimizer):
             raise
         stepped = [param for chunk in self.chunks for param in chunk.params if param.grad is not None]
         torch.autograd.graph.increment_version(stepped)
-        note_updates(stepped)
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:

@@ -129,7 +129,6 @@ def loading_to_disk(module: nn.Module, optimizer: Optimizer, *, module_only: boo
         raise
     torch.autograd.graph.increment_version(params)
     for rows in _rows_of(params):
-        rows.take_parts()
         rows.held_for = ""
         rows.forget_reads()
     if isinstance(optimizer, OptimizerOnDisk) and not module_only:

@@ -1,14 +1,12 @@
-"""What an optimizer does with parameters that lie in a file: reads rows and gradient, writes rows back, and says so."""
+"""What an optimizer does with parameters that lie in a file: reads rows and gradient, writes rows back."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from concurrent.futures import Future
 
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
-from .stored_rows import StoredRows, stored_rows, view_in
+from .stored_rows import StoredRows, view_in
 
 
 class ReadRows:
@@ -32,11 +30,3 @@ class ReadRows:
         self._stored.give_back(self._grad.result())
         self._stored.drop_pages()
         return self._stored.write_buffer(self._rows.result())
-
-
-def note_updates(params: Iterable[Tensor]) -> None:
-    """Hears that an optimizer has raised the versions of parameters: of those on disk, for what it has stored."""
-    for param in params:
-        rows = stored_rows(param.to_local() if isinstance(param, DTensor) else param)
-        if rows is not None:
-            rows.note_update()

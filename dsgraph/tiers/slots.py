@@ -78,6 +78,7 @@ class SlotFile:
                 "space there, or name a folder on a larger disk in nvme_path"
             ) from error
         self._sums: dict[int, int] | None = {} if os.environ.get(CHECKSUMS, "0") not in ("", "0") else None
+        self._mapped: set[int] = set()  # which others write to as well: without checksums
         self._buffers = BufferPool(pinned=False)
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="dsgraph-offload")
 
@@ -100,9 +101,9 @@ class SlotFile:
     def map(self, slot: int) -> mmap.mmap:
         """The slot as memory, which the kernel reads and writes as it is used; like the file, it goes with the process.
 
-        An error of the disk ends the process there: `read` and `write` are for what happens in every step. Who writes
-        there calls `forget_sum`.
+        An error of the disk ends the process there: `read` and `write` are for what happens in every step.
         """
+        self._mapped.add(slot)
         return self._map(slot, mmap.ACCESS_WRITE)
 
     def map_copy(self, slot: int) -> mmap.mmap:
@@ -117,11 +118,6 @@ class SlotFile:
             return self._map(slot, mmap.ACCESS_COPY)
         except (OSError, ValueError) as error:  # ValueError: it is too short
             raise OffloadError(_lost(self.path, "read", error)) from error
-
-    def forget_sum(self, slot: int) -> None:
-        """Hears that a slot may have been written to through its map: the next read is not checked."""
-        if self._sums is not None:
-            self._sums.pop(slot, None)
 
     def _map(self, slot: int, access: int) -> mmap.mmap:
         handle = os.open(self.path, os.O_RDWR | os.O_CLOEXEC)
@@ -162,7 +158,7 @@ class SlotFile:
             transfer_part(self.path, os.O_WRONLY, buffer, os.pwritev, at=at)
         except OSError as error:
             raise OffloadError(_lost(self.path, "written", error)) from error
-        if self._sums is not None:
+        if self._sums is not None and slot not in self._mapped:
             whole = self.take(slot)
             self._fill(whole, at=self._offsets[slot])
             self._sums[slot] = crc32(whole.view())
@@ -195,7 +191,7 @@ class SlotFile:
 
     def _write(self, slot: int, buffer: Buffer) -> None:
         try:
-            if self._sums is not None:
+            if self._sums is not None and slot not in self._mapped:
                 self._sums[slot] = crc32(buffer.view())
             transfer_part(self.path, os.O_WRONLY, buffer, os.pwritev, at=self._offsets[slot])
         except OSError as error:

@@ -95,9 +95,7 @@ class StoredRows(StoredParameter):
         self._param: weakref.ref[DTensor] | None = None
         self._node: Any = None
         self._has_arrived = False
-        self._given = (0, 0)  # versions of the gradient as it arrived: of the DTensor, and of its part
-        self._known: tuple[int, int] | None = None  # likewise of the parameter, as it was written last
-        self._is_updated = False  # and its version is about to say so
+        self._given = 0  # version of the parameter's gradient as it arrived: a DTensor's part has none
         self._reads = 0  # for forwards, since a gradient arrived last
         self._reading_ahead: list[Future[Buffer]] = []
         self.when_arrived: Callable[[], None] | None = None
@@ -112,7 +110,6 @@ class StoredRows(StoredParameter):
     @property
     def stored(self) -> StoredTensor:
         """Where the rows lie, for those who read and write parts of them."""
-        self._doubt()
         return StoredTensor(self.file, self._slot, 0, self.rows.dtype, self.rows.shape)
 
     def fill(self, rows: Tensor) -> Tensor:
@@ -127,10 +124,7 @@ class StoredRows(StoredParameter):
         """Watches the gradient of the parameter whose rows these are."""
         if self._param is not None and self._param() is param and (self._node is not None or not param.requires_grad):
             return
-        if self._param is not None:
-            self.file.forget_sum(self._slot)
         self._param = weakref.ref(param)
-        self.take_parts()
         if param.requires_grad:
             weak = weakref.ref(self)
             self._node = compat.autograd_node(param)  # ops run below autograd, where nothing tells it
@@ -140,7 +134,6 @@ class StoredRows(StoredParameter):
     def start(self) -> Reload:
         self.refuse_held()
         self._reads += compat.running_backward() < 0
-        self._doubt()
         reading = self._file.slots.read(self._slot)
         self._reading_ahead = [*(future for future in self._reading_ahead if not future.done()), reading]
         return _Fetch(self._file.slots, reading, self._forget)
@@ -208,36 +201,11 @@ class StoredRows(StoredParameter):
         """Whether nobody has written to the parameter's gradient since it arrived."""
         param = self._param() if self._param is not None else None
         grad = param.grad if param is not None else None
-        return self.holds_gradient and grad is not None and self._versions(grad, self.grad) == self._given
-
-    def note_update(self) -> None:
-        """Hears that the parameter's version was raised for what `write_buffer` has stored, if it has."""
-        param = self._param() if self._param is not None else None
-        if param is not None and self._is_updated:
-            self._known = self._versions(param, self.rows)
-        self._is_updated = False
-
-    def take_parts(self) -> None:
-        """The same of what was stored as parts of `stored`."""
-        self._is_updated = True
-        self.note_update()
-
-    def _doubt(self) -> None:
-        """Lets checksums count for nothing where torch knows of a write through mapped memory."""
-        param = self._param() if self._param is not None else None
-        if not self._is_updated and (param is None or self._known != self._versions(param, self.rows)):
-            self.file.forget_sum(self._slot)
-        if not self._has_arrived and not self.holds_gradient_as_stored:
-            self.file.forget_sum(self._slot + 1)
-
-    @staticmethod
-    def _versions(whole: Tensor, local: Tensor) -> tuple[int, int]:
-        return compat.version_of(whole), compat.version_of(local)
+        return self.holds_gradient and grad is not None and compat.version_of(grad) == self._given
 
     def read(self) -> tuple[Future[Buffer], Future[Buffer]]:
         """Starts to read the rows and the gradient, each into a buffer that the caller gives back."""
         self._settle()
-        self._doubt()
         return self._file.slots.read(self._slot), self._file.slots.read(self._slot + 1)
 
     def write_rows(self, rows: Tensor) -> Future[None]:
@@ -250,7 +218,6 @@ class StoredRows(StoredParameter):
         """Starts to store the rows that a buffer of `read` holds; then the buffer is given back."""
         for reading in self._reading_ahead:
             reading.exception()  # until it is through; who asked for it hears of an error
-        self._is_updated = True
         return self._file.write(self._slot, buffer)
 
     def give_back(self, *buffers: Buffer) -> None:
@@ -270,16 +237,14 @@ class StoredRows(StoredParameter):
             return  # autograd has added to it in place
         self._settle()
         if not self._has_arrived:
-            self.file.forget_sum(self._slot + 1)
             self.grad.copy_(local)
         elif any(local.stride()):  # of code outside compiled graphs, in the same backward
             self.refuse_held()
-            self.file.forget_sum(self._slot + 1)
             self.grad.add_(local)
         param.grad = DTensor.from_local(
             self.grad, param.device_mesh, param.placements, run_check=False, shape=param.shape, stride=param.stride()
         )
-        self._given = self._versions(param.grad, self.grad)
+        self._given = compat.version_of(param.grad)
         self._has_arrived = False  # last: an optimizer's thread may ask `has_gradient` at any time
 
     def drop_pages(self) -> None:
@@ -291,7 +256,6 @@ class StoredRows(StoredParameter):
     @contextmanager
     def _reading(self, slot: int) -> Iterator[Buffer]:
         self._settle()
-        self._doubt()
         buffer = self._file.slots.read(slot).result()
         try:
             yield buffer
