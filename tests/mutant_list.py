@@ -89,9 +89,19 @@ KERNELS = (
         killers=(f"{_KERNELS}/test_decode_attention.py",),
     ),
     Mutant(
-        *("int8-eight-products", "inductor_ext/quant/weights.py", "wrong index"),
-        *("range(0, x.shape[1], size)]", "range(0, x.shape[1] - size, size)]"),
-        killers=("tests/inductor_ext/quant/test_weights.py",),
+        *("few-rows-cpp-tail", "inductor_ext/kernels/few_rows_cpp.py", "off by one"),
+        *("for (; i < k; i += LANES) step", "for (; i + LANES <= k; i += LANES) step"),
+        killers=(f"{_KERNELS}/test_few_rows_linear.py",),
+    ),
+    Mutant(
+        *("few-rows-cpp-halves", "inductor_ext/kernels/few_rows_cpp.py", "wrong index"),
+        *("sum[r][m] += other * high[m];", "sum[r][m] += other * low[m];"),
+        killers=(f"{_KERNELS}/test_few_rows_groups.py",),
+    ),
+    Mutant(
+        *("decode-attention-cpp-filled", "inductor_ext/kernels/decode_attention_cpp.py", "missing check"),
+        *("!mask[(filled - 1) * mask_stride]", "false"),
+        killers=(f"{_KERNELS}/test_decode_attention.py",),
     ),
     Mutant(
         *("softmax-dropout-scale", "inductor_ext/kernels/softmax_dropout.py", "wrong scale"),

@@ -14,6 +14,7 @@ from dsgraph.compiler.options import parse_options
 from dsgraph.errors import InferenceError
 
 from .checkpoints import engine_folder, load_weights
+from .layouts import turn_weights
 from .quantize import DESCRIPTION, load_quantized, quantize
 from .ranks import all_ranks, slice_layers
 
@@ -97,6 +98,8 @@ def init_inference(
         load_weights(model, folder, dtype=dtype, device=device, ranks=ranks)
         if quantize is not None:
             _quantized(model, _BITS[quantize])
+    if device.type == "cpu" and ranks is None and given.get("kernels") != "none":
+        turn_weights(model)
     return _engine_type(model)(model.eval(), max_tokens=positions, options=given, ranks=ranks)
 
 
