@@ -97,11 +97,22 @@ def test_bfloat16_generates_what_transformers_does():
     assert torch.equal(*_both(plain, engine, given, max_new_tokens=8, do_sample=False))
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("family", CONFIGS)
+def test_tokens_of_16_bits_are_those_of_transformers(family, dtype):
+    plain = model(family).to(dtype)
+    engine = dsgraph.init_inference(model(family), dtype=dtype, max_tokens=64, options=EAGER)
+    for arguments in ({"do_sample": False}, {"do_sample": True}, {"do_sample": False, "num_beams": 2}):
+        for length in (6, 40):
+            expected, found = _both(plain, engine, prompt(2, length, padded=2), max_new_tokens=10, **arguments)
+            assert torch.equal(expected, found), (arguments, length)
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
         ({"mp_size": 2}, "mp_size is 2, and there is one rank"),
-        ({"mp_size": 2, "quantize": "int8"}, "weights of few bits are not sliced"),
         ({"mp_size": 0}, "mp_size is 0"),
         ({"quantize": "int3"}, "quantize is 'int3'"),
         ({"dtype": torch.int8}, "dtype is torch.int8"),
