@@ -93,7 +93,7 @@ class SlicedLayer(StaticLayer):
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Takes memory for this rank's heads, of which there are as many as in `key_states`."""
-        plain = StaticLayer(self.max_cache_len)
+        plain: Any = StaticLayer(self.max_cache_len)
         plain.lazy_initialization(key_states, value_states)
         self.own_keys, self.own_values = plain.keys, plain.values
         self.cumulative_length, self.device = plain.cumulative_length, plain.device

@@ -100,7 +100,7 @@ class _Shards:
     def file(self, path: Path) -> Any:
         if self._open is None or self._open[0] != path:
             self._within.close()
-            self._open = path, self._within.enter_context(safe_open(path, framework="pt"))  # type: ignore[no-untyped-call]
+            self._open = path, self._within.enter_context(safe_open(path, framework="pt"))
         return self._open[1]
 
 
