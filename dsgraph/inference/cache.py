@@ -97,6 +97,7 @@ class SlicedLayer(StaticLayer):
         plain.lazy_initialization(key_states, value_states)
         self.own_keys, self.own_values = plain.keys, plain.values
         self.cumulative_length, self.device = plain.cumulative_length, plain.device
+        self.batch_size = plain.batch_size
         self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
