@@ -4,7 +4,8 @@
 
 Systems take turns, so that a busy machine slows all of them. Columns:
     system      `eager`, `compiled`: transformers, with its own cache, and with a static cache and torch.compile;
-                `fp32`, `bf16`, `int8`, `int4`: an engine, by its weights; all but `bf16` compute in float32
+                `fp32`, `bf16`, `int8`, `int4`: an engine, by its weights; all but `bf16` compute in float32;
+                `..., 2 ranks`, `..., 1 process, n threads`: likewise, ranks of one thread each
     rows        sequences at once
     prompt      tokens of each sequence's prompt
     tokens_s    tokens a second of all sequences behind the prompt, median of the turns
@@ -30,14 +31,14 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import transformers
 from torch import Tensor
 
 import dsgraph
+from benchmarks.inference_model import PROMPT, llama, rate, sizes
+from benchmarks.inference_ranks import sliced
 from benchmarks.report import Check, Report, Row, add_arguments, machine
 from examples.text import standard_library
 
-_PROMPT = 64
 SYSTEMS = ("eager", "compiled", "fp32", "bf16", "int8", "int4")
 # Systems, rows at once and tokens of a prompt, besides one row behind 64 tokens, which all systems run.
 SIZED = ("fp32", "int8")
@@ -84,11 +85,6 @@ def run_parts(parts: Sequence[str], *, quick: bool) -> tuple[list[Row], list[Che
     return rows, figures
 
 
-def sliced(*, quick: bool) -> tuple[list[Row], list[Check]]:
-    """Rows and figures of two ranks that share each layer, over one: none yet, as an engine takes one rank alone."""
-    return [], []
-
-
 def first_tokens(*, quick: bool) -> list[Row]:
     """Rows `cold start` and `warm start` of an engine of float32 weights, each in a process of its own."""
     found = []
@@ -102,22 +98,18 @@ def first_tokens(*, quick: bool) -> list[Row]:
 
 
 def _first_token(*, quick: bool) -> float:
-    plain = _llama(**_size(quick=quick), positions=256)
+    plain = llama(**sizes(quick=quick), positions=256)
     started = time.perf_counter()
-    prompt = _prompt(plain, 1, _PROMPT)
+    prompt = _prompt(plain, 1, PROMPT)
     dsgraph.init_inference(plain, max_tokens=256).generate(prompt, max_new_tokens=1, do_sample=False)
     return time.perf_counter() - started
-
-
-def _size(*, quick: bool) -> dict[str, int]:
-    return {"layers": 2, "width": 128, "words": 1024} if quick else {"layers": 12, "width": 768, "words": 32000}
 
 
 def measure(*, quick: bool) -> list[Row]:
     """One row a system."""
     turns, new = (2, 4) if quick else (5, 16)
-    plain = _llama(**_size(quick=quick), positions=256)
-    prompt = _prompt(plain, 1, _PROMPT)
+    plain = llama(**sizes(quick=quick), positions=256)
+    prompt = _prompt(plain, 1, PROMPT)
     engines, run = _systems(plain)
     for name in SYSTEMS:
         run[name](prompt, new)  # compiles
@@ -126,11 +118,11 @@ def measure(*, quick: bool) -> list[Row]:
     for _ in range(turns):
         copies.append(_copy_seconds(_weight_bytes(plain)))
         for name in SYSTEMS:
-            rates[name].append(_rate(run[name], prompt, new))
+            rates[name].append(rate(run[name], prompt, new))
     losses = _losses(quick=quick)
     rows = []
     for name in SYSTEMS:
-        bound = [1 / rate / seconds for rate, seconds in zip(rates[name], copies, strict=True)]
+        bound = [1 / each / seconds for each, seconds in zip(rates[name], copies, strict=True)]
         rows.append(
             {
                 **_row(name, prompt, rates[name], engines.get(name)),
@@ -144,7 +136,7 @@ def measure(*, quick: bool) -> list[Row]:
 def other_sizes(*, quick: bool) -> list[Row]:
     """One row for each of `SIZED` and each of `SIZES`."""
     turns, new = (2, 4) if quick else (3, 16)
-    plain = _llama(**_size(quick=quick), positions=256)
+    plain = llama(**sizes(quick=quick), positions=256)
     _, run = _systems(plain)
     found = []
     for rows, length in SIZES:
@@ -154,17 +146,17 @@ def other_sizes(*, quick: bool) -> list[Row]:
             run[name](prompt, 2)  # compiles
         for _ in range(turns):
             for name in SIZED:
-                rates[name].append(_rate(run[name], prompt, new))
+                rates[name].append(rate(run[name], prompt, new))
         found += [_row(name, prompt, rates[name], None) for name in SIZED]
     return found
 
 
 def _row(name: str, prompt: Tensor, rates: Sequence[float], engine: Any) -> Row:
-    rate, (rows, length) = statistics.median(rates), prompt.shape
+    tokens_s, (rows, length) = statistics.median(rates), prompt.shape
     counts = engine.report().prompt if engine is not None else None
     return {
-        **{"system": name, "rows": rows, "prompt": length, "tokens_s": rate, "token_ms": 1000 * rows / rate},
-        "prompt_ms": 1000 * _PROMPT / counts.tokens_per_second if counts else None,
+        **{"system": name, "rows": rows, "prompt": length, "tokens_s": tokens_s, "token_ms": 1000 * rows / tokens_s},
+        "prompt_ms": 1000 * PROMPT / counts.tokens_per_second if counts else None,
         **{"first_s": None, "bound": None, "loss": None},
     }
 
@@ -199,30 +191,6 @@ def _systems(plain: Any) -> tuple[dict[str, Any], dict[str, Callable[[Tensor, in
     return engines, run
 
 
-def _llama(*, layers: int, width: int, words: int, positions: int) -> Any:
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        **{
-            "vocab_size": words,
-            "hidden_size": width,
-            "intermediate_size": width * 8 // 384 * 128,
-            "num_hidden_layers": layers,
-        },
-        **{"num_attention_heads": width // 64, "num_key_value_heads": width // 64},
-        **{"max_position_embeddings": positions, "eos_token_id": None, "pad_token_id": 0, "bos_token_id": 1},
-    )
-    return transformers.LlamaForCausalLM(config).eval()
-
-
-def _rate(generate: Callable[[Tensor, int], Any], prompt: Tensor, new: int) -> float:
-    """Tokens a second behind the first ones, of all rows: a run of one token is taken off."""
-    started = time.perf_counter()
-    generate(prompt, 1)
-    middle = time.perf_counter()
-    generate(prompt, new)
-    return len(prompt) * (new - 1) / max(time.perf_counter() - middle - (middle - started), 1e-9)
-
-
 def _copy_seconds(size: int) -> float:
     """Seconds to read so many bytes: a copy reads and writes, so half of one of as many bytes."""
     source = torch.ones(size // 4)
@@ -236,7 +204,7 @@ def _copy_seconds(size: int) -> float:
 def _losses(*, quick: bool) -> dict[str, float]:
     """Held-out losses of a byte-level Llama, as it was trained and with weights of few bits."""
     text = standard_library()
-    model = _llama(layers=2, width=128, words=256, positions=128).train()
+    model = llama(layers=2, width=128, words=256, positions=128).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     for step in range(3 if quick else 150):
         tokens, targets = text.batch(step, size=8, time=128, seed=0, rank=0, world=1)

@@ -26,6 +26,7 @@ from .collectives.compressed_reduction import (
 )
 from .collectives.exchange_by_messages import exchange_by_messages, exchange_by_messages_coalesced
 from .collectives.exchange_by_messages import register_lowering as _register_exchange
+from .collectives.few_bits_slices import multiply_own_weight, multiply_sliced_weight
 from .collectives.gather_by_messages import gather_by_messages, gather_by_messages_coalesced, start_gather
 from .collectives.gather_by_messages import register_lowering as _register_gather
 from .collectives.gather_param import compressed_over, gather_param, reduce_grad, start_reduction
@@ -77,6 +78,8 @@ __all__ = [
     "gather_param",
     "gather_slices",
     "linear_cross_entropy",
+    "multiply_own_weight",
+    "multiply_sliced_weight",
     "offload",
     "on_device_of",
     "on_gpu",

@@ -874,6 +874,21 @@ PARALLEL = (
         killers=("tests/passes/parallel/test_slice_tensors.py",),
     ),
     Mutant(
+        *("fused-slices-in-a-row", "dsgraph/inference/sources.py", "wrong index"),
+        *("(part * count + rank) * size for part", "(rank * held.parts + part) * size for part"),
+        killers=("tests/inference/test_sources.py",),
+    ),
+    Mutant(
+        *("planned-in-training-mode", "dsgraph/inference/slicing.py", "missing step"),
+        *("(*model.parameters(), *model.buffers())}).eval()", "(*model.parameters(), *model.buffers())})"),
+        killers=("tests/distributed/test_sliced_few_bits.py",),
+    ),
+    Mutant(
+        *("few-bits-not-summed", "passes/parallel/slice_few_bits.py", "missing term"),
+        *("is_partial=True, **call", "is_partial=False, **call"),
+        killers=("tests/passes/parallel/test_slice_tensors.py",),
+    ),
+    Mutant(
         *("encoded-once-for-all", "dsgraph/inference/cache.py", "missing step"),
         *("            self.is_updated = dict.fromkeys(self.is_updated, False)\n", ""),
         killers=("tests/inference/test_encoders.py",),

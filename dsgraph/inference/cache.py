@@ -38,7 +38,13 @@ class RewindableCache(StaticCache):
 
     def memory(self) -> list[Tensor]:
         """Keys and values as this rank holds them, layer by layer."""
-        return [tensor for layer in self.layers for tensor in (layer.keys, layer.values)]
+        return [tensor for layer in self.layers for tensor in _held(layer)]
+
+
+def _held(layer: Any) -> tuple[Tensor, Tensor]:
+    if isinstance(layer, SlicedLayer):
+        return layer.own_keys, layer.own_values
+    return layer.keys, layer.values
 
 
 class EncoderDecoderMemory(EncoderDecoderCache):
@@ -65,12 +71,15 @@ class EncoderDecoderMemory(EncoderDecoderCache):
 
 
 class SlicedLayer(StaticLayer):
-    """A layer of which this rank holds its heads; the model's code is given those of all.
+    """A layer of which this rank holds its heads; the model's code writes and reads those of all.
 
     Attributes:
-        keys: (rows, heads / ranks, positions, width).
-        values: Likewise.
+        own_keys: (rows, heads / ranks, positions, width).
+        own_values: Likewise.
     """
+
+    own_keys: Tensor
+    own_values: Tensor
 
     def __init__(self, max_cache_len: int, ranks: SlicingRanks) -> None:
         """An empty one.
@@ -79,8 +88,17 @@ class SlicedLayer(StaticLayer):
             max_cache_len: Positions.
             ranks: Those that share the heads.
         """
-        super().__init__(max_cache_len)
         self._ranks = ranks
+        super().__init__(max_cache_len)
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Takes memory for this rank's heads, of which there are as many as in `key_states`."""
+        plain: Any = StaticLayer(self.max_cache_len)
+        plain.lazy_initialization(key_states, value_states)
+        self.own_keys, self.own_values = plain.keys, plain.values
+        self.cumulative_length, self.device = plain.cumulative_length, plain.device
+        self.batch_size = plain.batch_size
+        self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Writes keys and values of all heads behind those that count; gives those of all heads and positions."""
@@ -90,9 +108,32 @@ class SlicedLayer(StaticLayer):
         write = torch.ops.dsgraph.write_heads
         ranks, group = self._ranks.count, self._ranks.group
         return (
-            write(self.keys, key_states, positions, ranks, group),
-            write(self.values, value_states, positions, ranks, group),
+            write(self.own_keys, key_states, positions, ranks, group),
+            write(self.own_values, value_states, positions, ranks, group),
         )
+
+    @property
+    def keys(self) -> Tensor:
+        """Those of all heads, which T5 reads where it attends to what was encoded before."""
+        return self._all_heads(self.own_keys)
+
+    @keys.setter
+    def keys(self, value: Any) -> None:
+        self.own_keys = value
+
+    @property
+    def values(self) -> Tensor:
+        """Likewise."""
+        return self._all_heads(self.own_values)
+
+    @values.setter
+    def values(self, value: Any) -> None:
+        self.own_values = value
+
+    def _all_heads(self, own: Tensor) -> Tensor:
+        # A marker in captured graphs, where nothing is sent; a gather elsewhere.
+        full: Tensor = torch.ops.dsgraph.gather_slices(own, 1, 1, self._ranks.count, self._ranks.group)
+        return full
 
 
 def new_cache(

@@ -1,48 +1,33 @@
-"""Weights of which each rank reads its slices, one at a time: of transformers' files, or a training checkpoint."""
+"""Reads the weights of a model from a folder, one at a time; of ranks that share it each reads its slices."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
-from safetensors import safe_open
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from dsgraph.checkpoint_files import latest_tag, read_about
-from dsgraph.errors import CheckpointError, InferenceError
+from dsgraph.errors import InferenceError
 from dsgraph.passes.parallel.slices import Slice
 
+from .few_bits import Rounding
+from .quantized_linear import QuantizedLinear
 from .ranks import SlicingRanks
-
-
-@dataclass(frozen=True)
-class Source:
-    """Where weights come from.
-
-    Attributes:
-        shapes: Name -> full shape.
-        read: Gives a weight, or this rank's slice of it, from name, slice, rank and number of ranks.
-    """
-
-    shapes: dict[str, tuple[int, ...]]
-    read: Callable[[str, Slice | None, int, int], Tensor]
-
-
-def engine_folder(folder: Path) -> Path | None:
-    """The checkpoint of a training engine that a folder is, or the latest that it holds; None: neither."""
-    tag = latest_tag(folder)
-    path = folder if tag is None else folder / tag
-    return path if (path / "engine.json").is_file() else None
+from .sliced_linear import SlicedQuantizedLinear, slices_of_buffers
+from .sources import find, open_source
 
 
 def load_weights(
-    model: nn.Module, folder: Path, *, dtype: torch.dtype | None, device: torch.device, ranks: SlicingRanks | None
+    model: nn.Module,
+    folder: Path,
+    *,
+    dtype: torch.dtype | None,
+    device: torch.device,
+    ranks: SlicingRanks | None,
+    rounding: Rounding | None = None,
 ) -> None:
     """Reads the weights of a model into it, one at a time; one on the meta device gets memory for what it holds.
 
@@ -52,27 +37,34 @@ def load_weights(
         dtype: Of floating-point weights; None: as they were saved.
         device: Where they go.
         ranks: Those that share the model.
+        rounding: Of the folder's weights, for layers of few bits that the model has already; None: the folder has
+            their buffers.
 
     Raises:
         InferenceError: A weight is missing or has another shape; no weight was changed.
     """
     with ExitStack() as stack:
-        path = engine_folder(folder)
-        source = _of_files(folder, stack) if path is None else _of_engine(path)
-        names = _names(model)
-        wanted = dict(model.named_parameters()) | _buffers(model)
-        found = {name: _found(source, name, names[name], tuple(value.shape), folder) for name, value in wanted.items()}
-        plan = getattr(model, "tensor_plan", None)
+        source = open_source(folder, stack)
+        prefix = f"{getattr(model, 'base_model_prefix', '')}."
+        if rounding is not None:
+            source = rounding.source(source, dtype=dtype, device=device, prefix=prefix, folder=folder)
+        names, count = names_of_weights(model), 1 if ranks is None else ranks.count
+        wanted, slices = dict(model.named_parameters()) | _buffers(model), _slices(model)
+        found = {
+            name: find(source, names[name], shape=_full(value, slices.get(name), count), prefix=prefix, folder=folder)
+            for name, value in wanted.items()
+        }
+        kept = _float32(model)
         rank = 0 if ranks is None else ranks.mesh.get_local_rank()
-        for name, value in wanted.items():
-            held = plan.slices.get(name) if plan is not None else None
-            own = source.read(found[name], held, rank, 1 if ranks is None else ranks.count)
-            own = own.to(device, dtype if dtype is not None and own.is_floating_point() else own.dtype)
-            _put(model, names[name], value, own)
+        for name in sorted(wanted, key=lambda each: source.files.get(found[each], "")):
+            own = source.read(found[name], slices.get(name), rank, count)
+            converts = dtype is not None and own.is_floating_point() and name not in kept
+            own = own.to(device, dtype if converts else own.dtype)
+            _put(model, names[name], wanted[name], own)
     _fill_other_buffers(model, device)
 
 
-def _names(model: nn.Module) -> dict[str, list[str]]:
+def names_of_weights(model: nn.Module) -> dict[str, list[str]]:
     """First name of each weight -> all names that share it."""
     firsts: dict[int, str] = {}
     found: dict[str, list[str]] = {}
@@ -82,67 +74,33 @@ def _names(model: nn.Module) -> dict[str, list[str]]:
     return found
 
 
+def _slices(model: nn.Module) -> dict[str, Slice]:
+    """How weights and buffers are sliced, by name."""
+    plan = getattr(model, "tensor_plan", None)
+    parameters = dict(model.named_parameters())  # a plan names weights and biases of layers of few bits as well
+    found = {name: held for name, held in plan.slices.items() if name in parameters} if plan is not None else {}
+    for name, layer in model.named_modules():
+        if isinstance(layer, SlicedQuantizedLinear):
+            found |= {f"{name}.{key}": one for key, one in slices_of_buffers(layer, layer.held).items()}
+    return found
+
+
+def _full(value: Tensor, held: Slice | None, count: int) -> tuple[int, ...]:
+    """The shape of all ranks' slices."""
+    if held is None or isinstance(value, DTensor):
+        return tuple(value.shape)
+    return tuple(size * count if dim == held.dim else size for dim, size in enumerate(value.shape))
+
+
+def _float32(model: nn.Module) -> set[str]:
+    """Scales and minima, with which weights were rounded."""
+    layers = [name for name, layer in model.named_modules() if isinstance(layer, QuantizedLinear)]
+    return {f"{name}.{key}" for name in layers for key in ("scale", "least")}
+
+
 def _buffers(model: nn.Module) -> dict[str, Tensor]:
     saved = model.state_dict(keep_vars=True)
     return {name: buffer for name, buffer in model.named_buffers() if name in saved}
-
-
-def _found(source: Source, name: str, names: list[str], shape: tuple[int, ...], folder: Path) -> str:
-    there = next((each for each in names if each in source.shapes), None)
-    if there is None:
-        raise InferenceError(
-            f"init_inference: checkpoint={str(folder)!r} has no {name!r}; it has "
-            f"{', '.join(list(source.shapes)[:3])}, ...: load it by from_pretrained, and leave checkpoint out"
-        )
-    if source.shapes[there] != shape:
-        raise InferenceError(
-            f"init_inference: {there!r} of checkpoint={str(folder)!r} is {list(source.shapes[there])}, and "
-            f"{list(shape)} in the model"
-        )
-    return there
-
-
-def _of_files(folder: Path, stack: ExitStack) -> Source:
-    where: dict[str, Any] = {}
-    for file in sorted(folder.glob("*.safetensors")):
-        opened: Any = stack.enter_context(safe_open(file, framework="pt"))
-        where.update(dict.fromkeys(opened.keys(), opened))
-    shapes = {name: tuple(file.get_slice(name).get_shape()) for name, file in where.items()}
-
-    def read(name: str, held: Slice | None, rank: int, count: int) -> Tensor:
-        if held is None:
-            return where[name].get_tensor(name)
-        stored, size = where[name].get_slice(name), shapes[name][held.dim] // (held.parts * count)
-        starts = [(part * count + rank) * size for part in range(held.parts)]
-        ahead: tuple[slice, ...] = (slice(None),) * held.dim
-        return torch.cat([stored[ahead + (slice(start, start + size),)] for start in starts], held.dim)
-
-    return Source(shapes, read)
-
-
-def _of_engine(path: Path) -> Source:
-    try:
-        about = read_about(path)
-    except CheckpointError as error:
-        raise InferenceError(f"init_inference: checkpoint={str(path)!r}: {error}") from error
-    prefix = "model."
-    tied = (about.get("model") or {}).get("tied", {})
-    saved: dict[str, Any] = {
-        key[len(prefix) :]: value
-        for key, value in dcp.FileSystemReader(path).read_metadata().state_dict_metadata.items()
-        if key.startswith(prefix) and key[len(prefix) :] not in tied
-    }
-
-    def read(name: str, held: Slice | None, rank: int, count: int) -> Tensor:
-        key = prefix + name
-        state = {key: torch.empty(saved[name].size, dtype=saved[name].properties.dtype)}
-        dcp.load(state, checkpoint_id=path, no_dist=True)
-        if held is None:
-            return state[key]
-        pieces = state[key].unflatten(held.dim, (held.parts, count, -1))
-        return pieces.select(held.dim + 1, rank).flatten(held.dim, held.dim + 1).contiguous()
-
-    return Source({name: tuple(value.size) for name, value in saved.items()}, read)
 
 
 def _put(model: nn.Module, names: list[str], value: Tensor, own: Tensor) -> None:

@@ -54,6 +54,7 @@ class EncoderDecoderEngine(InferenceEngine):
         if attention_mask is None:
             attention_mask = torch.ones_like(input_ids)
         whole = {"input_ids": input_ids, "attention_mask": attention_mask, "decoder_input_ids": decoder_input_ids}
+        self._confirm_batches(whole)
         given = {**self._behind(whole), "use_cache": False}
         found = self._graphs.run("forward", given, tokens=decoder_input_ids.numel())
         return Seq2SeqLMOutput(logits=found["logits"][:, : decoder_input_ids.shape[1]])

@@ -29,7 +29,7 @@ class EncoderEngine(InferenceEngine):
             module: An encoder of transformers, in `eval()`.
             max_tokens: Of a sequence.
             options: Of the backend.
-            ranks: None.
+            ranks: Those that share each layer of `module`; None: this one has all of it.
         """
         super().__init__(module, max_tokens=max_tokens, options=options, ranks=ranks)
         self._made, self._lengthwise = _dimensions(module)
@@ -59,6 +59,7 @@ class EncoderEngine(InferenceEngine):
         for name, value in whole.items():
             if value.ndim != 2 or value.shape[1] != input_ids.shape[1]:
                 raise InferenceError(f"engine: {name} is {list(value.shape)}; it takes (rows, length) of input_ids")
+        self._confirm_batches(whole)
         rows, length = input_ids.shape
         found = self._graphs.run("forward", self._behind(whole), tokens=rows * length)
         for name, dimension in self._lengthwise.items():

@@ -81,8 +81,7 @@ class InferenceEngine:
         if attention_mask is None:
             attention_mask = torch.ones_like(input_ids)
         whole = {"input_ids": input_ids, "attention_mask": attention_mask}
-        if self._ranks is not None:
-            self._ranks.confirm("compute different batches", whole)
+        self._confirm_batches(whole)
         given = {**self._behind(whole), "use_cache": False}
         logits = self._graphs.run("forward", given, tokens=rows * length)["logits"]
         return CausalLMOutputWithPast(logits=logits[:, :length])
@@ -136,6 +135,10 @@ class InferenceEngine:
             quantization=quantization,
             turned_weights=turned_weights(self.module),
         )
+
+    def _confirm_batches(self, given: Mapping[str, Tensor]) -> None:
+        if self._ranks is not None:
+            self._ranks.confirm("compute different batches", given)
 
     def _drawn_from(self, input_ids: Tensor, arguments: Mapping[str, Any]) -> dict[str, Any]:
         """What decides which tokens are generated."""

@@ -12,11 +12,16 @@ from torch import nn
 
 from dsgraph.compiler.options import parse_options
 from dsgraph.errors import InferenceError
+from dsgraph.passes.parallel.find_slices import Found
 
-from .checkpoints import engine_folder, load_weights
+from .arguments import DTYPES, merged
+from .checkpoints import load_weights, names_of_weights
+from .few_bits import Rounding, put_empty_layers
 from .layouts import turn_weights
-from .quantize import DESCRIPTION, load_quantized, quantize
-from .ranks import all_ranks, slice_layers
+from .quantize import DESCRIPTION, GROUP, Quantization, check_groups, linear_layers, quantize, read_description
+from .ranks import SlicingRanks, all_ranks
+from .slicing import plan_layers, slice_layers
+from .sources import engine_folder
 
 if TYPE_CHECKING:
     from .engine import InferenceEngine
@@ -28,14 +33,14 @@ ENCODERS = ("bert",)
 ENCODER_DECODERS = ("t5",)
 """Those of models whose decoder generates from what an encoder reads."""
 _BITS = {"int8": 8, "int4": 4}
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def init_inference(
     model: nn.Module,
+    config: Mapping[str, Any] | None = None,
     *,
     mp_size: int = 1,
-    dtype: torch.dtype | None = None,
+    dtype: torch.dtype | str | None = None,
     checkpoint: str | os.PathLike[str] | None = None,
     quantize: Literal["int8", "int4"] | None = None,
     max_tokens: int | None = None,
@@ -50,8 +55,10 @@ def init_inference(
     Args:
         model: Llama, Qwen3, GPT-2, OPT, Mixtral, T5 or BERT of transformers, unmodified; on the meta device, if there
             is a checkpoint.
+        config: A dict of arguments, as DeepSpeed takes it; each may stand in it or beside it.
         mp_size: Ranks that share each layer: all ranks of the run, which make the same calls of the engine.
-        dtype: torch.float32, torch.bfloat16 or torch.float16. None: that of the model, or of the checkpoint.
+        dtype: torch.float32, torch.bfloat16 or torch.float16, or a name such as "fp16". None: that of the model, or of
+            the checkpoint.
         checkpoint: A folder of safetensors, transformers' own, sharded or not, or that of `save_quantized`; or of a
             training engine's checkpoints. Ranks that share layers read their slices alone.
         quantize: Weights of 8 or of 4 bits, see `dsgraph.quantize`, which takes more arguments.
@@ -59,7 +66,8 @@ def init_inference(
             tokens of a sequence. Default: 1024, or as many as the model has positions, if these are fewer.
         replace_with_kernel_inject: Whether dsgraph's kernels stand in for what the model spells out in small ops.
         options: Of the backend, such as {"codegen": "eager"}, see `BackendOptions`.
-        **others: DeepSpeed's names: `tensor_parallel={"tp_size": n}` for mp_size, `max_out_tokens` for max_tokens.
+        **others: DeepSpeed's names: `tensor_parallel={"tp_size": n}` or `tp=` for mp_size, `max_out_tokens` for
+            max_tokens, `kernel_inject` for replace_with_kernel_inject.
 
     Returns:
         The engine.
@@ -68,9 +76,24 @@ def init_inference(
         InferenceError: The model, or an argument, cannot be taken; nothing was changed.
         OptionError: An option of the backend is wrong.
     """
-    mp_size = _other_name(others, "tensor_parallel", "mp_size", mp_size, default=1)
-    max_tokens = _other_name(others, "max_out_tokens", "max_tokens", max_tokens, default=None)
-    _refuse_unknown(others)
+    own = {
+        **{"mp_size": mp_size, "dtype": dtype, "checkpoint": checkpoint, "quantize": quantize},
+        **{"max_tokens": max_tokens, "options": options, "replace_with_kernel_inject": replace_with_kernel_inject},
+    }
+    return _engine(model, **merged(own, config, others))
+
+
+def _engine(
+    model: Any,
+    *,
+    mp_size: int,
+    dtype: torch.dtype | None,
+    checkpoint: str | os.PathLike[str] | None,
+    quantize: Literal["int8", "int4"] | None,
+    max_tokens: int | None,
+    replace_with_kernel_inject: bool,
+    options: dict[str, Any] | None,
+) -> InferenceEngine:
     given = dict(options or {})
     if not replace_with_kernel_inject:
         if "kernels" in given:
@@ -81,26 +104,65 @@ def init_inference(
     parse_options(given)
     _refuse(model, mp_size=mp_size, dtype=dtype, quantized=quantize)
     positions = _positions(model, max_tokens)
-    folder = _folder(checkpoint, quantized=quantize)
+    folder = _folder(checkpoint, model, quantized=quantize)
     device = _device(model, folder)
     ranks = all_ranks(mp_size, device) if mp_size > 1 else None
-    if folder is not None and ((folder / DESCRIPTION).exists() or ranks is None) and engine_folder(folder) is None:
-        if ranks is not None:
-            raise InferenceError(f"init_inference: checkpoint={str(folder)!r} is quantised: take mp_size=1")
-        model, folder = _loaded(model, folder), None
-    if dtype is not None:
-        model = model.to(dtype)
-    if quantize is not None and folder is None:
-        _quantized(model, _BITS[quantize])
-    if ranks is not None:
-        slice_layers(model, ranks)
-    if folder is not None:
-        load_weights(model, folder, dtype=dtype, device=device, ranks=ranks)
+    few = _few_bits(model, folder, quantize)
+    plan = plan_layers(model, ranks, few) if ranks is not None else None
+    if folder is not None and (ranks is not None or _is_ours(folder)):
+        _fill(model, folder, few, plan, dtype=dtype, device=device, ranks=ranks)
+    else:
+        if folder is not None:  # transformers knows how names have changed
+            model = type(model).from_pretrained(folder, config=model.config).to(device)
+        model = model if dtype is None else model.to(dtype)
         if quantize is not None:
             _quantized(model, _BITS[quantize])
+        if ranks is not None and plan is not None:
+            slice_layers(model, ranks, plan)
     if device.type == "cpu" and ranks is None and given.get("kernels") != "none":
         turn_weights(model)
     return _engine_type(model)(model.eval(), max_tokens=positions, options=given, ranks=ranks)
+
+
+def _fill(
+    model: Any,
+    folder: Path,
+    few: Quantization | None,
+    plan: Found | None,
+    *,
+    dtype: torch.dtype | None,
+    device: torch.device,
+    ranks: SlicingRanks | None,
+) -> None:
+    """Reads a folder into a model, one weight at a time."""
+    rounding = None
+    if few is not None:
+        if not (folder / DESCRIPTION).exists():
+            rounding = Rounding(model, few, names_of_weights(model))
+        put_empty_layers(model, few)
+    if ranks is not None and plan is not None:
+        slice_layers(model, ranks, plan)
+    load_weights(model, folder, dtype=dtype, device=device, ranks=ranks, rounding=rounding)
+    if few is not None:
+        object.__setattr__(model, "quantization", few if rounding is None else rounding.how)
+
+
+def _few_bits(model: Any, folder: Path | None, quantized: Literal["int8", "int4"] | None) -> Quantization | None:
+    """Which layers have, or will have, few bits."""
+    own: Quantization | None = getattr(model, "quantization", None)
+    if own is not None or (folder is not None and (folder / DESCRIPTION).exists()):
+        return own if folder is None else read_description(model, folder)
+    if quantized is None:
+        return None
+    bits: Any = _BITS[quantized]
+    layers, group = linear_layers(model), GROUP if bits == 4 else 0
+    check_groups(layers, bits=bits, group=group)
+    return Quantization(bits, group, dict.fromkeys(layers, 0.0), 0, 0)
+
+
+def _is_ours(folder: Path) -> bool:
+    """Whether a folder was written by `save_quantized` or a training engine."""
+    return (folder / DESCRIPTION).exists() or engine_folder(folder) is not None
 
 
 def _engine_type(model: Any) -> type[InferenceEngine]:
@@ -114,29 +176,6 @@ def _engine_type(model: Any) -> type[InferenceEngine]:
         **dict.fromkeys(ENCODER_DECODERS, EncoderDecoderEngine),
     }
     return others.get(model.config.model_type, InferenceEngine)
-
-
-def _other_name(others: dict[str, Any], name: str, own: str, value: Any, *, default: Any) -> Any:
-    """What DeepSpeed's name of an argument says, or ours."""
-    if name not in others:
-        return value
-    found = others.pop(name)
-    if value != default:
-        raise InferenceError(f"init_inference: {name} and {own} say the same: leave one out")
-    if name != "tensor_parallel":
-        return found
-    if not isinstance(found, Mapping) or set(found) != {"tp_size"}:
-        raise InferenceError(f'init_inference: tensor_parallel is {found!r}; it takes {{"tp_size": n}}')
-    return found["tp_size"]
-
-
-def _refuse_unknown(others: Mapping[str, Any]) -> None:
-    for name in others:
-        if name == "injection_policy":
-            raise InferenceError(
-                "init_inference: injection_policy has no effect: slices are found on the captured model; leave it out"
-            )
-        raise InferenceError(f"init_inference: there is no argument {name!r}")
 
 
 def _device(model: nn.Module, folder: Path | None) -> torch.device:
@@ -161,11 +200,6 @@ def _refuse(model: Any, *, mp_size: int, dtype: object, quantized: object) -> No
             f"transformers that generate, of the types {', '.join((*FAMILIES, *ENCODER_DECODERS))}, and encoders of "
             f"the types {', '.join(ENCODERS)}, which take input_ids (rows, length)"
         )
-    if family not in FAMILIES and mp_size != 1:
-        raise InferenceError(
-            f"init_inference: mp_size is {mp_size!r}, and {type(model).__name__} (model_type {family!r}) is not "
-            f"sliced: take mp_size=1; the types {', '.join(FAMILIES)} are"
-        )
     if getattr(model, "hf_quantizer", None) is not None:
         raise InferenceError(
             "init_inference: transformers has quantised this model: load it without, and use quantize="
@@ -179,11 +213,6 @@ def _refuse(model: Any, *, mp_size: int, dtype: object, quantized: object) -> No
         raise InferenceError("init_inference: the model's parameters are on several devices; it takes one")
     if isinstance(mp_size, bool) or not isinstance(mp_size, int) or mp_size < 1:
         raise InferenceError(f"init_inference: mp_size is {mp_size!r}; it takes the number of ranks")
-    if mp_size > 1 and (quantized is not None or getattr(model, "quantization", None) is not None):
-        raise InferenceError(
-            f"init_inference: mp_size is {mp_size}, and weights of few bits are not sliced: take mp_size=1, or leave "
-            "quantize out"
-        )
     for what in ("num_attention_heads", "num_key_value_heads"):
         heads = getattr(model.config, what, None) or mp_size
         if heads % mp_size:
@@ -191,17 +220,12 @@ def _refuse(model: Any, *, mp_size: int, dtype: object, quantized: object) -> No
                 f"init_inference: {what} of {type(model).__name__} is {heads}, which mp_size={mp_size} ranks cannot "
                 "share evenly"
             )
-    if dtype is not None and dtype not in _DTYPES:
+    if dtype is not None and dtype not in DTYPES:
         raise InferenceError(
-            f"init_inference: dtype is {dtype!r}; it takes {', '.join(map(str, _DTYPES))}, and quantize="
+            f"init_inference: dtype is {dtype!r}; it takes {', '.join(map(str, DTYPES))}, and quantize="
         )
     if quantized is not None and quantized not in _BITS:
         raise InferenceError(f"init_inference: quantize is {quantized!r}; it takes 'int8', 'int4' or None")
-    if quantized is not None and family in ENCODER_DECODERS:
-        raise InferenceError(
-            f"init_inference: quantize={quantized!r}, and {type(model).__name__} reads weights of its layers 'wo': "
-            'give it dsgraph.quantize(model, bits=8, skip=["*.wo"])'
-        )
     if quantized is not None and getattr(model, "quantization", None) is not None:
         raise InferenceError(f"init_inference: the model is quantised already: leave quantize={quantized!r} out")
 
@@ -224,10 +248,14 @@ def _positions(model: Any, max_tokens: int | None) -> int:
     return max_tokens
 
 
-def _folder(checkpoint: str | os.PathLike[str] | None, *, quantized: object) -> Path | None:
+def _folder(checkpoint: str | os.PathLike[str] | None, model: Any, *, quantized: object) -> Path | None:
     if checkpoint is None:
         return None
     folder = Path(checkpoint)
+    if getattr(model, "quantization", None) is not None:
+        raise InferenceError(
+            f"init_inference: checkpoint={str(folder)!r}, and the model is quantised already: give one that is not"
+        )
     if not list(folder.glob("*.safetensors")) and engine_folder(folder) is None:
         raise InferenceError(
             f"init_inference: checkpoint={str(folder)!r} is no folder with .safetensors files, nor with a checkpoint "
@@ -236,9 +264,3 @@ def _folder(checkpoint: str | os.PathLike[str] | None, *, quantized: object) -> 
     if quantized is not None and (folder / DESCRIPTION).exists():
         raise InferenceError(f"init_inference: checkpoint={str(folder)!r} is quantised already: leave quantize= out")
     return folder
-
-
-def _loaded(model: Any, folder: Path) -> Any:
-    if (folder / DESCRIPTION).exists():
-        return load_quantized(model, folder)
-    return type(model).from_pretrained(folder, config=model.config)

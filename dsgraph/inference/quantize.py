@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import torch
-from safetensors.torch import load_model, save_model
+from safetensors.torch import save_model
 from torch import Tensor, nn
 
 from dsgraph.errors import InferenceError
@@ -23,7 +23,8 @@ from .quantized_linear import QuantizedLinear
 ModelT = TypeVar("ModelT", bound=nn.Module)
 DESCRIPTION = "dsgraph_quantization.json"
 WEIGHTS = "model.safetensors"
-_GROUP = 128
+GROUP = 128
+"""Neighbours that share a scale, of 4 bits, unless a user says otherwise."""
 
 
 @dataclass(frozen=True)
@@ -87,9 +88,9 @@ def quantize(
         raise InferenceError(f"quantize: group={group!r} is for bits=4; 8 bits have one scale a row: leave group out")
     if isinstance(getattr(model, "quantization", None), Quantization):
         raise InferenceError(f"quantize: {type(model).__name__} is quantised already")
-    size = 0 if bits == 8 else _GROUP if group is None else group
-    found = _layers(model, skip)
-    _check_groups(found, bits=bits, group=size)
+    size = 0 if bits == 8 else GROUP if group is None else group
+    found = linear_layers(model, skip)
+    check_groups(found, bits=bits, group=size)
     how = Quantization(bits, size, dict.fromkeys(found, 0.0), 0, 0)  # type: ignore[arg-type]
     if data is not None:
         batches = _batches(data)
@@ -97,17 +98,22 @@ def quantize(
             how = _calibrate(model, found, batches, how)
     for name, layer in found.items():
         if name not in how.output_errors:
-            how = _put(model, name, QuantizedLinear(_weight(layer), layer.bias, bits=how.bits, group=size), how)
+            how = _put(model, name, QuantizedLinear(weight_of(layer), layer.bias, bits=how.bits, group=size), how)
     object.__setattr__(model, "quantization", how)
     return model
 
 
 def _put(model: nn.Module, name: str, made: QuantizedLinear, how: Quantization) -> Quantization:
     """Puts a layer into the place of another one."""
-    weight = _weight(model.get_submodule(name))
-    size = sum(t.numel() * t.element_size() for t in (made.packed, made.scale, made.least) if t is not None)
+    weight = weight_of(model.get_submodule(name))
     parent, _, leaf = name.rpartition(".")
     setattr(model.get_submodule(parent), leaf, made)
+    return noted(how, name, made, weight)
+
+
+def noted(how: Quantization, name: str, made: QuantizedLinear, weight: Tensor) -> Quantization:
+    """`how`, with what a layer has cost whose weight (out_features, in_features) was rounded."""
+    size = sum(t.numel() * t.element_size() for t in (made.packed, made.scale, made.least) if t is not None)
     return replace(
         how,
         errors={**how.errors, name: _relative_error(weight, made)},
@@ -121,7 +127,7 @@ def _calibrate(model: nn.Module, found: dict[str, Any], batches: list[Any], how:
     for names, products in inputs_in_order(model, found, batches):
         for name in names:
             layer = found[name]
-            weight = _weight(layer)
+            weight = weight_of(layer)
             best = round_weight(weight, products, bits=how.bits, group=how.group)
             rounded = (best.packed, best.scale, best.least)
             made = QuantizedLinear(weight, layer.bias, bits=how.bits, group=how.group, rounded=rounded)
@@ -163,12 +169,16 @@ def save_quantized(model: nn.Module, folder: str | os.PathLike[str]) -> None:
         folder: Is made if it is not there.
 
     Raises:
-        InferenceError: The model is not quantised.
+        InferenceError: The model is not quantised, or ranks share its layers.
     """
     how = getattr(model, "quantization", None)
     if not isinstance(how, Quantization):
         raise InferenceError(
             f"save_quantized: {type(model).__name__} is not quantised: call dsgraph.quantize(model) first"
+        )
+    if getattr(model, "tensor_plan", None) is not None:
+        raise InferenceError(
+            "save_quantized: ranks share the layers of this model, each has slices: save it before init_inference"
         )
     path = Path(folder)
     path.mkdir(parents=True, exist_ok=True)
@@ -176,30 +186,23 @@ def save_quantized(model: nn.Module, folder: str | os.PathLike[str]) -> None:
     (path / DESCRIPTION).write_text(json.dumps(asdict(how), indent=1))
 
 
-def load_quantized(model: nn.Module, folder: Path) -> nn.Module:
-    """Reads what `save_quantized` wrote into `model`, in place.
+def read_description(model: nn.Module, folder: Path) -> Quantization:
+    """How the model was quantised that `save_quantized` wrote into a folder.
 
     Raises:
         InferenceError: The folder is of another model.
     """
     how = Quantization(**json.loads((folder / DESCRIPTION).read_text()))
-    there = {name for name, _ in model.named_modules()}
-    missing = sorted(set(how.errors) - there)
+    missing = sorted(set(how.errors) - {name for name, _ in model.named_modules()})
     if missing:
         raise InferenceError(
             f"checkpoint={str(folder)!r} has a layer {missing[0]!r}, which {type(model).__name__} lacks"
         )
-    others = [name for name in _layers(model, ()) if name not in how.errors]
-    quantize(model, bits=how.bits, group=how.group or None, skip=others)
-    try:
-        load_model(model, folder / WEIGHTS)
-    except RuntimeError as error:
-        raise InferenceError(f"checkpoint={str(folder)!r} is of another model: {error}") from error
-    object.__setattr__(model, "quantization", how)
-    return model
+    return how
 
 
-def _layers(model: nn.Module, skip: Sequence[str]) -> dict[str, Any]:
+def linear_layers(model: nn.Module, skip: Sequence[str] = ()) -> dict[str, Any]:
+    """The layers that `quantize` replaces, by name; `skip` as there."""
     if isinstance(skip, str):
         raise InferenceError(f"quantize: skip is {skip!r}; it takes a list of names, such as [{skip!r}]")
     linear = {name: module for name, module in model.named_modules() if name and is_linear(module)}
@@ -222,18 +225,23 @@ def is_linear(module: nn.Module) -> bool:
     )
 
 
-def _weight(layer: Any) -> Tensor:
+def weight_of(layer: Any) -> Tensor:
     """(out_features, in_features)."""
     return layer.weight.detach() if type(layer) is nn.Linear else layer.weight.detach().t()
 
 
-def _check_groups(found: dict[str, Any], *, bits: int, group: int) -> None:
+def check_groups(found: Mapping[str, Any], *, bits: int, group: int) -> None:
+    """Sees whether groups divide the rows of the layers' weights.
+
+    Raises:
+        InferenceError: They do not.
+    """
     if bits == 8:
         return
     if group < 2 or group % 2:
         raise InferenceError(f"quantize: group is {group!r}; it takes an even number, such as 128")
     for name, layer in found.items():
-        columns = _weight(layer).shape[1]
+        columns = weight_of(layer).shape[1]
         if columns % group:
             raise InferenceError(
                 f"quantize: {name!r} has {columns} inputs, which groups of {group} do not divide: "

@@ -30,6 +30,8 @@ class QuantizedLinear(nn.Module):
     scale: Tensor
     least: Tensor | None
     bias: Tensor | None
+    weight = None
+    """There is none: models that ask for its dtype, as T5 does, see that no floating-point weight is there."""
 
     def __init__(
         self,

@@ -8,15 +8,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DeviceMesh
 
 from dsgraph.errors import InferenceError
-from dsgraph.parallel.tensor_parallel import tensor_parallel
 from dsgraph.sharding.agreement import Agreement
 from dsgraph.sharding.mesh import axis_group
-
-_EXAMPLE = 8  # tokens
 
 
 class SlicingRanks:
@@ -67,18 +64,6 @@ def all_ranks(count: int, device: torch.device) -> SlicingRanks:
             f"init_inference: mp_size is {count}, and there are {dist.get_world_size()} ranks: they are to be equal"
         )
     return SlicingRanks(dist.init_device_mesh(device.type, (count,), mesh_dim_names=("tp",)))
-
-
-def slice_layers(model: nn.Module, ranks: SlicingRanks) -> None:
-    """Leaves this rank its slices of the layers, in place, by the plan that the captured model gives.
-
-    Raises:
-        PartitionError: A part of the model cannot be taken; nothing was changed.
-        RanksDisagreeError: Ranks hold different models; nothing was changed.
-    """
-    device = next(model.parameters()).device
-    ids = torch.ones(1, _EXAMPLE, dtype=torch.long, device=device)
-    tensor_parallel(model, ranks.mesh, example_inputs={"input_ids": ids, "use_cache": False})
 
 
 def _said(value: Any) -> str:

@@ -56,18 +56,32 @@ def tensor_parallel(
     refuse_model(model)
     if not isinstance(mesh, DeviceMesh) or mesh.ndim != 1:
         raise PartitionError(f"tensor_parallel: mesh is {mesh!r}; it takes one dimension of a mesh, such as mesh['tp']")
+    slice_parameters(model, mesh, _find(model, mesh.size(), plan, example_inputs))
+    return model
+
+
+def slice_parameters(model: nn.Module, mesh: DeviceMesh, found: Found) -> None:
+    """Leaves this rank its slices of the parameters of `model`, in place, by a plan that was found.
+
+    Args:
+        model: A module on one device.
+        mesh: One dimension.
+        found: Parameters that it names and the model lacks are passed over.
+
+    Raises:
+        PartitionError: A part of the model cannot be taken; nothing was changed.
+        RanksDisagreeError: Ranks hold different models; nothing was changed.
+    """
     parameters = dict(model.named_parameters())
     refuse_parameters(parameters)
     refuse_hidden_references(model, parameters)
     refuse_early_optimizers(parameters.values(), doing="tensor_parallel")
-    found = _find(model, mesh.size(), plan, example_inputs)
     _check_sizes(found, parameters, mesh.size())
     lines = [
         f"{name}: {list(param.shape)} {param.dtype} {found.slices.get(name)}" for name, param in parameters.items()
     ]
     Agreement.over(mesh).confirm("slice different models", lines)
     _apply(model, found, parameters, mesh)
-    return model
 
 
 def _find(model: nn.Module, ranks: int, plan: Any, example_inputs: Any) -> Found:
@@ -90,6 +104,8 @@ def _find(model: nn.Module, ranks: int, plan: Any, example_inputs: Any) -> Found
 
 def _check_sizes(found: Found, parameters: Mapping[str, nn.Parameter], ranks: int) -> None:
     for name, held in found.slices.items():
+        if name not in parameters:
+            continue
         size = parameters[name].shape[held.dim]
         if size % (held.parts * ranks):
             raise PartitionError(

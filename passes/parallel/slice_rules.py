@@ -16,6 +16,7 @@ from torch.fx import Node
 from dsgraph.passes.kernels.matching import call_of, transpose_of, writes
 
 from .slice_cache import CACHE
+from .slice_few_bits import FEW_BITS
 from .slice_products import PRODUCTS
 from .slice_vocabulary import VOCABULARY
 from .slices import Outcome, Refusal, Slice, Values, same, through_reshape
@@ -251,5 +252,6 @@ RULES: Mapping[str, Rule] = MappingProxyType(
         **PRODUCTS,
         **VOCABULARY,
         **CACHE,
+        **FEW_BITS,
     }
 )

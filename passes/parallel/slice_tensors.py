@@ -15,7 +15,7 @@ from dsgraph.passes.core.context import PassContext, Phase
 from dsgraph.passes.core.graph_pass import GraphPass, PassResult
 
 from .slice_rules import name_of
-from .slice_walk import Sliced, marked_slices
+from .slice_walk import Sliced, marked_slices, sharing_ranks
 from .slices import Outcome, Refusal, Slice
 
 _own = torch.ops.dsgraph
@@ -41,10 +41,10 @@ class SliceTensors(GraphPass):
     changes_collectives: ClassVar[bool] = True
 
     def run(self, gm: GraphModule, ctx: PassContext) -> PassResult:
-        markers = list(marked_slices(gm))
-        if not markers:
+        shared = sharing_ranks(gm)
+        if shared is None:
             return PassResult()
-        _, _, ranks, group = markers[0]
+        (ranks, group), markers = shared, list(marked_slices(gm))
         rewriting = _Rewriting(gm, Sliced(ranks), group)
         for marker, held, *_ in markers:
             rewriting.known.hold(marker, held, frozenset())

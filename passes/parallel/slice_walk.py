@@ -12,7 +12,8 @@ from torch.fx import GraphModule, Node
 
 from dsgraph.passes.ir.graph import find_calls
 
-from .slice_rules import outcome_of
+from .slice_few_bits import FEW_BITS
+from .slice_rules import name_of, outcome_of
 from .slices import Outcome, Refusal, Slice
 
 
@@ -51,9 +52,9 @@ class Sliced:
         return [operand for operand in node.all_input_nodes if self.slices.get(operand) is not None]
 
     def follow(self, node: Node) -> Outcome | Refusal | None:
-        """What a node makes of its operands, noted; None where none is sliced."""
+        """What a node makes of its operands, noted; None where none is sliced, and the node's weight neither."""
         operands = self.operands(node)
-        if not operands or node.op not in ("call_function", "call_method"):
+        if not (operands or name_of(node) in FEW_BITS) or node.op not in ("call_function", "call_method"):
             return None
         outcome = outcome_of(node, self)
         if isinstance(outcome, Outcome) and outcome.out is not None:
@@ -68,3 +69,14 @@ def marked_slices(gm: GraphModule) -> Iterator[tuple[Node, Slice, int, str]]:
         rest: Any = node.args[1:]
         dim, parts, ranks, group = rest
         yield node, Slice(dim, parts), ranks, group
+
+
+def sharing_ranks(gm: GraphModule) -> tuple[int, str] | None:
+    """How many ranks share the weights that a graph reads, and the name of their group; None: each is whole."""
+    for _, _, ranks, group in marked_slices(gm):
+        return ranks, group
+    for node in gm.graph.nodes:
+        if name_of(node) in FEW_BITS:
+            ranks, group = node.args[-2:]
+            return ranks, group
+    return None

@@ -11,7 +11,7 @@ from transformers.generation.streamers import BaseStreamer
 
 import dsgraph
 from dsgraph.errors import InferenceError, RanksDisagreeError
-from tests.inference.families import CONFIGS, model, prompt
+from tests.inference.families import CONFIGS, encoder, encoder_decoder, model, prompt
 
 pytestmark = pytest.mark.distributed
 
@@ -72,23 +72,91 @@ def test_four_ranks_generate_what_one_process_does(ranks, family):
     ranks(4).run(_generate, family, torch.float32, (3, 40), 4, timeout_s=200)
 
 
-def _logits(family: str) -> None:
-    options = {"dtype": torch.bfloat16, "max_tokens": 32, "options": EAGER}
-    engine = dsgraph.init_inference(model(family), mp_size=2, **options)
-    given = prompt(2, 9)
-    exact = model(family)(**given).logits
-    found = engine(**given).logits.float()
-    whole = model(family).to(torch.bfloat16)(**given).logits.float()
-    # Sums over ranks are rounded in another order, so that one process is no nearer to float32 than ranks are.
-    assert (found - exact).norm() <= 1.25 * (whole - exact).norm()
-    tokens = engine.generate(**given, max_new_tokens=8, do_sample=False)
-    assert tokens.shape == (2, 17)  # the engine compares those of ranks
+# A model that was not trained says what it said before, unless that is forbidden.
+_NEW = {"no_repeat_ngram_size": 1}
+
+
+def _decode(lengths: tuple[int, ...], ways: list[dict[str, Any]]) -> None:
+    plain = encoder_decoder()
+    engine = dsgraph.init_inference(encoder_decoder(), mp_size=dist.get_world_size(), max_tokens=64, options=EAGER)
+    for way in ways:
+        for length in lengths:
+            given = prompt(2, length, padded=2)
+            torch.manual_seed(7)
+            expected = plain.generate(**given, max_new_tokens=8, **_NEW, **way)
+            torch.manual_seed(7)
+            assert torch.equal(engine.generate(**given, max_new_tokens=8, **_NEW, **way), expected), (way, length)
+    given = {**prompt(2, 9), "decoder_input_ids": prompt(2, 5)["input_ids"]}
+    with torch.no_grad():
+        torch.testing.assert_close(engine(**given).logits, plain(**given).logits, atol=1e-4, rtol=1e-4)
+    caches, layers, rows, heads, width = 2, 2, 2, 4, 8
+    full = caches * layers * 2 * rows * heads * 64 * width * 4  # keys and values, float32
+    assert engine.report().cache_bytes[2] * dist.get_world_size() == full, "each rank holds its heads alone"
+
+
+def test_ranks_share_an_encoder_and_a_decoder(ranks):
+    ranks(2).run(_decode, (3,), WAYS[:1])
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("family", list(CONFIGS))
-def test_bfloat16_on_two_ranks_is_as_near_as_one_process(ranks, family):
-    ranks(2).run(_logits, family, timeout_s=200)
+@pytest.mark.parametrize("world", [2, 4])
+def test_ranks_share_an_encoder_and_a_decoder_in_all_ways(ranks, world):
+    ranks(world).run(_decode, (40, 3, 11), WAYS, timeout_s=200)
+
+
+def _encode(head: str) -> None:
+    plain = encoder(head)
+    engine = dsgraph.init_inference(encoder(head), mp_size=dist.get_world_size(), max_tokens=64, options=EAGER)
+    query = dict(engine.module.named_parameters())
+    sliced = [name for name, param in query.items() if param.to_local().numel() < param.numel()]
+    assert any("attention.self.query" in name for name in sliced), sliced
+    for length in (3, 40):
+        given = prompt(2, length)
+        given["attention_mask"][1, length - 2 :] = 0
+        with torch.no_grad():
+            expected, found = plain(**given), engine(**given)
+        assert list(found.keys()) == list(expected.keys())
+        for name in expected:
+            torch.testing.assert_close(found[name], expected[name], atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("head", ["BertForMaskedLM", pytest.param("BertModel", marks=pytest.mark.full)])
+def test_ranks_share_an_encoder(ranks, head):
+    ranks(2).run(_encode, head)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("head", ["BertForSequenceClassification", "BertForQuestionAnswering"])
+def test_four_ranks_share_an_encoder(ranks, head):
+    ranks(4).run(_encode, head)
+
+
+def _made(family: str) -> Any:
+    return encoder("BertForMaskedLM") if family == "bert" else encoder_decoder() if family == "t5" else model(family)
+
+
+def _logits(family: str, dtype: torch.dtype) -> None:
+    options = {"dtype": dtype, "max_tokens": 32, "options": EAGER}
+    engine = dsgraph.init_inference(_made(family), mp_size=2, **options)
+    given = prompt(2, 9)
+    if family == "t5":
+        given["decoder_input_ids"] = given["input_ids"]
+    with torch.no_grad():
+        exact = _made(family)(**given).logits
+        found = engine(**given).logits.float()
+        whole = _made(family).to(dtype)(**given).logits.float()
+    # Sums over ranks are rounded in another order, so that one process is no nearer to float32 than ranks are.
+    assert (found - exact).norm() <= 1.25 * (whole - exact).norm()
+    if family not in ("bert", "t5"):
+        tokens = engine.generate(**given, max_new_tokens=8, do_sample=False)
+        assert tokens.shape == (2, 17)  # the engine compares those of ranks
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("family", [*CONFIGS, "bert", "t5"])
+def test_16_bits_on_two_ranks_are_as_near_as_one_process(ranks, family, dtype):
+    ranks(2).run(_logits, family, dtype, timeout_s=200)
 
 
 def _many_words() -> None:

@@ -92,22 +92,42 @@ def test_a_folder_of_transformers_is_a_checkpoint(tmp_path):
 
 def test_bfloat16_generates_what_transformers_does():
     plain = model("llama").to(torch.bfloat16)
-    engine = dsgraph.init_inference(model("llama"), dtype=torch.bfloat16, max_tokens=32, options=EAGER)
+    config = {"dtype": "bf16", "max_out_tokens": 32}  # as DeepSpeed takes it
+    engine = dsgraph.init_inference(model("llama"), config, options=EAGER)
+    assert engine.max_tokens == 32
     given = prompt(1, 6)
     assert torch.equal(*_both(plain, engine, given, max_new_tokens=8, do_sample=False))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("family", CONFIGS)
+def test_tokens_of_16_bits_are_those_of_transformers(family, dtype):
+    plain = model(family).to(dtype)
+    engine = dsgraph.init_inference(model(family), dtype=dtype, max_tokens=64, options=EAGER)
+    for arguments in ({"do_sample": False}, {"do_sample": True}, {"do_sample": False, "num_beams": 2}):
+        for length in (6, 40):
+            expected, found = _both(plain, engine, prompt(2, length, padded=2), max_new_tokens=10, **arguments)
+            assert torch.equal(expected, found), (arguments, length)
 
 
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
         ({"mp_size": 2}, "mp_size is 2, and there is one rank"),
-        ({"mp_size": 2, "quantize": "int8"}, "weights of few bits are not sliced"),
         ({"mp_size": 0}, "mp_size is 0"),
         ({"quantize": "int3"}, "quantize is 'int3'"),
         ({"dtype": torch.int8}, "dtype is torch.int8"),
         ({"max_tokens": 129}, "the model has 128 positions"),
         ({"checkpoint": "nowhere"}, "no folder with .safetensors"),
         ({"replace_with_kernel_inject": False, "options": {"kernels": "auto"}}, "leave one out"),
+        ({"config": {"tp": {"tp_size": 2}}, "mp_size": 2}, "config's tp and mp_size say the same"),
+        ({"config": {"tensor_parallel": {"tp_size": 2}}}, "mp_size is 2, and there is one rank"),
+        ({"config": {"injection_policy": {}}}, "config's injection_policy has no effect: slices are found"),
+        ({"max_out_tokens": 129}, "the model has 128 positions"),
+        ({"dtype": "int8"}, "dtype is 'int8'"),
+        ({"quant": {}}, 'quant cannot be taken: quantize="int8"'),
+        ({"speed": 3}, "there is no argument 'speed'"),
     ],
 )
 def test_what_cannot_be_taken_is_refused(arguments, said):

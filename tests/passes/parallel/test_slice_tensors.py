@@ -57,6 +57,25 @@ def test_states_of_own_heads_go_into_the_cache_of_own_heads():
     FileCheck().check("write_own_heads").check("sum_slices").check_not("gather_slices").run(code(gm))
 
 
+def test_products_of_few_bits_stay_sliced_between_columns_and_rows():
+    def mlp(x: Tensor, up: Tensor, down: Tensor, up_scale: Tensor, down_scale: Tensor) -> Tensor:
+        multiply = torch.ops.dsgraph.multiply_sliced_weight
+        h = F.gelu(multiply(x, up, up_scale, None, 0, 1, 2, "tp"))
+        return multiply(h, down, down_scale, None, 1, 1, 2, "tp")
+
+    up, down = torch.ones(3, 8, dtype=torch.int8), torch.ones(8, 3, dtype=torch.int8)
+    for dtype in (torch.float32, torch.bfloat16):
+        gm = capture(mlp, torch.randn(2, 5, 8, dtype=dtype), up, down, torch.ones(3), torch.ones(8))
+        assert run_pass(SliceTensors(), gm).notes == ()
+        FileCheck().check("multiply_own_weight").check("gelu").check("multiply_own_weight").check(
+            "sum_slices"
+        ).check_not("multiply_sliced_weight.default").check_not("gather_slices").run(code(gm))
+        # What is summed is rounded once, behind the sum.
+        (summed,) = (node for node in gm.graph.nodes if node.name.startswith("sum_slices"))
+        assert summed.meta["example_value"].dtype == torch.float32
+        assert gm.graph.output_node().all_input_nodes[0].meta["example_value"].dtype == dtype
+
+
 def test_heads_written_into_views_are_divided():
     def heads(x: Tensor, weight: Tensor, out: Tensor) -> Tensor:
         h = F.linear(x, marked(weight, 0)).view(2, 3, 4, 2).transpose(1, 2)

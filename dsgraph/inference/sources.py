@@ -1,0 +1,217 @@
+"""Where weights are read from, whole or a rank's slice: files of transformers, or a training engine's checkpoint."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors import safe_open
+from torch import Tensor
+
+from dsgraph.checkpoint_files import latest_tag, read_about
+from dsgraph.errors import CheckpointError, InferenceError
+from dsgraph.inductor_ext import slice_of
+from dsgraph.passes.parallel.slices import Slice
+
+_INDEX = "model.safetensors.index.json"
+_EXPERT = re.compile(r"(.+)\.block_sparse_moe\.experts\.(\d+)\.w([123])\.weight")
+_GATE = ".block_sparse_moe.gate.weight"
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where weights come from.
+
+    Attributes:
+        shapes: Name -> full shape.
+        read: Gives a weight, or this rank's slice of it, from name, slice, rank and number of ranks.
+        files: Name -> the file in which it is; empty: all are in one place.
+    """
+
+    shapes: dict[str, tuple[int, ...]]
+    read: Callable[[str, Slice | None, int, int], Tensor]
+    files: dict[str, str]
+
+
+def engine_folder(folder: Path) -> Path | None:
+    """The checkpoint of a training engine that a folder is, or the latest that it holds; None: neither."""
+    tag = latest_tag(folder)
+    path = folder if tag is None else folder / tag
+    return path if (path / "engine.json").is_file() else None
+
+
+def open_source(folder: Path, stack: ExitStack) -> Source:
+    """What a folder holds.
+
+    Args:
+        folder: Of `*.safetensors`, or of a training engine's checkpoints.
+        stack: Closes what is read.
+
+    Raises:
+        InferenceError: It is damaged, or a file is missing.
+    """
+    path = engine_folder(folder)
+    return _with_experts(_of_files(folder, stack)) if path is None else _of_engine(path)
+
+
+def find(source: Source, names: list[str], *, shape: tuple[int, ...], prefix: str, folder: Path) -> str:
+    """The name under which a source has a weight.
+
+    Args:
+        source: Where it should be.
+        names: Those that it has in the model, the first one for messages.
+        shape: That of the model.
+        prefix: Of the names of a model with a head, such as "transformer."; files may be of the model without, or of
+            one with another head.
+        folder: For messages.
+
+    Raises:
+        InferenceError: It is not there, or has another shape.
+    """
+    others = [name.removeprefix(prefix) if name.startswith(prefix) else prefix + name for name in names]
+    there = next((each for each in (*names, *others) if each in source.shapes), None)
+    if there is None:
+        raise InferenceError(
+            f"init_inference: checkpoint={str(folder)!r} has no {names[0]!r}; it has "
+            f"{', '.join(list(source.shapes)[:3])}, ...: load it by from_pretrained, and leave checkpoint out"
+        )
+    if source.shapes[there] != shape:
+        raise InferenceError(
+            f"init_inference: {there!r} of checkpoint={str(folder)!r} is {list(source.shapes[there])}, and "
+            f"{list(shape)} in the model"
+        )
+    return there
+
+
+class _Shards:
+    """Files of which one is open at a time."""
+
+    def __init__(self, stack: ExitStack) -> None:
+        self._open: tuple[Path, Any] | None = None
+        self._within: ExitStack = stack.enter_context(ExitStack())
+
+    def file(self, path: Path) -> Any:
+        if self._open is None or self._open[0] != path:
+            self._within.close()
+            self._open = path, self._within.enter_context(safe_open(path, framework="pt"))
+        return self._open[1]
+
+
+def _of_files(folder: Path, stack: ExitStack) -> Source:
+    shards = _Shards(stack)
+    shapes: dict[str, tuple[int, ...]] = {}
+    where: dict[str, Path] = {}
+    for path in _paths(folder):
+        file = shards.file(path)
+        for name in file.keys():  # noqa: SIM118  # it is no mapping
+            shapes[name], where[name] = tuple(file.get_slice(name).get_shape()), path
+
+    def read(name: str, held: Slice | None, rank: int, count: int) -> Tensor:
+        file = shards.file(where[name])
+        if held is None:
+            whole: Tensor = file.get_tensor(name)
+            return whole.clone()  # the file's memory is not aligned
+        stored, size = file.get_slice(name), shapes[name][held.dim] // (held.parts * count)
+        starts = [(part * count + rank) * size for part in range(held.parts)]
+        ahead: tuple[slice, ...] = (slice(None),) * held.dim
+        return torch.cat([stored[ahead + (slice(start, start + size),)] for start in starts], held.dim)
+
+    return Source(shapes, read, {name: path.name for name, path in where.items()})
+
+
+def _paths(folder: Path) -> list[Path]:
+    """The files that an index names, or all: beside an index there may be the same weights under other names."""
+    index = folder / _INDEX
+    if not index.is_file():
+        return sorted(folder.glob("*.safetensors"))
+    names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+    lost = [name for name in names if not (folder / name).is_file()]
+    if lost:
+        raise InferenceError(f"init_inference: checkpoint={str(folder)!r} lacks {lost[0]!r}, which {_INDEX} names")
+    return [folder / name for name in names]
+
+
+def _with_experts(base: Source) -> Source:
+    """The same weights, also under names of Mixtral's layers, where files have those of single experts.
+
+    gate_up_proj[e] = w1 of expert e above its w3        down_proj[e] = w2 of expert e
+    """
+    made: dict[str, list[list[str]]] = {}
+    renamed: dict[str, str] = {}
+    for name in base.shapes:
+        found = _EXPERT.fullmatch(name)
+        if found is not None and found[3] != "3":
+            layer, pieces = f"{found[1]}.mlp.experts", [name]
+            if found[3] == "1":
+                pieces = [name, name.replace(".w1.", ".w3.")]
+            whole = f"{layer}.gate_up_proj" if found[3] == "1" else f"{layer}.down_proj"
+            made.setdefault(whole, []).append(pieces)
+        if name.endswith(_GATE):
+            renamed[name.replace(".block_sparse_moe.", ".mlp.")] = name
+    for experts in made.values():
+        experts.sort(key=_expert_number)
+    shapes = {name: _stacked_shape(base, experts) for name, experts in made.items()}
+
+    def read(name: str, held: Slice | None, rank: int, count: int) -> Tensor:
+        if name not in made:
+            return base.read(renamed.get(name, name), held, rank, count)
+        pieces = len(made[name][0])
+        of_piece = None if held is None else _of_piece(held, pieces)
+        if held is not None and of_piece is None:
+            return slice_of(read(name, None, 0, 1), held.dim, parts=held.parts, ranks=count, rank=rank)
+        return torch.stack(
+            [torch.cat([base.read(one, of_piece, rank, count) for one in expert]) for expert in made[name]]
+        )
+
+    files = base.files | {new: base.files[old] for new, old in renamed.items()}
+    files |= {name: base.files[experts[0][0]] for name, experts in made.items()}
+    return Source(base.shapes | {new: base.shapes[old] for new, old in renamed.items()} | shapes, read, files)
+
+
+def _expert_number(pieces: list[str]) -> int:
+    found = _EXPERT.fullmatch(pieces[0])
+    assert found is not None
+    return int(found[2])
+
+
+def _stacked_shape(base: Source, experts: list[list[str]]) -> tuple[int, ...]:
+    rows, *rest = base.shapes[experts[0][0]]
+    return (len(experts), rows * len(experts[0]), *rest)
+
+
+def _of_piece(held: Slice, pieces: int) -> Slice | None:
+    """How each piece of an expert's weight is sliced; None: slices do not follow pieces."""
+    if held.dim > 1:
+        return Slice(held.dim - 1, held.parts)
+    return Slice(0) if held == Slice(1, pieces) else None
+
+
+def _of_engine(path: Path) -> Source:
+    try:
+        about = read_about(path)
+    except CheckpointError as error:
+        raise InferenceError(f"init_inference: checkpoint={str(path)!r}: {error}") from error
+    prefix = "model."
+    tied = (about.get("model") or {}).get("tied", {})
+    saved: dict[str, Any] = {
+        key[len(prefix) :]: value
+        for key, value in dcp.FileSystemReader(path).read_metadata().state_dict_metadata.items()
+        if key.startswith(prefix) and key[len(prefix) :] not in tied
+    }
+
+    def read(name: str, held: Slice | None, rank: int, count: int) -> Tensor:
+        key = prefix + name
+        state = {key: torch.empty(saved[name].size, dtype=saved[name].properties.dtype)}
+        dcp.load(state, checkpoint_id=path, no_dist=True)
+        if held is None:
+            return state[key]
+        return slice_of(state[key], held.dim, parts=held.parts, ranks=count, rank=rank)
+
+    return Source({name: tuple(value.size) for name, value in saved.items()}, read, {})
