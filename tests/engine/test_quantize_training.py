@@ -91,11 +91,12 @@ def _written_out(alone: _Model, words: Tensor, bits: int) -> Tensor:
     )
 
 
-def _compare(stage: int, compiled: bool) -> None:
-    rank, world = dist.get_rank(), dist.get_world_size()
+def _compare(stage: int, codegen: str | None) -> None:
+    rank, world, compiled = dist.get_rank(), dist.get_world_size(), codegen is not None
     torch._dynamo.reset()
     counters.clear()
-    engine, _, _, _ = dsgraph.initialize(model=_Model(), config=_config(stage, _FAST, compile=compiled))
+    config = _config(stage, _FAST, codegen=codegen) if compiled else _config(stage, _FAST, compile=False)
+    engine, _, _, _ = dsgraph.initialize(model=_Model(), config=config)
     alone = _Model()
     optimizer = torch.optim.AdamW(alone.parameters(), lr=1e-2, eps=1e-3, weight_decay=0.0)
     graphs = []
@@ -127,16 +128,23 @@ def _compare(stage: int, compiled: bool) -> None:
 @pytest.mark.distributed
 @pytest.mark.parametrize(("world", "stage"), [(1, 0), (2, 3)])
 def test_training_is_that_of_one_process(ranks, world, stage):
-    ranks(world).run(_compare, stage, True)
+    ranks(world).run(_compare, stage, "eager")
+
+
+@pytest.mark.distributed
+@pytest.mark.inductor
+def test_so_it_is_under_inductor(ranks):
+    ranks(1).run(_compare, 3, "inductor")
 
 
 @pytest.mark.full
 @pytest.mark.distributed
-@pytest.mark.parametrize("compiled", [True, False])
+@pytest.mark.inductor
+@pytest.mark.parametrize("codegen", ["eager", "inductor", None])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("world", [1, 2])
-def test_training_is_that_of_one_process_at_every_stage(ranks, world, stage, compiled):
-    ranks(world).run(_compare, stage, compiled)
+def test_training_is_that_of_one_process_at_every_stage(ranks, world, stage, codegen):
+    ranks(world).run(_compare, stage, codegen)
 
 
 @pytest.mark.parametrize("precise", [True, False])
