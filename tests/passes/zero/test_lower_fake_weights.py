@@ -15,9 +15,17 @@ from tests.passes.tracing import code, gather, run_pass, trace
 _HOW = {"groups": 0, "transposed": False, "symmetric": True, "stochastic": False}
 
 
-def _linear(x, a, control):
+def _product(x, a, control, how):
     full = gather(a, (4, 4))
-    return (torch.mm(x, torch.ops.dsgraph.fake_quantize(full, control, **_HOW).t()),)
+    return (torch.mm(x, torch.ops.dsgraph.fake_quantize(full, control, **how).t()),)
+
+
+def _linear(x, a, control):
+    return _product(x, a, control, _HOW)
+
+
+def _random(x, a, control):
+    return _product(x, a, control, {**_HOW, "symmetric": False, "stochastic": True})
 
 
 def _inputs():
@@ -37,9 +45,10 @@ def test_the_op_is_written_out_and_computed_again():
     assert run_pass(LowerFakeWeights(), gm).changed == 0
 
 
-def test_the_numbers_are_the_same_bit_for_bit():
+@pytest.mark.parametrize("function", [_linear, _random])
+def test_the_numbers_are_the_same_bit_for_bit(function):
     inputs = [_inputs() for _ in range(2)]
-    graphs = [trace(_linear, *given) for given in inputs]
+    graphs = [trace(function, *given) for given in inputs]
     for gm in graphs:
         run_pass(InsertZeroCollectives(), gm)
     expected = lockstep.run(graphs, inputs)
