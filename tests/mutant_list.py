@@ -627,6 +627,16 @@ ENGINE = (
         killers=("tests/engine/test_quantize_training.py::test_training_is_that_of_one_process",),
     ),
     Mutant(
+        *("clamp-that-inductor-decomposes", "inductor_ext/quant/fake_quantize.py", "missing step"),
+        *("torch.minimum(torch.maximum(numbers, lowest), levels)", "numbers.clamp(lowest, levels)"),
+        killers=("tests/passes/zero/test_lower_fake_weights.py",),
+    ),
+    Mutant(
+        *("eigenvalue-of-one-side", "dsgraph/engine/eigenvalues.py", "wrong scale"),
+        *("product = [(a - b) / (2 * step)", "product = [(a - b) / step"),
+        killers=("tests/engine/test_quantize_training.py::test_the_eigenvalue_of_a_known_hessian",),
+    ),
+    Mutant(
         *("rounded-weight-is-kept", "passes/zero/lower_fake_weights.py", "missing step"),
         *("        recompute_with_users(made)\n", ""),
         killers=("tests/passes/zero/test_lower_fake_weights.py::test_the_op_is_written_out_and_computed_again",),

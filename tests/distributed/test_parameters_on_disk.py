@@ -70,7 +70,7 @@ _CASES = ["tied", "frozen", "uneven", "graph_break", "gpt", "dynamic_gpt", "drop
     ("case", "world", "codegen"),
     [
         *(("tied", 2, "eager"), ("graph_break", 2, "eager")),
-        pytest.param("gpt", 2, "inductor", marks=pytest.mark.inductor),
+        pytest.param("frozen", 2, "inductor", marks=pytest.mark.inductor),
         *(pytest.param(case, world, "eager", marks=pytest.mark.full) for case in _CASES for world in (1, 2)),
         *(pytest.param(case, 2, "inductor", marks=pytest.mark.full) for case in _CASES),
     ],
