@@ -60,9 +60,10 @@ class QuantizedLinear(nn.Module):
             (packed, scale), least = quantize_rows(weight), None
         else:
             packed, scale, least = quantize_groups(weight, group=group)
-        self.register_buffer("packed", packed)
-        self.register_buffer("scale", scale)
-        self.register_buffer("least", least)
+        # Rounding keeps the strides of its weight, and a product of few rows reads rows of neighbours.
+        self.register_buffer("packed", packed.contiguous())
+        self.register_buffer("scale", scale.contiguous())
+        self.register_buffer("least", None if least is None else least.contiguous())
         self.register_buffer("bias", None if bias is None else bias.detach())
 
     def forward(self, x: Tensor) -> Tensor:
