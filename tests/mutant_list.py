@@ -239,7 +239,7 @@ SHARDING = (
     ),
     Mutant(
         *("chunks-of-other-rank", "dsgraph/sharding/rows.py", "off by one shard"),
-        *("chunks[rank].clone() if rank < len(chunks)", "chunks[rank - 1].clone() if rank < len(chunks)"),
+        *("chunks[rank] if rank < len(chunks)", "chunks[rank - 1] if rank < len(chunks)"),
         killers=("tests/sharding/test_partition.py", "tests/distributed/test_stages.py"),
     ),
     Mutant(

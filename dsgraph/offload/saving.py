@@ -18,7 +18,7 @@ from typing_extensions import override
 from dsgraph.errors import OffloadError
 from dsgraph.sharding.rows import own_part
 from dsgraph.tiers.stored_rows import StoredRows, stored_rows
-from dsgraph.tiers.stored_tensor import StoredTensor
+from dsgraph.tiers.stored_tensor import StoredTensor, room
 
 from .optimizer import OptimizerOnDisk
 from .stored_state import StoredState
@@ -78,7 +78,7 @@ class LoadPlannerToDisk(DefaultLoadPlanner):
     def resolve_tensor(self, read_item: ReadItem) -> Tensor:
         stored = self._stored(read_item)
         if stored is not None:
-            return stored.room(read_item.lengths)
+            return room(read_item.lengths, stored.dtype)
         found: Tensor = super().resolve_tensor(read_item)
         return found
 

@@ -14,12 +14,13 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DeviceMesh, DTensor
 
 from dsgraph.errors import PartitionError
+from dsgraph.tiers.stored_tensor import room
 
 from .buffers import equalise_buffers
 from .classes import plain_class
 from .offloaded import refuse_device
 from .refusals import refuse_early_optimizers
-from .rows import broadcast_from_first, local_rows, placements_for
+from .rows import broadcast_from_first, placements_for, rows_in
 from .table import PartitionedModel, ShardedParameter, partitioned_parts
 from .weight_folder import weight_initialisers
 
@@ -156,7 +157,7 @@ def _materialize_module(
     module.__class__ = plain_class(module)
     try:
         for name, param in sharded.items():
-            full = torch.empty(param.shape, dtype=param.dtype, device=device)
+            full = _memory_for(param, entries, device)
             module._parameters[name] = nn.Parameter(full, requires_grad=param.requires_grad)
         for name, buffer in module._buffers.items():
             if buffer is not None and buffer.is_meta:
@@ -174,11 +175,21 @@ def _materialize_module(
             _keep_rows(*entries[id(param)], value.detach())
 
 
+def _memory_for(
+    param: Tensor, entries: dict[int, tuple[ShardedParameter, PartitionedModel]], device: torch.device
+) -> Tensor:
+    """Memory of a parameter's full size; of one that goes to disk it is free again at once."""
+    known = entries.get(id(param))  # one that is tied to an earlier module's is there already
+    if known is not None and known[0].stored is not None and device.type == "cpu":
+        return room(param.shape, param.dtype)
+    return torch.empty(param.shape, dtype=param.dtype, device=device)
+
+
 def _keep_rows(entry: ShardedParameter, state: PartitionedModel, full: Tensor) -> None:
     meta = entry.param
-    rows = local_rows(full, entry.layout, state.mesh)
+    rows = rows_in(full, entry.layout, state.mesh)
     local = DTensor.from_local(
-        rows if entry.stored is None else entry.stored.fill(rows),
+        rows.clone() if entry.stored is None else entry.stored.fill(rows.contiguous()),
         state.mesh,
         placements_for(entry.layout, state.mesh),
         run_check=False,

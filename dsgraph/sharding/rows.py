@@ -28,11 +28,16 @@ def broadcast_from_first(tensor: Tensor, mesh: DeviceMesh) -> None:
 
 def local_rows(full: Tensor, layout: Layout, mesh: DeviceMesh) -> Tensor:
     """This rank's rows of a full parameter, in memory of their own."""
+    return rows_in(full, layout, mesh).clone()
+
+
+def rows_in(full: Tensor, layout: Layout, mesh: DeviceMesh) -> Tensor:
+    """The same in the memory of the full one."""
     if not layout.group:
-        return full.clone()
+        return full
     dim = shard_dim(mesh)
     chunks, rank = full.chunk(mesh.size(dim)), mesh.get_local_rank(dim)
-    return chunks[rank].clone() if rank < len(chunks) else full[:0].clone()
+    return chunks[rank] if rank < len(chunks) else full[:0]
 
 
 def own_part(tensor: Tensor) -> Tensor:

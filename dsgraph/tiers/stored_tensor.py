@@ -36,11 +36,6 @@ class StoredTensor:
         memory, begin = self.file.read_part(self.slot, self.start, self.shape.numel() * self.dtype.itemsize)
         return _over(memory, begin, self.dtype, self.shape), memory
 
-    def room(self, shape: Sequence[int]) -> Tensor:
-        """Memory for a part of the tensor, `[*shape]`, which the system has back as soon as nobody uses it."""
-        # Not of torch's allocator: glibc keeps much of what is freed between tensors of some megabytes.
-        return _over(anonymous(max(1, math.prod(shape) * self.dtype.itemsize)), 0, self.dtype, shape)
-
     def write(self, part: Tensor, offsets: Sequence[int]) -> None:
         """Writes a part of the tensor, and leaves the rest as it is.
 
@@ -60,6 +55,12 @@ class StoredTensor:
         row = math.prod(self.shape[1:]) * self.dtype.itemsize
         start = self.start + (offsets[0] * row if part.dim() else 0)
         self.file.write_part(self.slot, start, _bytes(part.to(self.dtype).contiguous()))
+
+
+def room(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """Memory for a tensor, `[*shape]`, which the system has back as soon as nobody uses it."""
+    # Not of torch's allocator: glibc keeps much of what is freed between tensors of some megabytes.
+    return _over(anonymous(max(1, math.prod(shape) * dtype.itemsize)), 0, dtype, shape)
 
 
 def _bytes(tensor: Tensor) -> memoryview:
