@@ -16,13 +16,17 @@ One rank, stage 3, codegen "eager", checkpointed blocks, AdamW, 2,048 tokens a s
     moved_mb    what a step reads and writes of parameters, gradients and state: 24 and 16 bytes a parameter
     read, write the rates of the disk, MB a second, of whole reads and writes of 32 MiB past the page cache
 
-The two cases run one after the other, each in a process of its own. The part `billion` is one step of 1.02 billion
-parameters, all on disk, on 512 tokens; `loading_mb` is the growth of memory until they are initialised.
+The cases run one after the other, each in a process of its own. `deepspeed-host`, `deepspeed-disk`, `dsgraph-host` and
+`dsgraph-disk` are DeepSpeed's own offload beside ours, of 32 million parameters and 512 tokens (`offload_peer.py`):
+parameters, gradients and state; `error` is what became of one that did not end well within its limit of time. The part
+`billion` is one step of 1.02 billion parameters, all on disk, on 512 tokens; `loading_mb` is the growth of memory until
+they are initialised.
 
 The part `model` compares what `dsgraph.report` predicts of a step with what it takes, on each tier, without activations
-on disk. Memory is what torch's allocator and the pools of buffers have at most; disk is the files. A second row is of 2
-ranks, stage 3, with a tenth of parameters and of state on disk (`ratio`): parameters after some steps of a small model
-against those of one process in memory.
+on disk: with the optimizer's step behind the backward and beside it, and several ratios. Memory is what torch's
+allocator and the pools of buffers have at most; disk is the files; `grown_mb` is the growth of the whole process, its
+first step included, which compiles. The last row is of 2 ranks, stage 3, with a tenth of parameters and of state on
+disk (`ratio`): parameters after some steps of a small model against those of one process in memory.
 """
 
 from __future__ import annotations
@@ -44,7 +48,8 @@ from torch import optim
 
 import dsgraph
 from benchmarks.memory import process_bytes
-from benchmarks.offload_model import against_the_model
+from benchmarks.offload_model import ENVIRONMENT, against_the_model
+from benchmarks.offload_peer import CASES, peer_rows, run_case
 from benchmarks.report import MB, Check, Report, Row, add_arguments, machine
 from dsgraph.offload.optimizer import OptimizerOnDisk
 from dsgraph.tiers.slots import SlotFile
@@ -61,7 +66,6 @@ STEPS = 4
 SIZES = {"full": {"width": 1024, "layers": 32}, "quick": {"width": 128, "layers": 2}}
 BILLION = {"full": {"width": 1536, "layers": 36}, "quick": SIZES["quick"]}
 GIB = 2**30
-_ENVIRONMENT = {"MALLOC_MMAP_THRESHOLD_": "262144"}  # what is freed goes back to the system, see docs/offload.md
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -71,14 +75,17 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--folder", default=tempfile.gettempdir(), help="on the disk")
     parser.add_argument("--part", choices=("usual", "billion", "model"), default="usual", help="see above")
     parser.add_argument(
-        "--case", choices=("disk", "memory", "billion"), help="runs one case in this process, for the benchmark"
+        "--case", choices=("disk", "memory", "billion", *CASES), help="runs one case in this process, for the benchmark"
     )
     options = parser.parse_args(arguments)
+    if options.case in CASES:
+        print(json.dumps(run_case(options.case, options.folder, quick=options.quick)))
+        return 0
     if options.case:
         sizes = (BILLION if options.case == "billion" else SIZES)["quick" if options.quick else "full"]
         print(json.dumps(_case(options.case, options.folder, sizes)))
         return 0
-    report = Report(machine=machine([]))
+    report = Report(machine=machine(["deepspeed"]))
     if options.part == "model":
         report.rows, report.checks = against_the_model(options.folder, quick=options.quick)
         report.print()
@@ -96,7 +103,7 @@ def main(arguments: list[str] | None = None) -> int:
     count = disk["states_mb"] * MB / 16
     transfer = count * (READ / rates["read"] + WRITTEN / rates["write"]) / MB
     disk |= {"bound_s": max(memory["step_s"], transfer), "moved_mb": (READ + WRITTEN) * count / MB, **rates}
-    report.rows = [memory, disk]
+    report.rows = [memory, disk, *peer_rows(options.folder, quick=options.quick)]
     report.checks = [
         Check("model states over the growth of memory", disk["states_mb"] / disk["grown_mb"], 10, "higher"),
         Check("step over the larger of computing and the disk", disk["step_s"] / disk["bound_s"], 1.3, "lower"),
@@ -110,7 +117,7 @@ def main(arguments: list[str] | None = None) -> int:
 def _apart(case: str, options: argparse.Namespace) -> Row:
     command = [sys.executable, "-m", "benchmarks.offload", "--case", case, "--folder", options.folder]
     quick = ["--quick"] if options.quick else []
-    environ = {**os.environ, **_ENVIRONMENT}
+    environ = {**os.environ, **ENVIRONMENT}
     done = subprocess.run([*command, *quick], stdout=subprocess.PIPE, text=True, env=environ, check=True)
     return dict(json.loads(done.stdout.splitlines()[-1]))
 

@@ -29,7 +29,8 @@ class Text:
         The windows of the whole batch are drawn from the seed and the step alone, and dealt to the ranks: a resumed
         run goes on with the data that it would have seen, on any number of ranks.
         """
-        generator = torch.Generator().manual_seed(seed * 2**32 + step)
+        # Torch's generator on the CPU reads the low 32 bits of a seed.
+        generator = torch.Generator().manual_seed((1_000_003 * seed + step) % 2**32)
         starts = torch.randint(0, len(self.train) - time, (size,), generator=generator)
         return _windows(self.train, starts[rank::world], time)
 

@@ -34,6 +34,7 @@ from .collectives.messages import sends_messages
 from .collectives.tensor_slices import enter_slices, gather_slices, own_slice, slice_of, sum_slices
 from .collectives.vocabulary import sliced_cross_entropy, sliced_embedding
 from .compat import backend_name, c10d_functional, resolve_group, share_memory, size_hint
+from .kernels.few_rows_groups import register_lowering as _register_groups
 from .kernels.launch import on_device_of, on_gpu
 from .kernels.linear_cross_entropy import linear_cross_entropy
 from .quant.fake_quantize import fake_quantize
@@ -46,7 +47,8 @@ from .transfers.transfers import TIERS, Transfers, transfers_of
 
 
 def register_lowerings() -> None:
-    """Tells Inductor of the ops that are collectives, and of waits."""
+    """Tells Inductor of the ops that are collectives, of waits, and of products with weights of 4 bits."""
+    _register_groups()
     _register_wait()
     _register_gather()
     _register_exchange()

@@ -99,10 +99,15 @@ def lower_as_wait(op: OpOverload) -> None:
         return given
 
 
-def cpp_library(source: str) -> CDLL:
+def cpp_library(source: str, *, fuses_products: bool = False) -> CDLL:
     """C functions of C++ source, built once for each compiler and its options, into Inductor's cache of files.
 
     Ranks wait for the one that builds. Imports Inductor, which takes seconds: call it when something is computed.
+
+    Args:
+        source: It may include torch's stable headers.
+        fuses_products: Whether a product may be added without being rounded first; else none is, whatever the options
+            of Inductor say.
 
     Raises:
         RuntimeError: There is no compiler, or it refused the source.
@@ -110,8 +115,8 @@ def cpp_library(source: str) -> CDLL:
     """
     from torch._inductor.codecache import CppCodeCache
 
-    # Products are rounded before they are added, whatever the options of Inductor say.
-    return cast("CDLL", CppCodeCache.load(source, extra_flags=("-ffp-contract=off",)))
+    contract = "fast" if fuses_products else "off"
+    return cast("CDLL", CppCodeCache.load(source, extra_flags=(f"-ffp-contract={contract}",)))
 
 
 def statically_true(condition: bool | torch.SymBool) -> bool:

@@ -40,6 +40,31 @@ def define_op(
     return define
 
 
+def define_native(*, fake: Callable[..., Any], load: Callable[[], object | None]) -> Callable[..., Any]:
+    """Makes an annotated function the op `dsgraph::<its name>`, for which a library of C++ registers a kernel.
+
+    The first call loads the library, whose kernel torch calls from then on. It takes no gradients.
+
+    Args:
+        fake: Given the op's arguments, empty tensors of the shapes, dtypes and strides of its results.
+        load: Loads the library; gives None where there is none: the function computes.
+    """
+
+    def define(function: Callable[..., Any]) -> Any:
+        name = f"dsgraph::{function.__name__}"
+
+        def compute(*args: Any) -> Any:
+            return function(*args) if load() is None else op(*args)
+
+        torch.library.define(name, _schema(function))
+        torch.library.impl(name, "CompositeExplicitAutograd", compute)
+        torch.library.register_fake(name, fake)
+        op = getattr(torch.ops.dsgraph, function.__name__).default
+        return op
+
+    return define
+
+
 def define_composite(function: Callable[..., torch.Tensor]) -> None:
     """Makes an annotated function the op `dsgraph::<its name>`, of which autograd and compilers see the calls."""
     name = f"dsgraph::{function.__name__}"

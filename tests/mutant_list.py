@@ -89,9 +89,19 @@ KERNELS = (
         killers=(f"{_KERNELS}/test_decode_attention.py",),
     ),
     Mutant(
-        *("int8-eight-products", "inductor_ext/quant/weights.py", "wrong index"),
-        *("range(0, x.shape[1], size)]", "range(0, x.shape[1] - size, size)]"),
-        killers=("tests/inductor_ext/quant/test_weights.py",),
+        *("few-rows-cpp-tail", "inductor_ext/kernels/few_rows_cpp.py", "off by one"),
+        *("for (; i < k; i += LANES) step", "for (; i + LANES <= k; i += LANES) step"),
+        killers=(f"{_KERNELS}/test_few_rows_linear.py",),
+    ),
+    Mutant(
+        *("few-rows-cpp-halves", "inductor_ext/kernels/few_rows_cpp.py", "wrong index"),
+        *("sum[r][m] += other * high[m];", "sum[r][m] += other * low[m];"),
+        killers=(f"{_KERNELS}/test_few_rows_groups.py",),
+    ),
+    Mutant(
+        *("decode-attention-cpp-filled", "inductor_ext/kernels/decode_attention_cpp.py", "missing check"),
+        *("!mask[(filled - 1) * mask_stride]", "false"),
+        killers=(f"{_KERNELS}/test_decode_attention.py",),
     ),
     Mutant(
         *("softmax-dropout-scale", "inductor_ext/kernels/softmax_dropout.py", "wrong scale"),
@@ -385,7 +395,7 @@ OFFLOAD = (
     ),
     Mutant(
         *("host-without-masters", "dsgraph/offload/sizes.py", "missing term"),
-        *("return self.wide_state * optimizer + copies + self", "return self.wide_state * optimizer + self"),
+        *("for param in there) + masters + travelling", "for param in there) + travelling"),
         killers=("tests/offload/test_plan.py",),
     ),
     Mutant(
@@ -395,8 +405,23 @@ OFFLOAD = (
     ),
     Mutant(
         *("plan-without-buffers", "dsgraph/offload/sizes.py", "missing term"),
-        *("over += self.parameter_buffers - self.wide_state", "over += -self.wide_state"),
+        *("return self._held(split) + self.buffers(split)", "return self._held(split)"),
         killers=("tests/offload/test_plan.py",),
+    ),
+    Mutant(
+        *("one-chunk-in-a-step", "dsgraph/tiers/chunk_sizes.py", "off by one"),
+        *("sum(sizes[at : at + 2])", "sum(sizes[at : at + 1])"),
+        killers=("tests/offload/test_predicted_memory.py",),
+    ),
+    Mutant(
+        *("prediction-by-bytes", "dsgraph/compiler/capture.py", "missing step"),
+        *('"state_share": state_share(state)', '"state_share": state.arguments.offload.optimizer_ratio'),
+        killers=("tests/offload/test_predicted_memory.py",),
+    ),
+    Mutant(
+        *("read-ahead-as-ever", "dsgraph/compiler/codegen.py", "missing check"),
+        *("for item in _STREAMING if type(item) not in own", "for item in _STREAMING"),
+        killers=("tests/engine/test_offloading.py",),
     ),
     Mutant(
         *("state-on-disk-counts-in-memory", "passes/analysis/budget.py", "missing term"),
@@ -425,11 +450,11 @@ OFFLOAD = (
     ),
     Mutant(
         *("stored-gradient-of-the-last-micro-batch", "dsgraph/tiers/stored_rows.py", "missing step"),
-        *("                view.add_(_view(earlier, grad))\n", "                pass\n"),
+        *("                view.add_(view_in(earlier, grad))\n", "                pass\n"),
         killers=("tests/distributed/test_parameters_on_disk.py",),
     ),
     Mutant(
-        *("update-of-stored-rows-is-lost", "dsgraph/tiers/stored_rows.py", "missing step"),
+        *("update-of-stored-rows-is-lost", "dsgraph/tiers/read_rows.py", "missing step"),
         *(
             "        return self._stored.write_buffer(self._rows.result())\n",
             "        return self._stored.write_rows(self._stored.rows)\n",
@@ -457,8 +482,18 @@ OFFLOAD = (
         killers=("tests/offload/test_optimizer.py",),
     ),
     Mutant(
-        *("saved-pages-are-kept", "dsgraph/offload/stored_state.py", "missing step"),
-        *("            memory.madvise(mmap.MADV_DONTNEED)\n", "            pass\n"),
+        *("saved-pages-are-kept", "dsgraph/offload/saving.py", "missing step"),
+        *("            last.madvise(mmap.MADV_DONTNEED)\n", "            pass\n"),
+        killers=("tests/engine/test_offloading.py",),
+    ),
+    Mutant(
+        *("loaded-over-its-neighbours", "dsgraph/tiers/slots.py", "missing step"),
+        *("        if begin or buffer.size != data.nbytes:", "        if False:"),
+        killers=("tests/distributed/test_loading_to_disk.py",),
+    ),
+    Mutant(
+        *("half-a-checkpoint-is-trained-with", "dsgraph/offload/saving.py", "missing check"),
+        *("                rows.held_for = _HALF\n", "                pass\n"),
         killers=("tests/engine/test_offloading.py",),
     ),
     Mutant(
@@ -590,6 +625,16 @@ ENGINE = (
         *("period-does-not-double", "dsgraph/engine/quantize_training.py", "wrong scale"),
         *("period = 2 * now.period", "period = 1 * now.period"),
         killers=("tests/engine/test_quantize_training.py::test_training_is_that_of_one_process",),
+    ),
+    Mutant(
+        *("clamp-that-inductor-decomposes", "inductor_ext/quant/fake_quantize.py", "missing step"),
+        *("torch.minimum(torch.maximum(numbers, lowest), levels)", "numbers.clamp(lowest, levels)"),
+        killers=("tests/passes/zero/test_lower_fake_weights.py",),
+    ),
+    Mutant(
+        *("eigenvalue-of-one-side", "dsgraph/engine/eigenvalues.py", "wrong scale"),
+        *("product = [(a - b) / (2 * step)", "product = [(a - b) / step"),
+        killers=("tests/engine/test_quantize_training.py::test_the_eigenvalue_of_a_known_hessian",),
     ),
     Mutant(
         *("rounded-weight-is-kept", "passes/zero/lower_fake_weights.py", "missing step"),

@@ -17,7 +17,6 @@ from torch.fx import GraphModule
 from dsgraph import compat
 from dsgraph.byte_counts import on_device
 from dsgraph.errors import OptionError, StrictError
-from dsgraph.inductor_ext.kernels.few_rows_linear import reads_slowly_here
 from dsgraph.passes import CaptureFacts
 from dsgraph.passes.parallel.stage_graphs import StageGraphModule
 from dsgraph.passes.regions.captured import open_regions
@@ -139,7 +138,7 @@ class Backend:
         sums = add_sums(gm, inputs) if adds_sums else ()
         facts = read_facts(gm, inputs, module)
         refuse_writes(gm, facts)
-        facts = replace(facts, fuses=options.codegen == "inductor", slow_rows=reads_slowly_here())
+        facts = replace(facts, fuses=options.codegen == "inductor")
         request = CompileRequest(
             number=self._compiles,
             options=options,

@@ -24,7 +24,8 @@ from dsgraph.passes.ir.graph import all_graph_modules, bound_arguments, is_gathe
 from dsgraph.passes.ir.sources import OWN_FOLDER
 from dsgraph.passes.parallel.slice_walk import marked_slices
 from dsgraph.sharding.mesh import axis_group, mesh_axes
-from dsgraph.sharding.table import OffloadArguments, not_taken_in
+from dsgraph.sharding.offloaded import state_share
+from dsgraph.sharding.table import not_taken_in
 from dsgraph.step.state import ParameterState, PartitionState, partition_states
 
 
@@ -41,9 +42,10 @@ def read_facts(gm: GraphModule, inputs: Sequence[Any], module: nn.Module | None 
     axes: dict[str, MeshAxis] = {}
     params: dict[int, ParamInfo] = {}
     roles = input_roles(gm, inputs, module)
-    known: dict[int, tuple[ParameterState, OffloadArguments]] = {}
+    known: dict[int, tuple[ParameterState, dict[str, Any]]] = {}
     for state in _states(inputs, module):
-        known |= {id(entry.param): (entry, state.arguments.offload) for entry in state.parameters}
+        tier = _state_tier(state, device_type=_device_type(inputs))
+        known |= {id(entry.param): (entry, tier) for entry in state.parameters}
     for entry, _ in known.values():
         if entry.stored is not None:
             entry.stored.belongs_to(entry.param)
@@ -59,7 +61,8 @@ def read_facts(gm: GraphModule, inputs: Sequence[Any], module: nn.Module | None 
         axes.update({axis.group: axis for axis in found})
         params[number] = _parameter_info(value, roles[number].parameter)
         if id(value) in known:
-            params[number] = replace(params[number], **_places(*known[id(value)], device_type=value.device.type))
+            entry, tier = known[id(value)]
+            params[number] = replace(params[number], tier="disk" if entry.stored is not None else "", **tier)
     copies = (number for number, item in roles.items() if item.role is InputRole.GATHERED_COPY)
     return CaptureFacts(
         axes=tuple(axes.values()),
@@ -102,12 +105,12 @@ def _parameter_info(param: DTensor, name: str) -> ParamInfo:
     )
 
 
-def _places(entry: ParameterState, offload: OffloadArguments, *, device_type: str) -> dict[str, Any]:
-    """Where a parameter lies, and its optimizer's state: on the CPU, the host's memory is the device's."""
-    found: dict[str, Any] = {"tier": "disk" if entry.stored is not None else ""}
-    if offload.optimizer == "disk" or (offload.optimizer and device_type != "cpu"):
-        found |= {"state_tier": offload.optimizer, "state_share": offload.optimizer_ratio}
-    return found
+def _state_tier(state: PartitionState, *, device_type: str) -> dict[str, Any]:
+    """Where the optimizer's state of a model's parameters lies: on the CPU, the host's memory is the device's."""
+    tier = state.arguments.offload.optimizer
+    if tier == "disk" or (tier and device_type != "cpu"):
+        return {"state_tier": tier, "state_share": state_share(state)}
+    return {}
 
 
 def input_roles(gm: GraphModule, inputs: Sequence[Any], module: nn.Module | None) -> dict[int, GraphInput]:

@@ -246,7 +246,8 @@ def unidentified(options: BackendOptions, facts: CaptureFacts) -> tuple[str, ...
 def _pipeline(options: BackendOptions, facts: CaptureFacts) -> Pipeline:
     """The passes that have something to do, and those for parameters on disk, if there are any."""
     if any(info.tier for info in facts.params.values()):
-        return options.pipeline + _STREAMING
+        own = {type(item) for item in options.pipeline}
+        return options.pipeline + [item for item in _STREAMING if type(item) not in own]
     return options.pipeline if facts.params or facts.gathered_copies else options.pipeline.without_mesh()
 
 

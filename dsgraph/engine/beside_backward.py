@@ -1,4 +1,4 @@
-"""When the optimizer on disk begins its step: with the last backward, or when the norm of all gradients is known."""
+"""When an optimizer that is elsewhere steps: beside the last backward, when the norm is known, or a step late."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 from torch.optim import Optimizer
 
+from dsgraph.offload.host_optimizer import HostOptimizer
 from dsgraph.offload.optimizer import OptimizerOnDisk
 
 from .config import EngineConfig
@@ -31,6 +32,12 @@ def read_ahead(optimizer: Optimizer) -> None:
     """Starts to read what the step needs first, while the norm is computed."""
     if isinstance(optimizer, OptimizerOnDisk):
         optimizer.start_reading()
+
+
+def apply_late(optimizer: Optimizer) -> None:
+    """Applies an update that is a step late, where no step follows, or one is skipped: it comes no later for that."""
+    if isinstance(optimizer, HostOptimizer):
+        optimizer.finish()
 
 
 def beside_notes(settings: EngineConfig) -> list[str]:

@@ -25,9 +25,7 @@ from dsgraph.checkpoint_files import (
     FORMAT,
     check_tag,
     complete,
-    latest_tag,
     make_unfinished,
-    read_about,
     unfinished_folder,
 )
 from dsgraph.errors import CheckpointError
@@ -35,8 +33,7 @@ from dsgraph.files import write_whole
 from dsgraph.offload.saving import SavePlannerFromDisk
 
 from .asynchronous import Writer
-from .checkpoint_match import class_of, other_model, other_optimizer
-from .compressing import CompressingOptimizer
+from .checkpoint_match import class_of
 from .together import reason, together
 from .weight_files import describe
 
@@ -123,48 +120,6 @@ def _written(doing: str, folder: Path, write: Callable[[], Any]) -> None:
         raise CheckpointError(f"{doing}: {reason(error)}; {free:,} bytes are free there") from error
 
 
-def load(engine: Training, folder: Path, tag: str | None, *, module_only: bool) -> tuple[Path, dict[str, Any]] | None:
-    """Reads a checkpoint into an engine. All ranks call it together.
-
-    Args:
-        engine: Of the same model; stage and number of ranks may be others.
-        folder: Where checkpoints are.
-        tag: Which one; None: the latest.
-        module_only: Whether to leave optimizer, schedule, scale and counts as they are.
-
-    Returns:
-        Its folder and the client's state; None where there is no checkpoint and no tag was given.
-
-    Raises:
-        CheckpointError: There is no such checkpoint, it is damaged, or of another model; the engine is as it was.
-    """
-    named = [latest_tag(folder) if tag is None else tag]
-    dist.broadcast_object_list(named, src=0)  # one rank chooses, lest folders of several hosts differ
-    (tag,) = named
-    if tag is None:
-        if dist.get_rank() == 0:
-            print(f"dsgraph: load_checkpoint: {folder} holds no checkpoint, and the engine stays as it is", flush=True)
-        return None
-    path, about = folder / tag, {}
-    share = {"share": dist.get_rank(), "shares": dist.get_world_size()}
-    together(engine.module, f"load {path}", lambda: about.update(read_about(path, **share)))
-    groups, saved = len(engine.optimizer.param_groups), len(about["groups"])
-    if groups != saved and not module_only:
-        raise CheckpointError(f"load {path}: it has {saved} groups of parameters, and the optimizer {groups}")
-    problem = "" if module_only else other_optimizer(engine.optimizer, about) or engine.why_not(about["engine"])
-    if problem:
-        raise CheckpointError(f"load {path}: {problem}: load_module_only=True takes the model alone")
-    wanted = _wanted(engine, path, module_only=module_only)
-    try:
-        dcp.load(wanted, checkpoint_id=path)
-    except (dcp.api.CheckpointException, OSError, ValueError, RuntimeError) as error:
-        raise CheckpointError(f"load {path}: {reason(error)}") from error
-    _take_model(engine, wanted)
-    if not module_only:
-        _take_rest(engine, wanted, about, path)
-    return path, about["client_state"]
-
-
 def _about(engine: Training, client_state: dict[str, Any]) -> dict[str, Any]:
     """What `engine.json` says of an engine."""
     try:
@@ -235,77 +190,3 @@ def _plain(value: Any, what: str) -> Any:
         return json.loads(json.dumps(value))
     except (TypeError, ValueError):
         raise CheckpointError(f"{what} is a {type(value).__name__}, which a checkpoint does not hold") from None
-
-
-def _wanted(engine: Training, path: Path, *, module_only: bool) -> dict[str, Any]:
-    """Tensors to read into: copies, so that nothing of the engine changes until all is there."""
-    known = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
-    tied = describe(engine.module)["tied"]
-    problem, left = other_model(engine.module, known, tied, module_only=module_only)
-    if problem:
-        raise CheckpointError(f"load {path}: it is of another model: {problem}")
-    if left and dist.get_rank() == 0:
-        print(f"dsgraph: load {path}: the model has none of {', '.join(left)}, which stay there", flush=True)
-    state: dict[str, Any] = {
-        f"model.{name}": torch.empty_like(value)
-        for name, value in engine.module.state_dict().items()
-        if isinstance(value, Tensor) and (name not in tied or f"model.{name}" in known)
-    }
-    if module_only:
-        return state
-    owns = getattr(engine.optimizer, "owns", None)
-    empty_state = getattr(engine.optimizer, "empty_state", None)
-    for name, param in engine.module.named_parameters():
-        for key, about in known.items():
-            if key.startswith(f"optimizer.{name}.") and "." not in key[len(f"optimizer.{name}.") :]:
-                size, dtype = about.size, about.properties.dtype  # type: ignore[union-attr]
-                is_whole = owns(param) if owns is not None else None
-                if is_whole is False:  # another rank keeps it
-                    continue
-                if empty_state is not None:
-                    empty = empty_state(param, key.rpartition(".")[2], size)
-                    if empty is not None:
-                        state[key] = empty
-                    continue
-                like = is_whole is None and size == param.shape and len(size) > 0
-                state[key] = torch.empty_like(param, dtype=dtype) if like else torch.empty(size, dtype=dtype)
-    return state
-
-
-def _take_model(engine: Training, state: dict[str, Any]) -> None:
-    prefix = "model."
-    found = {key[len(prefix) :]: value for key, value in state.items() if key.startswith(prefix)}
-    for name, first in describe(engine.module)["tied"].items():
-        found.setdefault(name, found[first])  # a checkpoint made of safetensors has one of them
-    engine.module.load_state_dict(found)
-
-
-def _take_rest(engine: Training, state: dict[str, Any], about: dict[str, Any], path: Path) -> None:
-    engine.optimizer.state.clear()  # a checkpoint of an optimizer that has not stepped holds none
-    for name, param in engine.module.named_parameters():
-        found = {**dict(_of_parameter(state, name)), **about["optimizer"].get(name, {})}
-        if found:
-            engine.optimizer.state[param] = found
-    for group, saved in zip(engine.optimizer.param_groups, about["groups"], strict=True):
-        for key, value in saved.items():
-            own = group.get(key)
-            if isinstance(own, Tensor):
-                own.fill_(value)
-            else:
-                group[key] = tuple(value) if isinstance(own, tuple) else value
-    if isinstance(engine.optimizer, CompressingOptimizer):
-        engine.optimizer.go_on()
-    engine.go_on_from(about["engine"])
-    random = path / f"random-{dist.get_rank()}.pt"
-    if about["ranks"] == dist.get_world_size():  # with others, no rank goes on where one left off
-        states = torch.load(random, weights_only=True)
-        torch.set_rng_state(states["cpu"])
-        if "cuda" in states and torch.cuda.is_available():
-            torch.cuda.set_rng_state(states["cuda"])
-
-
-def _of_parameter(state: dict[str, Any], name: str) -> Iterator[tuple[str, Any]]:
-    prefix = f"optimizer.{name}."
-    for key, value in state.items():
-        if key.startswith(prefix) and "." not in key[len(prefix) :]:
-            yield key[len(prefix) :], value

@@ -12,6 +12,7 @@ from pydantic.fields import FieldInfo
 
 from dsgraph.byte_counts import read_bytes
 
+from .offload_config import OffloadOptimizerConfig, OffloadParamConfig
 from .quantize_config import QuantizeTrainingConfig
 from .section import Section
 
@@ -57,36 +58,6 @@ class Bf16Config(Section):
     enabled: bool = Field(default=False, description="the forward sees parameters in bfloat16; shards stay in float32")
     check_grad_overflow: bool = Field(
         default=True, description="whether a step with gradients that are not finite is skipped"
-    )
-
-
-class OffloadOptimizerConfig(Section):
-    """Where the optimizer's state lies."""
-
-    device: Literal["none", "cpu", "nvme"] = Field(
-        default="none",
-        description='"nvme": on disk, with a model on the CPU; "cpu": in the host\'s memory, where 16-bit parameters '
-        "have masters of float32, and the state lies anyway if the model is trained on the CPU",
-    )
-    nvme_path: str | None = Field(default=None, description="the folder on that disk; it is made if it is not there")
-    pin_memory: bool | None = Field(
-        default=None,
-        description='with "cpu" and a model on CUDA: whether copies are pinned; they are unless `false`',
-    )
-    ratio: float = Field(
-        default=1.0, gt=0, le=1, description="the share of the state that lies there; that of the last parameters stays"
-    )
-
-
-class OffloadParamConfig(Section):
-    """Where parameters and their gradients lie."""
-
-    device: Literal["none", "cpu", "nvme"] = Field(
-        default="none", description='"nvme": on disk; "cpu" is where they lie anyway if the model is trained on the CPU'
-    )
-    nvme_path: str | None = Field(default=None, description="the folder on that disk; it is made if it is not there")
-    ratio: float = Field(
-        default=1.0, gt=0, le=1, description="the share of their bytes that lies there; the last parameters stay"
     )
 
 

@@ -13,11 +13,10 @@ from torch.optim import Optimizer
 
 from dsgraph.batches import call_with
 from dsgraph.errors import EngineError
-from dsgraph.offload.host_optimizer import HostOptimizer
 from dsgraph.step.accumulate import accumulate, discard
 
 from .asynchronous import Writer
-from .beside_backward import read_ahead, stepping
+from .beside_backward import apply_late, read_ahead, stepping
 from .compressing import CompressingOptimizer
 from .data import RankLoader, batches_of
 from .eigenvalues import Gradients
@@ -230,6 +229,8 @@ class Engine(Figures, Saving, Weights, nn.Module):
         is_finite = self._prepare_gradients()
         if is_finite:
             self.optimizer.step()
+        else:
+            apply_late(self.optimizer)
         self._looks.weigh(self)
         self.optimizer.zero_grad()
         self.counts.steps += 1
@@ -317,8 +318,7 @@ class Engine(Figures, Saving, Weights, nn.Module):
         if self.training_dataloader is not None:
             self.training_dataloader.end_loop()
         self._runs = (self.module,)
-        if isinstance(self.optimizer, HostOptimizer):
-            self.optimizer.finish()  # an update that is late
+        apply_late(self.optimizer)
         if self.progressive_layer_drop is not None:
             self.progressive_layer_drop.let_go()
         self._looks.close()

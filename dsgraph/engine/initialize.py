@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
@@ -11,7 +10,6 @@ from os import PathLike
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DeviceMesh
 from torch.optim import Optimizer
@@ -33,8 +31,10 @@ from .layer_drop import ProgressiveLayerDrop
 from .looks import Looks
 from .mpu import ModelParallel, data_parallel_mesh
 from .offloading import check_offload, offload_notes, offloaded, partition_offload, planned
+from .on_meta import check_weights, give_values, is_on_meta
 from .optimizers import Binding, Groups, MakesOptimizer, check_compression, maker_of, parameters_in, rebound
 from .pipeline import pipeline_of
+from .place import device_of_rank, join_ranks, place_in
 from .quantize_training import QuantizedTraining
 from .read_config import load_config, read_config
 from .schedules import schedule_class
@@ -58,6 +58,7 @@ def initialize(
     config: str | PathLike[str] | Mapping[str, Any] | None = None,
     mesh: DeviceMesh | None = None,
     example: Any = None,
+    weights: str | PathLike[str] | None = None,
 ) -> tuple[Any, Optimizer, RankLoader | None, Any]:
     """Partitions and compiles a model, and puts everything around it that a training step needs.
 
@@ -65,7 +66,8 @@ def initialize(
 
     Args:
         args: What `add_config_arguments` has parsed; names the configuration where `config` does not.
-        model: A plain model, on the CPU or on this rank's device. It is changed in place.
+        model: A plain model, on the CPU or on this rank's device; or on the meta device, then it gets values module by
+            module, where the configuration says that they lie. It is changed in place.
         optimizer: An optimizer of the model's parameters that has not stepped, which is taken over to the shards; a
             function of parameters that makes one; None: as the configuration says.
         model_parameters: Which parameters the configured optimizer updates, as `torch.optim` takes them.
@@ -78,6 +80,8 @@ def initialize(
         config: The path of a JSON file, or what would stand in it.
         mesh: As for `dsgraph.partition`.
         example: For the section `parallel` without `training_data`: one micro-batch, as the data gives it.
+        weights: For a model on the meta device: a folder of `*.safetensors` from which its values come, see
+            `dsgraph.materialize`; None: modules initialise themselves.
 
     Returns:
         The engine (`Engine`, or `PipelineEngine` with the section `parallel`), the optimizer, the loader (None without
@@ -90,11 +94,13 @@ def initialize(
     _check(model, optimizer, model_parameters)
     assert model is not None
     source = _source(args, config)
-    _join_ranks()
-    device = _device()
-    model.to(device)
+    join_ranks()
+    device = device_of_rank()
     given_mesh, switches = mesh, take_switches()
     is_divided = bool(load_config(source).get("parallel"))
+    check_weights(model, weights, is_divided=is_divided)
+    if not is_on_meta(model):
+        model.to(device)
     shared = None
     if mpu is not None:
         if is_divided or mesh is not None:
@@ -103,7 +109,7 @@ def initialize(
     mesh = resolve_mesh(mesh, model)
     resolved = read_config(source, ranks=None if is_divided else mesh.size(), sections=switches)
     settings = resolved.config
-    ranks, rank = mesh.size(), _place(mesh)
+    ranks, rank = mesh.size(), place_in(mesh)
     if is_divided:
         check_divided(settings, optimizer, model_parameters, given_mesh)
         ranks, rank = settings.parallel.dp, data_rank(settings)
@@ -159,6 +165,7 @@ def initialize(
     binding = Binding(model, model_parameters)
     with rebound(mine, model):
         partition(model, mesh, stage=settings.zero_optimization.stage, **_partition_options(settings))
+        give_values(model, device, weights)
     if moq is not None:
         moq.take_over(partitioned_parts(model)[0])
     made = offloaded(whole_where_needed(mine or make(binding.groups(model))), settings)
@@ -214,27 +221,6 @@ def _source(args: Any, config: Any) -> Any:
     if config is None and named is None:
         raise ConfigError("initialize: no configuration: pass config=, or --deepspeed_config FILE in args")
     return named if config is None else config
-
-
-def _join_ranks() -> None:
-    if not dist.is_initialized() and "RANK" in os.environ:
-        dist.init_process_group()
-
-
-def _device() -> torch.device:
-    if not torch.cuda.is_available():
-        return torch.device("cpu")
-    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
-    torch.cuda.set_device(device)
-    return device
-
-
-def _place(mesh: DeviceMesh) -> int:
-    """This rank's number in the mesh, row by row."""
-    place = 0
-    for dim in range(mesh.ndim):
-        place = place * mesh.size(dim) + mesh.get_local_rank(dim)
-    return place
 
 
 def _dtype(settings: EngineConfig) -> torch.dtype | None:

@@ -14,7 +14,8 @@ from dsgraph.offload.offload_optimizer import offloaded_to
 from dsgraph.offload.plan import plan_offload
 from dsgraph.sharding.table import OffloadArguments
 
-from .config import EngineConfig, OffloadOptimizerConfig, OffloadParamConfig
+from .config import EngineConfig
+from .offload_config import OffloadOptimizerConfig, OffloadParamConfig
 
 
 def check_offload(settings: EngineConfig, device: torch.device) -> None:
@@ -97,7 +98,8 @@ def planned(
         )
     except OffloadError as error:
         raise ConfigError(
-            f"dsgraph.memory_limit is {limit:,} bytes, of which half is for the model's states: {error}"
+            f"dsgraph.memory_limit is {limit:,} bytes, of which half is for the model's states, so that it takes "
+            f"twice as much as they do: {error}"
         ) from error
     where: dict[str, Any] = {"device": "cpu"} if is_host else {"device": "nvme", "nvme_path": own.offload_folder}
     changes: dict[str, Any] = {}
@@ -155,6 +157,12 @@ def offload_notes(settings: EngineConfig, device: torch.device) -> list[str]:
         notes.append(
             "zero_optimization.offload_param has no effect: the model is trained on the CPU, and all of it is there"
         )
+    buffers = [key for key in ("buffer_count", "buffer_size") if getattr(param, key) is not None]
+    if param.device != "nvme":
+        notes += [
+            f"zero_optimization.offload_param.{key} has no effect with device {param.device!r}: nothing is read"
+            for key in buffers
+        ]
     if isinstance(optimizer, OffloadOptimizerConfig) and optimizer.pin_memory is not None and device.type == "cpu":
         notes.append("zero_optimization.offload_optimizer.pin_memory has no effect: nothing is copied to or from CUDA")
     return notes

@@ -20,7 +20,7 @@ WITHOUT_EFFECT = {
     "zero_optimization.legacy_stage1": "there is one stage 1",
     "zero_optimization.load_from_fp32_weights": "shards are the masters",
     "zero_optimization.elastic_checkpoint": "checkpoints load on any number of ranks",
-    "zero_optimization.offload_optimizer.buffer_count": "three chunks of state pass through memory at once, or two of "
+    "zero_optimization.offload_optimizer.buffer_count": "two chunks of state pass through memory at once, or two of "
     "gradients to the host",
     "zero_optimization.offload_optimizer.buffer_size": "a chunk is 32 MiB, or one parameter's",
     "zero_optimization.offload_optimizer.fast_init": "nothing is written before the first step",
@@ -28,8 +28,6 @@ WITHOUT_EFFECT = {
     "zero_optimization.offload_optimizer.pipeline_read": "reading, computing and writing always overlap",
     "zero_optimization.offload_optimizer.pipeline_write": "reading, computing and writing always overlap",
     "zero_optimization.offload_param.pin_memory": "parameters on disk pass through buffers that are never pinned",
-    "zero_optimization.offload_param.buffer_count": "64 MiB of parameters are read ahead, or the next parameter",
-    "zero_optimization.offload_param.buffer_size": "64 MiB of parameters are read ahead, or the next parameter",
     "zero_optimization.offload_param.max_in_cpu": "`zero_optimization.offload_param.ratio` says what lies elsewhere",
     "disable_allgather": "it chooses an algorithm of DeepSpeed's",
     "checkpoint": "it is about files of DeepSpeed's",

@@ -8,9 +8,17 @@ import torch
 
 from dsgraph.errors import ConfigError
 from dsgraph.nearest import nearest
-from dsgraph.passes import GraphPass, PassError, Pipeline, default_pipeline
+from dsgraph.passes import (
+    GraphPass,
+    PassError,
+    Pipeline,
+    StreamBackwardParameters,
+    StreamForwardParameters,
+    default_pipeline,
+)
 
 from .config import EngineConfig
+from .offload_config import OffloadParamConfig
 
 _GATHERS = ("bucket_forward_gathers", "bucket_backward_gathers")
 _REDUCTIONS = ("bucket_small_reductions", "bucket_reductions")
@@ -29,7 +37,8 @@ def pipeline_of(config: EngineConfig, dtype: torch.dtype) -> Pipeline | None:
     """
     zero, named = config.zero_optimization, config.dsgraph.pipeline
     bounds = dict.fromkeys(_GATHERS, zero.allgather_bucket_size) | dict.fromkeys(_REDUCTIONS, zero.reduce_bucket_size)
-    if named is None and zero.overlap_comm is not False and not any(bounds.values()):
+    streaming = _streaming(zero.offload_param)
+    if named is None and zero.overlap_comm is not False and not any(bounds.values()) and not streaming:
         return None
     passes = []
     for item in _named(named):
@@ -38,9 +47,16 @@ def pipeline_of(config: EngineConfig, dtype: torch.dtype) -> Pipeline | None:
         elements = bounds.get(item.name)
         passes.append(replace(item, bucket_bytes=elements * dtype.itemsize) if elements else item)  # type: ignore[call-arg]
     try:
-        return Pipeline(passes)
+        return Pipeline([*passes, *streaming])
     except PassError as error:
         raise ConfigError(f"dsgraph.pipeline: {error}") from None
+
+
+def _streaming(wanted: OffloadParamConfig) -> list[GraphPass]:
+    """What reads parameters from disk, if the configuration bounds how much of them is on its way at once."""
+    if wanted.device != "nvme" or wanted.read_ahead is None:
+        return []
+    return [StreamForwardParameters(wanted.read_ahead), StreamBackwardParameters(wanted.read_ahead)]
 
 
 def _named(names: tuple[str, ...] | None) -> list[GraphPass]:

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint import HuggingFaceStorageReader
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.distributed.tensor import DTensor
+from torch.futures import Future
+from typing_extensions import override
 
 from dsgraph.errors import CheckpointError
 
+from .loading import HasTensors, is_on_disk, read_into
 from .together import together
 from .weight_files import WeightFiles, begin, describe, dtype_in_file, finish, unfinished
 
@@ -61,31 +65,42 @@ def export(module: nn.Module, folder: Path, *, shard_bytes: int, dtype: torch.dt
     together(module, doing, end if rank == 0 else lambda: None)
 
 
-def load_pretrained(module: nn.Module, folder: Path) -> None:
+def load_pretrained(engine: HasTensors, folder: Path) -> None:
     """Reads Hugging Face's safetensors into a partitioned model: each rank its rows, file by file. All ranks call it.
 
     Args:
-        module: The partitioned model.
+        engine: Its model is what is read.
         folder: Has `*.safetensors`, whose names are those of the model's `state_dict`. Of tied weights one is enough.
 
     Raises:
-        CheckpointError: There are no such files, or a weight is missing or has another shape. The model is as it was.
+        CheckpointError: There are no such files, or a weight is missing or has another shape. The model is as it was,
+            see `read_into`.
     """
-    doing = f"load {folder}"
-    reader = HuggingFaceStorageReader(str(folder))
+    module, doing = engine.module, f"load {folder}"
+    reader, in_place = _ReaderByTensor(str(folder)), is_on_disk(engine, module_only=True)
     there: dict[str, Any] = {}
     together(module, doing, lambda: there.update(_weights_in(folder, reader)))
     tied, state = describe(module)["tied"], module.state_dict()
-    wanted = {name: torch.empty_like(value) for name, value in state.items() if name not in tied}
+    wanted = {n: value if in_place else torch.empty_like(value) for n, value in state.items() if n not in tied}
     names = {name: _name_in(there, name, tied) for name in wanted}
     together(module, doing, lambda: _check(wanted, there, names))
     # The reader converts dtypes itself.
     found = {names[name]: value for name, value in wanted.items()}
-    try:
-        dcp.load(found, storage_reader=reader)
-    except (dcp.api.CheckpointException, OSError, ValueError, RuntimeError) as error:
-        raise CheckpointError(f"{doing}: {' '.join(str(error).split())[:500]}") from error
-    module.load_state_dict({name: wanted[tied.get(name, name)] for name in state})
+    read_into(found, reader, engine, doing=doing, module_only=True)
+    if not in_place:
+        module.load_state_dict({name: wanted[tied.get(name, name)] for name in state})
+
+
+class _ReaderByTensor(HuggingFaceStorageReader):
+    """Opens a file anew for each tensor: what is mapped of it would stay in memory until it is closed."""
+
+    @override
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        for item in plan.items:
+            super().read_data(replace(plan, items=[item]), planner)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
 
 
 def _weights_in(folder: Path, reader: HuggingFaceStorageReader) -> dict[str, Any]:

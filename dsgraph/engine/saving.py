@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from dsgraph.errors import CheckpointError
 
-from . import checkpoints
+from . import checkpoints, loading
 from .asynchronous import Writer
 from .config import EngineConfig
 from .data import RankLoader
@@ -74,13 +74,19 @@ class Saving:
 
         Raises:
             CheckpointError: It could not be written, or the one before it that is asynchronous, and all ranks raise;
-                or a step is not over, whose gradients no checkpoint holds.
+                a step is not over, whose gradients no checkpoint holds; or `asynchronous` with something on disk.
         """
         self._refuse_slices()
         if self.has_begun_step():
             raise CheckpointError(
                 "save_checkpoint amid a step of micro-batches, whose gradients a checkpoint does not hold: call it "
                 "behind the step() of the last micro-batch"
+            )
+        if asynchronous and loading.is_on_disk(self, module_only=False):
+            raise CheckpointError(
+                "save_checkpoint(asynchronous=True): it writes copies, and parameters or the optimizer's state lie on "
+                "disk: copies in memory would take what that spares, and a copy on the disk as long as the checkpoint "
+                "itself: leave asynchronous out"
             )
         self.wait_for_checkpoint()
         checkpoints.save(
@@ -124,7 +130,7 @@ class Saving:
         """
         self._refuse_slices()
         self.wait_for_checkpoint()
-        found = checkpoints.load(self, Path(load_dir), tag, module_only=load_module_only)
+        found = loading.load(self, Path(load_dir), tag, module_only=load_module_only)
         if found is None:
             return None, {}
         self.zero_grad()

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from . import pretrained
 
@@ -15,9 +16,10 @@ SHARD_BYTES = 5 * 10**9
 
 
 class Weights:
-    """The weights of an engine, which has this attribute."""
+    """The weights of an engine, which has these attributes."""
 
     module: nn.Module
+    optimizer: Optimizer
 
     def export(
         self, folder: str | PathLike[str], *, shard_bytes: int = SHARD_BYTES, dtype: torch.dtype | None = None
@@ -48,4 +50,4 @@ class Weights:
         Raises:
             CheckpointError: A weight is missing or has another shape; all ranks raise, and the model is as it was.
         """
-        pretrained.load_pretrained(self.module, Path(folder))
+        pretrained.load_pretrained(self, Path(folder))

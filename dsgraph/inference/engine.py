@@ -16,6 +16,7 @@ from dsgraph.errors import InferenceError
 
 from .cache import CACHE_NAME, CACHE_NAMES, EncoderDecoderMemory, RewindableCache, new_cache
 from .graphs import Graphs
+from .layouts import turned_weights
 from .ranks import SlicingRanks
 from .report import InferenceReport
 
@@ -132,6 +133,7 @@ class InferenceEngine:
             buckets=self._buckets,
             cache_bytes=sizes,
             quantization=quantization,
+            turned_weights=turned_weights(self.module),
         )
 
     def _confirm_batches(self, given: Mapping[str, Tensor]) -> None:

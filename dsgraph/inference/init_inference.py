@@ -17,6 +17,7 @@ from dsgraph.passes.parallel.find_slices import Found
 from .arguments import DTYPES, merged
 from .checkpoints import load_weights, names_of_weights
 from .few_bits import Rounding, put_empty_layers
+from .layouts import turn_weights
 from .quantize import DESCRIPTION, GROUP, Quantization, check_groups, linear_layers, quantize, read_description
 from .ranks import SlicingRanks, all_ranks
 from .slicing import plan_layers, slice_layers
@@ -118,6 +119,8 @@ def _engine(
             _quantized(model, _BITS[quantize])
         if ranks is not None and plan is not None:
             slice_layers(model, ranks, plan)
+    if device.type == "cpu" and ranks is None and given.get("kernels") != "none":
+        turn_weights(model)
     return _engine_type(model)(model.eval(), max_tokens=positions, options=given, ranks=ranks)
 
 

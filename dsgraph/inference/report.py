@@ -41,6 +41,7 @@ class InferenceReport:
         buckets: Lengths to which prompts, and what is encoded, are padded.
         cache_bytes: Of keys and values, by rows of the batch.
         quantization: Of the weights, with the error of each layer; None where they are as they were.
+        turned_weights: Of how many `Conv1D` the weight lies in memory by columns, for products of few rows on a CPU.
     """
 
     prompt: Counts
@@ -50,6 +51,7 @@ class InferenceReport:
     buckets: tuple[int, ...]
     cache_bytes: dict[int, int] = field(default_factory=dict)
     quantization: Quantization | None = None
+    turned_weights: int = 0
 
     def __str__(self) -> str:
         kinds = (("encode", self.encode), ("prompt", self.prompt), ("decode", self.decode), ("forward", self.forward))
@@ -60,6 +62,8 @@ class InferenceReport:
         ]
         lines.append(f"prompts are padded to {', '.join(map(str, self.buckets))} tokens")
         lines += [f"cache of {rows} rows: {size / 1e6:.1f} MB" for rows, size in sorted(self.cache_bytes.items())]
+        if self.turned_weights:
+            lines.append(f"{self.turned_weights} weights of Conv1D lie in memory by columns")
         if self.quantization is not None:
             how = self.quantization
             name, error = max(how.errors.items(), key=lambda item: item[1])

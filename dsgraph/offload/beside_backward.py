@@ -109,6 +109,7 @@ class BesideBackward:
             return
         for rows in self._trained(number):
             rows.held_for = _HELD
+            rows.stepped_amid = True
         self.begun.append(number)
         self._numbers.put(number)
         if self._thread is None:

@@ -14,9 +14,8 @@ from torch.optim import Optimizer
 
 from dsgraph.inductor_ext.transfers.buffers import Buffer
 from dsgraph.sharding.rows import own_part
+from dsgraph.tiers.chunk_sizes import pack, place
 from dsgraph.tiers.stored_rows import StoredRows, stored_rows
-
-_ALIGNMENT = 64  # bytes between tensors of a slot, as vector instructions like it
 
 
 @dataclass(frozen=True)
@@ -53,47 +52,47 @@ def chunks_of(inner: Optimizer, chunk_bytes: int) -> list[Chunk]:
 
     Those that lie on disk come first, in chunks of their own: amid a backward gradients of others do not arrive.
     """
-    on_disk, in_memory = _Chunks(chunk_bytes), _Chunks(chunk_bytes)
+    on_disk: list[_Held] = []
+    in_memory: list[_Held] = []
     for number, group in enumerate(inner.param_groups):
         kept = {dtype: _kept(inner, group, dtype) for dtype in {param.dtype for param in group["params"]}}
         for param in group["params"]:
             found = in_memory if stored_rows(own_part(param)) is None else on_disk
-            found.add(param, number, kept[param.dtype])
-    return [*on_disk.all(), *in_memory.all()]
+            found.append(_Held(param, number, kept[param.dtype]))
+    return [*_packed(on_disk, chunk_bytes), *_packed(in_memory, chunk_bytes)]
 
 
-class _Chunks:
-    """Chunks, and the one that is being filled."""
+@dataclass(frozen=True)
+class _Held:
+    """A parameter, its group's number, and the tensors of its size that are kept of it."""
 
-    def __init__(self, chunk_bytes: int) -> None:
-        self._chunk_bytes, self._start = chunk_bytes, 0
-        self._full: list[Chunk] = []
-        self._held: list[tuple[Tensor, int, tuple[Place, ...]]] = []
+    param: Tensor
+    group: int
+    kept: Mapping[str, torch.dtype]
 
-    def add(self, param: Tensor, group: int, kept: Mapping[str, torch.dtype]) -> None:
-        places, end = _places(kept, own_part(param).numel(), self._start)
-        if self._held and end > self._chunk_bytes:
-            self._full, self._held = self.all(), []
-            places, end = _places(kept, own_part(param).numel(), 0)
-        self._held.append((param, group, places))
-        self._start = end
+    @property
+    def sizes(self) -> list[int]:
+        elements = own_part(self.param).numel()
+        return [elements * dtype.itemsize for dtype in self.kept.values()]
 
-    def all(self) -> list[Chunk]:
-        return [*self._full, _chunk(self._held, self._start)] if self._held else self._full
-
-
-def _chunk(held: Sequence[tuple[Tensor, int, tuple[Place, ...]]], size: int) -> Chunk:
-    params, groups, places = zip(*held, strict=True)
-    return Chunk(params, groups, places, size)
+    def places(self, start: int) -> tuple[tuple[Place, ...], int]:
+        """Where they lie from `start`, and where the next parameter's may begin."""
+        starts, end = place(self.sizes, start)
+        found = zip(self.kept.items(), starts, self.sizes, strict=True)
+        return tuple(Place(key, dtype, at, size) for (key, dtype), at, size in found), end
 
 
-def _places(kept: Mapping[str, torch.dtype], elements: int, start: int) -> tuple[tuple[Place, ...], int]:
+def _packed(held: Sequence[_Held], chunk_bytes: int) -> list[Chunk]:
     found = []
-    for key, dtype in kept.items():
-        size = elements * dtype.itemsize
-        found.append(Place(key, dtype, start, size))
-        start = -(-(start + size) // _ALIGNMENT) * _ALIGNMENT
-    return tuple(found), start
+    for span in pack([item.sizes for item in held], chunk_bytes):
+        places, start = [], 0
+        own = held[span.first : span.end]
+        for item in own:
+            each, start = item.places(start)
+            places.append(each)
+        params, groups = tuple(item.param for item in own), tuple(item.group for item in own)
+        found.append(Chunk(params, groups, tuple(places), span.size))
+    return found
 
 
 def _kept(inner: Optimizer, group: Mapping[str, Any], dtype: torch.dtype) -> dict[str, torch.dtype]:

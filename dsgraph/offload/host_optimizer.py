@@ -27,11 +27,12 @@ from dsgraph.errors import OffloadError
 from dsgraph.inductor_ext.transfers.buffers import BufferPool
 from dsgraph.inductor_ext.transfers.lanes import Lane, lane_of
 from dsgraph.sharding.rows import distributed_like, own_part
+from dsgraph.tiers.chunk_sizes import CHUNK_BYTES
 from dsgraph.tiers.slots import first_of
 from dsgraph.tiers.stored_rows import stored_rows
 
 from .moves import FromDevice, FromDisk, InPlace, Move
-from .optimizer import CHUNK_BYTES, check_elementwise
+from .optimizer import check_elementwise
 
 MASTER = "master"
 """The key of a parameter's master in its state."""

@@ -10,7 +10,7 @@ The arithmetic is that of the optimizer that is wrapped: it steps on one chunk o
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -24,14 +24,12 @@ from torch.optim import Optimizer
 from dsgraph.errors import OffloadError
 from dsgraph.inductor_ext.transfers.buffers import Buffer
 from dsgraph.sharding.rows import own_part
-from dsgraph.tiers.stored_rows import ReadRows
+from dsgraph.tiers.chunk_sizes import CHUNK_BYTES
+from dsgraph.tiers.read_rows import ReadRows
 
 from .beside_backward import BesideBackward, Numbers
 from .chunks import Chunk, chunks_of
 from .stored_state import ChunkStore, StoredState
-
-CHUNK_BYTES = 32 * 2**20
-"""Bytes of state that are read, used and written together. Up to three chunks are in memory at once."""
 
 _AHEAD = 2  # chunks whose state is read before anybody steps
 
@@ -100,7 +98,7 @@ class OptimizerOnDisk(Optimizer):
         return self._store.memory_bytes
 
     @property  # type: ignore[override]
-    def state(self) -> MutableMapping[Tensor, dict[str, Any]]:
+    def state(self) -> StoredState:
         """See the class."""
         return self._stored
 
@@ -194,6 +192,10 @@ class OptimizerOnDisk(Optimizer):
                 "zero_grad: the backward has updated parameters with these gradients: call optimizer.step() first"
             )
         super().zero_grad(set_to_none)
+
+    def refuse_steps(self, failure: BaseException | None) -> None:
+        """Refuses every later step because of a failure; None: parameters and state were loaded since."""
+        self._failure = failure
 
     def _refuse_failed(self) -> None:
         if self._failure is not None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from dsgraph.errors import OffloadError
 from dsgraph.sharding.table import KEEP_WHOLE_BELOW, OffloadArguments
 
 from .offload_optimizer import offloaded_to
-from .sizes import Sizes
+from .sizes import Sizes, Split
 
 
 @dataclass(frozen=True)
@@ -125,11 +124,11 @@ def plan_offload(
     if not is_host and host_memory_limit is not None:
         raise OffloadError("host_memory_limit has no effect on the CPU, whose memory is the host's: set memory_limit")
     sizes = Sizes.of(model, stage, ranks, keep_whole_below, to_host=is_host)
-    found = sizes.shares_within(limit)
-    if found is not None and any(found) and not is_host and folder is None:
+    found = sizes.within(limit)
+    if found is not None and found.states and not is_host and folder is None:
         raise OffloadError(
             f"memory_limit is {limit:,} bytes, and something has to go to disk: name a folder there, or set it to "
-            f"{math.ceil(sizes.memory(0, 0)):,} or more"
+            f"{sizes.memory(Split(0, 0)):,} or more"
         )
     if found is None:
         hint = "" if stage == 3 else f"; stage {stage} keeps parameters there, stage 3 would take less"
@@ -138,15 +137,16 @@ def plan_offload(
             f"memory_limit is {limit:,} bytes, and the model's states take {sizes.least:,} at least, with everything "
             f"{where} that can be there: set it to that or more{hint}"
         )
-    below = math.ceil(sizes.below(*found))
+    below = sizes.below(found)
     if is_host:
         _check_host(sizes, below, limit, _bytes_of("host_memory_limit", host_memory_limit or 1.0, "cpu"))
+    optimizer, parameters = sizes.shares(found)
     return OffloadPlan(
-        *("host" if is_host else "disk", found[1], found[0]),
-        folder=Path(folder) if folder is not None and any(found) else None,
-        memory_bytes=math.ceil(sizes.memory(*found)),
+        *("host" if is_host else "disk", parameters, optimizer),
+        folder=Path(folder) if folder is not None and found.states else None,
+        memory_bytes=sizes.memory(found),
         below_bytes=below,
-        buffer_bytes=sizes.buffers(*found),
+        buffer_bytes=sizes.buffers(found),
     )
 
 
@@ -161,13 +161,8 @@ def _check_host(sizes: Sizes, below: int, limit: int, host_limit: int) -> None:
     """Refuses what the host cannot hold, with the least limits: of the host, or of the device for that host."""
     if below <= host_limit:
         return
-    low, high = limit, math.ceil(sizes.memory(0, 0))  # the first is too small, the second takes nothing of the host
-    while high - low > 1:
-        middle = (low + high) // 2
-        found = sizes.shares_within(middle)
-        fits = found is not None and math.ceil(sizes.below(*found)) <= host_limit
-        low, high = (low, middle) if fits else (middle, high)
+    least = min(sizes.memory(split) for split in sizes.splits if sizes.below(split) <= host_limit)
     raise OffloadError(
         f"memory_limit is {limit:,} bytes, so that the host has to hold {below:,}, and host_memory_limit is "
-        f"{host_limit:,}: set host_memory_limit to {below:,} or more, or memory_limit to {high:,} or more"
+        f"{host_limit:,}: set host_memory_limit to {below:,} or more, or memory_limit to {least:,} or more"
     )

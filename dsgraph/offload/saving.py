@@ -3,23 +3,34 @@
 from __future__ import annotations
 
 import io
+import mmap
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 
-from torch import Tensor
-from torch.distributed.checkpoint import DefaultSavePlanner
-from torch.distributed.checkpoint.planner import WriteItem
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, WriteItem
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from dsgraph.tiers.stored_rows import stored_rows
+from dsgraph.errors import OffloadError
+from dsgraph.sharding.rows import own_part
+from dsgraph.tiers.stored_rows import StoredRows, stored_rows
+from dsgraph.tiers.stored_tensor import StoredTensor
 
+from .optimizer import OptimizerOnDisk
 from .stored_state import StoredState
+
+_HALF = "was not read to its end from a checkpoint, and is neither the old one nor the new one: load a checkpoint"
 
 
 class SavePlannerFromDisk(DefaultSavePlanner):
-    """Drops the pages of each tensor on disk when the next one is written: `dcp.save(..., planner=...)`.
+    """Reads each tensor on disk when it is written: `dcp.save(..., planner=...)`.
 
-    So each thread that writes has one tensor in memory. Without it the kernel drops pages when it needs memory.
+    So each thread that writes has one tensor in memory. Without it tensors are mapped: the kernel drops pages when it
+    needs memory, and ends the process where the disk fails.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
@@ -30,15 +41,102 @@ class SavePlannerFromDisk(DefaultSavePlanner):
 
     @override
     def resolve_data(self, write_item: WriteItem) -> Tensor | io.BytesIO:
-        self._drop(getattr(self._written, "last", None))
-        self._written.last = super().resolve_data(write_item)
-        return self._written.last
+        found = super().resolve_data(write_item)
+        stored = stored_tensor(found, self._state) if isinstance(found, Tensor) else None
+        if stored is None:
+            return found
+        # `torch.save` leaves what it has written in a cycle, which holds the memory until somebody collects garbage.
+        last = getattr(self._written, "last", None)
+        if last is not None:
+            last.madvise(mmap.MADV_DONTNEED)
+        value, self._written.last = stored.read_memory()
+        return value
 
-    def _drop(self, written: Tensor | io.BytesIO | None) -> None:
-        if not isinstance(written, Tensor):
-            return
-        rows = stored_rows(written)
+
+class LoadPlannerToDisk(DefaultLoadPlanner):
+    """Writes each tensor to the disk when it is read: `dcp.load(..., planner=...)`.
+
+    So one tensor is in memory at a time. It is for those of the optimizer's state dict and for parameters; what is
+    in memory is read as ever. Without it, what is read of the state goes to memory alone.
+
+    Attributes:
+        has_begun: Whether the ranks have begun to read.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        """For a state dict with the state of an optimizer, and parameters."""
+        super().__init__()
+        self._state = optimizer.state
+        self.has_begun = False
+
+    @override
+    def finish_plan(self, new_plan: LoadPlan) -> LoadPlan:
+        self.has_begun = True
+        return super().finish_plan(new_plan)
+
+    @override
+    def resolve_tensor(self, read_item: ReadItem) -> Tensor:
+        stored = self._stored(read_item)
+        if stored is not None:
+            return stored.room(read_item.lengths)
+        found: Tensor = super().resolve_tensor(read_item)
+        return found
+
+    @override
+    def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
+        stored = self._stored(read_item)
+        if stored is not None:
+            stored.write(tensor, read_item.dest_offsets)
+
+    def _stored(self, read_item: ReadItem) -> StoredTensor | None:
+        return stored_tensor(self.lookup_tensor(read_item.dest_index), self._state)
+
+
+def stored_tensor(value: Tensor, state: object) -> StoredTensor | None:
+    """Where a tensor lies that is a parameter's rows on disk, or in an optimizer's state; None: in memory."""
+    rows = stored_rows(value)
+    if rows is not None:
+        return rows.stored
+    return state.stored(value) if isinstance(state, StoredState) and value.numel() else None
+
+
+@contextmanager
+def loading_to_disk(module: nn.Module, optimizer: Optimizer, *, module_only: bool) -> Iterator[LoadPlannerToDisk]:
+    """Around a `dcp.load` with the planner that it gives, into the very tensors of a model and its optimizer.
+
+    Where it fails when something was read already, nobody trains with that: forwards and steps are refused until
+    another load comes to its end.
+
+    Args:
+        module: The partitioned model.
+        optimizer: Of its parameters.
+        module_only: Whether nothing is read into the optimizer.
+
+    Raises:
+        OffloadError: A backward has begun a step; nothing was read.
+    """
+    if isinstance(optimizer, OptimizerOnDisk) and optimizer.begun:
+        raise OffloadError("the backward has begun to update parameters: call optimizer.step() before you load others")
+    planner, params = LoadPlannerToDisk(optimizer), list(module.parameters())
+    try:
+        yield planner
+    except BaseException as error:  # which torch's CheckpointException is
+        if planner.has_begun:
+            for rows in _rows_of(params):
+                rows.held_for = _HALF
+            if isinstance(optimizer, OptimizerOnDisk):
+                optimizer.refuse_steps(error)
+        raise
+    torch.autograd.graph.increment_version(params)
+    for rows in _rows_of(params):
+        rows.held_for = ""
+        rows.forget_reads()
+    if isinstance(optimizer, OptimizerOnDisk) and not module_only:
+        optimizer.refuse_steps(None)
+
+
+def _rows_of(params: list[nn.Parameter]) -> Iterator[StoredRows]:
+    for param in params:
+        rows = stored_rows(own_part(param))
         if rows is not None:
-            rows.drop_pages()
-        elif isinstance(self._state, StoredState):
-            self._state.drop_pages(written)
+            yield rows

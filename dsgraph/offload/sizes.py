@@ -1,147 +1,191 @@
-"""What a model's states take, and where, by formulas."""
+"""What a model's states take, and where, by formulas: of Adam, and in the pieces in which the stores move them."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
 
 import torch
 from torch import nn
 
 from dsgraph.inductor_ext import chunk_rows
-from dsgraph.passes import ParamInfo
-from dsgraph.passes.analysis.budget import OPTIMIZER_STATES, shard_bytes
-from dsgraph.tiers.slots import first_of
+from dsgraph.inductor_ext.transfers.buffers import rounded
+from dsgraph.passes.analysis.budget import OPTIMIZER_STATES
+from dsgraph.tiers.chunk_sizes import CHUNK_BYTES, StateChunk, TrainedRows, state_chunks, step_buffers
+from dsgraph.tiers.slots import share_of
 from dsgraph.tiers.stored_rows import WRITING_BYTES
 
-from .optimizer import CHUNK_BYTES
-
 _AHEAD_BYTES = 64 * 2**20  # of parameters that `StreamForwardParameters` reads ahead
-_AT_ONCE = 2  # chunks whose buffers a step has at once: one is stepped on, the next one read
-_CHUNKS = 3  # of state in memory at once: one is read, one used, one written
 _TRAVELLING = 2  # chunks of gradients on their way to the host: one arrives, one is stepped on
 _FULL_COPIES = 3  # of a parameter in use, besides its rows: gathered, and its gradient before and after the reduction
 _LOW = (torch.float16, torch.bfloat16)
 
 
 @dataclass(frozen=True)
+class Split:
+    """What leaves the device: so many pieces of the optimizer's state, and the first so many sharded parameters."""
+
+    states: int
+    parameters: int
+
+
+@dataclass(frozen=True)
+class _Param:
+    """One parameter on one rank: bytes of its rows, of all of it, and what is kept of it."""
+
+    rows: int
+    full: int
+    trained: bool
+    movable: bool
+    item: int
+    is_low: bool
+
+    @property
+    def grad(self) -> int:
+        return self.rows * self.trained
+
+    @property
+    def state(self) -> int:
+        return OPTIMIZER_STATES * self.grad
+
+    @property
+    def wide_state(self) -> int:
+        """On the host: that of 16-bit parameters is of their float32 masters, and has these."""
+        floats = self.grad // self.item * torch.float32.itemsize
+        return (OPTIMIZER_STATES + 1) * floats if self.is_low else self.state
+
+
+@dataclass(frozen=True)
 class Sizes:
-    """Bytes of one rank: what always stays on the device, what can leave it, and the buffers for that.
+    """Bytes of one rank, for each way in which a model's states can be split between the device and the tier below.
 
     Attributes:
-        fixed: Parameters and gradients that stay.
-        state: The optimizer's state where all of it stays.
-        wide_state: The state once some of it leaves: that of 16-bit parameters is of their float32 masters then.
-        movable: Parameters and gradients that can leave.
-        copies: Masters on the host of parameters on the device: their float32 rows once more.
-        state_buffers: On the device, once state leaves.
-        parameter_buffers: On the device, once parameters leave.
-        below_buffers: In the tier below, once anything is there.
+        params: In order.
+        copies: Gathered copies that stay.
+        to_host: Whether the host lies below, where pieces are parameters; else the disk, where they are chunks.
     """
 
-    fixed: int
-    state: int
-    wide_state: int
-    movable: int
+    params: tuple[_Param, ...]
     copies: int
-    state_buffers: int
-    parameter_buffers: int
-    below_buffers: int
+    to_host: bool
 
     @classmethod
     def of(cls, model: nn.Module, stage: int, ranks: int, keep_whole_below: int, *, to_host: bool) -> Sizes:
         """The sizes of a model that will be partitioned so, below which lies the host or the disk."""
-        fixed = state = wide_state = movable = copies = most_state = most_rows = most_full = 0
+        params, copies = [], 0
         for param in model.parameters():
-            full = param.nbytes
             sharded = stage > 0 and param.dim() > 0 and param.numel() >= max(1, keep_whole_below)
-            rows = chunk_rows(len(param), ranks) * (full // len(param)) if sharded else full
-            grad = rows if param.requires_grad else 0
-            own_state = OPTIMIZER_STATES * grad
-            state += own_state
-            if to_host and param.dtype in _LOW:
-                own_state = (OPTIMIZER_STATES + 1) * grad // param.itemsize * torch.float32.itemsize
-            elif to_host:
-                copies += grad
-            wide_state += own_state
-            most_state = max(most_state, own_state)
-            if sharded and stage == 3 and not to_host:  # from a GPU, parameters cannot leave yet
-                movable += rows + grad
-                most_rows, most_full = max(most_rows, rows), max(most_full, full)
-            else:
-                fixed += rows + grad + (full if sharded and stage != 3 else 0)  # its gathered copy
-        ahead, full_copies = max(_AHEAD_BYTES, 2 * most_rows), _FULL_COPIES * most_full
-        chunks = _CHUNKS * max(CHUNK_BYTES, most_state)  # of state; and of rows with gradients
-        on_way = max(WRITING_BYTES, most_rows)
-        return cls(
-            *(fixed, state, wide_state, movable, copies),
-            state_buffers=0 if to_host else chunks,
-            parameter_buffers=ahead + chunks + on_way + full_copies,
-            below_buffers=_TRAVELLING * max(CHUNK_BYTES, most_state) if to_host else 0,
-        )
+            rows = chunk_rows(len(param), ranks) * (param.nbytes // len(param)) if sharded else param.nbytes
+            movable = sharded and stage == 3 and not to_host  # from a GPU, parameters cannot leave yet
+            is_low = to_host and param.dtype in _LOW
+            params.append(_Param(rows, param.nbytes, param.requires_grad, movable, param.itemsize, is_low))
+            copies += param.nbytes if sharded and stage != 3 else 0
+        return cls(tuple(params), copies, to_host)
+
+    @cached_property
+    def _movable(self) -> list[_Param]:
+        return [param for param in self.params if param.movable]
+
+    @cached_property
+    def _trained(self) -> list[_Param]:
+        return [param for param in self.params if param.trained]
+
+    @cached_property
+    def _chunks(self) -> list[StateChunk]:
+        """Those of the state while all parameters are in memory."""
+        return state_chunks([TrainedRows(param.rows, on_disk=False) for param in self._trained], 1.0)
 
     @property
+    def splits(self) -> Iterator[Split]:
+        """All there are, those first that move less."""
+        states = len(self._trained) if self.to_host else len(self._chunks)
+        yield from (Split(number, 0) for number in range(states + 1))
+        if states:
+            yield from (Split(states, number) for number in range(1, len(self._movable) + 1))
+
+    @cached_property
     def least(self) -> int:
         """The smallest limit of the device's memory that would do."""
-        all_parameters = (self.memory(1, 1),) if self.movable else ()
-        return math.ceil(min(self.memory(0, 0), self.memory(1, 0), *all_parameters))
+        nothing, *rest = self.splits
+        found = self.memory(nothing)
+        for split in reversed(rest):  # what stays grows from here on
+            if self._held(split) >= found:
+                break
+            found = min(found, self.memory(split))
+        return found
 
-    def memory(self, optimizer: float, parameters: float) -> float:
-        """What is on the device with such shares below it."""
-        state = self.wide_state if optimizer else self.state
-        in_memory = self.fixed + state * (1 - optimizer) + self.movable * (1 - parameters)
-        return in_memory + self.buffers(optimizer, parameters)
+    def within(self, limit: int) -> Split | None:
+        """The split that moves least of those that fit; None: none does."""
+        fit = (split for split in self.splits if self._held(split) <= limit and self.memory(split) <= limit)
+        return next(fit, None)
 
-    def buffers(self, optimizer: float, parameters: float) -> int:
-        """What of it is buffers."""
-        return self.state_buffers * bool(optimizer) + self.parameter_buffers * bool(parameters)
-
-    def below(self, optimizer: float, parameters: float) -> float:
-        """What is in the tier below with such shares there."""
-        if not optimizer:
-            return 0
-        copies = self.copies * (optimizer - parameters)
-        return self.wide_state * optimizer + copies + self.movable * parameters + self.below_buffers
-
-    def shares_within(self, limit: int) -> tuple[float, float] | None:
-        """Shares of the optimizer's state and of parameters that fit, those that move the least; None: none do."""
-        over = self.memory(0, 0) - self.state + self.wide_state + self.state_buffers - limit
-        found: list[tuple[float, float]] = [(0, 0)]
-        if 0 < over <= self.wide_state:
-            found.append((over / self.wide_state, 0))
-        over += self.parameter_buffers - self.wide_state
-        if 0 < over <= self.movable:
-            found.append((1, over / self.movable))
-        return next((shares for shares in found if self.memory(*shares) <= limit), None)
-
-
-def step_buffers(params: Iterable[ParamInfo], graph_buffers: int) -> int:
-    """Bytes of buffers through which what lies on disk passes in a step, past torch's allocator.
-
-    The optimizer has two chunks of state at once, and of parameters that lie on disk as well their rows and gradients.
-    Those have the same pool as the reads and writes of graphs.
-
-    Args:
-        params: Of the model, as graphs know them, in order.
-        graph_buffers: See `StepMemory`.
-    """
-    known = [info for info in params if info.requires_grad and info.state_tier == "disk"]
-    chunks = [*_chunks([info for info in known if info.tier]), *_chunks([info for info in known if not info.tier])]
-    share = max((info.state_share for info in known), default=0.0)
-    chunks = chunks[: first_of([state for state, _ in chunks], share)]
-    pairs = [chunks[at : at + _AT_ONCE] for at in range(max(1, len(chunks) - 1))]
-    state, rows = (max(sum(chunk[which] for chunk in pair) for pair in pairs) for which in (0, 1))
-    return state + max(rows, graph_buffers)
-
-
-def _chunks(params: Sequence[ParamInfo]) -> list[tuple[int, int]]:
-    """Bytes of each chunk's state, and of rows and gradients of it that lie on disk."""
-    found: list[tuple[int, int]] = []
-    for info in params:
-        state, rows = OPTIMIZER_STATES * shard_bytes(info), 2 * shard_bytes(info) * bool(info.tier)
-        if found and found[-1][0] + state <= CHUNK_BYTES:
-            found[-1] = found[-1][0] + state, found[-1][1] + rows
+    def shares(self, split: Split) -> tuple[float, float]:
+        """What the stores are told: the share of the state, and that of parameters."""
+        if self.to_host:
+            pieces = [param.rows // param.item for param in self._trained]
         else:
-            found.append((state, rows))
-    return found
+            pieces = [chunk.state for chunk in self._chunks]
+        return share_of(pieces, split.states), share_of([param.rows for param in self._movable], split.parameters)
+
+    def memory(self, split: Split) -> int:
+        """What is on the device."""
+        return self._held(split) + self.buffers(split)
+
+    def _held(self, split: Split) -> int:
+        """What of it is there all the time."""
+        return self.copies + self._states_left[split.states] + self._parameters_left[split.parameters]
+
+    @cached_property
+    def _states_left(self) -> list[int]:
+        """By how many pieces leave; once one does, the others are as wide."""
+        pieces = (
+            [param.wide_state for param in self._trained] if self.to_host else [item.state for item in self._chunks]
+        )
+        return [sum(param.state for param in self._trained), *_left(pieces)[1:]]
+
+    @cached_property
+    def _parameters_left(self) -> list[int]:
+        stay = sum(param.rows + param.grad for param in self.params if not param.movable)
+        return [stay + left for left in _left([param.rows + param.grad for param in self._movable])]
+
+    def _split(self, split: Split) -> list[StateChunk]:
+        if not split.parameters:
+            found = enumerate(self._chunks)
+            return [StateChunk(chunk.state, number < split.states, 0) for number, chunk in found]
+        leaving = set(map(id, self._movable[: split.parameters]))
+        return state_chunks([TrainedRows(param.rows, id(param) in leaving) for param in self._trained], 1.0)
+
+    def buffers(self, split: Split) -> int:
+        """What of it is buffers: for the disk the most that a step can have at once, with a disk that falls behind."""
+        if self.to_host or not split.states:
+            return 0
+        leaving = self._movable[: split.parameters]
+        if not leaving:
+            return step_buffers(self._split(split), 0)
+        ahead = min(max(_AHEAD_BYTES, 2 * _most(leaving)), sum(rounded(param.rows) for param in leaving))
+        on_way = min(max(WRITING_BYTES, _most(leaving)), sum(rounded(param.grad) for param in leaving))
+        copies = _FULL_COPIES * max(param.full for param in leaving)
+        return step_buffers(self._split(split), 0) + ahead + on_way + copies
+
+    def below(self, split: Split) -> int:
+        """What is in the tier below."""
+        if not split.states:
+            return 0
+        if self.to_host:
+            there = self._trained[: split.states]
+            masters = sum(param.rows for param in there if not param.is_low)  # their float32 rows once more
+            travelling = _TRAVELLING * max(CHUNK_BYTES, *(param.wide_state for param in self._trained))
+            return sum(param.wide_state for param in there) + masters + travelling
+        rows = sum(2 * rounded(param.rows) for param in self._movable[: split.parameters])
+        return sum(chunk.buffer for chunk in self._split(split)) + rows
+
+
+def _left(pieces: Sequence[int]) -> list[int]:
+    """What stays of pieces without the first 0, 1, ... of them."""
+    return [sum(pieces) - gone for gone in (0, *accumulate(pieces))]
+
+
+def _most(params: Sequence[_Param]) -> int:
+    return max(rounded(param.rows) for param in params)

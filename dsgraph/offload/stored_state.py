@@ -7,15 +7,15 @@ from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, TypeVar
-from weakref import WeakValueDictionary
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from dsgraph.inductor_ext.transfers.buffers import Buffer, rounded
-from dsgraph.sharding.rows import own_part
+from dsgraph.sharding.rows import distributed_like, own_part
 from dsgraph.tiers.slots import SlotFile, first_of
+from dsgraph.tiers.stored_tensor import StoredTensor
 
 from .chunks import Chunk, Place
 
@@ -92,12 +92,31 @@ class StoredState(MutableMapping[Tensor, dict[str, Any]]):
         self._small: dict[Tensor, dict[str, Any]] = {}
         self._ahead: dict[int, Future[Buffer]] = {}
         self._maps: WeakValueDictionary[int, mmap.mmap] = WeakValueDictionary()  # by the address of a tensor
+        self._mapped: WeakKeyDictionary[mmap.mmap, dict[int, StoredTensor]] = WeakKeyDictionary()
 
-    def drop_pages(self, value: Tensor) -> None:
-        """Gives the kernel back what memory the pages of a tensor take that was read here. The next use loads them."""
+    def stored(self, value: Tensor) -> StoredTensor | None:
+        """Where a tensor lies that was read here and is mapped from the file; None for any other tensor."""
         memory = self._maps.get(value.data_ptr())
-        if memory is not None:
-            memory.madvise(mmap.MADV_DONTNEED)
+        return None if memory is None else self._mapped[memory][value.data_ptr()]
+
+    def tensors(self, param: Tensor) -> dict[str, Tensor]:
+        """What of a parameter's state lies in its chunk, by key; it holds anything, where none was stored yet."""
+        number, of = self._where[param]
+        memory, shape, found = self._file.memory(number), own_part(param).shape, dict[str, Tensor]()
+        for place in self._chunks[number].places[of]:
+            local = _tensor_in(memory, place).view(shape)
+            if isinstance(memory, mmap.mmap) and place.size:
+                stored = StoredTensor(self._file.file, number, place.start, place.dtype, shape)
+                self._maps[local.data_ptr()] = memory
+                self._mapped.setdefault(memory, {})[local.data_ptr()] = stored
+            found[place.key] = distributed_like(param, local)
+        return found
+
+    def take_rest(self, param: Tensor, state: Mapping[str, Any]) -> None:
+        """Hears that the tensors of a parameter's state were written to where they lie, and takes the rest of it."""
+        number, of = self._where[param]
+        kept = {place.key for place in self._chunks[number].places[of]}
+        self._small[param] = {key: _copied(value) for key, value in state.items() if key not in kept}
 
     def small(self, param: Tensor) -> dict[str, Any] | None:
         """What of a parameter's state is in memory; None where there is none at all yet."""
@@ -133,30 +152,34 @@ class StoredState(MutableMapping[Tensor, dict[str, Any]]):
         self._small[param] = rest
 
     def __getitem__(self, param: Tensor) -> dict[str, Any]:
-        number, of = self._where[param]
-        found = dict(self._small[param])
-        memory, shape = self._file.memory(number), own_part(param).shape
-        for place in self._chunks[number].places[of]:
-            local = _tensor_in(memory, place).view(shape)
-            if isinstance(memory, mmap.mmap):
-                self._maps[local.data_ptr()] = memory
-            found[place.key] = _like(param, local)
-        return found
+        return {**self._small[param], **self.tensors(param)}
 
     def __setitem__(self, param: Tensor, state: dict[str, Any]) -> None:
         number, of = self._where[param]
-        if number in self._ahead:
-            self._file.give_back(number, self._ahead.pop(number).result())
+        self._forget_read(number)
         # Always what is there: the state of others in the chunk may be mapped, and about to be set from there.
         buffer = self._file.read(number).result()
         places = self._chunks[number].places[of]
         self._put(param, places, state, buffer)
-        small = self._small[param].items()
-        self._small[param] = {key: value.clone() if isinstance(value, Tensor) else value for key, value in small}
+        self._small[param] = {key: _copied(value) for key, value in self._small[param].items()}
         self._file.write(number, buffer).result()
+        for place in places:
+            memory = self._maps.get(own_part(state[place.key]).data_ptr())
+            if memory is not None:
+                memory.madvise(mmap.MADV_DONTNEED)
 
     def __delitem__(self, param: Tensor) -> None:
         del self._small[param]
+
+    def clear(self) -> None:
+        """Forgets all state."""
+        for number in list(self._ahead):
+            self._forget_read(number)
+        self._small.clear()
+
+    def _forget_read(self, number: int) -> None:
+        if number in self._ahead:
+            self._file.give_back(number, self._ahead.pop(number).result())
 
     def __iter__(self) -> Iterator[Tensor]:
         return iter(self._small)
@@ -179,10 +202,5 @@ def _tensor_in(memory: mmap.mmap | memoryview, place: Place) -> Tensor:
     return torch.frombuffer(memory, dtype=place.dtype, count=count, offset=place.start)
 
 
-def _like(param: Tensor, local: Tensor) -> Tensor:
-    """This rank's part as a tensor that is distributed as the parameter is."""
-    if not isinstance(param, DTensor):
-        return local
-    return DTensor.from_local(
-        local, param.device_mesh, param.placements, run_check=False, shape=param.shape, stride=param.stride()
-    )
+def _copied(value: Any) -> Any:
+    return value.clone() if isinstance(value, Tensor) else value

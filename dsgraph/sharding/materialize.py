@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
+from os import PathLike
+from pathlib import Path
 from typing import Literal, TypeVar
 
 import torch
@@ -14,9 +17,11 @@ from dsgraph.errors import PartitionError
 
 from .buffers import equalise_buffers
 from .classes import plain_class
+from .offloaded import refuse_device
 from .refusals import refuse_early_optimizers
 from .rows import broadcast_from_first, local_rows, placements_for
 from .table import PartitionedModel, ShardedParameter, partitioned_parts
+from .weight_folder import weight_initialisers
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
 Init = Callable[[nn.Module], object] | Literal["empty"] | None
@@ -27,6 +32,7 @@ def materialize(
     device: torch.device | str | None = None,
     *,
     init: Init = None,
+    weights: str | PathLike[str] | None = None,
     progress: Callable[[int, int], object] | None = None,
 ) -> ModelT:
     """Allocates the shards of a partitioned model that lies on the `meta` device, and initialises them.
@@ -48,15 +54,17 @@ def materialize(
         init: Called with each module that holds parameters or buffers of its own, while these have their full size; it
             initialises them in place. None: the model's `_init_weights(module)` if it has one (transformers), else the
             module's `reset_parameters()`. "empty": leave memory as it is, for a checkpoint to be loaded.
-
+        weights: A folder of `*.safetensors` with the names of the model's `state_dict`, such as transformers' own.
+            Values come from there, and `init` gives buffers that no checkpoint holds. Of tied parameters one is
+            enough. Each rank reads each parameter whole, and keeps its rows.
         progress: Called behind each module with the parameters that are done, and with those of the whole model.
 
     Returns:
         `model` itself.
 
     Raises:
-        PartitionError: The model is not partitioned or not on the meta device, or a module has parameters and no known
-            way to initialise them; nothing was changed.
+        PartitionError: The model is not partitioned or not on the meta device, a module has parameters and no known way
+            to initialise them, or `weights` lacks one; nothing was changed.
     """
     states = partitioned_parts(model)
     if not states:
@@ -68,10 +76,15 @@ def materialize(
     if not on_meta and not buffers:
         raise PartitionError("materialize: nothing in the model is on the meta device")
     target = torch.device(states[0].mesh.device_type if device is None else device)
+    refuse_device(f"materialize: the model is to be on {target.type}", target, states[0].arguments.offload)
     refuse_early_optimizers([entry.param for entry in on_meta], doing="materialize")  # type: ignore[misc]
     waiting = {id(entry.param) for entry in on_meta}
     initialised = [module for module in model.modules() if module in buffers or _holds(module, waiting)]
-    initialisers = {module: _initialiser(model, module, init) for module in initialised}
+    find = partial(_initialiser, model, init=init)
+    if weights is None:
+        initialisers = {module: find(module) for module in initialised}
+    else:
+        initialisers = weight_initialisers(model, Path(weights), states[0], find)
 
     entries = {id(entry.param): (entry, state) for state in states for entry in state.parameters}
     count = sum(entry.param.numel() for entry in on_meta)
@@ -107,7 +120,7 @@ def _holds(module: nn.Module, params: set[int]) -> bool:
     return any(id(param) in params for param in module._parameters.values() if param is not None)
 
 
-def _initialiser(model: nn.Module, module: nn.Module, init: Init) -> Callable[[nn.Module], object]:
+def _initialiser(model: nn.Module, module: nn.Module, *, init: Init) -> Callable[[nn.Module], object]:
     if init == "empty":
         lost = sorted(name for name in module._non_persistent_buffers_set if module._buffers[name] is not None)
         if lost:

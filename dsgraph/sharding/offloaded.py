@@ -8,13 +8,16 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from dsgraph.errors import PartitionError
 from dsgraph.inductor_ext import chunk_rows, resolve_group
+from dsgraph.tiers.chunk_sizes import TrainedRows, state_chunks
 from dsgraph.tiers.slots import first_of
 from dsgraph.tiers.stored_rows import ParameterFile
 
+from .rows import own_part
 from .table import OffloadArguments, PartitionedModel, ShardedParameter
 
 _TIERS = ("host", "disk")
@@ -34,16 +37,11 @@ def read_offload(offload: Mapping[str, Any], stage: int | None) -> OffloadArgume
     known = all(tier in _TIERS for tier in named) and (folder is None or (isinstance(folder, str) and folder))
     if given or not named or not known or not shares.keys() <= tiers.keys() or not all(map(_is_share, shares.values())):
         takes = (
-            '{"optimizer": "host" or "disk", "parameters": "disk", "folder": a folder on that disk, "ratio": '
+            '{"optimizer": "host" or "disk", "parameters": "host" or "disk", "folder": a folder on that disk, "ratio": '
             "above 0 and up to 1}, of which one of the first two has to be there; the ratio may be one for each, "
             '{"optimizer": 0.5, "parameters": 1.0}'
         )
         raise PartitionError(f"offload is {offload!r}; it takes {takes}")
-    if tiers["parameters"] == "host":
-        raise PartitionError(
-            f"offload is {offload!r}: parameters cannot lie on the host yet, below a GPU; on the CPU they lie there "
-            "anyway: leave 'parameters' out"
-        )
     if folder is not None and "disk" not in named:
         raise PartitionError(f"offload is {offload!r}: the folder has no effect, since nothing goes to disk")
     if tiers["parameters"] and stage not in (None, 3):
@@ -64,19 +62,46 @@ def _is_share(ratio: object) -> bool:
 
 
 def refuse_other_devices(parameters: Mapping[str, nn.Parameter], offload: OffloadArguments) -> None:
-    """Refuses what is not on the CPU, or to be, where something goes to disk.
+    """Refuses what is not on the CPU, or to be, where parameters leave it or something goes to disk.
 
     Raises:
         PartitionError: Names the first one.
     """
-    if "disk" not in (offload.parameters, offload.optimizer):
-        return
     for name, param in parameters.items():
-        if param.device.type not in ("cpu", "meta"):
-            what = "parameters" if offload.parameters == "disk" else "the optimizer's state"
-            raise PartitionError(
-                f"offload: parameter {name!r} is on {param.device.type}; {what} can lie on disk for the CPU alone yet"
-            )
+        refuse_device(f"parameter {name!r} is on {param.device.type}", param.device, offload)
+
+
+def refuse_device(found: str, device: torch.device, offload: OffloadArguments) -> None:
+    """Refuses a device from which nothing goes to where `offload` has it yet.
+
+    Args:
+        found: What is there, for the error.
+        device: Where it is.
+        offload: What `partition` was told.
+
+    Raises:
+        PartitionError: Nothing goes there yet.
+    """
+    if device.type in ("cpu", "meta"):
+        return
+    if offload.parameters:
+        raise PartitionError(
+            f"offload: {found}; parameters can leave the CPU's memory alone yet: leave 'parameters' out of offload, "
+            "and take more ranks at stage 3, or a lower param_dtype"
+        )
+    if offload.optimizer == "disk":
+        raise PartitionError(
+            f"offload: {found}; the optimizer's state can lie on disk for the CPU alone yet: set 'optimizer' to 'host'"
+        )
+
+
+def nothing_moved(part: PartitionedModel) -> str:
+    """What `partition(offload=...)` asked to be on the host of a model on the CPU, whose memory that is; or ""."""
+    offload, on_cpu = part.arguments.offload, part.mesh.device_type == "cpu"
+    named = [what for what in ("parameters", "optimizer") if on_cpu and getattr(offload, what) == "host"]
+    if not named:
+        return ""
+    return f"offload: {' and '.join(named)} on the host: nothing is moved, the model is on the CPU"
 
 
 def give_places(entries: Sequence[ShardedParameter], part: PartitionedModel) -> None:
@@ -86,7 +111,7 @@ def give_places(entries: Sequence[ShardedParameter], part: PartitionedModel) -> 
         OffloadError: The folder cannot be used, or the disk has too few bytes free.
     """
     offload = part.arguments.offload
-    sharded = [entry for entry in entries if entry.layout.group] if offload.parameters else []
+    sharded = [entry for entry in entries if entry.layout.group] if offload.parameters == "disk" else []
     if not sharded:
         return
     Path(offload.folder).mkdir(parents=True, exist_ok=True)
@@ -101,3 +126,21 @@ def give_places(entries: Sequence[ShardedParameter], part: PartitionedModel) -> 
     file = ParameterFile(sizes[:on_disk], below=Path(offload.folder))
     for number, entry in enumerate(sharded[:on_disk]):
         entry.stored = file.place(number)
+
+
+def trained_rows(part: PartitionedModel) -> list[TrainedRows]:
+    """This rank's rows of what is trained, in order."""
+    found = (entry for entry in part.parameters if entry.param.requires_grad)
+    return [TrainedRows(own_part(entry.param).nbytes, entry.stored is not None, entry.name) for entry in found]
+
+
+def state_share(part: PartitionedModel) -> float:
+    """How much of the optimizer's state lies elsewhere: its ratio, or the least more that whole pieces make it."""
+    offload, trained = part.arguments.offload, trained_rows(part)
+    if offload.optimizer == "disk":
+        chunks = state_chunks(trained, offload.optimizer_ratio)
+        there, all_of_it = (sum(chunk.buffer for chunk in chunks), sum(chunk.state for chunk in chunks))
+    else:
+        sizes = [item.size for item in trained]
+        there, all_of_it = sum(sizes[: first_of(sizes, offload.optimizer_ratio)]), sum(sizes)
+    return there / all_of_it if all_of_it else 0.0

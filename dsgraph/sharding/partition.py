@@ -74,9 +74,10 @@ def partition(
         offload: What lies elsewhere than on the model's device: {"optimizer": "host", "parameters": "disk", "folder":
             "/scratch", "ratio": 0.5}. "optimizer", at every stage: where its state lies, "host" or "disk"; step what
             `dsgraph.offload_optimizer` makes of it. "parameters", at stage 3: this rank's rows of sharded parameters,
-            and their gradients; compiled graphs read each ahead of its use. "folder": on the disk; without it the one
-            for temporary files. A file in it goes when the process ends. "ratio": the share of bytes, above 0 and up
-            to 1, or one for each; the last parameters stay. See docs/offload.md. None: nothing.
+            and their gradients; from "disk" compiled graphs read each ahead of its use, and on "host" a model on the
+            CPU lies anyway. "folder": on the disk; without it the one for temporary files. A file in it goes when the
+            process ends. "ratio": the share of bytes, above 0 and up to 1, or one for each; the last parameters stay.
+            See docs/offload.md. None: nothing.
 
     Returns:
         `model` itself.

@@ -12,8 +12,10 @@ from itertools import accumulate
 from pathlib import Path
 from zlib import crc32
 
+import torch
+
 from dsgraph.errors import OffloadError
-from dsgraph.inductor_ext.transfers.buffers import Buffer, BufferPool, rounded
+from dsgraph.inductor_ext.transfers.buffers import ALIGNMENT, Buffer, BufferPool, rounded
 from dsgraph.inductor_ext.transfers.errors import TransferError
 from dsgraph.inductor_ext.transfers.files import transfer_part
 from dsgraph.inductor_ext.transfers.folder import PrivateFolder, folder_below
@@ -27,6 +29,13 @@ def first_of(sizes: Sequence[int], ratio: float) -> int:
     """How many of the first pieces have this share of all bytes, or the least more that whole pieces make it."""
     before = [0, *accumulate(sizes)]
     return sum(start < ratio * before[-1] for start in before[:-1])
+
+
+def share_of(sizes: Sequence[int], count: int) -> float:
+    """The share of all bytes that so many of the first pieces have, of which `first_of` makes as many again."""
+    if not 0 < count < len(sizes):
+        return float(count > 0)
+    return (sum(sizes[:count]) - 0.5) / sum(sizes)  # half a byte less: no rounding makes it one piece more
 
 
 class SlotFile:
@@ -117,6 +126,50 @@ class SlotFile:
         finally:
             os.close(handle)
 
+    def read_part(self, slot: int, start: int, size: int) -> tuple[mmap.mmap, int]:
+        """Bytes of a slot, `start` bytes behind its beginning, in memory of their own.
+
+        Returns:
+            The memory, and where in it they begin.
+
+        Raises:
+            OffloadError: The file cannot be read, or, where checksums are asked for, it is not what was written.
+        """
+        if self._sums is not None and slot in self._sums:
+            self.give_back(self._read(slot, self.take(slot)))
+        begin = start % ALIGNMENT
+        memory = anonymous(rounded(begin + size))
+        self._fill(_buffer_in(memory), at=self._offsets[slot] + start - begin)
+        return memory, begin
+
+    def write_part(self, slot: int, start: int, data: memoryview) -> None:
+        """Writes bytes to a slot, `start` bytes behind its beginning, and leaves the rest as it is.
+
+        Raises:
+            OffloadError: The file cannot be read or written.
+        """
+        begin = start % ALIGNMENT
+        at = self._offsets[slot] + start - begin
+        buffer = _buffer_in(anonymous(rounded(begin + data.nbytes)))
+        if begin or buffer.size != data.nbytes:  # others are in its first page, or in its last one
+            self._fill(buffer, at=at)
+        buffer.view()[begin : begin + data.nbytes] = data
+        try:
+            transfer_part(self.path, os.O_WRONLY, buffer, os.pwritev, at=at)
+        except OSError as error:
+            raise OffloadError(_lost(self.path, "written", error)) from error
+        if self._sums is not None and slot not in self._mapped:
+            whole = self.take(slot)
+            self._fill(whole, at=self._offsets[slot])
+            self._sums[slot] = crc32(whole.view())
+            self.give_back(whole)
+
+    def _fill(self, buffer: Buffer, *, at: int) -> None:
+        try:
+            transfer_part(self.path, os.O_RDONLY, buffer, os.preadv, at=at)
+        except OSError as error:
+            raise OffloadError(_lost(self.path, "read", error)) from error
+
     @property
     def buffer_bytes(self) -> int:
         """Bytes of memory that buffers take."""
@@ -124,10 +177,10 @@ class SlotFile:
 
     def _read(self, slot: int, buffer: Buffer) -> Buffer:
         try:
-            transfer_part(self.path, os.O_RDONLY, buffer, os.preadv, at=self._offsets[slot])
-        except OSError as error:
+            self._fill(buffer, at=self._offsets[slot])
+        except OffloadError:
             self.give_back(buffer)
-            raise OffloadError(_lost(self.path, "read", error)) from error
+            raise
         if self._sums is not None and slot in self._sums and self._sums[slot] != crc32(buffer.view()):
             self.give_back(buffer)
             raise OffloadError(
@@ -145,6 +198,16 @@ class SlotFile:
             raise OffloadError(_lost(self.path, "written", error)) from error
         finally:
             self.give_back(buffer)
+
+
+def anonymous(size: int) -> mmap.mmap:
+    """Private memory of so many bytes: its pages can be dropped."""
+    return mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+
+
+def _buffer_in(memory: mmap.mmap) -> Buffer:
+    """A buffer of no pool, which would keep it."""
+    return Buffer(torch.frombuffer(memory, dtype=torch.uint8), len(memory))
 
 
 def _lost(path: Path, what: str, error: OSError | ValueError) -> str:

@@ -23,6 +23,7 @@ from dsgraph.inductor_ext.transfers.stored import Reload, StoredParameter
 from dsgraph.inductor_ext.transfers.transfers import transfers_of
 
 from .slots import SlotFile
+from .stored_tensor import StoredTensor
 
 _CPU = torch.device("cpu")
 _MANY = 2  # reads: more than the one whose gradient is the whole gradient
@@ -75,6 +76,7 @@ class StoredRows(StoredParameter):
         when_arrived: Is called amid a backward when the whole gradient is stored, and the backward reads the rows no
             more. It is not where that is not known: of a parameter that several graphs read, or eager code.
         held_for: Why nobody may read the rows; empty: all may.
+        stepped_amid: Whether an optimizer has stepped on them amid a backward.
     """
 
     rows: Tensor
@@ -98,11 +100,17 @@ class StoredRows(StoredParameter):
         self._reading_ahead: list[Future[Buffer]] = []
         self.when_arrived: Callable[[], None] | None = None
         self.held_for = ""
+        self.stepped_amid = False
 
     @property
     def file(self) -> SlotFile:
         """Where its bytes lie."""
         return self._file.slots
+
+    @property
+    def stored(self) -> StoredTensor:
+        """Where the rows lie, for those who read and write parts of them."""
+        return StoredTensor(self.file, self._slot, 0, self.rows.dtype, self.rows.shape)
 
     def fill(self, rows: Tensor) -> Tensor:
         """Stores the first rows, a contiguous tensor on the CPU; returns them in mapped memory."""
@@ -128,7 +136,11 @@ class StoredRows(StoredParameter):
         self._reads += compat.running_backward() < 0
         reading = self._file.slots.read(self._slot)
         self._reading_ahead = [*(future for future in self._reading_ahead if not future.done()), reading]
-        return _Fetch(self._file.slots, reading)
+        return _Fetch(self._file.slots, reading, self._forget)
+
+    def _forget(self, reading: Future[Buffer]) -> None:
+        """Lets go of a read that is through, and so of its buffer: the pool may give up its memory."""
+        self._reading_ahead = [future for future in self._reading_ahead if future is not reading]
 
     def note_eager_read(self) -> None:
         """Code outside compiled graphs reads the rows: nobody tells when it reads them for the last time."""
@@ -161,11 +173,11 @@ class StoredRows(StoredParameter):
             )
         adds = self._has_arrived or param.grad is not None
         buffer = self._file.slots.take(self._slot + 1)
-        view = _view(buffer, grad)
+        view = view_in(buffer, grad)
         view.copy_(grad)
         if adds:
             with self._reading(self._slot + 1) as earlier:
-                view.add_(_view(earlier, grad))
+                view.add_(view_in(earlier, grad))
         self._writing = self._file.write(self._slot + 1, buffer)
         self._has_arrived = True
         param.grad = None  # so that autograd puts there what it is given, and adds nothing
@@ -199,7 +211,7 @@ class StoredRows(StoredParameter):
     def write_rows(self, rows: Tensor) -> Future[None]:
         """Starts to store other rows; they may be written over afterwards."""
         buffer = self._file.slots.take(self._slot)
-        _view(buffer, rows).copy_(rows)
+        view_in(buffer, rows).copy_(rows)
         return self.write_buffer(buffer)
 
     def write_buffer(self, buffer: Buffer) -> Future[None]:
@@ -258,39 +270,19 @@ class StoredRows(StoredParameter):
             self._writing = None
 
 
-class ReadRows:
-    """A parameter and its gradient, read as a whole for an update that is written back."""
-
-    def __init__(self, stored: StoredRows) -> None:
-        """Starts to read."""
-        self._stored = stored
-        self._rows, self._grad = stored.read()
-
-    def rows(self) -> Tensor:
-        """`[r, *]`, in memory."""
-        return _view(self._rows.result(), self._stored.rows)
-
-    def grad(self) -> Tensor:
-        """`[r, *]`, in memory."""
-        return _view(self._grad.result(), self._stored.grad)
-
-    def write(self) -> Future[None]:
-        """Starts to write the parameter back. Neither tensor may be used any more."""
-        self._stored.give_back(self._grad.result())
-        self._stored.drop_pages()
-        return self._stored.write_buffer(self._rows.result())
-
-
 class _Fetch(Reload):
     """Rows on their way into memory."""
 
-    def __init__(self, slots: SlotFile, reading: Future[Buffer]) -> None:
-        self._slots, self._reading = slots, reading
+    def __init__(
+        self, slots: SlotFile, reading: Future[Buffer], when_through: Callable[[Future[Buffer]], None]
+    ) -> None:
+        self._slots, self._reading, self._when_through = slots, reading, when_through
 
     @override
     def finish(self, result: Tensor) -> None:
         buffer = self._reading.result()
         result.copy_(buffer.data[: result.numel()])
+        self._when_through(self._reading)
         self._slots.give_back(buffer)
 
     @override
@@ -298,6 +290,7 @@ class _Fetch(Reload):
         self._reading.add_done_callback(self._give_back)
 
     def _give_back(self, reading: Future[Buffer]) -> None:
+        self._when_through(reading)
         if reading.exception() is None:
             self._slots.give_back(reading.result())
 
@@ -319,6 +312,6 @@ def _tensor_over(memory: mmap.mmap, like: Tensor) -> Tensor:
     return torch.frombuffer(memory, dtype=like.dtype, count=like.numel()).view(like.shape)
 
 
-def _view(buffer: Buffer, like: Tensor) -> Tensor:
+def view_in(buffer: Buffer, like: Tensor) -> Tensor:
     """The beginning of a buffer as a contiguous tensor of the shape and dtype of `like`."""
     return buffer.data[: like.numel() * like.element_size()].view(like.dtype).view(like.shape)

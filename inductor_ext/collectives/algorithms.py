@@ -218,9 +218,16 @@ def start_reducing(
         own = sum_over(started.finish(), outer)
         if ranks.group:  # after the outer groups, so that all ranks reduce the same shape over them
             own = take_rows(own, shard_shape[0])
-        return (own if averaged_over == 1 else own / averaged_over).to(dtype)
+        if averaged_over == 1:  # of one rank: the gradient as it came, but a place of its own for each element
+            return (own.clone() if _is_expanded(own) else own).to(dtype)
+        return (own / averaged_over).to(dtype)
 
     return replace(started, finish=finish)
+
+
+def _is_expanded(tensor: Tensor) -> bool:
+    """Whether elements share a place, so that nobody can add to it in place."""
+    return any(size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 def sum_over(tensor: Tensor, groups: Sequence[Ranks]) -> Tensor:

@@ -6,8 +6,9 @@ position counts, with f the last position that counts for any sequence, plus 1:
     scores = scale * q @ keys[:, :, :f]^T               [b, h, 1, f]; head i reads the keys of head i // (h / g)
     y      = softmax(scores where mask, else -inf) @ values[:, :, :f]
 
-The softmax is in float32. Torch's own kernels read all s positions. The CPU slices the cache and calls torch; on a GPU
-f stays there, and one program of the Triton kernel adds up one head online (Milakov and Gimelshein, 2018).
+The softmax is in float32. Torch's own kernels read all s positions. On the CPU C++ computes
+(`decode_attention_cpp.py`), and what that does not take torch, of a slice of the cache. On a GPU f stays there, and one
+program of the Triton kernel adds up one head online (Milakov and Gimelshein, 2018).
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from torch.nn import functional
 
 from dsgraph.inductor_ext.ops import define_op
 
+from . import decode_attention_cpp
 from .launch import next_power_of_2, on_device_of, takes_triton, tl, triton, why_not_floating
 
 _BLOCK = 64
@@ -105,8 +107,17 @@ def _sliced(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor, *, scale: flo
 @define_op(like=reference, fake=lambda q, keys, values, mask, *, scale: q.new_empty(q.shape))
 def decode_attention(q: Tensor, *others: Tensor, scale: float) -> Any:
     """Attention over the filled part of a cache, with the arguments of `reference`. It has no derivative."""
-    compute = launch if takes_triton(q) else _sliced
-    return compute(q, *others, scale=scale)
+    if takes_triton(q):
+        return launch(q, *others, scale=scale)
+    found = traceable(q, *others, scale=scale)
+    return _sliced(q, *others, scale=scale) if found is NotImplemented else found
+
+
+def traceable(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor, *, scale: float) -> Tensor:
+    """What Inductor compiles: C++ where it takes these; else NotImplemented, the op is called."""
+    if decode_attention_cpp.takes(q, keys, values, mask):
+        return decode_attention_cpp.decode_attention_product(q, keys, values, mask, scale)
+    return NotImplemented
 
 
 def supports(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor, **options: Any) -> str | None:

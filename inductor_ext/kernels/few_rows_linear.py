@@ -4,15 +4,14 @@ For x `[..., k]` with m rows and a weight `[n, k]`, which may be int8 with one s
 
     y[m, n] = sum_k x[m, k] * w[n, k] * scale[n] + bias[n]          added up in float32, rounded once
 
-On the CPU the op calls torch's product. Under Inductor it is traced as one reduction over the weight for each row of x,
-which fuses with what follows. On a GPU one program reads some rows of the weight once, for all rows of x.
+On the CPU C++ multiplies (`few_rows_cpp.py`). What that does not take, such as float16, is torch's product, and under
+Inductor one reduction over the weight for each row of x, which fuses with what follows. On a GPU one program reads some
+rows of the weight once, for all rows of x.
 """
 
 from __future__ import annotations
 
 import math
-from functools import cache
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,10 +20,9 @@ from torch.nn import functional
 
 from dsgraph.inductor_ext.ops import define_op
 
+from . import few_rows_cpp
+from .few_rows_cpp import MOST_ROWS
 from .launch import as_rows, next_power_of_2, on_device_of, takes_triton, tl, triton, why_not_floating
-
-MOST_ROWS = 16
-"""Of x: as many as a tensor core multiplies at once."""
 
 # Rows of the weight that a program reads, and columns at a time.
 _BLOCK_N = 16
@@ -47,9 +45,11 @@ def reference(x: Tensor, weight: Tensor, bias: Tensor | None, scale: Tensor | No
 
 
 def traceable(x: Tensor, weight: Tensor, bias: Tensor | None, scale: Tensor | None) -> Tensor:
-    """`reference` as a reduction that Inductor makes one loop of; on a GPU NotImplemented, there the op is called."""
+    """What Inductor compiles: C++ where it takes these, else one loop; on a GPU NotImplemented, the op is called."""
     if x.is_cuda:
         return NotImplemented
+    if few_rows_cpp.takes(x, weight, bias, scale):
+        return few_rows_cpp.few_rows_product(x.contiguous(), weight, bias, scale)
     wide = torch.promote_types(x.dtype, torch.float32)
     y = (x.to(wide).unsqueeze(-2) * weight.to(wide)).sum(-1)
     y = y if scale is None else y * scale
@@ -109,10 +109,13 @@ def _fake(x: Tensor, weight: Tensor, bias: Tensor | None, scale: Tensor | None) 
 @define_op(like=reference, fake=_fake)
 def few_rows_linear(*tensors: Tensor | None) -> Any:
     """`x @ (weight * scale).t() + bias`, with the arguments of `reference`; contiguous. It has no derivative."""
-    x = tensors[0]
-    assert x is not None
-    compute = launch if takes_triton(x) else reference
-    return compute(*tensors).contiguous()  # type: ignore[arg-type]
+    x, weight, bias, scale = tensors
+    assert x is not None and weight is not None
+    if takes_triton(x):
+        return launch(x, weight, bias, scale)
+    if few_rows_cpp.takes(x, weight, bias, scale):
+        return few_rows_cpp.few_rows_product(x.contiguous(), weight, bias, scale)
+    return reference(x, weight, bias, scale).contiguous()
 
 
 def supports(x: Tensor, weight: Tensor, bias: Tensor | None, scale: Tensor | None) -> str | None:
@@ -127,14 +130,3 @@ def supports(x: Tensor, weight: Tensor, bias: Tensor | None, scale: Tensor | Non
         if value.dtype != x.dtype and not (name == "weight" and value.dtype == torch.int8):
             return f"its input is {x.dtype} and its {name} {value.dtype}"
     return why_not_floating(input=x)
-
-
-@cache
-def reads_slowly_here() -> bool:
-    """Whether torch's product of one row reads float32 weights far below the rate of a copy: on CPUs of AMD.
-
-    MKL, which computes it, read 16 GB/s on two cores of an EPYC where a copy reads 68, and 25 on two of a Xeon, as much
-    as a copy.
-    """
-    path = Path("/proc/cpuinfo")
-    return path.exists() and "AuthenticAMD" in path.read_text()

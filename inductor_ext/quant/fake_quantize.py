@@ -13,6 +13,9 @@ with 15, bit for bit. The derivative is that of `result = w` (Bengio et al., arX
 many bits there are stands in a tensor, so that no graph is compiled again when they become fewer. Stochastic rounding
 is floor(x + u), where u in [0, 1) is a hash of seed and place: what is computed again, for the backward or on another
 rank, is the same.
+
+A pass writes `reference` out behind the tracing that decomposes ops, so it calls none that Inductor has to decompose:
+no `clamp` between tensors, `lerp`, `t`, `zeros_like`, `arange`, or number minus tensor.
 """
 
 from __future__ import annotations
@@ -45,7 +48,7 @@ def reference(
         A contiguous tensor of the shape and dtype of `weight`.
     """
     wide = weight if weight.dtype == torch.float64 else weight.float()
-    rows = wide.t() if transposed and not groups else wide
+    rows = wide.permute(1, 0) if transposed and not groups else wide
     shape = rows.shape
     if groups:
         rows = rows.reshape(groups, -1)
@@ -57,18 +60,20 @@ def reference(
     else:
         least = rows.amin(1, keepdim=True)
         scale = (rows.amax(1, keepdim=True) - least).clamp_min(tiny) / levels
-        numbers, lowest = (rows - least) / scale, torch.zeros_like(levels)
+        numbers, lowest = (rows - least) / scale, 0 * levels
     numbers = (numbers + _drawn(rows, seed)).floor() if stochastic else numbers.round()
-    made = numbers.clamp(lowest, levels) * scale
+    made = torch.minimum(torch.maximum(numbers, lowest), levels) * scale
     if not symmetric:
         made = made + least
-    result = torch.lerp(made, rows, share.to(rows.dtype)).reshape(shape)
-    return (result.t() if transposed and not groups else result).to(weight.dtype).contiguous()
+    share = share.to(rows.dtype)
+    result = (share * rows + (-share + 1) * made).reshape(shape)
+    return (result.permute(1, 0) if transposed and not groups else result).to(weight.dtype).contiguous()
 
 
 def _drawn(rows: Tensor, seed: Tensor) -> Tensor:
     """Numbers in [0, 1), in the shape of `rows`. Products stay below 2^62."""
-    place = torch.arange(rows.numel(), device=rows.device).view(rows.shape)
+    how = {"dtype": torch.int64, "device": rows.device, "requires_grad": False}
+    place = torch.ops.prims.iota(rows.numel(), start=0, step=1, **how).view(rows.shape)
     mixed = (place & 0x7FFFFFFF) ^ (seed.long() * _PRIMES[0] & 0x7FFFFFFF)
     for prime in _PRIMES:
         mixed = (mixed ^ (mixed >> 15)) * prime & 0x7FFFFFFF

@@ -11,8 +11,8 @@
 A byte holds two 4-bit numbers of one group: byte i of a group has number i in its low bits and number i + g / 2 in its
 high bits. So both halves of a group are read in the order in which the row of the other operand lies.
 
-The functions of products are plain torch. Inductor makes one loop of each for few rows, which reads the bytes, converts
-them in registers and never writes the weight out.
+Products of few rows are ops that read the bytes, convert them in registers and never write the weight out. More rows
+are multiplied with the converted weight.
 """
 
 from __future__ import annotations
@@ -22,13 +22,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from dsgraph.inductor_ext import compat
-
-FEW_ROWS = 4
-"""Up to how many rows a product is one loop over the packed weight; more rows multiply with the converted weight."""
-
-# Products that are added before a loop adds them to its sum, and numbers in a vector.
-_PARTS = 8
-_LANES = 16
+from dsgraph.inductor_ext.kernels.few_rows_groups import few_rows_groups
+from dsgraph.inductor_ext.kernels.few_rows_linear import MOST_ROWS, few_rows_linear
 
 
 def quantize_rows(weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -95,25 +90,12 @@ def multiply_rows(x: Tensor, packed: Tensor, scale: Tensor) -> Tensor:
     Returns:
         (m, n), in the dtype of `x`.
     """
+    if _is_for_an_op(x):
+        return few_rows_linear(x, packed, None, scale)
     if x.dtype == torch.bfloat16 and x.device.type == "cpu":
         # torch's own product reads int8 for bfloat16 with vectors; for float32 it is a scalar loop, slower than none.
         return compat.int8_product(x, packed, scale.to(x.dtype))
-    if x.shape[0] > FEW_ROWS:
-        return functional.linear(x, dequantize_rows(packed, scale).to(x.dtype))
-    return (_sum_of_products(x, packed) * scale).to(x.dtype)
-
-
-def _sum_of_products(x: Tensor, packed: Tensor) -> Tensor:
-    """(m, k) times the transposed (n, k), float32 (m, n).
-
-    A loop that adds one product at a time waits for its one sum. So eight products of columns far apart come first.
-    """
-    wide = x.float().unsqueeze(1)
-    if x.shape[1] % (_PARTS * _LANES):
-        return (wide * packed.float()).sum(-1)
-    size = x.shape[1] // _PARTS
-    products = [wide[..., at : at + size] * packed[:, at : at + size].float() for at in range(0, x.shape[1], size)]
-    return sum(products[1:], products[0]).sum(-1)
+    return functional.linear(x, dequantize_rows(packed, scale).to(x.dtype))
 
 
 def multiply_groups(x: Tensor, packed: Tensor, scale: Tensor, least: Tensor) -> Tensor:
@@ -128,12 +110,11 @@ def multiply_groups(x: Tensor, packed: Tensor, scale: Tensor, least: Tensor) -> 
     Returns:
         (m, n), in the dtype of `x`.
     """
-    if x.shape[0] > FEW_ROWS:
-        return functional.linear(x, dequantize_groups(packed, scale, least).to(x.dtype))
-    _, groups, half = packed.shape
-    parts = x.float().view(-1, 1, groups, 2, half)
-    low, high = (packed & 15).float(), (packed >> 4).float()
-    # Over groups first: so a loop adds whole vectors, and a vector's numbers are added up once a row, not once a group.
-    products = (low * parts[..., 0, :] + high * parts[..., 1, :]) * scale[..., None]
-    of_groups = parts.sum((-1, -2)).squeeze(1)
-    return (products.sum(-2).sum(-1) + of_groups @ least.t()).to(x.dtype)
+    if _is_for_an_op(x):
+        return few_rows_groups(x, packed, scale, least)
+    return functional.linear(x, dequantize_groups(packed, scale, least).to(x.dtype))
+
+
+def _is_for_an_op(x: Tensor) -> bool:
+    """Whether so few rows have an op of their own, which has no derivative."""
+    return 0 < x.shape[0] <= MOST_ROWS and not (torch.is_grad_enabled() and x.requires_grad)

@@ -25,7 +25,7 @@ from dsgraph.passes.ir.roles import GraphInput, InputRole
 from .budget import held_bytes, shard_bytes, state_bytes, state_bytes_below
 from .memory import simulate
 from .pieces import GraphMemory, MemoryKind, Piece
-from .transfer_buffers import transfer_buffers
+from .transfer_buffers import StoredGradient, stored_gradients, transfer_buffers
 
 # What memory at the peak is made of, in the order in which it is printed.
 PARTS = ("parameters", "optimizer state", "gradients", "saved for backward", "communication", "other")
@@ -46,6 +46,7 @@ class PairMemory:
         outputs: Pieces that the forward allocates and hands to its caller.
         copy_bytes: What they hold: as many rows of each rank, of which some may be padding.
         buffers: Of each graph, the most bytes through which parameters on disk, and their gradients, pass at once.
+        stores: Of the backward, by input of the forward: when the gradients of parameters on disk are stored.
     """
 
     forward: GraphMemory
@@ -58,6 +59,7 @@ class PairMemory:
     outputs: frozenset[str]
     copy_bytes: Mapping[str, int]
     buffers: tuple[int, ...] = ()
+    stores: tuple[StoredGradient, ...] = ()
 
 
 def pair_memory(
@@ -105,6 +107,7 @@ def pair_memory(
         outputs=frozenset(outputs - held),
         copy_bytes=_copy_bytes(gathered_copies, ahead, params, axes),
         buffers=tuple(map(transfer_buffers, [forward] if backward is None else [forward, backward])),
+        stores=() if backward is None else stored_gradients(backward),
     )
 
 

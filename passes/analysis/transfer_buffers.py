@@ -2,12 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import dataclass
+
 from torch.fx import GraphModule, Node
 
 from dsgraph.passes.ir.graph import fake_value
 from dsgraph.passes.ir.transfers import is_fetch, is_stored_gradient, is_taken, moved_tensor
 
 from .cost import number_of, tensor_bytes
+
+
+@dataclass(frozen=True)
+class StoredGradient:
+    """A moment of a backward: the gradient of a parameter is on its way to the disk.
+
+    Attributes:
+        rows: The node of the parameter's rows.
+        buffers: The most bytes of buffers in use from here to the next such moment.
+    """
+
+    rows: str
+    buffers: int
 
 
 def transfer_buffers(gm: GraphModule) -> int:
@@ -22,7 +38,23 @@ def transfer_buffers(gm: GraphModule) -> int:
     Returns:
         Bytes; 0 for a graph without them.
     """
-    reading, writing, most = 0, 0, 0
+    return max((used for _, used in _uses(gm)), default=0)
+
+
+def stored_gradients(gm: GraphModule) -> tuple[StoredGradient, ...]:
+    """When the gradients of parameters on disk are stored, and what of buffers is in use meanwhile; see above."""
+    found: list[StoredGradient] = []
+    for node, used in _uses(gm):
+        if is_stored_gradient(node):
+            found.append(StoredGradient(node.all_input_nodes[1].name, used))
+        elif found:
+            found[-1] = StoredGradient(found[-1].rows, max(found[-1].buffers, used))
+    return tuple(found)
+
+
+def _uses(gm: GraphModule) -> Iterator[tuple[Node, int]]:
+    """Each node, and the bytes in use from it on."""
+    reading = writing = 0
     for node in gm.graph.nodes:
         if is_taken(node):
             reading -= _bytes(node.args[1])
@@ -30,8 +62,7 @@ def transfer_buffers(gm: GraphModule) -> int:
             reading += _bytes(moved_tensor(node))
         elif is_stored_gradient(node):
             writing = _bytes(moved_tensor(node))
-        most = max(most, reading + writing)
-    return most
+        yield node, reading + writing
 
 
 def _bytes(node: Node) -> int:

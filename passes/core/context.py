@@ -56,7 +56,6 @@ class PassContext:
             compile, so that what one pass takes is not there for the next.
         gathered_copies: Placeholders of gathered copies that are on their way when the graph begins to run.
         fuses: Whether a code generator behind the passes fuses pointwise ops and reductions, as Inductor does.
-        slow_rows: Whether torch's product of one row of float32 reads its weight far below the rate of a copy there.
         part: Which graph of a pair this is: "forward" or "backward"; empty for the pair, and in other phases.
         analyses: Answers to questions about graphs, each computed once for each version of a graph. No fact: what it
             answers follows from the graph.
@@ -73,7 +72,6 @@ class PassContext:
     budget: MemoryBudget = field(default_factory=MemoryBudget)
     gathered_copies: frozenset[str] = frozenset()
     fuses: bool = False
-    slow_rows: bool = False
     part: str = ""
     analyses: Analyses = field(default_factory=Analyses, compare=False, repr=False)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 from torch.fx import Node
 from torch.fx.node import map_aggregate
 
-from dsgraph.passes.compat import OpOverload, TorchDispatchMode
+from dsgraph.passes.compat import OpOverload, TorchDispatchMode, detect_fake_mode
 
 from .graph import emit, fake_value
 
@@ -46,8 +47,10 @@ class Recording:
 
     def run(self, function: Callable[..., Any], *inputs: Node) -> Any:
         """Runs a function on the values of nodes, writes each op that it calls, and gives back what it does."""
-        with torch.no_grad(), _Recorder(self):
-            return function(*map(self.value, inputs))
+        values = [self.value(node) for node in inputs]
+        # What it makes without a tensor, such as a range, must be as fake as they are.
+        with torch.no_grad(), detect_fake_mode(values) or nullcontext(), _Recorder(self):
+            return function(*values)
 
     def write(self, target: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | tuple[Tensor, ...]:
         """Writes a call, and gives back its fake value; of several results, each is a node of its own."""

@@ -68,13 +68,11 @@ class Setting:
         fuses: Whether a code generator behind the passes fuses pointwise ops and reductions, as Inductor does.
         device_type: Where the graph computes: "cpu", "cuda", ...
         training: Whether a backward follows.
-        slow_rows: See `PassContext`.
     """
 
     fuses: bool
     device_type: str
     training: bool
-    slow_rows: bool = False
 
 
 @dataclass(frozen=True)

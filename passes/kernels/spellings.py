@@ -41,6 +41,7 @@ SIGNATURES: Mapping[str, tuple[Any, ...]] = MappingProxyType(
         "unflatten": ("input", "dim", "sizes"),
         "transpose": ("input", "dim0", "dim1"),
         "linear": ("input", "weight", ("bias", None)),
+        "addmm": ("input", "mat1", "mat2", ("beta", 1), ("alpha", 1)),
         "fused_attention": (
             *("query", "key", "value", ("attn_mask", None), ("dropout_p", 0.0), ("is_causal", False)),
             *(("scale", None), ("enable_gqa", False)),
@@ -102,6 +103,7 @@ _SPELLINGS: Mapping[str, tuple[Any, ...]] = MappingProxyType(
         "unflatten": (torch.unflatten, "unflatten"),
         "transpose": (torch.transpose, torch.swapaxes, "transpose", "swapaxes"),
         "linear": (F.linear, nn_linear),
+        "addmm": (torch.addmm, "addmm"),
         "fused_attention": (F.scaled_dot_product_attention,),
         "softmax": (F.softmax,),
         "softmax_method": (torch.softmax, "softmax"),

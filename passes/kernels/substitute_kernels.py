@@ -98,7 +98,7 @@ class SubstituteKernels(GraphPass):
             ask = f"options={{'kernels': [{spec.name!r}]}} substitutes it all the same"
             found.miss(spec, answer.node, f"{answer.caveat}; {ask}")
             return
-        setting = Setting(ctx.fuses, _device_type(answer), training=not ctx.inference, slow_rows=ctx.slow_rows)
+        setting = Setting(ctx.fuses, _device_type(answer), training=not ctx.inference)
         gain = spec.gain(answer, setting)
         if not gain.is_worth_it and spec.name not in self.asked:
             found.leave(spec, gain)

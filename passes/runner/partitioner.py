@@ -63,7 +63,6 @@ class CaptureFacts:
         device_type: Where the parameters lie: "cpu", "cuda", ...
         gathered_copies: Input numbers of gathered copies that are on their way when the graph begins to run.
         fuses: See `PassContext`.
-        slow_rows: See `PassContext`.
         keeps_limit: Whether a step is to stay under `memory_limit`, whatever it takes.
         offload_tier: Where activations may be offloaded to for that; None for nowhere.
     """
@@ -77,7 +76,6 @@ class CaptureFacts:
     device_type: str = "cpu"
     gathered_copies: frozenset[int] = frozenset()
     fuses: bool = False
-    slow_rows: bool = False
     keeps_limit: bool = False
     offload_tier: str | None = None
 
@@ -123,7 +121,6 @@ class CaptureFacts:
             roles=MappingProxyType(roles),
             gathered_copies=frozenset(gathered_copies),
             fuses=self.fuses,
-            slow_rows=self.slow_rows,
             gradients=MappingProxyType(gradients),
             inference=inference,
             user_outputs=user_outputs,

@@ -22,7 +22,8 @@ class LowerFakeWeights(GraphPass):
 
     before:  w = wait_tensor(all_gather_into_tensor(shard)); q = fake_quantize(w, control, ...); y = mm(x, t(q))
     after:   w = ...; levels, share, _ = unbind(control); scale = div(amax(abs(w), [1]), levels)
-             q = lerp(mul(clamp(round(div(w, scale)), neg(levels), levels), scale), w, share); y = mm(x, t(q))
+             made = mul(minimum(maximum(round(div(w, scale)), neg(levels)), levels), scale)
+             q = add(mul(share, w), mul(add(neg(share), 1), made)); y = mm(x, t(q))
 
     Code generators fuse the small ops. All of them, and views of the result, are tagged for recomputation: what of the
     forward is kept for the backward stays as without it, and at stage 3 that is no full parameter. Left alone: nothing.

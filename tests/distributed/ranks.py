@@ -25,7 +25,10 @@ GRACE = 45
 CALLS_OF_A_PROCESS = 16
 
 # Imported once, by the process from which all ranks are forked, and not by each of them.
-_PRELOADED = ["torch", "torch._dynamo", "torch._inductor.compile_fx", "torch.distributed.tensor", "dsgraph"]
+_PRELOADED = [
+    *("torch", "torch._dynamo", "torch._inductor.compile_fx", "torch.distributed.tensor", "dsgraph"),
+    *("transformers.models.llama.modeling_llama", "transformers.models.gpt2.modeling_gpt2"),
+]
 
 
 class Processes:

@@ -110,7 +110,7 @@ BUILDS: dict[str, Callable[[], nn.Module]] = {
     "checkpoint inside": lambda: _Chain(_CheckpointsAPart() for _ in range(3)),
     "skipped": lambda: _Chain(_Skipped(number) for number in range(5)),
     "torch's layers": lambda: _Chain(
-        nn.TransformerEncoderLayer(16, 2, dim_feedforward=16, dropout=0.0, batch_first=True) for _ in range(3)
+        nn.TransformerEncoderLayer(16, 2, dim_feedforward=16, dropout=0.0, batch_first=True) for _ in range(2)
     ),
 }
 
@@ -124,7 +124,7 @@ def _compare(case: str, **how: Any) -> None:
     [
         ("gpt", 3, 2),
         ("passing", 1, 1),
-        ("checkpointed", 3, 1),
+        pytest.param("checkpointed", 3, 1, marks=pytest.mark.full),  # it has no regions, as is said below
         ("checkpoint inside", 3, 1),
         ("skipped", 3, 1),
         ("torch's layers", 3, 1),
@@ -143,9 +143,11 @@ def test_blocks_learn_as_in_one_process(ranks, case, stage, micro_batches):
 
 
 @pytest.mark.inductor
-@pytest.mark.parametrize("stage", (3, *(pytest.param(stage, marks=pytest.mark.full) for stage in range(3))))
-def test_fused_kernels_of_blocks_learn_as_in_one_process(ranks, stage):
-    ranks(2).run(_compare, "gpt", stage=stage, codegen="inductor")
+@pytest.mark.parametrize(
+    ("world", "stage"), ((1, 3), *(pytest.param(2, stage, marks=pytest.mark.full) for stage in range(4)))
+)
+def test_fused_kernels_of_blocks_learn_as_in_one_process(ranks, world, stage):
+    ranks(world).run(_compare, "gpt", stage=stage, codegen="inductor")
 
 
 class _Bound(nn.Module):
@@ -215,8 +217,8 @@ def _captured() -> None:
     assert line == "blocks.0, blocks.1, blocks.2: no region, a forward was put in place of its class's"
 
 
-def test_gathers_stand_in_the_outer_graph(ranks):
-    ranks(2).run(_captured)
+def test_gathers_stand_in_the_outer_graph(fake_ranks):
+    _captured()
 
 
 class _Drop(nn.Module):

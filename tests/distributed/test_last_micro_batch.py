@@ -159,7 +159,7 @@ def test_parameters_that_some_micro_batches_use(ranks, ways):
 
 @pytest.mark.covering(1)
 @pytest.mark.inductor
-@pytest.mark.parametrize("passes", ((), (dsgraph.passes.SubstituteKernels(),), (dsgraph.passes.MergeGathers(),)))
+@pytest.mark.parametrize("passes", ((dsgraph.passes.SubstituteKernels(),), (dsgraph.passes.MergeGathers(),)))
 @pytest.mark.parametrize("way", ("c_twice", "regions"))
 def test_so_does_inductor_with_passes_over_the_captured_graph_alone(ranks, way, passes):
     options = {"pipeline": dsgraph.Pipeline(passes), "codegen": "inductor"}

@@ -105,6 +105,7 @@ def _losses(parts: dsgraph.PipelinedModel, optimizer: torch.optim.Optimizer, ste
     return losses
 
 
+@pytest.mark.full  # the engine's below is such a checkpoint, loaded in one of these layouts
 def test_a_checkpoint_of_one_layout_loads_in_another(ranks, tmp_path):
     expected = ranks(4).run(_save, str(tmp_path))[0]
     for sizes in ((4, 1, 1), (1, 2, 2)):

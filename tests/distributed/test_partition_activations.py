@@ -19,17 +19,17 @@ pytestmark = pytest.mark.distributed
 EACH = dsgraph.default_pipeline() + PartitionActivations(least_bytes=1)
 
 
-def _llama() -> nn.Module:
+def _llama(layers: int) -> nn.Module:
     import transformers as tf
 
     torch.manual_seed(0)
-    return tf.LlamaForCausalLM(tf.LlamaConfig(**DECODER, num_key_value_heads=4))
+    return tf.LlamaForCausalLM(tf.LlamaConfig(**{**DECODER, "num_hidden_layers": layers}, num_key_value_heads=4))
 
 
-def _step(shape: tuple[int, int] = (2, 8), **options: object) -> tuple[list[Tensor], list[object]]:
+def _step(layers: int, shape: tuple[int, int] = (2, 8), **options: object) -> tuple[list[Tensor], list[object]]:
     """Gradients of a step, and the records of `PartitionActivations`."""
     mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
-    model = dsgraph.tensor_parallel(_llama(), mesh["tp"])
+    model = dsgraph.tensor_parallel(_llama(layers), mesh["tp"])
     compiled = torch.compile(model, backend="dsgraph", options={"codegen": "eager", **options})
     ids = torch.randint(1, 64, shape, generator=torch.Generator().manual_seed(0))
     loss = compiled(input_ids=ids, labels=ids).loss
@@ -39,28 +39,28 @@ def _step(shape: tuple[int, int] = (2, 8), **options: object) -> tuple[list[Tens
     return [loss.detach(), *(full(param.grad) for param in model.parameters())], found
 
 
-def _compare(codegen: str = "eager") -> None:
-    whole, _ = _step(codegen=codegen)
-    split, (record,) = _step(codegen=codegen, pipeline=EACH)
+def _compare(layers: int, codegen: str = "eager") -> None:
+    whole, _ = _step(layers, codegen=codegen)
+    split, (record,) = _step(layers, codegen=codegen, pipeline=EACH)
     assert all(torch.equal(one, other) for one, other in zip(split, whole, strict=True))
-    # Two layers, in each the inputs of both norms and what follows them; and the last norm.
-    assert record.changed >= 8, record
+    # In each layer the inputs of both norms and what follows them; and the last norm.
+    assert record.changed >= 4 * layers, record
     assert any("not proved alike" in note for note in record.notes), "slices of heads differ from rank to rank"
 
 
 def test_gradients_are_the_same_bit_for_bit(ranks):
-    ranks(2).run(_compare)
+    ranks(2).run(_compare, 1)
 
 
 @pytest.mark.full
 @pytest.mark.inductor
 def test_so_they_are_under_inductor(ranks):
-    ranks(2).run(_compare, codegen="inductor")
+    ranks(2).run(_compare, 2, codegen="inductor")
 
 
 @pytest.mark.full
 def test_four_ranks(ranks):
-    ranks(4).run(_compare)
+    ranks(4).run(_compare, 2)
 
 
 class _SavedBytes:
@@ -83,7 +83,7 @@ def _share(**options: object) -> int:
     """The bytes that the forward saves."""
     counted = _SavedBytes()
     pipeline = dsgraph.default_pipeline() + dsgraph.graph_pass(phase="forward")(counted)
-    _, records = _step((8, 256), pipeline=pipeline, **options)
+    _, records = _step(1, (8, 256), pipeline=pipeline, **options)
     assert all(item.changed > 0 for item in records)
     return counted.found
 
@@ -92,7 +92,7 @@ def _save_a_share() -> None:
     whole, split, ranks = _share(), _share(partition_activations=True), dist.get_world_size()
     replicated = 256 * 2**10  # a hidden state of 8 x 256 x 32 numbers
     fewer = (whole - split) * ranks / (ranks - 1)
-    assert fewer >= 8 * replicated, "of the states between layers each rank saves its slice"
+    assert fewer >= 4 * replicated, "of the states between layers each rank saves its slice"
 
 
 def test_the_option_saves_a_share(ranks):

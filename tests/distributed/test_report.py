@@ -55,7 +55,7 @@ def test_bytes_of_a_step_are_those_on_the_wire(ranks, case, stage):
 
 @pytest.mark.parametrize(
     ("stage", "reduce_once"),
-    [(0, None), pytest.param(1, None, marks=pytest.mark.full), (2, None), (2, True), (3, None)],
+    [*(pytest.param(stage, None, marks=pytest.mark.full) for stage in (0, 1)), (2, None), (2, True), (3, None)],
 )
 def test_bytes_of_an_accumulated_step_are_those_on_the_wire(ranks, stage, reduce_once):
     for sent, _, each, once in ranks(2).run(_measure, "gpt", stage, 3, reduce_once=reduce_once):

@@ -34,13 +34,13 @@ class _Collector(BaseStreamer):
         self.seen.append(-1)
 
 
-def _generate(family: str, dtype: torch.dtype, lengths: tuple[int, ...], heads: int) -> None:
+def _generate(family: str, dtype: torch.dtype, lengths: tuple[int, ...], heads: int, ways: int = len(WAYS)) -> None:
     ranks = dist.get_world_size()
     plain = model(family, heads=heads).to(dtype)
     options = {"mp_size": ranks, "dtype": dtype, "max_tokens": 64, "options": EAGER}
     engine = dsgraph.init_inference(model(family, heads=heads), **options)
     said: set[int] = set()
-    for way in WAYS:
+    for way in WAYS[:ways]:
         for length in lengths:
             given = prompt(2, length, padded=2)
             torch.manual_seed(7)
@@ -51,7 +51,7 @@ def _generate(family: str, dtype: torch.dtype, lengths: tuple[int, ...], heads: 
             said.update(found[:, length:].flatten().tolist())
     assert len(said) > 3  # it says something
     warm = engine.report()
-    assert warm.decode.compiles == 2, "one for two rows, one for six"
+    assert warm.decode.compiles == (2 if ways == len(WAYS) else 1), "one for two rows, one for six"
     collector = _Collector()
     found = engine.generate(**prompt(1, lengths[0]), max_new_tokens=4, streamer=collector)
     assert collector.seen == [*found[0].tolist(), -1]
@@ -60,12 +60,15 @@ def _generate(family: str, dtype: torch.dtype, lengths: tuple[int, ...], heads: 
     assert warm.cache_bytes[2] * ranks == whole.report().cache_bytes[2], "each rank holds its heads alone"
 
 
-@pytest.mark.parametrize(
-    "family", ["llama", *[pytest.param(n, marks=pytest.mark.full) for n in CONFIGS if n != "llama"]]
-)
-def test_two_ranks_generate_what_one_process_does(ranks, family):
-    lengths = (3,) if family == "llama" else (3, 40)
-    ranks(2).run(_generate, family, torch.float32, lengths, 2, timeout_s=200)
+def test_two_ranks_generate_what_one_process_does(ranks):
+    """Beams are rows of a batch to a rank: one process has them in tests/inference."""
+    ranks(2).run(_generate, "llama", torch.float32, (3,), 2, ways=2)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("family", list(CONFIGS))
+def test_two_ranks_generate_what_one_process_does_in_every_family(ranks, family):
+    ranks(2).run(_generate, family, torch.float32, (3, 40), 2, timeout_s=200)
 
 
 @pytest.mark.full

@@ -196,7 +196,7 @@ def _check_close(found: Tensor, wanted: Tensor) -> None:
     torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-6)
 
 
-_SHARP = (("OneBitAdam", 0, 3), ("OneBitAdam", 1, 2), ("OneBitLamb", 0, 1), ("OneBitLamb", 1, 4))
+_SHARP = (("OneBitAdam", 0, 3), ("OneBitLamb", 1, 2))  # and Adam at stage 1 below
 
 
 @pytest.mark.parametrize(
@@ -215,8 +215,9 @@ def test_equals_them_uncompiled_and_under_inductor(codegen, ranks):
     ranks(2).run(_equals_reference, "OneBitAdam", 1, codegen)
 
 
-def test_micro_batches_are_one_gradient(ranks):
-    ranks(2).run(_equals_reference, "OneBitAdam", 0, "eager", 2)
+@pytest.mark.parametrize("codegen", ["", pytest.param("eager", marks=pytest.mark.full)])
+def test_micro_batches_are_one_gradient(codegen, ranks):
+    ranks(2).run(_equals_reference, "OneBitAdam", 0, codegen, 2)
 
 
 def _engine(kind: str = "OneBitAdam", stage: int = 0, **more: Any) -> dsgraph.Engine:
@@ -249,15 +250,15 @@ def test_the_change_compiles_once_and_is_reported(ranks):
     ranks(2).run(_compiles_once_more)
 
 
-def _goes_on(folder: str, kind: str, stage: int, *, saves: bool, is_equal: bool) -> str:
+def _goes_on(folder: str, kind: str, stage: int, how: dict[str, Any], *, saves: bool, is_equal: bool) -> str:
     """Says what was printed by loading."""
     if saves:
-        engine = _engine(kind, stage)
+        engine = _engine(kind, stage, dsgraph=how)
         _train(engine, range(1, 9))
         engine.save_checkpoint(folder)
         torch.save(_train(engine, range(9, 16)), f"{folder}/wanted.{dist.get_rank()}")
         return ""
-    engine = _engine(kind, stage)
+    engine = _engine(kind, stage, dsgraph=how)
     with redirect_stdout(StringIO()) as said:
         engine.load_checkpoint(folder)
     assert engine.optimizer.is_compressing
@@ -269,12 +270,13 @@ def _goes_on(folder: str, kind: str, stage: int, *, saves: bool, is_equal: bool)
     return said.getvalue()
 
 
+@pytest.mark.parametrize("how", [{"compile": False}, pytest.param({"codegen": "eager"}, marks=pytest.mark.full)])
 @pytest.mark.parametrize(("kind", "stage"), [("OneBitAdam", 1), ("OneBitLamb", 0)])
-def test_a_checkpoint_has_momentum_and_errors(kind, stage, ranks, tmp_path):
-    ranks(2).run(_goes_on, str(tmp_path), kind, stage, saves=True, is_equal=True)
-    said, _ = ranks(2).run(_goes_on, str(tmp_path), kind, stage, saves=False, is_equal=True)
+def test_a_checkpoint_has_momentum_and_errors(kind, stage, how, ranks, tmp_path):
+    ranks(2).run(_goes_on, str(tmp_path), kind, stage, how, saves=True, is_equal=True)
+    said, _ = ranks(2).run(_goes_on, str(tmp_path), kind, stage, how, saves=False, is_equal=True)
     assert "start at zero" not in said
-    said, *_ = ranks(3).run(_goes_on, str(tmp_path), kind, stage, saves=False, is_equal=False)
+    said, *_ = ranks(3).run(_goes_on, str(tmp_path), kind, stage, how, saves=False, is_equal=False)
     assert "the errors of compression, of another number of ranks, start at zero" in said
 
 
@@ -304,7 +306,7 @@ def _skips(stage: int) -> None:
     assert all(changed)
 
 
-@pytest.mark.parametrize("stage", [0, 1])
+@pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.full), 1])
 def test_a_skipped_step_leaves_momentum_and_errors(stage, ranks):
     ranks(2).run(_skips, stage)
 
@@ -313,7 +315,7 @@ def _scale_does_not_matter() -> None:
     """Gradients come multiplied by the loss's scale, a power of two: the momentum is the same bit for bit."""
     momenta = []
     for power in (4, 9):
-        engine = _engine(fp16={"enabled": True, "initial_scale_power": power})
+        engine = _engine(fp16={"enabled": True, "initial_scale_power": power}, dsgraph={"compile": False})
         _train(engine, range(1, 9))
         momenta.append([full(of["exp_avg"]) for of in engine.optimizer.state.values()])
     for one, other in zip(*momenta, strict=True):

@@ -91,11 +91,12 @@ def _written_out(alone: _Model, words: Tensor, bits: int) -> Tensor:
     )
 
 
-def _compare(stage: int, compiled: bool) -> None:
-    rank, world = dist.get_rank(), dist.get_world_size()
+def _compare(stage: int, codegen: str | None) -> None:
+    rank, world, compiled = dist.get_rank(), dist.get_world_size(), codegen is not None
     torch._dynamo.reset()
     counters.clear()
-    engine, _, _, _ = dsgraph.initialize(model=_Model(), config=_config(stage, _FAST, compile=compiled))
+    config = _config(stage, _FAST, codegen=codegen) if compiled else _config(stage, _FAST, compile=False)
+    engine, _, _, _ = dsgraph.initialize(model=_Model(), config=config)
     alone = _Model()
     optimizer = torch.optim.AdamW(alone.parameters(), lr=1e-2, eps=1e-3, weight_decay=0.0)
     graphs = []
@@ -127,16 +128,23 @@ def _compare(stage: int, compiled: bool) -> None:
 @pytest.mark.distributed
 @pytest.mark.parametrize(("world", "stage"), [(1, 0), (2, 3)])
 def test_training_is_that_of_one_process(ranks, world, stage):
-    ranks(world).run(_compare, stage, True)
+    ranks(world).run(_compare, stage, "eager")
+
+
+@pytest.mark.distributed
+@pytest.mark.inductor
+def test_so_it_is_under_inductor(ranks):
+    ranks(1).run(_compare, 3, "inductor")
 
 
 @pytest.mark.full
 @pytest.mark.distributed
-@pytest.mark.parametrize("compiled", [True, False])
+@pytest.mark.inductor
+@pytest.mark.parametrize("codegen", ["eager", "inductor", None])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("world", [1, 2])
-def test_training_is_that_of_one_process_at_every_stage(ranks, world, stage, compiled):
-    ranks(world).run(_compare, stage, compiled)
+def test_training_is_that_of_one_process_at_every_stage(ranks, world, stage, codegen):
+    ranks(world).run(_compare, stage, codegen)
 
 
 @pytest.mark.parametrize("precise", [True, False])
@@ -158,7 +166,7 @@ def test_the_eigenvalue_of_a_known_hessian(precise):
     assert shares_of_largest([2.0, -4.0, 0.0, math.nan]) == [0.5, 1.0, 1.0, 1.0]
 
 
-def _by_sensitivity(stage: int) -> dict[str, Any]:
+def _by_sensitivity(stage: int, **how: Any) -> dict[str, Any]:
     section = {
         "quantize_bits": {"start_bits": 8, "target_bits": 4},
         "quantize_schedule": {"quantize_period": 1, "schedule_offset": 0},
@@ -169,7 +177,7 @@ def _by_sensitivity(stage: int) -> dict[str, Any]:
         model.blocks[0].inner.weight.zero_()  # the loss hears most of a block that has no say yet, through its tanh
         model.blocks[2].inner.weight.mul_(12)
         model.blocks[2].inner.bias.add_(4)  # saturated: it hears little
-    engine, _, _, _ = dsgraph.initialize(model=model, config=_config(stage, section))
+    engine, _, _, _ = dsgraph.initialize(model=model, config=_config(stage, section, **how))
     for step in range(5):
         engine.train_batch(iter([_batch(2 * step + micro, dist.get_rank()) for micro in range(2)]))
     bits, shares = engine.quantized_training.bits(), engine.quantized_training.eigenvalues
@@ -180,20 +188,20 @@ def _by_sensitivity(stage: int) -> dict[str, Any]:
 @pytest.mark.distributed
 def test_sensitive_blocks_keep_their_bits(ranks):
     alone = ranks(1).run(_by_sensitivity, 0)[0]
-    both = ranks(2).run(_by_sensitivity, 3)
+    both = ranks(2).run(_by_sensitivity, 3, compile=False)
     assert both[0] == both[1], "ranks disagree"
     bits, shares = alone["bits"], alone["shares"]
     assert max(shares.values()) == 1.0 and shares["blocks.2"] < 0.5
     assert bits["blocks.2.inner"] < min(bits["blocks.0.inner"], bits["blocks.1.inner"]), (bits, shares)
 
 
-def _interrupted(folder: str) -> None:
+def _interrupted(folder: str, **how: Any) -> None:
     def train(engine: Any, steps: range) -> list[float]:
         return [float(engine.train_batch(iter([_batch(2 * step + i, 0) for i in range(2)]))) for step in steps]
 
     section = {**_FAST, "fp16_mixed_quantize": {"enabled": True, "quantize_change_ratio": 0.3}}
     section["quantize_algo"] = {"q_type": "asymmetric", "rounding": "stochastic"}
-    make = lambda: dsgraph.initialize(model=_Model(), config=_config(1, section))[0]  # noqa: E731
+    make = lambda: dsgraph.initialize(model=_Model(), config=_config(1, section, **how))[0]  # noqa: E731
     whole, first, second = make(), make(), make()
     expected = train(whole, range(_STEPS))
     train(first, range(3))
@@ -209,7 +217,13 @@ def _interrupted(folder: str) -> None:
 
 @pytest.mark.distributed
 def test_checkpoints_hold_where_the_schedule_stands(ranks, tmp_path):
-    ranks(1).run(_interrupted, str(tmp_path))
+    ranks(1).run(_interrupted, str(tmp_path), compile=False)
+
+
+@pytest.mark.full
+@pytest.mark.distributed
+def test_compiled_checkpoints_hold_where_the_schedule_stands(ranks, tmp_path):
+    ranks(2).run(_interrupted, str(tmp_path))
 
 
 def _exported(family: str, folder: str) -> None:

@@ -16,6 +16,7 @@ from dsgraph.errors import OffloadError
 from dsgraph.offload.host_optimizer import HostOptimizer
 from dsgraph.offload.optimizer import OptimizerOnDisk
 from dsgraph.offload.plan import plan_offload
+from dsgraph.tiers.slots import first_of, share_of
 from dsgraph.tiers.stored_rows import stored_rows
 
 MB = 10**6
@@ -41,8 +42,8 @@ def test_the_state_of_the_optimizer_goes_first(tmp_path):
     plan = plan_offload(_model(), memory_limit=600 * MB, folder=tmp_path / "new")
     assert plan.parameters_ratio == 0
     assert 0 < plan.optimizer_ratio < 1
-    assert plan.memory_bytes == pytest.approx(600 * MB, abs=2)
-    assert plan.memory_bytes + plan.below_bytes - plan.buffer_bytes == pytest.approx(STATES, abs=2)
+    chunk = 8 * WIDTH**2  # the state of one parameter; a step has two such buffers
+    assert (plan.memory_bytes, plan.below_bytes, plan.buffer_bytes) == (STATES - chunk, 3 * chunk, 2 * chunk)
     optimizer = plan.take(optim.AdamW(nn.Linear(512, 512).parameters()))
     assert isinstance(optimizer, OptimizerOnDisk)
     assert optimizer.path.is_relative_to(tmp_path / "new")
@@ -56,13 +57,13 @@ def test_parameters_go_then():
     assert plan.offload is not None
     assert plan.offload["parameters"] == "disk"
     assert 0 < plan.offload["ratio"]["parameters"] < 1
-    assert plan.memory_bytes == pytest.approx(2000 * MB, abs=2)
+    assert 0 <= 2000 * MB - plan.memory_bytes < 2 * 4 * 512**2, "one parameter and its gradient more would not fit"
     assert plan.limit_of_graphs(3000 * MB) == 3000 * MB - plan.buffer_bytes
     assert "100% of the optimizer's state" in str(plan)
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@pytest.mark.parametrize("ranks", [1, 4])
+@pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_what_cannot_fit_is_refused_with_the_least_that_can(stage, ranks):
     arguments = {"folder": "/scratch", "stage": stage, "ranks": ranks}
     with pytest.raises(OffloadError, match=r"take [\d,]+ at least") as error:
@@ -105,7 +106,13 @@ def test_a_model_takes_what_the_plan_says(one_rank, tmp_path):
     stored = sum(stored_rows(param.to_local()) is not None for param in model.parameters())
     assert stored == -(-plan.parameters_ratio * 60 // 1)
     assert isinstance(optimizer, OptimizerOnDisk)
-    assert plan.below_bytes <= files["parameters"] + files["optimizer-state"] <= plan.below_bytes + 8 * 1024**2
+    assert plan.below_bytes == files["parameters"] + files["optimizer-state"]
+
+
+@given(sizes=st.lists(st.integers(1, 10**12), min_size=1, max_size=50), data=st.data())
+def test_a_share_of_whole_pieces_makes_as_many_of_them(sizes, data):
+    count = data.draw(st.integers(0, len(sizes)))
+    assert first_of(sizes, share_of(sizes, count)) == count
 
 
 def _to_host(limit: int | str, host: int | str | None = None, dtype: torch.dtype = torch.float32, **more):
@@ -113,13 +120,12 @@ def _to_host(limit: int | str, host: int | str | None = None, dtype: torch.dtype
 
 
 def test_below_a_gpu_lies_the_host():
-    plan = _to_host(400 * MB, "2GB")
+    plan = _to_host(450 * MB, "2GB")
     assert plan.tier == "host" and 0 < plan.optimizer_ratio < 1 and plan.parameters_ratio == 0
-    assert plan.memory_bytes == pytest.approx(400 * MB, abs=2), "no buffers on the device"
-    state = 8 * LAYERS * WIDTH**2
-    travelling = 2 * 8 * WIDTH**2  # of two parameters' chunks
-    masters = plan.optimizer_ratio * state / 2
-    assert plan.below_bytes == pytest.approx(plan.optimizer_ratio * state + masters + travelling, abs=2)
+    state = 8 * WIDTH**2  # of one parameter; that of three has to go
+    assert plan.memory_bytes == STATES - 3 * state <= 450 * MB, "no buffers on the device"
+    travelling, masters = 2 * state, 3 * state // 2
+    assert plan.below_bytes == 3 * state + masters + travelling
     assert plan.offload == {"optimizer": "host", "ratio": {"optimizer": plan.optimizer_ratio}}
     assert isinstance(plan.take(optim.AdamW(nn.Linear(4, 4).parameters())), HostOptimizer)
     assert "host" in str(plan)
@@ -128,8 +134,9 @@ def test_below_a_gpu_lies_the_host():
 def test_masters_of_16_bits_count():
     plan = _to_host(300 * MB, "2GB", torch.bfloat16)
     count = LAYERS * WIDTH**2
-    assert plan.memory_bytes == pytest.approx(4 * count + (1 - plan.optimizer_ratio) * 12 * count, abs=2)
-    assert plan.below_bytes == pytest.approx(plan.optimizer_ratio * 12 * count + 2 * 12 * WIDTH**2, abs=2)
+    state = 12 * WIDTH**2  # of one parameter, with its master; three of four have to go
+    assert plan.memory_bytes == 4 * count + state
+    assert plan.below_bytes == 3 * state + 2 * state
     assert _to_host(8 * count, "2GB", torch.bfloat16).optimizer_ratio == 0, "what fits keeps the state that it has"
 
 

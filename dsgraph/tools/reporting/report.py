@@ -9,6 +9,7 @@ from torch import nn
 
 from dsgraph import compat
 from dsgraph.errors import PartitionError
+from dsgraph.sharding.offloaded import nothing_moved
 from dsgraph.step.state import ParameterState, PartitionState, partition_states
 
 from .activity import (
@@ -96,6 +97,7 @@ def _status(states: list[PartitionState], records: list[CompileEntry]) -> str:
         cached = sum(record.from_cache for record in records)
         also = f", {cached} of them found in torch's cache" if cached else ""
         parts.append(f"{len(records)} graph{'s' * (len(records) != 1)} compiled{also}")
+    parts += dict.fromkeys(filter(None, map(nothing_moved, states)))
     return "; ".join(parts)
 
 

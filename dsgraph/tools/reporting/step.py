@@ -8,9 +8,11 @@ from dataclasses import dataclass, replace
 from torch import nn
 
 from dsgraph import compat
-from dsgraph.offload.sizes import step_buffers
 from dsgraph.passes.analysis.step_memory import PairMemory, simulate_step
+from dsgraph.sharding.offloaded import trained_rows
+from dsgraph.sharding.table import partitioned_parts
 from dsgraph.step.state import PartitionState
+from dsgraph.tiers.chunk_sizes import state_chunks, step_buffers
 
 from .compile_log import CompileEntry
 from .traffic import Traffic, accumulated_traffic, add_up, held_traffic, refresh_traffic, total
@@ -95,13 +97,31 @@ def predict_memory(model: nn.Module, records: Sequence[CompileEntry]) -> Memory 
         return None
     step = simulate_step(pairs)
     found = step.at_peak
-    params = {info.name: info for pair in pairs for info in pair.params.values()}
-    buffers = step_buffers(params.values(), step.buffers)
+    buffers = _buffers(model, pairs, step.buffers)
     phase, _, number = found.name.partition(" ")
     where = f"{phase} of {_name(running[int(number)][0])}" if number else phase
     parts = {**found.composition, **({"buffers": buffers} if buffers else {})}
     below = {tier: dict(amounts) for tier, amounts in step.below.items()}
     return Memory(found.bytes + buffers, where, found.node, parts, buffers, below)
+
+
+def _buffers(model: nn.Module, pairs: Sequence[PairMemory], graph_buffers: int) -> int:
+    """Those of a step, which updates what lies on disk where the steps before did: amid the backward, or behind it."""
+    parts = [part for part in partitioned_parts(model) if part.arguments.offload.optimizer == "disk"]
+    chunks = []
+    if parts:
+        trained = [rows for part in parts for rows in trained_rows(part)]
+        chunks = state_chunks(trained, parts[0].arguments.offload.optimizer_ratio)
+    stored = [entry.stored for part in parts for entry in part.parameters if entry.stored is not None]
+    if not any(rows.stepped_amid for rows in stored):
+        return step_buffers(chunks, graph_buffers)
+    stores = [(_local(pair.params[moment.rows].name), moment.buffers) for pair in pairs[::-1] for moment in pair.stores]
+    return step_buffers(chunks, graph_buffers, stores=stores)
+
+
+def _local(name: str) -> str:
+    """A parameter's name as graphs know it, without what `_renamed` puts before it."""
+    return name.partition(": ")[2]
 
 
 def _renamed(pair: PairMemory, prefix: str) -> PairMemory:

@@ -8,11 +8,12 @@ from __future__ import annotations
 import torch
 from torch.fx import Node
 
+from dsgraph.inductor_ext.compat import decompose
 from dsgraph.inductor_ext.kernels import decode_attention as kernel
 from dsgraph.passes.kernels.matching import call_of, is_call, number_of, value_of
 from dsgraph.passes.kernels.spec import Gain, KernelSpec, Match, NearMiss, Setting
 
-# A call of the op costs what it takes to read so many bytes of a cache.
+# A call of the op in Python costs what it takes to read so many bytes of a cache; Inductor's code calls C++ directly.
 _LEAST_BYTES = 8 << 20
 
 
@@ -46,9 +47,13 @@ def _gain(match: Match, setting: Setting) -> Gain:
     size = 2 * keys.numel() * keys.element_size()
     if setting.device_type != "cpu":
         return Gain(0, 0, "it was not compared with torch's kernel there")
-    if size < _LEAST_BYTES:
+    if size < _LEAST_BYTES and not setting.fuses:
         return Gain(0, 0, "its cache is read faster than the kernel is called")
     return Gain(0, size // 2, "of the cache it reads the filled part, half of it on the way")
+
+
+def _register() -> None:
+    decompose(SPEC.op, kernel.traceable, at_times=True)
 
 
 SPEC = KernelSpec(
@@ -59,5 +64,6 @@ SPEC = KernelSpec(
     match=match,
     gain=_gain,
     supports=kernel.supports,
+    register=_register,
     triton=(kernel.attention_kernel,),
 )

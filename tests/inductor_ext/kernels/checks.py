@@ -2,24 +2,45 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable, Sequence
+from functools import cache
+from importlib import import_module
 
 import torch
 from torch import Tensor
 
+from dsgraph.launch.pool import Pool
+
+_LIMIT = 280
+"""Seconds that an interpreted function may take, and those that its process may take to start."""
+
+
+class _Interpreter:
+    """A process in which Triton kernels run on the CPU."""
+
+    def __init__(self, number: int) -> None:
+        torch.set_num_threads(1)
+
+    def call(self, module: str, function: str) -> None:
+        torch.manual_seed(0)
+        getattr(import_module(module), function)()
+
+
+@cache
+def _interpreter() -> Pool:
+    """One process for all kernels, each in modules of its own: to start it takes longer than most of the functions."""
+    return Pool(_Interpreter, method="spawn", environ={"TRITON_INTERPRET": "1"})
+
 
 def run_interpreted(module: str, function: str) -> None:
-    """Calls a function of a module in a new process, in which Triton kernels run on the CPU, always with one seed.
+    """Calls a function of a module in a process in which Triton kernels run on the CPU, always with one seed.
 
     Triton decides when a kernel is defined whether it interprets it.
     """
-    code = f"import torch; torch.manual_seed(0); from {module} import {function}; {function}()"
-    env = {**os.environ, "TRITON_INTERPRET": "1"}
-    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=280)
-    assert done.returncode == 0, done.stderr[-4000:]
+    started = _interpreter().start(1, limit=_LIMIT, grace=_LIMIT)
+    assert started.are_complete, started
+    answers = _interpreter().call("call", module, function, count=1, limit=_LIMIT, grace=_LIMIT)
+    assert answers.are_complete, answers.errors or "it died or did not answer"
 
 
 def assert_as_near(ours: Sequence[Tensor], plain: Sequence[Tensor], truth: Sequence[Tensor]) -> None:

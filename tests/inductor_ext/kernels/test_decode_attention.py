@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from dsgraph.inductor_ext.kernels import decode_attention as kernel
-from tests.inductor_ext.kernels.checks import run_interpreted
+from dsgraph.inductor_ext.kernels import decode_attention_cpp
+from tests.inductor_ext.kernels.checks import assert_as_near, run_interpreted
 
 OP = torch.ops.dsgraph.decode_attention
 # Sequences, heads, heads of keys, positions, filled ones.
@@ -23,16 +24,29 @@ def _inputs(shape: tuple[int, ...], dtype: torch.dtype, *, width: int = 16) -> t
     return torch.randn(b, heads, 1, width).to(dtype), keys, values, mask
 
 
+@pytest.mark.parametrize("width", [16, 80, 7])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_values_are_those_of_torch_and_the_rest_of_the_cache_is_not_read(shape):
-    q, keys, values, mask = _inputs(shape, torch.float32)
+def test_values_are_those_of_torch_and_the_rest_of_the_cache_is_not_read(shape, dtype, width):
+    q, keys, values, mask = _inputs(shape, dtype, width=width)
     plain = kernel.reference(q, keys, values, mask, scale=0.3)
+    truth = kernel.reference(q.double(), keys.double(), values.double(), mask, scale=0.3)
     keys[:, :, shape[-1] :] = values[:, :, shape[-1] :] = torch.nan
-    torch.testing.assert_close(OP(q, keys, values, mask, scale=0.3), plain)
+    found = OP(q, keys, values, mask, scale=0.3)
+    if dtype == torch.float32:
+        torch.testing.assert_close(found, plain)
+    else:
+        assert_as_near([found], [plain], [truth])
 
 
-def test_torch_takes_it_for_a_well_formed_op():
-    torch.library.opcheck(OP.default, _inputs(SHAPES[1], torch.float32), {"scale": 0.5})
+def test_torch_takes_them_for_well_formed_ops():
+    given = _inputs(SHAPES[1], torch.float32)
+    torch.library.opcheck(OP.default, given, {"scale": 0.5})
+    torch.library.opcheck(decode_attention_cpp.decode_attention_product, (*given, 0.5))
+    assert kernel.traceable(*given, scale=0.5) is not NotImplemented
+    assert kernel.traceable(*(item if item.dtype == torch.bool else item.half() for item in given), scale=0.5) is (
+        NotImplemented
+    )
 
 
 def test_what_it_cannot_take_is_said():

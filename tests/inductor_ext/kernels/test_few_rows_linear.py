@@ -6,12 +6,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from dsgraph.inductor_ext.kernels import few_rows_cpp, vectors_cpp
 from dsgraph.inductor_ext.kernels import few_rows_linear as kernel
 from tests.inductor_ext.kernels.checks import assert_as_near, run_interpreted
 
 OP = torch.ops.dsgraph.few_rows_linear
 # Leading dimensions of the input, its columns, rows of the weight.
-SHAPES = [((1, 1), 128, 48), ((1,), 130, 17), ((3, 2), 200, 33), ((16,), 256, 64), ((), 7, 5)]
+SHAPES = [((1, 1), 128, 48), ((2,), 130, 17), ((3, 1), 200, 33), ((16,), 256, 64), ((), 7, 5)]
 
 
 def _inputs(shape: tuple[tuple[int, ...], int, int], dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
@@ -20,31 +21,86 @@ def _inputs(shape: tuple[tuple[int, ...], int, int], dtype: torch.dtype) -> tupl
     return torch.randn(*lead, k).to(dtype), torch.randn(n, k).to(dtype), torch.randn(n).to(dtype)
 
 
+@pytest.fixture
+def no_compiler(monkeypatch):
+    """What refuses to build, once it is called, so that torch computes."""
+
+    def refuse(source, **options):
+        raise RuntimeError("no compiler\nsecond line")
+
+    def begin():
+        monkeypatch.setattr(vectors_cpp, "cpp_library", refuse)
+        few_rows_cpp.library.cache_clear()
+
+    yield begin
+    few_rows_cpp.library.cache_clear()
+
+
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_values_are_those_of_plain_torch_and_of_the_loop(shape):
-    x, weight, bias = _inputs(shape, torch.float32)
-    plain = torch.nn.functional.linear(x, weight, bias)
-    assert torch.equal(OP(x, weight, bias, None), plain)
-    torch.testing.assert_close(kernel.traceable(x, weight, bias, None), plain, rtol=1e-5, atol=1e-4)
+def test_values_are_as_near_to_float64_as_plain_torchs(shape, dtype, biased):
+    x, weight, bias = _inputs(shape, dtype)
+    given = (x, weight, bias if biased else None)
+    truth = kernel.reference(*(item if item is None else item.double() for item in given), None)
+    plain = torch.nn.functional.linear(*given)
+    for found in (OP(*given, None), kernel.traceable(*given, None)):
+        if dtype == torch.float32:
+            torch.testing.assert_close(found, plain, rtol=1e-5, atol=1e-4)
+        else:
+            assert_as_near([found], [plain], [truth])
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_the_loop_is_as_near_to_float32_as_plain_torch(dtype):
-    low = _inputs(SHAPES[2], dtype)
-    truth = kernel.reference(*(item.float() for item in low), None)
-    assert_as_near([kernel.traceable(*low, None)], [kernel.reference(*low, None)], [truth])
-
-
-def test_int8_weights_have_a_scale_a_row():
-    x, _, bias = _inputs(SHAPES[2], torch.float32)
-    packed, scale = torch.randint(-127, 128, (33, 200), dtype=torch.int8), torch.rand(33) + 0.1
-    expected = x @ (packed.float() * scale[:, None]).t() + bias
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_int8_weights_have_a_scale_a_row(shape, dtype):
+    x, _, bias = _inputs(shape, dtype)
+    packed, scale = torch.randint(-127, 128, (shape[2], shape[1]), dtype=torch.int8), torch.rand(shape[2]) + 0.1
+    expected = x.float() @ (packed.float() * scale[:, None]).t() + bias.float()
+    near = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 8e-3}[dtype]
     for found in (OP(x, packed, bias, scale), kernel.traceable(x, packed, bias, scale)):
-        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-2)
+        assert found.dtype == dtype
+        torch.testing.assert_close(found.float(), expected, rtol=near, atol=near * float(expected.abs().max()))
 
 
-def test_torch_takes_it_for_a_well_formed_op():
-    torch.library.opcheck(OP.default, (*_inputs(SHAPES[0], torch.float32), None))
+def test_threads_share_the_rows_of_the_weight_and_change_no_number(monkeypatch):
+    x, weight, bias = torch.randn(3, 257), torch.randn(1031, 257), torch.randn(1031)
+    before = torch.get_num_threads()
+    try:
+        found = []
+        for threads in (1, 3):
+            torch.set_num_threads(threads)
+            found.append(OP(x, weight, bias, None))
+    finally:
+        torch.set_num_threads(before)
+    torch.testing.assert_close(found[0], torch.nn.functional.linear(x, weight, bias), rtol=1e-5, atol=1e-4)
+    assert torch.equal(*found)
+
+
+def test_torch_computes_the_same_where_nothing_can_be_built(no_compiler):
+    x, weight, bias = _inputs(SHAPES[2], torch.float32)
+    packed, scale = torch.randint(-127, 128, (33, 200), dtype=torch.int8), torch.rand(33) + 0.1
+    wanted = [OP(x, weight, bias, None), OP(x, packed, bias, scale)]
+    no_compiler()
+    with pytest.warns(UserWarning, match=r"products of few rows are computed by torch.*cannot be built: no compiler$"):
+        found = [OP(x, weight, bias, None), OP(x, packed, bias, scale)]
+    found += [_without_library(x, weight, bias, None), _without_library(x, packed, bias, scale)]
+    for ours, theirs in zip(found, wanted * 2, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-2)
+
+
+def _without_library(*given):
+    """What code that was compiled elsewhere computes where there is no compiler."""
+    keys = torch._C.DispatchKeySet(torch._C.DispatchKey.CompositeExplicitAutograd)
+    return few_rows_cpp.few_rows_product.redispatch(keys, *given)
+
+
+def test_torch_takes_them_for_well_formed_ops():
+    x, weight, bias = _inputs(SHAPES[0], torch.float32)
+    packed, scale = torch.randint(-127, 128, weight.shape, dtype=torch.int8), torch.rand(len(weight))
+    for op in (OP.default, few_rows_cpp.few_rows_product):
+        torch.library.opcheck(op, (x, weight, bias, None))
+        torch.library.opcheck(op, (x, packed, None, scale))
 
 
 @pytest.mark.parametrize(

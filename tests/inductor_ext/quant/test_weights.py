@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from dsgraph.inductor_ext.kernels.few_rows_linear import MOST_ROWS
 from dsgraph.inductor_ext.quant.weights import (
-    FEW_ROWS,
     dequantize_groups,
     dequantize_rows,
     multiply_groups,
@@ -19,7 +19,7 @@ CASES = [(torch.float32, 1e-5), (torch.bfloat16, 2e-2), (torch.float16, 3e-3)]
 
 
 @pytest.mark.parametrize(("dtype", "near"), CASES)
-@pytest.mark.parametrize("rows", [1, FEW_ROWS, FEW_ROWS + 1])
+@pytest.mark.parametrize("rows", [1, MOST_ROWS, MOST_ROWS + 1])
 @pytest.mark.parametrize("size", [(16, 32), (7, 96), (3, 256)])
 def test_products_are_those_of_the_weight(dtype, near, rows, size):
     torch.manual_seed(0)
@@ -33,6 +33,17 @@ def test_products_are_those_of_the_weight(dtype, near, rows, size):
         expected = x.float() @ stands_for.t()
         assert found.dtype == dtype
         assert (found.float() - expected).norm() / expected.norm() < near
+
+
+def test_products_of_few_rows_that_need_gradients_have_them():
+    x, weight = torch.randn(2, 32, requires_grad=True), torch.randn(8, 32)
+    eight, four = quantize_rows(weight), quantize_groups(weight, group=16)
+    for y, stands_for in (
+        (multiply_rows(x, *eight), dequantize_rows(*eight)),
+        (multiply_groups(x, *four), dequantize_groups(*four)),
+    ):
+        (grad,) = torch.autograd.grad(y.sum(), x)
+        torch.testing.assert_close(grad, stands_for.sum(0).expand(2, -1))
 
 
 def test_rounding_is_to_the_nearest_and_keeps_both_ends():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from dsgraph.passes.analysis.transfer_buffers import transfer_buffers
+from dsgraph.passes.analysis.transfer_buffers import stored_gradients, transfer_buffers
 from tests.passes.tracing import trace
 
 ops = torch.ops.dsgraph
@@ -31,3 +31,9 @@ def test_what_is_read_ahead_and_written_behind_takes_buffers():
     sizes = [transfer_buffers(trace(step, *rows)) for step in (_two_reads, _one_by_one, _stores_amid_a_read)]
     assert sizes == [2 * SIZE, SIZE, 2 * SIZE]
     assert transfer_buffers(trace(torch.add, *rows)) == 0
+
+
+def test_what_is_in_use_behind_each_gradient():
+    found = stored_gradients(trace(_stores_amid_a_read, torch.zeros(4, 8), torch.zeros(4, 8)))
+    assert [moment.buffers for moment in found] == [SIZE, 2 * SIZE]
+    assert len({moment.rows for moment in found}) == 2

@@ -29,7 +29,7 @@ _POINTERS = {
     **dict.fromkeys(("param_ptr", "exp_avg_ptr", "exp_avg_sq_ptr", "step_ptr", "scale_ptr", "inf_ptr"), "*fp32"),
     **dict.fromkeys(("target", "seed_ptr"), "*i64"),
     **dict.fromkeys(("kept_ptr", "mask_ptr"), "*i1"),
-    "filled_ptr": "*i64",
+    **{"filled_ptr": "*i64", "packed_ptr": "*u8", "least_ptr": "*fp32"},
 }
 _TENSORS = {"logits"}
 _FLOATS = {
@@ -75,6 +75,7 @@ LAUNCHES: dict[tuple[str, str], list[tuple[dict[str, Any], int]]] = {
     ("few_rows_linear", "product_kernel"): [
         ({"HAS_BIAS": True, "HAS_SCALE": True, "ROWS": rows, "BLOCK_N": 16, "BLOCK_K": 128}, 4) for rows in (1, 16)
     ],
+    ("few_rows_groups", "groups_kernel"): [({"ROWS": rows, "BLOCK_N": 16, "HALF": 64}, 4) for rows in (1, 16)],
     ("cross_entropy_rows", "cross_entropy_rows_kernel"): [(_LARGEST, WARPS)],
 }
 

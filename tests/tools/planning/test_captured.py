@@ -36,7 +36,7 @@ def test_sliced_layers_are_refused():
 @pytest.mark.parametrize(
     ("stage", "parameters", "gradients", "optimizer"),
     [
-        (0, 0, 4, 12),
+        pytest.param(0, 0, 4, 12, marks=pytest.mark.full),
         (2, 2, 1, 3),
         pytest.param(1, 2, 1, 3, marks=pytest.mark.full),
         pytest.param(3, 0, 1, 3, marks=pytest.mark.full),

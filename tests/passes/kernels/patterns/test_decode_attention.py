@@ -54,3 +54,4 @@ def test_an_engine_generates_the_same_tokens_with_it(family):
     engine = dsgraph.init_inference(plain, max_tokens=64, options=options)
     expected = plain.generate(**given, max_new_tokens=12, do_sample=False)
     assert torch.equal(engine.generate(**given, max_new_tokens=12, do_sample=False), expected)
+    assert engine.report().turned_weights == (8 if family == "gpt2" else 0)

@@ -1,0 +1,204 @@
+"""How an engine goes on from a checkpoint: see `checkpoints.py` for what one is.
+
+Tensors are read into copies, so that nothing of the engine changes until all is there. Where parameters or the
+optimizer's state lie on disk, no copies are made: what can be known of a checkpoint is checked first, and then each
+tensor is read into its place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from dsgraph.checkpoint_files import latest_tag, read_about
+from dsgraph.errors import CheckpointError, OffloadError
+from dsgraph.offload.optimizer import OptimizerOnDisk
+from dsgraph.offload.saving import loading_to_disk
+from dsgraph.sharding.rows import own_part
+from dsgraph.tiers.stored_rows import stored_rows
+
+from .checkpoint_match import other_model, other_optimizer
+from .checkpoints import Training
+from .compressing import CompressingOptimizer
+from .together import reason, together
+from .weight_files import describe
+
+
+class HasTensors(Protocol):
+    """What tensors are read into: an engine.
+
+    Attributes:
+        module: The partitioned model.
+        optimizer: Of its shards.
+    """
+
+    module: nn.Module
+    optimizer: Optimizer
+
+
+def load(engine: Training, folder: Path, tag: str | None, *, module_only: bool) -> tuple[Path, dict[str, Any]] | None:
+    """Reads a checkpoint into an engine. All ranks call it together.
+
+    Args:
+        engine: Of the same model; stage and number of ranks may be others.
+        folder: Where checkpoints are.
+        tag: Which one; None: the latest.
+        module_only: Whether to leave optimizer, schedule, scale and counts as they are.
+
+    Returns:
+        Its folder and the client's state; None where there is no checkpoint and no tag was given.
+
+    Raises:
+        CheckpointError: There is no such checkpoint, it is damaged, or of another model; the engine is as it was,
+            see `read_into`.
+    """
+    named = [latest_tag(folder) if tag is None else tag]
+    dist.broadcast_object_list(named, src=0)  # one rank chooses, lest folders of several hosts differ
+    (tag,) = named
+    if tag is None:
+        if dist.get_rank() == 0:
+            print(f"dsgraph: load_checkpoint: {folder} holds no checkpoint, and the engine stays as it is", flush=True)
+        return None
+    path, about = folder / tag, {}
+    share = {"share": dist.get_rank(), "shares": dist.get_world_size()}
+    together(engine.module, f"load {path}", lambda: about.update(read_about(path, **share)))
+    groups, saved = len(engine.optimizer.param_groups), len(about["groups"])
+    if groups != saved and not module_only:
+        raise CheckpointError(f"load {path}: it has {saved} groups of parameters, and the optimizer {groups}")
+    problem = "" if module_only else other_optimizer(engine.optimizer, about) or engine.why_not(about["engine"])
+    if problem:
+        raise CheckpointError(f"load {path}: {problem}: load_module_only=True takes the model alone")
+    wanted = _wanted(engine, path, module_only=module_only)
+    read_into(wanted, dcp.FileSystemReader(path), engine, doing=f"load {path}", module_only=module_only)
+    if not is_on_disk(engine, module_only=module_only):
+        _take_model(engine, wanted)
+    if not module_only:
+        _take_rest(engine, wanted, about, path)
+    return path, about["client_state"]
+
+
+def is_on_disk(engine: HasTensors, *, module_only: bool) -> bool:
+    """Whether something lies on disk of what is read."""
+    params = (own_part(param) for param in engine.module.parameters())
+    has_state = isinstance(engine.optimizer, OptimizerOnDisk) and not module_only
+    return has_state or any(stored_rows(rows) is not None for rows in params)
+
+
+def read_into(
+    wanted: dict[str, Any], reader: dcp.StorageReader, engine: HasTensors, *, doing: str, module_only: bool
+) -> None:
+    """Reads tensors by name. All ranks call it together.
+
+    Raises:
+        CheckpointError: One could not be read. Where they are copies, the engine is as it was; where something lies on
+            disk, it trains no more until it has loaded.
+    """
+    try:
+        if not is_on_disk(engine, module_only=module_only):
+            dcp.load(wanted, storage_reader=reader)
+            return
+        with loading_to_disk(engine.module, engine.optimizer, module_only=module_only) as planner:
+            dcp.load(wanted, storage_reader=reader, planner=planner)
+    except (dcp.api.CheckpointException, OffloadError, OSError, ValueError, RuntimeError) as error:
+        raise CheckpointError(f"{doing}: {reason(error)}") from error
+
+
+def _wanted(engine: Training, path: Path, *, module_only: bool) -> dict[str, Any]:
+    """Tensors to read into: the engine's own where something lies on disk, else copies."""
+    known = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
+    tied = describe(engine.module)["tied"]
+    problem, left = other_model(engine.module, known, tied, module_only=module_only)
+    if problem:
+        raise CheckpointError(f"load {path}: it is of another model: {problem}")
+    if left and dist.get_rank() == 0:
+        print(f"dsgraph: load {path}: the model has none of {', '.join(left)}, which stay there", flush=True)
+    in_place = is_on_disk(engine, module_only=module_only)
+    state: dict[str, Any] = {
+        f"model.{name}": value if in_place else torch.empty_like(value)
+        for name, value in engine.module.state_dict().items()
+        if isinstance(value, Tensor) and (name not in tied or f"model.{name}" in known)
+    }
+    if module_only:
+        return state
+    for name, param in engine.module.named_parameters():
+        prefix = f"optimizer.{name}."
+        saved = {key[len(prefix) :]: about for key, about in known.items() if key.startswith(prefix)}
+        saved = {key: about for key, about in saved.items() if "." not in key}
+        state |= {
+            f"{prefix}{key}": value for key, value in _state_to_read(engine.optimizer, name, param, saved).items()
+        }
+    return state
+
+
+def _state_to_read(optimizer: Any, name: str, param: Tensor, saved: dict[str, Any]) -> dict[str, Tensor]:
+    """What the state of a parameter is read into, by key, of what a checkpoint has of it."""
+    owns, empty_state = getattr(optimizer, "owns", None), getattr(optimizer, "empty_state", None)
+    is_whole = owns(param) if owns is not None else None
+    if is_whole is False:  # another rank keeps it
+        return {}
+    on_disk = optimizer.state.tensors(param) if isinstance(optimizer, OptimizerOnDisk) and saved else {}
+    if not on_disk.keys() <= saved.keys():
+        lacks = next(key for key in on_disk if key not in saved)
+        raise CheckpointError(
+            f"load: there is no {lacks!r} of {name} in it: load_module_only=True takes the model alone"
+        )
+    found: dict[str, Tensor] = {}
+    for key, about in saved.items():
+        size, dtype = about.size, about.properties.dtype
+        like = is_whole is None and size == param.shape and len(size) > 0
+        if key in on_disk:
+            found[key] = on_disk[key]
+        elif empty_state is not None:
+            empty = empty_state(param, key, size)
+            found |= {} if empty is None else {key: empty}
+        else:
+            found[key] = torch.empty_like(param, dtype=dtype) if like else torch.empty(size, dtype=dtype)
+    return found
+
+
+def _take_model(engine: Training, state: dict[str, Any]) -> None:
+    prefix = "model."
+    found = {key[len(prefix) :]: value for key, value in state.items() if key.startswith(prefix)}
+    for name, first in describe(engine.module)["tied"].items():
+        found.setdefault(name, found[first])  # a checkpoint made of safetensors has one of them
+    engine.module.load_state_dict(found)
+
+
+def _take_rest(engine: Training, state: dict[str, Any], about: dict[str, Any], path: Path) -> None:
+    engine.optimizer.state.clear()  # a checkpoint of an optimizer that has not stepped holds none
+    for name, param in engine.module.named_parameters():
+        found = {**dict(_of_parameter(state, name)), **about["optimizer"].get(name, {})}
+        if found and isinstance(engine.optimizer, OptimizerOnDisk):
+            engine.optimizer.state.take_rest(param, found)
+        elif found:
+            engine.optimizer.state[param] = found
+    for group, saved in zip(engine.optimizer.param_groups, about["groups"], strict=True):
+        for key, value in saved.items():
+            own = group.get(key)
+            if isinstance(own, Tensor):
+                own.fill_(value)
+            else:
+                group[key] = tuple(value) if isinstance(own, tuple) else value
+    if isinstance(engine.optimizer, CompressingOptimizer):
+        engine.optimizer.go_on()
+    engine.go_on_from(about["engine"])
+    random = path / f"random-{dist.get_rank()}.pt"
+    if about["ranks"] == dist.get_world_size():  # with others, no rank goes on where one left off
+        states = torch.load(random, weights_only=True)
+        torch.set_rng_state(states["cpu"])
+        if "cuda" in states and torch.cuda.is_available():
+            torch.cuda.set_rng_state(states["cuda"])
+
+
+def _of_parameter(state: dict[str, Any], name: str) -> Iterator[tuple[str, Any]]:
+    prefix = f"optimizer.{name}."
+    for key, value in state.items():
+        if key.startswith(prefix) and "." not in key[len(prefix) :]:
+            yield key[len(prefix) :], value

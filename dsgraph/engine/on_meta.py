@@ -1,0 +1,99 @@
+"""A model that lies on the meta device gets memory and values, module by module, where its configuration says."""
+
+from __future__ import annotations
+
+import sys
+import time
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from dsgraph.errors import ConfigError
+from dsgraph.sharding.materialize import materialize
+
+from .memory_use import peak_bytes
+from .told import tell
+
+MOMENT = 2.0
+"""Seconds behind which a bar appears."""
+_WIDTH = 40  # characters
+
+
+class ProgressBar:
+    """A bar on stderr, of what takes more than a moment."""
+
+    def __init__(self, doing: str) -> None:
+        """Of nothing done yet."""
+        self._doing, self._started, self._shown = doing, time.perf_counter(), -1
+
+    def __call__(self, done: int, count: int) -> None:
+        """Shows how many of how many parameters are done, once a character of the bar."""
+        full = _WIDTH * done // max(count, 1)
+        if time.perf_counter() - self._started < MOMENT or full == self._shown:
+            return
+        self._shown = full
+        bar = (
+            f"\rdsgraph: {self._doing} [{'#' * full:{_WIDTH}}] {done / 1e6:.1f} of {count / 1e6:.1f} million parameters"
+        )
+        print(bar, end="\n" if done == count else "", file=sys.stderr, flush=True)
+
+
+def is_on_meta(model: nn.Module) -> bool:
+    """Whether something of a model has no memory."""
+    return any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
+
+
+def check_weights(model: nn.Module, weights: Any, *, is_divided: bool) -> None:
+    """Refuses what could not be read, or divided, before anything is changed.
+
+    Raises:
+        ConfigError: Names the argument.
+    """
+    if is_on_meta(model):
+        if is_divided:
+            raise ConfigError(
+                "initialize: the section parallel takes no model on the meta device yet: build it on the CPU"
+            )
+        if weights is not None and not isinstance(weights, str | PathLike):
+            raise ConfigError(f"initialize: weights is {weights!r}; it takes a folder of *.safetensors")
+    elif weights is not None:
+        raise ConfigError(
+            "initialize: weights is for a model on the meta device, and this one has values: leave it out, and call "
+            "engine.load_pretrained(folder)"
+        )
+
+
+def give_values(model: nn.Module, device: torch.device, weights: Any) -> None:
+    """Does it, with a bar on the first rank, and prints what memory it took. A model that has values is left alone.
+
+    Args:
+        model: The partitioned model.
+        device: Where what stays in memory goes.
+        weights: A folder of safetensors; None: modules initialise themselves.
+
+    Raises:
+        PartitionError: See `materialize`.
+    """
+    if not is_on_meta(model):
+        return
+    is_first, doing = dist.get_rank() == 0, "initialising" if weights is None else f"reading {weights}"
+    before, started = _resident_bytes(), time.perf_counter()
+    materialize(model, device, weights=weights, progress=ProgressBar(doing) if is_first else None)
+    model.to(device)  # buffers that had values
+    count = sum(param.numel() for param in model.parameters())
+    most = peak_bytes(torch.device("cpu"))
+    tell(
+        f"{doing} {count / 1e6:.1f} million parameters took {time.perf_counter() - started:.1f} s and at most "
+        f"{max(0, most - before) / 1e6:.0f} MB of memory above the {before / 1e6:.0f} MB that there were"
+    )
+
+
+def _resident_bytes() -> int:
+    """What the process has resident now; 0 where the system does not say."""
+    status = Path("/proc/self/status")
+    lines = status.read_text().splitlines() if status.exists() else []
+    return next((1024 * int(line.split()[1]) for line in lines if line.startswith("VmRSS:")), 0)

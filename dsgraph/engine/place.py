@@ -1,0 +1,32 @@
+"""Where a rank stands: its device, and its number in a mesh."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DeviceMesh
+
+
+def join_ranks() -> None:
+    """Joins the process group that a launcher has named."""
+    if not dist.is_initialized() and "RANK" in os.environ:
+        dist.init_process_group()
+
+
+def device_of_rank() -> torch.device:
+    """Where this rank computes."""
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    torch.cuda.set_device(device)
+    return device
+
+
+def place_in(mesh: DeviceMesh) -> int:
+    """This rank's number in the mesh, row by row."""
+    place = 0
+    for dim in range(mesh.ndim):
+        place = place * mesh.size(dim) + mesh.get_local_rank(dim)
+    return place

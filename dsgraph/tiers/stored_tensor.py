@@ -1,0 +1,74 @@
+"""A tensor in a slot of a file, read and written by whole reads and writes: no page of it is mapped for that."""
+
+from __future__ import annotations
+
+import math
+import mmap
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .slots import SlotFile, anonymous
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """Where a tensor lies: in a slot of a file, `start` bytes from its beginning."""
+
+    file: SlotFile
+    slot: int
+    start: int
+    dtype: torch.dtype
+    shape: torch.Size
+
+    def read(self) -> Tensor:
+        """The tensor, `[*shape]`, in memory of its own.
+
+        Raises:
+            OffloadError: The file cannot be read.
+        """
+        return self.read_memory()[0]
+
+    def read_memory(self) -> tuple[Tensor, mmap.mmap]:
+        """The same, and the memory; it is private, so that its pages can be dropped."""
+        memory, begin = self.file.read_part(self.slot, self.start, self.shape.numel() * self.dtype.itemsize)
+        return _over(memory, begin, self.dtype, self.shape), memory
+
+    def room(self, shape: Sequence[int]) -> Tensor:
+        """Memory for a part of the tensor, `[*shape]`, which the system has back as soon as nobody uses it."""
+        # Not of torch's allocator: glibc keeps much of what is freed between tensors of some megabytes.
+        return _over(anonymous(max(1, math.prod(shape) * self.dtype.itemsize)), 0, self.dtype, shape)
+
+    def write(self, part: Tensor, offsets: Sequence[int]) -> None:
+        """Writes a part of the tensor, and leaves the rest as it is.
+
+        Args:
+            part: As many dimensions as the tensor.
+            offsets: Where it begins, in each dimension.
+
+        Raises:
+            OffloadError: The file cannot be read or written.
+        """
+        if not part.numel():
+            return
+        if part.shape[1:] != self.shape[1:]:  # not whole rows
+            whole = self.read()
+            whole[tuple(slice(at, at + size) for at, size in zip(offsets, part.shape, strict=True))] = part
+            part, offsets = whole, [0] * whole.dim()
+        row = math.prod(self.shape[1:]) * self.dtype.itemsize
+        start = self.start + (offsets[0] * row if part.dim() else 0)
+        self.file.write_part(self.slot, start, _bytes(part.to(self.dtype).contiguous()))
+
+
+def _bytes(tensor: Tensor) -> memoryview:
+    """The memory of a contiguous tensor."""
+    return tensor.view(-1).view(torch.uint8).numpy().data
+
+
+def _over(memory: mmap.mmap, begin: int, dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
+    """A tensor whose storage is no more than its bytes: what saves it copies nothing."""
+    count = math.prod(shape)
+    flat = torch.frombuffer(memory, dtype=dtype, count=count, offset=begin) if count else torch.empty(0, dtype=dtype)
+    return flat.view(tuple(shape))

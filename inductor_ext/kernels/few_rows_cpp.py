@@ -1,0 +1,273 @@
+"""Products of few rows on a CPU in C++: the weight is read once, at the rate of memory, whatever its dtype.
+
+    few_rows_product:          y[m, n] = sum_k x[m, k] * w[n, k] * scale[n] + bias[n]
+    few_rows_product_groups:   the same for weights of 4 bits in groups, `quant/weights.py` has their layout
+
+Threads divide rows of the weight. Four rows are multiplied at a time with up to four rows of x: each pair has a vector
+of sums, so no sum waits for itself, and a row of the weight that was read is in the cache for the next rows of x. Bytes
+become float32 in registers; of 4 bits a table of the group's sixteen numbers gives them. Meanwhile the next four rows
+are fetched. Sums are in float32, y is rounded once.
+
+Where the library cannot be built, `library` says so once and gives None, and both ops compute in plain torch.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from dsgraph.inductor_ext.ops import define_native
+
+from . import vectors_cpp
+
+MOST_ROWS = 16
+"""Of x. With more, products are bound by arithmetic, which torch's do better."""
+
+FLOATING = (torch.float32, torch.bfloat16)
+"""Dtypes of x, and of weights that have no scale."""
+
+_SOURCE = r"""
+static const int ROWS = 4;           // of the weight at a time
+static const int MOST = LANES / 4;   // of x at a time: as many sums as there are registers for
+
+// What R rows have a cache line of, ahead of its use.
+template <int R, class T> static INLINE void fetch(const T* at, Int stride) {
+  UNROLL for (int r = 0; r < R; ++r) __builtin_prefetch(at + r * stride, 0, 3);
+}
+
+// Weights whose numbers have one dtype: rows of k.
+template <class T> struct Plain {
+  static const int LINE = 64 / sizeof(T);
+  const T* w;
+  Int k;
+
+  template <int R, int M> INLINE void add(Vec (&sum)[R][M], const float* x, Int row) const {
+    const T* at = w + row * k;
+    Int i = 0;
+    for (; i + LINE <= k; i += LINE) {
+      fetch<R>(at + R * k + i, k);
+      UNROLL for (int part = 0; part < LINE; part += LANES) step<R, M>(sum, x, at, i + part, LANES);
+    }
+    for (; i < k; i += LANES) step<R, M>(sum, x, at, i, std::min<Int>(LANES, k - i));
+  }
+
+  template <int R, int M> INLINE void step(Vec (&sum)[R][M], const float* x, const T* at, Int i, Int count) const {
+    Vec part[M];
+    UNROLL for (int m = 0; m < M; ++m) keep(part[m] = take<Vec>(x + m * k + i, count));
+    UNROLL for (int r = 0; r < R; ++r) {
+      Vec number = wide(at + r * k + i, count);
+      UNROLL for (int m = 0; m < M; ++m) sum[r][m] += number * part[m];
+    }
+  }
+};
+
+// The sixteen numbers of a group of 4 bits: a table of them, or what computes them.
+struct Numbers {
+#if LANES == 16
+  Vec table;
+  INLINE void set(float scale, float least) {
+    const Vec upto = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    table = upto * scale + least;
+  }
+  INLINE Vec low(Ints bits) const { return (Vec)_mm512_maskz_permutexvar_ps(0xffff, (__m512i)bits, (__m512)table); }
+  INLINE Vec high(Ints bits) const { return low(bits >> 4); }
+#else
+  float scale, least;
+  INLINE void set(float a, float b) { scale = a, least = b; }
+  INLINE Vec low(Ints bits) const { return __builtin_convertvector(bits & 15, Vec) * all(scale) + all(least); }
+  INLINE Vec high(Ints bits) const { return __builtin_convertvector(bits >> 4, Vec) * all(scale) + all(least); }
+#endif
+};
+
+// Weights of 4 bits: of each row groups of 2 * half numbers, with a scale and a minimum each.
+struct Packed {
+  const uint8_t* w;
+  const float *scale, *least;
+  Int groups, half;
+
+  template <int R, int M> INLINE void add(Vec (&sum)[R][M], const float* x, Int row) const {
+    for (Int group = 0; group < groups; ++group) {
+      Numbers of[R];
+      UNROLL for (int r = 0; r < R; ++r) {
+        Int place = (row + r) * groups + group;
+        of[r].set(scale[place], least[place]);
+      }
+      const uint8_t* at = w + (row * groups + group) * half;
+      for (Int i = 0; i < half; i += 64) fetch<R>(at + R * groups * half + i, groups * half);
+      const float* of_group = x + 2 * half * group;
+      Int i = 0;
+      for (; i + LANES <= half; i += LANES) step<R, M>(sum, of, of_group, at, i, LANES);
+      if (i < half) step<R, M>(sum, of, of_group, at, i, half - i);
+    }
+  }
+
+  template <int R, int M>
+  INLINE void step(Vec (&sum)[R][M], const Numbers (&of)[R], const float* x, const uint8_t* at, Int i,
+                   Int count) const {
+    Vec low[M], high[M];
+    UNROLL for (int m = 0; m < M; ++m) {
+      keep(low[m] = take<Vec>(x + 2 * m * groups * half + i, count));
+      keep(high[m] = take<Vec>(x + 2 * m * groups * half + half + i, count));
+    }
+    UNROLL for (int r = 0; r < R; ++r) {
+      Ints bits = numbers(take<Bytes>(at + r * groups * half + i, count));
+      Vec one = of[r].low(bits), other = of[r].high(bits);
+      UNROLL for (int m = 0; m < M; ++m) sum[r][m] += one * low[m];
+      UNROLL for (int m = 0; m < M; ++m) sum[r][m] += other * high[m];
+    }
+  }
+};
+
+struct Task {
+  static const Int LEAST = 1 << 14;  // numbers of the weight for which a thread is woken
+  const float* x;
+  Int m, n, k;
+  const float* scale;
+  const void* bias;
+  void* y;
+  bool is_float;  // bias and y; else bfloat16
+
+  template <int R, int M, class Weight> INLINE void block(const Weight& weight, Int row, Int first) const {
+    Vec sum[R][M] = {};
+    weight.template add<R, M>(sum, x + first * k, row);
+    UNROLL for (int r = 0; r < R; ++r)
+      UNROLL for (int m = 0; m < M; ++m) store(total(sum[r][m]), first + m, row + r);
+  }
+
+  INLINE void store(float found, Int at, Int row) const {
+    if (scale) found *= scale[row];
+    if (bias) found += is_float ? ((const float*)bias)[row] : as_float(((const uint16_t*)bias)[row]);
+    if (is_float) put((float*)y + at * n + row, found);
+    else put((uint16_t*)y + at * n + row, found);
+  }
+
+  template <int R, class Weight> INLINE void rows(const Weight& weight, Int row) const {
+    Int i = 0;
+    for (; i + MOST <= m; i += MOST) block<R, MOST>(weight, row, i);
+    if (MOST > 2 && i + 2 <= m) {
+      block<R, 2>(weight, row, i);
+      i += 2;
+    }
+    if (i < m) block<R, 1>(weight, row, i);
+  }
+
+  template <class Weight> void run(const Weight& weight) const {
+    Int blocks = (n + ROWS - 1) / ROWS;
+    torch::stable::parallel_for(0, blocks, std::max<Int>(LEAST / (ROWS * k) + 1, (blocks + threads() - 1) / threads()),
+      [&](Int first, Int last) {
+        Int row = first * ROWS, end = std::min(n, last * ROWS);
+        for (; row + ROWS <= end; row += ROWS) rows<ROWS>(weight, row);
+        for (; row < end; ++row) rows<1>(weight, row);
+      });
+  }
+};
+
+static const float* as_floats(const Tensor& x, std::vector<float>& memory) {
+  if (x.scalar_type() == Type::Float) return (const float*)x.data_ptr();
+  const uint16_t* from = (const uint16_t*)x.data_ptr();
+  memory.resize(x.numel());
+  for (Int i = 0; i < x.numel(); ++i) memory[i] = as_float(from[i]);
+  return memory.data();
+}
+
+static const void* data_of(const Perhaps& x) { return x ? x->data_ptr() : nullptr; }
+
+static void check(const Tensor& x, const Perhaps& bias, Int k) {
+  STD_TORCH_CHECK(x.is_contiguous() && x.dim() > 0 && x.size(x.dim() - 1) == k, "x is not contiguous rows of ", k);
+  STD_TORCH_CHECK(!bias || bias->scalar_type() == x.scalar_type(), "the bias is not of the dtype of x");
+}
+
+template <class Call>
+static Tensor compute(const Tensor& x, Int n, const Perhaps& scale, const Perhaps& bias, Call call) {
+  Int k = x.size(x.dim() - 1), m = x.numel() / k;
+  std::vector<Int> sizes(x.sizes().begin(), x.sizes().end());
+  sizes.back() = n;
+  Tensor y = empty(x, sizes);
+  static thread_local std::vector<float> memory;
+  call(Task{as_floats(x, memory), m, n, k, (const float*)data_of(scale), data_of(bias), y.data_ptr(),
+            x.scalar_type() == Type::Float});
+  return y;
+}
+
+static Tensor few_rows_product(const Tensor& x, const Tensor& weight, const Perhaps& bias, const Perhaps& scale) {
+  Int n = weight.size(0), k = weight.size(1);
+  check(x, bias, k);
+  return compute(x, n, scale, bias, [&](const Task& task) {
+    const void* w = weight.data_ptr();
+    Type type = weight.scalar_type();
+    if (type == Type::Float) task.run(Plain<float>{(const float*)w, k});
+    else if (type == Type::BFloat16) task.run(Plain<uint16_t>{(const uint16_t*)w, k});
+    else task.run(Plain<int8_t>{(const int8_t*)w, k});
+  });
+}
+
+static Tensor few_rows_product_groups(const Tensor& x, const Tensor& packed, const Tensor& scale, const Tensor& least,
+                                      const Perhaps& bias) {
+  Int n = packed.size(0), groups = packed.size(1), half = packed.size(2);
+  check(x, bias, 2 * groups * half);
+  return compute(x, n, {}, bias, [&](const Task& task) {
+    task.run(Packed{(const uint8_t*)packed.data_ptr(), (const float*)scale.data_ptr(), (const float*)least.data_ptr(),
+                    groups, half});
+  });
+}
+
+STABLE_TORCH_LIBRARY_IMPL(dsgraph, CPU, m) {
+  m.impl("few_rows_product", TORCH_BOX(&few_rows_product));
+  m.impl("few_rows_product_groups", TORCH_BOX(&few_rows_product_groups));
+}
+"""
+
+
+@cache
+def library() -> ctypes.CDLL | None:
+    """The library of the source above, which registers its kernels; None, after a warning, where it cannot be built."""
+    return vectors_cpp.library(_SOURCE, what="products of few rows are")
+
+
+def _fake(x: Tensor, weight: Tensor, *others: Tensor | None) -> Tensor:
+    return x.new_empty((*x.shape[:-1], weight.shape[0]))
+
+
+@define_native(fake=_fake, load=library)
+def few_rows_product(x: Tensor, weight: Tensor, bias: Tensor | None, scale: Tensor | None) -> Tensor:
+    """`x @ (weight * scale).t() + bias`; tensors as `takes` wants them.
+
+    Args:
+        x: `[..., k]`, float32 or bfloat16.
+        weight: `[n, k]`, float32, bfloat16, or int8.
+        bias: `[n]`, of the dtype of x; None: nothing is added.
+        scale: float32 `[n]`; None: of 1.
+    """
+    y = x.float() @ weight.float().t()
+    y = y if scale is None else y * scale
+    return (y if bias is None else y + bias).to(x.dtype)
+
+
+@define_native(fake=_fake, load=library)
+def few_rows_product_groups(x: Tensor, packed: Tensor, scale: Tensor, least: Tensor, bias: Tensor | None) -> Tensor:
+    """`x @ weight.t() + bias`, with the weight that bits of 4 stand for; tensors as `takes` wants them.
+
+    Args:
+        x: `[..., k]`, float32 or bfloat16.
+        packed: uint8 `[n, groups, k / groups / 2]`.
+        scale: float32 `[n, groups]`.
+        least: float32 `[n, groups]`.
+        bias: `[n]`, of the dtype of x; None: nothing is added.
+    """
+    numbers = torch.cat([packed & 15, packed >> 4], dim=2).float()
+    weight = (numbers * scale[..., None] + least[..., None]).flatten(1)
+    y = x.float() @ weight.t()
+    return (y if bias is None else y + bias).to(x.dtype)
+
+
+def takes(x: Tensor, weight: Tensor, *others: Tensor | None) -> bool:
+    """Whether the ops above compute with these in C++: on a CPU, of their dtypes, all but x contiguous."""
+    tensors = [x, weight, *(each for each in others if each is not None)]
+    if not all(each.device.type == "cpu" for each in tensors) or x.dtype not in FLOATING:
+        return False
+    if weight.dtype not in (*FLOATING, torch.int8, torch.uint8):
+        return False
+    return x.ndim > 0 and all(each.is_contiguous() for each in tensors[1:]) and library() is not None
