@@ -206,10 +206,6 @@ _INFERENCE: Columns = {
     "token over reading the weights": ("bound", ".2f"),
     "held-out loss": ("loss", ".4f"),
 }
-_INFERENCE_RANKS: Columns = {
-    **{"system": ("system", ""), "tokens/s": ("tokens_s", ".0f"), "step, ms": ("token_ms", ".1f")},
-    "prompt, ms": ("prompt_ms", ".0f"),
-}
 _PIPELINES: Columns = {
     "system": ("case", ""),
     "link": ("rate", ""),
@@ -388,8 +384,6 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "limits: figures": _figures("limits-cpu"),
     "inference": _rows("inference-cpu", _INFERENCE),
     "inference: figures": _figures("inference-cpu"),
-    "inference: ranks": _rows("inference-ranks-cpu", _INFERENCE_RANKS),
-    "inference: ranks, figures": _figures("inference-ranks-cpu"),
     "layer dropping": _rows("compressed-cpu", _COMPRESSED, having="early_s"),
     "one bit: links": _rows("compressed-cpu", _ONE_BIT_LINKS, having="link_mb"),
     "one bit: losses": _rows("compressed-cpu", _ONE_BIT_LOSSES, having="held_out"),
