@@ -104,7 +104,8 @@ def test_calibrated_weights_are_written_and_read_again(tmp_path):
     dsgraph.save_quantized(few, tmp_path)
     engine = dsgraph.init_inference(model("llama"), checkpoint=tmp_path, max_tokens=32, options={"codegen": "eager"})
     given = prompt(1, 9)
-    assert torch.equal(engine.module(**given).logits, few(**given).logits)
+    with torch.no_grad():  # gradients need other products, whose sums have another order
+        assert torch.equal(engine.module(**given).logits, few(**given).logits)
     assert engine.report().quantization == few.quantization
     assert "calibrated: largest error of outputs" in str(engine.report())
 
