@@ -42,7 +42,7 @@ def reference(x: Tensor, packed: Tensor, scale: Tensor, least: Tensor) -> Tensor
         `[..., n]`, of the dtype of x.
     """
     n, groups, half = packed.shape
-    parts = x.float().view(-1, 1, groups, 2, half)
+    parts = x.float().reshape(-1, 1, groups, 2, half)
     low, high = (packed & 15).float(), (packed >> 4).float()
     # Over groups first: so a loop adds whole vectors, and a vector's numbers are added up once a row, not once a group.
     products = (low * parts[..., 0, :] + high * parts[..., 1, :]) * scale[..., None]
