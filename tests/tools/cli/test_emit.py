@@ -174,7 +174,7 @@ def _older_kernels(out: Path) -> list[Path]:
 @pytest.mark.parametrize(
     ("script", "code", "said"),
     [
-        pytest.param("", 2, "nothing to emit", marks=pytest.mark.full),  # said below as well
+        pytest.param("", 2, "nothing to emit", marks=pytest.mark.full),  # said above as well
         pytest.param("raise SystemExit(3)", 1, "the older kernels are as they were", marks=pytest.mark.full),
         (REFUSED, 1, "the older kernels are as they were"),
     ],
