@@ -24,7 +24,7 @@ from benchmarks.report import Row, ratio
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
-PAGES = (ROOT / "README.md", ROOT / "docs" / "benchmarks.md", ROOT / "docs" / "compressed.md")
+PAGES = (ROOT / "README.md", *(ROOT / "docs" / name for name in ("benchmarks.md", "compressed.md", "moq.md")))
 
 Columns = Mapping[str, tuple[str, str]]  # head of the column -> name in the row, format of its values
 
@@ -194,6 +194,13 @@ _BILLION: Columns = {
     "peak of the process, MB": ("peak_mb", ".0f"),
     "initialised after, s": ("ready_s", ".1f"),
     "first step done after, s": ("first_s", ".0f"),
+}
+_QUANTISATION: Columns = {
+    "weights": ("weights", ""),
+    "held-out loss": ("loss", ".4f"),
+    "over float32": ("over", ".4f"),
+    "change of outputs": ("error", ".2%"),
+    "steps at the last bits": ("at_last", ""),
 }
 _INFERENCE: Columns = {
     "system": ("system", ""),
@@ -384,6 +391,8 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "limits: figures": _figures("limits-cpu"),
     "inference": _rows("inference-cpu", _INFERENCE),
     "inference: figures": _figures("inference-cpu"),
+    "quantisation": _rows("quantisation-cpu", _QUANTISATION),
+    "quantisation: figures": _figures("quantisation-cpu"),
     "layer dropping": _rows("compressed-cpu", _COMPRESSED, having="early_s"),
     "one bit: links": _rows("compressed-cpu", _ONE_BIT_LINKS, having="link_mb"),
     "one bit: losses": _rows("compressed-cpu", _ONE_BIT_LOSSES, having="held_out"),
