@@ -687,6 +687,11 @@ ENGINE = (
         killers=("tests/engine/test_one_bit.py::test_equals_the_papers_equations",),
     ),
     Mutant(
+        *("norm-of-the-warm-up-goes-on", "dsgraph/engine/engine.py", "missing step"),
+        *("            self._norm = None\n", ""),
+        killers=("tests/engine/test_one_bit.py::test_behind_the_warm_up_there_is_no_norm_of_gradients",),
+    ),
+    Mutant(
         *("second-gradient-into-a-momentum", "dsgraph/step/compression.py", "missing check"),
         *("if self._arrivals > 1:", "if self._arrivals > 9:"),
         killers=("tests/engine/test_one_bit.py::test_a_momentum_takes_in_one_gradient_a_step",),

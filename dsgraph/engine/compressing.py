@@ -22,6 +22,8 @@ from dsgraph.step.state import partition_states
 from .told import tell
 
 _ERRORS = ("worker_error", "owner_error")
+FREEZE_STEP = 100_000
+"""Steps of the warm-up where nobody sets them: DeepSpeed's default."""
 NOT_THERE = {"eps_inside_sqrt": False, "amsgrad": False, "bias_correction": True, "max_grad_norm": 0.0}
 
 
@@ -62,20 +64,21 @@ class CompressingOptimizer(Optimizer):
 
         Args:
             model: Whose parameters are updated; it is partitioned when the optimizer steps.
-            freeze_step: Steps of the warm-up, 1 or more.
+            freeze_step: Steps of the warm-up, a whole number, 1 or more.
             others: What DeepSpeed's optimizers take besides.
 
         Raises:
-            ValueError: One of them asks for what is not there.
+            ValueError: One of them asks for what is not there, or `freeze_step` is no such number.
         """
         for key, usual in NOT_THERE.items():
             if others.get(key, usual) != usual:
                 raise ValueError(f"{key}={others[key]!r} is not there: leave it out")
-        if freeze_step < 1:
-            raise ValueError(f"freeze_step is {freeze_step}: without a step of warm-up there is no variance to freeze")
+        is_number = isinstance(freeze_step, int | float) and not isinstance(freeze_step, bool)
+        if not is_number or freeze_step < 1 or freeze_step % 1:
+            raise ValueError(f"freeze_step is {freeze_step!r}; it takes a whole number of steps, 1 or more")
         if len({group["betas"][0] for group in self.param_groups}) > 1:
             raise ValueError("its groups have several beta1; momenta are compressed with one")
-        self.freeze_step = freeze_step
+        self.freeze_step = int(freeze_step)
         self._model = (model,)
         self._scale = 1.0
         self._is_checked = False

@@ -24,11 +24,16 @@ class OptimizerConfig(Section):
     """Which optimizer is made, unless the caller brings one."""
 
     type: str = Field(
-        description="`AdamW`, `Adam`, `Lamb`, `Muon` (with AdamW for what is no matrix inside the model), or the name "
-        "of a class of `torch.optim`. `Adam` decouples the weight decay as `AdamW` does unless its parameter "
-        "`adam_w_mode` is false, as in DeepSpeed"
+        description="`AdamW`, `Adam`, `Lamb`, `Muon` (with AdamW for what is no matrix inside the model), `OneBitAdam` "
+        "or `OneBitLamb` (docs/compressed.md), or the name of a class of `torch.optim`. `Adam` decouples the weight "
+        "decay as `AdamW` does unless its parameter `adam_w_mode` is false, as in DeepSpeed"
     )
-    params: dict[str, Any] = Field(default_factory=dict, description="what its constructor is given")
+    params: dict[str, Any] = Field(
+        default_factory=dict,
+        description="what its constructor is given. `OneBitAdam` takes `lr`, `freeze_step`, `betas`, `eps` and "
+        "`weight_decay`; `OneBitLamb` takes `max_coeff`, `min_coeff`, `coeff_beta`, `factor_max`, `factor_min` and "
+        "`factor_threshold` as well; DeepSpeed's `cuda_aware` and `comm_backend_name` have no effect on them",
+    )
 
 
 class SchedulerConfig(Section):

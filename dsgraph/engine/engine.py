@@ -108,7 +108,11 @@ class Engine(Figures, Saving, Weights, nn.Module):
         self._writer = Writer()
 
     def get_global_grad_norm(self) -> float | None:
-        """The norm of the last step's gradients before they were clipped; None where nothing asked for it."""
+        """The norm of the last step's gradients before they were clipped.
+
+        None where nothing asked for it, and behind the warm-up of a 1-bit optimizer: there no rank sees the averaged
+        gradient.
+        """
         return self._norm
 
     def is_gradient_accumulation_boundary(self) -> bool:
@@ -255,12 +259,14 @@ class Engine(Figures, Saving, Weights, nn.Module):
         """Unscales and clips; False where the step is to be skipped."""
         config = self.config
         checks = config.fp16.enabled or (config.bf16.enabled and config.bf16.check_grad_overflow)
+        if self._takes_in_momenta():
+            self._norm = None
+            return not checks or math.isfinite(
+                unscale_and_clip(self._partition, scale=1.0, largest=0.0, shared=self._shared)
+            )
         if not checks and not config.gradient_clipping:
             return True
-        is_momentum = self._takes_in_momenta()
-        scale, largest = (1.0, 0.0) if is_momentum else (self.loss_scale.scale, config.gradient_clipping)
-        if is_momentum and not checks:
-            return True
+        scale, largest = self.loss_scale.scale, config.gradient_clipping
         self._norm = unscale_and_clip(self._partition, scale=scale, largest=largest, shared=self._shared)
         return not checks or math.isfinite(self._norm)
 

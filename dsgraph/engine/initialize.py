@@ -32,7 +32,16 @@ from .looks import Looks
 from .mpu import ModelParallel, data_parallel_mesh
 from .offloading import check_offload, offload_notes, offloaded, partition_offload, planned
 from .on_meta import check_weights, give_values, is_on_meta
-from .optimizers import Binding, Groups, MakesOptimizer, check_compression, maker_of, parameters_in, rebound
+from .optimizers import (
+    Binding,
+    Groups,
+    MakesOptimizer,
+    check_compression,
+    check_float32,
+    maker_of,
+    parameters_in,
+    rebound,
+)
 from .pipeline import pipeline_of
 from .place import device_of_rank, join_ranks, place_in
 from .quantize_training import QuantizedTraining
@@ -153,6 +162,9 @@ def initialize(
         )
         return divided, divided.optimizer, loader, divided.lr_scheduler
     check_offload(settings, device)
+    binding = Binding(model, model_parameters)
+    if optimizer is None:
+        check_float32(settings, binding.named(model))
     drop = None
     if settings.progressive_layer_drop.enabled:
         drop = ProgressiveLayerDrop(settings.progressive_layer_drop, model)
@@ -162,7 +174,6 @@ def initialize(
         moq = QuantizedTraining(settings, model)
         tell(moq.note())
     looks = Looks(resolved, device)
-    binding = Binding(model, model_parameters)
     with rebound(mine, model):
         partition(model, mesh, stage=settings.zero_optimization.stage, **_partition_options(settings))
         give_values(model, device, weights)

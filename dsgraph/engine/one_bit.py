@@ -36,7 +36,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from dsgraph.sharding.rows import own_part
 
-from .compressing import CompressingOptimizer, Momentum
+from .compressing import FREEZE_STEP, CompressingOptimizer, Momentum
 from .lamb import Lamb, norms_of
 
 
@@ -48,7 +48,7 @@ class OneBitAdam(CompressingOptimizer):
         params: Iterable[Any],
         model: nn.Module,
         lr: float = 1e-3,
-        freeze_step: int = 100_000,
+        freeze_step: int = FREEZE_STEP,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 0.0,
@@ -104,7 +104,7 @@ class OneBitLamb(CompressingOptimizer):
         params: Iterable[Any],
         model: nn.Module,
         lr: float = 1e-3,
-        freeze_step: int = 100_000,
+        freeze_step: int = FREEZE_STEP,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 0.0,

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from dsgraph.errors import ConfigError
 from dsgraph.nearest import nearest
 
-from .compressing import NOT_THERE
+from .compressing import FREEZE_STEP, NOT_THERE
 from .config import EngineConfig, OptimizerConfig
 from .lamb import Lamb
 from .muon import MuonAndAdamW, inner_matrices
@@ -73,12 +73,38 @@ def maker_of(config: OptimizerConfig, model: nn.Module) -> MakesOptimizer:
         if key not in taken:
             raise ConfigError(f"optimizer.params: {name} has no {key!r}{nearest(key, taken)}")
     if "betas" in params:
-        params["betas"] = tuple(params["betas"])
+        params["betas"] = _betas(params["betas"])
     try:  # before anything of the model is changed
         made([{"params": [nn.Parameter(torch.zeros(1, 1))]}], **params)
     except (TypeError, ValueError, RuntimeError) as error:
-        raise ConfigError(f"optimizer.params: {name} refuses them: {error}") from error
+        raise ConfigError(f"optimizer.params of {name}: {error}") from error
     return lambda groups: made(groups, **params)
+
+
+def _betas(given: object) -> tuple[float, ...]:
+    numbers = tuple(given) if isinstance(given, list | tuple) else ()
+    are_rates = all(isinstance(number, int | float) and 0 <= number < 1 for number in numbers)
+    if len(numbers) != 2 or not are_rates:
+        raise ConfigError(f"optimizer.params: betas is {given!r}; it takes two numbers, each from 0 to less than 1")
+    return numbers
+
+
+def check_config(settings: EngineConfig, *, is_divided: bool) -> list[str]:
+    """Checks what a configuration says of the optimizer where there is no model: an empty module stands for it.
+
+    Args:
+        settings: The configuration.
+        is_divided: Whether several ranks run one copy of the model.
+
+    Returns:
+        As `check_compression`.
+
+    Raises:
+        ConfigError: See `maker_of` and `check_compression`.
+    """
+    if settings.optimizer is not None:
+        maker_of(settings.optimizer, nn.Module())
+    return check_compression(settings, is_divided=is_divided)
 
 
 def check_compression(settings: EngineConfig, *, is_divided: bool) -> list[str]:
@@ -89,7 +115,7 @@ def check_compression(settings: EngineConfig, *, is_divided: bool) -> list[str]:
         is_divided: Whether several ranks run one copy of the model.
 
     Returns:
-        A line for each key without effect.
+        A line for each key without effect, and for `freeze_step` where it is left to its default.
 
     Raises:
         ConfigError: Names the key.
@@ -113,12 +139,43 @@ def check_compression(settings: EngineConfig, *, is_divided: bool) -> list[str]:
     notes = [
         f"optimizer.params.{key} has no effect: {why}" for key, why in WITHOUT_EFFECT.items() if key in optimizer.params
     ]
-    if settings.gradient_clipping:
+    if "freeze_step" not in optimizer.params:
+        warm = "AdamW" if name.lower() == "onebitadam" else "LAMB"
         notes.append(
-            f"gradient_clipping {settings.gradient_clipping} is of the warm-up of {name}: behind it no rank sees the "
-            "averaged gradient"
+            f"optimizer.params.freeze_step is not set: {name} trains as {warm} for {FREEZE_STEP:,} steps, the default, "
+            "before it compresses anything: set it to 15 to 25 % of the steps of the training, behind the warm-up of "
+            "the learning rate"
+        )
+    if settings.gradient_clipping:
+        bound = settings.gradient_clipping
+        is_set = "gradient_clipping" in settings.model_fields_set
+        clipping = f"gradient_clipping {bound}" if is_set else f"gradient_clipping, {bound} by default,"
+        notes.append(
+            f"{clipping} is of the warm-up of {name}: behind it no rank sees the averaged gradient, and nothing is "
+            "clipped"
         )
     return notes
+
+
+def check_float32(settings: EngineConfig, updated: Iterable[tuple[str, Tensor]]) -> None:
+    """Refuses parameters whose momentum cannot be compressed, before anything is changed.
+
+    Args:
+        settings: The configuration, whose optimizer updates them.
+        updated: Parameters by their names.
+
+    Raises:
+        ConfigError: Names the first that is not float32.
+    """
+    optimizer = settings.optimizer
+    if optimizer is None or optimizer.type.lower() not in ONE_BIT:
+        return
+    for name, param in updated:
+        if param.dtype != torch.float32:
+            raise ConfigError(
+                f"optimizer.type {optimizer.type}: {name} is {param.dtype}, and momentum and errors are float32: "
+                "convert the model to float32; the sections bf16 and fp16 have the forward run in 16 bits"
+            )
 
 
 def _is_optimizer(kind: object) -> bool:
@@ -151,6 +208,11 @@ class Binding:
         """The groups over the parameters that the model has now."""
         params = dict(model.named_parameters())
         return [{**group, "params": [params[name] for name in group["params"]]} for group in self._groups]
+
+    def named(self, model: nn.Module) -> list[tuple[str, Tensor]]:
+        """The parameters that the model has now, with their names."""
+        params = dict(model.named_parameters())
+        return [(name, params[name]) for group in self._groups for name in group["params"]]
 
 
 def parameters_in(wanted: Iterable[Any]) -> Iterator[Any]:

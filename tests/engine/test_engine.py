@@ -279,7 +279,7 @@ def _refusals() -> None:
         ({"config": {"train_batch_size": 2}}, "no optimizer: pass one"),
         ({"config": config(0, optimizer={"type": "Adamm"})}, r"did you mean 'Adam'\?"),
         ({"config": config(0, optimizer={"type": "SGD", "params": {"momentun": 1}})}, r"did you mean 'momentum'\?"),
-        ({"config": config(0, optimizer={"type": "SGD", "params": {"lr": -1}})}, "SGD refuses them: Invalid learning"),
+        ({"config": config(0, optimizer={"type": "SGD", "params": {"lr": -1}})}, "of SGD: Invalid learning"),
         ({"config": config(0, optimizer={"type": "Muon", "params": {"model": 1}})}, "Muon has no 'model'"),
         ({"config": config(0, scheduler={"type": "WarmupRL"})}, r"did you mean 'WarmupLR'\?"),
     ]:

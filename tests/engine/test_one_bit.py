@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
+import json
 import math
+import re
 from contextlib import redirect_stdout
 from io import StringIO
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,9 +17,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
+from torch.distributed.tensor import DTensor
 
 import dsgraph
-from dsgraph.engine.one_bit import OneBitAdam
+from dsgraph.engine.one_bit import OneBitAdam, OneBitLamb
 from dsgraph.errors import ConfigError, EngineError, PartitionError
 from tests.distributed.training import full
 
@@ -369,7 +374,15 @@ def test_other_stages_are_refused_by_the_optimizer(ranks):
         ({"zero_optimization": {"stage": 2}}, "OneBitAdam with zero_optimization.stage 2: no rank would hold"),
         ({"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}, "with zero_optimization.offload_optimizer"),
         ({"optimizer": {"type": "OneBitAdam", "params": {"amsgrad": True}}}, "amsgrad=True is not there"),
-        ({"optimizer": {"type": "OneBitAdam", "params": {"freeze_step": 0}}}, "freeze_step is 0: without a step"),
+        (
+            {"optimizer": {"type": "OneBitAdam", "params": {"freeze_step": 0}}},
+            "freeze_step is 0; it takes a whole number",
+        ),
+        ({"optimizer": {"type": "OneBitLamb", "params": {"freeze_step": 2.5}}}, r"OneBitLamb: freeze_step is 2\.5; it"),
+        ({"optimizer": {"type": "OneBitAdam", "params": {"freeze_step": "3"}}}, "freeze_step is '3'; it takes"),
+        ({"optimizer": {"type": "OneBitAdam", "params": {"freeze_step": True}}}, "freeze_step is True; it takes"),
+        ({"optimizer": {"type": "OneBitAdam", "params": {"betas": [0.9]}}}, r"betas is \[0\.9\]; it takes two numbers"),
+        ({"optimizer": {"type": "OneBitAdam", "params": {"bias_correction": False}}}, "bias_correction=False is not"),
         ({"optimizer": {"type": "OneBitLamb", "params": {"freeze_steps": 3}}}, "OneBitLamb has no 'freeze_steps'"),
         ({"optimizer": {"type": "ZeroOneAdam"}}, "ZeroOneAdam is not there yet: OneBitAdam is"),
     ],
@@ -379,10 +392,61 @@ def test_what_cannot_be_had_is_refused(more, message, one_rank):
         dsgraph.initialize(model=_Model(), config={**_config("OneBitAdam", 0), **more})
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
+def test_parameters_of_another_dtype_are_refused_and_the_model_is_as_it_was(dtype, one_rank):
+    model = _Model()
+    model.last.to(dtype)
+    with pytest.raises(ConfigError, match=rf"last\.weight is {dtype}, .*convert the model to float32"):
+        dsgraph.initialize(model=model, config=_config("OneBitAdam", 0))
+    assert not isinstance(model.first.weight, DTensor)
+    held = list(model.first.parameters())  # what it updates is float32
+    dsgraph.initialize(model=model, model_parameters=held, config=_config("OneBitAdam", 0))
+
+
 def test_what_has_no_effect_is_said(one_rank, capsys):
-    config = _config("OneBitAdam", 0, gradient_clipping=1.0)
+    config = _config("OneBitAdam", 0, gradient_clipping=0.5)
     config["optimizer"]["params"]["cuda_aware"] = True
     dsgraph.initialize(model=_Model(), config=config)
     said = capsys.readouterr().out
     assert "optimizer.params.cuda_aware has no effect" in said
-    assert "gradient_clipping 1.0 is of the warm-up of OneBitAdam" in said
+    assert "gradient_clipping 0.5 is of the warm-up of OneBitAdam" in said
+    assert "freeze_step" not in said
+
+
+def test_defaults_that_matter_are_said(one_rank, capsys):
+    config = _config("OneBitLamb", 0)
+    del config["gradient_clipping"]
+    config["optimizer"]["params"]["freeze_step"] = "auto"
+    engine, *_ = dsgraph.initialize(model=_Model(), config=config)
+    said = capsys.readouterr().out
+    assert "freeze_step is not set: OneBitLamb trains as LAMB for 100,000 steps, the default" in said
+    assert engine.optimizer.freeze_step == 100_000
+    assert "gradient_clipping, 1.0 by default, is of the warm-up of OneBitLamb" in said
+
+
+@pytest.mark.parametrize(
+    "how", [{}, {"bf16": {"enabled": True}}, {"fp16": {"enabled": True, "initial_scale_power": 4}}]
+)
+def test_behind_the_warm_up_there_is_no_norm_of_gradients(how, one_rank, tmp_path):
+    path = tmp_path / "metrics"
+    engine = _engine(gradient_clipping=1.0, dsgraph={"compile": False, "metrics_file": str(path)}, **how)
+    _train(engine, range(1, _FREEZE + 1))
+    assert engine.get_global_grad_norm() > 0
+    _train(engine, range(_FREEZE + 1, _FREEZE + 3))
+    assert engine.get_global_grad_norm() is None
+    assert engine.counts.skipped == 0
+    engine.close()
+    written = [("Train/Samples/grad_norm" in json.loads(line)) for line in path.read_text().splitlines()]
+    assert written == [True] * _FREEZE + [False] * 2
+
+
+def test_the_page_lists_the_parameters_with_their_defaults():
+    page = (Path(__file__).parents[2] / "docs" / "compressed.md").read_text()
+    rows = dict(re.findall(r"^\| `(\w+)` \| (.*?) \|", page, flags=re.MULTILINE))
+    taken = {**inspect.signature(OneBitAdam).parameters, **inspect.signature(OneBitLamb).parameters}
+    for name in ("params", "model", "others"):
+        del taken[name]
+    wanted = {name: json.dumps(each.default) for name, each in taken.items()}
+    assert {name: rows.get(name, "").strip("`").replace(",", "") for name in wanted} == {
+        name: value.replace(",", "") for name, value in wanted.items()
+    }

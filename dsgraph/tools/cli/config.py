@@ -28,7 +28,8 @@ def _configure(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(arguments: argparse.Namespace) -> Answer:
-    from dsgraph.engine.read_config import read_config
+    from dsgraph.engine.optimizers import check_config
+    from dsgraph.engine.read_config import load_config, read_config
     from dsgraph.errors import ConfigError
 
     if arguments.ranks < 1:
@@ -36,12 +37,14 @@ def _run(arguments: argparse.Namespace) -> Answer:
     try:
         resolved = read_config(arguments.file, ranks=arguments.ranks)
         passes = _passes(resolved)
+        is_divided = bool(load_config(arguments.file).get("parallel"))
+        notes = [*resolved.notes, *check_config(resolved.config, is_divided=is_divided)]
     except ConfigError as error:
         raise CommandError(str(error)) from None
     data = {
         "batch": vars(resolved.batch),
         "config": resolved.config.model_dump(mode="json"),
-        "notes": list(resolved.notes),
+        "notes": notes,
         "passes": passes,
     }
     if arguments.parameters is not None:

@@ -53,5 +53,27 @@ def test_bad_input_is_one_line(path, capsys):
     assert main(["config", path, "--ranks", "0"]) == 2
 
 
+@pytest.mark.parametrize(
+    ("params", "stage", "message"),
+    [
+        ({"freeze_steps": 3}, 0, "OneBitAdam has no 'freeze_steps'; did you mean 'freeze_step'?"),
+        ({"freeze_step": 3}, 2, "OneBitAdam with zero_optimization.stage 2"),
+    ],
+)
+def test_it_checks_the_optimizer(params, stage, message, tmp_path, capsys):
+    path = tmp_path / "ds.json"
+    config = {**CONFIG, "optimizer": {"type": "OneBitAdam", "params": params}, "zero_optimization": {"stage": stage}}
+    path.write_text(json.dumps(config))
+    assert main(["config", str(path)]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_it_says_what_the_optimizer_leaves_to_defaults(tmp_path, capsys):
+    path = tmp_path / "ds.json"
+    path.write_text(json.dumps({"train_batch_size": 4, "optimizer": {"type": "OneBitAdam"}}))
+    assert main(["config", str(path)]) == 0
+    assert "note: optimizer.params.freeze_step is not set: OneBitAdam trains as AdamW" in capsys.readouterr().out
+
+
 def test_the_page_is_what_the_program_writes():
     assert (ROOT / "docs" / "config.md").read_text() == page()
