@@ -41,7 +41,7 @@ def define_op(
 
 
 def define_native(*, fake: Callable[..., Any], load: Callable[[], object | None]) -> Callable[..., Any]:
-    """Makes an annotated function the op `dsgraph::<its name>`, for which a library of C++ registers a kernel.
+    """Makes an annotated function the op `dsgraph::<its name>`, of which a library of C++ has a kernel for the CPU.
 
     The first call loads the library, whose kernel torch calls from then on. It takes no gradients.
 
@@ -54,7 +54,8 @@ def define_native(*, fake: Callable[..., Any], load: Callable[[], object | None]
         name = f"dsgraph::{function.__name__}"
 
         def compute(*args: Any) -> Any:
-            return function(*args) if load() is None else op(*args)
+            on_cpu = all(each.device.type == "cpu" for each in args if isinstance(each, torch.Tensor))
+            return op(*args) if on_cpu and load() is not None else function(*args)
 
         torch.library.define(name, _schema(function))
         torch.library.impl(name, "CompositeExplicitAutograd", compute)

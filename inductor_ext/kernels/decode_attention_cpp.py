@@ -129,6 +129,9 @@ def takes(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> bool:
     tensors = (q, keys, values)
     if not all(each.device.type == "cpu" and each.dtype == q.dtype for each in tensors) or q.dtype not in FLOATING:
         return False
-    if mask.device.type != "cpu" or not all(each.stride(-1) == 1 for each in tensors):
+    if mask.device.type != "cpu" or mask.dtype != torch.bool or not all(each.stride(-1) == 1 for each in tensors):
+        return False
+    (_, heads, _, width), (_, groups, length, _) = q.shape, keys.shape
+    if keys.shape != values.shape or keys.shape[-1] != width or mask.shape[-1] != length or heads % groups:
         return False
     return library() is not None

@@ -175,9 +175,17 @@ static const float* as_floats(const Tensor& x, std::vector<float>& memory) {
 
 static const void* data_of(const Perhaps& x) { return x ? x->data_ptr() : nullptr; }
 
-static void check(const Tensor& x, const Perhaps& bias, Int k) {
-  STD_TORCH_CHECK(x.is_contiguous() && x.dim() > 0 && x.size(x.dim() - 1) == k, "x is not contiguous rows of ", k);
-  STD_TORCH_CHECK(!bias || bias->scalar_type() == x.scalar_type(), "the bias is not of the dtype of x");
+static void check(const Tensor& x, const Perhaps& bias, Int n, Int k) {
+  STD_TORCH_CHECK(x.scalar_type() == Type::Float || x.scalar_type() == Type::BFloat16, "x is not float32 or bfloat16");
+  STD_TORCH_CHECK(x.is_contiguous() && x.dim() > 0 && x.size(x.dim() - 1) == k && k > 0,
+                  "x is not contiguous rows of ", k);
+  STD_TORCH_CHECK(!bias || (bias->scalar_type() == x.scalar_type() && bias->numel() == n && bias->is_contiguous()),
+                  "the bias is not ", n, " numbers of the dtype of x");
+}
+
+static void check_floats(const Tensor& x, Int count) {
+  STD_TORCH_CHECK(x.scalar_type() == Type::Float && x.numel() == count && x.is_contiguous(),
+                  "scale and least are not ", count, " numbers of float32");
 }
 
 template <class Call>
@@ -194,20 +202,28 @@ static Tensor compute(const Tensor& x, Int n, const Perhaps& scale, const Perhap
 
 static Tensor few_rows_product(const Tensor& x, const Tensor& weight, const Perhaps& bias, const Perhaps& scale) {
   Int n = weight.size(0), k = weight.size(1);
-  check(x, bias, k);
+  check(x, bias, n, k);
+  if (scale) check_floats(*scale, n);
+  STD_TORCH_CHECK(weight.is_contiguous(), "the weight is not contiguous");
   return compute(x, n, scale, bias, [&](const Task& task) {
     const void* w = weight.data_ptr();
     Type type = weight.scalar_type();
     if (type == Type::Float) task.run(Plain<float>{(const float*)w, k});
     else if (type == Type::BFloat16) task.run(Plain<uint16_t>{(const uint16_t*)w, k});
-    else task.run(Plain<int8_t>{(const int8_t*)w, k});
+    else {
+      STD_TORCH_CHECK(type == Type::Char, "the weight is not float32, bfloat16 or int8");
+      task.run(Plain<int8_t>{(const int8_t*)w, k});
+    }
   });
 }
 
 static Tensor few_rows_product_groups(const Tensor& x, const Tensor& packed, const Tensor& scale, const Tensor& least,
                                       const Perhaps& bias) {
   Int n = packed.size(0), groups = packed.size(1), half = packed.size(2);
-  check(x, bias, 2 * groups * half);
+  check(x, bias, n, 2 * groups * half);
+  check_floats(scale, n * groups);
+  check_floats(least, n * groups);
+  STD_TORCH_CHECK(packed.scalar_type() == Type::Byte && packed.is_contiguous(), "the bytes are not contiguous uint8");
   return compute(x, n, {}, bias, [&](const Task& task) {
     task.run(Packed{(const uint8_t*)packed.data_ptr(), (const float*)scale.data_ptr(), (const float*)least.data_ptr(),
                     groups, half});
@@ -263,11 +279,31 @@ def few_rows_product_groups(x: Tensor, packed: Tensor, scale: Tensor, least: Ten
     return (y if bias is None else y + bias).to(x.dtype)
 
 
-def takes(x: Tensor, weight: Tensor, *others: Tensor | None) -> bool:
-    """Whether the ops above compute with these in C++: on a CPU, of their dtypes, all but x contiguous."""
-    tensors = [x, weight, *(each for each in others if each is not None)]
-    if not all(each.device.type == "cpu" for each in tensors) or x.dtype not in FLOATING:
+def takes(x: Tensor, weight: Tensor, bias: Tensor | None, scale: Tensor | None) -> bool:
+    """Whether `few_rows_product` computes with these in C++: on a CPU, its dtypes and shapes, all but x contiguous."""
+    if weight.ndim != 2 or weight.dtype not in (*FLOATING, torch.int8):
         return False
-    if weight.dtype not in (*FLOATING, torch.int8, torch.uint8):
+    n, k = weight.shape
+    return (
+        _take(x, k, weight) and _is(bias, x.dtype, (n,)) and _is(scale, torch.float32, (n,)) and library() is not None
+    )
+
+
+def takes_groups(x: Tensor, packed: Tensor, scale: Tensor, least: Tensor) -> bool:
+    """Whether `few_rows_product_groups` computes with these in C++, likewise."""
+    if packed.ndim != 3 or packed.dtype != torch.uint8:
         return False
-    return x.ndim > 0 and all(each.is_contiguous() for each in tensors[1:]) and library() is not None
+    n, groups, half = packed.shape
+    fit = all(_is(each, torch.float32, (n, groups)) for each in (scale, least))
+    return fit and _take(x, 2 * groups * half, packed) and library() is not None
+
+
+def _take(x: Tensor, k: int, weight: Tensor) -> bool:
+    is_here = x.device.type == weight.device.type == "cpu"
+    return is_here and x.dtype in FLOATING and x.ndim > 0 and x.shape[-1] == k > 0 and weight.is_contiguous()
+
+
+def _is(value: Tensor | None, dtype: torch.dtype, shape: tuple[int, ...]) -> bool:
+    if value is None:
+        return True
+    return value.device.type == "cpu" and value.dtype == dtype and value.shape == shape and value.is_contiguous()

@@ -54,7 +54,7 @@ def traceable(x: Tensor, packed: Tensor, scale: Tensor, least: Tensor) -> Tensor
     """What Inductor compiles: C++ where it takes these, else the formula; on a GPU NotImplemented, the op is called."""
     if x.is_cuda:
         return NotImplemented
-    if few_rows_cpp.takes(x, packed, scale, least):
+    if few_rows_cpp.takes_groups(x, packed, scale, least):
         return few_rows_cpp.few_rows_product_groups(x.contiguous(), packed, scale, least, None)
     return reference(x, packed, scale, least)
 
@@ -113,7 +113,7 @@ def few_rows_groups(x: Tensor, *weight: Tensor) -> Any:
     """`x @ w.t()` with the arguments of `reference`; contiguous. It has no derivative."""
     if takes_triton(x):
         return launch(x, *weight)
-    if few_rows_cpp.takes(x, *weight):
+    if few_rows_cpp.takes_groups(x, *weight):
         return few_rows_cpp.few_rows_product_groups(x.contiguous(), *weight, None)
     return reference(x.contiguous(), *weight).contiguous()
 
@@ -130,4 +130,6 @@ def supports(x: Tensor, packed: Tensor, scale: Tensor, least: Tensor) -> str | N
         return f"its input has {rows} rows, where 1 to {MOST_ROWS} are expected"
     if packed.ndim != 3 or x.shape[-1] != 2 * packed.shape[1] * packed.shape[2]:
         return f"its weight has bytes {list(packed.shape)}, and its input {x.shape[-1]} columns"
-    return why_not_floating(input=x, scale=scale, least=least)
+    if {scale.dtype, least.dtype} != {torch.float32}:
+        return f"its scales are {scale.dtype} and its minima {least.dtype}, where float32 is expected"
+    return why_not_floating(input=x)

@@ -125,6 +125,8 @@ def supports(x: Tensor, weight: Tensor, bias: Tensor | None, scale: Tensor | Non
         return f"its input has {rows} rows, where 1 to {MOST_ROWS} are expected"
     if weight.ndim != 2:
         return f"its weight has {weight.ndim} dimensions"
+    if bias is not None and bias.shape != weight.shape[:1]:
+        return f"its bias has shape {list(bias.shape)}, and its weight {list(weight.shape)}"
     others = {"weight": weight} if bias is None else {"weight": weight, "bias": bias}
     for name, value in others.items():
         if value.dtype != x.dtype and not (name == "weight" and value.dtype == torch.int8):
