@@ -58,6 +58,10 @@ def test_a_bias_is_added_once():
 def test_what_it_cannot_take_is_said():
     x, *weight = _inputs(SHAPES[0], torch.float32)
     assert kernel.supports(x, *weight) is None
+    packed, scale, least = weight
+    assert few_rows_cpp.takes_groups(x, *weight)
+    assert not few_rows_cpp.takes_groups(x, packed, scale.bfloat16(), least)
+    assert "its scales are torch.bfloat16" in (kernel.supports(x, packed, scale.bfloat16(), least) or "")
     assert "its input has 17 rows" in (kernel.supports(x.expand(1, 17, -1), *weight) or "")
     assert "its input 100 columns" in (kernel.supports(x[..., :100], *weight) or "")
 

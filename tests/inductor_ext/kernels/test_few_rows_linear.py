@@ -12,7 +12,7 @@ from tests.inductor_ext.kernels.checks import assert_as_near, run_interpreted
 
 OP = torch.ops.dsgraph.few_rows_linear
 # Leading dimensions of the input, its columns, rows of the weight.
-SHAPES = [((1, 1), 128, 48), ((2,), 130, 17), ((3, 1), 200, 33), ((16,), 256, 64), ((), 7, 5)]
+SHAPES = [((1, 1), 128, 48), ((2,), 130, 17), ((3, 1), 200, 33), ((7,), 90, 18), ((16,), 256, 64), ((), 7, 5)]
 
 
 def _inputs(shape: tuple[tuple[int, ...], int, int], dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
@@ -63,7 +63,22 @@ def test_int8_weights_have_a_scale_a_row(shape, dtype):
         torch.testing.assert_close(found.float(), expected, rtol=near, atol=near * float(expected.abs().max()))
 
 
-def test_threads_share_the_rows_of_the_weight_and_change_no_number(monkeypatch):
+def test_what_the_cpp_would_read_wrongly_is_torchs():
+    """Else it would read bytes as other numbers, or past an end."""
+    assert few_rows_cpp.library() is not None, "there is a compiler where tests run"
+    x, weight, bias = _inputs(SHAPES[2], torch.float32)
+    packed = torch.randint(-127, 128, weight.shape, dtype=torch.int8)
+    assert few_rows_cpp.takes(x, weight, bias, None) and few_rows_cpp.takes(x, packed, bias, torch.ones(33))
+    assert not few_rows_cpp.takes(x, weight, bias[:1], None)
+    assert not few_rows_cpp.takes(x, packed, bias, torch.ones(33).bfloat16())
+    assert not few_rows_cpp.takes(x, packed.view(torch.uint8), bias, torch.ones(33))
+    assert not few_rows_cpp.takes(x[:, :, :0], weight[:, :0], bias, None)
+    assert torch.equal(OP(x[:, :, :0], weight[:, :0], bias, None), bias.expand(3, 1, 33))
+    with pytest.raises(RuntimeError, match="the bias is not 33 numbers"):
+        few_rows_cpp.few_rows_product(x, weight, bias[:1], None)
+
+
+def test_threads_share_the_rows_of_the_weight_and_change_no_number():
     x, weight, bias = torch.randn(3, 257), torch.randn(1031, 257), torch.randn(1031)
     before = torch.get_num_threads()
     try:
@@ -114,6 +129,7 @@ def test_torch_takes_them_for_well_formed_ops():
 )
 def test_what_it_cannot_take_is_said(x, weight, said):
     assert said in (kernel.supports(x, weight, None, None) or "")
+    assert "its bias has shape [1]" in (kernel.supports(torch.ones(1, 4), torch.ones(3, 4), torch.ones(1), None) or "")
 
 
 @pytest.mark.slow
