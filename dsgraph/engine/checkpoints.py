@@ -30,7 +30,7 @@ from dsgraph.checkpoint_files import (
 )
 from dsgraph.errors import CheckpointError
 from dsgraph.files import write_whole
-from dsgraph.offload.saving import SavePlannerFromDisk
+from dsgraph.offload.saving import SavePlannerFromDisk, refuse_half
 
 from .asynchronous import Writer
 from .checkpoint_match import class_of
@@ -79,18 +79,22 @@ def save(
         Its folder.
 
     Raises:
-        CheckpointError: The tag or the client's state cannot be written, or a rank's disk refused; the checkpoint
-            before stays the latest.
+        CheckpointError: The tag or the client's state cannot be written, a rank's disk refused, or a failed load or
+            step has left nothing to write; the checkpoint before stays the latest.
     """
     final, unfinished = folder / check_tag(tag), unfinished_folder(folder, tag)
     is_first, doing, about, tensors = dist.get_rank() == 0, f"save {final}", dict[str, Any](), dict[str, Any]()
-    together(
-        engine.module, doing, lambda: (about.update(_about(engine, client_state)), tensors.update(_tensors(engine)))
-    )
+
+    def look() -> None:
+        refuse_half(engine.module, engine.optimizer)
+        about.update(_about(engine, client_state))
+        tensors.update(_tensors(engine))
+
+    together(engine.module, doing, look)
     together(engine.module, doing, lambda: make_unfinished(folder, tag) if is_first else None)
     together(engine.module, doing, lambda: _write_rank(engine, unfinished))
     if writer is None:
-        planner = SavePlannerFromDisk(engine.optimizer)
+        planner = SavePlannerFromDisk(engine.optimizer, frees_written=True)
         _written(doing, folder, lambda: dcp.save(tensors, storage_writer=_writing(unfinished), planner=planner))
         together(engine.module, doing, lambda: complete(folder, tag, about) if is_first else None)
         return final
@@ -107,7 +111,10 @@ def save(
 
 
 def _writing(folder: Path) -> dcp.FileSystemWriter:
-    """Writes one file while it serializes the other."""
+    """Writes one file while it serializes the other.
+
+    A thread of several asks for a tensor when it has written the one before, also beside CUDA: see `frees_written`.
+    """
     return dcp.FileSystemWriter(folder, thread_count=2)
 
 

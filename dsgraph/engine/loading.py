@@ -21,8 +21,7 @@ from dsgraph.checkpoint_files import latest_tag, read_about
 from dsgraph.errors import CheckpointError, OffloadError
 from dsgraph.offload.optimizer import OptimizerOnDisk
 from dsgraph.offload.saving import loading_to_disk
-from dsgraph.sharding.rows import own_part
-from dsgraph.tiers.stored_rows import stored_rows
+from dsgraph.sharding.table import partitioned_parts
 
 from .checkpoint_match import other_model, other_optimizer
 from .checkpoints import Training
@@ -85,10 +84,10 @@ def load(engine: Training, folder: Path, tag: str | None, *, module_only: bool) 
 
 
 def is_on_disk(engine: HasTensors, *, module_only: bool) -> bool:
-    """Whether something lies on disk of what is read."""
-    params = (own_part(param) for param in engine.module.parameters())
+    """Whether something lies on disk of what is read: alike on all ranks, also on one that has no rows of it."""
+    entries = (entry for part in partitioned_parts(engine.module) for entry in part.parameters)
     has_state = isinstance(engine.optimizer, OptimizerOnDisk) and not module_only
-    return has_state or any(stored_rows(rows) is not None for rows in params)
+    return has_state or any(entry.stored is not None for entry in entries)
 
 
 def read_into(

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.checkpoint import HuggingFaceStorageReader
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.distributed.tensor import DTensor
@@ -16,34 +16,38 @@ from torch.futures import Future
 from typing_extensions import override
 
 from dsgraph.errors import CheckpointError
+from dsgraph.offload.saving import refuse_half
 
 from .loading import HasTensors, is_on_disk, read_into
 from .together import together
 from .weight_files import WeightFiles, begin, describe, dtype_in_file, finish, unfinished
 
 
-def export(module: nn.Module, folder: Path, *, shard_bytes: int, dtype: torch.dtype | None) -> None:
+def export(engine: HasTensors, folder: Path, *, shard_bytes: int, dtype: torch.dtype | None) -> None:
     """Writes the weights of a partitioned model. All ranks call it together.
 
     Parameters are gathered one by one. Files take turns among ranks, and a rank keeps what goes into the file that it
     is to write next: `shard_bytes` at most.
 
     Args:
-        module: The partitioned model.
+        engine: Its model is what is written.
         folder: Where to; not there yet, or empty. All ranks see the same file system.
         shard_bytes: Bytes of a file, at most.
         dtype: Dtype of floating-point weights; None: that of the shards.
 
     Raises:
-        CheckpointError: The folder is not empty, or a rank could not write; all ranks raise.
+        CheckpointError: The folder is not empty, a rank could not write, or a failed load or step has left nothing to
+            write; all ranks raise.
     """
+    module, doing = engine.module, f"export {folder}"
+    together(module, doing, lambda: refuse_half(module, engine.optimizer))
     about = describe(module)
     state = {name: value for name, value in module.state_dict(keep_vars=True).items() if name not in about["tied"]}
     files = WeightFiles.plan(
         {name: value.numel() * dtype_in_file(value.dtype, dtype).itemsize for name, value in state.items()},
         limit=shard_bytes,
     )
-    rank, ranks, doing = dist.get_rank(), dist.get_world_size(), f"export {folder}"
+    rank, ranks = dist.get_rank(), dist.get_world_size()
     together(module, doing, lambda: begin(folder) if rank == 0 else None)
     place = unfinished(folder)
     for first in range(0, len(files.names), ranks):

@@ -74,7 +74,8 @@ class Saving:
 
         Raises:
             CheckpointError: It could not be written, or the one before it that is asynchronous, and all ranks raise;
-                a step is not over, whose gradients no checkpoint holds; or `asynchronous` with something on disk.
+                a step is not over, whose gradients no checkpoint holds; `asynchronous` with something on disk; or a
+                load or step that failed has left on disk what is neither old nor new.
         """
         self._refuse_slices()
         if self.has_begun_step():

@@ -35,9 +35,10 @@ class Weights:
             dtype: Dtype of floating-point weights; None: that of the shards, which are the masters.
 
         Raises:
-            CheckpointError: The folder is not empty, or a rank could not write; all ranks raise.
+            CheckpointError: The folder is not empty, a rank could not write, or a load or step that failed has left on
+                disk what is neither old nor new; all ranks raise.
         """
-        pretrained.export(self.module, Path(folder), shard_bytes=shard_bytes, dtype=dtype)
+        pretrained.export(self, Path(folder), shard_bytes=shard_bytes, dtype=dtype)
 
     def load_pretrained(self, folder: str | PathLike[str]) -> None:
         """Reads the safetensors of `save_pretrained` or `export` into the shards. All ranks call it together.

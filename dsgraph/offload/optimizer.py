@@ -131,7 +131,7 @@ class OptimizerOnDisk(Optimizer):
         Raises:
             OffloadError: The optimizer waits for its `step`, or an earlier one has failed.
         """
-        self._refuse_failed()
+        self.refuse_failed()
         if self._beside is not None:
             raise OffloadError("beside_backward: the backward before has begun a step: call optimizer.step() first")
         beside = self._beside = BesideBackward(self.chunks, self.param_groups)
@@ -165,7 +165,7 @@ class OptimizerOnDisk(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._refuse_failed()
+        self.refuse_failed()
         beside = self._beside or BesideBackward(self.chunks, self.param_groups)
         if beside.is_listening:
             raise OffloadError("step inside beside_backward: call it behind")
@@ -197,7 +197,12 @@ class OptimizerOnDisk(Optimizer):
         """Refuses every later step because of a failure; None: parameters and state were loaded since."""
         self._failure = failure
 
-    def _refuse_failed(self) -> None:
+    def refuse_failed(self) -> None:
+        """Refuses what a failure has left.
+
+        Raises:
+            OffloadError: An earlier step or load has failed, and nothing was loaded since.
+        """
         if self._failure is not None:
             raise OffloadError(f"an earlier step failed, and state is lost: load a checkpoint ({self._failure})")
 

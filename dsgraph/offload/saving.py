@@ -29,14 +29,22 @@ _HALF = "was not read to its end from a checkpoint, and is neither the old one n
 class SavePlannerFromDisk(DefaultSavePlanner):
     """Reads each tensor on disk when it is written: `dcp.save(..., planner=...)`.
 
-    So each thread that writes has one tensor in memory. Without it tensors are mapped: the kernel drops pages when it
-    needs memory, and ends the process where the disk fails.
+    Without it tensors are mapped: the kernel drops pages when it needs memory, and ends the process where the disk
+    fails.
     """
 
-    def __init__(self, optimizer: Optimizer) -> None:
-        """For a state dict with the state of an optimizer, and parameters."""
+    def __init__(self, optimizer: Optimizer, *, frees_written: bool = False) -> None:
+        """For a state dict with the state of an optimizer, and parameters.
+
+        Args:
+            optimizer: Whose state is written.
+            frees_written: Whether the memory of a tensor is freed when the same thread asks for the next one, so that
+                each thread has one in memory. The writer must have written it by then: one that holds several, as
+                those of safetensors do and torch's with one thread beside CUDA, would write zeros.
+        """
         super().__init__()
         self._state = optimizer.state
+        self._frees_written = frees_written
         self._written = threading.local()
 
     @override
@@ -45,6 +53,8 @@ class SavePlannerFromDisk(DefaultSavePlanner):
         stored = stored_tensor(found, self._state) if isinstance(found, Tensor) else None
         if stored is None:
             return found
+        if not self._frees_written:
+            return stored.read()
         # `torch.save` leaves what it has written in a cycle, which holds the memory until somebody collects garbage.
         last = getattr(self._written, "last", None)
         if last is not None:
@@ -133,6 +143,19 @@ def loading_to_disk(module: nn.Module, optimizer: Optimizer, *, module_only: boo
         rows.forget_reads()
     if isinstance(optimizer, OptimizerOnDisk) and not module_only:
         optimizer.refuse_steps(None)
+
+
+def refuse_half(module: nn.Module, optimizer: Optimizer) -> None:
+    """Refuses to write down what a failed load or step has left: some of it is old, and some new.
+
+    Raises:
+        OffloadError: Parameters on disk, or the state of the optimizer there, are in such a state; or a backward has
+            updated some of them, and the step is not over.
+    """
+    for rows in _rows_of(list(module.parameters())):
+        rows.refuse_held()
+    if isinstance(optimizer, OptimizerOnDisk):
+        optimizer.refuse_failed()
 
 
 def _rows_of(params: list[nn.Parameter]) -> Iterator[StoredRows]:

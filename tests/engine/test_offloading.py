@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import itertools
 import os
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -107,11 +108,8 @@ def test_a_checkpoint_brings_no_state_into_memory(one_rank, tmp_path):
     assert engine.load_checkpoint(tmp_path / "second", load_module_only=True)[0] is not None
 
 
-def test_loading_that_fails_halfway_leaves_nothing_to_train_with(one_rank, tmp_path, monkeypatch):
-    engine = _engine(3, str(tmp_path), 1, parameters=True, ratio=1.0)
-    _train(engine, 0, 2)
-    engine.save_checkpoint(tmp_path / "saved")
-    expected = _train(engine, 2, 4)
+def _load_halfway(engine: dsgraph.Engine, saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The disk fails at the fourth write, and what is there is not written down."""
     calls = itertools.count()
 
     def fails(*args: Any) -> int:
@@ -125,8 +123,21 @@ def test_loading_that_fails_halfway_leaves_nothing_to_train_with(one_rank, tmp_p
         with pytest.raises(
             CheckpointError, match=r"load .*: rank 0: .*optimizer-state cannot be written: Input/output"
         ):
-            engine.load_checkpoint(tmp_path / "saved")
+            engine.load_checkpoint(saved)
     assert next(calls) > 3
+    half = saved.with_name("half")
+    for write in (engine.save_checkpoint, engine.export):
+        with pytest.raises(CheckpointError, match=r"half.*: rank 0: .*: load a checkpoint"):
+            write(half)
+        assert not half.exists()
+
+
+def test_loading_that_fails_halfway_leaves_nothing_to_train_with(one_rank, tmp_path, monkeypatch):
+    engine = _engine(3, str(tmp_path), 1, parameters=True, ratio=1.0)
+    _train(engine, 0, 2)
+    engine.save_checkpoint(tmp_path / "saved")
+    expected = _train(engine, 2, 4)
+    _load_halfway(engine, tmp_path / "saved", monkeypatch)
     with pytest.raises(OffloadError, match="was not read to its end from a checkpoint"):
         engine(*CASES[CASE].batches(2, 0))
     with pytest.raises(OffloadError, match="an earlier step failed"):
@@ -134,6 +145,31 @@ def test_loading_that_fails_halfway_leaves_nothing_to_train_with(one_rank, tmp_p
     engine.load_checkpoint(tmp_path / "saved")
     for mine, theirs in zip(_train(engine, 2, 4), expected, strict=True):
         assert torch.equal(mine, theirs)
+
+
+def test_half_a_load_is_not_saved_where_the_optimizer_alone_is_on_disk(one_rank, tmp_path, monkeypatch):
+    settings = config(3, dsgraph={"compile": False})
+    settings["zero_optimization"] |= _offload(nvme_path=str(tmp_path))
+    engine = dsgraph.initialize(model=build(CASE), config=settings)[0]
+    _train(engine, 0, 1)
+    engine.save_checkpoint(tmp_path / "saved")
+    _load_halfway(engine, tmp_path / "saved", monkeypatch)
+    engine.load_checkpoint(tmp_path / "saved")
+    engine.export(tmp_path / "whole")
+
+
+def _save_copies(place: str) -> None:
+    settings = config(3)
+    settings["zero_optimization"]["offload_param"] = {"device": "nvme", "nvme_path": f"{place}/disk"}
+    model = torch.nn.Linear(64, 1, bias=False)  # the second rank has no row of it
+    engine = dsgraph.initialize(model=model, config=settings)[0]
+    with pytest.raises(CheckpointError, match="leave asynchronous out"):
+        engine.save_checkpoint(f"{place}/saved", asynchronous=True)
+    engine.close()
+
+
+def test_saving_copies_is_refused_on_a_rank_without_rows_as_well(ranks, tmp_path):
+    ranks(2).run(_save_copies, str(tmp_path))
 
 
 def _save_on_disk(place: str) -> None:

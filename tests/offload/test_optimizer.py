@@ -12,6 +12,7 @@ from torch import nn, optim
 
 from dsgraph.errors import OffloadError
 from dsgraph.offload.optimizer import ELEMENTWISE, OptimizerOnDisk
+from dsgraph.offload.saving import SavePlannerFromDisk
 
 OPTIONS = {optim.SGD: {"momentum": 0.9}, optim.AdamW: {"amsgrad": True}, optim.RMSprop: {"momentum": 0.5}}
 
@@ -125,6 +126,20 @@ def test_a_state_dict_is_that_of_now(ratio, tmp_path):
             on_disk.load_state_dict(held.pop())  # its own: nothing is lost on the way
             held.clear()  # what is loaded is copied, and no longer shared
     assert _same(net, other)
+
+
+def test_saving_gives_tensors_that_a_writer_may_hold(tmp_path):
+    _, _, net, optimizer = _two(optim.AdamW, tmp_path)
+    _train(net, optimizer, 1)
+    state = {f"{at}": optimizer.state[param]["exp_avg"] for at, param in enumerate(net.parameters())}
+    planner = SavePlannerFromDisk(optimizer)
+    planner.set_up_planner(state, is_coordinator=True)
+    held = {item.index.fqn: planner.resolve_data(item) for item in planner.create_local_plan().items}
+    assert held.keys() == state.keys()
+    for name, value in held.items():
+        assert value.data_ptr() != state[name].data_ptr(), "read, and not mapped"
+        assert torch.equal(value, state[name])
+        assert value.any()
 
 
 def test_what_cannot_be_offloaded_is_refused(tmp_path):
