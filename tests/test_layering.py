@@ -38,7 +38,7 @@ ORDER = {
     ],
     "dsgraph": [
         ["compat", "errors", "nearest", "files", "json_records", "byte_counts", "batches"],
-        ["tiers", "checkpoint_files"],
+        ["tiers", "checkpoint_files", "weight_paths"],
         ["sharding"],
         ["step"],
         ["compiler"],

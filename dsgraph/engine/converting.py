@@ -17,6 +17,7 @@ from torch import Tensor
 
 from dsgraph.checkpoint_files import FORMAT, check_tag, complete, latest_tag, make_unfinished, read_about
 from dsgraph.errors import CheckpointError
+from dsgraph.weight_paths import weight_paths
 
 from .deepspeed_files import DeepSpeedCheckpoint, is_deepspeed, read_deepspeed
 from .progress import StepCounts
@@ -116,7 +117,7 @@ def _about(steps: StepCounts, **more: Any) -> dict[str, Any]:
 def _of_safetensors(source: Path) -> tuple[dict[str, Tensor], dict[str, Any], dict[str, Any]]:
     """All weights, which are mapped and not yet read."""
     state: dict[str, Tensor] = {}
-    for file in sorted(source.glob("*.safetensors")):
+    for file in weight_paths(source):
         try:
             with safe_open(file, framework="pt") as opened:
                 state |= {f"model.{name}": opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118

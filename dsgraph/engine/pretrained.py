@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint import HuggingFaceStorageReader
+from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.distributed.tensor import DTensor
 from torch.futures import Future
@@ -17,6 +19,7 @@ from typing_extensions import override
 
 from dsgraph.errors import CheckpointError
 from dsgraph.offload.saving import refuse_half
+from dsgraph.weight_paths import weight_paths
 
 from .loading import HasTensors, is_on_disk, read_into
 from .together import together
@@ -77,11 +80,11 @@ def load_pretrained(engine: HasTensors, folder: Path) -> None:
         folder: Has `*.safetensors`, whose names are those of the model's `state_dict`. Of tied weights one is enough.
 
     Raises:
-        CheckpointError: There are no such files, or a weight is missing or has another shape. The model is as it was,
-            see `read_into`.
+        CheckpointError: There are no such files, their index is damaged, or a weight is missing or has another shape.
+            The model is as it was, see `read_into`.
     """
     module, doing = engine.module, f"load {folder}"
-    reader, in_place = _ReaderByTensor(str(folder)), is_on_disk(engine, module_only=True)
+    reader, in_place = _ReaderByTensor(folder), is_on_disk(engine, module_only=True)
     there: dict[str, Any] = {}
     together(module, doing, lambda: there.update(_weights_in(folder, reader)))
     tied, state = describe(module)["tied"], module.state_dict()
@@ -95,8 +98,20 @@ def load_pretrained(engine: HasTensors, folder: Path) -> None:
         module.load_state_dict({name: wanted[tied.get(name, name)] for name in state})
 
 
+class _FilesByIndex(FileSystem):
+    """Shows a reader the files of a folder that count."""
+
+    @override
+    def ls(self, path: str | os.PathLike[str]) -> list[str]:
+        return [str(file) for file in weight_paths(Path(path))]
+
+
 class _ReaderByTensor(HuggingFaceStorageReader):
     """Opens a file anew for each tensor: what is mapped of it would stay in memory until it is closed."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(str(folder))
+        self.fs = _FilesByIndex()
 
     @override
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -13,55 +12,71 @@ from torch.distributed.tensor import DTensor
 from dsgraph.errors import InferenceError
 from dsgraph.passes.parallel.slices import Slice
 
-from .few_bits import Rounding
 from .quantized_linear import QuantizedLinear
 from .ranks import SlicingRanks
 from .sliced_linear import SlicedQuantizedLinear, slices_of_buffers
-from .sources import find, open_source
+from .sources import Source, find
 
 
 def load_weights(
     model: nn.Module,
-    folder: Path,
+    source: Source,
     *,
+    folder: Path,
     dtype: torch.dtype | None,
     device: torch.device,
     ranks: SlicingRanks | None,
-    rounding: Rounding | None = None,
 ) -> None:
     """Reads the weights of a model into it, one at a time; one on the meta device gets memory for what it holds.
 
     Args:
         model: Sliced already, if it is to be.
-        folder: Of `*.safetensors`, or of a training engine's checkpoints.
+        source: Where they are read from.
+        folder: That of the source, for messages.
         dtype: Of floating-point weights; None: as they were saved.
         device: Where they go.
         ranks: Those that share the model.
-        rounding: Of the folder's weights, for layers of few bits that the model has already; None: the folder has
-            their buffers.
 
     Raises:
-        InferenceError: A weight is missing or has another shape; no weight was changed.
+        InferenceError: As `find_weights`; no weight was changed.
     """
-    with ExitStack() as stack:
-        source = open_source(folder, stack)
-        prefix = f"{getattr(model, 'base_model_prefix', '')}."
-        if rounding is not None:
-            source = rounding.source(source, dtype=dtype, device=device, prefix=prefix, folder=folder)
-        names, count = names_of_weights(model), 1 if ranks is None else ranks.count
-        wanted, slices = dict(model.named_parameters()) | _buffers(model), _slices(model)
-        found = {
-            name: find(source, names[name], shape=_full(value, slices.get(name), count), prefix=prefix, folder=folder)
-            for name, value in wanted.items()
-        }
-        kept = _float32(model)
-        rank = 0 if ranks is None else ranks.mesh.get_local_rank()
-        for name in sorted(wanted, key=lambda each: source.files.get(found[each], "")):
-            own = source.read(found[name], slices.get(name), rank, count)
-            converts = dtype is not None and own.is_floating_point() and name not in kept
-            own = own.to(device, dtype if converts else own.dtype)
-            _put(model, names[name], wanted[name], own)
+    found = find_weights(model, source, folder=folder, ranks=ranks)
+    names, count = names_of_weights(model), 1 if ranks is None else ranks.count
+    wanted, slices = _wanted(model), _slices(model)
+    kept = _float32(model)
+    rank = 0 if ranks is None else ranks.mesh.get_local_rank()
+    for name in sorted(wanted, key=lambda each: source.files.get(found[each], "")):
+        own = source.read(found[name], slices.get(name), rank, count)
+        converts = dtype is not None and own.is_floating_point() and name not in kept
+        own = own.to(device, dtype if converts else own.dtype)
+        _put(model, names[name], wanted[name], own)
     _fill_other_buffers(model, device)
+
+
+def find_weights(model: nn.Module, source: Source, *, folder: Path, ranks: SlicingRanks | None) -> dict[str, str]:
+    """First name of each weight -> the name under which the source has it. The model is only looked at.
+
+    Args:
+        model: Sliced, or not yet.
+        source: Where weights should be.
+        folder: That of the source, for messages.
+        ranks: Those among which the model is sliced; None: it is not.
+
+    Raises:
+        InferenceError: A weight is missing or has another shape, or nothing fills a buffer on the meta device.
+    """
+    names, count, prefix = names_of_weights(model), 1 if ranks is None else ranks.count, prefix_of(model)
+    slices = _slices(model)
+    _other_buffers(model)
+    return {
+        name: find(source, names[name], shape=_full(value, slices.get(name), count), prefix=prefix, folder=folder)
+        for name, value in _wanted(model).items()
+    }
+
+
+def prefix_of(model: nn.Module) -> str:
+    """Of names of a model with a head, such as "transformer."; see `find`."""
+    return f"{getattr(model, 'base_model_prefix', '')}."
 
 
 def names_of_weights(model: nn.Module) -> dict[str, list[str]]:
@@ -98,9 +113,13 @@ def _float32(model: nn.Module) -> set[str]:
     return {f"{name}.{key}" for name in layers for key in ("scale", "least")}
 
 
-def _buffers(model: nn.Module) -> dict[str, Tensor]:
+def _wanted(model: nn.Module) -> dict[str, Tensor]:
+    """The weights, and the buffers that checkpoints hold, by first name."""
     saved = model.state_dict(keep_vars=True)
-    return {name: buffer for name, buffer in model.named_buffers() if name in saved}
+    return {
+        **dict(model.named_parameters()),
+        **{name: buffer for name, buffer in model.named_buffers() if name in saved},
+    }
 
 
 def _put(model: nn.Module, names: list[str], value: Tensor, own: Tensor) -> None:
@@ -120,8 +139,23 @@ def _put(model: nn.Module, names: list[str], value: Tensor, own: Tensor) -> None
 
 def _fill_other_buffers(model: Any, device: torch.device) -> None:
     """Gives the buffers that no checkpoint holds, such as rotary frequencies, what the model gives them."""
+    for module, lost in _other_buffers(model):
+        for key in lost:
+            module._buffers[key] = torch.empty_like(module._buffers[key], device=device)
+        with torch.no_grad():
+            model._init_weights(module)
+
+
+def _other_buffers(model: nn.Module) -> list[tuple[Any, list[str]]]:
+    """Modules with buffers on the meta device that no checkpoint holds, and these buffers' names.
+
+    Raises:
+        InferenceError: Nothing fills them.
+    """
+    found: list[tuple[Any, list[str]]] = []
     for name, module in model.named_modules():
-        lost = [key for key, buffer in module._buffers.items() if buffer is not None and buffer.is_meta]
+        kept = module._non_persistent_buffers_set
+        lost = [key for key, buffer in module._buffers.items() if buffer is not None and buffer.is_meta and key in kept]
         if not lost:
             continue
         if any(param is not None for param in module._parameters.values()) or not hasattr(model, "_init_weights"):
@@ -129,7 +163,5 @@ def _fill_other_buffers(model: Any, device: torch.device) -> None:
                 f"init_inference: buffer {lost[0]!r} of {name!r} is on the meta device, and nothing fills it: build "
                 "the model on a device"
             )
-        for key in lost:
-            module._buffers[key] = torch.empty_like(module._buffers[key], device=device)
-        with torch.no_grad():
-            model._init_weights(module)
+        found.append((module, lost))
+    return found

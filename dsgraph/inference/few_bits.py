@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +28,13 @@ def put_empty_layers(model: nn.Module, how: Quantization) -> None:
         parent, _, leaf = name.rpartition(".")
         made = QuantizedLinear(weight, bias, bits=how.bits, group=how.group)
         setattr(model.get_submodule(parent), leaf, made)
+
+
+def with_empty_layers(model: nn.Module, how: Quantization) -> nn.Module:
+    """A copy of a model, with the same parameters and buffers, to which `put_empty_layers` was done."""
+    twin = copy.deepcopy(model, {id(each): each for each in (*model.parameters(), *model.buffers())})
+    put_empty_layers(twin, how)
+    return twin
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -15,13 +16,13 @@ from dsgraph.errors import InferenceError
 from dsgraph.passes.parallel.find_slices import Found
 
 from .arguments import DTYPES, merged
-from .checkpoints import load_weights, names_of_weights
-from .few_bits import Rounding, put_empty_layers
+from .checkpoints import find_weights, load_weights, names_of_weights, prefix_of
+from .few_bits import Rounding, put_empty_layers, with_empty_layers
 from .layouts import turn_weights
 from .quantize import DESCRIPTION, GROUP, Quantization, check_groups, linear_layers, quantize, read_description
 from .ranks import SlicingRanks, all_ranks
 from .slicing import plan_layers, slice_layers
-from .sources import engine_folder
+from .sources import engine_folder, open_source
 
 if TYPE_CHECKING:
     from .engine import InferenceEngine
@@ -50,7 +51,8 @@ def init_inference(
 ) -> InferenceEngine:
     """Puts a model of transformers into an engine that generates with a static cache and compiled graphs, or encodes.
 
-    The model goes to `eval()`; `dtype` and `quantize` change it in place.
+    The model goes to `eval()`; `dtype`, `quantize`, `mp_size` and `checkpoint` may change it in place. On a CPU without
+    other ranks the weights of its `Conv1D`, unless of float16, move to new memory, in which they lie by columns.
 
     Args:
         model: Llama, Qwen3, GPT-2, OPT, Mixtral, T5 or BERT of transformers, unmodified; on the meta device, if there
@@ -136,13 +138,18 @@ def _fill(
 ) -> None:
     """Reads a folder into a model, one weight at a time."""
     rounding = None
-    if few is not None:
-        if not (folder / DESCRIPTION).exists():
+    with ExitStack() as stack:
+        source = open_source(folder, stack)
+        if few is not None and not (folder / DESCRIPTION).exists():
             rounding = Rounding(model, few, names_of_weights(model))
-        put_empty_layers(model, few)
-    if ranks is not None and plan is not None:
-        slice_layers(model, ranks, plan)
-    load_weights(model, folder, dtype=dtype, device=device, ranks=ranks, rounding=rounding)
+            source = rounding.source(source, dtype=dtype, device=device, prefix=prefix_of(model), folder=folder)
+        # What is missing is found before anything of the model changes.
+        find_weights(model if few is None else with_empty_layers(model, few), source, folder=folder, ranks=None)
+        if few is not None:
+            put_empty_layers(model, few)
+        if ranks is not None and plan is not None:
+            slice_layers(model, ranks, plan)
+        load_weights(model, source, folder=folder, dtype=dtype, device=device, ranks=ranks)
     if few is not None:
         object.__setattr__(model, "quantization", few if rounding is None else rounding.how)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 from torch import nn
 
 
@@ -12,9 +13,11 @@ def turn_weights(model: nn.Module) -> None:
     """Lays out the weights of transformers' `Conv1D` by columns, so that each output's numbers are neighbours.
 
     Their shapes, numbers and names stay. A product of few rows then reads them as those of `nn.Linear`. One weight is
-    in memory twice at a time.
+    in memory twice at a time. Those of float16, which no such product reads, stay as they are.
     """
     for module in _of_columns(model):
+        if module.weight.dtype == torch.float16:
+            continue
         module.weight.data = module.weight.data.t().contiguous().t()
 
 

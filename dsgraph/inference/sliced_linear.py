@@ -59,7 +59,7 @@ class SlicedQuantizedLinear(QuantizedLinear):
 
 
 def slices_of_buffers(layer: QuantizedLinear, held: Slice) -> dict[str, Slice]:
-    """How the buffers of a layer are sliced where its weight is; others are whole on each rank.
+    """How the buffers of a layer are sliced where its weight is; others are replicated.
 
     Rows of the weight have scales of their own, and so have groups of 4 bits; a row of 8 bits has one scale for all
     ranks.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -12,15 +11,15 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from dsgraph.checkpoint_files import latest_tag, read_about
 from dsgraph.errors import CheckpointError, InferenceError
 from dsgraph.inductor_ext import slice_of
 from dsgraph.passes.parallel.slices import Slice
+from dsgraph.weight_paths import weight_paths
 
-_INDEX = "model.safetensors.index.json"
 _EXPERT = re.compile(r"(.+)\.block_sparse_moe\.experts\.(\d+)\.w([123])\.weight")
 _GATE = ".block_sparse_moe.gate.weight"
 
@@ -55,10 +54,13 @@ def open_source(folder: Path, stack: ExitStack) -> Source:
         stack: Closes what is read.
 
     Raises:
-        InferenceError: It is damaged, or a file is missing.
+        InferenceError: It is damaged, or a file or a part of an expert is missing.
     """
     path = engine_folder(folder)
-    return _with_experts(_of_files(folder, stack)) if path is None else _of_engine(path)
+    try:
+        return _with_experts(_of_files(folder, stack)) if path is None else _of_engine(path)
+    except (CheckpointError, SafetensorError, OSError) as error:
+        raise InferenceError(f"init_inference: checkpoint={str(path or folder)!r}: {error}") from error
 
 
 def find(source: Source, names: list[str], *, shape: tuple[int, ...], prefix: str, folder: Path) -> str:
@@ -108,8 +110,11 @@ def _of_files(folder: Path, stack: ExitStack) -> Source:
     shards = _Shards(stack)
     shapes: dict[str, tuple[int, ...]] = {}
     where: dict[str, Path] = {}
-    for path in _paths(folder):
-        file = shards.file(path)
+    for path in weight_paths(folder):
+        try:
+            file = shards.file(path)
+        except SafetensorError as error:
+            raise CheckpointError(f"{path.name} is damaged: {error}") from error
         for name in file.keys():  # noqa: SIM118  # it is no mapping
             shapes[name], where[name] = tuple(file.get_slice(name).get_shape()), path
 
@@ -124,18 +129,6 @@ def _of_files(folder: Path, stack: ExitStack) -> Source:
         return torch.cat([stored[ahead + (slice(start, start + size),)] for start in starts], held.dim)
 
     return Source(shapes, read, {name: path.name for name, path in where.items()})
-
-
-def _paths(folder: Path) -> list[Path]:
-    """The files that an index names, or all: beside an index there may be the same weights under other names."""
-    index = folder / _INDEX
-    if not index.is_file():
-        return sorted(folder.glob("*.safetensors"))
-    names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-    lost = [name for name in names if not (folder / name).is_file()]
-    if lost:
-        raise InferenceError(f"init_inference: checkpoint={str(folder)!r} lacks {lost[0]!r}, which {_INDEX} names")
-    return [folder / name for name in names]
 
 
 def _with_experts(base: Source) -> Source:
@@ -157,6 +150,7 @@ def _with_experts(base: Source) -> Source:
             renamed[name.replace(".block_sparse_moe.", ".mlp.")] = name
     for experts in made.values():
         experts.sort(key=_expert_number)
+        _check_pieces(base, experts)
     shapes = {name: _stacked_shape(base, experts) for name, experts in made.items()}
 
     def read(name: str, held: Slice | None, rank: int, count: int) -> Tensor:
@@ -181,6 +175,18 @@ def _expert_number(pieces: list[str]) -> int:
     return int(found[2])
 
 
+def _check_pieces(base: Source, experts: list[list[str]]) -> None:
+    """Sees whether the pieces of a layer's experts are there, all of one shape."""
+    first = experts[0][0]
+    for name in (piece for pieces in experts for piece in pieces):
+        if name not in base.shapes:
+            raise CheckpointError(f"there is no {name!r}, and there is {first!r}: fetch all files of the model")
+        if base.shapes[name] != base.shapes[first]:
+            raise CheckpointError(
+                f"{name!r} is {list(base.shapes[name])}, and {first!r} is {list(base.shapes[first])}: they must agree"
+            )
+
+
 def _stacked_shape(base: Source, experts: list[list[str]]) -> tuple[int, ...]:
     rows, *rest = base.shapes[experts[0][0]]
     return (len(experts), rows * len(experts[0]), *rest)
@@ -194,10 +200,7 @@ def _of_piece(held: Slice, pieces: int) -> Slice | None:
 
 
 def _of_engine(path: Path) -> Source:
-    try:
-        about = read_about(path)
-    except CheckpointError as error:
-        raise InferenceError(f"init_inference: checkpoint={str(path)!r}: {error}") from error
+    about = read_about(path)
     prefix = "model."
     tied = (about.get("model") or {}).get("tied", {})
     saved: dict[str, Any] = {

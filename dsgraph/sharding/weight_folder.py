@@ -11,6 +11,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from dsgraph.errors import PartitionError
+from dsgraph.weight_paths import weight_paths
 
 from .agreement import Agreement
 from .table import PartitionedModel
@@ -28,11 +29,12 @@ class WeightFolder:
 
         Raises:
             PartitionError: There are no such files.
+            CheckpointError: Their index is damaged, or names a file that is not there.
         """
         self.path = path
         self._files: dict[str, Path] = {}
         self._shapes: dict[str, tuple[int, ...]] = {}
-        for file in sorted(path.glob("*.safetensors")):
+        for file in weight_paths(path):
             with safe_open(file, framework="pt") as opened:
                 for name in opened.keys():  # noqa: SIM118  it is no dict
                     self._files[name] = file

@@ -72,7 +72,7 @@ def marked_slices(gm: GraphModule) -> Iterator[tuple[Node, Slice, int, str]]:
 
 
 def sharing_ranks(gm: GraphModule) -> tuple[int, str] | None:
-    """How many ranks share the weights that a graph reads, and the name of their group; None: each is whole."""
+    """How many ranks share the weights that a graph reads, and the name of their group; None: each is replicated."""
     for _, _, ranks, group in marked_slices(gm):
         return ranks, group
     for node in gm.graph.nodes:

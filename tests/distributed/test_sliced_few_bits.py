@@ -51,7 +51,7 @@ def _shares(family: str, bits: int, folder: Path, sources: tuple[str, ...]) -> N
         name = _LAYERS.get(family, "model.layers.1.self_attn.o_proj")
         own, full = engine.module.get_submodule(name), one.get_submodule(name)
         assert torch.equal(own.dequantized(), full.dequantized()), source
-        if name != "lm_head":  # of so few words it is whole
+        if name != "lm_head":  # of so few words it is replicated
             assert own.packed.numel() * dist.get_world_size() == full.packed.numel(), "its slice alone"
         assert engine.report().quantization.errors == one.quantization.errors, source
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 import dsgraph
@@ -51,6 +52,19 @@ def test_a_quantised_model_is_written_and_read_again(bits, tmp_path):
         dsgraph.init_inference(model("gpt2"), checkpoint=tmp_path, quantize="int8")
     with pytest.raises(InferenceError, match="has a layer"):
         dsgraph.init_inference(model("llama"), checkpoint=tmp_path)
+
+
+def test_where_a_weight_is_missing_the_model_is_as_it_was(tmp_path):
+    dsgraph.save_quantized(dsgraph.quantize(model("gpt2")), tmp_path)
+    (file,) = tmp_path.glob("*.safetensors")
+    weights, lost = load_file(file), "transformer.h.1.mlp.c_fc.scale"
+    kept = {name: weight.clone() for name, weight in weights.items() if name != lost}  # it is mapped
+    save_file(kept, file)
+    plain = model("gpt2")
+    before = dict(plain.named_modules()), dict(plain.named_parameters())
+    with pytest.raises(InferenceError, match=f"has no '{lost}'"):
+        dsgraph.init_inference(plain, checkpoint=tmp_path, options={"codegen": "eager"})
+    assert (dict(plain.named_modules()), dict(plain.named_parameters())) == before
 
 
 def test_scales_stay_float32_in_bfloat16():

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from dsgraph.errors import InferenceError
 from dsgraph.inductor_ext import slice_of
@@ -55,6 +55,26 @@ def test_an_index_says_which_files_count(tmp_path):
     lost = index["weight_map"]["model.norm.weight"]
     (tmp_path / lost).unlink()
     with pytest.raises(InferenceError, match=rf"lacks '{lost}', which model.safetensors.index.json names"):
+        _read(tmp_path, "model.norm.weight", None, 0, 1)
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"metadata": {}}'])
+def test_a_damaged_index_is_named(tmp_path, text):
+    (tmp_path / "model.safetensors.index.json").write_text(text)
+    with pytest.raises(InferenceError, match=r"checkpoint=.*model.safetensors.index.json is damaged"):
+        _read(tmp_path, "model.norm.weight", None, 0, 1)
+
+
+def test_a_damaged_file_and_a_lost_piece_of_an_expert_are_named(tmp_path):
+    model("mixtral").save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    weights, lost = load_file(file), "model.layers.1.block_sparse_moe.experts.2.w3.weight"
+    kept = {name: weight.clone() for name, weight in weights.items() if name != lost}  # it is mapped
+    save_file(kept, file)
+    with pytest.raises(InferenceError, match=rf"checkpoint=.*there is no '{lost}'"):
+        _read(tmp_path, "model.norm.weight", None, 0, 1)
+    file.write_bytes(file.read_bytes()[:-4])
+    with pytest.raises(InferenceError, match=r"checkpoint=.*model.safetensors is damaged"):
         _read(tmp_path, "model.norm.weight", None, 0, 1)
 
 

@@ -1,7 +1,10 @@
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import nn
 
 import dsgraph
@@ -37,6 +40,16 @@ class TestOneRank:
         assert model.head._parameters["weight"] is model.embedding._parameters["weight"]
         tokens = torch.zeros(1, 4, dtype=torch.int64)
         assert torch.isfinite(model(tokens, tokens))
+
+    def test_files_that_the_index_does_not_name_are_not_read(self, tmp_path):
+        files = {"weight": "model-00001-of-00002.safetensors", "bias": "model-00002-of-00002.safetensors"}
+        save_file({"weight": torch.ones(8, 4)}, tmp_path / files["weight"])
+        save_file({"bias": torch.ones(8)}, tmp_path / files["bias"])
+        save_file({"weight": torch.zeros(8, 4), "bias": torch.zeros(8)}, tmp_path / "model.safetensors")  # older
+        (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
+        model = dsgraph.partition(_on_meta(lambda: nn.Linear(4, 8)), keep_whole_below=0)
+        dsgraph.materialize(model, weights=tmp_path)
+        assert torch.equal(model.weight, torch.ones(8, 4)) and torch.equal(model.bias, torch.ones(8))
 
     def test_a_function_of_the_users_initialises(self):
         model = dsgraph.partition(_on_meta(lambda: nn.Linear(4, 8)), keep_whole_below=0)
