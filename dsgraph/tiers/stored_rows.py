@@ -309,6 +309,8 @@ def _accumulated(stored: weakref.ref[StoredRows]) -> None:
 
 
 def _tensor_over(memory: mmap.mmap, like: Tensor) -> Tensor:
+    if not like.numel():  # a rank without rows
+        return torch.empty_like(like)
     return torch.frombuffer(memory, dtype=like.dtype, count=like.numel()).view(like.shape)
 
 
