@@ -5,6 +5,8 @@ from __future__ import annotations
 import resource
 import sys
 from collections.abc import Iterable
+from pathlib import Path
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -33,7 +35,15 @@ def peak_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return most if sys.platform == "darwin" else 1024 * most
+    # Where the system says so, of this program alone: that of the resources goes on from the one before `exec`.
+    return status_bytes("VmHWM") or (most if sys.platform == "darwin" else 1024 * most)
+
+
+def status_bytes(which: Literal["VmRSS", "VmHWM"]) -> int:
+    """What the process has resident now, or had at most; 0 where the system does not say."""
+    status = Path("/proc/self/status")
+    lines = status.read_text().splitlines() if status.exists() else []
+    return next((1024 * int(line.split()[1]) for line in lines if line.startswith(f"{which}:")), 0)
 
 
 def _bytes(tensors: Iterable[Tensor]) -> int:

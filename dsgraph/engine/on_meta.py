@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 import time
 from os import PathLike
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,7 +14,7 @@ from torch import nn
 from dsgraph.errors import ConfigError
 from dsgraph.sharding.materialize import materialize
 
-from .memory_use import peak_bytes
+from .memory_use import peak_bytes, status_bytes
 from .told import tell
 
 MOMENT = 2.0
@@ -81,7 +80,7 @@ def give_values(model: nn.Module, device: torch.device, weights: Any) -> None:
     if not is_on_meta(model):
         return
     is_first, doing = dist.get_rank() == 0, "initialising" if weights is None else f"reading {weights}"
-    before, started = _resident_bytes(), time.perf_counter()
+    before, started = status_bytes("VmRSS"), time.perf_counter()
     materialize(model, device, weights=weights, progress=ProgressBar(doing) if is_first else None)
     model.to(device)  # buffers that had values
     count = sum(param.numel() for param in model.parameters())
@@ -90,10 +89,3 @@ def give_values(model: nn.Module, device: torch.device, weights: Any) -> None:
         f"{doing} {count / 1e6:.1f} million parameters took {time.perf_counter() - started:.1f} s and at most "
         f"{max(0, most - before) / 1e6:.0f} MB of memory above the {before / 1e6:.0f} MB that there were"
     )
-
-
-def _resident_bytes() -> int:
-    """What the process has resident now; 0 where the system does not say."""
-    status = Path("/proc/self/status")
-    lines = status.read_text().splitlines() if status.exists() else []
-    return next((1024 * int(line.split()[1]) for line in lines if line.startswith("VmRSS:")), 0)

@@ -49,6 +49,7 @@ class Weights:
             folder: Has `*.safetensors`, with the names of the model's `state_dict`.
 
         Raises:
-            CheckpointError: A weight is missing or has another shape; all ranks raise, and the model is as it was.
+            CheckpointError: A weight is missing or has another shape; all ranks raise, and the model is as it was. Or
+                a disk failed amid reading: with parameters on disk the model runs no more until it has loaded.
         """
         pretrained.load_pretrained(self, Path(folder))

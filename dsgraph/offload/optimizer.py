@@ -204,7 +204,9 @@ class OptimizerOnDisk(Optimizer):
             OffloadError: An earlier step or load has failed, and nothing was loaded since.
         """
         if self._failure is not None:
-            raise OffloadError(f"an earlier step failed, and state is lost: load a checkpoint ({self._failure})")
+            raise OffloadError(
+                f"an earlier step or load failed, and state is lost: load a checkpoint ({self._failure})"
+            )
 
     @torch.no_grad()
     def _step_chunks(self, numbers: Numbers) -> None:

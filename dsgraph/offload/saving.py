@@ -114,8 +114,8 @@ def stored_tensor(value: Tensor, state: object) -> StoredTensor | None:
 def loading_to_disk(module: nn.Module, optimizer: Optimizer, *, module_only: bool) -> Iterator[LoadPlannerToDisk]:
     """Around a `dcp.load` with the planner that it gives, into the very tensors of a model and its optimizer.
 
-    Where it fails when something was read already, nobody trains with that: forwards and steps are refused until
-    another load comes to its end.
+    Where it fails when something was read already, nobody trains with that: forwards are refused, and where state was
+    read steps, until another load of as much comes to its end.
 
     Args:
         module: The partitioned model.
@@ -134,7 +134,7 @@ def loading_to_disk(module: nn.Module, optimizer: Optimizer, *, module_only: boo
         if planner.has_begun:
             for rows in _rows_of(params):
                 rows.held_for = _HALF
-            if isinstance(optimizer, OptimizerOnDisk):
+            if isinstance(optimizer, OptimizerOnDisk) and not module_only:
                 optimizer.refuse_steps(error)
         raise
     torch.autograd.graph.increment_version(params)

@@ -12,12 +12,12 @@ from torch import nn
 
 from dsgraph.inductor_ext import chunk_rows
 from dsgraph.inductor_ext.transfers.buffers import rounded
+from dsgraph.passes import StreamForwardParameters
 from dsgraph.passes.analysis.budget import OPTIMIZER_STATES
 from dsgraph.tiers.chunk_sizes import CHUNK_BYTES, StateChunk, TrainedRows, state_chunks, step_buffers
 from dsgraph.tiers.slots import share_of
 from dsgraph.tiers.stored_rows import WRITING_BYTES
 
-_AHEAD_BYTES = 64 * 2**20  # of parameters that `StreamForwardParameters` reads ahead
 _TRAVELLING = 2  # chunks of gradients on their way to the host: one arrives, one is stepped on
 _FULL_COPIES = 3  # of a parameter in use, besides its rows: gathered, and its gradient before and after the reduction
 _LOW = (torch.float16, torch.bfloat16)
@@ -164,7 +164,9 @@ class Sizes:
         leaving = self._movable[: split.parameters]
         if not leaving:
             return step_buffers(self._split(split), 0)
-        ahead = min(max(_AHEAD_BYTES, 2 * _most(leaving)), sum(rounded(param.rows) for param in leaving))
+        ahead = min(
+            max(StreamForwardParameters.ahead_bytes, 2 * _most(leaving)), sum(rounded(param.rows) for param in leaving)
+        )
         on_way = min(max(WRITING_BYTES, _most(leaving)), sum(rounded(param.grad) for param in leaving))
         copies = _FULL_COPIES * max(param.full for param in leaving)
         return step_buffers(self._split(split), 0) + ahead + on_way + copies

@@ -125,13 +125,13 @@ def decode_attention_product(q: Tensor, keys: Tensor, values: Tensor, mask: Tens
 
 
 def takes(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> bool:
-    """Whether the op above computes with these in C++: on a CPU, of its dtypes, columns neighbours in memory."""
+    """Whether the op above computes with these in C++: on a CPU, of its dtypes and shapes, columns neighbours."""
     tensors = (q, keys, values)
     if not all(each.device.type == "cpu" and each.dtype == q.dtype for each in tensors) or q.dtype not in FLOATING:
         return False
     if mask.device.type != "cpu" or mask.dtype != torch.bool or not all(each.stride(-1) == 1 for each in tensors):
         return False
-    (_, heads, _, width), (_, groups, length, _) = q.shape, keys.shape
-    if keys.shape != values.shape or keys.shape[-1] != width or mask.shape[-1] != length or heads % groups:
+    (rows, heads, queries, width), (sequences, groups, length, columns) = q.shape, keys.shape
+    if (queries, sequences, columns) != (1, rows, width) or keys.shape != values.shape or heads % groups:
         return False
-    return library() is not None
+    return mask.shape in ((1, 1, 1, length), (rows, 1, 1, length)) and library() is not None

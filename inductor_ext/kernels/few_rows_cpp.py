@@ -262,6 +262,12 @@ def few_rows_product(x: Tensor, weight: Tensor, bias: Tensor | None, scale: Tens
     return (y if bias is None else y + bias).to(x.dtype)
 
 
+def weight_of_groups(packed: Tensor, scale: Tensor, least: Tensor) -> Tensor:
+    """The weight that numbers of 4 bits stand for, float32 `[n, k]`; arguments as below."""
+    numbers = torch.cat([packed & 15, packed >> 4], dim=2).float()
+    return (numbers * scale[..., None] + least[..., None]).flatten(1)
+
+
 @define_native(fake=_fake, load=library)
 def few_rows_product_groups(x: Tensor, packed: Tensor, scale: Tensor, least: Tensor, bias: Tensor | None) -> Tensor:
     """`x @ weight.t() + bias`, with the weight that bits of 4 stand for; tensors as `takes` wants them.
@@ -273,9 +279,7 @@ def few_rows_product_groups(x: Tensor, packed: Tensor, scale: Tensor, least: Ten
         least: float32 `[n, groups]`.
         bias: `[n]`, of the dtype of x; None: nothing is added.
     """
-    numbers = torch.cat([packed & 15, packed >> 4], dim=2).float()
-    weight = (numbers * scale[..., None] + least[..., None]).flatten(1)
-    y = x.float() @ weight.t()
+    y = x.float() @ weight_of_groups(packed, scale, least).t()
     return (y if bias is None else y + bias).to(x.dtype)
 
 

@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from dsgraph.inductor_ext import compat
+from dsgraph.inductor_ext.kernels.few_rows_cpp import weight_of_groups
 from dsgraph.inductor_ext.kernels.few_rows_groups import few_rows_groups
 from dsgraph.inductor_ext.kernels.few_rows_linear import MOST_ROWS, few_rows_linear
 
@@ -75,8 +76,7 @@ def pack_groups(numbers: Tensor) -> Tensor:
 
 def dequantize_groups(packed: Tensor, scale: Tensor, least: Tensor) -> Tensor:
     """The weight that `quantize_groups` stands for, float32 (n, k)."""
-    numbers = torch.cat([packed & 15, packed >> 4], dim=2).float()
-    return (numbers * scale[..., None] + least[..., None]).flatten(1)
+    return weight_of_groups(packed, scale, least)
 
 
 def multiply_rows(x: Tensor, packed: Tensor, scale: Tensor) -> Tensor:
