@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import itertools
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +76,12 @@ def test_without_clipping_the_step_runs_beside_the_backward(ranks, tmp_path):
     ranks(2).run(_check_beside_backward, str(tmp_path))
 
 
+def _growth(action: Callable[[], object]) -> int:
+    with Grown() as grown:
+        assert action() is not None
+    return grown.bytes
+
+
 def test_a_checkpoint_brings_no_state_into_memory(one_rank, tmp_path):
     width, depth = 1024, 12
     make = lambda: torch.nn.Sequential(*(torch.nn.Linear(width, width, bias=False) for _ in range(depth)))  # noqa: E731
@@ -88,16 +95,14 @@ def test_a_checkpoint_brings_no_state_into_memory(one_rank, tmp_path):
     engine.save_checkpoint(tmp_path / "first")  # what torch loads for that, it loads once
     engine.load_checkpoint(tmp_path / "first")
     each = 4 * width * width
-    with Grown() as saving:
-        engine.save_checkpoint(tmp_path / "second")
-    # Two threads write, each with a tensor or two in memory. On a busy machine there were nine at once.
-    assert saving.bytes < depth * each, f"{saving.bytes} bytes of {3 * depth * each} were in memory at once"
+    # Of two, since the process of a test worker may take memory of its own meanwhile.
+    saving = min(_growth(lambda tag=tag: engine.save_checkpoint(tmp_path / tag)) for tag in ("second", "again"))
+    assert saving < 8 * each, f"{saving} bytes of {3 * depth * each} were in memory at once"
     assert sum(path.stat().st_size for path in (tmp_path / "second").rglob("*.distcp")) > 3 * depth * each
     expected = [full(param.detach()).clone() for param in engine.module.parameters()]
     other = dsgraph.initialize(model=make(), config=settings)[0]
-    with Grown() as loading:
-        assert other.load_checkpoint(tmp_path / "second")[0] is not None
-    assert loading.bytes < depth * each, f"{loading.bytes} bytes of {3 * depth * each} were in memory at once"
+    loading = min(_growth(lambda: other.load_checkpoint(tmp_path / "second")[0]) for _ in range(2))
+    assert loading < 8 * each, f"{loading} bytes of {3 * depth * each} were in memory at once"
     for param, value in zip(other.module.parameters(), expected, strict=True):
         assert torch.equal(full(param.detach()), value)
     with pytest.raises(CheckpointError, match="leave asynchronous out"):
@@ -108,23 +113,24 @@ def test_a_checkpoint_brings_no_state_into_memory(one_rank, tmp_path):
     assert engine.load_checkpoint(tmp_path / "second", load_module_only=True)[0] is not None
 
 
-def _load_halfway(engine: dsgraph.Engine, saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The disk fails at the fourth write, and what is there is not written down."""
+def _load_halfway(
+    engine: dsgraph.Engine, saved: Path, monkeypatch: pytest.MonkeyPatch, *, good: int = 3, **options: Any
+) -> None:
+    """The disk fails behind so many writes, and what is there is not written down."""
     calls = itertools.count()
 
     def fails(*args: Any) -> int:
-        if next(calls) >= 3:
+        if next(calls) >= good:
             raise OSError(errno.EIO, os.strerror(errno.EIO))
         return write(*args)
 
     write = os.pwritev
     with monkeypatch.context() as patch:
         patch.setattr(os, "pwritev", fails)
-        with pytest.raises(
-            CheckpointError, match=r"load .*: rank 0: .*optimizer-state cannot be written: Input/output"
-        ):
-            engine.load_checkpoint(saved)
-    assert next(calls) > 3
+        file = "parameters" if options else "optimizer-state"
+        with pytest.raises(CheckpointError, match=rf"load .*: rank 0: .*{file} cannot be written: Input/output"):
+            engine.load_checkpoint(saved, **options)
+    assert next(calls) > good
     half = saved.with_name("half")
     for write in (engine.save_checkpoint, engine.export):
         with pytest.raises(CheckpointError, match=r"half.*: rank 0: .*: load a checkpoint"):
@@ -145,6 +151,10 @@ def test_loading_that_fails_halfway_leaves_nothing_to_train_with(one_rank, tmp_p
     engine.load_checkpoint(tmp_path / "saved")
     for mine, theirs in zip(_train(engine, 2, 4), expected, strict=True):
         assert torch.equal(mine, theirs)
+    _load_halfway(engine, tmp_path / "saved", monkeypatch, good=1, load_module_only=True)
+    engine.load_checkpoint(tmp_path / "saved", load_module_only=True)  # as much as was read: the state never changed
+    _train(engine, 4, 5)
+    engine.save_checkpoint(tmp_path / "saved")
 
 
 def test_half_a_load_is_not_saved_where_the_optimizer_alone_is_on_disk(one_rank, tmp_path, monkeypatch):
