@@ -398,7 +398,7 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "one bit: losses": _rows("compressed-cpu", _ONE_BIT_LOSSES, having="held_out"),
     "compressed: figures": _figures("compressed-cpu"),
     "offload": _rows("offload-cpu", _OFFLOAD, having="first_s"),
-    "offload: peers": _rows("offload-peers-cpu", _OFFLOAD_PEERS, having="system"),
+    "offload: peers": _rows("offload-cpu", _OFFLOAD_PEERS, having="system"),
     "offload: figures": _figures("offload-cpu"),
     "offload: model": _rows("offload-model-cpu", _OFFLOAD_MODEL),
     "offload: model figures": _figures("offload-model-cpu"),

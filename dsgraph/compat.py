@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -458,6 +459,12 @@ def compile_metrics() -> list[Any]:
 def recompile_limit() -> int:
     """How often Dynamo compiles a function before it runs it uncompiled."""
     return int(torch._dynamo.config.recompile_limit)
+
+
+def isolated() -> dict[str, bool]:
+    """Arguments with which a call of `torch.compile` counts its own recompiles alone; none before torch 2.13."""
+    knows = "isolate_recompiles" in inspect.signature(torch.compile).parameters
+    return {"isolate_recompiles": True} if knows else {}
 
 
 def allowing_recompiles(functions: int = 256) -> Any:

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import Dataset
 
+from dsgraph import compat
 from dsgraph.errors import ConfigError
 from dsgraph.sharding.mesh import resolve_mesh
 from dsgraph.sharding.table import partitioned_parts
@@ -181,7 +182,7 @@ def initialize(
         moq.take_over(partitioned_parts(model)[0])
     made = offloaded(whole_where_needed(mine or make(binding.groups(model))), settings)
     schedule = make_schedule(made)
-    compiles = partial(torch.compile, backend=looks.graphs or "dsgraph", options=options)
+    compiles = partial(torch.compile, backend=looks.graphs or "dsgraph", options=options, **compat.isolated())
     runs: Any = model
     if drop is not None:
         drop.take_over(compiles if settings.dsgraph.compile else None)

@@ -17,6 +17,7 @@ from dsgraph.errors import InferenceError
 from .cache import CACHE_NAME, CACHE_NAMES, EncoderDecoderMemory, RewindableCache, new_cache
 from .graphs import Graphs
 from .layouts import turned_weights
+from .quantize import whole_weights
 from .ranks import SlicingRanks
 from .report import InferenceReport
 
@@ -133,6 +134,7 @@ class InferenceEngine:
             buckets=self._buckets,
             cache_bytes=sizes,
             quantization=quantization,
+            whole_weights={} if quantization is None else whole_weights(self.module),
             turned_weights=turned_weights(self.module),
         )
 

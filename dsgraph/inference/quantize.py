@@ -61,7 +61,8 @@ def quantize(
 ) -> ModelT:
     """Replaces the linear layers of a model by such with weights of few bits, in place.
 
-    It is for inference: such layers take no gradients. Embeddings and norms stay as they are. Of a head that is tied to
+    It is for inference: such layers take no gradients. Embeddings, norms, and weights of several matrices, such as
+    those of Mixtral's experts, stay as they are; the report of an engine names the largest. Of a head that is tied to
     the embedding, the head gets a rounded copy.
 
     Weights are rounded to nearest; with `data`, so that the outputs of each layer change little, as GPTQ does it (arXiv
@@ -215,6 +216,16 @@ def linear_layers(model: nn.Module, skip: Sequence[str] = ()) -> dict[str, Any]:
     if not found:
         raise InferenceError(f"quantize: {type(model).__name__} has no linear layer to quantise")
     return found
+
+
+def whole_weights(model: nn.Module) -> dict[str, int]:
+    """The weights that are not of few bits, such as embeddings and Mixtral's experts: name -> bytes, largest first."""
+    sizes = {
+        name: param.numel() * param.element_size()
+        for name, param in model.named_parameters()
+        if param.ndim > 1 and param.is_floating_point()
+    }
+    return dict(sorted(sizes.items(), key=lambda item: -item[1]))
 
 
 def is_linear(module: nn.Module) -> bool:

@@ -41,6 +41,7 @@ class InferenceReport:
         buckets: Lengths to which prompts, and what is encoded, are padded.
         cache_bytes: Of keys and values, by rows of the batch.
         quantization: Of the weights, with the error of each layer; None where they are as they were.
+        whole_weights: Of a quantised model, the weights that are not of few bits: name -> bytes, largest first.
         turned_weights: Of how many `Conv1D` the weight lies in memory by columns, for products of few rows on a CPU.
     """
 
@@ -51,6 +52,7 @@ class InferenceReport:
     buckets: tuple[int, ...]
     cache_bytes: dict[int, int] = field(default_factory=dict)
     quantization: Quantization | None = None
+    whole_weights: dict[str, int] = field(default_factory=dict)
     turned_weights: int = 0
 
     def __str__(self) -> str:
@@ -71,9 +73,20 @@ class InferenceReport:
                 f"{len(how.errors)} layers of {how.bits} bits, {how.bytes_before / 1e6:.1f} MB now "
                 f"{how.bytes_after / 1e6:.1f} MB; largest relative error {error:.4f}, of {name}"
             )
+            lines += _whole(self.whole_weights)
         if self.quantization is not None and self.quantization.output_errors:
             lines.append(_calibrated(self.quantization))
         return "\n".join(lines)
+
+
+def _whole(weights: dict[str, int]) -> list[str]:
+    if not weights:
+        return []
+    largest = next(iter(weights))
+    return [
+        f"{len(weights)} weights are not rounded, {sum(weights.values()) / 1e6:.1f} MB; the largest is {largest}, "
+        f"{weights[largest] / 1e6:.1f} MB"
+    ]
 
 
 def _calibrated(how: Quantization) -> str:

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 import dsgraph
+from dsgraph import compat
 from dsgraph.engine.lamb import Lamb
 from dsgraph.engine.schedules import WarmupLR
 from tests.distributed.training import full
@@ -250,6 +251,21 @@ def _two_engines() -> None:
 @pytest.mark.full  # three engines
 def test_engines_live_side_by_side(ranks):
     ranks(2).run(_two_engines)
+
+
+def _many_engines() -> None:
+    engines = []
+    with compat.allowing_recompiles(2):
+        for _ in range(4):
+            engine, _, _, _ = dsgraph.initialize(model=build(CASE), config=config(3))
+            engine.train_batch(batches(0))
+            assert "nothing was compiled by dsgraph" not in str(dsgraph.report(engine.module))
+            engines.append(engine)  # Dynamo forgets what it compiled of a model that is gone
+
+
+@pytest.mark.skipif(not compat.isolated(), reason="torch before 2.13 counts the compiles of all engines together")
+def test_each_engine_is_compiled_beyond_the_limit_of_recompiles(ranks):
+    ranks(1).run(_many_engines)
 
 
 def _refuses(model: nn.Module, arguments: dict, message: str) -> None:

@@ -54,6 +54,16 @@ def test_a_quantised_model_is_written_and_read_again(bits, tmp_path):
         dsgraph.init_inference(model("llama"), checkpoint=tmp_path)
 
 
+def test_weights_that_are_not_rounded_are_in_the_report():
+    engine = dsgraph.init_inference(model("mixtral"), quantize="int8", max_tokens=32, options={"codegen": "eager"})
+    whole = engine.report().whole_weights
+    # 2 layers of 4 experts (gate and up, down), routers, and the embedding
+    assert len(whole) == 7 and whole["model.layers.0.mlp.experts.gate_up_proj"] == 4 * 4 * 128 * 32
+    assert f"7 weights are not rounded, {sum(whole.values()) / 1e6:.1f} MB; the largest is model.layers.0.mlp." in str(
+        engine.report()
+    )
+
+
 def test_where_a_weight_is_missing_the_model_is_as_it_was(tmp_path):
     dsgraph.save_quantized(dsgraph.quantize(model("gpt2")), tmp_path)
     (file,) = tmp_path.glob("*.safetensors")

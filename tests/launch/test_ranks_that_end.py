@@ -39,7 +39,8 @@ def _run(folder: Path, *arguments: str) -> tuple[str, int]:
     )
     said = ran.stdout + ran.stderr
     seconds = time.time() - float(said.split("ends at ")[1].split()[0])
-    assert seconds < 15, "the time-out is 30 minutes"
+    # 2 s on an idle machine, of which rank 0 compiles for some; on a busy one that takes longer.
+    assert seconds < 60, "the time-out is 30 minutes"
     return said, ran.returncode
 
 
