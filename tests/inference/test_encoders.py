@@ -121,8 +121,11 @@ def test_all_linear_layers_of_t5_get_few_bits(bits):
         twin.lm_head.weight = torch.nn.Parameter(twin.lm_head.weight.clone())  # it was the embedding's
         for name in few.quantization.errors:
             twin.get_submodule(name).weight.copy_(few.get_submodule(name).dequantized())
-        plain, rounded = (each(**given, decoder_input_ids=given["input_ids"]).logits for each in (twin, few))
-    torch.testing.assert_close(rounded, plain, atol=1e-4, rtol=1e-4)
+        given_too = {**given, "decoder_input_ids": given["input_ids"]}
+        plain, rounded = twin(**given_too).logits, few(**given_too).logits
+        exact = twin.double()(**given_too).logits
+    # Layers of T5 make a last digit's difference larger: float32 itself is 4e-5 from float64, in logits up to 3.
+    assert (rounded - exact).abs().max() < 4 * (plain - exact).abs().max() < 4e-4
     expected = few.generate(**given, max_new_tokens=8, **_NEW)
     if bits == 8:
         few = dsgraph.init_inference(encoder_decoder(), quantize="int8", max_tokens=32, options=EAGER)
