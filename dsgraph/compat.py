@@ -404,7 +404,8 @@ class TracedFrame:
         name: The frame's own name; it holds the line of the graph break where the frame is what follows one.
         receiver: Its local `self`, if it has one.
         compile_id: Dynamo's name for this compile, such as "0/1".
-        times: How often Dynamo has compiled the frame, this time included.
+        times: How often Dynamo has compiled the frame, this time included: for this call of `torch.compile`, where that
+            counts for itself (`isolated`), or for all.
         recompile_reason: The guard that failed; empty at the first compile.
     """
 
@@ -436,7 +437,7 @@ def traced_frame() -> TracedFrame | None:
         name=frame.f_code.co_name,
         receiver=frame.f_locals.get("self"),
         compile_id=str(compile_id),
-        times=(compile_id.frame_compile_id or 0) + 1,
+        times=_isolated_compiles(frame.f_code) or (compile_id.frame_compile_id or 0) + 1,
         recompile_reason=get_metrics_context()._metrics.get("recompile_reason") or "",
     )
 
@@ -459,6 +460,16 @@ def compile_metrics() -> list[Any]:
 def recompile_limit() -> int:
     """How often Dynamo compiles a function before it runs it uncompiled."""
     return int(torch._dynamo.config.recompile_limit)
+
+
+def _isolated_compiles(code: CodeType) -> int:
+    """How often `code` is compiled for the running call of `torch.compile`, this time included; 0 if it counts all."""
+    if not isolated():
+        return 0
+    from torch._dynamo.convert_frame import _get_cache_entries_for_region, get_eval_frame_isolate_recompiles_id
+
+    region = get_eval_frame_isolate_recompiles_id()
+    return len(_get_cache_entries_for_region(code, region)) + 1 if region >= 0 else 0
 
 
 def isolated() -> dict[str, bool]:

@@ -61,9 +61,9 @@ def quantize(
 ) -> ModelT:
     """Replaces the linear layers of a model by such with weights of few bits, in place.
 
-    It is for inference: such layers take no gradients. Embeddings, norms, and weights of several matrices, such as
-    those of Mixtral's experts, stay as they are; the report of an engine names the largest. Of a head that is tied to
-    the embedding, the head gets a rounded copy.
+    It is for inference: such layers take no gradients. Embeddings, norms, and weights of what is no linear
+    layer, such as Mixtral's experts, stay as they are; the report of an engine names the largest. Of a head that is
+    tied to the embedding, the head gets a rounded copy.
 
     Weights are rounded to nearest; with `data`, so that the outputs of each layer change little, as GPTQ does it (arXiv
     2210.17323): one layer after the other, each for the inputs that layers rounded before it give. The model then runs
