@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import errno
 import itertools
+import multiprocessing
 import os
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -82,7 +84,8 @@ def _growth(action: Callable[[], object]) -> int:
     return grown.bytes
 
 
-def test_a_checkpoint_brings_no_state_into_memory(one_rank, tmp_path):
+def _check_memory_of_checkpoints(tmp_path: Path) -> None:
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     width, depth = 1024, 12
     make = lambda: torch.nn.Sequential(*(torch.nn.Linear(width, width, bias=False) for _ in range(depth)))  # noqa: E731
     disk = {"device": "nvme", "nvme_path": str(tmp_path)}
@@ -95,14 +98,13 @@ def test_a_checkpoint_brings_no_state_into_memory(one_rank, tmp_path):
     engine.save_checkpoint(tmp_path / "first")  # what torch loads for that, it loads once
     engine.load_checkpoint(tmp_path / "first")
     each = 4 * width * width
-    # Of two, since the process of a test worker may take memory of its own meanwhile.
-    saving = min(_growth(lambda tag=tag: engine.save_checkpoint(tmp_path / tag)) for tag in ("second", "again"))
-    assert saving < 8 * each, f"{saving} bytes of {3 * depth * each} were in memory at once"
+    saving = _growth(lambda: engine.save_checkpoint(tmp_path / "second"))
+    assert saving < 6 * each, f"{saving} bytes of {3 * depth * each} were in memory at once"
     assert sum(path.stat().st_size for path in (tmp_path / "second").rglob("*.distcp")) > 3 * depth * each
     expected = [full(param.detach()).clone() for param in engine.module.parameters()]
     other = dsgraph.initialize(model=make(), config=settings)[0]
-    loading = min(_growth(lambda: other.load_checkpoint(tmp_path / "second")[0]) for _ in range(2))
-    assert loading < 8 * each, f"{loading} bytes of {3 * depth * each} were in memory at once"
+    loading = _growth(lambda: other.load_checkpoint(tmp_path / "second")[0])
+    assert loading < 6 * each, f"{loading} bytes of {3 * depth * each} were in memory at once"
     for param, value in zip(other.module.parameters(), expected, strict=True):
         assert torch.equal(full(param.detach()), value)
     with pytest.raises(CheckpointError, match="leave asynchronous out"):
@@ -111,6 +113,14 @@ def test_a_checkpoint_brings_no_state_into_memory(one_rank, tmp_path):
     with pytest.raises(CheckpointError, match=r"save .*third.*optimizer-state"):
         engine.save_checkpoint(tmp_path, "third")
     assert engine.load_checkpoint(tmp_path / "second", load_module_only=True)[0] is not None
+    torch.distributed.destroy_process_group()
+
+
+def test_a_checkpoint_brings_no_state_into_memory(tmp_path, monkeypatch):
+    # In a process of its own, as docs/offload.md has it start: else what glibc keeps comes and goes with the load.
+    monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", "262144")
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as process:
+        process.submit(_check_memory_of_checkpoints, tmp_path).result()
 
 
 def _load_halfway(
