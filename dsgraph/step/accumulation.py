@@ -28,7 +28,8 @@ from dsgraph.errors import AccumulationError
 from dsgraph.sharding.table import held_by
 
 from .parameter import ParameterState
-from .reductions import reduce_as_momentum, reduce_replicated, reduce_split, used_anywhere
+from .reductions import deliver, reduce_as_momentum, reduce_replicated, reduce_split, used_anywhere
+from .stand_in import GradState, StandIn
 from .state import PartitionState, StepPhase
 
 
@@ -73,6 +74,7 @@ def reduce_accumulated(state: PartitionState) -> None:
     state.sums_were_read = False
     with state.reducing("the accumulated gradients"):
         used = used_anywhere([taken[entry] is not None for entry in trainable], state)
+    reduced: list[tuple[ParameterState, Tensor]] = []
     alone: list[ParameterState] = []
     together: dict[object, list[ParameterState]] = defaultdict(list)
     for entry, is_used in zip(trainable, used, strict=True):
@@ -81,17 +83,18 @@ def reduce_accumulated(state: PartitionState) -> None:
         if taken[entry] is None:
             taken[entry] = torch.zeros(entry.layout.shape, dtype=entry.param.dtype, device=entry.param.device)
         if entry.compression is not None:
-            reduce_as_momentum(entry, taken.pop(entry))
+            reduced.append((entry, reduce_as_momentum(entry, taken.pop(entry))))
         elif entry.layout.group:
             alone.append(entry)
         else:
             together[entry.layout.dtypes(entry.param.dtype), entry.layout.outer_groups].append(entry)
-    reduce_split({entry: taken.pop(entry) for entry in alone})
+    reduced += reduce_split({entry: taken.pop(entry) for entry in alone})
     for bucket in together.values():
-        reduce_replicated(bucket, [taken.pop(entry) for entry in bucket])
+        reduced += reduce_replicated(bucket, [taken.pop(entry) for entry in bucket])
     for total in read_by_graphs:
         empty_sum(total)
     state.note_gradient()
+    deliver(reduced)  # last: a hook may raise, or step an optimizer
 
 
 def discard_accumulated(state: PartitionState) -> None:
@@ -111,6 +114,25 @@ def empty_sum(total: Tensor) -> None:
     """Takes out of an accumulated gradient what has been reduced. Whatever graph still has it adds nothing."""
     with torch.no_grad(), compat.keeping_version((total,)):
         total.zero_()
+
+
+def drop_if_zeroed(entry: ParameterState) -> None:
+    """Drops a sum if `zero_grad` was called since it was last added to, as it drops a gradient in one process."""
+    if entry.stand_in is None or entry.accumulated_grad is None:
+        return
+    state_of_grad = entry.stand_in.look(entry.param)
+    if state_of_grad is GradState.WRITTEN:
+        raise AccumulationError(
+            f"the gradient of parameter {entry.name!r} was written to inside a step of micro-batches, before it was "
+            "reduced: clip and scale gradients after the last micro-batch's backward; zero_grad() drops them"
+        )
+    if state_of_grad is GradState.UNTOUCHED:
+        return
+    empty_sum(entry.accumulated_grad)
+    if state_of_grad is GradState.ZEROS:  # which count as a gradient
+        entry.stand_in = entry.stand_in.renew(entry.param)
+    else:
+        entry.stand_in, entry.is_summed = None, False
 
 
 def withhold_sum(entry: ParameterState) -> None:
@@ -138,12 +160,14 @@ def _prepare_leaf(entry: ParameterState, state: PartitionState) -> None:
         compat.keep_static(source)
     for module, attribute in entry.owners:
         held_by(module).leaves[attribute] = entry.leaf
+    entry.leaf.grad = None  # of a backward that was interrupted
     leaf = entry.leaf.requires_grad_(entry.param.requires_grad)
     if leaf.requires_grad and entry.hooked_leaf != id(leaf):
         entry.hooked_leaf = id(leaf)
         _call_at_gradient(leaf, _on_local_gradient, entry, state)
     if leaf.requires_grad and entry.hooked_param != id(entry.param):
         entry.hooked_param = id(entry.param)
+        _call_before_gradient(entry)
         _call_at_gradient(entry.param, _on_reduced_gradient, entry, state)
 
 
@@ -160,12 +184,35 @@ def _call_at_gradient(
     tensor.register_post_accumulate_grad_hook(on_gradient)
 
 
+def _call_before_gradient(entry: ParameterState) -> None:
+    weak_entry = weakref.ref(entry)
+
+    def before_gradient(_: Tensor) -> None:
+        living = weak_entry()
+        if (
+            living is not None
+            and living.stand_in is not None
+            and compat.accumulates(compat.autograd_node(living.param))
+        ):
+            drop_if_zeroed(living)
+            _take_stand_in(living)
+
+    entry.param.register_hook(before_gradient)
+
+
+def _take_stand_in(entry: ParameterState) -> None:
+    if entry.stand_in is not None:
+        entry.stand_in.take_away(entry.param)
+        entry.stand_in = None
+
+
 def _on_local_gradient(entry: ParameterState, state: PartitionState) -> None:
     """Adds what has arrived at the leaf to the sum, with the master's bits: there are many small summands."""
     restore_sum(entry)
     leaf = entry.leaf
     if leaf is None or leaf.grad is None:
         return  # a graph that only reads the gathered copy sends no gradient here
+    drop_if_zeroed(entry)
     grad = leaf.grad.to(entry.param.dtype)
     leaf.grad = None
     if entry.accumulated_grad is None:
@@ -174,6 +221,8 @@ def _on_local_gradient(entry: ParameterState, state: PartitionState) -> None:
         with torch.no_grad(), compat.keeping_version((entry.accumulated_grad,)):  # a graph may have saved it
             entry.accumulated_grad.add_(grad)
     entry.is_summed = True
+    if entry.stand_in is None:
+        entry.stand_in = StandIn.put(entry.param)
     if state.accumulating:
         state.note_gradient()
     else:
@@ -182,6 +231,8 @@ def _on_local_gradient(entry: ParameterState, state: PartitionState) -> None:
 
 def _on_reduced_gradient(entry: ParameterState, state: PartitionState) -> None:
     """A compiled graph has reduced the gradient: outside `accumulate`, the step ends with this backward."""
+    if entry.is_summed and entry.stand_in is None:  # the gradient came past the sum, as of a term over `parameters()`
+        entry.stand_in = StandIn.put(entry.param)
     if state.gradients_stay_local and not state.accumulating:
         _reduce_at_end_of_backward(state)
 
@@ -197,6 +248,7 @@ def _reduce_at_end_of_backward(state: PartitionState) -> None:
 
 def _hand_out_sum(entry: ParameterState, state: PartitionState) -> None:
     """Lets captured graphs read the sum: zeros where this rank has none, so that all ranks capture the same graph."""
+    drop_if_zeroed(entry)
     total = entry.accumulated_grad
     if total is None:
         total = torch.zeros(entry.layout.shape, dtype=entry.param.dtype, device=entry.param.device)
@@ -211,6 +263,8 @@ def _hand_out_sum(entry: ParameterState, state: PartitionState) -> None:
 def _take_sum(entry: ParameterState) -> Tensor | None:
     """The sum, if there is anything in it. The entry, its modules and its leaf let go of theirs."""
     restore_sum(entry)
+    drop_if_zeroed(entry)
+    _take_stand_in(entry)
     total = entry.accumulated_grad if entry.is_summed else None
     entry.accumulated_grad = None
     entry.is_summed = False
@@ -228,6 +282,7 @@ def _before_update(state: PartitionState, optimizer: Optimizer) -> None:
     stepping = {id(param) for group in optimizer.param_groups for param in group["params"]}
     stepped = [entry for entry in state.parameters if id(entry.param) in stepping]
     for entry in stepped:
+        drop_if_zeroed(entry)
         if entry.is_summed:
             raise AccumulationError(
                 f"optimizer step before the accumulated gradients were reduced (parameter {entry.name!r}): "

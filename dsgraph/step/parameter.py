@@ -14,6 +14,7 @@ from dsgraph.inductor_ext import resolve_group
 from dsgraph.sharding.table import ShardedParameter
 
 from .compression import Compression
+from .stand_in import StandIn
 
 
 class Freshness(IntEnum):
@@ -40,6 +41,7 @@ class ParameterState(ShardedParameter):
         accumulated_grad: `[*shape]` in the master dtype, the sum of the leaf's gradients, or zeros that wait for them.
         is_summed: Whether anything is in the sum that has not been reduced.
         withheld: What was in the sum, while a backward runs that must not add it.
+        stand_in: What stands in the parameter's `.grad` while there is a sum.
         hooked_leaf: id of the leaf that reports its gradients.
         hooked_param: id of the parameter that does so.
         compression: What is kept to compress its gradient, if it is compressed.
@@ -53,6 +55,7 @@ class ParameterState(ShardedParameter):
     accumulated_grad: Tensor | None = None
     is_summed: bool = False
     withheld: Tensor | None = None
+    stand_in: StandIn | None = None
     hooked_leaf: int = 0
     hooked_param: int = 0
     compression: Compression | None = None
@@ -70,7 +73,7 @@ class ParameterState(ShardedParameter):
         # A copy of the model has no part in the step.
         gathered_copy = None if self.layout.zero.gathers_each_use else self.gathered_copy
         nothing = {"leaf": None, "accumulated_grad": None, "is_summed": False, "withheld": None, "compression": None}
-        noted = {"hooked_leaf": 0, "hooked_param": 0, "noted_version": -1, "stored": None}
+        noted = {"stand_in": None, "hooked_leaf": 0, "hooked_param": 0, "noted_version": -1, "stored": None}
         return {**self.__dict__, **nothing, **noted, "gathered_copy": gathered_copy}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,8 +29,13 @@ def used_anywhere(used_here: list[bool], state: PartitionState) -> list[bool]:
     return (sum_over(counts, [Ranks.of(axis.group) for axis in state.axes]) > 0).tolist()
 
 
-def reduce_split(grads: dict[ParameterState, Tensor | None]) -> None:
-    """Reduces gradients of split parameters, several on their way at once. Each is freed when it has been added."""
+def reduce_split(grads: dict[ParameterState, Tensor | None]) -> list[tuple[ParameterState, Tensor]]:
+    """Reduces gradients of split parameters, several on their way at once. Each is freed when it has been sent.
+
+    Returns:
+        This rank's rows of each.
+    """
+    reduced: list[tuple[ParameterState, Tensor]] = []
     started: deque[tuple[ParameterState, int, Callable[[], Tensor]]] = deque()
     for entry in list(grads):
         grad = grads.pop(entry)
@@ -38,31 +44,56 @@ def reduce_split(grads: dict[ParameterState, Tensor | None]) -> None:
         del grad
         while sum(size for _, size, _ in started) > _IN_FLIGHT_BYTES and len(started) > 1:
             first, _, finish = started.popleft()
-            _add_gradient(first, finish())
-    for entry, _, finish in started:
-        _add_gradient(entry, finish())
+            reduced.append((first, finish()))
+    return reduced + [(entry, finish()) for entry, _, finish in started]
 
 
-def reduce_replicated(bucket: Sequence[ParameterState], grads: Sequence[Tensor | None]) -> None:
+def reduce_replicated(
+    bucket: Sequence[ParameterState], grads: Sequence[Tensor | None]
+) -> list[tuple[ParameterState, Tensor]]:
     """Reduces gradients of parameters that every rank holds whole, as one."""
     flat = torch.cat([grad.reshape(-1) for grad in grads if grad is not None])
     averaged = bucket[0].layout.reduce(flat, flat.new_empty(flat.shape, dtype=bucket[0].param.dtype))
-    sizes = [entry.param.numel() for entry in bucket]
-    for entry, part in zip(bucket, averaged.split(sizes), strict=True):
-        _add_gradient(entry, part.clone().view(entry.layout.shape))  # what begins amid other memory cannot be saved
+    parts = averaged.split([entry.param.numel() for entry in bucket])
+    # What begins in the middle of other memory cannot be saved.
+    return [(entry, part.clone().view(entry.layout.shape)) for entry, part in zip(bucket, parts, strict=True)]
 
 
-def reduce_as_momentum(entry: ParameterState, grad: Tensor | None) -> None:
+def reduce_as_momentum(entry: ParameterState, grad: Tensor | None) -> Tensor:
     """Lets a compressed parameter's momentum take in a gradient."""
     assert entry.compression is not None and grad is not None
     entry.compression.note_arrival()
-    _add_gradient(entry, reduce_compressed(grad, entry.rows, entry.compression.inputs, entry.layout.reduced_over))
+    return reduce_compressed(grad, entry.rows, entry.compression.inputs, entry.layout.reduced_over)
 
 
-def _add_gradient(entry: ParameterState, grad: Tensor) -> None:
-    param = entry.param
-    with torch.no_grad():
-        value = DTensor.from_local(
-            grad, param.device_mesh, param.placements, run_check=False, shape=param.shape, stride=param.stride()
-        )
-        param.grad = value if param.grad is None else param.grad + value
+def deliver(reduced: list[tuple[ParameterState, Tensor]]) -> None:
+    """Adds reduced gradients to the parameters' `.grad` in a backward of their own, so that hooks are called.
+
+    Args:
+        reduced: This rank's rows of each, in the same order on all ranks; it is emptied.
+    """
+    if not reduced:
+        return
+    params = [entry.param for entry, _ in reduced]
+    with torch.enable_grad():
+        _Deliver.apply(reduced, *params).backward()
+
+
+class _Deliver(torch.autograd.Function):
+    """Takes parameters, whose gradients are then what it was given."""
+
+    @staticmethod
+    def forward(ctx: Any, reduced: list[tuple[ParameterState, Tensor]], *params: Tensor) -> Tensor:
+        ctx.reduced = reduced
+        return torch.zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        values = [
+            DTensor.from_local(
+                rows, param.device_mesh, param.placements, run_check=False, shape=param.shape, stride=param.stride()
+            )
+            for param, rows in ((entry.param, rows) for entry, rows in ctx.reduced)
+        ]
+        ctx.reduced.clear()  # autograd may then keep them without a copy
+        return None, *values

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from dsgraph import compat
 
-from .accumulation import empty_sum, restore_sum, withhold_sum
+from .accumulation import drop_if_zeroed, empty_sum, restore_sum, withhold_sum
 from .parameter import ParameterState
 from .state import PartitionState
 
@@ -90,6 +90,7 @@ def _watch_node(node: Any, slots: dict[int, _Sum]) -> None:
                 continue
             _, entry = now
             restore_sum(entry)
+            drop_if_zeroed(entry)
             if entry.is_summed and not compat.accumulates(node.next_functions[slot][0]):
                 withhold_sum(entry)
 
