@@ -12,12 +12,14 @@ from functools import cache
 from typing import Any
 
 import torch
-from torch import nn, optim
+from torch import Tensor, nn, optim
+from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from dsgraph import compat
 from dsgraph.errors import PartitionError
 from dsgraph.inductor_ext import resolve_group
 from dsgraph.sharding.replaced_data import refuse_replaced_data
@@ -27,6 +29,8 @@ from .replicated import confirm_replicated, holds_any, note_replicated
 
 # They compute with a matrix or a gradient as a whole. Torch raises on shards, or gives other numbers (Muon).
 NEED_ALL_ROWS = (optim.Adafactor, optim.Muon, optim.Rprop)
+# What torch's optimizers keep of a parameter as a plain number, whatever its shape.
+_NUMBERS = frozenset({"step", "mu_product", "eta", "mu"})
 # Ways to step on many parameters at once that torch does not have for shards.
 _UNKNOWN_ON_SHARDS = ((optim.Adagrad, "fused"), (optim.SGD, "fused"), (optim.Rprop, "foreach"))
 
@@ -48,6 +52,7 @@ def guard(state: PartitionedModel) -> None:
             refuse_replaced_data(entry.param, entry.name)
         if optimizer not in checked:
             refuse_optimizer(optimizer, living)
+        _complete_scalar_states(optimizer, living)
         living.before_update(optimizer)  # ahead of what follows: ranks that ran the last backward have reduced by now
         confirm_replicated(living, is_first=optimizer not in checked)
         checked.add(optimizer)
@@ -96,6 +101,26 @@ def refuse_added_parameters(optimizer: Optimizer, state: PartitionedModel) -> No
     for name, param in state.root.named_parameters() if plain else ():
         if id(param) in plain:
             raise PartitionError(not_taken_in(name))
+
+
+def _complete_scalar_states(optimizer: Optimizer, state: PartitionedModel) -> None:
+    """Makes the state of parameters without dimensions `DTensor`s again, where it was loaded.
+
+    Torch takes each tensor without dimensions for a number, which it loads as a plain tensor
+    (`set_optimizer_state_dict`, `torch.distributed.checkpoint`), and cannot compute with it and a `DTensor`.
+    """
+    for entry in state.parameters:
+        if entry.layout.shape or entry.param not in optimizer.state:
+            continue
+        own = optimizer.state[entry.param]
+        for key in [key for key, value in own.items() if _is_plain_scalar(value) and key not in _NUMBERS]:
+            larger = [item.get(key) for param, item in optimizer.state.items() if param.dim()]
+            if not any(map(_is_plain_scalar, larger)):  # else it is a number of the optimizer's own
+                own[key] = compat.distributed_like(entry.param.detach(), own[key])  # type: ignore[arg-type]
+
+
+def _is_plain_scalar(value: object) -> bool:
+    return isinstance(value, Tensor) and not isinstance(value, DTensor) and value.dim() == 0
 
 
 def _problem(
