@@ -190,6 +190,31 @@ def without_transforms(tensor: Any) -> Any:
     return tensor
 
 
+@contextlib.contextmanager
+def outside_selective_checkpoints() -> Iterator[None]:
+    """Context whose ops no selective checkpoint sees, neither in the forward nor when it is recomputed."""
+    from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, _pop_mode, _push_mode
+    from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
+
+    checkpoints = (_CachedTorchDispatchMode, _CachingTorchDispatchMode)
+    modes = _get_current_dispatch_mode_stack()
+    if not any(isinstance(mode, checkpoints) for mode in modes):
+        yield
+        return
+    for _ in modes:
+        _pop_mode()
+    others = [mode for mode in modes if not isinstance(mode, checkpoints)]
+    try:
+        for mode in others:
+            _push_mode(mode)
+        yield
+    finally:
+        for _ in others:
+            _pop_mode()
+        for mode in modes:
+            _push_mode(mode)
+
+
 def has_hooks(param: torch.Tensor) -> bool:
     """Whether something is called when a gradient of `param` is computed or added up."""
     return bool(param._backward_hooks or param._post_accumulate_grad_hooks)
@@ -206,6 +231,38 @@ def compiling_backend() -> str:
     from torch._dynamo.symbolic_convert import InstructionTranslator
 
     return getattr(InstructionTranslator.current_tx().output.compiler_fn, "__name__", "")
+
+
+# Operators of which Dynamo captures what they call, while not every rank need run all of it equally often.
+_CONTROL_FLOW = frozenset({"cond", "while_loop", "map", "map_impl", "scan", "associative_scan"})
+
+
+@torch.compiler.assume_constant_result
+def leave_control_flow() -> bool:
+    """Has Dynamo capture what follows ahead of the outermost control flow that it is in; True if there is any.
+
+    What is computed there is an argument of the operator (`torch.cond`, `while_loop`, ...), as any value from outside.
+    """
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    output = InstructionTranslator.current_tx().output
+    outer, tracer = None, output.current_tracer
+    while tracer.parent is not None:
+        if getattr(tracer.source_target, "__name__", "") in _CONTROL_FLOW:
+            outer = tracer.parent
+        tracer = tracer.parent
+    if outer is not None:
+        output.tracers.append(outer)
+    return outer is not None
+
+
+@torch.compiler.assume_constant_result
+def return_to_control_flow() -> bool:
+    """Ends what `leave_control_flow` began."""
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    InstructionTranslator.current_tx().output.tracers.pop()
+    return True
 
 
 def without_overrides(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

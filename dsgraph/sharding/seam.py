@@ -8,6 +8,7 @@ collectives, so that a partitioned model is correct wherever it runs.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -51,19 +52,28 @@ def property_for(name: str, layout: Layout) -> property:
             )
         if not torch.compiler.is_compiling():
             return _read_eagerly(self, name, layout)
+        # Ranks need not take the same branch: parameters are gathered ahead of it.
+        is_ahead = compat.leave_control_flow()
         fake = held_by(self).fake_weights.get(name)
-        return mark(self, param) if fake is None else fake.of(mark(self, param))
+        full = mark(self, param) if fake is None else fake.of(mark(self, param))
+        if is_ahead:
+            compat.return_to_control_flow()
+        return full
 
     def mark(self: nn.Module, param: Any) -> Tensor:
         accumulated_grad = compressed = None
+        # Only graphs of our backend have gathered copies refreshed, and wait for them.
+        reads_copies = may_have_copy and compat.compiling_backend() == "dsgraph"
         if may_stay_local and held_by(self).partition.gradients_stay_local:
             if held_by(self).partition.accumulating:
+                if may_have_copy and not reads_copies:
+                    _refuse_other_backend(name)
                 return layout.local(held_by(self).leaves[name])
             if torch.is_grad_enabled():
                 accumulated_grad = held_by(self).sums.get(name)
         if may_compress and torch.is_grad_enabled():
             compressed = held_by(self).compressions.get(name)
-        gathered_copy = held_by(self).gathered_copies.get(name) if may_have_copy else None
+        gathered_copy = held_by(self).gathered_copies.get(name) if reads_copies else None
         # The shape is read off the parameter: Dynamo may take integers from elsewhere for dynamic sizes.
         if compat.in_transform():
             options = layout.marker_options(param.dtype)
@@ -74,6 +84,15 @@ def property_for(name: str, layout: Layout) -> property:
     compat.only_inlined(read)
     compat.only_inlined(mark)
     return property(read, doc=f"The full parameter {name!r}; its shard stands in `named_parameters()`.")
+
+
+@torch.compiler.assume_constant_result
+def _refuse_other_backend(name: str) -> None:
+    raise PartitionError(
+        f"parameter {name!r} is read inside dsgraph.accumulate by a graph of backend {compat.compiling_backend()!r} "
+        "(torch.cond, scan, map and while_loop of an uncompiled model make one), which does not see when the parameter "
+        'was updated: use torch.compile(model, backend="dsgraph"), or read parameters ahead of the operator'
+    )
 
 
 def _refuse_transformed(param: Any, name: str, module: nn.Module) -> None:
@@ -113,15 +132,27 @@ def _read_eagerly(module: nn.Module, name: str, layout: Layout) -> Tensor:
         source = Source(
             name=f"parameter {name!r} of {type(module).__name__}",
             shards=param,
-            plain=_read(module, name, layout, is_kept=outside),
+            plain=_read_unseen(module, name, layout, is_kept=outside),
             layout=layout,
             partition=held_by(module).partition,
-            read=lambda: _read(module, name, layout),
+            read=lambda: _read_unseen(module, name, layout),
         )
         if outside:
             return FullParameter.over(source.plain, source)
         fake = held_by(module).fake_weights.get(name)
         return ForwardParameter.over(source.plain if fake is None else fake.of(source.plain), source)
+
+
+def _read_unseen(module: nn.Module, name: str, layout: Layout, *, is_kept: bool = False) -> Tensor:
+    """`_read`, hidden from selective checkpoints, which refuse a recomputation that runs other ops than the forward.
+
+    Which ops run depends on what was gathered before, and on where the step stands. A gather at each use is visible,
+    so that a policy may save its result.
+    """
+    held = held_by(module)
+    fetches = layout.group and not held.partition.gradients_stay_local and name not in held.gathered_copies
+    with nullcontext() if fetches else compat.outside_selective_checkpoints():
+        return _read(module, name, layout, is_kept=is_kept)
 
 
 def _read(module: nn.Module, name: str, layout: Layout, *, is_kept: bool = False) -> Tensor:

@@ -14,6 +14,8 @@ from dsgraph.passes.core.graph_pass import GraphPass, PassResult
 from dsgraph.passes.core.notes import parameter_of
 from dsgraph.passes.ir.graph import all_graph_modules, is_gather_marker, replace_and_erase
 
+_CONTROL_FLOW = frozenset({"cond", "while_loop", "map_impl", "scan", "associative_scan"})
+
 
 @dataclass(frozen=True)
 class MergeGathers(GraphPass):
@@ -25,7 +27,8 @@ class MergeGathers(GraphPass):
 
     It runs before autograd, which then adds up the two gradients ahead of the one reduction. Left alone: markers in
     different checkpoint regions (each region gathers again in the backward), markers under different grad modes (one of
-    the two must not receive a gradient), and parameters that the graph may write to.
+    the two must not receive a gradient), arguments of control flow, which must not be one tensor twice, and parameters
+    that the graph may write to.
     """
 
     phase: ClassVar[Phase] = Phase.CAPTURE
@@ -100,6 +103,8 @@ def _merge(gm: GraphModule, grad_mode: object) -> int:
         elif is_to_local(node) or is_gather_marker(node):
             if not all(_is_only_read(argument) for argument in node.all_input_nodes):
                 continue
+            if any(_takes_each_once(user) for user in node.users):
+                continue
             key = (is_gather_marker(node), repr(node.args), repr(node.kwargs), grad_mode)
             if key in first:
                 merged += is_gather_marker(node)
@@ -107,6 +112,12 @@ def _merge(gm: GraphModule, grad_mode: object) -> int:
             else:
                 first[key] = node
     return merged
+
+
+def _takes_each_once(node: Node) -> bool:
+    """Whether a node is control flow, which torch refuses if two of its arguments share memory."""
+    target = node.target
+    return isinstance(target, HigherOrderOperator) and target.name() in _CONTROL_FLOW
 
 
 def _is_only_read(node: Node) -> bool:
