@@ -1,7 +1,8 @@
-"""What transformers' models, and others like them, do with whole parameters: they save and resize them."""
+"""What transformers' models, and others like them, do with all of their parameters: save, resize, generate."""
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from functools import partial, wraps
 from typing import Any
@@ -20,7 +21,9 @@ TakeIn = Callable[[nn.Module], object]
 
 
 def methods_for(original: type[nn.Module], *, take_in: TakeIn) -> Mapping[str, Any]:
-    """What a partitioned module of class `original` does instead of its `save_pretrained`, `resize_token_embeddings`.
+    """What a partitioned module of class `original` does instead of its own methods.
+
+    These are `save_pretrained`, `resize_token_embeddings` and `generate`.
 
     Args:
         original: The class.
@@ -33,6 +36,9 @@ def methods_for(original: type[nn.Module], *, take_in: TakeIn) -> Mapping[str, A
     resizes = getattr(original, "resize_token_embeddings", None)
     if callable(resizes) and hasattr(original, "get_input_embeddings"):
         methods["resize_token_embeddings"] = _resizing(resizes, take_in)
+    generates = getattr(original, "generate", None)
+    if callable(generates) and "synced_gpus" in inspect.signature(generates).parameters:
+        methods["generate"] = _generating(generates)
     return methods
 
 
@@ -43,6 +49,24 @@ def _saving(saves: Callable[..., Any]) -> Callable[..., Any]:
         return save() if kwargs.get("state_dict") is not None else save_on_one_rank(self, save)
 
     return save_pretrained
+
+
+def _generating(generates: Callable[..., Any]) -> Callable[..., Any]:
+    """`generate` whose `synced_gpus` is on by default, as transformers has it for DeepSpeed and FSDP."""
+    signature = inspect.signature(generates)
+
+    @wraps(generates)
+    def generate_on_all_ranks(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        part = held_by(self).partition
+        call = signature.bind_partial(self, *args, **kwargs)
+        if call.arguments.get("synced_gpus") is not None or not part.zero.splits_parameters or part.mesh.size() == 1:
+            return generates(self, *args, **kwargs)
+        with part.gathering("parameters to generate tokens", waits=True):
+            pass  # else a rank that generates alone would wait for the others without a word
+        call.arguments["synced_gpus"] = True
+        return generates(*call.args, **call.kwargs)
+
+    return generate_on_all_ranks
 
 
 def _resizing(resizes: Callable[..., Any], take_in: TakeIn) -> Callable[..., Any]:

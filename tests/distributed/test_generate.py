@@ -14,7 +14,7 @@ import dsgraph
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
 
-def _generate(synced: bool) -> tuple[list[int], list[int]]:
+def _generate(synced: bool | None, stage: int = 3) -> tuple[list[int], list[int]]:
     """Tokens of one process alone and of the partitioned model; each rank wants another number of them."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -22,7 +22,7 @@ def _generate(synced: bool) -> tuple[list[int], list[int]]:
     config = GPT2Config(vocab_size=61, n_positions=32, n_embd=16, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=60)
     model: Any = GPT2LMHeadModel(config).eval()
     alone = copy.deepcopy(model)
-    dsgraph.partition(model, stage=3, keep_whole_below=0)
+    dsgraph.partition(model, stage=stage, keep_whole_below=0)
     rank = dist.get_rank()
     prompt = {"input_ids": torch.tensor([[1, 2 + rank]]), "attention_mask": torch.ones(1, 2, dtype=torch.long)}
     wanted: dict[str, Any] = {"max_new_tokens": 3 + 4 * rank, "do_sample": False, "pad_token_id": 0}
@@ -40,4 +40,10 @@ def test_without_synced_gpus_it_fails_and_says_so(ranks):
 
 def test_with_synced_gpus_it_gives_the_tokens_of_one_process(ranks):
     for expected, got in ranks(2).run(_generate, True):
+        assert got == expected
+
+
+@pytest.mark.parametrize("stage", (1, 3))
+def test_synced_gpus_is_on_by_default(ranks, stage):
+    for expected, got in ranks(2).run(_generate, None, stage):
         assert got == expected
