@@ -1,4 +1,4 @@
-"""One process a rank, forked from one that has imported and compiled before: it ends as the process of a script does."""
+"""One process a rank, forked from one that has compiled before; it ends as the process of a script does."""
 
 from __future__ import annotations
 

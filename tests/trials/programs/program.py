@@ -219,7 +219,7 @@ def _draw_call(rng: random.Random, experts: int) -> Call:
 
 def _part(rng: random.Random, part: str, ranks: list[tuple[Step, ...]], experts: int) -> list[tuple[Step, ...]]:
     """Make ranks differ in one way, from some step on."""
-    first = rng.randrange(len(ranks[0]))
+    first = rng.randrange(max(map(len, ranks)))
     if part in ("head", "expert", "tower", "depth", "repeats"):
         values = {"head": 2, "expert": experts, "tower": 2, "depth": 2, "repeats": 2}
         shift = {"depth": 1, "repeats": 1}.get(part, 0)
@@ -233,7 +233,7 @@ def _part(rng: random.Random, part: str, ranks: list[tuple[Step, ...]], experts:
     at = min(first, len(steps) - 1)
     steps[at : at + 1] = _otherwise(rng, part, steps[at])
     if part == "steps" or (part == "crash" and rng.random() < 0.5):
-        del steps[at + (part == "crash") :]
+        del steps[max(1, at + (part == "crash")) :]
     return [tuple(steps) if rank == alone else each for rank, each in enumerate(ranks)]
 
 
