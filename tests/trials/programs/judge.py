@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -41,7 +41,7 @@ class Failure:
         text: What it said.
         is_ours: Whether dsgraph raised it, itself or through Dynamo.
         is_own: Whether the program of this rank raised it.
-        seconds: From the beginning of the operation that raised.
+        seconds: That the operation took that raised, without those in which a rank computed.
     """
 
     kind: str
@@ -66,12 +66,20 @@ class Ending:
         notes: What it noted before.
         failure: The error by which it ended, if it did.
         exit_code: Of the process; None if it was killed because it hung.
+        has_ended: Whether it came to its end, by an error or without.
     """
 
     at: str
     notes: Sequence[Note] = ()
     failure: Failure | None = None
     exit_code: int | None = 0
+    has_ended: bool = False
+
+    def after(self, idle: float) -> Ending:
+        """The same, where nothing was computed in `idle` seconds of those that the operation took."""
+        if self.failure is None:
+            return self
+        return replace(self, failure=replace(self.failure, seconds=min(idle, self.failure.seconds)))
 
 
 @dataclass

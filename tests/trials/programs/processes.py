@@ -13,6 +13,7 @@ import traceback
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -28,8 +29,11 @@ from tests.trials.programs.program import Call, Program, draw
 
 # Time-out of the process group: an error that comes by it is late. Seconds.
 TIMEOUT = 20
-# How long a program may take before its ranks are killed, seconds.
-LIMIT = 60
+# How long all ranks may compute nothing, and how long a program may take on the busiest machine, seconds.
+LIMIT = 40
+LAST_LIMIT = 400
+# Share of a core below which the ranks of a program only wait: those that wait look at the store.
+_BUSY = 0.06
 
 _FORK: Any = multiprocessing.get_context("fork")
 
@@ -91,35 +95,62 @@ def _supervise(program: Program, answer: Connection) -> None:
         endings = _collect(pipes, ranks)
         verdict = judge(endings, expected, must_be_right=program.must_be_right)
         for rank, ending in enumerate(endings):
-            if ending.failure is None and ending.exit_code != 0:
-                verdict.said.append(Path(folder, str(rank)).read_text(errors="replace")[-2000:])
+            log = Path(folder, str(rank))
+            if ending.failure is None and ending.exit_code != 0 and log.is_file():
+                verdict.said.append(log.read_text(errors="replace")[-2000:])
     answer.send(verdict)
 
 
+class _Idleness:
+    """For how long nothing was computed: other programs on the machine stretch each time but this one, seconds."""
+
+    def __init__(self, processes: Sequence[Any]) -> None:
+        self.idle = [0.0] * len(processes)
+        self._processes = processes
+        self._before = self._now()
+
+    def look(self) -> None:
+        """Count the time since the last look, unless one of the processes has computed meanwhile."""
+        now = self._now()
+        seconds, computed = (mine - before for mine, before in zip(now, self._before, strict=True))
+        self._before = now
+        if computed < _BUSY * seconds:
+            self.idle = [each + seconds for each in self.idle]
+
+    def _now(self) -> tuple[float, float]:
+        ticks = 0
+        for process in self._processes:
+            with suppress(OSError):
+                values = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()
+                ticks += int(values[11]) + int(values[12])
+        return time.monotonic(), ticks / os.sysconf("SC_CLK_TCK")
+
+
 def _collect(pipes: Sequence[Connection], ranks: Sequence[Any]) -> list[Ending]:
-    """Wait for all ranks to end, and for no more than `LIMIT` seconds."""
-    until, at = time.monotonic() + LIMIT, ["the start"] * len(ranks)
-    last: dict[int, Ending] = {}
-    open_pipes = list(pipes)
-    while open_pipes and time.monotonic() < until:
-        for pipe in wait(open_pipes, timeout=until - time.monotonic()):
+    """Wait for all ranks to end, or to do nothing for `LIMIT` seconds."""
+    endings = [Ending("the start") for _ in ranks]
+    open_pipes, watch, until = list(pipes), _Idleness(ranks), time.monotonic() + LAST_LIMIT
+    while open_pipes and min(watch.idle) < LIMIT and time.monotonic() < until:
+        for pipe in wait(open_pipes, timeout=0.25):
             rank = pipes.index(pipe)
             try:
                 said = pipe.recv()
             except (EOFError, ConnectionResetError):
                 open_pipes.remove(pipe)
                 continue
-            if isinstance(said, str):
-                at[rank] = said
+            if isinstance(said, Ending):
+                endings[rank] = said.after(watch.idle[rank])
             else:
-                last[rank] = said
-    endings = []
+                endings[rank] = Ending(said)
+                watch.idle[rank] = 0.0
+        watch.look()
     for rank, process in enumerate(ranks):
-        hangs = pipes[rank] in open_pipes
-        if hangs:
+        if pipes[rank] in open_pipes:
             process.kill()
+            endings[rank] = replace(endings[rank], exit_code=None)
         process.join()
-        endings.append(last.get(rank) or Ending(at[rank], exit_code=None if hangs else process.exitcode or 1))
+        if endings[rank].exit_code == 0 and not endings[rank].has_ended:
+            endings[rank] = replace(endings[rank], exit_code=process.exitcode or 1)
     return endings
 
 
@@ -143,7 +174,7 @@ def _run_rank(program: Program, rank: int, pipe: Connection, log: Path) -> None:
         failure = Failure.of(error, time.monotonic() - since)
         traceback.print_exc()
         sys.last_value = error  # as the interpreter sets it
-    pipe.send(Ending(at, player.notes, failure))
+    pipe.send(Ending(at, player.notes, failure, has_ended=True))
     with suppress(Exception):
         atexit._run_exitfuncs()
     os._exit(failure is not None)
