@@ -22,6 +22,8 @@ PARTINGS = (
     "extra forward",
     "caught exception",
 )
+# What a forward can be told to run, and with which values; those of "expert" depend on the model.
+_CHOICES = {"head": (0, 2), "expert": (0, 2), "tower": (0, 2), "depth": (1, 3), "repeats": (1, 3)}
 
 
 @dataclass(frozen=True)
@@ -220,13 +222,16 @@ def _draw_call(rng: random.Random, experts: int) -> Call:
 def _part(rng: random.Random, part: str, ranks: list[tuple[Step, ...]], experts: int) -> list[tuple[Step, ...]]:
     """Make ranks differ in one way, from some step on."""
     first = rng.randrange(max(map(len, ranks)))
-    if part in ("head", "expert", "tower", "depth", "repeats"):
-        values = {"head": 2, "expert": experts, "tower": 2, "depth": 2, "repeats": 2}
-        shift = {"depth": 1, "repeats": 1}.get(part, 0)
+    if part in _CHOICES:
+        values = range(*_CHOICES[part]) if part != "expert" else range(experts)
+        warm_up = rng.random() < 0.6  # all ranks run each of them first, so that ranks part in graphs that all know
         return [
-            (*steps[:first], *(_with(step, part, (rank + number) % values[part] + shift) for number, step in rest))
+            (
+                *steps[:first],
+                *(_with(steps[first], part, value) for value in values for _ in range(warm_up) if steps[first:]),
+                *(_with(step, part, values[(rank + i) % len(values)]) for i, step in enumerate(steps[first:])),
+            )
             for rank, steps in enumerate(ranks)
-            for rest in [list(enumerate(steps[first:]))]
         ]
     alone = rng.randrange(len(ranks))  # the rank that does something else
     steps = list(ranks[alone])
