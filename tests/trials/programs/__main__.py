@@ -7,10 +7,12 @@ import gc
 import sys
 import time
 from collections import Counter
+from pathlib import Path
 
 from tests.trials.programs.judge import FAULTS, OUTCOMES, Verdict
 from tests.trials.programs.processes import judge_all, warm_up
 from tests.trials.programs.program import Program, draw
+from tests.trials.table import write_table
 
 
 def main() -> int:
@@ -23,6 +25,7 @@ def main() -> int:
     parser.add_argument(
         "--where", default="True", help='only those for which this holds: "p.stage == 3 and not p.parts"'
     )
+    parser.add_argument("--page", type=Path, help="write the table between the marks of this page, docs/trials.md")
     arguments = parser.parse_args()
     seeds = arguments.only or range(arguments.seed, arguments.seed + arguments.count)
     programs = [p for p in map(draw, seeds) if eval(arguments.where, {"p": p})]
@@ -36,7 +39,10 @@ def main() -> int:
             failed += [program.seed] * is_fault
             print(_text(program, verdict, seconds), flush=True)
     gc.unfreeze()  # or nanobind says what is never freed
-    print(_table(counts))
+    table = _table(counts)
+    print(table)
+    if arguments.page:
+        write_table(arguments.page, table, name="programs")
     print(f"{len(programs)} programs in {time.monotonic() - started:.0f} s, {len(failed)} failed")
     if failed:
         print(f"again: python -m tests.trials.programs --only {' '.join(map(str, sorted(failed)))}")

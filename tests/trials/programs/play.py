@@ -60,9 +60,9 @@ class Net(nn.Module):
 def optimizer_of(program: Program, model: nn.Module) -> torch.optim.Optimizer:
     trained = [param for param in model.parameters() if param.requires_grad]
     if program.optimizer == "sgd":
-        return torch.optim.SGD(trained, lr=0.1, momentum=0.9, weight_decay=0.01)
+        return torch.optim.SGD(trained, lr=0.3, momentum=0.9, weight_decay=0.01)
     # The large eps keeps rounding errors of gradients near zero small.
-    return torch.optim.AdamW(trained, lr=0.01, eps=1e-3)
+    return torch.optim.AdamW(trained, lr=0.05, eps=1e-3)
 
 
 def loss_of(run: Callable[..., Tensor], program: Program, batch: Batch, *where: int) -> Tensor:

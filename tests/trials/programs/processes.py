@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import atexit
+import ctypes
 import gc
 import multiprocessing
 import os
+import signal
 import sys
 import tempfile
 import time
@@ -107,23 +109,25 @@ class _Idleness:
     def __init__(self, processes: Sequence[Any]) -> None:
         self.idle = [0.0] * len(processes)
         self._processes = processes
-        self._before = self._now()
+        self._before, _ = self._now()
 
     def look(self) -> None:
         """Count the time since the last look, unless one of the processes has computed meanwhile."""
-        now = self._now()
+        now, is_running = self._now()
         seconds, computed = (mine - before for mine, before in zip(now, self._before, strict=True))
         self._before = now
-        if computed < _BUSY * seconds:
+        if not is_running and computed < _BUSY * seconds:
             self.idle = [each + seconds for each in self.idle]
 
-    def _now(self) -> tuple[float, float]:
-        ticks = 0
+    def _now(self) -> tuple[tuple[float, float], bool]:
+        """The time and that of the processors, and whether one of the processes has or waits for a processor."""
+        ticks, states = 0, set()
         for process in self._processes:
             with suppress(OSError):
                 values = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()
+                states.add(values[0])
                 ticks += int(values[11]) + int(values[12])
-        return time.monotonic(), ticks / os.sysconf("SC_CLK_TCK")
+        return (time.monotonic(), ticks / os.sysconf("SC_CLK_TCK")), not states.isdisjoint("RD")
 
 
 def _collect(pipes: Sequence[Connection], ranks: Sequence[Any]) -> list[Ending]:
@@ -155,6 +159,7 @@ def _collect(pipes: Sequence[Connection], ranks: Sequence[Any]) -> list[Ending]:
 
 
 def _run_rank(program: Program, rank: int, pipe: Connection, log: Path) -> None:
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: where the one that supervises it is killed
     printed = os.open(log, os.O_WRONLY | os.O_CREAT)
     os.dup2(printed, 1)
     os.dup2(printed, 2)

@@ -121,9 +121,10 @@ class Program:
 
     @property
     def must_be_right(self) -> bool:
-        """Whether nothing in it may be refused: ranks run the same, and each step ends with a backward."""
-        batches = [step.batches[-1] for step in self.ranks[0]]
-        return not self.parts and all(_trains(batch) for batch in batches)
+        """Whether nothing in it may be refused: ranks run the same, and updates come after a last backward."""
+        steps = [step for step in self.ranks[0] if step.end == "step"]
+        last = [[batch for batch in step.batches if batch.does != "evaluate"][-1] for step in steps]
+        return not self.parts and all(_trains(batch) for batch in last)
 
     @property
     def kind(self) -> str:
@@ -195,8 +196,11 @@ def _draw_step(rng: random.Random, calls: Sequence[Call]) -> Step:
     batches = [_draw_batch(rng, calls) for _ in range(rng.choice((1, 1, 2, 3)))]
     if rng.random() < 0.1:
         batches.insert(rng.randrange(len(batches) + 1), replace(batches[0], does="evaluate", fails=False))
-    end = rng.choice(("zero_grad", "discard")) if rng.random() < 0.08 else "step"
-    return Step(tuple(batches), end)
+    if rng.random() > 0.1:
+        return Step(tuple(batches))
+    if rng.random() < 0.7:  # a step is mostly given up because a micro-batch has failed
+        batches[-1] = replace(batches[-1], fails=True)
+    return Step(tuple(batches), rng.choice(("zero_grad", "discard")))
 
 
 def _draw_batch(rng: random.Random, choices: Sequence[Call]) -> Batch:
@@ -282,7 +286,7 @@ def _with(step: Step, name: str, value: int) -> Step:
 
 
 def _trains(batch: Batch) -> bool:
-    return batch.does != "forward" and not batch.fails and not any(call.raises for call in batch.calls)
+    return batch.does == "train" and not batch.fails and not any(call.raises for call in batch.calls)
 
 
 def _text(step: Step | None) -> str:
