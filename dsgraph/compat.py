@@ -166,6 +166,13 @@ def apply_to_tensors(
     return module
 
 
+def save_own_state(
+    kind: type[torch.nn.Module], module: torch.nn.Module, state_dict: dict[str, Any], prefix: str, keep_vars: bool
+) -> None:
+    """What `state_dict` calls for each module, as class `kind` has it."""
+    kind._save_to_state_dict(module, state_dict, prefix, keep_vars)
+
+
 def identity_of_parts(param: DTensor) -> tuple[int, int]:
     """What tells the memory of a `DTensor` itself, and its local tensor, from others."""
     return param.untyped_storage()._cdata, id(param._local_tensor)

@@ -358,6 +358,51 @@ STEP = (
         killers=("tests/distributed/test_accumulate.py",),
     ),
     Mutant(
+        *("hooks-of-late-gradients", "dsgraph/step/reductions.py", "missing step"),
+        *(
+            "        _Deliver.apply(reduced, *params).backward()",
+            "        out = _Deliver.apply(reduced, *params)\n"
+            "        for param, grad in zip(params, torch.autograd.grad(out, params), strict=True):\n"
+            "            param.grad = grad if param.grad is None else param.grad + grad",
+        ),
+        killers=("tests/distributed/test_hooks.py",),
+    ),
+    Mutant(
+        *("sums-outlive-zero-grad", "dsgraph/step/watched_graphs.py", "missing check"),
+        *("            drop_if_zeroed(entry)\n", ""),
+        killers=("tests/distributed/test_hooks.py",),
+    ),
+    Mutant(
+        *("zeros-are-not-seen", "dsgraph/step/stand_in.py", "missing check"),
+        *("return GradState.ZEROS if is_zero else GradState.WRITTEN", "return GradState.UNTOUCHED"),
+        killers=("tests/distributed/test_hooks.py",),
+    ),
+    Mutant(
+        *("scalar-state-stays-plain", "dsgraph/step/guards.py", "missing step"),
+        *("        _complete_scalar_states(optimizer, living)\n", ""),
+        killers=("tests/distributed/test_saving.py",),
+    ),
+    Mutant(
+        *("half-a-model-is-pickled", "dsgraph/sharding/saved_rows.py", "missing check"),
+        *("    if here == (rank, world):", "    if here is not None:"),
+        killers=("tests/distributed/test_saving.py",),
+    ),
+    Mutant(
+        *("branch-gathers-inside", "dsgraph/compat.py", "missing step"),
+        *("    if outer is not None:\n        output.tracers.append(outer)", "    outer = None"),
+        killers=("tests/distributed/test_control_flow.py",),
+    ),
+    Mutant(
+        *("checkpoint-sees-waits", "dsgraph/sharding/seam.py", "missing step"),
+        *("with nullcontext() if fetches else compat.outside_selective_checkpoints():", "with nullcontext():"),
+        killers=("tests/distributed/test_control_flow.py",),
+    ),
+    Mutant(
+        *("ranks-end-apart", "dsgraph/sharding/pretrained.py", "missing step"),
+        *('call.arguments["synced_gpus"] = True', 'call.arguments["synced_gpus"] = False'),
+        killers=("tests/distributed/test_generate.py",),
+    ),
+    Mutant(
         *("sum-in-low-precision", "dsgraph/step/accumulation.py", "missing cast"),
         *("grad = leaf.grad.to(entry.param.dtype)", "grad = leaf.grad"),
         killers=("tests/distributed/test_accumulate.py", "tests/distributed/test_mixed_precision.py"),

@@ -13,6 +13,7 @@ from dsgraph.errors import PartitionError
 
 from .checkpoint import take_rows
 from .layout import Layout
+from .saved_rows import save_rows
 from .seam import property_for
 from .table import PartitionedModel, ShardedParameter, hold
 
@@ -80,6 +81,8 @@ def _class_for(original: type[nn.Module], layouts: Mapping[str, Layout], methods
     body["_apply"] = lambda self, fn, *args, **named: compat.apply_to_tensors(
         original, self, _allowed(self, fn), *args, **named
     )
+    if layouts:
+        body["_save_to_state_dict"] = lambda self, *args: save_rows(original, self, *args)
     if issubclass(original, nn.RNNBase):
         body["_flat_weights"] = property(_flat_weights, lambda self, value: None)
     if not hasattr(original, "__deepcopy__"):

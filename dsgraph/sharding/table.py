@@ -214,6 +214,11 @@ class PartitionedModel:
         intent = Intent(f"reduces {what}{self.label}", step=self.updates)
         return eager_agreements.over(self.mesh, self._ranks).on(intent)
 
+    def pickling(self) -> AbstractContextManager[None]:
+        """The same where this rank pickles its rows, as `torch.save` of a state dict does."""
+        intent = Intent(f"pickles its rows{self.label}", outside=True, step=self.updates)
+        return eager_agreements.over(self.mesh, self._ranks_of_rows).on(intent, waits=True)
+
     def refresh(self, *, eagerly: bool = False, read: Tensor | None = None) -> None:
         """Starts to gather every gathered copy that may differ from its shards.
 

@@ -23,6 +23,7 @@ from dsgraph import compat
 from dsgraph.errors import PartitionError
 from dsgraph.inductor_ext import resolve_group
 from dsgraph.sharding.replaced_data import refuse_replaced_data
+from dsgraph.sharding.saved_rows import mark_rows
 from dsgraph.sharding.table import PartitionedModel, ShardedParameter, is_plain, not_taken_in, partitioned_parts
 
 from .replicated import confirm_replicated, holds_any, note_replicated
@@ -52,6 +53,7 @@ def guard(state: PartitionedModel) -> None:
             refuse_replaced_data(entry.param, entry.name)
         if optimizer not in checked:
             refuse_optimizer(optimizer, living)
+            _mark_states(optimizer, weak_state)
         _complete_scalar_states(optimizer, living)
         living.before_update(optimizer)  # ahead of what follows: ranks that ran the last backward have reduced by now
         confirm_replicated(living, is_first=optimizer not in checked)
@@ -102,6 +104,17 @@ def refuse_added_parameters(optimizer: Optimizer, state: PartitionedModel) -> No
     for name, param in state.root.named_parameters() if plain else ():
         if id(param) in plain:
             raise PartitionError(not_taken_in(name))
+
+
+def _mark_states(optimizer: Optimizer, weak_state: weakref.ref[PartitionedModel]) -> None:
+    """Keeps one rank from pickling its rows of an optimizer's state alone."""
+
+    def mark(_: Optimizer, state_dict: dict[str, Any]) -> None:
+        living = weak_state()
+        if living is not None:
+            mark_rows((value for own in state_dict["state"].values() for value in own.values()), living)
+
+    optimizer.register_state_dict_post_hook(mark)
 
 
 def _complete_scalar_states(optimizer: Optimizer, state: PartitionedModel) -> None:

@@ -38,13 +38,13 @@ class StandIn:
         grad: The stand-in.
         value: [], the memory that all of its elements share.
         covered: What stood there before.
-        version: Of `value`, when nobody had written to it.
+        versions: Of `grad` and `value`, when nobody had written to them.
     """
 
     grad: DTensor
     value: Tensor
     covered: Tensor | None
-    version: int
+    versions: tuple[int, int]
 
     @staticmethod
     def put(param: DTensor) -> StandIn:
@@ -53,7 +53,7 @@ class StandIn:
         value = torch.full((), math.nan, dtype=local.dtype, device=local.device)
         grad = compat.distributed_like(param.detach(), value.expand(local.shape))  # type: ignore[arg-type]
         grad.__deepcopy__ = lambda memo: None  # type: ignore[attr-defined]  # a copy of the model has no part in a step
-        stand_in = StandIn(grad, value, param.grad, compat.version_of(value))
+        stand_in = StandIn(grad, value, param.grad, (compat.version_of(grad), compat.version_of(value)))
         param.grad = grad
         return stand_in
 
@@ -61,7 +61,7 @@ class StandIn:
         """Tells what has happened to it."""
         if param.grad is not self.grad:
             return GradState.REPLACED
-        if compat.version_of(self.value) == self.version:
+        if (compat.version_of(self.grad), compat.version_of(self.value)) == self.versions:
             return GradState.UNTOUCHED
         # Without rows of its own a rank cannot see what was written: the others do.
         is_zero = not self.grad.to_local().numel() or self.value.item() == 0

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 
 import dsgraph
+from dsgraph.sharding.eager_agreement import VARIABLE
 from tests.distributed.test_surgery import _llama
 from tests.distributed.training import full
 from tests.models import build, tokens
@@ -113,3 +122,85 @@ def _fail_to_save(folder: Path) -> None:
 
 def test_what_rank_0_cannot_write_is_an_error_on_all(ranks, tmp_path):
     ranks(2).run(_fail_to_save, tmp_path)
+
+
+def _pickle(folder: Path, stage: int) -> None:
+    rank = dist.get_rank()
+    model = dsgraph.partition(nn.Linear(6, 4), stage=stage, keep_whole_below=0)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(2, 6)).sum().backward()
+    optimizer.step()
+    with torch.inference_mode():
+        state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    assert copy.deepcopy(state)["model"].keys() == state["model"].keys()
+    torch.save(state, folder / f"{rank}.pt")
+    dist.barrier()
+    loaded = torch.load(folder / f"{rank}.pt", weights_only=True)
+    model.load_state_dict(loaded["model"])
+    optimizer.load_state_dict(loaded["optimizer"])
+    with pytest.raises(
+        dsgraph.PartitionError, match=rf"rank {1 - rank}'s rows of a partitioned model.*save_16bit_model"
+    ):
+        torch.load(folder / f"{1 - rank}.pt", weights_only=True)
+    for part in ("model", "optimizer") if rank == 0 else ():
+        with pytest.raises(dsgraph.RanksDisagreeError, match=r"rank 0 pickles its rows.*ranks \[1\].*save_16bit_model"):
+            torch.save(state[part], folder / "half.pt")
+    dist.barrier()
+
+
+def test_shards_are_pickled_by_all_ranks_or_none(ranks, tmp_path):
+    ranks(2).run(_pickle_patiently, tmp_path, 1)
+    with pytest.raises(dsgraph.PartitionError, match="a process without a process group loads it"):
+        torch.load(tmp_path / "0.pt", weights_only=True)
+
+
+def _pickle_patiently(folder: Path, stage: int) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(VARIABLE, "2")
+        _pickle(folder, stage)
+
+
+class _Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.scale = nn.Linear(6, 4), nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.layer(x) * self.scale.exp()).square().mean()
+
+
+_OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "AdamW": lambda params: torch.optim.AdamW(params, lr=0.01, amsgrad=True),
+    "NAdam": lambda params: torch.optim.NAdam(params, lr=0.01),  # with a number of its own besides `step`
+    "SGD": lambda params: torch.optim.SGD(params, 0.1, 0.9),
+}
+
+
+def _resume_scalar(stage: int) -> None:
+    options = StateDictOptions(full_state_dict=True)
+    for name, make in _OPTIMIZERS.items():
+        torch.manual_seed(0)
+        first = dsgraph.partition(_Scaled(), stage=stage, keep_whole_below=0)
+        mine = make(first.parameters())
+        _step(first, mine, 0)
+        saved = copy.deepcopy(get_optimizer_state_dict(first, mine, options=options))  # it may share memory
+        second = dsgraph.partition(_Scaled(), stage=stage, keep_whole_below=0)
+        second.load_state_dict({key: full(value) for key, value in first.state_dict().items()})
+        theirs = make(second.parameters())
+        set_optimizer_state_dict(second, theirs, saved, options=options)
+        for model, optimizer in ((first, mine), (second, theirs)):
+            _step(model, optimizer, 1)
+        for a, b in zip(first.parameters(), second.parameters(), strict=True):
+            assert torch.equal(full(a), full(b)), name
+
+
+def _step(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> None:
+    generator = torch.Generator().manual_seed(10 * number + dist.get_rank())
+    model(torch.randn(4, 6, generator=generator)).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("stage", (0, 3))
+def test_the_state_of_a_parameter_without_dimensions_is_loaded(ranks, stage):
+    ranks(2).run(_resume_scalar, stage)

@@ -1,0 +1,88 @@
+"""Shards that are pickled, as `torch.save(model.state_dict())` does: each file holds the rows of one rank.
+
+On each rank into a file of its own that is a way to save. On one rank it would write a part of each parameter, and the
+rest would be lost. So pickling is something that all ranks do at the same point, and a file is loaded by the rank that
+wrote it.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor, Shard
+
+from dsgraph import compat
+from dsgraph.errors import PartitionError, RanksDisagreeError
+
+from .table import PartitionedModel, held_by
+
+_marks: weakref.WeakKeyDictionary[PartitionedModel, SavedRows] = weakref.WeakKeyDictionary()
+_WHOLE = (
+    "For a file with full tensors call engine.save_16bit_model, model.save_pretrained or "
+    "torch.distributed.checkpoint.state_dict.get_model_state_dict with full_state_dict=True on all ranks, or "
+    "`dsgraph export` on a checkpoint"
+)
+
+
+class SavedRows:
+    """A mark of the shards of one model, which is pickled with them, once a file."""
+
+    def __init__(self, partition: PartitionedModel) -> None:
+        self._partition = weakref.ref(partition)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        partition = self._partition()
+        if partition is not None:
+            try:
+                with partition.pickling():
+                    pass
+            except RanksDisagreeError as error:
+                who = str(error).partition(". ")[0]
+                raise RanksDisagreeError(
+                    f"torch.save on some ranks would write a part of each parameter: {who}. {_WHOLE}"
+                ) from None
+        return rows_of_rank, (dist.get_rank(), dist.get_world_size())
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> SavedRows:
+        return self
+
+
+def rows_of_rank(rank: int, world: int) -> None:
+    """Refuse to load what another rank has saved. It is called where a file is unpickled.
+
+    Raises:
+        PartitionError: This process is not that rank of as many.
+    """
+    here = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else None
+    if here == (rank, world):
+        return
+    found = "a process without a process group" if here is None else f"rank {here[0]} of {here[1]}"
+    raise PartitionError(
+        f"the file holds rank {rank}'s rows of a partitioned model, saved by torch.save on {world} ranks, and {found} "
+        f"loads it: each rank loads its own file. {_WHOLE}"
+    )
+
+
+torch.serialization.add_safe_globals([rows_of_rank])
+
+
+def save_rows(
+    original: type[nn.Module], module: nn.Module, state_dict: dict[str, Any], prefix: str, keep_vars: bool
+) -> None:
+    """Do what a module of class `original` does to save its own parameters, and mark the shards among them."""
+    with torch.inference_mode(False):  # in which a `DTensor` cannot be detached
+        compat.save_own_state(original, module, state_dict, prefix, keep_vars)
+    mark_rows((state_dict.get(prefix + attribute) for attribute in module._parameters), held_by(module).partition)
+
+
+def mark_rows(values: Iterable[object], partition: PartitionedModel) -> None:
+    """Mark the shards among some values, which are the parameters of a model or the state of its optimizer."""
+    mark = _marks.setdefault(partition, SavedRows(partition))
+    for value in values:
+        if isinstance(value, DTensor) and any(isinstance(placement, Shard) for placement in value.placements):
+            value.dsgraph_rows = mark  # type: ignore[attr-defined]
