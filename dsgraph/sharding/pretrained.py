@@ -93,6 +93,7 @@ def _resizing(resizes: Callable[..., Any], take_in: TakeIn) -> Callable[..., Any
 
 
 def _refuse(entries: list[ShardedParameter], part: PartitionedModel) -> None:
+    part.refuse_amid_step("resize_token_embeddings")
     for entry in entries:
         if entry.param.is_meta:
             raise PartitionError(f"parameter {entry.name!r} is on the meta device: call dsgraph.materialize first")
@@ -101,7 +102,6 @@ def _refuse(entries: list[ShardedParameter], part: PartitionedModel) -> None:
                 f"resize_token_embeddings: parameter {entry.name!r} has a gradient, which would be lost: call "
                 "model.zero_grad() first"
             )
-    part.refuse_amid_step("resize_token_embeddings")
     refuse_early_optimizers([entry.param for entry in entries], doing="resize_token_embeddings")  # type: ignore[misc]
 
 

@@ -40,9 +40,10 @@ def accumulate(model: nn.Module, *, reduce_once: bool | None = None) -> Iterator
     reduced is reduced when that backward is through: parameters that this micro-batch does not use, and those of
     uncompiled code, which ranks may use differently.
 
-    Until that backward is through, sums that stay local are not in `.grad`: `clip_grad_norm_` and `zero_grad` do not
-    see them. A step that is given up, as after an overflow, leaves its sums to the next one, unless `dsgraph.discard`
-    drops them.
+    Until that backward is through, sums that stay local are not in `.grad`: a `DTensor` of NaN stands there, without
+    memory of its own. `zero_grad` of an optimizer or a module drops the sums of its parameters, as in one process; any
+    other write to `.grad`, such as clipping, is an error. Hooks of parameters are called once a step, with the whole
+    averaged gradient, where gradients are reduced once; otherwise in every backward.
 
     Args:
         model: A partitioned model, compiled or not, or a module that contains partitioned ones.
@@ -84,8 +85,8 @@ def discard(model: nn.Module) -> None:
             optimizer.zero_grad()
 
     Gradients that have been reduced stand in `.grad`, all of them where `accumulate` reduces in every backward: those
-    are left to `zero_grad`. Parameters that stage 3 holds for the step are let go, inside `accumulate` when the next
-    step is through.
+    are left to `zero_grad`. It drops sums as well; `discard` also lets go of what was gathered for the step. Parameters
+    that stage 3 holds for the step are let go, inside `accumulate` when the next step is through.
 
     Args:
         model: As for `accumulate`.

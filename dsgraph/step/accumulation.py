@@ -10,7 +10,8 @@ backend has markers add it (`add_sums`) and watches the backwards of the graph (
 parameter's gradient on its way to `.grad`, the sum is emptied: further graphs that read the parameter add zeros. A
 backward whose gradient goes elsewhere (`torch.autograd.grad`, `backward(inputs=...)`) finds zeros. Uncompiled code goes
 on handing out leaves. When the backward is through, the ranks agree on which sums no graph has taken, and those are
-reduced into the parameters' `.grad`. `StepPhase` names where a step stands, and which way it goes from there.
+delivered to the parameters by a backward of their own, which calls their hooks (`deliver`). `StepPhase` names where a
+step stands, and which way it goes from there.
 """
 
 from __future__ import annotations

@@ -149,6 +149,14 @@ def _give_up(stage: int, reduce_once: bool | None, codegen: str | None) -> None:
             torch.testing.assert_close(full(mine.grad), theirs.grad, rtol=1e-5, atol=1e-5, msg=f"{drop}: {name}")
         _drop_none(model)
         _drop_none(plain)
+    with dsgraph.accumulate(model, reduce_once=reduce_once):
+        runs(100 * _batch(50, rank), True).backward()
+    loss = runs(_batch(51, rank), True)
+    _drop_none(model)  # between the last forward and its backward: that backward alone counts
+    loss.backward()
+    _backward_of_all_ranks(plain, 51, True)
+    for (name, mine), theirs in zip(model.named_parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(full(mine.grad), theirs.grad, rtol=1e-5, atol=1e-5, msg=name)
 
 
 @pytest.mark.covering(1)
