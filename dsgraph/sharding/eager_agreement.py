@@ -29,7 +29,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DeviceMesh
 
 from dsgraph import compat
-from dsgraph.errors import PartitionError, RanksDisagreeError, on_one_line
+from dsgraph.errors import PartitionError, RanksDisagreeError
 from dsgraph.inductor_ext import backend_name
 
 from .mesh import axis_group, shard_dim
@@ -132,7 +132,7 @@ class EagerAgreement:
             if not (isinstance(error, dist.DistError) or "gloo" in str(error)):
                 raise
             self._forget()
-            wrong = f"rank {notes.rank} {intent}, which failed ({on_one_line(error)}). {self._others(notes)}"
+            wrong = self._why_lost(notes)
             raise RanksDisagreeError(f"{wrong}. {_advice(wrong)}") from error
 
     def confirm(self, intent: Intent, *, waits: bool = False) -> Notes:
@@ -199,6 +199,14 @@ class EagerAgreement:
             "rank %d %s, and has waited %g s for ranks %s. %s",
             *(notes.rank, notes.own.intent, _SLOW, list(absent), self._others(notes)),
         )
+
+    def _why_lost(self, notes: Notes) -> str:
+        """Why a collective failed, in words: what another rank has found, or where the others were last seen."""
+        with suppress(RuntimeError):
+            found = [note.wrong for note in notes.read(self.ranks).values() if note.failed >= notes.own.number]
+            if found:
+                return found[0]
+        return f"rank {notes.rank} {notes.own.intent}, and lost the other ranks. {self._others(notes)}"
 
     def _others(self, notes: Notes) -> str:
         """Where the others were last seen, in words."""
