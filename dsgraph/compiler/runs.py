@@ -107,7 +107,8 @@ def compare_runs(
     def before_backward(names: Sequence[str]) -> None:
         agreement = eager_agreements.over(mesh, of_mesh)
         if agreement.patience:
-            agreement.confirm(intent("runs the compiled backward", names))
+            # Always: a collective that fails inside a backward is not seen from here.
+            agreement.confirm(intent("runs the compiled backward", names), waits=True)
 
     return run
 

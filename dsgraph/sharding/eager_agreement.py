@@ -1,8 +1,8 @@
 """Ranks agree on what they are about to do together, before the first byte: gloo would mix it up, abort or wait.
 
-Before each eager collective, each run of a compiled graph that communicates (forward and backward are two), and each
-meeting of an `Agreement`, a rank notes in the process group's store what it is about to do: one key a rank, overwritten
-each time. A rank waits for the notes of all others, and raises if one differs,
+Before each eager collective, each run of a compiled graph that communicates (forward and backward are two), each step
+of an optimizer, and each meeting of an `Agreement`, a rank notes in the process group's store what it is about to do:
+one key a rank, overwritten each time. A rank waits for the notes of all others, and raises if one differs,
 
 - at the first of these in each forward and in each backward, and
 - where it is not the one that followed the last few of them before.
@@ -18,6 +18,7 @@ from __future__ import annotations
 import logging
 import math
 import os
+import re
 import sys
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
@@ -29,7 +30,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DeviceMesh
 
 from dsgraph import compat
-from dsgraph.errors import PartitionError, RanksDisagreeError, on_one_line
+from dsgraph.errors import PartitionError, RanksDisagreeError
 from dsgraph.inductor_ext import backend_name
 
 from .mesh import axis_group, shard_dim
@@ -132,7 +133,7 @@ class EagerAgreement:
             if not (isinstance(error, dist.DistError) or "gloo" in str(error)):
                 raise
             self._forget()
-            wrong = f"rank {notes.rank} {intent}, which failed ({on_one_line(error)}). {self._others(notes)}"
+            wrong = self._why_lost(notes)
             raise RanksDisagreeError(f"{wrong}. {_advice(wrong)}") from error
 
     def confirm(self, intent: Intent, *, waits: bool = False) -> Notes:
@@ -200,6 +201,14 @@ class EagerAgreement:
             *(notes.rank, notes.own.intent, _SLOW, list(absent), self._others(notes)),
         )
 
+    def _why_lost(self, notes: Notes) -> str:
+        """Why a collective failed, in words: what another rank has found, or where the others were last seen."""
+        with suppress(RuntimeError):
+            found = [note.wrong for note in notes.read(self.ranks).values() if note.failed >= notes.own.number]
+            if found:
+                return found[0]
+        return f"rank {notes.rank} {notes.own.intent}, and lost the other ranks. {self._others(notes)}"
+
     def _others(self, notes: Notes) -> str:
         """Where the others were last seen, in words."""
         with suppress(RuntimeError):
@@ -233,7 +242,7 @@ def _advice(wrong: str) -> str:
         return _SYNCED
     if "outside a forward" in wrong:
         return _READ_EVERYWHERE
-    return _SAME_STEPS if "optimizer steps" in wrong else _SAME_PARTS
+    return _SAME_STEPS if re.search(r"rank \d+ steps ", wrong) else _SAME_PARTS
 
 
 def _is_running(function: str) -> bool:

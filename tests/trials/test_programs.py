@@ -68,11 +68,18 @@ def test_the_worst_rank_counts_and_a_refusal_is_a_fault_where_all_must_be_right(
     assert judge([_ended(0), _failed(NAMES_IT)], EXPECTED, must_be_right=True).outcome == "refused"
 
 
-def test_wrong_losses_before_an_error_are_found_and_parameters_that_no_forward_used_are_not():
-    wrong_loss = Ending("backward", _notes(1, loss=2.0), Failure.of(NAMES_IT, 0.0), has_ended=True)
-    assert judge([_ended(0), wrong_loss], EXPECTED).outcome == "wrong before error"
-    unused = Ending("backward", _notes(1, error=1.0), Failure.of(NAMES_IT, 0.0), has_ended=True)
-    assert judge([_ended(0), unused], EXPECTED).outcome == NAMED
+def _stopped(step: int, **more: float) -> Ending:
+    return Ending(f"step {step}, batch 0, backward", _notes(1, **more), Failure.of(NAMES_IT, 0.0), has_ended=True)
+
+
+def test_wrong_losses_of_steps_that_all_ranks_completed_are_found_though_an_error_follows():
+    assert judge([_ended(0), _stopped(1, loss=2.0)], EXPECTED).outcome == "wrong before error"
+    assert judge([_ended(0), _stopped(0, loss=2.0)], EXPECTED).outcome == NAMED
+    assert judge([_ended(0, loss=2.0), _stopped(0)], EXPECTED).outcome == "wrong before error"
+
+
+def test_parameters_that_no_forward_has_used_are_not_wrong_where_an_error_follows():
+    assert judge([_ended(0), _stopped(1, error=1.0)], EXPECTED).outcome == NAMED
 
 
 def test_a_seed_gives_one_program_and_seeds_give_all_kinds():

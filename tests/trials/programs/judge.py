@@ -117,10 +117,16 @@ def judge(
     verdict = Verdict()
     names = "|".join(re.escape(name.partition(", ")[2]) for name in expected[0] if name.endswith((".weight", ".bias")))
     named = re.compile(rf"\branks? \[?\d|{names}" if names else r"\branks? \[?\d")
-    is_stopped = any(ending.failure and not ending.failure.is_own for ending in endings)
+    stopped = [_step(ending.at) for ending in endings if ending.failure and not ending.failure.is_own]
+    is_stopped = bool(stopped)
     for rank, (ending, right) in enumerate(zip(endings, expected, strict=True)):
         where = f"rank {rank} at {ending.at}"
-        difference = _difference(_used(ending.notes) if is_stopped else ending.notes, right, rank, len(endings))
+        notes = ending.notes
+        if is_stopped:
+            notes = _used(notes)
+        if ending.failure is not None and is_stopped:  # it may have run ahead of ranks that were stopped before
+            notes = [note for note in notes if _step(note[0]) < min(stopped)]
+        difference = _difference(notes, right, rank, len(endings))
         if difference:
             verdict.add("wrong before error" if is_stopped else "wrong numbers", f"rank {rank}: {difference}")
         failure = ending.failure
@@ -150,6 +156,11 @@ def _outcome_of(failure: Failure, named: re.Pattern[str], *, limit: float, must_
     if failure.seconds > limit:
         return "late error"
     return "refused" if must_be_right else NAMED
+
+
+def _step(where: str) -> int:
+    found = re.match(r"step (\d+)", where)
+    return int(found[1]) if found else -1
 
 
 def _used(notes: Sequence[Note]) -> Sequence[Note]:

@@ -63,7 +63,8 @@ def warm_up() -> None:
 
 def judge_all(programs: Sequence[Program], *, jobs: int) -> Iterator[tuple[Program, Verdict, float]]:
     """Run programs, some at a time; yield each with its verdict and its seconds, in the order in which they end."""
-    waiting, running = list(reversed(programs)), {}
+    waiting = list(reversed(programs))
+    running: dict[Any, tuple[Program, Any, float]] = {}
     while waiting or running:
         while waiting and len(running) < jobs:
             program = waiting.pop()
