@@ -55,10 +55,11 @@ def property_for(name: str, layout: Layout) -> property:
         # Ranks need not take the same branch: parameters are gathered ahead of it.
         is_ahead = compat.leave_control_flow()
         fake = held_by(self).fake_weights.get(name)
-        full = mark(self, param) if fake is None else fake.of(mark(self, param))
+        # Not a tensor in a variable: Dynamo would name the graph's node after it.
+        read_ahead = (mark(self, param) if fake is None else fake.of(mark(self, param)),)
         if is_ahead:
             compat.return_to_control_flow()
-        return full
+        return read_ahead[0]
 
     def mark(self: nn.Module, param: Any) -> Tensor:
         accumulated_grad = compressed = None

@@ -52,7 +52,7 @@ class StandIn:
         local = param.to_local().detach()
         value = torch.full((), math.nan, dtype=local.dtype, device=local.device)
         grad = compat.distributed_like(param.detach(), value.expand(local.shape))  # type: ignore[arg-type]
-        grad.__deepcopy__ = lambda memo: None  # type: ignore[attr-defined]  # a copy of the model has no part in a step
+        grad.__deepcopy__ = lambda memo: None  # type: ignore[method-assign]  # a copy of the model has no part in a step
         stand_in = StandIn(grad, value, param.grad, (compat.version_of(grad), compat.version_of(value)))
         param.grad = grad
         return stand_in
