@@ -235,6 +235,18 @@ class DsgraphConfig(Section):
     )
 
 
+class CheckpointConfig(Section):
+    """How checkpoints are saved."""
+
+    tag_validation: Annotated[
+        Literal["Ignore", "Warn", "Fail"], BeforeValidator(lambda v: v.capitalize() if isinstance(v, str) else v)
+    ] = Field(
+        default="Warn",
+        description="what happens where ranks give different tags: `Fail` is an error, `Warn` prints that the first "
+        "rank's counts, with `Ignore` it counts silently",
+    )
+
+
 class EngineConfig(Section):
     """The whole file."""
 
@@ -263,6 +275,7 @@ class EngineConfig(Section):
     fp16: Fp16Config = Fp16Config()
     bf16: Bf16Config = Bf16Config()
     zero_optimization: ZeroConfig = ZeroConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
     flops_profiler: FlopsProfilerConfig = FlopsProfilerConfig()
     tensorboard: TensorboardConfig = TensorboardConfig()
     csv_monitor: CsvMonitorConfig = CsvMonitorConfig()

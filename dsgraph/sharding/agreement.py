@@ -72,15 +72,16 @@ class Agreement:
         if lines is not None:
             self.agreed.add(_digest(lines))
 
-    def exchange(self, what: str, text: str) -> dict[int, str]:
+    def exchange(self, what: str, text: str, *, elsewhere: Callable[[], str] = str) -> dict[int, str]:
         """Every rank's `text`, by rank. All ranks call it.
 
         Args:
             what: What is exchanged, for the message: "how a pass did".
             text: This rank's.
+            elsewhere: Where else a rank has gone, in words, so that it will not come; empty: it may.
 
         Raises:
-            RanksDisagreeError: A rank did not come in time.
+            RanksDisagreeError: A rank did not come in time, or has gone elsewhere.
         """
         if len(self.ranks) == 1:
             return {self.ranks[0]: text}
@@ -89,7 +90,7 @@ class Agreement:
         prefix = self._meeting(store, rank)
         store.set(f"{prefix}/text/{rank}", text)
         keys = {other: f"{prefix}/text/{other}" for other in self.ranks}
-        absence = self._absence(presence, keys, f"all ranks say {what}")
+        absence = self._absence(presence, keys, f"all ranks say {what}", elsewhere)
         if absence:
             raise RanksDisagreeError(absence)
         return {other: store.get(key).decode() for other, key in keys.items()}
@@ -166,7 +167,9 @@ class Agreement:
                 return _difference(would, *pair, *lines) + _first_step_apart(*pair, *steps)
         return ""
 
-    def _absence(self, presence: Presence, keys: Mapping[int, str], where: str) -> str:
+    def _absence(
+        self, presence: Presence, keys: Mapping[int, str], where: str, elsewhere: Callable[[], str] = str
+    ) -> str:
         """Waits for the ranks to set their keys. Which have not in time, or never will, in words; empty if all have."""
         absent = list(keys)
 
@@ -174,9 +177,11 @@ class Agreement:
             absent[:] = [rank for rank in absent if not presence.store.check([keys[rank]])]
             return not absent
 
-        why = presence.wait(come, absent, seconds=self.timeout.total_seconds())
+        why = presence.wait(come, absent, seconds=self.timeout.total_seconds(), elsewhere=elsewhere)
         if not why:
             return ""
+        if "they part here" in why:
+            return why
         if "ended" in why:
             return f"{why}, and does not come to where {where}"
         return (
