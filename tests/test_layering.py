@@ -40,6 +40,7 @@ ORDER = {
         ["compat", "errors", "nearest", "files", "json_records", "byte_counts", "batches"],
         ["tiers", "typed_json", "weight_paths"],
         ["checkpoint_files"],
+        ["checkpoint_folder"],
         ["sharding"],
         ["step"],
         ["compiler"],

@@ -23,7 +23,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dsgraph import compat
-from dsgraph.checkpoint_files import Unfinished, encode_about
+from dsgraph.checkpoint_files import encode_about
+from dsgraph.checkpoint_folder import Unfinished
 from dsgraph.errors import CheckpointError
 from dsgraph.files import write_whole
 from dsgraph.offload.saving import SavePlannerFromDisk, refuse_half
@@ -138,7 +139,8 @@ class _Attempt:
         except BaseException as error:
             for unfinished in self.begun:
                 unfinished.give_up()
-            shutil.rmtree(self.path, ignore_errors=True)
+            if not self.begun:
+                shutil.rmtree(self.path, ignore_errors=True)
             if isinstance(error, CheckpointError):
                 raise CheckpointError(f"{error}. What it had written was removed") from error
             raise

@@ -15,7 +15,8 @@ import torch.distributed.checkpoint as dcp
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from dsgraph.checkpoint_files import ABOUT, Unfinished, check_tag, encode_about, find_tag, read_about
+from dsgraph.checkpoint_files import ABOUT, check_tag, encode_about, read_about
+from dsgraph.checkpoint_folder import Unfinished, find_tag
 from dsgraph.errors import CheckpointError
 from dsgraph.typed_json import encode
 from dsgraph.weight_paths import weight_paths

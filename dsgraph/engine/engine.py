@@ -110,10 +110,10 @@ class Engine(Figures, Saving, Weights, nn.Module):
         self._scale_optimizer()
         self._writer = Writer()
         self._passage = Passage.of("engine")
-        # Where a forward of one rank alone would hang in any case.
-        self._forward_gathers = self._partition.zero.number == 3 and any(
+        self._has_shards = any(
             isinstance(param, DTensor) and param.placements[-1].is_shard() for param in module.parameters()
         )
+        self._steps_begun = 0
 
     def get_global_grad_norm(self) -> float | None:
         """The norm of the last step's gradients before they were clipped.
@@ -139,7 +139,7 @@ class Engine(Figures, Saving, Weights, nn.Module):
             kwargs = {**kwargs, **self.progressive_layer_drop.begin(self.counts)}
         if self.quantized_training is not None and self.quantized_training.blocks:
             self._again = Again(lambda: runs(*args, **kwargs))
-        with self._looks.forward(self, args, kwargs), self._noted(self._forward_gathers):
+        with self._looks.forward(self, args, kwargs), self._noted(self._gathers()):
             self._wait_if_needed()
             return runs(*args, **kwargs)
 
@@ -189,6 +189,11 @@ class Engine(Figures, Saving, Weights, nn.Module):
             self._has_begun_step = self._ran_backward = True
         self._looks.take_loss(share)
         return share
+
+    def _gathers(self) -> bool:
+        """Whether a training forward waits for all ranks: each at stage 3, the first of a step at stages 1 and 2."""
+        is_first, self._steps_begun = self._steps_begun <= self.counts.steps, self.counts.steps + 1
+        return self._has_shards and (is_first or self._partition.zero.number == 3)
 
     def _noted(self, waits_for_others: bool) -> AbstractContextManager[None]:
         """Around what waits for all ranks: one that saves a checkpoint meanwhile learns of it."""

@@ -18,7 +18,8 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from dsgraph.checkpoint_files import find_tag, read_about
+from dsgraph.checkpoint_files import read_about
+from dsgraph.checkpoint_folder import find_tag
 from dsgraph.errors import CheckpointError, OffloadError
 from dsgraph.offload.optimizer import OptimizerOnDisk
 from dsgraph.offload.saving import loading_to_disk

@@ -55,7 +55,7 @@ def one_tag(
             if other["same"].get(name) != value:
                 found = other["same"].get(name)
                 raise CheckpointError(
-                    f"{doing}: {name} is {value!r} on rank {first} and {found!r} on rank {rank}: give the same everywhere"
+                    f"{doing}: {name} is {value!r} on rank {first} and {found!r} on rank {rank}: it must be the same"
                 )
     chosen: str | None = said[first]["tag"]
     differing = next((rank for rank, other in said.items() if other["tag"] != chosen), None)

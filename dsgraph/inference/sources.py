@@ -14,7 +14,8 @@ import torch.distributed.checkpoint as dcp
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from dsgraph.checkpoint_files import ABOUT, find_tag, read_about
+from dsgraph.checkpoint_files import ABOUT, read_about
+from dsgraph.checkpoint_folder import find_tag
 from dsgraph.errors import CheckpointError, InferenceError
 from dsgraph.inductor_ext import slice_of
 from dsgraph.passes.parallel.slices import Slice

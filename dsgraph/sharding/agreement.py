@@ -92,6 +92,9 @@ class Agreement:
         keys = {other: f"{prefix}/text/{other}" for other in self.ranks}
         absence = self._absence(presence, keys, f"all ranks say {what}", elsewhere)
         if absence:
+            if elsewhere():  # the others have not been here, and may come later
+                store.delete_key(keys[rank])
+                self._meeting(store, rank, by=-1)
             raise RanksDisagreeError(absence)
         return {other: store.get(key).decode() for other, key in keys.items()}
 
@@ -131,10 +134,10 @@ class Agreement:
 
         return self.remember(f"spare {_digest(lines)}", ask)
 
-    def _meeting(self, store: dist.Store, rank: int) -> str:
+    def _meeting(self, store: dist.Store, rank: int, *, by: int = 1) -> str:
         """Where the ranks' next meeting keeps its keys; each rank counts its own: the n-th meets the n-th."""
         members = hashlib.sha256(json.dumps(self.ranks).encode()).hexdigest()[:12]
-        return f"dsgraph/{members}/{store.add(f'dsgraph/{members}/meetings/{rank}', 1)}"
+        return f"dsgraph/{members}/{store.add(f'dsgraph/{members}/meetings/{rank}', by)}"
 
     def _compare(self, would: str, lines: Sequence[str] | None, steps: Sequence[str]) -> None:
         presence = presences.now()
