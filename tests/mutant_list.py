@@ -807,6 +807,51 @@ ENGINE = (
         killers=("tests/engine/test_checkpoints.py",),
     ),
     Mutant(
+        *("checkpoint-trusts-what-it-says", "dsgraph/checkpoint_files.py", "missing check"),
+        *('if head is not None and int(head["sum"], 16) == zlib.crc32(content[head.end() :]):', "if head is not None:"),
+        killers=("tests/test_checkpoint_files.py",),
+    ),
+    Mutant(
+        *("killed-checkpoint-stays-hidden", "dsgraph/checkpoint_folder.py", "missing step"),
+        *('            path.rename(folder / found["tag"])', "            pass"),
+        killers=("tests/test_checkpoint_folder.py",),
+    ),
+    Mutant(
+        *("two-jobs-one-checkpoint", "dsgraph/checkpoint_folder.py", "missing check"),
+        *("fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)", "pass"),
+        killers=("tests/test_checkpoint_folder.py",),
+    ),
+    Mutant(
+        *("keys-become-text", "dsgraph/typed_json.py", "missing check"),
+        *(" and all(type(key) is str for key in value)", ""),
+        killers=("tests/test_typed_json.py", "tests/engine/test_saving.py"),
+    ),
+    Mutant(
+        *("resumes-amid-a-step", "dsgraph/engine/saving.py", "missing step"),
+        *("self.counts.micro = self.counts.steps * self.resolved.batch.micro_batches", "pass"),
+        killers=("tests/engine/test_saving.py",),
+    ),
+    Mutant(
+        *("tags-may-differ", "dsgraph/engine/same_call.py", "missing check"),
+        *('if validation == "Fail":', "if False:"),
+        killers=("tests/engine/test_same_call.py",),
+    ),
+    Mutant(
+        *("saves-alone", "dsgraph/sharding/presence.py", "missing check"),
+        *("if int(passed) >= self.passed and event != self.at:", "if False:"),
+        killers=("tests/engine/test_same_call.py",),
+    ),
+    Mutant(
+        *("lost-at-exit", "dsgraph/engine/asynchronous.py", "dropped wait"),
+        *("daemon=False", "daemon=True"),
+        killers=("tests/engine/test_asynchronous.py",),
+    ),
+    Mutant(
+        *("failed-save-fills-the-disk", "dsgraph/engine/checkpoints.py", "missing step"),
+        *("                unfinished.give_up()", "                pass"),
+        killers=("tests/engine/test_faults.py",),
+    ),
+    Mutant(
         *("written-but-never-complete", "dsgraph/engine/checkpoints.py", "dropped wait"),
         *("_written(doing, folder, written.result)", "pass"),
         killers=("tests/engine/test_faults.py",),
