@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
-from contextlib import nullcontext
+import sys
+import time
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
@@ -13,6 +15,9 @@ from dsgraph.sharding.presence import Passage
 
 from .together import exchange, ranks_of
 from .told import tell
+
+# How long a rank waits for others before it says so, seconds.
+SAYS_AFTER = 5.0
 
 
 def one_tag(
@@ -68,10 +73,31 @@ def one_tag(
 
 
 def _exchange(module: nn.Module, doing: str, text: str, passage: Passage | None) -> dict[int, str]:
-    with passage.through(doing, ranks_of(module)) if passage is not None else nullcontext():
+    if passage is None:
+        return exchange(module, f"that they {doing}", text)
+    ranks = ranks_of(module)
+    with passage.through(doing, ranks):
         try:
-            return exchange(module, f"that they {doing}", text, passage=passage)
+            return exchange(module, f"that they {doing}", text, elsewhere=_Look(passage, doing, ranks).elsewhere)
         except RanksDisagreeError:
-            if passage is not None:
-                passage.take_back()
+            passage.take_back()
             raise
+
+
+@dataclass
+class _Look:
+    """Looks for the other ranks while this one waits, and says once that it does."""
+
+    passage: Passage
+    doing: str
+    ranks: tuple[int, ...]
+    since: float = field(default_factory=time.monotonic)
+    has_said: bool = False
+
+    def elsewhere(self) -> str:
+        """See `Passage.elsewhere`."""
+        if not self.has_said and time.monotonic() - self.since > SAYS_AFTER:
+            self.has_said = True
+            text = f"dsgraph: rank {self.passage.presence.rank} waits in {self.doing} for other ranks. All ranks must "
+            print(f"{text}call it at the same point, not under `if rank == 0:`", file=sys.stderr, flush=True)
+        return self.passage.elsewhere(self.ranks)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch.distributed as dist
@@ -13,7 +12,6 @@ from torch import nn
 
 from dsgraph.errors import CheckpointError
 from dsgraph.sharding.agreement import Agreement
-from dsgraph.sharding.presence import Passage
 from dsgraph.sharding.table import partitioned_parts
 
 
@@ -55,17 +53,16 @@ def on_first(module: nn.Module, doing: str, act: Callable[[], str | None]) -> st
     return first["found"]
 
 
-def exchange(module: nn.Module, what: str, text: str, *, passage: Passage | None = None) -> dict[int, str]:
+def exchange(module: nn.Module, what: str, text: str, *, elsewhere: Callable[[], str] = str) -> dict[int, str]:
     """The text of every rank of a partitioned model, by rank. All ranks call it.
 
     Args:
         module: The model.
         what: What is exchanged, for messages.
         text: This rank's.
-        passage: Shows where ranks are that will not come; None: they are waited for.
+        elsewhere: See `Agreement.exchange`.
     """
-    ranks = ranks_of(module)
-    return _agreement(module).exchange(what, text, elsewhere=partial(passage.elsewhere, ranks) if passage else str)
+    return _agreement(module).exchange(what, text, elsewhere=elsewhere)
 
 
 def ranks_of(module: nn.Module) -> tuple[int, ...]:
