@@ -58,7 +58,7 @@ def _hold(folder: Path, started) -> None:
 def test_two_jobs_do_not_write_one_checkpoint_until_one_dies(tmp_path):
     fork = multiprocessing.get_context("fork")
     started = fork.Event()
-    other = fork.Process(target=_hold, args=(tmp_path, started))
+    other = fork.Process(target=_hold, args=(tmp_path, started), daemon=True)
     other.start()
     assert started.wait(60)
     with pytest.raises(CheckpointError, match="a is being written by another job or engine"):

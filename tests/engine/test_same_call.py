@@ -74,6 +74,20 @@ def _alone(folder: str, stage: int, compiles: bool) -> str:
     return said
 
 
+def _late(folder: str) -> str:
+    engine = _engine(1)
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stderr(io.StringIO()) as said:
+        patch.setattr("dsgraph.engine.same_call.SAYS_AFTER", 0.2)
+        time.sleep(dist.get_rank())
+        engine.save_checkpoint(folder)
+    return said.getvalue()
+
+
+def test_a_rank_that_waits_for_others_says_so_and_saves_with_them(ranks, tmp_path):
+    first, second = ranks(2).run(_late, str(tmp_path))
+    assert first.startswith("dsgraph: rank 0 waits in save_checkpoint for other ranks. All ranks must") and not second
+
+
 @pytest.mark.parametrize(("stage", "compiles"), [(3, True), pytest.param(0, False, marks=pytest.mark.full), (1, False)])
 def test_a_rank_that_saves_while_others_train_is_named_at_once(ranks, tmp_path, stage, compiles):
     said = ranks(2).run(_alone, str(tmp_path), stage, compiles)[0]
