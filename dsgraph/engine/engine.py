@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from dsgraph.batches import call_with
 from dsgraph.errors import EngineError
-from dsgraph.sharding.presence import Passage
 from dsgraph.step.accumulate import accumulate, discard
 
 from .asynchronous import Writer
@@ -33,7 +31,6 @@ from .progress import StepCounts
 from .quantize_training import QuantizedTraining
 from .read_config import ResolvedConfig
 from .saving import Saving
-from .together import ranks_of
 from .weights import Weights
 
 
@@ -109,11 +106,6 @@ class Engine(Figures, Saving, Weights, nn.Module):
         self._again: Again | None = None
         self._scale_optimizer()
         self._writer = Writer()
-        self._passage = Passage.of("engine")
-        self._has_shards = any(
-            isinstance(param, DTensor) and param.placements[-1].is_shard() for param in module.parameters()
-        )
-        self._steps_begun = 0
 
     def get_global_grad_norm(self) -> float | None:
         """The norm of the last step's gradients before they were clipped.
@@ -139,7 +131,7 @@ class Engine(Figures, Saving, Weights, nn.Module):
             kwargs = {**kwargs, **self.progressive_layer_drop.begin(self.counts)}
         if self.quantized_training is not None and self.quantized_training.blocks:
             self._again = Again(lambda: runs(*args, **kwargs))
-        with self._looks.forward(self, args, kwargs), self._noted(self._gathers()):
+        with self._looks.forward(self, args, kwargs):
             self._wait_if_needed()
             return runs(*args, **kwargs)
 
@@ -182,24 +174,13 @@ class Engine(Figures, Saving, Weights, nn.Module):
             scaled = share if self.loss_scale.scale == 1 else share.float() * self.loss_scale.scale
             is_last = not retain_graph and not self._never_reduces and self.is_gradient_accumulation_boundary()
             beside = stepping(self.optimizer, self.config, is_last=is_last)
-            with self._looks.stopwatch.part("backward"), beside, self._noted(True):
+            with self._looks.stopwatch.part("backward"), beside:
                 scaled.backward(retain_graph=retain_graph)
         finally:
             self._leave()
             self._has_begun_step = self._ran_backward = True
         self._looks.take_loss(share)
         return share
-
-    def _gathers(self) -> bool:
-        """Whether a training forward waits for all ranks: each at stage 3, the first of a step at stages 1 and 2."""
-        is_first, self._steps_begun = self._steps_begun <= self.counts.steps, self.counts.steps + 1
-        return self._has_shards and (is_first or self._partition.zero.number == 3)
-
-    def _noted(self, waits_for_others: bool) -> AbstractContextManager[None]:
-        """Around what waits for all ranks: one that saves a checkpoint meanwhile learns of it."""
-        if self._passage is None or not waits_for_others:
-            return nullcontext()
-        return self._passage.through("a micro-batch", ranks_of(self.module))
 
     def _leave(self) -> None:
         self._is_waiting = False

@@ -3,21 +3,14 @@
 from __future__ import annotations
 
 import json
-import sys
-import time
-from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
 
-from dsgraph.errors import CheckpointError, RanksDisagreeError
-from dsgraph.sharding.presence import Passage
+from dsgraph.errors import CheckpointError
 
-from .together import exchange, ranks_of
+from .together import exchange
 from .told import tell
-
-# How long a rank waits for others before it says so, seconds.
-SAYS_AFTER = 5.0
 
 
 def one_tag(
@@ -28,7 +21,6 @@ def one_tag(
     validation: str,
     problem: str = "",
     same: dict[str, Any],
-    passage: Passage | None = None,
 ) -> str | None:
     """The tag for all ranks, which call it together.
 
@@ -40,7 +32,6 @@ def one_tag(
             "Ignore" does not.
         problem: Why this rank cannot go on; empty: it can.
         same: Arguments that must be equal on all ranks, as JSON values.
-        passage: Shows which ranks train instead.
 
     Returns:
         The first rank's tag, as text.
@@ -50,7 +41,7 @@ def one_tag(
         RanksDisagreeError: Other ranks do not call it.
     """
     mine = {"problem": problem, "same": same, "tag": None if tag is None else str(tag)}
-    texts = _exchange(module, doing, json.dumps(mine), passage)
+    texts = exchange(module, f"that they {doing}", json.dumps(mine))
     said = {rank: json.loads(text) for rank, text in texts.items()}
     first = next(iter(said))
     for rank, other in said.items():
@@ -70,34 +61,3 @@ def one_tag(
             raise CheckpointError(f"{text}: it must be the same on all ranks, as checkpoint.tag_validation asks")
         tell(f"{text}: all take {chosen!r} (checkpoint.tag_validation)")
     return chosen
-
-
-def _exchange(module: nn.Module, doing: str, text: str, passage: Passage | None) -> dict[int, str]:
-    if passage is None:
-        return exchange(module, f"that they {doing}", text)
-    ranks = ranks_of(module)
-    with passage.through(doing, ranks):
-        try:
-            return exchange(module, f"that they {doing}", text, elsewhere=_Look(passage, doing, ranks).elsewhere)
-        except RanksDisagreeError:
-            passage.take_back()
-            raise
-
-
-@dataclass
-class _Look:
-    """Looks for the other ranks while this one waits, and says once that it does."""
-
-    passage: Passage
-    doing: str
-    ranks: tuple[int, ...]
-    since: float = field(default_factory=time.monotonic)
-    has_said: bool = False
-
-    def elsewhere(self) -> str:
-        """See `Passage.elsewhere`."""
-        if not self.has_said and time.monotonic() - self.since > SAYS_AFTER:
-            self.has_said = True
-            text = f"dsgraph: rank {self.passage.presence.rank} waits in {self.doing} for other ranks. All ranks must "
-            print(f"{text}call it at the same point, not under `if rank == 0:`", file=sys.stderr, flush=True)
-        return self.passage.elsewhere(self.ranks)

@@ -14,7 +14,6 @@ from torch.optim import Optimizer
 
 from dsgraph.checkpoint_files import check_tag
 from dsgraph.errors import CheckpointError, on_one_line
-from dsgraph.sharding.presence import Passage
 
 from . import checkpoints, loading
 from .asynchronous import Writer
@@ -41,7 +40,6 @@ class Saving:
     training_dataloader: RankLoader | None
     quantized_training: QuantizedTraining | None
     _writer: Writer
-    _passage: Passage | None
     _shared: ModelParallel | None
 
     @property
@@ -95,7 +93,6 @@ class Saving:
             tag=f"global_step{self.counts.steps}" if tag is None else tag,
             validation=self.config.checkpoint.tag_validation,
             problem=self._why_not_save(asynchronous),
-            passage=self._passage,
             same={"save_dir": str(Path(save_dir).absolute()), "asynchronous": asynchronous},
         )
         self.wait_for_checkpoint()
@@ -159,7 +156,6 @@ class Saving:
             *(self.module, "load_checkpoint"),
             tag=tag,
             validation=self.config.checkpoint.tag_validation,
-            passage=self._passage,
             same={"load_dir": str(Path(load_dir).absolute()), "load_module_only": load_module_only},
         )
         self.wait_for_checkpoint()

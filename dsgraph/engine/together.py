@@ -53,16 +53,9 @@ def on_first(module: nn.Module, doing: str, act: Callable[[], str | None]) -> st
     return first["found"]
 
 
-def exchange(module: nn.Module, what: str, text: str, *, elsewhere: Callable[[], str] = str) -> dict[int, str]:
-    """The text of every rank of a partitioned model, by rank. All ranks call it.
-
-    Args:
-        module: The model.
-        what: What is exchanged, for messages.
-        text: This rank's.
-        elsewhere: See `Agreement.exchange`.
-    """
-    return _agreement(module).exchange(what, text, elsewhere=elsewhere)
+def exchange(module: nn.Module, what: str, text: str) -> dict[int, str]:
+    """The text of every rank of a partitioned model, by rank. All ranks call it."""
+    return _agreement(module).exchange(what, text)
 
 
 def ranks_of(module: nn.Module) -> tuple[int, ...]:

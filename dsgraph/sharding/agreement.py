@@ -17,8 +17,10 @@ from dsgraph import compat
 from dsgraph.errors import RanksDisagreeError
 from dsgraph.inductor_ext import backend_name
 
+from .eager_agreement import EagerAgreement, eager_agreements
 from .mesh import axis_group, mesh_ranks, shard_dim
 from .presence import Presence, presences
+from .rank_notes import Intent
 
 _Known = TypeVar("_Known")
 
@@ -36,11 +38,13 @@ class Agreement:
         ranks: Global ranks that take part.
         timeout: How long to wait for the slowest of them.
         agreed: Hashes that all of them are known to have confirmed.
+        runs: Compares that all of them come here, and not to another collective; None where the others are not real.
     """
 
     ranks: tuple[int, ...]
     timeout: timedelta
     agreed: set[str] = field(default_factory=set)
+    runs: EagerAgreement | None = None
     _known: dict[str, Any] = field(default_factory=dict)
 
     @staticmethod
@@ -49,11 +53,32 @@ class Agreement:
         group = axis_group(mesh, shard_dim(mesh))
         if backend_name(group, mesh.device_type) == "fake":
             return Agreement((dist.get_rank(),), timedelta())
-        return Agreement(tuple(mesh_ranks(mesh)), compat.group_timeout(group, mesh.device_type))
+        ranks = tuple(mesh_ranks(mesh))
+        runs = eager_agreements.over(mesh, tuple(sorted(ranks)))
+        return Agreement(ranks, compat.group_timeout(group, mesh.device_type), runs=runs)
 
     def knows(self, lines: Sequence[str]) -> bool:
         """Whether exactly these lines were agreed on before."""
         return _digest(lines) in self.agreed
+
+    def announce(self, intent: Intent, lines: Sequence[str]) -> None:
+        """Compare an intent with those of the other ranks, the first time that it comes with these lines.
+
+        Args:
+            intent: What this rank is about to do.
+            lines: What that is about; later calls with the same lines do nothing.
+
+        Raises:
+            RanksDisagreeError: Another rank does something else, has ended, or did not come in time.
+        """
+        digest = _digest([str(intent.does), *lines])
+        if digest not in self.agreed:
+            self._come(intent)
+            self.agreed.add(digest)
+
+    def _come(self, intent: Intent) -> None:
+        if self.runs is not None and self.runs.patience:
+            self.runs.confirm(intent, waits=True)
 
     def confirm(self, would: str, lines: Sequence[str] | None, *, steps: Sequence[str] = ()) -> None:
         """Compares `lines` with those of all other ranks.
@@ -72,29 +97,26 @@ class Agreement:
         if lines is not None:
             self.agreed.add(_digest(lines))
 
-    def exchange(self, what: str, text: str, *, elsewhere: Callable[[], str] = str) -> dict[int, str]:
+    def exchange(self, what: str, text: str) -> dict[int, str]:
         """Every rank's `text`, by rank. All ranks call it.
 
         Args:
             what: What is exchanged, for the message: "how a pass did".
             text: This rank's.
-            elsewhere: Where else a rank has gone, in words, so that it will not come; empty: it may.
 
         Raises:
-            RanksDisagreeError: A rank did not come in time, or has gone elsewhere.
+            RanksDisagreeError: A rank did not come in time.
         """
         if len(self.ranks) == 1:
             return {self.ranks[0]: text}
+        self._come(Intent(f"waits until all ranks say {what}"))
         presence = presences.now()
         store, rank = presence.store, presence.rank
         prefix = self._meeting(store, rank)
         store.set(f"{prefix}/text/{rank}", text)
         keys = {other: f"{prefix}/text/{other}" for other in self.ranks}
-        absence = self._absence(presence, keys, f"all ranks say {what}", elsewhere)
+        absence = self._absence(presence, keys, f"all ranks say {what}")
         if absence:
-            if elsewhere():  # the others have not been here, and may come later
-                store.delete_key(keys[rank])
-                self._meeting(store, rank, by=-1)
             raise RanksDisagreeError(absence)
         return {other: store.get(key).decode() for other, key in keys.items()}
 
@@ -134,12 +156,13 @@ class Agreement:
 
         return self.remember(f"spare {_digest(lines)}", ask)
 
-    def _meeting(self, store: dist.Store, rank: int, *, by: int = 1) -> str:
+    def _meeting(self, store: dist.Store, rank: int) -> str:
         """Where the ranks' next meeting keeps its keys; each rank counts its own: the n-th meets the n-th."""
         members = hashlib.sha256(json.dumps(self.ranks).encode()).hexdigest()[:12]
-        return f"dsgraph/{members}/{store.add(f'dsgraph/{members}/meetings/{rank}', by)}"
+        return f"dsgraph/{members}/{store.add(f'dsgraph/{members}/meetings/{rank}', 1)}"
 
     def _compare(self, would: str, lines: Sequence[str] | None, steps: Sequence[str]) -> None:
+        self._come(Intent(f"compares whether ranks {would}"))
         presence = presences.now()
         store, rank = presence.store, presence.rank
         prefix = self._meeting(store, rank)
@@ -170,9 +193,7 @@ class Agreement:
                 return _difference(would, *pair, *lines) + _first_step_apart(*pair, *steps)
         return ""
 
-    def _absence(
-        self, presence: Presence, keys: Mapping[int, str], where: str, elsewhere: Callable[[], str] = str
-    ) -> str:
+    def _absence(self, presence: Presence, keys: Mapping[int, str], where: str) -> str:
         """Waits for the ranks to set their keys. Which have not in time, or never will, in words; empty if all have."""
         absent = list(keys)
 
@@ -180,11 +201,9 @@ class Agreement:
             absent[:] = [rank for rank in absent if not presence.store.check([keys[rank]])]
             return not absent
 
-        why = presence.wait(come, absent, seconds=self.timeout.total_seconds(), elsewhere=elsewhere)
+        why = presence.wait(come, absent, seconds=self.timeout.total_seconds())
         if not why:
             return ""
-        if "they part here" in why:
-            return why
         if "ended" in why:
             return f"{why}, and does not come to where {where}"
         return (

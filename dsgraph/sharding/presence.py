@@ -6,14 +6,14 @@ import atexit
 import sys
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 import torch.distributed as dist
 
 from dsgraph import compat
-from dsgraph.errors import RanksDisagreeError, on_one_line
+from dsgraph.errors import on_one_line
 
 # How often a rank that waits looks for what it waits for, seconds: at first, and at last.
 _PAUSES = (0.0002, 0.02)
@@ -47,7 +47,12 @@ class Presence:
         return {rank: self.store.get(_key(rank)).decode() for rank in there}
 
     def wait(
-        self, come: Callable[[], bool], ranks: Sequence[int], *, seconds: float, elsewhere: Callable[[], str] = str
+        self,
+        come: Callable[[], bool],
+        ranks: Sequence[int],
+        *,
+        seconds: float,
+        slow: tuple[float, Callable[[], None]] | None = None,
     ) -> str:
         """Waits until something has come from other ranks.
 
@@ -55,7 +60,7 @@ class Presence:
             come: Whether it has.
             ranks: From whom.
             seconds: For how long.
-            elsewhere: Where else a rank has gone, in words, so that it will not come; empty: it may.
+            slow: Number of seconds after which a function is called, once.
 
         Returns:
             Why it will not come, in words; empty when it has.
@@ -63,12 +68,13 @@ class Presence:
         Raises:
             torch.distributed.DistNetworkError: The store is gone.
         """
-        until, pause, ended = time.monotonic() + seconds, _PAUSES[0], ""
+        started, pause, ended = time.monotonic(), _PAUSES[0], ""
+        until = started + seconds
         while not come():
+            if slow is not None and time.monotonic() > started + slow[0]:
+                slow[1]()
+                slow = None
             if not ended and pause == _PAUSES[1]:
-                gone = elsewhere()
-                if gone and not come():  # who came first went on with the others
-                    return gone
                 ended = ", ".join(f"rank {rank} {how}" for rank, how in self.ended(ranks).items())
                 if ended:  # and may have set just before what is waited for
                     until = min(until, time.monotonic() + (_GRACE if _WITH in ended else 0))
@@ -76,76 +82,6 @@ class Presence:
                 return ended or f"it did not come within {seconds:g} s"
             time.sleep(pause)
             pause = min(pause * 1.5, _PAUSES[1])
-        return ""
-
-
-@dataclass(eq=False)
-class Passage:
-    """What a rank has passed of an order of events that all ranks share, in a note that the others can read.
-
-    Attributes:
-        presence: This rank's.
-        prefix: What the names of the keys begin with.
-        passed: How many events this rank has come to.
-        at: The last of them.
-    """
-
-    presence: Presence
-    prefix: str
-    passed: int = 0
-    at: str = ""
-
-    @staticmethod
-    def of(what: str) -> Passage | None:
-        """One of this process group; the n-th of each rank belong together. None where there is nobody to tell.
-
-        Nor is there one where ranks met in a file, which would grow with each note.
-        """
-        if dist.get_world_size() == 1 or compat.store_is_a_file() or dist.get_backend() == "fake":
-            return None
-        presence = presences.now()
-        return Passage(presence, f"dsgraph/{what}/{presence.store.add(f'dsgraph/{what}/{presence.rank}', 1)}")
-
-    @contextmanager
-    def through(self, event: str, ranks: Sequence[int]) -> Iterator[None]:
-        """Around an event: notes it, waits for nobody, and says where the others are if it fails for want of them.
-
-        Args:
-            event: What it is: "a micro-batch".
-            ranks: Who takes part.
-
-        Raises:
-            RanksDisagreeError: A collective failed, and another rank has come to another event.
-        """
-        self.passed, self.at = self.passed + 1, event
-        self.presence.store.set(f"{self.prefix}/{self.presence.rank}", f"{self.passed} {event}")
-        try:
-            yield
-        except RuntimeError as error:
-            is_ours = isinstance(error, (RanksDisagreeError, dist.DistError)) or "gloo" in str(error)
-            where = self.elsewhere(ranks) if is_ours and self.at else ""
-            if not where:
-                raise
-            raise RanksDisagreeError(f"{where}. {on_one_line(error)}") from error
-
-    def take_back(self) -> None:
-        """After an event that never was, as others did not come to it."""
-        self.passed, self.at = self.passed - 1, ""
-
-    def elsewhere(self, ranks: Sequence[int]) -> str:
-        """Which of these ranks has come to another event where this rank stands, in words; empty if none has."""
-        store, mine = self.presence.store, self.presence.rank
-        with suppress(RuntimeError):  # the store may be gone
-            for rank in ranks:
-                key = f"{self.prefix}/{rank}"
-                if rank == mine or not store.check([key]):
-                    continue
-                passed, _, event = store.get(key).decode().partition(" ")
-                if int(passed) >= self.passed and event != self.at:
-                    return (
-                        f"rank {mine} is in {self.at}, and rank {rank} in {event}: they part here. All ranks must call "
-                        "save_checkpoint and load_checkpoint at the same point, not under `if rank == 0:`"
-                    )
         return ""
 
 
