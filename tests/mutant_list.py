@@ -868,7 +868,7 @@ ENGINE = (
     ),
     Mutant(
         *("written-but-never-complete", "dsgraph/engine/checkpoints.py", "dropped wait"),
-        *("_written(doing, folder, written.result)", "pass"),
+        *("attempt.write(written.result)", "pass"),
         killers=("tests/engine/test_faults.py",),
     ),
 )
