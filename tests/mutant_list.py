@@ -857,8 +857,8 @@ ENGINE = (
         killers=("tests/engine/test_same_call.py",),
     ),
     Mutant(
-        *("lost-at-exit", "dsgraph/engine/asynchronous.py", "dropped wait"),
-        *("daemon=False", "daemon=True"),
+        *("lost-without-a-word", "dsgraph/engine/asynchronous.py", "missing check"),
+        *("        if error is not None:", "        if False:"),
         killers=("tests/engine/test_asynchronous.py",),
     ),
     Mutant(
