@@ -233,6 +233,10 @@ class _Agreements:
             known = self._known[ranks] = (weakref.ref(world), EagerAgreement.over(mesh, ranks))
         return known[1]
 
+    def known(self) -> list[EagerAgreement]:
+        """Return the agreements of the process group that there is."""
+        return [agreement for world, agreement in self._known.values() if world() is dist.group.WORLD]
+
 
 eager_agreements = _Agreements()
 
