@@ -1,8 +1,8 @@
 """Ranks agree on what they are about to do together, before the first byte: gloo would mix it up, abort or wait.
 
 Before each eager collective, each run of a compiled graph that communicates (forward and backward are two), each step
-of an optimizer, and each meeting of an `Agreement`, a rank notes in the process group's store what it is about to do: one
-key a rank, overwritten each time. A rank waits for the notes of all others, and raises if one differs,
+of an optimizer, and each meeting of an `Agreement`, a rank notes in the process group's store what it is about to do:
+one key a rank, overwritten each time. A rank waits for the notes of all others, and raises if one differs,
 
 - at the first of these in each forward and in each backward, and
 - where it is not the one that followed the last few of them before.
@@ -235,6 +235,10 @@ class _Agreements:
         if known is None or known[0]() is not world:
             known = self._known[ranks] = (weakref.ref(world), EagerAgreement.over(mesh, ranks))
         return known[1]
+
+    def known(self) -> list[EagerAgreement]:
+        """Return the agreements of the process group that there is."""
+        return [agreement for world, agreement in self._known.values() if world() is dist.group.WORLD]
 
 
 eager_agreements = _Agreements()
