@@ -6,6 +6,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from dsgraph import compat
 from dsgraph.errors import InferenceError
 
 _Self = TypeVar("_Self", bound="StandIn")
@@ -79,7 +80,7 @@ class StandIn:
         Raises:
             InferenceError: It would move or convert the weights, for which graphs are compiled.
         """
-        device, dtype, *_ = torch._C._nn._parse_to(*args, **kwargs)
+        device, dtype = compat.device_and_dtype(*args, **kwargs)
         own = self.device
         is_there = device is None or (device.type == own.type and device.index in (None, own.index))
         if not is_there or (dtype is not None and dtype != self.dtype):

@@ -69,7 +69,7 @@ REFUSED: dict[str, Any] = {
     "bloom": lambda: transformers.BloomConfig(**_SIZES, hidden_size=32, n_layer=2, n_head=4),
     "gpt_neo": lambda: transformers.GPTNeoConfig(
         **_SIZES,
-        **{"hidden_size": 32, "num_layers": 2, "num_heads": 4, "max_position_embeddings": 128, "window_size": 8},
+        **{"hidden_size": 32, "num_layers": 2, "num_heads": 4, "max_position_embeddings": 128, "window_size": 40},
         attention_types=[[["global", "local"], 1]],
     ),
 }
