@@ -94,6 +94,12 @@ def unflatten_tree(leaves: list[Any], spec: Any) -> Any:
     return _pytree.tree_unflatten(leaves, spec)
 
 
+def device_and_dtype(*args: Any, **kwargs: Any) -> tuple[torch.device | None, torch.dtype | None]:
+    """Return what the arguments of `nn.Module.to` name; None where they name none."""
+    device, dtype, *_ = torch._C._nn._parse_to(*args, **kwargs)
+    return device, dtype
+
+
 def not_capturable() -> type[Exception]:
     """What Dynamo raises where a whole graph is asked for and there is none."""
     return torch._dynamo.exc.Unsupported

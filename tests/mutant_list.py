@@ -150,6 +150,11 @@ SPARSE = (
         killers=("tests/inductor_ext/sparse/test_block_sparse_attention.py",),
     ),
     Mutant(
+        *("cross-attention-by-its-length", "passes/kernels/sparsify_attention.py", "missing check"),
+        *("why_not_self(found.q, found.k, found.v) if reason is None else reason", "reason"),
+        killers=("tests/passes/kernels/test_attention_sources.py",),
+    ),
+    Mutant(
         *("sparsify-forgets-the-mask", "passes/kernels/sparsify_attention.py", "missing mask"),
         *(
             "    if not terms:\n        return None\n    mask = terms[0]",
@@ -962,6 +967,36 @@ PARALLEL = (
         *("few-bits-not-summed", "passes/parallel/slice_few_bits.py", "missing term"),
         *("is_partial=True, **call", "is_partial=False, **call"),
         killers=("tests/passes/parallel/test_slice_tensors.py",),
+    ),
+    Mutant(
+        *("one-cache-for-all-requests", "dsgraph/inference/cache.py", "missing step"),
+        *("            cache = free.pop() if free else None\n", "            cache = free[-1] if free else None\n"),
+        killers=("tests/inference/test_engine.py::test_threads_get_their_own_tokens_and_compile_nothing",),
+    ),
+    Mutant(
+        *("logits-not-compared", "dsgraph/inference/probe.py", "missing check"),
+        *("        if distance > tolerance:\n", "        if False:\n"),
+        killers=("tests/inference/test_probe.py::test_what_cannot_be_served_is_refused_and_left_as_it_was",),
+    ),
+    Mutant(
+        *("windows-not-reached", "dsgraph/inference/probe.py", "missing bound"),
+        *("            found = max(found, beyond)\n", "            found = max(found, 3)\n"),
+        killers=("tests/inference/test_probe.py",),
+    ),
+    Mutant(
+        *("layers-by-their-windows", "dsgraph/inference/cache.py", "wrong index"),
+        *("    cache.layers = [FullLayer(max_tokens) for _ in range(count)]\n", ""),
+        killers=("tests/inference/test_probe.py::test_tokens_and_logits_are_those_of_transformers",),
+    ),
+    Mutant(
+        *("foreign-forward-in-a-graph", "dsgraph/inference/engine.py", "missing check"),
+        *("not isinstance(cache, RewindableCache)", "False"),
+        killers=("tests/inference/test_engine.py::test_forwards_that_no_graph_takes_are_the_models_own",),
+    ),
+    Mutant(
+        *("missing-weights-left-random", "dsgraph/inference/checkpoints.py", "missing check"),
+        *('for what in ("missing_keys", "mismatched_keys"):', 'for what in ("mismatched_keys",):'),
+        killers=("tests/inference/test_checkpoints.py",),
     ),
     Mutant(
         *("encoded-once-for-all", "dsgraph/inference/cache.py", "missing step"),
