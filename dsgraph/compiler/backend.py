@@ -18,6 +18,7 @@ from dsgraph import compat
 from dsgraph.byte_counts import on_device
 from dsgraph.errors import OptionError, StrictError
 from dsgraph.passes import CaptureFacts
+from dsgraph.passes.ir.graph import placeholders
 from dsgraph.passes.parallel.stage_graphs import StageGraphModule
 from dsgraph.passes.regions.captured import open_regions
 from dsgraph.sharding.agreement import Agreements
@@ -148,6 +149,7 @@ class Backend:
             inputs=inputs,
             facts=facts,
             sums=sums,
+            input_names=tuple(node.name for node in placeholders(gm)),
         )
         if facts.params:
             return self._agreed(request, gm, choice)

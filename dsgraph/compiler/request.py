@@ -38,6 +38,7 @@ class CompileRequest:
         is_new: Whether the ranks have not compiled such a graph before, so that all of them compile it now.
         regions: Functions that the graph calls for each of several blocks.
         sums: Which inputs are accumulated gradients that the graph's markers add.
+        input_names: Dynamo's name of each input, after where it found it: "l_input_ids_".
     """
 
     number: int
@@ -52,6 +53,7 @@ class CompileRequest:
     lines: tuple[str, ...] = ()
     is_new: bool = True
     sums: tuple[int, ...] = ()
+    input_names: tuple[str, ...] = ()
     regions: Captured = field(default_factory=Captured)
 
     @property

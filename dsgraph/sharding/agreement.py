@@ -21,6 +21,7 @@ from .mesh import axis_group, mesh_ranks, shard_dim
 from .presence import Presence, presences
 
 _Known = TypeVar("_Known")
+_SAME_MODEL = "Every rank must build the same model with the same options"
 
 
 @dataclass
@@ -55,20 +56,23 @@ class Agreement:
         """Whether exactly these lines were agreed on before."""
         return _digest(lines) in self.agreed
 
-    def confirm(self, would: str, lines: Sequence[str] | None, *, steps: Sequence[str] = ()) -> None:
+    def confirm(
+        self, would: str, lines: Sequence[str] | None, *, steps: Sequence[str] = (), advice: str = _SAME_MODEL
+    ) -> None:
         """Compares `lines` with those of all other ranks.
 
         Args:
             would: What the ranks are about to do if they differ, for the message: "run different collectives".
             lines: What this rank does, in order; None when it does not know (a cached graph), which agrees with all.
             steps: How it came to that; where lines differ, the first step that differs is named as well.
+            advice: What to do where lines differ.
 
         Raises:
             RanksDisagreeError: On every rank, naming the first rank that differs and its first differing line, or the
                 ranks that did not come in time.
         """
         if len(self.ranks) > 1:
-            self._compare(would, lines, steps)
+            self._compare(would, lines, steps, advice)
         if lines is not None:
             self.agreed.add(_digest(lines))
 
@@ -135,7 +139,7 @@ class Agreement:
         members = hashlib.sha256(json.dumps(self.ranks).encode()).hexdigest()[:12]
         return f"dsgraph/{members}/{store.add(f'dsgraph/{members}/meetings/{rank}', 1)}"
 
-    def _compare(self, would: str, lines: Sequence[str] | None, steps: Sequence[str]) -> None:
+    def _compare(self, would: str, lines: Sequence[str] | None, steps: Sequence[str], advice: str) -> None:
         presence = presences.now()
         store, rank = presence.store, presence.rank
         prefix = self._meeting(store, rank)
@@ -144,13 +148,13 @@ class Agreement:
         store.set(f"{prefix}/digest/{rank}", "" if lines is None else _digest(lines))
         leader = self.ranks[0]
         if rank == leader:
-            store.set(f"{prefix}/verdict", self._judge(presence, prefix, would))
+            store.set(f"{prefix}/verdict", self._judge(presence, prefix, would, advice))
         self._wait(presence, f"{prefix}/verdict", would)
         verdict = store.get(f"{prefix}/verdict").decode()
         if verdict:
             raise RanksDisagreeError(verdict)
 
-    def _judge(self, presence: Presence, prefix: str, would: str) -> str:
+    def _judge(self, presence: Presence, prefix: str, would: str, advice: str) -> str:
         """What is wrong, in words; empty when all agree. The leader's part."""
         store, keys = presence.store, {rank: f"{prefix}/digest/{rank}" for rank in self.ranks}
         absence = self._absence(presence, keys, f"the others compare whether they {would}")
@@ -163,7 +167,7 @@ class Agreement:
                 pair = (known[0], rank)
                 lines = [_lines(store, f"{prefix}/lines", which) for which in pair]
                 steps = [_lines(store, f"{prefix}/steps", which) for which in pair]
-                return _difference(would, *pair, *lines) + _first_step_apart(*pair, *steps)
+                return _difference(would, *pair, *lines) + advice + _first_step_apart(*pair, *steps)
         return ""
 
     def _absence(self, presence: Presence, keys: Mapping[int, str], where: str) -> str:
@@ -221,7 +225,7 @@ def _difference(would: str, first: int, other: int, mine: list[str], theirs: lis
     index, a, b = _first_apart(mine, theirs)
     return (
         f"ranks {first} and {other} would {would}. First difference, entry {index} of {len(mine)} and {len(theirs)}: "
-        f"rank {first} has [{a}], rank {other} has [{b}]. Every rank must build the same model with the same options"
+        f"rank {first} has [{a}], rank {other} has [{b}]. "
     )
 
 

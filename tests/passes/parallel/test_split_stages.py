@@ -126,7 +126,7 @@ def test_stages_in_a_row_are_the_graph():
     graphs = stage_graphs(captured.graph_module, plan, state=captured.state, results=captured.results)
     values: tuple[Tensor, ...] = ()
     for graph in graphs:
-        assert [value.shape for value in values] == [value.shape for value in graph.received]
+        assert [value.shape for value in values] == [node.meta["val"].shape for node in graph.received]
         values = graph.module(*values, *[tokens for _ in graph.roots])
     assert torch.equal(values[0], model(tokens, tokens))
     held = [name for graph in graphs for name, _ in graph.module.named_parameters()]
