@@ -96,7 +96,7 @@ def compare_batches(compiled: Compiled, request: CompileRequest, _: GraphCompile
     def run(*args: Any) -> Any:
         if not equal.is_due(request.number):
             return compiled(*args)
-        given = {request.input_names[number].strip("lL_"): args[number] for number in numbers}
+        given = {request.input_names[number]: args[number] for number in numbers}
         equal.compare(request.function, given)
         before = random_state(device)
         outputs = compiled(*args)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from dsgraph import compat
 from dsgraph.errors import PartitionError
 from dsgraph.passes.analysis.cost import CostModel, number_of, tensor_bytes
-from dsgraph.passes.compat import FakeTensorMode, TorchDispatchMode, is_to_local, storage_id
+from dsgraph.passes.compat import FakeTensorMode, TorchDispatchMode, is_batched, is_to_local, storage_id
 from dsgraph.passes.core.context import PassContext, Phase
 from dsgraph.passes.ir.graph import replace_and_erase
 from dsgraph.passes.parallel.root_values import is_small, root_values
@@ -90,8 +91,10 @@ def capture_model(
 
     source = next((tensor.device for tensor in model.parameters()), device)
     args, kwargs = compat.map_tensors(lambda tensor: tensor.to(source), (args, dict(kwargs)))
+    _install_hooks(model, kwargs)
     try:
-        torch.compile(model, backend=keep, fullgraph=True, dynamic=False)(*args, **kwargs)
+        with compat.ignoring_log_messages():
+            torch.compile(model, backend=keep, fullgraph=True, dynamic=False)(*args, **kwargs)
     except compat.not_capturable() as error:
         raise PartitionError(f"pipeline: the model's forward cannot be captured as one graph: {error}") from error
     gm, values = kept.pop()  # torch's cache of compiled code keeps `keep`, and the model with what it holds
@@ -108,6 +111,20 @@ def capture_model(
     (output,) = gm.graph.find_nodes(op="output")
     results = list(output.args[0])
     return CapturedModel(gm, state, inputs, results, run.costs, slices, repeated, bool(run.effects.draws))
+
+
+def _install_hooks(model: nn.Module, kwargs: Mapping[str, Any]) -> None:
+    """Let transformers install the hooks that collect router logits and the like: its lock cannot be captured."""
+    library = sys.modules.get("transformers.utils.output_capturing")
+    if library is None or not hasattr(library, "maybe_install_capturing_hooks"):
+        return
+    collects = any(value for key, value in kwargs.items() if key.startswith("output_"))
+    for module in model.modules():
+        config = getattr(module, "config", None)
+        flags = [value for key, value in vars(config).items() if key.startswith("output_")] if config else []
+        if (collects or any(flags)) and type(module).__module__.startswith("transformers."):
+            library.maybe_install_capturing_hooks(module)
+            return
 
 
 def _results_only(gm: GraphModule) -> Any:
@@ -239,11 +256,11 @@ class _FakeRun(Interpreter):
         return self._values
 
     def impure(self) -> set[Node]:
-        """Nodes that draw random numbers, that write, or whose memory is written to."""
+        """Nodes that draw random numbers, that write, or whose memory is written to or unknown."""
         written = {
             node
             for node, value in self._values.items()
-            if isinstance(value, Tensor) and storage_id(value) in self.effects.written
+            if isinstance(value, Tensor) and (is_batched(value) or storage_id(value) in self.effects.written)
         }
         return written | {node for node in self.effects.draws | self.effects.writes if node is not None}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from collections import Counter
 from collections.abc import Hashable, Mapping
 from typing import Any
@@ -78,10 +79,15 @@ def random_state(device: torch.device) -> Tensor:
 def _described(values: Mapping[str, Any]) -> list[str]:
     """A line for each tensor: its name, dtype, shape and checksum."""
     return [
-        f"{name}: {value.dtype} {list(value.shape)} with checksum {_digest(value)}"
+        f"{_argument(name)}: {value.dtype} {list(value.shape)} with checksum {_digest(value)}"
         for name, value in values.items()
         if isinstance(value, Tensor) and not value.is_meta
     ]
+
+
+def _argument(name: str) -> str:
+    """The user's name of what Dynamo calls `l_input_ids_`."""
+    return re.sub(r"^[lL]_|_$", "", name)
 
 
 def _digest(tensor: Tensor) -> str:
