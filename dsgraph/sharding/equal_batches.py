@@ -87,7 +87,7 @@ def _described(values: Mapping[str, Any]) -> list[str]:
 
 def _argument(name: str) -> str:
     """The user's name of what Dynamo calls `l_input_ids_`."""
-    return re.sub(r"^[lL]_|_$", "", name)
+    return re.sub(r"^[lL]_((kw)?args_)?|_$", "", name)
 
 
 def _digest(tensor: Tensor) -> str:
