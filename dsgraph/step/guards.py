@@ -56,6 +56,7 @@ def guard(state: PartitionedModel) -> None:
     def after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         living = weak_state()
         if living is not None and holds_any(optimizer, living):
+            living.updates += 1
             note_replicated(living)
 
     for handle in (register_optimizer_step_pre_hook(before_step), register_optimizer_step_post_hook(after_step)):
