@@ -17,7 +17,15 @@ from torch.utils.flop_counter import FlopCounterMode
 from dsgraph import compat
 from dsgraph.errors import PartitionError
 from dsgraph.passes.analysis.cost import CostModel, number_of, tensor_bytes
-from dsgraph.passes.compat import FakeTensorMode, TorchDispatchMode, is_batched, is_to_local, storage_id
+from dsgraph.passes.compat import (
+    FakeTensorMode,
+    OpOverload,
+    TorchDispatchMode,
+    is_batched,
+    is_to_local,
+    schema_of,
+    storage_id,
+)
 from dsgraph.passes.core.context import PassContext, Phase
 from dsgraph.passes.ir.graph import replace_and_erase
 from dsgraph.passes.parallel.root_values import is_small, root_values
@@ -220,12 +228,12 @@ class _Effects(TorchDispatchMode):
         self.written: set[int] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if not isinstance(func, torch._ops.OpOverload):  # an operator of functions, of which nothing is known
+        if not isinstance(func, OpOverload):  # an operator of functions, of which nothing is known
             self.draws.add(self.node)
             return func(*args, **(kwargs or {}))
         if torch.Tag.nondeterministic_seeded in func.tags:
             self.draws.add(self.node)
-        for argument, value in zip(func._schema.arguments, args, strict=False):
+        for argument, value in zip(schema_of(func).arguments, args, strict=False):
             if argument.alias_info is not None and argument.alias_info.is_write and isinstance(value, Tensor):
                 self.writes.add(self.node)
                 self.written.add(storage_id(value))
