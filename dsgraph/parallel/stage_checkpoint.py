@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -216,7 +217,7 @@ def _writes(
         own = state.own(name, full) if name in state.parameters else full
         if own.shape != own_part(target).shape:
             raise CheckpointError(f"{name!r} is {list(own.shape)} in it, and {list(own_part(target).shape)} here")
-        found.append(lambda target=target, own=own: own_part(target.detach()).copy_(own))
+        found.append(partial(_copy, target, own))
     if optimizer is None:
         return found
     states: dict[str, dict[str, Tensor]] = {name: {} for name in state.parameters}
@@ -226,8 +227,12 @@ def _writes(
             name, _, what = rest.rpartition(".")
             states[name][what] = _own_state(state, name, value, is_like=about["likes"].get(rest, value.ndim > 0))
     for name, parameter in state.parameters.items():
-        found.append(lambda parameter=parameter, name=name: _replace_state(optimizer, parameter, states[name]))
+        found.append(partial(_replace_state, optimizer, parameter, states[name]))
     return found
+
+
+def _copy(target: Tensor, own: Tensor) -> None:
+    own_part(target.detach()).copy_(own)
 
 
 def _replace_state(optimizer: Optimizer, parameter: nn.Parameter, values: dict[str, Tensor]) -> None:

@@ -91,5 +91,5 @@ def _argument(name: str) -> str:
 
 
 def _digest(tensor: Tensor) -> str:
-    content = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+    content = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
     return hashlib.sha256(content).hexdigest()[:12]
