@@ -263,8 +263,8 @@ SHARDING = (
         killers=("tests/distributed/test_compiled_runs.py",),
     ),
     Mutant(
-        *("steps-left-out-of-notes", "dsgraph/sharding/rank_notes.py", "missing check"),
-        *("intent.digest, str(intent.step)])", "intent.digest])"),
+        *("optimizer-steps-alone", "dsgraph/step/guards.py", "missing check"),
+        *('living.agree(f"steps {type(optimizer).__name__}")', "pass"),
         killers=("tests/distributed/test_compiled_runs.py",),
     ),
     Mutant(

@@ -1,8 +1,8 @@
 """Ranks agree on what they are about to do together, before the first byte: gloo would mix it up, abort or wait.
 
-Before each eager collective, each run of a compiled graph that communicates (forward and backward are two), and each
-meeting of an `Agreement`, a rank notes in the process group's store what it is about to do: one key a rank, overwritten
-each time. A rank waits for the notes of all others, and raises if one differs,
+Before each eager collective, each run of a compiled graph that communicates (forward and backward are two), each step
+of an optimizer, and each meeting of an `Agreement`, a rank notes in the process group's store what it is about to do:
+one key a rank, overwritten each time. A rank waits for the notes of all others, and raises if one differs,
 
 - at the first of these in each forward and in each backward, and
 - where it is not the one that followed the last few of them before.
@@ -18,6 +18,7 @@ from __future__ import annotations
 import logging
 import math
 import os
+import re
 import sys
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
@@ -241,7 +242,7 @@ def _advice(wrong: str) -> str:
         return _SYNCED
     if "outside a forward" in wrong:
         return _READ_EVERYWHERE
-    return _SAME_STEPS if "optimizer steps" in wrong else _SAME_PARTS
+    return _SAME_STEPS if re.search(r"rank \d+ steps ", wrong) else _SAME_PARTS
 
 
 def _is_running(function: str) -> bool:

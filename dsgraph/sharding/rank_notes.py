@@ -132,18 +132,17 @@ class Notes:
         return {rank: Note.read(store.get(key)) for rank, key in keys.items() if store.check([key])}
 
     def describe(self, intents: dict[int, Intent]) -> str:
-        """Return what two ranks do that do different things, with the first parameter or the step that differs."""
+        """Return what two ranks do that do different things, with the first parameter that differs, and the step."""
         names = [self._names(intent) for intent in intents.values()]
         different = (i for i, pair in enumerate(zip(*names, strict=False)) if len(set(pair)) > 1)
         apart = next(different, min(map(len, names)))
-        steps = len({intent.step for intent in intents.values()}) > 1
         said = []
         for (rank, intent), own in zip(intents.items(), names, strict=True):
             text = f"rank {rank} {intent}"
             if len({intent.digest for intent in intents.values()}) > 1 and own:
                 text += f", which reads {own[apart]!r}" if apart < len(own) else ", which reads no further parameter"
                 text += f" ({apart + 1} of {len(own)})"
-            said.append(text + f" after {intent.step} optimizer steps" * steps)
+            said.append(text + f", after {intent.step} optimizer steps" * bool(intent.step))
         return ", ".join(said)
 
     def _names(self, intent: Intent) -> list[str]:

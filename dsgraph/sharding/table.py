@@ -209,6 +209,16 @@ class PartitionedModel:
         intent = Intent(f"gathers {what}{self.label}", outside, step=self.updates)
         return agreement.on(intent, waits=waits or outside)
 
+    def agree(self, does: str) -> None:
+        """Compare with the other ranks that they do the same now, and have done the same before.
+
+        Raises:
+            RanksDisagreeError: They have not, or do something else.
+        """
+        agreement = eager_agreements.over(self.mesh, self._ranks)
+        if agreement.patience:
+            agreement.confirm(Intent(does + self.label, step=self.updates))
+
     def reducing(self, what: str) -> AbstractContextManager[None]:
         """The same around a reduction, which is over all ranks."""
         intent = Intent(f"reduces {what}{self.label}", step=self.updates)

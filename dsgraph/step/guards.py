@@ -49,6 +49,7 @@ def guard(state: PartitionedModel) -> None:
         if optimizer not in checked:
             refuse_optimizer(optimizer, living)
         living.before_update(optimizer)  # ahead of what follows: ranks that ran the last backward have reduced by now
+        living.agree(f"steps {type(optimizer).__name__}")  # before an update from gradients that others have no part in
         confirm_replicated(living, is_first=optimizer not in checked)
         checked.add(optimizer)
 
