@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from dsgraph import compat
 from dsgraph.checkpoint_files import latest_tag
+from dsgraph.errors import CheckpointError
 from dsgraph.parallel.pipelined import PipelinedModel
 
 from .data import RankLoader, batches_of
@@ -106,6 +107,9 @@ class PipelineEngine:
 
         Returns:
             True.
+
+        Raises:
+            CheckpointError: JSON would change the client's state or the schedule's, or it cannot be written.
         """
         schedule, loader = self.lr_scheduler, self.training_dataloader
         progress = {
@@ -115,6 +119,12 @@ class PipelineEngine:
             "loader": None if loader is None else loader.state_dict(),
             "client_state": dict(client_state or {}),
         }
+        for what in ("client_state", "schedule"):
+            if not _keeps_types(progress[what]):
+                raise CheckpointError(
+                    f"save_checkpoint: {what} holds keys that are no text, tuples or objects, which JSON gives back "
+                    "with other types: use text as keys, lists, numbers and text"
+                )
         name = f"global_step{self.counts.steps}" if tag is None else tag
         self.module.save_checkpoint(save_dir, self.optimizer, tag=name, more=progress)
         return True
@@ -146,6 +156,15 @@ class PipelineEngine:
         if self.training_dataloader is not None:
             self.training_dataloader.load_state_dict(progress["loader"])
         return str(Path(load_dir) / name), progress["client_state"]
+
+
+def _keeps_types(value: Any) -> bool:
+    """Whether JSON gives a value back as it is."""
+    if isinstance(value, dict):
+        return all(isinstance(key, str) and _keeps_types(item) for key, item in value.items())
+    if isinstance(value, list):
+        return all(map(_keeps_types, value))
+    return value is None or type(value) in (bool, int, float, str)
 
 
 def as_arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:

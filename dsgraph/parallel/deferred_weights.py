@@ -16,8 +16,6 @@ import torch.nn.functional as F  # noqa: N812 - as users write it
 from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
-_LINEAR = (F.linear, torch._C._nn.linear)
-
 
 class WeightQueue:
     """Gradients of weights that are still to be computed."""
@@ -61,7 +59,7 @@ def defer_weights(gm: GraphModule, queue: WeightQueue) -> None:
 
 
 def _kind(gm: GraphModule, node: Node) -> str | None:
-    if node.op != "call_function" or node.target not in (*_LINEAR, torch.addmm):
+    if node.op != "call_function" or node.target not in (F.linear, torch.addmm):
         return None
     kind = "addmm" if node.target is torch.addmm else "linear"
     if kind == "addmm" and (len(node.args) != 3 or node.kwargs):  # with factors, or operands by name
