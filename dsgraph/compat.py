@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -103,6 +104,14 @@ def device_and_dtype(*args: Any, **kwargs: Any) -> tuple[torch.device | None, to
 def not_capturable() -> type[Exception]:
     """What Dynamo raises where a whole graph is asked for and there is none."""
     return torch._dynamo.exc.Unsupported
+
+
+def ignoring_log_messages() -> Any:
+    """Within it Dynamo captures code that logs, and leaves the messages out."""
+    emits = ("debug", "info", "warning", "error", "critical", "exception", "log")
+    functions = {function for name, function in vars(logging.Logger).items() if name.startswith(emits)}
+    known: set[Any] = torch._dynamo.config.ignore_logging_functions
+    return torch._dynamo.config.patch(ignore_logging_functions=known | functions)
 
 
 def at_end_of_backward(callback: Callable[[], None]) -> None:

@@ -208,6 +208,11 @@ def storage_id(tensor: torch.Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
+def is_batched(tensor: torch.Tensor) -> bool:
+    """Whether `vmap` computes with the tensor, which then has no memory that could be asked for."""
+    return bool(torch._C._functorch.is_batchedtensor(tensor))
+
+
 def captured_gradients(output: Node) -> dict[int, int]:
     """Output number of a joint or backward graph -> the input of the captured graph whose gradient it is.
 

@@ -1041,6 +1041,69 @@ PARALLEL = (
         ),
     ),
     Mutant(
+        *("stages-receive-what-was-captured", "dsgraph/parallel/stage_runs.py", "missing check"),
+        *("key = self.autocast()", 'key = "no autocast"'),
+        killers=("tests/distributed/test_pipeline.py::test_autocast_around_a_step_is_that_of_one_process",),
+    ),
+    Mutant(
+        *("stages-keep-own-seeds", "dsgraph/parallel/pipeline.py", "ranks differ"),
+        *("    share_first_values(graphs, held, own, group=group, agreement=agreement)\n", ""),
+        killers=(
+            "tests/distributed/test_pipeline.py::test_the_first_ranks_values_count_and_other_stages_leave_memory",
+        ),
+    ),
+    Mutant(
+        *("captured-inputs-kept", "dsgraph/parallel/captured_model.py", "leak"),
+        *("gm, values = kept.pop()", "gm, values = kept[0]"),
+        killers=(
+            "tests/distributed/test_pipeline.py::test_the_first_ranks_values_count_and_other_stages_leave_memory",
+        ),
+    ),
+    Mutant(
+        *("batches-not-compared", "dsgraph/sharding/equal_batches.py", "missing check"),
+        *("self._seen[kind] <= CHECKED_STEPS", "self._seen[kind] < 1"),
+        killers=(
+            "tests/distributed/test_tensor_parallel.py::test_ranks_that_are_given_other_batches_or_seeds_are_named",
+        ),
+    ),
+    Mutant(
+        *("deferred-weights-overwrite", "dsgraph/parallel/deferred_weights.py", "missing term"),
+        *(
+            "weight.grad = gradient() if weight.grad is None else weight.grad.add_(gradient())",
+            "weight.grad = gradient()",
+        ),
+        killers=("tests/distributed/test_pipeline.py::test_steps_are_those_of_the_unsplit_model",),
+    ),
+    Mutant(
+        *("random-values-repeated", "dsgraph/parallel/captured_model.py", "missing check"),
+        *("parameters=apart, impure=run.impure()", "parameters=apart, impure=set()"),
+        killers=("tests/parallel/test_captured_model.py",),
+    ),
+    Mutant(
+        *("modes-not-repeated", "passes/parallel/stage_graphs.py", "missing step"),
+        *("if any(node in needed and node not in own for node in span)", "if False"),
+        killers=("tests/passes/parallel/test_split_stages.py",),
+    ),
+    Mutant(
+        *("rounds-not-checked", "dsgraph/parallel/schedule_order.py", "missing check"),
+        *("if kind in _IN_ROUNDS and", "if False and"),
+        killers=("tests/parallel/test_schedule_order.py",),
+    ),
+    Mutant(
+        *("layouts-load-other-shapes", "dsgraph/parallel/stage_checkpoint.py", "missing check"),
+        *("        if saved[name] != mine[name]:", "        if False:"),
+        killers=(
+            "tests/distributed/test_parallelize.py::test_a_checkpoint_of_another_model_or_a_damaged_one_changes_no_rank",
+        ),
+    ),
+    Mutant(
+        *("little-sliced-without-a-word", "dsgraph/parallel/tensor_parallel.py", "missing check"),
+        *("sum(whole.values()) <= (1 - MOST) * total", "True"),
+        killers=(
+            "tests/distributed/test_tensor_parallel.py::test_a_family_of_which_little_is_sliced_is_named_with_reasons",
+        ),
+    ),
+    Mutant(
         *("split-cuts-before-writes", "passes/parallel/split_stages.py", "missing check"),
         *("        if _writes(name):", "        if False:"),
         killers=("tests/passes/parallel/test_split_stages.py",),

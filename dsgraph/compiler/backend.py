@@ -18,6 +18,7 @@ from torch.fx import GraphModule
 from dsgraph import compat
 from dsgraph.byte_counts import on_device
 from dsgraph.errors import OptionError, StrictError
+from dsgraph.passes.ir.graph import placeholders
 from dsgraph.passes.parallel.stage_graphs import StageGraphModule
 from dsgraph.passes.regions.captured import open_regions
 from dsgraph.sharding.agreement import Agreements
@@ -150,6 +151,7 @@ class Backend:
             inputs=inputs,
             facts=facts,
             sums=sums,
+            input_names=tuple(node.name for node in placeholders(gm)),
         )
         names = full_names(inputs, facts, module)
         if names:

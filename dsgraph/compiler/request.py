@@ -40,6 +40,7 @@ class CompileRequest:
         communication: What the graph communicates, which ranks compare at each run.
         regions: Functions that the graph calls for each of several blocks.
         sums: Which inputs are accumulated gradients that the graph's markers add.
+        input_names: Dynamo's name of each input, after where it found it: "l_input_ids_".
     """
 
     number: int
@@ -54,6 +55,7 @@ class CompileRequest:
     lines: tuple[str, ...] = ()
     is_new: bool = True
     sums: tuple[int, ...] = ()
+    input_names: tuple[str, ...] = ()
     communication: Communication = field(default_factory=Communication)
     regions: Captured = field(default_factory=Captured)
 
