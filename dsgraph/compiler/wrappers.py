@@ -13,6 +13,7 @@ from dsgraph.sharding.replaced_data import refuse_replaced_data
 from dsgraph.step.state import PartitionState
 from dsgraph.step.watched_graphs import watch_sums
 
+from .limit_watch import watch_limit
 from .request import CompileRequest, GraphCompiler
 
 Compiled = Callable[..., Any]
@@ -78,6 +79,7 @@ WRAPPERS: tuple[Callable[[Compiled, CompileRequest, GraphCompiler], Compiled], .
     watch_added_sums,
     read_full_tensors,
     refuse_replaced,
+    watch_limit,
 )
 """Applied in this order: the last is outermost."""
 

@@ -16,7 +16,7 @@ from functools import cached_property
 import torch
 from torch.fx import GraphModule, Node
 
-from dsgraph.passes.analysis.cost import CostModel, hint, tensor_bytes
+from dsgraph.passes.analysis.cost import UNKNOWN_SIZE, CostModel, hint, size_hints, tensor_bytes
 from dsgraph.passes.analysis.fusion import inlined
 from dsgraph.passes.analysis.pieces import GraphMemory
 from dsgraph.passes.compat import OpOverload, is_tangent
@@ -243,7 +243,7 @@ class _Reader:
         value = node.meta.get("val")
         if not isinstance(value, torch.Tensor) or _is_alias(node):
             return 0
-        return hint(tensor_bytes(value), unknown=1)
+        return hint(tensor_bytes(value), size_hints(value), unknown=UNKNOWN_SIZE)
 
     def _seconds(self, node: Node) -> float:
         if must(node, Choice.RECOMPUTE):
@@ -281,4 +281,4 @@ def _may_repeat(node: Node) -> bool:
         and torch.Tag.nondeterministic_seeded in target.tags
     ):
         return True
-    return is_plain(node) and not is_barrier(node)
+    return is_plain(node, symbolic=True) and not is_barrier(node)
