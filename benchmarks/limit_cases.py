@@ -58,7 +58,8 @@ class UNet(nn.Module):
 
     def forward(self, pixel_values: Tensor, labels: Tensor) -> dict[str, Tensor]:
         """Return the mean square error of an image that is repainted, and the image."""
-        x, kept = pixel_values, list[Tensor]()
+        x = pixel_values
+        kept: list[Tensor] = []
         for block in self.down:
             x = block(x)
             kept.append(x)

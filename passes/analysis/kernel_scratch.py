@@ -31,6 +31,7 @@ aten = torch.ops.aten
 _ROUNDING = 16  # channels of a block in oneDNN's layouts
 _UNBLOCKED = 4  # a convolution of so few channels reads them as they are
 _SMALL = 2**14  # bytes that oneDNN's kernels take for themselves, whatever the sizes
+_SCALARS = 64  # bytes of the sums of a loss
 _TILE, _KEY_TILE = 256, 512  # the largest tiles of attention, in queries and keys
 
 
@@ -114,7 +115,7 @@ def _gradient(node: Node, operands: Sequence[Tensor], results: Sequence[Tensor])
 
 
 def _each_element(node: Node, operands: Sequence[Tensor], results: Sequence[Tensor]) -> int:
-    return max(map(_bytes, operands))
+    return max(map(_bytes, operands)) + _SCALARS
 
 
 def _each_element_twice(node: Node, operands: Sequence[Tensor], results: Sequence[Tensor]) -> int:
