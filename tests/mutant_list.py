@@ -839,6 +839,13 @@ MEMORY = (
         killers=("tests/compiler/test_limit_scope.py::test_torchs_own_budget_is_refused_by_name",),
     ),
     Mutant(
+        *("batch-norm-repeated", "passes/memory/forward_values.py", "missing check"),
+        *("return node not in self.once and _may_repeat(node)", "return _may_repeat(node)"),
+        killers=(
+            "tests/compiler/test_limit_scope.py::test_what_reads_a_running_mean_is_not_repeated_with_the_new_one",
+        ),
+    ),
+    Mutant(
         *("two-forwards-pass", "dsgraph/compiler/limit_watch.py", "missing step"),
         *("state.open_forwards.add(forward)", "pass"),
         killers=("tests/compiler/test_limit_watch.py",),

@@ -7,6 +7,7 @@ and four threads):
     matmul          oneDNN reorders operands of bfloat16 and float16; an operand without a stride of 1 is copied
     attention       a tile of scores for each thread
     upsampling      a contiguous copy of both sides; in the backward of the gradient
+    dropout         its mask in the type of its operand
     losses          the loss of each element, before it is averaged
     pointwise       a copy of each operand that is converted to the type that is computed in
     backwards       a contiguous copy of an expanded gradient
@@ -57,6 +58,22 @@ def scratch_bytes(node: Node, *, fused: bool = False) -> int:
     if torch.Tag.pointwise in node.target.tags and node.target not in _CONVERTING:
         return _converted(operands)
     return 0
+
+
+def oversized_bytes(node: Node, *, fused: bool = False) -> int:
+    """Return how much more memory a node's result fills than its elements.
+
+    The mean of these losses is written to the first bytes of the losses of all elements.
+
+    Args:
+        node: See `scratch_bytes`.
+        fused: See `scratch_bytes`.
+    """
+    if fused or not isinstance(node.target, OpOverload) or node.target.overloadpacket not in _IN_PLACE_MEANS:
+        return 0
+    (result,) = _tensors(node.meta["val"])
+    operands = [x for argument in node.args for x in _read(argument)]
+    return max(0, max(map(_bytes, operands)) - _bytes(result)) if result.device.type == "cpu" else 0
 
 
 def _convolution(node: Node, operands: Sequence[Tensor], results: Sequence[Tensor]) -> int:
@@ -122,6 +139,12 @@ def _each_element_twice(node: Node, operands: Sequence[Tensor], results: Sequenc
     return 2 * _each_element(node, operands, results)
 
 
+def _group_sums(node: Node, operands: Sequence[Tensor], results: Sequence[Tensor]) -> int:
+    """Two sums for each image and channel."""
+    sums = 2 * math.prod(hint(n, unknown=UNKNOWN_SIZE) for n in operands[1].shape[:2])
+    return sums * operands[1].element_size() + _expanded_operands(node, operands, results)
+
+
 def _mask(node: Node, operands: Sequence[Tensor], results: Sequence[Tensor]) -> int:
     return _elements(results[0]) + 4 * _elements(results[0]) // max(1, results[0].shape[-1]) + _SMALL
 
@@ -135,6 +158,8 @@ def _sum(node: Node, operands: Sequence[Tensor], results: Sequence[Tensor]) -> i
     differs = operands[0].dtype != results[0].dtype
     return _elements(operands[0]) * results[0].element_size() if differs else 0
 
+
+_IN_PLACE_MEANS = (aten.mse_loss, aten.smooth_l1_loss)
 
 Bound = Callable[[Node, Sequence[Tensor], Sequence[Tensor]], int]
 
@@ -168,9 +193,10 @@ _EAGER: Mapping[Any, Bound] = {
         ),
         _gradient,
     ),
-    **dict.fromkeys((aten.mse_loss, aten.smooth_l1_loss, aten.huber_loss, aten.logsumexp), _each_element),
+    **dict.fromkeys((*_IN_PLACE_MEANS, aten.huber_loss, aten.logsumexp, aten.native_dropout), _each_element),
     aten.binary_cross_entropy_with_logits: _each_element_twice,
     aten._safe_softmax: _mask,
+    aten.native_group_norm_backward: _group_sums,
     **dict.fromkeys((aten.sum, aten.mean), _sum),
     **dict.fromkeys(
         (
@@ -186,7 +212,6 @@ _EAGER: Mapping[Any, Bound] = {
             aten.grid_sampler_2d_backward,
             aten.im2col,
             aten.max_pool2d_with_indices_backward,
-            aten.native_group_norm_backward,
             aten.native_layer_norm_backward,
             aten.reflection_pad2d_backward,
         ),

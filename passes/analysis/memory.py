@@ -25,7 +25,7 @@ from dsgraph.passes.ir.regions import body_called, is_region_call
 
 from .cost import UNKNOWN_SIZE, hint, tensor_bytes
 from .fusion import inlined, is_concatenation, writes_over_operands
-from .kernel_scratch import scratch_bytes
+from .kernel_scratch import oversized_bytes, scratch_bytes
 from .pieces import GraphMemory, MemoryKind, Piece
 
 
@@ -161,7 +161,8 @@ class _Table:
         if key not in own:
             own[key] = f"{node.name}:{len(own)}" if own else node.name
             kind = MemoryKind.COMMUNICATION if is_collective(node) else MemoryKind.OTHER
-            self.pieces.append(Piece(own[key], _storage_bytes(result), kind, first=number, last=number))
+            size = _storage_bytes(result) + oversized_bytes(node, fused=self._fused)
+            self.pieces.append(Piece(own[key], size, kind, first=number, last=number))
         return (own[key],)
 
 

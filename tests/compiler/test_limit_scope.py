@@ -74,6 +74,33 @@ def test_smaller_batches_keep_the_limit_and_larger_ones_do_not_run_their_graph()
         _step(compiled, 600)
 
 
+class _Normed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Conv1d(8, 8, 3, padding=1), nn.BatchNorm1d(8)) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = x + block(x).relu()
+        return x.square().mean()
+
+
+def _normed(limit: int | None) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    model, compiled = _compiled(limit, _Normed())
+    compiled(torch.randn(8, 8, WIDTH)).backward()
+    return [*(param.grad.full_tensor() for param in model.parameters()), *model.buffers()]
+
+
+def test_what_reads_a_running_mean_is_not_repeated_with_the_new_one():
+    torch.manual_seed(0)
+    _, compiled = _compiled(1000, _Normed())
+    with pytest.raises(Exception, match="a step takes") as refused:
+        compiled(torch.randn(8, 8, WIDTH))
+    least = int(re.search(r"a step takes ([\d,]+) at least", str(refused.value))[1].replace(",", ""))
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(_normed(least), _normed(None), strict=True))
+
+
 def test_sizes_up_to_a_maximum_are_named_as_not_planned_for():
     _, compiled = _compiled(10**9)
     x = torch.randn(64, WIDTH)

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from dsgraph.passes.analysis.kernel_scratch import scratch_bytes
+from dsgraph.passes.analysis.kernel_scratch import oversized_bytes, scratch_bytes
 
 aten = torch.ops.aten
 
@@ -51,6 +51,7 @@ CASES = {
     "backward": (_convolve_backward, GRADIENT, X, WEIGHT),
     "upsampling": (lambda x: F.interpolate(x, scale_factor=2.0), X),
     "loss": (lambda x, y: F.mse_loss(x, y), X, X + 1),
+    "dropout": (lambda x: aten.native_dropout(x, 0.1, True), X),
     "conversion": (torch.mul, X, MASK),
 }
 
@@ -60,6 +61,13 @@ def test_a_bound_holds_and_is_near(case):
     op, *args = CASES[case]
     measured, bound = _measured(op, *args), _bound(op, *args)
     assert measured > 0 and measured <= bound <= 2 * measured + 2**16
+
+
+def test_the_mean_of_a_loss_keeps_the_memory_of_all_elements():
+    graph = make_fx(lambda x, y: F.mse_loss(x, y), tracing_mode="fake")(X, X + 1).graph
+    (loss,) = graph.find_nodes(op="call_function", target=aten.mse_loss.default)
+    assert oversized_bytes(loss) + 4 == F.mse_loss(X, X + 1).untyped_storage().nbytes()
+    assert not oversized_bytes(loss, fused=True)
 
 
 def test_kernels_of_inductor_hold_nothing():
