@@ -38,10 +38,10 @@ def read_bytes(value: object) -> object:
         return None
     if isinstance(value, bool) or not isinstance(value, Real):
         raise ValueError(f"it takes {TAKES_BYTES}")
-    is_bytes = isinstance(value, Integral)
-    if not math.isfinite(value) or value <= 0 or (not is_bytes and value > 1):
+    number = int(value) if isinstance(value, Integral) else float(value)
+    if not math.isfinite(number) or number <= 0 or (isinstance(number, float) and number > 1):
         raise ValueError(f"it takes {TAKES_BYTES}")
-    return int(value) if is_bytes else float(value)
+    return number
 
 
 def on_device(size: float, device_type: str, environ: Mapping[str, str] = os.environ) -> int:

@@ -862,7 +862,7 @@ MEMORY = (
     ),
     Mutant(
         *("numpys-integer-is-a-share", "dsgraph/byte_counts.py", "wrong type"),
-        *("isinstance(value, Integral)", "isinstance(value, int)"),
+        *("if isinstance(value, Integral)", "if isinstance(value, int)"),
         killers=("tests/test_byte_counts.py",),
     ),
     Mutant(
