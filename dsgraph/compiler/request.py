@@ -18,6 +18,7 @@ from dsgraph.sharding.agreement import Agreement
 from .costs.agreed import DEFAULTS
 from .frames import Capture
 from .options import BackendOptions
+from .runs import Communication
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,7 @@ class CompileRequest:
         is_new: Whether the ranks have not compiled such a graph before, so that all of them compile it now.
         limit_gap: Why the memory limit cannot be promised for steps that run the graph; empty where it can, or where
             none was given.
+        communication: What the graph communicates, which ranks compare at each run.
         regions: Functions that the graph calls for each of several blocks.
         sums: Which inputs are accumulated gradients that the graph's markers add.
     """
@@ -55,6 +57,7 @@ class CompileRequest:
     is_new: bool = True
     sums: tuple[int, ...] = ()
     limit_gap: str = ""
+    communication: Communication = field(default_factory=Communication)
     regions: Captured = field(default_factory=Captured)
 
     @property
