@@ -126,7 +126,7 @@ _FAMILIES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "qwen3": ("Qwen3ForCausalLM", {**_KEY_VALUE, "head_dim": 16}),
     "gemma": ("GemmaForCausalLM", {**_KEY_VALUE, "head_dim": 16}),
     "phi": ("PhiForCausalLM", _USUAL),
-    "stablelm": ("StableLmForCausalLM", _USUAL),
+    "stablelm": ("StableLmForCausalLM", {**_USUAL, "num_key_value_heads": HEADS}),
     "bert": ("BertModel", _USUAL),
     "roberta": ("RobertaForMaskedLM", _USUAL),
     "distilbert": (

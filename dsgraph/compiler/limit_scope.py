@@ -95,6 +95,8 @@ def bound_sizes(gm: GraphModule, inputs: Sequence[Any], capture: Capture) -> str
             "larger batches were compiled as often as torch._dynamo.config.recompile_limit allows, so that the last "
             "graph runs any size: begin with the largest batch, or pad batches to few sizes"
         )
+    if any(number is None for _, number in sizes):
+        return "the data decide sizes of the graph (mark_unbacked): use mark_dynamic"
     for size, number in sizes:
         bool(size <= number)
     return ""
@@ -111,9 +113,9 @@ def over_limit(request: CompileRequest, outcome: CompileOutcome) -> str:
     )
 
 
-def _symbolic_sizes(gm: GraphModule) -> list[tuple[torch.SymInt, int]]:
-    """The sizes of a graph's inputs that may differ from run to run, with those at hand."""
-    found: dict[str, tuple[torch.SymInt, int]] = {}
+def _symbolic_sizes(gm: GraphModule) -> list[tuple[torch.SymInt, int | None]]:
+    """The sizes of a graph's inputs that may differ from run to run, with those at hand; None where the data decide."""
+    found: dict[str, tuple[torch.SymInt, int | None]] = {}
     for node in placeholders(gm):
         value = node.meta.get("example_value", node.meta.get("val"))
         for size in value.shape if isinstance(value, torch.Tensor) else (value,):

@@ -209,7 +209,7 @@ class PartitionState(PartitionedModel):
         step = ("accumulating", "gradients_stay_local", "sums_were_read", "awaiting_last_backward")
         label = self.label or " of a copy"
         idle = {"reducing_in": -1, "phase": StepPhase.IDLE, "label": label}
-        limits = {"open_forwards": weakref.WeakSet(), "limit_gaps": []}
+        limits: dict[str, Any] = {"open_forwards": weakref.WeakSet(), "limit_gaps": []}
         return {**self.__dict__, **dict.fromkeys(step, False), **idle, **limits}
 
     def note_gradient(self) -> None:
