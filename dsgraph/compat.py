@@ -477,6 +477,18 @@ def compile_metrics() -> list[Any]:
     return get_compilation_metrics()
 
 
+def activation_memory_budget() -> float:
+    """Return the share of activations that torch's own partitioner may save; 1.0 unless somebody has set it."""
+    from torch._functorch import config as functorch_config
+
+    return float(functorch_config.activation_memory_budget)
+
+
+def is_marked_with_maximum(tensor: torch.Tensor) -> bool:
+    """Return whether `torch._dynamo.mark_dynamic` was given the largest size of one of a tensor's dimensions."""
+    return any(marked.max is not None for marked in getattr(tensor, "_dynamo_dynamic_range", ()))
+
+
 def recompile_limit() -> int:
     """How often Dynamo compiles a function before it runs it uncompiled."""
     return int(torch._dynamo.config.recompile_limit)

@@ -880,6 +880,57 @@ ENGINE = (
 
 MEMORY = (
     Mutant(
+        *("limit-forgets-unread-parameters", "dsgraph/compiler/limit_scope.py", "missing step"),
+        *("unread=tuple(parameter_info(", "unread=() and tuple(parameter_info("),
+        killers=(
+            "tests/compiler/test_limit_scope.py::test_a_parameter_that_the_forward_does_not_read_counts_and_keeps_the_limit_on",
+        ),
+    ),
+    Mutant(
+        *("limit-of-any-size", "dsgraph/compiler/limit_scope.py", "missing check"),
+        *("bool(size <= number)", "pass"),
+        killers=(
+            "tests/compiler/test_limit_scope.py::test_smaller_batches_keep_the_limit_and_larger_ones_do_not_run_their_graph",
+        ),
+    ),
+    Mutant(
+        *("limit-promised-for-a-block", "dsgraph/compiler/limit_scope.py", "missing check"),
+        *("if not all(id(entry.param) in own for entry in entries):", "if False:"),
+        killers=("tests/compiler/test_limit_scope.py::test_blocks_compiled_one_by_one_are_named",),
+    ),
+    Mutant(
+        *("torchs-budget-passes", "dsgraph/compiler/limit_scope.py", "missing check"),
+        *("if budget != 1.0:", "if budget > 1.0:"),
+        killers=("tests/compiler/test_limit_scope.py::test_torchs_own_budget_is_refused_by_name",),
+    ),
+    Mutant(
+        *("batch-norm-repeated", "passes/memory/forward_values.py", "missing check"),
+        *("return node not in self.once and _may_repeat(node)", "return _may_repeat(node)"),
+        killers=(
+            "tests/compiler/test_limit_scope.py::test_what_reads_a_running_mean_is_not_repeated_with_the_new_one",
+        ),
+    ),
+    Mutant(
+        *("two-forwards-pass", "dsgraph/compiler/limit_watch.py", "missing step"),
+        *("state.open_forwards.add(forward)", "pass"),
+        killers=("tests/compiler/test_limit_watch.py",),
+    ),
+    Mutant(
+        *("outputs-of-the-step-before-forgotten", "passes/analysis/step_memory.py", "missing term"),
+        *("+ self._keeps_outputs * self._outputs[-1]  # of the step before", "+ 0"),
+        killers=("tests/passes/analysis/test_step_memory.py",),
+    ),
+    Mutant(
+        *("convolution-reorders-no-input", "passes/analysis/kernel_scratch.py", "missing term"),
+        *("_expanded(gradient) + _blocked(x)", "_expanded(gradient)"),
+        killers=("tests/passes/analysis/test_kernel_scratch.py",),
+    ),
+    Mutant(
+        *("numpys-integer-is-a-share", "dsgraph/byte_counts.py", "wrong type"),
+        *("if isinstance(value, Integral)", "if isinstance(value, int)"),
+        killers=("tests/test_byte_counts.py",),
+    ),
+    Mutant(
         *("plan-moves-nothing", "passes/memory/fit.py", "missing step"),
         *("choices |= {name: Choice.OFFLOAD for name in self.offloaded if name in names}", "pass"),
         killers=("tests/distributed/test_memory_limit.py",),

@@ -20,6 +20,7 @@ from dsgraph.step.state import PartitionState, partition_states
 from dsgraph.step.watched_graphs import watch_sums
 
 from .capture import partitioned_mesh
+from .limit_watch import watch_limit
 from .request import CompileRequest, GraphCompiler
 from .runs import compare_runs
 
@@ -139,6 +140,7 @@ WRAPPERS: tuple[Callable[[Compiled, CompileRequest, GraphCompiler], Compiled], .
     read_full_tensors,
     refuse_replaced,
     compare_batches,
+    watch_limit,
 )
 """Applied in this order: the last is outermost."""
 
