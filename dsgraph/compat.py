@@ -109,6 +109,11 @@ def running_backward() -> int:
     return torch._C._current_graph_task_id()
 
 
+def is_compiled_backward(node: Any) -> bool:
+    """Return True for the autograd node that AOTAutograd makes of a compiled graph's backward."""
+    return type(node).__name__ == "CompiledFunctionBackward"
+
+
 def accumulates(leaf: Any) -> bool:
     """Whether the running backward adds a gradient to the `.grad` of a leaf, of which this is the autograd node."""
     try:

@@ -284,8 +284,23 @@ SHARDING = (
     ),
     Mutant(
         *("eager-ranks-part-unseen", "dsgraph/sharding/eager_agreement.py", "missing check"),
-        *("note.number == number and note.intent != intent", "note.intent != note.intent"),
+        *("elif notes.own.differs_at(note):", "elif note.intent != note.intent:"),
         killers=("tests/distributed/test_eager_agreement.py",),
+    ),
+    Mutant(
+        *("runs-compared-without-names", "dsgraph/sharding/rank_notes.py", "missing check"),
+        *("Intent(does, digest=_digest(parameters), parameters", 'Intent(does, digest="", parameters'),
+        killers=("tests/distributed/test_compiled_runs.py",),
+    ),
+    Mutant(
+        *("optimizer-steps-alone", "dsgraph/step/guards.py", "missing check"),
+        *('living.agree(f"steps {type(optimizer).__name__}")', "pass"),
+        killers=("tests/distributed/test_compiled_runs.py",),
+    ),
+    Mutant(
+        *("backward-runs-uncompared", "dsgraph/compiler/runs.py", "missing check"),
+        *("if agreement.patience:", "if not agreement.patience:"),
+        killers=("tests/distributed/test_compiled_runs.py",),
     ),
     Mutant(
         *("reduce-dtype-of-the-master", "dsgraph/sharding/layout.py", "missing cast"),

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,20 +18,21 @@ from torch.fx import GraphModule
 from dsgraph import compat
 from dsgraph.byte_counts import on_device
 from dsgraph.errors import OptionError, StrictError
-from dsgraph.passes import CaptureFacts
 from dsgraph.passes.parallel.stage_graphs import StageGraphModule
 from dsgraph.passes.regions.captured import open_regions
 from dsgraph.sharding.agreement import Agreements
+from dsgraph.sharding.rank_notes import Intent
 from dsgraph.step.state import partition_states
 from dsgraph.step.step_copies import choose_step_copies
 
-from .capture import communication_lines, partitioned_mesh, read_facts, refuse_added_parameters
+from .capture import communication_lines, full_names, partitioned_mesh, read_facts, refuse_added_parameters
 from .captured_sums import add_sums
 from .captured_writes import refuse_writes
 from .costs.agreed import known_costs
 from .frames import read_capture
 from .options import MEMORY_SHARE, BackendOptions, by_plan_alone, parse_options
 from .request import CompileObserver, CompilerChoice, CompileRequest, Watches
+from .runs import Communication
 from .spare_memory import is_whole_model, spare_bytes
 from .transforms import move_markers_ahead
 from .usual import Usual
@@ -159,6 +161,12 @@ class Backend:
             facts=facts,
             sums=sums,
         )
+        names = full_names(inputs, facts, module)
+        if names:
+            where = Path(capture.function.file).name
+            place = f"{capture.function.function} ({where})"
+            talk = Communication.of(gm, names, place=place, training=_reduces(inputs, names))
+            request = replace(request, communication=talk)
         if facts.params:
             return self._agreed(request, gm, choice)
         _refuse_limit_without_parts(request)
@@ -170,6 +178,12 @@ class Backend:
         mesh = partitioned_mesh(inputs, facts)
         assert mesh is not None
         agreement = self.agreements.over(mesh)
+        names = dict(request.communication.parameters)
+        training = _reduces(inputs, facts.params)
+        agreement.announce(
+            Intent("compiles a graph", place=request.communication.place),
+            communication_lines(gm, facts, names, training=training),
+        )
         known = known_costs(agreement, mesh.device_type)
         limit = _memory_limit(options, facts.device_type)
         keeps = options.memory_limit is not None and is_whole_model(facts, request.module)
@@ -179,7 +193,7 @@ class Backend:
         facts = replace(facts, memory_limit=limit, keeps_limit=keeps, offload_tier=tier)
         known_facts = replace(facts, costs=known.model(mesh, facts.axes))
         facts = choice.facts(known_facts, options)
-        communication = communication_lines(gm, facts, training=_reduces(facts))
+        communication = communication_lines(gm, facts, names, training=training)
         spare = partial(spare_bytes, gm, inputs, facts=facts, module=request.module)
         keep_bytes = agreement.least_spare([f"within {facts.memory_limit}", *communication], spare)
         lines = (*(f"pass {item.name}" for item in options.pipeline), *communication)
@@ -235,5 +249,5 @@ def _memory_limit(options: BackendOptions, device_type: str) -> int | None:
     return None if limit is None else on_device(limit, device_type)
 
 
-def _reduces(facts: CaptureFacts) -> bool:
-    return torch.is_grad_enabled() and any(info.requires_grad for info in facts.params.values())
+def _reduces(inputs: Sequence[Any], parameters: Iterable[int]) -> bool:
+    return torch.is_grad_enabled() and any(inputs[number].requires_grad for number in parameters)

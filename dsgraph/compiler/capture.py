@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
@@ -187,26 +187,57 @@ def _shard_shape(value: DTensor) -> tuple[int, ...]:
 
 
 def partitioned_mesh(inputs: Sequence[Any], facts: CaptureFacts) -> DeviceMesh | None:
-    """The mesh of the graph's partitioned parameters; None when it has none."""
-    for number in facts.params:
+    """The mesh of the graph's partitioned parameters, or of those that are sliced; None when it has neither."""
+    for number in (*facts.params, *_sliced_numbers(facts)):
         mesh: DeviceMesh = inputs[number].device_mesh
         return mesh
     return None
 
 
-def communication_lines(gm: GraphModule, facts: CaptureFacts, *, training: bool) -> list[str]:
-    """One line for each marker and each of the user's own collectives, in program order, equal on all ranks."""
+def _sliced_numbers(facts: CaptureFacts) -> list[int]:
+    return [number for number, item in facts.roles.items() if item.slice_group]
+
+
+def full_names(inputs: Sequence[Any], facts: CaptureFacts, module: nn.Module | None) -> dict[int, str]:
+    """Return the number of each input that is a parameter -> its name in the partitioned model.
+
+    Parameters that were put in place of those that `partition` has named are named here, for later calls of the graph.
+    """
+    known: dict[int, str] = {}
+    for state in _states(inputs, module):
+        for entry in state.parameters:
+            known[id(entry.param)] = entry.param.__dict__.setdefault("dsgraph_name", entry.name + state.label)
+    sliced = {number: facts.roles[number].parameter for number in _sliced_numbers(facts)}
+    return sliced | {number: known.get(id(inputs[number]), info.name) for number, info in facts.params.items()}
+
+
+def communication_lines(
+    gm: GraphModule, facts: CaptureFacts, parameters: Mapping[int, str], *, training: bool
+) -> list[str]:
+    """Return one line for each marker and each of the user's own collectives, and one for each parameter.
+
+    They are in program order, and equal on all ranks.
+
+    Args:
+        gm: The captured graph.
+        facts: What is known of it.
+        parameters: Input number -> full name.
+        training: True if gradients are reduced.
+    """
     names = {axis.group: axis.name for axis in facts.axes}
+    numbers = {node: number for number, node in enumerate(placeholders(gm))}
     lines = [f"training={training}"]
     for module in all_graph_modules(gm):
         for node in module.graph.nodes:
             if is_gather_marker(node):
-                lines.append(_describe_marker(node, names))
+                (shard,) = node.args[0].all_input_nodes or [node.args[0]]
+                whose = parameters.get(numbers.get(shard, -1), "")
+                lines.append(_describe_marker(node, names) + f", of {whose!r}" * bool(whose))
             elif is_collective(node):
                 call = bound_arguments(node)
                 group = name_on_all_ranks(call.get("group_name", ""), names)
                 lines.append(f"{node.target} {_shape(node.all_input_nodes[0])} over {group}")
-    return lines
+    return [*lines, *(f"reads {name!r}" for name in parameters.values())]
 
 
 def parameter_name(source: str) -> str:

@@ -18,6 +18,7 @@ from dsgraph.sharding.agreement import Agreement
 from .costs.agreed import DEFAULTS
 from .frames import Capture
 from .options import BackendOptions
+from .runs import Communication
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,7 @@ class CompileRequest:
         agreement: Of the ranks over which the graph's parameters are partitioned; None where none are.
         lines: The passes that are to run, and what the graph communicates: the same on all those ranks.
         is_new: Whether the ranks have not compiled such a graph before, so that all of them compile it now.
+        communication: What the graph communicates, which ranks compare at each run.
         regions: Functions that the graph calls for each of several blocks.
         sums: Which inputs are accumulated gradients that the graph's markers add.
     """
@@ -52,6 +54,7 @@ class CompileRequest:
     lines: tuple[str, ...] = ()
     is_new: bool = True
     sums: tuple[int, ...] = ()
+    communication: Communication = field(default_factory=Communication)
     regions: Captured = field(default_factory=Captured)
 
     @property

@@ -10,10 +10,12 @@ from torch import Tensor
 
 from dsgraph.sharding.full_tensor import FullTensor
 from dsgraph.sharding.replaced_data import refuse_replaced_data
-from dsgraph.step.state import PartitionState
+from dsgraph.step.state import PartitionState, partition_states
 from dsgraph.step.watched_graphs import watch_sums
 
+from .capture import partitioned_mesh
 from .request import CompileRequest, GraphCompiler
+from .runs import compare_runs
 
 Compiled = Callable[..., Any]
 
@@ -37,6 +39,15 @@ def refresh_copies(compiled: Compiled, request: CompileRequest, compiler: GraphC
         return outputs
 
     return run
+
+
+def compare_ranks(compiled: Compiled, request: CompileRequest, _: GraphCompiler) -> Compiled:
+    """`compiled`, of which ranks compare each run ahead of its collectives."""
+    mesh = partitioned_mesh(request.inputs, request.facts)
+    if mesh is None:
+        return compiled
+    states = partition_states(request.module) if request.module is not None else []
+    return compare_runs(compiled, request.communication, mesh, states)
 
 
 def watch_added_sums(compiled: Compiled, request: CompileRequest, _: GraphCompiler) -> Compiled:
@@ -74,6 +85,7 @@ def refuse_replaced(compiled: Compiled, request: CompileRequest, _: GraphCompile
 
 
 WRAPPERS: tuple[Callable[[Compiled, CompileRequest, GraphCompiler], Compiled], ...] = (
+    compare_ranks,
     refresh_copies,
     watch_added_sums,
     read_full_tensors,

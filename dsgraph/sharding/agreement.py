@@ -17,8 +17,10 @@ from dsgraph import compat
 from dsgraph.errors import RanksDisagreeError
 from dsgraph.inductor_ext import backend_name
 
+from .eager_agreement import EagerAgreement, eager_agreements
 from .mesh import axis_group, mesh_ranks, shard_dim
 from .presence import Presence, presences
+from .rank_notes import Intent
 
 _Known = TypeVar("_Known")
 
@@ -36,11 +38,13 @@ class Agreement:
         ranks: Global ranks that take part.
         timeout: How long to wait for the slowest of them.
         agreed: Hashes that all of them are known to have confirmed.
+        runs: Compares that all of them come here, and not to another collective; None where the others are not real.
     """
 
     ranks: tuple[int, ...]
     timeout: timedelta
     agreed: set[str] = field(default_factory=set)
+    runs: EagerAgreement | None = None
     _known: dict[str, Any] = field(default_factory=dict)
 
     @staticmethod
@@ -49,11 +53,32 @@ class Agreement:
         group = axis_group(mesh, shard_dim(mesh))
         if backend_name(group, mesh.device_type) == "fake":
             return Agreement((dist.get_rank(),), timedelta())
-        return Agreement(tuple(mesh_ranks(mesh)), compat.group_timeout(group, mesh.device_type))
+        ranks = tuple(mesh_ranks(mesh))
+        runs = eager_agreements.over(mesh, tuple(sorted(ranks)))
+        return Agreement(ranks, compat.group_timeout(group, mesh.device_type), runs=runs)
 
     def knows(self, lines: Sequence[str]) -> bool:
         """Whether exactly these lines were agreed on before."""
         return _digest(lines) in self.agreed
+
+    def announce(self, intent: Intent, lines: Sequence[str]) -> None:
+        """Compare an intent with those of the other ranks, the first time that it comes with these lines.
+
+        Args:
+            intent: What this rank is about to do.
+            lines: What that is about; later calls with the same lines do nothing.
+
+        Raises:
+            RanksDisagreeError: Another rank does something else, has ended, or did not come in time.
+        """
+        digest = _digest([str(intent.does), *lines])
+        if digest not in self.agreed:
+            self._come(intent)
+            self.agreed.add(digest)
+
+    def _come(self, intent: Intent) -> None:
+        if self.runs is not None and self.runs.patience:
+            self.runs.confirm(intent, waits=True)
 
     def confirm(self, would: str, lines: Sequence[str] | None, *, steps: Sequence[str] = ()) -> None:
         """Compares `lines` with those of all other ranks.
@@ -84,6 +109,7 @@ class Agreement:
         """
         if len(self.ranks) == 1:
             return {self.ranks[0]: text}
+        self._come(Intent(f"waits until all ranks say {what}"))
         presence = presences.now()
         store, rank = presence.store, presence.rank
         prefix = self._meeting(store, rank)
@@ -136,6 +162,7 @@ class Agreement:
         return f"dsgraph/{members}/{store.add(f'dsgraph/{members}/meetings/{rank}', 1)}"
 
     def _compare(self, would: str, lines: Sequence[str] | None, steps: Sequence[str]) -> None:
+        self._come(Intent(f"compares whether ranks {would}"))
         presence = presences.now()
         store, rank = presence.store, presence.rank
         prefix = self._meeting(store, rank)

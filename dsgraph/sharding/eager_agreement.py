@@ -1,19 +1,24 @@
-"""Ranks agree on each eager collective, which gloo would else mix up, abort in, or wait in for minutes.
+"""Ranks agree on what they are about to do together, before the first byte: gloo would mix it up, abort or wait.
 
-A graph's collectives are compared when it is compiled. Those of eager code come one by one. Ahead of each a rank notes
-in the process group's store what it is about to do: one key a rank, overwritten each time, and nobody waits for it.
-What follows what is learned: where a collective is not the one that followed the last few of them before, a rank waits
-for the notes of all others, and raises if one differs. Where it is, no rank waits. So all ranks learn the same, and a
-rank that leaves the known way alone finds out from the notes of the others, which wait in a collective that it never
-joins: it raises, and they do when its process ends.
+Before each eager collective, each run of a compiled graph that communicates (forward and backward are two), each step
+of an optimizer, and each meeting of an `Agreement`, a rank notes in the process group's store what it is about to do:
+one key a rank, overwritten each time. A rank waits for the notes of all others, and raises if one differs,
+
+- at the first of these in each forward and in each backward, and
+- where it is not the one that followed the last few of them before.
+
+Elsewhere no rank waits. All ranks learn alike what follows what, so a rank that leaves the known way alone is one that
+waits: it finds out from the notes of the others, which are in a collective that it never joins. It raises, and they do
+when its process ends. A note holds digests of everything up to it, with the parameters of compiled graphs and the
+number of optimizer steps, so a difference that no rank waited for is found at the next wait.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
+import logging
 import math
 import os
+import re
 import sys
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
@@ -25,14 +30,16 @@ import torch.distributed as dist
 from torch.distributed.tensor import DeviceMesh
 
 from dsgraph import compat
-from dsgraph.errors import PartitionError, RanksDisagreeError, on_one_line
+from dsgraph.errors import PartitionError, RanksDisagreeError
 from dsgraph.inductor_ext import backend_name
 
 from .mesh import axis_group, shard_dim
-from .presence import Presence, presences
+from .rank_notes import Intent, Notes
 
 VARIABLE = "DSGRAPH_EAGER_PATIENCE"
 _DEFAULT_PATIENCE = 30.0
+# After how many seconds of waiting a rank logs where it and the others are.
+_SLOW = 10.0
 # By how many collectives it is told which one follows: a tied weight is used in several places.
 _CONTEXT = 4
 
@@ -43,7 +50,13 @@ _READ_EVERYWHERE = (
 _SYNCED = (
     "A rank whose sequences are complete must go on while others generate: call model.generate(..., synced_gpus=True)"
 )
-_SAME_PARTS = "Every rank must run the same parts of the model, equally often and in the same order"
+_SAME_PARTS = (
+    "Every rank must run the same parts of the model, equally often and in the same order: a rank that has nothing for "
+    "a part runs it with a batch of zeros"
+)
+_SAME_STEPS = "An optimizer must step on all ranks or on none"
+
+_log = logging.getLogger("dsgraph")
 
 
 def patience_of(environ: Mapping[str, str] = os.environ) -> float:
@@ -68,62 +81,24 @@ def is_outside() -> bool:
     return compat.running_backward() < 0 and not _is_running(compat.MODULE_CALL.co_name)
 
 
-@dataclass(frozen=True)
-class Intent:
-    """What a rank is about to do.
-
-    Attributes:
-        does: In words, equal on all ranks: "gathers parameter 'layer.weight'".
-        outside: Whether it does so outside any forward or backward.
-    """
-
-    does: str
-    outside: bool = False
-
-    def __str__(self) -> str:
-        return self.does + " outside a forward" * self.outside
-
-
-@dataclass(frozen=True)
-class _Note:
-    """What a rank says of itself.
-
-    Attributes:
-        number: How many eager collectives it has come to.
-        intent: The last of them.
-        failed: The last of them on which ranks did not agree; 0 if there is none. Who comes to it late finds it here.
-        wrong: What was wrong with it.
-    """
-
-    number: int
-    intent: Intent
-    failed: int = 0
-    wrong: str = ""
-
-    @staticmethod
-    def read(text: bytes) -> _Note:
-        number, does, outside, failed, wrong = json.loads(text)
-        return _Note(number, Intent(does, outside), failed, wrong)
-
-    def written(self) -> str:
-        return json.dumps([self.number, self.intent.does, self.intent.outside, self.failed, self.wrong])
-
-
 @dataclass(eq=False)
 class EagerAgreement:
-    """Some ranks of a mesh, which compare their eager collectives.
+    """Some ranks of a mesh, which compare what they are about to do together.
 
     Attributes:
         ranks: Global ranks that take part.
         timeout: How long a collective may take, seconds.
         patience: How long a read outside a forward waits for the others, seconds; 0: nothing is compared.
+        models: Number of models that these ranks have partitioned.
     """
 
     ranks: tuple[int, ...]
     timeout: float
     patience: float
-    _notes: _Notes | None = field(default=None, repr=False)
+    models: int = 0
+    _notes: Notes | None = field(default=None, repr=False)
     _last: tuple[Intent, ...] = ()
+    _backward: int = -2  # the one in which the last intent was; -1 for a forward
     _follows: dict[tuple[Intent, ...], Intent] = field(default_factory=dict, repr=False)
 
     @staticmethod
@@ -139,7 +114,7 @@ class EagerAgreement:
 
     @contextmanager
     def on(self, intent: Intent, *, waits: bool = False) -> Iterator[None]:
-        """Around a collective: compares it ahead, and says what was waited for where it fails.
+        """Compare an intent before its collectives; where they fail, raise an error that says what was waited for.
 
         Args:
             intent: What it is.
@@ -151,25 +126,25 @@ class EagerAgreement:
         if not self.patience:
             yield
             return
-        if self._notes is None:
-            self._notes = _Notes.of(self.ranks)
-        self._confirm(self._notes, intent, waits=waits)
+        notes = self.confirm(intent, waits=waits)
         try:
             yield
         except RuntimeError as error:
             if not (isinstance(error, dist.DistError) or "gloo" in str(error)):
                 raise
             self._forget()
-            wrong = (
-                f"rank {self._notes.rank} {intent}, which failed ({on_one_line(error)}). {self._others(self._notes)}"
-            )
+            wrong = self._why_lost(notes)
             raise RanksDisagreeError(f"{wrong}. {_advice(wrong)}") from error
 
-    def _confirm(self, notes: _Notes, intent: Intent, *, waits: bool) -> None:
-        before = notes.own
-        note = replace(before, number=before.number + 1, intent=intent)
+    def confirm(self, intent: Intent, *, waits: bool = False) -> Notes:
+        """Compare an intent with those of the other ranks, as `on` does; return the notes of all ranks."""
+        notes = self._notes = self._notes or Notes.of(self.ranks)
+        before, backward = notes.own, compat.running_backward()
+        waits = waits or backward != self._backward or self._follows.get(self._last) != intent
+        self._backward = backward
+        note = before.followed_by(intent, waits=waits)
         notes.write(note)
-        if waits or self._follows.get(self._last) != intent:
+        if waits:
             wrong, absent = self._compare(notes, intent)
             if absent:  # who comes later finds nothing of it
                 notes.write(before)
@@ -180,13 +155,16 @@ class EagerAgreement:
                 raise RanksDisagreeError(f"{wrong}. {_advice(wrong)}")
             self._follows[self._last] = intent
         self._last = (*self._last, intent)[-_CONTEXT:]
+        return notes
 
     def _forget(self) -> None:
         """After an error nothing is known to follow."""
         self._last = ()
         self._follows.clear()
+        if self._notes is not None:
+            self._notes.own = replace(self._notes.own, history=())
 
-    def _compare(self, notes: _Notes, intent: Intent) -> tuple[str, list[int]]:
+    def _compare(self, notes: Notes, intent: Intent) -> tuple[str, list[int]]:
         """What is wrong, in words, empty if nothing is; and the ranks that have not come in time."""
         absent, found = [rank for rank in self.ranks if rank != notes.rank], [""]
         mine, number = f"rank {notes.rank} {intent}", notes.own.number
@@ -195,16 +173,16 @@ class EagerAgreement:
             for rank, note in notes.read(absent).items():
                 if note.failed == number:
                     found[0] = note.wrong
-                elif note.number == number and note.intent != intent:
+                elif notes.own.differs_at(note):
                     pair = sorted([(notes.rank, intent), (rank, note.intent)], key=lambda each: each[0])
-                    found[0] = ", ".join(f"rank {who} {what}" for who, what in pair) + ": they part here"
+                    found[0] = f"{notes.describe(dict(pair))}: they part here"
                 elif note.number >= number:
                     absent.remove(rank)
             return bool(found[0]) or not absent
 
         limit = self.patience if intent.outside else self.timeout
         try:
-            why = notes.presence.wait(come, absent, seconds=limit)
+            why = notes.presence.wait(come, absent, seconds=limit, slow=(_SLOW, lambda: self._log_wait(notes, absent)))
         except dist.DistNetworkError:
             return f"{mine}, and the process that keeps the ranks' store has ended", []
         if not why:
@@ -217,7 +195,21 @@ class EagerAgreement:
             f"else, or wait in a compiled graph{longer}"
         ), absent
 
-    def _others(self, notes: _Notes) -> str:
+    def _log_wait(self, notes: Notes, absent: Sequence[int]) -> None:
+        _log.warning(
+            "rank %d %s, and has waited %g s for ranks %s. %s",
+            *(notes.rank, notes.own.intent, _SLOW, list(absent), self._others(notes)),
+        )
+
+    def _why_lost(self, notes: Notes) -> str:
+        """Why a collective failed, in words: what another rank has found, or where the others were last seen."""
+        with suppress(RuntimeError):
+            found = [note.wrong for note in notes.read(self.ranks).values() if note.failed >= notes.own.number]
+            if found:
+                return found[0]
+        return f"rank {notes.rank} {notes.own.intent}, and lost the other ranks. {self._others(notes)}"
+
+    def _others(self, notes: Notes) -> str:
         """Where the others were last seen, in words."""
         with suppress(RuntimeError):
             others = [rank for rank in self.ranks if rank != notes.rank]
@@ -245,49 +237,12 @@ class _Agreements:
 eager_agreements = _Agreements()
 
 
-@dataclass(eq=False)
-class _Notes:
-    """The notes of some ranks.
-
-    Attributes:
-        presence: This rank's.
-        prefix: What the names of the keys begin with.
-        own: This rank's.
-    """
-
-    presence: Presence
-    prefix: str
-    own: _Note = field(default_factory=lambda: _Note(0, Intent("has not begun")))
-
-    @staticmethod
-    def of(ranks: tuple[int, ...]) -> _Notes:
-        """Those of these ranks."""
-        presence = presences.now()
-        members = hashlib.sha256(json.dumps(ranks).encode()).hexdigest()[:12]
-        # A process group may be made anew on the same store: the n-th of each rank belong together.
-        number = presence.store.add(f"dsgraph/{members}/eager/{presence.rank}", 1)
-        return _Notes(presence, f"dsgraph/{members}/eager/{number}")
-
-    @property
-    def rank(self) -> int:
-        """This rank."""
-        return self.presence.rank
-
-    def write(self, note: _Note) -> None:
-        """Overwrites this rank's, and waits for nobody."""
-        self.own = note
-        self.presence.store.set(f"{self.prefix}/{self.rank}", note.written())
-
-    def read(self, ranks: Sequence[int]) -> dict[int, _Note]:
-        """Those that there are."""
-        store, keys = self.presence.store, {rank: f"{self.prefix}/{rank}" for rank in ranks}
-        return {rank: _Note.read(store.get(key)) for rank, key in keys.items() if store.check([key])}
-
-
 def _advice(wrong: str) -> str:
     if _is_running("generate"):
         return _SYNCED
-    return _READ_EVERYWHERE if "outside a forward" in wrong else _SAME_PARTS
+    if "outside a forward" in wrong:
+        return _READ_EVERYWHERE
+    return _SAME_STEPS if re.search(r"rank \d+ steps ", wrong) else _SAME_PARTS
 
 
 def _is_running(function: str) -> bool:

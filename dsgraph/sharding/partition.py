@@ -116,6 +116,7 @@ def partition(
     mesh = resolve_mesh(mesh, model)
     part = PartitionedModel(mesh, mesh_axes(mesh), replace(_DEFAULTS, **given), model)
     _apply(additions, part)
+    part.number_among_models()
     return model
 
 

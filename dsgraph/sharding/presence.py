@@ -46,13 +46,21 @@ class Presence:
         there = [rank for rank in ranks if rank != self.rank and self.store.check([_key(rank)])]
         return {rank: self.store.get(_key(rank)).decode() for rank in there}
 
-    def wait(self, come: Callable[[], bool], ranks: Sequence[int], *, seconds: float) -> str:
+    def wait(
+        self,
+        come: Callable[[], bool],
+        ranks: Sequence[int],
+        *,
+        seconds: float,
+        slow: tuple[float, Callable[[], None]] | None = None,
+    ) -> str:
         """Waits until something has come from other ranks.
 
         Args:
             come: Whether it has.
             ranks: From whom.
             seconds: For how long.
+            slow: Number of seconds after which a function is called, once.
 
         Returns:
             Why it will not come, in words; empty when it has.
@@ -60,8 +68,12 @@ class Presence:
         Raises:
             torch.distributed.DistNetworkError: The store is gone.
         """
-        until, pause, ended = time.monotonic() + seconds, _PAUSES[0], ""
+        started, pause, ended = time.monotonic(), _PAUSES[0], ""
+        until = started + seconds
         while not come():
+            if slow is not None and time.monotonic() > started + slow[0]:
+                slow[1]()
+                slow = None
             if not ended and pause == _PAUSES[1]:
                 ended = ", ".join(f"rank {rank} {how}" for rank, how in self.ended(ranks).items())
                 if ended:  # and may have set just before what is waited for

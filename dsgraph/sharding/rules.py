@@ -11,8 +11,9 @@ from torch.distributed.tensor.experimental import register_sharding
 
 from dsgraph import compat
 
-from .eager_agreement import Intent, eager_agreements, is_outside
+from .eager_agreement import eager_agreements, is_outside
 from .mesh import mesh_ranks
+from .rank_notes import Intent
 
 # Placements of the results, placements of the arguments, along one dimension of a mesh.
 Rule: TypeAlias = tuple[list[Placement], list[Placement]]

@@ -21,10 +21,11 @@ from dsgraph.passes import MeshAxis
 from dsgraph.tiers.stored_rows import StoredRows
 
 from .compressed import CompressedInputs
-from .eager_agreement import Intent, eager_agreements, is_outside
+from .eager_agreement import eager_agreements, is_outside
 from .fake_weight import FakeWeight
 from .layout import Layout
 from .mesh import axis_group, mesh_ranks, shard_dim
+from .rank_notes import Intent
 from .stages import STAGES, ZeroStage
 
 
@@ -122,7 +123,8 @@ class PartitionedModel:
         no_regions: Which equal blocks are not captured as regions, and why.
         accumulating: True inside `accumulate(model)`.
         gradients_stay_local: True while gradients are added up instead of reduced.
-        updates: How often an optimizer has stepped since `watch_updates`.
+        updates: Number of steps that optimizers have made on its parameters.
+        label: What tells its parameters from those of other models of the same ranks, for messages: " of model 2".
     """
 
     mesh: DeviceMesh
@@ -134,11 +136,18 @@ class PartitionedModel:
     accumulating: bool = False
     gradients_stay_local: bool = False
     updates: int = 0
+    label: str = ""
 
     @property
     def zero(self) -> ZeroStage:
         """What the stage does."""
         return STAGES[self.arguments.stage]
+
+    def number_among_models(self) -> None:
+        """Set the label, by the number of models that the same ranks have partitioned. All ranks call it together."""
+        agreement = eager_agreements.over(self.mesh, self._ranks)
+        agreement.models += 1
+        self.label = f" of model {agreement.models}" if agreement.models > 1 else ""
 
     def take_in(self, entry: ShardedParameter) -> None:
         """Adds a parameter, whose modules hold its shard already."""
@@ -185,23 +194,36 @@ class PartitionedModel:
     def _ranks_of_rows(self) -> tuple[int, ...]:
         return tuple(sorted(dist.get_process_group_ranks(axis_group(self.mesh, shard_dim(self.mesh)))))
 
-    def gathering(self, what: str, *, waits: bool = False) -> AbstractContextManager[None]:
-        """Around a gather of eager code, which the ranks compare.
+    def gathering(self, what: str, *, waits: bool = False, outside: bool | None = None) -> AbstractContextManager[None]:
+        """Compare a gather outside of compiled graphs with those of the other ranks.
 
         Args:
             what: Is gathered.
             waits: Whether it waits for all ranks even if it is what followed before. It always does outside a forward.
+            outside: Whether that is outside a forward; None: found out.
 
         Raises:
             RanksDisagreeError: They are about to do different things, or it failed.
         """
-        outside = is_outside()
+        outside = is_outside() if outside is None else outside
         agreement = eager_agreements.over(self.mesh, self._ranks_of_rows)
-        return agreement.on(Intent(f"gathers {what}", outside), waits=waits or outside)
+        intent = Intent(f"gathers {what}{self.label}", outside, step=self.updates)
+        return agreement.on(intent, waits=waits or outside)
+
+    def agree(self, does: str) -> None:
+        """Compare with the other ranks that they do the same now, and have done the same before.
+
+        Raises:
+            RanksDisagreeError: They have not, or do something else.
+        """
+        agreement = eager_agreements.over(self.mesh, self._ranks)
+        if agreement.patience:
+            agreement.confirm(Intent(does + self.label, step=self.updates))
 
     def reducing(self, what: str) -> AbstractContextManager[None]:
         """The same around a reduction, which is over all ranks."""
-        return eager_agreements.over(self.mesh, self._ranks).on(Intent(f"reduces {what}"))
+        intent = Intent(f"reduces {what}{self.label}", step=self.updates)
+        return eager_agreements.over(self.mesh, self._ranks).on(intent)
 
     def refresh(self, *, eagerly: bool = False, read: Tensor | None = None) -> None:
         """Starts to gather every gathered copy that may differ from its shards.
@@ -219,7 +241,7 @@ class PartitionedModel:
         """Hears that an optimizer of its parameters is about to step."""
 
     def watch_updates(self) -> None:
-        """From here on counts the steps of optimizers, of which some leave no other trace."""
+        """From here on hears of the steps of optimizers, of which some leave no other trace."""
 
     def note_gradient(self) -> None:
         """Hears that a gradient went through a parameter that was handed out."""

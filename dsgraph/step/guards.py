@@ -49,6 +49,7 @@ def guard(state: PartitionedModel) -> None:
         if optimizer not in checked:
             refuse_optimizer(optimizer, living)
         living.before_update(optimizer)  # ahead of what follows: ranks that ran the last backward have reduced by now
+        living.agree(f"steps {type(optimizer).__name__}")  # before an update from gradients that others have no part in
         confirm_replicated(living, is_first=optimizer not in checked)
         checked.add(optimizer)
 
@@ -56,6 +57,7 @@ def guard(state: PartitionedModel) -> None:
     def after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         living = weak_state()
         if living is not None and holds_any(optimizer, living):
+            living.updates += 1
             note_replicated(living)
 
     for handle in (register_optimizer_step_pre_hook(before_step), register_optimizer_step_post_hook(after_step)):

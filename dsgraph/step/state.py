@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import wraps
@@ -118,7 +117,7 @@ class PartitionState(PartitionedModel):
         self.finish()
         self.under_way = [entry.gathered_copy for entry in stale if entry.gathered_copy is not None]
         what = f"{len(stale)} parameters, {stale[0].name!r} first"
-        with self.gathering(what, waits=True) if eagerly else nullcontext():
+        with self.gathering(what, waits=eagerly, outside=None if eagerly else False):
             start_gathers(stale)
         for entry in stale:
             # With a gradient at hand, an optimizer may still write to the shard in a way that leaves no trace (through
@@ -138,7 +137,8 @@ class PartitionState(PartitionedModel):
         ]
         if not fresh:
             return []
-        with self.gathering(f"{fresh[0].name!r} where it was written", waits=True) if eagerly else nullcontext():
+        what = f"{fresh[0].name!r} where it was written"
+        with self.gathering(what, waits=eagerly, outside=None if eagerly else False):
             if not were_written(fresh):
                 return []
         for entry in fresh:
@@ -149,6 +149,7 @@ class PartitionState(PartitionedModel):
         """Adds a parameter, whose modules hold its shard already."""
         state = ParameterState(**vars(entry))
         self.parameters.append(state)
+        state.param.dsgraph_name = state.name + self.label  # type: ignore[attr-defined]
         state.note_version()
         self.note_materialized(state)
 
@@ -203,7 +204,9 @@ class PartitionState(PartitionedModel):
     def __getstate__(self) -> dict[str, Any]:
         self.finish()  # a copy of a gathered copy would never arrive
         step = ("accumulating", "gradients_stay_local", "sums_were_read", "awaiting_last_backward")
-        return {**self.__dict__, **dict.fromkeys(step, False), "reducing_in": -1, "phase": StepPhase.IDLE}
+        label = self.label or " of a copy"
+        idle = {"reducing_in": -1, "phase": StepPhase.IDLE, "label": label}
+        return {**self.__dict__, **dict.fromkeys(step, False), **idle}
 
     def note_gradient(self) -> None:
         """A gradient went through the seam: unless the step goes on, expect an update of the shards.
@@ -237,7 +240,6 @@ class PartitionState(PartitionedModel):
     def note_step(self, optimizer: Optimizer) -> None:
         """An optimizer has stepped: gathered copies of its parameters are stale. Fused steps leave no other trace."""
         stepped = {id(param) for group in optimizer.param_groups for param in group["params"]}
-        self.updates += 1
         for entry in self.copied():
             if id(entry.param) in stepped:
                 entry.freshness = Freshness.STALE
@@ -280,7 +282,9 @@ def with_steps(partition: PartitionT) -> PartitionT:
         for part in partitioned_parts(model):
             if isinstance(part, PartitionState):
                 continue
-            state = PartitionState(part.mesh, part.axes, part.arguments, part.root, no_regions=part.no_regions)
+            state = PartitionState(
+                part.mesh, part.axes, part.arguments, part.root, no_regions=part.no_regions, label=part.label
+            )
             for module in model.modules():
                 if "_dsgraph" in module.__dict__ and held_by(module).partition is part:
                     held_by(module).partition = state

@@ -8,7 +8,9 @@ from pathlib import Path
 
 from tests.trials.trial import Trial
 
-MARK = ("<!-- trials -->", "<!-- /trials -->")
+
+def _marks(name: str) -> tuple[str, str]:
+    return f"<!-- {name} -->", f"<!-- /{name} -->"
 
 
 def table_of(trials: Iterable[Trial]) -> str:
@@ -18,20 +20,21 @@ def table_of(trials: Iterable[Trial]) -> str:
     return "\n".join(lines)
 
 
-def write_table(page: Path, trials: Iterable[Trial]) -> None:
-    """Puts the table between its marks.
+def write_table(page: Path, table: str, *, name: str = "trials") -> None:
+    """Puts a table between its marks.
 
     Raises:
         ValueError: The page has no marks.
     """
-    before, found, rest = page.read_text().partition(MARK[0])
-    _, closing, after = rest.partition(MARK[1])
+    first, last = _marks(name)
+    before, found, rest = page.read_text().partition(first)
+    _, closing, after = rest.partition(last)
     if not found or not closing:
-        raise ValueError(f"{page} has no {MARK[0]} ... {MARK[1]}")
-    page.write_text(f"{before}{MARK[0]}\n{table_of(trials)}\n{MARK[1]}{after}")
+        raise ValueError(f"{page} has no {first} ... {last}")
+    page.write_text(f"{before}{first}\n{table}\n{last}{after}")
 
 
 if __name__ == "__main__":
     from tests.trials.rooms import TRIALS
 
-    write_table(Path(sys.argv[1]), TRIALS.values())
+    write_table(Path(sys.argv[1]), table_of(TRIALS.values()))

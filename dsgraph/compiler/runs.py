@@ -1,0 +1,130 @@
+"""Ranks compare each run of a compiled graph, forward and backward, ahead of the collectives in it."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DeviceMesh
+from torch.fx import GraphModule
+
+from dsgraph import compat
+from dsgraph.passes.ir.collectives import is_collective
+from dsgraph.passes.ir.graph import all_graph_modules, is_gather_marker
+from dsgraph.passes.parallel.slice_walk import marked_slices
+from dsgraph.sharding.eager_agreement import eager_agreements
+from dsgraph.sharding.mesh import axis_group, mesh_ranks, shard_dim
+from dsgraph.sharding.rank_notes import Intent
+from dsgraph.step.state import PartitionState
+
+Compiled = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class Communication:
+    """What ranks have to agree on when a graph runs.
+
+    Attributes:
+        parameters: Numbers of the inputs that are parameters, each with the parameter's full name.
+        in_forward: True if the forward communicates.
+        in_backward: True if a backward does.
+        place: Where the graph comes from: "Net.forward (net.py:12)".
+    """
+
+    parameters: tuple[tuple[int, str], ...] = ()
+    in_forward: bool = False
+    in_backward: bool = False
+    place: str = ""
+
+    @staticmethod
+    def of(gm: GraphModule, names: dict[int, str], *, place: str, training: bool) -> Communication:
+        """Return what a captured graph communicates.
+
+        Args:
+            gm: The graph, with its markers.
+            names: Input number -> full name of each parameter.
+            place: Where the graph comes from.
+            training: True if a backward may follow that reduces gradients.
+        """
+        nodes = [node for module in all_graph_modules(gm) for node in module.graph.nodes]
+        markers = [node for node in nodes if is_gather_marker(node)]
+        gathers = any(node.kwargs["group"] and node.args[1] is None for node in markers)
+        own = any(is_collective(node) for node in nodes) or any(marked_slices(gm))
+        return Communication(
+            parameters=tuple(names.items()),
+            in_forward=gathers or own,
+            in_backward=training and bool(markers or own),
+            place=place,
+        )
+
+    def names(self, args: Sequence[Any]) -> tuple[str, ...]:
+        """Return the full names of the parameters of one call: equal modules may share a graph."""
+        return tuple(getattr(args[number], "dsgraph_name", name) for number, name in self.parameters)
+
+
+def compare_runs(
+    compiled: Compiled, communication: Communication, mesh: DeviceMesh, states: Sequence[PartitionState]
+) -> Compiled:
+    """Return `compiled`, of which ranks compare each run ahead of its collectives.
+
+    Args:
+        compiled: A compiled graph, called with the graph's inputs.
+        communication: What the graph communicates.
+        mesh: Of its parameters.
+        states: The partitioned models that it reads.
+    """
+    if not communication.in_forward and not communication.in_backward:
+        return compiled
+    of_rows = tuple(sorted(dist.get_process_group_ranks(axis_group(mesh, shard_dim(mesh)))))
+    of_mesh = tuple(sorted(mesh_ranks(mesh)))
+    weak_states = [weakref.ref(state) for state in states]
+
+    def intent(does: str, names: Sequence[str]) -> Intent:
+        steps = sum(state.updates for weak in weak_states if (state := weak()) is not None)
+        return Intent.of_graph(does, names, place=communication.place, step=steps)
+
+    def run(*args: Any) -> Any:
+        trains = communication.in_backward and torch.is_grad_enabled()
+        names = communication.names(args)
+        forward: AbstractContextManager[None] = nullcontext()
+        if communication.in_forward:
+            agreement = eager_agreements.over(mesh, of_mesh if trains else of_rows)
+            does = "runs the compiled forward" + " without gradients" * (not torch.is_grad_enabled())
+            forward = agreement.on(intent(does, names))
+        with forward:
+            outputs = compiled(*args)
+        if trains:
+            for node in _backwards_of(outputs):
+                node.register_prehook(lambda _: before_backward(names))
+        return outputs
+
+    def before_backward(names: Sequence[str]) -> None:
+        agreement = eager_agreements.over(mesh, of_mesh)
+        if agreement.patience:
+            # Always: a collective that fails inside a backward is not seen from here.
+            agreement.confirm(intent("runs the compiled backward", names), waits=True)
+
+    return run
+
+
+def _backwards_of(outputs: Any) -> Iterator[Any]:
+    """The autograd nodes of a compiled graph's backward; what it returns may be a view of the node's output."""
+    frontier: list[Any] = (
+        [out.grad_fn for out in outputs if isinstance(out, Tensor)] if isinstance(outputs, (list, tuple)) else []
+    )
+    seen: set[Any] = {None}
+    while frontier:
+        node = frontier.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        if compat.is_compiled_backward(node):
+            yield node
+        else:
+            frontier += [following for following, _ in node.next_functions]

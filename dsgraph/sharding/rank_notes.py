@@ -1,0 +1,157 @@
+"""Notes through which ranks tell each other what they are about to do: one key a rank, overwritten each time."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+
+from .presence import Presence, presences
+
+# Number of earlier digests that a note holds: a rank that does not wait may be ahead of the others by a few.
+_HISTORY = 16
+
+
+@dataclass(frozen=True)
+class Intent:
+    """One thing that a rank is about to do, for which it needs the others.
+
+    Attributes:
+        does: Verb and object, equal on all ranks: "gathers parameter 'layer.weight'".
+        outside: True outside any forward and backward.
+        digest: Of `parameters`.
+        parameters: Full names of the parameters that a compiled graph reads, in order.
+        place: Where a compiled graph comes from, for messages: "Net.forward (net.py:12)".
+        step: Number of optimizer steps that the model has made.
+    """
+
+    does: str
+    outside: bool = False
+    digest: str = ""
+    parameters: tuple[str, ...] = field(default=(), compare=False, repr=False)
+    place: str = field(default="", compare=False)
+    step: int = field(default=0, compare=False)
+
+    @staticmethod
+    def of_graph(does: str, parameters: Sequence[str], *, place: str, step: int) -> Intent:
+        """Return the intent to run a compiled graph that reads these parameters."""
+        return Intent(does, digest=_digest(parameters), parameters=tuple(parameters), place=place, step=step)
+
+    def __str__(self) -> str:
+        return self.does + f" of {self.place}" * bool(self.place) + " outside a forward" * self.outside
+
+
+@dataclass(frozen=True)
+class Note:
+    """What a rank says of itself.
+
+    Attributes:
+        number: Number of intents that it has come to.
+        intent: The last of them. `parameters` are left out of what is written.
+        history: Digests of all intents up to the last one, the one before it, and so on.
+        waits: True while the rank waits for the others, so that it will see what they find.
+        failed: The number of the last intent on which ranks did not agree; 0 if there is none.
+        wrong: What was wrong with it.
+    """
+
+    number: int
+    intent: Intent
+    history: tuple[str, ...] = ()
+    waits: bool = False
+    failed: int = 0
+    wrong: str = ""
+
+    @staticmethod
+    def read(text: bytes) -> Note:
+        """Return the note that another rank has written."""
+        number, intent, history, waits, failed, wrong = json.loads(text)
+        does, outside, digest, place, step = intent
+        return Note(number, Intent(does, outside, digest, (), place, step), tuple(history), waits, failed, wrong)
+
+    def written(self) -> str:
+        """Return the note as text."""
+        intent = self.intent
+        fields = [intent.does, intent.outside, intent.digest, intent.place, intent.step]
+        return json.dumps([self.number, fields, self.history, self.waits, self.failed, self.wrong])
+
+    def followed_by(self, intent: Intent, *, waits: bool) -> Note:
+        """Return the note of the next intent."""
+        before = self.history[0] if self.history else ""
+        digest = _digest([before, intent.does, str(intent.outside), intent.digest, str(intent.step)])
+        history = (digest, *self.history)[:_HISTORY]
+        return replace(self, number=self.number + 1, intent=intent, history=history, waits=waits)
+
+    def differs_at(self, other: Note) -> bool:
+        """Return True if the rank of `other`, which has come as far, did something else up to this note's intent."""
+        behind = other.number - self.number
+        return 0 <= behind < len(other.history) and other.history[behind] != self.history[0]
+
+
+@dataclass(eq=False)
+class Notes:
+    """The notes of some ranks.
+
+    Attributes:
+        presence: This rank's.
+        prefix: What the names of the keys begin with.
+        own: This rank's.
+    """
+
+    presence: Presence
+    prefix: str
+    own: Note = field(default_factory=lambda: Note(0, Intent("has not begun")))
+    _published: set[str] = field(default_factory=set)
+
+    @staticmethod
+    def of(ranks: tuple[int, ...]) -> Notes:
+        """Return the notes of these ranks."""
+        presence = presences.now()
+        members = hashlib.sha256(json.dumps(ranks).encode()).hexdigest()[:12]
+        # A process group may be made anew on the same store: the n-th of each rank belong together.
+        number = presence.store.add(f"dsgraph/{members}/eager/{presence.rank}", 1)
+        return Notes(presence, f"dsgraph/{members}/eager/{number}")
+
+    @property
+    def rank(self) -> int:
+        """This rank."""
+        return self.presence.rank
+
+    def write(self, note: Note) -> None:
+        """Overwrite this rank's note, and wait for nobody."""
+        self.own = note
+        digest = note.intent.digest
+        if digest and digest not in self._published:
+            self._published.add(digest)
+            self.presence.store.set(f"{self.prefix}/names/{digest}", json.dumps(note.intent.parameters))
+        self.presence.store.set(f"{self.prefix}/{self.rank}", note.written())
+
+    def read(self, ranks: Iterable[int]) -> dict[int, Note]:
+        """Return the notes of those of these ranks that have written one."""
+        store, keys = self.presence.store, {rank: f"{self.prefix}/{rank}" for rank in ranks}
+        return {rank: Note.read(store.get(key)) for rank, key in keys.items() if store.check([key])}
+
+    def describe(self, intents: dict[int, Intent]) -> str:
+        """Return what two ranks do that do different things, with the first parameter that differs, and the step."""
+        names = [self._names(intent) for intent in intents.values()]
+        different = (i for i, pair in enumerate(zip(*names, strict=False)) if len(set(pair)) > 1)
+        apart = next(different, min(map(len, names)))
+        said = []
+        for (rank, intent), own in zip(intents.items(), names, strict=True):
+            text = f"rank {rank} {intent}"
+            if len({intent.digest for intent in intents.values()}) > 1 and own:
+                text += f", which reads {own[apart]!r}" if apart < len(own) else ", which reads no further parameter"
+                text += f" ({apart + 1} of {len(own)})"
+            said.append(text + f", after {intent.step} optimizer steps" * bool(intent.step))
+        return ", ".join(said)
+
+    def _names(self, intent: Intent) -> list[str]:
+        key = f"{self.prefix}/names/{intent.digest}"
+        if not intent.digest or not self.presence.store.check([key]):
+            return []
+        found: list[str] = json.loads(self.presence.store.get(key))
+        return found
+
+
+def _digest(lines: Iterable[str]) -> str:
+    return hashlib.sha256("\0".join(lines).encode()).hexdigest()[:16]
