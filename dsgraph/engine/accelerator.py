@@ -176,13 +176,16 @@ class DsgraphAccelerator(Accelerator):
     @contextlib.contextmanager
     def _engine_apart(self) -> Iterator[None]:
         """Lets accelerate save and load what is not the engine's: its own would be shards in files of one rank."""
-        kept = self._models, self._optimizers
-        self._models = [model for model in self._models if not isinstance(model, Engine)]
-        self._optimizers = [item for item in self._optimizers if not isinstance(item, EngineOptimizer)]
+        own: dict[str, Any] = self.__dict__
+        kept = {name: own[name] for name in ("_models", "_optimizers")}
+        own |= {
+            name: [item for item in items if not isinstance(item, (Engine, EngineOptimizer))]
+            for name, items in kept.items()
+        }
         try:
             yield
         finally:
-            self._models, self._optimizers = kept
+            own |= kept
 
     def _save_engine(self, models: object, weights: object, output_dir: str) -> None:
         assert self.engine is not None

@@ -274,7 +274,9 @@ def with_steps(partition: PartitionT) -> PartitionT:
     @wraps(partition)
     def partition_and_keep(*args: Any, **kwargs: Any) -> nn.Module:
         given = args[0] if args else kwargs.get("model")
-        with restored_on_error(given) if isinstance(given, nn.Module) else nullcontext():
+        if not isinstance(given, nn.Module):
+            return partition(*args, **kwargs)  # which refuses it
+        with restored_on_error(given):
             return partition_with_state(*args, **kwargs)
 
     def partition_with_state(*args: Any, **kwargs: Any) -> nn.Module:
