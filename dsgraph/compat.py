@@ -215,6 +215,11 @@ def has_hooks(param: torch.Tensor) -> bool:
     return bool(param._backward_hooks or param._post_accumulate_grad_hooks)
 
 
+def hook_tables(module: torch.nn.Module) -> tuple[dict[int, Any], ...]:
+    """A module's hooks ahead of its forward and of `load_state_dict`, and which of the former take keywords."""
+    return module._load_state_dict_pre_hooks, module._forward_pre_hooks, module._forward_pre_hooks_with_kwargs
+
+
 def is_tracing() -> bool:
     """Whether Dynamo is compiling something, and may be looking at the tensors that it was given."""
     return torch._guards.TracingContext.try_get() is not None
@@ -274,6 +279,26 @@ def only_inlined(function: Callable[..., Any]) -> None:
     from torch._dynamo.eval_frame import skip_code
 
     skip_code(function.__code__)
+
+
+def past_dynamo(error: Exception) -> Exception:
+    """Return the same error of the product in a form that Dynamo hands on instead of wrapping it.
+
+    Dynamo wraps what a backend raises into `BackendCompilerFailed`, unless it is of its own kind. The result is of a
+    subclass of both: `except dsgraph.OptionError` catches it, and its text is the error's own.
+    """
+    from torch._dynamo.exc import ShortenTraceback
+
+    kind, words = type(error), str(error)
+    body = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__}
+    methods: dict[str, Any] = {
+        "__init__": lambda self: ShortenTraceback.__init__(self, words, first_useful_frame=None),
+        "__str__": lambda _: words,
+        "__reduce__": lambda _: (kind, (words,)),  # it is pickled as the plain error
+    }
+    made = type(kind.__name__, (kind, ShortenTraceback), body | methods)()
+    vars(made).update(vars(error))
+    return cast("Exception", made.with_traceback(error.__traceback__))
 
 
 def source_name(placeholder: Node) -> str:

@@ -248,6 +248,36 @@ SHARDING = (
         killers=("tests/sharding/test_partition.py", "tests/distributed/test_stages.py"),
     ),
     Mutant(
+        *("inputs-stay-wide", "dsgraph/sharding/forward_inputs.py", "missing cast"),
+        *("return cast_floating((args, kwargs), dtype)", "return args, kwargs"),
+        killers=("tests/sharding/test_forward_inputs.py::test_inputs_are_cast_as_by_fsdp2",),
+    ),
+    Mutant(
+        *("frozen-sums-are-lost", "dsgraph/step/accumulation.py", "unsummed gradient"),
+        *("entry.param.requires_grad or entry.was_trained", "entry.param.requires_grad"),
+        killers=("tests/distributed/test_accumulate.py::test_requires_grad_is_switched_between_micro_batches",),
+    ),
+    Mutant(
+        *("closed-file-stays", "dsgraph/tiers/slots.py", "missing step"),
+        *("    threads.shutdown(wait=False)\n    folder.remove()", "    threads.shutdown(wait=False)"),
+        killers=("tests/engine/test_offloading.py::test_engines_leave_no_files_and_threads",),
+    ),
+    Mutant(
+        *("hints-over-digits", "dsgraph/nearest.py", "missing check"),
+        *("for name in names if _digits(name) == _digits(found)}", "for name in names}"),
+        killers=("tests/test_nearest.py::test_a_hint_is_right_or_absent",),
+    ),
+    Mutant(
+        *("own-errors-are-wrapped", "dsgraph/compiler/backend.py", "missing check"),
+        *('return type(error).__module__.split(".")[0] == "dsgraph"', "return False"),
+        killers=("tests/compiler/test_options.py::test_wrong_options_stop_torch_compile",),
+    ),
+    Mutant(
+        *("half-a-partition-stays", "dsgraph/sharding/restore.py", "missing step"),
+        *("module._parameters.update(self._parameters)", "pass"),
+        killers=("tests/sharding/test_partition.py::test_a_failure_at_the_last_module_leaves_the_model_as_it_was",),
+    ),
+    Mutant(
         *("partition-own-values", "dsgraph/sharding/partition.py", "ranks differ"),
         *("    if not full.is_meta:\n        broadcast_from_first(full, mesh)\n", ""),
         killers=("tests/distributed/test_stages.py",),

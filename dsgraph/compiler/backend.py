@@ -96,6 +96,16 @@ class Backend:
             RanksDisagreeError: Ranks are about to compile different collectives.
             StrictError: `strict=True` and something was not done that the options or the model asked for.
         """
+        try:
+            return self._compile(gm, example_inputs, options=options, mode=mode)
+        except Exception as error:
+            if not _is_own(error):
+                raise
+            raise compat.past_dynamo(error) from error.__cause__
+
+    def _compile(
+        self, gm: GraphModule, example_inputs: Sequence[Any], *, options: Mapping[str, object] | None, mode: str | None
+    ) -> Callable[..., Any]:
         refuse_memory_budget()
         move_markers_ahead(gm)
         chosen = parse_options(options)
@@ -230,6 +240,11 @@ class Backend:
         if options.strict:
             raise StrictError(message)
         warnings.warn(message, stacklevel=3)
+
+
+def _is_own(error: Exception) -> bool:
+    """Whether an error is one of dsgraph's classes, which name what is wrong and what to do."""
+    return type(error).__module__.split(".")[0] == "dsgraph"
 
 
 _PLANS_VALUES = "memory_limit is planned value by value"

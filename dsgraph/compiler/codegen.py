@@ -18,6 +18,7 @@ from dsgraph.passes import (
     AwaitCopies,
     CaptureFacts,
     InferenceLowering,
+    InsertZeroCollectives,
     OffloadGradients,
     Partitioner,
     PassContext,
@@ -250,6 +251,12 @@ def _pipeline(options: BackendOptions, facts: CaptureFacts) -> Pipeline:
     """The passes that have something to do, and those for parameters on disk, if there are any."""
     if any(info.tier for info in facts.params.values()):
         own = {type(item) for item in options.pipeline}
+        if InsertZeroCollectives not in own:
+            raise OptionError(
+                "parameters on disk are read and written by passes, which need InsertZeroCollectives in the pipeline; "
+                "`dsgraph bisect` compares with a pipeline without it. Add that pass, or take 'parameters' out of "
+                "partition(offload=...) (in the engine, offload_param)"
+            )
         return options.pipeline + [item for item in _STREAMING if type(item) not in own]
     return options.pipeline if facts.params or facts.gathered_copies else options.pipeline.without_mesh()
 

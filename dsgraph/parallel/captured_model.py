@@ -15,6 +15,7 @@ from torch.fx.node import map_aggregate
 from torch.utils.flop_counter import FlopCounterMode
 
 from dsgraph import compat
+from dsgraph.compiler.remedies import remedy
 from dsgraph.errors import PartitionError
 from dsgraph.passes.analysis.cost import CostModel, number_of, tensor_bytes
 from dsgraph.passes.compat import (
@@ -104,7 +105,8 @@ def capture_model(
         with compat.ignoring_log_messages():
             torch.compile(model, backend=keep, fullgraph=True, dynamic=False)(*args, **kwargs)
     except compat.not_capturable() as error:
-        raise PartitionError(f"pipeline: the model's forward cannot be captured as one graph: {error}") from error
+        why = f"pipeline: the model's forward cannot be captured as one graph.{remedy(str(error))} Torch says: {error}"
+        raise PartitionError(why) from error
     gm, values = kept.pop()  # torch's cache of compiled code keeps `keep`, and the model with what it holds
     state, inputs = _origins(gm, values, model=model, leaves=compat.flatten_tree((args, kwargs))[0])
     slices = _slices(gm, state)

@@ -66,7 +66,7 @@ def leave_accumulation(state: PartitionState) -> None:
 def reduce_accumulated(state: PartitionState) -> None:
     """Averages the sums over all ranks and adds them to the parameters' `.grad`. All ranks call it together."""
     state.move_to(StepPhase.IDLE)
-    trainable = [entry for entry in state.parameters if entry.param.requires_grad]
+    trainable = [entry for entry in state.parameters if entry.param.requires_grad or entry.was_trained]
     taken = {entry: _take_sum(entry) for entry in trainable}
     # A graph whose backward is still to come, be it that it never comes, must not add them once more.
     read_by_graphs = [total for total in taken.values() if total is not None] if state.sums_were_read else []
@@ -139,6 +139,7 @@ def _prepare_leaf(entry: ParameterState, state: PartitionState) -> None:
     for module, attribute in entry.owners:
         held_by(module).leaves[attribute] = entry.leaf
     leaf = entry.leaf.requires_grad_(entry.param.requires_grad)
+    entry.was_trained |= leaf.requires_grad
     if leaf.requires_grad and entry.hooked_leaf != id(leaf):
         entry.hooked_leaf = id(leaf)
         _call_at_gradient(leaf, _on_local_gradient, entry, state)
@@ -213,7 +214,7 @@ def _take_sum(entry: ParameterState) -> Tensor | None:
     restore_sum(entry)
     total = entry.accumulated_grad if entry.is_summed else None
     entry.accumulated_grad = None
-    entry.is_summed = False
+    entry.is_summed = entry.was_trained = False
     for module, attribute in entry.owners:
         held_by(module).sums.pop(attribute, None)
     if entry.leaf is not None:

@@ -39,6 +39,7 @@ class ParameterState(ShardedParameter):
         leaf: What modules hand out while gradients are not reduced; see `accumulation`.
         accumulated_grad: `[*shape]` in the master dtype, the sum of the leaf's gradients, or zeros that wait for them.
         is_summed: Whether anything is in the sum that has not been reduced.
+        was_trained: Whether it had `requires_grad` in a micro-batch of this step; it may have been frozen since.
         withheld: What was in the sum, while a backward runs that must not add it.
         hooked_leaf: id of the leaf that reports its gradients.
         hooked_param: id of the parameter that does so.
@@ -52,6 +53,7 @@ class ParameterState(ShardedParameter):
     leaf: Tensor | None = None
     accumulated_grad: Tensor | None = None
     is_summed: bool = False
+    was_trained: bool = False
     withheld: Tensor | None = None
     hooked_leaf: int = 0
     hooked_param: int = 0
@@ -69,7 +71,14 @@ class ParameterState(ShardedParameter):
     def __getstate__(self) -> dict[str, Any]:
         # A copy of the model has no part in the step.
         gathered_copy = None if self.layout.zero.gathers_each_use else self.gathered_copy
-        nothing = {"leaf": None, "accumulated_grad": None, "is_summed": False, "withheld": None, "compression": None}
+        nothing = {
+            "leaf": None,
+            "accumulated_grad": None,
+            "is_summed": False,
+            "was_trained": False,
+            "withheld": None,
+            "compression": None,
+        }
         noted = {"hooked_leaf": 0, "hooked_param": 0, "noted_version": -1, "stored": None}
         return {**self.__dict__, **nothing, **noted, "gathered_copy": gathered_copy}
 

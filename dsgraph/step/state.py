@@ -17,6 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from dsgraph import compat
 from dsgraph.inductor_ext import c10d_functional
 from dsgraph.sharding.partition import partition as _partition
+from dsgraph.sharding.restore import restored_on_error
 from dsgraph.sharding.stages import CopyLifetime
 from dsgraph.sharding.table import PartitionedModel, ShardedParameter, held_by, partitioned_parts
 
@@ -277,6 +278,13 @@ def with_steps(partition: PartitionT) -> PartitionT:
 
     @wraps(partition)
     def partition_and_keep(*args: Any, **kwargs: Any) -> nn.Module:
+        given = args[0] if args else kwargs.get("model")
+        if not isinstance(given, nn.Module):
+            return partition(*args, **kwargs)  # which refuses it
+        with restored_on_error(given):
+            return partition_with_state(*args, **kwargs)
+
+    def partition_with_state(*args: Any, **kwargs: Any) -> nn.Module:
         model: nn.Module = partition(*args, **kwargs)
         for part in partitioned_parts(model):
             if isinstance(part, PartitionState):

@@ -14,7 +14,7 @@ from dsgraph.sharding.stages import CopyLifetime
 
 from .compile_log import CompileEntry, CompileLog, owners_among
 from .measure import Measurements
-from .strict import refuse_capture, refuse_compile, refuse_given_up
+from .strict import refuse_capture, refuse_compile, refuse_given_up, refuse_without_effect
 
 
 class ReportObserver:
@@ -39,7 +39,13 @@ class ReportObserver:
             refuse_capture(capture, options, self.log)
 
     def begin(self, request: CompileRequest) -> CompileWatch:
-        """Measures the graphs of one compile."""
+        """Measures the graphs of one compile.
+
+        Raises:
+            StrictError: An option has no effect on this model, and `strict`.
+        """
+        if request.options.strict:
+            refuse_without_effect(request)
         return _Measuring(self.log, request)
 
 

@@ -263,7 +263,10 @@ def _short(place: str) -> str:
 
 
 def _fit(text: str, width: int) -> str:
-    return text if len(text) <= width else "..." + text[len(text) - width + 3 :]
+    """The text, cut in front; "forward of" and "backward of" stay."""
+    head = next((head for head in ("forward of ", "backward of ") if text.startswith(head)), "")
+    rest, room = text.removeprefix(head), width - len(head)
+    return text if len(text) <= width else f"{head}...{rest[len(rest) - room + 3 :]}"
 
 
 def _wrap(*lines: str) -> str:
