@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from collections.abc import Mapping
+from numbers import Integral, Real
 
 import torch
 
@@ -19,10 +21,12 @@ TAKES_BYTES = "a number of bytes (1 or more), a text such as '60GiB', or a share
 
 
 def read_bytes(value: object) -> object:
-    """A text such as "60GiB" or "1.5 GB" as a number of bytes, all else as it is.
+    """Return a text such as "60GiB" or "1.5 GB" as a number of bytes, and a number as Python's int or float.
+
+    Integers of any type, numpy's among them, are bytes; all other real numbers are shares. None stays None.
 
     Raises:
-        ValueError: The text is not of that form, or a number is neither bytes nor a share.
+        ValueError: The text is not of that form, a number is neither bytes nor a share, or it is neither of the two.
     """
     if isinstance(value, str):
         found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]+)\s*", value)
@@ -30,9 +34,14 @@ def read_bytes(value: object) -> object:
         if found is None or found[2].lower() not in units:
             raise ValueError(f"it takes {TAKES_BYTES}; units: {', '.join(_UNITS)}")
         value = int(float(found[1]) * units[found[2].lower()])
-    if isinstance(value, (int, float)) and (value <= 0 or (isinstance(value, float) and value > 1)):
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, Real):
         raise ValueError(f"it takes {TAKES_BYTES}")
-    return value
+    number = int(value) if isinstance(value, Integral) else float(value)
+    if not math.isfinite(number) or number <= 0 or (isinstance(number, float) and number > 1):
+        raise ValueError(f"it takes {TAKES_BYTES}")
+    return number
 
 
 def on_device(size: float, device_type: str, environ: Mapping[str, str] = os.environ) -> int:

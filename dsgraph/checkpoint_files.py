@@ -1,81 +1,109 @@
-"""The files of a checkpoint: `engine.json` says of each its checksum, and a rename makes all of them there at once."""
+"""The files of a checkpoint: `engine.json` has the checksum of each, and its own. `latest` names the newest."""
 
 from __future__ import annotations
 
 import json
 import re
-import shutil
 import zlib
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from typing import Any
 
 from dsgraph.errors import CheckpointError
 from dsgraph.files import write_whole
+from dsgraph.typed_json import decode, encode
 
-FORMAT = "dsgraph-engine-1"
-_TAG = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
+FORMAT = "dsgraph-engine-2"
+ABOUT = "engine.json"
+LATEST = "latest"
+_TAG = re.compile(r"[^/\\\x00-\x1f\x7f]+")
+_LONGEST_TAG = 200  # bytes: names of files have 255, and a checkpoint that is written has a longer one
+_LATEST_LINE = re.compile(r"(?P<tag>[^\n]*?)(?P<sum>[ \t]*)\n")
+_HEAD = re.compile(rb'\{"checksum": "(?P<sum>[0-9a-f]{8})",')
 _BLOCK = 2**22
 _READERS = 4  # threads: reading and summing up hold no lock
 
 
-def check_tag(tag: str) -> str:
-    """The tag, if it can name a folder.
+def check_tag(tag: object) -> str:
+    """The tag as text, if it can name a folder: also a number.
 
     Raises:
         CheckpointError: It cannot.
     """
-    if not _TAG.fullmatch(tag):
-        raise CheckpointError(f"tag {tag!r}: it takes letters, digits, '_', '-' and '.'")
-    return tag
+    text = str(tag)
+    problem = _why_no_tag(text)
+    if problem:
+        raise CheckpointError(f"tag {text!r}: {problem}")
+    return text
+
+
+def _why_no_tag(text: str) -> str:
+    if not _TAG.fullmatch(text) or text != text.strip() or not text.isprintable():
+        return "it names a folder: it takes no '/' or '\\', no blank at its ends, and at least one character"
+    if text.startswith("."):
+        return "names that begin with '.' are of checkpoints that are being written"
+    if text.casefold() == LATEST:
+        return f"the file {LATEST!r} names the newest checkpoint: choose another tag; to load that one leave tag out"
+    if len(text.encode()) > _LONGEST_TAG:
+        return f"it has {len(text.encode())} bytes, and {_LONGEST_TAG} are the most"
+    return ""
 
 
 def latest_tag(folder: Path) -> str | None:
-    """The tag of the newest checkpoint in a folder; None where there is none."""
-    latest = folder / "latest"
-    return latest.read_text().strip() if latest.is_file() else None
+    """The tag of the newest checkpoint in a folder; None where no file says it.
+
+    Raises:
+        CheckpointError: The file is damaged.
+    """
+    try:
+        text = (folder / LATEST).read_bytes().decode()
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except (OSError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"{folder / LATEST} cannot be read ({error}): load a checkpoint by its tag") from None
+    found = _LATEST_LINE.fullmatch(text)
+    if found is None and text and text.isprintable() and not (folder / text / ABOUT).is_file():
+        return text  # no newline, as DeepSpeed writes it; and no checkpoint, which whoever loads it says
+    if found is None or _why_no_tag(found["tag"]) or found["sum"] not in ("", _blanks(found["tag"])):
+        raise CheckpointError(
+            f"{folder / LATEST} is damaged: load a checkpoint by its tag; known: {_known(folder)}. (Written by "
+            "hand, it is a tag and a newline)"
+        )
+    return found["tag"]
 
 
-def make_unfinished(folder: Path, tag: str) -> Path:
-    """An empty folder for the files of a checkpoint that is being written."""
-    unfinished = unfinished_folder(folder, tag)
-    shutil.rmtree(unfinished, ignore_errors=True)
-    unfinished.mkdir(parents=True)
-    return unfinished
+def latest_line(tag: str) -> bytes:
+    """What the file `latest` says: a tag, and behind it its checksum."""
+    return f"{tag}{_blanks(tag)}\n".encode()
 
 
-def unfinished_folder(folder: Path, tag: str) -> Path:
-    """Where the files of a checkpoint are until it is complete."""
-    return folder / f".{tag}.unfinished"
+def known_tags(folder: Path) -> list[str]:
+    """The checkpoints of a folder."""
+    names = (path.parent.name for path in folder.glob(f"*/{ABOUT}"))
+    return sorted(name for name in names if not name.startswith("."))
 
 
-def complete(folder: Path, tag: str, about: Mapping[str, Any]) -> Path:
-    """Makes a checkpoint of what stands in its unfinished folder, and the latest one.
+def encode_about(about: Mapping[str, Any]) -> dict[str, Any]:
+    """What `engine.json` is to say, as JSON values that keep its types.
+
+    Raises:
+        CheckpointError: A value is of a type that a checkpoint does not keep; the message names it.
+    """
+    return {"format": FORMAT, **{key: encode(value, key) for key, value in about.items()}}
+
+
+def write_about(path: Path, about: Mapping[str, Any]) -> None:
+    """Writes `engine.json` behind all other files of a checkpoint.
 
     Args:
-        folder: Folder of checkpoints.
-        tag: Name of this one; one of the same name is replaced.
-        about: What `engine.json` says besides the checksums.
-
-    Returns:
-        Its folder.
+        path: The folder.
+        about: What it says besides the checksums, as `encode_about` gives it.
     """
-    unfinished, final = unfinished_folder(folder, tag), folder / tag
-    paths = sorted(unfinished.iterdir())
-    with ThreadPoolExecutor(_READERS) as pool:
-        files = {path.name: total for path, total in zip(paths, pool.map(_checksum, paths), strict=True)}
-    write_whole(unfinished / "engine.json", json.dumps({**about, "files": files}, indent=1).encode())
-    if final.exists():  # the new one is complete by now
-        replaced = final.with_name(f".{final.name}.replaced")
-        shutil.rmtree(replaced, ignore_errors=True)
-        final.rename(replaced)
-        unfinished.rename(final)
-        shutil.rmtree(replaced)
-    else:
-        unfinished.rename(final)
-    write_whole(folder / "latest", f"{tag}\n".encode())
-    return final
+    paths = sorted(path.iterdir())
+    with ThreadPool(_READERS) as pool:  # an executor takes nothing more when the program ends
+        files = dict(zip([path.name for path in paths], pool.map(_checksum, paths), strict=True))
+    write_whole(path / ABOUT, _with_checksum({**about, "files": files}))
 
 
 def read_about(path: Path, *, share: int = 0, shares: int = 1) -> dict[str, Any]:
@@ -87,21 +115,63 @@ def read_about(path: Path, *, share: int = 0, shares: int = 1) -> dict[str, Any]
         shares: How many there are: one a rank.
 
     Raises:
-        CheckpointError: There is no such checkpoint, or it is damaged.
+        CheckpointError: There is no such checkpoint, it is damaged, or of another format.
     """
     try:
-        about: dict[str, Any] = json.loads((path / "engine.json").read_text())
-    except FileNotFoundError:
-        known = ", ".join(sorted(item.parent.name for item in path.parent.glob("*/engine.json")))
-        raise CheckpointError(f"there is no checkpoint {path.name!r}; known: {known or 'none'}") from None
-    except ValueError:
-        raise CheckpointError("engine.json is damaged") from None
+        content = (path / ABOUT).read_bytes()
+    except (FileNotFoundError, NotADirectoryError):
+        if path.is_dir():
+            raise CheckpointError(f"file {ABOUT} is missing: {_OTHER}") from None
+        raise CheckpointError(f"there is no checkpoint {path.name!r}; known: {_known(path.parent)}") from None
+    about = _without_checksum(content)
     for number, (name, checksum) in enumerate(about["files"].items()):
         if number % shares != share:
             continue
         if not (path / name).is_file() or _checksum(path / name) != checksum:
-            raise CheckpointError(f"file {name} is damaged or missing: load another checkpoint by its tag")
+            of = "" if about["tag"] == path.name else f", or {ABOUT} is not its own, which is of {about['tag']!r}"
+            raise CheckpointError(f"file {name} is damaged or missing{of}: {_OTHER}")
     return about
+
+
+_OTHER = "load another checkpoint by its tag"
+
+
+def _with_checksum(about: Mapping[str, Any]) -> bytes:
+    """JSON whose first key is the checksum of all that follows that key."""
+    rest = json.dumps(about, indent=1, allow_nan=False).removeprefix("{").encode() + b"\n"
+    return b'{"checksum": "%08x",' % zlib.crc32(rest) + rest
+
+
+def _without_checksum(content: bytes) -> dict[str, Any]:
+    head = _HEAD.match(content)
+    if head is not None and int(head["sum"], 16) == zlib.crc32(content[head.end() :]):
+        about: dict[str, Any] = json.loads(content)
+        if about["format"] == FORMAT:
+            return {key: decode(value) for key, value in about.items()}
+        found = about["format"]
+    else:
+        found = None if head is not None else _older_format(content)
+    if found is None:
+        raise CheckpointError(f"file {ABOUT} is damaged: {_OTHER}")
+    raise CheckpointError(f"file {ABOUT} has the format {found!r}, and this version of dsgraph reads {FORMAT!r}")
+
+
+def _older_format(content: bytes) -> str | None:
+    """The format of a file from before there were checksums of it."""
+    try:
+        found = json.loads(content)["format"]
+    except (ValueError, KeyError, TypeError):
+        return None
+    return found if isinstance(found, str) and found != FORMAT else None
+
+
+def _known(folder: Path) -> str:
+    return ", ".join(known_tags(folder)) or "none"
+
+
+def _blanks(tag: str) -> str:
+    """The checksum of a tag in blanks, so that whoever reads the file `latest` sees the tag alone."""
+    return f"{zlib.crc32(tag.encode()):032b}".replace("0", " ").replace("1", "\t")
 
 
 def _checksum(path: Path) -> int:

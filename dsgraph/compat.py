@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -94,9 +95,23 @@ def unflatten_tree(leaves: list[Any], spec: Any) -> Any:
     return _pytree.tree_unflatten(leaves, spec)
 
 
+def device_and_dtype(*args: Any, **kwargs: Any) -> tuple[torch.device | None, torch.dtype | None]:
+    """Return what the arguments of `nn.Module.to` name; None where they name none."""
+    device, dtype, *_ = torch._C._nn._parse_to(*args, **kwargs)
+    return device, dtype
+
+
 def not_capturable() -> type[Exception]:
     """What Dynamo raises where a whole graph is asked for and there is none."""
     return torch._dynamo.exc.Unsupported
+
+
+def ignoring_log_messages() -> Any:
+    """Within it Dynamo captures code that logs, and leaves the messages out."""
+    emits = ("debug", "info", "warning", "error", "critical", "exception", "log")
+    functions = {function for name, function in vars(logging.Logger).items() if name.startswith(emits)}
+    known: set[Any] = torch._dynamo.config.ignore_logging_functions
+    return torch._dynamo.config.patch(ignore_logging_functions=known | functions)
 
 
 def at_end_of_backward(callback: Callable[[], None]) -> None:
@@ -232,6 +247,11 @@ def has_hooks(param: torch.Tensor) -> bool:
     return bool(param._backward_hooks or param._post_accumulate_grad_hooks)
 
 
+def hook_tables(module: torch.nn.Module) -> tuple[dict[int, Any], ...]:
+    """A module's hooks ahead of its forward and of `load_state_dict`, and which of the former take keywords."""
+    return module._load_state_dict_pre_hooks, module._forward_pre_hooks, module._forward_pre_hooks_with_kwargs
+
+
 def is_tracing() -> bool:
     """Whether Dynamo is compiling something, and may be looking at the tensors that it was given."""
     return torch._guards.TracingContext.try_get() is not None
@@ -323,6 +343,26 @@ def only_inlined(function: Callable[..., Any]) -> None:
     from torch._dynamo.eval_frame import skip_code
 
     skip_code(function.__code__)
+
+
+def past_dynamo(error: Exception) -> Exception:
+    """Return the same error of the product in a form that Dynamo hands on instead of wrapping it.
+
+    Dynamo wraps what a backend raises into `BackendCompilerFailed`, unless it is of its own kind. The result is of a
+    subclass of both: `except dsgraph.OptionError` catches it, and its text is the error's own.
+    """
+    from torch._dynamo.exc import ShortenTraceback
+
+    kind, words = type(error), str(error)
+    body = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__}
+    methods: dict[str, Any] = {
+        "__init__": lambda self: ShortenTraceback.__init__(self, words, first_useful_frame=None),
+        "__str__": lambda _: words,
+        "__reduce__": lambda _: (kind, (words,)),  # it is pickled as the plain error
+    }
+    made = type(kind.__name__, (kind, ShortenTraceback), body | methods)()
+    vars(made).update(vars(error))
+    return cast("Exception", made.with_traceback(error.__traceback__))
 
 
 def source_name(placeholder: Node) -> str:
@@ -524,6 +564,18 @@ def compile_metrics() -> list[Any]:
     from torch._dynamo.utils import get_compilation_metrics
 
     return get_compilation_metrics()
+
+
+def activation_memory_budget() -> float:
+    """Return the share of activations that torch's own partitioner may save; 1.0 unless somebody has set it."""
+    from torch._functorch import config as functorch_config
+
+    return float(functorch_config.activation_memory_budget)
+
+
+def is_marked_with_maximum(tensor: torch.Tensor) -> bool:
+    """Return whether `torch._dynamo.mark_dynamic` was given the largest size of one of a tensor's dimensions."""
+    return any(marked.max is not None for marked in getattr(tensor, "_dynamo_dynamic_range", ()))
 
 
 def recompile_limit() -> int:

@@ -20,3 +20,8 @@ def write_whole(path: Path, content: bytes) -> None:
     except OSError:
         unfinished.unlink(missing_ok=True)
         raise
+
+
+def absolute(path: str) -> str:
+    """Return a path that stays the same when the working directory changes; `~` is the user's folder."""
+    return str(Path(path).expanduser().absolute())

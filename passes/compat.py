@@ -16,6 +16,7 @@ from torch._functorch._aot_autograd.descriptors import (
     AOTInput,
     AOTOutput,
     GradAOTOutput,
+    InputMutationAOTOutput,
     PlainAOTInput,
     SavedForBackwardsAOTOutput,
     SubclassGetAttrAOTInput,
@@ -62,6 +63,7 @@ __all__ = [
     "set_grad_enabled",
     "storage_id",
     "symbolic_expression",
+    "written_inputs",
 ]
 
 # Calls a graph that stands beside the graph at hand. Inductor makes one function of it, however often it is called.
@@ -206,6 +208,18 @@ def schema_of(op: OpOverload) -> torch.FunctionSchema:
 def storage_id(tensor: torch.Tensor) -> int:
     """Equal for fake tensors that share memory; of use while they live."""
     return int(tensor.untyped_storage()._cdata)
+
+
+def is_batched(tensor: torch.Tensor) -> bool:
+    """Whether `vmap` computes with the tensor, which then has no memory that could be asked for."""
+    return bool(torch._C._functorch.is_batchedtensor(tensor))
+
+
+def written_inputs(output: Node) -> set[int]:
+    """Inputs of the captured graph whose new values a joint graph returns, such as a batch norm's running mean."""
+    descs = output.meta.get("desc") or ()
+    found = (_input_number(desc.mutated_input) for desc in descs if isinstance(desc, InputMutationAOTOutput))
+    return {number for number in found if number is not None}
 
 
 def captured_gradients(output: Node) -> dict[int, int]:

@@ -150,6 +150,11 @@ SPARSE = (
         killers=("tests/inductor_ext/sparse/test_block_sparse_attention.py",),
     ),
     Mutant(
+        *("cross-attention-by-its-length", "passes/kernels/sparsify_attention.py", "missing check"),
+        *("why_not_self(found.q, found.k, found.v) if reason is None else reason", "reason"),
+        killers=("tests/passes/kernels/test_attention_sources.py",),
+    ),
+    Mutant(
         *("sparsify-forgets-the-mask", "passes/kernels/sparsify_attention.py", "missing mask"),
         *(
             "    if not terms:\n        return None\n    mask = terms[0]",
@@ -241,6 +246,36 @@ SHARDING = (
         *("chunks-of-other-rank", "dsgraph/sharding/rows.py", "off by one shard"),
         *("chunks[rank] if rank < len(chunks)", "chunks[rank - 1] if rank < len(chunks)"),
         killers=("tests/sharding/test_partition.py", "tests/distributed/test_stages.py"),
+    ),
+    Mutant(
+        *("inputs-stay-wide", "dsgraph/sharding/forward_inputs.py", "missing cast"),
+        *("return cast_floating((args, kwargs), dtype)", "return args, kwargs"),
+        killers=("tests/sharding/test_forward_inputs.py::test_inputs_are_cast_as_by_fsdp2",),
+    ),
+    Mutant(
+        *("frozen-sums-are-lost", "dsgraph/step/accumulation.py", "unsummed gradient"),
+        *("entry.param.requires_grad or entry.was_trained", "entry.param.requires_grad"),
+        killers=("tests/distributed/test_accumulate.py::test_requires_grad_is_switched_between_micro_batches",),
+    ),
+    Mutant(
+        *("closed-file-stays", "dsgraph/tiers/slots.py", "missing step"),
+        *("    threads.shutdown(wait=False)\n    folder.remove()", "    threads.shutdown(wait=False)"),
+        killers=("tests/engine/test_offloading.py::test_engines_leave_no_files_and_threads",),
+    ),
+    Mutant(
+        *("hints-over-digits", "dsgraph/nearest.py", "missing check"),
+        *("for name in names if _digits(name) == _digits(found)}", "for name in names}"),
+        killers=("tests/test_nearest.py::test_a_hint_is_right_or_absent",),
+    ),
+    Mutant(
+        *("own-errors-are-wrapped", "dsgraph/compiler/backend.py", "missing check"),
+        *('return type(error).__module__.split(".")[0] == "dsgraph"', "return False"),
+        killers=("tests/compiler/test_options.py::test_wrong_options_stop_torch_compile",),
+    ),
+    Mutant(
+        *("half-a-partition-stays", "dsgraph/sharding/restore.py", "missing step"),
+        *("module._parameters.update(self._parameters)", "pass"),
+        killers=("tests/sharding/test_partition.py::test_a_failure_at_the_last_module_leaves_the_model_as_it_was",),
     ),
     Mutant(
         *("partition-own-values", "dsgraph/sharding/partition.py", "ranks differ"),
@@ -360,8 +395,8 @@ STEP = (
     Mutant(
         *("hooks-of-late-gradients", "dsgraph/step/reductions.py", "missing step"),
         *(
-            "        _Deliver.apply(reduced, *params).backward()",
-            "        out = _Deliver.apply(reduced, *params)\n"
+            "            _Deliver.apply(reduced, *params).backward()",
+            "            out = _Deliver.apply(reduced, *params)\n"
             "        for param, grad in zip(params, torch.autograd.grad(out, params), strict=True):\n"
             "            param.grad = grad if param.grad is None else param.grad + grad",
         ),
@@ -867,13 +902,109 @@ ENGINE = (
         killers=("tests/engine/test_checkpoints.py",),
     ),
     Mutant(
+        *("checkpoint-trusts-what-it-says", "dsgraph/checkpoint_files.py", "missing check"),
+        *('if head is not None and int(head["sum"], 16) == zlib.crc32(content[head.end() :]):', "if head is not None:"),
+        killers=("tests/test_checkpoint_files.py",),
+    ),
+    Mutant(
+        *("killed-checkpoint-stays-hidden", "dsgraph/checkpoint_folder.py", "missing step"),
+        *('            path.rename(folder / found["tag"])', "            pass"),
+        killers=("tests/test_checkpoint_folder.py",),
+    ),
+    Mutant(
+        *("two-jobs-one-checkpoint", "dsgraph/checkpoint_folder.py", "missing check"),
+        *("fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)", "pass"),
+        killers=("tests/test_checkpoint_folder.py",),
+    ),
+    Mutant(
+        *("keys-become-text", "dsgraph/typed_json.py", "missing check"),
+        *(" and all(type(key) is str for key in value)", ""),
+        killers=("tests/test_typed_json.py", "tests/engine/test_saving.py"),
+    ),
+    Mutant(
+        *("resumes-amid-a-step", "dsgraph/engine/saving.py", "missing step"),
+        *("self.counts.micro = self.counts.steps * self.resolved.batch.micro_batches", "pass"),
+        killers=("tests/engine/test_saving.py",),
+    ),
+    Mutant(
+        *("tags-may-differ", "dsgraph/engine/same_call.py", "missing check"),
+        *('if validation == "Fail":', "if False:"),
+        killers=("tests/engine/test_same_call.py",),
+    ),
+    Mutant(
+        *("saves-alone", "dsgraph/engine/same_call.py", "missing check"),
+        *('texts = exchange(module, f"that they {doing}", json.dumps(mine))', "texts = {0: json.dumps(mine)}"),
+        killers=("tests/engine/test_same_call.py",),
+    ),
+    Mutant(
+        *("lost-without-a-word", "dsgraph/engine/asynchronous.py", "missing check"),
+        *("        if error is not None:", "        if False:"),
+        killers=("tests/engine/test_asynchronous.py",),
+    ),
+    Mutant(
+        *("failed-save-fills-the-disk", "dsgraph/engine/checkpoints.py", "missing step"),
+        *("                unfinished.give_up()", "                pass"),
+        killers=("tests/engine/test_faults.py",),
+    ),
+    Mutant(
         *("written-but-never-complete", "dsgraph/engine/checkpoints.py", "dropped wait"),
-        *("_written(doing, folder, written.result)", "pass"),
+        *("attempt.write(written.result)", "pass"),
         killers=("tests/engine/test_faults.py",),
     ),
 )
 
 MEMORY = (
+    Mutant(
+        *("limit-forgets-unread-parameters", "dsgraph/compiler/limit_scope.py", "missing step"),
+        *("unread=tuple(parameter_info(", "unread=() and tuple(parameter_info("),
+        killers=(
+            "tests/compiler/test_limit_scope.py::test_a_parameter_that_the_forward_does_not_read_counts_and_keeps_the_limit_on",
+        ),
+    ),
+    Mutant(
+        *("limit-of-any-size", "dsgraph/compiler/limit_scope.py", "missing check"),
+        *("bool(size <= number)", "pass"),
+        killers=(
+            "tests/compiler/test_limit_scope.py::test_smaller_batches_keep_the_limit_and_larger_ones_do_not_run_their_graph",
+        ),
+    ),
+    Mutant(
+        *("limit-promised-for-a-block", "dsgraph/compiler/limit_scope.py", "missing check"),
+        *("if not all(id(entry.param) in own for entry in entries):", "if False:"),
+        killers=("tests/compiler/test_limit_scope.py::test_blocks_compiled_one_by_one_are_named",),
+    ),
+    Mutant(
+        *("torchs-budget-passes", "dsgraph/compiler/limit_scope.py", "missing check"),
+        *("if budget != 1.0:", "if budget > 1.0:"),
+        killers=("tests/compiler/test_limit_scope.py::test_torchs_own_budget_is_refused_by_name",),
+    ),
+    Mutant(
+        *("batch-norm-repeated", "passes/memory/forward_values.py", "missing check"),
+        *("return node not in self.once and _may_repeat(node)", "return _may_repeat(node)"),
+        killers=(
+            "tests/compiler/test_limit_scope.py::test_what_reads_a_running_mean_is_not_repeated_with_the_new_one",
+        ),
+    ),
+    Mutant(
+        *("two-forwards-pass", "dsgraph/compiler/limit_watch.py", "missing step"),
+        *("state.open_forwards.add(forward)", "pass"),
+        killers=("tests/compiler/test_limit_watch.py",),
+    ),
+    Mutant(
+        *("outputs-of-the-step-before-forgotten", "passes/analysis/step_memory.py", "missing term"),
+        *("+ self._keeps_outputs * self._outputs[-1]  # of the step before", "+ 0"),
+        killers=("tests/passes/analysis/test_step_memory.py",),
+    ),
+    Mutant(
+        *("convolution-reorders-no-input", "passes/analysis/kernel_scratch.py", "missing term"),
+        *("_expanded(gradient) + _blocked(x)", "_expanded(gradient)"),
+        killers=("tests/passes/analysis/test_kernel_scratch.py",),
+    ),
+    Mutant(
+        *("numpys-integer-is-a-share", "dsgraph/byte_counts.py", "wrong type"),
+        *("if isinstance(value, Integral)", "if isinstance(value, int)"),
+        killers=("tests/test_byte_counts.py",),
+    ),
     Mutant(
         *("plan-moves-nothing", "passes/memory/fit.py", "missing step"),
         *("choices |= {name: Choice.OFFLOAD for name in self.offloaded if name in names}", "pass"),
@@ -964,6 +1095,36 @@ PARALLEL = (
         killers=("tests/passes/parallel/test_slice_tensors.py",),
     ),
     Mutant(
+        *("one-cache-for-all-requests", "dsgraph/inference/cache.py", "missing step"),
+        *("            cache = free.pop() if free else None\n", "            cache = free[-1] if free else None\n"),
+        killers=("tests/inference/test_engine.py::test_threads_get_their_own_tokens_and_compile_nothing",),
+    ),
+    Mutant(
+        *("logits-not-compared", "dsgraph/inference/probe.py", "missing check"),
+        *("        if distance > tolerance:\n", "        if False:\n"),
+        killers=("tests/inference/test_probe.py::test_what_cannot_be_served_is_refused_and_left_as_it_was",),
+    ),
+    Mutant(
+        *("windows-not-reached", "dsgraph/inference/probe.py", "missing bound"),
+        *("            found = max(found, beyond)\n", "            found = max(found, 3)\n"),
+        killers=("tests/inference/test_probe.py",),
+    ),
+    Mutant(
+        *("layers-by-their-windows", "dsgraph/inference/cache.py", "wrong index"),
+        *("    cache.layers = [FullLayer(max_tokens) for _ in range(count)]\n", ""),
+        killers=("tests/inference/test_probe.py::test_tokens_and_logits_are_those_of_transformers",),
+    ),
+    Mutant(
+        *("foreign-forward-in-a-graph", "dsgraph/inference/engine.py", "missing check"),
+        *("not isinstance(cache, RewindableCache)", "False"),
+        killers=("tests/inference/test_engine.py::test_forwards_that_no_graph_takes_are_the_models_own",),
+    ),
+    Mutant(
+        *("missing-weights-left-random", "dsgraph/inference/checkpoints.py", "missing check"),
+        *('for what in ("missing_keys", "mismatched_keys"):', 'for what in ("mismatched_keys",):'),
+        killers=("tests/inference/test_checkpoints.py",),
+    ),
+    Mutant(
         *("encoded-once-for-all", "dsgraph/inference/cache.py", "missing step"),
         *("            self.is_updated = dict.fromkeys(self.is_updated, False)\n", ""),
         killers=("tests/inference/test_encoders.py",),
@@ -1003,6 +1164,69 @@ PARALLEL = (
         *("losses = losses.masked_fill(~counts, 0)", "losses = losses"),
         killers=(
             "tests/distributed/test_tensor_parallel.py::test_a_vocabulary_is_sliced_and_its_logits_are_not_gathered_for_the_loss",
+        ),
+    ),
+    Mutant(
+        *("stages-receive-what-was-captured", "dsgraph/parallel/stage_runs.py", "missing check"),
+        *("key = self.autocast()", 'key = "no autocast"'),
+        killers=("tests/distributed/test_pipeline.py::test_autocast_around_a_step_is_that_of_one_process",),
+    ),
+    Mutant(
+        *("stages-keep-own-seeds", "dsgraph/parallel/pipeline.py", "ranks differ"),
+        *("    share_first_values(graphs, held, own, group=group, agreement=agreement)\n", ""),
+        killers=(
+            "tests/distributed/test_pipeline.py::test_the_first_ranks_values_count_and_other_stages_leave_memory",
+        ),
+    ),
+    Mutant(
+        *("captured-inputs-kept", "dsgraph/parallel/captured_model.py", "leak"),
+        *("gm, values = kept.pop()", "gm, values = kept[0]"),
+        killers=(
+            "tests/distributed/test_pipeline.py::test_the_first_ranks_values_count_and_other_stages_leave_memory",
+        ),
+    ),
+    Mutant(
+        *("batches-not-compared", "dsgraph/sharding/equal_batches.py", "missing check"),
+        *("self._seen[kind] <= CHECKED_STEPS", "self._seen[kind] < 1"),
+        killers=(
+            "tests/distributed/test_tensor_parallel.py::test_ranks_that_are_given_other_batches_or_seeds_are_named",
+        ),
+    ),
+    Mutant(
+        *("deferred-weights-overwrite", "dsgraph/parallel/deferred_weights.py", "missing term"),
+        *(
+            "weight.grad = gradient() if weight.grad is None else weight.grad.add_(gradient())",
+            "weight.grad = gradient()",
+        ),
+        killers=("tests/distributed/test_pipeline.py::test_steps_are_those_of_the_unsplit_model",),
+    ),
+    Mutant(
+        *("random-values-repeated", "dsgraph/parallel/captured_model.py", "missing check"),
+        *("parameters=apart, impure=run.impure()", "parameters=apart, impure=set()"),
+        killers=("tests/parallel/test_captured_model.py",),
+    ),
+    Mutant(
+        *("modes-not-repeated", "passes/parallel/stage_graphs.py", "missing step"),
+        *("if any(node in needed and node not in own for node in span)", "if False"),
+        killers=("tests/passes/parallel/test_split_stages.py",),
+    ),
+    Mutant(
+        *("rounds-not-checked", "dsgraph/parallel/schedule_order.py", "missing check"),
+        *("if kind in _IN_ROUNDS and", "if False and"),
+        killers=("tests/parallel/test_schedule_order.py",),
+    ),
+    Mutant(
+        *("layouts-load-other-shapes", "dsgraph/parallel/stage_checkpoint.py", "missing check"),
+        *("        if saved[name] != mine[name]:", "        if False:"),
+        killers=(
+            "tests/distributed/test_parallelize.py::test_a_checkpoint_of_another_model_or_a_damaged_one_changes_no_rank",
+        ),
+    ),
+    Mutant(
+        *("little-sliced-without-a-word", "dsgraph/parallel/tensor_parallel.py", "missing check"),
+        *("sum(whole.values()) <= (1 - MOST) * total", "True"),
+        killers=(
+            "tests/distributed/test_tensor_parallel.py::test_a_family_of_which_little_is_sliced_is_named_with_reasons",
         ),
     ),
     Mutant(

@@ -38,7 +38,9 @@ ORDER = {
     ],
     "dsgraph": [
         ["compat", "errors", "nearest", "files", "json_records", "byte_counts", "batches"],
-        ["tiers", "checkpoint_files", "weight_paths"],
+        ["tiers", "typed_json", "weight_paths"],
+        ["checkpoint_files"],
+        ["checkpoint_folder"],
         ["sharding"],
         ["step"],
         ["compiler"],

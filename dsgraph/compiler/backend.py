@@ -18,6 +18,7 @@ from torch.fx import GraphModule
 from dsgraph import compat
 from dsgraph.byte_counts import on_device
 from dsgraph.errors import OptionError, StrictError
+from dsgraph.passes.ir.graph import placeholders
 from dsgraph.passes.parallel.stage_graphs import StageGraphModule
 from dsgraph.passes.regions.captured import open_regions
 from dsgraph.sharding.agreement import Agreements
@@ -30,10 +31,11 @@ from .captured_sums import add_sums
 from .captured_writes import refuse_writes
 from .costs.agreed import known_costs
 from .frames import read_capture
+from .limit_scope import bound_sizes, limit_gap, over_limit, refuse_memory_budget, with_unread
 from .options import MEMORY_SHARE, BackendOptions, by_plan_alone, parse_options
 from .request import CompileObserver, CompilerChoice, CompileRequest, Watches
 from .runs import Communication
-from .spare_memory import is_whole_model, spare_bytes
+from .spare_memory import spare_bytes
 from .transforms import move_markers_ahead
 from .usual import Usual
 from .wrappers import WRAPPERS
@@ -94,6 +96,17 @@ class Backend:
             RanksDisagreeError: Ranks are about to compile different collectives.
             StrictError: `strict=True` and something was not done that the options or the model asked for.
         """
+        try:
+            return self._compile(gm, example_inputs, options=options, mode=mode)
+        except Exception as error:
+            if not _is_own(error):
+                raise
+            raise compat.past_dynamo(error) from error.__cause__
+
+    def _compile(
+        self, gm: GraphModule, example_inputs: Sequence[Any], *, options: Mapping[str, object] | None, mode: str | None
+    ) -> Callable[..., Any]:
+        refuse_memory_budget()
         move_markers_ahead(gm)
         chosen = parse_options(options)
         regions = open_regions(gm, write_out="" if chosen.memory_limit is None else _PLANS_VALUES)
@@ -102,6 +115,7 @@ class Backend:
         states = partition_states(request.module) if request.module is not None else []
         left_out = [line for state in states for line in state.no_regions]
         request = replace(request, regions=replace(regions, inlined=(*left_out, *regions.inlined)))
+        self._warn_of_limit(request, request.limit_gap)
         watch = Watches([observer.begin(request) for observer in self.observers])
         compiler = choice.compiler(request, watch)
         if compiler.may_hold_copies:
@@ -112,6 +126,7 @@ class Backend:
         elif request.is_new:
             request.agreement.confirm("compile different collectives", request.lines)
         compiled = compiler.compile(gm, example_inputs)
+        self._warn_of_limit(request, over_limit(request, compiler.outcome))
         watch.finished(compiler.outcome)
         for wrap in WRAPPERS:
             compiled = wrap(compiled, request, compiler)
@@ -150,6 +165,7 @@ class Backend:
             inputs=inputs,
             facts=facts,
             sums=sums,
+            input_names=tuple(node.name for node in placeholders(gm)),
         )
         names = full_names(inputs, facts, module)
         if names:
@@ -160,7 +176,8 @@ class Backend:
         if facts.params:
             return self._agreed(request, gm, choice)
         _refuse_limit_without_parts(request)
-        return replace(request, facts=choice.facts(facts, options))
+        gap = limit_gap(capture, facts, module) if request.trains and options.memory_limit is not None else ""
+        return replace(request, facts=choice.facts(facts, options), limit_gap=gap)
 
     def _agreed(self, request: CompileRequest, gm: GraphModule, choice: CompilerChoice) -> CompileRequest:
         """The request, with what the ranks of the mesh know together."""
@@ -176,7 +193,11 @@ class Backend:
         )
         known = known_costs(agreement, mesh.device_type)
         limit = _memory_limit(options, facts.device_type)
-        keeps = options.memory_limit is not None and is_whole_model(facts, request.module)
+        gap = "" if options.memory_limit is None else limit_gap(request.capture, facts, request.module)
+        keeps = options.memory_limit is not None and not gap
+        if keeps and request.module is not None:
+            facts = with_unread(facts, inputs, request.module)
+            gap = bound_sizes(gm, inputs, request.capture) if request.trains else ""
         tier = options.activation_offload if keeps else None
         if tier is not None:  # the plan says what moves
             options = options.model_copy(update={"pipeline": by_plan_alone(options.pipeline)})
@@ -193,6 +214,7 @@ class Backend:
             facts=replace(facts, keep_bytes=keep_bytes),
             costs=known.describe(mesh, facts.axes),
             agreement=agreement,
+            limit_gap=gap if request.trains else "",
             lines=lines,
             is_new=not agreement.knows(lines),
         )
@@ -207,10 +229,22 @@ class Backend:
             f"this model was not partitioned: the gradients of its {len(trained)} parameters will not be averaged over "
             f"the {dist.get_world_size()} ranks; call dsgraph.partition(model, mesh, stage=...) before torch.compile"
         )
+        self._warn(message, options)
+        self._has_warned = True
+
+    def _warn_of_limit(self, request: CompileRequest, gap: str) -> None:
+        if gap:
+            self._warn(f"memory_limit cannot be promised for {request.function}: {gap}", request.options)
+
+    def _warn(self, message: str, options: BackendOptions) -> None:
         if options.strict:
             raise StrictError(message)
-        self._has_warned = True
-        warnings.warn(message, stacklevel=2)
+        warnings.warn(message, stacklevel=3)
+
+
+def _is_own(error: Exception) -> bool:
+    """Whether an error is one of dsgraph's classes, which name what is wrong and what to do."""
+    return type(error).__module__.split(".")[0] == "dsgraph"
 
 
 _PLANS_VALUES = "memory_limit is planned value by value"

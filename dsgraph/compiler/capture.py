@@ -59,7 +59,7 @@ def read_facts(gm: GraphModule, inputs: Sequence[Any], module: nn.Module | None 
         if not found:
             continue  # somebody else's DTensor
         axes.update({axis.group: axis for axis in found})
-        params[number] = _parameter_info(value, roles[number].parameter)
+        params[number] = parameter_info(value, roles[number].parameter)
         if id(value) in known:
             entry, tier = known[id(value)]
             params[number] = replace(params[number], tier="disk" if entry.stored is not None else "", **tier)
@@ -93,7 +93,8 @@ def _tensor_axis(mesh: DeviceMesh, group: str) -> MeshAxis:
     return MeshAxis(name, mesh.size(dim), group, backend_name(own, mesh.device_type), AxisRole.TENSOR)
 
 
-def _parameter_info(param: DTensor, name: str) -> ParamInfo:
+def parameter_info(param: DTensor, name: str) -> ParamInfo:
+    """What passes may know of a parameter."""
     split = any(isinstance(placement, Shard) for placement in param.placements)
     return ParamInfo(
         name=name,

@@ -18,6 +18,7 @@ from dsgraph.passes import (
     AwaitCopies,
     CaptureFacts,
     InferenceLowering,
+    InsertZeroCollectives,
     OffloadGradients,
     Partitioner,
     PassContext,
@@ -146,6 +147,7 @@ class Compilation:
         self.awaits_copies = bool(facts.gathered_copies) and any(isinstance(item, AwaitCopies) for item in pipeline)
         self.from_cache = False
         self.unidentified = unidentified(options, facts)
+        self._partitioner: Partitioner | None = None
         self._runner = Runner(pipeline, sink=self._watch, after_phase=self._after_phase, verify=options.verify)
 
     @property
@@ -156,7 +158,8 @@ class Compilation:
     @property
     def outcome(self) -> CompileOutcome:
         """What came of `compile`."""
-        return CompileOutcome(tuple(self._runner.records), self.from_cache, self.unidentified)
+        peak = self._partitioner.step_peak if self._partitioner is not None else None
+        return CompileOutcome(tuple(self._runner.records), self.from_cache, self.unidentified, peak)
 
     def note_regions(self, found: Captured) -> None:
         """Takes down which regions the graph came with."""
@@ -196,7 +199,7 @@ class Compilation:
         partitioner = _Partitioner(
             self._runner, self._facts, self._watch, regions=self._regions(patches), agree=self._agree
         )
-        patches["custom_partitioner_fn"] = partitioner
+        patches["custom_partitioner_fn"] = self._partitioner = partitioner
         patches["joint_custom_post_pass"] = InferenceLowering(self._runner, self._facts)
         # A pass whose code cannot be identified, a plan in which other ranks have a say: nothing may come from a cache.
         if self.unidentified or partitioner.uuid() is None:
@@ -216,12 +219,13 @@ class Compilation:
             lowering(graph_module.graph)
             return self._boxed(graph_module)
 
+        self._partitioner = _Partitioner(self._runner, self._facts, self._watch, agree=self._agree)
         return compat.compile_with_aot(
             gm,
             inputs,
             compiler=lambda graph_module, _: self._boxed(graph_module),
             inference_compiler=compile_inference,
-            partition_fn=_Partitioner(self._runner, self._facts, self._watch, agree=self._agree),
+            partition_fn=self._partitioner,
         )
 
     def _after_phase(self, gm: GraphModule, ctx: PassContext) -> None:
@@ -247,6 +251,12 @@ def _pipeline(options: BackendOptions, facts: CaptureFacts) -> Pipeline:
     """The passes that have something to do, and those for parameters on disk, if there are any."""
     if any(info.tier for info in facts.params.values()):
         own = {type(item) for item in options.pipeline}
+        if InsertZeroCollectives not in own:
+            raise OptionError(
+                "parameters on disk are read and written by passes, which need InsertZeroCollectives in the pipeline; "
+                "`dsgraph bisect` compares with a pipeline without it. Add that pass, or take 'parameters' out of "
+                "partition(offload=...) (in the engine, offload_param)"
+            )
         return options.pipeline + [item for item in _STREAMING if type(item) not in own]
     return options.pipeline if facts.params or facts.gathered_copies else options.pipeline.without_mesh()
 

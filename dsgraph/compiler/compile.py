@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from dsgraph.step.state import partition
 
 from .options import BackendOptions, mode_settings, parse_options
 
-_PARTITION_OPTIONS = ("param_dtype", "reduce_dtype", "keep_whole_below")
+_PARTITION_OPTIONS = ("param_dtype", "reduce_dtype", "keep_whole_below", "cast_forward_inputs")
 _TORCH_OPTIONS = ("fullgraph", "dynamic", "mode")
 
 
@@ -25,8 +26,8 @@ def compile(model: nn.Module, mesh: DeviceMesh | None = None, stage: int | None 
         model: See `partition`.
         mesh: See `partition`.
         stage: ZeRO stage, see `partition`.
-        **options: Those of `partition` (param_dtype, reduce_dtype, keep_whole_below), of the backend (see
-            `BackendOptions`), and fullgraph, dynamic and mode of `torch.compile`.
+        **options: Those of `partition` (param_dtype, reduce_dtype, keep_whole_below, cast_forward_inputs),
+            of the backend (see `BackendOptions`), and fullgraph, dynamic and mode of `torch.compile`.
 
     Returns:
         The compiled model.
@@ -43,12 +44,25 @@ def compile(model: nn.Module, mesh: DeviceMesh | None = None, stage: int | None 
             )
     for_partition = {name: options.pop(name) for name in _PARTITION_OPTIONS if name in options}
     for_torch = {name: options.pop(name) for name in _TORCH_OPTIONS if name in options}
+    _check_torch_options(for_torch)
     mode = for_torch.pop("mode", None)
     if mode is not None:  # torch.compile takes a mode or options, never both
         options["inductor"] = _with_mode(mode, parse_options(options))
     parse_options(options)  # raises before anything is changed
     partitioned = partition(model, mesh, stage=stage, **for_partition)
     return torch.compile(partitioned, backend="dsgraph", options=options or None, **for_torch)  # type: ignore[return-value]
+
+
+def _check_torch_options(given: Mapping[str, Any]) -> None:
+    """Refuses what torch.compile would take without a word."""
+    if not isinstance(given.get("fullgraph", False), bool):
+        raise OptionError(f"compile: fullgraph is {given['fullgraph']!r}; it takes True or False")
+    dynamic = given.get("dynamic")
+    if dynamic is not None and not isinstance(dynamic, bool):
+        raise OptionError(f"compile: dynamic is {dynamic!r}; it takes True, False or None")
+    mode = given.get("mode")
+    if mode is not None and not isinstance(mode, str):
+        raise OptionError(f"compile: mode is {mode!r}; it takes a text such as 'max-autotune', or None")
 
 
 def _with_mode(mode: str, options: BackendOptions) -> dict[str, Any]:

@@ -81,6 +81,7 @@ class Capture:
         ends_in: The graph break that ends the graph, if one does.
         region: The line that calls `torch.utils.checkpoint.checkpoint`, for a graph inside a region that runs eagerly.
         running: The user's functions that were running, the captured one first.
+        called_at: Where the user's code calls it, if it is torch's own, such as `nn.Sequential.forward`.
     """
 
     function: Place
@@ -91,6 +92,12 @@ class Capture:
     ends_in: GraphBreak | None = None
     region: Place | None = None
     running: tuple[Span, ...] = ()
+    called_at: Place | None = None
+
+    @property
+    def where(self) -> str:
+        """The user's function, or the user's line that calls torch's."""
+        return str(self.function) if self.called_at is None else f"what {self.called_at} calls"
 
 
 def read_capture(gm: GraphModule) -> tuple[Capture, nn.Module | None]:
@@ -102,6 +109,7 @@ def read_capture(gm: GraphModule) -> tuple[Capture, nn.Module | None]:
     module = _module_called(traced.receiver, sys._getframe(1))
     resumed = _RESUMED.match(traced.name)
     name = getattr(traced.code, "co_qualname", traced.code.co_name).rpartition("<locals>.")[2]
+    caller = next(iter(stack), None) if is_torchs(traced.code.co_filename) else None
     capture = Capture(
         function=Place(traced.code.co_filename, traced.code.co_firstlineno, name),
         resumes_at=int(resumed[1]) if resumed else None,
@@ -111,6 +119,7 @@ def read_capture(gm: GraphModule) -> tuple[Capture, nn.Module | None]:
         ends_in=_break_of(gm),
         region=_region(sys._getframe(1)),
         running=tuple(Span.of(code) for code in (traced.code, *(frame.f_code for frame in stack))),
+        called_at=None if caller is None else Place(caller.f_code.co_filename, caller.f_lineno, caller.f_code.co_name),
     )
     return capture, module
 

@@ -151,6 +151,8 @@ def parse_options(given: Mapping[str, Any] | None, environ: Mapping[str, str] = 
     values = dict(given or {})
     for key in values:
         if key not in BackendOptions.model_fields:
+            if key in _OF_COMPILE:
+                raise OptionError(f"unknown option {key!r}: write dsgraph.compile(model, {key}=...), which takes it")
             raise OptionError(_unknown("option", str(key), list(BackendOptions.model_fields)))
     if environ.get("DSGRAPH_DUMP"):
         values.setdefault("dump", environ["DSGRAPH_DUMP"])
@@ -288,6 +290,8 @@ def mode_settings(mode: str | None) -> dict[str, Any]:
         raise OptionError(f"mode {mode!r} is not one of Inductor's: {error}") from error
 
 
+_OF_COMPILE = ("mode", "fullgraph", "dynamic")
+"""Arguments of `dsgraph.compile` that are no options."""
 _TAKES = {
     "pipeline": "a Pipeline or a list of passes",
     "verify": "True or False",

@@ -37,9 +37,12 @@ class CompileRequest:
         agreement: Of the ranks over which the graph's parameters are partitioned; None where none are.
         lines: The passes that are to run, and what the graph communicates: the same on all those ranks.
         is_new: Whether the ranks have not compiled such a graph before, so that all of them compile it now.
+        limit_gap: Why the memory limit cannot be promised for steps that run the graph; empty where it can, or where
+            none was given.
         communication: What the graph communicates, which ranks compare at each run.
         regions: Functions that the graph calls for each of several blocks.
         sums: Which inputs are accumulated gradients that the graph's markers add.
+        input_names: Dynamo's name of each input, after where it found it: "l_input_ids_".
     """
 
     number: int
@@ -54,6 +57,8 @@ class CompileRequest:
     lines: tuple[str, ...] = ()
     is_new: bool = True
     sums: tuple[int, ...] = ()
+    input_names: tuple[str, ...] = ()
+    limit_gap: str = ""
     communication: Communication = field(default_factory=Communication)
     regions: Captured = field(default_factory=Captured)
 
@@ -76,11 +81,13 @@ class CompileOutcome:
         passes: What each pass did.
         from_cache: Whether AOTAutograd's cache had the graph, so that no pass after the capture ran.
         unidentified: Passes whose code cannot be identified, so that torch's caches were off.
+        step_peak: Predicted bytes of a step that keeps a memory limit; None without one, and for a graph from a cache.
     """
 
     passes: tuple[PassRecord, ...] = ()
     from_cache: bool = False
     unidentified: tuple[str, ...] = ()
+    step_peak: int | None = None
 
 
 class GraphCompiler(Protocol):

@@ -6,14 +6,21 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from dsgraph import compat
+from dsgraph.inductor_ext import resolve_group
+from dsgraph.passes import AxisRole, InputRole
+from dsgraph.sharding.agreement import Agreement
+from dsgraph.sharding.equal_batches import EqualBatches, random_state
 from dsgraph.sharding.full_tensor import FullTensor
 from dsgraph.sharding.replaced_data import refuse_replaced_data
 from dsgraph.step.state import PartitionState, partition_states
 from dsgraph.step.watched_graphs import watch_sums
 
 from .capture import partitioned_mesh
+from .limit_watch import watch_limit
 from .request import CompileRequest, GraphCompiler
 from .runs import compare_runs
 
@@ -84,12 +91,56 @@ def refuse_replaced(compiled: Compiled, request: CompileRequest, _: GraphCompile
     return run
 
 
+def compare_batches(compiled: Compiled, request: CompileRequest, _: GraphCompiler) -> Compiled:
+    """`compiled`, which compares batches and random numbers of the ranks that share its operators, in its first calls.
+
+    Numbers of 64 or 32 bits that are no floats, and in training floats that need no gradient, are compared: others may
+    be what ranks hold slices of.
+    """
+    group = next((axis.group for axis in request.facts.axes if axis.role is AxisRole.TENSOR), None)
+    if group is None or any(axis.backend == "fake" for axis in request.facts.axes):
+        return compiled
+    device = torch.device(request.facts.device_type)
+    own = resolve_group(group)
+    ranks = Agreement(tuple(dist.get_process_group_ranks(own)), compat.group_timeout(own, device.type))
+    equal, numbers = EqualBatches(None, ranks), _batch_inputs(request)
+
+    def run(*args: Any) -> Any:
+        if not equal.is_due(request.number):
+            return compiled(*args)
+        given = {request.input_names[number]: args[number] for number in numbers}
+        equal.compare(request.function, given)
+        before = random_state(device)
+        outputs = compiled(*args)
+        if not torch.equal(before, random_state(device)):
+            equal.compare_random_numbers(device, before)
+        return outputs
+
+    return run
+
+
+def _batch_inputs(request: CompileRequest) -> list[int]:
+    kinds = {torch.int64, torch.int32, torch.bool}
+    if request.trains:
+        kinds |= {torch.float32, torch.float64, torch.bfloat16, torch.float16}
+    return [
+        number
+        for number, item in request.facts.roles.items()
+        if item.role is InputRole.DATA
+        and isinstance(value := request.inputs[number], Tensor)
+        and value.dtype in kinds
+        and not value.requires_grad
+    ]
+
+
 WRAPPERS: tuple[Callable[[Compiled, CompileRequest, GraphCompiler], Compiled], ...] = (
     compare_ranks,
     refresh_copies,
     watch_added_sums,
     read_full_tensors,
     refuse_replaced,
+    compare_batches,
+    watch_limit,
 )
 """Applied in this order: the last is outermost."""
 

@@ -12,12 +12,17 @@ import torch
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.optim import Optimizer
 
 from dsgraph.errors import EngineError
+from dsgraph.sharding.table import partitioned_parts
 
 from .engine import Engine
 from .initialize import initialize
+
+_TAG = "engine"
+"""The folder of the engine's checkpoint in that of `save_state`."""
 
 
 class EngineOptimizer(AcceleratedOptimizer):
@@ -97,6 +102,8 @@ class DsgraphAccelerator(Accelerator):
         )
         self.engine.boundary = lambda: bool(self.sync_gradients)
         vars(self.engine)["_is_accelerate_prepared"] = True  # so that `super` takes it as it is
+        self.register_save_state_pre_hook(self._save_engine)
+        self.register_load_state_pre_hook(self._load_engine)
         ours = [self._of_engine(value, EngineOptimizer(self.engine)) for value in args]
         return super().prepare(*ours)
 
@@ -138,3 +145,52 @@ class DsgraphAccelerator(Accelerator):
         """The model inside an engine."""
         unwrapped: nn.Module = super().unwrap_model(model.module if isinstance(model, Engine) else model, **kwargs)
         return unwrapped
+
+    def save_state(self, output_dir: str | None = None, safe_serialization: bool = True, **kwargs: Any) -> Any:
+        """As `Accelerator.save_state`; the engine's checkpoint, in the folder `engine`, has model and optimizer.
+
+        All ranks call it. What was saved on other numbers of ranks, or with another stage, is loaded as well.
+        """
+        with self._engine_apart():
+            return super().save_state(output_dir, safe_serialization, **kwargs)
+
+    def load_state(self, input_dir: str | None = None, load_kwargs: dict[str, Any] | None = None, **kwargs: Any) -> Any:
+        """As `Accelerator.load_state`, of what `save_state` has written. All ranks call it.
+
+        Raises:
+            CheckpointError: The folder holds no engine, or see `Engine.load_checkpoint`.
+        """
+        with self._engine_apart():
+            return super().load_state(input_dir, load_kwargs, **kwargs)
+
+    def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> Any:
+        """The full parameters and buffers of an engine's model, on the CPU of the first rank; empty on the others.
+
+        All ranks call it.
+        """
+        inner = model.module if isinstance(model, Engine) else model
+        if not partitioned_parts(inner):
+            return super().get_state_dict(model, unwrap)
+        return get_model_state_dict(inner, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+
+    @contextlib.contextmanager
+    def _engine_apart(self) -> Iterator[None]:
+        """Lets accelerate save and load what is not the engine's: its own would be shards in files of one rank."""
+        own: dict[str, Any] = self.__dict__
+        kept = {name: own[name] for name in ("_models", "_optimizers")}
+        own |= {
+            name: [item for item in items if not isinstance(item, (Engine, EngineOptimizer))]
+            for name, items in kept.items()
+        }
+        try:
+            yield
+        finally:
+            own |= kept
+
+    def _save_engine(self, models: object, weights: object, output_dir: str) -> None:
+        assert self.engine is not None
+        self.engine.save_checkpoint(output_dir, _TAG)
+
+    def _load_engine(self, models: object, input_dir: str) -> None:
+        assert self.engine is not None
+        self.engine.load_checkpoint(input_dir, _TAG)

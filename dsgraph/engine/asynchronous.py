@@ -1,22 +1,26 @@
 """Checkpoints that are written while training goes on: their tensors are copied first, and a thread writes the copies.
 
-The threads of all ranks meet in a process group of their own, so that no step waits for them.
+The threads of all ranks meet in a process group of their own, so that no step waits for them. A program does not end
+before its thread has: it is no daemon. What it could not write is said then, where nobody has asked before.
 """
 
 from __future__ import annotations
 
+import atexit
+import sys
+import threading
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from concurrent.futures import Future
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch.distributed as dist
 from torch import nn
 
-from .together import together
+from .together import reason, together
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Writing:
     """A checkpoint that is being written.
 
@@ -26,7 +30,24 @@ class Writing:
     """
 
     doing: str
-    ended: Future[Any]
+    ended: Future[Any] = field(default_factory=Future)
+
+    def run(self, act: Callable[[], Any]) -> None:
+        """Writes it, in a thread of its own."""
+        try:
+            act()
+        except BaseException as error:  # whoever waits raises it
+            self.ended.set_exception(error)
+        else:
+            self.ended.set_result(None)
+
+    def say_failure(self) -> None:
+        """Says at the end of the program that it could not be written."""
+        error = self.ended.exception()
+        if error is not None:
+            text = f"dsgraph: {self.doing}: {reason(error)}; the checkpoint before stays the latest. Call "
+            text += "engine.wait_for_checkpoint() at the end of training, before destroy_process_group()"
+            print(text, file=sys.stderr, flush=True)
 
 
 class Writer:
@@ -47,9 +68,9 @@ class Writer:
     def start(self, doing: str, act: Callable[[], Any]) -> None:
         """Runs `act` in a thread; the one before has ended, see `wait`."""
         assert self._writing is None, self._writing
-        pool = ThreadPoolExecutor(1, thread_name_prefix="dsgraph-checkpoint")
-        self._writing = Writing(doing, pool.submit(act))
-        pool.shutdown(wait=False)
+        self._writing = Writing(doing)
+        atexit.register(self._writing.say_failure)  # called when all threads have ended
+        threading.Thread(target=self._writing.run, args=(act,), name="dsgraph-checkpoint", daemon=False).start()
 
     def wait(self, module: nn.Module) -> None:
         """Returns when all ranks have written what was started, if anything was.
@@ -59,6 +80,7 @@ class Writer:
         """
         writing, self._writing = self._writing, None
         if writing is not None:
+            atexit.unregister(writing.say_failure)
             together(module, writing.doing, writing.ended.result)
 
     def close(self, module: nn.Module) -> None:

@@ -6,6 +6,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 from torch.optim import Optimizer
 
+from dsgraph.offload.delayed import DelayedHostOptimizer
 from dsgraph.offload.host_optimizer import HostOptimizer
 from dsgraph.offload.optimizer import OptimizerOnDisk
 
@@ -38,6 +39,12 @@ def apply_late(optimizer: Optimizer) -> None:
     """Applies an update that is a step late, where no step follows, or one is skipped: it comes no later for that."""
     if isinstance(optimizer, HostOptimizer):
         optimizer.finish()
+
+
+def close_offloaded(optimizer: Optimizer) -> None:
+    """Removes an optimizer's file and ends its threads, if it has any."""
+    if isinstance(optimizer, (OptimizerOnDisk, DelayedHostOptimizer)):
+        optimizer.close()
 
 
 def beside_notes(settings: EngineConfig) -> list[str]:

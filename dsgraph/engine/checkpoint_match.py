@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import fields
 from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
+
+from .progress import StepCounts
 
 
 def class_of(optimizer: Any) -> str:
@@ -14,6 +17,21 @@ def class_of(optimizer: Any) -> str:
     while hasattr(optimizer, "inner"):  # of one that gathers whole parameters for another
         optimizer = optimizer.inner
     return type(optimizer).__name__
+
+
+def why_damaged(about: Mapping[str, Any]) -> str:
+    """What of an engine's checkpoint is missing, or is no such value; empty where nothing is."""
+    kinds: dict[str, type] = {
+        **{"ranks": int, "groups": list, "optimizer": dict, "client_state": dict, "engine": dict, "model": dict}
+    }
+    for key, kind in kinds.items():
+        if not isinstance(about.get(key), kind):
+            return f"engine.json has no {key!r} that is a {kind.__name__}: load another checkpoint by its tag"
+    counts = about["engine"].get("counts")
+    names = {field.name for field in fields(StepCounts)}
+    if not isinstance(counts, dict) or counts.keys() != names or not all(type(n) is int for n in counts.values()):
+        return f"engine.json has no 'counts' of {', '.join(sorted(names))}: load another checkpoint by its tag"
+    return ""
 
 
 def other_optimizer(optimizer: Optimizer, about: Mapping[str, Any]) -> str:

@@ -1,17 +1,18 @@
 """Checkpoints of an engine: written beside the last good one and renamed, so that no interruption loses it.
 
 A checkpoint is a folder `<dir>/<tag>`. torch.distributed.checkpoint writes the tensors, each rank its own rows, and
-reads them on any number of ranks, at any stage. `engine.json` has everything else as JSON, and a checksum of each file.
-The file `<dir>/latest` names the newest; it is replaced last.
+reads them on any number of ranks, at any stage. `engine.json` has everything else as JSON that keeps types, and a
+checksum of each file, itself included. The file `<dir>/latest` names the newest; it is replaced last.
 """
 
 from __future__ import annotations
 
 import io
-import json
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -21,20 +22,17 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from dsgraph.checkpoint_files import (
-    FORMAT,
-    check_tag,
-    complete,
-    make_unfinished,
-    unfinished_folder,
-)
+from dsgraph import compat
+from dsgraph.checkpoint_files import encode_about
+from dsgraph.checkpoint_folder import Unfinished
 from dsgraph.errors import CheckpointError
 from dsgraph.files import write_whole
 from dsgraph.offload.saving import SavePlannerFromDisk, refuse_half
+from dsgraph.typed_json import encode
 
 from .asynchronous import Writer
 from .checkpoint_match import class_of
-from .together import reason, together
+from .together import on_first, reason, together
 from .weight_files import describe
 
 
@@ -54,10 +52,13 @@ class Training(Protocol):
         """The configuration, which the checkpoint repeats."""
 
     def progress(self) -> dict[str, Any]:
-        """What there is besides tensors, as JSON values."""
+        """What there is besides tensors."""
 
     def why_not(self, progress: Mapping[str, Any]) -> str:
         """Why `go_on_from` cannot take that over; empty where it can."""
+
+    def take_schedule(self, progress: Mapping[str, Any]) -> None:
+        """Takes over the schedule alone; where it cannot, it raises and is as it was."""
 
     def go_on_from(self, progress: Mapping[str, Any]) -> None:
         """Takes over what `progress` gave in another run."""
@@ -82,8 +83,7 @@ def save(
         CheckpointError: The tag or the client's state cannot be written, a rank's disk refused, or a failed load or
             step has left nothing to write; the checkpoint before stays the latest.
     """
-    final, unfinished = folder / check_tag(tag), unfinished_folder(folder, tag)
-    is_first, doing, about, tensors = dist.get_rank() == 0, f"save {final}", dict[str, Any](), dict[str, Any]()
+    doing, about, tensors = f"save {folder / tag}", dict[str, Any](), dict[str, Any]()
 
     def look() -> None:
         refuse_half(engine.module, engine.optimizer)
@@ -91,23 +91,72 @@ def save(
         tensors.update(_tensors(engine))
 
     together(engine.module, doing, look)
-    together(engine.module, doing, lambda: make_unfinished(folder, tag) if is_first else None)
-    together(engine.module, doing, lambda: _write_rank(engine, unfinished))
-    if writer is None:
-        planner = SavePlannerFromDisk(engine.optimizer, frees_written=True)
-        _written(doing, folder, lambda: dcp.save(tensors, storage_writer=_writing(unfinished), planner=planner))
-        together(engine.module, doing, lambda: complete(folder, tag, about) if is_first else None)
-        return final
-    written = dcp.async_save(tensors, storage_writer=_writing(unfinished), process_group=writer.group())
-    assert isinstance(written, Future), "of a stager of one's own it would be more"
+    begun: list[Unfinished] = []  # of the first rank
+
+    def begin() -> str:
+        begun.append(Unfinished.begin(folder, tag))
+        return begun[0].path.name
+
+    attempt = _Attempt(doing, folder / str(on_first(engine.module, doing, begin)), begun)
+    with attempt.removing_failed():
+        together(engine.module, doing, lambda: _write_rank(engine, attempt.path))
+        if writer is None:
+            planner = SavePlannerFromDisk(engine.optimizer, frees_written=True)
+            attempt.write(lambda: dcp.save(tensors, storage_writer=_writing(attempt.path), planner=planner))
+            together(engine.module, doing, lambda: attempt.complete(about))
+            return folder / tag
+        written = dcp.async_save(tensors, storage_writer=_writing(attempt.path), process_group=writer.group())
+        assert isinstance(written, Future), "of a stager of one's own it would be more"
 
     def end() -> None:
-        _written(doing, folder, written.result)
-        if is_first:  # dcp lets it know when the others have written
-            complete(folder, tag, about)
+        with attempt.removing_failed():
+            attempt.write(written.result)
+            attempt.complete(about)  # dcp lets the first rank know when the others have written
 
     writer.start(doing, end)
-    return final
+    return folder / tag
+
+
+@dataclass
+class _Attempt:
+    """The writing of a checkpoint, on this rank.
+
+    Attributes:
+        doing: What an error says of it.
+        path: Where its files are until it is complete.
+        begun: What the first rank completes; empty on the others.
+    """
+
+    doing: str
+    path: Path
+    begun: list[Unfinished]
+
+    @contextmanager
+    def removing_failed(self) -> Iterator[None]:
+        """Removes what was written where it fails: it fails on all ranks, of which none writes then."""
+        try:
+            yield
+        except BaseException as error:
+            for unfinished in self.begun:
+                unfinished.give_up()
+            if not self.begun:
+                shutil.rmtree(self.path, ignore_errors=True)
+            if isinstance(error, CheckpointError):
+                raise CheckpointError(f"{error}. What it had written was removed") from error
+            raise
+
+    def write(self, write: Callable[[], Any]) -> None:
+        """Lets torch write the tensors, which it plans with the other ranks: it raises on all of them."""
+        try:
+            write()
+        except (dcp.api.CheckpointException, OSError) as error:
+            free = shutil.disk_usage(self.path.parent).free
+            raise CheckpointError(f"{self.doing}: {reason(error)}; {free:,} bytes are free there") from error
+
+    def complete(self, about: Mapping[str, Any]) -> None:
+        """Makes it a checkpoint: the first rank does."""
+        for unfinished in self.begun:
+            unfinished.complete(about)
 
 
 def _writing(folder: Path) -> dcp.FileSystemWriter:
@@ -118,31 +167,20 @@ def _writing(folder: Path) -> dcp.FileSystemWriter:
     return dcp.FileSystemWriter(folder, thread_count=2)
 
 
-def _written(doing: str, folder: Path, write: Callable[[], Any]) -> None:
-    """Lets torch write the tensors, which it plans with the other ranks: it raises on all of them."""
-    try:
-        write()
-    except (dcp.api.CheckpointException, OSError) as error:
-        free = shutil.disk_usage(folder).free
-        raise CheckpointError(f"{doing}: {reason(error)}; {free:,} bytes are free there") from error
-
-
 def _about(engine: Training, client_state: dict[str, Any]) -> dict[str, Any]:
-    """What `engine.json` says of an engine."""
-    try:
-        client = json.loads(json.dumps(client_state))
-    except (TypeError, ValueError) as error:
-        raise CheckpointError(f"client_state: {error}; it takes what JSON can hold") from None
-    return {
-        "format": FORMAT,
-        "ranks": dist.get_world_size(),
-        "engine": engine.progress(),
-        **_plain_state(engine),
-        "optimizer_class": class_of(engine.optimizer),
-        "client_state": client,
-        "config": engine.config.model_dump(mode="json"),
-        "model": describe(engine.module),
-    }
+    """What `engine.json` says of an engine, as JSON values."""
+    about = encode_about(
+        {
+            "ranks": dist.get_world_size(),
+            **_plain_state(engine),
+            "optimizer_class": class_of(engine.optimizer),
+            "client_state": client_state,
+            "config": engine.config.model_dump(mode="json"),
+            "model": describe(engine.module),
+        }
+    )
+    progress = {key: encode(value, f"{key} of the engine") for key, value in engine.progress().items()}
+    return {**about, "engine": progress}
 
 
 def _write_rank(engine: Training, folder: Path) -> None:
@@ -168,7 +206,7 @@ def _plain_state(engine: Training) -> dict[str, Any]:
     """What the optimizer holds besides tensors: of its parameters, and in its groups.
 
     Raises:
-        CheckpointError: The model or the optimizer holds something that neither tensors nor JSON can say.
+        CheckpointError: The model or the optimizer holds something that a checkpoint does not keep.
     """
     for name, value in engine.module.state_dict().items():
         if not isinstance(value, Tensor):
@@ -176,6 +214,7 @@ def _plain_state(engine: Training) -> dict[str, Any]:
     plain: dict[str, dict[str, Any]] = {}
     for name, key, value in _optimizer_state(engine):
         if not isinstance(value, Tensor):
+            _refuse_tensors_within(value, f"optimizer state {key!r} of {name}")
             plain.setdefault(name, {})[key] = _plain(value, f"optimizer state {key!r} of {name}")
     groups = [
         {key: _plain(value, f"{key!r} of the optimizer") for key, value in group.items() if key != "params"}
@@ -187,13 +226,19 @@ def _plain_state(engine: Training) -> dict[str, Any]:
 def _optimizer_state(engine: Training) -> Iterator[tuple[str, str, Any]]:
     for name, param in engine.module.named_parameters():
         for key, value in engine.optimizer.state.get(param, {}).items():
+            if not isinstance(key, str) or "." in key:
+                raise CheckpointError(f"optimizer state of {name} has the key {key!r}: it takes text without '.'")
             yield name, key, value
+
+
+def _refuse_tensors_within(value: Any, what: str) -> None:
+    """Each rank has its own there, and one rank's would be kept."""
+    if any(isinstance(leaf, Tensor) for leaf in compat.flatten_tree(value)[0]):
+        raise CheckpointError(f"{what} is a {type(value).__name__} with tensors, which a checkpoint does not keep")
 
 
 def _plain(value: Any, what: str) -> Any:
     if isinstance(value, Tensor) and value.numel() == 1:  # a learning rate that a recorded graph reads
         return value.item()
-    try:
-        return json.loads(json.dumps(value))
-    except (TypeError, ValueError):
-        raise CheckpointError(f"{what} is a {type(value).__name__}, which a checkpoint does not hold") from None
+    encode(value, what)  # which names what cannot be kept by what it is, not by where it stands in the file
+    return value

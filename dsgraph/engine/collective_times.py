@@ -19,6 +19,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from dsgraph import compat
+from dsgraph.passes.analysis.quiet import without_library_output
 
 GATHER, REDUCE = "gather", "reduce"
 # An exchange of equal parts is how gloo scatters a sum; Inductor and torch spell the rest in several ways.
@@ -42,14 +43,16 @@ class CollectiveTimes:
         """Watches from now on, unless it does or another profiler runs."""
         if self._watching is None and not compat.profiler_runs():
             self._watching = profile(activities=self._activities)
-            self._watching.__enter__()
+            with without_library_output():
+                self._watching.__enter__()
 
     def end(self) -> dict[str, float]:
         """Milliseconds in which a gather was under way, and a reduction; nothing where `begin` did not watch."""
         watched, self._watching = self._watching, None
         if watched is None:
             return {}
-        watched.__exit__(None, None, None)
+        with without_library_output():
+            watched.__exit__(None, None, None)
         return busy(watched.events() or ())
 
 

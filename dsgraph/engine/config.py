@@ -14,7 +14,7 @@ from dsgraph.byte_counts import read_bytes
 
 from .offload_config import OffloadOptimizerConfig, OffloadParamConfig
 from .quantize_config import QuantizeTrainingConfig
-from .section import Section
+from .section import PathText, Section
 
 Bytes = Annotated[int | float, BeforeValidator(read_bytes)]
 """A number of bytes, a text that means one, or a share of the device."""
@@ -101,14 +101,14 @@ class FlopsProfilerConfig(Section):
     module_depth: int = Field(default=-1, ge=-1, description="how deep the table of each depth goes; -1: to the last")
     top_modules: int = Field(default=1, ge=1, description="how many modules of each depth that table names")
     detailed: bool = Field(default=True, description="whether the tree of all modules is shown")
-    output_file: str | None = Field(default=None, description="where it is written; without it, it is printed")
+    output_file: PathText | None = Field(default=None, description="where it is written; without it, it is printed")
 
 
 class TensorboardConfig(Section):
     """Scalars of each step for TensorBoard, which `pip install dsgraph[tensorboard]` brings."""
 
     enabled: bool = Field(default=False, description="whether they are written")
-    output_path: str = Field(default="", description="the folder in which the job has its own; relative to here")
+    output_path: PathText = Field(default="", description="the folder in which the job has its own; relative to here")
     job_name: str = Field(default="DeepSpeedJobName", description="the job's folder")
 
 
@@ -116,7 +116,7 @@ class CsvMonitorConfig(Section):
     """Scalars of each step as CSV files, one file a scalar."""
 
     enabled: bool = Field(default=False, description="whether they are written")
-    output_path: str = Field(default="", description="the folder in which the job has its own; relative to here")
+    output_path: PathText = Field(default="", description="the folder in which the job has its own; relative to here")
     job_name: str = Field(default="DeepSpeedJobName", description="the job's folder")
 
 
@@ -209,7 +209,7 @@ class DsgraphConfig(Section):
     memory_limit: Bytes | None = Field(
         default=None, description='what a step may use: bytes, a text such as "60GiB", or a share of the device'
     )
-    offload_folder: str | None = Field(
+    offload_folder: PathText | None = Field(
         default=None,
         description="a folder on a disk, for what of the model's states does not fit into half of `memory_limit`",
     )
@@ -232,6 +232,18 @@ class DsgraphConfig(Section):
     )
     metrics_file: str | None = Field(
         default=None, description="a file to which the scalars of each step are added, one JSON object a line"
+    )
+
+
+class CheckpointConfig(Section):
+    """How checkpoints are saved."""
+
+    tag_validation: Annotated[
+        Literal["Ignore", "Warn", "Fail"], BeforeValidator(lambda v: v.capitalize() if isinstance(v, str) else v)
+    ] = Field(
+        default="Warn",
+        description="what happens where ranks give different tags: `Fail` is an error, `Warn` prints that the first "
+        "rank's counts, with `Ignore` it counts silently",
     )
 
 
@@ -263,6 +275,7 @@ class EngineConfig(Section):
     fp16: Fp16Config = Fp16Config()
     bf16: Bf16Config = Bf16Config()
     zero_optimization: ZeroConfig = ZeroConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
     flops_profiler: FlopsProfilerConfig = FlopsProfilerConfig()
     tensorboard: TensorboardConfig = TensorboardConfig()
     csv_monitor: CsvMonitorConfig = CsvMonitorConfig()

@@ -15,8 +15,10 @@ import torch.distributed.checkpoint as dcp
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from dsgraph.checkpoint_files import FORMAT, check_tag, complete, latest_tag, make_unfinished, read_about
+from dsgraph.checkpoint_files import ABOUT, check_tag, encode_about, read_about
+from dsgraph.checkpoint_folder import Unfinished, find_tag
 from dsgraph.errors import CheckpointError
+from dsgraph.typed_json import encode
 from dsgraph.weight_paths import weight_paths
 
 from .deepspeed_files import DeepSpeedCheckpoint, is_deepspeed, read_deepspeed
@@ -92,15 +94,21 @@ def import_checkpoint(source: Path, out: Path, *, tag: str | None) -> tuple[Path
     tag = check_tag(tag or f"global_step{about['engine']['counts']['steps']}")
     if (out / tag).exists():
         raise CheckpointError(f"{out / tag} is there already: choose another tag or folder")
-    dcp.save(state, checkpoint_id=make_unfinished(out, tag), no_dist=True)
-    return complete(out, tag, about), said
+    about = encode_about(about)
+    unfinished = Unfinished.begin(out, tag)
+    try:
+        dcp.save(state, checkpoint_id=unfinished.path, no_dist=True)
+        return unfinished.complete(about), said
+    except BaseException:
+        unfinished.give_up()
+        raise
 
 
 def _checked(folder: Path, tag: str | None) -> tuple[Path, dict[str, Any]]:
     """The checkpoint that is meant, and what it says of itself, when all its files are as they were written."""
-    tag = latest_tag(folder) if tag is None else tag
+    tag = find_tag(folder, tag)
     path = folder if tag is None else folder / tag
-    if not (path / "engine.json").is_file():
+    if not (path / ABOUT).is_file():
         raise CheckpointError(f"{path} is no checkpoint of an engine: there is no engine.json in it")
     return path, read_about(path)
 
@@ -109,7 +117,7 @@ def _about(steps: StepCounts, **more: Any) -> dict[str, Any]:
     """What stands in `engine.json` of a checkpoint that no rank wrote: none goes on with its random numbers."""
     engine = {"counts": asdict(steps), "loss_scale": {}, "schedule": None}
     return {
-        **{"format": FORMAT, "ranks": 0, "engine": {**engine, **more.pop("engine", {})}, "groups": []},
+        **{"ranks": 0, "engine": {**engine, **more.pop("engine", {})}, "groups": []},
         **{"optimizer": {}, "client_state": {}, "config": {}, "model": {"configs": {}, "tied": {}}, **more},
     }
 
@@ -139,9 +147,11 @@ def _of_deepspeed(found: DeepSpeedCheckpoint) -> tuple[dict[str, Tensor], dict[s
     client, dropped = {}, []
     for key, value in found.client.items():
         try:
-            client[key] = json.loads(json.dumps(value))
-        except (TypeError, ValueError):
+            encode(value, key)
+        except CheckpointError:
             dropped.append(key)
+        else:
+            client[key] = value
     engine = {"loss_scale": found.loss_scale, "schedule": found.schedule}
     counts = StepCounts(found.steps * found.micro_batches, found.steps, found.skipped)
     about = _about(

@@ -13,10 +13,11 @@ from torch.optim import Optimizer
 
 from dsgraph.batches import call_with
 from dsgraph.errors import EngineError
+from dsgraph.sharding.forward_inputs import cast_floating
 from dsgraph.step.accumulate import accumulate, discard
 
 from .asynchronous import Writer
-from .beside_backward import apply_late, read_ahead, stepping
+from .beside_backward import apply_late, close_offloaded, read_ahead, stepping
 from .compressing import CompressingOptimizer
 from .data import RankLoader, batches_of
 from .eigenvalues import Gradients
@@ -26,7 +27,7 @@ from .looks import Looks
 from .loss_scale import LossScale
 from .mpu import ModelParallel
 from .norms import unscale_and_clip
-from .passing import Again, cast_floating, loss_of
+from .passing import Again, loss_of
 from .progress import StepCounts
 from .quantize_training import QuantizedTraining
 from .read_config import ResolvedConfig
@@ -307,8 +308,9 @@ class Engine(Figures, Saving, Weights, nn.Module):
         return self._has_begun_step
 
     def close(self) -> None:
-        """Lets go of the compiled model, of gradients and of the loader's processes; the partitioned model stays.
+        """Lets go of the compiled model, of gradients, of the loader's processes, and of optimizer state on disk.
 
+        The partitioned model stays. Its parameters on disk, if any, stay there as long as the model lives.
         A checkpoint that is being written is waited for: then all ranks call it at the same point.
 
         Raises:
@@ -329,3 +331,4 @@ class Engine(Figures, Saving, Weights, nn.Module):
             self.progressive_layer_drop.let_go()
         self._looks.close()
         self.optimizer.zero_grad()
+        close_offloaded(self.optimizer)

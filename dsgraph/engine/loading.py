@@ -1,6 +1,7 @@
 """How an engine goes on from a checkpoint: see `checkpoints.py` for what one is.
 
-Tensors are read into copies, so that nothing of the engine changes until all is there. Where parameters or the
+Everything is read and checked, on all ranks, before anything of the engine changes: files by their checksums, what
+`engine.json` says, then tensors, which are read into copies. Where parameters or the
 optimizer's state lie on disk, no copies are made: what can be known of a checkpoint is checked first, and then each
 tensor is read into its place.
 """
@@ -17,16 +18,17 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from dsgraph.checkpoint_files import latest_tag, read_about
+from dsgraph.checkpoint_files import read_about
+from dsgraph.checkpoint_folder import find_tag
 from dsgraph.errors import CheckpointError, OffloadError
 from dsgraph.offload.optimizer import OptimizerOnDisk
 from dsgraph.offload.saving import loading_to_disk
 from dsgraph.sharding.table import partitioned_parts
 
-from .checkpoint_match import other_model, other_optimizer
+from .checkpoint_match import other_model, other_optimizer, why_damaged
 from .checkpoints import Training
 from .compressing import CompressingOptimizer
-from .together import reason, together
+from .together import on_first, reason, together
 from .weight_files import describe
 
 
@@ -58,29 +60,52 @@ def load(engine: Training, folder: Path, tag: str | None, *, module_only: bool) 
         CheckpointError: There is no such checkpoint, it is damaged, or of another model; the engine is as it was,
             see `read_into`.
     """
-    named = [latest_tag(folder) if tag is None else tag]
-    dist.broadcast_object_list(named, src=0)  # one rank chooses, lest folders of several hosts differ
-    (tag,) = named
-    if tag is None:
+    found = on_first(engine.module, f"load {folder}", lambda: find_tag(folder, tag))
+    if found is None:
         if dist.get_rank() == 0:
             print(f"dsgraph: load_checkpoint: {folder} holds no checkpoint, and the engine stays as it is", flush=True)
         return None
-    path, about = folder / tag, {}
+    path, doing = folder / found, f"load {folder / found}"
+    about, wanted, random = dict[str, Any](), dict[str, Any](), dict[str, Tensor]()
+
+    def check() -> None:
+        problem = why_damaged(about) or ("" if module_only else _why_not(engine, about))
+        if problem:
+            raise CheckpointError(problem)
+        wanted.update(_wanted(engine, path, module_only=module_only))
+        if not module_only:
+            random.update(_random_states(path, about))
+
     share = {"share": dist.get_rank(), "shares": dist.get_world_size()}
-    together(engine.module, f"load {path}", lambda: about.update(read_about(path, **share)))
-    groups, saved = len(engine.optimizer.param_groups), len(about["groups"])
-    if groups != saved and not module_only:
-        raise CheckpointError(f"load {path}: it has {saved} groups of parameters, and the optimizer {groups}")
-    problem = "" if module_only else other_optimizer(engine.optimizer, about) or engine.why_not(about["engine"])
-    if problem:
-        raise CheckpointError(f"load {path}: {problem}: load_module_only=True takes the model alone")
-    wanted = _wanted(engine, path, module_only=module_only)
-    read_into(wanted, dcp.FileSystemReader(path), engine, doing=f"load {path}", module_only=module_only)
+    together(engine.module, doing, lambda: about.update(read_about(path, **share)))
+    together(engine.module, doing, check)  # when each file is known to be whole
+    read_into(wanted, dcp.FileSystemReader(path), engine, doing=doing, module_only=module_only)
+    if not module_only:
+        together(engine.module, doing, lambda: engine.take_schedule(about["engine"]))
     if not is_on_disk(engine, module_only=module_only):
         _take_model(engine, wanted)
     if not module_only:
-        _take_rest(engine, wanted, about, path)
+        _take_rest(engine, wanted, about)
+        for device, state in random.items():
+            (torch.cuda.set_rng_state if device == "cuda" else torch.set_rng_state)(state)
     return path, about["client_state"]
+
+
+def _why_not(engine: Training, about: dict[str, Any]) -> str:
+    """Why an engine cannot take over a checkpoint besides its model; empty where it can."""
+    groups, saved = len(engine.optimizer.param_groups), len(about["groups"])
+    problem = other_optimizer(engine.optimizer, about) or engine.why_not(about["engine"])
+    if groups != saved:
+        return f"it has {saved} groups of parameters, and the optimizer {groups}"
+    return f"{problem}: load_module_only=True takes the model alone" if problem else ""
+
+
+def _random_states(path: Path, about: dict[str, Any]) -> dict[str, Tensor]:
+    """States of random numbers by device; none with other ranks, where none goes on where one left off."""
+    if about["ranks"] != dist.get_world_size():
+        return {}
+    found: dict[str, Tensor] = torch.load(path / f"random-{dist.get_rank()}.pt", weights_only=True)
+    return {device: state for device, state in found.items() if device != "cuda" or torch.cuda.is_available()}
 
 
 def is_on_disk(engine: HasTensors, *, module_only: bool) -> bool:
@@ -115,7 +140,7 @@ def _wanted(engine: Training, path: Path, *, module_only: bool) -> dict[str, Any
     tied = describe(engine.module)["tied"]
     problem, left = other_model(engine.module, known, tied, module_only=module_only)
     if problem:
-        raise CheckpointError(f"load {path}: it is of another model: {problem}")
+        raise CheckpointError(f"it is of another model: {problem}")
     if left and dist.get_rank() == 0:
         print(f"dsgraph: load {path}: the model has none of {', '.join(left)}, which stay there", flush=True)
     in_place = is_on_disk(engine, module_only=module_only)
@@ -145,9 +170,7 @@ def _state_to_read(optimizer: Any, name: str, param: Tensor, saved: dict[str, An
     on_disk = optimizer.state.tensors(param) if isinstance(optimizer, OptimizerOnDisk) and saved else {}
     if not on_disk.keys() <= saved.keys():
         lacks = next(key for key in on_disk if key not in saved)
-        raise CheckpointError(
-            f"load: there is no {lacks!r} of {name} in it: load_module_only=True takes the model alone"
-        )
+        raise CheckpointError(f"there is no {lacks!r} of {name} in it: load_module_only=True takes the model alone")
     found: dict[str, Tensor] = {}
     for key, about in saved.items():
         size, dtype = about.size, about.properties.dtype
@@ -170,7 +193,7 @@ def _take_model(engine: Training, state: dict[str, Any]) -> None:
     engine.module.load_state_dict(found)
 
 
-def _take_rest(engine: Training, state: dict[str, Any], about: dict[str, Any], path: Path) -> None:
+def _take_rest(engine: Training, state: dict[str, Any], about: dict[str, Any]) -> None:
     engine.optimizer.state.clear()  # a checkpoint of an optimizer that has not stepped holds none
     for name, param in engine.module.named_parameters():
         found = {**dict(_of_parameter(state, name)), **about["optimizer"].get(name, {})}
@@ -188,12 +211,6 @@ def _take_rest(engine: Training, state: dict[str, Any], about: dict[str, Any], p
     if isinstance(engine.optimizer, CompressingOptimizer):
         engine.optimizer.go_on()
     engine.go_on_from(about["engine"])
-    random = path / f"random-{dist.get_rank()}.pt"
-    if about["ranks"] == dist.get_world_size():  # with others, no rank goes on where one left off
-        states = torch.load(random, weights_only=True)
-        torch.set_rng_state(states["cpu"])
-        if "cuda" in states and torch.cuda.is_available():
-            torch.cuda.set_rng_state(states["cuda"])
 
 
 def _of_parameter(state: dict[str, Any], name: str) -> Iterator[tuple[str, Any]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from dsgraph.errors import LossScaleError
@@ -93,6 +94,11 @@ class LossScale:
     def state_dict(self) -> dict[str, float | int]:
         """Where a dynamic scale stands; empty for one that does not change."""
         return {name: getattr(self, name) for name in _MOVES} if self.dynamic else {}
+
+    def why_not(self, state: Mapping[str, object]) -> str:
+        """Why `load_state_dict` cannot take a state; empty where it can."""
+        lacks = [name for name in _MOVES if not isinstance(state.get(name), (int, float))] if state else []
+        return f"its loss scale has no {lacks[0]!r}" if lacks else ""
 
     def load_state_dict(self, state: dict[str, float | int]) -> None:
         """Goes on from there, if this scale is dynamic as well. The rule stays the configuration's."""

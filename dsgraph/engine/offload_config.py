@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from .section import Section
+from .section import PathText, Section
 
 _BUFFERS, _BUFFER_ELEMENTS = 5, 10**8  # DeepSpeed's defaults of `offload_param`
 _ELEMENT = 4  # bytes
@@ -20,7 +20,9 @@ class OffloadOptimizerConfig(Section):
         description='"nvme": on disk, with a model on the CPU; "cpu": in the host\'s memory, where 16-bit parameters '
         "have masters of float32, and the state lies anyway if the model is trained on the CPU",
     )
-    nvme_path: str | None = Field(default=None, description="the folder on that disk; it is made if it is not there")
+    nvme_path: PathText | None = Field(
+        default=None, description="the folder on that disk; it is made if it is not there"
+    )
     pin_memory: bool | None = Field(
         default=None,
         description='with "cpu" and a model on CUDA: whether copies are pinned; they are unless `false`',
@@ -36,7 +38,9 @@ class OffloadParamConfig(Section):
     device: Literal["none", "cpu", "nvme"] = Field(
         default="none", description='"nvme": on disk; "cpu" is where they lie anyway if the model is trained on the CPU'
     )
-    nvme_path: str | None = Field(default=None, description="the folder on that disk; it is made if it is not there")
+    nvme_path: PathText | None = Field(
+        default=None, description="the folder on that disk; it is made if it is not there"
+    )
     ratio: float = Field(
         default=1.0, gt=0, le=1, description="the share of their bytes that lies there; the last parameters stay"
     )

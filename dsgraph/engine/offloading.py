@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -11,7 +12,9 @@ from torch.optim import Optimizer
 from dsgraph.byte_counts import on_device
 from dsgraph.errors import ConfigError, OffloadError
 from dsgraph.offload.offload_optimizer import offloaded_to
+from dsgraph.offload.optimizer import ELEMENTWISE
 from dsgraph.offload.plan import plan_offload
+from dsgraph.sharding.rows import own_part
 from dsgraph.sharding.table import OffloadArguments
 
 from .config import EngineConfig
@@ -135,6 +138,10 @@ def offloaded(optimizer: Optimizer, settings: EngineConfig) -> Optimizer:
     wanted = settings.zero_optimization.offload_optimizer
     if wanted.device == "none":
         return optimizer
+    if wanted.device == "cpu" and not settings.dsgraph.delayed_update and _is_there_anyway(optimizer):
+        for each in _all_of(optimizer):
+            vars(each)["tier"] = "host"  # as the step of a partitioned model asks
+        return optimizer
     arguments = OffloadArguments(
         optimizer="disk" if wanted.device == "nvme" else "host",
         folder=wanted.nvme_path or "",
@@ -142,6 +149,22 @@ def offloaded(optimizer: Optimizer, settings: EngineConfig) -> Optimizer:
     )
     pins = wanted.pin_memory is not False
     return offloaded_to(arguments, optimizer, delayed=settings.dsgraph.delayed_update, pin_memory=pins)
+
+
+def _is_there_anyway(optimizer: Optimizer) -> bool:
+    """Whether an optimizer that steps on whole parameters has its state on the host, as it is, and needs no masters."""
+    params = [own_part(param) for group in optimizer.param_groups for param in group["params"]]
+    on_host = all(param.device.type == "cpu" and param.dtype.itemsize > 2 for param in params)
+    return on_host and not isinstance(optimizer, ELEMENTWISE)
+
+
+def _all_of(optimizer: Optimizer) -> Iterator[Optimizer]:
+    """The optimizer, and those that it steps."""
+    yield optimizer
+    for value in vars(optimizer).values():
+        for each in value if isinstance(value, list) else [value]:
+            if isinstance(each, Optimizer):
+                yield from _all_of(each)
 
 
 def offload_notes(settings: EngineConfig, device: torch.device) -> list[str]:

@@ -71,7 +71,10 @@ def maker_of(config: OptimizerConfig, model: nn.Module) -> MakesOptimizer:
     taken += NOT_THERE if name.lower() in ONE_BIT else []
     for key in params:
         if key not in taken:
-            raise ConfigError(f"optimizer.params: {name} has no {key!r}{nearest(key, taken)}")
+            hint = nearest(key, taken) or nearest(
+                key, EngineConfig.model_fields, where="at the top of the configuration"
+            )
+            raise ConfigError(f"optimizer.params: {name} has no {key!r}{hint}")
     if "betas" in params:
         params["betas"] = _betas(params["betas"])
     try:  # before anything of the model is changed

@@ -1,4 +1,4 @@
-"""What goes into a model, and the loss in what comes out."""
+"""The loss in what a model gives."""
 
 from __future__ import annotations
 
@@ -9,15 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dsgraph import compat
 from dsgraph.errors import EngineError
-
-
-def cast_floating(inputs: Any, dtype: torch.dtype | None) -> Any:
-    """Inputs of a model, of which floating-point tensors are in `dtype`; None leaves them."""
-    if dtype is None:
-        return inputs
-    return compat.map_tensors(lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, inputs)
 
 
 def loss_of(output: Any) -> Tensor:

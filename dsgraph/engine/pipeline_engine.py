@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from os import PathLike
@@ -15,14 +14,13 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from dsgraph import compat
+from dsgraph.checkpoint_files import latest_tag
 from dsgraph.errors import CheckpointError
 from dsgraph.parallel.pipelined import PipelinedModel
 
 from .data import RankLoader, batches_of
 from .progress import StepCounts
 from .read_config import ResolvedConfig
-
-_PROGRESS, _LATEST = "engine.json", "latest"
 
 
 class PipelineEngine:
@@ -109,21 +107,26 @@ class PipelineEngine:
 
         Returns:
             True.
+
+        Raises:
+            CheckpointError: JSON would change the client's state or the schedule's, or it cannot be written.
         """
-        root, tag = Path(save_dir), tag or f"global_step{self.counts.steps}"
-        self.module.save_checkpoint(root / tag, self.optimizer)
-        if dist.get_rank() == 0:
-            schedule, loader = self.lr_scheduler, self.training_dataloader
-            progress = {
-                "counts": asdict(self.counts),
-                "rates": self.get_lr(),
-                "schedule": schedule.state_dict() if hasattr(schedule, "state_dict") else None,
-                "loader": None if loader is None else loader.state_dict(),
-                "client_state": dict(client_state or {}),
-            }
-            (root / tag / _PROGRESS).write_text(json.dumps(progress))
-            (root / _LATEST).write_text(tag)
-        dist.barrier()
+        schedule, loader = self.lr_scheduler, self.training_dataloader
+        progress = {
+            "counts": asdict(self.counts),
+            "rates": self.get_lr(),
+            "schedule": schedule.state_dict() if hasattr(schedule, "state_dict") else None,
+            "loader": None if loader is None else loader.state_dict(),
+            "client_state": dict(client_state or {}),
+        }
+        for what in ("client_state", "schedule"):
+            if not _keeps_types(progress[what]):
+                raise CheckpointError(
+                    f"save_checkpoint: {what} holds keys that are no text, tuples or objects, which JSON gives back "
+                    "with other types: use text as keys, lists, numbers and text"
+                )
+        name = f"global_step{self.counts.steps}" if tag is None else tag
+        self.module.save_checkpoint(save_dir, self.optimizer, tag=name, more=progress)
         return True
 
     def load_checkpoint(
@@ -141,23 +144,27 @@ class PipelineEngine:
         Raises:
             CheckpointError: There is no such checkpoint, or it is of another model.
         """
-        root = Path(load_dir)
-        if tag is None and not (root / _LATEST).exists():
+        name = latest_tag(Path(load_dir)) if tag is None else tag
+        if name is None:
             return None, {}
-        folder = root / (tag or (root / _LATEST).read_text().strip())
-        try:
-            progress = json.loads((folder / _PROGRESS).read_text())
-        except (OSError, json.JSONDecodeError) as error:
-            raise CheckpointError(f"load_checkpoint: {folder} is no checkpoint of a divided model: {error}") from error
-        self.module.load_checkpoint(folder, self.optimizer)
+        progress = self.module.load_checkpoint(load_dir, self.optimizer, tag=name)
         self.counts = StepCounts(**progress["counts"])
         if progress["schedule"] is not None and hasattr(self.lr_scheduler, "load_state_dict"):
             self.lr_scheduler.load_state_dict(progress["schedule"])
-            for group, rate in zip(self.optimizer.param_groups, progress["rates"], strict=True):
-                group["lr"] = rate
+        for group, rate in zip(self.optimizer.param_groups, progress["rates"], strict=True):
+            group["lr"] = rate
         if self.training_dataloader is not None:
             self.training_dataloader.load_state_dict(progress["loader"])
-        return str(folder), progress["client_state"]
+        return str(Path(load_dir) / name), progress["client_state"]
+
+
+def _keeps_types(value: Any) -> bool:
+    """Whether JSON gives a value back as it is."""
+    if isinstance(value, dict):
+        return all(isinstance(key, str) and _keeps_types(item) for key, item in value.items())
+    if isinstance(value, list):
+        return all(map(_keeps_types, value))
+    return value is None or type(value) in (bool, int, float, str)
 
 
 def as_arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -174,7 +174,8 @@ def _describe(error: ValidationError) -> str:
     name = ".".join(where)
     if first["type"] == "extra_forbidden":
         known = list(_keys_of(where[:-1]))
-        return f"config: unknown key {name!r}{nearest(where[-1], known)}; known here: {', '.join(sorted(known))}"
+        hint = nearest(where[-1], known) or nearest(where[-1], EngineConfig.model_fields, where="at the top")
+        return f"config: unknown key {name!r}{hint}; known here: {', '.join(sorted(known))}"
     if first["type"] == "missing":
         return f"config: {name} is missing: set it"
     return f"config: {name} is {first['input']!r}: {first['msg'].lower()}"

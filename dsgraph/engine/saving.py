@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from copy import deepcopy
 from dataclasses import asdict
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from dsgraph.errors import CheckpointError
+from dsgraph.checkpoint_files import check_tag
+from dsgraph.errors import CheckpointError, on_one_line
 
 from . import checkpoints, loading
 from .asynchronous import Writer
@@ -22,6 +23,9 @@ from .loss_scale import LossScale
 from .mpu import ModelParallel
 from .progress import StepCounts
 from .quantize_training import QuantizedTraining
+from .read_config import ResolvedConfig
+from .same_call import one_tag
+from .told import tell
 
 
 class Saving:
@@ -30,6 +34,7 @@ class Saving:
     module: nn.Module
     optimizer: Optimizer
     lr_scheduler: Any
+    resolved: ResolvedConfig
     loss_scale: LossScale
     counts: StepCounts
     training_dataloader: RankLoader | None
@@ -53,7 +58,7 @@ class Saving:
     def save_checkpoint(
         self,
         save_dir: str | PathLike[str],
-        tag: str | None = None,
+        tag: str | int | float | None = None,
         client_state: dict[str, Any] | None = None,
         *,
         asynchronous: bool = False,
@@ -63,38 +68,54 @@ class Saving:
         Whatever interrupts it, the checkpoint before stays whole, and the latest.
 
         Args:
-            save_dir: Folder of checkpoints.
-            tag: Name of this one; None: `global_step<N>`.
-            client_state: What `load_checkpoint` gives back: what JSON can hold.
+            save_dir: Folder of checkpoints, the same on all ranks.
+            tag: Name of this one; None: `global_step<N>`. Where ranks give different tags, the first rank's counts, or
+                all raise, as `checkpoint.tag_validation` says.
+            client_state: What `load_checkpoint` gives back, with its types: numbers, text, bytes, paths, tensors,
+                arrays, and dicts, lists, tuples and sets of them. The first rank's is kept.
             asynchronous: Whether to return when the tensors are copied, and write the copies while training goes on.
-                The checkpoint is there when `wait_for_checkpoint` returns, which the next saving or loading calls.
+                The checkpoint is there when `wait_for_checkpoint` returns, which the next saving or loading calls, or
+                when the program has ended.
 
         Returns:
             True.
 
         Raises:
-            CheckpointError: It could not be written, or the one before it that is asynchronous, and all ranks raise;
-                a step is not over, whose gradients no checkpoint holds; `asynchronous` with something on disk; or a
-                load or step that failed has left on disk what is neither old nor new.
+            CheckpointError: It could not be written, and what was written is removed; or the one before it that is
+                asynchronous; all ranks raise. Or a step is not over, whose gradients no checkpoint holds; another job
+                writes the same checkpoint; `client_state` holds what a checkpoint does not keep; `asynchronous` with
+                something on disk; or a load or step that failed has left on disk what is neither old nor new.
+            RanksDisagreeError: Other ranks do not save.
         """
         self._refuse_slices()
+        chosen = one_tag(
+            *(self.module, "save_checkpoint"),
+            tag=f"global_step{self.counts.steps}" if tag is None else tag,
+            validation=self.config.checkpoint.tag_validation,
+            problem=self._why_not_save(asynchronous),
+            same={"save_dir": str(Path(save_dir).absolute()), "asynchronous": asynchronous},
+        )
+        self.wait_for_checkpoint()
+        checkpoints.save(
+            *(self, Path(save_dir), check_tag(chosen), {} if client_state is None else client_state),
+            writer=self._writer if asynchronous else None,
+        )
+        return True
+
+    def _why_not_save(self, asynchronous: bool) -> str:
+        """Why no checkpoint can be written now; empty where one can."""
         if self.has_begun_step():
-            raise CheckpointError(
+            return (
                 "save_checkpoint amid a step of micro-batches, whose gradients a checkpoint does not hold: call it "
                 "behind the step() of the last micro-batch"
             )
         if asynchronous and loading.is_on_disk(self, module_only=False):
-            raise CheckpointError(
+            return (
                 "save_checkpoint(asynchronous=True): it writes copies, and parameters or the optimizer's state lie on "
                 "disk: copies in memory would take what that spares, and a copy on the disk as long as the checkpoint "
                 "itself: leave asynchronous out"
             )
-        self.wait_for_checkpoint()
-        checkpoints.save(
-            *(self, Path(save_dir), tag or f"global_step{self.counts.steps}", client_state or {}),
-            writer=self._writer if asynchronous else None,
-        )
-        return True
+        return ""
 
     def _refuse_slices(self) -> None:
         """Ranks of an `mpu` hold slices under one name, of which a checkpoint would keep one."""
@@ -114,7 +135,7 @@ class Saving:
         self._writer.wait(self.module)
 
     def load_checkpoint(
-        self, load_dir: str | PathLike[str], tag: str | None = None, *, load_module_only: bool = False
+        self, load_dir: str | PathLike[str], tag: str | int | float | None = None, *, load_module_only: bool = False
     ) -> tuple[str | None, dict[str, Any]]:
         """Goes on from a checkpoint, which another stage or number of ranks may have written.
 
@@ -127,11 +148,18 @@ class Saving:
             The checkpoint's folder and the client's state; None and an empty dict where there is no checkpoint yet.
 
         Raises:
-            CheckpointError: There is no such checkpoint, it is damaged, or of another model; all ranks raise.
+            CheckpointError: There is no such checkpoint, it is damaged, or of another model; all ranks raise, and the
+                engine is as it was.
         """
         self._refuse_slices()
+        chosen = one_tag(
+            *(self.module, "load_checkpoint"),
+            tag=tag,
+            validation=self.config.checkpoint.tag_validation,
+            same={"load_dir": str(Path(load_dir).absolute()), "load_module_only": load_module_only},
+        )
         self.wait_for_checkpoint()
-        found = loading.load(self, Path(load_dir), tag, module_only=load_module_only)
+        found = loading.load(self, Path(load_dir), chosen, module_only=load_module_only)
         if found is None:
             return None, {}
         self.zero_grad()
@@ -139,13 +167,13 @@ class Saving:
         return str(path), client_state
 
     def progress(self) -> dict[str, Any]:
-        """How far training is, as JSON values: what a checkpoint holds besides tensors."""
-        schedule = self.lr_scheduler.state_dict() if hasattr(self.lr_scheduler, "state_dict") else None
-        loader = self.training_dataloader
+        """How far training is: what a checkpoint holds besides tensors."""
+        schedule, loader = self.lr_scheduler, self.training_dataloader
         return {
             "counts": asdict(self.counts),
             "loss_scale": self.loss_scale.state_dict(),
-            "schedule": schedule,
+            "schedule": schedule.state_dict() if hasattr(schedule, "state_dict") else None,
+            "schedule_class": type(schedule).__name__,
             "loader": None if loader is None else loader.state_dict(),
             "quantized": None if self.quantized_training is None else self.quantized_training.state_dict(),
         }
@@ -154,19 +182,41 @@ class Saving:
         """Why `go_on_from` cannot take over what `progress` gave; empty where it can."""
         loader, quantized = self.training_dataloader, self.quantized_training
         problem = "" if quantized is None else quantized.why_not(progress.get("quantized"))
+        problem = problem or self.loss_scale.why_not(progress.get("loss_scale") or {})
         return problem or ("" if loader is None else loader.why_not(progress.get("loader")))
 
-    def go_on_from(self, progress: Mapping[str, Any]) -> None:
-        """Takes over what `progress` gave in another run."""
-        self.counts = StepCounts(**progress["counts"])
-        self.loss_scale.load_state_dict(progress["loss_scale"])
-        takes = hasattr(self.lr_scheduler, "load_state_dict")
-        if progress["schedule"] is not None and takes:
-            self.lr_scheduler.load_state_dict(progress["schedule"])
-        elif takes != (progress["schedule"] is not None) and dist.get_rank() == 0:
+    def take_schedule(self, progress: Mapping[str, Any]) -> None:
+        """Takes over the schedule of what `progress` gave; where one side has none, that is printed.
+
+        Raises:
+            CheckpointError: The schedule does not take it, and is as it was.
+        """
+        schedule, state = self.lr_scheduler, progress["schedule"]
+        takes, saved = hasattr(schedule, "load_state_dict"), progress.get("schedule_class")
+        if takes != (state is not None):
             has, lacks = ("the engine", "the checkpoint") if takes else ("the checkpoint", "the engine")
-            print(f"dsgraph: load_checkpoint: {has} has a schedule of learning rates, and {lacks} none", flush=True)
+            tell(f"load_checkpoint: {has} has a schedule of learning rates, and {lacks} none")
+        if not takes or state is None:
+            return
+        own, before = type(schedule).__name__, deepcopy(schedule.state_dict())
+        try:
+            schedule.load_state_dict(state)
+        except Exception as error:  # of any class that a user may bring
+            schedule.load_state_dict(before)
+            raise CheckpointError(
+                f"its schedule of learning rates, {saved or 'of an import'}, does not fit the engine's {own} "
+                f"({on_one_line(error)}): load_module_only=True takes the model alone"
+            ) from error
+        if saved not in (None, own):
+            tell(f"load_checkpoint: its schedule of learning rates is {saved}, and the engine's is {own}")
+
+    def go_on_from(self, progress: Mapping[str, Any]) -> None:
+        """Takes over what `progress` gave in another run, but the schedule."""
+        self.counts = StepCounts(**progress["counts"])
+        # A step may have other micro-batches here, and a checkpoint begins one.
+        self.counts.micro = self.counts.steps * self.resolved.batch.micro_batches
+        self.loss_scale.load_state_dict(progress["loss_scale"])
         if self.quantized_training is not None:
             self.quantized_training.load_state_dict(progress["quantized"])
-        if self.training_dataloader is not None:  # older checkpoints hold no position
+        if self.training_dataloader is not None:  # an import holds no position
             self.training_dataloader.load_state_dict(progress.get("loader"))

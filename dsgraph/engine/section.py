@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
-from pydantic import BaseModel, ConfigDict
+from typing import Annotated
+
+from pydantic import AfterValidator, BaseModel, ConfigDict
+
+from dsgraph.files import absolute
+
+PathText = Annotated[str, AfterValidator(lambda path: absolute(path) if path else path)]
+"""A path, resolved once, when the file is read; an empty one stays empty."""
 
 
 class Section(BaseModel):

@@ -13,7 +13,7 @@ from dsgraph.errors import InferenceError
 DEFAULTS: Mapping[str, Any] = MappingProxyType(
     {
         **{"mp_size": 1, "dtype": None, "checkpoint": None, "quantize": None, "max_tokens": None},
-        **{"replace_with_kernel_inject": True, "options": None},
+        **{"replace_with_kernel_inject": True, "options": None, "verify": True},
     }
 )
 """What holds where nothing is said."""

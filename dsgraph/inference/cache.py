@@ -1,8 +1,11 @@
-"""The static key-value caches of an engine, one for each batch size."""
+"""The static key-value caches of an engine: each call takes one from a pool and gives it back."""
 
 from __future__ import annotations
 
 import dataclasses
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -22,9 +25,17 @@ CACHE_NAME = next(name for name in CACHE_NAMES if name in _fields)
 
 
 class RewindableCache(StaticCache):
-    """transformers' static cache, which stays where it is in memory and forgets what a padded prompt wrote."""
+    """transformers' static cache, which keeps its memory and forgets what a padded prompt wrote.
+
+    Every layer keeps all positions, also one with a sliding window: the mask hides what is outside the window, and a
+    padded prompt cannot push tokens out of it.
+
+    Attributes:
+        filled: Tokens a row that the call which owns the cache has written.
+    """
 
     layers: list[Any]
+    filled: int = 0
 
     def rewind(self, length: int) -> None:
         """Lets the first `length` positions count; what stands behind them is written over before it is read."""
@@ -53,10 +64,14 @@ class EncoderDecoderMemory(EncoderDecoderCache):
     Attributes:
         self_attention_cache: Of the decoder's own tokens.
         cross_attention_cache: Of the encoder's hidden states.
+        filled: Tokens a row of the decoder that the call which owns the cache has written.
+        of_encoder: Arguments of the forward that say which of the encoder's positions count.
     """
 
     self_attention_cache: Any
     cross_attention_cache: Any
+    filled: int = 0
+    of_encoder: dict[str, Any]
 
     def rewind(self, length: int) -> None:
         """Lets the first `length` tokens of the decoder count; 0: what the encoder gave is written anew as well."""
@@ -68,6 +83,21 @@ class EncoderDecoderMemory(EncoderDecoderCache):
     def memory(self) -> list[Tensor]:
         """Keys and values of both."""
         return self.self_attention_cache.memory() + self.cross_attention_cache.memory()
+
+
+class FullLayer(StaticLayer):
+    """transformers' static layer, whose memory graphs do not take for granted: one graph serves every cache."""
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Allocate keys and values for the rows, heads and widths of `key_states` and `value_states`."""
+        self.device = key_states.device
+        self.batch_size, self.num_heads, _, self.k_head_dim = key_states.shape
+        self.v_head_dim = value_states.shape[-1]
+        sizes = (self.batch_size, self.num_heads, self.max_cache_len)
+        self.keys = key_states.new_zeros((*sizes, self.k_head_dim))
+        self.values = value_states.new_zeros((*sizes, self.v_head_dim))
+        self.cumulative_length = self.cumulative_length.to(self.device)
+        self.is_initialized = True
 
 
 class SlicedLayer(StaticLayer):
@@ -93,7 +123,7 @@ class SlicedLayer(StaticLayer):
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Takes memory for this rank's heads, of which there are as many as in `key_states`."""
-        plain: Any = StaticLayer(self.max_cache_len)
+        plain: Any = FullLayer(self.max_cache_len)
         plain.lazy_initialization(key_states, value_states)
         self.own_keys, self.own_values = plain.keys, plain.values
         self.cumulative_length, self.device = plain.cumulative_length, plain.device
@@ -155,13 +185,56 @@ def new_cache(
         device: Where they lie.
         ranks: Those that share the heads; None: this one holds all.
     """
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    text: Any = config.get_text_config(decoder=True)
+    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     cache = RewindableCache(config=config, max_cache_len=max_tokens)
-    if config.is_encoder_decoder:  # transformers counts the encoder's layers
-        cache.layers = [StaticLayer(max_tokens) for _ in range(config.num_decoder_layers)]
+    # For an encoder and a decoder transformers counts the encoder's layers.
+    count = text.num_decoder_layers if config.is_encoder_decoder else len(cache.layers)
+    cache.layers = [FullLayer(max_tokens) for _ in range(count)]
     if ranks is not None:
         cache.layers = [SlicedLayer(max_tokens, ranks) for _ in cache.layers]
         heads //= ranks.count
     cache.early_initialization(rows, heads, size, dtype, device)
     return cache
+
+
+class CachePool:
+    """Caches by number of rows. A call owns the cache that it takes; calls that overlap own different ones."""
+
+    def __init__(self, make: Callable[[int], Any]) -> None:
+        """Allocate nothing yet.
+
+        Args:
+            make: Makes a cache for a number of rows.
+        """
+        self._make = make
+        self._lock = threading.Lock()
+        self._free: dict[int, list[Any]] = {}
+        self._made: dict[int, list[Any]] = {}
+
+    @contextmanager
+    def lent(self, rows: int) -> Iterator[Any]:
+        """Lend an empty cache of `rows` rows for the duration of a `with` block."""
+        with self._lock:
+            free = self._free.setdefault(rows, [])
+            cache = free.pop() if free else None
+        if cache is None:
+            cache = self._make(rows)
+            with self._lock:
+                self._made.setdefault(rows, []).append(cache)
+        cache.rewind(0)
+        cache.filled = 0
+        try:
+            yield cache
+        finally:
+            with self._lock:
+                self._free[rows].append(cache)
+
+    def nbytes(self) -> dict[int, int]:
+        """Return the bytes of keys and values by number of rows, summed over the caches of calls that overlapped."""
+        with self._lock:
+            made = {rows: list(caches) for rows, caches in self._made.items()}
+        return {
+            rows: sum(memory.nbytes for cache in caches for memory in cache.memory()) for rows, caches in made.items()
+        }

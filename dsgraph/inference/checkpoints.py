@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -15,7 +17,7 @@ from dsgraph.passes.parallel.slices import Slice
 from .quantized_linear import QuantizedLinear
 from .ranks import SlicingRanks
 from .sliced_linear import SlicedQuantizedLinear, slices_of_buffers
-from .sources import Source, find
+from .sources import Source, find, open_source
 
 
 def load_weights(
@@ -51,6 +53,36 @@ def load_weights(
         own = own.to(device, dtype if converts else own.dtype)
         _put(model, names[name], wanted[name], own)
     _fill_other_buffers(model, device)
+
+
+def from_transformers(model: Any, folder: Path) -> Any:
+    """Return another model with the weights of a folder that transformers reads, which knows how names have changed.
+
+    Args:
+        model: Its class and configuration are taken; it stays as it is.
+        folder: As `save_pretrained` writes it.
+
+    Raises:
+        InferenceError: A file is damaged or missing, or weights are missing or have other shapes.
+    """
+    with ExitStack() as stack:
+        open_source(folder, stack)  # names the file that is damaged
+    where = f"init_inference: checkpoint={str(folder)!r}"
+    try:
+        made, about = type(model).from_pretrained(
+            folder, config=model.config, output_loading_info=True, ignore_mismatched_sizes=True
+        )
+    except (SafetensorError, OSError, RuntimeError, ValueError) as error:
+        raise InferenceError(f"{where}: transformers cannot load it: {error}") from error
+    for what in ("missing_keys", "mismatched_keys"):
+        found = sorted(str(each[0] if isinstance(each, tuple) else each) for each in about[what])
+        if found:
+            says = "lacks" if what == "missing_keys" else "has other shapes of"
+            raise InferenceError(
+                f"{where} {says} {len(found)} weights of {type(model).__name__}, such as "
+                f"{', '.join(map(repr, found[:3]))}: fetch all files, or give the model's own class and configuration"
+            )
+    return made
 
 
 def find_weights(model: nn.Module, source: Source, *, folder: Path, ranks: SlicingRanks | None) -> dict[str, str]:

@@ -16,6 +16,7 @@ from dsgraph.errors import InferenceError
 
 from .cache import CACHE_NAME, EncoderDecoderMemory
 from .engine import InferenceEngine
+from .padding import mask_of_all
 
 
 class EncoderDecoderEngine(InferenceEngine):
@@ -28,42 +29,49 @@ class EncoderDecoderEngine(InferenceEngine):
 
     _prefix = "decoder_"
     _outputs = Seq2SeqLMOutput
-    _of_encoder: dict[str, Any]
 
-    def __call__(
+    def __call__(  # type: ignore[override]  # a decoder has tokens of its own
         self,
         input_ids: Tensor,
         attention_mask: Tensor | None = None,
         decoder_input_ids: Tensor | None = None,
+        labels: Tensor | None = None,
+        **others: Any,
     ) -> Any:
-        """The logits of whole sequences, without a cache.
+        """Return the logits of whole sequences, computed without a cache.
 
         Args:
             input_ids: (rows, length) to encode, of at most `max_tokens` tokens.
             attention_mask: (rows, length): 0 where a token is padding. None: none is.
-            decoder_input_ids: (rows, length of the decoder), of at most `max_tokens` tokens.
+            decoder_input_ids: (rows, length of the decoder), of at most `max_tokens` tokens. None: they are made of the
+                labels.
+            labels: (rows, length of the decoder): tokens for the loss, -100 where none counts. None: no loss.
+            **others: `use_cache=False`, `return_dict=True`, and arguments that are None.
 
         Returns:
-            What the model returns, with `logits` (rows, length of the decoder, words) alone.
+            `logits` (rows, length of the decoder, words) of the model, and `loss` where there are labels.
 
         Raises:
-            InferenceError: The sequences are too long, or there are none for the decoder.
+            InferenceError: The sequences are too long, the decoder has none, or an argument cannot be taken.
         """
-        if decoder_input_ids is None:
+        self._refuse(others, {"use_cache": (False,), "return_dict": (True,)}, where="engine")
+        for_decoder = labels if decoder_input_ids is None else decoder_input_ids
+        if for_decoder is None:
             raise InferenceError("engine: decoder_input_ids is missing: give the decoder's tokens, or call generate")
         if attention_mask is None:
             attention_mask = torch.ones_like(input_ids)
-        whole = {"input_ids": input_ids, "attention_mask": attention_mask, "decoder_input_ids": decoder_input_ids}
-        self._confirm_batches(whole)
-        given = {**self._behind(whole), "use_cache": False}
-        found = self._graphs.run("forward", given, tokens=decoder_input_ids.numel())
-        return Seq2SeqLMOutput(logits=found["logits"][:, : decoder_input_ids.shape[1]])
+        whole = {"input_ids": input_ids, "attention_mask": attention_mask}
+        whole |= {} if decoder_input_ids is None else {"decoder_input_ids": decoder_input_ids}
+        found = self._whole(whole, labels)
+        return Seq2SeqLMOutput(**{**found, "logits": found["logits"][:, : for_decoder.shape[1]]})
 
-    def generate(self, input_ids: Tensor, **arguments: Any) -> Any:
-        """What `model.generate(input_ids, **arguments)` returns, token for token.
+    def generate(self, inputs: Tensor | None = None, generation_config: Any = None, **arguments: Any) -> Any:
+        """Return what the model's `generate` returns for these arguments, token for token.
 
         Args:
-            input_ids: (rows, length) to encode. Sequences of several lengths are padded, with an `attention_mask`.
+            inputs: (rows, length) to encode, also as `input_ids=`. Sequences of several lengths are padded, with an
+                `attention_mask`.
+            generation_config: transformers' `GenerationConfig`; None: the model's.
             **arguments: Those of transformers' `generate`.
 
         Raises:
@@ -71,7 +79,7 @@ class EncoderDecoderEngine(InferenceEngine):
         """
         if arguments.get("encoder_outputs") is not None:
             raise InferenceError("generate: encoder_outputs cannot be taken: the engine encodes input_ids itself")
-        return super().generate(input_ids, **arguments)
+        return super().generate(inputs, generation_config, **arguments)
 
     def _prompt_length(self, input_ids: Tensor, arguments: Mapping[str, Any]) -> int:
         del input_ids
@@ -96,31 +104,35 @@ class EncoderDecoderEngine(InferenceEngine):
 
     def _serve(  # type: ignore[override]  # that of an encoder and a decoder has other arguments
         self,
-        decoder_input_ids: Tensor,
-        encoder_outputs: BaseModelOutput,
-        attention_mask: Tensor,
+        decoder_input_ids: Tensor | None = None,
+        encoder_outputs: BaseModelOutput | None = None,
+        attention_mask: Tensor | None = None,
         decoder_attention_mask: Tensor | dict[str, Tensor] | None = None,
         **others: Any,
     ) -> Any:
         """The forward that `generate` calls: the decoder's first tokens, then one token a row."""
-        cache = others.pop(CACHE_NAME)
+        cache = others.pop(CACHE_NAME, None)
+        given: dict[str, Any] = {
+            **{"decoder_input_ids": decoder_input_ids, "encoder_outputs": encoder_outputs},
+            **{"attention_mask": attention_mask, "decoder_attention_mask": decoder_attention_mask},
+        }
+        is_own = isinstance(cache, EncoderDecoderMemory)
+        if not is_own or decoder_input_ids is None or encoder_outputs is None or attention_mask is None:
+            return self._plain({**given, **others}, cache)
         self._refuse(others)
-        self._refuse_several(decoder_input_ids.shape[1])
+        self._refuse_several(decoder_input_ids.shape[1], cache)
         hidden = encoder_outputs[0]
-        if self._length:
+        if cache.filled:
             # The cache has keys and values of all that was encoded. The decoder asks whether there is an encoder.
             hidden = hidden[:, :1].contiguous()
         else:
             hidden = functional.pad(hidden, (0, 0, 0, self._bucket(hidden.shape[1]) - hidden.shape[1]))
             behind = self.max_tokens - attention_mask.shape[1]
-            self._of_encoder = {"attention_mask": functional.pad(attention_mask, (0, behind)).bool()[:, None, None]}
-        given = {
-            "decoder_input_ids": decoder_input_ids,
-            "decoder_attention_mask": self._whole_mask(decoder_input_ids, decoder_attention_mask),
-            "encoder_outputs": (hidden,),
-            **self._of_encoder,
-        }
-        return self._step(given, cache)
+            cache.of_encoder = {"attention_mask": functional.pad(attention_mask, (0, behind)).bool()[:, None, None]}
+        given["decoder_attention_mask"] = mask_of_all(
+            decoder_attention_mask, decoder_input_ids, filled=cache.filled, positions=self.max_tokens
+        )
+        return self._step({**given, "encoder_outputs": (hidden,), **cache.of_encoder}, cache)
 
     def _new_cache(self, rows: int) -> EncoderDecoderMemory:
         return EncoderDecoderMemory(super()._new_cache(rows), super()._new_cache(rows))

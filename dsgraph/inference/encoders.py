@@ -34,7 +34,9 @@ class EncoderEngine(InferenceEngine):
         super().__init__(module, max_tokens=max_tokens, options=options, ranks=ranks)
         self._made, self._lengthwise = _dimensions(module)
 
-    def __call__(self, input_ids: Tensor, attention_mask: Tensor | None = None, **others: Any) -> Any:
+    def __call__(  # type: ignore[override]  # token types and positions are among the others
+        self, input_ids: Tensor, attention_mask: Tensor | None = None, **others: Any
+    ) -> Any:
         """What the model returns for whole sequences, which are padded to a bucket and cut off behind.
 
         Args:
@@ -59,15 +61,17 @@ class EncoderEngine(InferenceEngine):
         for name, value in whole.items():
             if value.ndim != 2 or value.shape[1] != input_ids.shape[1]:
                 raise InferenceError(f"engine: {name} is {list(value.shape)}; it takes (rows, length) of input_ids")
-        self._confirm_batches(whole)
         rows, length = input_ids.shape
-        found = self._graphs.run("forward", self._behind(whole), tokens=rows * length)
+        with self._turns:
+            if self._ranks is not None:
+                self._ranks.confirm("compute different batches", whole)
+            found = self._graphs.run("forward", self._behind(whole), tokens=rows * length)
         for name, dimension in self._lengthwise.items():
             found[name] = found[name].narrow(dimension, 0, length)
         return self._made(**found)
 
-    def generate(self, input_ids: Tensor, **arguments: Any) -> Any:
-        """Encoders generate nothing.
+    def generate(self, inputs: Tensor | None = None, generation_config: Any = None, **arguments: Any) -> Any:
+        """Refuse: encoders generate nothing.
 
         Raises:
             InferenceError: Always.

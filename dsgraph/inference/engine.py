@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import copy
 import functools
+import inspect
+import threading
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -14,26 +18,31 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from dsgraph.errors import InferenceError
 
-from .cache import CACHE_NAME, CACHE_NAMES, EncoderDecoderMemory, RewindableCache, new_cache
+from . import padding, requests
+from .cache import CACHE_NAME, CachePool, EncoderDecoderMemory, RewindableCache, new_cache
 from .graphs import Graphs
 from .layouts import turned_weights
 from .quantize import whole_weights
 from .ranks import SlicingRanks
 from .report import InferenceReport
+from .standin import StandIn
 
-_LEAST_BUCKET = 32
 # What transformers hands to a forward besides what `_serve` takes, where it means nothing.
 _EMPTY = (None, False)
-# Arguments of `generate` that decode several tokens at once.
-_SEVERAL = ("assistant_model", "prompt_lookup_num_tokens")
+_IGNORED = -100
+"""A label that counts in no loss."""
 
 
-class InferenceEngine:
-    """What `init_inference` returns.
+class InferenceEngine(StandIn):
+    """A model that `init_inference` has made ready to generate.
 
     transformers' own `generate` does the search: greedy, sampling, beams, stopping, streaming. Each of its calls of the
-    model runs one of two compiled graphs: a prompt, padded on its right to a bucket, or one token a row. The engine
-    owns the key-value cache, of which there is one for each number of rows.
+    model runs one of two compiled graphs: a prompt, padded on its right to a bucket, or one token a row. Each call of
+    `generate` owns a key-value cache, which it takes from a pool, so that threads may call an engine at once; their
+    graphs run in turn. Where ranks share the layers, whole calls wait for each other, in the same order on each rank.
+
+    A forward that brings other arguments than the next token, such as the second one of `guidance_scale`, is computed
+    by the model itself, uncompiled; the report counts these.
 
     Attributes:
         module: The model.
@@ -48,7 +57,7 @@ class InferenceEngine:
     def __init__(
         self, module: Any, *, max_tokens: int, options: Mapping[str, Any], ranks: SlicingRanks | None = None
     ) -> None:
-        """Compiles nothing yet.
+        """Compile nothing yet.
 
         Args:
             module: Of transformers, in `eval()`: a causal one; subclasses take others.
@@ -59,71 +68,80 @@ class InferenceEngine:
         self.module = module
         self.max_tokens = max_tokens
         self._ranks = ranks
+        self._turns: AbstractContextManager[Any] = nullcontext() if ranks is None else threading.RLock()
         self._graphs = Graphs(module, options)
-        self._caches: dict[int, RewindableCache | EncoderDecoderMemory] = {}
-        self._length = 0
-        self._buckets = _buckets(max_tokens)
+        self._pool = CachePool(self._new_cache)
+        self._buckets = padding.buckets(max_tokens)
+        self._takes = set(inspect.signature(module.forward).parameters)
         self._serving = self._with_own_forward(module)
 
-    def __call__(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Any:
-        """The logits of whole sequences, without a cache.
+    def __call__(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        labels: Tensor | None = None,
+        **others: Any,
+    ) -> Any:
+        """Return the logits of whole sequences, computed without a cache.
 
         Args:
             input_ids: (rows, length), of at most `max_tokens` tokens.
             attention_mask: (rows, length): 0 where a token is padding. None: none is.
+            position_ids: (rows, length). None: those that the model gives tokens without them.
+            labels: (rows, length): tokens for the loss, -100 where none counts. None: no loss is computed.
+            **others: `use_cache=False`, `return_dict=True`, and arguments that are None.
 
         Returns:
-            What the model returns, with `logits` (rows, length, words) alone.
+            What the model returns, with `logits` (rows, length, words), and with `loss` where there are labels.
 
         Raises:
-            InferenceError: The sequences are too long.
+            InferenceError: The sequences are too long, or an argument cannot be taken.
         """
+        self._refuse(others, {"use_cache": (False,), "return_dict": (True,)}, where="engine")
         rows, length = input_ids.shape
         if attention_mask is None:
             attention_mask = torch.ones_like(input_ids)
         whole = {"input_ids": input_ids, "attention_mask": attention_mask}
-        self._confirm_batches(whole)
-        given = {**self._behind(whole), "use_cache": False}
-        logits = self._graphs.run("forward", given, tokens=rows * length)["logits"]
-        return CausalLMOutputWithPast(logits=logits[:, :length])
+        whole |= {} if position_ids is None else {"position_ids": position_ids.expand(rows, length)}
+        found = self._whole(whole, labels)
+        return CausalLMOutputWithPast(**{**found, "logits": found["logits"][:, :length]})
 
-    def generate(self, input_ids: Tensor, **arguments: Any) -> Any:
-        """What `model.generate(input_ids, **arguments)` returns, token for token.
+    def generate(self, inputs: Tensor | None = None, generation_config: Any = None, **arguments: Any) -> Any:
+        """Return what the model's `generate` returns for these arguments, token for token.
 
         Args:
-            input_ids: (rows, length). Prompts of several lengths are padded on the left, with an `attention_mask`.
+            inputs: (rows, length), also as `input_ids=`. Prompts of several lengths are padded on the left, with an
+                `attention_mask`.
+            generation_config: transformers' `GenerationConfig`; None: the model's.
             **arguments: Those of transformers' `generate`.
 
         Raises:
             InferenceError: More tokens than `max_tokens`, or an argument that needs another cache or more outputs.
         """
-        for name in (*CACHE_NAMES, "cache_implementation", "inputs_embeds", *_SEVERAL):
-            if arguments.get(name) is not None:
-                raise InferenceError(
-                    f"generate: {name} cannot be taken: the engine owns the cache, and decodes one token at a time; "
-                    "call engine.module.generate"
-                )
-        new_tokens = arguments.get("max_new_tokens")
-        behind = self._prompt_length(input_ids, arguments)
-        if new_tokens is not None and behind + new_tokens > self.max_tokens:
-            raise InferenceError(
-                f"generate: a prompt of {behind} tokens and max_new_tokens={new_tokens} exceed "
-                f"max_tokens={self.max_tokens}: give init_inference a larger one"
-            )
-        if self._ranks is not None:
-            self._ranks.confirm("generate different tokens", self._drawn_from(input_ids, arguments))
-        cache = self._cache(input_ids.shape[0] * _copies(self.module.generation_config, arguments))
-        cache.rewind(0)
-        self._length = 0
-        found = self._serving.generate(input_ids, **{CACHE_NAME: cache}, **arguments)
-        if self._ranks is not None:
-            tokens = found if isinstance(found, Tensor) else found.sequences
-            self._ranks.confirm("hand out different tokens", {"tokens": tokens})
+        input_ids = requests.prompt_of(inputs, arguments)
+        requests.refuse(arguments, generation_config)
+        config = self._defaults() if generation_config is None else generation_config
+        requests.check_length(self._prompt_length(input_ids, arguments), arguments, config, most=self.max_tokens)
+        rows = input_ids.shape[0] * requests.copies(arguments, config)
+        is_cached = requests.setting("use_cache", arguments, config) is not False
+        given = {**arguments, "generation_config": generation_config}
+        with self._turns:
+            if self._ranks is not None:
+                self._ranks.confirm("generate different tokens", self._drawn_from(input_ids, given, config))
+            self._serving.generation_config = self._defaults()
+            if is_cached:
+                with self._pool.lent(rows) as cache:
+                    found = self._serving.generate(input_ids, **{CACHE_NAME: cache}, **given)
+            else:
+                found = self._serving.generate(input_ids, **given)
+            if self._ranks is not None:
+                tokens = found if isinstance(found, Tensor) else found.sequences
+                self._ranks.confirm("hand out different tokens", {"tokens": tokens})
         return found
 
     def report(self) -> InferenceReport:
         """Compiles, calls and tokens a second so far, and what the weights became."""
-        sizes = {rows: sum(memory.nbytes for memory in cache.memory()) for rows, cache in self._caches.items()}
         quantization = getattr(self.module, "quantization", None)
         counts = {kind: copy.copy(of_kind) for kind, of_kind in self._graphs.counts.items()}
         return InferenceReport(
@@ -131,21 +149,44 @@ class InferenceEngine:
             decode=counts["decode"],
             forward=counts["forward"],
             encode=counts["encode"],
+            uncompiled=counts["uncompiled"],
             buckets=self._buckets,
-            cache_bytes=sizes,
+            cache_bytes=self._pool.nbytes(),
             quantization=quantization,
             whole_weights={} if quantization is None else whole_weights(self.module),
             turned_weights=turned_weights(self.module),
         )
 
-    def _confirm_batches(self, given: Mapping[str, Tensor]) -> None:
-        if self._ranks is not None:
-            self._ranks.confirm("compute different batches", given)
+    def _whole(self, whole: dict[str, Tensor], labels: Tensor | None) -> dict[str, Any]:
+        """The tensors that the model returns for whole sequences, padded to a bucket, labels by what counts nowhere."""
+        unknown = [name for name in (*whole, *(() if labels is None else ("labels",))) if name not in self._takes]
+        if unknown:
+            raise InferenceError(f"engine: the forward of {type(self.module).__name__} takes no {unknown[0]}")
+        given: dict[str, Any] = {**self._behind(whole), "use_cache": False}
+        if labels is not None:
+            given["labels"] = functional.pad(
+                labels, (0, self._bucket(labels.shape[1]) - labels.shape[1]), value=_IGNORED
+            )
+        confirmed = whole if labels is None else {**whole, "labels": labels}
+        with self._turns:
+            if self._ranks is not None:
+                self._ranks.confirm("compute different batches", confirmed)
+            tokens = whole.get(f"{self._prefix}input_ids", whole["input_ids"]).numel()
+            found = self._graphs.run("forward", given, tokens=tokens)
+        return {name: found[name] for name in ("loss", "logits") if name in found}
 
-    def _drawn_from(self, input_ids: Tensor, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    def _defaults(self) -> Any:
+        """The model's `generation_config`, without the kind of cache that it names: the engine's takes its place."""
+        own = self.module.generation_config
+        if own.cache_implementation is None:
+            return own
+        found = copy.copy(own)
+        found.cache_implementation = None
+        return found
+
+    def _drawn_from(self, input_ids: Tensor, arguments: Mapping[str, Any], config: Any) -> dict[str, Any]:
         """What decides which tokens are generated."""
-        config = arguments.get("generation_config") or self.module.generation_config
-        found = {"input_ids": input_ids, **arguments}
+        found = {"input_ids": input_ids, **arguments, "generation_config": config.to_dict()}
         if arguments.get("do_sample", config.do_sample):
             is_cuda = input_ids.is_cuda
             found["random state"] = torch.cuda.get_rng_state(input_ids.device) if is_cuda else torch.get_rng_state()
@@ -169,45 +210,68 @@ class InferenceEngine:
 
     def _serve(
         self,
-        input_ids: Tensor,
+        input_ids: Tensor | None = None,
         attention_mask: Tensor | dict[str, Tensor] | None = None,
         position_ids: Tensor | None = None,
         **others: Any,
     ) -> Any:
         """The forward that `generate` calls: a prompt first, then one token a row."""
-        cache = others.pop(CACHE_NAME)
+        cache = others.pop(CACHE_NAME, None)
+        given: dict[str, Any] = {
+            "input_ids": input_ids,
+            "attention_mask": attention_mask,
+            "position_ids": position_ids,
+        }
+        if input_ids is None or not isinstance(cache, RewindableCache):
+            return self._plain({**given, **others}, cache)
         self._refuse(others)
         rows, length = input_ids.shape
-        self._refuse_several(length)
-        if position_ids is None:
-            position_ids = torch.arange(self._length, self._length + length, device=input_ids.device)[None]
-        given = {
-            "input_ids": input_ids,
-            "attention_mask": self._whole_mask(input_ids, attention_mask),
-            "position_ids": position_ids.expand(rows, length).contiguous(),
-        }
+        self._refuse_several(length, cache)
+        given["attention_mask"] = padding.mask_of_all(
+            attention_mask, input_ids, filled=cache.filled, positions=self.max_tokens
+        )
+        if "position_ids" in self._takes:
+            if position_ids is None:
+                position_ids = torch.arange(cache.filled, cache.filled + length, device=input_ids.device)[None]
+            given["position_ids"] = position_ids.expand(rows, length).contiguous()
+        else:
+            del given["position_ids"]
         return self._step(given, cache)
 
-    def _refuse_several(self, length: int) -> None:
-        if self._length and length > 1:
+    def _plain(self, given: Mapping[str, Any], cache: Any) -> Any:
+        """What the model itself computes for a forward that is not the next token of the engine's cache."""
+        found = {name: value for name, value in given.items() if value is not None}
+        if self._ranks is not None:
+            raise InferenceError(
+                f"generate: a forward of {', '.join(sorted(found))} without the engine's cache, such as that of "
+                "guidance_scale or use_cache=False, cannot be computed where ranks share the layers: leave it out, or "
+                "use mp_size=1"
+            )
+        if cache is not None:
+            found[CACHE_NAME] = cache
+        ids = found.get(f"{self._prefix}input_ids")
+        return self._graphs.run_plain(found, tokens=0 if ids is None else ids.numel())
+
+    def _refuse_several(self, length: int, cache: Any) -> None:
+        if cache.filled and length > 1:
             raise InferenceError(
                 f"generate: {length} tokens at once behind a prompt; the engine takes one: leave out "
                 "prefill_chunk_size and other ways of decoding several tokens"
             )
-        if self._length + length > self.max_tokens:
+        if cache.filled + length > self.max_tokens:
             raise InferenceError(f"generate: more than max_tokens={self.max_tokens}: give init_inference a larger one")
 
     def _step(self, given: dict[str, Any], cache: Any) -> Any:
         """Runs one of the two graphs: of a prompt, if there was none yet, or of one token a row."""
         rows, length = given[f"{self._prefix}input_ids"].shape
-        if self._length:
+        if cache.filled:
             logits = self._graphs.run("decode", {**given, CACHE_NAME: cache}, tokens=rows)
         else:
             last = torch.tensor([length - 1], device=given[f"{self._prefix}input_ids"].device)
             padded = {**self._padded(given), CACHE_NAME: cache}
             logits = self._graphs.run("prompt", padded, last, tokens=rows * length)
             cache.rewind(length)
-        self._length += length
+        cache.filled += length
         return self._outputs(**{"logits": logits, CACHE_NAME: cache})
 
     def _padded(self, given: Mapping[str, Any]) -> dict[str, Any]:
@@ -217,7 +281,7 @@ class InferenceEngine:
         found = {
             **given,
             f"{self._prefix}input_ids": functional.pad(ids, (0, behind)),
-            f"{self._prefix}attention_mask": torch.cat([mask, mask[:, :, -1:].expand(-1, -1, behind, -1)], 2),
+            f"{self._prefix}attention_mask": padding.with_queries_behind(mask, behind),
         }
         if "position_ids" in given:
             positions = given["position_ids"]
@@ -231,19 +295,21 @@ class InferenceEngine:
             for name, value in whole.items()
         }
 
-    def _refuse(self, others: Mapping[str, Any]) -> None:
-        known = {"use_cache": True, "return_dict": True, "logits_to_keep": 1}
+    def _refuse(
+        self,
+        others: Mapping[str, Any],
+        known: Mapping[str, tuple[Any, ...]] = MappingProxyType(
+            {"use_cache": (True,), "return_dict": (True,), "logits_to_keep": (1,)}
+        ),
+        *,
+        where: str = "generate",
+    ) -> None:
         for name, value in others.items():
-            if not any(value is empty for empty in _EMPTY) and (name not in known or value != known[name]):
+            if not any(value is empty for empty in _EMPTY) and not any(value is each for each in known.get(name, ())):
                 raise InferenceError(
-                    f"generate: {name}={value!r} cannot be taken: the engine's graphs return logits alone, of tokens; "
-                    "call engine.module.generate"
+                    f"{where}: {name}={_short(value)} cannot be taken: the engine's graphs return logits alone, of "
+                    f"tokens; call engine.module{'.generate' if where == 'generate' else ''}"
                 )
-
-    def _cache(self, rows: int) -> Any:
-        if rows not in self._caches:
-            self._caches[rows] = self._new_cache(rows)
-        return self._caches[rows]
 
     def _new_cache(self, rows: int) -> RewindableCache | EncoderDecoderMemory:
         model: nn.Module = self.module
@@ -253,17 +319,6 @@ class InferenceEngine:
             **{"dtype": self.module.dtype, "device": device, "ranks": self._ranks},
         )
 
-    def _whole_mask(self, ids: Tensor, mask: Tensor | dict[str, Tensor] | None) -> Tensor:
-        """Of attention: (rows, 1, length, max_tokens)."""
-        if isinstance(mask, dict):  # one for each type of layer; there is one type
-            mask = mask["full_attention"]
-        if mask is not None:
-            return mask
-        rows, length = ids.shape
-        seen = torch.arange(self._length, self._length + length, device=ids.device)
-        causal = torch.arange(self.max_tokens, device=ids.device) <= seen[:, None]
-        return causal.expand(rows, 1, -1, -1)
-
     def _bucket(self, length: int) -> int:
         for bucket in self._buckets:
             if length <= bucket:
@@ -271,18 +326,5 @@ class InferenceEngine:
         raise InferenceError(f"{length} tokens exceed max_tokens={self.max_tokens}: give init_inference a larger one")
 
 
-def _copies(defaults: Any, arguments: Mapping[str, Any]) -> int:
-    """How many rows of the batch one prompt becomes: beams, or sequences to return."""
-    config = arguments.get("generation_config") or defaults
-    counts = [arguments.get(n) or getattr(config, n, None) or 1 for n in ("num_beams", "num_return_sequences")]
-    return max(counts)
-
-
-def _buckets(max_tokens: int) -> tuple[int, ...]:
-    """Powers of two up to `max_tokens`, which is the last."""
-    found = []
-    size = _LEAST_BUCKET
-    while size < max_tokens:
-        found.append(size)
-        size *= 2
-    return (*found, max_tokens)
+def _short(value: Any) -> str:
+    return f"a tensor {list(value.shape)}" if isinstance(value, Tensor) else repr(value)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import inspect
+import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -12,6 +14,7 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from dsgraph import compat
+from dsgraph.errors import InferenceError
 
 from .report import Counts
 
@@ -20,7 +23,7 @@ class Graphs:
     """Compiles a model's forward for each kind of call, and counts.
 
     Attributes:
-        counts: By kind: "encode", "prompt", "decode", "forward".
+        counts: By kind: "encode", "prompt", "decode", "forward", and "uncompiled" for what no graph computes.
     """
 
     def __init__(self, model: Any, options: Mapping[str, Any]) -> None:
@@ -37,27 +40,61 @@ class Graphs:
             **{"encode": self._encode, "prompt": self._prompt},
             **{"decode": self._decode, "forward": self._forward},
         }
-        self.counts = {kind: Counts() for kind in functions}
-        self._compiled = {
+        self.counts = {kind: Counts() for kind in (*functions, "uncompiled")}
+        self._functions = functions
+        self._compiled: dict[str, Callable[..., Any]] = {
             kind: torch.compile(
                 function, backend=_Counting(self.counts[kind]), fullgraph=True, dynamic=False, options=dict(options)
             )
             for kind, function in functions.items()
         }
+        self._compiled["uncompiled"] = model
+        self._lock = threading.RLock()
+        self._own = threading.local()
 
     def run(self, kind: str, *arguments: Any, tokens: int) -> Any:
-        """Runs a graph, which is compiled if there is none for these shapes.
+        """Run a graph, which is compiled if there is none for these shapes. Threads run one graph at a time.
 
         Args:
             kind: One of `counts`.
             *arguments: Of the method of that name.
             tokens: What counts for tokens a second.
+
+        Raises:
+            InferenceError: The model's forward cannot be captured as one graph.
         """
+        if getattr(self._own, "is_plain", False):
+            with torch.no_grad():
+                return self._functions[kind](*arguments)
+        with self._lock:
+            return self._run(kind, *arguments, tokens=tokens)
+
+    def run_plain(self, given: Mapping[str, Any], *, tokens: int) -> Any:
+        """Call the model itself, uncompiled, and count it as "uncompiled"."""
+        with self._lock:
+            return self._run("uncompiled", tokens=tokens, **given)
+
+    @contextmanager
+    def uncompiled(self) -> Iterator[None]:
+        """Let this thread compute every kind of call without a compile and without counting it, in a `with` block."""
+        self._own.is_plain = True
+        try:
+            yield
+        finally:
+            self._own.is_plain = False
+
+    def _run(self, kind: str, *arguments: Any, tokens: int, **named: Any) -> Any:
         counts = self.counts[kind]
         compiled = counts.compiles
         started = time.perf_counter()
-        with compat.allowing_recompiles(), torch.no_grad():
-            found = self._compiled[kind](*arguments)
+        try:
+            with compat.allowing_recompiles(), torch.no_grad():
+                found = self._compiled[kind](*arguments, **named)
+        except compat.not_capturable() as error:
+            raise InferenceError(
+                f"{type(self._model).__name__}: its forward cannot be captured as one graph "
+                f"({str(error).splitlines()[0]}): call engine.module, or the model without an engine"
+            ) from error
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         counts.calls += 1

@@ -16,9 +16,11 @@ from dsgraph.errors import InferenceError
 from dsgraph.passes.parallel.find_slices import Found
 
 from .arguments import DTYPES, merged
-from .checkpoints import find_weights, load_weights, names_of_weights, prefix_of
+from .checkpoints import find_weights, from_transformers, load_weights, names_of_weights, prefix_of
 from .few_bits import Rounding, put_empty_layers, with_empty_layers
+from .gate import ENCODER_DECODERS, ENCODERS, refuse_model
 from .layouts import turn_weights
+from .probe import verify as verify_logits
 from .quantize import DESCRIPTION, GROUP, Quantization, check_groups, linear_layers, quantize, read_description
 from .ranks import SlicingRanks, all_ranks
 from .slicing import plan_layers, slice_layers
@@ -27,12 +29,6 @@ from .sources import engine_folder, open_source
 if TYPE_CHECKING:
     from .engine import InferenceEngine
 
-FAMILIES = ("llama", "qwen3", "gpt2", "opt", "mixtral")
-"""Values of `config.model_type` of causal models that are tested token for token."""
-ENCODERS = ("bert",)
-"""Those of models that encode and generate nothing."""
-ENCODER_DECODERS = ("t5",)
-"""Those of models whose decoder generates from what an encoder reads."""
 _BITS = {"int8": 8, "int4": 4}
 
 
@@ -47,6 +43,7 @@ def init_inference(
     max_tokens: int | None = None,
     replace_with_kernel_inject: bool = True,
     options: dict[str, Any] | None = None,
+    verify: bool = True,
     **others: Any,
 ) -> InferenceEngine:
     """Puts a model of transformers into an engine that generates with a static cache and compiled graphs, or encodes.
@@ -55,8 +52,8 @@ def init_inference(
     other ranks the weights of its `Conv1D`, unless of float16, move to new memory, in which they lie by columns.
 
     Args:
-        model: Llama, Qwen3, GPT-2, OPT, Mixtral, T5 or BERT of transformers, unmodified; on the meta device, if there
-            is a checkpoint.
+        model: Of transformers, unmodified: a causal one whose layers keep keys and values, T5 or BERT; on the meta
+            device, if there is a checkpoint.
         config: A dict of arguments, as DeepSpeed takes it; each may stand in it or beside it.
         mp_size: Ranks that share each layer: all ranks of the run, which make the same calls of the engine.
         dtype: torch.float32, torch.bfloat16 or torch.float16, or a name such as "fp16". None: that of the model, or of
@@ -68,6 +65,9 @@ def init_inference(
             tokens of a sequence. Default: 1024, or as many as the model has positions, if these are fewer.
         replace_with_kernel_inject: Whether dsgraph's kernels stand in for what the model spells out in small ops.
         options: Of the backend, such as {"codegen": "eager"}, see `BackendOptions`.
+        verify: Generate three tokens with the model and with the engine, and compare the logits, before the model is
+            changed. Nothing is compiled for it. A model on the meta device is compared once it has weights, and not at
+            all where ranks share it.
         **others: DeepSpeed's names: `tensor_parallel={"tp_size": n}` or `tp=` for mp_size, `max_out_tokens` for
             max_tokens, `kernel_inject` for replace_with_kernel_inject.
 
@@ -81,6 +81,7 @@ def init_inference(
     own = {
         **{"mp_size": mp_size, "dtype": dtype, "checkpoint": checkpoint, "quantize": quantize},
         **{"max_tokens": max_tokens, "options": options, "replace_with_kernel_inject": replace_with_kernel_inject},
+        "verify": verify,
     }
     return _engine(model, **merged(own, config, others))
 
@@ -95,6 +96,7 @@ def _engine(
     max_tokens: int | None,
     replace_with_kernel_inject: bool,
     options: dict[str, Any] | None,
+    verify: bool,
 ) -> InferenceEngine:
     given = dict(options or {})
     if not replace_with_kernel_inject:
@@ -104,26 +106,37 @@ def _engine(
             )
         given["kernels"] = "none"
     parse_options(given)
-    _refuse(model, mp_size=mp_size, dtype=dtype, quantized=quantize)
+    _refuse(model, mp_size=mp_size, dtype=dtype, quantized=quantize, verify=verify)
     positions = _positions(model, max_tokens)
     folder = _folder(checkpoint, model, quantized=quantize)
     device = _device(model, folder)
     ranks = all_ranks(mp_size, device) if mp_size > 1 else None
     few = _few_bits(model, folder, quantize)
     plan = plan_layers(model, ranks, few) if ranks is not None else None
+    is_meta = next(model.parameters()).is_meta
+    if verify and not is_meta:
+        _verify(model, positions, given)
     if folder is not None and (ranks is not None or _is_ours(folder)):
         _fill(model, folder, few, plan, dtype=dtype, device=device, ranks=ranks)
     else:
         if folder is not None:  # transformers knows how names have changed
-            model = type(model).from_pretrained(folder, config=model.config).to(device)
+            model = from_transformers(model, folder).to(device)
         model = model if dtype is None else model.to(dtype)
         if quantize is not None:
             _quantized(model, _BITS[quantize])
         if ranks is not None and plan is not None:
             slice_layers(model, ranks, plan)
+    if verify and is_meta and ranks is None:
+        _verify(model, positions, given)
     if device.type == "cpu" and ranks is None and given.get("kernels") != "none":
         turn_weights(model)
     return _engine_type(model)(model.eval(), max_tokens=positions, options=given, ranks=ranks)
+
+
+def _verify(model: Any, positions: int, options: Mapping[str, Any]) -> None:
+    if model.config.model_type not in ENCODERS:
+        kind = _engine_type(model)
+        verify_logits(model, lambda most: kind(model, max_tokens=most, options=options), most=positions)
 
 
 def _fill(
@@ -199,22 +212,13 @@ def _quantized(model: nn.Module, bits: int) -> None:
     quantize(model, bits=bits)
 
 
-def _refuse(model: Any, *, mp_size: int, dtype: object, quantized: object) -> None:
-    family = getattr(getattr(model, "config", None), "model_type", None)
-    if not _is_taken(model, family):
-        raise InferenceError(
-            f"init_inference: {type(model).__name__} (model_type {family!r}) cannot be taken; it takes models of "
-            f"transformers that generate, of the types {', '.join((*FAMILIES, *ENCODER_DECODERS))}, and encoders of "
-            f"the types {', '.join(ENCODERS)}, which take input_ids (rows, length)"
-        )
+def _refuse(model: Any, *, mp_size: int, dtype: object, quantized: object, verify: object) -> None:
+    refuse_model(model)
+    if not isinstance(verify, bool):
+        raise InferenceError(f"init_inference: verify is {verify!r}; it takes True or False")
     if getattr(model, "hf_quantizer", None) is not None:
         raise InferenceError(
             "init_inference: transformers has quantised this model: load it without, and use quantize="
-        )
-    kinds = set(getattr(model.config, "layer_types", None) or ()) - {"full_attention"}
-    if kinds:
-        raise InferenceError(
-            f"init_inference: layers of type {sorted(kinds)[0]!r} need another cache: set them to full_attention"
         )
     if len({param.device for param in model.parameters()}) != 1:
         raise InferenceError("init_inference: the model's parameters are on several devices; it takes one")
@@ -235,13 +239,6 @@ def _refuse(model: Any, *, mp_size: int, dtype: object, quantized: object) -> No
         raise InferenceError(f"init_inference: quantize is {quantized!r}; it takes 'int8', 'int4' or None")
     if quantized is not None and getattr(model, "quantization", None) is not None:
         raise InferenceError(f"init_inference: the model is quantised already: leave quantize={quantized!r} out")
-
-
-def _is_taken(model: Any, family: object) -> bool:
-    if family in ENCODERS:
-        # Of several choices for each row, input_ids have three dimensions.
-        return not (model.can_generate() or model.config.is_decoder or "MultipleChoice" in type(model).__name__)
-    return family in (*FAMILIES, *ENCODER_DECODERS) and model.can_generate()
 
 
 def _positions(model: Any, max_tokens: int | None) -> int:

@@ -9,7 +9,7 @@ from .quantize import Quantization
 
 @dataclass
 class Counts:
-    """What ran as one kind of graph: "encode", "prompt", "decode" or "forward".
+    """What ran as one kind of graph: "encode", "prompt", "decode" or "forward"; or without one, "uncompiled".
 
     Attributes:
         compiles: Graphs that were compiled.
@@ -38,8 +38,10 @@ class InferenceReport:
         decode: Tokens after the prompt, of `generate`.
         forward: Calls of the engine itself.
         encode: Sequences that `generate` encodes, of models with encoder and decoder.
+        uncompiled: Forwards that the model itself computed, because no graph does, such as the second one of
+            `guidance_scale`.
         buckets: Lengths to which prompts, and what is encoded, are padded.
-        cache_bytes: Of keys and values, by rows of the batch.
+        cache_bytes: Of keys and values, by rows of the batch; calls that overlapped had a cache each.
         quantization: Of the weights, with the error of each layer; None where they are as they were.
         whole_weights: Of a quantised model, the weights that are not of few bits: name -> bytes, largest first.
         turned_weights: Of how many `Conv1D` the weight lies in memory by columns, for products of few rows on a CPU.
@@ -49,6 +51,7 @@ class InferenceReport:
     decode: Counts
     forward: Counts
     encode: Counts
+    uncompiled: Counts
     buckets: tuple[int, ...]
     cache_bytes: dict[int, int] = field(default_factory=dict)
     quantization: Quantization | None = None
@@ -62,6 +65,11 @@ class InferenceReport:
             for name, c in kinds
             if c.calls or name != "encode"
         ]
+        if self.uncompiled.calls:
+            lines.append(
+                f"uncompiled: {self.uncompiled.calls} calls of the model itself, "
+                f"{self.uncompiled.tokens_per_second:.1f} tokens/s: they bring arguments that no graph takes"
+            )
         lines.append(f"prompts are padded to {', '.join(map(str, self.buckets))} tokens")
         lines += [f"cache of {rows} rows: {size / 1e6:.1f} MB" for rows, size in sorted(self.cache_bytes.items())]
         if self.turned_weights:

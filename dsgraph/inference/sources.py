@@ -14,7 +14,8 @@ import torch.distributed.checkpoint as dcp
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from dsgraph.checkpoint_files import latest_tag, read_about
+from dsgraph.checkpoint_files import ABOUT, read_about
+from dsgraph.checkpoint_folder import find_tag
 from dsgraph.errors import CheckpointError, InferenceError
 from dsgraph.inductor_ext import slice_of
 from dsgraph.passes.parallel.slices import Slice
@@ -41,9 +42,9 @@ class Source:
 
 def engine_folder(folder: Path) -> Path | None:
     """The checkpoint of a training engine that a folder is, or the latest that it holds; None: neither."""
-    tag = latest_tag(folder)
+    tag = find_tag(folder)
     path = folder if tag is None else folder / tag
-    return path if (path / "engine.json").is_file() else None
+    return path if (path / ABOUT).is_file() else None
 
 
 def open_source(folder: Path, stack: ExitStack) -> Source:
@@ -56,8 +57,9 @@ def open_source(folder: Path, stack: ExitStack) -> Source:
     Raises:
         InferenceError: It is damaged, or a file or a part of an expert is missing.
     """
-    path = engine_folder(folder)
+    path = None
     try:
+        path = engine_folder(folder)
         return _with_experts(_of_files(folder, stack)) if path is None else _of_engine(path)
     except (CheckpointError, SafetensorError, OSError) as error:
         raise InferenceError(f"init_inference: checkpoint={str(path or folder)!r}: {error}") from error

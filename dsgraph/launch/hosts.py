@@ -149,7 +149,8 @@ def _parse_filter(hosts: Sequence[Host], text: str, option: str) -> dict[str, tu
     for part in text.split("@"):
         name, colon, numbers = part.partition(":")
         if name not in known:
-            raise LaunchError(f"{option} {text}: there is no host {name!r}{nearest(name, known)}")
+            hint = nearest(name, known)
+            raise LaunchError(f"{option} {text}: there is no host {name!r}{hint}; there are {', '.join(known)}")
         if name in found:
             raise LaunchError(f"{option} {text}: {name} stands there twice: name all its slots at once")
         slots = numbers.split(",") if colon else []

@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, optim
 from torch.optim import Optimizer
 
 from dsgraph.inductor_ext.transfers.buffers import Buffer
@@ -95,12 +95,38 @@ def _packed(held: Sequence[_Held], chunk_bytes: int) -> list[Chunk]:
     return found
 
 
+class _AdagradState(defaultdict[Tensor, dict[str, Any]]):
+    """State as Adagrad's constructor makes it, made when a parameter is first stepped on."""
+
+    def __init__(self, start: float) -> None:
+        super().__init__(dict)
+        self._start = start
+
+    def __missing__(self, param: Tensor) -> dict[str, Any]:
+        self[param] = found = {"step": torch.tensor(0.0), "sum": torch.full_like(param, self._start)}
+        return found
+
+
+def new_state(inner: Optimizer) -> defaultdict[Tensor, dict[str, Any]]:
+    """The state of an optimizer that has not stepped: each parameter's is made when it is first stepped on."""
+    if isinstance(inner, optim.Adagrad):
+        return _AdagradState(inner.defaults["initial_accumulator_value"])
+    return defaultdict(dict)
+
+
+def has_stepped(inner: Optimizer) -> bool:
+    """Whether an optimizer holds what a step has left."""
+    if isinstance(inner, optim.Adagrad):  # its constructor makes state
+        return any(float(state["step"]) for state in inner.state.values())
+    return bool(inner.state)
+
+
 def _kept(inner: Optimizer, group: Mapping[str, Any], dtype: torch.dtype) -> dict[str, torch.dtype]:
     """What an optimizer keeps of a parameter's size, seen by letting it step on a small one of the same group."""
     groups = inner.param_groups
     probe = torch.zeros(2, 3, dtype=dtype)
     probe.grad = torch.zeros_like(probe)
-    inner.param_groups = [{**group, "params": [probe]}]
+    inner.param_groups, inner.state = [{**group, "params": [probe]}], new_state(inner)
     try:
         with torch.no_grad():
             inner.step()
@@ -110,4 +136,4 @@ def _kept(inner: Optimizer, group: Mapping[str, Any], dtype: torch.dtype) -> dic
         }
     finally:
         inner.param_groups = groups
-        inner.state = defaultdict(dict)
+        inner.state = new_state(inner)

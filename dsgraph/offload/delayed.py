@@ -57,6 +57,10 @@ class DelayedHostOptimizer(HostOptimizer):
     def state(self, value: Any) -> None:
         self._own_state = value
 
+    def close(self) -> None:
+        """Ends the thread, when the update that is under way is computed; no step is possible afterwards."""
+        self._thread.shutdown(wait=True)
+
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Applies the update of the step before, and starts to compute that of this step."""

@@ -31,6 +31,7 @@ from dsgraph.tiers.chunk_sizes import CHUNK_BYTES
 from dsgraph.tiers.slots import first_of
 from dsgraph.tiers.stored_rows import stored_rows
 
+from .chunks import new_state
 from .moves import FromDevice, FromDisk, InPlace, Move
 from .optimizer import check_elementwise
 
@@ -85,6 +86,7 @@ class HostOptimizer(Optimizer):
             raise OffloadError(f"ratio is {ratio!r}; it takes a share, above 0 and up to 1")
         super().__init__(inner.param_groups, inner.defaults)
         self.inner = inner
+        inner.state = new_state(inner)
         self.param_groups = inner.param_groups  # the same dicts: a schedule of either changes both
         params = [param for group in self.param_groups for param in group["params"]]
         self._on_host = set(params[: first_of([own_part(param).numel() for param in params], ratio)])
@@ -293,7 +295,7 @@ def holding(inner: Optimizer, groups: list[dict[str, Any]]) -> Iterator[None]:
         yield
     finally:
         inner.param_groups = own
-        inner.state = defaultdict(dict)
+        inner.state = new_state(inner)
 
 
 def versions_of(param: Tensor) -> tuple[int, int]:

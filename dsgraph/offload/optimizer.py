@@ -9,7 +9,6 @@ The arithmetic is that of the optimizer that is wrapped: it steps on one chunk o
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -28,14 +27,14 @@ from dsgraph.tiers.chunk_sizes import CHUNK_BYTES
 from dsgraph.tiers.read_rows import ReadRows
 
 from .beside_backward import BesideBackward, Numbers
-from .chunks import Chunk, chunks_of
+from .chunks import Chunk, chunks_of, has_stepped, new_state
 from .stored_state import ChunkStore, StoredState
 
 _AHEAD = 2  # chunks whose state is read before anybody steps
 
 # They compute each element of a parameter by itself: on rows, and some parameters after others, it is the same.
 ELEMENTWISE = (
-    *(optim.Adadelta, optim.Adam, optim.Adamax, optim.AdamW, optim.ASGD),
+    *(optim.Adadelta, optim.Adagrad, optim.Adam, optim.Adamax, optim.AdamW, optim.ASGD),
     *(optim.NAdam, optim.RAdam, optim.RMSprop, optim.SGD),
 )
 
@@ -81,6 +80,10 @@ class OptimizerOnDisk(Optimizer):
     def path(self) -> Path:
         """The file."""
         return self._store.file.path
+
+    def close(self) -> None:
+        """Remove the file and end its threads: the state on disk is gone, and no `step` is possible afterwards."""
+        self._store.file.close()
 
     @property
     def begun(self) -> int:
@@ -260,7 +263,7 @@ class OptimizerOnDisk(Optimizer):
             yield leaves
         finally:
             self.inner.param_groups = groups
-            self.inner.state = defaultdict(dict)
+            self.inner.state = new_state(self.inner)
 
 
 @dataclass(frozen=True)
@@ -286,13 +289,13 @@ def check_elementwise(inner: Optimizer) -> None:
     Raises:
         OffloadError: It does not step element by element, or has stepped.
     """
-    name = type(inner).__name__
+    name = type(getattr(inner, "inner", inner)).__name__
     if not isinstance(inner, ELEMENTWISE):
         known = ", ".join(kind.__name__ for kind in ELEMENTWISE)
         raise OffloadError(
             f"the state of {name} cannot be offloaded: it is not known to step element by element: {known} are"
         )
-    if inner.state:
+    if has_stepped(inner):
         raise OffloadError(f"{name} has stepped already: offload the state of a new one, and load a checkpoint into it")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,11 +15,21 @@ from torch.fx.node import map_aggregate
 from torch.utils.flop_counter import FlopCounterMode
 
 from dsgraph import compat
+from dsgraph.compiler.remedies import remedy
 from dsgraph.errors import PartitionError
 from dsgraph.passes.analysis.cost import CostModel, number_of, tensor_bytes
-from dsgraph.passes.compat import FakeTensorMode, is_to_local
+from dsgraph.passes.compat import (
+    FakeTensorMode,
+    OpOverload,
+    TorchDispatchMode,
+    is_batched,
+    is_to_local,
+    schema_of,
+    storage_id,
+)
 from dsgraph.passes.core.context import PassContext, Phase
 from dsgraph.passes.ir.graph import replace_and_erase
+from dsgraph.passes.parallel.root_values import is_small, root_values
 from dsgraph.passes.parallel.slice_tensors import SliceTensors
 from dsgraph.passes.parallel.slice_walk import marked_slices
 from dsgraph.sharding.slices import ParameterSlice
@@ -35,6 +46,8 @@ class CapturedModel:
         results: The nodes of the tensors that the model returns.
         costs: Seconds of each node's forward, by the cost model.
         slices: Parameters of which each tensor-parallel rank holds a slice, by name; `state` has this rank's.
+        repeated: Nodes that every rank can compute by itself, from inputs and small buffers.
+        draws: Whether the forward draws random numbers.
     """
 
     graph_module: GraphModule
@@ -43,6 +56,19 @@ class CapturedModel:
     results: Sequence[Node]
     costs: Mapping[Node, float]
     slices: Mapping[str, ParameterSlice]
+    repeated: frozenset[Node]
+    draws: bool
+
+
+def fake_values(gm: GraphModule, device: torch.device) -> dict[Node, Any]:
+    """The fake values of a captured graph's nodes as they are now: under autocast some have other dtypes.
+
+    Args:
+        gm: Of a `CapturedModel`, whose parameters may be gone.
+        device: Where the stages run.
+    """
+    run = _FakeRun(gm, device, CostModel.default(device_type=device.type))
+    return run.values_of([node.meta["val"] for node in gm.graph.find_nodes(op="placeholder")])
 
 
 def capture_model(
@@ -74,19 +100,41 @@ def capture_model(
 
     source = next((tensor.device for tensor in model.parameters()), device)
     args, kwargs = compat.map_tensors(lambda tensor: tensor.to(source), (args, dict(kwargs)))
+    _install_hooks(model, kwargs)
     try:
-        torch.compile(model, backend=keep, fullgraph=True, dynamic=False)(*args, **kwargs)
+        with compat.ignoring_log_messages():
+            torch.compile(model, backend=keep, fullgraph=True, dynamic=False)(*args, **kwargs)
     except compat.not_capturable() as error:
-        raise PartitionError(f"pipeline: the model's forward cannot be captured as one graph: {error}") from error
-    gm, values = kept[0]
+        why = f"pipeline: the model's forward cannot be captured as one graph.{remedy(str(error))} Torch says: {error}"
+        raise PartitionError(why) from error
+    gm, values = kept.pop()  # torch's cache of compiled code keeps `keep`, and the model with what it holds
     state, inputs = _origins(gm, values, model=model, leaves=compat.flatten_tree((args, kwargs))[0])
     slices = _slices(gm, state)
     values, state = _own_slices(gm, values, state)
     _place(gm, source, device)
-    node_costs = _FakeRun(gm, device, costs or CostModel.default(device_type=device.type)).costs_of(values)
+    run = _FakeRun(gm, device, costs or CostModel.default(device_type=device.type))
+    run.values_of(values)
     _refuse_changes(gm, state)
+    held = {node for node in gm.graph.find_nodes(op="placeholder") if node.name in state}
+    apart = {node for node in held if isinstance(state[node.name][1], nn.Parameter) or not is_small(node)}
+    repeated = frozenset(root_values(gm.graph, parameters=apart, impure=run.impure()))
     (output,) = gm.graph.find_nodes(op="output")
-    return CapturedModel(gm, state, inputs, list(output.args[0]), node_costs, slices)
+    results = list(output.args[0])
+    return CapturedModel(gm, state, inputs, results, run.costs, slices, repeated, bool(run.effects.draws))
+
+
+def _install_hooks(model: nn.Module, kwargs: Mapping[str, Any]) -> None:
+    """Let transformers install the hooks that collect router logits and the like: its lock cannot be captured."""
+    library = sys.modules.get("transformers.utils.output_capturing")
+    if library is None or not hasattr(library, "maybe_install_capturing_hooks"):
+        return
+    collects = any(value for key, value in kwargs.items() if key.startswith("output_"))
+    for module in model.modules():
+        config = getattr(module, "config", None)
+        flags = [value for key, value in vars(config).items() if key.startswith("output_")] if config else []
+        if (collects or any(flags)) and type(module).__module__.startswith("transformers."):
+            library.maybe_install_capturing_hooks(module)
+            return
 
 
 def _results_only(gm: GraphModule) -> Any:
@@ -162,29 +210,81 @@ def _place(gm: GraphModule, source: torch.device, device: torch.device) -> None:
     gm.recompile()
 
 
+class _Effects(TorchDispatchMode):
+    """Notes which nodes draw random numbers, and which memory is written to.
+
+    Attributes:
+        node: The node that is run.
+        draws: Nodes that draw.
+        writes: Nodes that write.
+        written: Storages that are written to.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.node: Node | None = None
+        self.draws: set[Node | None] = set()
+        self.writes: set[Node | None] = set()
+        self.written: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not isinstance(func, OpOverload):  # an operator of functions, of which nothing is known
+            self.draws.add(self.node)
+            return func(*args, **(kwargs or {}))
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            self.draws.add(self.node)
+        for argument, value in zip(schema_of(func).arguments, args, strict=False):
+            if argument.alias_info is not None and argument.alias_info.is_write and isinstance(value, Tensor):
+                self.writes.add(self.node)
+                self.written.add(storage_id(value))
+        return func(*args, **(kwargs or {}))
+
+
 class _FakeRun(Interpreter):
-    """Runs a graph under fake tensors, and keeps what each node gives and costs."""
+    """Runs a graph under fake tensors, and keeps what each node gives and costs.
+
+    Attributes:
+        costs: Seconds of each node.
+        effects: Which nodes do more than give a value.
+    """
 
     def __init__(self, gm: GraphModule, device: torch.device, costs: CostModel) -> None:
         super().__init__(gm, garbage_collect_values=False)
         self._device = device
         self._model = costs
         self._counter = FlopCounterMode(display=False)
-        self._costs: dict[Node, float] = {}
+        self._values: dict[Node, Any] = {}
+        self.costs: dict[Node, float] = {}
+        self.effects = _Effects()
 
-    def costs_of(self, values: Sequence[Any]) -> dict[Node, float]:
-        with FakeTensorMode(allow_non_fake_inputs=True), torch.enable_grad(), self._counter:
-            self.run(*map(self._fake, values))
-        return self._costs
+    def values_of(self, inputs: Sequence[Any]) -> dict[Node, Any]:
+        """Fake values of all nodes."""
+        with FakeTensorMode(allow_non_fake_inputs=True), torch.enable_grad(), self._counter, self.effects:
+            self.run(*map(self._fake, inputs))
+        return self._values
+
+    def impure(self) -> set[Node]:
+        """Nodes that draw random numbers, that write, or whose memory is written to or unknown."""
+        written = {
+            node
+            for node, value in self._values.items()
+            if isinstance(value, Tensor) and (is_batched(value) or storage_id(value) in self.effects.written)
+        }
+        return written | {node for node in self.effects.draws | self.effects.writes if node is not None}
 
     def run_node(self, n: Node) -> Any:
         before = self._counter.get_total_flops()
+        self.effects.node = n
         value = super().run_node(n)
-        n.meta["val"] = value
+        self._values[n] = value
+        n.meta.setdefault("val", value)  # of the first run
         if n.op.startswith("call"):
-            moved = tensor_bytes(value) + sum(tensor_bytes(read.meta.get("val")) for read in n.all_input_nodes)
+            read_bytes = sum(tensor_bytes(self._values.get(read)) for read in n.all_input_nodes)
             operations = self._counter.get_total_flops() - before
-            self._costs[n] = self._model.kernel_seconds(operations, number_of(n, moved), dtype=torch.float32)
+            moved = number_of(n, tensor_bytes(value) + read_bytes)
+            self.costs[n] = self._model.kernel_seconds(operations, moved, dtype=torch.float32)
         return value
 
     def _fake(self, value: Any) -> Any:

@@ -15,9 +15,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from dsgraph.errors import OptionError
 from dsgraph.sharding.mesh import parameter_devices
 
-from .pipeline import Materialize, pipeline
+from .pipeline import pipeline
 from .pipelined import PipelinedModel
 from .schedule_order import SCHEDULES
+from .stage_values import Materialize
 from .tensor_parallel import tensor_parallel
 
 

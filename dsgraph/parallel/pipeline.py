@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.pipelining.schedules import get_schedule_class
 from torch.distributed.tensor import DeviceMesh
 from torch.fx import Node
 
@@ -15,20 +15,22 @@ from dsgraph import compat
 from dsgraph.compiler.costs.agreed import known_costs
 from dsgraph.compiler.options import parse_options
 from dsgraph.errors import OptionError
+from dsgraph.inductor_ext import resolve_group
 from dsgraph.passes import CostModel
 from dsgraph.passes.parallel.split_stages import SplitStages, StagePlan
 from dsgraph.passes.parallel.stage_graphs import StageGraph, stage_graphs
 from dsgraph.sharding.agreement import Agreement
+from dsgraph.sharding.equal_batches import EqualBatches
 from dsgraph.sharding.mesh import axis_group, mesh_axes, mesh_ranks
 
 from .captured_model import CapturedModel, capture_model
 from .pipelined import PipelinedModel, PipelineReport
-from .schedule_order import SCHEDULES, ZERO_BUBBLE, actions_of, check_order, stages_of_ranks
+from .schedule_order import SCHEDULES, ZERO_BUBBLE, actions_of, check_microbatches, check_order, stages_of_ranks
 from .sharded_stages import Copies, ShardedStages
-from .stage_modules import LossOf, StageModule, TimedStage, stage_buffers
+from .stage_modules import LossOf, StageModule
+from .stage_runs import StageRuns
+from .stage_values import Materialize, own_values, share_first_values
 from .tied_gradients import StepGradients
-
-Materialize = Callable[[str, Tensor], Tensor]
 
 
 def pipeline(
@@ -92,8 +94,7 @@ def pipeline(
         )
     count = stages or mesh.size() * (2 if SCHEDULES.get(schedule) else 1)
     held = stages_of_ranks(schedule, ranks=mesh.size(), stages=count)
-    if microbatches < count:
-        raise OptionError(f"pipeline: {microbatches} micro-batches are fewer than {count} stages")
+    check_microbatches(schedule, ranks=mesh.size(), stages=count, microbatches=microbatches)
     if options is not None and schedule in ZERO_BUBBLE:
         raise OptionError(
             f"pipeline: {schedule} splits the backward of a stage in two, and a compiled stage has one: "
@@ -107,16 +108,23 @@ def pipeline(
     costs = _costs(agreement, mesh)
     captured = capture_model(model, example_inputs, kwargs=kwargs, device=device, costs=costs)
     splits = SplitStages(count, split, seconds_per_byte=_seconds_per_byte(costs))
-    plan = splits.plan(captured.graph_module.graph, captured.costs)
-    result = _result(captured, loss_fn is None)
-    graphs = stage_graphs(captured.graph_module, plan, state=captured.state, results=[result])
+    plan = splits.plan(captured.graph_module.graph, captured.costs, captured.repeated)
+    graphs = stage_graphs(
+        *(captured.graph_module, plan),
+        state=captured.state,
+        results=[_result(captured, loss_fn is None)],
+        repeated=captured.repeated,
+    )
     agreement.confirm("run different pipelines", _lines(plan, schedule, microbatches=microbatches, graphs=graphs))
-    mine = _own_stages(graphs, held[mesh.get_local_rank()], device=device, materialize=materialize)
+    group, rank = axis_group(mesh, 0), mesh.get_local_rank()
+    own = own_values(graphs, held[rank], device=device, materialize=materialize)
+    share_first_values(graphs, held, own, group=group, agreement=agreement)
+    mine = _own_stages(graphs, held[rank], defers=schedule in ZERO_BUBBLE)
     for module in mine.values() if options is not None else ():
         module.compile_graph(options or {})
-    timed = _timed_stages(graphs, mine=mine, mesh=mesh, device=device)
-    run = _schedule(schedule, timed, LossOf(loss_fn, microbatches))
-    actions = actions_of(run, schedule, stages=count, microbatches=microbatches)
+    loss = LossOf(loss_fn, microbatches)
+    runs = StageRuns(captured, graphs, mine, schedule=schedule, loss=loss, group=group, device=device)
+    actions = actions_of(runs.now().schedule, schedule, stages=count, microbatches=microbatches)
     check_order(actions, stages=count)
     tied = _tied(graphs)
     report = PipelineReport.of(
@@ -128,9 +136,8 @@ def pipeline(
         actions=actions,
     )
     return PipelinedModel(
-        schedule=run,
+        runs=runs,
         stages=mine,
-        timed=timed,
         gradients=_gradients(
             captured,
             mine,
@@ -144,7 +151,35 @@ def pipeline(
         example=(example_inputs, kwargs),
         loss_inside=loss_fn is None,
         device=device,
+        equal=EqualBatches(agreement, _slicing_agreement(captured, device)),
+        draws=captured.draws,
+        known=_saved(model, captured),
     )
+
+
+def _saved(model: nn.Module, captured: CapturedModel) -> dict[str, str]:
+    """Full shape and dtype of each parameter and buffer that a checkpoint holds, by name."""
+    passing = {
+        f"{prefix}.{name}".lstrip(".")
+        for prefix, module in model.named_modules()
+        for name in module._non_persistent_buffers_set
+    }
+    found: dict[str, str] = {}
+    for name, tensor in captured.state.values():
+        shape, held = list(tensor.shape), captured.slices.get(name)
+        if held is not None and held.dim >= 0:
+            shape[held.dim] *= held.ranks
+        if name not in passing:
+            found[name] = f"{tensor.dtype} {shape}"
+    return dict(sorted(found.items()))
+
+
+def _slicing_agreement(captured: CapturedModel, device: torch.device) -> Agreement | None:
+    """Of the ranks that share operators; None where none do."""
+    for held in captured.slices.values():
+        group = resolve_group(held.group)
+        return Agreement(tuple(dist.get_process_group_ranks(group)), compat.group_timeout(group, device.type))
+    return None
 
 
 def _check_options(options: Mapping[str, Any]) -> None:
@@ -195,70 +230,18 @@ def _lines(plan: StagePlan, schedule: str, *, microbatches: int, graphs: Sequenc
     """What the ranks must have in common."""
     lines = [f"{schedule}, {len(plan.stages)} stages, {microbatches} micro-batches"]
     for number, graph in enumerate(graphs):
-        sent = [(tuple(value.shape), str(value.dtype), value.requires_grad) for value in graph.sent]
+        values = [node.meta["val"] for node in graph.sent]
+        sent = [(tuple(value.shape), str(value.dtype), value.requires_grad) for value in values]
         lines.append(f"stage {number} sends {sent}, reads {graph.roots}, holds {graph.parameters}")
     return lines
 
 
-def _own_stages(
-    graphs: Sequence[StageGraph], held: Sequence[int], *, device: torch.device, materialize: Materialize | None
-) -> dict[int, StageModule]:
-    """This rank's stages; a parameter that two of them read is one."""
-    given: dict[str, Tensor] = {}
-    modules: dict[int, StageModule] = {}
-    for number in held:
-        graph = graphs[number]
-        for name in graph.parameters:
-            *path, leaf = name.split(".")
-            owner = graph.module.get_submodule(".".join(path))
-            tensors: dict[str, Any] = owner._parameters if leaf in owner._parameters else owner._buffers
-            if name not in given:
-                given[name] = _real(name, tensors[leaf], device=device, materialize=materialize)
-            tensors[leaf] = given[name]
-        modules[number] = StageModule(graph.module, graph.roots, single=number == len(graphs) - 1)
-    return modules
-
-
-def _real(name: str, tensor: Tensor, *, device: torch.device, materialize: Materialize | None) -> Tensor:
-    if not tensor.is_meta:
-        if tensor.device != device:
-            raise OptionError(
-                f"pipeline: {name!r} lies on {tensor.device}, the mesh is of {device}: move the model there"
-            )
-        return tensor
-    if materialize is None:
-        raise OptionError(f"pipeline: {name!r} lies on the meta device: give materialize=, which makes its values")
-    value = materialize(name, tensor).detach().to(device)
-    if value.shape != tensor.shape or value.dtype != tensor.dtype:
-        raise OptionError(
-            f"pipeline: materialize gave {value.dtype} of {tuple(value.shape)} for {name!r}, "
-            f"which is {tensor.dtype} of {tuple(tensor.shape)}"
-        )
-    return nn.Parameter(value, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else value
-
-
-def _timed_stages(
-    graphs: Sequence[StageGraph], *, mine: Mapping[int, StageModule], mesh: DeviceMesh, device: torch.device
-) -> list[TimedStage]:
-    return [
-        TimedStage(
-            module,
-            number,
-            len(graphs),
-            device,
-            input_args=stage_buffers(graphs[number].received, device),
-            output_args=stage_buffers(graphs[number].sent, device),
-            group=axis_group(mesh, 0),
-        )
-        for number, module in mine.items()
-    ]
-
-
-def _schedule(kind: str, stages: Sequence[TimedStage], loss: LossOf) -> Any:
-    # Torch divides a tied parameter's gradient twice where two stages of a rank share it: the loss is divided instead.
-    made: Any = get_schedule_class(kind)
-    given = list(stages) if SCHEDULES[kind] else stages[0]
-    return made(given, loss.microbatches, loss_fn=loss, scale_grads=False)
+def _own_stages(graphs: Sequence[StageGraph], held: Sequence[int], *, defers: bool) -> dict[int, StageModule]:
+    last = len(graphs) - 1
+    return {
+        number: StageModule(graphs[number].module, graphs[number].roots, single=number == last, defers=defers)
+        for number in held
+    }
 
 
 def _tied(graphs: Sequence[StageGraph]) -> dict[str, tuple[int, ...]]:
@@ -284,7 +267,7 @@ def _gradients(
     parameters = {name: value for stage in mine.values() for name, value in stage.graph_module.named_parameters()}
     return StepGradients(
         parameters,
-        {name: tensors[name] for name in apart if tensors[name].requires_grad},
+        {name: tensors[name].detach().to("meta") for name in apart if tensors[name].requires_grad},
         frozenset(name for name, stages in apart.items() if stages[0] in mine),
         axis_group(mesh, 0),
         axis_group(copies.mesh, 0) if copies is not None else None,

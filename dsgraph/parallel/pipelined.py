@@ -6,19 +6,24 @@ import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dsgraph import compat
 from dsgraph.errors import OptionError
 from dsgraph.passes.parallel.split_stages import StagePlan
+from dsgraph.sharding.agreement import Agreement
+from dsgraph.sharding.equal_batches import EqualBatches, random_state
 from dsgraph.sharding.rows import own_part
 
-from .stage_checkpoint import full_values, load, save
-from .stage_modules import StageModule, TimedStage
+from .stage_checkpoint import StageState, load, save
+from .stage_modules import StageModule
+from .stage_runs import StageRuns
 from .tied_gradients import StepGradients
 
 
@@ -64,21 +69,25 @@ class PipelinedModel:
     def __init__(
         self,
         *,
-        schedule: Any,
+        runs: StageRuns,
         stages: Mapping[int, StageModule],
-        timed: Sequence[TimedStage],
         gradients: StepGradients,
         report: PipelineReport,
         inputs: Mapping[str, int],
         example: tuple[tuple[Any, ...], Mapping[str, Any]],
         loss_inside: bool,
         device: torch.device,
+        equal: EqualBatches,
+        known: Mapping[str, str],
+        draws: bool,
     ) -> None:
         self.report, self.data_parallel = report, gradients.copies
-        self._schedule, self._stages, self._gradients = schedule, stages, gradients
-        self._timed, self._seconds = tuple(timed), 0.0
+        self._runs, self._stages, self._gradients, self._equal = runs, stages, gradients, equal
+        self._known, self._draws = known, draws
+        self._timed, self._seconds = runs.now().stages, 0.0
         self._inputs, self._loss_inside, self._device = inputs, loss_inside, device
-        self._leaves, self._spec = compat.flatten_tree((example[0], dict(example[1])))
+        leaves, self._spec = compat.flatten_tree((example[0], dict(example[1])))
+        self._leaves = [leaf.detach().to("meta") if isinstance(leaf, Tensor) else leaf for leaf in leaves]
 
     def step(self, *args: Any, target: Tensor | None = None, **kwargs: Any) -> Tensor:
         """Runs forward and backward of all micro-batches, and adds the gradients of the mean loss to `.grad`.
@@ -106,12 +115,20 @@ class PipelinedModel:
         if target is not None and (target.ndim == 0 or target.shape[0] % count):
             raise OptionError(f"pipeline.step: target of shape {tuple(target.shape)} does not divide by {count}")
         stand_in = torch.zeros(count, device=self._device) if target is None else target.to(self._device)
+        given = inputs if target is None else {**inputs, "target": target}
+        kind = self._runs.autocast()
+        if self._equal.is_due(kind):
+            self._equal.compare(kind, given)
+            if self._draws:
+                self._equal.compare_random_numbers(self._device, random_state(self._device))
+        run = self._runs.now()
         self._gradients.begin()
         losses: list[Tensor] = []
+        self._timed = run.stages
         for stage in self._timed:
             stage.busy = 0.0
         started = time.perf_counter()
-        self._schedule.step(**inputs, target=stand_in, losses=losses, return_outputs=False)
+        run.schedule.step(**inputs, target=stand_in, losses=losses, return_outputs=False)
         self._seconds = time.perf_counter() - started
         return self._gradients.finish(
             sum((loss.detach().float() for loss in losses), torch.zeros((), device=self._device))
@@ -182,28 +199,67 @@ class PipelinedModel:
 
         The ranks that hold the same stages call it together.
         """
-        return full_values(dict(self.named_parameters()), self._gradients.slices)
+        state = self._state()
+        return {name: state.full(name, value) for name, value in state.parameters.items()}
 
-    def save_checkpoint(self, folder: str | os.PathLike[str], optimizer: Optimizer | None = None) -> None:
-        """Writes parameters and an optimizer's state as full tensors, which any layout can load. All ranks call it.
+    def save_checkpoint(
+        self,
+        folder: str | os.PathLike[str],
+        optimizer: Optimizer | None = None,
+        *,
+        tag: str = "state",
+        more: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Writes parameters, buffers and an optimizer's state as full tensors, for any layout. All ranks call it.
 
-        A rank holds its stages' full tensors meanwhile.
+        A rank holds its stages' full tensors meanwhile. A checkpoint of the same tag is replaced when the new one is
+        complete.
 
         Args:
             folder: Where, on a file system that all ranks see.
             optimizer: Made of `parameters()`.
-        """
-        save(folder, dict(self.named_parameters()), optimizer, self._gradients.slices)
-
-    def load_checkpoint(self, folder: str | os.PathLike[str], optimizer: Optimizer | None = None) -> None:
-        """Reads what `save_checkpoint` wrote, of this or any other layout. All ranks call it.
+            tag: Name of the checkpoint in the folder.
+            more: What `load_checkpoint` gives back: JSON values.
 
         Raises:
-            CheckpointError: The folder holds no such checkpoint, or not this model's; nothing was changed.
+            CheckpointError: It could not be written; all ranks raise.
         """
-        sharded = self._gradients.sharded
-        rows = sharded.own_rows if sharded is not None else lambda _, full: full
-        load(folder, dict(self.named_parameters()), optimizer, self._gradients.slices, rows)
+        save(Path(folder), tag, self._state(), optimizer, more)
+
+    def load_checkpoint(
+        self, folder: str | os.PathLike[str], optimizer: Optimizer | None = None, *, tag: str = "state"
+    ) -> dict[str, Any]:
+        """Reads what `save_checkpoint` wrote, of this or any other layout. All ranks call it.
+
+        Args:
+            folder: Where.
+            optimizer: Made of `parameters()`, of the class that was saved; None: its state stays in the checkpoint.
+            tag: Name of the checkpoint in the folder.
+
+        Returns:
+            What `save_checkpoint` was given as `more`.
+
+        Raises:
+            CheckpointError: The folder holds no such checkpoint, it is damaged, or it is not this model's. All ranks
+                raise; nothing was changed.
+        """
+        return load(Path(folder), tag, self._state(), optimizer)
+
+    def _state(self) -> StageState:
+        buffers: dict[str, Tensor] = {}
+        for stage in self._stages.values():
+            buffers.update((name, value) for name, value in stage.graph_module.named_buffers() if name in self._known)
+        sharded, world = self._gradients.sharded, dist.group.WORLD
+        assert world is not None
+        timeout = compat.group_timeout(world, self._device.type)
+        return StageState(
+            parameters=dict(self.named_parameters()),
+            buffers=buffers,
+            slices=self._gradients.slices,
+            rows=sharded.own_rows if sharded is not None else lambda _, full: full,
+            known=self._known,
+            agreement=Agreement(tuple(range(dist.get_world_size())), timeout),
+        )
 
     def zero_grad(self) -> None:
         """Sets this rank's gradients to None."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +21,9 @@ SCHEDULES = {
 }
 # Two stages a rank, the second on the way back.
 _V_SHAPED = frozenset({"ZBVZeroBubble", "DualPipeV"})
+
+# They run as many micro-batches a round as there are ranks, or somewhat more.
+_IN_ROUNDS = frozenset({"Interleaved1F1B", "InterleavedZeroBubble"})
 
 # They compute the gradients of inputs and of weights apart, by walking autograd's graph.
 ZERO_BUBBLE = frozenset({"InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"})
@@ -45,6 +49,36 @@ def stages_of_ranks(kind: str, *, ranks: int, stages: int) -> list[list[int]]:
     if kind in _V_SHAPED:
         return [[rank, stages - 1 - rank] for rank in range(ranks)]
     return [list(range(rank, stages, ranks)) for rank in range(ranks)]
+
+
+def check_microbatches(kind: str, *, ranks: int, stages: int, microbatches: int) -> None:
+    """Check that a schedule can run so many micro-batches.
+
+    Raises:
+        OptionError: Names the nearest numbers that it can run.
+    """
+    if not isinstance(microbatches, int) or isinstance(microbatches, bool) or microbatches < 1:
+        raise OptionError(f"pipeline: microbatches is {microbatches!r}; it takes a whole number, {stages} or more")
+    if microbatches < stages:
+        raise OptionError(
+            f"pipeline: {microbatches} micro-batches are fewer than {stages} stages: use at least {stages}"
+        )
+    if kind in _IN_ROUNDS and not _fills_rounds(microbatches, ranks):
+        near = [next(_counts_beside(microbatches, step, ranks)) for step in (-1, 1)]
+        fits = " or ".join(str(count) for count in near if count >= stages)
+        raise OptionError(
+            f"pipeline: {kind} on {ranks} ranks runs micro-batches in {microbatches // ranks} equal rounds, which "
+            f"{microbatches} do not fill: use {fits} micro-batches"
+        )
+
+
+def _fills_rounds(microbatches: int, ranks: int) -> bool:
+    """As torch's interleaved schedules count rounds."""
+    return microbatches % max(1, microbatches // ranks) == 0
+
+
+def _counts_beside(microbatches: int, step: int, ranks: int) -> Iterator[int]:
+    return filter(lambda count: _fills_rounds(count, ranks), itertools.count(microbatches + step, step))
 
 
 def actions_of(schedule: Any, kind: str, *, stages: int, microbatches: int) -> dict[int, list[str]]:

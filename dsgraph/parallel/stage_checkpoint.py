@@ -1,132 +1,251 @@
-"""Checkpoints of divided models: full tensors under the model's names, whatever the layout that wrote them."""
+"""Checkpoints of parallel models: full tensors under the model's names, whatever the layout that wrote them.
+
+A checkpoint is a folder `<folder>/<tag>` as an engine writes it, with checksums of all files. A rank writes what its
+stages hold. Nothing is changed by a load before all ranks have read and checked everything.
+"""
 
 from __future__ import annotations
 
-import os
+import json
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from dsgraph.checkpoint_files import FORMAT, check_tag, complete, make_unfinished, read_about, unfinished_folder
 from dsgraph.errors import CheckpointError
 from dsgraph.inductor_ext import resolve_group
+from dsgraph.sharding.agreement import Agreement
+from dsgraph.sharding.joint_failure import all_or_none
 from dsgraph.sharding.rows import own_part
 from dsgraph.sharding.slices import ParameterSlice
 
-_MODEL, _OPTIMIZER = "model", "optimizer"
+_MODEL, _OPTIMIZER, _KIND = "model", "optimizer", "parallel layout"
 OwnRows = Callable[[str, Tensor], Tensor]
 """Of a parameter's name and its slice: this rank's rows of that."""
 
 
-def full_values(values: Mapping[str, Tensor], slices: Mapping[str, ParameterSlice]) -> dict[str, Tensor]:
-    """The full tensors of which ranks hold shards and slices. All ranks of a stage call it together.
+@dataclass(frozen=True)
+class StageState:
+    """What a rank's stages hold, and what those of all ranks do.
 
-    Args:
-        values: By name; shards are `DTensor`.
-        slices: How those are sliced that are, by name.
+    Attributes:
+        parameters: This rank's by name; shards are `DTensor`.
+        buffers: This rank's that the model saves.
+        slices: How those parameters are sliced that are.
+        rows: Takes this rank's rows of a parameter.
+        known: Shape and dtype of every parameter and saved buffer of the model that a stage reads, on all ranks alike.
+        agreement: Of all ranks.
     """
-    found: dict[str, Tensor] = {}
-    for name, value in values.items():
+
+    parameters: Mapping[str, nn.Parameter]
+    buffers: Mapping[str, Tensor]
+    slices: Mapping[str, ParameterSlice]
+    rows: OwnRows
+    known: Mapping[str, str]
+    agreement: Agreement
+
+    def full(self, name: str, value: Tensor) -> Tensor:
+        """The full tensor of a parameter, or of state of its shape. Ranks that hold parts of it call it together."""
         own = value.detach()
         whole = own.full_tensor() if isinstance(own, DTensor) else own
-        found[name] = (slices[name].full(whole) if name in slices else whole).clone()
-    return found
+        return (self.slices[name].full(whole) if name in self.slices else whole).clone()
 
-
-def own_value(name: str, full: Tensor, slices: Mapping[str, ParameterSlice], rows: OwnRows) -> Tensor:
-    """What this rank holds of a full tensor."""
-    held = slices.get(name)
-    return rows(name, full if held is None else held.own(full, resolve_group(held.group).rank()))
+    def own(self, name: str, full: Tensor) -> Tensor:
+        """What this rank holds of a full tensor."""
+        held = self.slices.get(name)
+        return self.rows(name, full if held is None else held.own(full, resolve_group(held.group).rank()))
 
 
 def save(
-    folder: str | os.PathLike[str],
-    parameters: Mapping[str, nn.Parameter],
-    optimizer: Optimizer | None,
-    slices: Mapping[str, ParameterSlice],
-) -> None:
-    """Writes full parameters and the state of an optimizer by `torch.distributed.checkpoint`."""
-    state: dict[str, Any] = {_MODEL: full_values(parameters, slices)}
-    if optimizer is not None:
-        state[_OPTIMIZER] = {name: _full_state(name, p, optimizer, slices) for name, p in parameters.items()}
-    dcp.save(state, checkpoint_id=folder)
+    folder: Path, tag: str, state: StageState, optimizer: Optimizer | None, more: Mapping[str, Any] | None = None
+) -> Path:
+    """Write a checkpoint. All ranks call it.
+
+    Args:
+        folder: Folder of checkpoints.
+        tag: Name of this one, equal on all ranks.
+        state: What is saved of the model.
+        optimizer: Of the state's parameters.
+        more: What else `read` gives back: JSON values.
+
+    Returns:
+        The checkpoint's folder.
+
+    Raises:
+        CheckpointError: It cannot be written; all ranks raise, and checkpoints that were there stay.
+    """
+    doing, is_first, agreement = f"save {folder / tag}", dist.get_rank() == 0, state.agreement
+    tensors: dict[str, Any] = {}
+    likes: dict[str, bool] = {}
+    agreement.confirm("write checkpoints of different tags", [tag], advice="Give the same folder and tag on all ranks")
+
+    def gather() -> None:
+        check_tag(tag)
+        tensors[_MODEL] = {name: state.full(name, value) for name, value in state.parameters.items()}
+        tensors[_MODEL] |= {name: value.detach().clone() for name, value in state.buffers.items()}
+        if optimizer is not None:
+            tensors[_OPTIMIZER] = {
+                name: _full_state(name, param, optimizer, state, likes) for name, param in state.parameters.items()
+            }
+
+    all_or_none(agreement, doing, gather)
+    for text in agreement.exchange("which state has the shape of its parameter", json.dumps(likes)).values():
+        likes.update(json.loads(text))
+    about = {
+        "format": FORMAT,
+        "kind": _KIND,
+        "tensors": dict(state.known),
+        "optimizer_class": None if optimizer is None else type(optimizer).__name__,
+        "likes": likes,
+        "more": dict(more or {}),
+    }
+    all_or_none(agreement, doing, lambda: make_unfinished(folder, tag) if is_first else None)
+    try:
+        dcp.save(tensors, checkpoint_id=unfinished_folder(folder, tag))
+    except (dcp.api.CheckpointException, OSError) as error:
+        raise CheckpointError(f"{doing}: {error}") from error
+    all_or_none(agreement, doing, lambda: complete(folder, tag, about) if is_first else None)
+    return folder / tag
 
 
 def _full_state(
-    name: str, parameter: nn.Parameter, optimizer: Optimizer, slices: Mapping[str, ParameterSlice]
+    name: str, parameter: nn.Parameter, optimizer: Optimizer, state: StageState, likes: dict[str, bool]
 ) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
     for key, value in optimizer.state.get(parameter, {}).items():
+        if value is None:
+            continue
         is_like = isinstance(value, Tensor) and value.shape == parameter.shape
-        found[key] = full_values({name: value}, slices)[name] if is_like else torch.as_tensor(value)
+        is_part = name in state.slices or isinstance(parameter, DTensor)
+        if isinstance(value, Tensor) and value.ndim and not is_like and is_part:
+            raise CheckpointError(
+                f"state {key!r} of {name!r} is {list(value.shape)} of {type(optimizer).__name__}, which other layouts "
+                "cannot take: use an optimizer whose state has the shape of its parameter"
+            )
+        likes[f"{name}.{key}"] = is_like
+        found[key] = state.full(name, value) if is_like else torch.as_tensor(value).clone()
     return found
 
 
-def load(
-    folder: str | os.PathLike[str],
-    parameters: Mapping[str, nn.Parameter],
-    optimizer: Optimizer | None,
-    slices: Mapping[str, ParameterSlice],
-    rows: OwnRows,
-) -> None:
-    """Reads what `save` wrote, in whatever layout.
+def load(folder: Path, tag: str, state: StageState, optimizer: Optimizer | None) -> dict[str, Any]:
+    """Read what `save` wrote, in whatever layout. All ranks call it.
+
+    Returns:
+        What `save` was given as `more`.
 
     Raises:
-        CheckpointError: The folder holds no such checkpoint, or not these parameters; nothing was changed.
+        CheckpointError: There is no such checkpoint, it is damaged, or of another model or optimizer. All ranks raise;
+            nothing was changed.
     """
+    path, agreement = folder / tag, state.agreement
+    doing, read, ready = f"load {path}", dict[str, Any](), list[Callable[[], None]]()
+    agreement.confirm("load different checkpoints", [tag], advice="Give the same folder and tag on all ranks")
+
+    def look() -> None:
+        about = read_about(path, share=dist.get_rank(), shares=dist.get_world_size())
+        _check(about, state, optimizer)
+        known = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
+        read["about"] = about
+        read["tensors"] = {key: _empty(key, kept) for key, kept in known.items() if _is_read(key, state, optimizer)}
+
+    all_or_none(agreement, doing, look)
     try:
-        known = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
-    except (OSError, dcp.api.CheckpointException) as error:
-        raise CheckpointError(f"load_checkpoint: {os.fspath(folder)!r} holds no checkpoint: {error}") from error
-    missing = [name for name in parameters if f"{_MODEL}.{name}" not in known]
-    if missing:
-        raise CheckpointError(f"load_checkpoint: {os.fspath(folder)!r} has no {missing[0]!r}: it is of another model")
-    state = {key: _empty(key, kept) for key, kept in known.items() if _is_read(key, parameters, optimizer)}
-    dcp.load(state, checkpoint_id=folder)
+        dcp.load(read["tensors"], checkpoint_id=path)
+    except (dcp.api.CheckpointException, OSError) as error:
+        raise CheckpointError(f"{doing}: {error}") from error
+    all_or_none(agreement, doing, lambda: ready.extend(_writes(read["tensors"], read["about"], state, optimizer)))
     with torch.no_grad():
-        for name, parameter in parameters.items():
-            own_part(parameter).copy_(own_value(name, state[f"{_MODEL}.{name}"], slices, rows))
-    if optimizer is not None:
-        _take_state(state, parameters, optimizer, slices, rows)
+        for write in ready:
+            write()
+    more: dict[str, Any] = read["about"]["more"]
+    return more
 
 
-def _is_read(key: str, parameters: Mapping[str, nn.Parameter], optimizer: Optimizer | None) -> bool:
+def _check(about: Mapping[str, Any], state: StageState, optimizer: Optimizer | None) -> None:
+    """Whether a checkpoint is of this model: the same names, shapes and kinds of numbers."""
+    if about.get("kind") != _KIND:
+        raise CheckpointError("it is no checkpoint of a parallel layout")
+    saved, mine = about["tensors"], state.known
+    for name in mine:
+        if name not in saved:
+            raise CheckpointError(f"it has no {name!r}, which the model has: it is of another model")
+        if saved[name] != mine[name]:
+            raise CheckpointError(f"{name!r} is {saved[name]} in it, and {mine[name]} in the model")
+    for name in saved:
+        if name not in mine:
+            raise CheckpointError(f"it has {name!r}, which the model has not: it is of another model")
+    wanted = None if optimizer is None else type(optimizer).__name__
+    if wanted is not None and about["optimizer_class"] != wanted:
+        raise CheckpointError(
+            f"it was saved with optimizer={about['optimizer_class']}, and is loaded with {wanted}: use that one, or "
+            "leave optimizer out"
+        )
+
+
+def _is_read(key: str, state: StageState, optimizer: Optimizer | None) -> bool:
     kind, _, name = key.partition(".")
-    return name in parameters if kind == _MODEL else optimizer is not None and name.rpartition(".")[0] in parameters
+    if kind == _MODEL:
+        return name in state.parameters or name in state.buffers
+    return optimizer is not None and name.rpartition(".")[0] in state.parameters
 
 
 def _empty(key: str, kept: Any) -> Tensor:
     if not isinstance(kept, TensorStorageMetadata):
-        raise CheckpointError(f"load_checkpoint: {key!r} is no tensor")
+        raise CheckpointError(f"{key!r} is no tensor")
     return torch.empty(kept.size, dtype=kept.properties.dtype)
 
 
-def _take_state(
-    state: Mapping[str, Tensor],
-    parameters: Mapping[str, nn.Parameter],
-    optimizer: Optimizer,
-    slices: Mapping[str, ParameterSlice],
-    rows: OwnRows,
-) -> None:
-    for key, value in state.items():
+def _writes(
+    tensors: Mapping[str, Tensor], about: Mapping[str, Any], state: StageState, optimizer: Optimizer | None
+) -> list[Callable[[], None]]:
+    """What puts the read tensors in their places; all of it is known to fit."""
+    found: list[Callable[[], None]] = []
+    for name, target in {**state.buffers, **state.parameters}.items():
+        full = tensors.get(f"{_MODEL}.{name}")
+        if full is None:
+            raise CheckpointError(f"{name!r} is missing in its files")
+        own = state.own(name, full) if name in state.parameters else full
+        if own.shape != own_part(target).shape:
+            raise CheckpointError(f"{name!r} is {list(own.shape)} in it, and {list(own_part(target).shape)} here")
+        found.append(partial(_copy, target, own))
+    if optimizer is None:
+        return found
+    states: dict[str, dict[str, Tensor]] = {name: {} for name in state.parameters}
+    for key, value in tensors.items():
         kind, _, rest = key.partition(".")
-        if kind != _OPTIMIZER:
-            continue
-        name, _, what = rest.rpartition(".")
-        parameter = parameters[name]
-        if value.ndim == 0:
-            optimizer.state[parameter][what] = value
-            continue
-        own = own_value(name, value, slices, rows).to(parameter.device)
-        optimizer.state[parameter][what] = _like(parameter, own)
+        if kind == _OPTIMIZER:
+            name, _, what = rest.rpartition(".")
+            states[name][what] = _own_state(state, name, value, is_like=about["likes"].get(rest, value.ndim > 0))
+    for name, parameter in state.parameters.items():
+        found.append(partial(_replace_state, optimizer, parameter, states[name]))
+    return found
 
 
-def _like(parameter: nn.Parameter, own: Tensor) -> Tensor:
+def _copy(target: Tensor, own: Tensor) -> None:
+    own_part(target.detach()).copy_(own)
+
+
+def _replace_state(optimizer: Optimizer, parameter: nn.Parameter, values: dict[str, Tensor]) -> None:
+    optimizer.state.pop(parameter, None)
+    if values:
+        optimizer.state[parameter].update(values)
+
+
+def _own_state(state: StageState, name: str, value: Tensor, *, is_like: bool) -> Tensor:
+    if not is_like:
+        return value
+    parameter = state.parameters[name]
+    own = state.own(name, value).to(parameter.device)
     if not isinstance(parameter, DTensor):
         return own
     return DTensor.from_local(

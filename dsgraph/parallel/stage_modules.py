@@ -9,7 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
+from torch.fx import GraphModule
 from torch.utils.weak import WeakIdKeyDictionary
+
+from .deferred_weights import WeightQueue, defer_weights
 
 
 class LossOf:
@@ -30,10 +33,18 @@ class LossOf:
 
 
 class StageModule(nn.Module):
-    """One stage as torch's schedules call it: received values by position, root inputs by name."""
+    """One stage as torch's schedules call it: received values by position, root inputs by name.
 
-    def __init__(self, graph_module: nn.Module, roots: Sequence[str], *, single: bool) -> None:
+    Attributes:
+        graph_module: The stage's graph.
+        queue: Gradients of weights that a zero-bubble schedule computes later; None for other schedules.
+    """
+
+    def __init__(self, graph_module: GraphModule, roots: Sequence[str], *, single: bool, defers: bool = False) -> None:
         super().__init__()
+        self.queue = WeightQueue() if defers else None
+        if self.queue is not None:
+            defer_weights(graph_module, self.queue)
         self.graph_module = graph_module
         self._roots, self._single = tuple(roots), single
         self._run: Callable[..., Any] = graph_module
@@ -71,12 +82,14 @@ class TimedStage(PipelineStage):
         return self._timed(super().forward_one_chunk, *args, **kwargs)
 
     def backward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
-        """See torch."""
-        return self._timed(super().backward_one_chunk, *args, **kwargs)
+        """See torch. A step runs inside `torch.autocast`, a backward is to run outside."""
+        with torch.autocast(self.device.type, enabled=False):
+            return self._timed(super().backward_one_chunk, *args, **kwargs)
 
     def backward_weight_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
         """See torch."""
-        return self._timed(super().backward_weight_one_chunk, *args, **kwargs)
+        with torch.autocast(self.device.type, enabled=False):
+            return self._timed(super().backward_weight_one_chunk, *args, **kwargs)
 
     def _timed(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         started = time.perf_counter()

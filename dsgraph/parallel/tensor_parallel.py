@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from typing import Any, Literal, TypeVar
 
@@ -9,7 +10,7 @@ from torch import nn
 from torch.distributed.tensor import DeviceMesh
 
 from dsgraph.errors import PartitionError
-from dsgraph.passes.parallel.find_slices import Found
+from dsgraph.passes.parallel.find_slices import Found, layer_pattern
 from dsgraph.sharding.agreement import Agreement
 from dsgraph.sharding.checkpoint import take_rows
 from dsgraph.sharding.mesh import axis_group
@@ -25,6 +26,10 @@ from dsgraph.sharding.slices import ParameterSlice, sliced_parameter, slicing_cl
 from .tensor_plan import plan_by_graph, plan_by_names
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
+
+# Below this share of sliced matrices a warning says why.
+MOST = 0.5
+_REASONS = 5
 
 
 def tensor_parallel(
@@ -56,8 +61,33 @@ def tensor_parallel(
     refuse_model(model)
     if not isinstance(mesh, DeviceMesh) or mesh.ndim != 1:
         raise PartitionError(f"tensor_parallel: mesh is {mesh!r}; it takes one dimension of a mesh, such as mesh['tp']")
-    slice_parameters(model, mesh, _find(model, mesh.size(), plan, example_inputs))
+    found = _find(model, mesh.size(), plan, example_inputs)
+    little = _why_little(model, found) if plan == "auto" and mesh.size() > 1 else ""
+    slice_parameters(model, mesh, found)
+    if little and mesh.get_local_rank() == 0:
+        warnings.warn(little, stacklevel=2)
     return model
+
+
+def _why_little(model: nn.Module, found: Found) -> str:
+    """A warning where most of a model stays whole on each rank, with the reasons; empty where most is sliced."""
+    tables = {name: param.numel() for name, param in model.named_parameters() if param.dim() > 1}
+    whole = {name: size for name, size in tables.items() if name not in found.slices}
+    total = sum(tables.values())
+    if not total or sum(whole.values()) <= (1 - MOST) * total:
+        return ""
+    reasons: dict[str, int] = {}
+    for name, size in whole.items():
+        reason = found.whole.get(name, "no product with it is known")
+        text = f"{layer_pattern(name)}: {reason}"
+        reasons[text] = reasons.get(text, 0) + size
+    largest = sorted(reasons, key=lambda text: -reasons[text])[:_REASONS]
+    share = 1 - sum(whole.values()) / total
+    return (
+        f"tensor_parallel: {share:.0%} of the matrices of {type(model).__name__} are sharded, the others replicated "
+        f"on each rank: {'; '.join(largest)}. model.tensor_plan has all of them. Give plan= to shard more, or use "
+        "pipeline stages or ZeRO"
+    )
 
 
 def slice_parameters(model: nn.Module, mesh: DeviceMesh, found: Found) -> None:

@@ -23,6 +23,7 @@ from .presence import Presence, presences
 from .rank_notes import Intent
 
 _Known = TypeVar("_Known")
+_SAME_MODEL = "Every rank must build the same model with the same options"
 
 
 @dataclass
@@ -80,20 +81,23 @@ class Agreement:
         if self.runs is not None and self.runs.patience:
             self.runs.confirm(intent, waits=True)
 
-    def confirm(self, would: str, lines: Sequence[str] | None, *, steps: Sequence[str] = ()) -> None:
+    def confirm(
+        self, would: str, lines: Sequence[str] | None, *, steps: Sequence[str] = (), advice: str = _SAME_MODEL
+    ) -> None:
         """Compares `lines` with those of all other ranks.
 
         Args:
             would: What the ranks are about to do if they differ, for the message: "run different collectives".
             lines: What this rank does, in order; None when it does not know (a cached graph), which agrees with all.
             steps: How it came to that; where lines differ, the first step that differs is named as well.
+            advice: What to do where lines differ.
 
         Raises:
             RanksDisagreeError: On every rank, naming the first rank that differs and its first differing line, or the
                 ranks that did not come in time.
         """
         if len(self.ranks) > 1:
-            self._compare(would, lines, steps)
+            self._compare(would, lines, steps, advice)
         if lines is not None:
             self.agreed.add(_digest(lines))
 
@@ -161,7 +165,7 @@ class Agreement:
         members = hashlib.sha256(json.dumps(self.ranks).encode()).hexdigest()[:12]
         return f"dsgraph/{members}/{store.add(f'dsgraph/{members}/meetings/{rank}', 1)}"
 
-    def _compare(self, would: str, lines: Sequence[str] | None, steps: Sequence[str]) -> None:
+    def _compare(self, would: str, lines: Sequence[str] | None, steps: Sequence[str], advice: str) -> None:
         self._come(Intent(f"compares whether ranks {would}"))
         presence = presences.now()
         store, rank = presence.store, presence.rank
@@ -171,13 +175,13 @@ class Agreement:
         store.set(f"{prefix}/digest/{rank}", "" if lines is None else _digest(lines))
         leader = self.ranks[0]
         if rank == leader:
-            store.set(f"{prefix}/verdict", self._judge(presence, prefix, would))
+            store.set(f"{prefix}/verdict", self._judge(presence, prefix, would, advice))
         self._wait(presence, f"{prefix}/verdict", would)
         verdict = store.get(f"{prefix}/verdict").decode()
         if verdict:
             raise RanksDisagreeError(verdict)
 
-    def _judge(self, presence: Presence, prefix: str, would: str) -> str:
+    def _judge(self, presence: Presence, prefix: str, would: str, advice: str) -> str:
         """What is wrong, in words; empty when all agree. The leader's part."""
         store, keys = presence.store, {rank: f"{prefix}/digest/{rank}" for rank in self.ranks}
         absence = self._absence(presence, keys, f"the others compare whether they {would}")
@@ -190,7 +194,7 @@ class Agreement:
                 pair = (known[0], rank)
                 lines = [_lines(store, f"{prefix}/lines", which) for which in pair]
                 steps = [_lines(store, f"{prefix}/steps", which) for which in pair]
-                return _difference(would, *pair, *lines) + _first_step_apart(*pair, *steps)
+                return _difference(would, *pair, *lines) + advice + _first_step_apart(*pair, *steps)
         return ""
 
     def _absence(self, presence: Presence, keys: Mapping[int, str], where: str) -> str:
@@ -248,7 +252,7 @@ def _difference(would: str, first: int, other: int, mine: list[str], theirs: lis
     index, a, b = _first_apart(mine, theirs)
     return (
         f"ranks {first} and {other} would {would}. First difference, entry {index} of {len(mine)} and {len(theirs)}: "
-        f"rank {first} has [{a}], rank {other} has [{b}]. Every rank must build the same model with the same options"
+        f"rank {first} has [{a}], rank {other} has [{b}]. "
     )
 
 

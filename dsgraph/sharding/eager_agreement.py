@@ -54,6 +54,9 @@ _SAME_PARTS = (
     "Every rank must run the same parts of the model, equally often and in the same order: a rank that has nothing for "
     "a part runs it with a batch of zeros"
 )
+_SAVE_EVERYWHERE = (
+    "All ranks must call save_checkpoint and load_checkpoint at the same point, not under `if rank == 0:`"
+)
 _SAME_STEPS = "An optimizer must step on all ranks or on none"
 
 _log = logging.getLogger("dsgraph")
@@ -233,6 +236,10 @@ class _Agreements:
             known = self._known[ranks] = (weakref.ref(world), EagerAgreement.over(mesh, ranks))
         return known[1]
 
+    def known(self) -> list[EagerAgreement]:
+        """Return the agreements of the process group that there is."""
+        return [agreement for world, agreement in self._known.values() if world() is dist.group.WORLD]
+
 
 eager_agreements = _Agreements()
 
@@ -240,6 +247,8 @@ eager_agreements = _Agreements()
 def _advice(wrong: str) -> str:
     if _is_running("generate"):
         return _SYNCED
+    if "_checkpoint" in wrong:
+        return _SAVE_EVERYWHERE
     if "outside a forward" in wrong:
         return _READ_EVERYWHERE
     return _SAME_STEPS if re.search(r"rank \d+ steps ", wrong) else _SAME_PARTS

@@ -78,6 +78,7 @@ def _writing(name: str) -> Callable[..., Any]:
             return plain_method(self, *args, **kwargs)  # which torch refuses, as of every parameter
         return getattr(self.written, name)(*args, **kwargs)
 
+    compat.only_inlined(write)
     return write
 
 
@@ -89,6 +90,7 @@ def _viewing(name: str) -> Callable[..., Any]:
             return plain_method(self, *args, **kwargs)
         return getattr(self.written, name)(*args, **kwargs)
 
+    compat.only_inlined(view)
     return view
 
 

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from dsgraph.errors import PartitionError
+from dsgraph.files import absolute
 from dsgraph.inductor_ext import chunk_rows, resolve_group
 from dsgraph.tiers.chunk_sizes import TrainedRows, state_chunks
 from dsgraph.tiers.slots import first_of
@@ -51,7 +52,7 @@ def read_offload(offload: Mapping[str, Any], stage: int | None) -> OffloadArgume
         )
     return OffloadArguments(
         **tiers,
-        folder=(folder or tempfile.gettempdir()) if "disk" in named else "",
+        folder=absolute(folder or tempfile.gettempdir()) if "disk" in named else "",
         parameters_ratio=float(shares.get("parameters", 1.0)),
         optimizer_ratio=float(shares.get("optimizer", 1.0)),
     )

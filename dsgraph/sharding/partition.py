@@ -19,13 +19,15 @@ from .agreement import Agreement
 from .buffers import describe_buffer, equalise_buffers, new_buffers
 from .classes import plain_class, swap_classes
 from .eager_agreement import VARIABLE, patience_of
+from .forward_inputs import cast_inputs_of
 from .layout import Layout
 from .mesh import mesh_axes, resolve_mesh
 from .offloaded import give_places, read_offload, refuse_other_devices
 from .pretrained import methods_for
-from .refusals import refuse_early_optimizers, refuse_hidden_references, refuse_model, refuse_parameters
+from .refusals import SENT_DTYPES, refuse_early_optimizers, refuse_hidden_references, refuse_model, refuse_parameters
 from .repeated_blocks import find_blocks, read_blocks, region_methods
 from .replaced_data import forget_memory, refuse_replaced_data
+from .restore import restored_on_error
 from .rows import broadcast_from_first, local_rows, placements_for
 from .stages import STAGES
 from .table import KEEP_WHOLE_BELOW, PartitionArguments, PartitionedModel, ShardedParameter, partitioned_parts
@@ -47,6 +49,7 @@ def partition(
     keep_whole_below: int | None = None,
     regions: Literal["auto", "none"] | Sequence[str] | None = None,
     offload: Mapping[str, Any] | None = None,
+    cast_forward_inputs: bool | None = None,
 ) -> ModelT:
     """Turns the parameters of `model` into `DTensor` shards, in place; nothing else about the model changes.
 
@@ -78,6 +81,8 @@ def partition(
             CPU lies anyway. "folder": on the disk; without it the one for temporary files. A file in it goes when the
             process ends. "ratio": the share of bytes, above 0 and up to 1, or one for each; the last parameters stay.
             See docs/offload.md. None: nothing.
+        cast_forward_inputs: Whether floating-point tensors that `model` is called with, inside lists and dicts as well,
+            are cast to `param_dtype`, as FSDP2's `MixedPrecisionPolicy` does. None: True with a `param_dtype`.
 
     Returns:
         `model` itself.
@@ -88,6 +93,7 @@ def partition(
     """
     refuse_model(model)
     _check_arguments(stage, param_dtype, reduce_dtype, keep_whole_below)
+    _check_cast(cast_forward_inputs, param_dtype)
     arguments = {
         "stage": stage,
         "param_dtype": param_dtype,
@@ -95,6 +101,7 @@ def partition(
         "keep_whole_below": keep_whole_below,
         "regions": None if regions is None else read_blocks(regions),
         "offload": None if offload is None else read_offload(offload, stage),
+        "cast_forward_inputs": cast_forward_inputs,
     }
     given: dict[str, Any] = {name: value for name, value in arguments.items() if value is not None}
     parts = partitioned_parts(model)
@@ -120,7 +127,8 @@ def _take_in(model: nn.Module, part: PartitionedModel | None = None) -> None:
     additions = find_additions(model, part)
     _refuse(additions)
     resolve_mesh(part.mesh, additions.root)
-    _apply(additions, part)
+    with restored_on_error(additions.root):
+        _apply(additions, part)
 
 
 def _refuse(additions: Additions) -> None:
@@ -156,6 +164,8 @@ def _apply(additions: Additions, part: PartitionedModel) -> None:
     equalise_buffers(model, part)
     swap_classes(model, part, [*part.parameters, *entries], partial(_methods, blocks=found.blocks))
     part.no_regions = found.left_out
+    if part.arguments.param_dtype is not None and part.arguments.cast_forward_inputs:
+        cast_inputs_of(model, part.arguments.param_dtype)
     for entry in entries:
         part.take_in(entry)
     for entry, (module, attribute) in additions.tied:
@@ -171,14 +181,26 @@ def _check_arguments(stage: object, param_dtype: object, reduce_dtype: object, k
     if stage is not None and (not isinstance(stage, int) or isinstance(stage, bool) or stage not in STAGES):
         raise PartitionError(f"stage is {stage!r}; ZeRO stages are 0, 1, 2 and 3")
     for name, dtype in (("param_dtype", param_dtype), ("reduce_dtype", reduce_dtype)):
-        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        if dtype is not None and not (
+            isinstance(dtype, torch.dtype) and dtype.is_floating_point and dtype in SENT_DTYPES
+        ):
             raise PartitionError(
-                f"{name} is {dtype!r}; it takes a floating-point dtype such as torch.bfloat16, or None"
+                f"{name} is {dtype!r}; it takes a floating-point dtype of 16 bits or more, such as torch.bfloat16, "
+                "or None"
             )
     if keep_whole_below is None:
         return
     if not isinstance(keep_whole_below, int) or isinstance(keep_whole_below, bool) or keep_whole_below < 0:
         raise PartitionError(f"keep_whole_below is {keep_whole_below!r}; it takes a number of elements, 0 or more")
+
+
+def _check_cast(cast_forward_inputs: object, param_dtype: object) -> None:
+    if cast_forward_inputs is None:
+        return
+    if not isinstance(cast_forward_inputs, bool):
+        raise PartitionError(f"cast_forward_inputs is {cast_forward_inputs!r}; it takes True, False or None")
+    if param_dtype is None:
+        raise PartitionError("cast_forward_inputs has no effect without param_dtype: remove it, or set both")
 
 
 def _owners(model: nn.Module) -> dict[nn.Parameter, list[tuple[nn.Module, str]]]:
@@ -220,6 +242,8 @@ def _layout_for(param: nn.Parameter, part: PartitionedModel, *, whole: bool) -> 
 def _shard(param: nn.Parameter, entry: ShardedParameter, mesh: DeviceMesh) -> nn.Parameter:
     full, layout = param.detach().contiguous(), entry.layout
     if not full.is_meta:
+        if mesh.size() > 1 or full.is_inference():  # the user's own values stay, in case a later parameter fails
+            full = full.clone()
         broadcast_from_first(full, mesh)
     local = local_rows(full, layout, mesh)
     if entry.stored is not None and not full.is_meta:

@@ -15,6 +15,12 @@ from torch.optim import Optimizer
 from dsgraph import compat
 from dsgraph.errors import PartitionError
 
+SENT_DTYPES = (
+    *(torch.float64, torch.float32, torch.float16, torch.bfloat16),
+    *(torch.int64, torch.int32, torch.int8, torch.uint8, torch.bool),
+)
+"""Dtypes that the collectives of all backends take."""
+
 
 def refuse_model(model: object) -> None:
     """Refuses what is not a plain module.
@@ -79,11 +85,25 @@ def _why_not(param: nn.Parameter) -> str | None:
         return f"has layout {param.layout}; only strided parameters can be split"
     if param.is_complex():
         return f"is complex ({param.dtype}), which reductions do not take; hold real and imaginary part apart"
+    if param.dtype not in SENT_DTYPES:
+        takes = "hold such values in a buffer, or convert them, as by .to(torch.bfloat16)"
+        return f"is of dtype {param.dtype}, which collectives do not take: {takes}, before dsgraph.partition"
+    if (
+        not param.is_meta
+        and param.untyped_storage().nbytes() < param.numel() * param.element_size()
+        and not _repeats(param)
+    ):
+        return "has no memory of its own (its storage was released): load its values before dsgraph.partition"
     if param.grad is not None:
         return "has a gradient, which would be lost: call model.zero_grad() first"
     if compat.has_hooks(param):
         return "has hooks, which would be lost: register them after partition"
     return None
+
+
+def _repeats(param: nn.Parameter) -> bool:
+    """Whether several elements share memory, as `expand` makes it."""
+    return any(stride == 0 and size > 1 for stride, size in zip(param.stride(), param.shape, strict=True))
 
 
 def refuse_hidden_references(model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> None:

@@ -69,8 +69,10 @@ def property_for(name: str, layout: Layout) -> property:
             if held_by(self).partition.accumulating:
                 if may_have_copy and not reads_copies:
                     _refuse_other_backend(name)
-                return layout.local(held_by(self).leaves[name])
-            if torch.is_grad_enabled():
+                leaf = held_by(self).leaves[name]
+                if leaf.requires_grad == param.requires_grad:  # else it was switched since: it is reduced at once
+                    return layout.local(leaf)
+            elif torch.is_grad_enabled():
                 accumulated_grad = held_by(self).sums.get(name)
         if may_compress and torch.is_grad_enabled():
             compressed = held_by(self).compressions.get(name)
@@ -161,7 +163,7 @@ def _read(module: nn.Module, name: str, layout: Layout, *, is_kept: bool = False
     param: Any = module._parameters[name]
     held, shard = held_by(module), param.to_local()
     partition, full_name = held.partition, held.name_of(module, name)
-    if partition.gradients_stay_local:
+    if partition.gradients_stay_local and held.leaves[name].requires_grad == param.requires_grad:
         partition.refresh(eagerly=True)
         return layout.local(partition.arrived(held.leaves[name]))
 

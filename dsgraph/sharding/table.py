@@ -104,6 +104,7 @@ class PartitionArguments:
     keep_whole_below: int
     regions: Literal["auto", "none"] | tuple[str, ...] = "none"
     offload: OffloadArguments = OffloadArguments()
+    cast_forward_inputs: bool = True
 
 
 @dataclass(eq=False)

@@ -68,7 +68,7 @@ def leave_accumulation(state: PartitionState) -> None:
 def reduce_accumulated(state: PartitionState) -> None:
     """Averages the sums over all ranks and adds them to the parameters' `.grad`. All ranks call it together."""
     state.move_to(StepPhase.IDLE)
-    trainable = [entry for entry in state.parameters if entry.param.requires_grad]
+    trainable = [entry for entry in state.parameters if entry.param.requires_grad or entry.was_trained]
     taken = {entry: _take_sum(entry) for entry in trainable}
     # A graph whose backward is still to come, be it that it never comes, must not add them once more.
     read_by_graphs = [total for total in taken.values() if total is not None] if state.sums_were_read else []
@@ -163,6 +163,7 @@ def _prepare_leaf(entry: ParameterState, state: PartitionState) -> None:
         held_by(module).leaves[attribute] = entry.leaf
     entry.leaf.grad = None  # of a backward that was interrupted
     leaf = entry.leaf.requires_grad_(entry.param.requires_grad)
+    entry.was_trained |= leaf.requires_grad
     if leaf.requires_grad and entry.hooked_leaf != id(leaf):
         entry.hooked_leaf = id(leaf)
         _call_at_gradient(leaf, _on_local_gradient, entry, state)
@@ -268,7 +269,7 @@ def _take_sum(entry: ParameterState) -> Tensor | None:
     _take_stand_in(entry)
     total = entry.accumulated_grad if entry.is_summed else None
     entry.accumulated_grad = None
-    entry.is_summed = False
+    entry.is_summed = entry.was_trained = False
     for module, attribute in entry.owners:
         held_by(module).sums.pop(attribute, None)
     if entry.leaf is not None:

@@ -40,6 +40,7 @@ class ParameterState(ShardedParameter):
         leaf: What modules hand out while gradients are not reduced; see `accumulation`.
         accumulated_grad: `[*shape]` in the master dtype, the sum of the leaf's gradients, or zeros that wait for them.
         is_summed: Whether anything is in the sum that has not been reduced.
+        was_trained: Whether it had `requires_grad` in a micro-batch of this step; it may have been frozen since.
         withheld: What was in the sum, while a backward runs that must not add it.
         stand_in: What stands in the parameter's `.grad` while there is a sum.
         hooked_leaf: id of the leaf that reports its gradients.
@@ -54,6 +55,7 @@ class ParameterState(ShardedParameter):
     leaf: Tensor | None = None
     accumulated_grad: Tensor | None = None
     is_summed: bool = False
+    was_trained: bool = False
     withheld: Tensor | None = None
     stand_in: StandIn | None = None
     hooked_leaf: int = 0
@@ -72,8 +74,16 @@ class ParameterState(ShardedParameter):
     def __getstate__(self) -> dict[str, Any]:
         # A copy of the model has no part in the step.
         gathered_copy = None if self.layout.zero.gathers_each_use else self.gathered_copy
-        nothing = {"leaf": None, "accumulated_grad": None, "is_summed": False, "withheld": None, "compression": None}
-        noted = {"stand_in": None, "hooked_leaf": 0, "hooked_param": 0, "noted_version": -1, "stored": None}
+        nothing = {
+            "leaf": None,
+            "accumulated_grad": None,
+            "is_summed": False,
+            "was_trained": False,
+            "withheld": None,
+            "stand_in": None,
+            "compression": None,
+        }
+        noted = {"hooked_leaf": 0, "hooked_param": 0, "noted_version": -1, "stored": None}
         return {**self.__dict__, **nothing, **noted, "gathered_copy": gathered_copy}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -75,8 +75,13 @@ def deliver(reduced: list[tuple[ParameterState, Tensor]]) -> None:
     if not reduced:
         return
     params = [entry.param for entry, _ in reduced]
-    with torch.enable_grad():
-        _Deliver.apply(reduced, *params).backward()
+    frozen = [param.requires_grad_() for param in params if not param.requires_grad]  # since a micro-batch trained them
+    try:
+        with torch.enable_grad():
+            _Deliver.apply(reduced, *params).backward()
+    finally:
+        for param in frozen:
+            param.requires_grad_(False)
 
 
 class _Deliver(torch.autograd.Function):

@@ -17,6 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from dsgraph import compat
 from dsgraph.inductor_ext import c10d_functional
 from dsgraph.sharding.partition import partition as _partition
+from dsgraph.sharding.restore import restored_on_error
 from dsgraph.sharding.stages import CopyLifetime
 from dsgraph.sharding.table import PartitionedModel, ShardedParameter, held_by, partitioned_parts
 
@@ -64,6 +65,8 @@ class PartitionState(PartitionedModel):
         awaiting_last_backward: True from the first gradient under `accumulate` to the backward that ends the step.
         reducing_in: The backward that reduces what is left at its end, or was to and failed; -1 if there is none.
         watching: id of the state whose optimizer hook is registered; a deep copy must register its own.
+        open_forwards: Of forwards under a memory limit, those whose backward has not begun.
+        limit_gaps: Why steps may have taken more than their memory limit, as seen while they ran.
         ends_step: Is called ahead of an optimizer's step, from the first micro-batch that waits.
     """
 
@@ -76,6 +79,8 @@ class PartitionState(PartitionedModel):
     awaiting_last_backward: bool = False
     reducing_in: int = -1
     watching: int = 0
+    open_forwards: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)
+    limit_gaps: list[str] = field(default_factory=list)
     ends_step: Callable[[PartitionState, Optimizer], None] | None = None
 
     def __post_init__(self) -> None:
@@ -205,7 +210,8 @@ class PartitionState(PartitionedModel):
         step = ("accumulating", "gradients_stay_local", "sums_were_read", "awaiting_last_backward")
         label = self.label or " of a copy"
         idle = {"reducing_in": -1, "phase": StepPhase.IDLE, "label": label}
-        return {**self.__dict__, **dict.fromkeys(step, False), **idle}
+        limits: dict[str, Any] = {"open_forwards": weakref.WeakSet(), "limit_gaps": []}
+        return {**self.__dict__, **dict.fromkeys(step, False), **idle, **limits}
 
     def note_gradient(self) -> None:
         """A gradient went through the seam: unless the step goes on, expect an update of the shards.
@@ -272,6 +278,13 @@ def with_steps(partition: PartitionT) -> PartitionT:
 
     @wraps(partition)
     def partition_and_keep(*args: Any, **kwargs: Any) -> nn.Module:
+        given = args[0] if args else kwargs.get("model")
+        if not isinstance(given, nn.Module):
+            return partition(*args, **kwargs)  # which refuses it
+        with restored_on_error(given):
+            return partition_with_state(*args, **kwargs)
+
+    def partition_with_state(*args: Any, **kwargs: Any) -> nn.Module:
         model: nn.Module = partition(*args, **kwargs)
         for part in partitioned_parts(model):
             if isinstance(part, PartitionState):

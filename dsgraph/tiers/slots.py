@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import atexit
 import mmap
 import os
 import shutil
+import weakref
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import accumulate
@@ -39,7 +39,7 @@ def share_of(sizes: Sequence[int], count: int) -> float:
 
 
 class SlotFile:
-    """A preallocated file in a folder of this process, which goes when the process ends.
+    """A preallocated file in a folder of this process, which goes with `close`, with this object, or with the process.
 
     A process that is killed leaves its folder behind; the next one that makes such a file there removes it.
 
@@ -65,7 +65,6 @@ class SlotFile:
             self._folder = PrivateFolder(folder_below(below))
         except (OSError, TransferError) as error:
             raise OffloadError(f"{below} cannot hold offloaded tensors: {error}") from error
-        atexit.register(self._folder.remove)
         self.path = self._folder.path / name
         try:
             with self.path.open("wb") as file:
@@ -81,6 +80,20 @@ class SlotFile:
         self._mapped: set[int] = set()  # which others write to as well: without checksums
         self._buffers = BufferPool(pinned=False)
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="dsgraph-offload")
+        # Does not wait for threads: a garbage collector may call it in one of them, when nothing is left to do.
+        self._let_go = weakref.finalize(self, _let_go, self._folder, self._threads)
+
+    def close(self) -> None:
+        """Waits for what is being read and written, ends the threads, and removes the file; a second call does nothing.
+
+        Memory that was mapped from the file stays as it is.
+        """
+        self._threads.shutdown(wait=True)
+        self._let_go()
+
+    def _refuse_closed(self) -> None:
+        if not self._let_go.alive:
+            raise OffloadError(f"{self.path} was closed, by engine.close() for example: what it held is gone")
 
     def take(self, slot: int) -> Buffer:
         """A buffer of a slot's size; what it holds is not defined."""
@@ -92,10 +105,12 @@ class SlotFile:
 
     def read(self, slot: int) -> Future[Buffer]:
         """Starts to read a slot into a buffer, which the caller gives back."""
+        self._refuse_closed()
         return self._threads.submit(self._read, slot, self.take(slot))
 
     def write(self, slot: int, buffer: Buffer) -> Future[None]:
         """Starts to write a buffer to a slot; then the buffer is given back."""
+        self._refuse_closed()
         return self._threads.submit(self._write, slot, buffer)
 
     def map(self, slot: int) -> mmap.mmap:
@@ -120,6 +135,7 @@ class SlotFile:
             raise OffloadError(_lost(self.path, "read", error)) from error
 
     def _map(self, slot: int, access: int) -> mmap.mmap:
+        self._refuse_closed()
         handle = os.open(self.path, os.O_RDWR | os.O_CLOEXEC)
         try:
             return mmap.mmap(handle, self.sizes[slot], access=access, offset=self._offsets[slot])
@@ -165,6 +181,7 @@ class SlotFile:
             self.give_back(whole)
 
     def _fill(self, buffer: Buffer, *, at: int) -> None:
+        self._refuse_closed()
         try:
             transfer_part(self.path, os.O_RDONLY, buffer, os.preadv, at=at)
         except OSError as error:
@@ -198,6 +215,11 @@ class SlotFile:
             raise OffloadError(_lost(self.path, "written", error)) from error
         finally:
             self.give_back(buffer)
+
+
+def _let_go(folder: PrivateFolder, threads: ThreadPoolExecutor) -> None:
+    threads.shutdown(wait=False)
+    folder.remove()
 
 
 def anonymous(size: int) -> mmap.mmap:

@@ -45,9 +45,11 @@ class PrivateFolder:
         self._owner = os.getpid()
 
     def remove(self) -> None:
-        """Removes the folder with all that is in it. A forked process leaves its parent's alone."""
-        if os.getpid() == self._owner:
+        """Removes the folder with all that is in it, once. A forked process leaves its parent's alone."""
+        if os.getpid() == self._owner and self._held >= 0:
             shutil.rmtree(self.path, ignore_errors=True)
+            os.close(self._held)
+            self._held = -1
 
 
 def usual_root() -> Path:

@@ -25,6 +25,7 @@ from dsgraph.passes.ir.regions import body_called, is_region_call
 
 from .cost import UNKNOWN_SIZE, hint, tensor_bytes
 from .fusion import inlined, is_concatenation, writes_over_operands
+from .kernel_scratch import oversized_bytes, scratch_bytes
 from .pieces import GraphMemory, MemoryKind, Piece
 
 
@@ -37,8 +38,8 @@ def simulate(
 ) -> GraphMemory:
     """The memory of `gm` as the eager code generator runs it, or, `fused`, about as Inductor does.
 
-    Besides what the graph shows, one thing is known of kernels: a collective reads its argument until its wait, unless
-    it works on a copy.
+    Besides what the graph shows, two things are known of kernels: a collective reads its argument until its wait,
+    unless it works on a copy; and kernels of the CPU have scratch memory while they run, see `kernel_scratch`.
 
     Args:
         gm: A graph of ATen ops with fake values on its nodes.
@@ -105,8 +106,9 @@ class _Table:
         """Notes where a node's results lie. Nodes come in program order."""
         places = self._places_of(node, number)
         body = body_called(node) if is_region_call(node) else None
-        if body is not None:
-            self.pieces.append(Piece(f"{node.name}:inside", self._inside(body), MemoryKind.OTHER, number, number))
+        inside = scratch_bytes(node, fused=self._fused) if body is None else self._inside(body)
+        if body is not None or inside:
+            self.pieces.append(Piece(f"{node.name}:inside", inside, MemoryKind.OTHER, number, number))
         self._places[node] = places
         self._names[node] = tuple(dict.fromkeys(chain(*places)))
 
@@ -159,7 +161,8 @@ class _Table:
         if key not in own:
             own[key] = f"{node.name}:{len(own)}" if own else node.name
             kind = MemoryKind.COMMUNICATION if is_collective(node) else MemoryKind.OTHER
-            self.pieces.append(Piece(own[key], _storage_bytes(result), kind, first=number, last=number))
+            size = _storage_bytes(result) + oversized_bytes(node, fused=self._fused)
+            self.pieces.append(Piece(own[key], size, kind, first=number, last=number))
         return (own[key],)
 
 

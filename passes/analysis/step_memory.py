@@ -45,6 +45,9 @@ class PairMemory:
         read_again: Pieces that come into the forward and that the backward reads as well.
         outputs: Pieces that the forward allocates and hands to its caller.
         copy_bytes: What they hold: as many rows of each rank, of which some may be padding.
+        unread: Parameters of the model that the graph does not read, which the step holds all the same.
+        unread_copies: Bytes of their gathered copies.
+        keeps_outputs: Whether the caller was taken to hold what the model returns, which is no part of `saved` then.
         buffers: Of each graph, the most bytes through which parameters on disk, and their gradients, pass at once.
         stores: Of the backward, by input of the forward: when the gradients of parameters on disk are stored.
     """
@@ -58,6 +61,9 @@ class PairMemory:
     read_again: frozenset[str]
     outputs: frozenset[str]
     copy_bytes: Mapping[str, int]
+    unread: tuple[ParamInfo, ...] = ()
+    unread_copies: int = 0
+    keeps_outputs: bool = False
     buffers: tuple[int, ...] = ()
     stores: tuple[StoredGradient, ...] = ()
 
@@ -70,6 +76,9 @@ def pair_memory(
     roles: Mapping[str, GraphInput],
     axes: Sequence[MeshAxis],
     fused: bool = False,
+    keeps_outputs: bool = False,
+    unread: tuple[ParamInfo, ...] = (),
+    unread_copies: int = 0,
 ) -> PairMemory:
     """The memory of a captured graph, from its graphs as the code generator gets them.
 
@@ -80,6 +89,10 @@ def pair_memory(
         roles: Placeholders of the forward -> what they are, see `PassContext`.
         axes: Of the mesh.
         fused: For Inductor, see `simulate`.
+        keeps_outputs: Whether the caller holds what the model returns while the backward runs, such as logits, also
+            where the backward reads it and would free it.
+        unread: See `PairMemory`.
+        unread_copies: See `PairMemory`.
     """
     ahead = simulate(forward, owned=[node.name for node in placeholders(forward)], fused=fused)
     held = {piece.node for piece in ahead.pieces if piece.owned}
@@ -91,9 +104,10 @@ def pair_memory(
     outputs = {piece for name in returned if name is not None for piece in ahead.roots.get(name, ())}
     gathered_copies = _gathered_copies(roles, params)
     behind, gradients = None, dict[str, str]()
+    lasting = held | outputs if keeps_outputs else held
     if backward is not None:
         behind = simulate(
-            backward, owned=[name for name, root in roots.items() if root in held], roots=roots, fused=fused
+            backward, owned=[name for name, root in roots.items() if root in lasting], roots=roots, fused=fused
         )
         gradients = _gradients(forward, backward, behind, params)
     return PairMemory(
@@ -102,10 +116,13 @@ def pair_memory(
         params=dict(params),
         gathered_copies=gathered_copies,
         gradients=gradients,
-        saved=frozenset(roots.values()) - held,
+        saved=frozenset(roots.values()) - lasting,
         read_again=frozenset(roots.values()) & held,
         outputs=frozenset(outputs - held),
         copy_bytes=_copy_bytes(gathered_copies, ahead, params, axes),
+        unread=unread,
+        unread_copies=unread_copies,
+        keeps_outputs=keeps_outputs,
         buffers=tuple(map(transfer_buffers, [forward] if backward is None else [forward, backward])),
         stores=() if backward is None else stored_gradients(backward),
     )
@@ -200,8 +217,9 @@ def simulate_step(
     Args:
         pairs: The captured graphs of the model's forward, in the order in which they run.
         optimizer_state: How many tensors of the shape of its shard the optimizer keeps for each trainable parameter.
-        keeps_outputs: Whether the program holds all that the model returns until the step is over, such as logits,
-            instead of the loss alone.
+        keeps_outputs: Whether the program holds all that the model returns, such as logits, instead of the loss alone:
+            while the backward runs, and while the next forward does, since `out = model(batch)` lets go of the old
+            outputs when it has new ones.
         other_bytes: Whatever the program holds besides.
     """
     return _Step(pairs, optimizer_state, keeps_outputs, other_bytes).result()
@@ -215,9 +233,10 @@ class _Step:
     ) -> None:
         self._pairs = pairs
         self._keeps_outputs = keeps_outputs
-        params = {info.name: info for pair in pairs for info in pair.params.values()}
+        params = {info.name: info for pair in pairs for info in (*pair.unread, *pair.params.values())}
         copies = {name: pair.copy_bytes[node] for pair in pairs for node, name in pair.gathered_copies.items()}
-        self._parameters = sum(map(held_bytes, params.values())) + sum(copies.values())
+        unread_copies = max((pair.unread_copies for pair in pairs), default=0)
+        self._parameters = sum(map(held_bytes, params.values())) + sum(copies.values()) + unread_copies
         self._state = sum(state_bytes(info, optimizer_state) for info in params.values())
         self._below = below_bytes(params.values(), optimizer_state)
         self._inputs = other_bytes
@@ -262,7 +281,11 @@ class _Step:
             node=pair.forward.peak_node,
             saved=sum(self._saved[:number]) + _bytes(saved),
             communication=_bytes(travelling),
-            other=sum(self._outputs[:number]) + _bytes(alive) - _bytes(saved) - _bytes(travelling),
+            other=sum(self._outputs[:number])
+            + self._keeps_outputs * self._outputs[-1]  # of the step before
+            + _bytes(alive)
+            - _bytes(saved)
+            - _bytes(travelling),
         )
 
     def _backward(self, number: int) -> PhaseMemory:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from dsgraph.passes.compat import FakeTensor, OpOverload
+from dsgraph.passes.compat import FakeTensor, OpOverload, known_sizes, symbolic_expression
 
 from .collectives import is_collective
 from .graph import bound_arguments, is_barrier, is_wait
@@ -29,13 +29,19 @@ _MARKERS = frozenset(
 _PLAIN_TENSORS = (torch.Tensor, FakeTensor)  # and no other subclass
 
 
-def is_plain(node: Node) -> bool:
-    """Whether a node computes tensors of known sizes from such tensors, and nothing but that."""
+def is_plain(node: Node, *, symbolic: bool = False) -> bool:
+    """Return whether a node computes tensors of known sizes from such tensors, and nothing but that.
+
+    Args:
+        node: Of a graph of ATen ops with fake values.
+        symbolic: Whether sizes may change from run to run, as long as inputs decide them and not the data.
+    """
     if node.op != "call_function" or is_barrier(node) or is_wait(node) or is_collective(node) or is_transfer(node):
         return False
     if node.target is operator.getitem:
-        return is_plain(node.all_input_nodes[0])
-    return _repeats(node) and all(map(_is_known, (node, *node.all_input_nodes)))
+        return is_plain(node.all_input_nodes[0], symbolic=symbolic)
+    sources = [source for source in node.all_input_nodes if not (symbolic and _is_backed(source.meta.get("val")))]
+    return _repeats(node) and all(_is_known(each, symbolic=symbolic) for each in (node, *sources))
 
 
 def block_of(path: str) -> tuple[str, str] | None:
@@ -61,10 +67,11 @@ def _repeats(node: Node) -> bool:
     return torch.Tag.nondeterministic_seeded not in target.tags or bound_arguments(node).get("dropout_p") == 0.0
 
 
-def _is_known(node: Node) -> bool:
+def _is_known(node: Node, *, symbolic: bool) -> bool:
     values = list(_tensors(node.meta.get("val")))
     return bool(values) and all(
-        type(value) in _PLAIN_TENSORS and value.layout is torch.strided and not _is_symbolic(value) for value in values
+        type(value) in _PLAIN_TENSORS and value.layout is torch.strided and (_has_known_sizes(value, symbolic=symbolic))
+        for value in values
     )
 
 
@@ -76,5 +83,14 @@ def _tensors(value: Any) -> Iterator[Any]:
         yield value
 
 
-def _is_symbolic(value: torch.Tensor) -> bool:
-    return not all(isinstance(size, int) for size in (*value.shape, *value.stride(), value.storage_offset()))
+def _has_known_sizes(value: torch.Tensor, *, symbolic: bool) -> bool:
+    sizes = (*value.shape, *value.stride(), value.storage_offset())
+    return all(isinstance(size, int) or (symbolic and _is_backed(size)) for size in sizes)
+
+
+def _is_backed(size: object) -> bool:
+    """Whether a size is a number that inputs decide."""
+    if not isinstance(size, torch.SymInt):
+        return False
+    expression = symbolic_expression(size)
+    return isinstance(expression, int) or expression.free_symbols <= known_sizes(size).keys()

@@ -53,6 +53,8 @@ def find_attention(node: Node) -> FoundAttention | NearMiss | None:
     """The attention of which a node is the call of torch's function, or the softmax; why not; None for other nodes."""
     if node.op == "call_function" and node.target is F.scaled_dot_product_attention:
         return _of_function(node)
+    if node.op == "call_function" and node.target is F.multi_head_attention_forward:
+        return NearMiss(node, "it is one call of nn.MultiheadAttention, which is not taken apart")
     if not written.is_anchor(node):
         return None
     answer = written.match(node)

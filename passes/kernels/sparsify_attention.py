@@ -25,6 +25,7 @@ from dsgraph.passes.ir.graph import all_graph_modules
 
 from . import find_attention as finding
 from . import mask_terms
+from .attention_sources import why_not_self
 from .capture_graph import reader_of_layout, transforms_begun
 from .find_attention import FoundAttention, before_repeating, find_attention
 from .findings import NOWHERE
@@ -43,8 +44,9 @@ class SparsifyAttention(GraphPass):
 
     What models write out with a softmax is found as well. What the model masks stays masked: a key counts where the
     layout and the model's mask let it. Heads of keys that are repeated for several heads of queries are read once.
-    Left alone, with a note: attention over another number of keys than of queries, such as that of a decoder over an
-    encoder or over a cache; heads whose scores something else reads as well.
+    Left alone, with a note: attention whose keys come from other tokens than its queries, such as that of a decoder
+    over an encoder, also where both have equally many; attention over another number of keys than of queries, such as
+    over a cache; heads whose scores something else reads as well.
 
     Attributes:
         layout: Which blocks are computed, at any length.
@@ -81,7 +83,7 @@ class SparsifyAttention(GraphPass):
 
     def fingerprint(self) -> str | None:
         files: list[Any] = [op.supports, blocks.forward, plan.Bucket, products.Terms, layouts.Layout, patterns.Fixed]
-        files += [custom.Custom, reading.layout_of, finding.find_attention, mask_terms.terms_of]
+        files += [custom.Custom, reading.layout_of, finding.find_attention, mask_terms.terms_of, why_not_self]
         prints = [source_fingerprint(code, self.layout.text) for code in (type(self), *files)]
         return None if None in prints else "".join(map(str, prints))
 
@@ -136,7 +138,7 @@ def _why_not(layout: Layout, found: FoundAttention, q: Any, k: Any, v: Any, mask
             layout.codes(heads, length, causal=found.mask.causal)
         except SparseLayoutError as error:
             return str(error)
-    return reason
+    return why_not_self(found.q, found.k, found.v) if reason is None else reason
 
 
 def _described(layout: Layout, sizes: Any, *, causal: bool) -> str:

@@ -11,6 +11,8 @@ import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import coo_array
 
+from dsgraph.passes.analysis.quiet import without_library_output
+
 _GAP = 1e-4
 _NODES = 5000  # of the search: the same on every rank, which a limit of time is not
 
@@ -57,13 +59,14 @@ def assign(choices: Sequence[Sequence[Option]], limit: int | None) -> list[int] 
     one, ends = np.zeros((len(choices), width + 1)), np.cumsum([0, *map(len, choices)])
     for number in range(len(choices)):
         one[number, ends[number] : ends[number + 1]] = 1
-    found = milp(
-        cost,
-        integrality=np.concatenate([np.ones(width), [0]]),
-        bounds=Bounds(low, high),
-        constraints=[LinearConstraint(one, lb=1, ub=1), LinearConstraint(rows, ub=upper)],
-        options={"mip_rel_gap": _GAP, "node_limit": _NODES},
-    )
+    with without_library_output():
+        found = milp(
+            cost,
+            integrality=np.concatenate([np.ones(width), [0]]),
+            bounds=Bounds(low, high),
+            constraints=[LinearConstraint(one, lb=1, ub=1), LinearConstraint(rows, ub=upper)],
+            options={"mip_rel_gap": _GAP, "node_limit": _NODES},
+        )
     if found.x is None:
         return None
     return [int(np.argmax(found.x[start:end])) for start, end in pairwise(ends.tolist())]

@@ -16,13 +16,13 @@ from functools import cached_property
 import torch
 from torch.fx import GraphModule, Node
 
-from dsgraph.passes.analysis.cost import CostModel, hint, tensor_bytes
+from dsgraph.passes.analysis.cost import UNKNOWN_SIZE, CostModel, hint, size_hints, tensor_bytes
 from dsgraph.passes.analysis.fusion import inlined
 from dsgraph.passes.analysis.pieces import GraphMemory
-from dsgraph.passes.compat import OpOverload, is_tangent
+from dsgraph.passes.compat import OpOverload, captured_input, is_tangent, written_inputs
 from dsgraph.passes.ir.blocks import block_of, is_plain, module_of
 from dsgraph.passes.ir.collectives import is_collective
-from dsgraph.passes.ir.graph import aliased_arguments, is_barrier, is_wait
+from dsgraph.passes.ir.graph import aliased_arguments, is_barrier, is_wait, placeholders
 from dsgraph.passes.ir.save_plan import Choice, is_recomputed, must
 
 LEAST_OFFLOADED = 64 * 1024
@@ -128,7 +128,14 @@ def read_forward_values(
     ahead = [node for node in gm.graph.nodes if node not in behind and node.op == "call_function"]
     results = tuple(node for node in output.args[0][:outputs] if isinstance(node, Node))
     fused = inlined(list(gm.graph.nodes)) if fuses else frozenset()
-    reader = _Reader(memory, costs, forward=frozenset(ahead), returned=frozenset(sources_of(results)), fused=fused)
+    reader = _Reader(
+        memory,
+        costs,
+        forward=frozenset(ahead),
+        returned=frozenset(sources_of(results)),
+        fused=fused,
+        once=_readers_of_written(gm, ahead),
+    )
     names = list(_part_names(ahead))
     parts = []
     for name, nodes in _stretches(ahead, names):
@@ -209,6 +216,7 @@ class _Reader:
     forward: frozenset[Node]
     returned: frozenset[Node]  # results, and what they are computed of
     fused: frozenset[Node]
+    once: frozenset[Node]  # what reads an input that is written to later: the backward would read the new value
 
     def value(self, node: Node, part: frozenset[Node]) -> Value:
         """A node of a part as a value."""
@@ -222,7 +230,7 @@ class _Reader:
             sources=tuple(source for source in node.all_input_nodes if source in part),
             saved=self._settled(node, size, is_border),
             needed=is_border or is_read,
-            may_repeat=is_recomputed(node) or _may_repeat(node),
+            may_repeat=is_recomputed(node) or self._may_repeat(node),
             may_offload=is_read and node in self.returned and size >= LEAST_OFFLOADED and _may_leave(node),
         )
 
@@ -234,22 +242,43 @@ class _Reader:
             return True  # a size travels for nothing
         if _is_alias(node) or isinstance(value, (tuple, list)):
             return False
-        if is_border or not _may_repeat(node):
+        if is_border or not self._may_repeat(node):
             return True
         # Torch's splitting heeds no wish to save what the backward alone computes with: of what is saved, it makes it.
         return None if size and node in self.returned else False
+
+    def _may_repeat(self, node: Node) -> bool:
+        return node not in self.once and _may_repeat(node)
 
     def _own_bytes(self, node: Node) -> int:
         value = node.meta.get("val")
         if not isinstance(value, torch.Tensor) or _is_alias(node):
             return 0
-        return hint(tensor_bytes(value), unknown=1)
+        return hint(tensor_bytes(value), size_hints(value), unknown=UNKNOWN_SIZE)
 
     def _seconds(self, node: Node) -> float:
         if must(node, Choice.RECOMPUTE):
             return 0.0
         seconds = self.costs.seconds(node) or 0.0
         return max(0.0, seconds - self.costs.device.kernel_s) * _FUSED_SHARE if node in self.fused else seconds
+
+
+def _readers_of_written(gm: GraphModule, forward: Sequence[Node]) -> frozenset[Node]:
+    """The nodes that read an input to which the graph or its caller writes, and the results of those that give several.
+
+    A batch norm reads its running mean, of which it returns a new one.
+    """
+    (output,) = gm.graph.find_nodes(op="output")
+    numbers = written_inputs(output)
+    written = {node for node in placeholders(gm) if captured_input(node) in numbers}
+    written |= {node.args[0] for node in gm.graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default)}
+    found: set[Node] = set()
+    for node in forward:
+        if any(source in written for source in node.all_input_nodes):
+            (written if _is_alias(node) else found).add(node)
+        elif node.target is operator.getitem and node.all_input_nodes[0] in found:
+            found.add(node)
+    return frozenset(found)
 
 
 def _may_leave(node: Node) -> bool:
@@ -281,4 +310,4 @@ def _may_repeat(node: Node) -> bool:
         and torch.Tag.nondeterministic_seeded in target.tags
     ):
         return True
-    return is_plain(node) and not is_barrier(node)
+    return is_plain(node, symbolic=True) and not is_barrier(node)

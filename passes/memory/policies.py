@@ -14,6 +14,8 @@ import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import coo_array
 
+from dsgraph.passes.analysis.quiet import without_library_output
+
 from .forward_values import Part
 
 AMOUNTS = 8
@@ -120,13 +122,14 @@ class _Programme:
         if room is not None:
             row = np.concatenate([self._bytes / total, np.zeros(2 * count + 1)])[None, :]
             constraints.append(LinearConstraint(row, ub=room / total))
-        found = milp(
-            cost,
-            integrality=np.concatenate([np.ones(2 * count), np.zeros(count + 1)]),
-            bounds=self._bounds,
-            constraints=constraints,
-            options={"mip_rel_gap": _GAP, "node_limit": _NODES},
-        )
+        with without_library_output():
+            found = milp(
+                cost,
+                integrality=np.concatenate([np.ones(2 * count), np.zeros(count + 1)]),
+                bounds=self._bounds,
+                constraints=constraints,
+                options={"mip_rel_gap": _GAP, "node_limit": _NODES},
+            )
         if found.x is None:
             return None
         kept = frozenset(np.flatnonzero(found.x[:count] > 0.5).tolist())

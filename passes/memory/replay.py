@@ -127,6 +127,9 @@ class _Memory:
             for piece in self._places.get(source, ()):
                 self._last[piece] = self._time
         self._place(node)
+        inside = self.values.memory.by_name.get(f"{node.name}:inside")
+        if inside is not None:  # while it runs
+            self._allocate(node, inside.bytes)
         self._time += 1
 
     def _place(self, node: Node) -> None:

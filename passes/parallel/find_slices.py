@@ -83,7 +83,7 @@ class _Search:
         for node, name in self.names.items():
             if name in self.given:
                 held = self.given[name]
-                held = Slice(held.dim, self.parts.get(_pattern(name), held.parts))
+                held = Slice(held.dim, self.parts.get(layer_pattern(name), held.parts))
                 known.hold(node, held, frozenset({name}))
                 self.found.slices[name] = held
         try:
@@ -111,12 +111,14 @@ class _Search:
         if name is None or any(known.slice_of(node) is not None for node in chain):
             return
         others = [name_of(user) for user in chain[-1].users if user not in (product.node, *chain)]
-        reason = f"{others[0]} reads it as well" if others else self.whole.get(_pattern(name))
+        reason = f"{others[0]} reads it as well" if others else self.whole.get(layer_pattern(name))
         held = known.slice_of(product.x)
         is_row = isinstance(held, Slice) and held.dim == len(known.shape_of(product.x)) - 1
         if held is not None and not is_row:
             reason = reason or "what it is multiplied with is sliced in another dimension"
-        dim, parts = (product.inputs, held.parts) if is_row else (product.outputs, self.parts.get(_pattern(name), 1))
+        dim, parts = (
+            (product.inputs, held.parts) if is_row else (product.outputs, self.parts.get(layer_pattern(name), 1))
+        )
         size = known.shape_of(product.weight)[dim]
         if reason is None and size % (self.ranks * parts):
             reason = f"its dimension of {size} cannot be divided by {self.ranks} ranks"
@@ -140,7 +142,7 @@ class _Search:
         reason = None if all(reads) else "a call that is no lookup reads it as well"
         if known.shape_of(table)[0] % self.ranks:
             reason = f"its {known.shape_of(table)[0]} rows cannot be divided by {self.ranks} ranks"
-        reason = reason or self.whole.get(_pattern(name))
+        reason = reason or self.whole.get(layer_pattern(name))
         if reason is not None:
             self.found.whole[name] = reason
             return
@@ -162,7 +164,7 @@ class _Search:
 
     def _learn(self, refusal: Refusal, origins: frozenset[str]) -> None:
         """Notes what a refused call says of the parameters from which its slices come."""
-        patterns = {_pattern(name) for name in origins}
+        patterns = {layer_pattern(name) for name in origins}
         if refusal.parts and any(self.parts.get(pattern, 1) == 1 for pattern in patterns):
             self.parts.update(dict.fromkeys(patterns, refusal.parts))
             self.tried.update(dict.fromkeys(patterns, refusal.reason))
@@ -187,6 +189,6 @@ def _before_transpose(node: Node, dim: int, dims: int) -> int:
     return swapped.get(dim, dim)
 
 
-def _pattern(name: str) -> str:
+def layer_pattern(name: str) -> str:
     """A parameter's name without the numbers of layers."""
     return re.sub(r"(?<=\.)\d+(?=\.)", "*", name)

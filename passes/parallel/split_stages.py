@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
@@ -13,6 +13,8 @@ from torch.fx import Graph, Node
 from dsgraph.passes.analysis.cost import tensor_bytes
 from dsgraph.passes.errors import PassError
 from dsgraph.passes.ir.blocks import block_of, module_of
+
+from .root_values import regions
 
 # How much more than the least possible the most loaded stage may cost, for cuts that fewer bytes cross.
 SLACK = 0.03
@@ -66,18 +68,19 @@ class SplitStages:
     split: str | Sequence[str] = "auto"
     seconds_per_byte: float = 0.0
 
-    def plan(self, graph: Graph, costs: Mapping[Node, float]) -> StagePlan:
+    def plan(self, graph: Graph, costs: Mapping[Node, float], repeated: Collection[Node] = ()) -> StagePlan:
         """The stages of a graph.
 
         Args:
             graph: A captured forward; each node's `meta["val"]` holds its fake value.
             costs: Cost of each node, in any unit; a node that is absent costs nothing.
+            repeated: Nodes that each stage computes for itself where it reads them: they cross no boundary.
 
         Raises:
             PassError: The graph has fewer legal stages, or a named split point is absent, illegal or out of order.
         """
         order = [node for node in graph.nodes if node.op not in ("placeholder", "get_attr", "output")]
-        crossing = _crossing_bytes(order)
+        crossing = _crossing_bytes(order, set(repeated))
         before = [0.0, *accumulate(costs.get(node, 0.0) for node in order)]
         legal = [at for at in range(1, len(order)) if math.isfinite(crossing[at])]
         if self.split != "auto":
@@ -179,17 +182,17 @@ def _planned(
     )
 
 
-def _crossing_bytes(order: Sequence[Node]) -> list[float]:
+def _crossing_bytes(order: Sequence[Node], repeated: Collection[Node]) -> list[float]:
     """For each place the bytes that cross a cut before that node; infinite where a cut is illegal."""
     at = {node: place for place, node in enumerate(order)}
     crossing = [0.0] * (len(order) + 1)
-    depth = 0
+    for span in regions(order[0].graph) if order else ():
+        for node in span[1:]:
+            crossing[at.get(node, 0)] = math.inf
     for place, node in enumerate(order):
-        if depth:  # inside a region of autocast or without gradients
-            crossing[place] = math.inf
         name = getattr(node.target, "__name__", str(node.target))
-        depth += name.startswith("_enter_") - name.startswith("_exit_")
-        last = max((at.get(user, len(order) - 1) for user in node.users), default=place)
+        readers = () if node in repeated else node.users
+        last = max((at.get(user, len(order) - 1) for user in readers), default=place)
         is_tensor = isinstance(node.meta.get("val"), Tensor)
         size = float(tensor_bytes(node.meta["val"])) if is_tensor else math.inf
         for between in range(place + 1, last + 1):

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 from torch.fx import Graph, GraphModule, Node
 
+from .root_values import regions
 from .split_stages import StagePlan
 
 
@@ -22,31 +23,38 @@ class StageGraph:
 
     Attributes:
         module: Takes the received values, then the root inputs; returns a tuple of the sent values.
-        received: Values from the stage before, fake.
-        sent: Values for the stage after, fake; the last stage's results.
+        received: Nodes of the captured graph whose values come from the stage before.
+        sent: Those whose values go to the stage after; the last stage's results.
         roots: Names of the placeholders of the captured graph that it reads.
         parameters: Names of the parameters and buffers that it reads.
     """
 
     module: StageGraphModule
-    received: tuple[Tensor, ...]
-    sent: tuple[Tensor, ...]
+    received: tuple[Node, ...]
+    sent: tuple[Node, ...]
     roots: tuple[str, ...]
     parameters: tuple[str, ...]
 
 
 def stage_graphs(
-    gm: GraphModule, plan: StagePlan, *, state: Mapping[str, tuple[str, Tensor]], results: Sequence[Node]
+    gm: GraphModule,
+    plan: StagePlan,
+    *,
+    state: Mapping[str, tuple[str, Tensor]],
+    results: Sequence[Node],
+    repeated: Collection[Node] = (),
 ) -> list[StageGraph]:
     """Cuts a graph into its stages.
 
-    A value that a later stage reads is relayed by all stages between, so that only neighbours talk.
+    A value that a later stage reads is relayed by all stages between, so that only neighbours talk. What each stage can
+    compute from the inputs alone is repeated instead.
 
     Args:
         gm: The captured graph.
         plan: Its stages.
         state: Placeholder of a parameter or buffer -> its name and itself.
         results: What the last stage returns.
+        repeated: Nodes that each stage computes for itself where it reads them.
     """
     of = {node: index for index, nodes in enumerate(plan.stages) for node in nodes}
     last = len(plan.stages) - 1
@@ -54,12 +62,27 @@ def stage_graphs(
         node: max([of[user] for user in node.users if user in of] + [last] * (node in results), default=0)
         for node in of
     }
-    crossing = [[node for node in of if of[node] < index <= needed[node]] for index in range(last + 1)]
+    crossing = [
+        [node for node in of if node not in repeated and of[node] < index <= needed[node]] for index in range(last + 1)
+    ]
     sent = [*crossing[1:], list(results)]
     return [
-        _stage_graph(gm, nodes, state=state, received=crossing[index], sent=sent[index])
+        _stage_graph(gm, _with_repeated(nodes, repeated), state=state, received=crossing[index], sent=sent[index])
         for index, nodes in enumerate(plan.stages)
     ]
+
+
+def _with_repeated(nodes: Sequence[Node], repeated: Collection[Node]) -> list[Node]:
+    """A stage's nodes and what they read of repeated ones, with the modes in which those are computed."""
+    own, needed = set(nodes), dict.fromkeys(nodes)
+    left = list(nodes)
+    spans = [[node for node in span if node.op.startswith("call")] for span in regions(nodes[0].graph)] if nodes else []
+    while left:
+        fresh = [read for node in left for read in node.all_input_nodes if read in repeated]
+        fresh += [node for span in spans if any(node in needed and node not in own for node in span) for node in span]
+        left = [node for node in dict.fromkeys(fresh) if node not in needed]
+        needed.update(dict.fromkeys(left))
+    return list(nodes) if len(needed) == len(own) else [node for node in nodes[0].graph.nodes if node in needed]
 
 
 def _stage_graph(
@@ -91,8 +114,8 @@ def _stage_graph(
     graph.lint()
     return StageGraph(
         StageGraphModule(root, graph),
-        tuple(node.meta["val"] for node in received),
-        tuple(node.meta["val"] for node in sent),
+        tuple(received),
+        tuple(sent),
         tuple(source.name for source in roots),
         tuple(state[source.name][0] for source in read if source.name in state),
     )

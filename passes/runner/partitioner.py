@@ -16,7 +16,7 @@ import torch
 from torch.fx import Graph, GraphModule
 from typing_extensions import Self
 
-from dsgraph.passes.analysis.budget import MemoryBudget, parameter_needs
+from dsgraph.passes.analysis.budget import MemoryBudget, MemoryPart, parameter_needs
 from dsgraph.passes.analysis.cost import CostModel
 from dsgraph.passes.analysis.step_memory import StepMemory, pair_memory, simulate_step
 from dsgraph.passes.compat import (
@@ -65,6 +65,9 @@ class CaptureFacts:
         fuses: See `PassContext`.
         keeps_limit: Whether a step is to stay under `memory_limit`, whatever it takes.
         offload_tier: Where activations may be offloaded to for that; None for nowhere.
+        unread: Parameters of the model that the graph does not read, which a step holds all the same.
+        unread_copies: Bytes of their gathered copies.
+        held_gradients: Bytes of gradients of earlier micro-batches, beside which a backward makes its own.
     """
 
     axes: tuple[MeshAxis, ...] = ()
@@ -78,10 +81,16 @@ class CaptureFacts:
     fuses: bool = False
     keeps_limit: bool = False
     offload_tier: str | None = None
+    unread: tuple[ParamInfo, ...] = ()
+    unread_copies: int = 0
+    held_gradients: int = 0
 
     def budget(self) -> MemoryBudget:
         """What a step needs for parameters, and what it may use; nothing is taken of it yet."""
-        return MemoryBudget(self.memory_limit, parameter_needs(self.params.values()), to_keep=self.keep_bytes)
+        needs = parameter_needs([*self.params.values(), *self.unread])
+        needs[MemoryPart.PARAMETERS] += self.unread_copies
+        needs[MemoryPart.GRADIENTS] += self.held_gradients
+        return MemoryBudget(self.memory_limit, needs, to_keep=self.keep_bytes)
 
     def context(
         self,
@@ -193,6 +202,7 @@ class Partitioner(_HeldByReference, CustomPartitionerFn):
         super().__init__(runner, facts)
         self._split = split
         self._agree = agree  # on how a memory limit is kept
+        self.step_peak: int | None = None  # of a step that keeps one
 
     def uuid(self) -> object | None:
         known = super().uuid()
@@ -257,9 +267,17 @@ class Partitioner(_HeldByReference, CustomPartitionerFn):
             )
             known = facts.context(ahead, Phase.FORWARD, budget=budget)
             found = pair_memory(
-                ahead, behind, params=known.params, roles=known.roles, axes=facts.axes, fused=facts.fuses
+                ahead,
+                behind,
+                params=known.params,
+                roles=known.roles,
+                axes=facts.axes,
+                fused=facts.fuses,
+                keeps_outputs=True,
+                unread=facts.unread,
+                unread_copies=facts.unread_copies,
             )
-            return simulate_step([found])
+            return simulate_step([found], keeps_outputs=True, other_bytes=facts.held_gradients)
 
         pair, found = fit(
             gm,
@@ -273,6 +291,7 @@ class Partitioner(_HeldByReference, CustomPartitionerFn):
             agree=self._agree,
             **how,
         )
+        self.step_peak = found.peak
         done, notes = describe(found, limit)
         seconds = time.perf_counter() - started
         found.save_plan(gm).write(gm)
@@ -333,8 +352,14 @@ def _identity(runner: Runner, facts: CaptureFacts) -> object | None:
         "dsgraph",
         source_hash(),
         prints,
-        repr((*known, facts.memory_limit, facts.keep_bytes, facts.keeps_limit, facts.offload_tier)),
+        repr((*known, facts.memory_limit, facts.keep_bytes, *_kept(facts))),
     )
+
+
+def _kept(facts: CaptureFacts) -> tuple[object, ...]:
+    """What a plan hangs on besides: scratch memory of kernels is counted for each thread."""
+    counted = (facts.unread, facts.unread_copies, facts.held_gradients, torch.get_num_threads())
+    return (facts.keeps_limit, facts.offload_tier, *(counted if facts.keeps_limit else ()))
 
 
 @cache

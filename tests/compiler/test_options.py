@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import pickle
+import traceback
 from dataclasses import replace
 from pathlib import Path
 
@@ -97,8 +99,24 @@ def test_dump_has_an_environment_variable():
 
 def test_wrong_options_stop_torch_compile():
     model = torch.compile(nn.Linear(2, 2), backend="dsgraph", options={"codgen": "eager"})
-    with pytest.raises(Exception, match=r"did you mean 'codegen'\?"):
+    with pytest.raises(
+        dsgraph.OptionError, match=r"^unknown option 'codgen'; did you mean 'codegen'\?.*verify$"
+    ) as caught:
         model(torch.randn(1, 2))
+    assert "BackendCompilerFailed" not in "".join(traceback.format_exception(caught.value))
+    assert type(pickle.loads(pickle.dumps(caught.value))) is dsgraph.OptionError
+    with pytest.raises(dsgraph.OptionError, match=r"write dsgraph.compile\(model, mode=...\)"):
+        torch.compile(nn.Linear(2, 2), backend="dsgraph", options={"mode": "default"})(torch.randn(1, 2))
+
+
+@pytest.mark.parametrize(
+    "given", [{"dynamic": "x"}, {"dynamic": 1}, {"fullgraph": "yes"}, {"fullgraph": None}, {"mode": 3}]
+)
+def test_compile_refuses_values_that_torch_would_take(one_rank, given):
+    model, (name,) = nn.Linear(2, 2), given
+    with pytest.raises(dsgraph.OptionError, match=f"compile: {name} is "):
+        dsgraph.compile(model, codegen="eager", **given)
+    assert type(model) is nn.Linear
 
 
 def test_compile_refuses_before_it_changes_anything(one_rank):

@@ -483,3 +483,36 @@ def test_expanded_gradients_of_one_rank_add_up(one_rank):
             run(*CASES["uneven"].batches(number, 0)).backward()
     for mine, theirs in zip(model.parameters(), alone.parameters(), strict=True):
         assert torch.allclose(full(mine.grad), theirs.grad)
+
+
+FROZEN = {"freeze": (False, True, True), "unfreeze": (True, False, False), "between": (False, True, False)}
+
+
+def _switch(stage: int, codegen: str | None, kind: str) -> None:
+    """`requires_grad` of one parameter is switched between the micro-batches of a step."""
+
+    def train(model: torch.nn.Module, runs: Any, rank: int, scale: float) -> list[Tensor]:
+        first = next(model.parameters())
+        for micro, frozen in enumerate(FROZEN[kind]):
+            first.requires_grad_(not frozen)
+            inside = hasattr(first, "device_mesh") and micro < 2
+            with dsgraph.accumulate(model) if inside else nullcontext():
+                (runs(torch.full((2, 4), micro + rank + 1.0)).square().sum() * scale).backward()
+        return [full(param.grad) for param in model.parameters()]
+
+    def net() -> torch.nn.Module:
+        torch.manual_seed(0)
+        return torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+
+    alone = net()
+    train(alone, alone, 0, 0.5)
+    expected = train(alone, alone, 1, 0.5)
+    model = dsgraph.partition(net(), stage=stage, keep_whole_below=0)
+    runs = model if codegen is None else torch.compile(model, backend="dsgraph", options={"codegen": codegen})
+    torch.testing.assert_close(train(model, runs, dist.get_rank(), 1.0), expected)
+
+
+@pytest.mark.parametrize("kind", list(FROZEN))
+@pytest.mark.parametrize(("stage", "codegen"), [(0, None), (1, None), (1, "eager")])
+def test_requires_grad_is_switched_between_micro_batches(ranks, stage, codegen, kind):
+    ranks(2).run(_switch, stage, codegen, kind)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
 import dsgraph
-from dsgraph.errors import ConfigError, OptionError
+from dsgraph.errors import CheckpointError, ConfigError, OptionError
 from tests.distributed.test_tensor_parallel import _build
 
 pytestmark = pytest.mark.distributed
@@ -110,6 +112,72 @@ def test_a_checkpoint_of_one_layout_loads_in_another(ranks, tmp_path):
     expected = ranks(4).run(_save, str(tmp_path))[0]
     for sizes in ((4, 1, 1), (1, 2, 2)):
         assert ranks(4).run(_resume, str(tmp_path), *sizes)[0] == pytest.approx(expected, rel=1e-5)
+
+
+class _Layers(nn.Module):
+    """A buffer that is saved, and one that is not."""
+
+    def __init__(self, layers: int, wide: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(layers))
+        self.scale = nn.Parameter(torch.rand(wide))
+        self.register_buffer("shift", torch.randn(4))
+        self.register_buffer("passing", torch.zeros(4), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.shift + self.passing
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return (x * self.scale).mean()
+
+
+def _layers(seed: int, layers: int = 4, wide: int = 4) -> tuple[dsgraph.PipelinedModel, torch.optim.Optimizer]:
+    torch.manual_seed(seed)
+    parts = dsgraph.parallelize(_Layers(layers, wide), (torch.ones(2, 4),), pp=2, microbatches=2)
+    optimizer = torch.optim.AdamW(parts.parameters())
+    parts.step(torch.ones(4, 4))
+    optimizer.step()
+    return parts, optimizer
+
+
+def _kept(parts: dsgraph.PipelinedModel, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    state = [value for entry in optimizer.state.values() for value in entry.values()]
+    return [value.clone() for value in (*parts.state_dict().values(), *state)]
+
+
+def _load_others(folder: str) -> None:
+    saved, optimizer = _layers(0)
+    saved.save_checkpoint(folder, optimizer)
+    same, other = _layers(1)
+    same.load_checkpoint(folder, other)
+    for one, two in zip(_kept(saved, optimizer), _kept(same, other), strict=True):
+        assert torch.equal(one, two)
+    sgd = torch.optim.SGD(same.parameters())
+    for (parts, taken), message in (
+        (_layers(2, layers=3), r"it has 'layers\.3\.bias', which the model has not"),
+        (_layers(2, layers=5), r"it has no 'layers\.4\.bias', which the model has"),
+        (_layers(2, wide=1), r"'scale' is torch\.float32 \[4\] in it, and torch\.float32 \[1\] in the model"),
+        ((same, sgd), "it was saved with optimizer=AdamW, and is loaded with SGD"),
+    ):
+        before = _kept(parts, taken)
+        with pytest.raises(CheckpointError, match=message):
+            parts.load_checkpoint(folder, taken)
+        assert all(torch.equal(one, two) for one, two in zip(before, _kept(parts, taken), strict=True))
+    dist.barrier()
+    if dist.get_rank() == 1:
+        (path,) = Path(folder, "state").glob("__1_*.distcp")
+        content = bytearray(path.read_bytes())
+        content[len(content) // 2] ^= 1
+        path.write_bytes(content)
+    dist.barrier()
+    before = _kept(same, other)
+    with pytest.raises(CheckpointError, match=r"file __1_0\.distcp is damaged"):
+        same.load_checkpoint(folder, other)
+    assert all(torch.equal(one, two) for one, two in zip(before, _kept(same, other), strict=True))
+
+
+def test_a_checkpoint_of_another_model_or_a_damaged_one_changes_no_rank(ranks, tmp_path):
+    ranks(2).run(_load_others, str(tmp_path))
 
 
 def _engine_config(dp: int, tp: int, pp: int, **more: Any) -> dict[str, Any]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -60,7 +62,24 @@ class Logits(nn.Module):
         return x
 
 
+class Shared(nn.Module):
+    """Residual layers through one more layer and scale, which every stage reads in several places."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCAB, 16)
+        self.layers, self.shared = nn.ModuleList(nn.Linear(16, 16) for _ in range(8)), nn.Linear(16, 16)
+        self.scale = nn.Parameter(torch.ones(16))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        h = self.embedding(x)
+        for layer in self.layers:
+            h = h + self.scale * torch.tanh(self.shared(torch.tanh(layer(h)) * self.scale))
+        return F.cross_entropy((h @ self.embedding.weight.T).flatten(0, 1), y.flatten())
+
+
 MODELS: dict[str, Any] = {
+    "shared": Shared,
     "gpt": lambda: GPT(GPTConfig(vocab=VOCAB, width=16, heads=2, layers=4)),
     "tied": lambda: Skips(tie=True),
     "skips": Skips,
@@ -133,7 +152,13 @@ def _stages(schedule: str) -> int:
     return 4 if SCHEDULES[schedule] else 2
 
 
-_COVERING = {("gpt", "GPipe"), ("tied", "1F1B"), ("kwargs", "Interleaved1F1B"), ("tied", "ZBVZeroBubble")}
+_COVERING = {
+    ("gpt", "GPipe"),
+    ("shared", "DualPipeV"),
+    ("tied", "1F1B"),
+    ("kwargs", "Interleaved1F1B"),
+    ("tied", "ZBVZeroBubble"),
+}
 _MATRIX = [
     pytest.param(name, schedule, marks=() if (name, schedule) in _COVERING else pytest.mark.full)
     for name in MODELS
@@ -158,6 +183,61 @@ def test_steps_are_those_of_the_unsplit_model(ranks, name, schedule):
 def test_compiled_stages_are_those_of_the_unsplit_model(ranks, name, schedule, codegen):
     differences = ranks(2).run(_against_unsplit, name, schedule, _stages(schedule), {"codegen": codegen})
     assert max(differences) <= 1e-6
+
+
+def _autocast(schedule: str) -> None:
+    torch.manual_seed(0)
+    model, mesh = Logits(), init_device_mesh("cpu", (2,))
+    alone, count = copy.deepcopy(model), _stages(schedule)
+    x, y = torch.randn(2, count * ROWS, 7, generator=torch.Generator().manual_seed(1))
+    piped = dsgraph.pipeline(model, mesh, (x[:ROWS],), microbatches=count, loss_fn=F.mse_loss, schedule=schedule)
+    plain = piped.step(x, target=y)  # in float32
+    piped.zero_grad()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss = piped.step(x, target=y)
+        parts = zip(x.chunk(count), y.chunk(count), strict=True)
+        losses = [F.mse_loss(alone(rows), wanted) / count for rows, wanted in parts]
+    for one in losses:
+        one.backward()
+    expected = dict(alone.named_parameters())
+    assert abs(loss - sum(losses)) <= 1e-7 and loss != plain
+    for name, value in piped.named_parameters():
+        assert torch.equal(value.grad, expected[name].grad), name
+    piped.zero_grad()
+    assert piped.step(x, target=y) == plain
+
+
+@pytest.mark.parametrize("schedule", ["1F1B", pytest.param("ZBVZeroBubble", marks=pytest.mark.full)])
+def test_autocast_around_a_step_is_that_of_one_process(ranks, schedule):
+    ranks(2).run(_autocast, schedule)
+
+
+def _other_seeds() -> dict[str, float]:
+    torch.manual_seed(dist.get_rank())
+    model = Skips(tie=True)
+    held = [weakref.ref(value) for value in model.parameters()]
+    (x, y), _ = _batch(0, "tied")
+    piped = dsgraph.pipeline(model, init_device_mesh("cpu", (2,)), (x[:ROWS], y[:ROWS]), microbatches=BATCHES)
+    torch.manual_seed(0)
+    first = dict(Skips(tie=True).named_parameters())
+    for name, value in piped.named_parameters():
+        assert torch.equal(value, first[name]), name
+    mine = {id(value) for value in piped.parameters()}
+    del model
+    gc.collect()
+    left = {id(value) for ref in held if (value := ref()) is not None}
+    assert left <= mine, "layers of other ranks stay in memory"
+    optimizer = torch.optim.SGD(piped.parameters(), lr=0.1)
+    for _ in range(2):
+        piped.step(x, y)
+        optimizer.step()
+        optimizer.zero_grad()
+    return {name: float(value.detach().double().sum()) for name, value in piped.named_parameters()}
+
+
+def test_the_first_ranks_values_count_and_other_stages_leave_memory(ranks):
+    one, other = ranks(2).run(_other_seeds)
+    assert one["embedding.weight"] == other["embedding.weight"]
 
 
 class _Slow(nn.Module):
@@ -204,7 +284,14 @@ def _refusals() -> None:
         dsgraph.pipeline(model, mesh, (x,), microbatches=8, stages=6, schedule="ZBVZeroBubble")
     with pytest.raises(RanksDisagreeError, match="run different pipelines"):
         dsgraph.pipeline(model, mesh, (x,), microbatches=2 + dist.get_rank(), loss_fn=F.mse_loss)
+    with pytest.raises(OptionError, match="in 2 equal rounds, which 5 do not fill: use 4 or 6 micro-batches"):
+        dsgraph.pipeline(model, mesh, (x,), microbatches=5, schedule="Interleaved1F1B")
     piped = dsgraph.pipeline(model, mesh, (x,), microbatches=2, loss_fn=F.mse_loss)
+    with pytest.raises(
+        RanksDisagreeError, match=r"ranks 0 and 1 would compute with different batches.*\[x: torch.float"
+    ):
+        piped.step(torch.full((2 * ROWS, 7), float(dist.get_rank())), target=torch.ones(2 * ROWS, 7))
+    assert all(value.grad is None for value in piped.parameters())
     with pytest.raises(OptionError, match=r"2 micro-batches .* drop the uneven rest"):
         piped.step(torch.ones(3, 7), target=torch.ones(3, 7))
     with pytest.raises(OptionError, match="loss_fn needs target="):

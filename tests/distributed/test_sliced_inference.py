@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from typing import Any
 
 import pytest
@@ -179,6 +181,35 @@ def test_a_sliced_vocabulary(ranks):
     ranks(2).run(_many_words, timeout_s=200)
 
 
+def _overlapping() -> None:
+    plain, way = model("llama"), {"max_new_tokens": 4, "do_sample": False}
+    engine = dsgraph.init_inference(model("llama"), mp_size=2, max_tokens=32, options=EAGER)
+    prompts = [prompt(1, 5), prompt(1, 7)]
+    expected = [plain.generate(**given, **way) for given in prompts]
+    found: dict[int, Any] = {}
+
+    def call(index: int) -> None:
+        try:
+            found[index] = torch.equal(engine.generate(**prompts[index], **way), expected[index])
+        except RanksDisagreeError:
+            found[index] = "refused"
+
+    for order in ((0, 1), (0, 1) if dist.get_rank() == 0 else (1, 0)):
+        threads = [threading.Thread(target=call, args=(index,)) for index in order]
+        for thread in threads:
+            thread.start()
+            time.sleep(0.3)  # whoever comes first is served first
+        for thread in threads:
+            thread.join()
+        assert all(each is True or each == "refused" for each in found.values()), found
+    assert len(found) == 2
+    engine.generate(**prompts[0], **way)
+
+
+def test_threads_of_ranks_are_ordered_alike_or_refused(ranks):
+    ranks(2).run(_overlapping)
+
+
 def _refused() -> None:
     with pytest.raises(InferenceError, match="mp_size is 4, and there are 2 ranks"):
         dsgraph.init_inference(model("gpt2"), mp_size=4)
@@ -188,6 +219,8 @@ def _refused() -> None:
     torch.manual_seed(dist.get_rank())
     with pytest.raises(RanksDisagreeError, match="random state"):
         engine.generate(**prompt(1, 4), max_new_tokens=2, do_sample=True)
+    with pytest.raises(InferenceError, match="guidance_scale or use_cache=False, cannot be computed where ranks share"):
+        engine.generate(**prompt(1, 4), max_new_tokens=2, do_sample=False, guidance_scale=1.5)
 
 
 def test_what_ranks_cannot_share_is_refused(ranks):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import warnings
 from typing import Any
 
 import pytest
@@ -12,6 +14,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel
 from torch.nn.utils import clip_grad_norm_
 
 import dsgraph
+from dsgraph.errors import RanksDisagreeError
 from tests.distributed.training import full
 
 pytestmark = pytest.mark.distributed
@@ -168,3 +171,44 @@ def test_one_head_of_keys_stays_whole(ranks):
 @pytest.mark.full
 def test_three_heads_stay_whole(ranks):
     ranks(2).run(_train, "llama-odd", sliced=("mlp.down_proj.weight",))
+
+
+def _parted(what: str) -> None:
+    mesh = dist.init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    model = dsgraph.tensor_parallel(_build("gpt2", drop=0.5 * (what == "seeds")), mesh["tp"], example_inputs=_batch(0))
+    compiled = torch.compile(model, backend="dsgraph", options={"codegen": "eager"})
+    own = dist.get_rank() + 1
+    torch.manual_seed(own if what == "seeds" else 0)
+    message = (
+        "draw different random numbers" if what == "seeds" else r"different batches.*\[input_ids: torch.int64 \[2, 8\]"
+    )
+    with pytest.raises(
+        RanksDisagreeError, match=f"ranks 0 and 1 would {'' if what == 'seeds' else 'compute with '}{message}"
+    ):
+        compiled(**_batch(own if what == "batches" else 0))
+
+
+@pytest.mark.parametrize("what", ["batches", "seeds"])
+def test_ranks_that_are_given_other_batches_or_seeds_are_named(ranks, what):
+    ranks(2).run(_parted, what)
+
+
+def _little() -> None:
+    import transformers as tf
+
+    mesh = dist.init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    for name in ("falcon", "llama"):
+        falcon = tf.FalconForCausalLM(tf.FalconConfig(**{k: v for k, v in DECODER.items() if k != "intermediate_size"}))
+        model = falcon if name == "falcon" else _build("llama")
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always")
+            dsgraph.tensor_parallel(model, mesh["tp"], example_inputs=_batch(0))
+        texts = [str(one.message) for one in found if "tensor_parallel" in str(one.message)]
+        assert len(texts) == (name == "falcon" and dist.get_rank() == 0), texts
+        for text in texts:
+            assert re.match(r"tensor_parallel: 0% of the matrices of FalconForCausalLM", text)
+            assert "transformer.word_embeddings.weight: embedding reads it as well" in text
+
+
+def test_a_family_of_which_little_is_sliced_is_named_with_reasons(ranks):
+    ranks(2).run(_little)

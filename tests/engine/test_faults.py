@@ -122,6 +122,7 @@ def _on_a_full_disk(folder: str, free: int, asynchronous: bool) -> None:
         engine.wait_for_checkpoint()
     engine.wait_for_checkpoint()  # nothing is being written any more
     dist.barrier()
+    assert sorted(path.name for path in Path(folder).iterdir()) == ["filler", "good", "latest"], "the disk is free"
     again = dsgraph.initialize(model=build(CASE), config=config(3))[0]
     assert again.load_checkpoint(folder)[0] == f"{folder}/good"
     assert float(again.train_batch(batches(0, 1))) == pytest.approx(before, rel=1e-6)

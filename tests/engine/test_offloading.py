@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import errno
+import gc
 import itertools
 import multiprocessing
 import os
+import threading
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
@@ -398,3 +400,76 @@ def test_a_plan_that_cannot_be_is_refused(one_rank, section, zero, said):
     settings["zero_optimization"] |= zero
     with pytest.raises(ConfigError, match=said):
         dsgraph.initialize(model=build(CASE), config=settings)
+
+
+def _leave_nothing(place: str) -> None:
+    """Neither files nor open files nor threads are left by engines that were closed, or only let go of."""
+    disk = {"device": "nvme", "nvme_path": place}
+
+    def look() -> tuple[int, int, int]:
+        gc.collect()
+        files = sum(path.is_file() for path in Path(place).rglob("*"))
+        ours = [thread for thread in threading.enumerate() if thread.name.startswith("dsgraph")]
+        return files, len(list(Path("/proc/self/fd").iterdir())), len(ours)
+
+    before = None
+    for stage, closes in ((3, False), (3, True), (1, False), (1, True)):
+        torch.compiler.reset()
+        settings = config(stage, gradient_accumulation_steps=1)
+        settings["zero_optimization"] |= {"offload_optimizer": disk, **({"offload_param": disk} if stage == 3 else {})}
+        engine = dsgraph.initialize(model=build(CASE), config=settings)[0]
+        engine.backward(engine(*CASES[CASE].batches(0, torch.distributed.get_rank())))
+        engine.step()
+        path = engine.optimizer.path
+        assert path.is_file()
+        if closes:
+            engine.close()
+            assert not path.exists()
+            with pytest.raises(OffloadError, match="was closed"):
+                list(engine.optimizer.state.values())
+        del engine
+        torch.compiler.reset()
+        before = before or look()
+        assert look() == before, (stage, closes)
+    assert before is not None and before[0] <= 1 and before[2] == 0  # the lock of the folder stays
+
+
+def test_engines_leave_no_files_and_threads(ranks, tmp_path):
+    ranks(1).run(_leave_nothing, str(tmp_path))
+
+
+def _relative_path(place: str) -> None:
+    torch.compiler.reset()
+    os.chdir(place)
+    engine = _engine(1, "relative", 1)
+    os.environ["HOME"] = place
+    os.chdir("/")
+    _train(engine, 0, 1)
+    assert engine.optimizer.path.is_relative_to(Path(place) / "relative")
+    assert dsgraph.engine.offload_config.OffloadOptimizerConfig(nvme_path="~/x").nvme_path == f"{place}/x"
+
+
+def test_a_relative_path_is_resolved_once(ranks, tmp_path):
+    ranks(1).run(_relative_path, str(tmp_path))
+
+
+def _step_on(kind: str, device: str | None, place: str) -> list[torch.Tensor]:
+    torch.compiler.reset()
+    settings = config(1, optimizer={"type": kind}, gradient_accumulation_steps=1)
+    if device is not None:
+        settings["zero_optimization"] |= _offload(device, **({"nvme_path": place} if device == "nvme" else {}))
+    return _train(dsgraph.initialize(model=build(CASE), config=settings)[0], 0, 2)
+
+
+def _step_elsewhere(kind: str, place: str) -> None:
+    expected = _step_on(kind, None, place)
+    for device in ("cpu", "nvme") if kind == "Adagrad" else ("cpu",):
+        assert all(map(torch.equal, _step_on(kind, device, place), expected)), device
+    if kind != "Adagrad":
+        with pytest.raises(OffloadError, match=f"state of {kind}.* cannot be offloaded"):
+            _step_on(kind, "nvme", place)
+
+
+@pytest.mark.parametrize("kind", ("Adagrad", "Adafactor", "Muon"))
+def test_optimizers_step_where_nothing_moves(ranks, kind, tmp_path):
+    ranks(1).run(_step_elsewhere, kind, str(tmp_path))

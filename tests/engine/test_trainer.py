@@ -281,3 +281,34 @@ def test_a_loop_for_accelerate(ranks, stage):
     expected = _accelerated_alone()
     for losses in ranks(2).run(_accelerated, stage):
         assert losses == pytest.approx(expected, rel=1e-4)
+
+
+def _resumed(stage: int, place: str) -> None:
+    from dsgraph.engine.accelerator import DsgraphAccelerator
+
+    with _as_launched():
+        accelerator = DsgraphAccelerator(dsgraph_config={**CONFIG, "zero_optimization": {"stage": stage}}, cpu=True)
+        model = _small()
+        model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
+
+        def step() -> float:
+            batch = next(iter(torch.utils.data.DataLoader(_Lines(), batch_size=2)))
+            loss = model(**batch)["loss"]
+            accelerator.backward(loss)
+            optimizer.step()
+            return loss.item()
+
+        step()
+        accelerator.save_state(place)
+        shapes = {name: value.shape for name, value in accelerator.get_state_dict(model).items()}
+        expected = {name: value.shape for name, value in _small().state_dict().items()}
+        assert shapes == (expected if dist.get_rank() == 0 else {})
+        after = [step(), step()]
+        accelerator.load_state(place)
+        assert [step(), step()] == after
+        with pytest.raises(dsgraph.CheckpointError, match="no checkpoint 'engine'"):
+            accelerator.load_state(f"{place}/engine")
+
+
+def test_accelerate_saves_and_loads(ranks, tmp_path):
+    ranks(2).run(_resumed, 3, str(tmp_path))

@@ -26,11 +26,59 @@ CONFIGS: dict[str, Any] = {
     ),
 }
 
+_PLAIN = {name: size for name, size in _LLAMA.items() if name != "num_key_value_heads"}
+_GPT: dict[str, Any] = {**_SIZES, **{"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128, "rotary_dim": 4}}
+_EXPERTS: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+_YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32}
+# Served as well; the first ones have windows of attention, of 8 tokens.
+OTHERS: dict[str, Any] = {
+    "mixtral of windows": lambda: transformers.MixtralConfig(
+        **_LLAMA, sliding_window=8, num_local_experts=4, num_experts_per_tok=2
+    ),
+    "gemma3": lambda: transformers.Gemma3TextConfig(
+        **_LLAMA, head_dim=8, sliding_window=8, layer_types=["sliding_attention", "full_attention"]
+    ),
+    "mistral": lambda: transformers.MistralConfig(**_LLAMA, sliding_window=8),
+    "phi": lambda: transformers.PhiConfig(**_LLAMA),
+    "phi3": lambda: transformers.Phi3Config(**_LLAMA),
+    "gemma": lambda: transformers.GemmaConfig(**_LLAMA, head_dim=8),
+    "gemma2": lambda: transformers.Gemma2Config(**_LLAMA, head_dim=8, sliding_window=8),
+    "gpt_neox": lambda: transformers.GPTNeoXConfig(**_PLAIN),
+    "gptj": lambda: transformers.GPTJConfig(**_GPT),
+    "codegen": lambda: transformers.CodeGenConfig(**_GPT),
+    "stablelm": lambda: transformers.StableLmConfig(**_LLAMA),
+    "olmo2": lambda: transformers.Olmo2Config(**_LLAMA),
+    "olmoe": lambda: transformers.OlmoeConfig(**_LLAMA, num_experts=4, num_experts_per_tok=2),
+    "qwen2": lambda: transformers.Qwen2Config(**_LLAMA),
+    "qwen2_moe": lambda: transformers.Qwen2MoeConfig(**_LLAMA, **_EXPERTS, shared_expert_intermediate_size=32),
+    "qwen3_moe": lambda: transformers.Qwen3MoeConfig(**_LLAMA, **_EXPERTS, head_dim=8),
+    "cohere": lambda: transformers.CohereConfig(**_LLAMA),
+    "starcoder2": lambda: transformers.Starcoder2Config(**_LLAMA, sliding_window=8),
+    "granite": lambda: transformers.GraniteConfig(**_LLAMA),
+    "smollm3": lambda: transformers.SmolLM3Config(**_LLAMA),
+    "glm4": lambda: transformers.Glm4Config(**_LLAMA, head_dim=8),
+    "llama of yarn": lambda: transformers.LlamaConfig(**_LLAMA, rope_parameters=_YARN),
+}
+# What no engine serves.
+REFUSED: dict[str, Any] = {
+    "llama of dynamic positions": lambda: transformers.LlamaConfig(
+        **_LLAMA, rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
+    ),
+    "mamba": lambda: transformers.MambaConfig(**_SIZES, hidden_size=32, num_hidden_layers=2, state_size=4),
+    "lfm2": lambda: transformers.Lfm2Config(**_LLAMA, layer_types=["conv", "full_attention"]),
+    "bloom": lambda: transformers.BloomConfig(**_SIZES, hidden_size=32, n_layer=2, n_head=4),
+    "gpt_neo": lambda: transformers.GPTNeoConfig(
+        **_SIZES,
+        **{"hidden_size": 32, "num_layers": 2, "num_heads": 4, "max_position_embeddings": 128, "window_size": 40},
+        attention_types=[[["global", "local"], 1]],
+    ),
+}
+
 
 def model(family: str, *, seed: int = 0, heads: int = 2, words: int = WORDS) -> Any:
     """`heads` are those of keys and values, where a family has them apart."""
     torch.manual_seed(seed)
-    config = CONFIGS[family]()
+    config = (CONFIGS | OTHERS | REFUSED)[family]()
     config.vocab_size = words
     if getattr(config, "num_key_value_heads", None) is not None:
         config.num_key_value_heads = heads

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 
@@ -79,6 +82,58 @@ def test_a_streamer_gets_each_token():
     collector = Collector()
     found = engine.generate(**prompt(1, 5), max_new_tokens=6, streamer=collector)
     assert collector.seen == [*found[0].tolist(), "end"]
+
+
+def test_threads_get_their_own_tokens_and_compile_nothing():
+    plain = model("llama")
+    engine = dsgraph.init_inference(plain, max_tokens=64, options=EAGER)
+    way = {"max_new_tokens": 8, "do_sample": False}
+    prompts = [prompt(1, length) for length in range(5, 13)]
+    expected = [plain.generate(**given, **way) for given in prompts]
+    engine.generate(**prompts[0], **way)
+    with ThreadPoolExecutor(8) as pool:
+        found = list(pool.map(lambda given: engine.generate(**given, **way), prompts))
+    assert all(map(torch.equal, found, expected))
+    assert (engine.report().prompt.compiles, engine.report().decode.compiles) == (1, 1)
+
+
+def test_a_request_that_comes_while_another_one_streams_waits_for_nothing():
+    from transformers.generation.streamers import BaseStreamer
+
+    plain = model("llama")
+    engine = dsgraph.init_inference(plain, max_tokens=64, options=EAGER)
+    first, second, way = prompt(1, 9), prompt(1, 7), {"max_new_tokens": 8, "do_sample": False}
+    is_streaming, is_done = threading.Event(), threading.Event()
+
+    class Slow(BaseStreamer):
+        count = 0
+
+        def put(self, value):
+            self.count += 1
+            if self.count == 4:
+                is_streaming.set()
+                assert is_done.wait(120)
+
+        def end(self):
+            pass
+
+    with ThreadPoolExecutor(1) as pool:
+        streamed = pool.submit(engine.generate, **first, **way, streamer=Slow())
+        assert is_streaming.wait(120)
+        assert torch.equal(engine.generate(**second, **way), plain.generate(**second, **way))
+        is_done.set()
+        assert torch.equal(streamed.result(), plain.generate(**first, **way))
+
+
+@pytest.mark.parametrize("arguments", [{"guidance_scale": 1.5}, {"use_cache": False}])
+def test_forwards_that_no_graph_takes_are_the_models_own(arguments):
+    plain = model("llama")
+    engine = dsgraph.init_inference(plain, max_tokens=64, options=EAGER)
+    expected, found = _both(plain, engine, prompt(2, 9, padded=2), max_new_tokens=8, do_sample=False, **arguments)
+    assert torch.equal(expected, found)
+    assert engine.report().uncompiled.calls == 8
+    assert engine.report().decode.compiles <= 1
+    assert "uncompiled: 8 calls of the model itself" in str(engine.report())
 
 
 def test_a_folder_of_transformers_is_a_checkpoint(tmp_path):
@@ -159,6 +214,9 @@ def test_other_models_are_refused_by_name():
         ({"max_new_tokens": 3, "output_attentions": True}, "output_attentions=True"),
         ({"max_new_tokens": 8, "prefill_chunk_size": 4}, "the engine takes one"),
         ({"max_new_tokens": 8, "prompt_lookup_num_tokens": 2}, "prompt_lookup_num_tokens cannot be taken"),
+        ({"penalty_alpha": 0.6, "top_k": 4}, "penalty_alpha cannot be taken"),
+        ({"past_key_values": ()}, "past_key_values cannot be taken"),
+        ({"inputs": torch.ones(1, 2)}, "inputs and input_ids are the same argument"),
     ],
 )
 def test_what_a_static_cache_cannot_do_is_refused(arguments, said):

@@ -5,7 +5,13 @@ from __future__ import annotations
 import pytest
 
 from dsgraph.errors import OptionError
-from dsgraph.parallel.schedule_order import actions_of, bubble_share, check_order, stages_of_ranks
+from dsgraph.parallel.schedule_order import (
+    actions_of,
+    bubble_share,
+    check_microbatches,
+    check_order,
+    stages_of_ranks,
+)
 
 
 def test_one_forward_one_backward():
@@ -31,6 +37,21 @@ def test_gradients_of_weights_wait_for_those_of_inputs():
 def test_stages_that_do_not_fit(kind, stages, wanted):
     with pytest.raises(OptionError, match=f"takes {wanted} stages, not {stages}"):
         stages_of_ranks(kind, ranks=2, stages=stages)
+
+
+@pytest.mark.parametrize(
+    ("kind", "ranks", "count", "message"),
+    [
+        ("Interleaved1F1B", 4, 13, "in 3 equal rounds, which 13 do not fill: use 12 or 15"),
+        ("InterleavedZeroBubble", 2, 5, "use 4 or 6 micro-batches"),
+        ("DualPipeV", 2, 3, "3 micro-batches are fewer than 4 stages: use at least 4"),
+        ("GPipe", 2, 2.0, "microbatches is 2.0; it takes a whole number"),
+    ],
+)
+def test_micro_batches_that_a_schedule_cannot_run_are_refused(kind, ranks, count, message):
+    with pytest.raises(OptionError, match=message):
+        check_microbatches(kind, ranks=ranks, stages=2 * ranks if kind != "GPipe" else ranks, microbatches=count)
+    check_microbatches(kind, ranks=ranks, stages=2 * ranks, microbatches=4 * ranks)
 
 
 def test_where_stages_lie():

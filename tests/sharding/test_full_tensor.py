@@ -166,9 +166,7 @@ class Writing(nn.Linear):
 def test_a_captured_forward_that_writes_is_refused(stage, how, accumulating):
     model = dsgraph.partition(Writing(how), stage=stage, keep_whole_below=0)
     compiled = torch.compile(model, backend="dsgraph", options={"codegen": "eager"})
-    with pytest.raises(
-        torch._dynamo.exc.BackendCompilerFailed, match=r"the forward writes to parameter 'weight' \(.*test_full_tensor"
-    ):
+    with pytest.raises(dsgraph.PartitionError, match=r"^the forward writes to parameter 'weight' \(.*test_full_tensor"):
         if accumulating:
             with dsgraph.accumulate(model):
                 compiled(torch.ones(1, 4))

@@ -67,6 +67,7 @@ def test_integers_are_not_cast():
         ({"stage": True}, "stage is True"),
         ({"stage": 3.0}, "stage is 3.0"),
         ({"param_dtype": torch.int8}, "param_dtype is torch.int8; it takes a floating-point dtype"),
+        ({"param_dtype": torch.float8_e4m3fn}, "param_dtype is torch.float8_e4m3fn; .* of 16 bits or more"),
         ({"reduce_dtype": "bf16"}, "reduce_dtype is 'bf16'"),
         ({"keep_whole_below": -1}, "keep_whole_below is -1"),
         ({"keep_whole_below": True}, "keep_whole_below is True"),
@@ -150,6 +151,18 @@ def _complex():
     return model
 
 
+def _float8():
+    model = _net()
+    model.register_parameter("packed", nn.Parameter(torch.ones(3).to(torch.float8_e4m3fn), requires_grad=False))
+    return model
+
+
+def _released():
+    model = nn.Sequential(_net(), nn.Linear(2, 2))
+    model[1].weight.untyped_storage().resize_(0)
+    return model
+
+
 def _with_gradient():
     model = _net()
     model(torch.randn(1, 4)).sum().backward()
@@ -195,6 +208,8 @@ def _hidden():
         (_lazy, r"parameter '0.weight' has no shape yet"),
         (_sparse, "parameter 'sparse' has layout torch.sparse_coo"),
         (_complex, "parameter 'phase' is complex"),
+        (_float8, "parameter 'packed' is of dtype torch.float8_e4m3fn, which collectives do not take"),
+        (_released, "parameter '1.weight' has no memory of its own"),
         (_with_gradient, "parameter '0.weight' has a gradient.*zero_grad"),
         (_hooked, "parameter '1.bias' has hooks"),
         (_distributed_already, "parameter '0.weight' is a DTensor already"),
@@ -205,6 +220,34 @@ def _hidden():
 def test_what_cannot_be_partitioned_is_refused_by_name(make, message):
     with pytest.raises(dsgraph.PartitionError, match=message):
         dsgraph.partition(make(), keep_whole_below=0)
+
+
+class _Final(nn.Linear):
+    def __init_subclass__(cls):
+        raise TypeError("_Final has no subclasses")
+
+
+def _snapshot(model):
+    modules = [
+        (type(m), dict(m._parameters), set(vars(m)), dict(m._load_state_dict_pre_hooks)) for m in model.modules()
+    ]
+    return modules, [buffer.clone() for buffer in model.buffers()]
+
+
+@pytest.mark.parametrize("extends", [False, True])
+def test_a_failure_at_the_last_module_leaves_the_model_as_it_was(extends):
+    model = nn.Sequential(_net(), nn.BatchNorm1d(2))
+    if extends:
+        dsgraph.partition(model, stage=1, keep_whole_below=0)
+    model.append(nn.Linear(2, 3)).append(_Final(3, 3))
+    modules, buffers = _snapshot(model)
+    with pytest.raises(TypeError, match="has no subclasses"):
+        dsgraph.partition(model, stage=1, keep_whole_below=0)
+    now, buffers_now = _snapshot(model)
+    assert now == modules
+    assert all(map(torch.equal, buffers, buffers_now))
+    del model[3]
+    assert dsgraph.partition(model, stage=1, keep_whole_below=0)(torch.ones(2, 4)).shape == (2, 3)
 
 
 def test_an_optimizer_made_before_is_refused():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from dsgraph.json_records import HeadRecord, RecordError, from_json_text
+from dsgraph.nearest import near
 from dsgraph.tools.dumping.records import (
     COMPILE_FORMAT,
     GRAPH_FORMAT,
@@ -255,8 +255,7 @@ def _take_apart(text: str, first_rank: int) -> tuple[int, int, str]:
 
 def _nearest(found: str, known: Iterable[str]) -> str:
     known = list(known)
-    close = difflib.get_close_matches(found, known, n=3, cutoff=0.4)
-    close = close or [name for name in known if found in name][:3]
+    close = near(found, known) or [name for name in known if found in name][:3]
     return f"; did you mean {' or '.join(close)}?" if close else f"; it has {', '.join(known[:8])}"
 
 

@@ -8,7 +8,7 @@ from torch import nn
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import get_schedule_class
 
-from dsgraph.parallel.schedule_order import SCHEDULES, actions_of, stages_of_ranks
+from dsgraph.parallel.schedule_order import SCHEDULES, actions_of, check_microbatches, stages_of_ranks
 from dsgraph.tools.emission.harness import fake_ranks
 
 
@@ -16,9 +16,10 @@ def actions_on_paper(kind: str, *, ranks: int, stages: int, microbatches: int) -
     """What each rank would do, in order: see `actions_of`.
 
     Raises:
-        OptionError: The schedule does not run on so many stages.
+        OptionError: The schedule does not run on so many stages, or so many micro-batches.
     """
     (own, *_) = stages_of_ranks(kind, ranks=ranks, stages=stages)
+    check_microbatches(kind, ranks=ranks, stages=stages, microbatches=microbatches)
     if not SCHEDULES[kind]:
         return actions_of(None, kind, stages=stages, microbatches=microbatches)
     value = torch.empty(1)

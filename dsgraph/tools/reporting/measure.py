@@ -12,7 +12,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from dsgraph import compat
 from dsgraph.compiler.frames import Place, user_line
-from dsgraph.passes import MeshAxis, PassContext, Phase
+from dsgraph.passes import CaptureFacts, PassContext, Phase
 from dsgraph.passes.analysis.step_memory import PairMemory, pair_memory
 from dsgraph.passes.compat import OpOverload, is_tangent
 from dsgraph.passes.core.notes import parameter_behind
@@ -86,7 +86,7 @@ class Measurements:
     """Collects what one compile's graphs hold, phase by phase.
 
     Attributes:
-        axes: The mesh axes that the graphs may name.
+        facts: Of the graph that is compiled.
         with_inductor: Whether Inductor will compile the graphs, so that ops without a lowering count.
         graphs: Those that have been through their passes.
         activations: What passes from forward to backward; None before the backward graph exists, or without one.
@@ -95,7 +95,7 @@ class Measurements:
         unlowered: Op -> calls, for ops that Inductor runs as they are.
     """
 
-    axes: tuple[MeshAxis, ...]
+    facts: CaptureFacts
     with_inductor: bool
     graphs: list[LoweredGraph] = field(default_factory=list)
     activations: Activations | None = None
@@ -115,7 +115,7 @@ class Measurements:
         phase = ctx.phase
         if phase not in (Phase.FORWARD, Phase.BACKWARD):
             return
-        self.graphs.append(LoweredGraph(phase.value, len(gm.graph.nodes), graph_traffic(gm, self.axes)))
+        self.graphs.append(LoweredGraph(phase.value, len(gm.graph.nodes), graph_traffic(gm, self.facts.axes)))
         if self.with_inductor:
             self.unlowered.update(_unlowered(gm))
         if phase is Phase.FORWARD:
@@ -126,7 +126,15 @@ class Measurements:
             forward, its_ctx = self._forward_graph
             self.activations = self._activations(gm, forward, its_ctx)
             self.memory = pair_memory(
-                forward, gm, params=its_ctx.params, roles=its_ctx.roles, axes=its_ctx.axes, fused=self.with_inductor
+                forward,
+                gm,
+                params=its_ctx.params,
+                roles=its_ctx.roles,
+                axes=its_ctx.axes,
+                fused=self.with_inductor,
+                keeps_outputs=self.facts.keeps_limit,
+                unread=self.facts.unread,
+                unread_copies=self.facts.unread_copies,
             )
             self._forward_graph = None
             self.ignored_tags = tuple(

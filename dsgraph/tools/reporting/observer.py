@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch.fx import GraphModule
 
 from dsgraph.compiler.frames import Capture
+from dsgraph.compiler.limit_scope import over_limit
 from dsgraph.compiler.options import BackendOptions
 from dsgraph.compiler.request import CompileOutcome, CompileRequest, CompileWatch
 from dsgraph.compiler.wrappers import partitions_among
@@ -13,7 +14,7 @@ from dsgraph.sharding.stages import CopyLifetime
 
 from .compile_log import CompileEntry, CompileLog, owners_among
 from .measure import Measurements
-from .strict import refuse_capture, refuse_compile, refuse_given_up
+from .strict import refuse_capture, refuse_compile, refuse_given_up, refuse_without_effect
 
 
 class ReportObserver:
@@ -38,7 +39,13 @@ class ReportObserver:
             refuse_capture(capture, options, self.log)
 
     def begin(self, request: CompileRequest) -> CompileWatch:
-        """Measures the graphs of one compile."""
+        """Measures the graphs of one compile.
+
+        Raises:
+            StrictError: An option has no effect on this model, and `strict`.
+        """
+        if request.options.strict:
+            refuse_without_effect(request)
         return _Measuring(self.log, request)
 
 
@@ -46,7 +53,7 @@ class _Measuring(CompileWatch):
     def __init__(self, log: CompileLog, request: CompileRequest) -> None:
         self._log = log
         self._request: CompileRequest | None = request  # until it is compiled: it holds the model
-        self._measured = Measurements(request.facts.axes, with_inductor=request.options.codegen == "inductor")
+        self._measured = Measurements(request.facts, with_inductor=request.options.codegen == "inductor")
 
     def joint(self, gm: GraphModule) -> None:
         """Reads the checkpoint regions."""
@@ -87,6 +94,8 @@ def _record(request: CompileRequest, measured: Measurements, outcome: CompileOut
         activations=measured.activations,
         memory=measured.memory,
         memory_limit=request.facts.memory_limit,
+        limit_gap=request.limit_gap or over_limit(request, outcome),
+        held_gradients=request.facts.held_gradients,
         costs=request.costs,
         ignored_tags=measured.ignored_tags,
         unlowered=tuple(sorted(measured.unlowered.items())),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -13,6 +14,7 @@ from dsgraph.sharding.offloaded import nothing_moved
 from dsgraph.step.state import ParameterState, PartitionState, partition_states
 
 from .activity import (
+    Fallback,
     fallbacks_of,
     graph_breaks_of,
     near_misses_of,
@@ -61,6 +63,7 @@ def report_on(model: nn.Module, log: CompileLog) -> Report:
     states = partition_states(model)
     records = log.of(_objects_of(model, states))
     compiled = tuple(_compile(record) for record in records)
+    fallbacks = fallbacks_of(model, states, records, log)
     return Report(
         schema=SCHEMA,
         model=type(model).__name__,
@@ -73,12 +76,23 @@ def report_on(model: nn.Module, log: CompileLog) -> Report:
         step=measure_step(model, states, records),
         memory=predict_memory(model, records),
         memory_limit=min((item.memory_limit for item in records if item.memory_limit is not None), default=None),
+        limit_gaps=tuple(dict.fromkeys(_limit_gaps(states, records, fallbacks))),
         graph_breaks=graph_breaks_of(records, log),
         recompiles=recompiles_of(records),
-        fallbacks=fallbacks_of(model, states, records, log),
+        fallbacks=fallbacks,
         near_misses=near_misses_of(records),
         checkpoint_regions=regions_of(records),
     )
+
+
+def _limit_gaps(
+    states: list[PartitionState], records: list[CompileEntry], fallbacks: Sequence[Fallback]
+) -> Iterator[str]:
+    yield from (record.limit_gap for record in records if record.limit_gap)
+    yield from (gap for state in states for gap in state.limit_gaps)
+    if any(record.memory is not None and record.memory.keeps_outputs for record in records):
+        uncompiled = [item.what for item in fallbacks if item.kind == "function runs uncompiled"]
+        yield from (f"{what} runs uncompiled, and its memory is not planned" for what in uncompiled)
 
 
 def _objects_of(model: nn.Module, states: list[PartitionState]) -> list[object]:

@@ -95,7 +95,9 @@ def predict_memory(model: nn.Module, records: Sequence[CompileEntry]) -> Memory 
     ]
     if not pairs or len(pairs) < len(running):
         return None
-    step = simulate_step(pairs)
+    held = max((record.held_gradients for record in at_step), default=0)
+    keeps_outputs = any(pair.keeps_outputs for pair in pairs)
+    step = simulate_step(pairs, keeps_outputs=keeps_outputs, other_bytes=held)
     found = step.at_peak
     buffers = _buffers(model, pairs, step.buffers)
     phase, _, number = found.name.partition(" ")
@@ -129,6 +131,7 @@ def _renamed(pair: PairMemory, prefix: str) -> PairMemory:
     return replace(
         pair,
         params={node: replace(info, name=prefix + info.name) for node, info in pair.params.items()},
+        unread=tuple(replace(info, name=prefix + info.name) for info in pair.unread),
         gathered_copies={node: prefix + name for node, name in pair.gathered_copies.items()},
         gradients={prefix + name: piece for name, piece in pair.gradients.items()},
     )

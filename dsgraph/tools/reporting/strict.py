@@ -4,11 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from torch import nn
+
 from dsgraph import compat
 from dsgraph.compiler.frames import Capture
 from dsgraph.compiler.options import BackendOptions
+from dsgraph.compiler.remedies import remedy
+from dsgraph.compiler.request import CompileRequest
 from dsgraph.errors import StrictError
-from dsgraph.passes import SparsifyAttention
+from dsgraph.nearest import nearest
+from dsgraph.passes import AxisRole, SparsifyAttention
 from dsgraph.passes.kernels.findings import NOWHERE
 
 from .compile_log import CompileEntry, CompileLog, GivenUp
@@ -27,8 +32,8 @@ def refuse_given_up(given_up: Iterable[GivenUp], capture: Capture) -> None:
     for frame in given_up:
         if frame.concerns(capture.running[:1], capture.running):
             raise StrictError(
-                f"strict: Dynamo gave up on {frame.function} and runs it uncompiled. At {frame.place}: {frame.reason}. "
-                f"Change that line, {_WITHOUT}"
+                f"strict: Dynamo gave up on {frame.function} and runs it uncompiled. At {frame.place}: {frame.reason}."
+                f"{remedy(str(frame.place), frame.reason)} Change that line, {_WITHOUT}"
             )
 
 
@@ -53,10 +58,38 @@ def refuse_capture(capture: Capture, options: BackendOptions, log: CompileLog) -
         )
         guard = in_words(capture.recompile_reason) or "unknown"
         raise StrictError(
-            f"strict: compile {capture.times} of {capture.function}, and {bound}. The guard that "
+            f"strict: compile {capture.times} of {capture.where}, and {bound}. The guard that "
             f"failed: {guard}. Keep that value the same between calls (for sizes: dynamic=True, or "
             f"torch._dynamo.mark_dynamic), raise the limit, {_WITHOUT}"
         )
+
+
+def refuse_without_effect(request: CompileRequest) -> None:
+    """Refuses options that change nothing about the graphs of this model.
+
+    Raises:
+        StrictError: Names the option, what was found and what to do.
+    """
+    if not request.trains:
+        return
+    options, module = request.options, request.module
+    if options.partition_activations and all(axis.role is not AxisRole.TENSOR for axis in request.facts.axes):
+        raise StrictError(
+            "strict: option 'partition_activations' has no effect: no operator of the model is divided among ranks. "
+            f"Call dsgraph.tensor_parallel first, or drop the option, {_WITHOUT}"
+        )
+    lists = [] if module is None else [name for name, inner in module.named_modules() if _is_list(inner)]
+    for name in options.regions if isinstance(options.regions, tuple) and module is not None else ():
+        if name not in lists:
+            raise StrictError(
+                f"strict: option 'regions' names {name!r}, which is no list of modules of {type(module).__name__}"
+                f"{nearest(name, lists)}; there are {', '.join(filter(None, lists)) or 'none'}. Drop it, {_WITHOUT}"
+            )
+
+
+def _is_list(module: nn.Module) -> bool:
+    """Whether blocks stand in a module by number."""
+    return any(name.isdigit() for name, _ in module.named_children())
 
 
 def refuse_compile(record: CompileEntry) -> None:
@@ -68,7 +101,7 @@ def refuse_compile(record: CompileEntry) -> None:
     Raises:
         StrictError: Names the value, op or pass, its place and what to do.
     """
-    where = record.capture.function
+    where = record.capture.where
     for tag in record.ignored_tags:
         raise StrictError(
             f"strict: {tag.name} ({tag.saved_bytes} bytes, from {tag.place or where}) is kept for the backward, though "
@@ -97,6 +130,6 @@ def refuse_compile(record: CompileEntry) -> None:
 
 def _refuse_break(place: str, reason: str, capture: Capture) -> None:
     raise StrictError(
-        f"strict: graph break at {place}, in the compile of {capture.function}. Torch's reason: {reason}. "
-        f"Change that line, {_WITHOUT}"
+        f"strict: graph break at {place}, in the compile of {capture.where}. Torch's reason: {reason}."
+        f"{remedy(place, reason)} Change that line, {_WITHOUT}"
     )

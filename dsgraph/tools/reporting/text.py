@@ -216,13 +216,13 @@ def _activation_row(found: Activations) -> tuple[str, ...]:
 def _memory(report: Findings) -> str:
     memory, limit = report.memory, report.memory_limit
     if memory is None:
-        return "" if limit is None else f"memory_limit: {bytes_text(limit)}"
+        return "" if limit is None else _wrap(_limit(limit, None, report.limit_gaps))
     node = f" at {memory.node}" if memory.node else ""
     return _wrap(
         f"predicted peak memory of a training step: {bytes_text(memory.peak)} in {memory.where}{node}",
         f"of that {_amounts(memory.parts)}; the optimizer taken to be Adam",
         *(f"on {tier} {bytes_text(sum(parts.values()))}: {_amounts(parts)}" for tier, parts in memory.below.items()),
-        *([] if limit is None else [_limit(limit, memory)]),
+        *([] if limit is None else [_limit(limit, memory, report.limit_gaps)]),
     )
 
 
@@ -230,7 +230,11 @@ def _amounts(parts: Mapping[str, int]) -> str:
     return ", ".join(f"{name} {bytes_text(amount)}" for name, amount in parts.items() if amount)
 
 
-def _limit(limit: int, memory: Memory) -> str:
+def _limit(limit: int, memory: Memory | None, gaps: tuple[str, ...]) -> str:
+    if gaps:
+        return f"memory_limit: {bytes_text(limit)} cannot be promised: {'; '.join(gaps)}"
+    if memory is None:
+        return f"memory_limit: {bytes_text(limit)}"
     over = memory.peak - memory.buffers - limit
     if over <= 0:
         return f"memory_limit: {bytes_text(limit)}, by that prediction met"
@@ -259,7 +263,10 @@ def _short(place: str) -> str:
 
 
 def _fit(text: str, width: int) -> str:
-    return text if len(text) <= width else "..." + text[len(text) - width + 3 :]
+    """The text, cut in front; "forward of" and "backward of" stay."""
+    head = next((head for head in ("forward of ", "backward of ") if text.startswith(head)), "")
+    rest, room = text.removeprefix(head), width - len(head)
+    return text if len(text) <= width else f"{head}...{rest[len(rest) - room + 3 :]}"
 
 
 def _wrap(*lines: str) -> str:

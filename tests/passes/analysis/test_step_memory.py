@@ -75,6 +75,21 @@ def test_optimizers_frozen_parameters_and_whatever_else_is_held():
     assert parts(step.phases[-1]) == {"parameters": W, "other": X}
 
 
+def test_outputs_that_the_caller_holds():
+    small = pair()
+    assert small.outputs, "the pair returns a value of its own"
+    size = small.forward.bytes_of(small.outputs - small.saved)
+    dropped, held = phases([small]), phases([small], keeps_outputs=True)
+    for name in ("forward 0", "backward 0"):  # those of the step before, and its own
+        assert held[name].bytes == dropped[name].bytes + size
+
+
+def test_parameters_that_no_graph_reads_are_held_all_the_same():
+    info = replace(next(iter(pair().params.values())), name="unread")
+    step = simulate_step([replace(pair(), unread=(info,), unread_copies=100)])
+    assert parts(step.phases[-1]) == {"parameters": 2 * W + 100, "optimizer state": 4 * W, "gradients": W, "other": X}
+
+
 def as_wide_as_its_output(memory):
     """The same pair, had its input the size of its output."""
     pieces = tuple(replace(piece, bytes=Y) if piece.node == "x_1" else piece for piece in memory.forward.pieces)

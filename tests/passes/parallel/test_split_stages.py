@@ -126,9 +126,49 @@ def test_stages_in_a_row_are_the_graph():
     graphs = stage_graphs(captured.graph_module, plan, state=captured.state, results=captured.results)
     values: tuple[Tensor, ...] = ()
     for graph in graphs:
-        assert [value.shape for value in values] == [value.shape for value in graph.received]
+        assert [value.shape for value in values] == [node.meta["val"].shape for node in graph.received]
         values = graph.module(*values, *[tokens for _ in graph.roots])
     assert torch.equal(values[0], model(tokens, tokens))
     held = [name for graph in graphs for name, _ in graph.module.named_parameters()]
     assert set(held) == {name for name, _ in model.named_parameters()}
     assert len(held) == len(set(held)) + 1  # the tied one, in the first stage and in the last
+
+
+class _Mask(nn.Module):
+    """Each layer reads a mask made of the input, under a mode of its own; a part of it runs without gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
+        self.teacher = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", enabled=False):
+            mask = (x.cumsum(1) > 0).float() @ torch.ones(4, 4)
+        h = x
+        for layer in self.layers:
+            h = h + layer(h) * mask
+        with torch.no_grad():
+            target = self.teacher(x)
+        return (h - target).square().mean()
+
+
+def test_masks_are_computed_on_each_stage_and_no_cut_lies_in_a_mode():
+    torch.manual_seed(0)
+    model, x = _Mask(), torch.randn(2, 4)
+    captured = _captured(model, x)
+    graph, loss = captured.graph_module.graph, captured.results
+    plan = SplitStages(3).plan(graph, _uniform(captured), captured.repeated)
+    assert set(plan.cut_bytes) == {32}  # the hidden values alone
+    graphs = stage_graphs(captured.graph_module, plan, state=captured.state, results=loss, repeated=captured.repeated)
+    values: tuple[Tensor, ...] = ()
+    for stage in graphs:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            values = stage.module(*values, *[x for _ in stage.roots])
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(values[0], model(x))
+    modes = {"_enter_autocast", "_exit_autocast"}
+    assert all(
+        modes <= {str(getattr(node.target, "__name__", "")) for node in stage.module.graph.nodes}
+        for stage in graphs[:2]
+    )

@@ -56,7 +56,7 @@ def test_what_stands_behind_the_script_is_its_own(own, script, capsys):
     [
         ([], "the following arguments are required: SCRIPT"),
         (["-H", "nowhere", "s.py"], "hostfile nowhere: No such file"),
-        (["-H", "HOSTS", "-i", "worker-3", "s.py"], "there is no host 'worker-3'; did you mean"),
+        (["-H", "HOSTS", "-i", "worker-3", "s.py"], "there is no host 'worker-3'; there are worker-1, worker-2"),
         (["-H", "HOSTS", "-i", "worker-1", "-e", "worker-2", "s.py"], "not allowed with argument"),
         (["-H", "HOSTS", "-i", "worker-1", "--num_gpus", "2", "s.py"], "leave out --num_nodes and --num_gpus"),
         (["-H", "HOSTS", "--num_gpus", "5", "s.py"], "worker-1 has 4 slots"),

@@ -487,7 +487,7 @@ def test_it_fits_the_screen_and_json(fake_ranks):
     assert json.loads(json.dumps(given)) == given
     assert list(given) == [
         *("schema", "model", "status", "stages", "mesh", "costs", "parameters", "compiles", "step", "memory"),
-        *("memory_limit", "graph_breaks", "recompiles", "fallbacks", "near_misses", "checkpoint_regions"),
+        *("memory_limit", "limit_gaps", "graph_breaks", "recompiles", "fallbacks", "near_misses", "checkpoint_regions"),
     ]
 
 

@@ -8,6 +8,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import dsgraph
+from dsgraph.tools.reporting.text import _fit
 from tests.tools.reporting.test_report import (
     EAGER,
     HERE,
@@ -134,3 +135,33 @@ def test_strict_lets_a_model_pass_that_calls_torchs_attention_itself():
     assert torch.equal(compiled(x), Attention()(x))
     said = " ".join(str(dsgraph.report(compiled)).split())
     assert "the graph calls torch's scaled_dot_product_attention already, in 1 place" in said
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"regions": ["nowhere"], "codegen": "inductor"},
+            "option 'regions' names 'nowhere', which is no list of modules",
+        ),
+        ({"partition_activations": True}, "option 'partition_activations' has no effect"),
+    ],
+)
+def test_strict_refuses_options_without_effect(fake_ranks, options, message):
+    model = dsgraph.partition(nn.Sequential(nn.Linear(4, 4)), stage=1)
+    compiled = torch.compile(model, backend="dsgraph", options={**STRICT, **options})
+    with pytest.raises(dsgraph.StrictError, match=message):
+        compiled(torch.ones(1, 4))
+
+
+def test_strict_names_the_users_line_where_torchs_module_is_compiled(fake_ranks):
+    model = dsgraph.partition(nn.Sequential(nn.Linear(4, 4)), stage=1)
+    compiled = torch.compile(model, backend="dsgraph", options={**STRICT, "recompile_limit": 1}, dynamic=False)
+    compiled(torch.ones(1, 4))
+    with pytest.raises(dsgraph.StrictError, match=r"compile 2 of what .*test_strict\.py"):
+        compiled(torch.ones(2, 4))
+
+
+def test_a_cut_name_keeps_its_phase():
+    assert _fit("backward of a/very/long/path.py:12 (f)", 24) == "backward of ...py:12 (f)"
+    assert _fit("forward of f", 24) == "forward of f"

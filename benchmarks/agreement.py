@@ -1,0 +1,75 @@
+"""What comparing each run of a compiled graph costs ranks: steps with and without, in turn, in one process a rank.
+
+    python -m torch.distributed.run --nproc-per-node 2 -m benchmarks.agreement --json agreement.json
+
+Columns:
+    stage      ZeRO stage of a GPT of 27 M parameters, codegen "inductor", 2 rows of 128 tokens a rank
+    with_s     seconds a step while ranks compare, median
+    without_s  seconds a step while they do not
+    ratio      median over pairs of neighbouring steps of one over the other
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.report import Check, Report, Row, add_arguments
+from benchmarks.systems import SYSTEMS
+from benchmarks.training import Training, Workload
+from dsgraph.sharding.eager_agreement import eager_agreements
+
+LIMIT = 1.01
+WARM_UP = 5
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the benchmark on every rank; rank 0 reports."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_arguments(parser)
+    parser.add_argument("--pairs", type=int, default=40, help="number of pairs of steps")
+    options = parser.parse_args(arguments)
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    workload = Workload(world=dist.get_world_size())
+    workload = workload.quick() if options.quick else workload
+    rows = [_row(stage, workload, pairs=options.pairs) for stage in (0, 3)]
+    if dist.get_rank() == 0:
+        report = Report()
+        report.rows = rows
+        report.checks = [
+            Check(f"step time with the agreement over without, stage {row['stage']}", row["ratio"], LIMIT, "lower")
+            for row in rows
+        ]
+        report.print()
+        report.write(options.json)
+    dist.destroy_process_group()
+    return 0
+
+
+def _row(stage: int, workload: Workload, *, pairs: int) -> Row:
+    training = Training(SYSTEMS[f"dsgraph-{stage}"], workload, None)
+    training.timed_steps(WARM_UP)
+    (agreement,) = eager_agreements.known()
+    patience, seconds = agreement.patience, {True: [], False: []}
+    for number in range(2 * pairs):
+        compares = number % 4 in (0, 3)  # with, without, without, with: what drifts meets both alike
+        agreement.patience = patience if compares else 0
+        seconds[compares] += training.timed_steps(1)
+    agreement.patience = patience
+    # The slowest rank's: a step ends with a barrier.
+    ratios = [one / other for one, other in zip(seconds[True], seconds[False], strict=True)]
+    return {
+        "stage": stage,
+        "with_s": statistics.median(seconds[True]),
+        "without_s": statistics.median(seconds[False]),
+        "ratio": statistics.median(ratios),
+    }
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,21 @@
+"""What helps against a line that torch cannot capture, where that is known."""
+
+from __future__ import annotations
+
+import re
+
+_EXPERTS = (
+    "transformers' experts of implementation 'eager' depend on values: call "
+    'model.set_experts_implementation("grouped_mm") ahead of the first forward, which is captured'
+)
+
+
+def remedy(*said: str) -> str:
+    """Return a sentence with what to do about what torch says it cannot capture; empty where nothing is known.
+
+    Args:
+        *said: Place and reason in torch's words.
+    """
+    text = " ".join(said)
+    depends_on_values = re.search(r"nonzero|data-dependent|[Dd]ynamic shape operator|\bexpert_", text)
+    return f" {_EXPERTS}." if depends_on_values and re.search(r"transformers.models.\w+.modeling_", text) else ""

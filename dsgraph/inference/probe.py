@@ -1,0 +1,137 @@
+"""Compares the first tokens of an engine with those of the model that it serves, before the engine is handed out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dsgraph.errors import InferenceError
+
+from .gate import layer_of, text_config, windows
+
+_NEW = 3
+"""Tokens to generate."""
+_SHORT, _LONGEST, _LONGEST_UNKNOWN = 12, 256, 1024
+"""Tokens of the prompt; at most, to reach beyond a window for which transformers makes the mask, and beyond another."""
+_KNOWN = ("sliding_window", "attention_chunk_size")
+"""Windows for which transformers makes the mask, from the cache that it is given."""
+_PADDED = 2
+"""Tokens of padding before the first of two prompts."""
+# Largest distance of logits, relative to their spread: what is computed in another order, and no more.
+_TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-3}
+_TOLERANCE_16_BITS = 0.2
+_SKIP = "verify=False skips this comparison"
+
+
+def verify(model: Any, make: Callable[[int], Any], *, most: int) -> None:
+    """Generate a few tokens with the model and with an engine, uncompiled, and compare the logits.
+
+    Two prompts, the first one padded, reach beyond the model's windows of attention where these are short. The model
+    is in evaluation mode meanwhile. Nothing is compiled.
+
+    Args:
+        model: Of transformers, with weights.
+        make: Makes an engine of the model from a number of positions.
+        most: Positions that the model has.
+
+    Raises:
+        InferenceError: The engine does not give the model's logits, or cannot compute them.
+    """
+    length = _length(model, most)
+    if length < _PADDED + 1:
+        return
+    with _evaluating(model):
+        given = _prompts(model, length)
+        try:
+            expected = _logits(model.generate, model, given, cache_implementation="dynamic")
+        except Exception as error:
+            raise InferenceError(
+                f"init_inference: {type(model).__name__} cannot be verified, its own generate fails: {_first(error)}; "
+                f"{_SKIP}"
+            ) from error
+        try:
+            engine = make(length + _NEW)
+            with engine._graphs.uncompiled():
+                found = _logits(engine.generate, model, given)
+        except Exception as error:
+            raise InferenceError(
+                f"init_inference: {type(model).__name__} cannot be taken: with a static cache of keys and values the "
+                f"forward of its {layer_of(model)} fails: {_first(error)}. Call model.generate"
+            ) from error
+    _compare(model, found, expected)
+
+
+def _length(model: Any, most: int) -> int:
+    found = _SHORT
+    for name, size in windows(text_config(model)).items():
+        beyond, is_known = size + _PADDED + 1, name in _KNOWN
+        if beyond <= (_LONGEST if is_known else _LONGEST_UNKNOWN):
+            found = max(found, beyond)
+        elif not is_known and size < most:
+            raise InferenceError(
+                f"init_inference: {type(model).__name__} cannot be verified: its config has {name}={size}, and a "
+                f"prompt of more than {_LONGEST_UNKNOWN} tokens would be needed to compare its masks. Give "
+                f"max_tokens={size} or less, or compare tokens yourself: {_SKIP}"
+            )
+    return min(found, most - _NEW)
+
+
+@contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
+
+
+def _prompts(model: Any, length: int) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    words = text_config(model).vocab_size
+    (device,) = {param.device for param in model.parameters()}
+    ids = torch.randint(min(3, words - 1), words, (2, length), generator=generator).to(device)
+    mask = torch.ones_like(ids)
+    mask[0, :_PADDED] = 0
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+def _logits(generate: Callable[..., Any], model: Any, given: dict[str, Tensor], **others: Any) -> tuple[Any, Any]:
+    """Tokens, and the logits behind each step."""
+    from transformers import GenerationConfig
+
+    config = GenerationConfig(
+        **{"max_new_tokens": _NEW, "do_sample": False, "num_beams": 1, "num_return_sequences": 1},
+        **{"return_dict_in_generate": True, "output_logits": True, "output_scores": False},
+        **{"pad_token_id": model.generation_config.pad_token_id or 0, **others},
+    )
+    found = generate(**given, generation_config=config)
+    return found.sequences, found.logits
+
+
+def _compare(model: Any, found: tuple[Any, Any], expected: tuple[Any, Any]) -> None:
+    tolerance = _TOLERANCE.get(model.dtype, _TOLERANCE_16_BITS)
+    count = len(expected[1])
+    for step in range(count):
+        end = expected[0].shape[1] - count + step
+        if not torch.equal(found[0][:, :end], expected[0][:, :end]):
+            return  # two words were nearly equal: other tokens, other logits
+        one, other = (torch.nan_to_num(each[1][step].float(), neginf=0, posinf=0) for each in (found, expected))
+        distance = float((one - other).norm() / (other - other.mean(-1, keepdim=True)).norm().clamp(min=1e-12))
+        if distance > tolerance:
+            config = text_config(model)
+            kinds = ", ".join(sorted(set(getattr(config, "layer_types", None) or ["full_attention"])))
+            raise InferenceError(
+                f"init_inference: {type(model).__name__} cannot be taken: with a static cache of keys and values the "
+                f"logits of token {step + 1} differ from the model's by {distance:.1%} of their spread "
+                f"({layer_of(model)}, layers of type {kinds}). Call model.generate; {_SKIP}"
+            )
+
+
+def _first(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"

@@ -1,0 +1,91 @@
+"""The stages of a rank as torch's schedules run them, for each state of autocast."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.pipelining.schedules import get_schedule_class
+from torch.fx import Node
+
+from dsgraph.passes.parallel.stage_graphs import StageGraph
+
+from .captured_model import CapturedModel, fake_values
+from .schedule_order import SCHEDULES
+from .stage_modules import LossOf, StageModule, TimedStage, stage_buffers
+
+
+@dataclass(frozen=True)
+class StageRun:
+    """What runs a step.
+
+    Attributes:
+        schedule: Torch's, made for these stages.
+        stages: This rank's.
+    """
+
+    schedule: Any
+    stages: tuple[TimedStage, ...]
+
+
+class StageRuns:
+    """Makes what runs a step: what stages send has another dtype under `torch.autocast`.
+
+    Torch's schedules receive into buffers that are made once, of the dtypes that the capture has seen. Bytes of another
+    dtype would be read as numbers of that one.
+    """
+
+    def __init__(
+        self,
+        captured: CapturedModel,
+        graphs: Sequence[StageGraph],
+        mine: Mapping[int, StageModule],
+        *,
+        schedule: str,
+        loss: LossOf,
+        group: dist.ProcessGroup,
+        device: torch.device,
+    ) -> None:
+        """Takes all stages, and this rank's modules by the number of the stage."""
+        self._graph, self._device = captured.graph_module, device  # not the model's parameters
+        self._boundaries = [(graph.received, graph.sent) for graph in graphs]
+        self._mine, self._kind, self._loss, self._group = dict(mine), schedule, loss, group
+        self._known: dict[str, StageRun] = {}
+
+    def autocast(self) -> str:
+        """What `torch.autocast` does where this is called, in words."""
+        kind = self._device.type
+        return f"autocast to {torch.get_autocast_dtype(kind)}" if torch.is_autocast_enabled(kind) else "no autocast"
+
+    def now(self) -> StageRun:
+        """What runs a step where this is called."""
+        key = self.autocast()
+        if key not in self._known:
+            self._known[key] = self._made(fake_values(self._graph, self._device))
+        return self._known[key]
+
+    def _made(self, values: Mapping[Node, Any]) -> StageRun:
+        def buffers(nodes: Sequence[Node]) -> tuple[Tensor, ...]:
+            return stage_buffers([values[node] for node in nodes], self._device)
+
+        stages = tuple(
+            TimedStage(
+                module,
+                number,
+                len(self._boundaries),
+                self._device,
+                input_args=buffers(self._boundaries[number][0]),
+                output_args=buffers(self._boundaries[number][1]),
+                group=self._group,
+                dw_builder=None if module.queue is None else module.queue.take,
+            )
+            for number, module in self._mine.items()
+        )
+        # Torch divides a tied parameter's gradient twice where two stages of a rank share it: the loss is divided.
+        made: Any = get_schedule_class(self._kind)
+        given = list(stages) if SCHEDULES[self._kind] else stages[0]
+        return StageRun(made(given, self._loss.microbatches, loss_fn=self._loss, scale_grads=False), stages)

@@ -1,0 +1,95 @@
+"""Ranks that share a batch compare what they are given, at the first steps: other data would train silently wrong."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections import Counter
+from collections.abc import Hashable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .agreement import Agreement
+
+CHECKED_STEPS = 3
+
+_BATCHES = (
+    "These ranks hold parts of one model and take the same rows: give all of them the same batch. A sampler divides "
+    "the data by data-parallel ranks only"
+)
+_SEEDS = (
+    "Dropout of a sliced value needs one stream of random numbers: call torch.manual_seed(seed) alike on these ranks"
+)
+
+
+class EqualBatches:
+    """Compares batches between ranks at the first steps of each kind.
+
+    Costs a checksum of the batch and a message through the store at these steps, and nothing later.
+    """
+
+    def __init__(self, pipeline: Agreement | None, slicing: Agreement | None) -> None:
+        """Takes the ranks that are given equal batches.
+
+        Args:
+            pipeline: The ranks that hold a model's stages.
+            slicing: The ranks that share operators, which draw equal random numbers as well.
+        """
+        self._agreements = [one for one in (pipeline, slicing) if one is not None and len(one.ranks) > 1]
+        self._slicing = slicing
+        self._seen: Counter[Hashable] = Counter()
+
+    def is_due(self, kind: Hashable) -> bool:
+        """Count a step of a kind: shapes, autocast. Whether it is among the first, which are compared."""
+        self._seen[kind] += 1
+        return bool(self._agreements) and self._seen[kind] <= CHECKED_STEPS
+
+    def compare(self, kind: Hashable, values: Mapping[str, Any]) -> None:
+        """Compare a batch with those of the other ranks. All of them call it.
+
+        Args:
+            kind: What steps have in common.
+            values: The tensors of the batch by name.
+
+        Raises:
+            RanksDisagreeError: On all ranks; names two of them and the first argument that differs.
+        """
+        lines = [str(kind), *_described(values)]
+        for agreement in self._agreements:
+            agreement.confirm("compute with different batches", lines, advice=_BATCHES)
+
+    def compare_random_numbers(self, device: torch.device, state: Tensor) -> None:
+        """Compare the state of random numbers with those of the ranks that share operators. All of them call it.
+
+        Raises:
+            RanksDisagreeError: On all ranks; names two of them.
+        """
+        if self._slicing is not None:
+            line = f"random numbers of {device.type} with checksum {_digest(state)}"
+            self._slicing.confirm("draw different random numbers", [line], advice=_SEEDS)
+
+
+def random_state(device: torch.device) -> Tensor:
+    """The state of a device's default generator."""
+    return torch.get_rng_state() if device.type == "cpu" else torch.get_device_module(device).get_rng_state(device)
+
+
+def _described(values: Mapping[str, Any]) -> list[str]:
+    """A line for each tensor: its name, dtype, shape and checksum."""
+    return [
+        f"{_argument(name)}: {value.dtype} {list(value.shape)} with checksum {_digest(value)}"
+        for name, value in values.items()
+        if isinstance(value, Tensor) and not value.is_meta
+    ]
+
+
+def _argument(name: str) -> str:
+    """The user's name of what Dynamo calls `l_input_ids_`."""
+    return re.sub(r"^[lL]_((kw)?args_)?|_$", "", name)
+
+
+def _digest(tensor: Tensor) -> str:
+    content = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+    return hashlib.sha256(content).hexdigest()[:12]

@@ -1,0 +1,35 @@
+"""Cast the floating-point inputs of a model to the dtype in which its forward sees parameters."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from dsgraph import compat
+
+
+def cast_floating(inputs: Any, dtype: torch.dtype | None) -> Any:
+    """Inputs of a model, of which floating-point tensors are in `dtype`; None leaves them.
+
+    Tensors inside lists, tuples, dicts and other containers that `torch.utils._pytree` knows are cast as well.
+    """
+    if dtype is None:
+        return inputs
+    return compat.map_tensors(lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, inputs)
+
+
+def cast_inputs_of(root: nn.Module, dtype: torch.dtype) -> None:
+    """Make `root` cast what it is called with, ahead of its other hooks; a second call changes nothing.
+
+    FSDP2's `MixedPrecisionPolicy(cast_forward_inputs=True)` does the same for the module that it is given.
+    """
+    hooks = [hook for table in compat.hook_tables(root) for hook in table.values()]
+    if not any(isinstance(hook, partial) and hook.func is _cast for hook in hooks):
+        root.register_forward_pre_hook(partial(_cast, dtype=dtype), prepend=True, with_kwargs=True)
+
+
+def _cast(module: nn.Module, args: Any, kwargs: Any, *, dtype: torch.dtype) -> Any:
+    return cast_floating((args, kwargs), dtype)

@@ -1,0 +1,46 @@
+"""A checkpoint that is written beside the training outlives the script, or its failure is said."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from dsgraph.checkpoint_files import read_about
+
+pytestmark = pytest.mark.distributed
+
+SCRIPT = """
+import sys, torch, torch.distributed as dist, dsgraph
+model = torch.nn.Sequential(*[torch.nn.Linear(256, 256) for _ in range(8)])
+settings = {"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "AdamW"}, "dsgraph": {"compile": False}}
+engine = dsgraph.initialize(model=model, config=settings)[0]
+engine.backward(engine(torch.ones(2, 256)).mean())
+engine.step()
+engine.save_checkpoint(sys.argv[1], "final", asynchronous=True)
+"""
+FAILS = """
+import dsgraph.checkpoint_folder as folder
+def fail(*_): raise OSError("the disk is gone")
+folder.write_about = fail
+"""
+
+
+def _run(folder: Path, script: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", script, str(folder)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, env=os.environ, check=True)
+
+
+def test_a_script_that_ends_has_written_its_checkpoint(tmp_path):
+    ran = _run(tmp_path, SCRIPT)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["final", "latest"], ran.stderr
+    assert read_about(tmp_path / "final")["client_state"] == {}
+
+
+def test_what_could_not_be_written_is_said_at_the_end(tmp_path):
+    ran = _run(tmp_path, FAILS + SCRIPT)
+    assert "save " in ran.stderr and "final: the disk is gone; the checkpoint before stays the latest" in ran.stderr
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,49 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+import dsgraph
+
+pytestmark = pytest.mark.usefixtures("one_rank")
+
+
+class _Nested(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(4, 4)
+        self.seen: list[torch.dtype] = []
+
+    def forward(self, x: Tensor, *, also: dict[str, list[Tensor]], index: Tensor) -> Tensor:
+        self.seen[:] = [x.dtype, also["x"][0].dtype, index.dtype]
+        return self.layer(x + also["x"][0])[index]
+
+
+def _call(model: nn.Module) -> Tensor:
+    x = torch.linspace(-1, 1, 8).view(2, 4)
+    return model(x, also={"x": [x.double()]}, index=torch.tensor([1, 0]))
+
+
+@pytest.mark.parametrize("stage", (0, 3))
+@pytest.mark.parametrize("compiled", (False, True))
+def test_inputs_are_cast_as_by_fsdp2(stage, compiled):
+    theirs = _Nested()
+    fully_shard(theirs, mesh=init_device_mesh("cpu", (1,)), mp_policy=MixedPrecisionPolicy(torch.bfloat16))
+    expected = _call(theirs)
+    ours = dsgraph.partition(_Nested(), stage=stage, keep_whole_below=0, param_dtype=torch.bfloat16)
+    found = _call(torch.compile(ours, backend="dsgraph", options={"codegen": "eager"}) if compiled else ours)
+    assert ours.seen == theirs.seen == [torch.bfloat16, torch.bfloat16, torch.int64]
+    assert torch.equal(found, expected)
+
+
+def test_an_option_keeps_them():
+    model = dsgraph.partition(_Nested(), param_dtype=torch.bfloat16, cast_forward_inputs=False)
+    with pytest.raises(RuntimeError, match="same dtype"):
+        _call(model)
+    assert model.seen == [torch.float32, torch.float64, torch.int64]
+    with pytest.raises(dsgraph.PartitionError, match="cast_forward_inputs has no effect without param_dtype"):
+        dsgraph.partition(_Nested(), cast_forward_inputs=False)
