@@ -1,65 +1,35 @@
-"""What ranks do at the same time, so that where one fails all raise."""
+"""What the ranks of an engine do at the same time, so that where one fails all raise."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from typing import Any
 
-import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import nn
 
-from dsgraph.errors import CheckpointError
+from dsgraph.sharding import joint_failure
 from dsgraph.sharding.agreement import Agreement
+from dsgraph.sharding.joint_failure import reason
 from dsgraph.sharding.table import partitioned_parts
 
 
 def together(module: nn.Module, doing: str, act: Callable[[], Any]) -> None:
-    """Runs `act` on each rank of a partitioned model.
-
-    Raises:
-        CheckpointError: One failed; all ranks raise what it said.
-    """
-    mine = ""
-    try:
-        act()
-    except Exception as error:  # whatever it is, the other ranks wait to hear of it
-        mine = reason(error)
-    for rank, text in exchange(module, f"how they {doing}", mine).items():
-        if text:
-            raise CheckpointError(f"{doing}: rank {rank}: {text}")
+    """Run `act` on each rank of a partitioned model; see `all_or_none`."""
+    joint_failure.all_or_none(_agreement(module), doing, act)
 
 
 def on_first(module: nn.Module, doing: str, act: Callable[[], str | None]) -> str | None:
-    """Runs `act` on the first rank of a partitioned model alone.
-
-    Returns:
-        What it returned there, on all ranks.
-
-    Raises:
-        CheckpointError: It failed; all ranks raise what it said.
-    """
-    mine: dict[str, str | None] = {}
-    if dist.get_rank() == ranks_of(module)[0]:
-        try:
-            mine["found"] = act()
-        except Exception as error:  # whatever it is, the other ranks wait to hear of it
-            mine["failed"] = reason(error)
-    said = exchange(module, f"how the first of them did: {doing}", json.dumps(mine))
-    first: dict[str, str | None] = json.loads(said[ranks_of(module)[0]])
-    if "failed" in first:
-        raise CheckpointError(f"{doing}: {first['failed']}")
-    return first["found"]
+    """Run `act` on the first rank of a partitioned model alone; see `joint_failure.on_first`."""
+    return joint_failure.on_first(_agreement(module), doing, act)
 
 
 def exchange(module: nn.Module, what: str, text: str) -> dict[int, str]:
-    """The text of every rank of a partitioned model, by rank. All ranks call it."""
+    """Return the text of every rank of a partitioned model, by rank. All ranks call it."""
     return _agreement(module).exchange(what, text)
 
 
 def ranks_of(module: nn.Module) -> tuple[int, ...]:
-    """The ranks of a partitioned model."""
+    """Return the ranks of a partitioned model."""
     return _agreement(module).ranks
 
 
@@ -68,13 +38,4 @@ def _agreement(module: nn.Module) -> Agreement:
     return Agreement.over(part.mesh)
 
 
-def reason(error: BaseException) -> str:
-    """Why something failed, in a line: what the disk said, where it was the disk."""
-    if isinstance(error, CheckpointError):
-        return str(error)
-    if isinstance(error, dcp.api.CheckpointException):
-        return "; ".join(f"rank {rank}: {reason(failure)}" for rank, (failure, _) in error.failures.items())
-    deepest: BaseException | None = error
-    while deepest is not None and not isinstance(deepest, OSError):
-        deepest = deepest.__cause__ or deepest.__context__
-    return " ".join(str(deepest or error).split())[:500] or type(error).__name__
+__all__ = ["exchange", "on_first", "ranks_of", "reason", "together"]

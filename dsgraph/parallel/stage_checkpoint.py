@@ -21,11 +21,12 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from dsgraph.checkpoint_files import FORMAT, check_tag, complete, make_unfinished, read_about, unfinished_folder
+from dsgraph.checkpoint_files import check_tag, encode_about, read_about
+from dsgraph.checkpoint_folder import Unfinished
 from dsgraph.errors import CheckpointError
 from dsgraph.inductor_ext import resolve_group
 from dsgraph.sharding.agreement import Agreement
-from dsgraph.sharding.joint_failure import all_or_none
+from dsgraph.sharding.joint_failure import all_or_none, on_first
 from dsgraph.sharding.rows import own_part
 from dsgraph.sharding.slices import ParameterSlice
 
@@ -84,7 +85,7 @@ def save(
     Raises:
         CheckpointError: It cannot be written; all ranks raise, and checkpoints that were there stay.
     """
-    doing, is_first, agreement = f"save {folder / tag}", dist.get_rank() == 0, state.agreement
+    doing, agreement = f"save {folder / tag}", state.agreement
     tensors: dict[str, Any] = {}
     likes: dict[str, bool] = {}
     agreement.confirm("write checkpoints of different tags", [tag], advice="Give the same folder and tag on all ranks")
@@ -102,19 +103,33 @@ def save(
     for text in agreement.exchange("which state has the shape of its parameter", json.dumps(likes)).values():
         likes.update(json.loads(text))
     about = {
-        "format": FORMAT,
         "kind": _KIND,
         "tensors": dict(state.known),
         "optimizer_class": None if optimizer is None else type(optimizer).__name__,
         "likes": likes,
         "more": dict(more or {}),
     }
-    all_or_none(agreement, doing, lambda: make_unfinished(folder, tag) if is_first else None)
+    begun: list[Unfinished] = []  # of the first rank
+
+    def begin() -> str:
+        begun.append(Unfinished.begin(folder, tag))
+        return begun[0].path.name
+
+    def complete() -> None:
+        for unfinished in begun:
+            unfinished.complete(encode_about(about))
+
+    unfinished = folder / str(on_first(agreement, doing, begin))
     try:
-        dcp.save(tensors, checkpoint_id=unfinished_folder(folder, tag))
-    except (dcp.api.CheckpointException, OSError) as error:
-        raise CheckpointError(f"{doing}: {error}") from error
-    all_or_none(agreement, doing, lambda: complete(folder, tag, about) if is_first else None)
+        try:
+            dcp.save(tensors, checkpoint_id=unfinished)
+        except (dcp.api.CheckpointException, OSError) as error:
+            raise CheckpointError(f"{doing}: {error}") from error
+        all_or_none(agreement, doing, complete)
+    except BaseException:
+        for failed in begun:
+            failed.give_up()
+        raise
     return folder / tag
 
 

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from typing import Any
+
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 
 from dsgraph.errors import CheckpointError
 
@@ -20,7 +24,41 @@ def all_or_none(agreement: Agreement, doing: str, act: Callable[[], Any]) -> Non
     try:
         act()
     except Exception as error:  # whatever it is, the other ranks wait to hear of it
-        mine = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
+        mine = reason(error)
     for rank, text in agreement.exchange(f"how they {doing}", mine).items():
         if text:
             raise CheckpointError(f"{doing}: rank {rank}: {text}")
+
+
+def on_first(agreement: Agreement, doing: str, act: Callable[[], str | None]) -> str | None:
+    """Run `act` on the first rank of an agreement alone. All of them call it.
+
+    Returns:
+        What it returned there, on all ranks.
+
+    Raises:
+        CheckpointError: It failed; all ranks raise what it said.
+    """
+    mine: dict[str, str | None] = {}
+    if dist.get_rank() == agreement.ranks[0]:
+        try:
+            mine["found"] = act()
+        except Exception as error:  # whatever it is, the other ranks wait to hear of it
+            mine["failed"] = reason(error)
+    said = agreement.exchange(f"how the first of them did: {doing}", json.dumps(mine))
+    first: dict[str, str | None] = json.loads(said[agreement.ranks[0]])
+    if "failed" in first:
+        raise CheckpointError(f"{doing}: {first['failed']}")
+    return first["found"]
+
+
+def reason(error: BaseException) -> str:
+    """Return why something failed, in a line: what the disk said, where it was the disk."""
+    if isinstance(error, CheckpointError):
+        return str(error)
+    if isinstance(error, dcp.api.CheckpointException):
+        return "; ".join(f"rank {rank}: {reason(failure)}" for rank, (failure, _) in error.failures.items())
+    deepest: BaseException | None = error
+    while deepest is not None and not isinstance(deepest, OSError):
+        deepest = deepest.__cause__ or deepest.__context__
+    return " ".join(str(deepest or error).split())[:500] or type(error).__name__
