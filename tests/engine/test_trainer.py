@@ -287,7 +287,8 @@ def _resumed(stage: int, place: str) -> None:
     from dsgraph.engine.accelerator import DsgraphAccelerator
 
     with _as_launched():
-        accelerator = DsgraphAccelerator(dsgraph_config={**CONFIG, "zero_optimization": {"stage": stage}}, cpu=True)
+        wanted = {**CONFIG, "train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": stage}}
+        accelerator = DsgraphAccelerator(dsgraph_config=wanted, cpu=True)
         model = _small()
         model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
 
