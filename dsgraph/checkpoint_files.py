@@ -18,7 +18,7 @@ FORMAT = "dsgraph-engine-2"
 ABOUT = "engine.json"
 LATEST = "latest"
 _TAG = re.compile(r"[^/\\\x00-\x1f\x7f]+")
-_LONGEST_TAG = 200  # bytes: names of files have 255, and a checkpoint that is written has a longer one
+_LONGEST_TAG = 200  # bytes: file names have at most 255, and an unfinished checkpoint has a longer name
 _LATEST_LINE = re.compile(r"(?P<tag>[^\n]*?)(?P<sum>[ \t]*)\n")
 _HEAD = re.compile(rb'\{"checksum": "(?P<sum>[0-9a-f]{8})",')
 _BLOCK = 2**22
@@ -26,10 +26,10 @@ _READERS = 4  # threads: reading and summing up hold no lock
 
 
 def check_tag(tag: object) -> str:
-    """The tag as text, if it can name a folder: also a number.
+    """Return a tag, which may be a number, as text.
 
     Raises:
-        CheckpointError: It cannot.
+        CheckpointError: The tag cannot be the name of a folder.
     """
     text = str(tag)
     problem = _why_no_tag(text)
@@ -51,7 +51,7 @@ def _why_no_tag(text: str) -> str:
 
 
 def latest_tag(folder: Path) -> str | None:
-    """The tag of the newest checkpoint in a folder; None where no file says it.
+    """Return the tag of the newest checkpoint in a folder; None without a file `latest`.
 
     Raises:
         CheckpointError: The file is damaged.
@@ -64,7 +64,7 @@ def latest_tag(folder: Path) -> str | None:
         raise CheckpointError(f"{folder / LATEST} cannot be read ({error}): load a checkpoint by its tag") from None
     found = _LATEST_LINE.fullmatch(text)
     if found is None and text and text.isprintable() and not (folder / text / ABOUT).is_file():
-        return text  # no newline, as DeepSpeed writes it; and no checkpoint, which whoever loads it says
+        return text  # no newline, as DeepSpeed writes it; the caller reports that it is no checkpoint
     if found is None or _why_no_tag(found["tag"]) or found["sum"] not in ("", _blanks(found["tag"])):
         raise CheckpointError(
             f"{folder / LATEST} is damaged: load a checkpoint by its tag; known: {_known(folder)}. (Written by "
@@ -74,18 +74,18 @@ def latest_tag(folder: Path) -> str | None:
 
 
 def latest_line(tag: str) -> bytes:
-    """What the file `latest` says: a tag, and behind it its checksum."""
+    """Return the content of the file `latest`: a tag followed by its checksum."""
     return f"{tag}{_blanks(tag)}\n".encode()
 
 
 def known_tags(folder: Path) -> list[str]:
-    """The checkpoints of a folder."""
+    """Return the tags of the checkpoints in a folder, sorted."""
     names = (path.parent.name for path in folder.glob(f"*/{ABOUT}"))
     return sorted(name for name in names if not name.startswith("."))
 
 
 def encode_about(about: Mapping[str, Any]) -> dict[str, Any]:
-    """What `engine.json` is to say, as JSON values that keep its types.
+    """Return the content of `engine.json` as JSON values that keep types.
 
     Raises:
         CheckpointError: A value is of a type that a checkpoint does not keep; the message names it.
@@ -94,14 +94,14 @@ def encode_about(about: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def write_about(path: Path, about: Mapping[str, Any]) -> None:
-    """Writes `engine.json` behind all other files of a checkpoint.
+    """Write `engine.json` after all other files of a checkpoint.
 
     Args:
         path: The folder.
-        about: What it says besides the checksums, as `encode_about` gives it.
+        about: Its content without the checksums, from `encode_about`.
     """
     paths = sorted(path.iterdir())
-    with ThreadPool(_READERS) as pool:  # an executor takes nothing more when the program ends
+    with ThreadPool(_READERS) as pool:  # an executor accepts no work at interpreter exit
         files = dict(zip([path.name for path in paths], pool.map(_checksum, paths), strict=True))
     write_whole(path / ABOUT, _with_checksum({**about, "files": files}))
 
@@ -137,7 +137,7 @@ _OTHER = "load another checkpoint by its tag"
 
 
 def _with_checksum(about: Mapping[str, Any]) -> bytes:
-    """JSON whose first key is the checksum of all that follows that key."""
+    """Return JSON whose first key is the checksum of everything after that key."""
     rest = json.dumps(about, indent=1, allow_nan=False).removeprefix("{").encode() + b"\n"
     return b'{"checksum": "%08x",' % zlib.crc32(rest) + rest
 
@@ -157,7 +157,7 @@ def _without_checksum(content: bytes) -> dict[str, Any]:
 
 
 def _older_format(content: bytes) -> str | None:
-    """The format of a file from before there were checksums of it."""
+    """Return the format of an `engine.json` from before checksums; None if it is damaged."""
     try:
         found = json.loads(content)["format"]
     except (ValueError, KeyError, TypeError):
@@ -170,7 +170,7 @@ def _known(folder: Path) -> str:
 
 
 def _blanks(tag: str) -> str:
-    """The checksum of a tag in blanks, so that whoever reads the file `latest` sees the tag alone."""
+    """Return the checksum of a tag as spaces and tabs, so that a reader of `latest` sees only the tag."""
     return f"{zlib.crc32(tag.encode()):032b}".replace("0", " ").replace("1", "\t")
 
 

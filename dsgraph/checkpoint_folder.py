@@ -1,12 +1,12 @@
-"""A folder of checkpoints: which one is read, and how another is written beside it.
+"""A folder of checkpoints: finding the one to read, and writing another next to it.
 
     checkpoints/latest                       the newest tag
     checkpoints/<tag>/                       a checkpoint
-    checkpoints/.<tag>.<number>.unfinished   being written; locked as long as its writer lives
-    checkpoints/.<tag>.replaced              the old one of that tag, while the new one takes its place
+    checkpoints/.<tag>.<number>.unfinished   being written; locked as long as its writer runs
+    checkpoints/.<tag>.replaced              the old checkpoint of that tag, while the new one replaces it
 
-A process that is killed leaves one of the last two. The next writer removes the first; the next writer or reader gives
-the second its name back where there is no new one.
+A process that is killed leaves one of the last two. The next writer removes the first. The next writer or reader renames
+the second back if there is no new checkpoint of that tag.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ _REPLACED = re.compile(r"\.(?P<tag>.+)\.replaced", re.DOTALL)
 
 
 def find_tag(folder: Path, tag: object = None) -> str | None:
-    """The tag of a checkpoint that is to be read.
+    """Return the tag of the checkpoint to read.
 
     Args:
         folder: Folder of checkpoints.
         tag: Which one; None: the newest.
 
     Returns:
-        It; None where there is no checkpoint and no tag was given.
+        The tag; None if there is no checkpoint and no tag was given.
 
     Raises:
         CheckpointError: The tag can name no folder; or the file that names the newest is damaged, or missing beside
             several checkpoints.
     """
-    with suppress(OSError):  # where nothing can be renamed, what was being replaced is not there
+    with suppress(OSError):  # a read-only folder has no interrupted replacement
         _put_back_killed(folder)
     if tag is not None:
         return check_tag(tag)
@@ -57,7 +57,7 @@ def find_tag(folder: Path, tag: object = None) -> str | None:
             f"the file {LATEST!r} is missing, and there are several checkpoints: load one by its tag; known: "
             f"{', '.join(known)}"
         )
-    return known[0] if known else None  # its writer was killed ahead of the file
+    return known[0] if known else None  # its writer was killed before it wrote the file
 
 
 @dataclass(eq=False)
@@ -77,10 +77,10 @@ class Unfinished:
 
     @classmethod
     def begin(cls, folder: Path, tag: str) -> Unfinished:
-        """Makes the folder to write into, and removes what killed writers have left.
+        """Create the folder to write into, and remove leftovers of killed writers.
 
         Raises:
-            CheckpointError: Another writer that lives has begun the same checkpoint, or the tag is the name of
+            CheckpointError: A running writer has begun the same checkpoint, or the tag is the name of
                 something else.
             OSError: The file system refuses.
         """
@@ -101,23 +101,23 @@ class Unfinished:
             return cls(folder, tag, path, _try_lock(path))
 
     def complete(self, about: Mapping[str, Any]) -> Path:
-        """Makes a checkpoint of what was written, and the latest one. One of the same name is replaced.
+        """Turn the written files into the latest checkpoint. A checkpoint of the same name is replaced.
 
         Args:
-            about: What `engine.json` says besides the checksums, as `encode_about` gives it.
+            about: Content of `engine.json` without the checksums, from `encode_about`.
 
         Returns:
-            Its folder.
+            The checkpoint's folder.
 
         Raises:
             CheckpointError: The tag is the name of something else.
-            OSError: The file system refuses; the checkpoint before stays, and is the latest.
+            OSError: The file system refuses; the previous checkpoint stays the latest.
         """
         write_about(self.path, {**about, "tag": self.tag})
         final = self.folder / self.tag
         with _locked(self.folder):
             _refuse_other(final)
-            upcoming = self.folder / _NEXT_LATEST  # written first: behind the renames nothing takes room
+            upcoming = self.folder / _NEXT_LATEST  # written first: after the renames no disk space is needed
             upcoming.write_bytes(latest_line(self.tag))
             replaced = self.folder / f".{self.tag}.replaced"
             if final.exists():
@@ -130,7 +130,7 @@ class Unfinished:
         return final
 
     def give_up(self) -> None:
-        """Removes what was written."""
+        """Remove what was written."""
         shutil.rmtree(self.path, ignore_errors=True)
         with suppress(OSError), _locked(self.folder):
             (self.folder / _NEXT_LATEST).unlink(missing_ok=True)
@@ -143,7 +143,7 @@ class Unfinished:
 
 
 def _put_back_killed(folder: Path) -> None:
-    """Gives checkpoints their names back whose writer was killed when it replaced them."""
+    """Restore the names of checkpoints whose writer was killed while it replaced them."""
     if folder.is_dir() and any(_REPLACED.fullmatch(path.name) for path in folder.iterdir()):
         with _locked(folder):
             _put_back(folder)
@@ -159,7 +159,7 @@ def _put_back(folder: Path) -> None:
 
 
 def _refuse_other(final: Path) -> None:
-    """A folder of something else is not to be replaced."""
+    """Raise an error if something else than a checkpoint would be replaced."""
     is_there = final.is_symlink() or final.exists()
     if is_there and not (final.is_dir() and ((final / ABOUT).is_file() or not any(final.iterdir()))):
         raise CheckpointError(f"{final} is there and is no checkpoint, which could be replaced: choose another tag")
@@ -167,10 +167,10 @@ def _refuse_other(final: Path) -> None:
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Alone among the writers of a folder, for the moments in which names change."""
+    """Lock a folder against other writers while names change."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
-        with suppress(OSError):  # file systems without locks: then nothing keeps two jobs apart
+        with suppress(OSError):  # a file system without locks: two jobs are not kept apart
             fcntl.flock(descriptor, fcntl.LOCK_EX)
         yield
     finally:
@@ -178,7 +178,7 @@ def _locked(folder: Path) -> Iterator[None]:
 
 
 def _try_lock(path: Path) -> int | None:
-    """A lock that the kernel lets go when this process ends, however it does; None: another one has it."""
+    """Return a lock that the kernel releases when this process ends; None if another process holds it."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -193,12 +193,12 @@ def _try_lock(path: Path) -> int | None:
 def _unlock(descriptor: int | None) -> None:
     if descriptor is not None:
         with suppress(OSError):
-            fcntl.flock(descriptor, fcntl.LOCK_UN)  # a process that was forked meanwhile has the file open as well
+            fcntl.flock(descriptor, fcntl.LOCK_UN)  # a process that was forked in the meantime has the file open as well
         os.close(descriptor)
 
 
 def _remove_left(path: Path) -> bool:
-    """Removes the files of a writer that does not live any more; False: it lives."""
+    """Remove the files of a writer that has ended; return False if it is still running."""
     lock = _try_lock(path)
     if lock is not None:
         shutil.rmtree(path, ignore_errors=True)

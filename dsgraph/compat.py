@@ -96,7 +96,7 @@ def unflatten_tree(leaves: list[Any], spec: Any) -> Any:
 
 
 def device_and_dtype(*args: Any, **kwargs: Any) -> tuple[torch.device | None, torch.dtype | None]:
-    """Return what the arguments of `nn.Module.to` name; None where they name none."""
+    """Return the device and dtype that the arguments of `nn.Module.to` name; None for those not named."""
     device, dtype, *_ = torch._C._nn._parse_to(*args, **kwargs)
     return device, dtype
 
@@ -107,7 +107,7 @@ def not_capturable() -> type[Exception]:
 
 
 def ignoring_log_messages() -> Any:
-    """Within it Dynamo captures code that logs, and leaves the messages out."""
+    """Return a context in which Dynamo captures code that logs, without the messages."""
     emits = ("debug", "info", "warning", "error", "critical", "exception", "log")
     functions = {function for name, function in vars(logging.Logger).items() if name.startswith(emits)}
     known: set[Any] = torch._dynamo.config.ignore_logging_functions
@@ -184,7 +184,7 @@ def apply_to_tensors(
 def save_own_state(
     kind: type[torch.nn.Module], module: torch.nn.Module, state_dict: dict[str, Any], prefix: str, keep_vars: bool
 ) -> None:
-    """What `state_dict` calls for each module, as class `kind` has it."""
+    """Save a module's own state as class `kind` does; `state_dict` calls this for each module."""
     kind._save_to_state_dict(module, state_dict, prefix, keep_vars)
 
 
@@ -219,7 +219,7 @@ def without_transforms(tensor: Any) -> Any:
 
 @contextlib.contextmanager
 def outside_selective_checkpoints() -> Iterator[None]:
-    """Context whose ops no selective checkpoint sees, neither in the forward nor when it is recomputed."""
+    """Hide the ops of a `with` block from selective checkpoints, in the forward and in its recomputation."""
     from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, _pop_mode, _push_mode
     from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
 
@@ -248,7 +248,7 @@ def has_hooks(param: torch.Tensor) -> bool:
 
 
 def hook_tables(module: torch.nn.Module) -> tuple[dict[int, Any], ...]:
-    """A module's hooks ahead of its forward and of `load_state_dict`, and which of the former take keywords."""
+    """Return a module's pre-hooks of `load_state_dict` and forward, and which of the latter take keywords."""
     return module._load_state_dict_pre_hooks, module._forward_pre_hooks, module._forward_pre_hooks_with_kwargs
 
 
@@ -265,15 +265,15 @@ def compiling_backend() -> str:
     return getattr(InstructionTranslator.current_tx().output.compiler_fn, "__name__", "")
 
 
-# Operators of which Dynamo captures what they call, while not every rank need run all of it equally often.
+# Dynamo captures the functions that these operators call; ranks may run them different numbers of times.
 _CONTROL_FLOW = frozenset({"cond", "while_loop", "map", "map_impl", "scan", "associative_scan"})
 
 
 @torch.compiler.assume_constant_result
 def leave_control_flow() -> bool:
-    """Has Dynamo capture what follows ahead of the outermost control flow that it is in; True if there is any.
+    """Make Dynamo capture the following code before the outermost enclosing control flow; True if there is any.
 
-    What is computed there is an argument of the operator (`torch.cond`, `while_loop`, ...), as any value from outside.
+    Its results become arguments of the operator (`torch.cond`, `while_loop`, ...), like any value from outside.
     """
     from torch._dynamo.symbolic_convert import InstructionTranslator
 
@@ -290,7 +290,7 @@ def leave_control_flow() -> bool:
 
 @torch.compiler.assume_constant_result
 def return_to_control_flow() -> bool:
-    """Ends what `leave_control_flow` began."""
+    """Return to the control flow that `leave_control_flow` left."""
     from torch._dynamo.symbolic_convert import InstructionTranslator
 
     InstructionTranslator.current_tx().output.tracers.pop()
@@ -346,9 +346,9 @@ def only_inlined(function: Callable[..., Any]) -> None:
 
 
 def past_dynamo(error: Exception) -> Exception:
-    """Return the same error of the product in a form that Dynamo hands on instead of wrapping it.
+    """Return a dsgraph error in a form that Dynamo raises unchanged instead of wrapping it.
 
-    Dynamo wraps what a backend raises into `BackendCompilerFailed`, unless it is of its own kind. The result is of a
+    Dynamo wraps a backend's error in `BackendCompilerFailed`, unless it is one of its own classes. The result is of a
     subclass of both: `except dsgraph.OptionError` catches it, and its text is the error's own.
     """
     from torch._dynamo.exc import ShortenTraceback
@@ -574,7 +574,7 @@ def activation_memory_budget() -> float:
 
 
 def is_marked_with_maximum(tensor: torch.Tensor) -> bool:
-    """Return whether `torch._dynamo.mark_dynamic` was given the largest size of one of a tensor's dimensions."""
+    """Return True if `torch._dynamo.mark_dynamic` was given a maximum for one of a tensor's dimensions."""
     return any(marked.max is not None for marked in getattr(tensor, "_dynamo_dynamic_range", ()))
 
 

@@ -243,7 +243,7 @@ class Backend:
 
 
 def _is_own(error: Exception) -> bool:
-    """Whether an error is one of dsgraph's classes, which name what is wrong and what to do."""
+    """Return True for an error of one of dsgraph's classes."""
     return type(error).__module__.split(".")[0] == "dsgraph"
 
 

@@ -94,7 +94,7 @@ def _tensor_axis(mesh: DeviceMesh, group: str) -> MeshAxis:
 
 
 def parameter_info(param: DTensor, name: str) -> ParamInfo:
-    """What passes may know of a parameter."""
+    """Return what passes may know of a parameter."""
     split = any(isinstance(placement, Shard) for placement in param.placements)
     return ParamInfo(
         name=name,
@@ -188,7 +188,7 @@ def _shard_shape(value: DTensor) -> tuple[int, ...]:
 
 
 def partitioned_mesh(inputs: Sequence[Any], facts: CaptureFacts) -> DeviceMesh | None:
-    """The mesh of the graph's partitioned parameters, or of those that are sliced; None when it has neither."""
+    """Return the mesh of the graph's partitioned or tensor-parallel parameters; None if it has neither."""
     for number in (*facts.params, *_sliced_numbers(facts)):
         mesh: DeviceMesh = inputs[number].device_mesh
         return mesh
@@ -200,9 +200,9 @@ def _sliced_numbers(facts: CaptureFacts) -> list[int]:
 
 
 def full_names(inputs: Sequence[Any], facts: CaptureFacts, module: nn.Module | None) -> dict[int, str]:
-    """Return the number of each input that is a parameter -> its name in the partitioned model.
+    """Return a dict from the number of each input that is a parameter to its name in the partitioned model.
 
-    Parameters that were put in place of those that `partition` has named are named here, for later calls of the graph.
+    Parameters that replaced those that `partition` named are named here, for later calls of the graph.
     """
     known: dict[int, str] = {}
     for state in _states(inputs, module):
@@ -217,7 +217,7 @@ def communication_lines(
 ) -> list[str]:
     """Return one line for each marker and each of the user's own collectives, and one for each parameter.
 
-    They are in program order, and equal on all ranks.
+    The lines are in program order, and equal on all ranks.
 
     Args:
         gm: The captured graph.

@@ -54,7 +54,7 @@ def compile(model: nn.Module, mesh: DeviceMesh | None = None, stage: int | None 
 
 
 def _check_torch_options(given: Mapping[str, Any]) -> None:
-    """Refuses what torch.compile would take without a word."""
+    """Raise an error for values that torch.compile would silently accept."""
     if not isinstance(given.get("fullgraph", False), bool):
         raise OptionError(f"compile: fullgraph is {given['fullgraph']!r}; it takes True or False")
     dynamic = given.get("dynamic")

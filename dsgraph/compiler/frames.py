@@ -81,7 +81,7 @@ class Capture:
         ends_in: The graph break that ends the graph, if one does.
         region: The line that calls `torch.utils.checkpoint.checkpoint`, for a graph inside a region that runs eagerly.
         running: The user's functions that were running, the captured one first.
-        called_at: Where the user's code calls it, if it is torch's own, such as `nn.Sequential.forward`.
+        called_at: The user's line that calls the captured function, if that is torch's, such as `nn.Sequential.forward`.
     """
 
     function: Place
@@ -96,7 +96,7 @@ class Capture:
 
     @property
     def where(self) -> str:
-        """The user's function, or the user's line that calls torch's."""
+        """Return the user's function, or the user's line that calls torch's function."""
         return str(self.function) if self.called_at is None else f"what {self.called_at} calls"
 
 

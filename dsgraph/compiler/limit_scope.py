@@ -1,4 +1,4 @@
-"""Where a `memory_limit` can be promised: which steps the plan of one captured graph counts in full."""
+"""Decides for which steps a `memory_limit` can be promised: those that the plan of one graph counts completely."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from .request import CompileOutcome, CompileRequest
 
 
 def refuse_memory_budget() -> None:
-    """Refuses torch's own budget of activations, which splits graphs by other rules than the passes count on.
+    """Refuse torch's own activation memory budget, which splits graphs by other rules than the passes expect.
 
     Raises:
         OptionError: torch._functorch.config.activation_memory_budget is not 1.0.
@@ -41,7 +41,7 @@ def refuse_memory_budget() -> None:
 
 
 def limit_gap(capture: Capture, facts: CaptureFacts, module: nn.Module | None) -> str:
-    """Return why a limit cannot be promised for the training steps that run a captured graph; empty where it can.
+    """Return why a limit cannot be promised for the training steps that run a captured graph; empty if it can.
 
     Args:
         capture: Where the graph comes from.
@@ -79,9 +79,9 @@ def limit_gap(capture: Capture, facts: CaptureFacts, module: nn.Module | None) -
 
 
 def bound_sizes(gm: GraphModule, inputs: Sequence[Any], capture: Capture) -> str:
-    """Lets a graph whose sizes change run for sizes up to those at hand, for which it is planned; a guard says so.
+    """Guard a graph with dynamic sizes so that it runs only for sizes up to those for which it is planned.
 
-    Return why the limit cannot be promised: larger sizes may run the same graph. Empty where they cannot.
+    Return why the limit cannot be promised, because larger sizes may run the same graph; empty if they cannot.
     """
     sizes = _symbolic_sizes(gm)
     if not sizes:
@@ -103,7 +103,7 @@ def bound_sizes(gm: GraphModule, inputs: Sequence[Any], capture: Capture) -> str
 
 
 def over_limit(request: CompileRequest, outcome: CompileOutcome) -> str:
-    """Return why the plan that ranks have agreed on does not keep the limit for this rank's batch; empty if it does."""
+    """Return why the plan that ranks agreed on exceeds the limit for this rank's batch; empty if it does not."""
     limit = request.facts.memory_limit
     if outcome.step_peak is None or limit is None or outcome.step_peak <= limit:
         return ""
@@ -114,7 +114,7 @@ def over_limit(request: CompileRequest, outcome: CompileOutcome) -> str:
 
 
 def _symbolic_sizes(gm: GraphModule) -> list[tuple[torch.SymInt, int | None]]:
-    """The sizes of a graph's inputs that may differ from run to run, with those at hand; None where the data decide."""
+    """Return the dynamic sizes of a graph's inputs with their current values; None for data-dependent sizes."""
     found: dict[str, tuple[torch.SymInt, int | None]] = {}
     for node in placeholders(gm):
         value = node.meta.get("example_value", node.meta.get("val"))
@@ -125,7 +125,7 @@ def _symbolic_sizes(gm: GraphModule) -> list[tuple[torch.SymInt, int | None]]:
 
 
 def with_unread(facts: CaptureFacts, inputs: Sequence[Any], module: nn.Module) -> CaptureFacts:
-    """The facts of a model's graph, with what a step holds of parameters that the graph does not read."""
+    """Return the facts of a model's graph, extended by the memory of parameters that the graph does not read."""
     names = {id(param): name for name, param in module.named_parameters()}
     read = {id(inputs[number]) for number in facts.params}
     given = {id(value) for value in inputs}
@@ -141,13 +141,13 @@ def with_unread(facts: CaptureFacts, inputs: Sequence[Any], module: nn.Module) -
 
 
 def _held_gradients(state: PartitionState) -> int:
-    """Bytes of gradients that are there before a backward adds its own."""
+    """Return the bytes of gradients that exist before a backward adds its own."""
     trained = [entry for entry in state.parameters if entry.param.requires_grad]
     held = sum(gradient_bytes(entry) for entry in trained if entry.param.grad is not None)
     return max(held, sum(map(gradient_bytes, trained))) if state.accumulating else held
 
 
 def gradient_bytes(entry: ParameterState) -> int:
-    """Bytes of the gradient of a parameter's shard."""
+    """Return the bytes of the gradient of a parameter's shard."""
     with torch.no_grad():
         return math.prod(entry.param.to_local().shape) * entry.param.dtype.itemsize

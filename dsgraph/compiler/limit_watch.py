@@ -1,4 +1,4 @@
-"""What a step holds under a `memory_limit` besides what its graphs were planned for, seen when they run."""
+"""Checks at run time whether a step holds more memory than was planned under a `memory_limit`."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ Compiled = Callable[..., Any]
 
 
 class _Forward:
-    """A forward whose backward has not run: it lives as long as the graph of autograd that would run it."""
+    """A forward whose backward has not run; it lives as long as its autograd graph."""
 
 
 def watch_limit(compiled: Compiled, request: CompileRequest, compiler: GraphCompiler) -> Compiled:
-    """`compiled`, which says when a step holds more than its graph was planned for, so that its limit may be exceeded.
+    """Return `compiled` with a check that warns if a step holds more memory than was planned for its graph.
 
     Raises:
-        StrictError: When it runs with `strict`, ahead of the forward.
+        StrictError: At run time with `strict`, before the forward.
     """
     facts, limit = request.facts, request.facts.memory_limit
     if not facts.keeps_limit or limit is None or not request.trains or request.module is None:

@@ -291,7 +291,7 @@ def mode_settings(mode: str | None) -> dict[str, Any]:
 
 
 _OF_COMPILE = ("mode", "fullgraph", "dynamic")
-"""Arguments of `dsgraph.compile` that are no options."""
+"""Arguments of `dsgraph.compile` that are not options of the backend."""
 _TAKES = {
     "pipeline": "a Pipeline or a list of passes",
     "verify": "True or False",

@@ -1,4 +1,4 @@
-"""What helps against a line that torch cannot capture, where that is known."""
+"""Known remedies for lines that torch cannot capture."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _EXPERTS = (
 
 
 def remedy(*said: str) -> str:
-    """Return a sentence with what to do about what torch says it cannot capture; empty where nothing is known.
+    """Return a sentence that says how to make a line capturable; empty if no remedy is known.
 
     Args:
         *said: Place and reason in torch's words.

@@ -37,12 +37,12 @@ class CompileRequest:
         agreement: Of the ranks over which the graph's parameters are partitioned; None where none are.
         lines: The passes that are to run, and what the graph communicates: the same on all those ranks.
         is_new: Whether the ranks have not compiled such a graph before, so that all of them compile it now.
-        limit_gap: Why the memory limit cannot be promised for steps that run the graph; empty where it can, or where
+        limit_gap: Why the memory limit cannot be promised for steps that run the graph; empty if it can, or if
             none was given.
-        communication: What the graph communicates, which ranks compare at each run.
+        communication: Communication of the graph, which ranks compare at each run.
         regions: Functions that the graph calls for each of several blocks.
         sums: Which inputs are accumulated gradients that the graph's markers add.
-        input_names: Dynamo's name of each input, after where it found it: "l_input_ids_".
+        input_names: Dynamo's name of each input, derived from its source: "l_input_ids_".
     """
 
     number: int

@@ -1,4 +1,4 @@
-"""Ranks compare each run of a compiled graph, forward and backward, ahead of the collectives in it."""
+"""Ranks compare each run of a compiled graph, forward and backward, before its collectives."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Compiled = Callable[..., Any]
 
 @dataclass(frozen=True)
 class Communication:
-    """What ranks have to agree on when a graph runs.
+    """The communication of a graph, on which ranks agree before it runs.
 
     Attributes:
         parameters: Numbers of the inputs that are parameters, each with the parameter's full name.
@@ -44,7 +44,7 @@ class Communication:
 
     @staticmethod
     def of(gm: GraphModule, names: dict[int, str], *, place: str, training: bool) -> Communication:
-        """Return what a captured graph communicates.
+        """Return the communication of a captured graph.
 
         Args:
             gm: The graph, with its markers.
@@ -64,19 +64,19 @@ class Communication:
         )
 
     def names(self, args: Sequence[Any]) -> tuple[str, ...]:
-        """Return the full names of the parameters of one call: equal modules may share a graph."""
+        """Return the full names of the parameters of one call; equal modules may share a graph."""
         return tuple(getattr(args[number], "dsgraph_name", name) for number, name in self.parameters)
 
 
 def compare_runs(
     compiled: Compiled, communication: Communication, mesh: DeviceMesh, states: Sequence[PartitionState]
 ) -> Compiled:
-    """Return `compiled`, of which ranks compare each run ahead of its collectives.
+    """Return `compiled` with a comparison of each run between ranks, before its collectives.
 
     Args:
         compiled: A compiled graph, called with the graph's inputs.
         communication: What the graph communicates.
-        mesh: Of its parameters.
+        mesh: Mesh of its parameters.
         states: The partitioned models that it reads.
     """
     if not communication.in_forward and not communication.in_backward:
@@ -107,14 +107,14 @@ def compare_runs(
     def before_backward(names: Sequence[str]) -> None:
         agreement = eager_agreements.over(mesh, of_mesh)
         if agreement.patience:
-            # Always: a collective that fails inside a backward is not seen from here.
+            # Always wait: a collective that fails inside a backward cannot be caught here.
             agreement.confirm(intent("runs the compiled backward", names), waits=True)
 
     return run
 
 
 def _backwards_of(outputs: Any) -> Iterator[Any]:
-    """The autograd nodes of a compiled graph's backward; what it returns may be a view of the node's output."""
+    """Yield the autograd nodes of a compiled graph's backward; a graph may return views of a node's output."""
     frontier: list[Any] = (
         [out.grad_fn for out in outputs if isinstance(out, Tensor)] if isinstance(outputs, (list, tuple)) else []
     )

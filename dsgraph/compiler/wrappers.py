@@ -49,7 +49,7 @@ def refresh_copies(compiled: Compiled, request: CompileRequest, compiler: GraphC
 
 
 def compare_ranks(compiled: Compiled, request: CompileRequest, _: GraphCompiler) -> Compiled:
-    """`compiled`, of which ranks compare each run ahead of its collectives."""
+    """Return `compiled` with a comparison of each run between ranks, before its collectives."""
     mesh = partitioned_mesh(request.inputs, request.facts)
     if mesh is None:
         return compiled
@@ -92,10 +92,10 @@ def refuse_replaced(compiled: Compiled, request: CompileRequest, _: GraphCompile
 
 
 def compare_batches(compiled: Compiled, request: CompileRequest, _: GraphCompiler) -> Compiled:
-    """`compiled`, which compares batches and random numbers of the ranks that share its operators, in its first calls.
+    """Return `compiled` with a comparison of batches and random numbers between tensor-parallel ranks, in first calls.
 
     Numbers of 64 or 32 bits that are no floats, and in training floats that need no gradient, are compared: others may
-    be what ranks hold slices of.
+    x
     """
     group = next((axis.group for axis in request.facts.axes if axis.role is AxisRole.TENSOR), None)
     if group is None or any(axis.backend == "fake" for axis in request.facts.axes):
