@@ -1,4 +1,4 @@
-"""The known name that an unknown one stands for. Without torch, for the command line."""
+"""Finds the known name that a user meant by an unknown one. Imports no torch, for the command line."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 SYNONYMS: dict[str, tuple[str, ...]] = {
     "accumulate_grad_batches": ("gradient_accumulation_steps",),
-    "adan": (),  # an optimizer of its own, like the next two
+    "adan": (),  # a different optimizer, like the next two
     "nadamw": (),
     "radamw": (),
     "batch_size": ("train_micro_batch_size_per_gpu",),
@@ -24,24 +24,24 @@ SYNONYMS: dict[str, tuple[str, ...]] = {
     "mode": (),
     "per_device_train_batch_size": ("train_micro_batch_size_per_gpu",),
 }
-"""What other libraries and earlier versions of DeepSpeed call a name, in lower case; nothing: no name is near."""
-_MOST = 2  # names that one hint offers: more are no hint
+"""Names of other libraries and earlier DeepSpeed versions, in lower case, with ours; empty if we have no such name."""
+_MOST = 2  # names that one hint offers at most
 
 
 def nearest(found: str, known: Iterable[str], *, where: str = "") -> str:
-    """Return a question with the known names that `found` may stand for, to end an error message; empty without any.
+    """Return a question with the known names that `found` may mean, to end an error message; empty if there is none.
 
     Args:
-        found: What the user wrote.
+        found: The name that the user wrote.
         known: The names that are accepted.
-        where: Where these are accepted, if that is elsewhere.
+        where: Where these names are accepted, if elsewhere.
     """
     close = near(found, known)
     return f"; did you mean {' or '.join(map(repr, close))}{f' {where}' if where else ''}?" if close else ""
 
 
 def near(found: str, known: Iterable[str]) -> list[str]:
-    """Return the known names that `found` may stand for: at most two, best first, and none in case of doubt.
+    """Return the known names that `found` may mean: at most two, best first, and none in case of doubt.
 
     These are, in this order: the same name in other case or punctuation; a synonym; one with a single slip of the hand;
     names that hold all its words or begin with it; a name of which it holds two words or more in a row; one with a slip
@@ -84,13 +84,13 @@ def _digits(name: str) -> list[str]:
 
 
 def _has_words(name: str, sought: str) -> bool:
-    """Whether the words of `sought` stand in `name`, in this order."""
+    """Return True if `name` contains the words of `sought` in this order."""
     words = iter(_words(name))
     return all(any(word == own for own in words) for word in _words(sought))
 
 
 def _slips(one: str, other: str) -> int:
-    """Characters that are missing, added, replaced or exchanged with their neighbour (optimal string alignment)."""
+    """Return the number of typing mistakes between two names: the optimal string alignment distance."""
     rows = [list(range(len(other) + 1))]
     for i, a in enumerate(one, 1):
         row = [i]

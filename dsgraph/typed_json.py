@@ -1,4 +1,4 @@
-"""Values as JSON that come back with their types: tuples, keys that are numbers, tensors, NaN.
+"""JSON that keeps types: tuples, numeric keys, tensors, NaN.
 
 What JSON knows is written as it is. Everything else is an object with the key "!", which names its kind:
 
@@ -29,16 +29,16 @@ _ORDERED: dict[type, str] = {
     **{list: "list", tuple: "tuple", set: "set", frozenset: "frozenset", torch.Size: "size", deque: "deque"}
 }
 _MAPPINGS: dict[type, str] = {dict: "dict", OrderedDict: "ordered_dict", Counter: "counter"}
-_NUMBERS = "biufc"  # kinds of numpy's dtypes whose bytes are their values
+_NUMBERS = "biufc"  # kinds of numpy dtypes that can be stored as raw bytes
 
 
 def encode(value: Any, where: str) -> Any:
-    """A value as what `json.dumps` takes.
+    """Return a value in a form that `json.dumps` accepts.
 
     Args:
         value: `None`, numbers, text, bytes, paths, tensors, arrays and scalars of numpy, and what holds them: `dict`,
             `OrderedDict`, `Counter`, `list`, `tuple`, `set`, `frozenset`, `deque`.
-        where: What the value is, for messages: "client_state".
+        where: Name of the value for messages, such as "client_state".
 
     Raises:
         CheckpointError: The value, or something in it, is of another type, or holds itself; the message says where.
@@ -105,10 +105,10 @@ def _encode_tensor(value: Tensor, where: str) -> dict[str, Any]:
 
 
 def decode(value: Any) -> Any:
-    """What `encode` was given. Tensors come back in the host's memory.
+    """Return the value that `encode` encoded. Tensors are loaded into host memory.
 
     Raises:
-        CheckpointError: It is nothing that `encode` gives.
+        CheckpointError: The value is not a result of `encode`.
     """
     if isinstance(value, list):
         return [decode(item) for item in value]

@@ -22,7 +22,7 @@ from .engine import Engine
 from .initialize import initialize
 
 _TAG = "engine"
-"""The folder of the engine's checkpoint in that of `save_state`."""
+"""Folder of the engine's checkpoint inside the folder of `save_state`."""
 
 
 class EngineOptimizer(AcceleratedOptimizer):
@@ -147,24 +147,24 @@ class DsgraphAccelerator(Accelerator):
         return unwrapped
 
     def save_state(self, output_dir: str | None = None, safe_serialization: bool = True, **kwargs: Any) -> Any:
-        """As `Accelerator.save_state`; the engine's checkpoint, in the folder `engine`, has model and optimizer.
+        """Save like `Accelerator.save_state`, with model and optimizer as an engine checkpoint in the folder `engine`.
 
-        All ranks call it. What was saved on other numbers of ranks, or with another stage, is loaded as well.
+        All ranks call it. The checkpoint can be loaded on any number of ranks and at any stage.
         """
         with self._engine_apart():
             return super().save_state(output_dir, safe_serialization, **kwargs)
 
     def load_state(self, input_dir: str | None = None, load_kwargs: dict[str, Any] | None = None, **kwargs: Any) -> Any:
-        """As `Accelerator.load_state`, of what `save_state` has written. All ranks call it.
+        """Load what `save_state` has written, like `Accelerator.load_state`. All ranks call it.
 
         Raises:
-            CheckpointError: The folder holds no engine, or see `Engine.load_checkpoint`.
+            CheckpointError: The folder contains no engine checkpoint; see also `Engine.load_checkpoint`.
         """
         with self._engine_apart():
             return super().load_state(input_dir, load_kwargs, **kwargs)
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> Any:
-        """The full parameters and buffers of an engine's model, on the CPU of the first rank; empty on the others.
+        """Return the full parameters and buffers of an engine's model, on the CPU of rank 0; empty on other ranks.
 
         All ranks call it.
         """
@@ -175,7 +175,7 @@ class DsgraphAccelerator(Accelerator):
 
     @contextlib.contextmanager
     def _engine_apart(self) -> Iterator[None]:
-        """Lets accelerate save and load what is not the engine's: its own would be shards in files of one rank."""
+        """Hide engine and optimizer from accelerate, which would save one rank's shards as if they were complete."""
         own: dict[str, Any] = self.__dict__
         kept = {name: own[name] for name in ("_models", "_optimizers")}
         own |= {

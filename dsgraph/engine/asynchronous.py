@@ -1,7 +1,7 @@
 """Checkpoints that are written while training goes on: their tensors are copied first, and a thread writes the copies.
 
 The threads of all ranks meet in a process group of their own, so that no step waits for them. A program does not end
-before its thread has: it is no daemon. What it could not write is said then, where nobody has asked before.
+before its thread has: it is no daemon thread. If writing failed and nobody called `wait`, the exit prints the error.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ class Writing:
     ended: Future[Any] = field(default_factory=Future)
 
     def run(self, act: Callable[[], Any]) -> None:
-        """Writes it, in a thread of its own."""
+        """Write the checkpoint; called in a separate thread."""
         try:
             act()
-        except BaseException as error:  # whoever waits raises it
+        except BaseException as error:  # raised by the caller that waits
             self.ended.set_exception(error)
         else:
             self.ended.set_result(None)
 
     def say_failure(self) -> None:
-        """Says at the end of the program that it could not be written."""
+        """Print at exit that the checkpoint could not be written."""
         error = self.ended.exception()
         if error is not None:
             text = f"dsgraph: {self.doing}: {reason(error)}; the checkpoint before stays the latest. Call "

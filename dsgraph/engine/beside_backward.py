@@ -42,7 +42,7 @@ def apply_late(optimizer: Optimizer) -> None:
 
 
 def close_offloaded(optimizer: Optimizer) -> None:
-    """Removes an optimizer's file and ends its threads, if it has any."""
+    """Remove an optimizer's file and end its threads, if it has any."""
     if isinstance(optimizer, (OptimizerOnDisk, DelayedHostOptimizer)):
         optimizer.close()
 

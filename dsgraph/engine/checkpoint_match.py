@@ -20,7 +20,7 @@ def class_of(optimizer: Any) -> str:
 
 
 def why_damaged(about: Mapping[str, Any]) -> str:
-    """What of an engine's checkpoint is missing, or is no such value; empty where nothing is."""
+    """Return which entry of an engine's checkpoint is missing or has a wrong type; empty if none."""
     kinds: dict[str, type] = {
         **{"ranks": int, "groups": list, "optimizer": dict, "client_state": dict, "engine": dict, "model": dict}
     }

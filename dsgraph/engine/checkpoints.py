@@ -52,13 +52,13 @@ class Training(Protocol):
         """The configuration, which the checkpoint repeats."""
 
     def progress(self) -> dict[str, Any]:
-        """What there is besides tensors."""
+        """Return the state of training that is not tensors."""
 
     def why_not(self, progress: Mapping[str, Any]) -> str:
         """Why `go_on_from` cannot take that over; empty where it can."""
 
     def take_schedule(self, progress: Mapping[str, Any]) -> None:
-        """Takes over the schedule alone; where it cannot, it raises and is as it was."""
+        """Load only the schedule; on an error the schedule is unchanged."""
 
     def go_on_from(self, progress: Mapping[str, Any]) -> None:
         """Takes over what `progress` gave in another run."""
@@ -91,7 +91,7 @@ def save(
         tensors.update(_tensors(engine))
 
     together(engine.module, doing, look)
-    begun: list[Unfinished] = []  # of the first rank
+    begun: list[Unfinished] = []  # filled on the first rank only
 
     def begin() -> str:
         begun.append(Unfinished.begin(folder, tag))
@@ -111,7 +111,7 @@ def save(
     def end() -> None:
         with attempt.removing_failed():
             attempt.write(written.result)
-            attempt.complete(about)  # dcp lets the first rank know when the others have written
+            attempt.complete(about)  # dcp tells the first rank when the others have written
 
     writer.start(doing, end)
     return folder / tag
@@ -122,9 +122,9 @@ class _Attempt:
     """The writing of a checkpoint, on this rank.
 
     Attributes:
-        doing: What an error says of it.
-        path: Where its files are until it is complete.
-        begun: What the first rank completes; empty on the others.
+        doing: Description for error messages.
+        path: Folder of its files until it is complete.
+        begun: The checkpoint that the first rank completes; empty on other ranks.
     """
 
     doing: str
@@ -133,7 +133,7 @@ class _Attempt:
 
     @contextmanager
     def removing_failed(self) -> Iterator[None]:
-        """Removes what was written where it fails: it fails on all ranks, of which none writes then."""
+        """Remove what was written if the block fails. It fails on all ranks, so none is still writing."""
         try:
             yield
         except BaseException as error:
@@ -146,7 +146,7 @@ class _Attempt:
             raise
 
     def write(self, write: Callable[[], Any]) -> None:
-        """Lets torch write the tensors, which it plans with the other ranks: it raises on all of them."""
+        """Write the tensors with torch, which coordinates the ranks; an error is raised on all of them."""
         try:
             write()
         except (dcp.api.CheckpointException, OSError) as error:
@@ -154,7 +154,7 @@ class _Attempt:
             raise CheckpointError(f"{self.doing}: {reason(error)}; {free:,} bytes are free there") from error
 
     def complete(self, about: Mapping[str, Any]) -> None:
-        """Makes it a checkpoint: the first rank does."""
+        """Turn the written files into a checkpoint, on the first rank."""
         for unfinished in self.begun:
             unfinished.complete(about)
 
@@ -168,7 +168,7 @@ def _writing(folder: Path) -> dcp.FileSystemWriter:
 
 
 def _about(engine: Training, client_state: dict[str, Any]) -> dict[str, Any]:
-    """What `engine.json` says of an engine, as JSON values."""
+    """Return the content of `engine.json` for an engine, as JSON values."""
     about = encode_about(
         {
             "ranks": dist.get_world_size(),
@@ -232,7 +232,7 @@ def _optimizer_state(engine: Training) -> Iterator[tuple[str, str, Any]]:
 
 
 def _refuse_tensors_within(value: Any, what: str) -> None:
-    """Each rank has its own there, and one rank's would be kept."""
+    """Refuse tensors inside containers: they differ between ranks, and only one rank's would be saved."""
     if any(isinstance(leaf, Tensor) for leaf in compat.flatten_tree(value)[0]):
         raise CheckpointError(f"{what} is a {type(value).__name__} with tensors, which a checkpoint does not keep")
 
@@ -240,5 +240,5 @@ def _refuse_tensors_within(value: Any, what: str) -> None:
 def _plain(value: Any, what: str) -> Any:
     if isinstance(value, Tensor) and value.numel() == 1:  # a learning rate that a recorded graph reads
         return value.item()
-    encode(value, what)  # which names what cannot be kept by what it is, not by where it stands in the file
+    encode(value, what)  # its error names the value as the user knows it, not by its position in the file
     return value

@@ -308,7 +308,7 @@ class Engine(Figures, Saving, Weights, nn.Module):
         return self._has_begun_step
 
     def close(self) -> None:
-        """Lets go of the compiled model, of gradients, of the loader's processes, and of optimizer state on disk.
+        """Release the compiled model, gradients, the loader's processes, and optimizer state on disk.
 
         The partitioned model stays. Its parameters on disk, if any, stay there as long as the model lives.
         A checkpoint that is being written is waited for: then all ranks call it at the same point.

@@ -244,7 +244,7 @@ def _dtype(settings: EngineConfig) -> torch.dtype | None:
 def _partition_options(settings: EngineConfig) -> dict[str, Any]:
     found: dict[str, Any] = {"param_dtype": _dtype(settings)}
     if found["param_dtype"] is not None:
-        found["cast_forward_inputs"] = False  # the engine does, ahead of the compiled model
+        found["cast_forward_inputs"] = False  # the engine casts them, before the compiled model
     if settings.communication_data_type is not None:
         found["reduce_dtype"] = _DTYPES[settings.communication_data_type]
     threshold = settings.zero_optimization.param_persistence_threshold

@@ -78,7 +78,7 @@ def load(engine: Training, folder: Path, tag: str | None, *, module_only: bool) 
 
     share = {"share": dist.get_rank(), "shares": dist.get_world_size()}
     together(engine.module, doing, lambda: about.update(read_about(path, **share)))
-    together(engine.module, doing, check)  # when each file is known to be whole
+    together(engine.module, doing, check)  # after all files have passed their checksums
     read_into(wanted, dcp.FileSystemReader(path), engine, doing=doing, module_only=module_only)
     if not module_only:
         together(engine.module, doing, lambda: engine.take_schedule(about["engine"]))
@@ -92,7 +92,7 @@ def load(engine: Training, folder: Path, tag: str | None, *, module_only: bool) 
 
 
 def _why_not(engine: Training, about: dict[str, Any]) -> str:
-    """Why an engine cannot take over a checkpoint besides its model; empty where it can."""
+    """Return why an engine cannot load the parts of a checkpoint besides the model; empty if it can."""
     groups, saved = len(engine.optimizer.param_groups), len(about["groups"])
     problem = other_optimizer(engine.optimizer, about) or engine.why_not(about["engine"])
     if groups != saved:
@@ -101,7 +101,7 @@ def _why_not(engine: Training, about: dict[str, Any]) -> str:
 
 
 def _random_states(path: Path, about: dict[str, Any]) -> dict[str, Tensor]:
-    """States of random numbers by device; none with other ranks, where none goes on where one left off."""
+    """Return the random states by device; empty if the number of ranks has changed, which makes them useless."""
     if about["ranks"] != dist.get_world_size():
         return {}
     found: dict[str, Tensor] = torch.load(path / f"random-{dist.get_rank()}.pt", weights_only=True)

@@ -96,7 +96,7 @@ class LossScale:
         return {name: getattr(self, name) for name in _MOVES} if self.dynamic else {}
 
     def why_not(self, state: Mapping[str, object]) -> str:
-        """Why `load_state_dict` cannot take a state; empty where it can."""
+        """Return why `load_state_dict` cannot load a state; empty if it can."""
         lacks = [name for name in _MOVES if not isinstance(state.get(name), (int, float))] if state else []
         return f"its loss scale has no {lacks[0]!r}" if lacks else ""
 

@@ -140,7 +140,7 @@ def offloaded(optimizer: Optimizer, settings: EngineConfig) -> Optimizer:
         return optimizer
     if wanted.device == "cpu" and not settings.dsgraph.delayed_update and _is_there_anyway(optimizer):
         for each in _all_of(optimizer):
-            vars(each)["tier"] = "host"  # as the step of a partitioned model asks
+            vars(each)["tier"] = "host"  # read by the step of a partitioned model
         return optimizer
     arguments = OffloadArguments(
         optimizer="disk" if wanted.device == "nvme" else "host",
@@ -152,14 +152,14 @@ def offloaded(optimizer: Optimizer, settings: EngineConfig) -> Optimizer:
 
 
 def _is_there_anyway(optimizer: Optimizer) -> bool:
-    """Whether an optimizer that steps on whole parameters has its state on the host, as it is, and needs no masters."""
+    """Return True if an optimizer that is not elementwise has its state on the host already and needs no masters."""
     params = [own_part(param) for group in optimizer.param_groups for param in group["params"]]
     on_host = all(param.device.type == "cpu" and param.dtype.itemsize > 2 for param in params)
     return on_host and not isinstance(optimizer, ELEMENTWISE)
 
 
 def _all_of(optimizer: Optimizer) -> Iterator[Optimizer]:
-    """The optimizer, and those that it steps."""
+    """Yield the optimizer and the optimizers that it steps."""
     yield optimizer
     for value in vars(optimizer).values():
         for each in value if isinstance(value, list) else [value]:

@@ -1,4 +1,4 @@
-"""The loss in what a model gives."""
+"""Finds the loss in the output of a model."""
 
 from __future__ import annotations
 

@@ -159,7 +159,7 @@ class PipelineEngine:
 
 
 def _keeps_types(value: Any) -> bool:
-    """Whether JSON gives a value back as it is."""
+    """Return True if JSON returns a value unchanged."""
     if isinstance(value, dict):
         return all(isinstance(key, str) and _keeps_types(item) for key, item in value.items())
     if isinstance(value, list):

@@ -1,4 +1,4 @@
-"""All ranks save or load the same checkpoint: one folder, one tag."""
+"""Checks that all ranks save or load the same checkpoint: one folder, one tag."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ def one_tag(
     problem: str = "",
     same: dict[str, Any],
 ) -> str | None:
-    """The tag for all ranks, which call it together.
+    """Return the tag that all ranks use. All ranks call it together.
 
     Args:
         module: The partitioned model.
         doing: "save_checkpoint", for messages.
         tag: This rank's, if it names one.
-        validation: What happens where tags differ: "Fail" raises; "Warn" prints that the first rank's counts, and
-            "Ignore" does not.
-        problem: Why this rank cannot go on; empty: it can.
+        validation: What to do if tags differ: "Fail" raises; "Warn" prints that the first rank's tag is used;
+            "Ignore" uses it silently.
+        problem: Why this rank cannot continue; empty if it can.
         same: Arguments that must be equal on all ranks, as JSON values.
 
     Returns:

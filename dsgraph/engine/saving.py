@@ -69,12 +69,12 @@ class Saving:
 
         Args:
             save_dir: Folder of checkpoints, the same on all ranks.
-            tag: Name of this one; None: `global_step<N>`. Where ranks give different tags, the first rank's counts, or
-                all raise, as `checkpoint.tag_validation` says.
-            client_state: What `load_checkpoint` gives back, with its types: numbers, text, bytes, paths, tensors,
-                arrays, and dicts, lists, tuples and sets of them. The first rank's is kept.
+            tag: Name of the checkpoint; None: `global_step<N>`. If tags differ between ranks, the first rank's is used, or
+                all ranks raise, see `checkpoint.tag_validation` in the configuration.
+            client_state: Values that `load_checkpoint` returns with their types: numbers, text, bytes, paths, tensors,
+                arrays, and dicts, lists, tuples and sets of them. The first rank's values are saved.
             asynchronous: Whether to return when the tensors are copied, and write the copies while training goes on.
-                The checkpoint is there when `wait_for_checkpoint` returns, which the next saving or loading calls, or
+                The checkpoint is complete when `wait_for_checkpoint` returns, which the next save or load calls, or
                 when the program has ended.
 
         Returns:
@@ -103,7 +103,7 @@ class Saving:
         return True
 
     def _why_not_save(self, asynchronous: bool) -> str:
-        """Why no checkpoint can be written now; empty where one can."""
+        """Return why no checkpoint can be written now; empty if one can."""
         if self.has_begun_step():
             return (
                 "save_checkpoint amid a step of micro-batches, whose gradients a checkpoint does not hold: call it "
@@ -149,7 +149,7 @@ class Saving:
 
         Raises:
             CheckpointError: There is no such checkpoint, it is damaged, or of another model; all ranks raise, and the
-                engine is as it was.
+                engine is unchanged.
         """
         self._refuse_slices()
         chosen = one_tag(
@@ -167,7 +167,7 @@ class Saving:
         return str(path), client_state
 
     def progress(self) -> dict[str, Any]:
-        """How far training is: what a checkpoint holds besides tensors."""
+        """Return the progress of training: the content of a checkpoint besides tensors."""
         schedule, loader = self.lr_scheduler, self.training_dataloader
         return {
             "counts": asdict(self.counts),
@@ -186,10 +186,10 @@ class Saving:
         return problem or ("" if loader is None else loader.why_not(progress.get("loader")))
 
     def take_schedule(self, progress: Mapping[str, Any]) -> None:
-        """Takes over the schedule of what `progress` gave; where one side has none, that is printed.
+        """Load the schedule from a result of `progress`. If only one side has a schedule, a line is printed.
 
         Raises:
-            CheckpointError: The schedule does not take it, and is as it was.
+            CheckpointError: The schedule cannot load it, and is unchanged.
         """
         schedule, state = self.lr_scheduler, progress["schedule"]
         takes, saved = hasattr(schedule, "load_state_dict"), progress.get("schedule_class")
@@ -201,7 +201,7 @@ class Saving:
         own, before = type(schedule).__name__, deepcopy(schedule.state_dict())
         try:
             schedule.load_state_dict(state)
-        except Exception as error:  # of any class that a user may bring
+        except Exception as error:  # a user's schedule may raise any class
             schedule.load_state_dict(before)
             raise CheckpointError(
                 f"its schedule of learning rates, {saved or 'of an import'}, does not fit the engine's {own} "
@@ -211,12 +211,12 @@ class Saving:
             tell(f"load_checkpoint: its schedule of learning rates is {saved}, and the engine's is {own}")
 
     def go_on_from(self, progress: Mapping[str, Any]) -> None:
-        """Takes over what `progress` gave in another run, but the schedule."""
+        """Load a result of `progress`, except for the schedule."""
         self.counts = StepCounts(**progress["counts"])
-        # A step may have other micro-batches here, and a checkpoint begins one.
+        # The number of micro-batches may have changed; a checkpoint is always at the beginning of a step.
         self.counts.micro = self.counts.steps * self.resolved.batch.micro_batches
         self.loss_scale.load_state_dict(progress["loss_scale"])
         if self.quantized_training is not None:
             self.quantized_training.load_state_dict(progress["quantized"])
-        if self.training_dataloader is not None:  # an import holds no position
+        if self.training_dataloader is not None:  # an imported checkpoint has no position
             self.training_dataloader.load_state_dict(progress.get("loader"))

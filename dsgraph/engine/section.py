@@ -9,7 +9,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict
 from dsgraph.files import absolute
 
 PathText = Annotated[str, AfterValidator(lambda path: absolute(path) if path else path)]
-"""A path, resolved once, when the file is read; an empty one stays empty."""
+"""A path that is resolved when the file is read; an empty one stays empty."""
 
 
 class Section(BaseModel):

@@ -1,4 +1,4 @@
-"""What the ranks of an engine do at the same time, so that where one fails all raise."""
+"""Runs functions on all ranks of an engine, so that all ranks raise if one fails."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def together(module: nn.Module, doing: str, act: Callable[[], Any]) -> None:
 
 
 def on_first(module: nn.Module, doing: str, act: Callable[[], str | None]) -> str | None:
-    """Run `act` on the first rank of a partitioned model alone; see `joint_failure.on_first`."""
+    """Run `act` only on the first rank of a partitioned model; see `joint_failure.on_first`."""
     return joint_failure.on_first(_agreement(module), doing, act)
 
 

@@ -25,13 +25,13 @@ CACHE_NAME = next(name for name in CACHE_NAMES if name in _fields)
 
 
 class RewindableCache(StaticCache):
-    """transformers' static cache, which keeps its memory and forgets what a padded prompt wrote.
+    """transformers' static cache, which keeps its memory and drops what the padding of a prompt wrote.
 
-    Every layer keeps all positions, also one with a sliding window: the mask hides what is outside the window, and a
+    Every layer keeps all positions, also with a sliding window: the mask hides positions outside the window, and a
     padded prompt cannot push tokens out of it.
 
     Attributes:
-        filled: Tokens a row that the call which owns the cache has written.
+        filled: Tokens per row that the call which owns the cache has written.
     """
 
     layers: list[Any]
@@ -64,8 +64,8 @@ class EncoderDecoderMemory(EncoderDecoderCache):
     Attributes:
         self_attention_cache: Of the decoder's own tokens.
         cross_attention_cache: Of the encoder's hidden states.
-        filled: Tokens a row of the decoder that the call which owns the cache has written.
-        of_encoder: Arguments of the forward that say which of the encoder's positions count.
+        filled: Decoder tokens per row that the call which owns the cache has written.
+        of_encoder: Arguments of the forward that mask the encoder's positions.
     """
 
     self_attention_cache: Any
@@ -86,7 +86,7 @@ class EncoderDecoderMemory(EncoderDecoderCache):
 
 
 class FullLayer(StaticLayer):
-    """transformers' static layer, whose memory graphs do not take for granted: one graph serves every cache."""
+    """transformers' static layer, whose memory is an input of graphs, so that one graph serves every cache."""
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Allocate keys and values for the rows, heads and widths of `key_states` and `value_states`."""
@@ -200,7 +200,7 @@ def new_cache(
 
 
 class CachePool:
-    """Caches by number of rows. A call owns the cache that it takes; calls that overlap own different ones."""
+    """A pool of caches by number of rows. A call owns the cache that it takes; overlapping calls own different ones."""
 
     def __init__(self, make: Callable[[int], Any]) -> None:
         """Allocate nothing yet.
@@ -232,7 +232,7 @@ class CachePool:
                 self._free[rows].append(cache)
 
     def nbytes(self) -> dict[int, int]:
-        """Return the bytes of keys and values by number of rows, summed over the caches of calls that overlapped."""
+        """Return the bytes of keys and values by number of rows, summed over the caches of the pool."""
         with self._lock:
             made = {rows: list(caches) for rows, caches in self._made.items()}
         return {

@@ -56,10 +56,10 @@ def load_weights(
 
 
 def from_transformers(model: Any, folder: Path) -> Any:
-    """Return another model with the weights of a folder that transformers reads, which knows how names have changed.
+    """Return a new model with the weights of a folder, read by transformers, which also maps renamed weights.
 
     Args:
-        model: Its class and configuration are taken; it stays as it is.
+        model: Gives class and configuration; it is not changed.
         folder: As `save_pretrained` writes it.
 
     Raises:

@@ -30,7 +30,7 @@ class EncoderDecoderEngine(InferenceEngine):
     _prefix = "decoder_"
     _outputs = Seq2SeqLMOutput
 
-    def __call__(  # type: ignore[override]  # a decoder has tokens of its own
+    def __call__(  # type: ignore[override]  # a decoder has its own tokens
         self,
         input_ids: Tensor,
         attention_mask: Tensor | None = None,
@@ -52,7 +52,7 @@ class EncoderDecoderEngine(InferenceEngine):
             `logits` (rows, length of the decoder, words) of the model, and `loss` where there are labels.
 
         Raises:
-            InferenceError: The sequences are too long, the decoder has none, or an argument cannot be taken.
+            InferenceError: The sequences are too long, the decoder has none, or an argument is not supported.
         """
         self._refuse(others, {"use_cache": (False,), "return_dict": (True,)}, where="engine")
         for_decoder = labels if decoder_input_ids is None else decoder_input_ids

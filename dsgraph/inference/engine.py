@@ -30,11 +30,11 @@ from .standin import StandIn
 # What transformers hands to a forward besides what `_serve` takes, where it means nothing.
 _EMPTY = (None, False)
 _IGNORED = -100
-"""A label that counts in no loss."""
+"""The label that losses ignore."""
 
 
 class InferenceEngine(StandIn):
-    """A model that `init_inference` has made ready to generate.
+    """A model that `init_inference` has prepared for generation.
 
     transformers' own `generate` does the search: greedy, sampling, beams, stopping, streaming. Each of its calls of the
     model runs one of two compiled graphs: a prompt, padded on its right to a bucket, or one token a row. Each call of
@@ -57,7 +57,7 @@ class InferenceEngine(StandIn):
     def __init__(
         self, module: Any, *, max_tokens: int, options: Mapping[str, Any], ranks: SlicingRanks | None = None
     ) -> None:
-        """Compile nothing yet.
+        """Create the engine; graphs are compiled on first use.
 
         Args:
             module: Of transformers, in `eval()`: a causal one; subclasses take others.
@@ -93,10 +93,10 @@ class InferenceEngine(StandIn):
             **others: `use_cache=False`, `return_dict=True`, and arguments that are None.
 
         Returns:
-            What the model returns, with `logits` (rows, length, words), and with `loss` where there are labels.
+            The model's output, with `logits` (rows, length, words), and with `loss` if labels are given.
 
         Raises:
-            InferenceError: The sequences are too long, or an argument cannot be taken.
+            InferenceError: The sequences are too long, or an argument is not supported.
         """
         self._refuse(others, {"use_cache": (False,), "return_dict": (True,)}, where="engine")
         rows, length = input_ids.shape
@@ -158,7 +158,7 @@ class InferenceEngine(StandIn):
         )
 
     def _whole(self, whole: dict[str, Tensor], labels: Tensor | None) -> dict[str, Any]:
-        """The tensors that the model returns for whole sequences, padded to a bucket, labels by what counts nowhere."""
+        """Return the model's output tensors for whole sequences, padded to a bucket; padded labels are ignored."""
         unknown = [name for name in (*whole, *(() if labels is None else ("labels",))) if name not in self._takes]
         if unknown:
             raise InferenceError(f"engine: the forward of {type(self.module).__name__} takes no {unknown[0]}")
@@ -176,7 +176,7 @@ class InferenceEngine(StandIn):
         return {name: found[name] for name in ("loss", "logits") if name in found}
 
     def _defaults(self) -> Any:
-        """The model's `generation_config`, without the kind of cache that it names: the engine's takes its place."""
+        """Return the model's `generation_config` without its kind of cache, which the engine's cache replaces."""
         own = self.module.generation_config
         if own.cache_implementation is None:
             return own
@@ -239,7 +239,7 @@ class InferenceEngine(StandIn):
         return self._step(given, cache)
 
     def _plain(self, given: Mapping[str, Any], cache: Any) -> Any:
-        """What the model itself computes for a forward that is not the next token of the engine's cache."""
+        """Run the model itself for a forward that is not the next token of the engine's cache."""
         found = {name: value for name, value in given.items() if value is not None}
         if self._ranks is not None:
             raise InferenceError(

@@ -1,4 +1,4 @@
-"""Which models an engine serves: decided by what their caches, masks and positions do, not by their names."""
+"""Decides which models an engine supports, by their caches, masks and positions, not by their names."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from torch import nn
 from dsgraph.errors import InferenceError
 
 ENCODERS = ("bert",)
-"""Values of `config.model_type` of models that encode and generate nothing."""
+"""Values of `config.model_type` of encoders, which do not generate."""
 ENCODER_DECODERS = ("t5",)
-"""Those of models whose decoder generates from what an encoder reads."""
+"""Values of `config.model_type` of encoder-decoder models."""
 _CACHED = ("DynamicLayer", "DynamicSlidingWindowLayer")
-"""What transformers keeps of a layer whose state is keys and values, one of each a token."""
+"""transformers' classes of cache layers that store one key and one value per token."""
 _ATTENTION = ("sdpa", "eager")
-"""Implementations of attention that take a mask of all scores."""
+"""Implementations of attention that accept a mask over all scores."""
 
 
 def refuse_model(model: Any) -> None:
-    """Refuse a model that no engine serves.
+    """Raise an error for a model that no engine supports.
 
     Raises:
-        InferenceError: With the layer, or the part of the model, that stands in the way.
+        InferenceError: The model is not supported; the message names the layer or the part of the model.
     """
     reason = _why_not(model)
     if reason is not None:
@@ -58,7 +58,7 @@ def _why_not(model: Any) -> str | None:
         return "it is no model of transformers"
     family = config.model_type
     if family in ENCODERS:
-        # Of several choices for each row, input_ids have three dimensions.
+        # Models for multiple choice have input_ids of three dimensions.
         if model.can_generate() or config.is_decoder or "MultipleChoice" in type(model).__name__:
             return f"of {family!r} it takes encoders, which take input_ids (rows, length)"
         return None
@@ -75,7 +75,7 @@ def _why_not(model: Any) -> str | None:
 
 
 def _why_not_causal(model: Any) -> str | None:
-    # dsgraph is imported without transformers elsewhere.
+    # Imported here because dsgraph works without transformers elsewhere.
     from transformers import DynamicCache
 
     from .cache import CACHE_NAME

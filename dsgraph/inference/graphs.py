@@ -23,7 +23,7 @@ class Graphs:
     """Compiles a model's forward for each kind of call, and counts.
 
     Attributes:
-        counts: By kind: "encode", "prompt", "decode", "forward", and "uncompiled" for what no graph computes.
+        counts: Calls by kind: "encode", "prompt", "decode", "forward", and "uncompiled" for calls without a graph.
     """
 
     def __init__(self, model: Any, options: Mapping[str, Any]) -> None:
@@ -53,7 +53,7 @@ class Graphs:
         self._own = threading.local()
 
     def run(self, kind: str, *arguments: Any, tokens: int) -> Any:
-        """Run a graph, which is compiled if there is none for these shapes. Threads run one graph at a time.
+        """Run the graph for these shapes, and compile it first if there is none. Threads run one graph at a time.
 
         Args:
             kind: One of `counts`.
@@ -76,7 +76,7 @@ class Graphs:
 
     @contextmanager
     def uncompiled(self) -> Iterator[None]:
-        """Let this thread compute every kind of call without a compile and without counting it, in a `with` block."""
+        """Run all calls of this thread uncompiled and uncounted in a `with` block."""
         self._own.is_plain = True
         try:
             yield

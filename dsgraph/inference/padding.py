@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 Mask: TypeAlias = Tensor | dict[str, Tensor]
-"""(rows, 1, queries, positions), True where a key counts; by type of layer where a model has several."""
+"""A mask (rows, 1, queries, positions), True for keys that are visible; a dict by layer type if there are several."""
 
 _LEAST_BUCKET = 32
 
@@ -24,13 +24,13 @@ def buckets(max_tokens: int) -> tuple[int, ...]:
 
 
 def mask_of_all(mask: Mask | None, ids: Tensor, *, filled: int, positions: int) -> Mask:
-    """Return the mask that transformers made, or a causal one where it made none.
+    """Return the mask that transformers made, or a causal mask if it made none.
 
     Args:
-        mask: As `generate` hands it to a forward.
-        ids: The tokens (rows, length) that ask.
-        filled: Tokens a row that are in the cache already.
-        positions: Those of the cache.
+        mask: The mask that `generate` passes to a forward.
+        ids: The query tokens (rows, length).
+        filled: Tokens per row that are already in the cache.
+        positions: Number of positions of the cache.
     """
     if isinstance(mask, dict):
         masks = {kind: mask_of_all(each, ids, filled=filled, positions=positions) for kind, each in mask.items()}

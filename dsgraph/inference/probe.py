@@ -1,4 +1,4 @@
-"""Compares the first tokens of an engine with those of the model that it serves, before the engine is handed out."""
+"""Compares the first tokens of an engine with those of its model, before the engine is returned."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from .gate import layer_of, text_config, windows
 _NEW = 3
 """Tokens to generate."""
 _SHORT, _LONGEST, _LONGEST_UNKNOWN = 12, 256, 1024
-"""Tokens of the prompt; at most, to reach beyond a window for which transformers makes the mask, and beyond another."""
+"""Prompt lengths: usual; longest to exceed a window whose mask transformers makes; longest to exceed another."""
 _KNOWN = ("sliding_window", "attention_chunk_size")
-"""Windows for which transformers makes the mask, from the cache that it is given."""
+"""Kinds of windows whose mask transformers makes from the cache."""
 _PADDED = 2
 """Tokens of padding before the first of two prompts."""
-# Largest distance of logits, relative to their spread: what is computed in another order, and no more.
+# Largest difference of logits relative to their spread; it allows another order of summation, and no more.
 _TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-3}
 _TOLERANCE_16_BITS = 0.2
 _SKIP = "verify=False skips this comparison"
@@ -30,13 +30,13 @@ _SKIP = "verify=False skips this comparison"
 def verify(model: Any, make: Callable[[int], Any], *, most: int) -> None:
     """Generate a few tokens with the model and with an engine, uncompiled, and compare the logits.
 
-    Two prompts, the first one padded, reach beyond the model's windows of attention where these are short. The model
+    Two prompts, the first one padded, are longer than the model's attention windows if these are short. The model
     is in evaluation mode meanwhile. Nothing is compiled.
 
     Args:
-        model: Of transformers, with weights.
-        make: Makes an engine of the model from a number of positions.
-        most: Positions that the model has.
+        model: A model of transformers, with weights.
+        make: Return an engine of the model for a number of positions.
+        most: Number of positions that the model supports.
 
     Raises:
         InferenceError: The engine does not give the model's logits, or cannot compute them.
@@ -102,7 +102,7 @@ def _prompts(model: Any, length: int) -> dict[str, Tensor]:
 
 
 def _logits(generate: Callable[..., Any], model: Any, given: dict[str, Tensor], **others: Any) -> tuple[Any, Any]:
-    """Tokens, and the logits behind each step."""
+    """Generated tokens, and the logits of each step."""
     from transformers import GenerationConfig
 
     config = GenerationConfig(
@@ -120,7 +120,7 @@ def _compare(model: Any, found: tuple[Any, Any], expected: tuple[Any, Any]) -> N
     for step in range(count):
         end = expected[0].shape[1] - count + step
         if not torch.equal(found[0][:, :end], expected[0][:, :end]):
-            return  # two words were nearly equal: other tokens, other logits
+            return  # two candidates were nearly equal: later tokens and logits differ
         one, other = (torch.nan_to_num(each[1][step].float(), neginf=0, posinf=0) for each in (found, expected))
         distance = float((one - other).norm() / (other - other.mean(-1, keepdim=True)).norm().clamp(min=1e-12))
         if distance > tolerance:

@@ -9,7 +9,7 @@ from .quantize import Quantization
 
 @dataclass
 class Counts:
-    """What ran as one kind of graph: "encode", "prompt", "decode" or "forward"; or without one, "uncompiled".
+    """Counts of one kind of graph: "encode", "prompt", "decode" or "forward"; "uncompiled" for calls without a graph.
 
     Attributes:
         compiles: Graphs that were compiled.
@@ -38,10 +38,10 @@ class InferenceReport:
         decode: Tokens after the prompt, of `generate`.
         forward: Calls of the engine itself.
         encode: Sequences that `generate` encodes, of models with encoder and decoder.
-        uncompiled: Forwards that the model itself computed, because no graph does, such as the second one of
+        uncompiled: Forwards that ran uncompiled in the model itself, such as the second one of
             `guidance_scale`.
         buckets: Lengths to which prompts, and what is encoded, are padded.
-        cache_bytes: Of keys and values, by rows of the batch; calls that overlapped had a cache each.
+        cache_bytes: Bytes of keys and values, by rows of the batch; overlapping calls have a cache each.
         quantization: Of the weights, with the error of each layer; None where they are as they were.
         whole_weights: Of a quantised model, the weights that are not of few bits: name -> bytes, largest first.
         turned_weights: Of how many `Conv1D` the weight lies in memory by columns, for products of few rows on a CPU.

@@ -1,4 +1,4 @@
-"""Arguments of an engine's `generate`, read before transformers reads them."""
+"""Checks the arguments of an engine's `generate` before transformers reads them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .cache import CACHE_NAMES
 
 _INSTEAD = "call engine.module.generate"
 _OWNED = (*CACHE_NAMES, "cache_implementation", "inputs_embeds")
-# Arguments of searches that decode several tokens at once, or need other outputs than logits.
+# Arguments of decoding methods that decode several tokens at once, or need other outputs than logits.
 _SEARCHES = (
     *("assistant_model", "prompt_lookup_num_tokens", "assistant_early_exit", "custom_generate", "penalty_alpha"),
     *("dola_layers", "force_words_ids", "constraints"),
@@ -21,10 +21,10 @@ _SEARCHES = (
 
 
 def prompt_of(inputs: Tensor | None, arguments: dict[str, Any]) -> Tensor:
-    """Return the prompt, which transformers calls `inputs` or `input_ids`, and take it out of `arguments`.
+    """Return the prompt (`inputs` or `input_ids`), and remove it from `arguments`.
 
     Raises:
-        InferenceError: There is none, there are two, or it is no tensor (rows, length).
+        InferenceError: There is no prompt, there are two, or it is not a tensor (rows, length).
     """
     named = arguments.pop("input_ids", None)
     if inputs is not None and named is not None:
@@ -41,7 +41,7 @@ def prompt_of(inputs: Tensor | None, arguments: dict[str, Any]) -> Tensor:
 
 
 def refuse(arguments: Mapping[str, Any], config: Any) -> None:
-    """Refuse what needs another cache than the engine's, other outputs, or several tokens at once.
+    """Refuse arguments that need another cache than the engine's, other outputs, or several tokens at once.
 
     Args:
         arguments: Those of `generate`.
@@ -49,7 +49,7 @@ def refuse(arguments: Mapping[str, Any], config: Any) -> None:
             cache replaces.
 
     Raises:
-        InferenceError: There is such an argument.
+        InferenceError: `arguments` contains such an argument.
     """
     for name in (*_OWNED, *_SEARCHES):
         value = setting(name, arguments, config)
@@ -61,13 +61,13 @@ def refuse(arguments: Mapping[str, Any], config: Any) -> None:
 
 
 def setting(name: str, arguments: Mapping[str, Any], config: Any) -> Any:
-    """Return a setting of `generate`: an argument, or what a `generation_config` says."""
+    """Return a setting of `generate` from its arguments, or else from a `generation_config`."""
     found = arguments.get(name)
     return getattr(config, name, None) if found is None else found
 
 
 def copies(arguments: Mapping[str, Any], config: Any) -> int:
-    """Return how many rows of the batch one prompt becomes: beams, or sequences to return."""
+    """Return the number of batch rows per prompt: beams, or sequences to return."""
     return max(setting(name, arguments, config) or 1 for name in ("num_beams", "num_return_sequences"))
 
 
@@ -77,8 +77,8 @@ def check_length(prompt: int, arguments: Mapping[str, Any], config: Any, *, most
     Args:
         prompt: Tokens that are in the cache before the first generated one.
         arguments: Those of `generate`.
-        config: The `generation_config` that holds.
-        most: Positions of the cache.
+        config: The `generation_config` in effect.
+        most: Number of positions of the cache.
 
     Raises:
         InferenceError: They do not fit.

@@ -1,4 +1,4 @@
-"""What an engine shows of its model, so that it stands where transformers expects one, such as in `pipeline`."""
+"""Attributes of the model on an engine, so that transformers accepts the engine as a model, as in `pipeline`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dsgraph import compat
 from dsgraph.errors import InferenceError
 
 _Self = TypeVar("_Self", bound="StandIn")
-# What is read from the model as it is.
+# Attributes that are read from the model unchanged.
 _READ = frozenset(
     {
         *("parameters", "named_parameters", "buffers", "named_buffers", "state_dict", "num_parameters"),
@@ -22,7 +22,7 @@ _READ = frozenset(
 
 
 class StandIn:
-    """Names of a model of transformers, for the code that is given an engine in its place.
+    """The attributes of a transformers model, for code that receives an engine instead.
 
     `config`, `generation_config`, `device`, `dtype`, `parameters()`, `state_dict()` and others are the model's.
     `eval()` and `to(...)` return the engine if they would change nothing, and are refused otherwise.
@@ -38,7 +38,7 @@ class StandIn:
 
     @property
     def generation_config(self) -> Any:
-        """Defaults of `generate`, which are the model's: what is written to it takes effect."""
+        """The model's defaults of `generate`; changes to it take effect."""
         return self.module.generation_config
 
     @generation_config.setter
@@ -47,7 +47,7 @@ class StandIn:
 
     @property
     def device(self) -> torch.device:
-        """Where the model computes."""
+        """The model's device."""
         found: torch.device = self.module.device
         return found
 
@@ -78,7 +78,7 @@ class StandIn:
         """Return the engine, if the model is on that device and has that dtype.
 
         Raises:
-            InferenceError: It would move or convert the weights, for which graphs are compiled.
+            InferenceError: The call would move or convert the weights for which graphs are compiled.
         """
         device, dtype = compat.device_and_dtype(*args, **kwargs)
         own = self.device
@@ -112,7 +112,7 @@ class StandIn:
         return self.to(torch.bfloat16)
 
     def __getattr__(self, name: str) -> Any:
-        """Return what the model has under a name that stands for the model itself.
+        """Return an attribute of the model, for names that are read from it unchanged.
 
         Raises:
             AttributeError: Neither the engine nor this list has it.

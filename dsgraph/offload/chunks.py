@@ -96,7 +96,7 @@ def _packed(held: Sequence[_Held], chunk_bytes: int) -> list[Chunk]:
 
 
 class _AdagradState(defaultdict[Tensor, dict[str, Any]]):
-    """State as Adagrad's constructor makes it, made when a parameter is first stepped on."""
+    """Return the state that Adagrad's constructor makes; called at the first step of a parameter."""
 
     def __init__(self, start: float) -> None:
         super().__init__(dict)
@@ -108,14 +108,14 @@ class _AdagradState(defaultdict[Tensor, dict[str, Any]]):
 
 
 def new_state(inner: Optimizer) -> defaultdict[Tensor, dict[str, Any]]:
-    """The state of an optimizer that has not stepped: each parameter's is made when it is first stepped on."""
+    """The state of an optimizer before its first step; each parameter's state is made at its first step."""
     if isinstance(inner, optim.Adagrad):
         return _AdagradState(inner.defaults["initial_accumulator_value"])
     return defaultdict(dict)
 
 
 def has_stepped(inner: Optimizer) -> bool:
-    """Whether an optimizer holds what a step has left."""
+    """Return True if an optimizer has state from a step."""
     if isinstance(inner, optim.Adagrad):  # its constructor makes state
         return any(float(state["step"]) for state in inner.state.values())
     return bool(inner.state)

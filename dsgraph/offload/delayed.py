@@ -58,7 +58,7 @@ class DelayedHostOptimizer(HostOptimizer):
         self._own_state = value
 
     def close(self) -> None:
-        """Ends the thread, when the update that is under way is computed; no step is possible afterwards."""
+        """End the thread after the running update; no step is possible afterwards."""
         self._thread.shutdown(wait=True)
 
     @torch.no_grad()

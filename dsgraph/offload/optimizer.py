@@ -82,7 +82,7 @@ class OptimizerOnDisk(Optimizer):
         return self._store.file.path
 
     def close(self) -> None:
-        """Remove the file and end its threads: the state on disk is gone, and no `step` is possible afterwards."""
+        """Remove the file and end its threads. The state on disk is deleted, and no `step` is possible afterwards."""
         self._store.file.close()
 
     @property

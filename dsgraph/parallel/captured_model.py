@@ -47,7 +47,7 @@ class CapturedModel:
         costs: Seconds of each node's forward, by the cost model.
         slices: Parameters of which each tensor-parallel rank holds a slice, by name; `state` has this rank's.
         repeated: Nodes that every rank can compute by itself, from inputs and small buffers.
-        draws: Whether the forward draws random numbers.
+        draws: True if the forward draws random numbers.
     """
 
     graph_module: GraphModule
@@ -61,10 +61,10 @@ class CapturedModel:
 
 
 def fake_values(gm: GraphModule, device: torch.device) -> dict[Node, Any]:
-    """The fake values of a captured graph's nodes as they are now: under autocast some have other dtypes.
+    """Return the current fake values of a captured graph's nodes; under autocast some have other dtypes.
 
     Args:
-        gm: Of a `CapturedModel`, whose parameters may be gone.
+        gm: Graph of a `CapturedModel`, whose parameters may be freed already.
         device: Where the stages run.
     """
     run = _FakeRun(gm, device, CostModel.default(device_type=device.type))
@@ -107,7 +107,7 @@ def capture_model(
     except compat.not_capturable() as error:
         why = f"pipeline: the model's forward cannot be captured as one graph.{remedy(str(error))} Torch says: {error}"
         raise PartitionError(why) from error
-    gm, values = kept.pop()  # torch's cache of compiled code keeps `keep`, and the model with what it holds
+    gm, values = kept.pop()  # torch's cache of compiled code keeps `keep` alive, and with it all that `kept` contains
     state, inputs = _origins(gm, values, model=model, leaves=compat.flatten_tree((args, kwargs))[0])
     slices = _slices(gm, state)
     values, state = _own_slices(gm, values, state)
@@ -124,7 +124,7 @@ def capture_model(
 
 
 def _install_hooks(model: nn.Module, kwargs: Mapping[str, Any]) -> None:
-    """Let transformers install the hooks that collect router logits and the like: its lock cannot be captured."""
+    """Let transformers install its hooks that collect outputs such as router logits: its lock cannot be captured."""
     library = sys.modules.get("transformers.utils.output_capturing")
     if library is None or not hasattr(library, "maybe_install_capturing_hooks"):
         return
@@ -211,7 +211,7 @@ def _place(gm: GraphModule, source: torch.device, device: torch.device) -> None:
 
 
 class _Effects(TorchDispatchMode):
-    """Notes which nodes draw random numbers, and which memory is written to.
+    """A dispatch mode that records which nodes draw random numbers, and which memory is written to.
 
     Attributes:
         node: The node that is run.
@@ -230,7 +230,7 @@ class _Effects(TorchDispatchMode):
         self.written: set[int] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if not isinstance(func, OpOverload):  # an operator of functions, of which nothing is known
+        if not isinstance(func, OpOverload):  # a higher-order operator, whose effects are unknown
             self.draws.add(self.node)
             return func(*args, **(kwargs or {}))
         if torch.Tag.nondeterministic_seeded in func.tags:
@@ -243,11 +243,11 @@ class _Effects(TorchDispatchMode):
 
 
 class _FakeRun(Interpreter):
-    """Runs a graph under fake tensors, and keeps what each node gives and costs.
+    """An interpreter that runs a graph under fake tensors, and records the value and cost of each node.
 
     Attributes:
         costs: Seconds of each node.
-        effects: Which nodes do more than give a value.
+        effects: Nodes that have effects besides their value.
     """
 
     def __init__(self, gm: GraphModule, device: torch.device, costs: CostModel) -> None:
@@ -260,13 +260,13 @@ class _FakeRun(Interpreter):
         self.effects = _Effects()
 
     def values_of(self, inputs: Sequence[Any]) -> dict[Node, Any]:
-        """Fake values of all nodes."""
+        """Return the fake values of all nodes."""
         with FakeTensorMode(allow_non_fake_inputs=True), torch.enable_grad(), self._counter, self.effects:
             self.run(*map(self._fake, inputs))
         return self._values
 
     def impure(self) -> set[Node]:
-        """Nodes that draw random numbers, that write, or whose memory is written to or unknown."""
+        """Return the nodes that draw random numbers, that write, or whose memory is written to or unknown."""
         written = {
             node
             for node, value in self._values.items()
@@ -279,7 +279,7 @@ class _FakeRun(Interpreter):
         self.effects.node = n
         value = super().run_node(n)
         self._values[n] = value
-        n.meta.setdefault("val", value)  # of the first run
+        n.meta.setdefault("val", value)  # keep the value of the first run
         if n.op.startswith("call"):
             read_bytes = sum(tensor_bytes(self._values.get(read)) for read in n.all_input_nodes)
             operations = self._counter.get_total_flops() - before

@@ -1,4 +1,4 @@
-"""Zero-bubble schedules: products whose weight gradients are computed later than those of their inputs.
+"""Matrix products for zero-bubble schedules: weight gradients are computed later than input gradients.
 
 Torch splits a stage's backward by walking autograd's graph, which fails for residual models ("saved tensor that has
 been detached in-place") and where a parameter is used twice. Here the backward of a stage is one backward. Its linear
@@ -18,17 +18,17 @@ from torch.fx import GraphModule, Node
 
 
 class WeightQueue:
-    """Gradients of weights that are still to be computed."""
+    """A queue of weight gradients that are still to be computed."""
 
     def __init__(self) -> None:
         self._left: list[tuple[nn.Parameter, Callable[[], Tensor]]] = []
 
     def add(self, weight: nn.Parameter, gradient: Callable[[], Tensor]) -> None:
-        """Leave a gradient for later."""
+        """Add a gradient to the queue."""
         self._left.append((weight, gradient))
 
     def take(self) -> Callable[[], None]:
-        """Return what computes all gradients in the queue and adds them to `.grad`; the queue is empty afterwards."""
+        """Return a function that computes all queued gradients and adds them to `.grad`; the queue is emptied."""
         taken, self._left = self._left, []
 
         def run() -> None:
@@ -41,7 +41,7 @@ class WeightQueue:
 
 
 def defer_weights(gm: GraphModule, queue: WeightQueue) -> None:
-    """Let the products of a stage with a parameter leave the gradient of that parameter in a queue, in place.
+    """Make the products of a stage with parameters queue the gradients of these parameters, in place.
 
     before:  y = linear(x, w, b)
     after:   y = _deferred_linear(x, w, b)
@@ -62,7 +62,7 @@ def _kind(gm: GraphModule, node: Node) -> str | None:
     if node.op != "call_function" or node.target not in (F.linear, torch.addmm):
         return None
     kind = "addmm" if node.target is torch.addmm else "linear"
-    if kind == "addmm" and (len(node.args) != 3 or node.kwargs):  # with factors, or operands by name
+    if kind == "addmm" and (len(node.args) != 3 or node.kwargs):  # with alpha or beta, or keyword operands
         return None
     if kind == "linear" and (len(node.args) < 2 or node.kwargs.keys() - {"bias"}):
         return None
@@ -83,14 +83,14 @@ def _operands(node: Node, kind: str) -> tuple[Any, Any, Any]:
 
 
 class _Deferred(nn.Module):
-    """A product with a parameter."""
+    """A matrix product with a parameter."""
 
     def __init__(self, queue: WeightQueue, *, is_transposed: bool) -> None:
         super().__init__()
         self._queue, self._is_transposed = queue, is_transposed
 
     def forward(self, x: Tensor, weight: nn.Parameter, bias: Tensor | None) -> Any:
-        """`x @ weight.T + bias`, or of a transposed weight `x @ weight + bias`."""
+        """Return `x @ weight.T + bias`, or `x @ weight + bias` for a transposed weight."""
         return _DeferredProduct.apply(x, weight, bias, self._queue, self._is_transposed)
 
 
@@ -109,7 +109,7 @@ class _DeferredProduct(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         is_transposed = ctx.is_transposed
 
-        def of_weight() -> Tensor:  # under autocast the product was one of narrower numbers
+        def of_weight() -> Tensor:  # under autocast the product had a lower precision
             rows, grads = x.flatten(0, -2).to(grad.dtype), grad.flatten(0, -2)
             return (rows.t() @ grads if is_transposed else grads.t() @ rows).to(weight.dtype)
 

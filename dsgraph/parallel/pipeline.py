@@ -158,7 +158,7 @@ def pipeline(
 
 
 def _saved(model: nn.Module, captured: CapturedModel) -> dict[str, str]:
-    """Full shape and dtype of each parameter and buffer that a checkpoint holds, by name."""
+    """Return the full shape and dtype of each parameter and buffer in a checkpoint, by name."""
     passing = {
         f"{prefix}.{name}".lstrip(".")
         for prefix, module in model.named_modules()
@@ -175,7 +175,7 @@ def _saved(model: nn.Module, captured: CapturedModel) -> dict[str, str]:
 
 
 def _slicing_agreement(captured: CapturedModel, device: torch.device) -> Agreement | None:
-    """Of the ranks that share operators; None where none do."""
+    """Return the agreement of tensor-parallel ranks; None without tensor parallelism."""
     for held in captured.slices.values():
         group = resolve_group(held.group)
         return Agreement(tuple(dist.get_process_group_ranks(group)), compat.group_timeout(group, device.type))

@@ -210,7 +210,7 @@ class PipelinedModel:
         tag: str = "state",
         more: Mapping[str, Any] | None = None,
     ) -> None:
-        """Writes parameters, buffers and an optimizer's state as full tensors, for any layout. All ranks call it.
+        """Save parameters, buffers and an optimizer's state as full tensors, for any layout. All ranks call it.
 
         A rank holds its stages' full tensors meanwhile. A checkpoint of the same tag is replaced when the new one is
         complete.
@@ -219,7 +219,7 @@ class PipelinedModel:
             folder: Where, on a file system that all ranks see.
             optimizer: Made of `parameters()`.
             tag: Name of the checkpoint in the folder.
-            more: What `load_checkpoint` gives back: JSON values.
+            more: JSON values that `load_checkpoint` returns.
 
         Raises:
             CheckpointError: It could not be written; all ranks raise.
@@ -232,15 +232,15 @@ class PipelinedModel:
         """Reads what `save_checkpoint` wrote, of this or any other layout. All ranks call it.
 
         Args:
-            folder: Where.
-            optimizer: Made of `parameters()`, of the class that was saved; None: its state stays in the checkpoint.
+            folder: Folder of checkpoints.
+            optimizer: An optimizer of `parameters()`, of the class that was saved; None: its state is not loaded.
             tag: Name of the checkpoint in the folder.
 
         Returns:
-            What `save_checkpoint` was given as `more`.
+            The argument `more` of `save_checkpoint`.
 
         Raises:
-            CheckpointError: The folder holds no such checkpoint, it is damaged, or it is not this model's. All ranks
+            CheckpointError: There is no such checkpoint, it is damaged, or it is not of this model. All ranks
                 raise; nothing was changed.
         """
         return load(Path(folder), tag, self._state(), optimizer)

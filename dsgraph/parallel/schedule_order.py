@@ -22,7 +22,7 @@ SCHEDULES = {
 # Two stages a rank, the second on the way back.
 _V_SHAPED = frozenset({"ZBVZeroBubble", "DualPipeV"})
 
-# They run as many micro-batches a round as there are ranks, or somewhat more.
+# Schedules that run at least as many micro-batches per round as there are ranks.
 _IN_ROUNDS = frozenset({"Interleaved1F1B", "InterleavedZeroBubble"})
 
 # They compute the gradients of inputs and of weights apart, by walking autograd's graph.
@@ -52,10 +52,10 @@ def stages_of_ranks(kind: str, *, ranks: int, stages: int) -> list[list[int]]:
 
 
 def check_microbatches(kind: str, *, ranks: int, stages: int, microbatches: int) -> None:
-    """Check that a schedule can run so many micro-batches.
+    """Check that a schedule can run this number of micro-batches.
 
     Raises:
-        OptionError: Names the nearest numbers that it can run.
+        OptionError: It cannot; the message names the nearest numbers that it can run.
     """
     if not isinstance(microbatches, int) or isinstance(microbatches, bool) or microbatches < 1:
         raise OptionError(f"pipeline: microbatches is {microbatches!r}; it takes a whole number, {stages} or more")
@@ -73,7 +73,7 @@ def check_microbatches(kind: str, *, ranks: int, stages: int, microbatches: int)
 
 
 def _fills_rounds(microbatches: int, ranks: int) -> bool:
-    """As torch's interleaved schedules count rounds."""
+    """Return the number of rounds as torch's interleaved schedules count them."""
     return microbatches % max(1, microbatches // ranks) == 0
 
 

@@ -1,6 +1,6 @@
 """Checkpoints of parallel models: full tensors under the model's names, whatever the layout that wrote them.
 
-A checkpoint is a folder `<folder>/<tag>` as an engine writes it, with checksums of all files. A rank writes what its
+A checkpoint is a folder `<folder>/<tag>` like an engine's, with checksums of all files. A rank writes what its
 stages hold. Nothing is changed by a load before all ranks have read and checked everything.
 """
 
@@ -37,15 +37,15 @@ OwnRows = Callable[[str, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class StageState:
-    """What a rank's stages hold, and what those of all ranks do.
+    """The parameters and buffers of a rank's stages, and the names of those of all ranks.
 
     Attributes:
-        parameters: This rank's by name; shards are `DTensor`.
-        buffers: This rank's that the model saves.
-        slices: How those parameters are sliced that are.
-        rows: Takes this rank's rows of a parameter.
-        known: Shape and dtype of every parameter and saved buffer of the model that a stage reads, on all ranks alike.
-        agreement: Of all ranks.
+        parameters: This rank's parameters by name; shards are `DTensor`.
+        buffers: This rank's buffers that the model saves.
+        slices: How tensor-parallel parameters are sharded.
+        rows: Return this rank's rows of a parameter.
+        known: Shape and dtype of every parameter and saved buffer of the model that a stage reads; equal on all ranks.
+        agreement: The agreement of all ranks.
     """
 
     parameters: Mapping[str, nn.Parameter]
@@ -56,13 +56,13 @@ class StageState:
     agreement: Agreement
 
     def full(self, name: str, value: Tensor) -> Tensor:
-        """The full tensor of a parameter, or of state of its shape. Ranks that hold parts of it call it together."""
+        """Return the full tensor of a parameter, or of state of its shape. All ranks with a part of it call it."""
         own = value.detach()
         whole = own.full_tensor() if isinstance(own, DTensor) else own
         return (self.slices[name].full(whole) if name in self.slices else whole).clone()
 
     def own(self, name: str, full: Tensor) -> Tensor:
-        """What this rank holds of a full tensor."""
+        """Return this rank's part of a full tensor."""
         held = self.slices.get(name)
         return self.rows(name, full if held is None else held.own(full, resolve_group(held.group).rank()))
 
@@ -74,10 +74,10 @@ def save(
 
     Args:
         folder: Folder of checkpoints.
-        tag: Name of this one, equal on all ranks.
-        state: What is saved of the model.
-        optimizer: Of the state's parameters.
-        more: What else `read` gives back: JSON values.
+        tag: Name of the checkpoint, equal on all ranks.
+        state: The state of the model to save.
+        optimizer: Optimizer of the state's parameters.
+        more: JSON values that `read` returns.
 
     Returns:
         The checkpoint's folder.
@@ -153,10 +153,10 @@ def _full_state(
 
 
 def load(folder: Path, tag: str, state: StageState, optimizer: Optimizer | None) -> dict[str, Any]:
-    """Read what `save` wrote, in whatever layout. All ranks call it.
+    """Load what `save` wrote, from any layout. All ranks call it.
 
     Returns:
-        What `save` was given as `more`.
+        The argument `more` of `save`.
 
     Raises:
         CheckpointError: There is no such checkpoint, it is damaged, or of another model or optimizer. All ranks raise;
@@ -187,7 +187,7 @@ def load(folder: Path, tag: str, state: StageState, optimizer: Optimizer | None)
 
 
 def _check(about: Mapping[str, Any], state: StageState, optimizer: Optimizer | None) -> None:
-    """Whether a checkpoint is of this model: the same names, shapes and kinds of numbers."""
+    """Check that a checkpoint is of this model: the same names, shapes and dtypes."""
     if about.get("kind") != _KIND:
         raise CheckpointError("it is no checkpoint of a parallel layout")
     saved, mine = about["tensors"], state.known
@@ -223,7 +223,7 @@ def _empty(key: str, kept: Any) -> Tensor:
 def _writes(
     tensors: Mapping[str, Tensor], about: Mapping[str, Any], state: StageState, optimizer: Optimizer | None
 ) -> list[Callable[[], None]]:
-    """What puts the read tensors in their places; all of it is known to fit."""
+    """Return functions that copy the loaded tensors into place; they have been checked."""
     found: list[Callable[[], None]] = []
     for name, target in {**state.buffers, **state.parameters}.items():
         full = tensors.get(f"{_MODEL}.{name}")

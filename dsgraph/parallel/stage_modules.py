@@ -33,7 +33,7 @@ class LossOf:
 
 
 class StageModule(nn.Module):
-    """One stage as torch's schedules call it: received values by position, root inputs by name.
+    """A stage as torch's schedules call it: received values by position, root inputs by name.
 
     Attributes:
         graph_module: The stage's graph.
@@ -82,7 +82,7 @@ class TimedStage(PipelineStage):
         return self._timed(super().forward_one_chunk, *args, **kwargs)
 
     def backward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
-        """See torch. A step runs inside `torch.autocast`, a backward is to run outside."""
+        """See torch. A step may run inside `torch.autocast`, but a backward must run outside it."""
         with torch.autocast(self.device.type, enabled=False):
             return self._timed(super().backward_one_chunk, *args, **kwargs)
 

@@ -21,11 +21,11 @@ from .stage_modules import LossOf, StageModule, TimedStage, stage_buffers
 
 @dataclass(frozen=True)
 class StageRun:
-    """What runs a step.
+    """A schedule and the stages that it runs.
 
     Attributes:
-        schedule: Torch's, made for these stages.
-        stages: This rank's.
+        schedule: A schedule of torch for these stages.
+        stages: This rank's stages.
     """
 
     schedule: Any
@@ -33,7 +33,7 @@ class StageRun:
 
 
 class StageRuns:
-    """Makes what runs a step: what stages send has another dtype under `torch.autocast`.
+    """Stages and schedule for each state of `torch.autocast`, which changes the dtypes that stages send.
 
     Torch's schedules receive into buffers that are made once, of the dtypes that the capture has seen. Bytes of another
     dtype would be read as numbers of that one.
@@ -50,19 +50,19 @@ class StageRuns:
         group: dist.ProcessGroup,
         device: torch.device,
     ) -> None:
-        """Takes all stages, and this rank's modules by the number of the stage."""
-        self._graph, self._device = captured.graph_module, device  # not the model's parameters
+        """Set up from all stages, and this rank's modules by stage number."""
+        self._graph, self._device = captured.graph_module, device  # without the model's parameters
         self._boundaries = [(graph.received, graph.sent) for graph in graphs]
         self._mine, self._kind, self._loss, self._group = dict(mine), schedule, loss, group
         self._known: dict[str, StageRun] = {}
 
     def autocast(self) -> str:
-        """What `torch.autocast` does where this is called, in words."""
+        """Return the current state of `torch.autocast` as text."""
         kind = self._device.type
         return f"autocast to {torch.get_autocast_dtype(kind)}" if torch.is_autocast_enabled(kind) else "no autocast"
 
     def now(self) -> StageRun:
-        """What runs a step where this is called."""
+        """Return the stages and schedule for the current state of `torch.autocast`."""
         key = self.autocast()
         if key not in self._known:
             self._known[key] = self._made(fake_values(self._graph, self._device))
@@ -85,7 +85,7 @@ class StageRuns:
             )
             for number, module in self._mine.items()
         )
-        # Torch divides a tied parameter's gradient twice where two stages of a rank share it: the loss is divided.
+        # The loss is divided, not the gradients: torch would divide those of a parameter of two stages of a rank twice.
         made: Any = get_schedule_class(self._kind)
         given = list(stages) if SCHEDULES[self._kind] else stages[0]
         return StageRun(made(given, self._loss.microbatches, loss_fn=self._loss, scale_grads=False), stages)

@@ -1,4 +1,4 @@
-"""The values of a rank's stages: its own parameters, which begin as the first rank's."""
+"""The values of a rank's stages: its own parameters, which start with the first rank's values."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ Materialize = Callable[[str, Tensor], Tensor]
 def own_values(
     graphs: Sequence[StageGraph], held: Sequence[int], *, device: torch.device, materialize: Materialize | None
 ) -> dict[str, Tensor]:
-    """Put this rank's parameters and buffers on their device; a parameter that two of its stages read is one.
+    """Move this rank's parameters and buffers to their device; stages that read one parameter share it.
 
     Args:
         graphs: All stages.
-        held: This rank's.
-        device: Where they run.
-        materialize: Makes the values of what is on the meta device.
+        held: This rank's stages.
+        device: Device of the stages.
+        materialize: Return the values of a tensor that is on the meta device.
 
     Returns:
         Parameters and buffers of this rank's stages by name.
@@ -49,7 +49,7 @@ def share_first_values(
 ) -> None:
     """Overwrite the stages' parameters and buffers with those of the pipeline's first rank. All its ranks call it.
 
-    Ranks may have built the model with seeds of their own. Where a rank's model is on the meta device, each parameter
+    Ranks may have built the model with different seeds. If a rank's model is on the meta device, each parameter
     keeps what its first stage's rank has materialized.
 
     Args:
@@ -57,7 +57,7 @@ def share_first_values(
         held: The stages of each rank.
         own: This rank's parameters and buffers by name.
         group: The ranks of the pipeline.
-        agreement: Of the same ranks.
+        agreement: The agreement of these ranks.
     """
     values = {name: tensors[leaf] for graph in graphs for name, tensors, leaf in _places(graph)}
     values.update(own)
@@ -74,7 +74,7 @@ def share_first_values(
 
 
 def _holders(graphs: Sequence[StageGraph], held: Sequence[Sequence[int]]) -> dict[str, list[int]]:
-    """The ranks that have each parameter and buffer, by name, in the order of the stages."""
+    """Return the ranks that have each parameter and buffer, by name, in the order of the stages."""
     rank_of = {stage: rank for rank, stages in enumerate(held) for stage in stages}
     found: dict[str, list[int]] = {}
     for number, graph in enumerate(graphs):
@@ -99,12 +99,12 @@ def _receive(tensor: Tensor, rank: int, group: dist.ProcessGroup) -> None:
 
 
 def _bytes(tensor: Tensor) -> Tensor:
-    """The same memory as bytes: not every backend sends every dtype."""
+    """Return a tensor's memory as bytes: not every backend sends every dtype."""
     return tensor.reshape(-1).view(torch.uint8)
 
 
 def _places(graph: StageGraph) -> Iterator[tuple[str, dict[str, Any], str]]:
-    """Each parameter and buffer of a stage: its name, the dict that holds it, and its key there."""
+    """Yield the name of each parameter and buffer of a stage, the dict that contains it, and its key there."""
     for name in graph.parameters:
         path, _, leaf = name.rpartition(".")
         owner = graph.module.get_submodule(path)

@@ -27,7 +27,7 @@ from .tensor_plan import plan_by_graph, plan_by_names
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
 
-# Below this share of sliced matrices a warning says why.
+# Below this share of tensor-parallel matrices a warning gives the reasons.
 MOST = 0.5
 _REASONS = 5
 
@@ -70,7 +70,7 @@ def tensor_parallel(
 
 
 def _why_little(model: nn.Module, found: Found) -> str:
-    """A warning where most of a model stays whole on each rank, with the reasons; empty where most is sliced."""
+    """Return a warning with reasons if most of a model stays replicated; empty if most is tensor-parallel."""
     tables = {name: param.numel() for name, param in model.named_parameters() if param.dim() > 1}
     whole = {name: size for name, size in tables.items() if name not in found.slices}
     total = sum(tables.values())

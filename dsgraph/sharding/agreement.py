@@ -39,7 +39,7 @@ class Agreement:
         ranks: Global ranks that take part.
         timeout: How long to wait for the slowest of them.
         agreed: Hashes that all of them are known to have confirmed.
-        runs: Compares that all of them come here, and not to another collective; None where the others are not real.
+        runs: Checks that all ranks reach this point, and not another collective; None if the other ranks are fake.
     """
 
     ranks: tuple[int, ...]
@@ -63,14 +63,14 @@ class Agreement:
         return _digest(lines) in self.agreed
 
     def announce(self, intent: Intent, lines: Sequence[str]) -> None:
-        """Compare an intent with those of the other ranks, the first time that it comes with these lines.
+        """Compare an intent with those of the other ranks, the first time that it has these lines.
 
         Args:
             intent: What this rank is about to do.
-            lines: What that is about; later calls with the same lines do nothing.
+            lines: Description of the intent; later calls with the same lines do nothing.
 
         Raises:
-            RanksDisagreeError: Another rank does something else, has ended, or did not come in time.
+            RanksDisagreeError: Another rank does something else, has ended, or did not respond in time.
         """
         digest = _digest([str(intent.does), *lines])
         if digest not in self.agreed:
@@ -90,7 +90,7 @@ class Agreement:
             would: What the ranks are about to do if they differ, for the message: "run different collectives".
             lines: What this rank does, in order; None when it does not know (a cached graph), which agrees with all.
             steps: How it came to that; where lines differ, the first step that differs is named as well.
-            advice: What to do where lines differ.
+            advice: What to do if lines differ.
 
         Raises:
             RanksDisagreeError: On every rank, naming the first rank that differs and its first differing line, or the

@@ -1,4 +1,4 @@
-"""Ranks agree on what they are about to do together, before the first byte: gloo would mix it up, abort or wait.
+"""Ranks compare their next collective before it sends data: gloo would mix up data, abort or wait.
 
 Before each eager collective, each run of a compiled graph that communicates (forward and backward are two), each step
 of an optimizer, and each meeting of an `Agreement`, a rank notes in the process group's store what it is about to do:
@@ -38,7 +38,7 @@ from .rank_notes import Intent, Notes
 
 VARIABLE = "DSGRAPH_EAGER_PATIENCE"
 _DEFAULT_PATIENCE = 30.0
-# After how many seconds of waiting a rank logs where it and the others are.
+# Seconds of waiting after which a rank logs the position of all ranks.
 _SLOW = 10.0
 # By how many collectives it is told which one follows: a tied weight is used in several places.
 _CONTEXT = 4
@@ -86,7 +86,7 @@ def is_outside() -> bool:
 
 @dataclass(eq=False)
 class EagerAgreement:
-    """Some ranks of a mesh, which compare what they are about to do together.
+    """Some ranks of a mesh, which compare their next common operation.
 
     Attributes:
         ranks: Global ranks that take part.
@@ -140,7 +140,7 @@ class EagerAgreement:
             raise RanksDisagreeError(f"{wrong}. {_advice(wrong)}") from error
 
     def confirm(self, intent: Intent, *, waits: bool = False) -> Notes:
-        """Compare an intent with those of the other ranks, as `on` does; return the notes of all ranks."""
+        """Compare an intent with those of the other ranks, like `on`; return the notes of all ranks."""
         notes = self._notes = self._notes or Notes.of(self.ranks)
         before, backward = notes.own, compat.running_backward()
         waits = waits or backward != self._backward or self._follows.get(self._last) != intent
@@ -205,7 +205,7 @@ class EagerAgreement:
         )
 
     def _why_lost(self, notes: Notes) -> str:
-        """Why a collective failed, in words: what another rank has found, or where the others were last seen."""
+        """Return why a collective failed: the error of another rank, or the last positions of the others."""
         with suppress(RuntimeError):
             found = [note.wrong for note in notes.read(self.ranks).values() if note.failed >= notes.own.number]
             if found:
@@ -237,7 +237,7 @@ class _Agreements:
         return known[1]
 
     def known(self) -> list[EagerAgreement]:
-        """Return the agreements of the process group that there is."""
+        """Return the agreements of the current process group."""
         return [agreement for world, agreement in self._known.values() if world() is dist.group.WORLD]
 
 

@@ -1,4 +1,4 @@
-"""Ranks that share a batch compare what they are given, at the first steps: other data would train silently wrong."""
+"""Ranks that share a batch compare their inputs in the first steps: different data would train silently wrong."""
 
 from __future__ import annotations
 
@@ -25,24 +25,24 @@ _SEEDS = (
 
 
 class EqualBatches:
-    """Compares batches between ranks at the first steps of each kind.
+    """A comparison of batches between ranks in the first steps of each kind.
 
-    Costs a checksum of the batch and a message through the store at these steps, and nothing later.
+    It costs a checksum of the batch and a message through the store in these steps, and nothing later.
     """
 
     def __init__(self, pipeline: Agreement | None, slicing: Agreement | None) -> None:
-        """Takes the ranks that are given equal batches.
+        """Set the ranks that are given equal batches.
 
         Args:
             pipeline: The ranks that hold a model's stages.
-            slicing: The ranks that share operators, which draw equal random numbers as well.
+            slicing: The tensor-parallel ranks, which also draw equal random numbers.
         """
         self._agreements = [one for one in (pipeline, slicing) if one is not None and len(one.ranks) > 1]
         self._slicing = slicing
         self._seen: Counter[Hashable] = Counter()
 
     def is_due(self, kind: Hashable) -> bool:
-        """Count a step of a kind: shapes, autocast. Whether it is among the first, which are compared."""
+        """Count a step of a kind (shapes, autocast); return True if it is among the first, which are compared."""
         self._seen[kind] += 1
         return bool(self._agreements) and self._seen[kind] <= CHECKED_STEPS
 
@@ -50,21 +50,21 @@ class EqualBatches:
         """Compare a batch with those of the other ranks. All of them call it.
 
         Args:
-            kind: What steps have in common.
+            kind: Key of the steps that are counted together.
             values: The tensors of the batch by name.
 
         Raises:
-            RanksDisagreeError: On all ranks; names two of them and the first argument that differs.
+            RanksDisagreeError: Batches differ; raised on all ranks, with two ranks and the first argument that differs.
         """
         lines = [str(kind), *_described(values)]
         for agreement in self._agreements:
             agreement.confirm("compute with different batches", lines, advice=_BATCHES)
 
     def compare_random_numbers(self, device: torch.device, state: Tensor) -> None:
-        """Compare the state of random numbers with those of the ranks that share operators. All of them call it.
+        """Compare the random state with those of the other tensor-parallel ranks. All of them call it.
 
         Raises:
-            RanksDisagreeError: On all ranks; names two of them.
+            RanksDisagreeError: Random states differ; raised on all ranks, with the names of two.
         """
         if self._slicing is not None:
             line = f"random numbers of {device.type} with checksum {_digest(state)}"
@@ -72,12 +72,12 @@ class EqualBatches:
 
 
 def random_state(device: torch.device) -> Tensor:
-    """The state of a device's default generator."""
+    """Return the state of a device's default generator."""
     return torch.get_rng_state() if device.type == "cpu" else torch.get_device_module(device).get_rng_state(device)
 
 
 def _described(values: Mapping[str, Any]) -> list[str]:
-    """A line for each tensor: its name, dtype, shape and checksum."""
+    """Return a line for each tensor with its name, dtype, shape and checksum."""
     return [
         f"{_argument(name)}: {value.dtype} {list(value.shape)} with checksum {_digest(value)}"
         for name, value in values.items()
@@ -86,7 +86,7 @@ def _described(values: Mapping[str, Any]) -> list[str]:
 
 
 def _argument(name: str) -> str:
-    """The user's name of what Dynamo calls `l_input_ids_`."""
+    """Return the user's name for a name of Dynamo such as `l_input_ids_`."""
     return re.sub(r"^[lL]_((kw)?args_)?|_$", "", name)
 
 

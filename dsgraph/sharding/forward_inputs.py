@@ -1,4 +1,4 @@
-"""Cast the floating-point inputs of a model to the dtype in which its forward sees parameters."""
+"""Casts the floating-point inputs of a model to the dtype in which its forward sees parameters."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dsgraph import compat
 
 
 def cast_floating(inputs: Any, dtype: torch.dtype | None) -> Any:
-    """Inputs of a model, of which floating-point tensors are in `dtype`; None leaves them.
+    """Return inputs of a model with floating-point tensors cast to `dtype`; None leaves them unchanged.
 
     Tensors inside lists, tuples, dicts and other containers that `torch.utils._pytree` knows are cast as well.
     """
@@ -22,7 +22,7 @@ def cast_floating(inputs: Any, dtype: torch.dtype | None) -> Any:
 
 
 def cast_inputs_of(root: nn.Module, dtype: torch.dtype) -> None:
-    """Make `root` cast what it is called with, ahead of its other hooks; a second call changes nothing.
+    """Make `root` cast its inputs before its other hooks run; a second call changes nothing.
 
     FSDP2's `MixedPrecisionPolicy(cast_forward_inputs=True)` does the same for the module that it is given.
     """

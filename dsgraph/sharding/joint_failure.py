@@ -31,10 +31,10 @@ def all_or_none(agreement: Agreement, doing: str, act: Callable[[], Any]) -> Non
 
 
 def on_first(agreement: Agreement, doing: str, act: Callable[[], str | None]) -> str | None:
-    """Run `act` on the first rank of an agreement alone. All of them call it.
+    """Run `act` only on the first rank of an agreement. All of them call it.
 
     Returns:
-        What it returned there, on all ranks.
+        The result of `act`, on all ranks.
 
     Raises:
         CheckpointError: It failed; all ranks raise what it said.
@@ -53,7 +53,7 @@ def on_first(agreement: Agreement, doing: str, act: Callable[[], str | None]) ->
 
 
 def reason(error: BaseException) -> str:
-    """Return why something failed, in a line: what the disk said, where it was the disk."""
+    """Return why something failed, in one line; for disk errors the message of the operating system."""
     if isinstance(error, CheckpointError):
         return str(error)
     if isinstance(error, dcp.api.CheckpointException):

@@ -81,7 +81,7 @@ def partition(
             CPU lies anyway. "folder": on the disk; without it the one for temporary files. A file in it goes when the
             process ends. "ratio": the share of bytes, above 0 and up to 1, or one for each; the last parameters stay.
             See docs/offload.md. None: nothing.
-        cast_forward_inputs: Whether floating-point tensors that `model` is called with, inside lists and dicts as well,
+        cast_forward_inputs: Whether floating-point inputs of `model`, also inside lists and dicts,
             are cast to `param_dtype`, as FSDP2's `MixedPrecisionPolicy` does. None: True with a `param_dtype`.
 
     Returns:
@@ -242,7 +242,7 @@ def _layout_for(param: nn.Parameter, part: PartitionedModel, *, whole: bool) -> 
 def _shard(param: nn.Parameter, entry: ShardedParameter, mesh: DeviceMesh) -> nn.Parameter:
     full, layout = param.detach().contiguous(), entry.layout
     if not full.is_meta:
-        if mesh.size() > 1 or full.is_inference():  # the user's own values stay, in case a later parameter fails
+        if mesh.size() > 1 or full.is_inference():  # keep the user's values, in case a later parameter fails
             full = full.clone()
         broadcast_from_first(full, mesh)
     local = local_rows(full, layout, mesh)

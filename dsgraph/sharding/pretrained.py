@@ -1,4 +1,4 @@
-"""What transformers' models, and others like them, do with all of their parameters: save, resize, generate."""
+"""Methods of transformers' models that use all of their parameters: save, resize, generate."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TakeIn = Callable[[nn.Module], object]
 
 
 def methods_for(original: type[nn.Module], *, take_in: TakeIn) -> Mapping[str, Any]:
-    """What a partitioned module of class `original` does instead of its own methods.
+    """Return the methods of a partitioned module that replace those of class `original`.
 
     These are `save_pretrained`, `resize_token_embeddings` and `generate`.
 
@@ -52,7 +52,7 @@ def _saving(saves: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _generating(generates: Callable[..., Any]) -> Callable[..., Any]:
-    """`generate` whose `synced_gpus` is on by default, as transformers has it for DeepSpeed and FSDP."""
+    """Run `generate` with `synced_gpus` on by default, as transformers does for DeepSpeed and FSDP."""
     signature = inspect.signature(generates)
 
     @wraps(generates)
@@ -62,7 +62,7 @@ def _generating(generates: Callable[..., Any]) -> Callable[..., Any]:
         if call.arguments.get("synced_gpus") is not None or not part.zero.splits_parameters or part.mesh.size() == 1:
             return generates(self, *args, **kwargs)
         with part.gathering("parameters to generate tokens", waits=True):
-            pass  # else a rank that generates alone would wait for the others without a word
+            pass  # otherwise a rank that generates alone would wait silently
         call.arguments["synced_gpus"] = True
         return generates(*call.args, **call.kwargs)
 

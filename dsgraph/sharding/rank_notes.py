@@ -1,4 +1,4 @@
-"""Notes through which ranks tell each other what they are about to do: one key a rank, overwritten each time."""
+"""Notes by which ranks tell each other their next operation: one key per rank, overwritten each time."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from dataclasses import dataclass, field, replace
 
 from .presence import Presence, presences
 
-# Number of earlier digests that a note holds: a rank that does not wait may be ahead of the others by a few.
+# Number of earlier digests in a note: a rank that does not wait may be a few operations further than the others.
 _HISTORY = 16
 
 
 @dataclass(frozen=True)
 class Intent:
-    """One thing that a rank is about to do, for which it needs the others.
+    """The next operation of a rank that involves other ranks.
 
     Attributes:
         does: Verb and object, equal on all ranks: "gathers parameter 'layer.weight'".
         outside: True outside any forward and backward.
-        digest: Of `parameters`.
+        digest: Digest of `parameters`.
         parameters: Full names of the parameters that a compiled graph reads, in order.
-        place: Where a compiled graph comes from, for messages: "Net.forward (net.py:12)".
+        place: Source of a compiled graph, for messages: "Net.forward (net.py:12)".
         step: Number of optimizer steps that the model has made.
     """
 
@@ -44,15 +44,15 @@ class Intent:
 
 @dataclass(frozen=True)
 class Note:
-    """What a rank says of itself.
+    """The state that a rank publishes.
 
     Attributes:
-        number: Number of intents that it has come to.
-        intent: The last of them. `parameters` are left out of what is written.
-        history: Digests of all intents up to the last one, the one before it, and so on.
+        number: Number of intents so far.
+        intent: The last intent; it is written without `parameters`.
+        history: Digests of all intents up to the last one, up to the one before it, and so on.
         waits: True while the rank waits for the others, so that it will see what they find.
         failed: The number of the last intent on which ranks did not agree; 0 if there is none.
-        wrong: What was wrong with it.
+        wrong: Description of the disagreement.
     """
 
     number: int
@@ -83,18 +83,18 @@ class Note:
         return replace(self, number=self.number + 1, intent=intent, history=history, waits=waits)
 
     def differs_at(self, other: Note) -> bool:
-        """Return True if the rank of `other`, which has come as far, did something else up to this note's intent."""
+        """Return True if the rank of `other`, with as many intents, had other intents up to this note's."""
         behind = other.number - self.number
         return 0 <= behind < len(other.history) and other.history[behind] != self.history[0]
 
 
 @dataclass(eq=False)
 class Notes:
-    """The notes of some ranks.
+    """The notes of a group of ranks.
 
     Attributes:
-        presence: This rank's.
-        prefix: What the names of the keys begin with.
+        presence: This rank's presence.
+        prefix: Prefix of the keys in the store.
         own: This rank's.
     """
 
@@ -108,7 +108,7 @@ class Notes:
         """Return the notes of these ranks."""
         presence = presences.now()
         members = hashlib.sha256(json.dumps(ranks).encode()).hexdigest()[:12]
-        # A process group may be made anew on the same store: the n-th of each rank belong together.
+        # A process group may be created again on the same store: the n-th groups of all ranks belong together.
         number = presence.store.add(f"dsgraph/{members}/eager/{presence.rank}", 1)
         return Notes(presence, f"dsgraph/{members}/eager/{number}")
 
@@ -118,7 +118,7 @@ class Notes:
         return self.presence.rank
 
     def write(self, note: Note) -> None:
-        """Overwrite this rank's note, and wait for nobody."""
+        """Overwrite this rank's note, without waiting."""
         self.own = note
         digest = note.intent.digest
         if digest and digest not in self._published:
@@ -127,12 +127,12 @@ class Notes:
         self.presence.store.set(f"{self.prefix}/{self.rank}", note.written())
 
     def read(self, ranks: Iterable[int]) -> dict[int, Note]:
-        """Return the notes of those of these ranks that have written one."""
+        """Return the notes of those ranks that have written one."""
         store, keys = self.presence.store, {rank: f"{self.prefix}/{rank}" for rank in ranks}
         return {rank: Note.read(store.get(key)) for rank, key in keys.items() if store.check([key])}
 
     def describe(self, intents: dict[int, Intent]) -> str:
-        """Return what two ranks do that do different things, with the first parameter that differs, and the step."""
+        """Return the operations of two ranks that differ, with the first differing parameter and the step."""
         names = [self._names(intent) for intent in intents.values()]
         different = (i for i, pair in enumerate(zip(*names, strict=False)) if len(set(pair)) > 1)
         apart = next(different, min(map(len, names)))

@@ -19,7 +19,7 @@ SENT_DTYPES = (
     *(torch.float64, torch.float32, torch.float16, torch.bfloat16),
     *(torch.int64, torch.int32, torch.int8, torch.uint8, torch.bool),
 )
-"""Dtypes that the collectives of all backends take."""
+"""Dtypes that the collectives of all backends support."""
 
 
 def refuse_model(model: object) -> None:
@@ -102,7 +102,7 @@ def _why_not(param: nn.Parameter) -> str | None:
 
 
 def _repeats(param: nn.Parameter) -> bool:
-    """Whether several elements share memory, as `expand` makes it."""
+    """Return True if several elements share memory, as after `expand`."""
     return any(stride == 0 and size > 1 for stride, size in zip(param.stride(), param.shape, strict=True))
 
 

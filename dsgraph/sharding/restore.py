@@ -1,4 +1,4 @@
-"""Put a model back as it was when `partition` fails midway."""
+"""Restores a model if `partition` fails midway."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from .table import HeldParameters, PartitionedModel, ShardedParameter, partition
 
 @contextmanager
 def restored_on_error(model: nn.Module) -> Iterator[None]:
-    """Put modules, parameters, buffers and tables of `model` back as they were if an exception leaves the block.
+    """Restore modules, parameters, buffers and tables of `model` if the block raises an exception.
 
-    Parameters are kept until the block ends where free memory is twice their size. Where there is less, they are
+    Parameters are kept until the block ends if free memory is twice their size. If there is less, they are
     released one by one as they are replaced, and the error says that the model is lost.
 
     Args:
-        model: What is being partitioned, partly partitioned or not at all.
+        model: The module to partition, which may be partly partitioned already.
 
     Raises:
         PartitionError: The block failed after a parameter was replaced that was not kept.
@@ -59,7 +59,7 @@ def restored_on_error(model: nn.Module) -> Iterator[None]:
 
 
 def _has_room(model: nn.Module) -> bool:
-    """Whether free memory is twice what the parameters take."""
+    """Return True if free memory is at least twice the size of the parameters."""
     sizes: dict[torch.device, int] = {}
     for param in model.parameters():
         if not isinstance(param, nn.parameter.UninitializedParameter) and param.layout is torch.strided:
@@ -75,7 +75,7 @@ def _has_room(model: nn.Module) -> bool:
 
 
 class _SavedModule:
-    """What `partition` changes about a module."""
+    """The attributes of a module that `partition` changes."""
 
     def __init__(self, module: nn.Module, *, keeps: bool) -> None:
         self._module, self._class = module, type(module)
@@ -115,7 +115,7 @@ class _SavedTable:
 
 
 def _fields_of(item: Any) -> dict[str, Any]:
-    """The fields of a dataclass, with copies of the containers that are changed in place."""
+    """Return the fields of a dataclass, with copies of containers that are changed in place."""
     assert is_dataclass(item)
     values = {field.name: getattr(item, field.name) for field in fields(item)}
     return {name: value.copy() if isinstance(value, (dict, list, set)) else value for name, value in values.items()}

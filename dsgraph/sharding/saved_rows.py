@@ -1,6 +1,6 @@
 """Shards that are pickled, as `torch.save(model.state_dict())` does: each file holds the rows of one rank.
 
-On each rank into a file of its own that is a way to save. On one rank it would write a part of each parameter, and the
+If each rank saves into its own file, this is valid. On a single rank it would write a part of each parameter, and the
 rest would be lost. So pickling is something that all ranks do at the same point, and a file is loaded by the rank that
 wrote it.
 """
@@ -30,7 +30,7 @@ _WHOLE = (
 
 
 class SavedRows:
-    """A mark of the shards of one model, which is pickled with them, once a file."""
+    """A mark of the shards of one model, which is pickled with them, once per file."""
 
     def __init__(self, partition: PartitionedModel) -> None:
         self._partition = weakref.ref(partition)
@@ -53,10 +53,10 @@ class SavedRows:
 
 
 def rows_of_rank(rank: int, world: int) -> None:
-    """Refuse to load what another rank has saved. It is called where a file is unpickled.
+    """Refuse to load the rows of another rank. It is called when a file is unpickled.
 
     Raises:
-        PartitionError: This process is not that rank of as many.
+        PartitionError: Rank or number of ranks differ from those of the saving process.
     """
     here = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else None
     if here == (rank, world):
@@ -74,14 +74,14 @@ torch.serialization.add_safe_globals([rows_of_rank])
 def save_rows(
     original: type[nn.Module], module: nn.Module, state_dict: dict[str, Any], prefix: str, keep_vars: bool
 ) -> None:
-    """Do what a module of class `original` does to save its own parameters, and mark the shards among them."""
-    with torch.inference_mode(False):  # in which a `DTensor` cannot be detached
+    """Save a module's own parameters as class `original` does, and mark the shards among them."""
+    with torch.inference_mode(False):  # a `DTensor` cannot be detached in inference mode
         compat.save_own_state(original, module, state_dict, prefix, keep_vars)
     mark_rows((state_dict.get(prefix + attribute) for attribute in module._parameters), held_by(module).partition)
 
 
 def mark_rows(values: Iterable[object], partition: PartitionedModel) -> None:
-    """Mark the shards among some values, which are the parameters of a model or the state of its optimizer."""
+    """Mark the shards among some values: the parameters of a model or the state of its optimizer."""
     mark = _marks.setdefault(partition, SavedRows(partition))
     for value in values:
         if isinstance(value, DTensor) and any(isinstance(placement, Shard) for placement in value.placements):

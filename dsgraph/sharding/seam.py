@@ -52,7 +52,7 @@ def property_for(name: str, layout: Layout) -> property:
             )
         if not torch.compiler.is_compiling():
             return _read_eagerly(self, name, layout)
-        # Ranks need not take the same branch: parameters are gathered ahead of it.
+        # Ranks may take different branches, so parameters are gathered before the operator.
         is_ahead = compat.leave_control_flow()
         fake = held_by(self).fake_weights.get(name)
         # Not a tensor in a variable: Dynamo would name the graph's node after it.
@@ -63,14 +63,14 @@ def property_for(name: str, layout: Layout) -> property:
 
     def mark(self: nn.Module, param: Any) -> Tensor:
         accumulated_grad = compressed = None
-        # Only graphs of our backend have gathered copies refreshed, and wait for them.
+        # Only graphs of our backend refresh gathered copies and wait for them.
         reads_copies = may_have_copy and compat.compiling_backend() == "dsgraph"
         if may_stay_local and held_by(self).partition.gradients_stay_local:
             if held_by(self).partition.accumulating:
                 if may_have_copy and not reads_copies:
                     _refuse_other_backend(name)
                 leaf = held_by(self).leaves[name]
-                if leaf.requires_grad == param.requires_grad:  # else it was switched since: it is reduced at once
+                if leaf.requires_grad == param.requires_grad:  # otherwise it was switched in the meantime: its gradient is reduced at once
                     return layout.local(leaf)
             elif torch.is_grad_enabled():
                 accumulated_grad = held_by(self).sums.get(name)
@@ -147,7 +147,7 @@ def _read_eagerly(module: nn.Module, name: str, layout: Layout) -> Tensor:
 
 
 def _read_unseen(module: nn.Module, name: str, layout: Layout, *, is_kept: bool = False) -> Tensor:
-    """`_read`, hidden from selective checkpoints, which refuse a recomputation that runs other ops than the forward.
+    """Call `_read` hidden from selective checkpoints, which refuse a recomputation with other ops than the forward.
 
     Which ops run depends on what was gathered before, and on where the step stands. A gather at each use is visible,
     so that a policy may save its result.

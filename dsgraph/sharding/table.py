@@ -124,7 +124,7 @@ class PartitionedModel:
         accumulating: True inside `accumulate(model)`.
         gradients_stay_local: True while gradients are added up instead of reduced.
         updates: Number of steps that optimizers have made on its parameters.
-        label: What tells its parameters from those of other models of the same ranks, for messages: " of model 2".
+        label: Suffix that distinguishes its parameters from those of other models, for messages: " of model 2".
     """
 
     mesh: DeviceMesh
@@ -195,12 +195,12 @@ class PartitionedModel:
         return tuple(sorted(dist.get_process_group_ranks(axis_group(self.mesh, shard_dim(self.mesh)))))
 
     def gathering(self, what: str, *, waits: bool = False, outside: bool | None = None) -> AbstractContextManager[None]:
-        """Compare a gather outside of compiled graphs with those of the other ranks.
+        """Compare a gather outside compiled graphs with those of the other ranks.
 
         Args:
             what: Is gathered.
             waits: Whether it waits for all ranks even if it is what followed before. It always does outside a forward.
-            outside: Whether that is outside a forward; None: found out.
+            outside: True outside a forward; None: detect it.
 
         Raises:
             RanksDisagreeError: They are about to do different things, or it failed.
@@ -211,10 +211,10 @@ class PartitionedModel:
         return agreement.on(intent, waits=waits or outside)
 
     def agree(self, does: str) -> None:
-        """Compare with the other ranks that they do the same now, and have done the same before.
+        """Check that all ranks do the same now, and have done the same before.
 
         Raises:
-            RanksDisagreeError: They have not, or do something else.
+            RanksDisagreeError: Ranks do, or have done, different operations.
         """
         agreement = eager_agreements.over(self.mesh, self._ranks)
         if agreement.patience:
@@ -226,7 +226,7 @@ class PartitionedModel:
         return eager_agreements.over(self.mesh, self._ranks).on(intent)
 
     def pickling(self) -> AbstractContextManager[None]:
-        """The same where this rank pickles its rows, as `torch.save` of a state dict does."""
+        """Check the same before this rank pickles its rows, as `torch.save` of a state dict does."""
         intent = Intent(f"pickles its rows{self.label}", outside=True, step=self.updates)
         return eager_agreements.over(self.mesh, self._ranks_of_rows).on(intent, waits=True)
 
@@ -246,7 +246,7 @@ class PartitionedModel:
         """Hears that an optimizer of its parameters is about to step."""
 
     def watch_updates(self) -> None:
-        """From here on hears of the steps of optimizers, of which some leave no other trace."""
+        """Watch the steps of optimizers from here on; some of them leave no other trace."""
 
     def note_gradient(self) -> None:
         """Hears that a gradient went through a parameter that was handed out."""
