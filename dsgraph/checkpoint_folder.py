@@ -5,7 +5,7 @@
     checkpoints/.<tag>.<number>.unfinished   being written; locked as long as its writer runs
     checkpoints/.<tag>.replaced              the old checkpoint of that tag, while the new one replaces it
 
-A process that is killed leaves one of the last two. The next writer removes the first. The next writer or reader renames
+A killed process leaves one of the last two. The next writer removes the first. The next writer or reader renames
 the second back if there is no new checkpoint of that tag.
 """
 
@@ -193,7 +193,9 @@ def _try_lock(path: Path) -> int | None:
 def _unlock(descriptor: int | None) -> None:
     if descriptor is not None:
         with suppress(OSError):
-            fcntl.flock(descriptor, fcntl.LOCK_UN)  # a process that was forked in the meantime has the file open as well
+            fcntl.flock(
+                descriptor, fcntl.LOCK_UN
+            )  # a process that was forked in the meantime has the file open as well
         os.close(descriptor)
 
 

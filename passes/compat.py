@@ -211,12 +211,12 @@ def storage_id(tensor: torch.Tensor) -> int:
 
 
 def is_batched(tensor: torch.Tensor) -> bool:
-    """Whether `vmap` computes with the tensor, which then has no memory that could be asked for."""
+    """Return True for a tensor inside `vmap`, whose memory cannot be inspected."""
     return bool(torch._C._functorch.is_batchedtensor(tensor))
 
 
 def written_inputs(output: Node) -> set[int]:
-    """Inputs of the captured graph whose new values a joint graph returns, such as a batch norm's running mean."""
+    """Return the inputs whose new values a joint graph returns, such as a batch norm's running mean."""
     descs = output.meta.get("desc") or ()
     found = (_input_number(desc.mutated_input) for desc in descs if isinstance(desc, InputMutationAOTOutput))
     return {number for number in found if number is not None}

@@ -81,7 +81,7 @@ class Capture:
         ends_in: The graph break that ends the graph, if one does.
         region: The line that calls `torch.utils.checkpoint.checkpoint`, for a graph inside a region that runs eagerly.
         running: The user's functions that were running, the captured one first.
-        called_at: The user's line that calls the captured function, if that is torch's, such as `nn.Sequential.forward`.
+        called_at: The user's line that calls the captured function, if that is torch's own (`nn.Sequential.forward`).
     """
 
     function: Place

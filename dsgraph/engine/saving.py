@@ -69,7 +69,7 @@ class Saving:
 
         Args:
             save_dir: Folder of checkpoints, the same on all ranks.
-            tag: Name of the checkpoint; None: `global_step<N>`. If tags differ between ranks, the first rank's is used, or
+            tag: Name of the checkpoint; None: `global_step<N>`. If ranks differ, the first rank's tag is used, or
                 all ranks raise, see `checkpoint.tag_validation` in the configuration.
             client_state: Values that `load_checkpoint` returns with their types: numbers, text, bytes, paths, tensors,
                 arrays, and dicts, lists, tuples and sets of them. The first rank's values are saved.

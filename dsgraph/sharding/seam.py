@@ -70,7 +70,7 @@ def property_for(name: str, layout: Layout) -> property:
                 if may_have_copy and not reads_copies:
                     _refuse_other_backend(name)
                 leaf = held_by(self).leaves[name]
-                if leaf.requires_grad == param.requires_grad:  # otherwise it was switched in the meantime: its gradient is reduced at once
+                if leaf.requires_grad == param.requires_grad:  # else it was switched since: reduce at once
                     return layout.local(leaf)
             elif torch.is_grad_enabled():
                 accumulated_grad = held_by(self).sums.get(name)

@@ -40,7 +40,7 @@ def accumulate(model: nn.Module, *, reduce_once: bool | None = None) -> Iterator
     reduced is reduced when that backward is through: parameters that this micro-batch does not use, and those of
     uncompiled code, which ranks may use differently.
 
-    Until that backward is through, sums that stay local are not in `.grad`: a `DTensor` of NaN stands there, without
+    Until that backward has ended, local sums are not in `.grad`: it is a `DTensor` of NaN, without
     memory of its own. `zero_grad` of an optimizer or a module drops the sums of its parameters, as in one process; any
     other write to `.grad`, such as clipping, is an error. Hooks of parameters are called once a step, with the whole
     averaged gradient, where gradients are reduced once; otherwise in every backward.

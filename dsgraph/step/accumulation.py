@@ -118,7 +118,7 @@ def empty_sum(total: Tensor) -> None:
 
 
 def drop_if_zeroed(entry: ParameterState) -> None:
-    """Drops a sum if `zero_grad` was called since it was last added to, as it drops a gradient in one process."""
+    """Drop a sum if `zero_grad` was called after the last addition, as it drops a gradient in one process."""
     if entry.stand_in is None or entry.accumulated_grad is None:
         return
     state_of_grad = entry.stand_in.look(entry.param)
@@ -161,7 +161,7 @@ def _prepare_leaf(entry: ParameterState, state: PartitionState) -> None:
         compat.keep_static(source)
     for module, attribute in entry.owners:
         held_by(module).leaves[attribute] = entry.leaf
-    entry.leaf.grad = None  # of a backward that was interrupted
+    entry.leaf.grad = None  # left by an interrupted backward
     leaf = entry.leaf.requires_grad_(entry.param.requires_grad)
     entry.was_trained |= leaf.requires_grad
     if leaf.requires_grad and entry.hooked_leaf != id(leaf):
@@ -233,7 +233,7 @@ def _on_local_gradient(entry: ParameterState, state: PartitionState) -> None:
 
 def _on_reduced_gradient(entry: ParameterState, state: PartitionState) -> None:
     """A compiled graph has reduced the gradient: outside `accumulate`, the step ends with this backward."""
-    if entry.is_summed and entry.stand_in is None:  # the gradient came past the sum, as of a term over `parameters()`
+    if entry.is_summed and entry.stand_in is None:  # the gradient bypassed the sum, as for a term over `parameters()`
         entry.stand_in = StandIn.put(entry.param)
     if state.gradients_stay_local and not state.accumulating:
         _reduce_at_end_of_backward(state)

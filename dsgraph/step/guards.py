@@ -30,7 +30,7 @@ from .replicated import confirm_replicated, holds_any, note_replicated
 
 # They compute with a matrix or a gradient as a whole. Torch raises on shards, or gives other numbers (Muon).
 NEED_ALL_ROWS = (optim.Adafactor, optim.Muon, optim.Rprop)
-# What torch's optimizers keep of a parameter as a plain number, whatever its shape.
+# State that torch's optimizers keep as a plain number for a parameter of any shape.
 _NUMBERS = frozenset({"step", "mu_product", "eta", "mu"})
 # Ways to step on many parameters at once that torch does not have for shards.
 _UNKNOWN_ON_SHARDS = ((optim.Adagrad, "fused"), (optim.SGD, "fused"), (optim.Rprop, "foreach"))
@@ -56,7 +56,7 @@ def guard(state: PartitionedModel) -> None:
             _mark_states(optimizer, weak_state)
         _complete_scalar_states(optimizer, living)
         living.before_update(optimizer)  # ahead of what follows: ranks that ran the last backward have reduced by now
-        living.agree(f"steps {type(optimizer).__name__}")  # before an update from gradients that others have no part in
+        living.agree(f"steps {type(optimizer).__name__}")  # before an update from local gradients
         confirm_replicated(living, is_first=optimizer not in checked)
         checked.add(optimizer)
 
@@ -108,7 +108,7 @@ def refuse_added_parameters(optimizer: Optimizer, state: PartitionedModel) -> No
 
 
 def _mark_states(optimizer: Optimizer, weak_state: weakref.ref[PartitionedModel]) -> None:
-    """Keeps one rank from pickling its rows of an optimizer's state alone."""
+    """Prevent a single rank from pickling only its rows of an optimizer's state."""
 
     def mark(_: Optimizer, state_dict: dict[str, Any]) -> None:
         living = weak_state()
@@ -119,9 +119,9 @@ def _mark_states(optimizer: Optimizer, weak_state: weakref.ref[PartitionedModel]
 
 
 def _complete_scalar_states(optimizer: Optimizer, state: PartitionedModel) -> None:
-    """Makes the state of parameters without dimensions `DTensor`s again, where it was loaded.
+    """Turn loaded state of 0-dimensional parameters back into `DTensor`s.
 
-    Torch takes each tensor without dimensions for a number, which it loads as a plain tensor
+    Torch treats each 0-dimensional tensor as a number, which it loads as a plain tensor
     (`set_optimizer_state_dict`, `torch.distributed.checkpoint`), and cannot compute with it and a `DTensor`.
     """
     for entry in state.parameters:
@@ -130,7 +130,7 @@ def _complete_scalar_states(optimizer: Optimizer, state: PartitionedModel) -> No
         own = optimizer.state[entry.param]
         for key in [key for key, value in own.items() if _is_plain_scalar(value) and key not in _NUMBERS]:
             larger = [item.get(key) for param, item in optimizer.state.items() if param.dim()]
-            if not any(map(_is_plain_scalar, larger)):  # else it is a number of the optimizer's own
+            if not any(map(_is_plain_scalar, larger)):  # otherwise it is a plain number of the optimizer
                 own[key] = compat.distributed_like(entry.param.detach(), own[key])  # type: ignore[arg-type]
 
 

@@ -40,9 +40,9 @@ class ParameterState(ShardedParameter):
         leaf: What modules hand out while gradients are not reduced; see `accumulation`.
         accumulated_grad: `[*shape]` in the master dtype, the sum of the leaf's gradients, or zeros that wait for them.
         is_summed: Whether anything is in the sum that has not been reduced.
-        was_trained: Whether it had `requires_grad` in a micro-batch of this step; it may have been frozen since.
+        was_trained: True if it had `requires_grad` in a micro-batch of this step; it may be frozen by now.
         withheld: What was in the sum, while a backward runs that must not add it.
-        stand_in: What stands in the parameter's `.grad` while there is a sum.
+        stand_in: Placeholder in the parameter's `.grad` while there is a sum.
         hooked_leaf: id of the leaf that reports its gradients.
         hooked_param: id of the parameter that does so.
         compression: What is kept to compress its gradient, if it is compressed.

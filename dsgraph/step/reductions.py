@@ -30,10 +30,10 @@ def used_anywhere(used_here: list[bool], state: PartitionState) -> list[bool]:
 
 
 def reduce_split(grads: dict[ParameterState, Tensor | None]) -> list[tuple[ParameterState, Tensor]]:
-    """Reduces gradients of split parameters, several on their way at once. Each is freed when it has been sent.
+    """Reduce gradients of sharded parameters, several at a time. Each is freed when it has been sent.
 
     Returns:
-        This rank's rows of each.
+        This rank's rows of each gradient.
     """
     reduced: list[tuple[ParameterState, Tensor]] = []
     started: deque[tuple[ParameterState, int, Callable[[], Tensor]]] = deque()
@@ -55,7 +55,7 @@ def reduce_replicated(
     flat = torch.cat([grad.reshape(-1) for grad in grads if grad is not None])
     averaged = bucket[0].layout.reduce(flat, flat.new_empty(flat.shape, dtype=bucket[0].param.dtype))
     parts = averaged.split([entry.param.numel() for entry in bucket])
-    # What begins in the middle of other memory cannot be saved.
+    # A tensor with a storage offset cannot be saved.
     return [(entry, part.clone().view(entry.layout.shape)) for entry, part in zip(bucket, parts, strict=True)]
 
 
@@ -67,15 +67,15 @@ def reduce_as_momentum(entry: ParameterState, grad: Tensor | None) -> Tensor:
 
 
 def deliver(reduced: list[tuple[ParameterState, Tensor]]) -> None:
-    """Adds reduced gradients to the parameters' `.grad` in a backward of their own, so that hooks are called.
+    """Add reduced gradients to the parameters' `.grad` in a separate backward, so that hooks are called.
 
     Args:
-        reduced: This rank's rows of each, in the same order on all ranks; it is emptied.
+        reduced: This rank's rows of each gradient, in the same order on all ranks; it is emptied.
     """
     if not reduced:
         return
     params = [entry.param for entry, _ in reduced]
-    frozen = [param.requires_grad_() for param in params if not param.requires_grad]  # since a micro-batch trained them
+    frozen = [param.requires_grad_() for param in params if not param.requires_grad]  # frozen since a micro-batch
     try:
         with torch.enable_grad():
             _Deliver.apply(reduced, *params).backward()
@@ -85,7 +85,7 @@ def deliver(reduced: list[tuple[ParameterState, Tensor]]) -> None:
 
 
 class _Deliver(torch.autograd.Function):
-    """Takes parameters, whose gradients are then what it was given."""
+    """An autograd function of parameters whose backward returns the given gradients."""
 
     @staticmethod
     def forward(ctx: Any, reduced: list[tuple[ParameterState, Tensor]], *params: Tensor) -> Tensor:

@@ -65,8 +65,8 @@ class PartitionState(PartitionedModel):
         awaiting_last_backward: True from the first gradient under `accumulate` to the backward that ends the step.
         reducing_in: The backward that reduces what is left at its end, or was to and failed; -1 if there is none.
         watching: id of the state whose optimizer hook is registered; a deep copy must register its own.
-        open_forwards: Of forwards under a memory limit, those whose backward has not begun.
-        limit_gaps: Why steps may have taken more than their memory limit, as seen while they ran.
+        open_forwards: Forwards under a memory limit whose backward has not begun.
+        limit_gaps: Reasons, seen at run time, why steps may have exceeded their memory limit.
         ends_step: Is called ahead of an optimizer's step, from the first micro-batch that waits.
     """
 

@@ -39,7 +39,7 @@ def share_of(sizes: Sequence[int], count: int) -> float:
 
 
 class SlotFile:
-    """A preallocated file in a folder of this process, which goes with `close`, with this object, or with the process.
+    """A preallocated file in a folder of this process, removed by `close`, with this object, or with the process.
 
     A process that is killed leaves its folder behind; the next one that makes such a file there removes it.
 
@@ -80,13 +80,13 @@ class SlotFile:
         self._mapped: set[int] = set()  # which others write to as well: without checksums
         self._buffers = BufferPool(pinned=False)
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="dsgraph-offload")
-        # Does not wait for threads: a garbage collector may call it in one of them, when nothing is left to do.
+        # Does not wait for threads: the garbage collector may call it in one of them, when no work is left.
         self._let_go = weakref.finalize(self, _let_go, self._folder, self._threads)
 
     def close(self) -> None:
-        """Waits for what is being read and written, ends the threads, and removes the file; a second call does nothing.
+        """Wait for reads and writes, end the threads, and remove the file; a second call does nothing.
 
-        Memory that was mapped from the file stays as it is.
+        Memory that was mapped from the file stays valid.
         """
         self._threads.shutdown(wait=True)
         self._let_go()

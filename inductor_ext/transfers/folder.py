@@ -45,7 +45,7 @@ class PrivateFolder:
         self._owner = os.getpid()
 
     def remove(self) -> None:
-        """Removes the folder with all that is in it, once. A forked process leaves its parent's alone."""
+        """Remove the folder and its content, once. A forked process does not remove its parent's folder."""
         if os.getpid() == self._owner and self._held >= 0:
             shutil.rmtree(self.path, ignore_errors=True)
             os.close(self._held)

@@ -1,4 +1,4 @@
-"""Memory that a CPU kernel allocates and frees while it runs, besides its results.
+"""Scratch memory: what a CPU kernel allocates and frees while it runs, besides its results.
 
 Neither graphs nor schemas show it. Each bound was measured at torch's allocator (torch 2.13, oneDNN with AVX-512, one
 and four threads):
@@ -30,18 +30,18 @@ from .cost import UNKNOWN_SIZE, hint
 aten = torch.ops.aten
 
 _ROUNDING = 16  # channels of a block in oneDNN's layouts
-_UNBLOCKED = 4  # a convolution of so few channels reads them as they are
-_SMALL = 2**14  # bytes that oneDNN's kernels take for themselves, whatever the sizes
+_UNBLOCKED = 4  # convolutions of at most so many channels read them in the plain layout
+_SMALL = 2**14  # bytes that each kernel of oneDNN takes for any sizes
 _SCALARS = 64  # bytes of the sums of a loss
 _TILE, _KEY_TILE = 256, 512  # the largest tiles of attention, in queries and keys
 
 
 def scratch_bytes(node: Node, *, fused: bool = False) -> int:
-    """Return an upper bound of the bytes that a node's kernel has alive besides its arguments and results.
+    """Return an upper bound of the bytes that a node's kernel uses besides its arguments and results.
 
     Args:
         node: A node with fake values. Nodes on other devices than the CPU count as 0.
-        fused: Whether Inductor compiles the graph: then kernels of its own hold nothing, and those that it calls do.
+        fused: True if Inductor compiles the graph: its own kernels use no scratch memory, library kernels do.
     """
     results = _tensors(node.meta.get("val"))
     operands = [x for argument in node.args for x in _read(argument)]
@@ -61,7 +61,7 @@ def scratch_bytes(node: Node, *, fused: bool = False) -> int:
 
 
 def oversized_bytes(node: Node, *, fused: bool = False) -> int:
-    """Return how much more memory a node's result fills than its elements.
+    """Return the bytes of a node's result beyond those of its elements.
 
     The mean of these losses is written to the first bytes of the losses of all elements.
 
@@ -80,7 +80,7 @@ def _convolution(node: Node, operands: Sequence[Tensor], results: Sequence[Tenso
     x, weight = operands[:2]
     columns = _columns(x, weight, results[0])
     size = _bytes(results[0])
-    if node.args[6]:  # transposed: the backward of one
+    if node.args[6]:  # a transposed convolution
         return max(_blocked(x) + _blocked_weight(weight), 2 * size) + _SMALL + columns
     return max(_blocked(x) + _blocked_weight(weight), _blocked(results[0])) + _SMALL + columns
 
@@ -94,7 +94,7 @@ def _convolution_backward(node: Node, operands: Sequence[Tensor], results: Seque
 
 
 def _columns(x: Tensor, weight: Tensor, result: Tensor) -> int:
-    """What float64 takes, for which oneDNN has no kernels: each window of the input in a row."""
+    """Return the bytes of a float64 convolution, for which oneDNN has no kernels: one row per input window."""
     if x.dtype != torch.float64:
         return 0
     places = math.prod(hint(n, unknown=UNKNOWN_SIZE) for n in (result.shape[0], *result.shape[2:]))
@@ -140,7 +140,7 @@ def _each_element_twice(node: Node, operands: Sequence[Tensor], results: Sequenc
 
 
 def _group_sums(node: Node, operands: Sequence[Tensor], results: Sequence[Tensor]) -> int:
-    """Two sums for each image and channel."""
+    """Return the bytes of two sums for each image and channel."""
     sums = 2 * math.prod(hint(n, unknown=UNKNOWN_SIZE) for n in operands[1].shape[:2])
     return sums * operands[1].element_size() + _expanded_operands(node, operands, results)
 
@@ -154,7 +154,7 @@ def _expanded_operands(node: Node, operands: Sequence[Tensor], results: Sequence
 
 
 def _sum(node: Node, operands: Sequence[Tensor], results: Sequence[Tensor]) -> int:
-    """A sum in another type than its operand's converts the operand first."""
+    """Return the bytes of the operand converted to the type of the sum, if it differs."""
     differs = operands[0].dtype != results[0].dtype
     return _elements(operands[0]) * results[0].element_size() if differs else 0
 
@@ -219,12 +219,12 @@ _EAGER: Mapping[Any, Bound] = {
     ),
 }
 
-# They read each operand in the type that it has.
+# These ops read each operand in its own type.
 _CONVERTING = {aten.where.self, aten.masked_fill.Scalar, aten.masked_fill.Tensor, aten.copy.default}
 
 
 def _converted(operands: Sequence[Tensor]) -> int:
-    """The operands of a pointwise op that are converted to the type that is computed in."""
+    """Return the bytes of operands of a pointwise op that are converted to its compute type."""
     sized = [x for x in operands if x.dim()]
     if len({x.dtype for x in sized}) < 2:
         return 0
@@ -235,12 +235,12 @@ def _converted(operands: Sequence[Tensor]) -> int:
 
 
 def _expanded(value: Tensor) -> int:
-    """The bytes of a contiguous copy, where one is made."""
+    """Return the bytes of a contiguous copy, if one is made."""
     return 0 if value.is_contiguous() else _bytes(value)
 
 
 def _has_rows(value: Tensor) -> bool:
-    """Whether a matrix is read as it is: rows or columns lie one after the other."""
+    """Return True if a matrix is read without a copy: its rows or columns are contiguous."""
     if value.dim() < 2:
         return True
     rows, columns = value.stride()[-2:]
@@ -252,7 +252,7 @@ def _matrices(value: Tensor) -> int:
 
 
 def _blocked(value: Tensor) -> int:
-    """The bytes of images in oneDNN's layout, whose channels fill blocks."""
+    """Return the bytes of images in oneDNN's blocked layout."""
     channels = hint(value.shape[1], unknown=UNKNOWN_SIZE)
     if channels <= _UNBLOCKED:
         return _bytes(value)
@@ -274,7 +274,7 @@ def _elements(value: Tensor) -> int:
 
 
 def _bytes(value: Tensor) -> int:
-    """The bytes of a contiguous copy."""
+    """Return the bytes of a contiguous copy."""
     return _elements(value) * value.element_size()
 
 

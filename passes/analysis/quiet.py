@@ -1,4 +1,4 @@
-"""Keep libraries that print past Python from printing: those that have no option for it."""
+"""Silences libraries that write to stdout and stderr directly and have no option against it."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 _OURS = re.compile(rb"^(USDT|INFO|STAGE):\d{4}-\d\d-\d\d |Highs\w+::|HiGHS")
-"""Lines of Kineto, torch's profiler, and of HiGHS, scipy's solver."""
+"""Patterns of lines of Kineto (torch's profiler) and HiGHS (scipy's solver)."""
 
 
 @contextmanager
 def without_library_output() -> Iterator[None]:
     """Drop what Kineto and HiGHS write to stdout and stderr inside the block; other lines are written at its end.
 
-    It works on file descriptors, so that lines of other threads come late. Where stdout or stderr is closed, nothing is
+    It redirects file descriptors, so lines of other threads are delayed. If stdout or stderr is closed, nothing is
     changed.
     """
     try:

@@ -45,9 +45,9 @@ class PairMemory:
         read_again: Pieces that come into the forward and that the backward reads as well.
         outputs: Pieces that the forward allocates and hands to its caller.
         copy_bytes: What they hold: as many rows of each rank, of which some may be padding.
-        unread: Parameters of the model that the graph does not read, which the step holds all the same.
+        unread: Parameters of the model that the graph does not read, which the step still keeps in memory.
         unread_copies: Bytes of their gathered copies.
-        keeps_outputs: Whether the caller was taken to hold what the model returns, which is no part of `saved` then.
+        keeps_outputs: True if the caller is assumed to keep the model's outputs, which `saved` does not include then.
         buffers: Of each graph, the most bytes through which parameters on disk, and their gradients, pass at once.
         stores: Of the backward, by input of the forward: when the gradients of parameters on disk are stored.
     """

@@ -30,11 +30,11 @@ _PLAIN_TENSORS = (torch.Tensor, FakeTensor)  # and no other subclass
 
 
 def is_plain(node: Node, *, symbolic: bool = False) -> bool:
-    """Return whether a node computes tensors of known sizes from such tensors, and nothing but that.
+    """Return True if a node only computes tensors of known sizes from tensors of known sizes.
 
     Args:
-        node: Of a graph of ATen ops with fake values.
-        symbolic: Whether sizes may change from run to run, as long as inputs decide them and not the data.
+        node: A node of a graph of ATen ops with fake values.
+        symbolic: Allow dynamic sizes that are determined by input sizes, not by data.
     """
     if node.op != "call_function" or is_barrier(node) or is_wait(node) or is_collective(node) or is_transfer(node):
         return False
@@ -89,7 +89,7 @@ def _has_known_sizes(value: torch.Tensor, *, symbolic: bool) -> bool:
 
 
 def _is_backed(size: object) -> bool:
-    """Whether a size is a number that inputs decide."""
+    """Return True if a size is a number or determined by input sizes."""
     if not isinstance(size, torch.SymInt):
         return False
     expression = symbolic_expression(size)

@@ -1,4 +1,4 @@
-"""Where the queries and the keys of an attention come from: one sequence, or two, as in cross-attention."""
+"""Decides whether queries and keys of an attention come from one sequence, or from two (cross-attention)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from dsgraph.inductor_ext.compat import size_hint
 
 from .matching import Call, call_of, value_of
 
-# Calls that keep each token what it was, up to a factor and an offset of its own: norms, also written out.
+# Calls that only scale and shift each token: norms, also as elementary ops.
 _KEEPING = frozenset(
     {
         *("cast", "contiguous", "reshape", "transpose", "unflatten", "dropout", "layer_norm", "rms_norm"),
@@ -21,12 +21,12 @@ _KEEPING = frozenset(
     }
 )
 _MIXING = frozenset({"fused_attention", "softmax", "softmax_method"})
-# How many calls deep two expressions are compared, and how many calls before a projection are read.
+# Depth in calls to which two expressions are compared, and number of calls before a projection that are read.
 _MOST_STEPS, _MOST_STEM = 12, 48
 
 
 def why_not_self(q: Node, k: Node, v: Node) -> str | None:
-    """Return why an attention is not one of a sequence over itself; None if it is.
+    """Return why an attention is not self-attention; None if it is.
 
     It is one if queries and keys are projections of the same tokens, up to norms before the projections. An attention
     over three inputs of the graph, which are not projected in it, is taken for one: the graph does not show more.
@@ -59,7 +59,7 @@ def _said(one: Node, other: Node) -> str:
 
 
 def _projected(node: Node) -> list[Node]:
-    """The inputs of the products with weights from which a value is computed, the nearest ones."""
+    """Return the inputs of the nearest products with weights from which a value is computed."""
     found: dict[Node, None] = {}
     frontier, seen = [node], {node}
     while frontier:
@@ -79,7 +79,7 @@ def _projected(node: Node) -> list[Node]:
 
 
 def _input_of_product(node: Node) -> Node | None:
-    """The tokens that a product with a weight, or a convolution, reads; None for other nodes."""
+    """Return the tokens that a product with a weight or a convolution reads; None for other nodes."""
     call = call_of(node)
     if call is not None and call.kind == "linear":
         return _node(call.input)
@@ -112,7 +112,7 @@ def _is_flat(node: Node) -> bool:
 
 
 def _operands(node: Node) -> list[Node]:
-    """The arguments that may hold tokens: no weights, masks or indices."""
+    """Return the arguments that may contain tokens: no weights, masks or indices."""
     return [each for each in node.all_input_nodes if not _is_weight(each) and _holds_numbers(each)]
 
 
@@ -122,7 +122,7 @@ def _holds_numbers(node: Node) -> bool:
 
 
 def _is_weight(node: object) -> bool:
-    """Whether it is a parameter, or computed from parameters alone."""
+    """Return True for a parameter, or a value computed only from parameters."""
     if not isinstance(node, Node):
         return False
     if node.op in ("placeholder", "get_attr"):
@@ -131,7 +131,7 @@ def _is_weight(node: object) -> bool:
 
 
 def _inputs(node: Node) -> frozenset[Node]:
-    """The inputs of the graph from which a value that is not projected is computed."""
+    """Return the graph inputs from which a value that is not projected is computed."""
     found, frontier, seen = set[Node](), [node], {node}
     while frontier:
         item = frontier.pop()
@@ -144,7 +144,7 @@ def _inputs(node: Node) -> frozenset[Node]:
 
 
 def _stem(node: Node, steps: int) -> Node:
-    """The tokens before norms, and before a product with fewer outputs than inputs, as of low-rank queries and keys."""
+    """Return the tokens before norms, and before a low-rank product (fewer outputs than inputs)."""
     if steps == 0:
         return node
     call = call_of(node)
@@ -161,7 +161,7 @@ def _stem(node: Node, steps: int) -> Node:
 
 
 def _stem_of_piece(node: Node, pieces: Node, steps: int) -> Node:
-    """That of a piece of the width of each token, such as `latent, rotated = split(x, [...], dim=-1)`."""
+    """Return the tokens of which a node is a part of the width, as in `latent, rotated = split(x, [...], dim=-1)`."""
     call, made = call_of(pieces), value_of(node)
     read = value_of(call.input) if call is not None and call.kind in ("split", "chunk") else None
     if call is None or made is None or read is None or call["dim"] not in (-1, read.ndim - 1):
@@ -170,7 +170,7 @@ def _stem_of_piece(node: Node, pieces: Node, steps: int) -> Node:
 
 
 def _same(one: Node, other: Node, steps: int) -> bool:
-    """Whether two nodes are the same tokens, up to norms, or the same expression of the same ones."""
+    """Return True if two nodes are the same tokens, up to norms, or the same expression of the same tokens."""
     one, other = _stem(one, _MOST_STEM), _stem(other, _MOST_STEM)
     if one is other:
         return True
@@ -190,7 +190,7 @@ def _flat(given: Any) -> list[Any]:
 
 
 def _why_parts(q: Node, sources: Sequence[Node]) -> str | None:
-    """Why queries are not of all tokens that were projected; None if they are, or where sizes are not known."""
+    """Return why queries do not cover all projected tokens; None if they do, or if sizes are unknown."""
     value, read = value_of(q), value_of(sources[0])
     if value is None or read is None or value.ndim != 4 or len(sources) > 1:
         return None

@@ -216,7 +216,7 @@ class _Reader:
     forward: frozenset[Node]
     returned: frozenset[Node]  # results, and what they are computed of
     fused: frozenset[Node]
-    once: frozenset[Node]  # what reads an input that is written to later: the backward would read the new value
+    once: frozenset[Node]  # readers of an input that is written to later: the backward would read the new value
 
     def value(self, node: Node, part: frozenset[Node]) -> Value:
         """A node of a part as a value."""
@@ -264,7 +264,7 @@ class _Reader:
 
 
 def _readers_of_written(gm: GraphModule, forward: Sequence[Node]) -> frozenset[Node]:
-    """The nodes that read an input to which the graph or its caller writes, and the results of those that give several.
+    """Return the nodes that read an input to which graph or caller writes, and their results if they have several.
 
     A batch norm reads its running mean, of which it returns a new one.
     """

@@ -1,4 +1,4 @@
-"""Which values of a captured forward every rank can compute by itself: masks, positions, rotary tables."""
+"""Finds values of a captured forward that every rank can compute locally: masks, positions, rotary tables."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from torch.fx import Graph, Node
 
 from dsgraph.passes.analysis.cost import tensor_bytes
 
-# Larger buffers are not copied to further ranks.
+# Larger buffers are not copied to other ranks.
 SMALL_BUFFER = 1 << 20
 
 
 def root_values(graph: Graph, *, parameters: Collection[Node], impure: Collection[Node]) -> set[Node]:
-    """The calls that read inputs and small buffers alone, so that a stage can repeat them instead of receiving them.
+    """Return the calls that read only inputs and small buffers, so that stages can repeat instead of receive them.
 
     Args:
-        graph: A captured forward; each node's `meta["val"]` holds its fake value.
-        parameters: Placeholders that not every rank has: parameters.
+        graph: A captured forward; each node's `meta["val"]` is its fake value.
+        parameters: Placeholders of parameters, which not every rank has.
         impure: Nodes that draw random numbers, write, or are written to.
     """
     found: set[Node] = {
@@ -34,7 +34,7 @@ def root_values(graph: Graph, *, parameters: Collection[Node], impure: Collectio
             found.add(node)
     spans = list(regions(graph))
     partial = [span for span in spans if not _is_whole(span, found)]
-    while partial:  # a region is repeated with what opens and closes it, or not at all
+    while partial:  # a region is repeated together with its opening and closing nodes, or not at all
         found -= _readers([node for span in partial for node in span], found)
         partial = [span for span in spans if found.intersection(span) and not _is_whole(span, found)]
     return found - roots
@@ -45,15 +45,15 @@ def _is_whole(span: Sequence[Node], found: Collection[Node]) -> bool:
 
 
 def is_small(node: Node) -> bool:
-    """Whether a buffer may be copied to further ranks."""
+    """Return True if a buffer may be copied to other ranks."""
     return tensor_bytes(node.meta.get("val")) <= SMALL_BUFFER
 
 
 def regions(graph: Graph) -> Iterator[list[Node]]:
-    """Regions of another mode, such as autocast, a level of `vmap`, no gradients.
+    """Yield regions of another mode, such as autocast, a level of `vmap`, no gradients.
 
     Yields:
-        The nodes of each in the graph's order, from what opens it to what closes it.
+        The nodes of each region in the graph's order, from the opening to the closing node.
     """
     open_ones: dict[str, list[list[Node]]] = {}
     for node in graph.nodes:
@@ -68,7 +68,7 @@ def regions(graph: Graph) -> Iterator[list[Node]]:
 
 
 def _mode(node: Node) -> tuple[str, bool] | None:
-    """The mode that a node begins (True) or ends (False)."""
+    """Return the mode that a node begins (True) or ends (False)."""
     name = str(getattr(node.target, "__name__", node.target)) if node.op == "call_function" else ""
     for begin, end in (("_enter_", "_exit_"), ("_increment_nesting", "_decrement_nesting")):
         for part, begins in ((begin, True), (end, False)):
@@ -78,7 +78,7 @@ def _mode(node: Node) -> tuple[str, bool] | None:
 
 
 def _readers(nodes: Collection[Node], among: Collection[Node]) -> set[Node]:
-    """These nodes, and those among others that read them, directly or not."""
+    """Return these nodes, and those among others that read them, directly or indirectly."""
     left, found = list(nodes), set[Node]()
     while left:
         node = left.pop()

@@ -74,7 +74,7 @@ class SplitStages:
         Args:
             graph: A captured forward; each node's `meta["val"]` holds its fake value.
             costs: Cost of each node, in any unit; a node that is absent costs nothing.
-            repeated: Nodes that each stage computes for itself where it reads them: they cross no boundary.
+            repeated: Nodes that each stage that reads them computes locally: they cross no boundary.
 
         Raises:
             PassError: The graph has fewer legal stages, or a named split point is absent, illegal or out of order.

@@ -23,8 +23,8 @@ class StageGraph:
 
     Attributes:
         module: Takes the received values, then the root inputs; returns a tuple of the sent values.
-        received: Nodes of the captured graph whose values come from the stage before.
-        sent: Those whose values go to the stage after; the last stage's results.
+        received: Nodes of the captured graph whose values come from the previous stage.
+        sent: Nodes whose values go to the next stage; for the last stage its results.
         roots: Names of the placeholders of the captured graph that it reads.
         parameters: Names of the parameters and buffers that it reads.
     """
@@ -54,7 +54,7 @@ def stage_graphs(
         plan: Its stages.
         state: Placeholder of a parameter or buffer -> its name and itself.
         results: What the last stage returns.
-        repeated: Nodes that each stage computes for itself where it reads them.
+        repeated: Nodes that each stage that reads them computes locally.
     """
     of = {node: index for index, nodes in enumerate(plan.stages) for node in nodes}
     last = len(plan.stages) - 1
@@ -73,7 +73,7 @@ def stage_graphs(
 
 
 def _with_repeated(nodes: Sequence[Node], repeated: Collection[Node]) -> list[Node]:
-    """A stage's nodes and what they read of repeated ones, with the modes in which those are computed."""
+    """Return a stage's nodes and the repeated nodes that they read, with the modes in which those are computed."""
     own, needed = set(nodes), dict.fromkeys(nodes)
     left = list(nodes)
     spans = [[node for node in span if node.op.startswith("call")] for span in regions(nodes[0].graph)] if nodes else []

@@ -65,9 +65,9 @@ class CaptureFacts:
         fuses: See `PassContext`.
         keeps_limit: Whether a step is to stay under `memory_limit`, whatever it takes.
         offload_tier: Where activations may be offloaded to for that; None for nowhere.
-        unread: Parameters of the model that the graph does not read, which a step holds all the same.
+        unread: Parameters of the model that the graph does not read, which a step still keeps in memory.
         unread_copies: Bytes of their gathered copies.
-        held_gradients: Bytes of gradients of earlier micro-batches, beside which a backward makes its own.
+        held_gradients: Bytes of gradients of earlier micro-batches that exist during a backward.
     """
 
     axes: tuple[MeshAxis, ...] = ()
@@ -357,7 +357,7 @@ def _identity(runner: Runner, facts: CaptureFacts) -> object | None:
 
 
 def _kept(facts: CaptureFacts) -> tuple[object, ...]:
-    """What a plan hangs on besides: scratch memory of kernels is counted for each thread."""
+    """Return the facts, besides the graph, on which a plan depends; scratch memory depends on the threads."""
     counted = (facts.unread, facts.unread_copies, facts.held_gradients, torch.get_num_threads())
     return (facts.keeps_limit, facts.offload_tier, *(counted if facts.keeps_limit else ()))
 

@@ -115,7 +115,7 @@ def _merge(gm: GraphModule, grad_mode: object) -> int:
 
 
 def _takes_each_once(node: Node) -> bool:
-    """Whether a node is control flow, which torch refuses if two of its arguments share memory."""
+    """Return True for control flow, which torch refuses if two of its arguments share memory."""
     target = node.target
     return isinstance(target, HigherOrderOperator) and target.name() in _CONTROL_FLOW
 

@@ -16,7 +16,7 @@ def actions_on_paper(kind: str, *, ranks: int, stages: int, microbatches: int) -
     """What each rank would do, in order: see `actions_of`.
 
     Raises:
-        OptionError: The schedule does not run on so many stages, or so many micro-batches.
+        OptionError: The schedule does not support this number of stages or micro-batches.
     """
     (own, *_) = stages_of_ranks(kind, ranks=ranks, stages=stages)
     check_microbatches(kind, ranks=ranks, stages=stages, microbatches=microbatches)

@@ -40,7 +40,7 @@ class CompileEntry:
         activations: What passes from forward to backward.
         memory: Of the two graphs; None without a backward.
         memory_limit: Bytes that a step may use; None without a limit.
-        limit_gap: Why that cannot be promised; empty where it can, or where no limit was given.
+        limit_gap: Why the limit cannot be promised; empty if it can, or if no limit was given.
         held_gradients: Bytes of gradients of earlier micro-batches that were counted under a limit.
         costs: Whether the costs that passes know are measured or defaults, in one line.
         ignored_tags: Where checkpoint regions were not honoured.

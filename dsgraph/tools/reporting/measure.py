@@ -86,7 +86,7 @@ class Measurements:
     """Collects what one compile's graphs hold, phase by phase.
 
     Attributes:
-        facts: Of the graph that is compiled.
+        facts: Facts of the graph that is compiled.
         with_inductor: Whether Inductor will compile the graphs, so that ops without a lowering count.
         graphs: Those that have been through their passes.
         activations: What passes from forward to backward; None before the backward graph exists, or without one.

@@ -39,10 +39,10 @@ class ReportObserver:
             refuse_capture(capture, options, self.log)
 
     def begin(self, request: CompileRequest) -> CompileWatch:
-        """Measures the graphs of one compile.
+        """Start to measure the graphs of one compile.
 
         Raises:
-            StrictError: An option has no effect on this model, and `strict`.
+            StrictError: With `strict`, an option has no effect on this model.
         """
         if request.options.strict:
             refuse_without_effect(request)

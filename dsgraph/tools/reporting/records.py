@@ -103,7 +103,7 @@ class Findings:
         step: What a rank sends in a training step.
         memory: What a rank is predicted to hold in one; None where it is not known.
         memory_limit: Bytes of the device that a step may use, the option's or the default; None without a limit.
-        limit_gaps: Why a limit that was given cannot be promised; empty where it can.
+        limit_gaps: Why a given limit cannot be promised; empty if it can.
         graph_breaks: Where Dynamo had to end a graph.
         recompiles: Functions that were compiled more than once.
         fallbacks: What does not run as compiled code.

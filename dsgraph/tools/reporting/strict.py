@@ -65,7 +65,7 @@ def refuse_capture(capture: Capture, options: BackendOptions, log: CompileLog) -
 
 
 def refuse_without_effect(request: CompileRequest) -> None:
-    """Refuses options that change nothing about the graphs of this model.
+    """Raise an error for options that change nothing in the graphs of this model.
 
     Raises:
         StrictError: Names the option, what was found and what to do.
@@ -88,7 +88,7 @@ def refuse_without_effect(request: CompileRequest) -> None:
 
 
 def _is_list(module: nn.Module) -> bool:
-    """Whether blocks stand in a module by number."""
+    """Return True if a module contains blocks by number."""
     return any(name.isdigit() for name, _ in module.named_children())
 
 

@@ -263,7 +263,7 @@ def _short(place: str) -> str:
 
 
 def _fit(text: str, width: int) -> str:
-    """The text, cut in front; "forward of" and "backward of" stay."""
+    """Return the text, shortened at its front except for "forward of" and "backward of"."""
     head = next((head for head in ("forward of ", "backward of ") if text.startswith(head)), "")
     rest, room = text.removeprefix(head), width - len(head)
     return text if len(text) <= width else f"{head}...{rest[len(rest) - room + 3 :]}"
