@@ -52,7 +52,7 @@ WARM_UP, TURNS, STEPS = 3, 4, 3
 
 @dataclass(frozen=True)
 class TorchsBudget(GraphPass):
-    """Changes no graph; sets torch's budget for the splitting of the joint graph.
+    """A pass that changes no graph; it sets torch's budget for splitting the joint graph.
 
     The backend refuses to compile beside a budget, with which dropout draws other numbers; these models have none.
     """
@@ -70,7 +70,7 @@ class TorchsBudget(GraphPass):
 
 @dataclass(frozen=True)
 class NoBudget(GraphPass):
-    """Changes no graph; resets torch's budget behind the splitting."""
+    """A pass that changes no graph; it resets torch's budget after the split."""
 
     phase = Phase.FORWARD
 

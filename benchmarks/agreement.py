@@ -1,4 +1,4 @@
-"""What comparing each run of a compiled graph costs ranks: steps with and without, in turn, in one process a rank.
+"""Measures the cost of comparing each run of a compiled graph: alternating steps with and without comparison.
 
     python -m torch.distributed.run --nproc-per-node 2 -m benchmarks.agreement --json agreement.json
 
@@ -57,11 +57,11 @@ def _row(stage: int, workload: Workload, *, pairs: int) -> Row:
     (agreement,) = eager_agreements.known()
     patience, seconds = agreement.patience, {True: [], False: []}
     for number in range(2 * pairs):
-        compares = number % 4 in (0, 3)  # with, without, without, with: what drifts meets both alike
+        compares = number % 4 in (0, 3)  # with, without, without, with: drift affects both equally
         agreement.patience = patience if compares else 0
         seconds[compares] += training.timed_steps(1)
     agreement.patience = patience
-    # The slowest rank's: a step ends with a barrier.
+    # The time of the slowest rank: a step ends with a barrier.
     ratios = [one / other for one, other in zip(seconds[True], seconds[False], strict=True)]
     return {
         "stage": stage,

@@ -1,4 +1,4 @@
-"""The models that `benchmarks.limits_kept` trains: small ones of 20 transformers families, and two convolution nets."""
+"""Models for `benchmarks.limits_kept`: small models of 20 transformers families, and two convolutional networks."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Case:
 
 
 class Pooled(nn.Module):
-    """A BERT whose last hidden states alone are used: its pooler has parameters that get no gradient."""
+    """A BERT of which only the last hidden states are used: the parameters of its pooler get no gradient."""
 
     def __init__(self, bert: nn.Module) -> None:
         super().__init__()
@@ -93,7 +93,7 @@ def _images(generator: torch.Generator, rows: int) -> dict[str, Tensor]:
     return {"pixel_values": torch.randn(rows, 3, IMAGE, IMAGE, generator=generator), "labels": labels}
 
 
-# By family: its class, and what its configuration names otherwise than most do.
+# By family: its class, and the fields of its configuration that have unusual names.
 _NAMES = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
 _SIZES = (VOCAB, WIDTH, LAYERS, HEADS, 4 * WIDTH)
 _USUAL = dict(zip(_NAMES, _SIZES, strict=True))
@@ -155,7 +155,7 @@ def _transformer(family: str) -> nn.Module:
 
     name, sizes = _FAMILIES[family]
     kind = getattr(transformers, name)
-    transformers.logging.set_verbosity_error()  # special tokens lie outside so small a vocabulary
+    transformers.logging.set_verbosity_error()  # special tokens are outside such a small vocabulary
     fields = {key: value for key, value in sizes.items() if key != "vocab_size" or family not in ("vit", "resnet")}
     model: nn.Module = kind(kind.config_class(**fields))
     return Pooled(model) if family == "bert" else model

@@ -1,4 +1,4 @@
-"""Whether steps stay under their `memory_limit`: measured peaks of 20 transformers families and two convolution nets.
+"""Measures peaks of steps under a `memory_limit`, for 20 transformers families and two convolutional networks.
 
     python -m benchmarks.limits_kept --json kept.json
 
@@ -43,7 +43,7 @@ TOO_SMALL = 1000
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the benchmark; returns the exit code: 1 when a case failed, otherwise 0, whatever the figures are."""
+    """Run the benchmark; return the exit code: 1 if a case failed, otherwise 0, for any measurements."""
     options = _parse(arguments)
     report = Report(machine=machine(["transformers"]))
     failed = 0
@@ -76,7 +76,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def measure(
     name: str, codegen: str, counter: AllocationCounter, *, stage: int = 3, shares: Sequence[float] = (0.0, 0.5)
 ) -> Iterator[Row]:
-    """Trains one of `CASES` without a limit and under some; yields a row for each limit.
+    """Train one of `CASES` without a limit and under several; yield a row for each limit.
 
     Args:
         name: Of the case.
@@ -98,7 +98,7 @@ def measure(
 
 
 def least_limit(case: Case, counter: AllocationCounter, **options: Any) -> int:
-    """The least limit under which a model can be trained, as the error of a smaller one says."""
+    """Return the smallest limit under which a model can be trained, from the error of a smaller one."""
     try:
         _train(case, counter, **options, memory_limit=TOO_SMALL)
     except Exception as error:
@@ -110,7 +110,7 @@ def least_limit(case: Case, counter: AllocationCounter, **options: Any) -> int:
 
 
 def _train(case: Case, counter: AllocationCounter, *, stage: int, **options: Any) -> tuple[int, int, str]:
-    """The measured peak of a step, the predicted one, and what the report says of a limit that it does not promise."""
+    """Return the measured and the predicted peak of a step, and the report's reasons against promising the limit."""
     torch._dynamo.reset()
     gc.collect()
     before = counter.live
@@ -121,7 +121,7 @@ def _train(case: Case, counter: AllocationCounter, *, stage: int, **options: Any
     generator = torch.Generator().manual_seed(1)
     for step in range(WARM_UP + MEASURED):
         if step == WARM_UP:
-            gc.collect()  # a compile that ended at a graph break left cycles, which hold the first step's outputs
+            gc.collect()  # a compile that ended at a graph break leaves cycles, which keep the first step's outputs
             counter.reset_peak()
         out = compiled(**case.batch(generator, case.rows))
         out["loss"].backward()
@@ -134,7 +134,7 @@ def _train(case: Case, counter: AllocationCounter, *, stage: int, **options: Any
 
 
 def checks(rows: Sequence[Row]) -> list[Check]:
-    """The figures to reach, from the rows that were measured."""
+    """Return the target metrics from the measured rows."""
     found = []
     for codegen in CODEGENS:
         own = [row for row in rows if row["codegen"] == codegen and not row["said"]]

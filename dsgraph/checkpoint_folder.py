@@ -193,9 +193,7 @@ def _try_lock(path: Path) -> int | None:
 def _unlock(descriptor: int | None) -> None:
     if descriptor is not None:
         with suppress(OSError):
-            fcntl.flock(
-                descriptor, fcntl.LOCK_UN
-            )  # a process that was forked in the meantime has the file open as well
+            fcntl.flock(descriptor, fcntl.LOCK_UN)  # a process that was forked since has the file open as well
         os.close(descriptor)
 
 

@@ -1,4 +1,4 @@
-"""What killed, failed and other writers leave in a folder of checkpoints."""
+"""A folder of checkpoints after writers that were killed, failed or ran at the same time."""
 
 from __future__ import annotations
 

@@ -94,8 +94,8 @@ def refuse_replaced(compiled: Compiled, request: CompileRequest, _: GraphCompile
 def compare_batches(compiled: Compiled, request: CompileRequest, _: GraphCompiler) -> Compiled:
     """Return `compiled` with a comparison of batches and random numbers between tensor-parallel ranks, in first calls.
 
-    Numbers of 64 or 32 bits that are no floats, and in training floats that need no gradient, are compared: others may
-    x
+    Integers and booleans are compared, and in training also floats that need no gradient. Ranks may hold different
+    slices of other inputs.
     """
     group = next((axis.group for axis in request.facts.axes if axis.role is AxisRole.TENSOR), None)
     if group is None or any(axis.backend == "fake" for axis in request.facts.axes):

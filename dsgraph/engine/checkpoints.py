@@ -119,7 +119,7 @@ def save(
 
 @dataclass
 class _Attempt:
-    """The writing of a checkpoint, on this rank.
+    """An attempt to write a checkpoint, on this rank.
 
     Attributes:
         doing: Description for error messages.

@@ -1,4 +1,4 @@
-"""What ranks do at the same time, so that where one fails all raise."""
+"""Runs functions on several ranks, so that all ranks raise if one fails."""
 
 from __future__ import annotations
 

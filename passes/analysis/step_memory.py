@@ -89,7 +89,7 @@ def pair_memory(
         roles: Placeholders of the forward -> what they are, see `PassContext`.
         axes: Of the mesh.
         fused: For Inductor, see `simulate`.
-        keeps_outputs: Whether the caller holds what the model returns while the backward runs, such as logits, also
+        keeps_outputs: Whether the caller keeps the model's outputs during the backward, such as logits, also
             where the backward reads it and would free it.
         unread: See `PairMemory`.
         unread_copies: See `PairMemory`.
@@ -217,7 +217,7 @@ def simulate_step(
     Args:
         pairs: The captured graphs of the model's forward, in the order in which they run.
         optimizer_state: How many tensors of the shape of its shard the optimizer keeps for each trainable parameter.
-        keeps_outputs: Whether the program holds all that the model returns, such as logits, instead of the loss alone:
+        keeps_outputs: Whether the program keeps all outputs of the model, such as logits, instead of only the loss:
             while the backward runs, and while the next forward does, since `out = model(batch)` lets go of the old
             outputs when it has new ones.
         other_bytes: Whatever the program holds besides.

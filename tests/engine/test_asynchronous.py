@@ -1,4 +1,4 @@
-"""A checkpoint that is written beside the training outlives the script, or its failure is said."""
+"""A checkpoint that is written during training is completed when the script ends, or its failure is printed."""
 
 from __future__ import annotations
 

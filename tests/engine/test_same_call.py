@@ -1,4 +1,4 @@
-"""Ranks save one checkpoint under one tag, or hear at once which of them does something else."""
+"""Ranks save one checkpoint under one tag, or get an error at once that names the rank that differs."""
 
 from __future__ import annotations
 

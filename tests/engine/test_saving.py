@@ -1,4 +1,4 @@
-"""What a checkpoint holds besides tensors goes on as it was: counts, schedules, the caller's values."""
+"""A resume restores the values of a checkpoint that are not tensors: counts, schedules, the caller's values."""
 
 from __future__ import annotations
 

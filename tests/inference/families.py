@@ -30,7 +30,7 @@ _PLAIN = {name: size for name, size in _LLAMA.items() if name != "num_key_value_
 _GPT: dict[str, Any] = {**_SIZES, **{"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128, "rotary_dim": 4}}
 _EXPERTS: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 _YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32}
-# Served as well; the first ones have windows of attention, of 8 tokens.
+# Also supported; the first ones have sliding-window attention over 8 tokens.
 OTHERS: dict[str, Any] = {
     "mixtral of windows": lambda: transformers.MixtralConfig(
         **_LLAMA, sliding_window=8, num_local_experts=4, num_experts_per_tok=2
@@ -59,7 +59,7 @@ OTHERS: dict[str, Any] = {
     "glm4": lambda: transformers.Glm4Config(**_LLAMA, head_dim=8),
     "llama of yarn": lambda: transformers.LlamaConfig(**_LLAMA, rope_parameters=_YARN),
 }
-# What no engine serves.
+# Not supported by any engine.
 REFUSED: dict[str, Any] = {
     "llama of dynamic positions": lambda: transformers.LlamaConfig(
         **_LLAMA, rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}

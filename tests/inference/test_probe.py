@@ -1,4 +1,4 @@
-"""An engine serves what it computes rightly, found by comparing logits, and refuses the rest by the layer's name."""
+"""An engine accepts models whose logits it reproduces, and refuses others by the name of the layer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An engine stands where transformers expects a model."""
+"""An engine can be used where transformers expects a model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checkpoints under kill -9 and with damaged files: nothing that is wrong is loaded, and nothing that is whole is lost.
+"""Checkpoints under kill -9 and with damaged files: no wrong value is loaded, and no complete checkpoint is lost.
 
     python -m tests.trials.checkpoints --kills 50 --damage 200
 
@@ -64,7 +64,7 @@ def _step(engine: dsgraph.Engine) -> None:
 
 
 def _digest(engine: dsgraph.Engine) -> str:
-    """All that a load changes."""
+    """Return everything that a load changes."""
     found = hashlib.sha256(repr((engine.counts, engine.lr_scheduler.state_dict(), engine.get_lr())).encode())
     for param in engine.module.parameters():
         values = [
@@ -104,7 +104,7 @@ def _start(function: Any, world: int, *args: Any) -> list[Any]:
 
 
 def _train(rank: int, world: int, port: int, folder: str, way: str, fatal: int) -> None:
-    """Goes on from the latest checkpoint and saves for ever. Lines of the journal say what is known to be complete."""
+    """Resume from the latest checkpoint and save in a loop. The journal lists the checkpoints known to be complete."""
     os.close(2)
     os.open(os.devnull, os.O_WRONLY)  # what torch says of the other rank's death
     with _rank(rank, world, port):
@@ -146,7 +146,7 @@ def _train(rank: int, world: int, port: int, folder: str, way: str, fatal: int) 
 
 
 def _kill_at(fatal: int) -> list[bool]:
-    """Ends this process at so many file operations from where the list's item is set."""
+    """Kill this process after a number of file operations, counted from where the list's item is set."""
     is_on, seen = [False], [0]
 
     def hook(event: str, _: Any) -> None:
@@ -161,7 +161,7 @@ def _kill_at(fatal: int) -> list[bool]:
 
 
 def kill(count: int, draw: random.Random) -> list[str]:
-    """Kills as many processes, each amid saving.
+    """Kill this number of processes, each while it saves.
 
     Returns:
         What was wrong.
@@ -208,7 +208,7 @@ def _lines(journal: Path) -> list[dict[str, Any]]:
 
 
 def _damage(file: Path, kind: str, other: Path, draw: random.Random) -> bool:
-    """Damages a file; False where that changes nothing."""
+    """Damage a file; return False if that changes nothing."""
     before = content = file.read_bytes()
     if kind == "flipped":
         place = draw.randrange(len(content))
@@ -234,7 +234,7 @@ def _damage(file: Path, kind: str, other: Path, draw: random.Random) -> bool:
 
 
 def _damages(rank: int, world: int, port: int, root: str, count: int, seed: int) -> None:
-    """Damages one file a load, on the first of the ranks, all of which load."""
+    """Damage one file per load, on the first rank; all ranks load."""
     draw, wrong, seen = random.Random(seed), list[str](), Counter[str]()
     with _rank(rank, world, port):
         engine, folder = _engine(), Path(root) / "checkpoints"
@@ -284,7 +284,7 @@ def _load(engine: dsgraph.Engine, folder: Path, tag: str | None, name: str) -> s
 
 
 def damage(count: int, *, world: int, seed: int) -> tuple[list[str], dict[str, int]]:
-    """Damages as many files, and loads each checkpoint.
+    """Damage this number of files, and load each checkpoint.
 
     Returns:
         What was wrong, and how many were damaged in each way.
@@ -300,7 +300,7 @@ def damage(count: int, *, world: int, seed: int) -> tuple[list[str], dict[str, i
 
 
 def main() -> int:
-    """Runs both, and says how many loads were wrong."""
+    """Run both trials, and print the number of wrong loads."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=50)
     parser.add_argument("--damage", type=int, default=200)

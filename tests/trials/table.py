@@ -21,7 +21,7 @@ def table_of(trials: Iterable[Trial]) -> str:
 
 
 def write_table(page: Path, table: str, *, name: str = "trials") -> None:
-    """Puts a table between its marks.
+    """Insert a table between its marks.
 
     Raises:
         ValueError: The page has no marks.

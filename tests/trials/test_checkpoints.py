@@ -1,4 +1,4 @@
-"""A short run of the trial of checkpoints: `python -m tests.trials.checkpoints` kills and damages more."""
+"""A short run of the checkpoint trial; `python -m tests.trials.checkpoints` kills and damages more."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Random programs are the same for each seed; their judge tells faults from right endings; some of them end well."""
+"""Random programs are reproducible by seed; their judge detects faults; some programs run to a correct end."""
 
 from __future__ import annotations
 

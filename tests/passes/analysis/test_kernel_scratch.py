@@ -1,4 +1,4 @@
-"""Bounds of scratch memory, against what torch's allocator hands out while a kernel runs."""
+"""Bounds of scratch memory, compared with the allocations of torch's allocator while a kernel runs."""
 
 from __future__ import annotations
 

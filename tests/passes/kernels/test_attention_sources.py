@@ -1,4 +1,4 @@
-"""Cross-attention is told from self-attention by where queries and keys come from, not by their numbers."""
+"""Cross-attention is distinguished from self-attention by the source of queries and keys, not by their lengths."""
 
 from __future__ import annotations
 

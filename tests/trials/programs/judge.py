@@ -1,4 +1,4 @@
-"""How a program ended: with the numbers of one process, with an error that names the cause, or otherwise."""
+"""Judges how a program ended: with the results of one process, with an error that names the cause, or otherwise."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a program does: on one rank of several with dsgraph, or for all ranks in one process without it."""
+"""Runs a program: on one of several ranks with dsgraph, or for all ranks in one process without it."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def optimizer_of(program: Program, model: nn.Module) -> torch.optim.Optimizer:
 
 
 def loss_of(run: Callable[..., Tensor], program: Program, batch: Batch, *where: int) -> Tensor:
-    """The loss of a micro-batch; `where` is its step, its number and its rank."""
+    """Return the loss of a micro-batch; `where` is its step, its number and its rank."""
     loss: Any = 0
     for number, call in enumerate(batch.calls):
         seed = 1 + sum(each * factor for each, factor in zip((*where, number), (1000, 100, 10, 1), strict=True))

@@ -31,10 +31,10 @@ from tests.trials.programs.program import Call, Program, draw
 
 # Time-out of the process group: an error that comes by it is late. Seconds.
 TIMEOUT = 20
-# How long all ranks may compute nothing, and how long a program may take on the busiest machine, seconds.
+# Seconds for which all ranks may be idle, and for which a program may run on the busiest machine.
 LIMIT = 40
 LAST_LIMIT = 400
-# Share of a core below which the ranks of a program only wait: those that wait look at the store.
+# Share of a core below which the ranks of a program count as idle: waiting ranks poll the store.
 _BUSY = 0.06
 
 _FORK: Any = multiprocessing.get_context("fork")

@@ -121,14 +121,14 @@ class Program:
 
     @property
     def must_be_right(self) -> bool:
-        """Whether nothing in it may be refused: ranks run the same, and updates come after a last backward."""
+        """Return True if no error is justified: ranks run the same, and updates come after a last backward."""
         steps = [step for step in self.ranks[0] if step.end == "step"]
         last = [[batch for batch in step.batches if batch.does != "evaluate"][-1] for step in steps]
         return not self.parts and all(_trains(batch) for batch in last)
 
     @property
     def kind(self) -> str:
-        """The group in which it is counted."""
+        """Return the group in which the program is counted."""
         return f"stage {self.stage}, {'uncompiled' if self.compiles == 'no' else 'compiled'}"
 
     def __str__(self) -> str:
