@@ -42,7 +42,7 @@ def _why_no_tag(text: str) -> str:
     if not _TAG.fullmatch(text) or text != text.strip() or not text.isprintable():
         return "it names a folder: it takes no '/' or '\\', no blank at its ends, and at least one character"
     if text.startswith("."):
-        return "names that begin with '.' are of checkpoints that are being written"
+        return "names that begin with '.' are reserved for checkpoints that are being written"
     if text.casefold() == LATEST:
         return f"the file {LATEST!r} names the newest checkpoint: choose another tag; to load that one leave tag out"
     if len(text.encode()) > _LONGEST_TAG:

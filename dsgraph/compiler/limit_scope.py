@@ -108,7 +108,7 @@ def over_limit(request: CompileRequest, outcome: CompileOutcome) -> str:
     if outcome.step_peak is None or limit is None or outcome.step_peak <= limit:
         return ""
     return (
-        f"the ranks go on with the plan of the first batch, and this one takes {outcome.step_peak:,} bytes of "
+        f"all ranks keep the plan of the first batch, and this batch takes {outcome.step_peak:,} bytes of "
         f"{limit:,}: begin with the largest batch, or raise the limit"
     )
 

@@ -6,7 +6,7 @@ import re
 
 _EXPERTS = (
     "transformers' experts of implementation 'eager' depend on values: call "
-    'model.set_experts_implementation("grouped_mm") ahead of the first forward, which is captured'
+    'model.set_experts_implementation("grouped_mm") before the first forward, which is captured'
 )
 
 

@@ -106,7 +106,7 @@ def save(
             together(engine.module, doing, lambda: attempt.complete(about))
             return folder / tag
         written = dcp.async_save(tensors, storage_writer=_writing(attempt.path), process_group=writer.group())
-        assert isinstance(written, Future), "of a stager of one's own it would be more"
+        assert isinstance(written, Future), "only a custom stager returns something else"
 
     def end() -> None:
         with attempt.removing_failed():

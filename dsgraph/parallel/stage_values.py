@@ -115,11 +115,11 @@ def _real(name: str, tensor: Tensor, *, device: torch.device, materialize: Mater
     if not tensor.is_meta:
         if tensor.device != device:
             raise OptionError(
-                f"pipeline: {name!r} lies on {tensor.device}, the mesh is of {device}: move the model there"
+                f"pipeline: {name!r} is on {tensor.device}, and the mesh is of {device}: move the model there"
             )
         return tensor
     if materialize is None:
-        raise OptionError(f"pipeline: {name!r} lies on the meta device: give materialize=, which makes its values")
+        raise OptionError(f"pipeline: {name!r} is on the meta device: pass materialize=, which makes its values")
     value = materialize(name, tensor).detach().to(device)
     if value.shape != tensor.shape or value.dtype != tensor.dtype:
         raise OptionError(

@@ -94,7 +94,7 @@ def _refuse_other_backend(name: str) -> None:
     raise PartitionError(
         f"parameter {name!r} is read inside dsgraph.accumulate by a graph of backend {compat.compiling_backend()!r} "
         "(torch.cond, scan, map and while_loop of an uncompiled model make one), which does not see when the parameter "
-        'was updated: use torch.compile(model, backend="dsgraph"), or read parameters ahead of the operator'
+        'was updated: use torch.compile(model, backend="dsgraph"), or read parameters before the operator'
     )
 
 
