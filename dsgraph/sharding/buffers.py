@@ -25,7 +25,7 @@ def new_buffers(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, Tensor]
 
 def describe_buffer(name: str, buffer: Tensor) -> str:
     """What must be equal on all ranks ahead of `equalise_buffers`: of buffers that it cannot write to, the values."""
-    values = "" if _can_be_sent(buffer) else f", values {_digest(buffer)}"
+    values = "" if can_be_sent(buffer) else f", values {_digest(buffer)}"
     return f"buffer {name}: {list(buffer.shape)} {buffer.dtype}{values}"
 
 
@@ -39,7 +39,7 @@ def equalise_buffers(model: nn.Module, part: PartitionedModel) -> None:
 
 def send_buffers(buffers: Iterable[Tensor], mesh: DeviceMesh) -> None:
     """Overwrites buffers on all ranks of the mesh with those of the first. They travel as bytes, of any dtype."""
-    sent = [buffer.detach() for buffer in buffers if _can_be_sent(buffer)]
+    sent = [buffer.detach() for buffer in buffers if can_be_sent(buffer)]
     values = [buffer.contiguous().reshape(-1).view(torch.uint8).to(mesh.device_type) for buffer in sent]
     if not values:
         return
@@ -50,7 +50,7 @@ def send_buffers(buffers: Iterable[Tensor], mesh: DeviceMesh) -> None:
             buffer.copy_(first.to(buffer.device).clone().view(buffer.dtype).view(buffer.shape))
 
 
-def _can_be_sent(buffer: Tensor) -> bool:
+def can_be_sent(buffer: Tensor) -> bool:
     """Whether it is a plain tensor of which each element has a place of its own in memory."""
     if type(buffer) is not Tensor or buffer.layout is not torch.strided:
         return False

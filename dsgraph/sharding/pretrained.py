@@ -23,7 +23,8 @@ TakeIn = Callable[[nn.Module], object]
 def methods_for(original: type[nn.Module], *, take_in: TakeIn) -> Mapping[str, Any]:
     """Return the methods of a partitioned module that replace those of class `original`.
 
-    These are `save_pretrained`, `resize_token_embeddings` and `generate`.
+    These are `save_pretrained`, `resize_token_embeddings` and `generate`. Of a model that was made from a partitioned
+    one's class, as by `type(model).from_pretrained(folder)`, and is not partitioned, they call those of `original`.
 
     Args:
         original: The class.
@@ -42,11 +43,17 @@ def methods_for(original: type[nn.Module], *, take_in: TakeIn) -> Mapping[str, A
     return methods
 
 
+def _is_partitioned(model: nn.Module) -> bool:
+    """Return False for a model that only has the class of a partitioned one."""
+    return "_dsgraph" in model.__dict__
+
+
 def _saving(saves: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(saves)
     def save_pretrained(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         save = partial(saves, self, *args, **kwargs)
-        return save() if kwargs.get("state_dict") is not None else save_on_one_rank(self, save)
+        is_whole = not _is_partitioned(self) or kwargs.get("state_dict") is not None
+        return save() if is_whole else save_on_one_rank(self, save)
 
     return save_pretrained
 
@@ -57,6 +64,8 @@ def _generating(generates: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(generates)
     def generate_on_all_ranks(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if not _is_partitioned(self):
+            return generates(self, *args, **kwargs)
         part = held_by(self).partition
         call = signature.bind_partial(self, *args, **kwargs)
         if call.arguments.get("synced_gpus") is not None or not part.zero.splits_parameters or part.mesh.size() == 1:
@@ -72,6 +81,8 @@ def _generating(generates: Callable[..., Any]) -> Callable[..., Any]:
 def _resizing(resizes: Callable[..., Any], take_in: TakeIn) -> Callable[..., Any]:
     @wraps(resizes)
     def resize_token_embeddings(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not _is_partitioned(self):
+            return resizes(self, *args, **kwargs)
         part = held_by(self).partition
         resized = {id(self.get_input_embeddings()), id(self.get_output_embeddings())}
         entries = [

@@ -14,6 +14,7 @@ from torch import nn
 from dsgraph import compat
 from dsgraph.errors import PartitionError, on_one_line
 
+from .buffers import can_be_sent
 from .table import HeldParameters, PartitionedModel, ShardedParameter, partitioned_parts
 
 
@@ -36,7 +37,8 @@ def restored_on_error(model: nn.Module) -> Iterator[None]:
         return
     saved = [_SavedModule(module, keeps=keeps) for module in modules]
     tables = [_SavedTable(part) for part in partitioned_parts(model)]
-    buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers() if keeps and not buffer.is_meta]
+    written = (buffer for buffer in model.buffers() if keeps and not buffer.is_meta and can_be_sent(buffer))
+    buffers = [(buffer, buffer.detach().clone()) for buffer in written]
     first = [id(param) for param in model.parameters()]
     try:
         yield

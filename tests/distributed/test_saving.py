@@ -112,6 +112,23 @@ def test_save_pretrained_is_loaded_by_one_process(ranks, tmp_path, stage, tied, 
         assert torch.equal(value, saved[name]), name
 
 
+def _use_whole_model_of_the_class(folder: Path) -> None:
+    saved = dsgraph.partition(_llama(tied=False), keep_whole_below=0)
+    saved.save_pretrained(folder)
+    whole = type(saved).from_pretrained(folder)
+    given = torch.tensor([[1, 2, 3]])
+    expected, found = (model.eval().generate(given, max_new_tokens=3, do_sample=False) for model in (saved, whole))
+    assert torch.equal(found, expected)
+    whole.resize_token_embeddings(whole.lm_head.weight.shape[0] + 1)
+    whole.save_pretrained(folder / "resized")
+    again = type(saved).from_pretrained(folder / "resized")
+    assert torch.equal(again.lm_head.weight, whole.lm_head.weight)
+
+
+def test_a_whole_model_of_a_partitioned_ones_class_is_used_as_ever(ranks, tmp_path):
+    ranks(1).run(_use_whole_model_of_the_class, tmp_path)
+
+
 def _fail_to_save(folder: Path) -> None:
     (folder / "file").touch()
     model = dsgraph.partition(_llama(tied=True), keep_whole_below=12)

@@ -214,6 +214,7 @@ def test_buffers_take_the_first_ranks_values(ranks):
 def _differ_in_a_sparse_buffer(value: int) -> None:
     model = nn.Linear(4, 4)
     model.register_buffer("graph", torch.eye(3).mul(1 + value * dist.get_rank()).to_sparse())
+    model.register_buffer("unknown", torch.full((), torch.nan).expand(3))
     if value:
         with pytest.raises(dsgraph.RanksDisagreeError, match=r"buffer graph: \[3, 3\] torch.float32, values"):
             dsgraph.partition(model)

@@ -6,9 +6,9 @@ import sys
 import types
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
-from pydantic import BaseModel
+from pydantic import BaseModel, BeforeValidator
 from pydantic.fields import FieldInfo
 
 from dsgraph.engine.config import EngineConfig, section_of
@@ -67,6 +67,10 @@ def _key(name: str, field: FieldInfo) -> str:
 
 
 def _kind(annotation: Any) -> str:
+    if get_origin(annotation) is Annotated:
+        kind, *others = get_args(annotation)
+        takes_more = any(isinstance(other, BeforeValidator) for other in others)
+        return "object" if takes_more else _kind(kind)
     if get_origin(annotation) in (Union, types.UnionType):
         return " or ".join(_kind(part) for part in get_args(annotation) if part is not type(None))
     if get_origin(annotation) is Literal:
