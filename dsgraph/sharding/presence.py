@@ -15,8 +15,12 @@ import torch.distributed as dist
 from dsgraph import compat
 from dsgraph.errors import on_one_line
 
-# How often a rank that waits looks for what it waits for, seconds: at first, and at last.
+# Seconds between two looks of a rank that waits: at first, and at last.
 _PAUSES = (0.0002, 0.02)
+# Between them a pause is this share of the time waited so far, so that little is waited in vain.
+_SHARE = 0.05
+# Seconds of waiting after which a rank also looks whether the others have ended.
+_LOOKS_FOR_ENDS = 0.05
 # How long a launcher has to end this rank when another one has failed, seconds: the other's error is the one to see.
 _GRACE = 3.0
 _WITH = " with "
@@ -68,20 +72,20 @@ class Presence:
         Raises:
             torch.distributed.DistNetworkError: The store is gone.
         """
-        started, pause, ended = time.monotonic(), _PAUSES[0], ""
+        started, ended = time.monotonic(), ""
         until = started + seconds
         while not come():
-            if slow is not None and time.monotonic() > started + slow[0]:
+            waited = time.monotonic() - started
+            if slow is not None and waited > slow[0]:
                 slow[1]()
                 slow = None
-            if not ended and pause == _PAUSES[1]:
+            if not ended and waited > _LOOKS_FOR_ENDS:
                 ended = ", ".join(f"rank {rank} {how}" for rank, how in self.ended(ranks).items())
                 if ended:  # and may have set just before what is waited for
                     until = min(until, time.monotonic() + (_GRACE if _WITH in ended else 0))
             if time.monotonic() > until:
                 return ended or f"it did not come within {seconds:g} s"
-            time.sleep(pause)
-            pause = min(pause * 1.5, _PAUSES[1])
+            time.sleep(min(max(_PAUSES[0], _SHARE * waited), _PAUSES[1]))
         return ""
 
 
