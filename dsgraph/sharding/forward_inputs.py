@@ -31,5 +31,13 @@ def cast_inputs_of(root: nn.Module, dtype: torch.dtype) -> None:
         root.register_forward_pre_hook(partial(_cast, dtype=dtype), prepend=True, with_kwargs=True)
 
 
+_cast_uncompiled = torch.compiler.disable(cast_floating)
+
+
 def _cast(module: nn.Module, args: Any, kwargs: Any, *, dtype: torch.dtype) -> Any:
-    return cast_floating((args, kwargs), dtype)
+    # torch.compile runs hooks of the compiled model outside its graph, and would compile the casts by themselves.
+    cast = cast_floating if torch.compiler.is_dynamo_compiling() else _cast_uncompiled
+    return cast((args, kwargs), dtype)
+
+
+compat.only_inlined(_cast)

@@ -113,8 +113,9 @@ def _attention(node: Node, operands: Sequence[Tensor], results: Sequence[Tensor]
 
 
 def _attention_backward(node: Node, operands: Sequence[Tensor], results: Sequence[Tensor]) -> int:
-    query, key = operands[1:3]
-    return torch.get_num_threads() * _tile(query, key, tiles=2) + sum(map(_expanded, operands))
+    """Return the bytes of the tiles and of a gradient whose heads do not follow positions; only that one is copied."""
+    gradient, query, key = operands[:3]
+    return torch.get_num_threads() * _tile(query, key, tiles=2) + _expanded(gradient.transpose(1, 2))
 
 
 def _tile(query: Tensor, key: Tensor, *, tiles: int) -> int:

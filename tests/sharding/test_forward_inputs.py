@@ -40,6 +40,22 @@ def test_inputs_are_cast_as_by_fsdp2(stage, compiled):
     assert torch.equal(found, expected)
 
 
+def test_the_casts_are_no_graph_of_their_own():
+    torch._dynamo.reset()
+    model = dsgraph.partition(nn.Linear(4, 4), stage=2, keep_whole_below=0, param_dtype=torch.bfloat16)
+    compiled = torch.compile(model, backend="dsgraph", options={"codegen": "eager"}, fullgraph=True)
+    compiled(torch.ones(2, 4, requires_grad=True)).sum().backward()
+    (entry,) = dsgraph.report(model).compiles
+    assert entry.activations is not None, "the graph of the layer, which has a backward"
+
+
+def test_the_casts_are_captured_inside_a_larger_graph():
+    torch._dynamo.reset()
+    model = dsgraph.partition(nn.Linear(4, 4), stage=2, keep_whole_below=0, param_dtype=torch.bfloat16)
+    found = torch.compile(lambda x: model(2 * x), backend="eager", fullgraph=True)(torch.ones(2, 4))
+    assert found.dtype == torch.bfloat16
+
+
 def test_an_option_keeps_them():
     model = dsgraph.partition(_Nested(), param_dtype=torch.bfloat16, cast_forward_inputs=False)
     with pytest.raises(RuntimeError, match="same dtype"):

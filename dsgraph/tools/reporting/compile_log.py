@@ -120,12 +120,18 @@ class CompileLog:
         self._ownerless: deque[CompileEntry] = deque(maxlen=32)
         self._given_up: deque[GivenUp] = deque(maxlen=256)
         self._restarts: deque[tuple[str, int, str]] = deque(maxlen=256)
+        self._unseen: list[GivenUp] = []
         self._last_metric: Any = None
         self._keys = itertools.count()
 
     def add(self, record: CompileEntry, owners: Sequence[object]) -> None:
         """Keeps a record for as long as one of `owners` lives."""
         function = record.capture.function
+        self._note()
+        if record.capture.resumes_at is None:  # it compiles again, since torch.compiler.reset
+            here = (function.file, function.line)
+            current = [item for item in self._given_up if (item.function.file, item.function.line) != here]
+            self._given_up = deque(current, maxlen=self._given_up.maxlen)
         if not owners:
             owners = self._owners_of(function)
             if not owners:
@@ -152,6 +158,11 @@ class CompileLog:
 
     def look(self) -> list[GivenUp]:
         """Takes down what Dynamo has noted since the last look; returns the frames that it gave up on meanwhile."""
+        self._note()
+        fresh, self._unseen = self._unseen, []
+        return fresh
+
+    def _note(self) -> None:
         metrics = compat.compile_metrics()
         new = metrics
         for number, metric in enumerate(metrics):
@@ -167,7 +178,7 @@ class CompileLog:
             if _runs_uncompiled(metric):
                 fresh.append(self._given_up_frame(metric))
         self._given_up.extend(fresh)
-        return fresh
+        self._unseen.extend(fresh)
 
     def given_up(self) -> list[GivenUp]:
         """The frames that Dynamo gave up on."""

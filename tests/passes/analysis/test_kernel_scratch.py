@@ -41,6 +41,15 @@ def _convolve_backward(gradient, x, weight):
     )
 
 
+def _attended(gradient):
+    """Attention's backward on queries, keys and values of one tensor, without what its forward holds."""
+    packed = torch.randn(16, 64, 12, 64)
+    q, k, v = (x.transpose(1, 2) for x in packed.chunk(3, dim=2))
+    out, sums = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, True)
+    op = aten._scaled_dot_product_flash_attention_for_cpu_backward
+    return lambda *args: op(*args, 0.0, True), gradient, q, k, v, out, sums
+
+
 X, WEIGHT, GRADIENT = torch.randn(8, 32, 16, 16), torch.randn(64, 32, 3, 3), torch.randn(8, 64, 16, 16)
 MASK = torch.ones(8, 32, 16, 16, dtype=torch.bool)
 CASES = {
@@ -53,6 +62,8 @@ CASES = {
     "loss": (lambda x, y: F.mse_loss(x, y), X, X + 1),
     "dropout": (lambda x: aten.native_dropout(x, 0.1, True), X),
     "conversion": (torch.mul, X, MASK),
+    "attention": _attended(torch.randn(16, 64, 4, 64).transpose(1, 2)),
+    "attention-copied": _attended(torch.randn(16, 4, 64, 64)),
 }
 
 

@@ -427,6 +427,20 @@ def test_the_memory_limit_is_told_and_whether_it_is_met(fake_ranks):
     assert "memory_limit: 1.00 GB, by that prediction met" in " ".join(str(report).split())
 
 
+def test_a_function_that_compiles_again_no_longer_runs_uncompiled(fake_ranks):
+    with torch._dynamo.config.patch(recompile_limit=1):
+        earlier = torch.compile(dsgraph.partition(build("gpt"), keep_whole_below=100), backend="dsgraph", options=EAGER)
+        earlier(*tokens(0, 0))
+        with torch.no_grad():
+            earlier(*tokens(0, 0))
+        assert "function runs uncompiled" in [item.kind for item in dsgraph.report(earlier).fallbacks]
+    torch._dynamo.reset()
+    model = dsgraph.partition(build("gpt"), keep_whole_below=100)
+    torch.compile(model, backend="dsgraph", options={**EAGER, "memory_limit": 10**9})(*tokens(0, 0)).backward()
+    report = dsgraph.report(model)
+    assert not report.limit_gaps and "function runs uncompiled" not in [item.kind for item in report.fallbacks]
+
+
 # Near misses and checkpoint regions.
 
 
