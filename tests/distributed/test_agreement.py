@@ -143,7 +143,7 @@ def _come_late(seconds: float) -> tuple[str, float]:
 
 @pytest.mark.full  # waits for a time-out
 def test_a_rank_that_never_comes_is_named_after_the_groups_timeout(ranks):
-    with pytest.raises(AssertionError, match=r"ranks \[1\] did not come within 5 s"):
+    with pytest.raises(AssertionError, match=r"ranks \[1\] did not come to it within 5 s"):
         ranks(2).run(_come_late_and_check, timeout_s=5)
 
 
