@@ -249,7 +249,7 @@ SHARDING = (
     ),
     Mutant(
         *("inputs-stay-wide", "dsgraph/sharding/forward_inputs.py", "missing cast"),
-        *("return cast_floating((args, kwargs), dtype)", "return args, kwargs"),
+        *("return cast((args, kwargs), dtype)", "return args, kwargs"),
         killers=("tests/sharding/test_forward_inputs.py::test_inputs_are_cast_as_by_fsdp2",),
     ),
     Mutant(
