@@ -34,7 +34,7 @@ class Communication:
         parameters: Numbers of the inputs that are parameters, each with the parameter's full name.
         in_forward: True if the forward communicates.
         in_backward: True if a backward does.
-        place: Where the graph comes from: "Net.forward (net.py:12)".
+        place: Where the graph comes from: "Net.forward (net.py)".
     """
 
     parameters: tuple[tuple[int, str], ...] = ()

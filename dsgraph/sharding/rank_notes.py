@@ -22,7 +22,7 @@ class Intent:
         outside: True outside any forward and backward.
         digest: Digest of `parameters`.
         parameters: Full names of the parameters that a compiled graph reads, in order.
-        place: Source of a compiled graph, for messages: "Net.forward (net.py:12)".
+        place: Source of a compiled graph, for messages: "Net.forward (net.py)".
         step: Number of optimizer steps that the model has made.
     """
 

@@ -59,13 +59,13 @@ class Failure:
 
 @dataclass(frozen=True)
 class Ending:
-    """How one rank ended.
+    """The end of one rank.
 
     Attributes:
         at: What it did last.
         notes: What it noted before.
         failure: The error by which it ended, if it did.
-        exit_code: Of the process; None if it was killed because it hung.
+        exit_code: Exit code of the process; None if it was killed because it hung.
         has_ended: Whether it came to its end, by an error or without.
     """
 
