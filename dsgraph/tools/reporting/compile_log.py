@@ -120,8 +120,9 @@ class CompileLog:
         self._ownerless: deque[CompileEntry] = deque(maxlen=32)
         self._given_up: deque[GivenUp] = deque(maxlen=256)
         self._restarts: deque[tuple[str, int, str]] = deque(maxlen=256)
-        self._unseen: list[GivenUp] = []
+        self._unseen: deque[GivenUp] = deque(maxlen=256)
         self._last_metric: Any = None
+        self._last_frame = -1
         self._keys = itertools.count()
 
     def add(self, record: CompileEntry, owners: Sequence[object]) -> None:
@@ -159,7 +160,8 @@ class CompileLog:
     def look(self) -> list[GivenUp]:
         """Takes down what Dynamo has noted since the last look; returns the frames that it gave up on meanwhile."""
         self._note()
-        fresh, self._unseen = self._unseen, []
+        fresh = list(self._unseen)
+        self._unseen.clear()
         return fresh
 
     def _note(self) -> None:
@@ -170,15 +172,24 @@ class CompileLog:
                 new = metrics[number + 1 :]
         if metrics:
             self._last_metric = metrics[-1]
-        fresh = []
         for metric in new:
+            if self._begins_anew(metric):
+                self._given_up.clear()
             if metric.restart_reasons and metric.co_filename:
                 reason = "; ".join(sorted(first_sentences(text) for text in metric.restart_reasons))
                 self._restarts.append((metric.co_filename, metric.co_firstlineno or 0, reason))
             if _runs_uncompiled(metric):
-                fresh.append(self._given_up_frame(metric))
-        self._given_up.extend(fresh)
-        self._unseen.extend(fresh)
+                frame = self._given_up_frame(metric)
+                self._given_up.append(frame)
+                self._unseen.append(frame)
+
+    def _begins_anew(self, metric: Any) -> bool:
+        """Whether Dynamo was reset before this compile, so that it compiles again what it had given up on."""
+        frame, _, again = str(metric.compile_id).partition("/")
+        if metric.is_forward is False or again != "0" or not frame.isdecimal():
+            return False
+        earlier, self._last_frame = self._last_frame, int(frame)
+        return self._last_frame <= earlier
 
     def given_up(self) -> list[GivenUp]:
         """The frames that Dynamo gave up on."""

@@ -441,6 +441,20 @@ def test_a_function_that_compiles_again_no_longer_runs_uncompiled(fake_ranks):
     assert not report.limit_gaps and "function runs uncompiled" not in [item.kind for item in report.fallbacks]
 
 
+def test_what_ran_uncompiled_before_torch_was_reset_is_no_longer_told(fake_ranks):
+    with torch._dynamo.config.patch(recompile_limit=1):
+        earlier = dsgraph.partition(build("gpt"), keep_whole_below=100)
+        logits = torch.compile(earlier.logits, backend="dsgraph", options=EAGER)
+        logits(tokens(0, 0)[0])
+        with torch.no_grad():
+            logits(tokens(0, 0)[0])
+        assert "GPT.logits" in [item.what for item in dsgraph.report(earlier).fallbacks]
+    torch._dynamo.reset()
+    model = dsgraph.partition(build("gpt"), keep_whole_below=100)
+    torch.compile(model, backend="dsgraph", options=EAGER)(*tokens(0, 0)).backward()
+    assert "GPT.logits" not in [item.what for item in dsgraph.report(model).fallbacks]
+
+
 # Near misses and checkpoint regions.
 
 
