@@ -306,6 +306,21 @@ SHARDING = (
         killers=("tests/distributed/test_compiled_runs.py",),
     ),
     Mutant(
+        *("norms-uncompared", "dsgraph/sharding/rules.py", "missing check"),
+        *("            if agreement.patience:", "            if not agreement.patience:"),
+        killers=("tests/distributed/test_compiled_runs.py::test_a_rank_that_clips_gradients_while_another_goes_on",),
+    ),
+    Mutant(
+        *("forward-after-a-step-runs-ahead", "dsgraph/sharding/eager_agreement.py", "missing check"),
+        *("_BETWEEN if between else max(", "_FORWARD if between else max("),
+        killers=("tests/distributed/test_compiled_runs.py::test_a_rank_that_evaluates_after_a_step",),
+    ),
+    Mutant(
+        *("placeholder-takes-writes", "dsgraph/step/stand_in.py", "missing check"),
+        *("schema_of(func).is_mutable and func not in _ZEROING", "False"),
+        killers=("tests/distributed/test_hooks.py",),
+    ),
+    Mutant(
         *("backward-runs-uncompared", "dsgraph/compiler/runs.py", "missing check"),
         *("if agreement.patience:", "if not agreement.patience:"),
         killers=("tests/distributed/test_compiled_runs.py",),
@@ -412,7 +427,7 @@ STEP = (
     ),
     Mutant(
         *("zeros-are-not-seen", "dsgraph/step/stand_in.py", "missing check"),
-        *("return GradState.ZEROS if is_zero else GradState.WRITTEN", "return GradState.UNTOUCHED"),
+        *("return GradState.ZEROS\n", "return GradState.UNTOUCHED\n"),
         killers=("tests/distributed/test_hooks.py",),
     ),
     Mutant(

@@ -4,7 +4,7 @@ Before each eager collective, each run of a compiled graph that communicates (fo
 of an optimizer, and each meeting of an `Agreement`, a rank notes in the process group's store what it is about to do:
 one key a rank, overwritten each time. A rank waits for the notes of all others, and raises if one differs,
 
-- at the first of these in each forward and in each backward, and
+- at the first of these in each forward, in each backward and between them, and
 - where it is not the one that followed the last few of them before.
 
 Elsewhere no rank waits. All ranks learn alike what follows what, so a rank that leaves the known way alone is one that
@@ -42,6 +42,8 @@ _DEFAULT_PATIENCE = 30.0
 _SLOW = 10.0
 # By how many collectives it is told which one follows: a tied weight is used in several places.
 _CONTEXT = 4
+# Phases of a step other than backwards, which have numbers from 0.
+_FORWARD, _BETWEEN = -1, -2
 
 _READ_EVERYWHERE = (
     "To read a parameter is a collective: read it on all ranks, not under `if rank == 0:`. "
@@ -101,7 +103,7 @@ class EagerAgreement:
     models: int = 0
     _notes: Notes | None = field(default=None, repr=False)
     _last: tuple[Intent, ...] = ()
-    _backward: int = -2  # the one in which the last intent was; -1 for a forward
+    _phase: int = _BETWEEN  # of the last intent: number of its backward, _FORWARD or _BETWEEN
     _follows: dict[tuple[Intent, ...], Intent] = field(default_factory=dict, repr=False)
 
     @staticmethod
@@ -116,12 +118,13 @@ class EagerAgreement:
         return EagerAgreement(ranks, timeout, patience_of() if is_real else 0)
 
     @contextmanager
-    def on(self, intent: Intent, *, waits: bool = False) -> Iterator[None]:
+    def on(self, intent: Intent, *, waits: bool = False, between: bool = False) -> Iterator[None]:
         """Compare an intent before its collectives; where they fail, raise an error that says what was waited for.
 
         Args:
             intent: What it is.
             waits: Whether to wait for all ranks even if it is what followed before.
+            between: Whether it comes after the backwards of a step and before the next forward.
 
         Raises:
             RanksDisagreeError: Another rank would do something else, has ended, or did not come in time.
@@ -129,7 +132,7 @@ class EagerAgreement:
         if not self.patience:
             yield
             return
-        notes = self.confirm(intent, waits=waits)
+        notes = self.confirm(intent, waits=waits, between=between)
         try:
             yield
         except RuntimeError as error:
@@ -139,12 +142,12 @@ class EagerAgreement:
             wrong = self._why_lost(notes)
             raise RanksDisagreeError(f"{wrong}. {_advice(wrong)}") from error
 
-    def confirm(self, intent: Intent, *, waits: bool = False) -> Notes:
+    def confirm(self, intent: Intent, *, waits: bool = False, between: bool = False) -> Notes:
         """Compare an intent with those of the other ranks, like `on`; return the notes of all ranks."""
         notes = self._notes = self._notes or Notes.of(self.ranks)
-        before, backward = notes.own, compat.running_backward()
-        waits = waits or backward != self._backward or self._follows.get(self._last) != intent
-        self._backward = backward
+        before, phase = notes.own, _BETWEEN if between else max(compat.running_backward(), _FORWARD)
+        waits = waits or phase != self._phase or self._follows.get(self._last) != intent
+        self._phase = phase
         note = before.followed_by(intent, waits=waits)
         notes.write(note)
         if waits:

@@ -16,9 +16,9 @@ from dsgraph import compat
 from dsgraph.errors import on_one_line
 
 # Seconds between two looks of a rank that waits: at first, and at last.
-_PAUSES = (0.0002, 0.02)
+_PAUSES = (0.0005, 0.02)
 # Between them a pause is this share of the time waited so far, so that little is waited in vain.
-_SHARE = 0.05
+_SHARE = 0.1
 # Seconds of waiting after which a rank also looks whether the others have ended.
 _LOOKS_FOR_ENDS = 0.05
 # How long a launcher has to end this rank when another one has failed, seconds: the other's error is the one to see.

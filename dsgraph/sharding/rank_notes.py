@@ -142,7 +142,7 @@ class Notes:
             if len({intent.digest for intent in intents.values()}) > 1 and own:
                 text += f", which reads {own[apart]!r}" if apart < len(own) else ", which reads no further parameter"
                 text += f" ({apart + 1} of {len(own)})"
-            said.append(text + f", after {intent.step} optimizer steps" * bool(intent.step))
+            said.append(text + _after(intent.step))
         return ", ".join(said)
 
     def _names(self, intent: Intent) -> list[str]:
@@ -151,6 +151,10 @@ class Notes:
             return []
         found: list[str] = json.loads(self.presence.store.get(key))
         return found
+
+
+def _after(steps: int) -> str:
+    return f", after {steps} optimizer step{'s' * (steps != 1)}" if steps else ""
 
 
 def _digest(lines: Iterable[str]) -> str:

@@ -211,14 +211,14 @@ class PartitionedModel:
         return agreement.on(intent, waits=waits or outside)
 
     def agree(self, does: str) -> None:
-        """Check that all ranks do the same now, and have done the same before.
+        """Check that all ranks do the same now, between a backward and a forward, and have done the same before.
 
         Raises:
             RanksDisagreeError: Ranks do, or have done, different operations.
         """
         agreement = eager_agreements.over(self.mesh, self._ranks)
         if agreement.patience:
-            agreement.confirm(Intent(does + self.label, step=self.updates))
+            agreement.confirm(Intent(does + self.label, step=self.updates), between=True)
 
     def reducing(self, what: str) -> AbstractContextManager[None]:
         """The same around a reduction, which is over all ranks."""

@@ -122,16 +122,11 @@ def drop_if_zeroed(entry: ParameterState) -> None:
     if entry.stand_in is None or entry.accumulated_grad is None:
         return
     state_of_grad = entry.stand_in.look(entry.param)
-    if state_of_grad is GradState.WRITTEN:
-        raise AccumulationError(
-            f"the gradient of parameter {entry.name!r} was written to inside a step of micro-batches, before it was "
-            "reduced: clip and scale gradients after the last micro-batch's backward; zero_grad() drops them"
-        )
     if state_of_grad is GradState.UNTOUCHED:
         return
     empty_sum(entry.accumulated_grad)
     if state_of_grad is GradState.ZEROS:  # which count as a gradient
-        entry.stand_in = entry.stand_in.renew(entry.param)
+        entry.stand_in = entry.stand_in.renew(entry.param, entry.name)
     else:
         entry.stand_in, entry.is_summed = None, False
 
@@ -224,7 +219,7 @@ def _on_local_gradient(entry: ParameterState, state: PartitionState) -> None:
             entry.accumulated_grad.add_(grad)
     entry.is_summed = True
     if entry.stand_in is None:
-        entry.stand_in = StandIn.put(entry.param)
+        entry.stand_in = StandIn.put(entry.param, entry.name)
     if state.accumulating:
         state.note_gradient()
     else:
@@ -234,7 +229,7 @@ def _on_local_gradient(entry: ParameterState, state: PartitionState) -> None:
 def _on_reduced_gradient(entry: ParameterState, state: PartitionState) -> None:
     """A compiled graph has reduced the gradient: outside `accumulate`, the step ends with this backward."""
     if entry.is_summed and entry.stand_in is None:  # the gradient bypassed the sum, as for a term over `parameters()`
-        entry.stand_in = StandIn.put(entry.param)
+        entry.stand_in = StandIn.put(entry.param, entry.name)
     if state.gradients_stay_local and not state.accumulating:
         _reduce_at_end_of_backward(state)
 

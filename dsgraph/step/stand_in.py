@@ -2,7 +2,8 @@
 
 In one process an abandoned step ends with `zero_grad`. Nothing calls us then: an optimizer and a module both go
 through `.grad` of each parameter, and leave alone what is None. So a `DTensor` without memory of its own stands there.
-Its values are NaN, because no number could be right before the ranks' gradients are summed.
+Its values are NaN, because no number could be right before the ranks' gradients are summed, and it refuses to be
+written to other than by `zero_grad`: clipping or scaling it would have no effect on the sum.
 """
 
 from __future__ import annotations
@@ -10,12 +11,18 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from enum import Enum
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from dsgraph import compat
+from dsgraph.errors import AccumulationError
+from dsgraph.passes.compat import schema_of
+
+_ZEROING = (torch.ops.aten.zero_.default, torch.ops.aten._foreach_zero_.default)
 
 
 class GradState(Enum):
@@ -26,8 +33,42 @@ class GradState(Enum):
     """`.grad` is None, as after `zero_grad()`, or another tensor."""
     ZEROS = "zeros"
     """`.grad` was filled with zeros, as by `zero_grad(set_to_none=False)`."""
-    WRITTEN = "written"
-    """`.grad` was written to in another way."""
+
+
+class _Unreduced(Tensor):
+    """The local part of a placeholder, which refuses to be written to.
+
+    Attributes:
+        plain: The same values as a plain tensor; all elements share their memory.
+        parameter: Name of the parameter.
+    """
+
+    plain: Tensor
+    parameter: str
+
+    @staticmethod
+    def of(plain: Tensor, name: str) -> _Unreduced:
+        """Return a tensor with these values that belongs to the parameter `name`."""
+        made = plain.as_subclass(_Unreduced)
+        made.plain, made.parameter = plain, name
+        return made
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Run an op on the values.
+
+        Raises:
+            AccumulationError: It would write other values than zeros.
+        """
+        if schema_of(func).is_mutable and func not in _ZEROING:
+            (name, *_) = [each.parameter for each in tree_leaves((args, kwargs)) if isinstance(each, _Unreduced)]
+            raise AccumulationError(
+                f"the gradient of parameter {name!r} would be written to inside a step of micro-batches, before it is "
+                "reduced: clip and scale gradients after the last micro-batch's backward; zero_grad() drops them"
+            )
+        return func(*tree_map_only(_Unreduced, lambda each: each.plain, args), **(kwargs or {}))
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,11 +88,12 @@ class StandIn:
     versions: tuple[int, int]
 
     @staticmethod
-    def put(param: DTensor) -> StandIn:
-        """Put a placeholder into a parameter's `.grad`."""
+    def put(param: DTensor, name: str) -> StandIn:
+        """Put a placeholder into the `.grad` of the parameter `name`."""
         local = param.to_local().detach()
         value = torch.full((), math.nan, dtype=local.dtype, device=local.device)
-        grad = compat.distributed_like(param.detach(), value.expand(local.shape))  # type: ignore[arg-type]
+        shared = _Unreduced.of(value.expand(local.shape), name)
+        grad = compat.distributed_like(param.detach(), shared)  # type: ignore[arg-type]
         grad.__deepcopy__ = lambda memo: None  # type: ignore[method-assign]  # a copy of the model is not within a step
         stand_in = StandIn(grad, value, param.grad, (compat.version_of(grad), compat.version_of(value)))
         param.grad = grad
@@ -63,16 +105,14 @@ class StandIn:
             return GradState.REPLACED
         if (compat.version_of(self.grad), compat.version_of(self.value)) == self.versions:
             return GradState.UNTOUCHED
-        # A rank without rows cannot see a write; the other ranks do.
-        is_zero = not self.grad.to_local().numel() or self.value.item() == 0
-        return GradState.ZEROS if is_zero else GradState.WRITTEN
+        return GradState.ZEROS
 
-    def renew(self, param: DTensor) -> StandIn:
+    def renew(self, param: DTensor, name: str) -> StandIn:
         """Replace a placeholder that was filled with zeros by a new one."""
         param.grad = self.covered
         if self.covered is not None:
             self.covered.zero_()
-        return StandIn.put(param)
+        return StandIn.put(param, name)
 
     def take_away(self, param: DTensor) -> None:
         """Restore the earlier `.grad`, unless something else has replaced the placeholder."""

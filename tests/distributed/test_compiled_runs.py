@@ -137,6 +137,52 @@ def test_an_optimizer_that_steps_on_some_ranks_alone(ranks):
         assert "must step on all ranks" in said
 
 
+def _one_rank_clips(stage: int) -> str:
+    """One rank skips the last backward of its second step and clips, in a collective that is torch's."""
+    model = _model(stage)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def steps() -> None:
+        for number in range(2):
+            for batch in range(2):
+                if (dist.get_rank(), number, batch) != (0, 1, 1):
+                    _step(model, 0)
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    return _said(steps)
+
+
+@pytest.mark.parametrize("stage", (1, 3))
+def test_a_rank_that_clips_gradients_while_another_goes_on(ranks, stage):
+    first, second = ranks(2).run(_one_rank_clips, stage)
+    assert first == second
+    assert "rank 0 takes the norm of gradients, as clip_grad_norm_ does, rank 1 " in first
+
+
+def _evaluates_after_step() -> str:
+    """After steps that ranks know, one rank's forward trains and the other's evaluates: both would run ahead."""
+    model = _model(1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def steps() -> None:
+        for number in range(3):
+            with torch.set_grad_enabled((dist.get_rank(), number) != (1, 2)):
+                loss = model(torch.ones(2, 4))
+            if loss.requires_grad:
+                loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    return _said(steps)
+
+
+def test_a_rank_that_evaluates_after_a_step(ranks):
+    first, second = ranks(2).run(_evaluates_after_step)
+    assert first == second and "they part here" in first
+
+
 def _other_order_of_blocks() -> str:
     torch.manual_seed(0)
     blocks = dsgraph.partition(nn.ModuleList(nn.Linear(4, 4) for _ in range(3)), stage=3, keep_whole_below=0)

@@ -174,9 +174,13 @@ def _clip_too_early() -> None:
     assert weight.grad.to_local().isnan().all()  # no number could be right before gradients are reduced
     copied = copy.deepcopy(model)
     assert all(param.grad is None for param in copied.parameters())
-    weight.grad.fill_(1.0)
-    with pytest.raises(dsgraph.AccumulationError, match=r"'head\.bias' was written to inside a step"):
-        runs(_batch(1, dist.get_rank()), True).backward()
+    early = r"the gradient of parameter '{}' would be written to inside a step"
+    with pytest.raises(dsgraph.AccumulationError, match=early.format(r"head\.bias")):
+        weight.grad.fill_(1.0)
+    with pytest.raises(dsgraph.AccumulationError, match=early.format(r"body\.weight")):
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    runs(_batch(1, dist.get_rank()), True).backward()  # nothing was changed
+    assert weight.grad.to_local().isfinite().all()
 
 
 def test_a_gradient_that_is_not_reduced_yet_cannot_be_read_or_written(ranks):
