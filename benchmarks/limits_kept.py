@@ -10,7 +10,7 @@ Columns, in 10**6 bytes:
     predicted_mb the peak that `dsgraph.report` predicts of that step
     limit_mb     `memory_limit`
     measured_mb  most bytes of tensors alive at once in a step under it
-    share        measured over limit
+    share        measured over limit; none where it is not promised
     said         what the report says of the limit, where it does not promise it
 """
 
@@ -93,8 +93,15 @@ def measure(
         found, _, said = _train(case, counter, stage=stage, codegen=codegen, memory_limit=limit)
         yield {
             **{"model": name, "codegen": codegen, "free_mb": free / MB, "predicted_mb": predicted / MB},
-            **{"limit_mb": limit / MB, "measured_mb": found / MB, "share": found / limit, "said": said},
+            **{
+                "limit_mb": limit / MB,
+                "measured_mb": found / MB,
+                "share": None if said else found / limit,
+                "said": said,
+            },
         }
+        if said:
+            return
 
 
 def least_limit(case: Case, counter: AllocationCounter, **options: Any) -> int:

@@ -134,6 +134,24 @@ _LIMITS: Columns = {
     "planning, s": ("plan_s", ".1f"),
 }
 
+_LIMITS_KEPT: Columns = {
+    "model": ("model", ""),
+    "codegen": ("codegen", ""),
+    "peak without, MB": ("free_mb", ".2f"),
+    "limit, MB": ("limit_mb", ".2f"),
+    "peak, MB": ("measured_mb", ".2f"),
+    "peak / limit": ("share", ".3f"),
+    "the report says": ("said", ""),
+}
+_AGREEMENT: Columns = {
+    "stage": ("stage", ""),
+    "step with, s": ("with_s", ".3f"),
+    "step without, s": ("without_s", ".3f"),
+    "with / without": ("ratio", ".3f"),
+    "comparisons, s": ("own_s", ".4f"),
+    "1 + comparisons / without": ("own_ratio", ".3f"),
+}
+
 _SPLITS: Columns = {
     "case": ("case", ""),
     "balance": ("balance", ".3f"),
@@ -389,6 +407,10 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "activations: figures": _figures("activations-cpu"),
     "limits": _rows("limits-cpu", _LIMITS),
     "limits: figures": _figures("limits-cpu"),
+    "limits kept": _rows("limits-kept-cpu", _LIMITS_KEPT),
+    "limits kept: figures": _figures("limits-kept-cpu"),
+    "agreement": _rows("agreement-cpu", _AGREEMENT),
+    "agreement: figures": _figures("agreement-cpu"),
     "inference": _rows("inference-cpu", _INFERENCE),
     "inference: figures": _figures("inference-cpu"),
     "quantisation": _rows("quantisation-cpu", _QUANTISATION),

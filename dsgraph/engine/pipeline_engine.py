@@ -15,7 +15,6 @@ from torch.optim import Optimizer
 
 from dsgraph import compat
 from dsgraph.checkpoint_files import latest_tag
-from dsgraph.errors import CheckpointError
 from dsgraph.parallel.pipelined import PipelinedModel
 
 from .data import RankLoader, batches_of
@@ -103,13 +102,13 @@ class PipelineEngine:
         Args:
             save_dir: Folder of checkpoints, which all ranks see.
             tag: Name of this one; None: `global_step<N>`.
-            client_state: What `load_checkpoint` gives back: what JSON can hold.
+            client_state: What `load_checkpoint` gives back: values that `dsgraph.typed_json.encode` takes.
 
         Returns:
             True.
 
         Raises:
-            CheckpointError: JSON would change the client's state or the schedule's, or it cannot be written.
+            CheckpointError: A value cannot be kept, or the checkpoint cannot be written; all ranks raise.
         """
         schedule, loader = self.lr_scheduler, self.training_dataloader
         progress = {
@@ -119,12 +118,6 @@ class PipelineEngine:
             "loader": None if loader is None else loader.state_dict(),
             "client_state": dict(client_state or {}),
         }
-        for what in ("client_state", "schedule"):
-            if not _keeps_types(progress[what]):
-                raise CheckpointError(
-                    f"save_checkpoint: {what} holds keys that are no text, tuples or objects, which JSON gives back "
-                    "with other types: use text as keys, lists, numbers and text"
-                )
         name = f"global_step{self.counts.steps}" if tag is None else tag
         self.module.save_checkpoint(save_dir, self.optimizer, tag=name, more=progress)
         return True
@@ -156,15 +149,6 @@ class PipelineEngine:
         if self.training_dataloader is not None:
             self.training_dataloader.load_state_dict(progress["loader"])
         return str(Path(load_dir) / name), progress["client_state"]
-
-
-def _keeps_types(value: Any) -> bool:
-    """Return True if JSON returns a value unchanged."""
-    if isinstance(value, dict):
-        return all(isinstance(key, str) and _keeps_types(item) for key, item in value.items())
-    if isinstance(value, list):
-        return all(map(_keeps_types, value))
-    return value is None or type(value) in (bool, int, float, str)
 
 
 def as_arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -219,7 +219,7 @@ class PipelinedModel:
             folder: Where, on a file system that all ranks see.
             optimizer: Made of `parameters()`.
             tag: Name of the checkpoint in the folder.
-            more: JSON values that `load_checkpoint` returns.
+            more: Values that `load_checkpoint` returns, of the types that `client_state` of an engine keeps.
 
         Raises:
             CheckpointError: It could not be written; all ranks raise.

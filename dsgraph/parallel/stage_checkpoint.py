@@ -77,7 +77,7 @@ def save(
         tag: Name of the checkpoint, equal on all ranks.
         state: The state of the model to save.
         optimizer: Optimizer of the state's parameters.
-        more: JSON values that `read` returns.
+        more: Values that `load` returns; `dsgraph.typed_json.encode` takes them.
 
     Returns:
         The checkpoint's folder.

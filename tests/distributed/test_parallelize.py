@@ -215,10 +215,10 @@ def _engine_steps(engine: Any, first: int) -> list[float]:
 def _by_engine(folder: str) -> list[float]:
     engine = _engine(2, 1, 2)
     first = _engine_steps(engine, 0)
-    engine.save_checkpoint(folder, client_state={"epoch": 3})
+    engine.save_checkpoint(folder, client_state={3: ("epoch", 0.5)})
     resumed = _engine(1, 2, 2)
     path, state = resumed.load_checkpoint(folder)
-    assert path.endswith("global_step2") and state == {"epoch": 3} and resumed.global_steps == 2
+    assert path.endswith("global_step2") and state == {3: ("epoch", 0.5)} and resumed.global_steps == 2
     return first + _engine_steps(resumed, 2)
 
 

@@ -2,10 +2,11 @@
 
     python -m tests.trials.checkpoints --kills 50 --damage 200
 
-A killed process trains a small model, saves at each step (under one tag, under new tags, asynchronously, in turn), and
-is killed: from outside at a random time, or at a random one of the file operations of a save. The next process must
-find the newest checkpoint that was complete or a newer one, with the right values, and its first save must leave none
-of the leftovers. A damaged checkpoint has one file changed; a load must name that file and leave the engine as it was.
+A killed process trains a small model, saves at each step (under one tag, under new tags, asynchronously, as a pipeline
+of two stages, in turn), and is killed: from outside at a random time, or at a random one of the file operations of a
+save. The next process must find the newest checkpoint that was complete or a newer one, with the right values, and its
+first save must leave none of the leftovers. A damaged checkpoint has one file changed; a load must name that file and
+leave the engine as it was.
 """
 
 from __future__ import annotations
@@ -36,34 +37,49 @@ from torch import nn
 import dsgraph
 from dsgraph.errors import CheckpointError
 
-WAYS = ("one tag", "new tags", "asynchronous")
+WAYS = ("one tag", "new tags", "asynchronous", "pipeline")
 KINDS = ("flipped", "cut", "emptied", "missing", "swapped", "other key", "longer", "zeros")
 # File operations of a save in which a process may kill itself: names of Python's audit events.
 EVENTS = ("open", "os.rename", "os.mkdir", "os.remove", "os.rmdir", "shutil.rmtree", "os.truncate", "fcntl.flock")
 
 
-def _engine() -> dsgraph.Engine:
+class _Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(40, 60), nn.Tanh(), nn.Linear(60, 4))
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.layers(x).square().mean()
+
+
+def _engine(*, is_pipeline: bool = False) -> Any:
     torch.manual_seed(0)
-    settings = {
-        **{"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": 3}, "dsgraph": {"compile": False}},
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
+    settings: dict[str, Any] = {
+        **{"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}}},
+        **{"zero_optimization": {"stage": 3}, "dsgraph": {"compile": False}},
     }
+    if is_pipeline:
+        settings |= {"parallel": {"pp": 2}, "zero_optimization": {"stage": 0}, "dsgraph": {"codegen": "eager"}}
+        settings["gradient_accumulation_steps"] = 2
 
     def schedule(optimizer: Any) -> Any:
         return torch.optim.lr_scheduler.MultiStepLR(optimizer, [2, 4, 400])
 
-    model = nn.Sequential(nn.Linear(40, 60), nn.Tanh(), nn.Linear(60, 4))
+    more = {"example": torch.zeros(2, 40)} if is_pipeline else {}
     with redirect_stdout(io.StringIO()):
-        return dsgraph.initialize(model=model, config=settings, lr_scheduler=schedule)[0]
+        return dsgraph.initialize(model=_Net(), config=settings, lr_scheduler=schedule, **more)[0]
 
 
-def _step(engine: dsgraph.Engine) -> None:
+def _step(engine: Any) -> None:
     x = torch.randn(2, 40, generator=torch.Generator().manual_seed(engine.global_steps))
-    engine.backward(engine(x).square().mean())
-    engine.step()
+    if isinstance(engine, dsgraph.Engine):
+        engine.backward(engine(x))
+        engine.step()
+    else:
+        engine.train_batch(iter([x, x]))
 
 
-def _digest(engine: dsgraph.Engine) -> str:
+def _digest(engine: Any) -> str:
     """Return everything that a load changes."""
     found = hashlib.sha256(repr((engine.counts, engine.lr_scheduler.state_dict(), engine.get_lr())).encode())
     for param in engine.module.parameters():
@@ -108,7 +124,7 @@ def _train(rank: int, world: int, port: int, folder: str, way: str, fatal: int) 
     os.close(2)
     os.open(os.devnull, os.O_WRONLY)  # what torch says of the other rank's death
     with _rank(rank, world, port):
-        engine, place = _engine(), Path(folder)
+        engine, place = _engine(is_pipeline=way == "pipeline"), Path(folder)
         journal = (place.parent / "journal").open("a", buffering=1)
 
         def say(**what: Any) -> None:
@@ -134,7 +150,8 @@ def _train(rank: int, world: int, port: int, folder: str, way: str, fatal: int) 
             left[0] = left[0] or (not is_first and fatal > 0)
             say(saves=engine.global_steps)
             tag = "last" if way == "one tag" else None
-            engine.save_checkpoint(place, tag, {"digests": digests}, asynchronous=way == "asynchronous")
+            more = {"asynchronous": True} if way == "asynchronous" else {}
+            engine.save_checkpoint(place, tag, {"digests": digests}, **more)
             if way == "asynchronous":
                 engine.wait_for_checkpoint()
             say(complete=engine.global_steps)
@@ -169,7 +186,8 @@ def kill(count: int, draw: random.Random) -> list[str]:
     wrong: list[str] = []
     with tempfile.TemporaryDirectory() as root:
         for number in range(count + 1):
-            way, world = WAYS[number % 3], 1 + (number % 4 == 3)
+            way = WAYS[number % len(WAYS)]
+            world = 2 if way == "pipeline" else 1 + (number // len(WAYS) % 2)
             # An asynchronous save of one way goes on in the folder of that way.
             folder, journal = Path(root) / f"{way} {world}" / "checkpoints", Path(root) / f"{way} {world}" / "journal"
             folder.mkdir(parents=True, exist_ok=True)
@@ -233,11 +251,11 @@ def _damage(file: Path, kind: str, other: Path, draw: random.Random) -> bool:
     return kind == "missing" or content != before
 
 
-def _damages(rank: int, world: int, port: int, root: str, count: int, seed: int) -> None:
+def _damages(rank: int, world: int, port: int, root: str, count: int, seed: int, is_pipeline: bool) -> None:
     """Damage one file per load, on the first rank; all ranks load."""
     draw, wrong, seen = random.Random(seed), list[str](), Counter[str]()
     with _rank(rank, world, port):
-        engine, folder = _engine(), Path(root) / "checkpoints"
+        engine, folder = _engine(is_pipeline=is_pipeline), Path(root) / "checkpoints"
         digests = {}
         for tag in ("global_step1", "global_step2", "global_step11"):
             _step(engine)
@@ -275,7 +293,7 @@ def _damages(rank: int, world: int, port: int, root: str, count: int, seed: int)
             (Path(root) / "found.json").write_text(json.dumps({"wrong": wrong, "seen": seen}))
 
 
-def _load(engine: dsgraph.Engine, folder: Path, tag: str | None, name: str) -> str:
+def _load(engine: Any, folder: Path, tag: str | None, name: str) -> str:
     try:
         engine.load_checkpoint(folder, tag)
     except CheckpointError as error:
@@ -283,14 +301,14 @@ def _load(engine: dsgraph.Engine, folder: Path, tag: str | None, name: str) -> s
     return "it was loaded"
 
 
-def damage(count: int, *, world: int, seed: int) -> tuple[list[str], dict[str, int]]:
+def damage(count: int, *, world: int, seed: int, is_pipeline: bool = False) -> tuple[list[str], dict[str, int]]:
     """Damage this number of files, and load each checkpoint.
 
     Returns:
         What was wrong, and how many were damaged in each way.
     """
     with tempfile.TemporaryDirectory() as root:
-        for each in _start(_damages, world, root, count, seed):
+        for each in _start(_damages, world, root, count, seed, is_pipeline):
             each.join()
         found = Path(root) / "found.json"
         if not found.exists():
@@ -308,9 +326,11 @@ def main() -> int:
     arguments = parser.parse_args()
     wrong = kill(arguments.kills, random.Random(arguments.seed)) if arguments.kills else []
     print(f"{arguments.kills} kills amid saving: {len(wrong)} wrong")
-    for world in (1, 2) if arguments.damage else ():
-        more, seen = damage(arguments.damage // 2, world=world, seed=arguments.seed + world)
-        print(f"{sum(seen.values())} damaged files, {world} ranks: {len(more)} wrong; {seen}")
+    for number, is_pipeline in ((1, False), (2, False), (2, True)) if arguments.damage else ():
+        count, seed = -(-arguments.damage // 3), arguments.seed + number
+        more, seen = damage(count, world=number, seed=seed, is_pipeline=is_pipeline)
+        what = f"{number} ranks" + ", a pipeline" * is_pipeline
+        print(f"{sum(seen.values())} damaged files, {what}: {len(more)} wrong; {seen}")
         wrong += more
     print("\n".join(wrong))
     return bool(wrong)
