@@ -63,14 +63,20 @@ def latest_tag(folder: Path) -> str | None:
     except (OSError, UnicodeDecodeError) as error:
         raise CheckpointError(f"{folder / LATEST} cannot be read ({error}): load a checkpoint by its tag") from None
     found = _LATEST_LINE.fullmatch(text)
-    if found is None and text and text.isprintable() and not (folder / text / ABOUT).is_file():
-        return text  # no newline, as DeepSpeed writes it; the caller reports that it is no checkpoint
+    if found is None and _is_of_deepspeed(folder, text):
+        return text  # the caller reports that it is no checkpoint of dsgraph
     if found is None or _why_no_tag(found["tag"]) or found["sum"] not in ("", _blanks(found["tag"])):
         raise CheckpointError(
             f"{folder / LATEST} is damaged: load a checkpoint by its tag; known: {_known(folder)}. (Written by "
             "hand, it is a tag and a newline)"
         )
     return found["tag"]
+
+
+def _is_of_deepspeed(folder: Path, text: str) -> bool:
+    """Return True if a file `latest` is as DeepSpeed writes it, without a newline, for a checkpoint of DeepSpeed."""
+    named = folder / text
+    return bool(text) and text.isprintable() and named.is_dir() and not (named / ABOUT).is_file()
 
 
 def latest_line(tag: str) -> bytes:

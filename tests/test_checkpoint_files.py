@@ -33,7 +33,7 @@ def test_each_damage_of_latest_is_found(tmp_path):
     for text in (whole, b"step10\n"):  # by hand
         latest.write_bytes(text)
         assert latest_tag(tmp_path) == "step10"
-    damaged = [whole[:length] for length in (0, 4, len(whole) - 1)]
+    damaged = [whole[:length] for length in range(len(whole))]
     damaged += [
         bytes([*whole[:n], whole[n] ^ 1 << bit, *whole[n + 1 :]]) for n in range(len(whole)) for bit in range(8)
     ]
@@ -43,7 +43,10 @@ def test_each_damage_of_latest_is_found(tmp_path):
     for content in damaged:
         latest.write_bytes(content)
         with pytest.raises(CheckpointError, match=r"latest (is damaged|cannot be read)"):
-            assert latest_tag(tmp_path) not in ("step10", "step11", "step"), content
+            latest_tag(tmp_path)
+    (tmp_path / "of_deepspeed").mkdir()
+    latest.write_bytes(b"of_deepspeed")
+    assert latest_tag(tmp_path) == "of_deepspeed"
 
 
 def _written(path: Path) -> Path:

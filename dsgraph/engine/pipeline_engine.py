@@ -14,7 +14,6 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from dsgraph import compat
-from dsgraph.checkpoint_files import latest_tag
 from dsgraph.parallel.pipelined import PipelinedModel
 
 from .data import RankLoader, batches_of
@@ -137,10 +136,10 @@ class PipelineEngine:
         Raises:
             CheckpointError: There is no such checkpoint, or it is of another model.
         """
-        name = latest_tag(Path(load_dir)) if tag is None else tag
-        if name is None:
+        found = self.module.load_newest(load_dir, self.optimizer, tag=tag)
+        if found is None:
             return None, {}
-        progress = self.module.load_checkpoint(load_dir, self.optimizer, tag=name)
+        name, progress = found
         self.counts = StepCounts(**progress["counts"])
         if progress["schedule"] is not None and hasattr(self.lr_scheduler, "load_state_dict"):
             self.lr_scheduler.load_state_dict(progress["schedule"])

@@ -243,6 +243,17 @@ class PipelinedModel:
             CheckpointError: There is no such checkpoint, it is damaged, or it is not of this model. All ranks
                 raise; nothing was changed.
         """
+        found = self.load_newest(folder, optimizer, tag=tag)
+        return found[1] if found is not None else {}
+
+    def load_newest(
+        self, folder: str | os.PathLike[str], optimizer: Optimizer | None = None, *, tag: str | None = None
+    ) -> tuple[str, dict[str, Any]] | None:
+        """Reads the newest checkpoint of a folder, or that of a tag, like `load_checkpoint`.
+
+        Returns:
+            Its tag and the argument `more` of `save_checkpoint`; None if there is none and no tag was given.
+        """
         return load(Path(folder), tag, self._state(), optimizer)
 
     def _state(self) -> StageState:

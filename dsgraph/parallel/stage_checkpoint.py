@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from dsgraph.checkpoint_files import check_tag, encode_about, read_about
-from dsgraph.checkpoint_folder import Unfinished
+from dsgraph.checkpoint_folder import Unfinished, find_tag
 from dsgraph.errors import CheckpointError
 from dsgraph.inductor_ext import resolve_group
 from dsgraph.sharding.agreement import Agreement
@@ -152,19 +152,31 @@ def _full_state(
     return found
 
 
-def load(folder: Path, tag: str, state: StageState, optimizer: Optimizer | None) -> dict[str, Any]:
+def load(
+    folder: Path, tag: str | None, state: StageState, optimizer: Optimizer | None
+) -> tuple[str, dict[str, Any]] | None:
     """Load what `save` wrote, from any layout. All ranks call it.
 
+    Args:
+        folder: Folder of checkpoints.
+        tag: Which one; None: the newest.
+        state: The state of the model to load into.
+        optimizer: Optimizer of the state's parameters; None: its state is not loaded.
+
     Returns:
-        The argument `more` of `save`.
+        The tag and the argument `more` of `save`; None if there is no checkpoint and no tag was given.
 
     Raises:
         CheckpointError: There is no such checkpoint, it is damaged, or of another model or optimizer. All ranks raise;
             nothing was changed.
     """
-    path, agreement = folder / tag, state.agreement
+    agreement = state.agreement
+    agreement.confirm("load different checkpoints", [str(tag)], advice="Give the same folder and tag on all ranks")
+    found = on_first(agreement, f"load {folder}", lambda: find_tag(folder, tag))
+    if found is None:
+        return None
+    path = folder / found
     doing, read, ready = f"load {path}", dict[str, Any](), list[Callable[[], None]]()
-    agreement.confirm("load different checkpoints", [tag], advice="Give the same folder and tag on all ranks")
 
     def look() -> None:
         about = read_about(path, share=dist.get_rank(), shares=dist.get_world_size())
@@ -182,8 +194,7 @@ def load(folder: Path, tag: str, state: StageState, optimizer: Optimizer | None)
     with torch.no_grad():
         for write in ready:
             write()
-    more: dict[str, Any] = read["about"]["more"]
-    return more
+    return found, read["about"]["more"]
 
 
 def _check(about: Mapping[str, Any], state: StageState, optimizer: Optimizer | None) -> None:

@@ -2,7 +2,7 @@
 
 If each rank saves into its own file, this is valid. On a single rank it would write a part of each parameter, and the
 rest would be lost. So pickling is something that all ranks do at the same point, and a file is loaded by the rank that
-wrote it.
+wrote it. At stage 0 each rank has full tensors, which are pickled as plain ones.
 """
 
 from __future__ import annotations
@@ -77,7 +77,15 @@ def save_rows(
     """Save a module's own parameters as class `original` does, and mark the shards among them."""
     with torch.inference_mode(False):  # a `DTensor` cannot be detached in inference mode
         compat.save_own_state(original, module, state_dict, prefix, keep_vars)
-    mark_rows((state_dict.get(prefix + attribute) for attribute in module._parameters), held_by(module).partition)
+    values, partition = (
+        [state_dict.get(prefix + attribute) for attribute in module._parameters],
+        held_by(module).partition,
+    )
+    mark_rows(values, partition)
+    if partition.zero.number == 0 and not keep_vars:
+        for value in values:
+            if isinstance(value, DTensor):
+                _pickle_plain(value)
 
 
 def mark_rows(values: Iterable[object], partition: PartitionedModel) -> None:
@@ -86,3 +94,9 @@ def mark_rows(values: Iterable[object], partition: PartitionedModel) -> None:
     for value in values:
         if isinstance(value, DTensor) and any(isinstance(placement, Shard) for placement in value.placements):
             value.dsgraph_rows = mark  # type: ignore[attr-defined]
+
+
+def _pickle_plain(value: DTensor) -> None:
+    """Let a full tensor be pickled as a plain one, which a process without ranks can load."""
+    plain = value.to_local()
+    value.__reduce_ex__ = plain.__reduce_ex__  # type: ignore[method-assign]

@@ -171,6 +171,23 @@ def test_shards_are_pickled_by_all_ranks_or_none(ranks, tmp_path):
         torch.load(tmp_path / "0.pt", weights_only=True)
 
 
+def _pickle_whole(folder: Path) -> None:
+    model = dsgraph.partition(build("tied"), stage=0)
+    if dist.get_rank() == 0:
+        torch.save(model.state_dict(), folder / "model.pt")
+    dist.barrier()
+    alone, loaded = build("tied"), torch.load(folder / "model.pt")
+    assert {type(value) for value in loaded.values()} == {Tensor}
+    alone.load_state_dict(loaded)
+    model.load_state_dict({name: value * 2 for name, value in loaded.items()})
+    for (name, mine), theirs in zip(model.named_parameters(), alone.parameters(), strict=True):
+        assert torch.equal(full(mine), theirs * 2), name
+
+
+def test_one_rank_saves_what_all_have_whole(ranks, tmp_path):
+    ranks(2).run(_pickle_whole, tmp_path)
+
+
 def _pickle_patiently(folder: Path, stage: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(VARIABLE, "2")

@@ -37,7 +37,7 @@ from torch import nn
 import dsgraph
 from dsgraph.errors import CheckpointError
 
-WAYS = ("one tag", "new tags", "asynchronous", "pipeline")
+WAYS = ("one tag", "new tags", "asynchronous", "pipeline", "pipeline, one tag")
 KINDS = ("flipped", "cut", "emptied", "missing", "swapped", "other key", "longer", "zeros")
 # File operations of a save in which a process may kill itself: names of Python's audit events.
 EVENTS = ("open", "os.rename", "os.mkdir", "os.remove", "os.rmdir", "shutil.rmtree", "os.truncate", "fcntl.flock")
@@ -124,7 +124,7 @@ def _train(rank: int, world: int, port: int, folder: str, way: str, fatal: int) 
     os.close(2)
     os.open(os.devnull, os.O_WRONLY)  # what torch says of the other rank's death
     with _rank(rank, world, port):
-        engine, place = _engine(is_pipeline=way == "pipeline"), Path(folder)
+        engine, place = _engine(is_pipeline=way.startswith("pipeline")), Path(folder)
         journal = (place.parent / "journal").open("a", buffering=1)
 
         def say(**what: Any) -> None:
@@ -149,7 +149,7 @@ def _train(rank: int, world: int, port: int, folder: str, way: str, fatal: int) 
             digests = {number: said[number] for number in range(world)}
             left[0] = left[0] or (not is_first and fatal > 0)
             say(saves=engine.global_steps)
-            tag = "last" if way == "one tag" else None
+            tag = "last" if way in ("one tag", "pipeline, one tag") else None
             more = {"asynchronous": True} if way == "asynchronous" else {}
             engine.save_checkpoint(place, tag, {"digests": digests}, **more)
             if way == "asynchronous":
@@ -187,7 +187,7 @@ def kill(count: int, draw: random.Random) -> list[str]:
     with tempfile.TemporaryDirectory() as root:
         for number in range(count + 1):
             way = WAYS[number % len(WAYS)]
-            world = 2 if way == "pipeline" else 1 + (number // len(WAYS) % 2)
+            world = 2 if way.startswith("pipeline") else 1 + (number // len(WAYS) % 2)
             # An asynchronous save of one way goes on in the folder of that way.
             folder, journal = Path(root) / f"{way} {world}" / "checkpoints", Path(root) / f"{way} {world}" / "journal"
             folder.mkdir(parents=True, exist_ok=True)
