@@ -1,4 +1,4 @@
-"""The files of a checkpoint: `engine.json` has the checksum of each, and its own. `latest` names the newest."""
+"""The files of a checkpoint: `engine.json` contains all checksums and its own; `latest` names the newest checkpoint."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ FORMAT = "dsgraph-engine-2"
 ABOUT = "engine.json"
 LATEST = "latest"
 _TAG = re.compile(r"[^/\\\x00-\x1f\x7f]+")
-_LONGEST_TAG = 200  # bytes: file names have at most 255, and an unfinished checkpoint has a longer name
+_LONGEST_TAG = 200  # bytes: file names have at most 255, and the name of an unfinished checkpoint is longer
 _LATEST_LINE = re.compile(r"(?P<tag>[^\n]*?)(?P<sum>[ \t]*)\n")
 _HEAD = re.compile(rb'\{"checksum": "(?P<sum>[0-9a-f]{8})",')
 _BLOCK = 2**22
-_READERS = 4  # threads: reading and summing up hold no lock
+_READERS = 4  # threads: reading and checksums release the GIL
 
 
 def check_tag(tag: object) -> str:
@@ -40,13 +40,13 @@ def check_tag(tag: object) -> str:
 
 def _why_no_tag(text: str) -> str:
     if not _TAG.fullmatch(text) or text != text.strip() or not text.isprintable():
-        return "it names a folder: it takes no '/' or '\\', no blank at its ends, and at least one character"
+        return "it is a folder name: use at least one printable character, no '/' or '\\', and no spaces at its ends"
     if text.startswith("."):
         return "names that begin with '.' are reserved for checkpoints that are being written"
     if text.casefold() == LATEST:
         return f"the file {LATEST!r} names the newest checkpoint: choose another tag; to load that one leave tag out"
     if len(text.encode()) > _LONGEST_TAG:
-        return f"it has {len(text.encode())} bytes, and {_LONGEST_TAG} are the most"
+        return f"it has {len(text.encode())} bytes, and at most {_LONGEST_TAG} are allowed"
     return ""
 
 
@@ -67,8 +67,8 @@ def latest_tag(folder: Path) -> str | None:
         return text  # the caller reports that it is no checkpoint of dsgraph
     if found is None or _why_no_tag(found["tag"]) or found["sum"] not in ("", _blanks(found["tag"])):
         raise CheckpointError(
-            f"{folder / LATEST} is damaged: load a checkpoint by its tag; known: {_known(folder)}. (Written by "
-            "hand, it is a tag and a newline)"
+            f"{folder / LATEST} is damaged: load a checkpoint by its tag; known: {_known(folder)}. To write it by "
+            "hand, write a tag and a newline"
         )
     return found["tag"]
 
@@ -91,7 +91,7 @@ def known_tags(folder: Path) -> list[str]:
 
 
 def encode_about(about: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the content of `engine.json` as JSON values that keep types.
+    """Return the content of `engine.json` as JSON values that preserve types.
 
     Raises:
         CheckpointError: A value is of a type that a checkpoint does not keep; the message names it.
@@ -113,12 +113,12 @@ def write_about(path: Path, about: Mapping[str, Any]) -> None:
 
 
 def read_about(path: Path, *, share: int = 0, shares: int = 1) -> dict[str, Any]:
-    """What `engine.json` says, when a share of the files is as it was written.
+    """Return the content of `engine.json` after comparing the checksums of a share of the files.
 
     Args:
         path: The checkpoint.
-        share: Which of the shares is checked.
-        shares: How many there are: one a rank.
+        share: Number of the share that is checked.
+        shares: Number of shares, one per rank.
 
     Raises:
         CheckpointError: There is no such checkpoint, it is damaged, or of another format.

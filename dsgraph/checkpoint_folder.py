@@ -2,7 +2,7 @@
 
     checkpoints/latest                       the newest tag
     checkpoints/<tag>/                       a checkpoint
-    checkpoints/.<tag>.<number>.unfinished   being written; locked as long as its writer runs
+    checkpoints/.<tag>.<number>.unfinished   being written; locked while its writer runs
     checkpoints/.<tag>.replaced              the old checkpoint of that tag, while the new one replaces it
 
 A killed process leaves one of the last two. The next writer removes the first. The next writer or reader renames
@@ -35,14 +35,14 @@ def find_tag(folder: Path, tag: object = None) -> str | None:
 
     Args:
         folder: Folder of checkpoints.
-        tag: Which one; None: the newest.
+        tag: Tag of a checkpoint; None: the newest.
 
     Returns:
         The tag; None if there is no checkpoint and no tag was given.
 
     Raises:
-        CheckpointError: The tag can name no folder; or the file that names the newest is damaged, or missing beside
-            several checkpoints.
+        CheckpointError: The tag cannot be the name of a folder; or the file `latest` is damaged; or it is missing and
+            there are several checkpoints.
     """
     with suppress(OSError):  # a read-only folder has no interrupted replacement
         _put_back_killed(folder)
@@ -66,8 +66,8 @@ class Unfinished:
 
     Attributes:
         folder: Folder of checkpoints.
-        tag: Name of this one.
-        path: Where its files are until it is complete: a folder that no other writer uses.
+        tag: Tag of this checkpoint.
+        path: Folder of its files until it is complete; no other writer uses it.
     """
 
     folder: Path
@@ -80,8 +80,8 @@ class Unfinished:
         """Create the folder to write into, and remove leftovers of killed writers.
 
         Raises:
-            CheckpointError: A running writer has begun the same checkpoint, or the tag is the name of
-                something else.
+            CheckpointError: Another job or engine is writing the same checkpoint, or the tag is the name of something
+                else.
             OSError: The file system refuses.
         """
         check_tag(tag)
@@ -159,10 +159,10 @@ def _put_back(folder: Path) -> None:
 
 
 def _refuse_other(final: Path) -> None:
-    """Raise an error if something else than a checkpoint would be replaced."""
+    """Raise an error if something other than a checkpoint would be replaced."""
     is_there = final.is_symlink() or final.exists()
     if is_there and not (final.is_dir() and ((final / ABOUT).is_file() or not any(final.iterdir()))):
-        raise CheckpointError(f"{final} is there and is no checkpoint, which could be replaced: choose another tag")
+        raise CheckpointError(f"{final} exists and is not a checkpoint, so it is not replaced: choose another tag")
 
 
 @contextmanager
@@ -170,7 +170,7 @@ def _locked(folder: Path) -> Iterator[None]:
     """Lock a folder against other writers while names change."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
-        with suppress(OSError):  # a file system without locks: two jobs are not kept apart
+        with suppress(OSError):  # a file system without locks: two jobs are not detected
             fcntl.flock(descriptor, fcntl.LOCK_EX)
         yield
     finally:

@@ -1,11 +1,11 @@
 """JSON that keeps types: tuples, numeric keys, tensors, NaN.
 
-What JSON knows is written as it is. Everything else is an object with the key "!", which names its kind:
+Values that JSON supports are written unchanged. All others are objects with the key "!", which names the kind:
 
     (1, 2)      {"!": "tuple", "items": [1, 2]}
     {4: 1}      {"!": "dict", "items": [[4, 1]]}
 
-Reading runs nothing that a file names: the kinds are those of this file. What is none of them is refused by name.
+Reading runs no code from a file: it supports the kinds of this module, and refuses all others by name.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ _ORDERED: dict[type, str] = {
     **{list: "list", tuple: "tuple", set: "set", frozenset: "frozenset", torch.Size: "size", deque: "deque"}
 }
 _MAPPINGS: dict[type, str] = {dict: "dict", OrderedDict: "ordered_dict", Counter: "counter"}
-_NUMBERS = "biufc"  # kinds of numpy dtypes that can be stored as raw bytes
+_NUMBERS = "biufc"  # kinds of numpy dtypes that are stored as raw bytes
 
 
 def encode(value: Any, where: str) -> Any:
     """Return a value in a form that `json.dumps` accepts.
 
     Args:
-        value: `None`, numbers, text, bytes, paths, tensors, arrays and scalars of numpy, and what holds them: `dict`,
+        value: `None`, numbers, text, bytes, paths, tensors, numpy arrays and scalars, and containers of these: `dict`,
             `OrderedDict`, `Counter`, `list`, `tuple`, `set`, `frozenset`, `deque`.
         where: Name of the value for messages, such as "client_state".
 
     Raises:
-        CheckpointError: The value, or something in it, is of another type, or holds itself; the message says where.
+        CheckpointError: The value, or something in it, is of another type, or contains itself; the message says where.
     """
     return _encode(value, where, ())
 
@@ -51,7 +51,7 @@ def _encode(value: Any, where: str, within: tuple[int, ...]) -> Any:
     if kind in _PLAIN or (kind is float and math.isfinite(value)):
         return value
     if id(value) in within:
-        raise CheckpointError(f"{where} holds itself, which a checkpoint does not keep")
+        raise CheckpointError(f"{where} contains itself, which a checkpoint cannot store")
     inner = (*within, id(value))
     if kind in _ORDERED:
         items = [_encode(item, f"{where}[{number}]", inner) for number, item in enumerate(value)]
@@ -88,14 +88,16 @@ def _encode_leaf(value: Any, where: str) -> dict[str, Any]:
         content = {"dtype": array.dtype.str, "shape": list(np.shape(value)), "value": _text(array.tobytes())}
         return {_KIND: "array" if kind is np.ndarray else "scalar", **content}
     raise CheckpointError(
-        f"{where} is a {kind.__qualname__}, which a checkpoint does not keep: it keeps numbers, text, bytes, paths, "
+        f"{where} is a {kind.__qualname__}, which a checkpoint cannot store: it stores numbers, text, bytes, paths, "
         "tensors, arrays, and dicts, lists, tuples and sets of them"
     )
 
 
 def _encode_tensor(value: Tensor, where: str) -> dict[str, Any]:
     if value.layout != torch.strided or value.is_quantized or value.is_meta:
-        raise CheckpointError(f"{where} is a tensor that is sparse, quantized or without values: store a dense one")
+        raise CheckpointError(
+            f"{where} is a tensor that is sparse, quantized or on the meta device: store a dense tensor with values"
+        )
     if value.requires_grad:
         raise CheckpointError(f"{where} is a tensor that requires a gradient: store its .detach()")
     plain = value.cpu().contiguous().resolve_conj().resolve_neg()
@@ -118,7 +120,9 @@ def decode(value: Any) -> Any:
         return {key: decode(item) for key, item in value.items()}
     kind = value[_KIND]
     if not isinstance(kind, str) or kind not in _DECODERS:
-        raise CheckpointError(f"it holds a value of the kind {kind!r}, which this version does not know")
+        raise CheckpointError(
+            f"it contains a value of the kind {kind!r}, which this version of dsgraph does not support"
+        )
     try:
         return _DECODERS[kind](value)
     except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
@@ -143,7 +147,7 @@ def _decode_tensor(value: dict[str, Any]) -> Tensor:
 def _dtype(name: str) -> torch.dtype:
     found = getattr(torch, name)
     if not isinstance(found, torch.dtype):
-        raise ValueError(f"torch.{name} is no dtype")
+        raise ValueError(f"torch.{name} is not a dtype")
     return found
 
 

@@ -75,6 +75,6 @@ def test_what_is_given_up_is_removed_and_what_is_no_checkpoint_stays(tmp_path):
     assert _names(tmp_path) == []
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "mine").touch()
-    with pytest.raises(CheckpointError, match="data is there and is no checkpoint"):
+    with pytest.raises(CheckpointError, match="data exists and is not a checkpoint"):
         Unfinished.begin(tmp_path, "data")
     assert _names(tmp_path) == ["data"]

@@ -51,7 +51,7 @@ class _Number(IntEnum):
 @pytest.mark.parametrize(
     ("value", "said"),
     [
-        ({"of": [object()]}, r"it\['of'\]\[0\] is a object, which a checkpoint does not keep"),
+        ({"of": [object()]}, r"it\['of'\]\[0\] is a object, which a checkpoint cannot store"),
         ({object(): 1}, "a key of it is a object"),
         ([lambda: 0], r"it\[0\] is a function"),
         (_Number.ONE, "it is a _Number"),
@@ -71,7 +71,7 @@ def test_what_cannot_come_back_is_named(value, said):
 def test_what_holds_itself_is_named():
     value: dict[str, object] = {}
     value["inner"] = [value]
-    with pytest.raises(CheckpointError, match=r"it\['inner'\]\[0\] holds itself"):
+    with pytest.raises(CheckpointError, match=r"it\['inner'\]\[0\] contains itself"):
         encode(value, "it")
     twice = [1]
     assert _again([twice, twice]) == [[1], [1]]

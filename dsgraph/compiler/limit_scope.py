@@ -1,4 +1,4 @@
-"""Decides for which steps a `memory_limit` can be promised: those that the plan of one graph counts completely."""
+"""Checks whether a `memory_limit` can be promised: the plan of a single graph must count the complete step."""
 
 from __future__ import annotations
 
@@ -44,32 +44,35 @@ def limit_gap(capture: Capture, facts: CaptureFacts, module: nn.Module | None) -
     """Return why a limit cannot be promised for the training steps that run a captured graph; empty if it can.
 
     Args:
-        capture: Where the graph comes from.
-        facts: What is known of it.
-        module: Whose forward it is.
+        capture: The capture of the graph.
+        facts: The facts of the graph.
+        module: The module whose forward it is.
     """
     states = partition_states(module) if module is not None else []
     if module is None or not states:
-        return "it is called by no module of a partitioned model: compile the model"
+        return "no module of a partitioned model calls it: compile the model"
     if isinstance(module, StageGraphModule):
-        return "a pipeline stage holds several micro-batches at once: limit the memory by their number"
+        return "a pipeline stage holds several micro-batches at once: bound its memory by the number of micro-batches"
     broken = capture.ends_in.place if capture.ends_in is not None else capture.region
     if broken is not None or capture.resumes_at is not None:
         where = broken or f"{capture.function.file}:{capture.resumes_at}"
-        return f"the forward is several graphs, because of the graph break at {where}: remove it"
+        return f"the forward is several graphs, because of the graph break at {where}: remove the graph break"
     own = {id(param) for param in module.parameters()}
     entries = [entry for state in states for entry in state.parameters]
     if not all(id(entry.param) in own for entry in entries):
         return (
-            f"{type(module).__name__} is compiled by itself, and other graphs of the step hold memory beside it: "
-            "compile the whole model"
+            f"{type(module).__name__} is compiled separately, and other graphs of the step use memory as well: "
+            "compile the complete model"
         )
     known = {id(entry.param) for entry in entries}
     for name, param in module.named_parameters():
         if param.requires_grad and id(param) not in known:
-            return f"parameter {name!r} is trained and not partitioned, so that its optimizer state is not counted"
+            return (
+                f"parameter {name!r} is trained but not partitioned, so that its optimizer state is not counted: "
+                "partition the complete model"
+            )
     if not facts.params and not any(state.gradients_stay_local for state in states):
-        return "the graph reads no parameter, so that the step runs others beside it: compile the whole model"
+        return "the graph reads no parameter, so the step also runs other graphs: compile the complete model"
     if not facts.params:
         return (
             "micro-batches of `accumulate` that add gradients on this rank are not planned: use stage=3, or "
@@ -87,16 +90,14 @@ def bound_sizes(gm: GraphModule, inputs: Sequence[Any], capture: Capture) -> str
     if not sizes:
         return ""
     if any(isinstance(value, torch.Tensor) and compat.is_marked_with_maximum(value) for value in inputs):
-        return (
-            "the graph is planned for the size at hand, and mark_dynamic(max=...) lets larger ones run it: leave it out"
-        )
+        return "the graph is planned for the current size, and mark_dynamic(max=...) allows larger ones: leave max= out"
     if capture.times >= compat.recompile_limit():
         return (
-            "larger batches were compiled as often as torch._dynamo.config.recompile_limit allows, so that the last "
-            "graph runs any size: begin with the largest batch, or pad batches to few sizes"
+            "torch._dynamo.config.recompile_limit allows no more compiles for larger batches, so the last graph runs "
+            "any size: begin with the largest batch, or pad batches to few sizes"
         )
     if any(number is None for _, number in sizes):
-        return "the data decide sizes of the graph (mark_unbacked): use mark_dynamic"
+        return "sizes of the graph depend on the data (mark_unbacked): use mark_dynamic"
     for size, number in sizes:
         bool(size <= number)
     return ""
@@ -108,7 +109,7 @@ def over_limit(request: CompileRequest, outcome: CompileOutcome) -> str:
     if outcome.step_peak is None or limit is None or outcome.step_peak <= limit:
         return ""
     return (
-        f"all ranks keep the plan of the first batch, and this batch takes {outcome.step_peak:,} bytes of "
+        f"all ranks use the plan of the first batch, with which this batch takes {outcome.step_peak:,} bytes of "
         f"{limit:,}: begin with the largest batch, or raise the limit"
     )
 

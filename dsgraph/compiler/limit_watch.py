@@ -40,7 +40,7 @@ def watch_limit(compiled: Compiled, request: CompileRequest, compiler: GraphComp
         waiting = sum(len(state.open_forwards) for state in states)
         if waiting and (peak is None or waiting * peak > spare):
             return (
-                f"{waiting + 1} forwards wait for their backward at once, and one is planned for: run each backward "
+                f"{waiting + 1} forwards wait for their backward at once, but the plan counts one: run each backward "
                 "before the next forward"
             )
         held = sum(size for number, size in trained.items() if args[number].grad is not None)

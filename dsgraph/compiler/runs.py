@@ -28,7 +28,7 @@ Compiled = Callable[..., Any]
 
 @dataclass(frozen=True)
 class Communication:
-    """The communication of a graph, on which ranks agree before it runs.
+    """The communication of a graph, which ranks compare before it runs.
 
     Attributes:
         parameters: Numbers of the inputs that are parameters, each with the parameter's full name.
@@ -75,9 +75,9 @@ def compare_runs(
 
     Args:
         compiled: A compiled graph, called with the graph's inputs.
-        communication: What the graph communicates.
+        communication: The communication of the graph.
         mesh: Mesh of its parameters.
-        states: The partitioned models that it reads.
+        states: The partitioned models whose parameters it reads.
     """
     if not communication.in_forward and not communication.in_backward:
         return compiled

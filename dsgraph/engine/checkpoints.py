@@ -234,7 +234,7 @@ def _optimizer_state(engine: Training) -> Iterator[tuple[str, str, Any]]:
 def _refuse_tensors_within(value: Any, what: str) -> None:
     """Refuse tensors inside containers: they differ between ranks, and only one rank's would be saved."""
     if any(isinstance(leaf, Tensor) for leaf in compat.flatten_tree(value)[0]):
-        raise CheckpointError(f"{what} is a {type(value).__name__} with tensors, which a checkpoint does not keep")
+        raise CheckpointError(f"{what} is a {type(value).__name__} with tensors, which a checkpoint cannot store")
 
 
 def _plain(value: Any, what: str) -> Any:

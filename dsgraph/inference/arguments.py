@@ -41,9 +41,9 @@ _REFUSED = {
     **dict.fromkeys(
         ("moe", "ep_size", "moe_experts", "moe_type"), "has no effect: ranks share experts as other layers, by mp_size"
     ),
-    "quant": 'cannot be taken: quantize="int8" or "int4" gives weights few bits',
+    "quant": 'is not supported: quantize="int8" or "int4" gives weights few bits',
     "training_mp_size": "has no effect: a checkpoint is read at any slicing; leave it out",
-    "zero": "cannot be taken: all weights are in memory; leave it out",
+    "zero": "is not supported: all weights are in memory; leave it out",
 }
 
 

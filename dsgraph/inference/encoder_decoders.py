@@ -78,7 +78,7 @@ class EncoderDecoderEngine(InferenceEngine):
             InferenceError: More tokens than `max_tokens`, or an argument that needs another cache or more outputs.
         """
         if arguments.get("encoder_outputs") is not None:
-            raise InferenceError("generate: encoder_outputs cannot be taken: the engine encodes input_ids itself")
+            raise InferenceError("generate: encoder_outputs is not supported: the engine encodes input_ids itself")
         return super().generate(inputs, generation_config, **arguments)
 
     def _prompt_length(self, input_ids: Tensor, arguments: Mapping[str, Any]) -> int:

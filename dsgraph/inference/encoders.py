@@ -45,7 +45,7 @@ class EncoderEngine(InferenceEngine):
             **others: `token_type_ids` and `position_ids`, (rows, length).
 
         Raises:
-            InferenceError: The sequences are too long, or an argument cannot be taken.
+            InferenceError: The sequences are too long, or an argument is not supported.
         """
         whole = {"input_ids": input_ids}
         whole["attention_mask"] = torch.ones_like(input_ids) if attention_mask is None else attention_mask
@@ -54,7 +54,7 @@ class EncoderEngine(InferenceEngine):
                 continue
             if name not in _OF_TOKENS:
                 raise InferenceError(
-                    f"engine: {name} cannot be taken: the graph computes outputs of tokens, {', '.join(_OF_TOKENS)}; "
+                    f"engine: {name} is not supported: the graph computes outputs of tokens, {', '.join(_OF_TOKENS)}; "
                     "call engine.module"
                 )
             whole[name] = value

@@ -307,7 +307,7 @@ class InferenceEngine(StandIn):
         for name, value in others.items():
             if not any(value is empty for empty in _EMPTY) and not any(value is each for each in known.get(name, ())):
                 raise InferenceError(
-                    f"{where}: {name}={_short(value)} cannot be taken: the engine's graphs return logits alone, of "
+                    f"{where}: {name}={_short(value)} is not supported: the engine's graphs return logits alone, of "
                     f"tokens; call engine.module{'.generate' if where == 'generate' else ''}"
                 )
 

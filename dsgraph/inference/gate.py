@@ -1,4 +1,4 @@
-"""Decides which models an engine supports, by their caches, masks and positions, not by their names."""
+"""Checks which models an engine supports, by their caches, masks and positions, not by their names."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def refuse_model(model: Any) -> None:
     if reason is not None:
         family = getattr(getattr(model, "config", None), "model_type", None)
         raise InferenceError(
-            f"init_inference: {type(model).__name__} (model_type {family!r}) cannot be taken: {reason}"
+            f"init_inference: {type(model).__name__} (model_type {family!r}) is not supported: {reason}"
         )
 
 
@@ -55,22 +55,22 @@ def text_config(model: Any) -> Any:
 def _why_not(model: Any) -> str | None:
     config: Any = getattr(model, "config", None)
     if not hasattr(model, "can_generate") or not hasattr(config, "get_text_config"):
-        return "it is no model of transformers"
+        return "it is not a model of transformers"
     family = config.model_type
     if family in ENCODERS:
         # Models for multiple choice have input_ids of three dimensions.
         if model.can_generate() or config.is_decoder or "MultipleChoice" in type(model).__name__:
-            return f"of {family!r} it takes encoders, which take input_ids (rows, length)"
+            return f"of {family!r} only encoders with input_ids of shape (rows, length) are supported"
         return None
     if not model.can_generate():
         return (
-            "it generates no tokens: take its class with a language model's head, such as AutoModelForCausalLM gives; "
-            f"encoders are taken of the types {', '.join(ENCODERS)}"
+            "it generates no tokens: use its class with a language-model head, such as AutoModelForCausalLM returns. "
+            f"Supported types of encoders: {', '.join(ENCODERS)}"
         )
     if config.is_encoder_decoder:
         if family in ENCODER_DECODERS:
             return None
-        return f"of encoders with decoders it takes the types {', '.join(ENCODER_DECODERS)}: call model.generate"
+        return f"supported types of encoder-decoder models: {', '.join(ENCODER_DECODERS)}. Call model.generate"
     return _why_not_causal(model)
 
 
@@ -81,17 +81,17 @@ def _why_not_causal(model: Any) -> str | None:
     from .cache import CACHE_NAME
 
     if getattr(model, "_is_stateful", False) or CACHE_NAME not in inspect.signature(model.forward).parameters:
-        return f"its layers, such as {layer_of(model)}, keep a state that is no key-value cache: call model.generate"
+        return f"its layers, such as {layer_of(model)}, keep a state that is not a key-value cache: call model.generate"
     config = text_config(model)
     kinds = getattr(config, "layer_types", None) or []
     for index, layer in enumerate(DynamicCache(config=config).layers):
         if type(layer).__name__ not in _CACHED:
             kind = repr(kinds[index]) if index < len(kinds) else type(layer).__name__
-            return f"layer {index}, of type {kind}, keeps a state that is no key-value cache: call model.generate"
+            return f"layer {index}, of type {kind}, keeps a state that is not a key-value cache: call model.generate"
     spelled = getattr(config, "_attn_implementation", None) or "eager"
     if spelled not in _ATTENTION:
         return (
-            f"its attention is {spelled!r}, which takes no mask of a static cache: call "
+            f"its attention {spelled!r} does not support the mask of a static cache: call "
             f'model.set_attn_implementation("{_ATTENTION[0]}") first'
         )
     return _why_not_positions(model)

@@ -75,7 +75,7 @@ def init_inference(
         The engine.
 
     Raises:
-        InferenceError: The model, or an argument, cannot be taken; nothing was changed.
+        InferenceError: The model, or an argument, is not supported; nothing was changed.
         OptionError: An option of the backend is wrong.
     """
     own = {

@@ -1,4 +1,4 @@
-"""Compares the first tokens of an engine with those of its model, before the engine is returned."""
+"""Comparison of the first tokens of an engine with those of its model, before the engine is returned."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from .gate import layer_of, text_config, windows
 _NEW = 3
 """Tokens to generate."""
 _SHORT, _LONGEST, _LONGEST_UNKNOWN = 12, 256, 1024
-"""Prompt lengths: usual; longest to exceed a window whose mask transformers makes; longest to exceed another."""
+"""Prompt lengths: default; longest to exceed a window whose mask transformers makes; longest for other windows."""
 _KNOWN = ("sliding_window", "attention_chunk_size")
 """Kinds of windows whose mask transformers makes from the cache."""
 _PADDED = 2
 """Tokens of padding before the first of two prompts."""
-# Largest difference of logits relative to their spread; it allows another order of summation, and no more.
+# Largest allowed difference of logits relative to their spread; it covers another order of summation, no more.
 _TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-3}
 _TOLERANCE_16_BITS = 0.2
 _SKIP = "verify=False skips this comparison"
@@ -50,8 +50,8 @@ def verify(model: Any, make: Callable[[int], Any], *, most: int) -> None:
             expected = _logits(model.generate, model, given, cache_implementation="dynamic")
         except Exception as error:
             raise InferenceError(
-                f"init_inference: {type(model).__name__} cannot be verified, its own generate fails: {_first(error)}; "
-                f"{_SKIP}"
+                f"init_inference: {type(model).__name__} cannot be verified, because its own generate fails: "
+                f"{_first(error)}; {_SKIP}"
             ) from error
         try:
             engine = make(length + _NEW)
@@ -59,7 +59,7 @@ def verify(model: Any, make: Callable[[int], Any], *, most: int) -> None:
                 found = _logits(engine.generate, model, given)
         except Exception as error:
             raise InferenceError(
-                f"init_inference: {type(model).__name__} cannot be taken: with a static cache of keys and values the "
+                f"init_inference: {type(model).__name__} is not supported: with a static cache of keys and values the "
                 f"forward of its {layer_of(model)} fails: {_first(error)}. Call model.generate"
             ) from error
     _compare(model, found, expected)
@@ -74,7 +74,7 @@ def _length(model: Any, most: int) -> int:
         elif not is_known and size < most:
             raise InferenceError(
                 f"init_inference: {type(model).__name__} cannot be verified: its config has {name}={size}, and a "
-                f"prompt of more than {_LONGEST_UNKNOWN} tokens would be needed to compare its masks. Give "
+                f"prompt of more than {_LONGEST_UNKNOWN} tokens would be needed to compare its masks. Use "
                 f"max_tokens={size} or less, or compare tokens yourself: {_SKIP}"
             )
     return min(found, most - _NEW)
@@ -102,7 +102,7 @@ def _prompts(model: Any, length: int) -> dict[str, Tensor]:
 
 
 def _logits(generate: Callable[..., Any], model: Any, given: dict[str, Tensor], **others: Any) -> tuple[Any, Any]:
-    """Generated tokens, and the logits of each step."""
+    """Return the generated tokens and the logits of each step."""
     from transformers import GenerationConfig
 
     config = GenerationConfig(
@@ -127,7 +127,7 @@ def _compare(model: Any, found: tuple[Any, Any], expected: tuple[Any, Any]) -> N
             config = text_config(model)
             kinds = ", ".join(sorted(set(getattr(config, "layer_types", None) or ["full_attention"])))
             raise InferenceError(
-                f"init_inference: {type(model).__name__} cannot be taken: with a static cache of keys and values the "
+                f"init_inference: {type(model).__name__} is not supported: with a static cache of keys and values the "
                 f"logits of token {step + 1} differ from the model's by {distance:.1%} of their spread "
                 f"({layer_of(model)}, layers of type {kinds}). Call model.generate; {_SKIP}"
             )

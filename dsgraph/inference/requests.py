@@ -55,7 +55,7 @@ def refuse(arguments: Mapping[str, Any], config: Any) -> None:
         value = setting(name, arguments, config)
         if value is not None and value is not False:
             raise InferenceError(
-                f"generate: {name} cannot be taken: the engine owns the cache, and its graphs give the logits of one "
+                f"generate: {name} is not supported: the engine owns the cache, and its graphs give the logits of one "
                 f"token at a time; {_INSTEAD}"
             )
 

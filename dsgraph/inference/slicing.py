@@ -75,7 +75,7 @@ def slice_layers(model: nn.Module, ranks: SlicingRanks, found: Found) -> None:
         found: What `plan_layers` gave.
 
     Raises:
-        PartitionError: A part of the model cannot be taken; nothing was changed.
+        PartitionError: A part of the model is not supported; nothing was changed.
         RanksDisagreeError: Ranks hold different models; nothing was changed.
     """
     few = {name: layer for name, layer in model.named_modules() if isinstance(layer, QuantizedLinear)}

@@ -38,7 +38,7 @@ class StandIn:
 
     @property
     def generation_config(self) -> Any:
-        """The model's defaults of `generate`; changes to it take effect."""
+        """The model's defaults of `generate`; changes take effect."""
         return self.module.generation_config
 
     @generation_config.setter
@@ -87,7 +87,7 @@ class StandIn:
             wanted = ", ".join(str(each) for each in (device, dtype) if each is not None)
             raise InferenceError(
                 f"engine.to({wanted}): the engine's graphs are compiled for {own}, {self.dtype}: move or convert the "
-                "model before init_inference, which takes dtype= as well"
+                "model before init_inference, or use its dtype="
             )
         return self
 
@@ -115,7 +115,7 @@ class StandIn:
         """Return an attribute of the model, for names that are read from it unchanged.
 
         Raises:
-            AttributeError: Neither the engine nor this list has it.
+            AttributeError: The engine has no such attribute, and it is not one that is read from the model.
         """
         if name in _READ and "module" in vars(self):
             return getattr(self.module, name)

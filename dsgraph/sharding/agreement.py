@@ -260,7 +260,7 @@ def _first_step_apart(first: int, other: int, mine: list[str], theirs: list[str]
     if mine == theirs:
         return ""
     _, a, b = _first_apart(mine, theirs)
-    return f". They part here: rank {first} has [{a}], rank {other} has [{b}]"
+    return f". They diverge here: rank {first} has [{a}], rank {other} has [{b}]"
 
 
 def _first_apart(mine: list[str], theirs: list[str]) -> tuple[int, str, str]:

@@ -1,16 +1,17 @@
 """Ranks compare their next collective before it sends data: gloo would mix up data, abort or wait.
 
-Before each eager collective, each run of a compiled graph that communicates (forward and backward are two), each step
-of an optimizer, and each meeting of an `Agreement`, a rank notes in the process group's store what it is about to do:
-one key a rank, overwritten each time. A rank waits for the notes of all others, and raises if one differs,
+A rank writes its next operation to the process group's store, under one key per rank that is overwritten each time.
+It does so before each eager collective, each run of a compiled graph that communicates (forward and backward are two
+runs), each optimizer step and each exchange of an `Agreement`. It waits for the notes of all other ranks, and raises an
+error if one differs,
 
-- at the first of these in each forward, in each backward and between them, and
-- where it is not the one that followed the last few of them before.
+- at the first operation in each forward, in each backward and between them, and
+- if the operation is not the one that followed the last few operations before.
 
-Elsewhere no rank waits. All ranks learn alike what follows what, so a rank that leaves the known way alone is one that
-waits: it finds out from the notes of the others, which are in a collective that it never joins. It raises, and they do
-when its process ends. A note holds digests of everything up to it, with the parameters of compiled graphs and the
-number of optimizer steps, so a difference that no rank waited for is found at the next wait.
+Otherwise no rank waits. All ranks learn the same sequence of operations, so a rank that alone leaves this sequence is
+one that waits. It reads the notes of the others, which are in a collective that it never joins, and raises an error.
+The others raise one when its process ends. A note contains digests of all earlier operations, with the parameters of
+compiled graphs and the number of optimizer steps, so a difference that no rank waited for is found at the next wait.
 """
 
 from __future__ import annotations
@@ -40,21 +41,21 @@ VARIABLE = "DSGRAPH_EAGER_PATIENCE"
 _DEFAULT_PATIENCE = 30.0
 # Seconds of waiting after which a rank logs the position of all ranks.
 _SLOW = 10.0
-# By how many collectives it is told which one follows: a tied weight is used in several places.
+# Number of operations from which the next one is predicted: a tied weight is used in several places.
 _CONTEXT = 4
 # Phases of a step other than backwards, which have numbers from 0.
 _FORWARD, _BETWEEN = -1, -2
 
 _READ_EVERYWHERE = (
-    "To read a parameter is a collective: read it on all ranks, not under `if rank == 0:`. "
+    "Reading a parameter is a collective: read it on all ranks, not under `if rank == 0:`. "
     "dict(model.named_parameters())[name] is the rank's own shard, a DTensor, and needs no other rank"
 )
 _SYNCED = (
     "A rank whose sequences are complete must go on while others generate: call model.generate(..., synced_gpus=True)"
 )
 _SAME_PARTS = (
-    "Every rank must run the same parts of the model, equally often and in the same order: a rank that has nothing for "
-    "a part runs it with a batch of zeros"
+    "Every rank must run the same parts of the model, equally often and in the same order. A rank without data for a "
+    "part runs it with a batch of zeros"
 )
 _SAVE_EVERYWHERE = (
     "All ranks must call save_checkpoint and load_checkpoint at the same point, not under `if rank == 0:`"
@@ -65,10 +66,10 @@ _log = logging.getLogger("dsgraph")
 
 
 def patience_of(environ: Mapping[str, str] = os.environ) -> float:
-    """How long a read outside a forward waits for the other ranks, seconds; 0: nothing eager is compared.
+    """Return the seconds for which a read outside a forward waits for the other ranks; 0: nothing is compared.
 
     Raises:
-        PartitionError: The variable holds no such number.
+        PartitionError: The environment variable is not such a number.
     """
     text = environ.get(VARIABLE, "")
     try:
@@ -76,24 +77,24 @@ def patience_of(environ: Mapping[str, str] = os.environ) -> float:
     except ValueError:
         seconds = math.nan
     if not 0 <= seconds < math.inf:
-        raise PartitionError(f"{VARIABLE} is {text!r}; it takes a number of seconds, or 0 to compare nothing")
+        raise PartitionError(f"{VARIABLE} is {text!r}; expected a number of seconds, or 0 to compare nothing")
     return seconds
 
 
 def is_outside() -> bool:
-    """Whether no module is being called and no backward runs: other ranks may never come here."""
+    """Return True if no module is being called and no backward runs: other ranks may never reach this point."""
     # By name, as Dynamo runs code objects of its own in place of the module's.
     return compat.running_backward() < 0 and not _is_running(compat.MODULE_CALL.co_name)
 
 
 @dataclass(eq=False)
 class EagerAgreement:
-    """Some ranks of a mesh, which compare their next common operation.
+    """A comparison of the next operation between some ranks of a mesh.
 
     Attributes:
         ranks: Global ranks that take part.
-        timeout: How long a collective may take, seconds.
-        patience: How long a read outside a forward waits for the others, seconds; 0: nothing is compared.
+        timeout: Longest time of a collective, seconds.
+        patience: Time for which a read outside a forward waits for the others, seconds; 0: nothing is compared.
         models: Number of models that these ranks have partitioned.
     """
 
@@ -108,9 +109,10 @@ class EagerAgreement:
 
     @staticmethod
     def over(mesh: DeviceMesh, ranks: tuple[int, ...]) -> EagerAgreement:
-        """An agreement of these ranks of a mesh; one that compares nothing where the others are not real.
+        """Return an agreement of these ranks of a mesh; it compares nothing if the others are not real.
 
-        Nor does it where ranks met in a file: it would grow with each note, and takes ten milliseconds to be read.
+        With a `FileStore` it compares nothing either: the file would grow with each note, and a read takes ten
+        milliseconds.
         """
         group = axis_group(mesh, shard_dim(mesh))
         is_real = len(ranks) > 1 and backend_name(group, mesh.device_type) != "fake" and not compat.store_is_a_file()
@@ -119,12 +121,12 @@ class EagerAgreement:
 
     @contextmanager
     def on(self, intent: Intent, *, waits: bool = False, between: bool = False) -> Iterator[None]:
-        """Compare an intent before its collectives; where they fail, raise an error that says what was waited for.
+        """Compare an intent before its collectives; if these fail, raise an error that names the operation.
 
         Args:
-            intent: What it is.
-            waits: Whether to wait for all ranks even if it is what followed before.
-            between: Whether it comes after the backwards of a step and before the next forward.
+            intent: The next operation.
+            waits: True to wait for all ranks even if the same operation followed before.
+            between: True after the backwards of a step and before the next forward.
 
         Raises:
             RanksDisagreeError: Another rank would do something else, has ended, or did not come in time.
@@ -152,7 +154,7 @@ class EagerAgreement:
         notes.write(note)
         if waits:
             wrong, absent = self._compare(notes, intent)
-            if absent:  # who comes later finds nothing of it
+            if absent:  # a rank that comes later finds no trace of this intent
                 notes.write(before)
             elif wrong:
                 notes.write(replace(note, failed=note.number, wrong=wrong))
@@ -164,14 +166,14 @@ class EagerAgreement:
         return notes
 
     def _forget(self) -> None:
-        """After an error nothing is known to follow."""
+        """Forget the learned sequence of operations after an error."""
         self._last = ()
         self._follows.clear()
         if self._notes is not None:
             self._notes.own = replace(self._notes.own, history=())
 
     def _compare(self, notes: Notes, intent: Intent) -> tuple[str, list[int]]:
-        """What is wrong, in words, empty if nothing is; and the ranks that have not come in time."""
+        """Return a description of the difference, empty if there is none; and the ranks that did not come in time."""
         absent, found = [rank for rank in self.ranks if rank != notes.rank], [""]
         mine, number = f"rank {notes.rank} {intent}", notes.own.number
 
@@ -181,7 +183,7 @@ class EagerAgreement:
                     found[0] = note.wrong
                 elif notes.own.differs_at(note):
                     pair = sorted([(notes.rank, intent), (rank, note.intent)], key=lambda each: each[0])
-                    found[0] = f"{notes.describe(dict(pair))}: they part here"
+                    found[0] = f"{notes.describe(dict(pair))}: they diverge here"
                 elif note.number >= number:
                     absent.remove(rank)
             return bool(found[0]) or not absent
@@ -190,15 +192,15 @@ class EagerAgreement:
         try:
             why = notes.presence.wait(come, absent, seconds=limit, slow=(_SLOW, lambda: self._log_wait(notes, absent)))
         except dist.DistNetworkError:
-            return f"{mine}, and the process that keeps the ranks' store has ended", []
+            return f"{mine}, and the process that hosts the ranks' store has ended", []
         if not why:
             return found[0], []
         if "ended" in why:
             return f"{mine}, {why}", []
-        longer = f"; if they only take longer, set {VARIABLE} to more seconds" * intent.outside
+        longer = f"; if they only need more time, raise {VARIABLE} (seconds)" * intent.outside
         return (
-            f"{mine}, and ranks {absent} did not come to it within {limit:g} s: they have died, hang, do something "
-            f"else, or wait in a compiled graph{longer}"
+            f"{mine}, and ranks {absent} did not reach it within {limit:g} s: they have ended, hang, run "
+            f"something else, or wait in a compiled graph{longer}"
         ), absent
 
     def _log_wait(self, notes: Notes, absent: Sequence[int]) -> None:
@@ -216,17 +218,17 @@ class EagerAgreement:
         return f"rank {notes.rank} {notes.own.intent}, and lost the other ranks. {self._others(notes)}"
 
     def _others(self, notes: Notes) -> str:
-        """Where the others were last seen, in words."""
+        """Return a description of the last known positions of the others."""
         with suppress(RuntimeError):
             others = [rank for rank in self.ranks if rank != notes.rank]
             seen = {rank: str(note.intent) for rank, note in notes.read(others).items()}
             seen |= notes.presence.ended(others)
             return ", ".join(f"rank {rank} {what}" for rank, what in seen.items()) + ", as last seen"
-        return "The store through which ranks talk is gone"
+        return "The store that connects the ranks is gone"
 
 
 class _Agreements:
-    """One agreement for the same ranks, of however many models, for as long as the process group lives."""
+    """One agreement per set of ranks, shared by all models, for the lifetime of the process group."""
 
     def __init__(self) -> None:
         self._known: dict[tuple[int, ...], tuple[weakref.ref[dist.ProcessGroup], EagerAgreement]] = {}

@@ -1,4 +1,4 @@
-"""Ranks that share a batch compare their inputs in the first steps: different data would train silently wrong."""
+"""Ranks that share a batch compare their inputs in the first steps: different data would give wrong gradients."""
 
 from __future__ import annotations
 
@@ -16,18 +16,19 @@ from .agreement import Agreement
 CHECKED_STEPS = 3
 
 _BATCHES = (
-    "These ranks hold parts of one model and take the same rows: give all of them the same batch. A sampler divides "
-    "the data by data-parallel ranks only"
+    "These ranks hold parts of one model and need the same rows: give all of them the same batch. A sampler must split "
+    "the data over data-parallel ranks only"
 )
 _SEEDS = (
-    "Dropout of a sliced value needs one stream of random numbers: call torch.manual_seed(seed) alike on these ranks"
+    "Dropout of a tensor-parallel value needs equal random states: call torch.manual_seed(seed) with the same seed on "
+    "these ranks"
 )
 
 
 class EqualBatches:
     """A comparison of batches between ranks in the first steps of each kind.
 
-    It costs a checksum of the batch and a message through the store in these steps, and nothing later.
+    These steps cost a checksum of the batch and a message through the store; later steps cost nothing.
     """
 
     def __init__(self, pipeline: Agreement | None, slicing: Agreement | None) -> None:

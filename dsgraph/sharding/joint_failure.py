@@ -1,4 +1,4 @@
-"""Runs functions on several ranks, so that all ranks raise if one fails."""
+"""Functions that run on several ranks, where all ranks raise an error if one fails."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ def all_or_none(agreement: Agreement, doing: str, act: Callable[[], Any]) -> Non
     """Run `act` on each rank of an agreement. All of them call it.
 
     Raises:
-        CheckpointError: It failed on one rank; all ranks raise what it said.
+        CheckpointError: `act` failed on one rank; all ranks raise its error.
     """
     mine = ""
     try:
         act()
-    except Exception as error:  # whatever it is, the other ranks wait to hear of it
+    except Exception as error:  # of any type: the other ranks wait for the result
         mine = reason(error)
     for rank, text in agreement.exchange(f"how they {doing}", mine).items():
         if text:
@@ -37,13 +37,13 @@ def on_first(agreement: Agreement, doing: str, act: Callable[[], str | None]) ->
         The result of `act`, on all ranks.
 
     Raises:
-        CheckpointError: It failed; all ranks raise what it said.
+        CheckpointError: `act` failed; all ranks raise its error.
     """
     mine: dict[str, str | None] = {}
     if dist.get_rank() == agreement.ranks[0]:
         try:
             mine["found"] = act()
-        except Exception as error:  # whatever it is, the other ranks wait to hear of it
+        except Exception as error:  # of any type: the other ranks wait for the result
             mine["failed"] = reason(error)
     said = agreement.exchange(f"how the first of them did: {doing}", json.dumps(mine))
     first: dict[str, str | None] = json.loads(said[agreement.ranks[0]])
@@ -53,7 +53,7 @@ def on_first(agreement: Agreement, doing: str, act: Callable[[], str | None]) ->
 
 
 def reason(error: BaseException) -> str:
-    """Return why something failed, in one line; for disk errors the message of the operating system."""
+    """Return the reason of a failure in one line; for disk errors the message of the operating system."""
     if isinstance(error, CheckpointError):
         return str(error)
     if isinstance(error, dcp.api.CheckpointException):

@@ -1,4 +1,4 @@
-"""A rank says when its program ends, so that the others do not wait for it until the time is over."""
+"""A rank announces the end of its program, so that the others do not wait for it until the timeout."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ import torch.distributed as dist
 from dsgraph import compat
 from dsgraph.errors import on_one_line
 
-# Seconds between two looks of a rank that waits: at first, and at last.
+# Shortest and longest pause between two checks of a waiting rank, seconds.
 _PAUSES = (0.0005, 0.02)
-# Between them a pause is this share of the time waited so far, so that little is waited in vain.
+# A pause between these bounds is this share of the time waited so far, so that little time is wasted.
 _SHARE = 0.1
-# Seconds of waiting after which a rank also looks whether the others have ended.
+# Seconds of waiting after which a rank also checks whether the others have ended.
 _LOOKS_FOR_ENDS = 0.05
-# How long a launcher has to end this rank when another one has failed, seconds: the other's error is the one to see.
+# Seconds that a launcher has to end this rank after another one failed, so that the user sees the other's error.
 _GRACE = 3.0
 _WITH = " with "
 
 
 @dataclass(eq=False)
 class Presence:
-    """This rank, as long as its program runs.
+    """The announcement of this rank, which the others can read until and after its program ends.
 
     Attributes:
-        store: The store through which the default process group met, on a connection of its own.
-        rank: Its global rank.
+        store: The store of the default process group, on a separate connection.
+        rank: The global rank.
     """
 
     store: dist.Store
@@ -40,13 +40,13 @@ class Presence:
 
     @staticmethod
     def announced() -> Presence:
-        """This rank's, which the others learn the end of."""
+        """Return the presence of this rank, which announces its end to the others."""
         presence = Presence(compat.own_store(), dist.get_rank())
         atexit.register(_say_that_it_ends, weakref.ref(presence))
         return presence
 
     def ended(self, ranks: Sequence[int]) -> dict[int, str]:
-        """Those of these ranks whose program has ended, and how: "has ended with ValueError: ..."."""
+        """Return the ranks whose program has ended, each with a description: "has ended with ValueError: ..."."""
         there = [rank for rank in ranks if rank != self.rank and self.store.check([_key(rank)])]
         return {rank: self.store.get(_key(rank)).decode() for rank in there}
 
@@ -58,16 +58,16 @@ class Presence:
         seconds: float,
         slow: tuple[float, Callable[[], None]] | None = None,
     ) -> str:
-        """Waits until something has come from other ranks.
+        """Wait for other ranks until a condition holds.
 
         Args:
-            come: Whether it has.
-            ranks: From whom.
-            seconds: For how long.
-            slow: Number of seconds after which a function is called, once.
+            come: The condition.
+            ranks: The other ranks.
+            seconds: The longest wait.
+            slow: Number of seconds after which a function is called once, and the function.
 
         Returns:
-            Why it will not come, in words; empty when it has.
+            Why the condition will not hold; empty if it holds.
 
         Raises:
             torch.distributed.DistNetworkError: The store is gone.
@@ -81,7 +81,7 @@ class Presence:
                 slow = None
             if not ended and waited > _LOOKS_FOR_ENDS:
                 ended = ", ".join(f"rank {rank} {how}" for rank, how in self.ended(ranks).items())
-                if ended:  # and may have set just before what is waited for
+                if ended:  # it may have written its note just before its end
                     until = min(until, time.monotonic() + (_GRACE if _WITH in ended else 0))
             if time.monotonic() > until:
                 return ended or f"it did not come within {seconds:g} s"
@@ -90,13 +90,13 @@ class Presence:
 
 
 class _Presences:
-    """The presence in the process group that there is."""
+    """The presence of this rank in the current process group."""
 
     def __init__(self) -> None:
         self._known: tuple[weakref.ref[dist.ProcessGroup], Presence] | None = None
 
     def now(self) -> Presence:
-        """This rank's."""
+        """Return the presence of this rank."""
         world = dist.group.WORLD
         assert world is not None
         if self._known is None or self._known[0]() is not world:

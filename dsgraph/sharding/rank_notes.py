@@ -1,4 +1,4 @@
-"""Notes by which ranks tell each other their next operation: one key per rank, overwritten each time."""
+"""Notes in which ranks publish their next operation: one key per rank, overwritten each time."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class Note:
         return replace(self, number=self.number + 1, intent=intent, history=history, waits=waits)
 
     def differs_at(self, other: Note) -> bool:
-        """Return True if the rank of `other`, with as many intents, had other intents up to this note's."""
+        """Return True if the rank of `other` had different intents up to the number of this note."""
         behind = other.number - self.number
         return 0 <= behind < len(other.history) and other.history[behind] != self.history[0]
 
@@ -95,7 +95,7 @@ class Notes:
     Attributes:
         presence: This rank's presence.
         prefix: Prefix of the keys in the store.
-        own: This rank's.
+        own: This rank's note.
     """
 
     presence: Presence

@@ -1,17 +1,18 @@
-"""Accumulated gradients: added up on each rank, reduced once, by the last backward of a step.
+"""Gradients that are accumulated on each rank and reduced once, by the last backward of a step.
 
-Those of stages 0 and 1 are, and those of stage 2 with `reduce_once`. Inside `accumulate`, a module hands out a leaf in
-place of the marker: the gathered copy (stages 1 and 2), or an alias of the shard of a parameter that every rank holds
-whole. The captured graph has no collective at all, and what arrives at the leaf is added to the parameter's sum.
+This is the case at stages 0 and 1, and at stage 2 with `reduce_once`. Inside `accumulate`, a module returns a leaf
+instead of the marker: the gathered copy (stages 1 and 2), or an alias of the shard of a replicated parameter. The
+captured graph contains no collective, and the gradient of the leaf is added to the parameter's sum.
 
-The micro-batch after `accumulate` ends the step. Its compiled graphs hold markers again, each with the sum of its
-parameter, which is added to the gradient ahead of the reduction: gradients travel while the backward computes. The
-backend has markers add it (`add_sums`) and watches the backwards of the graph (`watched_graphs`). When one has put a
-parameter's gradient on its way to `.grad`, the sum is emptied: further graphs that read the parameter add zeros. A
-backward whose gradient goes elsewhere (`torch.autograd.grad`, `backward(inputs=...)`) finds zeros. Uncompiled code goes
-on handing out leaves. When the backward is through, the ranks agree on which sums no graph has taken, and those are
-delivered to the parameters by a backward of their own, which calls their hooks (`deliver`). `StepPhase` names where a
-step stands, and which way it goes from there.
+The micro-batch after `accumulate` ends the step. Its compiled graphs contain markers again, each with the sum of its
+parameter. The sum is added to the gradient before the reduction, so that gradients are sent while the backward
+computes. The backend makes markers add it (`add_sums`) and watches the backwards of the graph (`watched_graphs`). When
+a backward has passed a parameter's gradient on to `.grad`, the sum is emptied: further graphs that read the parameter
+add zeros. A backward whose gradient goes elsewhere (`torch.autograd.grad`, `backward(inputs=...)`) also finds zeros.
+
+Uncompiled code still returns leaves. After the backward the ranks agree on which sums no graph has used. A separate
+backward, which calls the parameters' hooks, delivers these (`deliver`). `StepPhase` defines the phases of a step and
+the transitions between them.
 """
 
 from __future__ import annotations
@@ -35,10 +36,10 @@ from .state import PartitionState, StepPhase
 
 
 def enter_accumulation(state: PartitionState, *, reduce_once: bool) -> None:
-    """From here on gradients of `state` belong to a step that is not over.
+    """Begin a step of micro-batches.
 
-    With `reduce_once` they are no longer reduced. So it stays in a step in which some have not been: they are reduced
-    by the backward that ends it.
+    With `reduce_once` gradients are reduced only by the backward that ends the step. This also applies if some
+    gradients of the current step are already accumulated without a reduction.
     """
     state.reduces_once = reduce_once or state.gradients_stay_local
     if not state.reduces_once:
@@ -51,9 +52,9 @@ def enter_accumulation(state: PartitionState, *, reduce_once: bool) -> None:
 
 
 def leave_accumulation(state: PartitionState) -> None:
-    """The next backward is the last of the step.
+    """Make the next backward the last one of the step.
 
-    Also where this rank has added nothing up: others may have, and all must run the same graphs.
+    This also applies if this rank has accumulated nothing: other ranks may have, and all must run the same graphs.
     """
     if state.phase is StepPhase.REDUCING_EACH:
         state.move_to(StepPhase.IDLE)
@@ -66,11 +67,11 @@ def leave_accumulation(state: PartitionState) -> None:
 
 
 def reduce_accumulated(state: PartitionState) -> None:
-    """Averages the sums over all ranks and adds them to the parameters' `.grad`. All ranks call it together."""
+    """Average the sums over all ranks and add them to the parameters' `.grad`. All ranks call it together."""
     state.move_to(StepPhase.IDLE)
     trainable = [entry for entry in state.parameters if entry.param.requires_grad or entry.was_trained]
     taken = {entry: _take_sum(entry) for entry in trainable}
-    # A graph whose backward is still to come, be it that it never comes, must not add them once more.
+    # A graph whose backward has not run yet must not add them once more.
     read_by_graphs = [total for total in taken.values() if total is not None] if state.sums_were_read else []
     state.sums_were_read = False
     with state.reducing("the accumulated gradients"):
@@ -99,7 +100,7 @@ def reduce_accumulated(state: PartitionState) -> None:
 
 
 def discard_accumulated(state: PartitionState) -> None:
-    """Drops the sums. Graphs that have been given them add nothing, should their backward still come."""
+    """Drop the sums. Graphs that have read them add nothing if their backward still runs."""
     was_inside = state.accumulating
     state.move_to(StepPhase.IDLE)
     state.sums_were_read = False
@@ -112,7 +113,7 @@ def discard_accumulated(state: PartitionState) -> None:
 
 
 def empty_sum(total: Tensor) -> None:
-    """Takes out of an accumulated gradient what has been reduced. Whatever graph still has it adds nothing."""
+    """Set an accumulated gradient to zero after its reduction; graphs that still contain it add nothing."""
     with torch.no_grad(), compat.keeping_version((total,)):
         total.zero_()
 
@@ -132,14 +133,14 @@ def drop_if_zeroed(entry: ParameterState) -> None:
 
 
 def withhold_sum(entry: ParameterState) -> None:
-    """Takes a sum away from a backward that must not add it, until `restore_sum`."""
+    """Set a sum to zero until `restore_sum`, for a backward that must not add it."""
     assert entry.accumulated_grad is not None
     entry.withheld = entry.accumulated_grad.clone()
     empty_sum(entry.accumulated_grad)
 
 
 def restore_sum(entry: ParameterState) -> None:
-    """Puts back what was withheld, if anything was: also where the backward failed before it was through."""
+    """Restore a sum that was withheld, also if the backward failed."""
     total, value = entry.accumulated_grad, entry.withheld
     entry.withheld = None
     if total is not None and value is not None:
@@ -204,7 +205,7 @@ def _take_stand_in(entry: ParameterState) -> None:
 
 
 def _on_local_gradient(entry: ParameterState, state: PartitionState) -> None:
-    """Adds what has arrived at the leaf to the sum, with the master's bits: there are many small summands."""
+    """Add the leaf's gradient to the sum, in the dtype of the master: there are many small summands."""
     restore_sum(entry)
     leaf = entry.leaf
     if leaf is None or leaf.grad is None:
@@ -227,7 +228,7 @@ def _on_local_gradient(entry: ParameterState, state: PartitionState) -> None:
 
 
 def _on_reduced_gradient(entry: ParameterState, state: PartitionState) -> None:
-    """A compiled graph has reduced the gradient: outside `accumulate`, the step ends with this backward."""
+    """Note that a compiled graph has reduced the gradient: outside `accumulate`, this backward ends the step."""
     if entry.is_summed and entry.stand_in is None:  # the gradient bypassed the sum, as for a term over `parameters()`
         entry.stand_in = StandIn.put(entry.param, entry.name)
     if state.gradients_stay_local and not state.accumulating:
@@ -238,13 +239,13 @@ def _reduce_at_end_of_backward(state: PartitionState) -> None:
     if state.phase is StepPhase.LAST:
         state.move_to(StepPhase.ENDING)
     backward = compat.running_backward()
-    if state.reducing_in != backward:  # one that failed never came to its end
+    if state.reducing_in != backward:  # a backward that failed never ran its callbacks
         state.reducing_in = backward
         compat.at_end_of_backward(lambda: reduce_accumulated(state))
 
 
 def _hand_out_sum(entry: ParameterState, state: PartitionState) -> None:
-    """Lets captured graphs read the sum: zeros where this rank has none, so that all ranks capture the same graph."""
+    """Let captured graphs read the sum; it is zero if this rank has none, so that all ranks capture the same graph."""
     drop_if_zeroed(entry)
     total = entry.accumulated_grad
     if total is None:
@@ -258,7 +259,7 @@ def _hand_out_sum(entry: ParameterState, state: PartitionState) -> None:
 
 
 def _take_sum(entry: ParameterState) -> Tensor | None:
-    """The sum, if there is anything in it. The entry, its modules and its leaf let go of theirs."""
+    """Return the sum, None if there is none. The entry, its modules and its leaf drop their references."""
     restore_sum(entry)
     drop_if_zeroed(entry)
     _take_stand_in(entry)
@@ -273,7 +274,7 @@ def _take_sum(entry: ParameterState) -> Tensor | None:
 
 
 def _before_update(state: PartitionState, optimizer: Optimizer) -> None:
-    """Refuses an optimizer's step ahead of the last backward, unless this rank had none: then it joins the others."""
+    """Refuse an optimizer step before the last backward; a rank without a last backward joins the others instead."""
     if not state.gradients_stay_local:
         return
     stepping = {id(param) for group in optimizer.param_groups for param in group["params"]}

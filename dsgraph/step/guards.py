@@ -1,7 +1,7 @@
-"""What a partitioned model refuses of those who use it: optimizers that cannot step on shards, and a second averaging.
+"""Checks of a partitioned model: optimizers that cannot step on shards, and gradients that are averaged twice.
 
-Neither can be seen when the model is partitioned. Torch's public hooks tell of both in time: an optimizer ahead of its
-step, and DistributedDataParallel when it takes the model in, ahead of its first collective.
+Neither is known when the model is partitioned. Torch's public hooks report both in time: an optimizer before its step,
+and DistributedDataParallel when it wraps the model, before its first collective.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ from dsgraph.sharding.table import PartitionedModel, ShardedParameter, is_plain,
 
 from .replicated import confirm_replicated, holds_any, note_replicated
 
-# They compute with a matrix or a gradient as a whole. Torch raises on shards, or gives other numbers (Muon).
+# These compute with a complete matrix or gradient. On shards torch raises an error, or gives other numbers (Muon).
 NEED_ALL_ROWS = (optim.Adafactor, optim.Muon, optim.Rprop)
-# State that torch's optimizers keep as a plain number for a parameter of any shape.
+# State that torch's optimizers store as a plain number for a parameter of any shape.
 _NUMBERS = frozenset({"step", "mu_product", "eta", "mu"})
-# Ways to step on many parameters at once that torch does not have for shards.
+# Options for steps on many parameters at once that torch does not support for shards.
 _UNKNOWN_ON_SHARDS = ((optim.Adagrad, "fused"), (optim.SGD, "fused"), (optim.Rprop, "foreach"))
 
 
 def guard(state: PartitionedModel) -> None:
-    """Refuses, for as long as a partitioned model lives, what cannot be right with it."""
+    """Register the checks of a partitioned model for its lifetime."""
     weak_state = weakref.ref(state)
     checked: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
-    @torch.compiler.disable  # where the step itself is compiled
+    @torch.compiler.disable  # for scripts that compile the step itself
     def before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         living = weak_state()
         if living is None:
@@ -55,7 +55,7 @@ def guard(state: PartitionedModel) -> None:
             refuse_optimizer(optimizer, living)
             _mark_states(optimizer, weak_state)
         _complete_scalar_states(optimizer, living)
-        living.before_update(optimizer)  # ahead of what follows: ranks that ran the last backward have reduced by now
+        living.before_update(optimizer)  # first: ranks that ran the last backward have already reduced
         living.agree(f"steps {type(optimizer).__name__}")  # before an update from local gradients
         confirm_replicated(living, is_first=optimizer not in checked)
         checked.add(optimizer)
@@ -74,18 +74,18 @@ def guard(state: PartitionedModel) -> None:
 
 @cache
 def _watch_registrations() -> None:
-    """Hears of each module that is put into another one, from the first partitioned model to the end of the process.
+    """Watch each module that is added to another one, from the first partitioned model to the end of the process.
 
-    Dynamo guards on such hooks. One that went away with a model, while another is compiled, would be an error there.
+    The hook is never removed: Dynamo guards on such hooks, and removing one while a model is compiled is an error.
     """
     register_module_module_registration_hook(_refuse_averaging_twice)
 
 
 def refuse_optimizer(optimizer: Optimizer, state: PartitionedModel) -> None:
-    """Refuses an optimizer that holds parameters of a model and cannot step on them as in one process.
+    """Refuse an optimizer that contains parameters of a model and cannot step on them as in one process.
 
     Raises:
-        PartitionError: Names the optimizer, a parameter and what to do.
+        PartitionError: The optimizer is not supported; the message names it, a parameter and what to do.
     """
     entries = {id(entry.param): entry for entry in state.parameters}
     for group in optimizer.param_groups:
@@ -96,10 +96,10 @@ def refuse_optimizer(optimizer: Optimizer, state: PartitionedModel) -> None:
 
 
 def refuse_added_parameters(optimizer: Optimizer, state: PartitionedModel) -> None:
-    """Refuses a step on parameters inside a model that are no shards: nobody has averaged their gradients.
+    """Refuse a step on parameters of a model that are not partitioned, because their gradients are not averaged.
 
     Raises:
-        PartitionError: Names the first one.
+        PartitionError: There is such a parameter; the message names the first one.
     """
     plain = {id(param) for group in optimizer.param_groups for param in group["params"] if is_plain(param)}
     for name, param in state.root.named_parameters() if plain else ():
@@ -141,18 +141,18 @@ def _is_plain_scalar(value: object) -> bool:
 def _problem(
     optimizer: Optimizer, group: Mapping[str, Any], held: Sequence[ShardedParameter], state: PartitionedModel
 ) -> str | None:
-    """Why an optimizer cannot step on parameters of one of its groups, and what to do."""
+    """Return why an optimizer cannot step on parameters of one of its groups, and what to do; None if it can."""
     name, tier = held[0].name, state.arguments.offload.optimizer
     if tier and getattr(optimizer, "tier", None) != tier:
         return (
-            f"it would keep the state of {name!r} on the device, and the model was partitioned with "
-            f'offload={{"optimizer": "{tier}"}}: step dsgraph.offload_optimizer(optimizer, model) in its place'
+            f"it would keep the state of {name!r} on the device, but the model was partitioned with "
+            f'offload={{"optimizer": "{tier}"}}: use dsgraph.offload_optimizer(optimizer, model) instead'
         )
     if isinstance(optimizer, NEED_ALL_ROWS) and state.zero.splits_parameters:
         return (
-            f"it needs all rows of a parameter at once, and holds {name!r} of a model that was partitioned with "
-            f"stage={state.zero.number}, which splits rows over the ranks: take another optimizer, such as AdamW, "
-            "partition with stage=0, or let dsgraph.initialize run it"
+            f"it needs all rows of a parameter at once, and contains {name!r} of a model that was partitioned with "
+            f"stage={state.zero.number}, which splits rows over the ranks: use another optimizer, such as AdamW, "
+            "partition with stage=0, or use dsgraph.initialize, which supports it"
         )
     for kind, option in _UNKNOWN_ON_SHARDS:
         if isinstance(optimizer, kind) and group.get(option):
@@ -165,7 +165,7 @@ def _problem(
         if uneven is not None:
             return (
                 f"it flattens gradients, which torch cannot do with {uneven.name!r}, whose {uneven.layout.shape[0]} "
-                "rows do not divide by the number of ranks: take another optimizer, or partition with stage=0"
+                "rows do not divide by the number of ranks: use another optimizer, or partition with stage=0"
             )
     return None
 
@@ -179,7 +179,7 @@ def _refuse_averaging_twice(parent: nn.Module, name: str, model: nn.Module | Non
         return
     raise PartitionError(
         f"DistributedDataParallel was given {type(model).__name__}, which dsgraph.partition has partitioned: its "
-        "gradients are averaged over the ranks already. Use the model as it is, without DistributedDataParallel and "
-        "without what wraps a model in it: take DsgraphTrainer for transformers.Trainer and DsgraphAccelerator for "
-        "Accelerator, with the plain model; Lightning's strategy 'ddp' has no such; see docs/frameworks.md"
+        "gradients are averaged over the ranks already. Use the model without DistributedDataParallel. Replace "
+        "transformers.Trainer by DsgraphTrainer and Accelerator by DsgraphAccelerator, and give them the plain model. "
+        "Lightning's strategy 'ddp' has no replacement. See docs/frameworks.md"
     )

@@ -1,9 +1,9 @@
 """A placeholder in a parameter's `.grad` while its gradient is accumulated elsewhere; it detects `zero_grad`.
 
-In one process an abandoned step ends with `zero_grad`. Nothing calls us then: an optimizer and a module both go
-through `.grad` of each parameter, and leave alone what is None. So a `DTensor` without memory of its own stands there.
-Its values are NaN, because no number could be right before the ranks' gradients are summed, and it refuses to be
-written to other than by `zero_grad`: clipping or scaling it would have no effect on the sum.
+A script abandons a step by calling `zero_grad`, which has no hook: optimizers and modules only visit each `.grad` that
+is not None. Therefore `.grad` holds a placeholder, a `DTensor` without memory of its own. Its values are NaN, because
+no number is right before the gradients are summed over ranks. It refuses all writes except those of `zero_grad`,
+because clipping or scaling it would have no effect on the sum.
 """
 
 from __future__ import annotations
@@ -60,13 +60,13 @@ class _Unreduced(Tensor):
         """Run an op on the values.
 
         Raises:
-            AccumulationError: It would write other values than zeros.
+            AccumulationError: The op would write values other than zeros.
         """
         if schema_of(func).is_mutable and func not in _ZEROING:
             (name, *_) = [each.parameter for each in tree_leaves((args, kwargs)) if isinstance(each, _Unreduced)]
             raise AccumulationError(
                 f"the gradient of parameter {name!r} would be written to inside a step of micro-batches, before it is "
-                "reduced: clip and scale gradients after the last micro-batch's backward; zero_grad() drops them"
+                "reduced: clip or scale gradients after the last micro-batch's backward, or drop them with zero_grad()"
             )
         return func(*tree_map_only(_Unreduced, lambda each: each.plain, args), **(kwargs or {}))
 

@@ -119,10 +119,10 @@ def _compile_blocks(strict: bool) -> nn.Module:
 
 def test_blocks_compiled_one_by_one_are_named():
     model = _compile_blocks(strict=False)
-    with pytest.warns(UserWarning, match=r"memory_limit cannot be promised for .*: _Block is compiled by itself"):
+    with pytest.warns(UserWarning, match=r"memory_limit cannot be promised for .*: _Block is compiled separately"):
         model(torch.randn(8, WIDTH))
-    assert "memory_limit: 1.00 MB cannot be promised: _Block is compiled by itself" in _text(model)
-    with pytest.raises(Exception, match="_Block is compiled by itself"):
+    assert "memory_limit: 1.00 MB cannot be promised: _Block is compiled separately" in _text(model)
+    with pytest.raises(Exception, match="_Block is compiled separately"):
         _compile_blocks(strict=True)(torch.randn(8, WIDTH))
 
 

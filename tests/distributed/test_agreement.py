@@ -106,7 +106,8 @@ def _reorder_on_one_rank() -> tuple[str, float]:
             [
                 "run different collectives",
                 "gather_by_messages.default [4, 4] torch.float32 over shard of 0.weight], rank 1 has [",
-                "They part here: rank 0 has [the forward graph after pass start_the_last_gather_first: 3 collectives",
+                "They diverge here: rank 0 has [the forward graph after pass start_the_last_gather_first: 3 "
+                "collectives",
             ],
         ),
     ],
@@ -143,7 +144,7 @@ def _come_late(seconds: float) -> tuple[str, float]:
 
 @pytest.mark.full  # waits for a time-out
 def test_a_rank_that_never_comes_is_named_after_the_groups_timeout(ranks):
-    with pytest.raises(AssertionError, match=r"ranks \[1\] did not come to it within 5 s"):
+    with pytest.raises(AssertionError, match=r"ranks \[1\] did not reach it within 5 s"):
         ranks(2).run(_come_late_and_check, timeout_s=5)
 
 

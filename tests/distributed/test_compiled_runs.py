@@ -98,7 +98,7 @@ def _skip_a_backward(stage: int) -> str:
 @pytest.mark.parametrize("stage", (0, 1, 3))
 def test_a_rank_that_skips_its_backward(ranks, stage):
     for said in ranks(2).run(_skip_a_backward, stage):
-        assert "rank 0 runs the compiled backward" in said and "they part here" in said
+        assert "rank 0 runs the compiled backward" in said and "they diverge here" in said
 
 
 def _one_more_evaluation(stage: int) -> str:
@@ -115,7 +115,7 @@ def _one_more_evaluation(stage: int) -> str:
 @pytest.mark.parametrize("stage", (1, 3))
 def test_a_rank_that_evaluates_one_batch_more(ranks, stage):
     first, second = ranks(2).run(_one_more_evaluation, stage)
-    assert first == second and "they part here" in first
+    assert first == second and "they diverge here" in first
 
 
 def _one_step_less() -> str:
@@ -158,7 +158,7 @@ def _one_rank_clips(stage: int) -> str:
 def test_a_rank_that_clips_gradients_while_another_goes_on(ranks, stage):
     first, second = ranks(2).run(_one_rank_clips, stage)
     assert first == second
-    assert "rank 0 takes the norm of gradients, as clip_grad_norm_ does, rank 1 " in first
+    assert "rank 0 computes the global gradient norm, as clip_grad_norm_ does, rank 1 " in first
 
 
 def _evaluates_after_step() -> str:
@@ -180,7 +180,7 @@ def _evaluates_after_step() -> str:
 
 def test_a_rank_that_evaluates_after_a_step(ranks):
     first, second = ranks(2).run(_evaluates_after_step)
-    assert first == second and "they part here" in first
+    assert first == second and "they diverge here" in first
 
 
 def _other_order_of_blocks() -> str:

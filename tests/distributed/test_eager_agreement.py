@@ -92,7 +92,7 @@ def test_a_read_on_one_rank_is_told_in_seconds_and_how_to_do_it(ranks, stage, th
     if then == "forward":
         assert other == first
     else:
-        assert "ranks [1] did not come to it within 2 s" in first and "DSGRAPH_EAGER_PATIENCE" in first
+        assert "ranks [1] did not reach it within 2 s" in first and "DSGRAPH_EAGER_PATIENCE" in first
 
 
 def _with_patience(seconds: str, function: Callable[..., Any], *args: Any) -> Any:
@@ -134,7 +134,7 @@ def test_a_rank_that_leaves_what_was_known_to_follow_raises_at_once(ranks, leave
     with pytest.raises(AssertionError) as caught:
         ranks(2).run(_leave_the_known_way, leaves, timeout_s=3)
     a, b = ("b", "a") if leaves == 0 else ("a", "b")
-    parted = f"rank 0 gathers parameter '{a}.weight', rank 1 gathers parameter '{b}.weight': they part here"
+    parted = f"rank 0 gathers parameter '{a}.weight', rank 1 gathers parameter '{b}.weight': they diverge here"
     first, second = re.split(r"\nrank [01]: (?=Traceback)", str(caught.value))
     assert parted in first and parted in second, "the rank that was in the collective says the same"
 
@@ -160,7 +160,7 @@ def _wait_in_a_forward() -> str | None:
 
 def test_who_waits_in_a_forward_says_for_what_after_the_groups_timeout(ranks):
     said, _ = ranks(2).run(_wait_in_a_forward, timeout_s=3)
-    assert "rank 0 gathers parameter 'a.weight', and ranks [1] did not come to it within 3 s" in said
+    assert "rank 0 gathers parameter 'a.weight', and ranks [1] did not reach it within 3 s" in said
 
 
 def _compare_nothing() -> bool:
@@ -182,5 +182,5 @@ def _refuse_patience() -> str:
 @pytest.mark.parametrize("text", ("soon", "-1", "inf"))
 def test_a_patience_that_is_none_is_refused_when_the_model_is_partitioned(ranks, text):
     assert ranks(1).run(_with_patience, text, _refuse_patience) == [
-        f"DSGRAPH_EAGER_PATIENCE is {text!r}; it takes a number of seconds, or 0 to compare nothing"
+        f"DSGRAPH_EAGER_PATIENCE is {text!r}; expected a number of seconds, or 0 to compare nothing"
     ]

@@ -37,8 +37,8 @@ def test_tokens_and_logits_are_those_of_transformers(family):
     ("family", "said"),
     [
         ("llama of dynamic positions", r"'model.rotary_emb' has rope_type 'dynamic'"),
-        ("mamba", "such as MambaBlock, keep a state that is no key-value cache"),
-        ("lfm2", "layer 0, of type 'conv', keeps a state that is no key-value cache"),
+        ("mamba", "such as MambaBlock, keep a state that is not a key-value cache"),
+        ("lfm2", "layer 0, of type 'conv', keeps a state that is not a key-value cache"),
         ("bloom", "the forward of its BloomBlock fails"),
         ("gpt_neo", r"logits of token \d differ from the model's by .*GPTNeoBlock"),
     ],

@@ -57,5 +57,5 @@ def test_labels_and_positions_give_the_models_loss():
     found = engine(**given, use_cache=False)
     torch.testing.assert_close(found.loss, expected.loss)
     torch.testing.assert_close(found.logits, expected.logits)
-    with pytest.raises(InferenceError, match="engine: output_attentions=True cannot be taken"):
+    with pytest.raises(InferenceError, match="engine: output_attentions=True is not supported"):
         engine(given["input_ids"], output_attentions=True)

@@ -88,7 +88,7 @@ def _numbers(stage: int) -> None:
     expected = stage > 0 or dist.get_rank() == 1
     assert bool(torch.isnan(weight).any()) == expected
     if stage and dist.get_rank() == 0:
-        with pytest.raises(RanksDisagreeError, match=r"takes a number of shards.*did not come to it within 1 s"):
+        with pytest.raises(RanksDisagreeError, match=r"reads a number from shards.*did not reach it within 1 s"):
             weight.norm().item()
 
 
