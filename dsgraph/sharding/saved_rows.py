@@ -77,10 +77,8 @@ def save_rows(
     """Save a module's own parameters as class `original` does, and mark the shards among them."""
     with torch.inference_mode(False):  # a `DTensor` cannot be detached in inference mode
         compat.save_own_state(original, module, state_dict, prefix, keep_vars)
-    values, partition = (
-        [state_dict.get(prefix + attribute) for attribute in module._parameters],
-        held_by(module).partition,
-    )
+    partition = held_by(module).partition
+    values = [state_dict.get(prefix + attribute) for attribute in module._parameters]
     mark_rows(values, partition)
     if partition.zero.number == 0 and not keep_vars:
         for value in values:
