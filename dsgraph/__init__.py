@@ -54,7 +54,7 @@ if TYPE_CHECKING:
     from .parallel.tensor_parallel import tensor_parallel
     from .sharding.materialize import materialize
     from .sharding.positions import extend_positions
-    from .step.accumulate import accumulate, discard
+    from .step.accumulate import accumulate, allreduce_gradients, discard
     from .step.state import partition
     from .tools.reporting.report import Report
 
@@ -88,6 +88,7 @@ __all__ = [
     "StrictError",
     "accumulate",
     "add_config_arguments",
+    "allreduce_gradients",
     "backend",
     "checkpointing",
     "compile",

@@ -42,7 +42,7 @@ from .parallel.tensor_parallel import tensor_parallel
 from .sharding.materialize import materialize
 from .sharding.positions import extend_positions
 from .sharding.rules import register_rules
-from .step.accumulate import accumulate, discard
+from .step.accumulate import accumulate, allreduce_gradients, discard
 from .step.state import partition
 
 from . import nn, ops, sparse  # isort: skip
@@ -80,6 +80,7 @@ __all__ = [
     "StrictError",
     "accumulate",
     "add_config_arguments",
+    "allreduce_gradients",
     "backend",
     "checkpointing",
     "compile",

@@ -321,6 +321,11 @@ SHARDING = (
         killers=("tests/distributed/test_hooks.py",),
     ),
     Mutant(
+        *("heads-of-one-rank-alone", "dsgraph/step/accumulation.py", "missing step"),
+        *("        if not is_used:", "        if taken[entry] is None:"),
+        killers=("tests/distributed/test_compiled_runs.py::test_ranks_train_different_heads_at_stages_0_and_1",),
+    ),
+    Mutant(
         *("backward-runs-uncompared", "dsgraph/compiler/runs.py", "missing check"),
         *("if agreement.patience:", "if not agreement.patience:"),
         killers=("tests/distributed/test_compiled_runs.py",),

@@ -55,7 +55,8 @@ _SYNCED = (
 )
 _SAME_PARTS = (
     "Every rank must run the same parts of the model, equally often and in the same order. A rank without data for a "
-    "part runs it with a batch of zeros"
+    "part runs it with a batch of zeros. At stages 0 and 1 ranks may train different parts inside dsgraph.accumulate, "
+    "followed by dsgraph.allreduce_gradients"
 )
 _SAVE_EVERYWHERE = (
     "All ranks must call save_checkpoint and load_checkpoint at the same point, not under `if rank == 0:`"

@@ -10,8 +10,8 @@ from torch import nn
 from dsgraph.errors import PartitionError
 from dsgraph.sharding.stages import ZeroStage
 
-from .accumulation import discard_accumulated, enter_accumulation, leave_accumulation
-from .state import PartitionState, partition_states
+from .accumulation import discard_accumulated, enter_accumulation, leave_accumulation, reduce_accumulated
+from .state import PartitionState, StepPhase, partition_states
 
 
 @contextmanager
@@ -97,6 +97,39 @@ def discard(model: nn.Module) -> None:
     for state in _states(model, "discard"):
         discard_accumulated(state)
         state.give_up_step()
+
+
+def allreduce_gradients(model: nn.Module) -> None:
+    """Reduce the gradients of a step whose micro-batches all ran inside `accumulate`.
+
+    Ranks may run different parts of the model in such a step, as under DDP's `find_unused_parameters`:
+
+        with dsgraph.accumulate(model):
+            loss(model, batch, head=rank).backward()  # each rank trains another head
+        dsgraph.allreduce_gradients(model)
+        optimizer.step()
+
+    A parameter's gradient is the mean over all ranks; a rank that has not used the parameter adds zeros. A parameter
+    that no rank has used has no gradient. All ranks call this function together.
+
+    Args:
+        model: As for `accumulate`.
+
+    Raises:
+        PartitionError: Nothing in `model` is partitioned, its stage reduces gradients in each backward, or the call is
+            inside `accumulate`.
+    """
+    states = _states(model, "allreduce_gradients")
+    for state in states:
+        if state.phase is StepPhase.ADDING:
+            raise PartitionError("allreduce_gradients: call it after the block `with dsgraph.accumulate(model)`")
+        if not state.reduces_once:
+            raise PartitionError(
+                f"allreduce_gradients: stage {state.zero.number} has reduced gradients in each backward, in which all "
+                "ranks run the same parts: use stage 0 or 1, or stage 2 with accumulate(model, reduce_once=True)"
+            )
+    for state in states:
+        reduce_accumulated(state)
 
 
 def _states(model: nn.Module, caller: str) -> list[PartitionState]:

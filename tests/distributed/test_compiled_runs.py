@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Callable
 from typing import Any
@@ -67,6 +68,41 @@ def test_graphs_of_equal_shapes_over_different_parameters(ranks, stage):
         assert "rank 0 runs the compiled" in said and "reads 'heads.0.weight' (3 of 4)" in said
         assert "rank 1 runs the compiled" in said and "reads 'heads.1.weight' (3 of 4)" in said
         assert "Heads.forward (test_compiled_runs.py)" in said and "same parts of the model" in said
+
+
+def _heads_of_ranks(stage: int, codegen: str | None) -> None:
+    """Each rank trains the head that it has data for, as DDP does with `find_unused_parameters`."""
+    torch.manual_seed(0)
+    alone = Heads()
+    model = dsgraph.partition(copy.deepcopy(alone), stage=stage, keep_whole_below=0)
+    runs = torch.compile(model, backend="dsgraph", options=EAGER) if codegen else model
+    with pytest.raises(dsgraph.PartitionError, match="call it after the block"), dsgraph.accumulate(model):
+        dsgraph.allreduce_gradients(model)
+    for number, heads in enumerate(((0, 1), (0, 0), (1, 0), (1, 1), (0, 1))):
+        inputs = [torch.full((2, 4), 1.0 + number + rank) for rank in range(2)]
+        with dsgraph.accumulate(model):
+            runs(inputs[dist.get_rank()], heads[dist.get_rank() : dist.get_rank() + 1]).backward()
+        dsgraph.allreduce_gradients(model)
+        for head, x in zip(heads, inputs, strict=True):
+            (alone(x, (head,)) / 2).backward()
+        for (name, mine), theirs in zip(model.named_parameters(), alone.parameters(), strict=True):
+            assert (mine.grad is None) == (theirs.grad is None), (number, name)
+            if mine.grad is not None:
+                torch.testing.assert_close(mine.grad.full_tensor(), theirs.grad, msg=f"{number}, {name}")
+        model.zero_grad()
+        alone.zero_grad()
+
+
+@pytest.mark.parametrize("codegen", ("eager", None))
+@pytest.mark.parametrize("stage", (0, 1))
+def test_ranks_train_different_heads_at_stages_0_and_1(ranks, stage, codegen):
+    ranks(2).run(_heads_of_ranks, stage, codegen)
+
+
+def test_other_stages_reduce_in_each_backward(fake_ranks):
+    model = dsgraph.partition(Heads(), stage=3)
+    with pytest.raises(dsgraph.PartitionError, match=r"stage 3 has reduced gradients in each backward.*stage 0 or 1"):
+        dsgraph.allreduce_gradients(model)
 
 
 def _new_head_on_one_rank(stage: int) -> str:
