@@ -1024,6 +1024,26 @@ MEMORY = (
         killers=("tests/passes/analysis/test_kernel_scratch.py",),
     ),
     Mutant(
+        *("repeated-dropout-has-no-results", "passes/runner/partitioner.py", "missing step"),
+        *("            evaluate_random_calls(part)\n", ""),
+        killers=("tests/passes/analysis/test_step_memory.py",),
+    ),
+    Mutant(
+        *("states-of-generators-are-outputs", "passes/analysis/step_memory.py", "missing step"),
+        *("if len(sources) == len(states) else found", "if not states else found"),
+        killers=("tests/passes/analysis/test_step_memory.py",),
+    ),
+    Mutant(
+        *("generators-state-needs-no-room", "passes/analysis/kernel_scratch.py", "missing term"),
+        *("return state + _scratch(", "return _scratch("),
+        killers=("tests/passes/analysis/test_kernel_scratch.py",),
+    ),
+    Mutant(
+        *("results-of-a-random-op-end-together", "passes/analysis/memory.py", "wrong bound"),
+        *("return [(name,) for name in names] if is_tuple else [names]", "return [names]"),
+        killers=("tests/passes/analysis/test_memory.py",),
+    ),
+    Mutant(
         *("numpys-integer-is-a-share", "dsgraph/byte_counts.py", "wrong type"),
         *("if isinstance(value, Integral)", "if isinstance(value, int)"),
         killers=("tests/test_byte_counts.py",),

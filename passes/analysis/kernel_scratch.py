@@ -11,6 +11,7 @@ and four threads):
     losses          the loss of each element, before it is averaged
     pointwise       a copy of each operand that is converted to the type that is computed in
     backwards       a contiguous copy of an expanded gradient
+    repeated draws  the generator's own state, beside what the op itself uses
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from torch import Tensor
 from torch.fx import Node
 
 from dsgraph.passes.compat import OpOverload
+from dsgraph.passes.ir.random_calls import random_call
 
 from .cost import UNKNOWN_SIZE, hint
 
@@ -43,19 +45,29 @@ def scratch_bytes(node: Node, *, fused: bool = False) -> int:
         node: A node with fake values. Nodes on other devices than the CPU count as 0.
         fused: True if Inductor compiles the graph: its own kernels use no scratch memory, library kernels do.
     """
-    results = _tensors(node.meta.get("val"))
-    operands = [x for argument in node.args for x in _read(argument)]
-    if not isinstance(node.target, OpOverload) or not results or any(x.device.type != "cpu" for x in results):
+    drawn, value = random_call(node), node.meta.get("val")
+    if drawn is None:
+        return _scratch(node, node.target, node.args, value, fused=fused)
+    result = value[1] if drawn.returns_state and value is not None else value
+    state = sum(map(_bytes, _read(drawn.state)))
+    return state + _scratch(node, drawn.op, drawn.args, result, fused=False)  # Inductor calls it as well
+
+
+def _scratch(node: Node, op: Any, args: Sequence[Any], value: Any, *, fused: bool) -> int:
+    """Return the bound for an op that a node runs, with its arguments and its result."""
+    results = _tensors(value)
+    operands = [x for argument in args for x in _read(argument)]
+    if not isinstance(op, OpOverload) or not results or any(x.device.type != "cpu" for x in results):
         return 0
-    known = _EXTERNAL.get(node.target.overloadpacket)
+    known = _EXTERNAL.get(op.overloadpacket)
     if known is not None:
         return known(node, operands, results)
     if fused:
         return 0
-    known = _EAGER.get(node.target.overloadpacket)
+    known = _EAGER.get(op.overloadpacket)
     if known is not None:
         return known(node, operands, results)
-    if torch.Tag.pointwise in node.target.tags and node.target not in _CONVERTING:
+    if torch.Tag.pointwise in op.tags and op not in _CONVERTING:
         return _converted(operands)
     return 0
 

@@ -128,7 +128,9 @@ class _Table:
         if node.op in ("placeholder", "get_attr"):
             return [self._input(node, value)]
         if node.op == "call_function" and node.target is operator.getitem:
-            return [self._item(*node.args)]
+            names = self._item(*node.args)
+            is_tuple = isinstance(value, tuple) and len(value) == len(names)  # of results of an op that another runs
+            return [(name,) for name in names] if is_tuple else [names]
         if node in self._inlined:
             return [tuple(dict.fromkeys(chain(*map(self.names, node.all_input_nodes))))]
         if node.op == "output":

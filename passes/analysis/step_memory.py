@@ -13,10 +13,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from torch import Tensor
 from torch.fx import GraphModule
 
 from dsgraph.inductor_ext import chunk_rows
-from dsgraph.passes.compat import captured_gradients, captured_input
+from dsgraph.passes.compat import captured_gradients, captured_input, is_tangent
 from dsgraph.passes.ir.graph import placeholders
 from dsgraph.passes.ir.mesh_axis import MeshAxis, shard_axis
 from dsgraph.passes.ir.parameters import ParamInfo
@@ -96,9 +97,8 @@ def pair_memory(
     """
     ahead = simulate(forward, owned=[node.name for node in placeholders(forward)], fused=fused)
     held = {piece.node for piece in ahead.pieces if piece.owned}
-    known = set(ahead.nodes)
-    saved = [node.name for node in placeholders(backward) if node.name in known] if backward is not None else []
-    roots = {name: ahead.roots[name][0] for name in saved if name in ahead.roots}
+    saved = _saved(backward, ahead) if backward is not None else {}
+    roots = {name: ahead.roots[source][0] for name, source in saved.items() if source in ahead.roots}
     # A forward returns what the captured graph returns, and then what it saves.
     returned = ahead.outputs[: len(ahead.outputs) - len(saved)]
     outputs = {piece for name in returned if name is not None for piece in ahead.roots.get(name, ())}
@@ -126,6 +126,20 @@ def pair_memory(
         buffers=tuple(map(transfer_buffers, [forward] if backward is None else [forward, backward])),
         stores=() if backward is None else stored_gradients(backward),
     )
+
+
+def _saved(backward: GraphModule, ahead: GraphMemory) -> dict[str, str]:
+    """Return the backward's inputs that the forward returns, each with the node of the forward that it comes from.
+
+    They have the same names, but for the states of random number generators, which have the same order.
+    """
+    known = set(ahead.nodes)
+    inputs = [node for node in placeholders(backward) if not is_tangent(node)]
+    found = {node.name: node.name for node in inputs if node.name in known}
+    states = [node.name for node in inputs if node.name not in known and isinstance(node.meta.get("val"), Tensor)]
+    behind = ahead.outputs[len(ahead.outputs) - len(found) - len(states) :]
+    sources = [name for name in behind if name is not None and name not in found]
+    return {**found, **dict(zip(states, sources, strict=True))} if len(sources) == len(states) else found
 
 
 def _gradients(

@@ -82,7 +82,7 @@ def emit(before: Node, target: Callable[..., Any], *args: Any, **kwargs: Any) ->
     with graph.inserting_before(before):
         node = graph.call_function(target, args, kwargs)
     node.meta.update({key: before.meta[key] for key in _PROVENANCE if key in before.meta})
-    node.meta["val"] = _evaluate(target, args, kwargs)
+    node.meta["val"] = evaluate(target, args, kwargs)
     return node
 
 
@@ -92,7 +92,8 @@ def come_from(node: Node, original: Node) -> Node:
     return node
 
 
-def _evaluate(target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def evaluate(target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Return the fake value of a call; its arguments may contain nodes."""
     fake_args, fake_kwargs = torch.fx.map_arg((args, kwargs), fake_value)
     mode = detect_fake_mode(fake_args)
     if mode is None:

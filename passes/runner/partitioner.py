@@ -37,6 +37,7 @@ from dsgraph.passes.ir.collectives import collectives
 from dsgraph.passes.ir.graph import emit, is_returned, is_wait, placeholders, replace_and_erase
 from dsgraph.passes.ir.mesh_axis import MeshAxis
 from dsgraph.passes.ir.parameters import ParamInfo
+from dsgraph.passes.ir.random_calls import evaluate_random_calls
 from dsgraph.passes.ir.roles import GraphInput
 from dsgraph.passes.memory.fit import PLANNED, Agree, alone, describe, fit
 from dsgraph.passes.memory.policies import Transfers
@@ -236,6 +237,7 @@ class Partitioner(_HeldByReference, CustomPartitionerFn):
     ) -> None:
         """What comes behind the splitting: passes of both graphs, of the forward, of the backward."""
         for part in (forward, backward):
+            evaluate_random_calls(part)
             _merge_waits(part)
         put_opaque_values_last(forward, backward, num_fwd_outputs=user_outputs)
         pair = GraphPair(forward, backward, user_outputs)

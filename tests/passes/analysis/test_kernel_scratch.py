@@ -41,6 +41,10 @@ def _convolve_backward(gradient, x, weight):
     )
 
 
+def _dropped_again(x, state):
+    return torch.ops.higher_order.run_with_rng_state(state, aten.native_dropout.default, x, 0.1, True)
+
+
 def _attended(gradient):
     """Attention's backward on queries, keys and values of one tensor, without what its forward holds."""
     packed = torch.randn(16, 64, 12, 64)
@@ -61,6 +65,7 @@ CASES = {
     "upsampling": (lambda x: F.interpolate(x, scale_factor=2.0), X),
     "loss": (lambda x, y: F.mse_loss(x, y), X, X + 1),
     "dropout": (lambda x: aten.native_dropout(x, 0.1, True), X),
+    "dropout-repeated": (_dropped_again, X, torch.get_rng_state()),
     "conversion": (torch.mul, X, MASK),
     "attention": _attended(torch.randn(16, 64, 4, 64).transpose(1, 2)),
     "attention-copied": _attended(torch.randn(16, 4, 64, 64)),

@@ -109,6 +109,18 @@ def test_results_of_one_op_are_freed_one_by_one():
     assert lifetimes(memory)["sort"][1] == "add" and lifetimes(memory)["sort:1"][1] == "_to_copy"
 
 
+def test_results_of_an_op_that_another_runs_are_freed_one_by_one():
+    def function(x):
+        _, (dropped, mask) = torch.ops.higher_order.run_and_save_rng_state(aten.native_dropout.default, x, 0.5, True)
+        aten.add.Tensor(dropped, 1)
+        return mask.float() + 1
+
+    memory = simulate(make_fx(function, tracing_mode="fake")(x()))
+    assert lifetimes(memory)["run_and_save_rng_state:1"][1] == "add"
+    assert lifetimes(memory)["run_and_save_rng_state:2"][1] == "_to_copy"
+    assert memory.by_name["run_and_save_rng_state:1"].bytes == X
+
+
 def test_results_of_one_op_that_share_memory_are_one_piece():
     with torch.library._scoped_library("test_memory", "FRAGMENT") as library:
         library.define("halves(Tensor x) -> (Tensor, Tensor)")

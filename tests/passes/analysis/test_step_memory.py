@@ -4,7 +4,9 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import dsgraph
 from dsgraph.passes import GraphPass, ParamInfo, PassContext, PassResult, Phase
@@ -160,10 +162,21 @@ class Model(nn.Module):
         return (self.down(torch.relu(self.up(x))) * self.scale[:8]).sum()
 
 
-def recorded(stage, batch):
+class Dropping(nn.Module):
+    """A dropout in a checkpoint region, which the backward repeats."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 60)
+
+    def forward(self, x):
+        return checkpoint(lambda x: F.dropout(self.layer(x)).square(), x, use_reentrant=False).sum()
+
+
+def recorded(stage, batch, model=Model):
     """What the passes of a compiled model's forward and backward saw."""
     forward, backward = Record(), RecordBackward()
-    model = dsgraph.partition(Model(), stage=stage, keep_whole_below=12)
+    model = dsgraph.partition(model(), stage=stage, keep_whole_below=12)
     pipeline = dsgraph.default_pipeline() + [forward, backward]
     compiled = torch.compile(model, backend="dsgraph", options={"codegen": "eager", "pipeline": pipeline})
     compiled(batch).backward()
@@ -195,6 +208,19 @@ def test_pairs_are_read_off_compiled_graphs(fake_ranks, stage):
     assert optimizer["optimizer state"] == 2 * held
     batch_and_buffer = 4 * 8 * F32 + 500 * F32
     assert optimizer["other"] == batch_and_buffer
+
+
+def test_a_repeated_dropout_saves_its_state_and_has_results_of_its_own(fake_ranks):
+    before, after, ctx = recorded(3, torch.randn(64, 8), Dropping)
+    found = pair_memory(before, after, params=ctx.params, roles=ctx.roles, axes=ctx.axes)
+    state, dropped, mask = torch.get_rng_state().nbytes, 64 * 60 * F32, 64 * 60
+    assert found.forward.bytes_of(found.outputs) == F32
+    assert "run_and_save_rng_state" in found.saved
+    assert found.forward.bytes_of(["run_and_save_rng_state"]) == state
+    pieces = {name: piece.bytes for name, piece in found.backward.by_name.items() if "run_with_rng_state" in name}
+    scratch = pieces.pop("run_with_rng_state:inside")
+    assert pieces == {"run_with_rng_state": dropped, "run_with_rng_state:1": mask}
+    assert scratch >= dropped + state  # the mask as floats, and the generator's own state, which is restored
 
 
 def test_inference_has_no_backward(fake_ranks):
