@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from dsgraph import compat
 from dsgraph.errors import AccumulationError
@@ -62,13 +61,16 @@ class _Unreduced(Tensor):
         Raises:
             AccumulationError: The op would write values other than zeros.
         """
+        values, spec = compat.flatten_tree((args, kwargs or {}))
         if schema_of(func).is_mutable and func not in _ZEROING:
-            (name, *_) = [each.parameter for each in tree_leaves((args, kwargs)) if isinstance(each, _Unreduced)]
+            (name, *_) = [value.parameter for value in values if isinstance(value, _Unreduced)]
             raise AccumulationError(
                 f"the gradient of parameter {name!r} would be written to inside a step of micro-batches, before it is "
                 "reduced: clip or scale gradients after the last micro-batch's backward, or drop them with zero_grad()"
             )
-        return func(*tree_map_only(_Unreduced, lambda each: each.plain, args), **(kwargs or {}))
+        plain = [value.plain if isinstance(value, _Unreduced) else value for value in values]
+        plain_args, plain_kwargs = compat.unflatten_tree(plain, spec)
+        return func(*plain_args, **plain_kwargs)
 
 
 @dataclass(frozen=True, eq=False)
