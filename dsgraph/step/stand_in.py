@@ -21,7 +21,7 @@ from dsgraph import compat
 from dsgraph.errors import AccumulationError
 from dsgraph.passes.compat import schema_of
 
-_ZEROING = (torch.ops.aten.zero_.default, torch.ops.aten._foreach_zero_.default)
+_ZEROING = ("aten.zero_.default", "aten._foreach_zero_.default")
 
 
 class GradState(Enum):
@@ -62,7 +62,7 @@ class _Unreduced(Tensor):
             AccumulationError: The op would write values other than zeros.
         """
         values, spec = compat.flatten_tree((args, kwargs or {}))
-        if schema_of(func).is_mutable and func not in _ZEROING:
+        if schema_of(func).is_mutable and str(func) not in _ZEROING:
             (name, *_) = [value.parameter for value in values if isinstance(value, _Unreduced)]
             raise AccumulationError(
                 f"the gradient of parameter {name!r} would be written to inside a step of micro-batches, before it is "
