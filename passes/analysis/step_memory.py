@@ -51,6 +51,7 @@ class PairMemory:
         keeps_outputs: True if the caller is assumed to keep the model's outputs, which `saved` does not include then.
         buffers: Of each graph, the most bytes through which parameters on disk, and their gradients, pass at once.
         stores: Of the backward, by input of the forward: when the gradients of parameters on disk are stored.
+        random_states: The states of random number generators among `saved`.
     """
 
     forward: GraphMemory
@@ -67,6 +68,7 @@ class PairMemory:
     keeps_outputs: bool = False
     buffers: tuple[int, ...] = ()
     stores: tuple[StoredGradient, ...] = ()
+    random_states: frozenset[str] = frozenset()
 
 
 def pair_memory(
@@ -125,6 +127,7 @@ def pair_memory(
         keeps_outputs=keeps_outputs,
         buffers=tuple(map(transfer_buffers, [forward] if backward is None else [forward, backward])),
         stores=() if backward is None else stored_gradients(backward),
+        random_states=frozenset(roots[name] for name, source in saved.items() if name != source and name in roots),
     )
 
 

@@ -83,7 +83,7 @@ def _step(net: nn.Module, optimizer: optim.Optimizer) -> None:
 def test_an_optimizer_that_steps_elsewhere_is_refused(one_rank, tier):
     net = dsgraph.partition(nn.Linear(64, 64), stage=1, offload={"optimizer": tier})
     plain = optim.AdamW(net.parameters())
-    with pytest.raises(PartitionError, match=rf"AdamW: .*{tier}.*: step dsgraph\.offload_optimizer\(optimizer"):
+    with pytest.raises(PartitionError, match=rf"AdamW: .*{tier}.*: use dsgraph\.offload_optimizer\(optimizer"):
         _step(net, plain)
     _step(net, dsgraph.offload_optimizer(plain, net))
 

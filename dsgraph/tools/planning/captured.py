@@ -128,7 +128,7 @@ def _holding(memory: PairMemory, *, nodes: int, seconds: float) -> Holding:
     step = simulate_step([memory], optimizer_state=0)
     held, gradients = (step.phases[-1].composition[part] for part in ("parameters", "gradients"))
     shards = sum(map(shard_bytes, memory.params.values()))
-    saved = memory.forward.bytes_of(memory.saved)
+    saved = memory.forward.bytes_of(memory.saved - memory.random_states)  # a GPU's generator state is 16 bytes
     given, peak = step.phases[0].bytes - held, step.at_peak.composition
     return Holding(
         parameters=held - shards,
