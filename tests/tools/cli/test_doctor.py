@@ -39,7 +39,7 @@ def test_all_is_well_where_the_tests_run():
     import torch
 
     code, answer = _doctor()
-    assert code == 0
+    assert code == 0, answer
     assert answer["works"]
     checks = answer["checks"]
     assert all(check["state"] == "ok" for check in checks.values() if check["needed"])
