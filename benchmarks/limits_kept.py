@@ -93,12 +93,9 @@ def measure(
         found, _, said = _train(case, counter, stage=stage, codegen=codegen, memory_limit=limit)
         yield {
             **{"model": name, "codegen": codegen, "free_mb": free / MB, "predicted_mb": predicted / MB},
-            **{
-                "limit_mb": limit / MB,
-                "measured_mb": found / MB,
-                "share": None if said else found / limit,
-                "said": said,
-            },
+            **{"limit_mb": limit / MB, "measured_mb": found / MB},
+            "share": None if said else found / limit,
+            "said": said,
         }
         if said:
             return

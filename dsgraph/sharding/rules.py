@@ -67,7 +67,7 @@ def _norms(_: type, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: A
         if isinstance(value, DTensor):
             layout = (value.device_mesh, value.placements)
             if layout not in alike:
-                alike[layout] = torch.linalg.vector_norm(value, *order, **(kwargs or {}))
+                alike[layout] = torch.linalg.vector_norm(value, *order[:1])
             norms[number] = compat.distributed_like(alike[layout], norms[number])
     for norm in alike.values():
         if any(placement.is_partial() for placement in norm.placements) and not compat.is_fake(norm.to_local()):

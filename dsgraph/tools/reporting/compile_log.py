@@ -120,7 +120,6 @@ class CompileLog:
         self._ownerless: deque[CompileEntry] = deque(maxlen=32)
         self._given_up: deque[GivenUp] = deque(maxlen=256)
         self._restarts: deque[tuple[str, int, str]] = deque(maxlen=256)
-        self._unseen: deque[GivenUp] = deque(maxlen=256)
         self._last_metric: Any = None
         self._last_frame = -1
         self._keys = itertools.count()
@@ -128,11 +127,6 @@ class CompileLog:
     def add(self, record: CompileEntry, owners: Sequence[object]) -> None:
         """Keeps a record for as long as one of `owners` lives."""
         function = record.capture.function
-        self._note()
-        if record.capture.resumes_at is None:  # it compiles again, since torch.compiler.reset
-            here = (function.file, function.line)
-            current = [item for item in self._given_up if (item.function.file, item.function.line) != here]
-            self._given_up = deque(current, maxlen=self._given_up.maxlen)
         if not owners:
             owners = self._owners_of(function)
             if not owners:
@@ -159,12 +153,6 @@ class CompileLog:
 
     def look(self) -> list[GivenUp]:
         """Takes down what Dynamo has noted since the last look; returns the frames that it gave up on meanwhile."""
-        self._note()
-        fresh = list(self._unseen)
-        self._unseen.clear()
-        return fresh
-
-    def _note(self) -> None:
         metrics = compat.compile_metrics()
         new = metrics
         for number, metric in enumerate(metrics):
@@ -172,6 +160,7 @@ class CompileLog:
                 new = metrics[number + 1 :]
         if metrics:
             self._last_metric = metrics[-1]
+        fresh = []
         for metric in new:
             if self._begins_anew(metric):
                 self._given_up.clear()
@@ -179,12 +168,12 @@ class CompileLog:
                 reason = "; ".join(sorted(first_sentences(text) for text in metric.restart_reasons))
                 self._restarts.append((metric.co_filename, metric.co_firstlineno or 0, reason))
             if _runs_uncompiled(metric):
-                frame = self._given_up_frame(metric)
-                self._given_up.append(frame)
-                self._unseen.append(frame)
+                fresh.append(self._given_up_frame(metric))
+                self._given_up.append(fresh[-1])
+        return fresh
 
     def _begins_anew(self, metric: Any) -> bool:
-        """Whether Dynamo was reset before this compile, so that it compiles again what it had given up on."""
+        """Return True if Dynamo was reset before this compile, and so tries again to compile what it gave up on."""
         frame, _, again = str(metric.compile_id).partition("/")
         if metric.is_forward is False or again != "0" or not frame.isdecimal():
             return False
