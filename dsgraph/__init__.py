@@ -19,7 +19,6 @@ if TYPE_CHECKING:
         PassResult,
         Phase,
         Pipeline,
-        default_pipeline,
         graph_pass,
     )
     from dsgraph.passes.kernels.spec import KernelSpec, Match, NearMiss
@@ -28,6 +27,7 @@ if TYPE_CHECKING:
     from .api import backend, report
     from .compiler.compile import compile
     from .compiler.custom_kernel import kernel
+    from .compiler.pipeline import default_pipeline
     from .engine.engine import Engine
     from .engine.initialize import add_config_arguments, initialize
     from .errors import (

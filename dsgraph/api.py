@@ -9,12 +9,13 @@ from . import checkpointing, compat
 
 compat.check_torch_version()
 
-from dsgraph.passes import GraphPass, PassContext, PassError, PassResult, Phase, Pipeline, default_pipeline, graph_pass
+from dsgraph.passes import GraphPass, PassContext, PassError, PassResult, Phase, Pipeline, graph_pass
 from dsgraph.passes.kernels.spec import KernelSpec, Match, NearMiss
 
 from .compiler.backend import Backend
 from .compiler.compile import compile
 from .compiler.custom_kernel import kernel
+from .compiler.pipeline import default_pipeline
 from .engine.engine import Engine
 from .engine.initialize import add_config_arguments, initialize
 from .errors import (

@@ -1,11 +1,11 @@
 """Floor 1, the compiler: passes, the runner that runs them and the partitioner that carries them."""
 
 from .analysis.cost import CostModel
+from .core.capture_facts import CaptureFacts
 from .core.context import PassContext, Phase
 from .core.graph_pair import GraphPair
 from .core.graph_pass import FunctionPass, GraphPass, PassResult, graph_pass
 from .core.pipeline import Pipeline
-from .defaults import default_pipeline
 from .errors import PassError
 from .ir.mesh_axis import AxisRole, MeshAxis
 from .ir.parameters import ParamInfo
@@ -24,7 +24,7 @@ from .overlap.bucket_reductions import BucketReductions
 from .overlap.delay_reduction_waits import DelayReductionWaits
 from .overlap.prefetch_gathers import PrefetchBackwardGathers, PrefetchForwardGathers
 from .parallel.slice_tensors import SliceTensors
-from .runner.partitioner import CaptureFacts, InferenceLowering, Partitioner, Split
+from .runner.partitioner import InferenceLowering, Partitioner, Split
 from .runner.runner import GraphSink, PassRecord, Runner
 from .zero.await_copies import AwaitCopies
 from .zero.bucket_small_reductions import BucketSmallReductions
@@ -92,6 +92,5 @@ __all__ = [
     "StreamForwardParameters",
     "SubstituteKernels",
     "call_of",
-    "default_pipeline",
     "graph_pass",
 ]

@@ -537,9 +537,9 @@ OFFLOAD = (
         killers=("tests/offload/test_predicted_memory.py",),
     ),
     Mutant(
-        *("read-ahead-as-ever", "dsgraph/compiler/codegen.py", "missing check"),
-        *("for item in _STREAMING if type(item) not in own", "for item in _STREAMING"),
-        killers=("tests/engine/test_offloading.py",),
+        *("read-ahead-as-ever", "dsgraph/compiler/pipeline.py", "missing check"),
+        *('{} if options.read_ahead_bytes is None else {"ahead_bytes": options.read_ahead_bytes}', "{}"),
+        killers=("tests/compiler/test_pipeline.py",),
     ),
     Mutant(
         *("state-on-disk-counts-in-memory", "passes/analysis/budget.py", "missing term"),

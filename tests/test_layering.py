@@ -33,7 +33,6 @@ ORDER = {
         ["verify", "zero", "overlap", "memory", "kernels", "regions"],
         ["parallel"],
         ["runner"],
-        ["defaults"],
         ["__init__"],
     ],
     "dsgraph": [

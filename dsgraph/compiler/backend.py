@@ -32,7 +32,8 @@ from .captured_writes import refuse_writes
 from .costs.agreed import known_costs
 from .frames import read_capture
 from .limit_scope import bound_sizes, limit_gap, over_limit, refuse_memory_budget, with_unread
-from .options import MEMORY_SHARE, BackendOptions, by_plan_alone, parse_options
+from .options import MEMORY_SHARE, BackendOptions, parse_options
+from .pipeline import bind_options, build_pipeline
 from .request import CompileObserver, CompilerChoice, CompileRequest, Watches
 from .runs import Communication
 from .spare_memory import spare_bytes
@@ -151,7 +152,8 @@ class Backend:
         for observer in self.observers:
             observer.captured(capture, options)
         # Inductor's own partitioner, which knows nothing of sums, takes the graph where no pass is behind the capture.
-        adds_sums = options.codegen == "eager" or not options.pipeline.ends_with_capture
+        passes = bind_options(options)
+        adds_sums = options.codegen == "eager" or not passes.ends_with_capture
         sums = add_sums(gm, inputs) if adds_sums else ()
         facts = read_facts(gm, inputs, module)
         refuse_writes(gm, facts)
@@ -159,6 +161,7 @@ class Backend:
         request = CompileRequest(
             number=self._compiles,
             options=options,
+            pipeline=passes,
             mode=mode,
             capture=capture,
             module=module,
@@ -177,7 +180,8 @@ class Backend:
             return self._agreed(request, gm, choice)
         _refuse_limit_without_parts(request)
         gap = limit_gap(capture, facts, module) if request.trains and options.memory_limit is not None else ""
-        return replace(request, facts=choice.facts(facts, options), limit_gap=gap)
+        facts = choice.facts(facts, options)
+        return replace(request, facts=facts, pipeline=build_pipeline(options, facts), limit_gap=gap)
 
     def _agreed(self, request: CompileRequest, gm: GraphModule, choice: CompilerChoice) -> CompileRequest:
         """The request, with what the ranks of the mesh know together."""
@@ -199,18 +203,17 @@ class Backend:
             facts = with_unread(facts, inputs, request.module)
             gap = bound_sizes(gm, inputs, request.capture) if request.trains else ""
         tier = options.activation_offload if keeps else None
-        if tier is not None:  # the plan says what moves
-            options = options.model_copy(update={"pipeline": by_plan_alone(options.pipeline)})
         facts = replace(facts, memory_limit=limit, keeps_limit=keeps, offload_tier=tier)
         known_facts = replace(facts, costs=known.model(mesh, facts.axes))
         facts = choice.facts(known_facts, options)
         communication = communication_lines(gm, facts, names, training=training)
         spare = partial(spare_bytes, gm, inputs, facts=facts, module=request.module)
         keep_bytes = agreement.least_spare([f"within {facts.memory_limit}", *communication], spare)
-        lines = (*(f"pass {item.name}" for item in options.pipeline), *communication)
+        pipeline = build_pipeline(options, facts)
+        lines = (*(f"pass {item.name}" for item in pipeline), *communication)
         return replace(
             request,
-            options=options,
+            pipeline=pipeline,
             facts=replace(facts, keep_bytes=keep_bytes),
             costs=known.describe(mesh, facts.axes),
             agreement=agreement,

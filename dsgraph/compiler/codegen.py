@@ -18,16 +18,12 @@ from dsgraph.passes import (
     AwaitCopies,
     CaptureFacts,
     InferenceLowering,
-    InsertZeroCollectives,
-    OffloadGradients,
     Partitioner,
     PassContext,
     PassRecord,
     Phase,
     Pipeline,
     Runner,
-    StreamBackwardParameters,
-    StreamForwardParameters,
 )
 from dsgraph.passes.core.collective_order import collective_lines
 from dsgraph.passes.kernels.patterns import register_kernels
@@ -51,9 +47,6 @@ _HOOKS = ("custom_partitioner_fn", "joint_custom_post_pass")
 # Inductor's search for an order of less memory knows nothing of the time that a transfer takes: it puts every wait
 # right behind its start again, which took 7 % longer a step (GPT of 27 M parameters, 2 ranks, gloo).
 _KEEP_ORDER = ("reorder_for_peak_memory", False)
-
-
-_STREAMING = (OffloadGradients(), StreamForwardParameters(), StreamBackwardParameters())
 
 
 class _Partitioner(Partitioner):
@@ -124,6 +117,7 @@ class Compilation:
         self,
         options: BackendOptions,
         facts: CaptureFacts,
+        pipeline: Pipeline,
         *,
         mode: str | None,
         watch: CompileWatch | None = None,
@@ -143,10 +137,9 @@ class Compilation:
         if facts.gathered_copies and self.records_cuda_graphs:
             facts = replace(facts, gathered_copies=frozenset())
         self._facts = facts
-        pipeline = _pipeline(options, facts)
         self.awaits_copies = bool(facts.gathered_copies) and any(isinstance(item, AwaitCopies) for item in pipeline)
         self.from_cache = False
-        self.unidentified = unidentified(options, facts)
+        self.unidentified = unidentified(options, pipeline)
         self._partitioner: Partitioner | None = None
         self._runner = Runner(pipeline, sink=self._watch, after_phase=self._after_phase, verify=options.verify)
 
@@ -240,25 +233,11 @@ def records_cuda_graphs(options: BackendOptions, mode: str | None) -> bool:
     return options.codegen == "inductor" and compat.uses_cudagraphs(_settings(options, mode))
 
 
-def unidentified(options: BackendOptions, facts: CaptureFacts) -> tuple[str, ...]:
+def unidentified(options: BackendOptions, pipeline: Pipeline) -> tuple[str, ...]:
     """Passes whose code cannot be identified: with one, nothing may come from torch's caches."""
     if options.codegen != "inductor":
         return ()
-    return tuple(item.name for item in _pipeline(options, facts) if item.fingerprint() is None)
-
-
-def _pipeline(options: BackendOptions, facts: CaptureFacts) -> Pipeline:
-    """The passes that have something to do, and those for parameters on disk, if there are any."""
-    if any(info.tier for info in facts.params.values()):
-        own = {type(item) for item in options.pipeline}
-        if InsertZeroCollectives not in own:
-            raise OptionError(
-                "parameters on disk are read and written by passes, which need InsertZeroCollectives in the pipeline; "
-                "`dsgraph bisect` compares with a pipeline without it. Add that pass, or take 'parameters' out of "
-                "partition(offload=...) (in the engine, offload_param)"
-            )
-        return options.pipeline + [item for item in _STREAMING if type(item) not in own]
-    return options.pipeline if facts.params or facts.gathered_copies else options.pipeline.without_mesh()
+    return tuple(item.name for item in pipeline if item.fingerprint() is None)
 
 
 def _settings(options: BackendOptions, mode: str | None) -> dict[str, Any]:

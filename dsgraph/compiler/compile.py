@@ -14,6 +14,7 @@ from dsgraph.nearest import nearest
 from dsgraph.step.state import partition
 
 from .options import BackendOptions, mode_settings, parse_options
+from .pipeline import bind_options
 
 _PARTITION_OPTIONS = ("param_dtype", "reduce_dtype", "keep_whole_below", "cast_forward_inputs")
 _TORCH_OPTIONS = ("fullgraph", "dynamic", "mode")
@@ -48,7 +49,7 @@ def compile(model: nn.Module, mesh: DeviceMesh | None = None, stage: int | None 
     mode = for_torch.pop("mode", None)
     if mode is not None:  # torch.compile takes a mode or options, never both
         options["inductor"] = _with_mode(mode, parse_options(options))
-    parse_options(options)  # raises before anything is changed
+    bind_options(parse_options(options))  # raises before anything is changed
     partitioned = partition(model, mesh, stage=stage, **for_partition)
     return torch.compile(partitioned, backend="dsgraph", options=options or None, **for_torch)  # type: ignore[return-value]
 

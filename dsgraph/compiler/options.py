@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,18 +15,7 @@ from dsgraph.errors import OptionError
 from dsgraph.inductor_ext.sparse.layouts import Layout, SparseLayoutError
 from dsgraph.inductor_ext.sparse.reading import layout_of
 from dsgraph.nearest import nearest
-from dsgraph.passes import (
-    GraphPass,
-    OffloadActivations,
-    PartitionActivations,
-    PassError,
-    Pipeline,
-    SparsifyAttention,
-    SubstituteKernels,
-    default_pipeline,
-)
-from dsgraph.passes.kernels.patterns import KERNELS
-from dsgraph.passes.kernels.spec import KernelSpec
+from dsgraph.passes import KERNELS, KernelSpec, Pipeline
 
 MEMORY_SHARE = 0.9
 """How much of a GPU's memory a step may use unless the user says otherwise."""
@@ -38,7 +26,16 @@ class BackendOptions(BaseModel):
 
     Attributes:
         codegen: "inductor" compiles kernels; "eager" runs the transformed graphs as they are, which starts quickly.
-        pipeline: A `Pipeline`, or a list of passes. Default: `default_pipeline()`.
+        pipeline: A `Pipeline`, or a list of passes and of names of built-in passes. None: `default_pipeline()`. Other
+            options set their passes in it, and add optional passes such as `OffloadActivations`.
+        gather_bucket_bytes: The most bytes of gathered parameters in one bucket, see `BucketForwardGathers`. None: as
+            the passes have it.
+        reduce_bucket_bytes: The most bytes of gradients in one bucket, see `BucketReductions`. None: as the passes
+            have it.
+        overlap_comm: Start gathers before they are needed and wait for reductions after other work, see
+            `PrefetchForwardGathers` and `DelayReductionWaits`. False leaves these passes out.
+        read_ahead_bytes: The most bytes of parameters on disk that are being read, or are read and not used, see
+            `StreamForwardParameters`. None: as the passes have it.
         verify: Check every graph after every pass, and name the pass that broke something. It takes 1 to 2 % of
             the time of a compile without Inductor.
         strict: Turn what was not done into errors: warnings, graph breaks, too many recompiles, functions that Dynamo
@@ -79,7 +76,11 @@ class BackendOptions(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", arbitrary_types_allowed=True, strict=True)
 
     codegen: Literal["inductor", "eager"] = "inductor"
-    pipeline: Pipeline = Field(default_factory=default_pipeline)
+    pipeline: Pipeline | tuple[Any, ...] | None = None
+    gather_bucket_bytes: int | None = Field(default=None, ge=1)
+    reduce_bucket_bytes: int | None = Field(default=None, ge=1)
+    overlap_comm: bool = True
+    read_ahead_bytes: int | None = Field(default=None, ge=1)
     verify: bool = True
     strict: bool = False
     recompile_limit: int = Field(default=8, ge=1)
@@ -96,12 +97,7 @@ class BackendOptions(BaseModel):
     @field_validator("pipeline", mode="before")
     @classmethod
     def _from_list(cls, value: object) -> object:
-        if isinstance(value, (list, tuple)):
-            try:
-                return Pipeline(value)
-            except PassError as error:
-                raise ValueError(str(error)) from error
-        return value
+        return tuple(value) if isinstance(value, list) else value
 
     @field_validator("memory_limit", mode="before")
     @classmethod
@@ -161,16 +157,6 @@ def parse_options(given: Mapping[str, Any] | None, environ: Mapping[str, str] = 
     except ValidationError as error:
         raise OptionError(_describe(error)) from None
     _refuse_without_effect(options, values)
-    if "kernels" in values:
-        options = options.model_copy(update={"pipeline": _with_kernels(options.pipeline, options.kernels)})
-    if options.sparse_attention is not None:
-        pipeline = _with_sparse_attention(options.pipeline, options.sparse_attention)
-        options = options.model_copy(update={"pipeline": pipeline})
-    if options.activation_offload is not None:
-        pipeline = _with_offload(options.pipeline, options.activation_offload)
-        options = options.model_copy(update={"pipeline": pipeline})
-    if options.partition_activations and not any(isinstance(item, PartitionActivations) for item in options.pipeline):
-        options = options.model_copy(update={"pipeline": options.pipeline + PartitionActivations()})
     if options.inductor and options.codegen != "inductor":
         raise OptionError(f"option 'inductor' has no effect with codegen={options.codegen!r}: remove one of the two")
     if options.inductor:
@@ -211,51 +197,6 @@ def _refuse_namesakes(kernels: tuple[KernelSpec | Literal["auto"], ...]) -> tupl
     return ("auto", *each_once) if takes_automatic else each_once
 
 
-def _with_kernels(pipeline: Pipeline, kernels: str | tuple[KernelSpec | Literal["auto"], ...]) -> Pipeline:
-    """The pipeline with the kernels that the option asks for."""
-    own = next((item for item in pipeline if isinstance(item, SubstituteKernels)), None)
-    if own is None:
-        raise OptionError(
-            "option 'kernels' has no effect: the pipeline has no SubstituteKernels; add one, or remove the option"
-        )
-    if isinstance(kernels, str):
-        return pipeline if kernels == "auto" else pipeline.without(own.name)
-    asked = tuple(spec for spec in kernels if isinstance(spec, KernelSpec))
-    automatic = own.kernels if "auto" in kernels else ()
-    chosen = replace(own, kernels=tuple(dict.fromkeys((*automatic, *asked))), asked=tuple(spec.name for spec in asked))
-    return Pipeline(chosen if item is own else item for item in pipeline)
-
-
-def _with_sparse_attention(pipeline: Pipeline, layout: Layout) -> Pipeline:
-    """The pipeline with a pass that makes attention sparse, ahead of kernels that would take its place."""
-    listed: list[GraphPass] = list(pipeline)
-    if any(isinstance(item, SparsifyAttention) for item in listed):
-        raise OptionError(
-            "option 'sparse_attention': the pipeline has a SparsifyAttention as well: remove one of the two"
-        )
-    at = next((place for place, item in enumerate(listed) if isinstance(item, SubstituteKernels)), len(listed))
-    return Pipeline([*listed[:at], SparsifyAttention(layout), *listed[at:]])
-
-
-def _with_offload(pipeline: Pipeline, tier: str) -> Pipeline:
-    """The pipeline with a pass that moves every large activation to a tier."""
-    own = [item for item in pipeline if isinstance(item, OffloadActivations)]
-    if len(own) > 1:
-        raise OptionError(f"option 'activation_offload': the pipeline has {len(own)} OffloadActivations; leave one")
-    if own and own[0].tier not in (None, tier):
-        raise OptionError(
-            f"option 'activation_offload' is {tier!r}, but the pipeline has {own[0]}: remove one of the two"
-        )
-    if own:
-        return Pipeline(replace(item, tier=tier) if item is own[0] else item for item in pipeline)
-    return pipeline + OffloadActivations(tier=tier)
-
-
-def by_plan_alone(pipeline: Pipeline) -> Pipeline:
-    """The pipeline, whose `OffloadActivations` moves what a plan names and nothing else."""
-    return Pipeline(replace(item, tier=None) if isinstance(item, OffloadActivations) else item for item in pipeline)
-
-
 def _refuse_without_effect(options: BackendOptions, given: Mapping[str, Any]) -> None:
     if "dump_compiles" in given and options.dump is None:
         raise OptionError("option 'dump_compiles' has no effect without 'dump' (or DSGRAPH_DUMP): remove it, or add it")
@@ -294,6 +235,10 @@ _OF_COMPILE = ("mode", "fullgraph", "dynamic")
 """Arguments of `dsgraph.compile` that are not options of the backend."""
 _TAKES = {
     "pipeline": "a Pipeline or a list of passes",
+    "gather_bucket_bytes": "a number of bytes, 1 or more",
+    "reduce_bucket_bytes": "a number of bytes, 1 or more",
+    "overlap_comm": "True or False",
+    "read_ahead_bytes": "a number of bytes, 1 or more",
     "verify": "True or False",
     "strict": "True or False",
     "recompile_limit": "a number of compiles, 1 or more",

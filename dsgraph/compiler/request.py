@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
-from dsgraph.passes import CaptureFacts, PassContext, PassRecord
+from dsgraph.passes import CaptureFacts, PassContext, PassRecord, Pipeline
 from dsgraph.passes.ir.sources import short_path
 from dsgraph.passes.regions.captured import Captured
 from dsgraph.sharding.agreement import Agreement
@@ -28,6 +28,7 @@ class CompileRequest:
     Attributes:
         number: Which compile of this process it is, from 1.
         options: The user's.
+        pipeline: The passes that compile the graph.
         mode: One of Inductor's modes.
         capture: Where the graph comes from.
         module: The module that is being called; None where there is none.
@@ -47,6 +48,7 @@ class CompileRequest:
 
     number: int
     options: BackendOptions
+    pipeline: Pipeline
     mode: str | None
     capture: Capture
     module: nn.Module | None

@@ -35,7 +35,9 @@ class Usual:
             # Bound to nothing that holds the graph's inputs: what is compiled outlives them.
             lines = "\n".join(["plan", f"within {facts.memory_limit}", *request.lines])
             agree = partial(_agree, request.agreement, lines)
-        made = Compilation(request.options, request.facts, mode=request.mode, watch=watch, agree=agree)
+        made = Compilation(
+            request.options, request.facts, request.pipeline, mode=request.mode, watch=watch, agree=agree
+        )
         made.note_regions(request.regions)
         return UsualCompiler(request, made)
 

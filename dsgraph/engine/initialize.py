@@ -43,7 +43,7 @@ from .optimizers import (
     parameters_in,
     rebound,
 )
-from .pipeline import pipeline_of
+from .pass_options import pass_options
 from .place import device_of_rank, join_ranks, place_in
 from .quantize_training import QuantizedTraining
 from .read_config import load_config, read_config
@@ -267,10 +267,7 @@ def _backend_options(settings: EngineConfig) -> dict[str, Any]:
         found["kernels"] = own.kernels
     if settings.sparse_attention is not None:
         found["sparse_attention"] = sparse_layout(settings)
-    pipeline = pipeline_of(settings, _dtype(settings) or torch.float32)
-    if pipeline is not None:
-        found["pipeline"] = pipeline
-    return found
+    return {**found, **pass_options(settings, _dtype(settings) or torch.float32)}
 
 
 def _optimizer_or_maker(

@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 
 from dsgraph.passes.errors import PassError
 
+from .capture_facts import CaptureFacts
 from .context import PassContext, Phase
 
 
@@ -67,6 +68,10 @@ class GraphPass(ABC):
     @abstractmethod
     def run(self, gm: Any, ctx: PassContext) -> PassResult:
         """Rewrites `gm.graph` in place; of a `GraphPair`, both graphs."""
+
+    def applies(self, facts: CaptureFacts) -> bool:
+        """Return True if the pass has something to do in graphs with these facts; otherwise it is left out."""
+        return facts.is_partitioned or not self.needs_mesh
 
     def fingerprint(self) -> str | None:
         """Identifies code and options in torch's caches; None when the source cannot be read, and nothing is cached.

@@ -57,10 +57,6 @@ class Pipeline:
             raise PassError(f"no pass called {name!r} in the pipeline; it has {[item.name for item in self.passes]}")
         return Pipeline(item for item in self.passes if item.name != name)
 
-    def without_mesh(self) -> Pipeline:
-        """The passes that have something to do in a model that is not partitioned."""
-        return Pipeline(item for item in self.passes if not item.needs_mesh)
-
     @property
     def ends_with_capture(self) -> bool:
         """Whether no pass sees what autograd makes of the captured graph."""

@@ -8,6 +8,7 @@ from typing import ClassVar
 import torch
 from torch.fx import GraphModule, Node
 
+from dsgraph.passes.core.capture_facts import CaptureFacts
 from dsgraph.passes.core.context import PassContext, Phase
 from dsgraph.passes.core.graph_pass import GraphPass, PassResult
 from dsgraph.passes.ir.graph import emit, placeholders
@@ -29,6 +30,10 @@ class OffloadGradients(GraphPass):
     phase: ClassVar[Phase] = Phase.JOINT
     needs_mesh: ClassVar[bool] = True
     requires: ClassVar[frozenset[str]] = frozenset({"zero-collectives"})
+
+    def applies(self, facts: CaptureFacts) -> bool:
+        """Return True if parameters of the graph are stored on disk."""
+        return any(info.tier for info in facts.params.values())
 
     def run(self, gm: GraphModule, ctx: PassContext) -> PassResult:
         places = {

@@ -10,6 +10,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from dsgraph.passes.analysis.cost import number_of, tensor_bytes
+from dsgraph.passes.core.capture_facts import CaptureFacts
 from dsgraph.passes.core.context import PassContext, Phase
 from dsgraph.passes.core.graph_pass import GraphPass, PassResult
 from dsgraph.passes.ir.graph import come_from, emit, fake_value, find_calls, placeholders
@@ -41,6 +42,10 @@ class StreamForwardParameters(GraphPass):
 
     phase: ClassVar[Phase] = Phase.FORWARD
     needs_mesh: ClassVar[bool] = True
+
+    def applies(self, facts: CaptureFacts) -> bool:
+        """Return True if parameters of the graph are stored on disk."""
+        return any(info.tier for info in facts.params.values())
 
     def run(self, gm: GraphModule, ctx: PassContext) -> PassResult:
         stored = [node for node in placeholders(gm) if _is_on_disk(node, ctx) and _readers(node)]

@@ -4,41 +4,36 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from copy import deepcopy
-from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, Protocol
 
 import torch
 from torch.fx import Graph, GraphModule
 from typing_extensions import Self
 
-from dsgraph.passes.analysis.budget import MemoryBudget, MemoryPart, parameter_needs
+from dsgraph.passes.analysis.budget import MemoryBudget
 from dsgraph.passes.analysis.cost import CostModel
 from dsgraph.passes.analysis.step_memory import StepMemory, pair_memory, simulate_step
 from dsgraph.passes.compat import (
     CustomGraphPass,
     CustomPartitionerFn,
-    captured_gradients,
     captured_input,
     is_tangent,
     min_cut_rematerialization_partition,
     put_opaque_values_last,
 )
-from dsgraph.passes.core.context import PassContext, Phase
+from dsgraph.passes.core.capture_facts import CaptureFacts
+from dsgraph.passes.core.context import Phase
 from dsgraph.passes.core.graph_pair import GraphPair
 from dsgraph.passes.core.graph_pass import source_fingerprint
 from dsgraph.passes.ir.accumulated_grads import write_accumulated_grads
 from dsgraph.passes.ir.coalesced import results_of
 from dsgraph.passes.ir.collectives import collectives
 from dsgraph.passes.ir.graph import emit, is_returned, is_wait, placeholders, replace_and_erase
-from dsgraph.passes.ir.mesh_axis import MeshAxis
-from dsgraph.passes.ir.parameters import ParamInfo
 from dsgraph.passes.ir.random_calls import evaluate_random_calls
-from dsgraph.passes.ir.roles import GraphInput
 from dsgraph.passes.memory.fit import PLANNED, Agree, alone, describe, fit
 from dsgraph.passes.memory.policies import Transfers
 from dsgraph.passes.memory.scratch import copy_graph
@@ -48,108 +43,6 @@ from .runner import PassRecord, Runner
 
 _FAR_APART = 2**26
 """Bytes of a transfer beside which its latency is nothing."""
-
-
-@dataclass(frozen=True)
-class CaptureFacts:
-    """What the backend knows of a captured graph.
-
-    Attributes:
-        axes: The mesh axes of its parameters.
-        params: Input number of the captured graph -> parameter.
-        roles: Input number of the captured graph -> what it is.
-        costs: How long computing and communicating takes; None for the defaults of the device.
-        memory_limit: See `MemoryBudget.limit`.
-        keep_bytes: See `MemoryBudget.to_keep`.
-        device_type: Where the parameters lie: "cpu", "cuda", ...
-        gathered_copies: Input numbers of gathered copies that are on their way when the graph begins to run.
-        fuses: See `PassContext`.
-        keeps_limit: Whether a step is to stay under `memory_limit`, whatever it takes.
-        offload_tier: Where activations may be offloaded to for that; None for nowhere.
-        unread: Parameters of the model that the graph does not read, which a step still keeps in memory.
-        unread_copies: Bytes of their gathered copies.
-        held_gradients: Bytes of gradients of earlier micro-batches that exist during a backward.
-    """
-
-    axes: tuple[MeshAxis, ...] = ()
-    params: Mapping[int, ParamInfo] = field(default_factory=lambda: MappingProxyType({}))
-    roles: Mapping[int, GraphInput] = field(default_factory=lambda: MappingProxyType({}), kw_only=True)
-    costs: CostModel | None = None
-    memory_limit: int | None = None
-    keep_bytes: int | None = None
-    device_type: str = "cpu"
-    gathered_copies: frozenset[int] = frozenset()
-    fuses: bool = False
-    keeps_limit: bool = False
-    offload_tier: str | None = None
-    unread: tuple[ParamInfo, ...] = ()
-    unread_copies: int = 0
-    held_gradients: int = 0
-
-    def budget(self) -> MemoryBudget:
-        """What a step needs for parameters, and what it may use; nothing is taken of it yet."""
-        needs = parameter_needs([*self.params.values(), *self.unread])
-        needs[MemoryPart.PARAMETERS] += self.unread_copies
-        needs[MemoryPart.GRADIENTS] += self.held_gradients
-        return MemoryBudget(self.memory_limit, needs, to_keep=self.keep_bytes)
-
-    def context(
-        self,
-        gm: GraphModule,
-        phase: Phase,
-        *,
-        inference: bool = False,
-        user_outputs: int | None = None,
-        budget: MemoryBudget | None = None,
-    ) -> PassContext:
-        """The facts as passes over `gm` see them: parameters by the names of its placeholders.
-
-        Args:
-            gm: The graph.
-            phase: Which passes will see it.
-            inference: See `PassContext`.
-            user_outputs: See `PassContext`.
-            budget: That of earlier phases of the same compile, of which passes have taken; None for a fresh one.
-        """
-        params, gathered_copies, roles = {}, set[str](), {}
-        for number, node in enumerate(placeholders(gm)):
-            origin = number if phase is Phase.CAPTURE else captured_input(node)
-            if origin in self.gathered_copies:
-                gathered_copies.add(node.name)
-            is_tensor = phase is Phase.CAPTURE or isinstance(node.meta.get("val"), torch.Tensor)
-            if origin is not None and origin in self.params and is_tensor:  # a DTensor's mesh is a placeholder, too
-                params[node.name] = self.params[origin]
-            if origin is not None and origin in self.roles and is_tensor:
-                roles[node.name] = self.roles[origin]
-        (output,) = gm.graph.find_nodes(op="output")
-        origins = captured_gradients(output) if phase in (Phase.JOINT, Phase.BACKWARD) else {}
-        gradients = {number: self.params[origin].name for number, origin in origins.items() if origin in self.params}
-        return PassContext(
-            phase=phase,
-            axes=self.axes,
-            params=MappingProxyType(params),
-            roles=MappingProxyType(roles),
-            gathered_copies=frozenset(gathered_copies),
-            fuses=self.fuses,
-            gradients=MappingProxyType(gradients),
-            inference=inference,
-            user_outputs=user_outputs,
-            costs=self.costs or CostModel.default(self.axes, device_type=self.device_type),
-            budget=budget or self.budget(),
-        )
-
-    def pair_context(self, pair: GraphPair, *, budget: MemoryBudget) -> PassContext:
-        """The facts as passes over both graphs see them, by the names of placeholders of either."""
-        ahead = self.context(pair.forward, Phase.FORWARD, user_outputs=pair.user_outputs, budget=budget)
-        behind = self.context(pair.backward, Phase.BACKWARD, budget=budget)
-        return replace(
-            ahead,
-            phase=Phase.PAIR,
-            params=MappingProxyType({**ahead.params, **behind.params}),
-            roles=MappingProxyType({**ahead.roles, **behind.roles}),
-            gathered_copies=ahead.gathered_copies | behind.gathered_copies,
-            gradients=behind.gradients,
-        )
 
 
 class Split(Protocol):

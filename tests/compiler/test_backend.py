@@ -14,6 +14,7 @@ from torch import nn
 import dsgraph
 from dsgraph.compiler.codegen import Compilation
 from dsgraph.compiler.options import parse_options
+from dsgraph.compiler.pipeline import build_pipeline
 from dsgraph.passes import CaptureFacts
 from dsgraph.tools.cli.main import main
 from tests.models import build, tokens
@@ -267,4 +268,5 @@ def test_the_backend_is_found_by_name_without_importing_dsgraph():
 def test_recorded_kernels_wait_for_nothing(options, mode, awaits):
     """Where a replay of CUDA graphs would not wait for gathered copies, the graph's caller does."""
     facts = CaptureFacts(gathered_copies=frozenset({0}))
-    assert Compilation(parse_options(options, {}), facts, mode=mode).awaits_copies is awaits
+    chosen = parse_options(options, {})
+    assert Compilation(chosen, facts, build_pipeline(chosen, facts), mode=mode).awaits_copies is awaits

@@ -12,10 +12,9 @@ from torch import nn
 import dsgraph
 from dsgraph.byte_counts import on_device
 from dsgraph.compiler.options import BackendOptions, parse_options
-from dsgraph.passes import OffloadActivations, SubstituteKernels
+from dsgraph.compiler.pipeline import bind_options
 from dsgraph.passes.kernels.patterns import KERNELS
 
-NAME = SubstituteKernels().name
 RMS_NORM = next(spec for spec in KERNELS if spec.name == "rms_norm")
 
 
@@ -23,7 +22,7 @@ def test_defaults():
     options = parse_options(None, {})
     assert options == BackendOptions()
     assert options.codegen == "inductor"
-    assert [item.name for item in options.pipeline] == [item.name for item in dsgraph.default_pipeline()]
+    assert options.pipeline is None and bind_options(options) == dsgraph.default_pipeline()
 
 
 @pytest.mark.parametrize(
@@ -37,7 +36,6 @@ def test_defaults():
         ({"codegen": "eagr"}, r"option 'codegen' is 'eagr'; did you mean 'eager'\?; it takes 'inductor' or 'eager'"),
         ({"strict": "yes"}, r"option 'strict' is 'yes'"),
         ({"verify": 1}, r"option 'verify' is 1; it takes True or False"),
-        ({"pipeline": ["merge"]}, r"option 'pipeline' is .*a pipeline holds GraphPass objects, found 'merge'"),
         ({"pipeline": 3}, r"option 'pipeline' is 3; it takes a Pipeline or a list of passes"),
         ({"dump": 7}, r"option 'dump' is 7; it takes the path of a folder"),
         ({"dump": ""}, r"option 'dump' is ''; it takes the path of a folder"),
@@ -49,10 +47,6 @@ def test_defaults():
         ({"memory_limit": "60 gigs"}, r"option 'memory_limit' is '60 gigs': it takes .*; units: B, KB, .*GiB"),
         ({"memory_limit": 1.5}, r"option 'memory_limit' is 1.5: it takes .* a share of the device such as 0.8"),
         ({"activation_offload": "gpu"}, r"option 'activation_offload' is 'gpu'; it takes 'host', 'disk' or None"),
-        (
-            {"activation_offload": "host", "pipeline": [OffloadActivations(tier="disk")]},
-            r"option 'activation_offload' is 'host', but the pipeline has OffloadActivations\(tier='disk'",
-        ),
         ({"kernels": "all"}, r"option 'kernels' is 'all'; it takes 'auto', 'none' or a list of kernels"),
         ({"kernels": ["rmsnorm"]}, r"option 'kernels' is .*'rmsnorm'; did you mean 'rms_norm'\?; known: .*rms_norm"),
         (
@@ -66,7 +60,8 @@ def test_defaults():
             {"kernels": ["rms_norm", "rope", replace(RMS_NORM)]},
             r"two kernels of the name 'rms_norm' \(dsgraph.rms_norm.default and .*\): rename the function of one",
         ),
-        ({"kernels": ["rms_norm"], "pipeline": []}, r"option 'kernels' has no effect: the pipeline has no Substitute"),
+        ({"reduce_bucket_bytes": 0}, r"option 'reduce_bucket_bytes' is 0; it takes a number of bytes, 1 or more"),
+        ({"overlap_comm": "no"}, r"option 'overlap_comm' is 'no'; it takes True or False"),
         (["eager"], r"options is \['eager'\]; it takes a dict"),
         (
             {"codegen": "eager", "inductor": {"max_autotune": True}},
@@ -77,19 +72,6 @@ def test_defaults():
 def test_wrong_options_are_named(given, message):
     with pytest.raises(dsgraph.OptionError, match=message):
         parse_options(given, {})
-
-
-def test_auto_in_a_list_means_the_automatic_kernels_as_well():
-    def passes(kernels):
-        return next(item for item in parse_options({"kernels": kernels}, {}).pipeline if item.name == NAME)
-
-    mine = replace(RMS_NORM, name="mine")
-    for kernels in (["auto", mine], [mine, "auto"]):
-        assert (passes(kernels).kernels, passes(kernels).asked) == ((*KERNELS, mine), ("mine",))
-    assert (passes(["auto", "rms_norm"]).kernels, passes(["auto", "rms_norm"]).asked) == (KERNELS, ("rms_norm",))
-    assert (passes(["auto"]).kernels, passes(["auto"]).asked) == (KERNELS, ())
-    with pytest.raises(dsgraph.OptionError, match="two kernels of the name 'rms_norm'"):
-        parse_options({"kernels": ["auto", replace(RMS_NORM)]}, {})
 
 
 def test_dump_has_an_environment_variable():
@@ -172,20 +154,6 @@ def test_compile_partitions_and_compiles(one_rank):
     x = torch.randn(4, 3)
     assert torch.equal(model(x), alone(x))
     assert [name for name, _ in model.named_parameters()] == ["_orig_mod.weight", "_orig_mod.bias"]
-
-
-def test_kernels_set_what_the_pipeline_substitutes():
-    def substituting(**given):
-        pipeline = parse_options(given, {}).pipeline
-        return [item for item in pipeline if isinstance(item, SubstituteKernels)]
-
-    (auto,) = substituting()
-    assert auto == SubstituteKernels() and substituting(kernels="auto") == [auto]
-    assert substituting(kernels="none") == []
-    (asked,) = substituting(kernels=["rms_norm"])
-    assert asked.asked and [spec.name for spec in asked.kernels] == ["rms_norm"]
-    assert substituting(kernels=[asked.kernels[0]]) == [asked]
-    assert substituting(kernels=["rms_norm", asked.kernels[0]]) == [asked]
 
 
 def test_a_memory_limit_may_be_bytes_a_text_or_a_share():

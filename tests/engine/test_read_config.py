@@ -8,7 +8,7 @@ import torch
 
 from dsgraph.engine.config import EngineConfig
 from dsgraph.engine.other_keys import NOT_YET, WITHOUT_EFFECT
-from dsgraph.engine.pipeline import pipeline_of
+from dsgraph.engine.pass_options import pass_options
 from dsgraph.engine.read_config import read_config
 from dsgraph.errors import ConfigError
 
@@ -129,10 +129,10 @@ def test_passes_are_chosen_by_name():
         return read_config({"train_batch_size": 2, "dsgraph": own}, ranks=1).config
 
     def names(**own):
-        return [item.name for item in pipeline_of(resolved(**own), torch.float32)]
+        return pass_options(resolved(**own), torch.float32)["pipeline"]
 
     assert names(pipeline=["merge_gathers", "insert_zero_collectives"]) == ["merge_gathers", "insert_zero_collectives"]
-    assert pipeline_of(resolved(), torch.float32) is None
+    assert pass_options(resolved(), torch.float32) == {}
     with pytest.raises(ConfigError, match="unknown pass 'merge_gather'; did you mean 'merge_gathers'"):
         names(pipeline=["merge_gather"])
     with pytest.raises(ConfigError, match=r"dsgraph.pipeline: pass prefetch_forward_gathers requires"):

@@ -22,7 +22,7 @@ from torch.fx import GraphModule
 from dsgraph import compat
 from dsgraph.compiler.codegen import Compilation, records_cuda_graphs, unidentified
 from dsgraph.compiler.request import CompileOutcome, CompileRequest
-from dsgraph.errors import RanksDisagreeError, on_one_line
+from dsgraph.errors import OptionError, RanksDisagreeError, on_one_line
 from dsgraph.files import write_whole
 from dsgraph.passes import CaptureFacts, GraphPass, Phase, Pipeline
 from dsgraph.passes.ir.collectives import is_collective
@@ -70,6 +70,7 @@ class Bisection:
         self._tolerance = Tolerance(**json.loads(settings.read_text())) if settings.is_file() else Tolerance()
         self._options = request.options
         self._facts = request.facts
+        self._pipeline = request.pipeline
         self._mode = request.mode
         self._agreement = request.agreement
         self._is_new = request.is_new
@@ -87,7 +88,7 @@ class Bisection:
     @property
     def outcome(self) -> CompileOutcome:
         """Nothing that the program runs comes of the passes."""
-        return CompileOutcome(unidentified=unidentified(self._options, self._facts))
+        return CompileOutcome(unidentified=unidentified(self._options, self._pipeline))
 
     def compile(self, gm: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         """Compiles all versions; the result compares them at its first call, and computes what the reference does.
@@ -96,8 +97,14 @@ class Bisection:
         not bisected.
 
         Raises:
+            OptionError: Parameters of the graph are on disk.
             RuntimeError: The graph cannot be compiled even without passes.
         """
+        if any(info.tier for info in self._facts.params.values()):
+            raise OptionError(
+                "dsgraph bisect runs a graph several times, and parameters on disk change in each backward: take "
+                "'parameters' out of partition(offload=...) (in the engine, offload_param)"
+            )
         if not self._is_new:
             return self._compile_reference(gm, inputs)
         self._begin(gm)
@@ -148,15 +155,14 @@ class Bisection:
         self._write()
 
     def _planned(self) -> Iterator[tuple[_Version, Pipeline]]:
-        pipeline = self._options.pipeline if self._facts.params else self._options.pipeline.without_mesh()
-        passes: tuple[GraphPass, ...] = pipeline.passes
+        passes: tuple[GraphPass, ...] = self._pipeline.passes
         for count, item in enumerate(passes, start=1):
             yield _Version(item.name, item.phase.value, "eager"), Pipeline(passes[:count])
         if self._options.codegen != "eager":
-            yield _Version(self._options.codegen, "codegen", self._options.codegen), pipeline
+            yield _Version(self._options.codegen, "codegen", self._options.codegen), self._pipeline
 
     def _compile(self, version: _Version, pipeline: Pipeline, gm: GraphModule, inputs: Sequence[Any]) -> None:
-        changes: dict[str, Any] = {"codegen": version.codegen, "pipeline": pipeline, "dump": None}
+        changes: dict[str, Any] = {"codegen": version.codegen, "dump": None}
         if version.codegen == "eager":
             changes["inductor"] = {}
         else:  # so that it draws the random numbers that the reference draws
@@ -164,6 +170,7 @@ class Bisection:
         compilation = Compilation(
             self._options.model_copy(update=changes),
             self._facts,
+            pipeline,
             mode=None if version.codegen == "eager" else self._mode,
             boxed=version.watched,
         )

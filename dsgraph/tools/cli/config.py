@@ -55,14 +55,18 @@ def _run(arguments: argparse.Namespace) -> Answer:
 def _passes(resolved: ResolvedConfig) -> list[str]:
     import torch
 
-    from dsgraph.engine.pipeline import pipeline_of
-    from dsgraph.passes import default_pipeline
+    from dsgraph.compiler.options import parse_options
+    from dsgraph.compiler.pipeline import build_pipeline
+    from dsgraph.engine.pass_options import pass_options
+    from dsgraph.passes import CaptureFacts, ParamInfo
 
     config = resolved.config
     if not config.dsgraph.compile:
         return []
-    pipeline = pipeline_of(config, torch.float32) or default_pipeline()
-    return [item.name for item in pipeline]
+    tier = "disk" if config.zero_optimization.offload_param.device == "nvme" else ""
+    some = ParamInfo("", (2,), (1,), torch.float32, "shard", requires_grad=True, tier=tier)
+    options = parse_options(pass_options(config, torch.float32), {})
+    return [item.name for item in build_pipeline(options, CaptureFacts(params={0: some}))]
 
 
 def _bytes(resolved: ResolvedConfig, parameters: float, ranks: int) -> dict[str, float]:

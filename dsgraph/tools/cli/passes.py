@@ -55,8 +55,9 @@ def _run(arguments: argparse.Namespace) -> Answer:
 def _own_passes() -> list[dict[str, Any]]:
     """Every pass that `dsgraph.passes` exports; those of the default pipeline in its order, then the others."""
     from dsgraph import passes
+    from dsgraph.compiler.pipeline import default_pipeline
 
-    default = passes.default_pipeline()
+    default = default_pipeline()
     exported = [getattr(passes, name) for name in passes.__all__]
     classes = [item for item in exported if inspect.isclass(item) and issubclass(item, passes.GraphPass)]
     used = {type(item) for item in default}
@@ -69,7 +70,8 @@ def _own_passes() -> list[dict[str, Any]]:
 
 def _users_passes(text: str) -> list[dict[str, Any]]:
     """The passes that `module:object` names."""
-    from dsgraph.passes import GraphPass, PassError, Pipeline, default_pipeline
+    from dsgraph.compiler.pipeline import default_pipeline
+    from dsgraph.passes import GraphPass, PassError, Pipeline
 
     module_name, _, path = text.partition(":")
     if not module_name or not path:

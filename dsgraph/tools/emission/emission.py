@@ -98,6 +98,7 @@ class Emission:
         self._target = target
         self._options = request.options
         self._facts = request.facts
+        self._pipeline = request.pipeline
         self._mode = request.mode
         self._number = request.number
         self._function = request.function
@@ -105,19 +106,20 @@ class Emission:
     @property
     def outcome(self) -> CompileOutcome:
         """Nothing that the program runs comes of the passes."""
-        return CompileOutcome(unidentified=unidentified(self._options, self._facts))
+        return CompileOutcome(unidentified=unidentified(self._options, self._pipeline))
 
     def compile(self, gm: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         """Writes the kernels of all graphs that `gm` becomes; the result runs `gm` on the CPU.
 
         What cannot be emitted is written down as a problem of its graph; the program goes on.
         """
-        plain = {"codegen": "eager", "pipeline": Pipeline(), "inductor": {}, "dump": None}
-        program = Compilation(self._options.model_copy(update=plain), self._facts, mode=None)
+        plain = self._options.model_copy(update={"codegen": "eager", "inductor": {}, "dump": None})
+        program = Compilation(plain, self._facts, Pipeline(), mode=None)
         compiled = program.compile(copy.deepcopy(gm), inputs)
         for_device = self._options.model_copy(update={"codegen": "inductor", "dump": None})
         try:
-            Compilation(for_device, self._facts, mode=self._mode, inductor=self._trace).compile(gm, inputs)
+            compilation = Compilation(for_device, self._facts, self._pipeline, mode=self._mode, inductor=self._trace)
+            compilation.compile(gm, inputs)
         except Exception as error:  # of a pass, or of tracing: no graph came of it
             for arch in self._target.archs:
                 self._write(self._record("capture", arch, problem=on_one_line(error, unnamed=EmissionError)))

@@ -7,7 +7,8 @@ import pytest
 from torch.fx import GraphModule
 
 import dsgraph
-from dsgraph.passes import GraphPass, PassContext, PassError, PassResult, Phase, Pipeline, default_pipeline, graph_pass
+from dsgraph import default_pipeline
+from dsgraph.passes import GraphPass, PassContext, PassError, PassResult, Phase, Pipeline, graph_pass
 
 
 @dataclass(frozen=True)
@@ -117,11 +118,4 @@ def test_a_closure_cannot_be_identified():
 
 def test_public_names():
     assert dsgraph.Pipeline is Pipeline
-    assert dsgraph.default_pipeline is default_pipeline
     assert dsgraph.graph_pass is graph_pass
-
-
-def test_passes_that_need_a_mesh_can_be_left_out():
-    assert len(default_pipeline().without_mesh()) == 2
-    left = [item.name for item in (default_pipeline() + [Late()]).without_mesh()]
-    assert left == ["slice_tensors", "substitute_kernels", "late"]

@@ -356,3 +356,12 @@ def test_nodes_that_were_only_renumbered_are_not_mistaken(folder):
     node = _results(folder)[0]["first"]["node"]
     assert node["code"] == "return x * 5.0"
     assert node["op"] == "aten.mul.Tensor"
+
+
+def test_parameters_on_disk_are_refused(folder, one_rank, tmp_path):
+    offload = {"optimizer": "disk", "parameters": "disk", "folder": str(tmp_path / "state")}
+    model = dsgraph.partition(Net(), stage=3, keep_whole_below=0, offload=offload)
+    compiled = torch.compile(model, backend="dsgraph", options={"codegen": "eager"})
+    with pytest.raises(dsgraph.OptionError, match="bisect runs a graph several times, and parameters on disk change"):
+        compiled(torch.randn(3, 4))
+    assert not _results(folder)

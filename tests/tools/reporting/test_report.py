@@ -385,9 +385,9 @@ def test_passes_that_switch_caches_off_are_named():
 
     from dsgraph.compiler.codegen import Compilation
     from dsgraph.compiler.options import parse_options
-    from dsgraph.passes import CaptureFacts
+    from dsgraph.passes import CaptureFacts, Pipeline
 
-    compilation = Compilation(parse_options({"pipeline": [nosy]}, {}), CaptureFacts(), mode=None)
+    compilation = Compilation(parse_options({}, {}), CaptureFacts(), Pipeline([nosy]), mode=None)
     assert compilation.unidentified == ("nosy",)
 
 

@@ -1,0 +1,183 @@
+"""The list of passes: which passes compile a graph, in which order, with the options bound to them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import fields, replace
+
+from dsgraph.errors import OptionError
+from dsgraph.nearest import nearest
+from dsgraph.passes import (
+    KERNELS,
+    AwaitCopies,
+    BucketBackwardGathers,
+    BucketForwardGathers,
+    BucketReductions,
+    BucketSmallReductions,
+    CaptureFacts,
+    ChooseCollectiveAlgorithms,
+    CompressGathers,
+    CompressReductions,
+    DelayReductionWaits,
+    GraphPass,
+    InsertZeroCollectives,
+    KeepLastGather,
+    KernelSpec,
+    LowerFakeWeights,
+    MergeGathers,
+    OffloadActivations,
+    OffloadGradients,
+    PartitionActivations,
+    PassError,
+    Pipeline,
+    PrefetchBackwardGathers,
+    PrefetchForwardGathers,
+    ReleaseKeptGather,
+    SelectiveGather,
+    SliceTensors,
+    SparsifyAttention,
+    StreamBackwardParameters,
+    StreamForwardParameters,
+    SubstituteKernels,
+)
+
+from .options import BackendOptions
+
+
+def build_pipeline(options: BackendOptions, facts: CaptureFacts) -> Pipeline:
+    """Return the passes that compile one captured graph.
+
+    Args:
+        options: The user's options.
+        facts: The facts of the graph. A pass stays in the list if `GraphPass.applies` is true for them.
+
+    Raises:
+        OptionError: The pipeline of the options cannot run, or an option contradicts it.
+    """
+    passes = list(bind_options(options))
+    on_disk = [item for item in (OffloadGradients(), *_streaming(options)) if item.applies(facts)]
+    if on_disk and not any(isinstance(item, InsertZeroCollectives) for item in passes):
+        raise OptionError(
+            "parameters on disk are read and written by passes, which need InsertZeroCollectives in the pipeline: add "
+            "that pass, or take 'parameters' out of partition(offload=...) (in the engine, offload_param)"
+        )
+    named = {item.name for item in passes}
+    passes += [item for item in on_disk if item.name not in named]
+    if facts.offload_tier is not None:  # the plan of the memory limit names the values that move
+        passes = [replace(item, tier=None) if isinstance(item, OffloadActivations) else item for item in passes]
+    return Pipeline(item for item in passes if item.applies(facts))
+
+
+def default_pipeline() -> Pipeline:
+    """Return the passes that run by default, in their order."""
+    return Pipeline(_built_in(BackendOptions()))
+
+
+def bind_options(options: BackendOptions) -> Pipeline:
+    """Return the passes of the options, for any graph: the built-in list, or the user's with the options bound to it.
+
+    Raises:
+        OptionError: The pipeline of the options cannot run, or an option contradicts it.
+    """
+    bound = {item.name: item for item in _built_in(options)}
+    if options.pipeline is None:
+        return Pipeline(bound.values())
+    plain = {item.name: item for item in _built_in(BackendOptions())}
+    try:
+        given = Pipeline(_by_name(item, plain, bound) for item in options.pipeline)
+        if "kernels" in options.model_fields_set and not any(isinstance(item, SubstituteKernels) for item in given):
+            raise PassError("option 'kernels' has no effect without SubstituteKernels: add it, or remove the option")
+        turned_off = plain.keys() - bound.keys()
+        passes = [_bound(item, bound.get(item.name)) for item in given if item.name not in turned_off]
+        optional = [item for name, item in bound.items() if name not in plain]
+        return Pipeline(_with_optional(passes, optional, order=list(bound)))
+    except PassError as error:
+        raise OptionError(f"option 'pipeline' is {_described(options.pipeline)}: {error}") from error
+
+
+def _built_in(options: BackendOptions) -> list[GraphPass]:
+    """Return the built-in passes that the options ask for, in their order."""
+    gathers = {} if options.gather_bucket_bytes is None else {"bucket_bytes": options.gather_bucket_bytes}
+    reductions = {} if options.reduce_bucket_bytes is None else {"bucket_bytes": options.reduce_bucket_bytes}
+    overlap = options.overlap_comm
+    return [
+        MergeGathers(),
+        SliceTensors(),
+        *([SparsifyAttention(options.sparse_attention)] if options.sparse_attention is not None else []),
+        *([_substitute_kernels(options)] if options.kernels != "none" else []),
+        CompressGathers(),
+        BucketSmallReductions(**reductions),
+        CompressReductions(),
+        InsertZeroCollectives(),
+        LowerFakeWeights(),
+        ChooseCollectiveAlgorithms(),
+        KeepLastGather(),
+        SelectiveGather(),
+        *([OffloadActivations(tier=options.activation_offload)] if options.activation_offload is not None else []),
+        *([PartitionActivations()] if options.partition_activations else []),
+        BucketForwardGathers(**gathers),
+        *([PrefetchForwardGathers()] if overlap else []),
+        AwaitCopies(),
+        ReleaseKeptGather(),
+        BucketBackwardGathers(**gathers),
+        *([PrefetchBackwardGathers()] if overlap else []),
+        BucketReductions(**reductions),
+        *([DelayReductionWaits()] if overlap else []),
+    ]
+
+
+def _streaming(options: BackendOptions) -> list[GraphPass]:
+    ahead = {} if options.read_ahead_bytes is None else {"ahead_bytes": options.read_ahead_bytes}
+    return [StreamForwardParameters(**ahead), StreamBackwardParameters(**ahead)]
+
+
+def _substitute_kernels(options: BackendOptions) -> SubstituteKernels:
+    if isinstance(options.kernels, str):
+        return SubstituteKernels()
+    asked = tuple(spec for spec in options.kernels if isinstance(spec, KernelSpec))
+    automatic = KERNELS if "auto" in options.kernels else ()
+    return SubstituteKernels(tuple(dict.fromkeys((*automatic, *asked))), asked=tuple(spec.name for spec in asked))
+
+
+def _by_name(item: GraphPass | str, plain: Mapping[str, GraphPass], bound: Mapping[str, GraphPass]) -> GraphPass:
+    """Return the built-in pass of a name; a pass is returned as it is."""
+    if not isinstance(item, str):
+        return item
+    if item not in plain:
+        raise PassError(f"unknown pass {item!r}{nearest(item, plain)}; known: {', '.join(plain)}")
+    if item not in bound:
+        raise PassError(f"pass {item!r} is turned off by another option: remove one of the two")
+    return plain[item]
+
+
+def _bound(item: GraphPass, bound: GraphPass | None) -> GraphPass:
+    """Return a pass of the user's list with what the options set of it; both may not set one field."""
+    if bound is None or type(bound) is not type(item):
+        return item
+    plain = type(item)()
+    changes = {}
+    for field in fields(item):
+        default, asked, own = (getattr(each, field.name) for each in (plain, bound, item))
+        if asked != default and own not in (default, asked):
+            raise PassError(f"an option sets {field.name} of {item}, which has its own: remove one of the two")
+        if asked != default:
+            changes[field.name] = asked
+    return replace(item, **changes)
+
+
+def _with_optional(
+    passes: Sequence[GraphPass], optional: Iterable[GraphPass], *, order: Sequence[str]
+) -> list[GraphPass]:
+    """Return the list with optional passes that are missing, each before the first pass that it precedes by default."""
+    found = list(passes)
+    for item in optional:
+        if any(type(other) is type(item) for other in found):
+            continue
+        later = order[order.index(item.name) + 1 :]
+        place = next((at for at, other in enumerate(found) if other.name in later), len(found))
+        found.insert(place, item)
+    return found
+
+
+def _described(pipeline: Iterable[object]) -> str:
+    return f"[{', '.join(item.name if isinstance(item, GraphPass) else repr(item) for item in pipeline)}]"
