@@ -3,119 +3,32 @@
 model = dsgraph.partition(model, mesh, stage=3)
 model = torch.compile(model, backend="dsgraph")
 
-Names are loaded when they are first used, or at once where torch is loaded already: the command line reads dumps
-without torch, which takes seconds to load.
+`__init__.pyi` is the table of public names. They are loaded when one is first used, or at once if torch is loaded:
+the command line reads dumps without torch, which takes seconds to load.
 """
 
+import ast
 import sys
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from dsgraph.passes import (
-        GraphPass,
-        PassContext,
-        PassError,
-        PassResult,
-        Phase,
-        Pipeline,
-        graph_pass,
-    )
-    from dsgraph.passes.kernels.spec import KernelSpec, Match, NearMiss
-
-    from . import checkpointing, nn, ops, sparse
-    from .api import backend, report
-    from .compiler.compile import compile
-    from .compiler.custom_kernel import kernel
-    from .compiler.pipeline import default_pipeline
-    from .engine.engine import Engine
-    from .engine.initialize import add_config_arguments, initialize
-    from .errors import (
-        AccumulationError,
-        CheckpointError,
-        ConfigError,
-        EngineError,
-        InferenceError,
-        KernelError,
-        LossScaleError,
-        OffloadError,
-        OptionError,
-        PartitionError,
-        PositionsError,
-        RanksDisagreeError,
-        StrictError,
-    )
-    from .inference.init_inference import init_inference
-    from .inference.quantize import quantize, save_quantized
-    from .offload.offload_optimizer import offload_optimizer
-    from .parallel.parallelize import parallelize
-    from .parallel.pipeline import pipeline
-    from .parallel.pipelined import PipelinedModel
-    from .parallel.tensor_parallel import tensor_parallel
-    from .sharding.materialize import materialize
-    from .sharding.positions import extend_positions
-    from .step.accumulate import accumulate, allreduce_gradients, discard
-    from .step.state import partition
-    from .tools.reporting.report import Report
+from pathlib import Path
+from typing import Any
 
 __version__ = "0.1.0"
 
-__all__ = [
-    "AccumulationError",
-    "CheckpointError",
-    "ConfigError",
-    "Engine",
-    "EngineError",
-    "GraphPass",
-    "InferenceError",
-    "KernelError",
-    "KernelSpec",
-    "LossScaleError",
-    "Match",
-    "NearMiss",
-    "OffloadError",
-    "OptionError",
-    "PartitionError",
-    "PassContext",
-    "PassError",
-    "PassResult",
-    "Phase",
-    "Pipeline",
-    "PipelinedModel",
-    "PositionsError",
-    "RanksDisagreeError",
-    "Report",
-    "StrictError",
-    "accumulate",
-    "add_config_arguments",
-    "allreduce_gradients",
-    "backend",
-    "checkpointing",
-    "compile",
-    "default_pipeline",
-    "discard",
-    "extend_positions",
-    "graph_pass",
-    "init_inference",
-    "initialize",
-    "kernel",
-    "materialize",
-    "nn",
-    "offload_optimizer",
-    "ops",
-    "partition",
-    "parallelize",
-    "pipeline",
-    "quantize",
-    "report",
-    "save_quantized",
-    "sparse",
-    "tensor_parallel",
-]
+
+def _public_names() -> dict[str, str]:
+    """Return the module of each public name."""
+    table = ast.parse(Path(__file__).with_suffix(".pyi").read_text(encoding="utf-8"))
+    imports = [node for node in table.body if isinstance(node, ast.ImportFrom)]
+    return {alias.name: "." * node.level + (node.module or "") for node in imports for alias in node.names}
+
+
+_PUBLIC = _public_names()
+__all__ = sorted(_PUBLIC)
 
 
 def __getattr__(name: str) -> Any:
-    if name in __all__:
+    if name in _PUBLIC:
         return _load()[name]
     raise AttributeError(f"module 'dsgraph' has no attribute {name!r}")
 
@@ -125,11 +38,17 @@ def __dir__() -> list[str]:
 
 
 def _load() -> dict[str, Any]:
-    """Makes attributes of all names."""
-    api = import_module("dsgraph.api")
-    names = {name: getattr(api, name) for name in __all__}
+    """Load all public names and make them attributes."""
+    import_module("dsgraph.api")  # registers the backend
+    names = {name: _attribute(module, name) for name, module in _PUBLIC.items()}
     globals().update(names)
     return names
+
+
+def _attribute(module: str, name: str) -> Any:
+    if module == ".":
+        return import_module(f".{name}", __name__)
+    return getattr(import_module(module, __name__), name)
 
 
 if "torch" in sys.modules:

@@ -1,110 +1,21 @@
-"""Everything that `import dsgraph` offers. Importing this module registers the ops and the backend."""
+"""Puts the product together: importing this module registers the ops and the backend, with the tools that watch it."""
 
 import os
 from functools import partial
 
 from torch.nn import Module
 
-from . import checkpointing, compat
+from . import compat
 
 compat.check_torch_version()
 
-from dsgraph.passes import GraphPass, PassContext, PassError, PassResult, Phase, Pipeline, graph_pass
-from dsgraph.passes.kernels.spec import KernelSpec, Match, NearMiss
-
 from .compiler.backend import Backend
-from .compiler.compile import compile
-from .compiler.custom_kernel import kernel
-from .compiler.pipeline import default_pipeline
-from .engine.engine import Engine
-from .engine.initialize import add_config_arguments, initialize
-from .errors import (
-    AccumulationError,
-    CheckpointError,
-    ConfigError,
-    EngineError,
-    InferenceError,
-    KernelError,
-    LossScaleError,
-    OffloadError,
-    OptionError,
-    PartitionError,
-    PositionsError,
-    RanksDisagreeError,
-    StrictError,
-)
-from .inference.init_inference import init_inference
-from .inference.quantize import quantize, save_quantized
-from .offload.offload_optimizer import offload_optimizer
-from .parallel.parallelize import parallelize
-from .parallel.pipeline import pipeline
-from .parallel.pipelined import PipelinedModel
-from .parallel.tensor_parallel import tensor_parallel
-from .sharding.materialize import materialize
-from .sharding.positions import extend_positions
 from .sharding.rules import register_rules
-from .step.accumulate import accumulate, allreduce_gradients, discard
-from .step.state import partition
-
-from . import nn, ops, sparse  # isort: skip
 from .tools.bisecting.choice import read_bisecting
 from .tools.dumping.observer import DumpObserver
 from .tools.emission.emission import read_target
 from .tools.reporting.observer import ReportObserver
 from .tools.reporting.report import Report, report_on
-
-__all__ = [
-    "AccumulationError",
-    "CheckpointError",
-    "ConfigError",
-    "Engine",
-    "EngineError",
-    "GraphPass",
-    "InferenceError",
-    "KernelError",
-    "KernelSpec",
-    "LossScaleError",
-    "Match",
-    "NearMiss",
-    "OffloadError",
-    "OptionError",
-    "PartitionError",
-    "PassContext",
-    "PassError",
-    "PassResult",
-    "Phase",
-    "Pipeline",
-    "PipelinedModel",
-    "PositionsError",
-    "RanksDisagreeError",
-    "Report",
-    "StrictError",
-    "accumulate",
-    "add_config_arguments",
-    "allreduce_gradients",
-    "backend",
-    "checkpointing",
-    "compile",
-    "default_pipeline",
-    "discard",
-    "extend_positions",
-    "graph_pass",
-    "init_inference",
-    "initialize",
-    "kernel",
-    "materialize",
-    "nn",
-    "offload_optimizer",
-    "ops",
-    "partition",
-    "parallelize",
-    "pipeline",
-    "quantize",
-    "report",
-    "save_quantized",
-    "sparse",
-    "tensor_parallel",
-]
 
 
 def new_backend(reports: ReportObserver | None = None) -> Backend:

@@ -11,7 +11,7 @@ from .ir.mesh_axis import AxisRole, MeshAxis
 from .ir.parameters import ParamInfo
 from .ir.roles import GraphInput, InputRole
 from .kernels.matching import call_of
-from .kernels.patterns import KERNELS
+from .kernels.registry import KERNELS
 from .kernels.sparsify_attention import SparsifyAttention
 from .kernels.spec import Derived, Gain, KernelSpec, Match, NearMiss, Setting
 from .kernels.substitute_kernels import SubstituteKernels

@@ -10,7 +10,7 @@ import pytest
 
 import dsgraph
 from dsgraph.compiler.options import BackendOptions
-from dsgraph.passes.kernels.patterns import KERNELS
+from dsgraph.passes.kernels.registry import KERNELS
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])

@@ -26,7 +26,7 @@ from dsgraph.passes import (
     Runner,
 )
 from dsgraph.passes.core.collective_order import collective_lines
-from dsgraph.passes.kernels.patterns import register_kernels
+from dsgraph.passes.kernels.registry import register_kernels
 from dsgraph.passes.memory.fit import Agree, alone
 from dsgraph.passes.regions.captured import Captured
 from dsgraph.passes.regions.outline import outline_regions

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib import import_module
 from types import MappingProxyType, ModuleType
 from typing import Any
 
@@ -136,14 +137,14 @@ class KernelSpec:
         return f"KernelSpec({self.name!r})"
 
     def __reduce__(self) -> Any:
-        # Ops cannot be pickled; a pipeline that names kernels goes to other processes all the same.
-        return (_of_name, (self.name,)) if _of_name(self.name) is self else super().__reduce__()
+        # Ops cannot be pickled, and pipelines that name kernels are sent to other processes: send the pattern's module.
+        module = self.match.__module__
+        return (_built_in, (module,)) if _built_in(module) is self else super().__reduce__()
 
 
-def _of_name(name: str) -> KernelSpec | None:
-    from .patterns import KERNELS
-
-    return next((spec for spec in KERNELS if spec.name == name), None)
+def _built_in(module: str) -> KernelSpec | None:
+    """Return the kernel whose pattern a module holds; None for other modules."""
+    return getattr(import_module(module), "SPEC", None)
 
 
 def gain_of_fusion(setting: Setting, *, forward: int, backward: int) -> Gain:

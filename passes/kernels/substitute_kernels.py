@@ -19,7 +19,7 @@ from dsgraph.passes.ir.graph import all_graph_modules
 
 from .capture_graph import interior, place_of, reader_of_layout, same_layout, transforms_begun, why_unsafe
 from .findings import Findings
-from .patterns import KERNELS, largest_first
+from .registry import KERNELS, largest_first
 from .spec import Derived, KernelSpec, Match, NearMiss, Setting
 
 _TRANSFORMED = "it is inside a transform of torch.func, which does not know the kernel"

@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks import kernel_rows, kernels
 from benchmarks.kernel_rows import measure_kernels
-from dsgraph.passes.kernels.patterns import KERNELS
+from dsgraph.passes.kernels.registry import KERNELS
 
 
 @pytest.mark.full

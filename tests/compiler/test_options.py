@@ -13,7 +13,7 @@ import dsgraph
 from dsgraph.byte_counts import on_device
 from dsgraph.compiler.options import BackendOptions, parse_options
 from dsgraph.compiler.pipeline import bind_options
-from dsgraph.passes.kernels.patterns import KERNELS
+from dsgraph.passes.kernels.registry import KERNELS
 
 RMS_NORM = next(spec for spec in KERNELS if spec.name == "rms_norm")
 

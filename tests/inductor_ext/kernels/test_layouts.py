@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
 from dsgraph.inductor_ext import register_lowerings
-from dsgraph.passes.kernels.patterns import register_kernels
+from dsgraph.passes.kernels.registry import register_kernels
 
 N = 8
 LAYOUTS = {

@@ -15,7 +15,7 @@ from torch.testing import FileCheck
 from torch.utils.checkpoint import checkpoint
 
 from dsgraph.passes import PassContext, PassRecord, Phase, Pipeline, Runner, SubstituteKernels
-from dsgraph.passes.kernels.patterns import KERNELS
+from dsgraph.passes.kernels.registry import KERNELS
 from dsgraph.passes.kernels.spec import KernelSpec, Match, NearMiss
 
 RMS_NORM = next(spec for spec in KERNELS if spec.name == "rms_norm")

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.testing import FileCheck
 
 from dsgraph.passes import PassContext, Phase, Pipeline, Runner, SubstituteKernels
-from dsgraph.passes.kernels.patterns import KERNELS
+from dsgraph.passes.kernels.registry import KERNELS
 from dsgraph.passes.kernels.spec import Match
 from tests.passes.kernels.test_substitute_kernels import norm, substitute
 

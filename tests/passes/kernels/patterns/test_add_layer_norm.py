@@ -5,8 +5,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dsgraph.passes.kernels.patterns import KERNELS, layer_norm
+from dsgraph.passes.kernels.patterns import layer_norm
 from dsgraph.passes.kernels.patterns.add_layer_norm import SPEC
+from dsgraph.passes.kernels.registry import KERNELS
 from dsgraph.passes.kernels.spec import Match, NearMiss, Setting
 from tests.inductor_ext.kernels.checks import assert_as_near, gradients
 from tests.passes.kernels.patterns.test_layer_norm import EPS, SPELLINGS, WIDTH

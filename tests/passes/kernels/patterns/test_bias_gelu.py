@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dsgraph.passes.kernels.patterns import KERNELS
 from dsgraph.passes.kernels.patterns.bias_gelu import SPEC
+from dsgraph.passes.kernels.registry import KERNELS
 from tests.inductor_ext.kernels.checks import assert_as_near, gradients
 from tests.passes.kernels.patterns.test_geglu import new_gelu
 from tests.passes.kernels.test_substitute_kernels import substitute

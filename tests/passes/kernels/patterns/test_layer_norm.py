@@ -5,8 +5,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dsgraph.passes.kernels.patterns import KERNELS
 from dsgraph.passes.kernels.patterns.layer_norm import SPEC
+from dsgraph.passes.kernels.registry import KERNELS
 from tests.inductor_ext.kernels.checks import assert_as_near, gradients
 from tests.passes.kernels.test_substitute_kernels import substitute
 

@@ -6,8 +6,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from dsgraph.passes.kernels.patterns import KERNELS
 from dsgraph.passes.kernels.patterns.linear_cross_entropy import SPEC
+from dsgraph.passes.kernels.registry import KERNELS
 from tests.passes.kernels.test_substitute_kernels import substitute
 
 BATCH, LENGTH, WIDTH, CLASSES = 3, 5, 8, 11

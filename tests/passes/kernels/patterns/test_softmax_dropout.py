@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.testing import FileCheck
 from torch.utils.checkpoint import checkpoint
 
-from dsgraph.passes.kernels.patterns import KERNELS
 from dsgraph.passes.kernels.patterns.softmax_dropout import SPEC
+from dsgraph.passes.kernels.registry import KERNELS
 from dsgraph.passes.kernels.spec import Match, Setting
 from tests.inductor_ext.kernels.checks import assert_as_near, gradients
 from tests.passes.kernels.test_substitute_kernels import substitute

@@ -15,7 +15,7 @@ from torch.fx import GraphModule
 import dsgraph
 from dsgraph.passes import PassContext, Phase, Pipeline, Runner, SubstituteKernels
 from dsgraph.passes.ir.graph import all_graph_modules
-from dsgraph.passes.kernels.patterns import KERNELS
+from dsgraph.passes.kernels.registry import KERNELS
 from examples.gpt import GPT, GPTConfig
 
 VOCAB, LAYERS = 64, 2

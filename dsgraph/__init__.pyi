@@ -1,0 +1,99 @@
+"""The table of public names: each is imported from the module that defines it.
+
+Type checkers read it, and `__init__.py` does at run time.
+"""
+
+from dsgraph.passes import (
+    GraphPass as GraphPass,
+)
+from dsgraph.passes import (
+    PassContext as PassContext,
+)
+from dsgraph.passes import (
+    PassError as PassError,
+)
+from dsgraph.passes import (
+    PassResult as PassResult,
+)
+from dsgraph.passes import (
+    Phase as Phase,
+)
+from dsgraph.passes import (
+    Pipeline as Pipeline,
+)
+from dsgraph.passes import (
+    graph_pass as graph_pass,
+)
+from dsgraph.passes.kernels.spec import KernelSpec as KernelSpec
+from dsgraph.passes.kernels.spec import Match as Match
+from dsgraph.passes.kernels.spec import NearMiss as NearMiss
+
+from . import checkpointing as checkpointing
+from . import nn as nn
+from . import ops as ops
+from . import sparse as sparse
+from .api import backend as backend
+from .api import report as report
+from .compiler.compile import compile as compile
+from .compiler.custom_kernel import kernel as kernel
+from .compiler.pipeline import default_pipeline as default_pipeline
+from .engine.engine import Engine as Engine
+from .engine.initialize import add_config_arguments as add_config_arguments
+from .engine.initialize import initialize as initialize
+from .errors import (
+    AccumulationError as AccumulationError,
+)
+from .errors import (
+    CheckpointError as CheckpointError,
+)
+from .errors import (
+    ConfigError as ConfigError,
+)
+from .errors import (
+    EngineError as EngineError,
+)
+from .errors import (
+    InferenceError as InferenceError,
+)
+from .errors import (
+    KernelError as KernelError,
+)
+from .errors import (
+    LossScaleError as LossScaleError,
+)
+from .errors import (
+    OffloadError as OffloadError,
+)
+from .errors import (
+    OptionError as OptionError,
+)
+from .errors import (
+    PartitionError as PartitionError,
+)
+from .errors import (
+    PositionsError as PositionsError,
+)
+from .errors import (
+    RanksDisagreeError as RanksDisagreeError,
+)
+from .errors import (
+    StrictError as StrictError,
+)
+from .inference.init_inference import init_inference as init_inference
+from .inference.quantize import quantize as quantize
+from .inference.quantize import save_quantized as save_quantized
+from .offload.offload_optimizer import offload_optimizer as offload_optimizer
+from .parallel.parallelize import parallelize as parallelize
+from .parallel.pipeline import pipeline as pipeline
+from .parallel.pipelined import PipelinedModel as PipelinedModel
+from .parallel.tensor_parallel import tensor_parallel as tensor_parallel
+from .sharding.materialize import materialize as materialize
+from .sharding.positions import extend_positions as extend_positions
+from .step.accumulate import accumulate as accumulate
+from .step.accumulate import allreduce_gradients as allreduce_gradients
+from .step.accumulate import discard as discard
+from .step.state import partition as partition
+from .tools.reporting.report import Report as Report
+
+__version__: str
+__all__: list[str]

@@ -1,0 +1,45 @@
+"""The table of kernels that the compiler may substitute. A new kernel is a file in `patterns/` and an entry here."""
+
+from __future__ import annotations
+
+from .patterns import (
+    add_layer_norm,
+    add_rms_norm,
+    attention,
+    bias_gelu,
+    decode_attention,
+    few_rows_linear,
+    geglu,
+    layer_norm,
+    linear_cross_entropy,
+    rms_norm,
+    rope,
+    softmax_dropout,
+    swiglu,
+)
+from .spec import KernelSpec
+
+KERNELS: tuple[KernelSpec, ...] = (
+    *(attention.SPEC, linear_cross_entropy.SPEC, add_layer_norm.SPEC, layer_norm.SPEC, add_rms_norm.SPEC),
+    *(rms_norm.SPEC, rope.SPEC, swiglu.SPEC, geglu.SPEC, bias_gelu.SPEC, softmax_dropout.SPEC),
+    *(few_rows_linear.SPEC, decode_attention.SPEC),
+)
+"""All built-in kernels, in the order in which the graph is searched for them at a node.
+
+What a LayerNorm divides by is the root mean square of a difference, what a norm takes may be a sum with a residual,
+what GEGLU lets through a sum with a bias, and an attention may drop what its softmax computes: the larger pattern comes
+first.
+"""
+
+
+def largest_first(kernels: tuple[KernelSpec, ...]) -> tuple[KernelSpec, ...]:
+    """Kernels in an order in which none takes the place of a larger one; those that are not of `KERNELS` stay."""
+    ordered = iter(sorted((spec for spec in kernels if spec in KERNELS), key=KERNELS.index))
+    return tuple(next(ordered) if spec in KERNELS else spec for spec in kernels)
+
+
+def register_kernels() -> None:
+    """Tells Inductor of kernels that it can fuse with their neighbours."""
+    for kernel in KERNELS:
+        if kernel.register is not None:
+            kernel.register()
