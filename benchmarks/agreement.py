@@ -26,7 +26,7 @@ import torch.distributed as dist
 from benchmarks.report import Check, Report, Row, add_arguments
 from benchmarks.systems import SYSTEMS
 from benchmarks.training import Training, Workload
-from dsgraph.sharding.eager_agreement import eager_agreements
+from dsgraph.ranks.eager_agreement import eager_agreements
 
 LIMIT = 1.01
 WARM_UP = 5

@@ -23,7 +23,7 @@ from benchmarks.report import MB, Check, Row
 from benchmarks.systems import SYSTEMS, Step, System, compute_systems, trainer
 from benchmarks.training import Workload
 from benchmarks.workers import WorkerError, Workers
-from dsgraph.tools.cli.plots import new_grid, save
+from dsgraph.tools.cli.inspect.plots import new_grid, save
 from examples.gpt import GPT, GPTConfig
 from examples.text import standard_library
 
@@ -40,7 +40,7 @@ Schedule = Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRSchedule
 
 
 def _adam(model: nn.Module, *, freeze_step: int = 0, lr: float = 1e-3) -> torch.optim.Optimizer:
-    from dsgraph.engine.one_bit import OneBitAdam
+    from dsgraph.engine.optimizers.one_bit import OneBitAdam
 
     if freeze_step:
         return OneBitAdam(model.parameters(), model, lr=lr, freeze_step=freeze_step, weight_decay=0.01)
@@ -48,8 +48,8 @@ def _adam(model: nn.Module, *, freeze_step: int = 0, lr: float = 1e-3) -> torch.
 
 
 def _lamb(model: nn.Module, *, freeze_step: int = 0, lr: float = 1e-2) -> torch.optim.Optimizer:
-    from dsgraph.engine.lamb import Lamb
-    from dsgraph.engine.one_bit import OneBitLamb
+    from dsgraph.engine.optimizers.lamb import Lamb
+    from dsgraph.engine.optimizers.one_bit import OneBitLamb
 
     if freeze_step:
         return OneBitLamb(model.parameters(), model, lr=lr, freeze_step=freeze_step, weight_decay=0.01)

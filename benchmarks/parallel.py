@@ -31,7 +31,7 @@ from benchmarks.report import Check, Report, Row, add_arguments, ratio, table
 from benchmarks.systems import ACCUMULATING, MICRO_BATCHES, Step, System
 from benchmarks.training import Workload
 from benchmarks.workers import Workers
-from dsgraph.parallel.captured_model import capture_model
+from dsgraph.parallel.pipeline.captured_model import capture_model
 from dsgraph.passes.parallel.split_stages import SplitStages
 from examples.gpt import GPT, GPTConfig
 

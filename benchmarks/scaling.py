@@ -33,8 +33,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from benchmarks.report import MB, Check, Report, Row, add_arguments, ratio
-from dsgraph.tools.cli.dumps import Dump
-from dsgraph.tools.cli.timeline import simulate
+from dsgraph.tools.cli.inspect.dumps import Dump
+from dsgraph.tools.cli.inspect.timeline import simulate
 from dsgraph.tools.dumping.records import CollectiveRecord
 
 LAYERS = (12, 24, 48, 96)

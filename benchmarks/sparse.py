@@ -33,7 +33,7 @@ import torch
 
 from benchmarks.report import Check, Report, Row, add_arguments, ratio
 from benchmarks.sparse_cases import LAYOUTS, density_of, inputs, peak_bytes, seconds
-from dsgraph.tools.cli import plots
+from dsgraph.tools.cli.inspect import plots
 
 LENGTHS = (2048, 4096, 8192, 16_384)
 TURNS = 2

@@ -20,9 +20,9 @@ import torch
 import torch.distributed as dist
 from typing_extensions import Self
 
-from dsgraph.errors import LaunchError
 from dsgraph.launch.pool import Pool
 from dsgraph.launch.processes import Answers
+from dsgraph.utils.errors import LaunchError
 
 # How long one call may take before its workers are killed, seconds.
 CALL_LIMIT = 900

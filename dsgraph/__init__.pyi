@@ -40,60 +40,34 @@ from .compiler.pipeline import default_pipeline as default_pipeline
 from .engine.engine import Engine as Engine
 from .engine.initialize import add_config_arguments as add_config_arguments
 from .engine.initialize import initialize as initialize
-from .errors import (
-    AccumulationError as AccumulationError,
-)
-from .errors import (
-    CheckpointError as CheckpointError,
-)
-from .errors import (
-    ConfigError as ConfigError,
-)
-from .errors import (
-    EngineError as EngineError,
-)
-from .errors import (
-    InferenceError as InferenceError,
-)
-from .errors import (
-    KernelError as KernelError,
-)
-from .errors import (
-    LossScaleError as LossScaleError,
-)
-from .errors import (
-    OffloadError as OffloadError,
-)
-from .errors import (
-    OptionError as OptionError,
-)
-from .errors import (
-    PartitionError as PartitionError,
-)
-from .errors import (
-    PositionsError as PositionsError,
-)
-from .errors import (
-    RanksDisagreeError as RanksDisagreeError,
-)
-from .errors import (
-    StrictError as StrictError,
-)
 from .inference.init_inference import init_inference as init_inference
-from .inference.quantize import quantize as quantize
-from .inference.quantize import save_quantized as save_quantized
+from .inference.quantization.quantize import quantize as quantize
+from .inference.quantization.quantize import save_quantized as save_quantized
 from .offload.offload_optimizer import offload_optimizer as offload_optimizer
 from .parallel.parallelize import parallelize as parallelize
-from .parallel.pipeline import pipeline as pipeline
-from .parallel.pipelined import PipelinedModel as PipelinedModel
-from .parallel.tensor_parallel import tensor_parallel as tensor_parallel
-from .sharding.materialize import materialize as materialize
-from .sharding.positions import extend_positions as extend_positions
-from .step.accumulate import accumulate as accumulate
-from .step.accumulate import allreduce_gradients as allreduce_gradients
-from .step.accumulate import discard as discard
-from .step.state import partition as partition
+from .parallel.pipeline.pipeline import pipeline as pipeline
+from .parallel.pipeline.pipelined import PipelinedModel as PipelinedModel
+from .parallel.tensor.tensor_parallel import tensor_parallel as tensor_parallel
+from .partitioning.accumulation.accumulate import accumulate as accumulate
+from .partitioning.accumulation.accumulate import allreduce_gradients as allreduce_gradients
+from .partitioning.accumulation.accumulate import discard as discard
+from .partitioning.initialization.materialize import materialize as materialize
+from .partitioning.initialization.positions import extend_positions as extend_positions
+from .partitioning.state import partition as partition
 from .tools.reporting.report import Report as Report
+from .utils.errors import AccumulationError as AccumulationError
+from .utils.errors import CheckpointError as CheckpointError
+from .utils.errors import ConfigError as ConfigError
+from .utils.errors import EngineError as EngineError
+from .utils.errors import InferenceError as InferenceError
+from .utils.errors import KernelError as KernelError
+from .utils.errors import LossScaleError as LossScaleError
+from .utils.errors import OffloadError as OffloadError
+from .utils.errors import OptionError as OptionError
+from .utils.errors import PartitionError as PartitionError
+from .utils.errors import PositionsError as PositionsError
+from .utils.errors import RanksDisagreeError as RanksDisagreeError
+from .utils.errors import StrictError as StrictError
 
 __version__: str
 __all__: list[str]

@@ -10,7 +10,7 @@ from . import compat
 compat.check_torch_version()
 
 from .compiler.backend import Backend
-from .sharding.rules import register_rules
+from .partitioning.rules import register_rules
 from .tools.bisecting.choice import read_bisecting
 from .tools.dumping.observer import DumpObserver
 from .tools.emission.emission import read_target

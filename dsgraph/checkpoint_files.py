@@ -10,9 +10,9 @@ from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from typing import Any
 
-from dsgraph.errors import CheckpointError
-from dsgraph.files import write_whole
-from dsgraph.typed_json import decode, encode
+from dsgraph.utils.errors import CheckpointError
+from dsgraph.utils.files import write_whole
+from dsgraph.utils.typed_json import decode, encode
 
 FORMAT = "dsgraph-engine-2"
 ABOUT = "engine.json"

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from dsgraph.checkpoint_files import ABOUT, LATEST, check_tag, known_tags, latest_line, latest_tag, write_about
-from dsgraph.errors import CheckpointError
+from dsgraph.utils.errors import CheckpointError
 
 _NEXT_LATEST = ".latest.next"
 _UNFINISHED = re.compile(r"\.(?P<tag>.+)\.[0-9a-f]{8}\.unfinished", re.DOTALL)

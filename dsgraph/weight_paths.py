@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from dsgraph.errors import CheckpointError
+from dsgraph.utils.errors import CheckpointError
 
 INDEX = "model.safetensors.index.json"
 

@@ -14,7 +14,7 @@ import torch
 from torch.utils.data import Dataset
 from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
 
-from dsgraph.engine.trainer import DsgraphTrainer
+from dsgraph.engine.integrations.trainer import DsgraphTrainer
 from examples.text import standard_library
 
 TIME = 64  # bytes a line

@@ -238,34 +238,34 @@ OVERLAP = (
 
 SHARDING = (
     Mutant(
-        *("materialize-own-seed", "dsgraph/sharding/materialize.py", "ranks differ"),
+        *("materialize-own-seed", "dsgraph/partitioning/initialization/materialize.py", "ranks differ"),
         *("broadcast_from_first(shared, mesh)", "pass"),
-        killers=("tests/sharding/test_materialize.py",),
+        killers=("tests/partitioning/initialization/test_materialize.py",),
     ),
     Mutant(
-        *("chunks-of-other-rank", "dsgraph/sharding/rows.py", "off by one shard"),
+        *("chunks-of-other-rank", "dsgraph/partitioning/rows.py", "off by one shard"),
         *("chunks[rank] if rank < len(chunks)", "chunks[rank - 1] if rank < len(chunks)"),
-        killers=("tests/sharding/test_partition.py", "tests/distributed/test_stages.py"),
+        killers=("tests/partitioning/test_partition.py", "tests/distributed/test_stages.py"),
     ),
     Mutant(
-        *("inputs-stay-wide", "dsgraph/sharding/forward_inputs.py", "missing cast"),
+        *("inputs-stay-wide", "dsgraph/partitioning/forward_inputs.py", "missing cast"),
         *("return cast((args, kwargs), dtype)", "return args, kwargs"),
-        killers=("tests/sharding/test_forward_inputs.py::test_inputs_are_cast_as_by_fsdp2",),
+        killers=("tests/partitioning/test_forward_inputs.py::test_inputs_are_cast_as_by_fsdp2",),
     ),
     Mutant(
-        *("frozen-sums-are-lost", "dsgraph/step/accumulation.py", "unsummed gradient"),
+        *("frozen-sums-are-lost", "dsgraph/partitioning/accumulation/accumulated_gradients.py", "unsummed gradient"),
         *("entry.param.requires_grad or entry.was_trained", "entry.param.requires_grad"),
         killers=("tests/distributed/test_accumulate.py::test_requires_grad_is_switched_between_micro_batches",),
     ),
     Mutant(
         *("closed-file-stays", "dsgraph/tiers/slots.py", "missing step"),
         *("    threads.shutdown(wait=False)\n    folder.remove()", "    threads.shutdown(wait=False)"),
-        killers=("tests/engine/test_offloading.py::test_engines_leave_no_files_and_threads",),
+        killers=("tests/engine/optimizers/test_offloading.py::test_engines_leave_no_files_and_threads",),
     ),
     Mutant(
-        *("hints-over-digits", "dsgraph/nearest.py", "missing check"),
+        *("hints-over-digits", "dsgraph/utils/nearest.py", "missing check"),
         *("for name in names if _digits(name) == _digits(found)}", "for name in names}"),
-        killers=("tests/test_nearest.py::test_a_hint_is_right_or_absent",),
+        killers=("tests/utils/test_nearest.py::test_a_hint_is_right_or_absent",),
     ),
     Mutant(
         *("own-errors-are-wrapped", "dsgraph/compiler/backend.py", "missing check"),
@@ -273,12 +273,12 @@ SHARDING = (
         killers=("tests/compiler/test_options.py::test_wrong_options_stop_torch_compile",),
     ),
     Mutant(
-        *("half-a-partition-stays", "dsgraph/sharding/restore.py", "missing step"),
+        *("half-a-partition-stays", "dsgraph/partitioning/restore.py", "missing step"),
         *("module._parameters.update(self._parameters)", "pass"),
-        killers=("tests/sharding/test_partition.py::test_a_failure_at_the_last_module_leaves_the_model_as_it_was",),
+        killers=("tests/partitioning/test_partition.py::test_a_failure_at_the_last_module_leaves_the_model_as_it_was",),
     ),
     Mutant(
-        *("partition-own-values", "dsgraph/sharding/partition.py", "ranks differ"),
+        *("partition-own-values", "dsgraph/partitioning/partition.py", "ranks differ"),
         *(
             "            full = full.clone()\n        broadcast_from_first(full, mesh)\n",
             "            full = full.clone()\n",
@@ -286,42 +286,42 @@ SHARDING = (
         killers=("tests/distributed/test_stages.py",),
     ),
     Mutant(
-        *("agreement-with-itself", "dsgraph/sharding/agreement.py", "missing check"),
+        *("agreement-with-itself", "dsgraph/ranks/agreement.py", "missing check"),
         *("if digests[rank] != digests[known[0]]:", "if digests[rank] != digests[rank]:"),
         killers=("tests/distributed/test_agreement.py",),
     ),
     Mutant(
-        *("eager-ranks-part-unseen", "dsgraph/sharding/eager_agreement.py", "missing check"),
+        *("eager-ranks-part-unseen", "dsgraph/ranks/eager_agreement.py", "missing check"),
         *("elif notes.own.differs_at(note):", "elif note.intent != note.intent:"),
         killers=("tests/distributed/test_eager_agreement.py",),
     ),
     Mutant(
-        *("runs-compared-without-names", "dsgraph/sharding/rank_notes.py", "missing check"),
+        *("runs-compared-without-names", "dsgraph/ranks/rank_notes.py", "missing check"),
         *("Intent(does, digest=_digest(parameters), parameters", 'Intent(does, digest="", parameters'),
         killers=("tests/distributed/test_compiled_runs.py",),
     ),
     Mutant(
-        *("optimizer-steps-alone", "dsgraph/step/guards.py", "missing check"),
+        *("optimizer-steps-alone", "dsgraph/partitioning/guards.py", "missing check"),
         *('living.agree(f"steps {type(optimizer).__name__}")', "pass"),
         killers=("tests/distributed/test_compiled_runs.py",),
     ),
     Mutant(
-        *("norms-uncompared", "dsgraph/sharding/rules.py", "missing check"),
+        *("norms-uncompared", "dsgraph/partitioning/rules.py", "missing check"),
         *("            if agreement.patience:", "            if not agreement.patience:"),
         killers=("tests/distributed/test_compiled_runs.py::test_a_rank_that_clips_gradients_while_another_goes_on",),
     ),
     Mutant(
-        *("forward-after-a-step-runs-ahead", "dsgraph/sharding/eager_agreement.py", "missing check"),
+        *("forward-after-a-step-runs-ahead", "dsgraph/ranks/eager_agreement.py", "missing check"),
         *("_BETWEEN if between else max(", "_FORWARD if between else max("),
         killers=("tests/distributed/test_compiled_runs.py::test_a_rank_that_evaluates_after_a_step",),
     ),
     Mutant(
-        *("placeholder-takes-writes", "dsgraph/step/stand_in.py", "missing check"),
+        *("placeholder-takes-writes", "dsgraph/partitioning/accumulation/gradient_placeholder.py", "missing check"),
         *("schema_of(func).is_mutable and str(func) not in _ZEROING", "False"),
         killers=("tests/distributed/test_hooks.py",),
     ),
     Mutant(
-        *("heads-of-one-rank-alone", "dsgraph/step/accumulation.py", "missing step"),
+        *("heads-of-one-rank-alone", "dsgraph/partitioning/accumulation/accumulated_gradients.py", "missing step"),
         *("        if not is_used:", "        if taken[entry] is None:"),
         killers=("tests/distributed/test_compiled_runs.py::test_ranks_train_different_heads_at_stages_0_and_1",),
     ),
@@ -331,12 +331,12 @@ SHARDING = (
         killers=("tests/distributed/test_compiled_runs.py",),
     ),
     Mutant(
-        *("reduce-dtype-of-the-master", "dsgraph/sharding/layout.py", "missing cast"),
+        *("reduce-dtype-of-the-master", "dsgraph/partitioning/layout.py", "missing cast"),
         *("return compute, self.reduce_dtype or compute", "return compute, compute"),
-        killers=("tests/sharding/test_layout.py",),
+        killers=("tests/partitioning/test_layout.py",),
     ),
     Mutant(
-        *("gradient-sent-nowhere", "dsgraph/sharding/seam.py", "unsummed gradient"),
+        *("gradient-sent-nowhere", "dsgraph/partitioning/seam.py", "unsummed gradient"),
         *(
             "return layout.reduce(grad, shard.detach())",
             "return grad.narrow(0, 0, len(shard))",
@@ -388,17 +388,17 @@ COLLECTIVES = (
 
 STEP = (
     Mutant(
-        *("write-without-a-trace-unseen", "dsgraph/step/state.py", "stale gathered copy"),
+        *("write-without-a-trace-unseen", "dsgraph/partitioning/state.py", "stale gathered copy"),
         *("if not were_written(fresh):", "if fresh:"),
         killers=("tests/distributed/test_copies.py",),
     ),
     Mutant(
-        *("suspect-copy-is-trusted", "dsgraph/step/state.py", "stale gathered copy"),
+        *("suspect-copy-is-trusted", "dsgraph/partitioning/state.py", "stale gathered copy"),
         *("if entry.observe() is not Freshness.FRESH]", "if entry.observe() is Freshness.STALE]"),
         killers=("tests/distributed/test_modules.py",),
     ),
     Mutant(
-        *("stale-after-a-write", "dsgraph/step/parameter.py", "stale gathered copy"),
+        *("stale-after-a-write", "dsgraph/partitioning/parameter.py", "stale gathered copy"),
         *(
             "param is not self._gathered_from or compat.version_of(param) != self._gathered_version",
             "param is not self._gathered_from",
@@ -406,17 +406,17 @@ STEP = (
         killers=("tests/distributed/test_copies.py",),
     ),
     Mutant(
-        *("eager-read-without-wait", "dsgraph/step/state.py", "dropped wait"),
+        *("eager-read-without-wait", "dsgraph/partitioning/state.py", "dropped wait"),
         *("if self.under_way:\n            with", "if not self.under_way:\n            with"),
         killers=("tests/distributed/test_copies.py",),
     ),
     Mutant(
-        *("last-micro-batch-alone", "dsgraph/step/accumulation.py", "unsummed gradient"),
+        *("last-micro-batch-alone", "dsgraph/partitioning/accumulation/accumulated_gradients.py", "unsummed gradient"),
         *("entry.accumulated_grad.add_(grad)", "entry.accumulated_grad.copy_(grad)"),
         killers=("tests/distributed/test_accumulate.py",),
     ),
     Mutant(
-        *("hooks-of-late-gradients", "dsgraph/step/reductions.py", "missing step"),
+        *("hooks-of-late-gradients", "dsgraph/partitioning/accumulation/reductions.py", "missing step"),
         *(
             "            _Deliver.apply(reduced, *params).backward()",
             "            out = _Deliver.apply(reduced, *params)\n"
@@ -426,22 +426,22 @@ STEP = (
         killers=("tests/distributed/test_hooks.py",),
     ),
     Mutant(
-        *("sums-outlive-zero-grad", "dsgraph/step/watched_graphs.py", "missing check"),
+        *("sums-outlive-zero-grad", "dsgraph/partitioning/accumulation/watched_graphs.py", "missing check"),
         *("            drop_if_zeroed(entry)\n", ""),
         killers=("tests/distributed/test_hooks.py",),
     ),
     Mutant(
-        *("zeros-are-not-seen", "dsgraph/step/stand_in.py", "missing check"),
+        *("zeros-are-not-seen", "dsgraph/partitioning/accumulation/gradient_placeholder.py", "missing check"),
         *("return GradState.ZEROS\n", "return GradState.UNTOUCHED\n"),
         killers=("tests/distributed/test_hooks.py",),
     ),
     Mutant(
-        *("scalar-state-stays-plain", "dsgraph/step/guards.py", "missing step"),
+        *("scalar-state-stays-plain", "dsgraph/partitioning/guards.py", "missing step"),
         *("        _complete_scalar_states(optimizer, living)\n", ""),
         killers=("tests/distributed/test_saving.py",),
     ),
     Mutant(
-        *("half-a-model-is-pickled", "dsgraph/sharding/saved_rows.py", "missing check"),
+        *("half-a-model-is-pickled", "dsgraph/partitioning/state_dict/saved_rows.py", "missing check"),
         *("    if here == (rank, world):", "    if here is not None:"),
         killers=("tests/distributed/test_saving.py",),
     ),
@@ -451,32 +451,32 @@ STEP = (
         killers=("tests/distributed/test_control_flow.py",),
     ),
     Mutant(
-        *("checkpoint-sees-waits", "dsgraph/sharding/seam.py", "missing step"),
+        *("checkpoint-sees-waits", "dsgraph/partitioning/seam.py", "missing step"),
         *("with nullcontext() if fetches else compat.outside_selective_checkpoints():", "with nullcontext():"),
         killers=("tests/distributed/test_control_flow.py",),
     ),
     Mutant(
-        *("ranks-end-apart", "dsgraph/sharding/pretrained.py", "missing step"),
+        *("ranks-end-apart", "dsgraph/partitioning/state_dict/pretrained.py", "missing step"),
         *('call.arguments["synced_gpus"] = True', 'call.arguments["synced_gpus"] = False'),
         killers=("tests/distributed/test_generate.py",),
     ),
     Mutant(
-        *("sum-in-low-precision", "dsgraph/step/accumulation.py", "missing cast"),
+        *("sum-in-low-precision", "dsgraph/partitioning/accumulation/accumulated_gradients.py", "missing cast"),
         *("grad = leaf.grad.to(entry.param.dtype)", "grad = leaf.grad"),
         killers=("tests/distributed/test_accumulate.py", "tests/distributed/test_mixed_precision.py"),
     ),
     Mutant(
-        *("sum-added-by-two-graphs", "dsgraph/step/watched_graphs.py", "summed twice"),
+        *("sum-added-by-two-graphs", "dsgraph/partitioning/accumulation/watched_graphs.py", "summed twice"),
         *("                empty_sum(total)\n                entry.is_summed = False", "                pass"),
         killers=("tests/distributed/test_last_micro_batch.py",),
     ),
     Mutant(
-        *("sum-lost-to-another-gradient", "dsgraph/step/watched_graphs.py", "missing check"),
+        *("sum-lost-to-another-gradient", "dsgraph/partitioning/accumulation/watched_graphs.py", "missing check"),
         *("if entry.is_summed and not compat.accumulates(", "if entry.is_summed and False and not compat.accumulates("),
         killers=("tests/distributed/test_last_micro_batch.py",),
     ),
     Mutant(
-        *("idle-rank-leaves", "dsgraph/step/accumulation.py", "missing check"),
+        *("idle-rank-leaves", "dsgraph/partitioning/accumulation/accumulated_gradients.py", "missing check"),
         *(
             "    if stepped and state.phase is StepPhase.LAST:\n        reduce_accumulated(state)",
             "    pass",
@@ -484,7 +484,7 @@ STEP = (
         killers=("tests/distributed/test_idle_rank.py",),
     ),
     Mutant(
-        *("gathers-old-rows", "dsgraph/step/gathered_copies.py", "stale gathered copy"),
+        *("gathers-old-rows", "dsgraph/partitioning/gathered_copies.py", "stale gathered copy"),
         *("own[: shard.shape[0]].copy_(shard)", "own[: shard.shape[0]].add_(0)"),
         killers=("tests/distributed/test_modules.py",),
     ),
@@ -507,7 +507,7 @@ OFFLOAD = (
         killers=("tests/offload/test_host_optimizer.py",),
     ),
     Mutant(
-        *("plain-optimizer-steps-on-offloaded", "dsgraph/step/guards.py", "missing check"),
+        *("plain-optimizer-steps-on-offloaded", "dsgraph/partitioning/guards.py", "missing check"),
         *('if tier and getattr(optimizer, "tier", None) != tier:', "if False:"),
         killers=("tests/distributed/test_offload_optimizer.py",),
     ),
@@ -517,7 +517,7 @@ OFFLOAD = (
         killers=("tests/offload/test_plan.py",),
     ),
     Mutant(
-        *("disk-behind-the-network", "dsgraph/tools/cli/timeline.py", "swapped order"),
+        *("disk-behind-the-network", "dsgraph/tools/cli/inspect/timeline.py", "swapped order"),
         *("return node.transfer.tier if node.transfer is not None else None", 'return "" if node.transfer else None'),
         killers=("tests/tools/cli/test_transfers.py",),
     ),
@@ -602,7 +602,7 @@ OFFLOAD = (
     Mutant(
         *("saved-pages-are-kept", "dsgraph/offload/saving.py", "missing step"),
         *("            last.madvise(mmap.MADV_DONTNEED)\n", "            pass\n"),
-        killers=("tests/engine/test_offloading.py",),
+        killers=("tests/engine/optimizers/test_offloading.py",),
     ),
     Mutant(
         *("loaded-over-its-neighbours", "dsgraph/tiers/slots.py", "missing step"),
@@ -612,7 +612,7 @@ OFFLOAD = (
     Mutant(
         *("half-a-checkpoint-is-trained-with", "dsgraph/offload/saving.py", "missing check"),
         *("                rows.held_for = _HALF\n", "                pass\n"),
-        killers=("tests/engine/test_offloading.py",),
+        killers=("tests/engine/optimizers/test_offloading.py",),
     ),
     Mutant(
         *("update-at-the-first-gradient", "dsgraph/offload/beside_backward.py", "missing check"),
@@ -620,9 +620,9 @@ OFFLOAD = (
         killers=("tests/offload/test_beside_backward.py",),
     ),
     Mutant(
-        *("step-beside-every-micro-batch", "dsgraph/engine/beside_backward.py", "missing check"),
+        *("step-beside-every-micro-batch", "dsgraph/engine/optimizers/step_moment.py", "missing check"),
         *("if not is_last or not isinstance", "if not isinstance"),
-        killers=("tests/engine/test_offloading.py",),
+        killers=("tests/engine/optimizers/test_offloading.py",),
     ),
     Mutant(
         *("gradient-stored-ahead-of-the-read", "passes/memory/stream_parameters.py", "missing step"),
@@ -676,9 +676,9 @@ COMPILER = (
         killers=("tests/distributed/test_last_micro_batch.py",),
     ),
     Mutant(
-        *("spare-without-activations", "dsgraph/compiler/spare_memory.py", "missing term"),
+        *("spare-without-activations", "dsgraph/compiler/memory_limit/spare_memory.py", "missing term"),
         *("saved.total + _GRADIENTS_ALIVE * saved.largest", "_GRADIENTS_ALIVE * saved.largest"),
-        killers=("tests/compiler/test_spare_memory.py",),
+        killers=("tests/compiler/memory_limit/test_spare_memory.py",),
     ),
     Mutant(
         *("sum-written-twice", "passes/ir/accumulated_grads.py", "summed twice"),
@@ -735,14 +735,14 @@ VERIFIER = (
 
 ENGINE = (
     Mutant(
-        *("errors-not-propagated", "dsgraph/inference/calibrate.py", "missing term"),
+        *("errors-not-propagated", "dsgraph/inference/quantization/calibrate.py", "missing term"),
         *("        weight[:, end:] -= left.errors @ factor[start:end, end:]\n", ""),
-        killers=("tests/inference/test_calibrate.py",),
+        killers=("tests/inference/quantization/test_calibrate.py",),
     ),
     Mutant(
-        *("period-does-not-double", "dsgraph/engine/quantize_training.py", "wrong scale"),
+        *("period-does-not-double", "dsgraph/engine/techniques/quantize_training.py", "wrong scale"),
         *("period = 2 * now.period", "period = 1 * now.period"),
-        killers=("tests/engine/test_quantize_training.py::test_training_is_that_of_one_process",),
+        killers=("tests/engine/techniques/test_quantize_training.py::test_training_is_that_of_one_process",),
     ),
     Mutant(
         *("clamp-that-inductor-decomposes", "inductor_ext/quant/fake_quantize.py", "missing step"),
@@ -750,9 +750,9 @@ ENGINE = (
         killers=("tests/passes/zero/test_lower_fake_weights.py",),
     ),
     Mutant(
-        *("eigenvalue-of-one-side", "dsgraph/engine/eigenvalues.py", "wrong scale"),
+        *("eigenvalue-of-one-side", "dsgraph/engine/techniques/eigenvalues.py", "wrong scale"),
         *("product = [(a - b) / (2 * step)", "product = [(a - b) / step"),
-        killers=("tests/engine/test_quantize_training.py::test_the_eigenvalue_of_a_known_hessian",),
+        killers=("tests/engine/techniques/test_quantize_training.py::test_the_eigenvalue_of_a_known_hessian",),
     ),
     Mutant(
         *("rounded-weight-is-kept", "passes/zero/lower_fake_weights.py", "missing step"),
@@ -785,9 +785,9 @@ ENGINE = (
         killers=("tests/inductor_ext/collectives/test_compressed_reduction.py",),
     ),
     Mutant(
-        *("lamb-compares-biased-variances", "dsgraph/engine/one_bit.py", "wrong scale"),
+        *("lamb-compares-biased-variances", "dsgraph/engine/optimizers/one_bit.py", "wrong scale"),
         *('factor * (bias / float(state["bias"])) * share', "factor * share"),
-        killers=("tests/engine/test_one_bit.py::test_equals_the_papers_equations",),
+        killers=("tests/engine/optimizers/test_one_bit.py::test_equals_the_papers_equations",),
     ),
     Mutant(
         *("momentum-takes-in-one-of-two-gradients", "passes/zero/compress_reductions.py", "missing term"),
@@ -795,40 +795,40 @@ ENGINE = (
         killers=("tests/passes/zero/test_compress_reductions.py",),
     ),
     Mutant(
-        *("skipped-step-keeps-new-errors", "dsgraph/engine/compressing.py", "missing step"),
+        *("skipped-step-keeps-new-errors", "dsgraph/engine/optimizers/compressed_optimizer.py", "missing step"),
         *("            compression.drop()\n", "            compression.take_over()\n"),
-        killers=("tests/engine/test_one_bit.py::test_a_skipped_step_leaves_momentum_and_errors",),
+        killers=("tests/engine/optimizers/test_one_bit.py::test_a_skipped_step_leaves_momentum_and_errors",),
     ),
     Mutant(
-        *("variance-frozen-with-its-bias", "dsgraph/engine/one_bit.py", "wrong scale"),
+        *("variance-frozen-with-its-bias", "dsgraph/engine/optimizers/one_bit.py", "wrong scale"),
         *('variance.div_(1 - group["betas"][1] ** int(state["step"]))', "variance.div_(1.0)"),
-        killers=("tests/engine/test_one_bit.py::test_equals_the_papers_equations",),
+        killers=("tests/engine/optimizers/test_one_bit.py::test_equals_the_papers_equations",),
     ),
     Mutant(
         *("norm-of-the-warm-up-goes-on", "dsgraph/engine/engine.py", "missing step"),
         *("            self._norm = None\n", ""),
-        killers=("tests/engine/test_one_bit.py::test_behind_the_warm_up_there_is_no_norm_of_gradients",),
+        killers=("tests/engine/optimizers/test_one_bit.py::test_behind_the_warm_up_there_is_no_norm_of_gradients",),
     ),
     Mutant(
-        *("second-gradient-into-a-momentum", "dsgraph/step/compression.py", "missing check"),
+        *("second-gradient-into-a-momentum", "dsgraph/partitioning/transforms/compression.py", "missing check"),
         *("if self._arrivals > 1:", "if self._arrivals > 9:"),
-        killers=("tests/engine/test_one_bit.py::test_a_momentum_takes_in_one_gradient_a_step",),
+        killers=("tests/engine/optimizers/test_one_bit.py::test_a_momentum_takes_in_one_gradient_a_step",),
     ),
     Mutant(
-        *("layers-dropped-alike-at-any-depth", "dsgraph/engine/layer_drop.py", "wrong scale"),
+        *("layers-dropped-alike-at-any-depth", "dsgraph/engine/techniques/layer_drop.py", "wrong scale"),
         *("block.keep = 1 - block.depth * (1 - self._theta)", "block.keep = self._theta"),
-        killers=("tests/engine/test_layer_drop.py::test_training_is_that_of_the_papers_equations",),
+        killers=("tests/engine/techniques/test_layer_drop.py::test_training_is_that_of_the_papers_equations",),
     ),
     Mutant(
-        *("kept-layers-unscaled", "dsgraph/engine/layer_drop.py", "wrong scale"),
+        *("kept-layers-unscaled", "dsgraph/engine/techniques/layer_drop.py", "wrong scale"),
         *("torch.tensor(1 / self.keep if trains else 1.0,", "torch.tensor(1.0,"),
-        killers=("tests/engine/test_layer_drop.py::test_training_is_that_of_the_papers_equations",),
+        killers=("tests/engine/techniques/test_layer_drop.py::test_training_is_that_of_the_papers_equations",),
     ),
     Mutant(
-        *("layers-share-compiled-code", "dsgraph/engine/layer_drop.py", "missing step"),
+        *("layers-share-compiled-code", "dsgraph/engine/techniques/layer_drop.py", "missing step"),
         *('run.__code__.replace(co_name=f"run {name}")', "run.__code__"),
         killers=(
-            "tests/engine/test_layer_drop.py::test_each_block_is_compiled_once_and_what_is_left_out_has_no_gradient",
+            "tests/engine/techniques/test_layer_drop.py::test_each_block_is_compiled_once_and_what_is_left_out_has_no_gradient",
         ),
     ),
     Mutant(
@@ -857,14 +857,14 @@ ENGINE = (
         killers=("tests/engine/test_engine.py",),
     ),
     Mutant(
-        *("lamb-by-shards", "dsgraph/engine/lamb.py", "unsummed norm"),
+        *("lamb-by-shards", "dsgraph/engine/optimizers/lamb.py", "unsummed norm"),
         *("        dist.all_reduce(together, group=group)\n", ""),
         killers=("tests/engine/test_engine.py",),
     ),
     Mutant(
-        *("owner-takes-its-rows-alone", "dsgraph/engine/whole_parameters.py", "off-by-one shard"),
+        *("owner-takes-its-rows-alone", "dsgraph/engine/optimizers/full_matrix.py", "off-by-one shard"),
         *("return tensor[rank * each : rank * each + share.rows_of(rank)]", "return tensor[: share.rows_of(rank)]"),
-        killers=("tests/engine/test_whole_parameters.py",),
+        killers=("tests/engine/optimizers/test_full_matrix.py",),
     ),
     Mutant(
         *("loader-forgets-its-place", "dsgraph/engine/data.py", "off-by-one shard"),
@@ -887,42 +887,42 @@ ENGINE = (
     Mutant(
         *("flops-of-the-wrong-way", "dsgraph/compiler/module_flops.py", "swapped order"),
         *("self.found.backward[owner] += operations", "self.found.forward[owner] += operations"),
-        killers=("tests/engine/test_looks.py",),
+        killers=("tests/engine/monitoring/test_step_logger.py",),
     ),
     Mutant(
-        *("shows-the-last-loss", "dsgraph/engine/looks.py", "unsummed gradient"),
+        *("shows-the-last-loss", "dsgraph/engine/monitoring/step_logger.py", "unsummed gradient"),
         *("self._loss = share if self._loss is None else self._loss + share", "self._loss = share"),
-        killers=("tests/engine/test_looks.py",),
+        killers=("tests/engine/monitoring/test_step_logger.py",),
     ),
     Mutant(
-        *("one-cycle-without-stairs", "dsgraph/engine/one_cycle.py", "missing rounding"),
+        *("one-cycle-without-stairs", "dsgraph/engine/schedules/one_cycle.py", "missing rounding"),
         *("return math.floor(way * stairs / size) / stairs if stairs else way / size", "return way / size"),
-        killers=("tests/engine/test_schedules.py",),
+        killers=("tests/engine/schedules/test_by_name.py",),
     ),
     Mutant(
-        *("import-without-padding", "dsgraph/engine/deepspeed_files.py", "off-by-one shard"),
+        *("import-without-padding", "dsgraph/engine/checkpoints/deepspeed_files.py", "off-by-one shard"),
         *("offset += size + padding", "offset += size"),
         killers=("tests/engine/test_import.py",),
     ),
     Mutant(
-        *("number-of-own-rows", "dsgraph/sharding/rules.py", "unsummed norm"),
+        *("number-of-own-rows", "dsgraph/partitioning/rules.py", "unsummed norm"),
         *("        return func(value.full_tensor())", "        return func(local)"),
-        killers=("tests/step/test_replicated.py",),
+        killers=("tests/partitioning/test_replicated.py",),
     ),
     Mutant(
-        *("replaced-data-passes", "dsgraph/sharding/replaced_data.py", "missing check"),
+        *("replaced-data-passes", "dsgraph/partitioning/eager/replaced_data.py", "missing check"),
         *("    if now[0] != seen[0] and now[1] == seen[1]:", "    if False:"),
-        killers=("tests/step/test_replicated.py",),
+        killers=("tests/partitioning/test_replicated.py",),
     ),
     Mutant(
-        *("replicated-compared-once", "dsgraph/step/replicated.py", "missing check"),
+        *("replicated-compared-once", "dsgraph/partitioning/replicated.py", "missing check"),
         *("if is_first or entry.is_written]", "if is_first]"),
-        killers=("tests/step/test_replicated.py",),
+        killers=("tests/partitioning/test_replicated.py",),
     ),
     Mutant(
         *("checkpoint-trusts-files", "dsgraph/checkpoint_files.py", "missing check"),
         *("if not (path / name).is_file() or _checksum(path / name) != checksum:", "if not (path / name).is_file():"),
-        killers=("tests/engine/test_checkpoints.py",),
+        killers=("tests/engine/checkpoints/test_write_checkpoint.py",),
     ),
     Mutant(
         *("checkpoint-trusts-what-it-says", "dsgraph/checkpoint_files.py", "missing check"),
@@ -940,37 +940,37 @@ ENGINE = (
         killers=("tests/test_checkpoint_folder.py",),
     ),
     Mutant(
-        *("keys-become-text", "dsgraph/typed_json.py", "missing check"),
+        *("keys-become-text", "dsgraph/utils/typed_json.py", "missing check"),
         *(" and all(type(key) is str for key in value)", ""),
-        killers=("tests/test_typed_json.py", "tests/engine/test_saving.py"),
+        killers=("tests/utils/test_typed_json.py", "tests/engine/checkpoints/test_saving.py"),
     ),
     Mutant(
-        *("resumes-amid-a-step", "dsgraph/engine/saving.py", "missing step"),
+        *("resumes-amid-a-step", "dsgraph/engine/checkpoints/saving.py", "missing step"),
         *("self.counts.micro = self.counts.steps * self.resolved.batch.micro_batches", "pass"),
-        killers=("tests/engine/test_saving.py",),
+        killers=("tests/engine/checkpoints/test_saving.py",),
     ),
     Mutant(
-        *("tags-may-differ", "dsgraph/engine/same_call.py", "missing check"),
+        *("tags-may-differ", "dsgraph/engine/checkpoints/same_call.py", "missing check"),
         *('if validation == "Fail":', "if False:"),
-        killers=("tests/engine/test_same_call.py",),
+        killers=("tests/engine/checkpoints/test_same_call.py",),
     ),
     Mutant(
-        *("saves-alone", "dsgraph/engine/same_call.py", "missing check"),
+        *("saves-alone", "dsgraph/engine/checkpoints/same_call.py", "missing check"),
         *('texts = exchange(module, f"that they {doing}", json.dumps(mine))', "texts = {0: json.dumps(mine)}"),
-        killers=("tests/engine/test_same_call.py",),
+        killers=("tests/engine/checkpoints/test_same_call.py",),
     ),
     Mutant(
-        *("lost-without-a-word", "dsgraph/engine/asynchronous.py", "missing check"),
+        *("lost-without-a-word", "dsgraph/engine/checkpoints/asynchronous_save.py", "missing check"),
         *("        if error is not None:", "        if False:"),
-        killers=("tests/engine/test_asynchronous.py",),
+        killers=("tests/engine/checkpoints/test_asynchronous_save.py",),
     ),
     Mutant(
-        *("failed-save-fills-the-disk", "dsgraph/engine/checkpoints.py", "missing step"),
+        *("failed-save-fills-the-disk", "dsgraph/engine/checkpoints/write_checkpoint.py", "missing step"),
         *("                unfinished.give_up()", "                pass"),
         killers=("tests/engine/test_faults.py",),
     ),
     Mutant(
-        *("written-but-never-complete", "dsgraph/engine/checkpoints.py", "dropped wait"),
+        *("written-but-never-complete", "dsgraph/engine/checkpoints/write_checkpoint.py", "dropped wait"),
         *("attempt.write(written.result)", "pass"),
         killers=("tests/engine/test_faults.py",),
     ),
@@ -978,40 +978,40 @@ ENGINE = (
 
 MEMORY = (
     Mutant(
-        *("limit-forgets-unread-parameters", "dsgraph/compiler/limit_scope.py", "missing step"),
+        *("limit-forgets-unread-parameters", "dsgraph/compiler/memory_limit/limit_scope.py", "missing step"),
         *("unread=tuple(parameter_info(", "unread=() and tuple(parameter_info("),
         killers=(
-            "tests/compiler/test_limit_scope.py::test_a_parameter_that_the_forward_does_not_read_counts_and_keeps_the_limit_on",
+            "tests/compiler/memory_limit/test_limit_scope.py::test_a_parameter_that_the_forward_does_not_read_counts_and_keeps_the_limit_on",
         ),
     ),
     Mutant(
-        *("limit-of-any-size", "dsgraph/compiler/limit_scope.py", "missing check"),
+        *("limit-of-any-size", "dsgraph/compiler/memory_limit/limit_scope.py", "missing check"),
         *("bool(size <= number)", "pass"),
         killers=(
-            "tests/compiler/test_limit_scope.py::test_smaller_batches_keep_the_limit_and_larger_ones_do_not_run_their_graph",
+            "tests/compiler/memory_limit/test_limit_scope.py::test_smaller_batches_keep_the_limit_and_larger_ones_do_not_run_their_graph",
         ),
     ),
     Mutant(
-        *("limit-promised-for-a-block", "dsgraph/compiler/limit_scope.py", "missing check"),
+        *("limit-promised-for-a-block", "dsgraph/compiler/memory_limit/limit_scope.py", "missing check"),
         *("if not all(id(entry.param) in own for entry in entries):", "if False:"),
-        killers=("tests/compiler/test_limit_scope.py::test_blocks_compiled_one_by_one_are_named",),
+        killers=("tests/compiler/memory_limit/test_limit_scope.py::test_blocks_compiled_one_by_one_are_named",),
     ),
     Mutant(
-        *("torchs-budget-passes", "dsgraph/compiler/limit_scope.py", "missing check"),
+        *("torchs-budget-passes", "dsgraph/compiler/memory_limit/limit_scope.py", "missing check"),
         *("if budget != 1.0:", "if budget > 1.0:"),
-        killers=("tests/compiler/test_limit_scope.py::test_torchs_own_budget_is_refused_by_name",),
+        killers=("tests/compiler/memory_limit/test_limit_scope.py::test_torchs_own_budget_is_refused_by_name",),
     ),
     Mutant(
         *("batch-norm-repeated", "passes/memory/forward_values.py", "missing check"),
         *("return node not in self.once and _may_repeat(node)", "return _may_repeat(node)"),
         killers=(
-            "tests/compiler/test_limit_scope.py::test_what_reads_a_running_mean_is_not_repeated_with_the_new_one",
+            "tests/compiler/memory_limit/test_limit_scope.py::test_what_reads_a_running_mean_is_not_repeated_with_the_new_one",
         ),
     ),
     Mutant(
-        *("two-forwards-pass", "dsgraph/compiler/limit_watch.py", "missing step"),
+        *("two-forwards-pass", "dsgraph/compiler/memory_limit/limit_watch.py", "missing step"),
         *("state.open_forwards.add(forward)", "pass"),
-        killers=("tests/compiler/test_limit_watch.py",),
+        killers=("tests/compiler/memory_limit/test_limit_watch.py",),
     ),
     Mutant(
         *("outputs-of-the-step-before-forgotten", "passes/analysis/step_memory.py", "missing term"),
@@ -1044,9 +1044,9 @@ MEMORY = (
         killers=("tests/passes/analysis/test_memory.py",),
     ),
     Mutant(
-        *("numpys-integer-is-a-share", "dsgraph/byte_counts.py", "wrong type"),
+        *("numpys-integer-is-a-share", "dsgraph/utils/byte_counts.py", "wrong type"),
         *("if isinstance(value, Integral)", "if isinstance(value, int)"),
-        killers=("tests/test_byte_counts.py",),
+        killers=("tests/utils/test_byte_counts.py",),
     ),
     Mutant(
         *("plan-moves-nothing", "passes/memory/fit.py", "missing step"),
@@ -1103,14 +1103,14 @@ MEMORY = (
 
 PARALLEL = (
     Mutant(
-        *("plan-splits-gradients-early", "dsgraph/parallel/memory_formulas.py", "off by one"),
+        *("plan-splits-gradients-early", "dsgraph/parallel/planning/memory_formulas.py", "off by one"),
         *("_HALF * stage_params / (tp * _split_from(2))", "_HALF * stage_params / (tp * _split_from(1))"),
-        killers=("tests/parallel/test_plan.py",),
+        killers=("tests/parallel/planning/test_plan.py",),
     ),
     Mutant(
-        *("search-forgets-memory", "dsgraph/parallel/search.py", "missing check"),
+        *("search-forgets-memory", "dsgraph/parallel/planning/search.py", "missing check"),
         *("sorted((item for item in plans if item.fits), key", "sorted((item for item in plans), key"),
-        killers=("tests/parallel/test_search.py",),
+        killers=("tests/parallel/planning/test_search.py",),
     ),
     Mutant(
         *("slices-not-entered", "passes/parallel/slice_tensors.py", "missing term"),
@@ -1128,7 +1128,7 @@ PARALLEL = (
         killers=("tests/inference/test_sources.py",),
     ),
     Mutant(
-        *("planned-in-training-mode", "dsgraph/inference/slicing.py", "missing step"),
+        *("planned-in-training-mode", "dsgraph/inference/slice_layers.py", "missing step"),
         *("(*model.parameters(), *model.buffers())}).eval()", "(*model.parameters(), *model.buffers())})"),
         killers=("tests/distributed/test_sliced_few_bits.py",),
     ),
@@ -1188,19 +1188,19 @@ PARALLEL = (
         killers=("tests/passes/analysis/test_replication.py",),
     ),
     Mutant(
-        *("pipeline-tied-counted-twice", "dsgraph/parallel/tied_gradients.py", "missing check"),
+        *("pipeline-tied-counted-twice", "dsgraph/parallel/pipeline/tied_gradients.py", "missing check"),
         *("(name in self.tied and name not in self.owned)", "False"),
         killers=("tests/distributed/test_pipeline.py",),
     ),
     Mutant(
-        *("slices-counted-once", "dsgraph/parallel/tied_gradients.py", "unsummed norm"),
+        *("slices-counted-once", "dsgraph/parallel/pipeline/tied_gradients.py", "unsummed norm"),
         *("squares[2 * (name in self.slices) + is_split]", "squares[int(is_split)]"),
         killers=("tests/distributed/test_parallelize.py::test_two_by_two_by_two",),
     ),
     Mutant(
         *("mpu-slices-counted-once", "dsgraph/engine/norms.py", "unsummed norm"),
         *("    dist.all_reduce(sliced, group=shared.group)\n", ""),
-        killers=("tests/engine/test_mpu.py",),
+        killers=("tests/engine/integrations/test_mpu.py",),
     ),
     Mutant(
         *("sliced-loss-of-ignored-targets", "inductor_ext/collectives/vocabulary.py", "missing check"),
@@ -1210,33 +1210,33 @@ PARALLEL = (
         ),
     ),
     Mutant(
-        *("stages-receive-what-was-captured", "dsgraph/parallel/stage_runs.py", "missing check"),
+        *("stages-receive-what-was-captured", "dsgraph/parallel/pipeline/stage_runs.py", "missing check"),
         *("key = self.autocast()", 'key = "no autocast"'),
         killers=("tests/distributed/test_pipeline.py::test_autocast_around_a_step_is_that_of_one_process",),
     ),
     Mutant(
-        *("stages-keep-own-seeds", "dsgraph/parallel/pipeline.py", "ranks differ"),
+        *("stages-keep-own-seeds", "dsgraph/parallel/pipeline/pipeline.py", "ranks differ"),
         *("    share_first_values(graphs, held, own, group=group, agreement=agreement)\n", ""),
         killers=(
             "tests/distributed/test_pipeline.py::test_the_first_ranks_values_count_and_other_stages_leave_memory",
         ),
     ),
     Mutant(
-        *("captured-inputs-kept", "dsgraph/parallel/captured_model.py", "leak"),
+        *("captured-inputs-kept", "dsgraph/parallel/pipeline/captured_model.py", "leak"),
         *("gm, values = kept.pop()", "gm, values = kept[0]"),
         killers=(
             "tests/distributed/test_pipeline.py::test_the_first_ranks_values_count_and_other_stages_leave_memory",
         ),
     ),
     Mutant(
-        *("batches-not-compared", "dsgraph/sharding/equal_batches.py", "missing check"),
+        *("batches-not-compared", "dsgraph/ranks/equal_batches.py", "missing check"),
         *("self._seen[kind] <= CHECKED_STEPS", "self._seen[kind] < 1"),
         killers=(
             "tests/distributed/test_tensor_parallel.py::test_ranks_that_are_given_other_batches_or_seeds_are_named",
         ),
     ),
     Mutant(
-        *("deferred-weights-overwrite", "dsgraph/parallel/deferred_weights.py", "missing term"),
+        *("deferred-weights-overwrite", "dsgraph/parallel/pipeline/deferred_weights.py", "missing term"),
         *(
             "weight.grad = gradient() if weight.grad is None else weight.grad.add_(gradient())",
             "weight.grad = gradient()",
@@ -1244,9 +1244,9 @@ PARALLEL = (
         killers=("tests/distributed/test_pipeline.py::test_steps_are_those_of_the_unsplit_model",),
     ),
     Mutant(
-        *("random-values-repeated", "dsgraph/parallel/captured_model.py", "missing check"),
+        *("random-values-repeated", "dsgraph/parallel/pipeline/captured_model.py", "missing check"),
         *("parameters=apart, impure=run.impure()", "parameters=apart, impure=set()"),
-        killers=("tests/parallel/test_captured_model.py",),
+        killers=("tests/parallel/pipeline/test_captured_model.py",),
     ),
     Mutant(
         *("modes-not-repeated", "passes/parallel/stage_graphs.py", "missing step"),
@@ -1254,19 +1254,19 @@ PARALLEL = (
         killers=("tests/passes/parallel/test_split_stages.py",),
     ),
     Mutant(
-        *("rounds-not-checked", "dsgraph/parallel/schedule_order.py", "missing check"),
+        *("rounds-not-checked", "dsgraph/parallel/pipeline/schedule_order.py", "missing check"),
         *("if kind in _IN_ROUNDS and", "if False and"),
-        killers=("tests/parallel/test_schedule_order.py",),
+        killers=("tests/parallel/pipeline/test_schedule_order.py",),
     ),
     Mutant(
-        *("layouts-load-other-shapes", "dsgraph/parallel/stage_checkpoint.py", "missing check"),
+        *("layouts-load-other-shapes", "dsgraph/parallel/pipeline/stage_checkpoint.py", "missing check"),
         *("        if saved[name] != mine[name]:", "        if False:"),
         killers=(
             "tests/distributed/test_parallelize.py::test_a_checkpoint_of_another_model_or_a_damaged_one_changes_no_rank",
         ),
     ),
     Mutant(
-        *("little-sliced-without-a-word", "dsgraph/parallel/tensor_parallel.py", "missing check"),
+        *("little-sliced-without-a-word", "dsgraph/parallel/tensor/tensor_parallel.py", "missing check"),
         *("sum(whole.values()) <= (1 - MOST) * total", "True"),
         killers=(
             "tests/distributed/test_tensor_parallel.py::test_a_family_of_which_little_is_sliced_is_named_with_reasons",

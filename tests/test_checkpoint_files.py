@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from dsgraph.checkpoint_files import check_tag, encode_about, latest_line, latest_tag, read_about, write_about
-from dsgraph.errors import CheckpointError
+from dsgraph.utils.errors import CheckpointError
 
 
 @pytest.mark.parametrize(

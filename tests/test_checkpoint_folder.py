@@ -11,7 +11,7 @@ import pytest
 
 from dsgraph.checkpoint_files import encode_about
 from dsgraph.checkpoint_folder import Unfinished, find_tag
-from dsgraph.errors import CheckpointError
+from dsgraph.utils.errors import CheckpointError
 
 
 def _save(folder: Path, tag: str, content: str) -> Path:

@@ -16,29 +16,29 @@ from torch.distributed.tensor import DTensor
 from torch.fx import GraphModule
 
 from dsgraph import compat
-from dsgraph.byte_counts import on_device
-from dsgraph.errors import OptionError, StrictError
+from dsgraph.partitioning.accumulation.step_copies import choose_step_copies
+from dsgraph.partitioning.state import partition_states
 from dsgraph.passes.ir.graph import placeholders
 from dsgraph.passes.parallel.stage_graphs import StageGraphModule
 from dsgraph.passes.regions.captured import open_regions
-from dsgraph.sharding.agreement import Agreements
-from dsgraph.sharding.rank_notes import Intent
-from dsgraph.step.state import partition_states
-from dsgraph.step.step_copies import choose_step_copies
+from dsgraph.ranks.agreement import Agreements
+from dsgraph.ranks.rank_notes import Intent
+from dsgraph.utils.byte_counts import on_device
+from dsgraph.utils.errors import OptionError, StrictError
 
 from .capture import communication_lines, full_names, partitioned_mesh, read_facts, refuse_added_parameters
 from .captured_sums import add_sums
 from .captured_writes import refuse_writes
 from .costs.agreed import known_costs
+from .default_compiler import Usual
 from .frames import read_capture
-from .limit_scope import bound_sizes, limit_gap, over_limit, refuse_memory_budget, with_unread
+from .memory_limit.limit_scope import bound_sizes, limit_gap, over_limit, refuse_memory_budget, with_unread
+from .memory_limit.spare_memory import spare_bytes
 from .options import MEMORY_SHARE, BackendOptions, parse_options
 from .pipeline import bind_options, build_pipeline
 from .request import CompileObserver, CompilerChoice, CompileRequest, Watches
 from .runs import Communication
-from .spare_memory import spare_bytes
 from .transforms import move_markers_ahead
-from .usual import Usual
 from .wrappers import WRAPPERS
 
 

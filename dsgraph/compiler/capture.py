@@ -14,8 +14,10 @@ from torch.distributed.tensor import DeviceMesh, DTensor, Shard
 from torch.fx import GraphModule, Node
 
 from dsgraph import compat
-from dsgraph.errors import PartitionError
 from dsgraph.inductor_ext import backend_name
+from dsgraph.partitioning.state import ParameterState, PartitionState, partition_states
+from dsgraph.partitioning.table import not_taken_in
+from dsgraph.partitioning.transforms.offloaded import state_share
 from dsgraph.passes import AxisRole, CaptureFacts, GraphInput, InputRole, MeshAxis, ParamInfo
 from dsgraph.passes.compat import is_to_local
 from dsgraph.passes.core.collective_order import name_on_all_ranks
@@ -23,10 +25,8 @@ from dsgraph.passes.ir.collectives import is_collective
 from dsgraph.passes.ir.graph import all_graph_modules, bound_arguments, is_gather_marker, placeholders
 from dsgraph.passes.ir.sources import OWN_FOLDER
 from dsgraph.passes.parallel.slice_walk import marked_slices
-from dsgraph.sharding.mesh import axis_group, mesh_axes
-from dsgraph.sharding.offloaded import state_share
-from dsgraph.sharding.table import not_taken_in
-from dsgraph.step.state import ParameterState, PartitionState, partition_states
+from dsgraph.ranks.mesh import axis_group, mesh_axes
+from dsgraph.utils.errors import PartitionError
 
 
 def read_facts(gm: GraphModule, inputs: Sequence[Any], module: nn.Module | None = None) -> CaptureFacts:

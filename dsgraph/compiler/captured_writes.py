@@ -8,11 +8,11 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.fx import GraphModule, Node
 
-from dsgraph.errors import PartitionError
 from dsgraph.inductor_ext import share_memory
+from dsgraph.partitioning.eager.full_tensor import is_name_of_write
 from dsgraph.passes import CaptureFacts, GraphInput, InputRole
 from dsgraph.passes.ir.graph import all_graph_modules, is_gather_marker, placeholders
-from dsgraph.sharding.full_tensor import is_name_of_write
+from dsgraph.utils.errors import PartitionError
 
 from .captured_sums import CHECKPOINT_REGION
 from .frames import user_line

@@ -12,7 +12,6 @@ import torch
 from torch.fx import GraphModule
 
 from dsgraph import compat
-from dsgraph.errors import OptionError
 from dsgraph.inductor_ext import register_lowerings
 from dsgraph.passes import (
     AwaitCopies,
@@ -31,6 +30,7 @@ from dsgraph.passes.memory.fit import Agree, alone
 from dsgraph.passes.regions.captured import Captured
 from dsgraph.passes.regions.outline import outline_regions
 from dsgraph.passes.runner.partitioner import is_body, source_hash
+from dsgraph.utils.errors import OptionError
 
 from .capture import normalize_markers
 from .options import BackendOptions, mode_settings

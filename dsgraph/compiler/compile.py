@@ -9,9 +9,9 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DeviceMesh
 
-from dsgraph.errors import OptionError
-from dsgraph.nearest import nearest
-from dsgraph.step.state import partition
+from dsgraph.partitioning.state import partition
+from dsgraph.utils.errors import OptionError
+from dsgraph.utils.nearest import nearest
 
 from .options import BackendOptions, mode_settings, parse_options
 from .pipeline import bind_options

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from dsgraph.errors import KernelError
 from dsgraph.inductor_ext import on_device_of, on_gpu
 from dsgraph.passes.kernels.likeness import Likeness
 from dsgraph.passes.kernels.spec import Gain, KernelSpec, Match, NearMiss, Setting
+from dsgraph.utils.errors import KernelError
 
 
 def kernel(

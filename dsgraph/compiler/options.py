@@ -10,12 +10,12 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from dsgraph import compat
-from dsgraph.byte_counts import TAKES_BYTES, read_bytes
-from dsgraph.errors import OptionError
 from dsgraph.inductor_ext.sparse.layouts import Layout, SparseLayoutError
 from dsgraph.inductor_ext.sparse.reading import layout_of
-from dsgraph.nearest import nearest
 from dsgraph.passes import KERNELS, KernelSpec, Pipeline
+from dsgraph.utils.byte_counts import TAKES_BYTES, read_bytes
+from dsgraph.utils.errors import OptionError
+from dsgraph.utils.nearest import nearest
 
 MEMORY_SHARE = 0.9
 """How much of a GPU's memory a step may use unless the user says otherwise."""

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields, replace
 
-from dsgraph.errors import OptionError
-from dsgraph.nearest import nearest
 from dsgraph.passes import (
     KERNELS,
     AwaitCopies,
@@ -40,6 +38,8 @@ from dsgraph.passes import (
     StreamForwardParameters,
     SubstituteKernels,
 )
+from dsgraph.utils.errors import OptionError
+from dsgraph.utils.nearest import nearest
 
 from .options import BackendOptions
 

@@ -13,7 +13,7 @@ from torch.fx import GraphModule
 from dsgraph.passes import CaptureFacts, PassContext, PassRecord, Pipeline
 from dsgraph.passes.ir.sources import short_path
 from dsgraph.passes.regions.captured import Captured
-from dsgraph.sharding.agreement import Agreement
+from dsgraph.ranks.agreement import Agreement
 
 from .costs.agreed import DEFAULTS
 from .frames import Capture

@@ -15,13 +15,13 @@ from torch.distributed.tensor import DeviceMesh
 from torch.fx import GraphModule
 
 from dsgraph import compat
+from dsgraph.partitioning.state import PartitionState
 from dsgraph.passes.ir.collectives import is_collective
 from dsgraph.passes.ir.graph import all_graph_modules, is_gather_marker
 from dsgraph.passes.parallel.slice_walk import marked_slices
-from dsgraph.sharding.eager_agreement import eager_agreements
-from dsgraph.sharding.mesh import axis_group, mesh_ranks, shard_dim
-from dsgraph.sharding.rank_notes import Intent
-from dsgraph.step.state import PartitionState
+from dsgraph.ranks.eager_agreement import eager_agreements
+from dsgraph.ranks.mesh import axis_group, mesh_ranks, shard_dim
+from dsgraph.ranks.rank_notes import Intent
 
 Compiled = Callable[..., Any]
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch.fx import GraphModule, Node
 
+from dsgraph.partitioning.seam import mark_outside_transforms
 from dsgraph.passes.ir.graph import all_graph_modules, replace_and_erase
 from dsgraph.passes.kernels.capture_graph import transforms_begun
-from dsgraph.sharding.seam import mark_outside_transforms
 
 
 def move_markers_ahead(gm: GraphModule) -> None:

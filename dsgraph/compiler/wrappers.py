@@ -11,16 +11,16 @@ from torch import Tensor
 
 from dsgraph import compat
 from dsgraph.inductor_ext import resolve_group
+from dsgraph.partitioning.accumulation.watched_graphs import watch_sums
+from dsgraph.partitioning.eager.full_tensor import FullTensor
+from dsgraph.partitioning.eager.replaced_data import refuse_replaced_data
+from dsgraph.partitioning.state import PartitionState, partition_states
 from dsgraph.passes import AxisRole, InputRole
-from dsgraph.sharding.agreement import Agreement
-from dsgraph.sharding.equal_batches import EqualBatches, random_state
-from dsgraph.sharding.full_tensor import FullTensor
-from dsgraph.sharding.replaced_data import refuse_replaced_data
-from dsgraph.step.state import PartitionState, partition_states
-from dsgraph.step.watched_graphs import watch_sums
+from dsgraph.ranks.agreement import Agreement
+from dsgraph.ranks.equal_batches import EqualBatches, random_state
 
 from .capture import partitioned_mesh
-from .limit_watch import watch_limit
+from .memory_limit.limit_watch import watch_limit
 from .request import CompileRequest, GraphCompiler
 from .runs import compare_runs
 

@@ -12,9 +12,9 @@ from typing import Any
 
 import torch.utils.checkpoint
 
-from dsgraph.errors import ConfigError
+from dsgraph.utils.errors import ConfigError
 
-from .read_config import check_section, load_config
+from .config.read_config import check_section, load_config
 
 SECTION = "activation_checkpointing"
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from dsgraph.errors import ConfigError, EngineError
+from dsgraph.utils.errors import ConfigError, EngineError
 
 _SEED = 0  # as that of torch's DistributedSampler, whose order this is
 

@@ -12,27 +12,27 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dsgraph.batches import call_with
-from dsgraph.errors import EngineError
-from dsgraph.sharding.forward_inputs import cast_floating
-from dsgraph.step.accumulate import accumulate, discard
+from dsgraph.partitioning.accumulation.accumulate import accumulate, discard
+from dsgraph.partitioning.forward_inputs import cast_floating
+from dsgraph.utils.errors import EngineError
 
-from .asynchronous import Writer
-from .beside_backward import apply_late, close_offloaded, read_ahead, stepping
-from .compressing import CompressingOptimizer
+from .checkpoints.asynchronous_save import Writer
+from .checkpoints.saving import Saving
+from .checkpoints.weights import Weights
+from .config.read_config import ResolvedConfig
 from .data import RankLoader, batches_of
-from .eigenvalues import Gradients
-from .figures import Figures
-from .layer_drop import ProgressiveLayerDrop
-from .looks import Looks
+from .integrations.mpu import ModelParallel
 from .loss_scale import LossScale
-from .mpu import ModelParallel
+from .model_outputs import Again, loss_of
+from .monitoring.metrics import Figures
+from .monitoring.progress import StepCounts
+from .monitoring.step_logger import Looks
 from .norms import unscale_and_clip
-from .passing import Again, loss_of
-from .progress import StepCounts
-from .quantize_training import QuantizedTraining
-from .read_config import ResolvedConfig
-from .saving import Saving
-from .weights import Weights
+from .optimizers.compressed_optimizer import CompressingOptimizer
+from .optimizers.step_moment import apply_late, close_offloaded, read_ahead, stepping
+from .techniques.eigenvalues import Gradients
+from .techniques.layer_drop import ProgressiveLayerDrop
+from .techniques.quantize_training import QuantizedTraining
 
 
 class Engine(Figures, Saving, Weights, nn.Module):

@@ -17,23 +17,23 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import Dataset
 
 from dsgraph import compat
-from dsgraph.errors import ConfigError
-from dsgraph.sharding.mesh import resolve_mesh
-from dsgraph.sharding.table import partitioned_parts
-from dsgraph.step.state import partition
+from dsgraph.partitioning.state import partition
+from dsgraph.partitioning.table import partitioned_parts
+from dsgraph.ranks.mesh import resolve_mesh
+from dsgraph.utils.errors import ConfigError
 
 from .activation_checkpointing import take_switches
-from .beside_backward import beside_notes
-from .config import EngineConfig
+from .config.engine_config import EngineConfig
+from .config.pass_options import pass_options
+from .config.read_config import load_config, read_config
+from .config.sparse_layout import sparse_layout
 from .data import RankLoader
-from .divided import check_divided, data_rank, divided_engine
 from .engine import Engine
-from .layer_drop import ProgressiveLayerDrop
-from .looks import Looks
-from .mpu import ModelParallel, data_parallel_mesh
-from .offloading import check_offload, offload_notes, offloaded, partition_offload, planned
+from .integrations.mpu import ModelParallel, data_parallel_mesh
+from .monitoring.log import overruled, say, tell
+from .monitoring.step_logger import Looks
 from .on_meta import check_weights, give_values, is_on_meta
-from .optimizers import (
+from .optimizers.by_name import (
     Binding,
     Groups,
     MakesOptimizer,
@@ -43,14 +43,14 @@ from .optimizers import (
     parameters_in,
     rebound,
 )
-from .pass_options import pass_options
-from .place import device_of_rank, join_ranks, place_in
-from .quantize_training import QuantizedTraining
-from .read_config import load_config, read_config
-from .schedules import schedule_class
-from .sparse_attention import sparse_layout
-from .told import overruled, say, tell
-from .whole_parameters import whole_where_needed
+from .optimizers.full_matrix import whole_where_needed
+from .optimizers.offloading import check_offload, offload_notes, offloaded, partition_offload, planned
+from .optimizers.step_moment import beside_notes
+from .parallel_engine import check_divided, data_rank, divided_engine
+from .rank_setup import device_of_rank, join_ranks, place_in
+from .schedules.by_name import schedule_class
+from .techniques.layer_drop import ProgressiveLayerDrop
+from .techniques.quantize_training import QuantizedTraining
 
 _DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from dsgraph.errors import LossScaleError
+from dsgraph.utils.errors import LossScaleError
 
-from .config import Fp16Config
+from .config.engine_config import Fp16Config
 
 _MOVES = ("scale", "overflows_left", "steps", "last_overflow")
 

@@ -11,9 +11,9 @@ from torch import Tensor
 from torch.nn.utils import get_total_norm
 
 from dsgraph.inductor_ext import Ranks, sum_over
-from dsgraph.sharding.table import PartitionedModel, ShardedParameter
+from dsgraph.partitioning.table import PartitionedModel, ShardedParameter
 
-from .mpu import ModelParallel
+from .integrations.mpu import ModelParallel
 
 
 def gradients(partition: PartitionedModel) -> list[tuple[ShardedParameter, Tensor]]:

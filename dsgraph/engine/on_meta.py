@@ -11,11 +11,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from dsgraph.errors import ConfigError
-from dsgraph.sharding.materialize import materialize
+from dsgraph.partitioning.initialization.materialize import materialize
+from dsgraph.utils.errors import ConfigError
 
-from .memory_use import peak_bytes, status_bytes
-from .told import tell
+from .monitoring.log import tell
+from .monitoring.memory_breakdown import peak_bytes, status_bytes
 
 MOMENT = 2.0
 """Seconds behind which a bar appears."""

@@ -14,11 +14,11 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from dsgraph import compat
-from dsgraph.parallel.pipelined import PipelinedModel
+from dsgraph.parallel.pipeline.pipelined import PipelinedModel
 
+from .config.read_config import ResolvedConfig
 from .data import RankLoader, batches_of
-from .progress import StepCounts
-from .read_config import ResolvedConfig
+from .monitoring.progress import StepCounts
 
 
 class PipelineEngine:
@@ -101,7 +101,7 @@ class PipelineEngine:
         Args:
             save_dir: Folder of checkpoints, which all ranks see.
             tag: Name of this one; None: `global_step<N>`.
-            client_state: What `load_checkpoint` gives back: values that `dsgraph.typed_json.encode` takes.
+            client_state: What `load_checkpoint` gives back: values that `dsgraph.utils.typed_json.encode` takes.
 
         Returns:
             True.

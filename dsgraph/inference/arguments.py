@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from dsgraph.errors import InferenceError
+from dsgraph.utils.errors import InferenceError
 
 DEFAULTS: Mapping[str, Any] = MappingProxyType(
     {

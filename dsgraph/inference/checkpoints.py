@@ -11,12 +11,12 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from dsgraph.errors import InferenceError
 from dsgraph.passes.parallel.slices import Slice
+from dsgraph.utils.errors import InferenceError
 
-from .quantized_linear import QuantizedLinear
+from .quantization.quantized_linear import QuantizedLinear
+from .quantization.sliced_linear import SlicedQuantizedLinear, slices_of_buffers
 from .ranks import SlicingRanks
-from .sliced_linear import SlicedQuantizedLinear, slices_of_buffers
 from .sources import Source, find, open_source
 
 

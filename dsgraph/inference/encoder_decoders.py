@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional
 from transformers.modeling_outputs import BaseModelOutput, Seq2SeqLMOutput
 
-from dsgraph.errors import InferenceError
+from dsgraph.utils.errors import InferenceError
 
 from .cache import CACHE_NAME, EncoderDecoderMemory
 from .engine import InferenceEngine

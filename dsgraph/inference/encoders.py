@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dsgraph.errors import InferenceError
+from dsgraph.utils.errors import InferenceError
 
 from .engine import InferenceEngine
 from .ranks import SlicingRanks

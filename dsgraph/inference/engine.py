@@ -16,16 +16,16 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from dsgraph.errors import InferenceError
+from dsgraph.utils.errors import InferenceError
 
 from . import padding, requests
 from .cache import CACHE_NAME, CachePool, EncoderDecoderMemory, RewindableCache, new_cache
 from .graphs import Graphs
-from .layouts import turned_weights
-from .quantize import whole_weights
+from .model_attributes import StandIn
+from .quantization.quantize import whole_weights
 from .ranks import SlicingRanks
 from .report import InferenceReport
-from .standin import StandIn
+from .weight_layouts import turned_weights
 
 # What transformers hands to a forward besides what `_serve` takes, where it means nothing.
 _EMPTY = (None, False)

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from dsgraph.errors import InferenceError
+from dsgraph.utils.errors import InferenceError
 
 ENCODERS = ("bert",)
 """Values of `config.model_type` of encoders, which do not generate."""

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from dsgraph import compat
-from dsgraph.errors import InferenceError
+from dsgraph.utils.errors import InferenceError
 
 from .report import Counts
 

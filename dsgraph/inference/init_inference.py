@@ -12,19 +12,27 @@ import torch
 from torch import nn
 
 from dsgraph.compiler.options import parse_options
-from dsgraph.errors import InferenceError
 from dsgraph.passes.parallel.find_slices import Found
+from dsgraph.utils.errors import InferenceError
 
 from .arguments import DTYPES, merged
 from .checkpoints import find_weights, from_transformers, load_weights, names_of_weights, prefix_of
-from .few_bits import Rounding, put_empty_layers, with_empty_layers
 from .gate import ENCODER_DECODERS, ENCODERS, refuse_model
-from .layouts import turn_weights
 from .probe import verify as verify_logits
-from .quantize import DESCRIPTION, GROUP, Quantization, check_groups, linear_layers, quantize, read_description
+from .quantization.quantize import (
+    DESCRIPTION,
+    GROUP,
+    Quantization,
+    check_groups,
+    linear_layers,
+    quantize,
+    read_description,
+)
+from .quantization.quantized_layers import Rounding, put_empty_layers, with_empty_layers
 from .ranks import SlicingRanks, all_ranks
-from .slicing import plan_layers, slice_layers
+from .slice_layers import plan_layers, slice_layers
 from .sources import engine_folder, open_source
+from .weight_layouts import turn_weights
 
 if TYPE_CHECKING:
     from .engine import InferenceEngine

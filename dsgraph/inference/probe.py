@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dsgraph.errors import InferenceError
+from dsgraph.utils.errors import InferenceError
 
 from .gate import layer_of, text_config, windows
 

@@ -11,9 +11,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DeviceMesh
 
-from dsgraph.errors import InferenceError
-from dsgraph.sharding.agreement import Agreement
-from dsgraph.sharding.mesh import axis_group
+from dsgraph.ranks.agreement import Agreement
+from dsgraph.ranks.mesh import axis_group
+from dsgraph.utils.errors import InferenceError
 
 
 class SlicingRanks:

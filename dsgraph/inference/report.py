@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from .quantize import Quantization
+from .quantization.quantize import Quantization
 
 
 @dataclass

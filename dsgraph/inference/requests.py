@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from dsgraph.errors import InferenceError
+from dsgraph.utils.errors import InferenceError
 
 from .cache import CACHE_NAMES
 

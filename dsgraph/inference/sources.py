@@ -16,9 +16,9 @@ from torch import Tensor
 
 from dsgraph.checkpoint_files import ABOUT, read_about
 from dsgraph.checkpoint_folder import find_tag
-from dsgraph.errors import CheckpointError, InferenceError
 from dsgraph.inductor_ext import slice_of
 from dsgraph.passes.parallel.slices import Slice
+from dsgraph.utils.errors import CheckpointError, InferenceError
 from dsgraph.weight_paths import weight_paths
 
 _EXPERT = re.compile(r"(.+)\.block_sparse_moe\.experts\.(\d+)\.w([123])\.weight")

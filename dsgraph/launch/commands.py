@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from dsgraph.errors import LaunchError
+from dsgraph.utils.errors import LaunchError
 
 from .hosts import LOCAL, Host, check_name
 from .script import OF_RANKS

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from dsgraph.errors import LaunchError
-from dsgraph.nearest import nearest
+from dsgraph.utils.errors import LaunchError
+from dsgraph.utils.nearest import nearest
 
 LOCAL = "localhost"
 """The machine that this process runs on; it is reached without ssh."""

@@ -15,7 +15,7 @@ import sys
 import threading
 from collections.abc import Sequence
 
-from dsgraph.errors import LaunchError
+from dsgraph.utils.errors import LaunchError
 
 from .script import find_script, run_under_torchrun
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 
-from dsgraph.errors import LaunchError
+from dsgraph.utils.errors import LaunchError
 
 from .processes import run_to_end
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import IO
 
-from dsgraph.errors import LaunchError
+from dsgraph.utils.errors import LaunchError
 
 from .commands import HostCommand
 from .processes import describe_exit, ended_by_signals, undisturbed

@@ -18,8 +18,8 @@ from typing import Any
 
 from torch import Tensor
 
-from dsgraph.errors import OffloadError
 from dsgraph.tiers.stored_rows import StoredRows
+from dsgraph.utils.errors import OffloadError
 
 from .chunks import Chunk
 

@@ -13,7 +13,7 @@ from torch import Tensor, optim
 from torch.optim import Optimizer
 
 from dsgraph.inductor_ext.transfers.buffers import Buffer
-from dsgraph.sharding.rows import own_part
+from dsgraph.partitioning.rows import own_part
 from dsgraph.tiers.chunk_sizes import pack, place
 from dsgraph.tiers.stored_rows import StoredRows, stored_rows
 

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
-from dsgraph.sharding.rows import distributed_like, own_part
+from dsgraph.partitioning.rows import distributed_like, own_part
 
 from .host_optimizer import MASTER, HostOptimizer, evaluated, versions_of
 from .moves import InPlace, Move

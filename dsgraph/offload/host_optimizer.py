@@ -23,13 +23,13 @@ from torch import Tensor, optim
 from torch.optim import Optimizer
 
 from dsgraph import compat
-from dsgraph.errors import OffloadError
 from dsgraph.inductor_ext.transfers.buffers import BufferPool
 from dsgraph.inductor_ext.transfers.lanes import Lane, lane_of
-from dsgraph.sharding.rows import distributed_like, own_part
+from dsgraph.partitioning.rows import distributed_like, own_part
 from dsgraph.tiers.chunk_sizes import CHUNK_BYTES
 from dsgraph.tiers.slots import first_of
 from dsgraph.tiers.stored_rows import stored_rows
+from dsgraph.utils.errors import OffloadError
 
 from .chunks import new_state
 from .moves import FromDevice, FromDisk, InPlace, Move

@@ -11,7 +11,7 @@ from typing_extensions import override
 
 from dsgraph.inductor_ext.transfers.buffers import Buffer, BufferPool
 from dsgraph.inductor_ext.transfers.lanes import Lane, Mark
-from dsgraph.sharding.rows import own_part
+from dsgraph.partitioning.rows import own_part
 from dsgraph.tiers.read_rows import ReadRows
 from dsgraph.tiers.stored_rows import StoredRows
 

@@ -7,8 +7,8 @@ from pathlib import Path
 from torch import nn
 from torch.optim import Optimizer
 
-from dsgraph.errors import OffloadError
-from dsgraph.sharding.table import OffloadArguments, partitioned_parts
+from dsgraph.partitioning.table import OffloadArguments, partitioned_parts
+from dsgraph.utils.errors import OffloadError
 
 from .delayed import DelayedHostOptimizer
 from .host_optimizer import HostOptimizer

@@ -20,11 +20,11 @@ import torch
 from torch import Tensor, optim
 from torch.optim import Optimizer
 
-from dsgraph.errors import OffloadError
 from dsgraph.inductor_ext.transfers.buffers import Buffer
-from dsgraph.sharding.rows import own_part
+from dsgraph.partitioning.rows import own_part
 from dsgraph.tiers.chunk_sizes import CHUNK_BYTES
 from dsgraph.tiers.read_rows import ReadRows
+from dsgraph.utils.errors import OffloadError
 
 from .beside_backward import BesideBackward, Numbers
 from .chunks import Chunk, chunks_of, has_stepped, new_state

@@ -11,9 +11,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from dsgraph.byte_counts import on_device, read_bytes
-from dsgraph.errors import OffloadError
-from dsgraph.sharding.table import KEEP_WHOLE_BELOW, OffloadArguments
+from dsgraph.partitioning.table import KEEP_WHOLE_BELOW, OffloadArguments
+from dsgraph.utils.byte_counts import on_device, read_bytes
+from dsgraph.utils.errors import OffloadError
 
 from .offload_optimizer import offloaded_to
 from .sizes import Sizes, Split

@@ -15,10 +15,10 @@ from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, WriteItem
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from dsgraph.errors import OffloadError
-from dsgraph.sharding.rows import own_part
+from dsgraph.partitioning.rows import own_part
 from dsgraph.tiers.stored_rows import StoredRows, stored_rows
 from dsgraph.tiers.stored_tensor import StoredTensor, room
+from dsgraph.utils.errors import OffloadError
 
 from .optimizer import OptimizerOnDisk
 from .stored_state import StoredState

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from dsgraph.inductor_ext.transfers.buffers import Buffer, rounded
-from dsgraph.sharding.rows import distributed_like, own_part
+from dsgraph.partitioning.rows import distributed_like, own_part
 from dsgraph.tiers.slots import SlotFile, first_of
 from dsgraph.tiers.stored_tensor import StoredTensor
 

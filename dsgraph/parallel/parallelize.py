@@ -12,14 +12,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from dsgraph.errors import OptionError
-from dsgraph.sharding.mesh import parameter_devices
+from dsgraph.ranks.mesh import parameter_devices
+from dsgraph.utils.errors import OptionError
 
-from .pipeline import pipeline
-from .pipelined import PipelinedModel
-from .schedule_order import SCHEDULES
-from .stage_values import Materialize
-from .tensor_parallel import tensor_parallel
+from .pipeline.pipeline import pipeline
+from .pipeline.pipelined import PipelinedModel
+from .pipeline.schedule_order import SCHEDULES
+from .pipeline.stage_values import Materialize
+from .tensor.tensor_parallel import tensor_parallel
 
 
 def parallelize(

@@ -14,11 +14,11 @@ from zlib import crc32
 
 import torch
 
-from dsgraph.errors import OffloadError
 from dsgraph.inductor_ext.transfers.buffers import ALIGNMENT, Buffer, BufferPool, rounded
 from dsgraph.inductor_ext.transfers.errors import TransferError
 from dsgraph.inductor_ext.transfers.files import transfer_part
 from dsgraph.inductor_ext.transfers.folder import PrivateFolder, folder_below
+from dsgraph.utils.errors import OffloadError
 
 CHECKSUMS = "DSGRAPH_OFFLOAD_CHECKSUMS"
 """The environment variable that asks for a checksum of all that is read, if it is neither empty nor "0"."""

@@ -17,10 +17,10 @@ from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
 from dsgraph import compat
-from dsgraph.errors import OffloadError
 from dsgraph.inductor_ext.transfers.buffers import Buffer
 from dsgraph.inductor_ext.transfers.stored import Reload, StoredParameter
 from dsgraph.inductor_ext.transfers.transfers import transfers_of
+from dsgraph.utils.errors import OffloadError
 
 from .slots import SlotFile
 from .stored_tensor import StoredTensor

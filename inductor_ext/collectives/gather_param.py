@@ -11,9 +11,10 @@ The sum over ranks is taken in `reduce_dtype`.
 `outer_groups`. With a `group`, `outer_groups` are the replicas' groups of hybrid sharding. `gathered_copy` is a full
 parameter that was gathered earlier; when it is given, it is the result and `shard` only receives the gradient.
 `accumulated_grad` is what this rank has added up of the gradient before, where there is any; see
-`dsgraph/step/accumulation.py`. With a `momentum`, `reduce_compressed` takes the place of `reduce_grad`: the gradient of
-the shard is this rank's part of the averaged momentum, and the *gradients* of `momentum` (where ranks keep rows),
-`worker_error` and `owner_error` are their values for the next time; see `dsgraph/step/compression.py`.
+`dsgraph/partitioning/accumulation/accumulated_gradients.py`. With a `momentum`, `reduce_compressed` takes the place of
+`reduce_grad`: the gradient of the shard is this rank's part of the averaged momentum, and the *gradients* of `momentum`
+(where ranks keep rows), `worker_error` and `owner_error` are their values for the next time; see
+`dsgraph/partitioning/transforms/compression.py`.
 
 Run eagerly both ops are real collectives, so a model that holds them is correct without any compiler. In a captured
 graph they are markers: `InsertZeroCollectives` lowers them.

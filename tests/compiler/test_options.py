@@ -10,10 +10,10 @@ import torch
 from torch import nn
 
 import dsgraph
-from dsgraph.byte_counts import on_device
 from dsgraph.compiler.options import BackendOptions, parse_options
 from dsgraph.compiler.pipeline import bind_options
 from dsgraph.passes.kernels.registry import KERNELS
+from dsgraph.utils.byte_counts import on_device
 
 RMS_NORM = next(spec for spec in KERNELS if spec.name == "rms_norm")
 

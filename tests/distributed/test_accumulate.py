@@ -219,7 +219,7 @@ def _held_for_a_step(codegen: str, memory_limit: int) -> tuple[list[list[int]], 
     return gathers, held, left
 
 
-@pytest.mark.full  # tests/step/test_step_copies.py has memory to spare
+@pytest.mark.full  # tests/partitioning/accumulation/test_step_copies.py has memory to spare
 def test_stage_3_with_memory_to_spare_gathers_once_a_step(ranks):
     gathers, held, left = ranks(2).run(_held_for_a_step, "eager", 10**9)[0]
     # The first micro-batch compiles a graph, and finds that all may be held; the second another, for which they are.

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import dsgraph
 from dsgraph.compiler.codegen import REGIONS
-from dsgraph.errors import PartitionError
+from dsgraph.utils.errors import PartitionError
 from examples.gpt import GPT, GPTConfig
 from tests.distributed.test_transformers import DECODER, ENCODER, VOCAB
 from tests.distributed.training import compare, full

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 import dsgraph
 from benchmarks.wire import record_collectives
 from dsgraph.compiler.captured_sums import add_sums
-from dsgraph.step.accumulation import withhold_sum
+from dsgraph.partitioning.accumulation.accumulated_gradients import withhold_sum
 from tests.distributed.training import compare, full
 from tests.models import CASES, build, tokens
 from tests.pipelines import without_buckets

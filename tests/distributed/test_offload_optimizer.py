@@ -10,10 +10,10 @@ import torch.distributed as dist
 from torch import Tensor, nn, optim
 
 import dsgraph
-from dsgraph.errors import OffloadError, PartitionError
 from dsgraph.offload.host_optimizer import HostOptimizer
 from dsgraph.offload.optimizer import OptimizerOnDisk
 from dsgraph.tiers.stored_rows import stored_rows
+from dsgraph.utils.errors import OffloadError, PartitionError
 from tests.models import CASES, build
 
 from .training import full

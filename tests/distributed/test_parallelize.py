@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 import dsgraph
-from dsgraph.errors import CheckpointError, ConfigError, OptionError
+from dsgraph.utils.errors import CheckpointError, ConfigError, OptionError
 from tests.distributed.test_tensor_parallel import _build
 
 pytestmark = pytest.mark.distributed

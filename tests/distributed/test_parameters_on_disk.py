@@ -18,9 +18,9 @@ from torch import Tensor, nn, optim
 from torch.distributed.tensor import Shard
 
 import dsgraph
-from dsgraph.errors import OffloadError, PartitionError
 from dsgraph.offload.optimizer import OptimizerOnDisk
 from dsgraph.tiers.stored_rows import stored_rows
+from dsgraph.utils.errors import OffloadError, PartitionError
 from tests.models import CASES, build
 
 from .training import full

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import dsgraph
-from dsgraph.errors import OptionError, RanksDisagreeError
-from dsgraph.parallel.schedule_order import SCHEDULES
+from dsgraph.parallel.pipeline.schedule_order import SCHEDULES
+from dsgraph.utils.errors import OptionError, RanksDisagreeError
 from examples.gpt import GPT, GPTConfig
 from tests.distributed.training import full
 from tests.models import VOCAB

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 import dsgraph
-from dsgraph.sharding.eager_agreement import VARIABLE
+from dsgraph.ranks.eager_agreement import VARIABLE
 from tests.distributed.test_surgery import _llama
 from tests.distributed.training import full
 from tests.models import build, tokens

@@ -11,7 +11,7 @@ import torch.distributed as dist
 import transformers
 
 import dsgraph
-from dsgraph.errors import InferenceError
+from dsgraph.utils.errors import InferenceError
 from tests.inference.families import CONFIGS, model, prompt
 
 pytestmark = pytest.mark.distributed

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from transformers.generation.streamers import BaseStreamer
 
 import dsgraph
-from dsgraph.errors import InferenceError, RanksDisagreeError
+from dsgraph.utils.errors import InferenceError, RanksDisagreeError
 from tests.inference.families import CONFIGS, encoder, encoder_decoder, model, prompt
 
 pytestmark = pytest.mark.distributed

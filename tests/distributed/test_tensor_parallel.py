@@ -14,7 +14,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel
 from torch.nn.utils import clip_grad_norm_
 
 import dsgraph
-from dsgraph.errors import RanksDisagreeError
+from dsgraph.utils.errors import RanksDisagreeError
 from tests.distributed.training import full
 
 pytestmark = pytest.mark.distributed

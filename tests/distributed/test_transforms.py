@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
 
 import dsgraph
-from dsgraph.errors import PartitionError
+from dsgraph.utils.errors import PartitionError
 from tests.distributed.training import compare
 
 pytestmark = pytest.mark.distributed

@@ -9,8 +9,8 @@ from torch import nn
 import dsgraph
 from dsgraph.checkpointing import checkpoint, configure, is_configured, reset
 from dsgraph.engine.activation_checkpointing import take_switches
-from dsgraph.engine.read_config import read_config
-from dsgraph.errors import ConfigError
+from dsgraph.engine.config.read_config import read_config
+from dsgraph.utils.errors import ConfigError
 
 
 @pytest.fixture(autouse=True)

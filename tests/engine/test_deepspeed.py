@@ -1,7 +1,7 @@
 """DeepSpeed beside us: the same script and file on both, and its schedules against ours.
 
 `full`: DeepSpeed is in the extra `peers` alone. Without it closed forms and plain loops hold the same places, in
-`test_schedules.py` and `test_engine.py`.
+`test_by_name.py` and `test_engine.py`.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from benchmarks import losses
-from dsgraph.engine.config import EngineConfig
-from dsgraph.engine.schedules import schedule_class
+from dsgraph.engine.config.engine_config import EngineConfig
+from dsgraph.engine.schedules.by_name import schedule_class
 
 pytestmark = [
     pytest.mark.full,

@@ -12,8 +12,8 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import dsgraph
-from dsgraph.engine.converting import import_checkpoint
-from dsgraph.engine.weight_files import INDEX, WeightFiles
+from dsgraph.engine.checkpoints.convert import import_checkpoint
+from dsgraph.engine.checkpoints.weight_files import INDEX, WeightFiles
 from dsgraph.tools.cli.main import main
 from tests.distributed.training import full
 

@@ -16,7 +16,7 @@ import pytest
 import torch.distributed as dist
 
 import dsgraph
-from dsgraph.files import write_whole
+from dsgraph.utils.files import write_whole
 from tests.models import build
 
 from .training import CASE, batches, config

@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 
 import dsgraph
-from dsgraph.engine.converting import import_checkpoint
-from dsgraph.engine.deepspeed_files import _read_groups
+from dsgraph.engine.checkpoints.convert import import_checkpoint
+from dsgraph.engine.checkpoints.deepspeed_files import _read_groups
 from dsgraph.tools.cli.main import main
 from tests.models import build
 

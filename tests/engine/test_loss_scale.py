@@ -2,9 +2,9 @@ from __future__ import annotations
 
 import pytest
 
-from dsgraph.engine.config import Fp16Config
+from dsgraph.engine.config.engine_config import Fp16Config
 from dsgraph.engine.loss_scale import LossScale
-from dsgraph.errors import LossScaleError
+from dsgraph.utils.errors import LossScaleError
 
 
 def _trace(overflows, **config):

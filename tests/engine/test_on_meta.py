@@ -12,8 +12,8 @@ from torch import nn
 
 import dsgraph
 from dsgraph.engine import on_meta
-from dsgraph.errors import ConfigError, PartitionError
 from dsgraph.tiers.stored_rows import stored_rows
+from dsgraph.utils.errors import ConfigError, PartitionError
 from tests.distributed.training import full
 
 from .memory import Grown

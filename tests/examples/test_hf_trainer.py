@@ -28,7 +28,7 @@ def _run(folder: Path, steps: int, *more: str) -> float:
     return float(found[1])
 
 
-# tests/engine/test_trainer.py runs the same trainer in the small tier.
+# tests/engine/integrations/test_trainer.py runs the same trainer in the small tier.
 @pytest.mark.full
 @pytest.mark.distributed
 @pytest.mark.slow

@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import dsgraph
-from dsgraph.errors import InferenceError
+from dsgraph.utils.errors import InferenceError
 from tests.inference.families import model
 
 _LOST = "model.layers.1.mlp.up_proj.weight"

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import dsgraph
-from dsgraph.errors import InferenceError
+from dsgraph.utils.errors import InferenceError
 from tests.inference.families import WORDS, encoder, encoder_decoder, prompt
 
 EAGER = {"codegen": "eager"}

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import dsgraph
-from dsgraph.errors import InferenceError
+from dsgraph.utils.errors import InferenceError
 from tests.inference.families import CONFIGS, model, prompt
 
 EAGER = {"codegen": "eager"}

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dsgraph.errors import LaunchError
 from dsgraph.launch.commands import Job, commands_of, read_export
 from dsgraph.launch.hosts import Host, exclude, first, include, parse_hostfile
+from dsgraph.utils.errors import LaunchError
 
 NAMES = st.from_regex(r"[a-z0-9]([a-z0-9.-]{0,5}[a-z0-9])?", fullmatch=True)
 POOLS = st.dictionaries(NAMES, st.integers(1, 9), min_size=1, max_size=5)

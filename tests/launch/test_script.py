@@ -2,9 +2,9 @@ from __future__ import annotations
 
 import pytest
 
-from dsgraph.errors import LaunchError
 from dsgraph.launch.processes import describe_exit
 from dsgraph.launch.script import find_script, run_script
+from dsgraph.utils.errors import LaunchError
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import Tensor, nn, optim
 
 import dsgraph
-from dsgraph.errors import OffloadError
 from dsgraph.offload.optimizer import OptimizerOnDisk
+from dsgraph.utils.errors import OffloadError
 from tests.distributed.training import full
 from tests.models import CASES, build
 

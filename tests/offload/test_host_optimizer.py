@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor, nn, optim
 
-from dsgraph.errors import OffloadError
 from dsgraph.offload.delayed import DelayedHostOptimizer
 from dsgraph.offload.host_optimizer import MASTER, HostOptimizer
 from dsgraph.offload.optimizer import ELEMENTWISE
+from dsgraph.utils.errors import OffloadError
 
 OPTIONS = {optim.SGD: {"momentum": 0.9}, optim.AdamW: {"amsgrad": True}, optim.RMSprop: {"momentum": 0.5}}
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import nn, optim
 
-from dsgraph.errors import OffloadError
 from dsgraph.offload.optimizer import ELEMENTWISE, OptimizerOnDisk
 from dsgraph.offload.saving import SavePlannerFromDisk
+from dsgraph.utils.errors import OffloadError
 
 OPTIONS = {optim.SGD: {"momentum": 0.9}, optim.AdamW: {"amsgrad": True}, optim.RMSprop: {"momentum": 0.5}}
 

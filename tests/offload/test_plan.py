@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 from torch import nn, optim
 
 import dsgraph
-from dsgraph.errors import OffloadError
 from dsgraph.offload.host_optimizer import HostOptimizer
 from dsgraph.offload.optimizer import OptimizerOnDisk
 from dsgraph.offload.plan import plan_offload
 from dsgraph.tiers.slots import first_of, share_of
 from dsgraph.tiers.stored_rows import stored_rows
+from dsgraph.utils.errors import OffloadError
 
 MB = 10**6
 WIDTH, LAYERS = 3200, 4  # 41 million parameters, 655 MB of states

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from dsgraph.parallel.gpus import gpu_of
-from dsgraph.parallel.layout import ModelShape, RankLayout, Training
-from dsgraph.parallel.plan import Plan, plan
+from dsgraph.parallel.planning.gpus import gpu_of
+from dsgraph.parallel.planning.layout import ModelShape, RankLayout, Training
+from dsgraph.parallel.planning.plan import Plan, plan
 
 GIB = 2**30
 TRILLION = ModelShape(params=10**12, layers=298, hidden=17408, seq=2048, vocab=51200, heads=136)

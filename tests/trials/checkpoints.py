@@ -35,7 +35,7 @@ import torch.distributed as dist
 from torch import nn
 
 import dsgraph
-from dsgraph.errors import CheckpointError
+from dsgraph.utils.errors import CheckpointError
 
 WAYS = ("one tag", "new tags", "asynchronous", "pipeline", "pipeline, one tag")
 KINDS = ("flipped", "cut", "emptied", "missing", "swapped", "other key", "longer", "zeros")

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from dsgraph.errors import RanksDisagreeError
+from dsgraph.utils.errors import RanksDisagreeError
 from tests.trials.programs.judge import FAULTS, NAMED, RIGHT, Ending, Failure, judge
 from tests.trials.programs.play import Net, OwnError, Twin
 from tests.trials.programs.program import PARTINGS, Batch, Call, Step, draw

@@ -16,8 +16,8 @@ from torch.distributed.tensor import DeviceMesh
 from dsgraph.passes import CostModel, MeshAxis
 from dsgraph.passes.analysis.hardware import TIERS, Device, Link, LinkTable, default_links
 from dsgraph.passes.ir.collectives import collective_steps
-from dsgraph.sharding.agreement import Agreement
-from dsgraph.sharding.mesh import mesh_axes
+from dsgraph.ranks.agreement import Agreement
+from dsgraph.ranks.mesh import mesh_axes
 
 from .host import device_name, host_name
 from .records import CalibrationRecord, LinkRecord, from_text, to_text

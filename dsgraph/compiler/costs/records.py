@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
-from dsgraph.json_records import HeadRecord, RecordError, from_json_text, to_json_text
+from dsgraph.utils.json_records import HeadRecord, RecordError, from_json_text, to_json_text
 
 FORMAT = "dsgraph-calibration"
 VERSION = 1

@@ -6,8 +6,8 @@ import os
 import re
 from pathlib import Path
 
-from dsgraph.files import write_whole
-from dsgraph.json_records import RecordError
+from dsgraph.utils.files import write_whole
+from dsgraph.utils.json_records import RecordError
 
 from .records import CalibrationRecord, from_text, to_text
 

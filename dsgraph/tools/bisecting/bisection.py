@@ -22,11 +22,11 @@ from torch.fx import GraphModule
 from dsgraph import compat
 from dsgraph.compiler.codegen import Compilation, records_cuda_graphs, unidentified
 from dsgraph.compiler.request import CompileOutcome, CompileRequest
-from dsgraph.errors import OptionError, RanksDisagreeError, on_one_line
-from dsgraph.files import write_whole
 from dsgraph.passes import CaptureFacts, GraphPass, Phase, Pipeline
 from dsgraph.passes.ir.collectives import is_collective
 from dsgraph.passes.ir.graph import all_graph_modules, is_gather_marker, placeholders
+from dsgraph.utils.errors import OptionError, RanksDisagreeError, on_one_line
+from dsgraph.utils.files import write_whole
 
 from .first_node import Parting, WatchedGraph, where
 from .replay import Replay, Tolerance, Values, compare

@@ -11,8 +11,8 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from pydantic import BaseModel, BeforeValidator
 from pydantic.fields import FieldInfo
 
-from dsgraph.engine.config import EngineConfig, section_of
-from dsgraph.engine.other_keys import NOT_YET, WITHOUT_EFFECT
+from dsgraph.engine.config.engine_config import EngineConfig, section_of
+from dsgraph.engine.config.other_keys import NOT_YET, WITHOUT_EFFECT
 
 _HEAD = """\
 # The engine's configuration

@@ -11,16 +11,21 @@ from importlib import import_module
 from keyword import iskeyword
 from typing import NoReturn
 
-from dsgraph.errors import LaunchError
-from dsgraph.nearest import nearest
+from dsgraph.utils.errors import LaunchError
+from dsgraph.utils.nearest import nearest
 
 from .command import Command, CommandError
 
-COMMANDS = (
-    *("run", "launch", "ls", "show", "diff", "explain", "collectives", "memory", "ranks", "dot"),
-    *("passes", "config", "export", "import", "bisect", "emit", "plan", "schedule", "sparse", "calibrate", "doctor"),
-)
-"""Each in the module of its name, which is loaded when it is called: `doctor` must work where others cannot."""
+COMMANDS = {
+    **dict.fromkeys(("run", "launch"), "programs"),
+    **dict.fromkeys(("ls", "show", "diff", "explain", "collectives", "memory", "ranks", "dot", "passes"), "inspect"),
+    "config": "planning",
+    **dict.fromkeys(("export", "import"), "checkpoints"),
+    **dict.fromkeys(("bisect", "emit"), "programs"),
+    **dict.fromkeys(("plan", "schedule", "sparse"), "planning"),
+    **dict.fromkeys(("calibrate", "doctor"), "programs"),
+}
+"""Each command with its folder. Its module is loaded when it is called: `doctor` must work where others cannot."""
 
 _DESCRIPTION = "Shows what dsgraph made of a model: every graph, before and after every pass, on every rank."
 
@@ -100,7 +105,7 @@ def _split(
 def load(name: str) -> Command:
     """The command of this name."""
     module = f"{name}_" if iskeyword(name) else name
-    command: Command = import_module(f"{__package__}.{module}").COMMAND
+    command: Command = import_module(f"{__package__}.{COMMANDS[name]}.{module}").COMMAND
     return command
 
 

@@ -2,7 +2,7 @@
 
 import json
 
-from dsgraph.json_records import json_schema
+from dsgraph.utils.json_records import json_schema
 
 from .records import CompileRecord, GraphRecord
 

@@ -17,10 +17,10 @@ import torch.distributed as dist
 from torch.fx import GraphModule
 
 from dsgraph import __version__
-from dsgraph.errors import StrictError
-from dsgraph.files import write_whole
-from dsgraph.json_records import to_json_text
 from dsgraph.passes import CaptureFacts, PassContext, PassRecord
+from dsgraph.utils.errors import StrictError
+from dsgraph.utils.files import write_whole
+from dsgraph.utils.json_records import to_json_text
 
 from .contents import rank_folders, remove_compiles
 from .describe import Describer, memory_of, pieces

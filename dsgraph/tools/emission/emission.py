@@ -20,10 +20,10 @@ from torch.fx import GraphModule
 from dsgraph.compiler.codegen import Compilation, unidentified
 from dsgraph.compiler.options import MEMORY_SHARE, BackendOptions
 from dsgraph.compiler.request import CompileOutcome, CompileRequest, CompileWatch
-from dsgraph.errors import EmissionError, on_one_line
-from dsgraph.files import write_whole
 from dsgraph.passes import CaptureFacts, CostModel, Pipeline
 from dsgraph.passes.analysis.hardware import GPUS, default_links
+from dsgraph.utils.errors import EmissionError, on_one_line
+from dsgraph.utils.files import write_whole
 
 from .attention import capture_cuda_attention, replace_cpu_attention
 from .harness import fake_device, fake_driver

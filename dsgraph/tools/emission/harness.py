@@ -18,8 +18,8 @@ import torch.distributed as dist
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
-from dsgraph.errors import EmissionError
 from dsgraph.passes.analysis.hardware import GPUS
+from dsgraph.utils.errors import EmissionError
 
 # Package -> beginnings of the versions of it that this package was checked on.
 CHECKED: Mapping[str, tuple[str, ...]] = {"torch": ("2.13.",), "triton": ("3.9.",)}

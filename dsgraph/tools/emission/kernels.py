@@ -8,7 +8,7 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from dsgraph.errors import EmissionError
+from dsgraph.utils.errors import EmissionError
 
 
 @dataclass(frozen=True)

@@ -7,9 +7,9 @@ from collections.abc import Iterable
 
 from torch.fx import Node
 
-from dsgraph.errors import EmissionError
 from dsgraph.passes.compat import OpOverload
 from dsgraph.passes.ir.sources import user_source
+from dsgraph.utils.errors import EmissionError
 
 from .harness import has_kernel
 

@@ -18,15 +18,15 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.fx import GraphModule
 
 from dsgraph.compiler.backend import Backend
-from dsgraph.errors import LayoutError
-from dsgraph.parallel.gpus import NodeGpu
-from dsgraph.parallel.layout import ModelShape, RankLayout, Training
-from dsgraph.parallel.plan import plan
+from dsgraph.parallel.planning.gpus import NodeGpu
+from dsgraph.parallel.planning.layout import ModelShape, RankLayout, Training
+from dsgraph.parallel.planning.plan import plan
+from dsgraph.partitioning.state import partition
 from dsgraph.passes.analysis.budget import shard_bytes
 from dsgraph.passes.analysis.step_memory import PairMemory, simulate_step
-from dsgraph.step.state import partition
 from dsgraph.tools.emission.harness import fake_ranks
 from dsgraph.tools.reporting.observer import ReportObserver
+from dsgraph.utils.errors import LayoutError
 
 from .stage import Stage
 

@@ -8,7 +8,7 @@ from torch import nn
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import get_schedule_class
 
-from dsgraph.parallel.schedule_order import SCHEDULES, actions_of, check_microbatches, stages_of_ranks
+from dsgraph.parallel.pipeline.schedule_order import SCHEDULES, actions_of, check_microbatches, stages_of_ranks
 from dsgraph.tools.emission.harness import fake_ranks
 
 

@@ -10,8 +10,8 @@ from types import FunctionType
 from torch import nn
 
 from dsgraph.compiler.frames import Span, is_torchs
-from dsgraph.sharding.table import held_by
-from dsgraph.step.state import PartitionState
+from dsgraph.partitioning.state import PartitionState
+from dsgraph.partitioning.table import held_by
 
 from .compile_log import CompileEntry, CompileLog
 from .reasons import in_words

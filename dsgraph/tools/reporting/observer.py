@@ -5,12 +5,12 @@ from __future__ import annotations
 from torch.fx import GraphModule
 
 from dsgraph.compiler.frames import Capture
-from dsgraph.compiler.limit_scope import over_limit
+from dsgraph.compiler.memory_limit.limit_scope import over_limit
 from dsgraph.compiler.options import BackendOptions
 from dsgraph.compiler.request import CompileOutcome, CompileRequest, CompileWatch
 from dsgraph.compiler.wrappers import partitions_among
+from dsgraph.partitioning.stages import CopyLifetime
 from dsgraph.passes import PassContext
-from dsgraph.sharding.stages import CopyLifetime
 
 from .compile_log import CompileEntry, CompileLog, owners_among
 from .measure import Measurements

@@ -9,9 +9,9 @@ from typing import Any
 from torch import nn
 
 from dsgraph import compat
-from dsgraph.errors import PartitionError
-from dsgraph.sharding.offloaded import nothing_moved
-from dsgraph.step.state import ParameterState, PartitionState, partition_states
+from dsgraph.partitioning.state import ParameterState, PartitionState, partition_states
+from dsgraph.partitioning.transforms.offloaded import nothing_moved
+from dsgraph.utils.errors import PartitionError
 
 from .activity import (
     Fallback,

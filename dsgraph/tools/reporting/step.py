@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 from torch import nn
 
 from dsgraph import compat
+from dsgraph.partitioning.state import PartitionState
+from dsgraph.partitioning.table import partitioned_parts
+from dsgraph.partitioning.transforms.offloaded import trained_rows
 from dsgraph.passes.analysis.step_memory import PairMemory, simulate_step
-from dsgraph.sharding.offloaded import trained_rows
-from dsgraph.sharding.table import partitioned_parts
-from dsgraph.step.state import PartitionState
 from dsgraph.tiers.chunk_sizes import state_chunks, step_buffers
 
 from .compile_log import CompileEntry

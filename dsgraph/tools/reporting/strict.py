@@ -11,10 +11,10 @@ from dsgraph.compiler.frames import Capture
 from dsgraph.compiler.options import BackendOptions
 from dsgraph.compiler.remedies import remedy
 from dsgraph.compiler.request import CompileRequest
-from dsgraph.errors import StrictError
-from dsgraph.nearest import nearest
 from dsgraph.passes import AxisRole, SparsifyAttention
 from dsgraph.passes.kernels.findings import NOWHERE
+from dsgraph.utils.errors import StrictError
+from dsgraph.utils.nearest import nearest
 
 from .compile_log import CompileEntry, CompileLog, GivenUp
 from .measure import is_own_op

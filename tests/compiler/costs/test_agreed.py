@@ -22,7 +22,7 @@ from dsgraph.compiler.costs.agreed import KnownCosts
 from dsgraph.compiler.costs.host import device_name, host_name
 from dsgraph.compiler.costs.store import save
 from dsgraph.passes.analysis.hardware import DEVICES, LINKS, Link
-from dsgraph.sharding.mesh import mesh_axes
+from dsgraph.ranks.mesh import mesh_axes
 from tests.compiler.costs.records import LINK, calibration
 
 EAGER = {"codegen": "eager"}

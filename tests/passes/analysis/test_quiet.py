@@ -4,7 +4,7 @@ import os
 
 import torch
 
-from dsgraph.engine.collective_times import CollectiveTimes
+from dsgraph.engine.monitoring.collective_times import CollectiveTimes
 from dsgraph.passes.analysis.quiet import without_library_output
 
 

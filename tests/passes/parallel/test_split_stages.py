@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from dsgraph.parallel.captured_model import CapturedModel, capture_model
+from dsgraph.parallel.pipeline.captured_model import CapturedModel, capture_model
 from dsgraph.passes.errors import PassError
 from dsgraph.passes.parallel.split_stages import SplitStages
 from dsgraph.passes.parallel.stage_graphs import stage_graphs

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import dsgraph
-from dsgraph.tools.cli.timeline import critical_path, simulate
+from dsgraph.tools.cli.inspect.timeline import critical_path, simulate
 from dsgraph.tools.dumping.records import CollectiveRecord, GraphRecord, NodeRecord, TransferRecord
 
 WIDTH = 64

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import dsgraph
-from dsgraph.json_records import from_json_text
 from dsgraph.tools.dumping.records import CompileRecord, GraphRecord
+from dsgraph.utils.json_records import from_json_text
 from tests.models import build, tokens
 
 

@@ -14,10 +14,10 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import dsgraph
-from dsgraph.json_records import json_schema
 from dsgraph.passes import CaptureFacts, PassContext, Phase, Pipeline, Runner
 from dsgraph.tools.dumping.records import CompileRecord, GraphRecord
 from dsgraph.tools.dumping.writer import DumpFolder
+from dsgraph.utils.json_records import json_schema
 from tests.models import build, tokens
 from tests.passes.tracing import trace
 from tests.pipelines import without_buckets

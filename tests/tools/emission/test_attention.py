@@ -10,10 +10,10 @@ from functorch.compile import aot_function
 from torch.fx import GraphModule
 from torch.utils._pytree import tree_leaves
 
-from dsgraph.errors import EmissionError
 from dsgraph.passes.compat import detect_fake_mode
 from dsgraph.tools.emission.attention import capture_cuda_attention, replace_cpu_attention
 from dsgraph.tools.emission.operators import refuse_cpu_operators
+from dsgraph.utils.errors import EmissionError
 
 
 def _joint(function: Callable[..., Any], *inputs: torch.Tensor) -> GraphModule:

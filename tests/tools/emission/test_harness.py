@@ -6,11 +6,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from dsgraph.errors import EmissionError
 from dsgraph.passes.analysis.hardware import GPUS
 from dsgraph.passes.compat import FakeTensorMode
 from dsgraph.tools.emission import harness
 from dsgraph.tools.emission.harness import check_versions, defined_kernels, fake_device, fake_driver, fake_ranks
+from dsgraph.utils.errors import EmissionError
 
 
 def _state() -> dict[str, Any]:

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch.fx import Graph
 
-from dsgraph.errors import EmissionError
 from dsgraph.tools.emission.operators import refuse_cpu_operators
+from dsgraph.utils.errors import EmissionError
 
 
 @torch.library.custom_op("emission_tests::only_cpu", mutates_args=(), device_types="cpu")

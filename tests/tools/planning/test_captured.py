@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from dsgraph.errors import LayoutError
-from dsgraph.parallel.gpus import gpu_of
-from dsgraph.parallel.layout import ModelShape, RankLayout, Training
+from dsgraph.parallel.planning.gpus import gpu_of
+from dsgraph.parallel.planning.layout import ModelShape, RankLayout, Training
 from dsgraph.tools.planning.captured import compare
+from dsgraph.utils.errors import LayoutError
 
 WIDTH, LAYERS, SEQ, HEADS = 512, 6, 64, 8
 PARAMS = 12 * LAYERS * WIDTH**2

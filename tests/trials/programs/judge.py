@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from dsgraph import errors
+from dsgraph.utils import errors
 from tests.trials.programs.play import Note, OwnError
 
 RIGHT, NAMED = "right numbers", "named error"

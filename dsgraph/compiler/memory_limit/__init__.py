@@ -1,0 +1,1 @@
+"""Where a `memory_limit` can be promised, and what it leaves."""

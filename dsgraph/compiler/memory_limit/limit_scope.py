@@ -1,0 +1,153 @@
+"""Checks whether a `memory_limit` can be promised: the plan of a single graph must count the complete step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.fx import GraphModule
+
+from dsgraph import compat
+from dsgraph.compiler.capture import parameter_info
+from dsgraph.compiler.frames import Capture
+from dsgraph.compiler.request import CompileOutcome, CompileRequest
+from dsgraph.inductor_ext import size_hint
+from dsgraph.partitioning.state import ParameterState, PartitionState, partition_states
+from dsgraph.passes import CaptureFacts
+from dsgraph.passes.compat import symbolic_expression
+from dsgraph.passes.ir.graph import placeholders
+from dsgraph.passes.parallel.stage_graphs import StageGraphModule
+from dsgraph.utils.errors import OptionError
+
+
+def refuse_memory_budget() -> None:
+    """Refuse torch's own activation memory budget, which splits graphs by other rules than the passes expect.
+
+    Raises:
+        OptionError: torch._functorch.config.activation_memory_budget is not 1.0.
+    """
+    budget = compat.activation_memory_budget()
+    if budget != 1.0:
+        raise OptionError(
+            f"torch._functorch.config.activation_memory_budget is {budget}, which the dsgraph backend does not "
+            "support, because a dropout that is recomputed would draw other numbers: set it to 1.0, and use the option "
+            "'memory_limit'"
+        )
+
+
+def limit_gap(capture: Capture, facts: CaptureFacts, module: nn.Module | None) -> str:
+    """Return why a limit cannot be promised for the training steps that run a captured graph; empty if it can.
+
+    Args:
+        capture: The capture of the graph.
+        facts: The facts of the graph.
+        module: The module whose forward it is.
+    """
+    states = partition_states(module) if module is not None else []
+    if module is None or not states:
+        return "no module of a partitioned model calls it: compile the model"
+    if isinstance(module, StageGraphModule):
+        return "a pipeline stage holds several micro-batches at once: bound its memory by the number of micro-batches"
+    broken = capture.ends_in.place if capture.ends_in is not None else capture.region
+    if broken is not None or capture.resumes_at is not None:
+        where = broken or f"{capture.function.file}:{capture.resumes_at}"
+        return f"the forward is several graphs, because of the graph break at {where}: remove the graph break"
+    own = {id(param) for param in module.parameters()}
+    entries = [entry for state in states for entry in state.parameters]
+    if not all(id(entry.param) in own for entry in entries):
+        return (
+            f"{type(module).__name__} is compiled separately, and other graphs of the step use memory as well: "
+            "compile the complete model"
+        )
+    known = {id(entry.param) for entry in entries}
+    for name, param in module.named_parameters():
+        if param.requires_grad and id(param) not in known:
+            return (
+                f"parameter {name!r} is trained but not partitioned, so that its optimizer state is not counted: "
+                "partition the complete model"
+            )
+    if not facts.params and not any(state.gradients_stay_local for state in states):
+        return "the graph reads no parameter, so the step also runs other graphs: compile the complete model"
+    if not facts.params:
+        return (
+            "micro-batches of `accumulate` that add gradients on this rank are not planned: use stage=3, or "
+            "stage=2 with reduce_once=False"
+        )
+    return ""
+
+
+def bound_sizes(gm: GraphModule, inputs: Sequence[Any], capture: Capture) -> str:
+    """Guard a graph with dynamic sizes so that it runs only for sizes up to those for which it is planned.
+
+    Return why the limit cannot be promised, because larger sizes may run the same graph; empty if they cannot.
+    """
+    sizes = _symbolic_sizes(gm)
+    if not sizes:
+        return ""
+    if any(isinstance(value, torch.Tensor) and compat.is_marked_with_maximum(value) for value in inputs):
+        return "the graph is planned for the current size, and mark_dynamic(max=...) allows larger ones: leave max= out"
+    if capture.times >= compat.recompile_limit():
+        return (
+            "torch._dynamo.config.recompile_limit allows no more compiles for larger batches, so the last graph runs "
+            "any size: begin with the largest batch, or pad batches to few sizes"
+        )
+    if any(number is None for _, number in sizes):
+        return "sizes of the graph depend on the data (mark_unbacked): use mark_dynamic"
+    for size, number in sizes:
+        bool(size <= number)
+    return ""
+
+
+def over_limit(request: CompileRequest, outcome: CompileOutcome) -> str:
+    """Return why the plan that ranks agreed on exceeds the limit for this rank's batch; empty if it does not."""
+    limit = request.facts.memory_limit
+    if outcome.step_peak is None or limit is None or outcome.step_peak <= limit:
+        return ""
+    return (
+        f"all ranks use the plan of the first batch, with which this batch takes {outcome.step_peak:,} bytes of "
+        f"{limit:,}: begin with the largest batch, or raise the limit"
+    )
+
+
+def _symbolic_sizes(gm: GraphModule) -> list[tuple[torch.SymInt, int | None]]:
+    """Return the dynamic sizes of a graph's inputs with their current values; None for data-dependent sizes."""
+    found: dict[str, tuple[torch.SymInt, int | None]] = {}
+    for node in placeholders(gm):
+        value = node.meta.get("example_value", node.meta.get("val"))
+        for size in value.shape if isinstance(value, torch.Tensor) else (value,):
+            if isinstance(size, torch.SymInt) and not isinstance(symbolic_expression(size), int):
+                found.setdefault(str(size), (size, size_hint(size)))
+    return list(found.values())
+
+
+def with_unread(facts: CaptureFacts, inputs: Sequence[Any], module: nn.Module) -> CaptureFacts:
+    """Return the facts of a model's graph, extended by the memory of parameters that the graph does not read."""
+    names = {id(param): name for name, param in module.named_parameters()}
+    read = {id(inputs[number]) for number in facts.params}
+    given = {id(value) for value in inputs}
+    states = partition_states(module)
+    unread = [entry for state in states for entry in state.parameters if id(entry.param) not in read]
+    copies = [entry.gathered_copy for entry in unread if entry.gathered_copy is not None]
+    return replace(
+        facts,
+        unread=tuple(parameter_info(entry.param, names.get(id(entry.param), entry.name)) for entry in unread),
+        unread_copies=sum(copy.untyped_storage().nbytes() for copy in copies if id(copy) not in given),
+        held_gradients=sum(map(_held_gradients, states)),
+    )
+
+
+def _held_gradients(state: PartitionState) -> int:
+    """Return the bytes of gradients that exist before a backward adds its own."""
+    trained = [entry for entry in state.parameters if entry.param.requires_grad]
+    held = sum(gradient_bytes(entry) for entry in trained if entry.param.grad is not None)
+    return max(held, sum(map(gradient_bytes, trained))) if state.accumulating else held
+
+
+def gradient_bytes(entry: ParameterState) -> int:
+    """Return the bytes of the gradient of a parameter's shard."""
+    with torch.no_grad():
+        return math.prod(entry.param.to_local().shape) * entry.param.dtype.itemsize

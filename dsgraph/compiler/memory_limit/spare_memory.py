@@ -1,0 +1,121 @@
+"""How much of a device's memory a training step leaves, from a captured graph and the sizes of its inputs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.fx import GraphModule, Interpreter, Node
+
+from dsgraph.compiler.fake_run import on_fakes
+from dsgraph.partitioning.state import partition_states
+from dsgraph.passes import CaptureFacts
+from dsgraph.passes.analysis.budget import MemoryPart
+from dsgraph.passes.compat import storage_id
+from dsgraph.passes.ir.graph import all_graph_modules, is_gather_marker
+
+# Beside what is saved, a backward computes with a gradient or two of that size.
+_GRADIENTS_ALIVE = 2
+# The parameter that is computed with, the next, and a gradient.
+_PARAMETERS_ALIVE = 3
+
+
+def spare_bytes(gm: GraphModule, inputs: Sequence[Any], *, facts: CaptureFacts, module: nn.Module | None) -> int | None:
+    """What the memory limit leaves besides a step of training, if nothing that the graph gathers is kept.
+
+    The graph is run on fake tensors, and what plain autograd would save is added up. A compiled graph saves less, so
+    this is on the safe side; what a checkpoint region computes again, and other graphs of the model, are not known.
+    It is an estimate that a step can do without: whatever keeps the graph from running on fake tensors, nothing is
+    known.
+
+    Args:
+        gm: The captured graph.
+        inputs: Its inputs.
+        facts: What is known of it.
+        module: Whose forward it is.
+
+    Returns:
+        Bytes, 0 or more; None where nothing can be kept (no gathers in the graph, no gradients) or said: without a
+        limit, for a part of a model, for a graph that cannot run on fake tensors, as with sizes that only the data
+        decide.
+    """
+    if facts.memory_limit is None or not torch.is_grad_enabled() or not _gathers(gm):
+        return None
+    if not is_whole_model(facts, module):
+        return None
+    saved = _saved_by_autograd(gm, inputs)
+    if saved is None:
+        return None
+    widest = max(math.prod(info.shape) * info.dtype.itemsize for info in facts.params.values())
+    budget = facts.budget()
+    needs = {
+        **budget.needs,
+        MemoryPart.GATHERED_COPIES: sum(inputs[number].untyped_storage().nbytes() for number in facts.gathered_copies),
+        MemoryPart.ACTIVATIONS: saved.total + _GRADIENTS_ALIVE * saved.largest,
+        MemoryPart.COMMUNICATION: _PARAMETERS_ALIVE * widest,
+    }
+    return replace(budget, needs=needs).left
+
+
+def _gathers(gm: GraphModule) -> bool:
+    """Whether the graph fetches parameters, instead of reading gathered copies or whole ones."""
+    markers = (node for module in all_graph_modules(gm) for node in module.graph.nodes if is_gather_marker(node))
+    return any(marker.args[1] is None and marker.kwargs["group"] for marker in markers)
+
+
+def is_whole_model(facts: CaptureFacts, module: nn.Module | None) -> bool:
+    """Whether the graph reads every parameter of the model: no other graph needs memory then."""
+    entries = [entry for state in partition_states(module) for entry in state.parameters] if module is not None else []
+    return bool(entries) and len(entries) == len(facts.params)
+
+
+@dataclass
+class _Saved:
+    """Tensors that autograd saves, each storage once, but for gathered parameters and inputs."""
+
+    known: dict[int, object] = field(default_factory=dict)  # storage -> what keeps it alive, lest its id is used again
+    total: int = 0
+    largest: int = 0
+
+    def leave_out(self, value: object) -> None:
+        """Does not count what a value holds."""
+        if isinstance(value, Tensor):
+            self.known[storage_id(value)] = value
+
+    def add(self, value: Tensor) -> Tensor:
+        """Counts a tensor unless it was counted before."""
+        if storage_id(value) not in self.known:
+            self.known[storage_id(value)] = value
+            size = value.untyped_storage().nbytes()
+            self.total += size
+            self.largest = max(self.largest, size)
+        return value
+
+
+class _Watching(Interpreter):
+    """Runs a graph and leaves gathered parameters, and views of inputs, out of the count."""
+
+    def __init__(self, gm: GraphModule, saved: _Saved) -> None:
+        super().__init__(gm)
+        self._saved = saved
+
+    def run_node(self, node: Node) -> Any:
+        value = super().run_node(node)
+        if node.op == "placeholder" or is_gather_marker(node) or node.target == "to_local":
+            self._saved.leave_out(value)
+        return value
+
+
+def _saved_by_autograd(gm: GraphModule, inputs: Sequence[Any]) -> _Saved | None:
+    saved = _Saved()
+    hooks = torch.autograd.graph.saved_tensors_hooks(saved.add, lambda value: value)
+    try:
+        with on_fakes(inputs) as fakes, torch.enable_grad(), hooks:
+            _Watching(gm, saved).run(*fakes)
+    except Exception:
+        return None
+    return saved

@@ -1,0 +1,244 @@
+"""Checkpoints of an engine: written beside the last good one and renamed, so that no interruption loses it.
+
+A checkpoint is a folder `<dir>/<tag>`. torch.distributed.checkpoint writes the tensors, each rank its own rows, and
+reads them on any number of ranks, at any stage. `engine.json` has everything else as JSON that keeps types, and a
+checksum of each file, itself included. The file `<dir>/latest` names the newest; it is replaced last.
+"""
+
+from __future__ import annotations
+
+import io
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from dsgraph import compat
+from dsgraph.checkpoint_files import encode_about
+from dsgraph.checkpoint_folder import Unfinished
+from dsgraph.engine.on_all_ranks import on_first, reason, together
+from dsgraph.offload.saving import SavePlannerFromDisk, refuse_half
+from dsgraph.utils.errors import CheckpointError
+from dsgraph.utils.files import write_whole
+from dsgraph.utils.typed_json import encode
+
+from .asynchronous_save import Writer
+from .checkpoint_match import class_of
+from .weight_files import describe
+
+
+class Training(Protocol):
+    """What a checkpoint is of: an engine.
+
+    Attributes:
+        module: The partitioned model.
+        optimizer: The optimizer of its shards.
+    """
+
+    module: nn.Module
+    optimizer: Optimizer
+
+    @property
+    def config(self) -> Any:
+        """The configuration, which the checkpoint repeats."""
+
+    def progress(self) -> dict[str, Any]:
+        """Return the state of training that is not tensors."""
+
+    def why_not(self, progress: Mapping[str, Any]) -> str:
+        """Why `go_on_from` cannot take that over; empty where it can."""
+
+    def take_schedule(self, progress: Mapping[str, Any]) -> None:
+        """Load only the schedule; on an error the schedule is unchanged."""
+
+    def go_on_from(self, progress: Mapping[str, Any]) -> None:
+        """Takes over what `progress` gave in another run."""
+
+
+def save(
+    engine: Training, folder: Path, tag: str, client_state: dict[str, Any], *, writer: Writer | None = None
+) -> Path:
+    """Writes a checkpoint. All ranks call it at the same point.
+
+    Args:
+        engine: What it is of.
+        folder: Folder of checkpoints.
+        tag: Name of this one.
+        client_state: What `load` gives back.
+        writer: Writes it while training goes on; None: it is complete on return.
+
+    Returns:
+        Its folder.
+
+    Raises:
+        CheckpointError: The tag or the client's state cannot be written, a rank's disk refused, or a failed load or
+            step has left nothing to write; the checkpoint before stays the latest.
+    """
+    doing, about, tensors = f"save {folder / tag}", dict[str, Any](), dict[str, Any]()
+
+    def look() -> None:
+        refuse_half(engine.module, engine.optimizer)
+        about.update(_about(engine, client_state))
+        tensors.update(_tensors(engine))
+
+    together(engine.module, doing, look)
+    begun: list[Unfinished] = []  # filled on the first rank only
+
+    def begin() -> str:
+        begun.append(Unfinished.begin(folder, tag))
+        return begun[0].path.name
+
+    attempt = _Attempt(doing, folder / str(on_first(engine.module, doing, begin)), begun)
+    with attempt.removing_failed():
+        together(engine.module, doing, lambda: _write_rank(engine, attempt.path))
+        if writer is None:
+            planner = SavePlannerFromDisk(engine.optimizer, frees_written=True)
+            attempt.write(lambda: dcp.save(tensors, storage_writer=_writing(attempt.path), planner=planner))
+            together(engine.module, doing, lambda: attempt.complete(about))
+            return folder / tag
+        written = dcp.async_save(tensors, storage_writer=_writing(attempt.path), process_group=writer.group())
+        assert isinstance(written, Future), "only a custom stager returns something else"
+
+    def end() -> None:
+        with attempt.removing_failed():
+            attempt.write(written.result)
+            attempt.complete(about)  # dcp tells the first rank when the others have written
+
+    writer.start(doing, end)
+    return folder / tag
+
+
+@dataclass
+class _Attempt:
+    """An attempt to write a checkpoint, on this rank.
+
+    Attributes:
+        doing: Description for error messages.
+        path: Folder of its files until it is complete.
+        begun: The checkpoint that the first rank completes; empty on other ranks.
+    """
+
+    doing: str
+    path: Path
+    begun: list[Unfinished]
+
+    @contextmanager
+    def removing_failed(self) -> Iterator[None]:
+        """Remove what was written if the block fails. It fails on all ranks, so none is still writing."""
+        try:
+            yield
+        except BaseException as error:
+            for unfinished in self.begun:
+                unfinished.give_up()
+            if not self.begun:
+                shutil.rmtree(self.path, ignore_errors=True)
+            if isinstance(error, CheckpointError):
+                raise CheckpointError(f"{error}. What it had written was removed") from error
+            raise
+
+    def write(self, write: Callable[[], Any]) -> None:
+        """Write the tensors with torch, which coordinates the ranks; an error is raised on all of them."""
+        try:
+            write()
+        except (dcp.api.CheckpointException, OSError) as error:
+            free = shutil.disk_usage(self.path.parent).free
+            raise CheckpointError(f"{self.doing}: {reason(error)}; {free:,} bytes are free there") from error
+
+    def complete(self, about: Mapping[str, Any]) -> None:
+        """Turn the written files into a checkpoint, on the first rank."""
+        for unfinished in self.begun:
+            unfinished.complete(about)
+
+
+def _writing(folder: Path) -> dcp.FileSystemWriter:
+    """Writes one file while it serializes the other.
+
+    A thread of several asks for a tensor when it has written the one before, also beside CUDA: see `frees_written`.
+    """
+    return dcp.FileSystemWriter(folder, thread_count=2)
+
+
+def _about(engine: Training, client_state: dict[str, Any]) -> dict[str, Any]:
+    """Return the content of `engine.json` for an engine, as JSON values."""
+    about = encode_about(
+        {
+            "ranks": dist.get_world_size(),
+            **_plain_state(engine),
+            "optimizer_class": class_of(engine.optimizer),
+            "client_state": client_state,
+            "config": engine.config.model_dump(mode="json"),
+            "model": describe(engine.module),
+        }
+    )
+    progress = {key: encode(value, f"{key} of the engine") for key, value in engine.progress().items()}
+    return {**about, "engine": progress}
+
+
+def _write_rank(engine: Training, folder: Path) -> None:
+    """What is each rank's own: the state of its random numbers."""
+    states = {"cpu": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        states["cuda"] = torch.cuda.get_rng_state()
+    content = io.BytesIO()  # of a full disk, torch's own writer would say no more than "unexpected pos"
+    torch.save(states, content)
+    write_whole(folder / f"random-{dist.get_rank()}.pt", content.getvalue())
+
+
+def _tensors(engine: Training) -> dict[str, Any]:
+    """All tensors of model and optimizer, by names that say which parameter they belong to."""
+    state = {f"model.{name}": value for name, value in engine.module.state_dict().items()}
+    for name, key, value in _optimizer_state(engine):
+        if isinstance(value, Tensor):
+            state[f"optimizer.{name}.{key}"] = value
+    return state
+
+
+def _plain_state(engine: Training) -> dict[str, Any]:
+    """What the optimizer holds besides tensors: of its parameters, and in its groups.
+
+    Raises:
+        CheckpointError: The model or the optimizer holds something that a checkpoint does not keep.
+    """
+    for name, value in engine.module.state_dict().items():
+        if not isinstance(value, Tensor):
+            raise CheckpointError(f"{name} of the model is a {type(value).__name__}, which a checkpoint does not hold")
+    plain: dict[str, dict[str, Any]] = {}
+    for name, key, value in _optimizer_state(engine):
+        if not isinstance(value, Tensor):
+            _refuse_tensors_within(value, f"optimizer state {key!r} of {name}")
+            plain.setdefault(name, {})[key] = _plain(value, f"optimizer state {key!r} of {name}")
+    groups = [
+        {key: _plain(value, f"{key!r} of the optimizer") for key, value in group.items() if key != "params"}
+        for group in engine.optimizer.param_groups
+    ]
+    return {"groups": groups, "optimizer": plain}
+
+
+def _optimizer_state(engine: Training) -> Iterator[tuple[str, str, Any]]:
+    for name, param in engine.module.named_parameters():
+        for key, value in engine.optimizer.state.get(param, {}).items():
+            if not isinstance(key, str) or "." in key:
+                raise CheckpointError(f"optimizer state of {name} has the key {key!r}: it takes text without '.'")
+            yield name, key, value
+
+
+def _refuse_tensors_within(value: Any, what: str) -> None:
+    """Refuse tensors inside containers: they differ between ranks, and only one rank's would be saved."""
+    if any(isinstance(leaf, Tensor) for leaf in compat.flatten_tree(value)[0]):
+        raise CheckpointError(f"{what} is a {type(value).__name__} with tensors, which a checkpoint cannot store")
+
+
+def _plain(value: Any, what: str) -> Any:
+    if isinstance(value, Tensor) and value.numel() == 1:  # a learning rate that a recorded graph reads
+        return value.item()
+    encode(value, what)  # its error names the value as the user knows it, not by its position in the file
+    return value

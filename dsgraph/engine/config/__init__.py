@@ -1,0 +1,1 @@
+"""The JSON configuration of the engine: its sections, how it is read, and what it sets."""

@@ -1,0 +1,1 @@
+"""The engine in other libraries: transformers, accelerate, Megatron-style process groups."""

@@ -1,0 +1,150 @@
+"""`DsgraphTrainer`: transformers' `Trainer` with the engine underneath. It needs transformers and accelerate."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from transformers import Trainer
+
+from dsgraph.engine.config.auto_values import filled
+from dsgraph.engine.engine import Engine
+from dsgraph.utils.errors import ConfigError
+
+from .accelerator import DsgraphAccelerator
+
+_Base: Any = object  # a `Trainer`, once the mix-in is mixed in
+_TAG = "engine"
+_SCHEDULE = "scheduler.pt"
+
+
+class DsgraphMixin(_Base):
+    """What makes a `Trainer` train by the engine: `class MyTrainer(DsgraphMixin, Trainer)`.
+
+    Its checkpoints hold the model as `from_pretrained` reads it, beside the engine's own, from which training goes on
+    with any number of ranks.
+    """
+
+    def __init__(
+        self, *args: Any, dsgraph_config: str | PathLike[str] | Mapping[str, Any] | None = None, **kwargs: Any
+    ) -> None:
+        """Makes a trainer.
+
+        Args:
+            *args: As `Trainer` takes them.
+            dsgraph_config: The engine's configuration; `"auto"` values are those of `TrainingArguments`. None: nothing
+                but what the arguments say.
+            **kwargs: As `Trainer` takes them.
+        """
+        self._given_config = {} if dsgraph_config is None else dsgraph_config
+        self._accelerator_args: dict[str, Any] = {}
+        self._names_optimizer = False
+        super().__init__(*args, **kwargs)
+        for name in ("auto_find_batch_size", "torch_compile"):
+            if getattr(self.args, name):
+                raise ConfigError(f"DsgraphTrainer: {name} is not there: leave it out of TrainingArguments")
+
+    def _build_accelerator_args(self, **kwargs: Any) -> dict[str, Any]:
+        self._accelerator_args = super()._build_accelerator_args(**kwargs)
+        return self._accelerator_args
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """As `Trainer` does, with an accelerator of ours."""
+        super().create_accelerator_and_postprocess()
+        self.accelerator = DsgraphAccelerator(**self._accelerator_args)
+
+    @property
+    def engine(self) -> Engine | None:
+        """The engine; None before training."""
+        return self.accelerator.engine
+
+    def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None) -> Any:
+        if self.engine is None:
+            model = self.accelerator.unwrap_model(self.model)
+            sizes = getattr(model, "config", None)
+            size = getattr(sizes, "hidden_size", None)
+            config = filled(self._given_config, self.args, hidden_size=size, steps=max_steps)
+            self.accelerator.dsgraph_config = config
+            self._names_optimizer = config.get("optimizer") is not None
+        return super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
+
+    def create_optimizer(self, model: nn.Module | None = None) -> Any:
+        """The `Trainer`'s own, unless the configuration names one."""
+        if self._names_optimizer:
+            return self.optimizer
+        return super().create_optimizer(model)
+
+    def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
+        """The `Trainer`'s own, unless the configuration names one, which the engine steps."""
+        if self.engine is not None and self.engine.lr_scheduler is not None:
+            schedule: Any = _EngineSchedule(self.engine)
+            self.lr_scheduler = schedule
+            return schedule
+        return super().create_scheduler(num_training_steps, optimizer)
+
+    def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> nn.Module:
+        if self.engine is not None and model in (self.model, self.engine):
+            return self.engine
+        return super()._wrap_model(model, training=training, dataloader=dataloader)
+
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, Tensor] | None = None) -> None:
+        if self.engine is not None and state_dict is None:  # all ranks come here together
+            state_dict = _whole(self.engine.module, keep=self.args.should_save)
+        super()._save(output_dir, state_dict=state_dict)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        assert self.engine is not None
+        self.engine.save_checkpoint(output_dir, tag=_TAG)
+        if self.args.should_save and not isinstance(self.lr_scheduler, _EngineSchedule):
+            torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / _SCHEDULE)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is None:
+            return
+        assert self.engine is not None
+        self.engine.load_checkpoint(checkpoint, tag=_TAG)
+        if not isinstance(self.lr_scheduler, _EngineSchedule):
+            self.lr_scheduler.load_state_dict(torch.load(Path(checkpoint) / _SCHEDULE, weights_only=True))
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        """Nothing: the engine reads its own checkpoint when there is one."""
+
+
+class DsgraphTrainer(DsgraphMixin, Trainer):
+    """transformers' `Trainer` with the engine underneath, see `DsgraphMixin`.
+
+    trainer = DsgraphTrainer(model, TrainingArguments(...), train_dataset=data, dsgraph_config="ds.json")
+    """
+
+
+class _EngineSchedule:
+    """The schedule that the engine steps, as a `Trainer` reads it."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    def step(self) -> None:
+        """The engine has stepped it."""
+
+    def get_last_lr(self) -> list[float]:
+        """The learning rate of each group."""
+        return self._engine.get_lr()
+
+
+def _whole(model: nn.Module, *, keep: bool) -> dict[str, Tensor]:
+    """The state of a partitioned model with full tensors on the CPU, where `keep`; tied ones are one tensor."""
+    found: dict[str, Tensor] = {}
+    made: dict[int, Tensor] = {}
+    for name, value in model.state_dict(keep_vars=True).items():
+        if id(value) not in made:
+            full = value.detach()
+            full = full.full_tensor() if isinstance(full, DTensor) else full
+            made[id(value)] = full.cpu() if keep else torch.empty(0)
+        if keep:
+            found[name] = made[id(value)]
+    return found

@@ -1,0 +1,32 @@
+"""What `initialize` prints, on the first rank."""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+
+from dsgraph.engine.config.engine_config import EngineConfig
+from dsgraph.engine.config.read_config import ResolvedConfig
+
+
+def overruled(optimizer: object, lr_scheduler: object, settings: EngineConfig) -> list[str]:
+    """A line for each section of the file that an argument stands in for."""
+    given = {"optimizer": (optimizer, settings.optimizer), "scheduler": (lr_scheduler, settings.scheduler)}
+    return [
+        f"{name} of the configuration has no effect: initialize was given one"
+        for name, (argument, section) in given.items()
+        if argument is not None and section is not None
+    ]
+
+
+def say(resolved: ResolvedConfig, more: list[str]) -> None:
+    """Prints a configuration's notes and further ones, and the configuration itself where it asks for that."""
+    tell(*resolved.notes, *more)
+    if dist.get_rank() == 0 and resolved.config.dump_state:
+        print(resolved.config.model_dump_json(indent=1), flush=True)
+
+
+def tell(*notes: str) -> None:
+    """Prints a line for each note."""
+    if dist.get_rank() == 0:
+        for note in notes:
+            print(f"dsgraph: {note}", flush=True)

@@ -1,0 +1,52 @@
+"""What the memory of a rank holds: `memory_breakdown`."""
+
+from __future__ import annotations
+
+import resource
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from dsgraph.partitioning.rows import own_part
+from dsgraph.partitioning.table import PartitionedModel
+
+
+def memory_use(partition: PartitionedModel, optimizer: Optimizer) -> dict[str, int]:
+    """Bytes of a rank: of what outlives a step, and the most that there was."""
+    entries = partition.parameters
+    copies = (getattr(entry, "gathered_copy", None) for entry in entries)
+    state = (value for held in optimizer.state.values() for value in held.values() if isinstance(value, Tensor))
+    found = {
+        "parameters": _bytes(entry.param for entry in entries),
+        "gathered copies": _bytes(copy for copy in copies if copy is not None),
+        "gradients": _bytes(entry.param.grad for entry in entries if entry.param.grad is not None),
+        "optimizer state": _bytes(state),
+    }
+    return {**found, "most so far": peak_bytes(entries[0].param.device)}
+
+
+def peak_bytes(device: torch.device) -> int:
+    """The most memory that there was: of torch's allocator on a GPU, else what the process had resident."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    # Where the system says so, of this program alone: that of the resources goes on from the one before `exec`.
+    return status_bytes("VmHWM") or (most if sys.platform == "darwin" else 1024 * most)
+
+
+def status_bytes(which: Literal["VmRSS", "VmHWM"]) -> int:
+    """What the process has resident now, or had at most; 0 where the system does not say."""
+    status = Path("/proc/self/status")
+    lines = status.read_text().splitlines() if status.exists() else []
+    return next((1024 * int(line.split()[1]) for line in lines if line.startswith(f"{which}:")), 0)
+
+
+def _bytes(tensors: Iterable[Tensor]) -> int:
+    """Of this rank's rows, each storage once."""
+    local = [own_part(tensor) for tensor in tensors]
+    return sum({tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in local}.values())

@@ -1,0 +1,200 @@
+"""What an engine shows of its steps: printed lines, scalars in files, times, memory, the profile. It changes none."""
+
+from __future__ import annotations
+
+import math
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from dsgraph.engine.config.read_config import ResolvedConfig
+from dsgraph.engine.loss_scale import LossScale
+from dsgraph.inductor_ext import Ranks, sum_over
+from dsgraph.partitioning.table import PartitionedModel, partitioned_parts
+
+from .collective_times import CollectiveTimes
+from .flop_counter import CountedGraphs
+from .flops_profiler import FlopsProfiler
+from .memory_breakdown import memory_use, peak_bytes
+from .monitors import Monitor, check_monitors, monitors_of
+from .progress import Speed, StepCounts, Work, tokens_in
+from .step_times import Stopwatch
+
+_SCALARS = "Train/Samples/"
+
+
+class Training(Protocol):
+    """What is looked at: an engine.
+
+    Attributes:
+        module: The partitioned model.
+        optimizer: The optimizer of its shards.
+        loss_scale: What the loss is multiplied by.
+        counts: How far training is.
+    """
+
+    module: nn.Module
+    optimizer: Optimizer
+    loss_scale: LossScale
+    counts: StepCounts
+
+    def get_lr(self) -> list[float]:
+        """The learning rate of each group."""
+
+
+class Looks:
+    """Sees each step of an engine.
+
+    The loss that is shown is the mean over all ranks, for which one number travels; it is read, which waits for the
+    device, in steps of which something is shown.
+
+    Attributes:
+        stopwatch: Times the parts of a step.
+        graphs: Counts what compiled graphs compute; None where nobody asks.
+        profiler: Makes the profile; None where nobody asks.
+    """
+
+    def __init__(self, resolved: ResolvedConfig, device: torch.device) -> None:
+        """Makes what the configuration asks for, files included, before anything is partitioned.
+
+        Raises:
+            ConfigError: A file cannot be written, or TensorBoard is not installed.
+        """
+        config = resolved.config
+        check_monitors(config)
+        self._resolved, self._device = resolved, device
+        self._is_first = dist.get_rank() == 0
+        self._monitors: list[Monitor] = monitors_of(config) if self._is_first else []
+        self._writes = config.tensorboard.enabled or config.csv_monitor.enabled or bool(config.dsgraph.metrics_file)
+        self.stopwatch = Stopwatch(device, is_on=config.wall_clock_breakdown)
+        self._collectives = CollectiveTimes(device)
+        counts = config.dsgraph.compile and (config.flops_profiler.enabled or bool(config.steps_per_print))
+        self.graphs = CountedGraphs() if counts else None
+        self.profiler = None
+        if config.flops_profiler.enabled:
+            assert self.graphs is not None, "read_config has seen to it"
+            self.profiler = FlopsProfiler(config.flops_profiler, self.graphs, is_first=self._is_first)
+        self._loss: Tensor | None = None
+        self._memory: dict[str, int] = {}
+        self._under_way: dict[str, float] = {}
+        self._tokens = self._steps = 0
+        self._line_speed, self._step_speed = Speed(), Speed()
+
+    @property
+    def _watches(self) -> bool:
+        return self._writes or bool(self._resolved.config.steps_per_print)
+
+    def forward(self, engine: Training, args: tuple[Any, ...], kwargs: dict[str, Any]) -> AbstractContextManager[None]:
+        """Around the forward of a micro-batch in training."""
+        if self._watches:
+            self._tokens += tokens_in(args, kwargs) * self._ranks
+        if self.profiler is not None and self.profiler.is_due(engine.counts, self._resolved.batch.micro_batches):
+            self.profiler.measure(engine.module, args, kwargs)
+        if self._resolved.config.wall_clock_breakdown and self._is_due(engine.counts.steps + 1):
+            self._collectives.begin()
+        return self.stopwatch.part("forward")
+
+    @property
+    def _ranks(self) -> int:
+        batch = self._resolved.batch
+        return batch.step // (batch.micro * batch.micro_batches)
+
+    def take_loss(self, share: Tensor) -> None:
+        """Hears of the loss of a micro-batch, divided by their number."""
+        if self._watches:
+            share = share.detach().float()
+            self._loss = share if self._loss is None else self._loss + share
+
+    def _is_due(self, steps: int) -> bool:
+        every = self._resolved.config.steps_per_print
+        return every is not None and steps % every == 0
+
+    def weigh(self, engine: Training) -> None:
+        """Looks at the memory while gradients are there."""
+        if self._resolved.config.memory_breakdown and self._is_due(engine.counts.steps + 1):
+            self._memory = memory_use(_partition(engine), engine.optimizer)
+
+    def after_step(self, engine: Training, norm: float | None) -> None:
+        """A step is over: prints and writes what there is to say. All ranks call it together."""
+        steps = engine.counts.steps
+        self._steps += 1
+        self.stopwatch.step_is_over()
+        if self.profiler is not None:
+            self.profiler.step_is_over(engine.module, _partition(engine), self._resolved.batch.micro_batches)
+        is_due = self._is_due(steps)
+        loss, self._loss = self._loss, None
+        if not is_due and not self._writes:
+            return
+        value = self._over_ranks(loss, _partition(engine))
+        times = self.stopwatch.finish_window() if is_due else {}
+        if times:
+            self._under_way = self._collectives.end()
+            times |= self._under_way
+        if not self._is_first:
+            return
+        if self._writes:
+            self._write(engine, value, norm, times)
+        if is_due:
+            print(self._lines(engine, value, times), flush=True)
+
+    def timings(self) -> dict[str, float]:
+        """See `Engine.timings`."""
+        return self.stopwatch.means() | self._under_way
+
+    def _over_ranks(self, loss: Tensor | None, partition: PartitionedModel) -> float:
+        """The mean of the ranks' losses; NaN where `backward` has heard of none on any of them."""
+        if loss is None:
+            loss = torch.full((), math.nan, device=self._device)
+        groups = [Ranks.of(axis.group) for axis in partition.axes]
+        return float(sum_over(loss.detach(), groups)) / math.prod(group.size for group in groups)
+
+    def _work(self) -> Work:
+        flops = self.graphs.total() if self.graphs is not None and self.graphs.graphs else None
+        return Work(self._steps * self._resolved.batch.step, self._tokens, flops)
+
+    def _write(self, engine: Training, loss: float, norm: float | None, times: dict[str, float]) -> None:
+        scalars = {"train_loss": loss, "lr": engine.get_lr()[0]}
+        if self._resolved.config.fp16.enabled:
+            scalars["loss_scale"] = engine.loss_scale.scale
+        if norm is not None:
+            scalars["grad_norm"] = norm
+        scalars |= self._step_speed.look(self._work())
+        scalars |= {f"elapsed_time_ms_{name}": value for name, value in times.items()}
+        named = {f"{_SCALARS}{name}": value for name, value in scalars.items()}
+        samples = engine.counts.steps * self._resolved.batch.step
+        for monitor in self._monitors:
+            monitor.write(named, step=engine.counts.steps, samples=samples)
+
+    def _lines(self, engine: Training, loss: float, times: dict[str, float]) -> str:
+        config, counts = self._resolved.config, engine.counts
+        skipped = f", {counts.skipped} skipped" if counts.skipped else ""
+        parts = [f"loss {loss:.4g}", f"lr {', '.join(f'{rate:.4g}' for rate in engine.get_lr())}"]
+        if config.fp16.enabled:
+            parts.append(f"loss scale {engine.loss_scale.scale:g}")
+        units = {"samples_per_s": "samples/s", "tokens_per_s": "tokens/s", "tflops": "TFLOPS a rank"}
+        speed = self._line_speed.look(self._work())
+        parts += [f"{value:.4g} {units[name]}" for name, value in speed.items()]
+        parts.append(f"{peak_bytes(self._device) / 2**20:.5g} MiB at most")
+        lines = [f"step {counts.steps}{skipped}: {', '.join(parts)}"]
+        if times:
+            lines.append("  ms a step: " + ", ".join(f"{name} {value:.4g}" for name, value in times.items()))
+        if self._memory:
+            lines.append("  MiB: " + ", ".join(f"{name} {value / 2**20:.4g}" for name, value in self._memory.items()))
+        return "\n".join(lines)
+
+    def close(self) -> None:
+        """Writes what is left."""
+        for monitor in self._monitors:
+            monitor.close()
+        self._monitors = []
+        self._writes = False
+        self._collectives.end()
+
+
+def _partition(engine: Training) -> PartitionedModel:
+    (part,) = partitioned_parts(engine.module)
+    return part

@@ -1,0 +1,233 @@
+"""Optimizers that compute with a parameter as a whole, run on shards: each parameter is whole on one rank, its owner.
+
+Muon orthogonalises a matrix; rows alone have other singular values. So at each step the ranks that share the rows of a
+parameter send gradient and rows to its owner, the owner steps, and the new rows travel back. Both ways are one
+all-to-all of everything. Owners are chosen so that all have about equally much to compute, and the optimizer's state
+of a parameter is on its owner alone.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Shard
+from torch.optim import Optimizer
+
+from dsgraph.inductor_ext import chunk_rows
+from dsgraph.partitioning.guards import NEED_ALL_ROWS
+from dsgraph.partitioning.rows import own_part
+
+
+@dataclass(frozen=True)
+class _Share:
+    """How the rows of one parameter are shared.
+
+    Attributes:
+        param: The shard.
+        group: The ranks that share its rows.
+        owner: The rank of `group` on which it is whole.
+    """
+
+    param: DTensor
+    group: dist.ProcessGroup
+    owner: int
+
+    @property
+    def is_mine(self) -> bool:
+        """Whether this rank owns it."""
+        return self.owner == self.group.rank()
+
+    def rows_of(self, rank: int) -> int:
+        """Rows that a rank of the group holds."""
+        rows, each = self.param.shape[0], chunk_rows(self.param.shape[0], self.group.size())
+        return max(0, min(each, rows - rank * each))
+
+    def elements_of(self, rank: int) -> int:
+        """Elements that a rank of the group holds."""
+        return self.rows_of(rank) * math.prod(self.param.shape[1:])
+
+
+class WholeParameters(Optimizer):
+    """Steps another optimizer on whole parameters. Groups and their options are the other's own.
+
+    Attributes:
+        inner: The optimizer that steps, which holds shards between steps.
+    """
+
+    def __init__(self, inner: Optimizer) -> None:
+        """Takes over an optimizer of shards.
+
+        Args:
+            inner: Has not stepped.
+        """
+        super().__init__(inner.param_groups, inner.defaults)
+        self.inner = inner
+        self.param_groups = inner.param_groups  # the same dicts: a schedule of either changes both
+        self._owners: dict[int, int] = {}
+        self._sharing()
+
+    def holds(self, param: Tensor) -> bool:
+        """Whether this optimizer updates a parameter."""
+        return any(param is held for group in self.param_groups for held in group["params"])
+
+    def owns(self, param: Tensor) -> bool | None:
+        """Whether this rank keeps the state of a parameter: its owner does, and all ranks where it is not split."""
+        group = _group_of(param)
+        return group is None or self._owners[id(param)] == group.rank()
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Updates every parameter that has a gradient. All ranks call it together."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        held = [param for group in self.param_groups for param in group["params"] if param.grad is not None]
+        shares = [share for share in self._sharing() if share.param.grad is not None]
+        whole = {id(param): _leaf(own_part(param), own_part(param.grad)) for param in held if _group_of(param) is None}
+        for together in _by_group(shares):
+            for share, weight, grad in _gather(together):
+                whole[id(share.param)] = _leaf(weight, grad)
+        self._step_inner(whole)
+        for together in _by_group(shares):
+            _scatter(together, whole)
+        torch.autograd.graph.increment_version(held)
+        return loss
+
+    def _sharing(self) -> list[_Share]:
+        """The parameters whose rows are split, each with its owner."""
+        split = [param for group in self.param_groups for param in group["params"] if _group_of(param) is not None]
+        self._owners = _balanced(split, self._owners)
+        return [_Share(param, _group_of(param), self._owners[id(param)]) for param in split]  # type: ignore[arg-type]
+
+    def _step_inner(self, whole: dict[int, Tensor]) -> None:
+        """Steps the inner optimizer on the whole parameters that this rank has."""
+        groups = self.inner.param_groups
+        held = {id(param): param for group in groups for param in group["params"]}
+        self.inner.param_groups = [
+            {**group, "params": [whole[id(param)] for param in group["params"] if id(param) in whole]}
+            for group in groups
+        ]
+        for key, tensor in whole.items():
+            if held[key] in self.state:
+                self.inner.state[tensor] = self.state[held[key]]
+        try:
+            self.inner.step()
+            for key, tensor in whole.items():
+                self.state[held[key]] = self.inner.state[tensor]
+        finally:
+            self.inner.param_groups = groups
+            self.inner.state = defaultdict(dict)
+
+
+def whole_where_needed(optimizer: Optimizer) -> Optimizer:
+    """The optimizer itself, or, if it computes with whole parameters and holds split ones, what runs it right."""
+    if not isinstance(optimizer, NEED_ALL_ROWS):
+        return optimizer
+    is_split = any(_group_of(param) is not None for group in optimizer.param_groups for param in group["params"])
+    return WholeParameters(optimizer) if is_split else optimizer
+
+
+def _group_of(param: Tensor) -> dist.ProcessGroup | None:
+    """The ranks over which the rows of a parameter are split; None for one that each rank holds whole."""
+    if isinstance(param, DTensor):
+        for dim, placement in enumerate(param.placements):
+            if isinstance(placement, Shard):
+                return param.device_mesh.get_group(dim)
+    return None
+
+
+def _leaf(weight: Tensor, grad: Tensor) -> Tensor:
+    leaf = weight.detach()
+    leaf.grad = grad
+    return leaf
+
+
+def _balanced(params: Iterable[Tensor], known: Mapping[int, int]) -> dict[int, int]:
+    """The owner of each parameter: the dearest first, each to the rank that has least so far. The same on all ranks.
+
+    Those that are known stay, since the optimizer's state is with them.
+    """
+    loads: dict[dist.ProcessGroup, list[int]] = {}
+    owners = {}
+    for param in sorted(params, key=lambda param: (id(param) in known, _cost(param)), reverse=True):
+        group = _group_of(param)
+        assert group is not None
+        load = loads.setdefault(group, [0] * group.size())
+        owners[id(param)] = known.get(id(param), load.index(min(load)))
+        load[owners[id(param)]] += _cost(param)
+    return owners
+
+
+def _cost(param: Tensor) -> int:
+    """Products of a matrix with its transpose, which is what Muon spends its time on."""
+    return param.numel() * min(param.shape)
+
+
+def _by_group(shares: Sequence[_Share]) -> list[list[_Share]]:
+    """Those that can travel together: of one group of ranks and one dtype."""
+    found: dict[Any, list[_Share]] = defaultdict(list)
+    for share in shares:
+        found[share.group, share.param.dtype].append(share)
+    return list(found.values())
+
+
+def _exchange(mine: Sequence[Sequence[Tensor]], sizes: Sequence[int], like: _Share) -> list[Tensor]:
+    """Sends `mine[rank]` to each rank; what each rank sent, of so many elements, flat."""
+    local = own_part(like.param)
+    flat = [torch.cat([part.reshape(-1) for part in parts]) if parts else local.new_empty(0) for parts in mine]
+    received = local.new_empty(sum(sizes))
+    dist.all_to_all_single(received, torch.cat(flat), list(sizes), [part.numel() for part in flat], group=like.group)
+    return list(received.split(list(sizes)))
+
+
+def _gather(shares: Sequence[_Share]) -> list[tuple[_Share, Tensor, Tensor]]:
+    """The whole parameters of which this rank is the owner, each with its gradient."""
+    ranks = range(shares[0].group.size())
+    owned = [share for share in shares if share.is_mine]
+    sends = [
+        [
+            part
+            for share in shares
+            if share.owner == rank
+            for part in (own_part(share.param), own_part(share.param.grad))  # type: ignore[arg-type]
+        ]
+        for rank in ranks
+    ]
+    parts = _exchange(sends, [2 * sum(share.elements_of(rank) for share in owned) for rank in ranks], shares[0])
+    pieces = [
+        part.split([size for share in owned for size in [share.elements_of(rank)] * 2])
+        for rank, part in zip(ranks, parts, strict=True)
+    ]
+    found = []
+    for number, share in enumerate(owned):
+        weight, grad = (
+            torch.cat([piece[2 * number + which] for piece in pieces]).reshape(share.param.shape) for which in (0, 1)
+        )
+        found.append((share, weight, grad))
+    return found
+
+
+def _scatter(shares: Sequence[_Share], whole: dict[int, Tensor]) -> None:
+    """Sends the rows of whole parameters from their owners to where they belong."""
+    ranks = range(shares[0].group.size())
+    sends = [[_rows(share, whole[id(share.param)], rank) for share in shares if share.is_mine] for rank in ranks]
+    mine = shares[0].group.rank()
+    from_each = [[share for share in shares if share.owner == rank] for rank in ranks]
+    parts = _exchange(sends, [sum(share.elements_of(mine) for share in theirs) for theirs in from_each], shares[0])
+    for theirs, part in zip(from_each, parts, strict=True):
+        for share, piece in zip(theirs, part.split([share.elements_of(mine) for share in theirs]), strict=True):
+            local = own_part(share.param)
+            local.copy_(piece.reshape(local.shape))
+
+
+def _rows(share: _Share, tensor: Tensor, rank: int) -> Tensor:
+    each = chunk_rows(tensor.shape[0], share.group.size())
+    return tensor[rank * each : rank * each + share.rows_of(rank)]

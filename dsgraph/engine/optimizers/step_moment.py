@@ -1,0 +1,59 @@
+"""When an optimizer that is elsewhere steps: beside the last backward, when the norm is known, or a step late."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+
+from torch.optim import Optimizer
+
+from dsgraph.engine.config.engine_config import EngineConfig
+from dsgraph.offload.delayed import DelayedHostOptimizer
+from dsgraph.offload.host_optimizer import HostOptimizer
+from dsgraph.offload.optimizer import OptimizerOnDisk
+
+
+def needs_all_gradients(settings: EngineConfig) -> str:
+    """The key of the configuration for which a step waits for all gradients; empty where none does."""
+    if settings.gradient_clipping:
+        return "gradient_clipping"
+    if settings.fp16.enabled:
+        return "fp16"
+    return "bf16.check_grad_overflow" if settings.bf16.enabled and settings.bf16.check_grad_overflow else ""
+
+
+def stepping(optimizer: Optimizer, settings: EngineConfig, *, is_last: bool) -> AbstractContextManager[None]:
+    """Around a backward: of the last one of a step, the optimizer takes gradients as they arrive, if it can."""
+    if not is_last or not isinstance(optimizer, OptimizerOnDisk) or needs_all_gradients(settings):
+        return nullcontext()
+    return optimizer.beside_backward()
+
+
+def read_ahead(optimizer: Optimizer) -> None:
+    """Starts to read what the step needs first, while the norm is computed."""
+    if isinstance(optimizer, OptimizerOnDisk):
+        optimizer.start_reading()
+
+
+def apply_late(optimizer: Optimizer) -> None:
+    """Applies an update that is a step late, where no step follows, or one is skipped: it comes no later for that."""
+    if isinstance(optimizer, HostOptimizer):
+        optimizer.finish()
+
+
+def close_offloaded(optimizer: Optimizer) -> None:
+    """Remove an optimizer's file and end its threads, if it has any."""
+    if isinstance(optimizer, (OptimizerOnDisk, DelayedHostOptimizer)):
+        optimizer.close()
+
+
+def beside_notes(settings: EngineConfig) -> list[str]:
+    """What is printed of it."""
+    zero = settings.zero_optimization
+    if zero.offload_optimizer.device != "nvme" or zero.offload_param.device != "nvme":
+        return []
+    key = needs_all_gradients(settings)
+    if key:
+        return [f"offload_optimizer: the step begins behind the backward, when all gradients are there: {key} needs it"]
+    return [
+        "offload_optimizer: parameters on disk are updated while the last backward of a step runs: call it once a step"
+    ]

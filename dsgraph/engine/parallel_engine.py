@@ -1,0 +1,123 @@
+"""`initialize` with the section `parallel`: a model becomes a `PipelineEngine`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+
+from dsgraph.parallel.parallelize import parallelize
+from dsgraph.parallel.pipeline.schedule_order import ZERO_BUBBLE
+from dsgraph.utils.errors import ConfigError
+
+from .config.engine_config import EngineConfig
+from .config.read_config import ResolvedConfig
+from .data import RankLoader
+from .pipeline_engine import PipelineEngine, as_arguments
+
+_HEEDED = (
+    *("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping"),
+    *("steps_per_print", "dataloader_drop_last", "dump_state", "optimizer", "scheduler", "parallel"),
+    *("zero_optimization.stage", "zero_optimization.param_persistence_threshold"),
+    *("dsgraph.codegen", "dsgraph.compile", "dsgraph.kernels", "dsgraph.strict"),
+    *("dsgraph.num_workers", "activation_checkpointing.cpu_checkpointing"),
+)
+"""Keys that a divided model heeds."""
+
+_BY_LAYER = ("lamb", "muon")
+
+
+def divided_engine(
+    model: nn.Module,
+    resolved: ResolvedConfig,
+    *,
+    make: Callable[[list[Any]], Optimizer],
+    make_schedule: Callable[[Optimizer], Any],
+    options: Mapping[str, Any],
+    loader: RankLoader | None,
+    example: Any,
+) -> PipelineEngine:
+    """Divides a model as the section `parallel` says, and puts an engine around this rank's part.
+
+    Args:
+        model: Unmodified.
+        resolved: The configuration.
+        make: Makes the optimizer, of groups of parameters.
+        make_schedule: Makes the scheduler, of the optimizer.
+        options: Of the backend, which compiles the stages.
+        loader: Of the training data.
+        example: One micro-batch; None: the first samples of the loader's dataset.
+
+    Raises:
+        ConfigError: There is no example.
+        OptionError: See `parallelize`.
+        PartitionError: See `parallelize`.
+    """
+    config = resolved.config
+    layout = config.parallel
+    if example is None and loader is None:
+        raise ConfigError("initialize: the section parallel needs training_data, or example=, one micro-batch")
+    if example is None:
+        assert loader is not None and loader.collate_fn is not None
+        example = loader.collate_fn([loader.dataset[at % len(loader.dataset)] for at in range(resolved.batch.micro)])  # type: ignore[arg-type]
+    args, kwargs = as_arguments(example)
+    compiles = config.dsgraph.compile and layout.schedule not in ZERO_BUBBLE
+    if config.dsgraph.compile and not compiles and dist.get_rank() == 0:
+        print(f"dsgraph: stages run uncompiled: {layout.schedule} splits their backward in two", flush=True)
+    parts = parallelize(
+        model,
+        args,
+        example_kwargs=kwargs,
+        dp=layout.dp,
+        tp=layout.tp,
+        pp=layout.pp,
+        zero_stage=config.zero_optimization.stage,
+        microbatches=resolved.batch.micro_batches,
+        schedule=layout.schedule,
+        split=layout.split,
+        keep_whole_below=config.zero_optimization.param_persistence_threshold,
+        options=dict(options) if compiles else None,
+    )
+    optimizer = make([{"params": [param for param in parts.parameters() if param.requires_grad]}])
+    return PipelineEngine(parts, resolved, optimizer=optimizer, lr_scheduler=make_schedule(optimizer), loader=loader)
+
+
+def data_rank(config: EngineConfig) -> int:
+    """Which of the data-parallel ranks this is."""
+    return dist.get_rank() // config.parallel.tp % config.parallel.dp
+
+
+def check_divided(config: EngineConfig, optimizer: object, model_parameters: object, mesh: object) -> None:
+    """Refuses what a divided model does not heed yet.
+
+    Raises:
+        ConfigError: A key is set to something else than its default, or an argument is given.
+    """
+    for key in _set_keys(config.model_dump(exclude_unset=True), EngineConfig().model_dump(), ""):
+        if not any(key == heeded or key.startswith(f"{heeded}.") for heeded in _HEEDED):
+            raise ConfigError(f"{key}: it is not there yet beside the section parallel: remove one of them")
+    if isinstance(optimizer, Optimizer):
+        raise ConfigError(
+            "initialize: optimizer is one of the whole model, and the section parallel divides it: pass a function of "
+            "parameters that makes one, or name it in the configuration"
+        )
+    if config.optimizer is not None and config.optimizer.type.lower() in _BY_LAYER:
+        raise ConfigError(
+            f"optimizer.type: {config.optimizer.type} computes with whole parameters, which no rank has beside the "
+            "section parallel: take another"
+        )
+    for name, value in (("model_parameters", model_parameters), ("mesh", mesh)):
+        if value is not None:
+            raise ConfigError(f"initialize: {name} has no effect beside the section parallel: leave it out")
+
+
+def _set_keys(given: Mapping[str, Any], usual: Mapping[str, Any], path: str) -> Iterator[str]:
+    for key, value in given.items():
+        default = usual.get(key)
+        if isinstance(value, Mapping) and isinstance(default, Mapping):
+            yield from _set_keys(value, default, f"{path}{key}.")
+        elif value != default:
+            yield f"{path}{key}"

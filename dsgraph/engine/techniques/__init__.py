@@ -1,0 +1,1 @@
+"""Training techniques of the configuration: quantization-aware training and layer dropping."""

@@ -1,0 +1,204 @@
+"""The configuration's `progressive_layer_drop`: in training, blocks are left out at random, more and more of them.
+
+Zhang and He, "Accelerating Training of Transformer-Based Language Models with Progressive Layer Dropping" (arXiv
+2010.13369). At step t, block i = 1 ... L of a list is kept with probability p_i(t):
+
+    theta(t) = (1 - theta) * exp(-gamma * t) + theta
+    p_i(t) = 1 - i / L * (1 - theta(t))
+
+A kept block gives x + (block(x) - x) / p_i, so that what it adds has the size that it has without dropping; one that is
+left out gives x. For blocks that add to their input (Pre-LN).
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dsgraph.engine.config.engine_config import ProgressiveLayerDropConfig
+from dsgraph.engine.monitoring.progress import StepCounts
+from dsgraph.partitioning.repeated_blocks import repeated_blocks
+from dsgraph.utils.errors import ConfigError, EngineError
+from dsgraph.utils.nearest import nearest
+
+_OWN = ("progressive_layer_drop", "pld_theta")
+"""Keyword arguments of models that drop layers by themselves."""
+
+
+class ProgressiveLayerDrop:
+    """The blocks of a model that may be left out, and the schedule.
+
+    Attributes:
+        blocks: Each block with its name; none where the model drops layers by itself.
+    """
+
+    def __init__(self, config: ProgressiveLayerDropConfig, model: nn.Module) -> None:
+        """Finds the blocks.
+
+        Args:
+            config: The section of the file.
+            model: Not yet partitioned.
+
+        Raises:
+            ConfigError: There are no equal blocks, or none of a name; or one is checkpointed.
+        """
+        self._config = config
+        self._theta = 1.0
+        taken = inspect.signature(model.forward).parameters
+        self.is_own = all(name in taken for name in _OWN)
+        self.blocks = [] if self.is_own else _blocks(config, model)
+
+    def get_theta(self) -> float:
+        """The share of blocks that the last block's probability of being kept goes down to, as of the last forward."""
+        return self._theta
+
+    def get_state(self) -> dict[str, Any]:
+        """The keyword arguments of a model that drops layers by itself."""
+        return dict(zip(_OWN, (True, self._theta), strict=True))
+
+    def note(self, *, compiles: bool) -> str:
+        """What is printed of it."""
+        if self.is_own:
+            uncompiled = ", and runs uncompiled, so that options of graphs have no effect" if compiles else ""
+            return f"progressive_layer_drop: the model drops its layers itself{uncompiled}"
+        lists = dict.fromkeys(block.of for block in self.blocks)
+        count = f"{len(self.blocks)} blocks of {', '.join(lists)}"
+        how = "; each is a graph of its own, and what stands around them runs uncompiled" if compiles else ""
+        return f"progressive_layer_drop: {count} may be left out{how}"
+
+    def take_over(self, compiled: Callable[[Any], Any] | None) -> None:
+        """Puts itself before the forward of each block.
+
+        Args:
+            compiled: Compiles a function; None where nothing is compiled.
+        """
+        for block in self.blocks:
+            block.take_over(compiled)
+
+    def let_go(self) -> None:
+        """Gives the blocks their own forward back."""
+        for block in self.blocks:
+            block.let_go()
+
+    def begin(self, counts: StepCounts) -> Mapping[str, Any]:
+        """Draws what the next micro-batch in training leaves out: on all ranks alike, and again after a checkpoint.
+
+        Returns:
+            Keyword arguments for the model.
+        """
+        floor = self._config.theta
+        self._theta = (1 - floor) * math.exp(-self._config.gamma * counts.steps) + floor
+        numbers = torch.rand(len(self.blocks), generator=torch.Generator().manual_seed(counts.micro)).tolist()
+        for block, number in zip(self.blocks, numbers, strict=True):
+            block.keep = 1 - block.depth * (1 - self._theta)
+            block.is_left_out = number >= block.keep
+        return self.get_state() if self.is_own else {}
+
+
+@dataclass(eq=False)
+class _Block:
+    """A block.
+
+    Attributes:
+        of: The name of its list.
+        name: In the list.
+        module: The block.
+        depth: Its place in the list over the list's length, in (0, 1].
+        keep: The probability with which it is kept.
+        is_left_out: Whether the micro-batch that runs leaves it out.
+    """
+
+    of: str
+    name: str
+    module: nn.Module
+    depth: float
+    keep: float = 1.0
+    is_left_out: bool = False
+    _run: Callable[..., Any] = field(init=False)
+    _is_tuple: bool | None = None
+
+    def take_over(self, compiled: Callable[[Any], Any] | None) -> None:
+        run = _with_scale(type(self.module).forward, f"{self.of}.{self.name}")
+        self._run = run if compiled is None else compiled(run)
+        self.module.forward = self._forward
+
+    def let_go(self) -> None:
+        self.module.__dict__.pop("forward", None)
+
+    @torch.compiler.disable
+    def _forward(self, *args: Any, **kwargs: Any) -> Any:
+        given = [*args, *kwargs.values()]
+        hidden = given[0] if given else None
+        if not isinstance(hidden, Tensor):
+            raise EngineError(
+                f"progressive_layer_drop: {self.of}.{self.name} is not given hidden states first, but "
+                f"{type(hidden).__name__}: name other lists of blocks in progressive_layer_drop.blocks"
+            )
+        if getattr(self.module, "gradient_checkpointing", False):
+            raise EngineError(
+                f"progressive_layer_drop: {self.of}.{self.name} is checkpointed, and its second run may not know what "
+                "the first one left out: switch gradient checkpointing off"
+            )
+        trains = self.module.training and torch.is_grad_enabled()
+        if trains and self.is_left_out:
+            if self._is_tuple is None:  # a block that never ran has not shown what it gives
+                with torch.no_grad(), torch.random.fork_rng():
+                    self._check(type(self.module).forward(self.module, *args, **kwargs), hidden)
+            return (hidden,) if self._is_tuple else hidden
+        scale = torch.tensor(1 / self.keep if trains else 1.0, dtype=torch.float32, device=hidden.device)
+        found = self._run(self.module, scale, hidden, *args, **kwargs)
+        if self._is_tuple is None:
+            self._check(found, hidden)
+        return found
+
+    def _check(self, found: Any, hidden: Tensor) -> None:
+        """Takes down what the block gives, which has to be hidden states like those that it is given."""
+        parts = found if isinstance(found, tuple) else (found,)
+        first, *rest = parts
+        if rest or not isinstance(first, Tensor) or first.shape != hidden.shape or first.dtype != hidden.dtype:
+            shapes = [list(part.shape) if isinstance(part, Tensor) else type(part).__name__ for part in parts]
+            raise EngineError(
+                f"progressive_layer_drop: {self.of}.{self.name} gives {shapes} for hidden states of "
+                f"{list(hidden.shape)}; a block that may be left out gives the like of what it is given, alone: name "
+                "other lists of blocks in progressive_layer_drop.blocks"
+            )
+        self._is_tuple = isinstance(found, tuple)
+
+
+def _blocks(config: ProgressiveLayerDropConfig, model: nn.Module) -> list[_Block]:
+    found = dict(repeated_blocks(model))
+    names = config.blocks if config.blocks is not None else tuple(found)
+    for name in names:
+        if name not in found:
+            raise ConfigError(
+                f"progressive_layer_drop.blocks names {name!r}, which is no list of equal blocks"
+                f"{nearest(name, list(found))}; there are {', '.join(found) or 'none'}"
+            )
+    if not names:
+        raise ConfigError(
+            "progressive_layer_drop: the model has no list of equal blocks, of which some could be left out"
+        )
+    return [
+        _Block(name, key, block, (at + 1) / len(found[name]))
+        for name in names
+        for at, (key, block) in enumerate(found[name].items())
+    ]
+
+
+def _with_scale(forward: Callable[..., Any], name: str) -> Callable[..., Any]:
+    """A block's forward with what it adds scaled. It has code of its own: Dynamo keeps what it compiled by code."""
+
+    def run(module: nn.Module, scale: Tensor, hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
+        found = forward(module, *args, **kwargs)
+        if isinstance(found, tuple):
+            return (torch.lerp(hidden, found[0], scale.to(hidden.dtype)), *found[1:])
+        return torch.lerp(hidden, found, scale.to(hidden.dtype))
+
+    return FunctionType(run.__code__.replace(co_name=f"run {name}"), run.__globals__, name, None, run.__closure__)

@@ -1,0 +1,1 @@
+"""Quantized weights: layers, rounding, calibration and files."""

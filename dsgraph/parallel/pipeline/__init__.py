@@ -1,0 +1,1 @@
+"""Pipeline parallelism: a model as stages on several ranks."""

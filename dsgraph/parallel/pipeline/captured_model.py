@@ -1,0 +1,303 @@
+"""A model's forward as one graph, with what its nodes cost."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.fx import GraphModule, Interpreter, Node
+from torch.fx.node import map_aggregate
+from torch.utils.flop_counter import FlopCounterMode
+
+from dsgraph import compat
+from dsgraph.compiler.remedies import remedy
+from dsgraph.partitioning.transforms.slices import ParameterSlice
+from dsgraph.passes.analysis.cost import CostModel, number_of, tensor_bytes
+from dsgraph.passes.compat import (
+    FakeTensorMode,
+    OpOverload,
+    TorchDispatchMode,
+    is_batched,
+    is_to_local,
+    schema_of,
+    storage_id,
+)
+from dsgraph.passes.core.context import PassContext, Phase
+from dsgraph.passes.ir.graph import replace_and_erase
+from dsgraph.passes.parallel.root_values import is_small, root_values
+from dsgraph.passes.parallel.slice_tensors import SliceTensors
+from dsgraph.passes.parallel.slice_walk import marked_slices
+from dsgraph.utils.errors import PartitionError
+
+
+@dataclass(frozen=True)
+class CapturedModel:
+    """A captured forward.
+
+    Attributes:
+        graph_module: The graph; parameters, buffers and inputs are placeholders. `meta["val"]` holds fake values.
+        state: Placeholder of a parameter or buffer -> its name in the model, and itself.
+        inputs: Placeholder of an input -> its number among the leaves of (args, kwargs).
+        results: The nodes of the tensors that the model returns.
+        costs: Seconds of each node's forward, by the cost model.
+        slices: Parameters of which each tensor-parallel rank holds a slice, by name; `state` has this rank's.
+        repeated: Nodes that every rank can compute by itself, from inputs and small buffers.
+        draws: True if the forward draws random numbers.
+    """
+
+    graph_module: GraphModule
+    state: Mapping[str, tuple[str, Tensor]]
+    inputs: Mapping[str, int]
+    results: Sequence[Node]
+    costs: Mapping[Node, float]
+    slices: Mapping[str, ParameterSlice]
+    repeated: frozenset[Node]
+    draws: bool
+
+
+def fake_values(gm: GraphModule, device: torch.device) -> dict[Node, Any]:
+    """Return the current fake values of a captured graph's nodes; under autocast some have other dtypes.
+
+    Args:
+        gm: Graph of a `CapturedModel`, whose parameters may be freed already.
+        device: Where the stages run.
+    """
+    run = _FakeRun(gm, device, CostModel.default(device_type=device.type))
+    return run.values_of([node.meta["val"] for node in gm.graph.find_nodes(op="placeholder")])
+
+
+def capture_model(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    *,
+    kwargs: Mapping[str, Any],
+    device: torch.device,
+    costs: CostModel | None = None,
+) -> CapturedModel:
+    """Captures a model's forward by Dynamo, under fake tensors.
+
+    Args:
+        model: Unmodified; may lie on the meta device.
+        args: Positional arguments of one micro-batch.
+        kwargs: Named ones.
+        device: Where the stages will run.
+        costs: What nodes take; None: by the figures that stand for every device of its type.
+
+    Raises:
+        PartitionError: The forward has a graph break, writes to a buffer, or reads a tensor that is neither input nor
+            part of the model.
+    """
+    kept: list[tuple[GraphModule, Sequence[Any]]] = []
+
+    def keep(gm: GraphModule, inputs: Sequence[Any]) -> Any:
+        kept.append((gm, inputs))
+        return _results_only(gm)
+
+    source = next((tensor.device for tensor in model.parameters()), device)
+    args, kwargs = compat.map_tensors(lambda tensor: tensor.to(source), (args, dict(kwargs)))
+    _install_hooks(model, kwargs)
+    try:
+        with compat.ignoring_log_messages():
+            torch.compile(model, backend=keep, fullgraph=True, dynamic=False)(*args, **kwargs)
+    except compat.not_capturable() as error:
+        why = f"pipeline: the model's forward cannot be captured as one graph.{remedy(str(error))} Torch says: {error}"
+        raise PartitionError(why) from error
+    gm, values = kept.pop()  # torch's cache of compiled code keeps `keep` alive, and with it all that `kept` contains
+    state, inputs = _origins(gm, values, model=model, leaves=compat.flatten_tree((args, kwargs))[0])
+    slices = _slices(gm, state)
+    values, state = _own_slices(gm, values, state)
+    _place(gm, source, device)
+    run = _FakeRun(gm, device, costs or CostModel.default(device_type=device.type))
+    run.values_of(values)
+    _refuse_changes(gm, state)
+    held = {node for node in gm.graph.find_nodes(op="placeholder") if node.name in state}
+    apart = {node for node in held if isinstance(state[node.name][1], nn.Parameter) or not is_small(node)}
+    repeated = frozenset(root_values(gm.graph, parameters=apart, impure=run.impure()))
+    (output,) = gm.graph.find_nodes(op="output")
+    results = list(output.args[0])
+    return CapturedModel(gm, state, inputs, results, run.costs, slices, repeated, bool(run.effects.draws))
+
+
+def _install_hooks(model: nn.Module, kwargs: Mapping[str, Any]) -> None:
+    """Let transformers install its hooks that collect outputs such as router logits: its lock cannot be captured."""
+    library = sys.modules.get("transformers.utils.output_capturing")
+    if library is None or not hasattr(library, "maybe_install_capturing_hooks"):
+        return
+    collects = any(value for key, value in kwargs.items() if key.startswith("output_"))
+    for module in model.modules():
+        config = getattr(module, "config", None)
+        flags = [value for key, value in vars(config).items() if key.startswith("output_")] if config else []
+        if (collects or any(flags)) and type(module).__module__.startswith("transformers."):
+            library.maybe_install_capturing_hooks(module)
+            return
+
+
+def _results_only(gm: GraphModule) -> Any:
+    """What runs once while the model is captured: it computes nothing that is kept."""
+
+    def run(*values: Any) -> Any:
+        with torch.no_grad():
+            return gm(*values)
+
+    return run
+
+
+def _origins(
+    gm: GraphModule, values: Sequence[Any], *, model: nn.Module, leaves: Sequence[Any]
+) -> tuple[dict[str, tuple[str, Tensor]], dict[str, int]]:
+    """Where each placeholder comes from: the model, or the arguments."""
+    names = {id(tensor): name for name, tensor in [*model.named_parameters(), *model.named_buffers()]}
+    numbers = {id(leaf): number for number, leaf in enumerate(leaves) if isinstance(leaf, Tensor)}
+    state, inputs = {}, {}
+    for node, value in zip(gm.graph.find_nodes(op="placeholder"), values, strict=True):
+        if id(value) in names:
+            state[node.name] = (names[id(value)], value)
+        elif id(value) in numbers:
+            inputs[node.name] = numbers[id(value)]
+        else:
+            raise PartitionError(
+                f"pipeline: the forward reads {node.name}, which is neither an argument, a parameter nor a buffer: "
+                "register it as a buffer, or pass it"
+            )
+    return state, inputs
+
+
+def _slices(gm: GraphModule, state: Mapping[str, tuple[str, Tensor]]) -> dict[str, ParameterSlice]:
+    """The sliced parameters that a graph reads."""
+    found = {}
+    for marker, held, ranks, group in marked_slices(gm):
+        (source,) = marker.all_input_nodes
+        (placeholder,) = source.all_input_nodes or (source,)
+        found[state[placeholder.name][0]] = ParameterSlice(held.dim, held.parts, ranks, group)
+    return found
+
+
+def _own_slices(
+    gm: GraphModule, values: Sequence[Any], state: Mapping[str, tuple[str, Tensor]]
+) -> tuple[list[Any], dict[str, tuple[str, Tensor]]]:
+    """Of a tensor-parallel model: lets the graph compute with this rank's slices, which take the parameters' places."""
+    if not any(isinstance(value, DTensor) for value in values):
+        return list(values), dict(state)
+    SliceTensors().run(gm, PassContext(Phase.CAPTURE))
+    own: dict[str, Tensor] = {}
+    for node, value in zip(gm.graph.find_nodes(op="placeholder"), values, strict=True):
+        if not isinstance(value, DTensor):
+            continue
+        own[node.name] = nn.Parameter(value.to_local().detach(), requires_grad=value.requires_grad)
+        for user in filter(is_to_local, list(node.users)):
+            replace_and_erase(user, node)
+    gm.recompile()
+    placeholders = gm.graph.find_nodes(op="placeholder")
+    new = [own.get(node.name, value) for node, value in zip(placeholders, values, strict=True)]
+    return new, {key: (name, own.get(key, tensor)) for key, (name, tensor) in state.items()}
+
+
+def _place(gm: GraphModule, source: torch.device, device: torch.device) -> None:
+    """Tensors that the graph makes are made where the stages run."""
+    if source == device:
+        return
+
+    def moved(value: Any) -> Any:
+        return device if isinstance(value, torch.device) and value == source else value
+
+    for node in gm.graph.nodes:
+        node.args, node.kwargs = map_aggregate(node.args, moved), map_aggregate(node.kwargs, moved)
+    gm.recompile()
+
+
+class _Effects(TorchDispatchMode):
+    """A dispatch mode that records which nodes draw random numbers, and which memory is written to.
+
+    Attributes:
+        node: The node that is run.
+        draws: Nodes that draw.
+        writes: Nodes that write.
+        written: Storages that are written to.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.node: Node | None = None
+        self.draws: set[Node | None] = set()
+        self.writes: set[Node | None] = set()
+        self.written: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not isinstance(func, OpOverload):  # a higher-order operator, whose effects are unknown
+            self.draws.add(self.node)
+            return func(*args, **(kwargs or {}))
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            self.draws.add(self.node)
+        for argument, value in zip(schema_of(func).arguments, args, strict=False):
+            if argument.alias_info is not None and argument.alias_info.is_write and isinstance(value, Tensor):
+                self.writes.add(self.node)
+                self.written.add(storage_id(value))
+        return func(*args, **(kwargs or {}))
+
+
+class _FakeRun(Interpreter):
+    """An interpreter that runs a graph under fake tensors, and records the value and cost of each node.
+
+    Attributes:
+        costs: Seconds of each node.
+        effects: Nodes that have effects besides their value.
+    """
+
+    def __init__(self, gm: GraphModule, device: torch.device, costs: CostModel) -> None:
+        super().__init__(gm, garbage_collect_values=False)
+        self._device = device
+        self._model = costs
+        self._counter = FlopCounterMode(display=False)
+        self._values: dict[Node, Any] = {}
+        self.costs: dict[Node, float] = {}
+        self.effects = _Effects()
+
+    def values_of(self, inputs: Sequence[Any]) -> dict[Node, Any]:
+        """Return the fake values of all nodes."""
+        with FakeTensorMode(allow_non_fake_inputs=True), torch.enable_grad(), self._counter, self.effects:
+            self.run(*map(self._fake, inputs))
+        return self._values
+
+    def impure(self) -> set[Node]:
+        """Return the nodes that draw random numbers, that write, or whose memory is written to or unknown."""
+        written = {
+            node
+            for node, value in self._values.items()
+            if isinstance(value, Tensor) and (is_batched(value) or storage_id(value) in self.effects.written)
+        }
+        return written | {node for node in self.effects.draws | self.effects.writes if node is not None}
+
+    def run_node(self, n: Node) -> Any:
+        before = self._counter.get_total_flops()
+        self.effects.node = n
+        value = super().run_node(n)
+        self._values[n] = value
+        n.meta.setdefault("val", value)  # keep the value of the first run
+        if n.op.startswith("call"):
+            read_bytes = sum(tensor_bytes(self._values.get(read)) for read in n.all_input_nodes)
+            operations = self._counter.get_total_flops() - before
+            moved = number_of(n, tensor_bytes(value) + read_bytes)
+            self.costs[n] = self._model.kernel_seconds(operations, moved, dtype=torch.float32)
+        return value
+
+    def _fake(self, value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        fake = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=self._device)
+        return fake.requires_grad_(value.requires_grad)
+
+
+def _refuse_changes(gm: GraphModule, state: Mapping[str, tuple[str, Tensor]]) -> None:
+    for node in gm.graph.find_nodes(op="placeholder"):
+        if node.name in state and compat.version_of(node.meta["val"]) > 0:
+            raise PartitionError(
+                f"pipeline: the forward writes to {state[node.name][0]!r}, once a micro-batch on one rank alone: "
+                "put the module that does into eval(), or take one that keeps no running figures"
+            )

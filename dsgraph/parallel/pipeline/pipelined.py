@@ -1,0 +1,291 @@
+"""A model whose layers lie on several ranks: `PipelinedModel`, made by `dsgraph.pipeline`."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from dsgraph import compat
+from dsgraph.partitioning.rows import own_part
+from dsgraph.passes.parallel.split_stages import StagePlan
+from dsgraph.ranks.agreement import Agreement
+from dsgraph.ranks.equal_batches import EqualBatches, random_state
+from dsgraph.utils.errors import OptionError
+
+from .stage_checkpoint import StageState, load, save
+from .stage_modules import StageModule
+from .stage_runs import StageRuns
+from .tied_gradients import StepGradients
+
+
+@dataclass(frozen=True)
+class PipelineReport:
+    """What a pipeline was made of.
+
+    Attributes:
+        schedule: Its name.
+        microbatches: Micro-batches of a step.
+        stages_of_ranks: The stages of each rank.
+        costs: Predicted seconds of each stage's forward of one micro-batch.
+        cut_bytes: Bytes over each boundary, one way, for one micro-batch.
+        balance: The most loaded stage over the mean.
+        tied: Parameters that several stages read, with these stages.
+        actions: What each rank computes, in order.
+    """
+
+    schedule: str
+    microbatches: int
+    stages_of_ranks: tuple[tuple[int, ...], ...]
+    costs: tuple[float, ...]
+    cut_bytes: tuple[int, ...]
+    balance: float
+    tied: Mapping[str, tuple[int, ...]]
+    actions: Mapping[int, Sequence[str]]
+
+    @staticmethod
+    def of(plan: StagePlan, **facts: Any) -> PipelineReport:
+        """The report on a plan."""
+        return PipelineReport(costs=plan.costs, cut_bytes=plan.cut_bytes, balance=plan.balance, **facts)
+
+
+class PipelinedModel:
+    """This rank's stages of a model, and the schedule that runs them.
+
+    Attributes:
+        report: How the model was split.
+        data_parallel: The ranks that hold the same stages, each of which takes rows of its own of a batch; None without
+            data parallelism.
+    """
+
+    def __init__(
+        self,
+        *,
+        runs: StageRuns,
+        stages: Mapping[int, StageModule],
+        gradients: StepGradients,
+        report: PipelineReport,
+        inputs: Mapping[str, int],
+        example: tuple[tuple[Any, ...], Mapping[str, Any]],
+        loss_inside: bool,
+        device: torch.device,
+        equal: EqualBatches,
+        known: Mapping[str, str],
+        draws: bool,
+    ) -> None:
+        self.report, self.data_parallel = report, gradients.copies
+        self._runs, self._stages, self._gradients, self._equal = runs, stages, gradients, equal
+        self._known, self._draws = known, draws
+        self._timed, self._seconds = runs.now().stages, 0.0
+        self._inputs, self._loss_inside, self._device = inputs, loss_inside, device
+        leaves, self._spec = compat.flatten_tree((example[0], dict(example[1])))
+        self._leaves = [leaf.detach().to("meta") if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+
+    def step(self, *args: Any, target: Tensor | None = None, **kwargs: Any) -> Tensor:
+        """Runs forward and backward of all micro-batches, and adds the gradients of the mean loss to `.grad`.
+
+        Every rank of the pipeline calls it with the same batch; ranks of `data_parallel` each with their own.
+
+        Args:
+            *args: The model's arguments, of a whole batch: each tensor's first dimension is `microbatches` times that
+                of the example.
+            target: For `loss_fn`; split along its first dimension like the inputs.
+            **kwargs: The model's named arguments.
+
+        Returns:
+            The mean loss over the micro-batches, detached, a float32 scalar, the same on every rank.
+
+        Raises:
+            OptionError: The arguments are not those of the example, or do not divide into the micro-batches. Raised
+                before anything is sent.
+        """
+        inputs = self._checked(args, kwargs)
+        count = self.report.microbatches
+        if self._loss_inside == (target is not None):
+            is_given = "the model returns its loss: leave target out" if self._loss_inside else "loss_fn needs target="
+            raise OptionError(f"pipeline.step: {is_given}")
+        if target is not None and (target.ndim == 0 or target.shape[0] % count):
+            raise OptionError(f"pipeline.step: target of shape {tuple(target.shape)} does not divide by {count}")
+        stand_in = torch.zeros(count, device=self._device) if target is None else target.to(self._device)
+        given = inputs if target is None else {**inputs, "target": target}
+        kind = self._runs.autocast()
+        if self._equal.is_due(kind):
+            self._equal.compare(kind, given)
+            if self._draws:
+                self._equal.compare_random_numbers(self._device, random_state(self._device))
+        run = self._runs.now()
+        self._gradients.begin()
+        losses: list[Tensor] = []
+        self._timed = run.stages
+        for stage in self._timed:
+            stage.busy = 0.0
+        started = time.perf_counter()
+        run.schedule.step(**inputs, target=stand_in, losses=losses, return_outputs=False)
+        self._seconds = time.perf_counter() - started
+        return self._gradients.finish(
+            sum((loss.detach().float() for loss in losses), torch.zeros((), device=self._device))
+        )
+
+    def measured_bubble(self) -> float:
+        """The share of the pipeline's time in which its ranks did not compute, in the last step: they waited, and sent.
+
+        All ranks of the pipeline call it together. `dsgraph schedule` predicts it.
+
+        Raises:
+            OptionError: No step has run; or on a GPU, where the host's clock does not tell when kernels run.
+        """
+        if not self._seconds:
+            raise OptionError("pipeline.measured_bubble: no step has run: call it behind step()")
+        if self._device.type != "cpu":
+            raise OptionError(
+                f"pipeline.measured_bubble: it is of CPUs, and stages run on {self._device}: profile them"
+            )
+        busy = sum(stage.busy for stage in self._timed)
+        return 1 - self._gradients.sum_over_pipeline(busy) / self._gradients.sum_over_pipeline(self._seconds)
+
+    def _checked(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Tensor]:
+        """The root inputs by name, whole batches."""
+        leaves, spec = compat.flatten_tree((args, dict(kwargs)))
+        if spec != self._spec:
+            raise OptionError(f"pipeline.step: the arguments are {spec}, those of the example were {self._spec}")
+        count = self.report.microbatches
+        for number, (leaf, example) in enumerate(zip(leaves, self._leaves, strict=True)):
+            if not isinstance(example, Tensor):
+                if leaf != example:
+                    raise OptionError(f"pipeline.step: argument {number} is {leaf!r}, the example's was {example!r}")
+                continue
+            wanted = (count * example.shape[0], *example.shape[1:]) if example.ndim else ()
+            if example.ndim == 0 or tuple(leaf.shape) != wanted or leaf.dtype != example.dtype:
+                raise OptionError(
+                    f"pipeline.step: argument {number} is {leaf.dtype} of shape {tuple(leaf.shape)}, "
+                    f"{count} micro-batches of the example's shape are {example.dtype} of {wanted}: "
+                    "drop the uneven rest of the data"
+                )
+        return {name: leaves[number].to(self._device) for name, number in self._inputs.items()}
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """This rank's parameters under the names that they have in the model; each once. With ZeRO its shards."""
+        if self._gradients.sharded is not None:
+            yield from self._gradients.sharded.shards.named_parameters()
+            return
+        seen: set[int] = set()
+        for stage in self._stages.values():
+            for name, parameter in stage.graph_module.named_parameters():
+                if id(parameter) not in seen:
+                    seen.add(id(parameter))
+                    yield name, parameter
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """This rank's parameters."""
+        return (parameter for _, parameter in self.named_parameters())
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """This rank's parameters (with ZeRO its shards) and buffers under their names in the model, detached."""
+        found: dict[str, Tensor] = {}
+        for stage in self._stages.values():
+            found.update(stage.graph_module.state_dict())
+        return found | {name: parameter.detach() for name, parameter in self.named_parameters()}
+
+    def full_parameters(self) -> dict[str, Tensor]:
+        """The full values of this rank's stages' parameters, under their names in the model, in memory of their own.
+
+        The ranks that hold the same stages call it together.
+        """
+        state = self._state()
+        return {name: state.full(name, value) for name, value in state.parameters.items()}
+
+    def save_checkpoint(
+        self,
+        folder: str | os.PathLike[str],
+        optimizer: Optimizer | None = None,
+        *,
+        tag: str = "state",
+        more: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Save parameters, buffers and an optimizer's state as full tensors, for any layout. All ranks call it.
+
+        A rank holds its stages' full tensors meanwhile. A checkpoint of the same tag is replaced when the new one is
+        complete.
+
+        Args:
+            folder: Where, on a file system that all ranks see.
+            optimizer: Made of `parameters()`.
+            tag: Name of the checkpoint in the folder.
+            more: Values that `load_checkpoint` returns, of the types that `client_state` of an engine keeps.
+
+        Raises:
+            CheckpointError: It could not be written; all ranks raise.
+        """
+        save(Path(folder), tag, self._state(), optimizer, more)
+
+    def load_checkpoint(
+        self, folder: str | os.PathLike[str], optimizer: Optimizer | None = None, *, tag: str = "state"
+    ) -> dict[str, Any]:
+        """Reads what `save_checkpoint` wrote, of this or any other layout. All ranks call it.
+
+        Args:
+            folder: Folder of checkpoints.
+            optimizer: An optimizer of `parameters()`, of the class that was saved; None: its state is not loaded.
+            tag: Name of the checkpoint in the folder.
+
+        Returns:
+            The argument `more` of `save_checkpoint`.
+
+        Raises:
+            CheckpointError: There is no such checkpoint, it is damaged, or it is not of this model. All ranks
+                raise; nothing was changed.
+        """
+        found = self.load_newest(folder, optimizer, tag=tag)
+        return found[1] if found is not None else {}
+
+    def load_newest(
+        self, folder: str | os.PathLike[str], optimizer: Optimizer | None = None, *, tag: str | None = None
+    ) -> tuple[str, dict[str, Any]] | None:
+        """Reads the newest checkpoint of a folder, or that of a tag, like `load_checkpoint`.
+
+        Returns:
+            Its tag and the argument `more` of `save_checkpoint`; None if there is none and no tag was given.
+        """
+        return load(Path(folder), tag, self._state(), optimizer)
+
+    def _state(self) -> StageState:
+        buffers: dict[str, Tensor] = {}
+        for stage in self._stages.values():
+            buffers.update((name, value) for name, value in stage.graph_module.named_buffers() if name in self._known)
+        sharded, world = self._gradients.sharded, dist.group.WORLD
+        assert world is not None
+        timeout = compat.group_timeout(world, self._device.type)
+        return StageState(
+            parameters=dict(self.named_parameters()),
+            buffers=buffers,
+            slices=self._gradients.slices,
+            rows=sharded.own_rows if sharded is not None else lambda _, full: full,
+            known=self._known,
+            agreement=Agreement(tuple(range(dist.get_world_size())), timeout),
+        )
+
+    def zero_grad(self) -> None:
+        """Sets this rank's gradients to None."""
+        for parameter in self.parameters():
+            parameter.grad = None
+
+    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+        """Scales all ranks' gradients so that their joint 2-norm is at most `max_norm`; a tied parameter counts once.
+
+        Returns:
+            The norm before, a scalar, the same on every rank.
+        """
+        norm = self._gradients.norm(dict(self.named_parameters()))
+        scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+        for parameter in self.parameters():
+            if parameter.grad is not None:
+                own_part(parameter.grad).mul_(scale)
+        return norm

@@ -1,0 +1,83 @@
+"""ZeRO inside a pipeline's stages: shards between steps, full parameters while a schedule runs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DeviceMesh
+
+from dsgraph.partitioning.accumulation.accumulated_gradients import reduce_accumulated
+from dsgraph.partitioning.rows import local_rows
+from dsgraph.partitioning.state import partition, partition_states
+from dsgraph.passes.parallel.stage_graphs import put
+
+
+@dataclass(frozen=True)
+class Copies:
+    """The ranks that hold the same stages.
+
+    Attributes:
+        mesh: They, in one dimension.
+        stage: ZeRO stage of what they share.
+        keep_whole_below: See `partition`.
+    """
+
+    mesh: DeviceMesh
+    stage: int
+    keep_whole_below: int | None
+
+
+class ShardedStages:
+    """This rank's parameters as shards over its data-parallel ranks, and as the full ones that its stages compute with.
+
+    A step gathers each parameter once and reduces each gradient once, whatever the number of micro-batches. Stages 1
+    and 2 keep the full parameters between steps, stage 3 lets them go.
+
+    Attributes:
+        shards: A module with the parameters under their names in the model, partitioned.
+    """
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter], copies: Copies) -> None:
+        """Divides parameters, by name those that this rank's stages compute with."""
+        root = nn.Module()
+        for name, param in parameters.items():
+            put(root, name, nn.Parameter(param.detach(), requires_grad=param.requires_grad))
+        self.shards = partition(root, copies.mesh, stage=copies.stage, keep_whole_below=copies.keep_whole_below)
+        (self._state,) = partition_states(self.shards)
+        self._full = {entry: parameters[entry.name] for entry in self._state.parameters}
+        self._lets_go()
+
+    def begin(self) -> None:
+        """Gathers the full parameters. All ranks of the mesh call it together."""
+        if self._state.zero.gathers_each_use:
+            for entry in self._full:
+                entry.is_held_for_step = bool(entry.layout.group)
+            self._state.hold_copies()
+        self._state.refresh(eagerly=True)
+        self._state.finish()
+        for entry, full in self._full.items():
+            full.data = entry.rows.detach() if entry.gathered_copy is None else entry.gathered_copy.detach()
+
+    def finish(self) -> None:
+        """Averages the full parameters' gradients over the ranks, and adds them to the shards' `.grad`."""
+        for entry, full in self._full.items():
+            entry.accumulated_grad, entry.is_summed, full.grad = full.grad, full.grad is not None, None
+        self._lets_go()
+        reduce_accumulated(self._state)
+
+    def own_rows(self, name: str, full: Tensor) -> Tensor:
+        """This rank's rows of a parameter's full tensor, in memory of their own."""
+        layout = next(entry.layout for entry in self._full if entry.name == name)
+        return local_rows(full, layout, self._state.mesh)
+
+    def _lets_go(self) -> None:
+        """Stage 3 has no full parameters between steps."""
+        if not self._state.zero.gathers_each_use:
+            return
+        self._state.release_copies()
+        for entry, full in self._full.items():
+            if entry.layout.group:
+                full.data = torch.empty(0, dtype=full.dtype, device=full.device)

@@ -1,0 +1,1 @@
+"""What a layout of tensor, pipeline and data parallelism takes, by formulas. Without torch."""

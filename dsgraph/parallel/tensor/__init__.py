@@ -1,0 +1,1 @@
+"""Tensor parallelism: layers of which each rank holds slices."""

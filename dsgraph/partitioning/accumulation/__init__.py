@@ -1,0 +1,1 @@
+"""Gradients of several micro-batches, which are reduced once a step."""

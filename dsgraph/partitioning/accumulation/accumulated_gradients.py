@@ -1,0 +1,290 @@
+"""Gradients that are accumulated on each rank and reduced once, by the last backward of a step.
+
+This is the case at stages 0 and 1, and at stage 2 with `reduce_once`. Inside `accumulate`, a module returns a leaf
+instead of the marker: the gathered copy (stages 1 and 2), or an alias of the shard of a replicated parameter. The
+captured graph contains no collective, and the gradient of the leaf is added to the parameter's sum.
+
+The micro-batch after `accumulate` ends the step. Its compiled graphs contain markers again, each with the sum of its
+parameter. The sum is added to the gradient before the reduction, so that gradients are sent while the backward
+computes. The backend makes markers add it (`add_sums`) and watches the backwards of the graph (`watched_graphs`). When
+a backward has passed a parameter's gradient on to `.grad`, the sum is emptied: further graphs that read the parameter
+add zeros. A backward whose gradient goes elsewhere (`torch.autograd.grad`, `backward(inputs=...)`) also finds zeros.
+
+Uncompiled code still returns leaves. After the backward the ranks agree on which sums no graph has used. A separate
+backward, which calls the parameters' hooks, delivers these (`deliver`). `StepPhase` defines the phases of a step and
+the transitions between them.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import defaultdict
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from dsgraph import compat
+from dsgraph.partitioning.parameter import ParameterState
+from dsgraph.partitioning.state import PartitionState, StepPhase
+from dsgraph.partitioning.table import held_by
+from dsgraph.utils.errors import AccumulationError
+
+from .gradient_placeholder import GradState, StandIn
+from .reductions import deliver, reduce_as_momentum, reduce_replicated, reduce_split, used_anywhere
+
+
+def enter_accumulation(state: PartitionState, *, reduce_once: bool) -> None:
+    """Begin a step of micro-batches.
+
+    With `reduce_once` gradients are reduced only by the backward that ends the step. This also applies if some
+    gradients of the current step are already accumulated without a reduction.
+    """
+    state.reduces_once = reduce_once or state.gradients_stay_local
+    if not state.reduces_once:
+        state.move_to(StepPhase.REDUCING_EACH)
+        return
+    state.move_to(StepPhase.ADDING)
+    state.ends_step = _before_update
+    for entry in state.parameters:
+        _prepare_leaf(entry, state)
+
+
+def leave_accumulation(state: PartitionState) -> None:
+    """Make the next backward the last one of the step.
+
+    This also applies if this rank has accumulated nothing: other ranks may have, and all must run the same graphs.
+    """
+    if state.phase is StepPhase.REDUCING_EACH:
+        state.move_to(StepPhase.IDLE)
+    if state.phase is not StepPhase.ADDING:
+        return
+    state.move_to(StepPhase.LAST)
+    for entry in state.parameters:
+        if entry.param.requires_grad:
+            _hand_out_sum(entry, state)
+
+
+def reduce_accumulated(state: PartitionState) -> None:
+    """Average the sums over all ranks and add them to the parameters' `.grad`. All ranks call it together."""
+    state.move_to(StepPhase.IDLE)
+    trainable = [entry for entry in state.parameters if entry.param.requires_grad or entry.was_trained]
+    taken = {entry: _take_sum(entry) for entry in trainable}
+    # A graph whose backward has not run yet must not add them once more.
+    read_by_graphs = [total for total in taken.values() if total is not None] if state.sums_were_read else []
+    state.sums_were_read = False
+    with state.reducing("the accumulated gradients"):
+        used = used_anywhere([taken[entry] is not None for entry in trainable], state)
+    reduced: list[tuple[ParameterState, Tensor]] = []
+    alone: list[ParameterState] = []
+    together: dict[object, list[ParameterState]] = defaultdict(list)
+    for entry, is_used in zip(trainable, used, strict=True):
+        if not is_used:
+            continue  # as in one process: a parameter that no rank used keeps its gradient of None
+        if taken[entry] is None:
+            taken[entry] = torch.zeros(entry.layout.shape, dtype=entry.param.dtype, device=entry.param.device)
+        if entry.compression is not None:
+            reduced.append((entry, reduce_as_momentum(entry, taken.pop(entry))))
+        elif entry.layout.group:
+            alone.append(entry)
+        else:
+            together[entry.layout.dtypes(entry.param.dtype), entry.layout.outer_groups].append(entry)
+    reduced += reduce_split({entry: taken.pop(entry) for entry in alone})
+    for bucket in together.values():
+        reduced += reduce_replicated(bucket, [taken.pop(entry) for entry in bucket])
+    for total in read_by_graphs:
+        empty_sum(total)
+    state.note_gradient()
+    deliver(reduced)  # last: a hook may raise, or step an optimizer
+
+
+def discard_accumulated(state: PartitionState) -> None:
+    """Drop the sums. Graphs that have read them add nothing if their backward still runs."""
+    was_inside = state.accumulating
+    state.move_to(StepPhase.IDLE)
+    state.sums_were_read = False
+    for entry in state.parameters:
+        total = _take_sum(entry)
+        if total is not None:
+            empty_sum(total)
+    if was_inside:
+        enter_accumulation(state, reduce_once=state.reduces_once)
+
+
+def empty_sum(total: Tensor) -> None:
+    """Set an accumulated gradient to zero after its reduction; graphs that still contain it add nothing."""
+    with torch.no_grad(), compat.keeping_version((total,)):
+        total.zero_()
+
+
+def drop_if_zeroed(entry: ParameterState) -> None:
+    """Drop a sum if `zero_grad` was called after the last addition, as it drops a gradient in one process."""
+    if entry.stand_in is None or entry.accumulated_grad is None:
+        return
+    state_of_grad = entry.stand_in.look(entry.param)
+    if state_of_grad is GradState.UNTOUCHED:
+        return
+    empty_sum(entry.accumulated_grad)
+    if state_of_grad is GradState.ZEROS:  # which count as a gradient
+        entry.stand_in = entry.stand_in.renew(entry.param, entry.name)
+    else:
+        entry.stand_in, entry.is_summed = None, False
+
+
+def withhold_sum(entry: ParameterState) -> None:
+    """Set a sum to zero until `restore_sum`, for a backward that must not add it."""
+    assert entry.accumulated_grad is not None
+    entry.withheld = entry.accumulated_grad.clone()
+    empty_sum(entry.accumulated_grad)
+
+
+def restore_sum(entry: ParameterState) -> None:
+    """Restore a sum that was withheld, also if the backward failed."""
+    total, value = entry.accumulated_grad, entry.withheld
+    entry.withheld = None
+    if total is not None and value is not None:
+        with torch.no_grad(), compat.keeping_version((total,)):
+            total.copy_(value)
+
+
+def _prepare_leaf(entry: ParameterState, state: PartitionState) -> None:
+    shard = entry.rows
+    source = shard if entry.gathered_copy is None else entry.gathered_copy
+    if entry.leaf is None or entry.leaf.data_ptr() != source.data_ptr() or entry.leaf.dtype != source.dtype:
+        entry.leaf = source
+        source.dsgraph_leaf = True  # type: ignore[attr-defined]  # tells the report whose graph reads it
+        compat.keep_static(source)
+    for module, attribute in entry.owners:
+        held_by(module).leaves[attribute] = entry.leaf
+    entry.leaf.grad = None  # left by an interrupted backward
+    leaf = entry.leaf.requires_grad_(entry.param.requires_grad)
+    entry.was_trained |= leaf.requires_grad
+    if leaf.requires_grad and entry.hooked_leaf != id(leaf):
+        entry.hooked_leaf = id(leaf)
+        _call_at_gradient(leaf, _on_local_gradient, entry, state)
+    if leaf.requires_grad and entry.hooked_param != id(entry.param):
+        entry.hooked_param = id(entry.param)
+        _call_before_gradient(entry)
+        _call_at_gradient(entry.param, _on_reduced_gradient, entry, state)
+
+
+def _call_at_gradient(
+    tensor: Tensor, call: Callable[[ParameterState, PartitionState], None], entry: ParameterState, state: PartitionState
+) -> None:
+    weak_entry, weak_state = weakref.ref(entry), weakref.ref(state)
+
+    def on_gradient(_: Tensor) -> None:
+        living_entry, living_state = weak_entry(), weak_state()
+        if living_entry is not None and living_state is not None:
+            call(living_entry, living_state)
+
+    tensor.register_post_accumulate_grad_hook(on_gradient)
+
+
+def _call_before_gradient(entry: ParameterState) -> None:
+    weak_entry = weakref.ref(entry)
+
+    def before_gradient(_: Tensor) -> None:
+        living = weak_entry()
+        if (
+            living is not None
+            and living.stand_in is not None
+            and compat.accumulates(compat.autograd_node(living.param))
+        ):
+            drop_if_zeroed(living)
+            _take_stand_in(living)
+
+    entry.param.register_hook(before_gradient)
+
+
+def _take_stand_in(entry: ParameterState) -> None:
+    if entry.stand_in is not None:
+        entry.stand_in.take_away(entry.param)
+        entry.stand_in = None
+
+
+def _on_local_gradient(entry: ParameterState, state: PartitionState) -> None:
+    """Add the leaf's gradient to the sum, in the dtype of the master: there are many small summands."""
+    restore_sum(entry)
+    leaf = entry.leaf
+    if leaf is None or leaf.grad is None:
+        return  # a graph that only reads the gathered copy sends no gradient here
+    drop_if_zeroed(entry)
+    grad = leaf.grad.to(entry.param.dtype)
+    leaf.grad = None
+    if entry.accumulated_grad is None:
+        entry.accumulated_grad = grad
+    else:
+        with torch.no_grad(), compat.keeping_version((entry.accumulated_grad,)):  # a graph may have saved it
+            entry.accumulated_grad.add_(grad)
+    entry.is_summed = True
+    if entry.stand_in is None:
+        entry.stand_in = StandIn.put(entry.param, entry.name)
+    if state.accumulating:
+        state.note_gradient()
+    else:
+        _reduce_at_end_of_backward(state)
+
+
+def _on_reduced_gradient(entry: ParameterState, state: PartitionState) -> None:
+    """Note that a compiled graph has reduced the gradient: outside `accumulate`, this backward ends the step."""
+    if entry.is_summed and entry.stand_in is None:  # the gradient bypassed the sum, as for a term over `parameters()`
+        entry.stand_in = StandIn.put(entry.param, entry.name)
+    if state.gradients_stay_local and not state.accumulating:
+        _reduce_at_end_of_backward(state)
+
+
+def _reduce_at_end_of_backward(state: PartitionState) -> None:
+    if state.phase is StepPhase.LAST:
+        state.move_to(StepPhase.ENDING)
+    backward = compat.running_backward()
+    if state.reducing_in != backward:  # a backward that failed never ran its callbacks
+        state.reducing_in = backward
+        compat.at_end_of_backward(lambda: reduce_accumulated(state))
+
+
+def _hand_out_sum(entry: ParameterState, state: PartitionState) -> None:
+    """Let captured graphs read the sum; it is zero if this rank has none, so that all ranks capture the same graph."""
+    drop_if_zeroed(entry)
+    total = entry.accumulated_grad
+    if total is None:
+        total = torch.zeros(entry.layout.shape, dtype=entry.param.dtype, device=entry.param.device)
+        entry.accumulated_grad = total
+    if not hasattr(total, "dsgraph_sum_of"):
+        total.dsgraph_sum_of = (entry, state)  # type: ignore[attr-defined]
+        compat.keep_static(total)
+    for module, attribute in entry.owners:
+        held_by(module).sums[attribute] = total
+
+
+def _take_sum(entry: ParameterState) -> Tensor | None:
+    """Return the sum, None if there is none. The entry, its modules and its leaf drop their references."""
+    restore_sum(entry)
+    drop_if_zeroed(entry)
+    _take_stand_in(entry)
+    total = entry.accumulated_grad if entry.is_summed else None
+    entry.accumulated_grad = None
+    entry.is_summed = entry.was_trained = False
+    for module, attribute in entry.owners:
+        held_by(module).sums.pop(attribute, None)
+    if entry.leaf is not None:
+        entry.leaf.requires_grad_(False)
+    return total
+
+
+def _before_update(state: PartitionState, optimizer: Optimizer) -> None:
+    """Refuse an optimizer step before the last backward; a rank without a last backward joins the others instead."""
+    if not state.gradients_stay_local:
+        return
+    stepping = {id(param) for group in optimizer.param_groups for param in group["params"]}
+    stepped = [entry for entry in state.parameters if id(entry.param) in stepping]
+    for entry in stepped:
+        drop_if_zeroed(entry)
+        if entry.is_summed:
+            raise AccumulationError(
+                f"optimizer step before the accumulated gradients were reduced (parameter {entry.name!r}): "
+                "run the last micro-batch's forward and backward outside dsgraph.accumulate(model)"
+            )
+    if stepped and state.phase is StepPhase.LAST:
+        reduce_accumulated(state)

@@ -1,0 +1,58 @@
+"""Stage 3 with memory to spare: which parameters `accumulate` gathers once a step, instead of in every micro-batch.
+
+What `SelectiveGather` keeps of a graph from its forward to its backward is in memory when a micro-batch has saved the
+most. To hold as much from the first micro-batch of a step to the last takes no more then, and spares all gathers but
+one. It is still there when the backward has gradients of full size under way: those are taken off the room. Whatever
+graph is captured while gathered copies are held counts them as taken.
+"""
+
+from __future__ import annotations
+
+from torch import nn
+
+from dsgraph.inductor_ext import resolve_group
+from dsgraph.partitioning.state import ParameterState, partition_states
+from dsgraph.passes import CaptureFacts, CostModel
+from dsgraph.passes.analysis.budget import choose
+
+# Gradients of full size in a backward: one that is computed, one that is sent, and what is received.
+_GRADIENTS_UNDER_WAY = 3
+
+
+def choose_step_copies(facts: CaptureFacts, module: nn.Module | None) -> None:
+    """Notes for each parameter of stage 3 whether a gathered copy of it is held for a step of micro-batches.
+
+    The knapsack of `SelectiveGather` over all of the model's parameters. Sizes and links are the same on every rank;
+    the room is the least of all graphs so far. A rank that compiles alone, for another batch, compiles a graph that all
+    ranks know, whose room is among them: the choice is the same everywhere.
+
+    Args:
+        facts: Of a captured graph that reads every parameter of the model, and no gathered copy of stage 3; of others
+            `keep_bytes` is None, or says what is left beside the gathered copies, and nothing is noted.
+        module: The model.
+    """
+    states = partition_states(module) if module is not None else []
+    if facts.keep_bytes is None or facts.gathered_copies or len(states) != 1 or not states[0].zero.gathers_each_use:
+        return
+    (state,) = states
+    if state.step_room is not None and state.step_room <= facts.keep_bytes:
+        return
+    state.step_room = facts.keep_bytes
+    entries = [
+        entry for entry in state.parameters if entry.layout.group and resolve_group(entry.layout.group).size() > 1
+    ]
+    sizes = [entry.copy_bytes for entry in entries]
+    room = max(0, state.step_room - _GRADIENTS_UNDER_WAY * max(sizes, default=0))
+    costs = facts.costs or CostModel.default(facts.axes, device_type=facts.device_type)
+    seconds = [_seconds(entry, costs) for entry in entries]
+    chosen = choose(entries, sizes, seconds, room)
+    for entry in entries:
+        entry.is_held_for_step = entry in chosen
+
+
+def _seconds(entry: ParameterState, costs: CostModel) -> float:
+    """How long its gather takes."""
+    group = entry.layout.group
+    world = resolve_group(group).size()
+    sent = entry.copy_bytes * (world - 1) // world
+    return costs.transfer_seconds("all_gather_into_tensor", group, sent) or 0.0

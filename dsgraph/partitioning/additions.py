@@ -1,0 +1,103 @@
+"""What has been put into a partitioned model since, and what is no longer in it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+
+from torch import nn
+from torch.distributed.tensor import DeviceMesh, DTensor
+
+from dsgraph.utils.errors import PartitionError
+
+from .table import PartitionedModel, ShardedParameter
+
+Place = tuple[nn.Module, str]
+
+
+@dataclass(frozen=True)
+class Additions:
+    """What differs between a partitioned model and its table.
+
+    Attributes:
+        root: The outermost partitioned module.
+        parameters: Those that are no shards of the table, by name.
+        tied: Places where shards of the table stand besides.
+        gone: Places of the table where its shards no longer stand.
+    """
+
+    root: nn.Module
+    parameters: dict[str, nn.Parameter]
+    tied: list[tuple[ShardedParameter, Place]]
+    gone: list[tuple[ShardedParameter, Place]]
+
+
+def part_to_extend(
+    model: nn.Module, parts: list[PartitionedModel], given: Mapping[str, object], mesh: DeviceMesh | None
+) -> PartitionedModel:
+    """The table that takes in what is new in a model.
+
+    Raises:
+        PartitionError: There are several, or something else is asked for than the model was partitioned with.
+    """
+    if len(parts) > 1:
+        raise PartitionError(
+            f"the model ({type(model).__name__}) holds {len(parts)} modules that were partitioned apart: call "
+            "dsgraph.partition with the one of them that has got new parameters"
+        )
+    (part,) = parts
+    part.refuse_amid_step("partition")
+    was = {field.name: getattr(part.arguments, field.name) for field in fields(part.arguments)} | {"mesh": part.mesh}
+    for name, value in {**given, "mesh": mesh or part.mesh}.items():
+        if value != was[name]:
+            raise PartitionError(
+                f"the model ({type(model).__name__}) is partitioned already, with {name}={was[name]}; what is new in "
+                f"it is partitioned alike: leave {name}={value} out"
+            )
+    return part
+
+
+def find_additions(model: nn.Module, part: PartitionedModel) -> Additions:
+    """Compares a partitioned model with its table.
+
+    Args:
+        model: The model, a module inside it, or one that has been built around it.
+        part: The table.
+
+    Raises:
+        PartitionError: The model shares modules with the table, and is none of these.
+    """
+    root = _root(model, part)
+    places = [(entry, place) for entry in part.parameters for place in entry.owners]
+    present = {id(module) for module in root.modules()}
+    gone = [(entry, place) for entry, place in places if id(place[0]) not in present or _shard_at(*place) is None]
+    shards = {id(_shard_at(*place)): entry for entry, place in places if _shard_at(*place) is not None}
+    known = {(id(module), attribute) for _, (module, attribute) in places}
+    names = {id(param): name for name, param in root.named_parameters()}
+    new: dict[str, nn.Parameter] = {}
+    tied = []
+    for module in root.modules():
+        for attribute, param in module._parameters.items():
+            if param is None or (isinstance(param, DTensor) and (id(module), attribute) in known):
+                continue
+            if isinstance(param, DTensor) and id(param) in shards:
+                tied.append((shards[id(param)], (module, attribute)))
+            else:
+                new[names[id(param)]] = param
+    return Additions(root, new, tied, gone)
+
+
+def _root(model: nn.Module, part: PartitionedModel) -> nn.Module:
+    if any(module is part.root for module in model.modules()):
+        return model
+    if any(module is model for module in part.root.modules()):
+        return part.root
+    raise PartitionError(
+        f"{type(model).__name__} shares modules with a {type(part.root).__name__} that is partitioned, and has others "
+        "besides: call dsgraph.partition with those alone"
+    )
+
+
+def _shard_at(module: nn.Module, attribute: str) -> DTensor | None:
+    param = module._parameters.get(attribute)
+    return param if isinstance(param, DTensor) else None

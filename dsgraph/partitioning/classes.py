@@ -1,0 +1,127 @@
+"""The classes of a partitioned model's modules: subclasses of their own, which hand out parameters."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NoReturn, cast
+
+from torch import nn
+
+from dsgraph import compat
+from dsgraph.utils.errors import PartitionError
+
+from .layout import Layout
+from .seam import property_for
+from .state_dict.full_state_dict import take_rows
+from .state_dict.saved_rows import save_rows
+from .table import PartitionedModel, ShardedParameter, hold
+
+# In the body of a class that was made here: the layouts of the parameters that its modules hold, by name.
+_LAYOUTS = "_dsgraph_layouts"
+# There, too: the names of what it overrides besides.
+_OVERRIDES = "_dsgraph_overrides"
+
+Methods = Callable[[nn.Module], Mapping[str, Any]]
+
+
+def plain_class(module: nn.Module) -> type[nn.Module]:
+    """The class that a module had before it was partitioned."""
+    found = type(module)
+    return cast("type[nn.Module]", found.__mro__[1]) if _LAYOUTS in found.__dict__ else found
+
+
+def overrides(module: nn.Module) -> frozenset[str]:
+    """What the class that `partition` gave a module overrides besides parameters; nothing of any other class."""
+    found: frozenset[str] = type(module).__dict__.get(_OVERRIDES, frozenset())
+    return found
+
+
+def swap_classes(
+    model: nn.Module, part: PartitionedModel, parameters: Iterable[ShardedParameter], methods: Methods
+) -> None:
+    """Gives each module of `model` that holds parameters a subclass of its class with one property a parameter.
+
+    Modules of one class that hold equal parameters, and override the same besides, share one. One that has it already
+    is left alone.
+
+    Args:
+        model: What has been partitioned.
+        part: Its table.
+        parameters: All that are in the table, or will be.
+        methods: What the subclass of a module overrides besides; such modules get one without parameters, too.
+    """
+    layouts: dict[nn.Module, dict[str, Layout]] = {}
+    for entry in parameters:
+        for module, attribute in entry.owners:
+            layouts.setdefault(module, {})[attribute] = entry.layout
+    classes: dict[Any, type[nn.Module]] = {}
+    for module in part.root.modules():
+        if _LAYOUTS in type(module).__dict__:
+            known: dict[str, Layout] = type(module).__dict__[_LAYOUTS]
+            classes.setdefault((plain_class(module), tuple(known.items()), overrides(module)), type(module))
+    for module in model.modules():
+        by_name, original, changed = layouts.get(module, {}), plain_class(module), methods(module)
+        if not by_name and not changed:
+            continue
+        if by_name and "_dsgraph" not in module.__dict__:
+            module.register_load_state_dict_pre_hook(take_rows)
+        hold(module, part)
+        key = (original, tuple(by_name.items()), frozenset(changed))
+        if key not in classes:
+            classes[key] = _class_for(original, by_name, changed)
+        module.__class__ = classes[key]
+    hold(model, part)
+
+
+def _class_for(original: type[nn.Module], layouts: Mapping[str, Layout], methods: Mapping[str, Any]) -> type[nn.Module]:
+    body: dict[str, Any] = {name: property_for(name, layout) for name, layout in layouts.items()}
+    body |= {"__module__": original.__module__, "__qualname__": original.__qualname__, "__doc__": original.__doc__}
+    body |= {**methods, _LAYOUTS: dict(layouts), _OVERRIDES: frozenset(methods), "__reduce_ex__": _refuse_to_pickle}
+    body["_apply"] = lambda self, fn, *args, **named: compat.apply_to_tensors(
+        original, self, _allowed(self, fn), *args, **named
+    )
+    if layouts:
+        body["_save_to_state_dict"] = lambda self, *args: save_rows(original, self, *args)
+    if issubclass(original, nn.RNNBase):
+        body["_flat_weights"] = property(_flat_weights, lambda self, value: None)
+    if not hasattr(original, "__deepcopy__"):
+        body["__deepcopy__"] = lambda self, memo: _copy(self, original, memo, lambda value: copy.deepcopy(value, memo))
+    if not hasattr(original, "__copy__"):
+        body["__copy__"] = lambda self: _copy(self, original, {}, lambda value: value)
+    return cast("type[nn.Module]", type(original.__name__, (original,), body))
+
+
+def _flat_weights(self: Any) -> list[Any]:
+    """RNNs run on a flat list that their constructor fills; this one is read from the attributes at each use."""
+    return [getattr(self, name, None) for name in self._flat_weights_names]
+
+
+def _refuse_to_pickle(self: nn.Module, protocol: object) -> NoReturn:
+    raise PartitionError(
+        f"{type(self).__name__} is part of a partitioned model, which cannot be pickled (torch.save(model)): shards "
+        "belong to these ranks. Save model.state_dict() with torch.distributed.checkpoint, or the full tensors "
+        "that torch.distributed.checkpoint.state_dict.get_model_state_dict gathers"
+    )
+
+
+def _allowed(self: nn.Module, change: Callable[..., Any]) -> Callable[..., Any]:
+    """What a module applies to its parameters; `share_memory`, at which torch would crash, is refused."""
+    if getattr(change, "__qualname__", "").startswith("Module.share_memory."):
+        raise PartitionError(
+            f"{type(self).__name__} is part of a partitioned model, whose shards cannot be moved to shared memory: "
+            "call model.share_memory() before dsgraph.partition"
+        )
+    return change
+
+
+def _copy(
+    module: nn.Module, original: type[nn.Module], memo: dict[int, Any], copied: Callable[[Any], Any]
+) -> nn.Module:
+    """What `copy` does with an object that does not say how to copy it."""
+    reduced: Any = original.__reduce_ex__(module, 4)
+    make, arguments, state, *_ = reduced
+    made: nn.Module = make(*copied(arguments))
+    memo[id(module)] = made
+    made.__setstate__(dict(copied(state)))
+    return made

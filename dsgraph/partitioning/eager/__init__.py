@@ -1,0 +1,1 @@
+"""Full parameters in code that is not compiled."""

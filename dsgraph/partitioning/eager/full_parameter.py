@@ -1,0 +1,150 @@
+"""What code outside any module's call reads of a parameter: the full tensor, which stands for the parameter itself."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from dsgraph import compat
+from dsgraph.partitioning.rows import local_rows
+from dsgraph.utils.errors import PartitionError
+
+from .full_tensor import FullTensor, plain_of
+from .source import Source
+
+_REGISTERS_PARAMETERS = nn.Module.register_parameter.__code__
+_GIVES_PARAMETERS = nn.Module.get_parameter.__code__
+_TAKES_PARAMETERS = inspect.unwrap(Optimizer.add_param_group).__code__
+
+
+class FullParameter(FullTensor):
+    """A full parameter; what belongs to a parameter (`.grad`, `.requires_grad`, hooks) is that of the shards."""
+
+    __slots__ = ()
+
+    @property
+    def _is_param(self) -> bool:  # type: ignore[override]
+        """Whether `isinstance` takes it for a parameter: it must not be registered, but `get_parameter` may give it."""
+        asking = sys._getframe(2).f_code
+        if asking is _REGISTERS_PARAMETERS:
+            raise PartitionError(
+                f"{self.source.name} cannot be registered in a module, under this name or another: "
+                "torch.nn.utils.prune and what ties parameters come before dsgraph.partition"
+            )
+        return asking is _GIVES_PARAMETERS
+
+    @classmethod
+    def over(cls, plain: Tensor, source: Source) -> FullTensor:
+        """`plain`, which stands for the parameter that is `source`."""
+        self = super().over(plain, source)
+        self.__dict__ = source.shards.__dict__  # what users note on a parameter
+        return self
+
+    @property
+    def data(self) -> Tensor:
+        """The same without gradients."""
+        return FullTensor.over(self.plain.detach(), self.source)
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        if value.dtype not in (self.source.shards.dtype, self.plain.dtype):
+            raise PartitionError(
+                f"{self.source.name} is {self.source.shards.dtype}; {value.dtype} cannot be written to it, because a "
+                "partitioned parameter keeps its dtype: convert the model before dsgraph.partition, or pass param_dtype"
+            )
+        shards = self.source.shards
+        self.source.store(plain_of(value).detach().to(device=shards.device, dtype=shards.dtype, copy=True))
+
+    @property
+    def grad(self) -> Tensor | None:
+        """The full gradient, averaged over ranks; all ranks read it together."""
+        grad = self.source.shards.grad
+        if grad is None or compat.is_tracing():
+            return None
+        source = self._source_of(grad)
+        return FullTensor.over(source.plain, source)
+
+    @grad.setter
+    def grad(self, value: Tensor | None) -> None:
+        shards = self.source.shards
+        if value is None:
+            shards.grad = None
+            return
+        grad = torch.zeros_like(shards, requires_grad=False)
+        self._source_of(grad).store(plain_of(value).detach().to(grad.dtype, copy=True))
+        shards.grad = grad
+
+    @grad.deleter
+    def grad(self) -> None:
+        self.source.shards.grad = None
+
+    def _source_of(self, grad: Tensor) -> Source:
+        shards, source = grad.detach(), self.source
+        assert isinstance(grad, DTensor) and isinstance(shards, DTensor)
+        read = shards.full_tensor
+        return Source(f"the gradient of {source.name}", grad, read(), source.layout, source.partition, read)
+
+    @property
+    def requires_grad(self) -> bool:
+        """Whether the parameter is trained."""
+        if compat.is_tracing():
+            return self.plain.requires_grad
+        return self.source.shards.requires_grad
+
+    @requires_grad.setter
+    def requires_grad(self, value: bool) -> None:
+        self.source.shards.requires_grad = value
+
+    def requires_grad_(self, requires_grad: bool = True) -> Tensor:
+        """Trains or freezes the parameter."""
+        self.source.shards.requires_grad_(requires_grad)
+        return self
+
+    @property
+    def is_leaf(self) -> bool:  # type: ignore[override]
+        """True, as of every parameter; an optimizer that asks is refused."""
+        if sys._getframe(1).f_code is _TAKES_PARAMETERS:
+            self._refuse("an optimizer was given {}, read as an attribute, of which it would update a copy")
+        return not compat.is_tracing() or self.plain.is_leaf
+
+    @property
+    def grad_fn(self) -> None:  # type: ignore[override]
+        """None, as of every parameter."""
+        return None
+
+    def register_hook(self, hook: Callable[[Tensor], Tensor | None]) -> Any:
+        """Calls `hook` with the full gradient, averaged over ranks, in every backward."""
+        layout, mesh = self.source.layout, self.source.partition.mesh
+
+        def on_shards(grad: Any) -> Tensor | None:
+            changed = hook(grad.full_tensor())
+            if changed is None:
+                return None
+            rows = local_rows(changed.to(grad.dtype), layout, mesh)
+            return DTensor.from_local(
+                rows, mesh, grad.placements, run_check=False, shape=grad.shape, stride=grad.stride()
+            )
+
+        return self.source.shards.register_hook(on_shards)
+
+    def register_post_accumulate_grad_hook(self, hook: Callable[[Tensor], None]) -> Any:
+        """Refused: such a hook is given the parameter itself."""
+        self._refuse("a hook that is called when a gradient was accumulated is given the parameter itself, not {}")
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        """A parameter of its own, with the same values."""
+        memo[id(self)] = copied = nn.Parameter(self.plain.detach().clone(), requires_grad=self.requires_grad)
+        return copied
+
+    def _refuse(self, what: str) -> NoReturn:
+        raise PartitionError(
+            f"{what.format(self.source.name)}: take the parameter itself, from model.parameters() or "
+            "dict(model.named_parameters())"
+        )

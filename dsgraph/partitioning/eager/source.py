@@ -1,0 +1,83 @@
+"""What a full tensor was gathered from: it can be gathered again, and what is written to it goes back to the shards."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from dsgraph import compat
+from dsgraph.inductor_ext import share_memory
+from dsgraph.partitioning.layout import Layout
+from dsgraph.partitioning.rows import broadcast_from_first, local_rows
+from dsgraph.partitioning.table import PartitionedModel
+from dsgraph.utils.errors import PartitionError
+
+
+@dataclass(eq=False)
+class Source:
+    """A parameter, or its gradient, of which the full value was handed out.
+
+    Attributes:
+        name: What errors call it.
+        shards: The parameter or the gradient.
+        plain: `[*shape]`, what was handed out, in the dtype that the forward sees.
+        layout: How the parameter is laid out.
+        partition: The model that it is part of.
+        read: Reads the full value again, which may be `plain` itself, brought up to date.
+    """
+
+    name: str
+    shards: DTensor
+    plain: Tensor
+    layout: Layout
+    partition: PartitionedModel
+    read: Callable[[], Tensor]
+    _seen: tuple[int, int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.partition.watch_updates()
+        self._seen = self._state()
+
+    def refresh(self) -> None:
+        """Gathers anew, in place, if the shards have changed since. All ranks call it together."""
+        self.partition.arrived(self.plain)
+        if self._seen != self._state():
+            with torch.no_grad():
+                full = self.read()
+                if not share_memory(full, self.plain):
+                    self.plain.copy_(full)
+            self._seen = self._state()
+
+    @torch.compiler.disable
+    def open(self) -> Tensor:
+        """The full value as it is now, in the dtype of the shards, contiguous. All ranks call it together.
+
+        What is written to it takes effect with `store`; of a replicated parameter it may be the memory itself.
+        """
+        with torch.inference_mode(False), torch.no_grad():
+            shards = self.shards.detach()
+            assert isinstance(shards, DTensor)
+            return shards.full_tensor().contiguous()
+
+    @torch.compiler.disable
+    def store(self, full: Tensor) -> None:
+        """Makes `full` of the mesh's first rank the value of the shards. All ranks call it together."""
+        if tuple(full.shape) != self.layout.shape:
+            raise PartitionError(
+                f"{self.name} is {list(self.layout.shape)}; {list(full.shape)} cannot be written to it, "
+                "because a partitioned parameter keeps its shape"
+            )
+        with torch.inference_mode(False), torch.no_grad():
+            full = full.contiguous()
+            broadcast_from_first(full, self.partition.mesh)
+            self.shards.to_local().copy_(local_rows(full, self.layout, self.partition.mesh))
+            torch.autograd.graph.increment_version(self.shards)  # so that gathered copies are fetched anew
+        with torch.no_grad():
+            self.plain.copy_(full)
+
+    def _state(self) -> tuple[int, int]:
+        return compat.version_of(self.shards), self.partition.updates

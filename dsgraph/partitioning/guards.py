@@ -1,0 +1,185 @@
+"""Checks of a partitioned model: optimizers that cannot step on shards, and gradients that are averaged twice.
+
+Neither is known when the model is partitioned. Torch's public hooks report both in time: an optimizer before its step,
+and DistributedDataParallel when it wraps the model, before its first collective.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping, Sequence
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn, optim
+from torch.distributed.tensor import DTensor
+from torch.nn.modules.module import register_module_module_registration_hook
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from dsgraph import compat
+from dsgraph.inductor_ext import resolve_group
+from dsgraph.partitioning.eager.replaced_data import refuse_replaced_data
+from dsgraph.partitioning.state_dict.saved_rows import mark_rows
+from dsgraph.utils.errors import PartitionError
+
+from .replicated import confirm_replicated, holds_any, note_replicated
+from .table import PartitionedModel, ShardedParameter, is_plain, not_taken_in, partitioned_parts
+
+# These compute with a complete matrix or gradient. On shards torch raises an error, or gives other numbers (Muon).
+NEED_ALL_ROWS = (optim.Adafactor, optim.Muon, optim.Rprop)
+# State that torch's optimizers store as a plain number for a parameter of any shape.
+_NUMBERS = frozenset({"step", "mu_product", "eta", "mu"})
+# Options for steps on many parameters at once that torch does not support for shards.
+_UNKNOWN_ON_SHARDS = ((optim.Adagrad, "fused"), (optim.SGD, "fused"), (optim.Rprop, "foreach"))
+
+
+def guard(state: PartitionedModel) -> None:
+    """Register the checks of a partitioned model for its lifetime."""
+    weak_state = weakref.ref(state)
+    checked: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+
+    @torch.compiler.disable  # for scripts that compile the step itself
+    def before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        living = weak_state()
+        if living is None:
+            return
+        refuse_added_parameters(optimizer, living)
+        if not holds_any(optimizer, living):
+            return
+        for entry in living.parameters:
+            refuse_replaced_data(entry.param, entry.name)
+        if optimizer not in checked:
+            refuse_optimizer(optimizer, living)
+            _mark_states(optimizer, weak_state)
+        _complete_scalar_states(optimizer, living)
+        living.before_update(optimizer)  # first: ranks that ran the last backward have already reduced
+        living.agree(f"steps {type(optimizer).__name__}")  # before an update from local gradients
+        confirm_replicated(living, is_first=optimizer not in checked)
+        checked.add(optimizer)
+
+    @torch.compiler.disable
+    def after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        living = weak_state()
+        if living is not None and holds_any(optimizer, living):
+            living.updates += 1
+            note_replicated(living)
+
+    for handle in (register_optimizer_step_pre_hook(before_step), register_optimizer_step_post_hook(after_step)):
+        weakref.finalize(state, handle.remove)
+    _watch_registrations()
+
+
+@cache
+def _watch_registrations() -> None:
+    """Watch each module that is added to another one, from the first partitioned model to the end of the process.
+
+    The hook is never removed: Dynamo guards on such hooks, and removing one while a model is compiled is an error.
+    """
+    register_module_module_registration_hook(_refuse_averaging_twice)
+
+
+def refuse_optimizer(optimizer: Optimizer, state: PartitionedModel) -> None:
+    """Refuse an optimizer that contains parameters of a model and cannot step on them as in one process.
+
+    Raises:
+        PartitionError: The optimizer is not supported; the message names it, a parameter and what to do.
+    """
+    entries = {id(entry.param): entry for entry in state.parameters}
+    for group in optimizer.param_groups:
+        held = [entries[id(param)] for param in group["params"] if id(param) in entries]
+        problem = _problem(optimizer, group, held, state) if held else None
+        if problem is not None:
+            raise PartitionError(f"{type(optimizer).__name__}: {problem}; nothing was updated")
+
+
+def refuse_added_parameters(optimizer: Optimizer, state: PartitionedModel) -> None:
+    """Refuse a step on parameters of a model that are not partitioned, because their gradients are not averaged.
+
+    Raises:
+        PartitionError: There is such a parameter; the message names the first one.
+    """
+    plain = {id(param) for group in optimizer.param_groups for param in group["params"] if is_plain(param)}
+    for name, param in state.root.named_parameters() if plain else ():
+        if id(param) in plain:
+            raise PartitionError(not_taken_in(name))
+
+
+def _mark_states(optimizer: Optimizer, weak_state: weakref.ref[PartitionedModel]) -> None:
+    """Prevent a single rank from pickling only its rows of an optimizer's state."""
+
+    def mark(_: Optimizer, state_dict: dict[str, Any]) -> None:
+        living = weak_state()
+        if living is not None:
+            mark_rows((value for own in state_dict["state"].values() for value in own.values()), living)
+
+    optimizer.register_state_dict_post_hook(mark)
+
+
+def _complete_scalar_states(optimizer: Optimizer, state: PartitionedModel) -> None:
+    """Turn loaded state of 0-dimensional parameters back into `DTensor`s.
+
+    Torch treats each 0-dimensional tensor as a number, which it loads as a plain tensor
+    (`set_optimizer_state_dict`, `torch.distributed.checkpoint`), and cannot compute with it and a `DTensor`.
+    """
+    for entry in state.parameters:
+        if entry.layout.shape or entry.param not in optimizer.state:
+            continue
+        own = optimizer.state[entry.param]
+        for key in [key for key, value in own.items() if _is_plain_scalar(value) and key not in _NUMBERS]:
+            larger = [item.get(key) for param, item in optimizer.state.items() if param.dim()]
+            if not any(map(_is_plain_scalar, larger)):  # otherwise it is a plain number of the optimizer
+                own[key] = compat.distributed_like(entry.param.detach(), own[key])  # type: ignore[arg-type]
+
+
+def _is_plain_scalar(value: object) -> bool:
+    return isinstance(value, Tensor) and not isinstance(value, DTensor) and value.dim() == 0
+
+
+def _problem(
+    optimizer: Optimizer, group: Mapping[str, Any], held: Sequence[ShardedParameter], state: PartitionedModel
+) -> str | None:
+    """Return why an optimizer cannot step on parameters of one of its groups, and what to do; None if it can."""
+    name, tier = held[0].name, state.arguments.offload.optimizer
+    if tier and getattr(optimizer, "tier", None) != tier:
+        return (
+            f"it would keep the state of {name!r} on the device, but the model was partitioned with "
+            f'offload={{"optimizer": "{tier}"}}: use dsgraph.offload_optimizer(optimizer, model) instead'
+        )
+    if isinstance(optimizer, NEED_ALL_ROWS) and state.zero.splits_parameters:
+        return (
+            f"it needs all rows of a parameter at once, and contains {name!r} of a model that was partitioned with "
+            f"stage={state.zero.number}, which splits rows over the ranks: use another optimizer, such as AdamW, "
+            "partition with stage=0, or use dsgraph.initialize, which supports it"
+        )
+    for kind, option in _UNKNOWN_ON_SHARDS:
+        if isinstance(optimizer, kind) and group.get(option):
+            return (
+                f"torch has no step with {option}=True for the parameters of a partitioned model, such as {name!r}: "
+                f"leave {option}=True out"
+            )
+    if isinstance(optimizer, optim.LBFGS):
+        uneven = next((entry for entry in held if not _splits_evenly(entry)), None)
+        if uneven is not None:
+            return (
+                f"it flattens gradients, which torch cannot do with {uneven.name!r}, whose {uneven.layout.shape[0]} "
+                "rows do not divide by the number of ranks: use another optimizer, or partition with stage=0"
+            )
+    return None
+
+
+def _splits_evenly(entry: ShardedParameter) -> bool:
+    return not entry.layout.group or entry.layout.shape[0] % resolve_group(entry.layout.group).size() == 0
+
+
+def _refuse_averaging_twice(parent: nn.Module, name: str, model: nn.Module | None) -> None:
+    if model is None or not isinstance(parent, DistributedDataParallel) or not partitioned_parts(model):
+        return
+    raise PartitionError(
+        f"DistributedDataParallel was given {type(model).__name__}, which dsgraph.partition has partitioned: its "
+        "gradients are averaged over the ranks already. Use the model without DistributedDataParallel. Replace "
+        "transformers.Trainer by DsgraphTrainer and Accelerator by DsgraphAccelerator, and give them the plain model. "
+        "Lightning's strategy 'ddp' has no replacement. See docs/frameworks.md"
+    )

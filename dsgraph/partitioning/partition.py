@@ -1,0 +1,270 @@
+"""`partition`: a plain model becomes one whose parameters are shards."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, Literal, TypeVar
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DeviceMesh, DTensor
+
+from dsgraph.passes import AxisRole
+from dsgraph.ranks.agreement import Agreement
+from dsgraph.ranks.eager_agreement import VARIABLE, patience_of
+from dsgraph.ranks.mesh import mesh_axes, resolve_mesh
+from dsgraph.utils.errors import PartitionError
+
+from .additions import Additions, find_additions, part_to_extend
+from .classes import plain_class, swap_classes
+from .eager.replaced_data import forget_memory, refuse_replaced_data
+from .forward_inputs import cast_inputs_of
+from .initialization.buffers import describe_buffer, equalise_buffers, new_buffers
+from .layout import Layout
+from .refusals import SENT_DTYPES, refuse_early_optimizers, refuse_hidden_references, refuse_model, refuse_parameters
+from .repeated_blocks import find_blocks, read_blocks, region_methods
+from .restore import restored_on_error
+from .rows import broadcast_from_first, local_rows, placements_for
+from .stages import STAGES
+from .state_dict.pretrained import methods_for
+from .table import KEEP_WHOLE_BELOW, PartitionArguments, PartitionedModel, ShardedParameter, partitioned_parts
+from .transforms.offloaded import give_places, read_offload, refuse_other_devices
+
+ModelT = TypeVar("ModelT", bound=nn.Module)
+
+_DEFAULTS = PartitionArguments(
+    stage=3, param_dtype=None, reduce_dtype=None, keep_whole_below=KEEP_WHOLE_BELOW, regions="none"
+)
+
+
+def partition(
+    model: ModelT,
+    mesh: DeviceMesh | None = None,
+    *,
+    stage: int | None = None,
+    param_dtype: torch.dtype | None = None,
+    reduce_dtype: torch.dtype | None = None,
+    keep_whole_below: int | None = None,
+    regions: Literal["auto", "none"] | Sequence[str] | None = None,
+    offload: Mapping[str, Any] | None = None,
+    cast_forward_inputs: bool | None = None,
+) -> ModelT:
+    """Turns the parameters of `model` into `DTensor` shards, in place; nothing else about the model changes.
+
+    Every rank calls it with the same model; the values of the mesh's first rank count, of parameters and of buffers.
+    Make the optimizer afterwards, from `model.parameters()`. The model works eagerly from here on;
+    `torch.compile(model, backend="dsgraph")` makes it fast. Gradients are averaged over all ranks, as with
+    DistributedDataParallel.
+
+    Call it again when something has been put into the model: a head, an adapter, `layer.weight = nn.Parameter(...)`. It
+    takes in what is new, in the way of the first call, and leaves the rest as it is. Arguments may be left out then.
+
+    Args:
+        model: A module on one device, or on the `meta` device (see `materialize`).
+        mesh: One dimension (all ranks share one copy of the parameters) or two (replicate x shard: hybrid sharding).
+            None: one dimension over all ranks.
+        stage: ZeRO stage; None: 3. 0: replicated. 1, 2: shards, gathered once a step; with `accumulate`, stage 1 adds
+            gradients up locally, as stage 2 does if asked to. 3: shards, gathered around each use.
+        param_dtype: Dtype in which the forward sees floating-point parameters; shards keep theirs. None: the shard's.
+        reduce_dtype: Dtype in which gradients are summed over ranks. None: the dtype in which the forward sees them.
+        keep_whole_below: Parameters with fewer elements stay replicated; None: 16384. Empty and 0-dimensional ones
+            always do.
+        regions: Which blocks Dynamo captures once, to be called for each: "auto" takes all blocks of a list of modules
+            that have equal classes and parameters, "none" none; a list names lists of modules, such as
+            ["model.layers"]. None: "none".
+        offload: What lies elsewhere than on the model's device: {"optimizer": "host", "parameters": "disk", "folder":
+            "/scratch", "ratio": 0.5}. "optimizer", at every stage: where its state lies, "host" or "disk"; step what
+            `dsgraph.offload_optimizer` makes of it. "parameters", at stage 3: this rank's rows of sharded parameters,
+            and their gradients; from "disk" compiled graphs read each ahead of its use, and on "host" a model on the
+            CPU lies anyway. "folder": on the disk; without it the one for temporary files. A file in it goes when the
+            process ends. "ratio": the share of bytes, above 0 and up to 1, or one for each; the last parameters stay.
+            See docs/offload.md. None: nothing.
+        cast_forward_inputs: Whether floating-point inputs of `model`, also inside lists and dicts,
+            are cast to `param_dtype`, as FSDP2's `MixedPrecisionPolicy` does. None: True with a `param_dtype`.
+
+    Returns:
+        `model` itself.
+
+    Raises:
+        PartitionError: An argument, the mesh or a part of the model cannot be taken; nothing was changed.
+        RanksDisagreeError: Ranks hold different models; nothing was changed.
+    """
+    refuse_model(model)
+    _check_arguments(stage, param_dtype, reduce_dtype, keep_whole_below)
+    _check_cast(cast_forward_inputs, param_dtype)
+    arguments = {
+        "stage": stage,
+        "param_dtype": param_dtype,
+        "reduce_dtype": reduce_dtype,
+        "keep_whole_below": keep_whole_below,
+        "regions": None if regions is None else read_blocks(regions),
+        "offload": None if offload is None else read_offload(offload, stage),
+        "cast_forward_inputs": cast_forward_inputs,
+    }
+    given: dict[str, Any] = {name: value for name, value in arguments.items() if value is not None}
+    parts = partitioned_parts(model)
+    if parts:
+        part = part_to_extend(model, parts, given, mesh)
+        _take_in(model, part)
+        return model
+    additions = Additions(model, dict(model.named_parameters()), [], [])
+    if "offload" in given:
+        refuse_other_devices(additions.parameters, given["offload"])
+    _refuse(additions)
+    mesh = resolve_mesh(mesh, model)
+    part = PartitionedModel(mesh, mesh_axes(mesh), replace(_DEFAULTS, **given), model)
+    _apply(additions, part)
+    part.number_among_models()
+    return model
+
+
+def _take_in(model: nn.Module, part: PartitionedModel | None = None) -> None:
+    """Partitions what is new in a partitioned model."""
+    if part is None:
+        (part,) = partitioned_parts(model)
+    additions = find_additions(model, part)
+    _refuse(additions)
+    resolve_mesh(part.mesh, additions.root)
+    with restored_on_error(additions.root):
+        _apply(additions, part)
+
+
+def _refuse(additions: Additions) -> None:
+    refuse_parameters(additions.parameters)
+    refuse_hidden_references(additions.root, additions.parameters)
+    refuse_early_optimizers(additions.parameters.values(), doing="partition")
+
+
+def _apply(additions: Additions, part: PartitionedModel) -> None:
+    """Makes the table true of the model. Before anything is changed, the ranks agree on what that takes."""
+    model = additions.root
+    found = find_blocks(model, part.arguments.regions)
+    table = [
+        f"{name}: {list(p.shape)} {p.dtype} requires_grad={p.requires_grad}" for name, p in additions.parameters.items()
+    ]
+    changed = f"{len(additions.tied)} tied, {len(additions.gone)} gone"
+    buffers = [describe_buffer(name, buffer) for name, *_, buffer in new_buffers(model)]
+    call = f"partition({part.arguments}, mesh={tuple(part.mesh.shape)}), {VARIABLE}={patience_of():g}, {changed}"
+    Agreement.over(part.mesh).confirm("partition different models", [call, *table, *buffers])
+
+    part.root = model
+    for entry, (module, attribute) in additions.gone:
+        part.forget(entry, module, attribute)
+    for entry, place in additions.tied:
+        entry.owners.append(place)
+    owners, entries = _owners(model), []
+    for name, param in additions.parameters.items():
+        reason = _why_replicated(param, part)
+        entries.append(ShardedParameter(name, owners[param], _layout_for(param, part, whole=bool(reason)), reason))
+    give_places(entries, part)
+    for entry, param in zip(entries, additions.parameters.values(), strict=True):
+        _replace(entry, _shard(param, entry, part.mesh))
+    equalise_buffers(model, part)
+    swap_classes(model, part, [*part.parameters, *entries], partial(_methods, blocks=found.blocks))
+    part.no_regions = found.left_out
+    if part.arguments.param_dtype is not None and part.arguments.cast_forward_inputs:
+        cast_inputs_of(model, part.arguments.param_dtype)
+    for entry in entries:
+        part.take_in(entry)
+    for entry, (module, attribute) in additions.tied:
+        part.tie(entry, module, attribute)
+
+
+def _methods(module: nn.Module, *, blocks: frozenset[nn.Module]) -> Mapping[str, Any]:
+    """What a partitioned module overrides."""
+    return {**methods_for(plain_class(module), take_in=_take_in), **region_methods(module, blocks)}
+
+
+def _check_arguments(stage: object, param_dtype: object, reduce_dtype: object, keep_whole_below: object) -> None:
+    if stage is not None and (not isinstance(stage, int) or isinstance(stage, bool) or stage not in STAGES):
+        raise PartitionError(f"stage is {stage!r}; ZeRO stages are 0, 1, 2 and 3")
+    for name, dtype in (("param_dtype", param_dtype), ("reduce_dtype", reduce_dtype)):
+        if dtype is not None and not (
+            isinstance(dtype, torch.dtype) and dtype.is_floating_point and dtype in SENT_DTYPES
+        ):
+            raise PartitionError(
+                f"{name} is {dtype!r}; it takes a floating-point dtype of 16 bits or more, such as torch.bfloat16, "
+                "or None"
+            )
+    if keep_whole_below is None:
+        return
+    if not isinstance(keep_whole_below, int) or isinstance(keep_whole_below, bool) or keep_whole_below < 0:
+        raise PartitionError(f"keep_whole_below is {keep_whole_below!r}; it takes a number of elements, 0 or more")
+
+
+def _check_cast(cast_forward_inputs: object, param_dtype: object) -> None:
+    if cast_forward_inputs is None:
+        return
+    if not isinstance(cast_forward_inputs, bool):
+        raise PartitionError(f"cast_forward_inputs is {cast_forward_inputs!r}; it takes True, False or None")
+    if param_dtype is None:
+        raise PartitionError("cast_forward_inputs has no effect without param_dtype: remove it, or set both")
+
+
+def _owners(model: nn.Module) -> dict[nn.Parameter, list[tuple[nn.Module, str]]]:
+    owners: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
+    for module in model.modules():
+        for attribute, param in module._parameters.items():
+            if param is not None:
+                owners.setdefault(param, []).append((module, attribute))
+    return owners
+
+
+def _why_replicated(param: nn.Parameter, part: PartitionedModel) -> str:
+    """Why every rank holds all of a parameter; empty when it is split."""
+    keep_whole_below = part.arguments.keep_whole_below
+    if not part.zero.splits_parameters:
+        return f"stage {part.zero.number}"
+    if param.dim() == 0:
+        return "0-dimensional"
+    if param.numel() == 0:
+        return "empty"
+    if param.numel() < keep_whole_below:
+        return f"below keep_whole_below={keep_whole_below}"
+    return ""
+
+
+def _layout_for(param: nn.Parameter, part: PartitionedModel, *, whole: bool) -> Layout:
+    split_over = [axis.group for axis in part.axes if axis.role is AxisRole.SHARD and not whole]
+    floating, arguments = param.is_floating_point(), part.arguments
+    return Layout(
+        stage=part.zero.number,
+        shape=tuple(param.shape),
+        param_dtype=arguments.param_dtype if floating and arguments.param_dtype != param.dtype else None,
+        reduce_dtype=arguments.reduce_dtype if floating else None,
+        group=split_over[0] if split_over else "",
+        outer_groups=tuple(axis.group for axis in part.axes if axis.group not in split_over),
+    )
+
+
+def _shard(param: nn.Parameter, entry: ShardedParameter, mesh: DeviceMesh) -> nn.Parameter:
+    full, layout = param.detach().contiguous(), entry.layout
+    if not full.is_meta:
+        if mesh.size() > 1 or full.is_inference():  # keep the user's values, in case a later parameter fails
+            full = full.clone()
+        broadcast_from_first(full, mesh)
+    local = local_rows(full, layout, mesh)
+    if entry.stored is not None and not full.is_meta:
+        local = entry.stored.fill(local)
+    value = DTensor.from_local(
+        local,
+        mesh,
+        placements_for(layout, mesh),
+        run_check=False,
+        shape=torch.Size(layout.shape),
+        stride=full.stride(),
+    )
+    shard = nn.Parameter(value, requires_grad=param.requires_grad)
+    shard.__dict__.update(param.__dict__)  # what users and libraries note on parameters, such as `no_decay`
+    forget_memory(shard)
+    if entry.stored is not None and not full.is_meta:
+        entry.stored.belongs_to(shard)  # type: ignore[arg-type]
+    refuse_replaced_data(shard, "")
+    return shard
+
+
+def _replace(entry: ShardedParameter, shard: nn.Parameter) -> None:
+    for module, attribute in entry.owners:
+        module._parameters[attribute] = shard

@@ -1,0 +1,77 @@
+"""Parameters that every rank holds whole stay equal, also where a script itself writes to `model.parameters()`.
+
+An optimizer makes the same step on all ranks. A write of another kind may not: `nn.init.normal_(p)` and
+`p.add_(torch.randn_like(p))` draw the numbers of each rank's own generator. Such a write is seen by the versions of the
+tensors, and ahead of the next step the ranks compare what was written. Ahead of an optimizer's first step they compare
+all: what is written to `.data` leaves no trace.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.optim import Optimizer
+
+from dsgraph.ranks.mesh import axis_group
+from dsgraph.utils.errors import RanksDisagreeError
+
+from .parameter import ParameterState
+from .table import PartitionedModel
+
+
+def note_replicated(partition: PartitionedModel) -> None:
+    """Takes the present values of replicated parameters for equal on all ranks."""
+    for entry in partition.parameters:
+        if isinstance(entry, ParameterState):
+            entry.note_version()
+
+
+def confirm_replicated(partition: PartitionedModel, *, is_first: bool) -> None:
+    """Compares what has been written since to replicated parameters. All ranks call it ahead of the same step.
+
+    Args:
+        partition: The model.
+        is_first: Whether it is an optimizer's first step: then all are compared, as writes to `.data` leave no trace.
+
+    Raises:
+        RanksDisagreeError: It differs from rank to rank; the error names the first such parameter.
+    """
+    replicated = [entry for entry in partition.parameters if isinstance(entry, ParameterState) and entry.is_replicated]
+    written = [entry for entry in replicated if is_first or entry.is_written]
+    if not written:
+        return
+    with partition.reducing(f"what was written to parameter {written[0].name!r}, of {len(written)}"):
+        found = _differ(written, partition)
+    for entry in written:
+        entry.note_version()
+    differing = [entry.name for entry, differs in zip(written, found, strict=True) if differs]
+    if differing:
+        raise RanksDisagreeError(
+            f"parameter {differing[0]!r}, which every rank holds whole, was written to since the last step, and ranks "
+            "have other values now (each draws random numbers of its own): write to the attribute, as in "
+            "torch.nn.init.normal_(model.layer.weight), which takes the first rank's values, or seed all ranks alike; "
+            "nothing was updated"
+        )
+
+
+def holds_any(optimizer: Optimizer, partition: PartitionedModel) -> bool:
+    """Whether an optimizer holds parameters of a partitioned model."""
+    held = {id(param) for group in optimizer.param_groups for param in group["params"]}
+    return any(id(entry.param) in held for entry in partition.parameters)
+
+
+def _differ(entries: Sequence[ParameterState], partition: PartitionedModel) -> list[bool]:
+    """Whether each parameter has other bits on another rank."""
+    sums = torch.stack([_sum_of_bits(entry.rows) for entry in entries])
+    extremes = torch.stack([sums, -sums])
+    for dim in range(partition.mesh.ndim):
+        dist.all_reduce(extremes, dist.ReduceOp.MAX, axis_group(partition.mesh, dim))
+    return [bool(differs) for differs in (extremes[0] != -extremes[1]).tolist()]
+
+
+def _sum_of_bits(rows: Tensor) -> Tensor:
+    kinds = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    return rows.contiguous().reshape(-1).view(kinds[rows.element_size()]).sum(dtype=torch.int64)

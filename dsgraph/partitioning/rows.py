@@ -1,0 +1,53 @@
+"""Where the rows of a parameter lie on a mesh, and how all ranks come to hold the same values."""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DeviceMesh, DTensor, Placement, Replicate, Shard
+
+from dsgraph import compat
+from dsgraph.passes import AxisRole
+from dsgraph.ranks.mesh import axis_roles, shard_dim
+
+from .layout import Layout
+
+
+def placements_for(layout: Layout, mesh: DeviceMesh) -> list[Placement]:
+    """Where a parameter of this layout lies on the mesh: rows split over the dimension for that, or replicated."""
+    is_split = bool(layout.group)
+    return [Shard(0) if is_split and role is AxisRole.SHARD else Replicate() for role in axis_roles(mesh)]
+
+
+def broadcast_from_first(tensor: Tensor, mesh: DeviceMesh) -> None:
+    """Overwrites `tensor` on every rank of the mesh with that of the first."""
+    for dim in range(mesh.ndim):  # to the first rank of every row of the mesh, then along the rows
+        group = mesh.get_group(dim)
+        dist.broadcast(tensor, dist.get_global_rank(group, 0), group)
+
+
+def local_rows(full: Tensor, layout: Layout, mesh: DeviceMesh) -> Tensor:
+    """This rank's rows of a full parameter, in memory of their own."""
+    return rows_in(full, layout, mesh).clone()
+
+
+def rows_in(full: Tensor, layout: Layout, mesh: DeviceMesh) -> Tensor:
+    """The same in the memory of the full one."""
+    if not layout.group:
+        return full
+    dim = shard_dim(mesh)
+    chunks, rank = full.chunk(mesh.size(dim)), mesh.get_local_rank(dim)
+    return chunks[rank] if rank < len(chunks) else full[:0]
+
+
+def own_part(tensor: Tensor) -> Tensor:
+    """What this rank holds of a tensor: its part of a `DTensor`, a plain tensor itself."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def distributed_like(like: Tensor, local: Tensor) -> Tensor:
+    """This rank's part of a tensor that is distributed as another is; `local` itself where that is a plain one.
+
+    It may be on another device than the other's part.
+    """
+    return compat.distributed_like(like, local) if isinstance(like, DTensor) else local

@@ -1,0 +1,82 @@
+"""Rules for ops on shards for which torch has no rule, or one whose result differs from that of one process."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any, TypeAlias
+
+import torch
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor.experimental import register_sharding
+
+from dsgraph import compat
+from dsgraph.ranks.eager_agreement import EagerAgreement, eager_agreements, is_outside
+from dsgraph.ranks.mesh import mesh_ranks
+from dsgraph.ranks.rank_notes import Intent
+
+# Placements of the results, placements of the arguments, along one dimension of a mesh.
+Rule: TypeAlias = tuple[list[Placement], list[Placement]]
+
+
+def register_rules() -> None:
+    """Register with torch how these ops are computed on shards. Repeated calls change nothing.
+
+    - `_is_any_true`: `torch.autograd.set_detect_anomaly` calls it to find a NaN in a gradient, which may be a shard.
+    - `_local_scalar_dense`: `item()`, `float(...)` and `if torch.isnan(p.grad).any():` call it to read a number. Torch
+      returns the result of each rank's own rows.
+    - `_foreach_norm`: `clip_grad_norm_` calls it. Torch sums the norms over ranks in a collective, in which ranks would
+      wait silently for a rank that runs something else.
+    """
+    aten = torch.ops.aten
+    register_sharding(aten._is_any_true.default)(_any_true)
+    _register_dispatch()
+
+
+def _any_true(values: torch.Tensor) -> list[Rule]:
+    """Return rules that test the rank's own rows; `item()` of the result waits for no other rank."""
+    own: list[Rule] = [([Replicate()], [Shard(dim)]) for dim in range(values.ndim)]
+    return [([Replicate()], [Replicate()]), *own]
+
+
+@cache  # torch accepts one registration
+def _register_dispatch() -> None:
+    torch.library.register_torch_dispatch("aten::_local_scalar_dense", DTensor, _number)
+    torch.library.register_torch_dispatch("aten::_foreach_norm.Scalar", DTensor, _norms)
+
+
+def _number(_: type, func: Any, types: Any, args: tuple[DTensor, ...] = (), kwargs: Any = None) -> Any:
+    """Return the value of a one-element tensor, which is the same on all ranks. All ranks call it together."""
+    (value,) = args
+    local = value.to_local()
+    if compat.is_fake(local) or all(placement.is_replicate() for placement in value.placements):
+        return func(local)
+    outside = is_outside()
+    intent = Intent("reads a number from shards, as .item() and float() do", outside)
+    with _agreement(value).on(intent, waits=outside), torch.no_grad():
+        return func(value.full_tensor())
+
+
+def _norms(_: type, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> list[torch.Tensor]:
+    """Return the norm of each tensor as torch computes it; the norm of a shard is partial."""
+    values, *order = args
+    locals_ = [value.to_local() if isinstance(value, DTensor) else value for value in values]
+    norms: list[torch.Tensor] = func(locals_, *order, **(kwargs or {}))
+    alike: dict[Any, DTensor] = {}  # torch's norm of one tensor in each layout
+    for number, value in enumerate(values):
+        if isinstance(value, DTensor):
+            layout = (value.device_mesh, value.placements)
+            if layout not in alike:
+                alike[layout] = torch.linalg.vector_norm(value, *order[:1])
+            norms[number] = compat.distributed_like(alike[layout], norms[number])
+    for norm in alike.values():
+        if any(placement.is_partial() for placement in norm.placements) and not compat.is_fake(norm.to_local()):
+            agreement = _agreement(norm)
+            if agreement.patience:
+                agreement.confirm(Intent("computes the global gradient norm, as clip_grad_norm_ does"), between=True)
+            break
+    return norms
+
+
+def _agreement(value: DTensor) -> EagerAgreement:
+    """Return the agreement of all ranks of a mesh."""
+    return eager_agreements.over(value.device_mesh, tuple(sorted(mesh_ranks(value.device_mesh))))

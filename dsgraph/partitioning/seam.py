@@ -1,0 +1,216 @@
+"""The seam: what a partitioned module hands out when its forward asks for a parameter.
+
+`partition` gives a module's class one property a parameter (`property_for`). While Dynamo captures, its answer is a
+`dsgraph::gather_param` marker for the passes to lower. Otherwise it is the parameter itself, fetched by real
+collectives, so that a partitioned model is correct wherever it runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from dsgraph import compat
+from dsgraph.ranks.eager_agreement import is_outside
+from dsgraph.tiers.stored_rows import stored_rows
+from dsgraph.utils.errors import PartitionError
+
+from .eager.forward_parameter import ForwardParameter
+from .eager.full_parameter import FullParameter
+from .eager.replaced_data import refuse_replaced_data
+from .eager.source import Source
+from .layout import Layout
+from .table import held_by
+from .transforms.compressed_reduction import reduce_compressed
+
+
+def property_for(name: str, layout: Layout) -> property:
+    """The property through which a partitioned module's class hands out parameter `name`.
+
+    It gives the full parameter, differentiable with respect to its shard. A value that is not a `DTensor` (None, or
+    what `torch.func.functional_call` put there) is returned as it is.
+    """
+    may_have_copy = bool(layout.group)
+    may_stay_local = layout.zero.may_reduce_once
+    may_compress = layout.zero.may_compress
+
+    def read(self: nn.Module) -> Any:
+        param: Any = self._parameters[name]
+        if not isinstance(param, DTensor):
+            if not torch.compiler.is_compiling():
+                _refuse_transformed(param, name, self)
+            return param
+        if param.device.type == "meta":  # a constant to Dynamo, unlike `is_meta`
+            raise PartitionError(
+                f"parameter {name!r} of {type(self).__name__} is on the meta device: "
+                "call dsgraph.materialize(model, device) before the first forward"
+            )
+        if not torch.compiler.is_compiling():
+            return _read_eagerly(self, name, layout)
+        # Ranks may take different branches, so parameters are gathered before the operator.
+        is_ahead = compat.leave_control_flow()
+        fake = held_by(self).fake_weights.get(name)
+        # Not a tensor in a variable: Dynamo would name the graph's node after it.
+        read_ahead = (mark(self, param) if fake is None else fake.of(mark(self, param)),)
+        if is_ahead:
+            compat.return_to_control_flow()
+        return read_ahead[0]
+
+    def mark(self: nn.Module, param: Any) -> Tensor:
+        accumulated_grad = compressed = None
+        # Only graphs of our backend refresh gathered copies and wait for them.
+        reads_copies = may_have_copy and compat.compiling_backend() == "dsgraph"
+        if may_stay_local and held_by(self).partition.gradients_stay_local:
+            if held_by(self).partition.accumulating:
+                if may_have_copy and not reads_copies:
+                    _refuse_other_backend(name)
+                leaf = held_by(self).leaves[name]
+                if leaf.requires_grad == param.requires_grad:  # else it was switched since: reduce at once
+                    return layout.local(leaf)
+            elif torch.is_grad_enabled():
+                accumulated_grad = held_by(self).sums.get(name)
+        if may_compress and torch.is_grad_enabled():
+            compressed = held_by(self).compressions.get(name)
+        gathered_copy = held_by(self).gathered_copies.get(name) if reads_copies else None
+        # The shape is read off the parameter: Dynamo may take integers from elsewhere for dynamic sizes.
+        if compat.in_transform():
+            options = layout.marker_options(param.dtype)
+            added = layout.marker_inputs(accumulated_grad, compressed)
+            return mark_outside_transforms(param, gathered_copy, param.shape, *added, **options)
+        return layout.mark(param.to_local(), gathered_copy, param.shape, accumulated_grad, compressed)
+
+    compat.only_inlined(read)
+    compat.only_inlined(mark)
+    return property(read, doc=f"The full parameter {name!r}; its shard stands in `named_parameters()`.")
+
+
+@torch.compiler.assume_constant_result
+def _refuse_other_backend(name: str) -> None:
+    raise PartitionError(
+        f"parameter {name!r} is read inside dsgraph.accumulate by a graph of backend {compat.compiling_backend()!r} "
+        "(torch.cond, scan, map and while_loop of an uncompiled model make one), which does not see when the parameter "
+        'was updated: use torch.compile(model, backend="dsgraph"), or read parameters before the operator'
+    )
+
+
+def _refuse_transformed(param: Any, name: str, module: nn.Module) -> None:
+    if isinstance(compat.without_transforms(param), DTensor):
+        raise PartitionError(
+            f"parameter {name!r} of {type(module).__name__}: a transform of torch.func cannot map over shards, nor "
+            "differentiate with respect to them; give functional_call full tensors: "
+            "{name: p.detach().full_tensor() for name, p in model.named_parameters()}"
+        )
+
+
+@torch.compiler.allow_in_graph
+def mark_outside_transforms(
+    param: DTensor, gathered_copy: Tensor | None, shape: Sequence[int], *added: Tensor | None, **options: Any
+) -> Tensor:
+    """A marker that is captured inside a transform of `torch.func`, to which parameters are constants.
+
+    One call, because `to_local` cannot be captured there; the backend takes it apart ahead of the transform.
+    """
+    with compat.outside_transforms():
+        shard = param.to_local()
+        return torch.ops.dsgraph.gather_param(shard, gathered_copy, shape, *added, **options)
+
+
+@torch.compiler.disable
+def _read_eagerly(module: nn.Module, name: str, layout: Layout) -> Tensor:
+    held_by(module).eager_reads[name] += 1
+    with compat.outside_transforms():  # to transforms of `torch.func` parameters are constants
+        outside = is_outside()
+        param: Any = module._parameters[name]
+        if torch.jit.is_tracing():
+            raise PartitionError(
+                f"torch.jit.trace of {type(module).__name__}, which is part of a partitioned model, cannot record how "
+                "its parameters are gathered: trace a plain model that has loaded the full state dict"
+            )
+        refuse_replaced_data(param, held_by(module).name_of(module, name))
+        source = Source(
+            name=f"parameter {name!r} of {type(module).__name__}",
+            shards=param,
+            plain=_read_unseen(module, name, layout, is_kept=outside),
+            layout=layout,
+            partition=held_by(module).partition,
+            read=lambda: _read_unseen(module, name, layout),
+        )
+        if outside:
+            return FullParameter.over(source.plain, source)
+        fake = held_by(module).fake_weights.get(name)
+        return ForwardParameter.over(source.plain if fake is None else fake.of(source.plain), source)
+
+
+def _read_unseen(module: nn.Module, name: str, layout: Layout, *, is_kept: bool = False) -> Tensor:
+    """Call `_read` hidden from selective checkpoints, which refuse a recomputation with other ops than the forward.
+
+    Which ops run depends on what was gathered before, and on where the step stands. A gather at each use is visible,
+    so that a policy may save its result.
+    """
+    held = held_by(module)
+    fetches = layout.group and not held.partition.gradients_stay_local and name not in held.gathered_copies
+    with nullcontext() if fetches else compat.outside_selective_checkpoints():
+        return _read(module, name, layout, is_kept=is_kept)
+
+
+def _read(module: nn.Module, name: str, layout: Layout, *, is_kept: bool = False) -> Tensor:
+    """A full parameter. With `is_kept` any number of backwards may go through it, and it may be written to."""
+    param: Any = module._parameters[name]
+    held, shard = held_by(module), param.to_local()
+    partition, full_name = held.partition, held.name_of(module, name)
+    if partition.gradients_stay_local and held.leaves[name].requires_grad == param.requires_grad:
+        partition.refresh(eagerly=True)
+        return layout.local(partition.arrived(held.leaves[name]))
+
+    def reduce(grad: Tensor) -> Tensor:
+        with partition.reducing(f"the gradient of {full_name!r}"):
+            if name in held.compressions:
+                partition.note_compressed(full_name)
+                return reduce_compressed(grad, shard, held.compressions[name], layout.reduced_over)
+            return layout.reduce(grad, shard.detach())
+
+    note_gradient = None
+    if name in held.gathered_copies:
+        partition.refresh(eagerly=True, read=None if is_kept else held.gathered_copies[name])
+        full, note_gradient = partition.arrived(held.gathered_copies[name]), partition.note_gradient
+    elif layout.group:
+        stored = stored_rows(shard)
+        if stored is not None:
+            stored.note_eager_read()
+        with partition.gathering(f"parameter {full_name!r}"), torch.no_grad():
+            full = layout.mark(shard, None, layout.shape)
+    else:
+        full = shard.detach().to(layout.dtypes(shard.dtype)[0])
+    return _HandOut.apply(shard, full, reduce, note_gradient, is_kept)
+
+
+class _HandOut(torch.autograd.Function):
+    """Hands out a full tensor in place of its shard; the gradient goes back to the shard.
+
+    It spares eager mode the copy that `gather_param` must make of a tensor that is there already.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        shard: Tensor,
+        full: Tensor,
+        reduce: Callable[[Tensor], Tensor],
+        note_gradient: Callable[[], None] | None,
+        is_kept: bool,
+    ) -> Tensor:
+        ctx.reduce = reduce
+        ctx.note_gradient = note_gradient
+        # Autograd refuses writes to a view. What is kept may be written to, by its `Source`.
+        return full.detach() if is_kept else full.view_as(full)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        if ctx.note_gradient is not None:
+            ctx.note_gradient()
+        return ctx.reduce(grad), None, None, None, None

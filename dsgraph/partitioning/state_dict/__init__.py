@@ -1,0 +1,1 @@
+"""Full tensors in and out of a partitioned model."""

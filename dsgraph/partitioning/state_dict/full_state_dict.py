@@ -1,0 +1,115 @@
+"""Full tensors in and out of a partitioned model: plain checkpoints are loaded, and saved on one rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from dsgraph.partitioning.table import held_by
+from dsgraph.ranks.agreement import Agreement
+from dsgraph.ranks.mesh import mesh_ranks
+from dsgraph.utils.errors import PartitionError
+
+# Libraries that save on one rank do it on this one.
+_WRITER = 0
+
+
+def take_rows(module: Any, state_dict: dict[str, Any], prefix: str, local_metadata: Any, *_: Any) -> None:
+    """Puts this rank's rows in the place of full tensors that are about to be loaded: a `load_state_dict` pre-hook.
+
+    Tensors of another shape are left to torch, which names them.
+
+    Raises:
+        PartitionError: A full tensor would be put in the place of a shard (`assign=True`), or the shard has no memory.
+    """
+    for attribute, param in module._parameters.items():
+        name = prefix + attribute
+        full = state_dict.get(name)
+        if not isinstance(param, DTensor) or not isinstance(full, Tensor) or isinstance(full, DTensor):
+            continue
+        if param.is_meta:
+            raise PartitionError(
+                f"load_state_dict: parameter {name!r} is on the meta device: call "
+                'dsgraph.materialize(model, init="empty") first'
+            )
+        if (local_metadata or {}).get("assign_to_params_buffers"):
+            del local_metadata["assign_to_params_buffers"]  # torch leaves it in the user's dict, for the next try
+            raise PartitionError(
+                f"load_state_dict(assign=True) would put the full tensor {name!r} in the place of a shard: leave "
+                "assign=True out, then each rank copies its rows"
+            )
+        if param.dim() == 0 and full.shape == (1,):  # as very old checkpoints hold scalars; torch takes them so
+            full = full[0]
+        if full.shape == param.shape:
+            state_dict[name] = distribute_tensor(full.detach(), param.device_mesh, param.placements, src_data_rank=None)
+
+
+def save_on_one_rank(model: nn.Module, save: Callable[[], Any]) -> Any:
+    """Calls `save` on rank 0 alone, while `model.state_dict()` gives full tensors there. All ranks call it together.
+
+    Parameters are gathered one by one, and kept in the memory of that rank's host.
+
+    Returns:
+        What `save` returned; None on the other ranks.
+
+    Raises:
+        PartitionError: Rank 0 has no part in the model, or could not save it.
+        RanksDisagreeError: Ranks hold different models, or some did not come.
+    """
+    mesh = held_by(model).partition.mesh
+    if _WRITER not in mesh_ranks(mesh):
+        raise PartitionError(
+            f"saving: rank {_WRITER} writes, and is not part of the model's mesh {mesh_ranks(mesh)}: gather it with "
+            "torch.distributed.checkpoint.state_dict.get_model_state_dict, and save that"
+        )
+    sharded = {n: value for n, value in model.state_dict(keep_vars=True).items() if isinstance(value, DTensor)}
+    agreement = Agreement.over(mesh)
+    agreement.confirm("save different models", [f"{n}: {list(value.shape)}" for n, value in sharded.items()])
+    is_writer = dist.get_rank() == _WRITER
+    full = _gather(sharded, keep=is_writer)
+    result, failure = None, ""
+    if is_writer:
+        result, error = _with_full_tensors(model, full, save)
+        failure = "" if error is None else f"{type(error).__name__}: {error}"
+    said = agreement.exchange("whether the model is saved", failure)
+    if is_writer and error is not None:
+        raise error
+    if said[_WRITER]:
+        raise PartitionError(f"saving: rank {_WRITER} could not save the model: {said[_WRITER]}")
+    return result
+
+
+def _gather(sharded: dict[str, DTensor], *, keep: bool) -> dict[str, Tensor]:
+    """Full tensors in the host's memory, tied ones once; none where they are not kept. All ranks call it together."""
+    full: dict[str, Tensor] = {}
+    first_names: dict[int, str] = {}
+    with torch.no_grad():
+        for name, value in sharded.items():
+            first = first_names.setdefault(id(value), name)
+            if first == name:
+                gathered = value.full_tensor()
+                if keep:
+                    full[name] = gathered.cpu()
+            elif keep:
+                full[name] = full[first]
+    return full
+
+
+def _with_full_tensors(
+    model: nn.Module, full: dict[str, Tensor], save: Callable[[], Any]
+) -> tuple[Any, Exception | None]:
+    def put_in(_: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any) -> None:
+        state_dict.update({prefix + name: tensor for name, tensor in full.items()})
+
+    handle = model.register_state_dict_post_hook(put_in)
+    try:
+        return save(), None
+    except Exception as error:  # whatever it is, the other ranks wait to hear of it
+        return None, error
+    finally:
+        handle.remove()

@@ -1,0 +1,98 @@
+"""Which parameters' gradients can be compressed, and from when on they are."""
+
+from __future__ import annotations
+
+import weakref
+
+import torch
+from torch import Tensor
+
+from dsgraph import compat
+from dsgraph.inductor_ext import Ranks, resolve_group
+from dsgraph.partitioning.parameter import ParameterState
+from dsgraph.partitioning.table import held_by
+from dsgraph.utils.errors import PartitionError
+
+from .compression import Compression
+
+
+def why_not_compressed(entry: ParameterState) -> str:
+    """Why a parameter's gradient cannot be compressed, and what to do; empty where it can."""
+    layout = entry.layout
+    if not layout.zero.may_compress:
+        return (
+            f"at stage {layout.zero.number} no rank holds a momentum of a whole parameter, and gradients are reduced "
+            "in each backward: partition with stage 0 or 1"
+        )
+    if entry.param.dtype != torch.float32:
+        return f"{entry.name} is {entry.param.dtype}, and momentum and errors are float32: convert the model"
+    groups = [group for group in (layout.group, *layout.outer_groups) if group]
+    if len(groups) > 1:
+        return f"{entry.name} is reduced over {len(groups)} dimensions of the mesh: take a mesh of one dimension"
+    return ""
+
+
+def ranks_of(entry: ParameterState) -> Ranks:
+    """Over whom a parameter's gradient is reduced."""
+    group, _ = entry.layout.reduced_over
+    return Ranks.of(group)
+
+
+def own_chunk(numbers: Tensor, ranks: Ranks) -> Tensor:
+    """This rank's chunk of `[numel]`."""
+    rank = resolve_group(ranks.group).rank() if ranks.group else 0
+    chunks = numbers.chunk(ranks.size)
+    return chunks[rank] if rank < len(chunks) else numbers[:0]
+
+
+def compress(
+    entry: ParameterState,
+    momentum: Tensor,
+    coefficients: Tensor,
+    errors: tuple[Tensor, Tensor] | None = None,
+) -> Compression:
+    """From here on the gradient of a parameter is compressed.
+
+    Args:
+        entry: The parameter.
+        momentum: `[*shape]` of float32, equal on all ranks; it is kept, and written to.
+        coefficients: See `Compression`.
+        errors: Those of the rank and of its chunk; None: zeros.
+
+    Raises:
+        PartitionError: See `why_not_compressed`.
+    """
+    problem = why_not_compressed(entry)
+    if problem:
+        raise PartitionError(f"compressed gradients: {problem}")
+    if errors is None:
+        zeros = torch.zeros(momentum.numel(), device=momentum.device)
+        errors = zeros, torch.zeros_like(own_chunk(zeros, ranks_of(entry)))
+    _, splits_rows = entry.layout.reduced_over
+    made = Compression(momentum, *errors, coefficients, splits_rows, entry.name)
+    for tensor in made.inputs:
+        compat.keep_static(tensor)
+    for tensor in made.kept:
+        tensor.requires_grad_(True)
+    of = weakref.ref(made)
+
+    def on_arrival(_: Tensor) -> None:
+        living = of()
+        if living is not None:
+            living.note_arrival()
+
+    made.worker_error.register_post_accumulate_grad_hook(on_arrival)
+    entry.compression = made
+    for module, attribute in entry.owners:
+        held_by(module).compressions[attribute] = made.inputs
+    return made
+
+
+def stop_compressing(entry: ParameterState) -> None:
+    """From here on the gradient of a parameter is reduced as it is."""
+    if entry.compression is not None:
+        for tensor in entry.compression.kept:
+            tensor.requires_grad_(False)
+    entry.compression = None
+    for module, attribute in entry.owners:
+        held_by(module).compressions.pop(attribute, None)

@@ -1,0 +1,146 @@
+"""What of a model lies elsewhere than on its device."""
+
+from __future__ import annotations
+
+import math
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from dsgraph.inductor_ext import chunk_rows, resolve_group
+from dsgraph.partitioning.rows import own_part
+from dsgraph.partitioning.table import OffloadArguments, PartitionedModel, ShardedParameter
+from dsgraph.tiers.chunk_sizes import TrainedRows, state_chunks
+from dsgraph.tiers.slots import first_of
+from dsgraph.tiers.stored_rows import ParameterFile
+from dsgraph.utils.errors import PartitionError
+from dsgraph.utils.files import absolute
+
+_TIERS = ("host", "disk")
+
+
+def read_offload(offload: Mapping[str, Any], stage: int | None) -> OffloadArguments:
+    """What `partition(offload=...)` says.
+
+    Raises:
+        PartitionError: Something in it cannot be done.
+    """
+    given = dict(offload) if isinstance(offload, Mapping) else {"": str(offload)}
+    tiers = {what: given.pop(what, "") for what in ("parameters", "optimizer")}
+    folder, ratio = given.pop("folder", None), given.pop("ratio", 1.0)
+    shares = ratio if isinstance(ratio, Mapping) else dict.fromkeys(tiers, ratio)
+    named = [tier for tier in tiers.values() if tier != ""]
+    known = all(tier in _TIERS for tier in named) and (folder is None or (isinstance(folder, str) and folder))
+    if given or not named or not known or not shares.keys() <= tiers.keys() or not all(map(_is_share, shares.values())):
+        takes = (
+            '{"optimizer": "host" or "disk", "parameters": "host" or "disk", "folder": a folder on that disk, "ratio": '
+            "above 0 and up to 1}, of which one of the first two has to be there; the ratio may be one for each, "
+            '{"optimizer": 0.5, "parameters": 1.0}'
+        )
+        raise PartitionError(f"offload is {offload!r}; it takes {takes}")
+    if folder is not None and "disk" not in named:
+        raise PartitionError(f"offload is {offload!r}: the folder has no effect, since nothing goes to disk")
+    if tiers["parameters"] and stage not in (None, 3):
+        raise PartitionError(
+            f"offload: stage {stage} holds gathered copies of all parameters; 'parameters' takes stage 3, 'optimizer' "
+            "any stage"
+        )
+    return OffloadArguments(
+        **tiers,
+        folder=absolute(folder or tempfile.gettempdir()) if "disk" in named else "",
+        parameters_ratio=float(shares.get("parameters", 1.0)),
+        optimizer_ratio=float(shares.get("optimizer", 1.0)),
+    )
+
+
+def _is_share(ratio: object) -> bool:
+    return isinstance(ratio, (int, float)) and not isinstance(ratio, bool) and 0 < ratio <= 1
+
+
+def refuse_other_devices(parameters: Mapping[str, nn.Parameter], offload: OffloadArguments) -> None:
+    """Refuses what is not on the CPU, or to be, where parameters leave it or something goes to disk.
+
+    Raises:
+        PartitionError: Names the first one.
+    """
+    for name, param in parameters.items():
+        refuse_device(f"parameter {name!r} is on {param.device.type}", param.device, offload)
+
+
+def refuse_device(found: str, device: torch.device, offload: OffloadArguments) -> None:
+    """Refuses a device from which nothing goes to where `offload` has it yet.
+
+    Args:
+        found: What is there, for the error.
+        device: Where it is.
+        offload: What `partition` was told.
+
+    Raises:
+        PartitionError: Nothing goes there yet.
+    """
+    if device.type in ("cpu", "meta"):
+        return
+    if offload.parameters:
+        raise PartitionError(
+            f"offload: {found}; parameters can leave the CPU's memory alone yet: leave 'parameters' out of offload, "
+            "and take more ranks at stage 3, or a lower param_dtype"
+        )
+    if offload.optimizer == "disk":
+        raise PartitionError(
+            f"offload: {found}; the optimizer's state can lie on disk for the CPU alone yet: set 'optimizer' to 'host'"
+        )
+
+
+def nothing_moved(part: PartitionedModel) -> str:
+    """What `partition(offload=...)` asked to be on the host of a model on the CPU, whose memory that is; or ""."""
+    offload, on_cpu = part.arguments.offload, part.mesh.device_type == "cpu"
+    named = [what for what in ("parameters", "optimizer") if on_cpu and getattr(offload, what) == "host"]
+    if not named:
+        return ""
+    return f"offload: {' and '.join(named)} on the host: nothing is moved, the model is on the CPU"
+
+
+def give_places(entries: Sequence[ShardedParameter], part: PartitionedModel) -> None:
+    """Reserves places on the disk for the sharded ones among new parameters, where the model's lie there.
+
+    Raises:
+        OffloadError: The folder cannot be used, or the disk has too few bytes free.
+    """
+    offload = part.arguments.offload
+    sharded = [entry for entry in entries if entry.layout.group] if offload.parameters == "disk" else []
+    if not sharded:
+        return
+    Path(offload.folder).mkdir(parents=True, exist_ok=True)
+    sizes = []
+    for entry in sharded:
+        rows, *rest = entry.layout.shape
+        item = entry.owners[0][0]._parameters[entry.owners[0][1]]
+        assert item is not None
+        ranks = resolve_group(entry.layout.group).size()
+        sizes.append(chunk_rows(rows, ranks) * math.prod(rest) * item.element_size())
+    on_disk = first_of(sizes, offload.parameters_ratio)
+    file = ParameterFile(sizes[:on_disk], below=Path(offload.folder))
+    for number, entry in enumerate(sharded[:on_disk]):
+        entry.stored = file.place(number)
+
+
+def trained_rows(part: PartitionedModel) -> list[TrainedRows]:
+    """This rank's rows of what is trained, in order."""
+    found = (entry for entry in part.parameters if entry.param.requires_grad)
+    return [TrainedRows(own_part(entry.param).nbytes, entry.stored is not None, entry.name) for entry in found]
+
+
+def state_share(part: PartitionedModel) -> float:
+    """How much of the optimizer's state lies elsewhere: its ratio, or the least more that whole pieces make it."""
+    offload, trained = part.arguments.offload, trained_rows(part)
+    if offload.optimizer == "disk":
+        chunks = state_chunks(trained, offload.optimizer_ratio)
+        there, all_of_it = (sum(chunk.buffer for chunk in chunks), sum(chunk.state for chunk in chunks))
+    else:
+        sizes = [item.size for item in trained]
+        there, all_of_it = sum(sizes[: first_of(sizes, offload.optimizer_ratio)]), sum(sizes)
+    return there / all_of_it if all_of_it else 0.0

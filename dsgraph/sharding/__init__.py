@@ -1,1 +1,0 @@
-"""What a model becomes: its parameters as shards on a mesh, and the seam that hands them out."""

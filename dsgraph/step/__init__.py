@@ -1,1 +1,0 @@
-"""What outlives a graph between two optimizer steps: gathered copies, accumulated gradients."""

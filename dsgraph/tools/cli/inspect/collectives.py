@@ -1,0 +1,176 @@
+"""`dsgraph collectives`: why each collective is there, and what it costs."""
+
+from __future__ import annotations
+
+import argparse
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from dsgraph.tools.cli.command import Answer, Command, CommandError
+from dsgraph.tools.cli.table import table
+from dsgraph.tools.dumping.records import GraphRecord, NodeRecord, TransferRecord
+from dsgraph.tools.dumping.render import bytes_text, listed
+
+from . import plots
+from .dumps import Dump, GraphName, add_dump_argument, add_graphs_argument, chosen_graphs
+from .timeline import Timeline, Transfer, critical_path, simulate
+from .timeline_plot import draw
+
+_NOTHING = TransferRecord(kind="", tier="", bytes=0, seconds=0.0)  # of a node that moves nothing
+
+
+def collectives(args: argparse.Namespace) -> Answer:
+    """Each collective of the graphs that finally run, or of one graph."""
+    if args.plot is not None:
+        plots.check_path(args.plot)
+    dump = Dump(args.dir)
+    names = chosen_graphs(dump, args.graph)
+    graphs = [(name, dump.read(name)) for name in names]
+    for name, graph in graphs:
+        if graph.phase not in ("forward", "backward"):
+            raise CommandError(f"{name} never runs as it is: take a forward or backward graph")
+    timelines = [(name, graph, simulate(graph)) for name, graph in graphs]
+    if args.plot is not None:
+        if not any(timeline.transfers for _, _, timeline in timelines):
+            raise CommandError("--plot: these graphs have no collectives and no transfers to draw")
+        draw([(name, timeline) for name, _, timeline in timelines], _why, args.plot)
+    parts = [_describe(name, graph, timeline) for name, graph, timeline in timelines]
+    parts += [f"{args.plot}: compute and communication over time"] if args.plot is not None else []
+    return Answer("\n\n".join(parts), [_data(name, graph, timeline) for name, graph, timeline in timelines])
+
+
+def _describe(name: GraphName, graph: GraphRecord, timeline: Timeline) -> str:
+    if not timeline.collectives:
+        return f"{name}: no collectives{_moves(timeline)}"
+    headers = ["node", "kind", "why", "axis", "sent", "ms", "exposed ms", "queued ms", "overlaps with"]
+    listing = table([_row(transfer) for transfer in timeline.collectives], headers, right=(4, 5, 6, 7))
+    path = critical_path(graph)
+    on_path = [node for node in path if node.collective is not None]
+    sent = sum(transfer.node.collective.sent or 0 for transfer in timeline.collectives if transfer.node.collective)
+    computing = sum(end - start for _, start, end in timeline.computed)
+    return (
+        f"{name}: {len(timeline.collectives)} collectives, {bytes_text(sent)} sent a rank; predicted "
+        f"{_ms(timeline.seconds)} ms, of which {_ms(computing)} ms compute and {_ms(timeline.exposed)} ms wait"
+        f"{_queue(timeline)}\n"
+        f"{listing}\n"
+        f"critical path: {len(path)} nodes, of them collectives: {listed([node.name for node in on_path]) or 'none'}"
+        f"{_moves(timeline)}"
+    )
+
+
+def _moves(timeline: Timeline) -> str:
+    """The transfers between memory and tiers below it."""
+    if not timeline.moves:
+        return ""
+    rows, total = [], 0
+    for move in timeline.moves:
+        found = move.node.transfer
+        assert found is not None
+        total += found.bytes
+        times = [_ms(seconds) for seconds in (found.seconds, move.exposed, move.queued)]
+        rows.append([move.node.name, found.tier, _why(move.node), bytes_text(found.bytes), *times, _overlaps(move)])
+    headers = ["node", "tier", "why", "bytes", "ms", "exposed ms", "queued ms", "overlaps with"]
+    listing = table(rows, headers, right=(3, 4, 5, 6))
+    return f"\n{len(rows)} transfers, {bytes_text(total)}\n{listing}"
+
+
+def _queue(timeline: Timeline) -> str:
+    """How much of the waiting is for others' transfers, before that which is waited for has begun."""
+    queued = sum(transfer.queued for transfer in timeline.transfers)
+    return f" ({_ms(queued)} ms of it in the queue behind other collectives)" if queued else ""
+
+
+def _row(transfer: Transfer) -> list[str]:
+    found = transfer.node.collective
+    assert found is not None
+    axis = f"{found.axis} ({found.ranks})" if found.axis else f"group {found.group}"
+    return [
+        transfer.node.name,
+        found.kind,
+        _why(transfer.node),
+        axis,
+        bytes_text(found.sent),
+        _ms(found.seconds or 0.0),
+        _ms(transfer.exposed),
+        _ms(transfer.queued),
+        _overlaps(transfer),
+    ]
+
+
+def _why(node: NodeRecord) -> str:
+    """The parameters that it serves; failing that, the pass that made it, or the user's line."""
+    served = (node.collective or node.transfer or _NOTHING).parameters
+    if served:
+        return listed(served, most=2)
+    makers = [event.pass_name for event in node.history if event.action == "made"]
+    return f"pass {makers[0]}" if makers else f"yours, {node.source}" if node.source else "?"
+
+
+def _overlaps(transfer: Transfer) -> str:
+    """The modules, or the ops, whose computation hides it; those that take longest first."""
+    seconds: Counter[str] = Counter()
+    for node in transfer.behind:
+        seconds[node.module or node.target] += node.seconds  # type: ignore[assignment]
+    return listed([place for place, _ in seconds.most_common()], most=2)
+
+
+def _ms(seconds: float) -> str:
+    return f"{1000 * seconds:.3g}"
+
+
+def _data(name: GraphName, graph: GraphRecord, timeline: Timeline) -> dict[str, Any]:
+    rows = []
+    for transfer in timeline.collectives:
+        found = transfer.node.collective
+        assert found is not None
+        rows.append(
+            {
+                "node": transfer.node.name,
+                "kind": found.kind,
+                "why": _why(transfer.node),
+                "parameters": list(found.parameters),
+                "group": found.group,
+                "axis": found.axis,
+                "ranks": found.ranks,
+                "sent": found.sent,
+                "seconds": found.seconds,
+                "start": transfer.start,
+                "end": transfer.end,
+                "exposed": transfer.exposed,
+                "queued": transfer.queued,
+                "overlaps_with": [node.name for node in transfer.behind],
+            }
+        )
+    moves = []
+    for move in timeline.moves:
+        moved = move.node.transfer
+        assert moved is not None
+        times = {"start": move.start, "end": move.end, "exposed": move.exposed, "queued": move.queued}
+        what: dict[str, Any] = {"node": move.node.name, "kind": moved.kind, "why": _why(move.node), "tier": moved.tier}
+        moves.append({**what, "bytes": moved.bytes, "seconds": moved.seconds, **times})
+    path = [node.name for node in critical_path(graph)]
+    found_ones = {"collectives": rows, "transfers": moves, "critical_path": path}
+    return {"graph": str(name), "seconds": timeline.seconds, **found_ones}
+
+
+def _configure(parser: argparse.ArgumentParser) -> None:
+    add_dump_argument(parser)
+    add_graphs_argument(parser)
+    parser.add_argument(
+        "--plot", metavar="FILE", type=Path, help="draw compute and communication over time: .svg, .png"
+    )
+
+
+COMMAND = Command(
+    name="collectives",
+    help="why each collective is there, its bytes, what it overlaps with",
+    description="Lists each collective: the parameter that it gathers, or whose gradient it reduces, or the pass that "
+    "made it; bytes that a rank sends; predicted time; for how long the computation stands still until it is through, "
+    "and for how much of that it queues behind other collectives; what computes meanwhile; and the critical path. "
+    "Transfers between memory and a tier below it are listed likewise. --plot draws a lane for computation and one for "
+    "each process group and each tier, a compile's forward and backward side by "
+    "side, and names the longest waits.",
+    configure=_configure,
+    run=collectives,
+)

@@ -1,0 +1,1 @@
+"""Commands that show layouts, schedules and configurations."""

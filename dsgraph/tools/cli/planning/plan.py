@@ -1,0 +1,142 @@
+"""`dsgraph plan`: what a layout of a model over GPUs takes, or which layout is the fastest."""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING, Any
+
+from dsgraph.tools.cli.command import Answer, Command, CommandError
+from dsgraph.utils.errors import LayoutError
+
+if TYPE_CHECKING:
+    from dsgraph.parallel.planning.gpus import NodeGpu
+    from dsgraph.parallel.planning.layout import ModelShape, RankLayout, Training
+
+_AXES = ("tp", "pp", "dp")
+
+_DESCRIPTION = """\
+Predicts, by formulas and without a GPU, what training a transformer takes on a cluster: memory of a GPU by part, bytes
+that it sends over each axis and link, the pipeline's bubble, the time of a step and TFLOPS. --tp, --pp and --dp give
+the layout; --search tries all of them and ranks those that fit. --explain prints every formula with its symbols, with
+its numbers and with its source. --compile really captures and compiles the layers of one rank, on fake ranks and
+without computing them, and says how far their simulated memory is from the formulas. See docs/parallelism.md.
+Exit code 1: the layout, or every layout, takes more memory than there is."""
+
+
+def _run(arguments: argparse.Namespace) -> Answer:
+    from dsgraph.parallel.planning.gpus import gpu_of
+    from dsgraph.parallel.planning.layout import ModelShape, Training, usual_heads
+    from dsgraph.parallel.planning.plan import plan
+    from dsgraph.parallel.planning.search import search
+
+    from . import plan_text
+
+    layout = _layout(arguments)
+    try:
+        gpu = gpu_of(arguments.gpu)
+        model = ModelShape(
+            *(arguments.params, arguments.layers, arguments.hidden, arguments.seq, arguments.vocab),
+            heads=arguments.heads or usual_heads(arguments.hidden),
+        )
+        training = Training(
+            batch=arguments.batch or arguments.gpus,
+            micro_batch=arguments.micro_batch,
+            zero_stage=arguments.zero_stage,
+            checkpointing=arguments.checkpointing == "on",
+        )
+        if layout is not None:
+            item = plan(model, layout, training, gpu=gpu, gpus=arguments.gpus)
+            text = plan_text.plan_text(item, model, training, gpu=gpu, explain=arguments.explain)
+            data = plan_text.plan_data(item, explain=arguments.explain)
+            if arguments.compile:
+                captured_text, data["captured"] = _captured(model, layout, training, gpu=gpu)
+                text = f"{text}\n\n{captured_text}"
+            return Answer(text, data, code=int(not item.fits))
+        found = search(model, training, gpu=gpu, gpus=arguments.gpus)
+        text = plan_text.search_text(found, model, training, gpu=gpu, explain=arguments.explain)
+        return Answer(text, plan_text.search_data(found, explain=arguments.explain), code=int(not found.fitting))
+    except LayoutError as error:
+        raise CommandError(str(error)) from None
+
+
+def _captured(model: ModelShape, layout: RankLayout, training: Training, *, gpu: NodeGpu) -> tuple[str, dict[str, Any]]:
+    """What `--compile` adds, as text and as data."""
+    from dsgraph.tools.planning.captured import compare
+
+    from . import plan_captured
+
+    found = compare(model, layout, training, gpu=gpu)
+    return plan_captured.captured_text(found), plan_captured.captured_data(found)
+
+
+def _layout(arguments: argparse.Namespace) -> RankLayout | None:
+    """The layout that was given; None where it is to be searched.
+
+    Raises:
+        CommandError: Neither, or both.
+    """
+    from dsgraph.parallel.planning.layout import RankLayout
+
+    sizes = {axis: getattr(arguments, axis) for axis in _AXES}
+    given = [f"--{axis}" for axis, size in sizes.items() if size is not None]
+    missing = [f"--{axis}" for axis, size in sizes.items() if size is None]
+    if arguments.search and arguments.compile:
+        raise CommandError("--compile takes one layout: give --tp, --pp and --dp in place of --search")
+    if arguments.search and given:
+        raise CommandError(f"--search finds the layout itself: leave {' and '.join(given)} out")
+    if arguments.search:
+        return None
+    if missing:
+        raise CommandError(f"{' and '.join(missing)} missing: give --tp, --pp and --dp, or --search")
+    return RankLayout(**sizes)
+
+
+def _count(text: str) -> int:
+    from dsgraph.parallel.planning.layout import read_count
+
+    try:
+        return read_count(text)
+    except LayoutError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _configure(parser: argparse.ArgumentParser) -> None:
+    def number(name: str, text: str, **others: Any) -> None:
+        parser.add_argument(name, type=_count, metavar="N", help=text, **others)
+
+    number("--params", "parameters of the model, such as 1T, 175B or 1.5B", required=True)
+    number("--layers", "transformer layers", required=True)
+    number("--hidden", "width of a layer", required=True)
+    number("--seq", "tokens of a sequence", required=True)
+    number("--vocab", "tokens of the vocabulary (default: 51200)", default=51200)
+    number("--heads", "attention heads (default: of 128 numbers each, or of 64)")
+    parser.add_argument(
+        "--gpu", required=True, metavar="NAME", help="v100-32gb, a100-40gb, a100-80gb, h100-80gb or h200"
+    )
+    number("--gpus", "how many of them", required=True)
+    number("--tp", "tensor-parallel ranks, in a node")
+    number("--pp", "stages of the pipeline, across nodes")
+    number("--dp", "data-parallel ranks, across nodes")
+    parser.add_argument("--search", action="store_true", help="rank all layouts that fit by the time of a step")
+    parser.add_argument(
+        "--zero-stage", type=int, choices=range(4), default=0, help="ZeRO over the data-parallel ranks (default: 0)"
+    )
+    number("--micro-batch", "sequences that a pipeline takes at once (default: 1)", default=1)
+    number("--batch", "sequences of a step over all GPUs (default: one a GPU)")
+    parser.add_argument(
+        "--checkpointing",
+        choices=("on", "off"),
+        default="on",
+        help="whether a layer keeps its input alone and is computed again in the backward (default: on)",
+    )
+    parser.add_argument(
+        "--compile",
+        action="store_true",
+        help="capture and compile the layers of one rank, and compare what they hold with the formulas (seconds)",
+    )
+    parser.add_argument(
+        "--explain", action="store_true", help="print every formula, with symbols, with numbers, and its source"
+    )
+
+
+COMMAND = Command("plan", "what a layout of a model over GPUs takes; rank all layouts", _DESCRIPTION, _configure, _run)

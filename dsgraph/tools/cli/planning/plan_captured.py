@@ -1,0 +1,43 @@
+"""How `dsgraph plan --compile` shows what was captured beside what the formulas say."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+from dsgraph.parallel.planning.gpus import GIB
+from dsgraph.tools.cli.table import table
+from dsgraph.tools.planning.captured import PARTS, Comparison
+
+_WHY = """\
+- gradients are held in float32, as the parameters that the optimizer steps on; publications count half precision
+- half-precision copies of parameters are held in stages 1 and 2; stages 0 and 3 make them at each use, in the buffers
+- buffers: of one micro-batch through two layers, as the eager code generator runs them"""
+
+
+def captured_text(found: Comparison) -> str:
+    """The table, and why its columns differ."""
+    rows = [
+        [part.replace("_", " "), _gib(found.captured[part]), _gib(found.formula[part]), _off(found, part)]
+        for part in PARTS
+    ]
+    one, two = found.of.one, found.of.two
+    return (
+        f"compiled for rank 0, of which the others do not exist: stages of 1 and 2 layers, {one.nodes} and "
+        f"{two.nodes} nodes, in {one.seconds + two.seconds:.0f} s; repeated for {found.layers:.4g} layers\n"
+        f"{table(rows, ['GiB a GPU, layers alone', 'captured', 'formula', 'differs'], right=(1, 2, 3))}\n{_WHY}"
+    )
+
+
+def captured_data(found: Comparison) -> dict[str, Any]:
+    """The same in bytes."""
+    return asdict(found)
+
+
+def _off(found: Comparison, part: str) -> str:
+    formula = found.formula[part]
+    return f"{found.captured[part] / formula - 1:+.1%}" if formula else "-"
+
+
+def _gib(size: float) -> str:
+    return f"{size / GIB:,.2f}"

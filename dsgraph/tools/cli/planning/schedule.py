@@ -1,0 +1,140 @@
+"""`dsgraph schedule`: in which order a pipeline's ranks work, and how long they wait."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from dsgraph.tools.cli.command import Answer, Command, CommandError
+from dsgraph.tools.cli.inspect import plots
+from dsgraph.tools.cli.table import table
+from dsgraph.utils.errors import OptionError
+
+if TYPE_CHECKING:
+    from dsgraph.parallel.pipeline.schedule_order import Slot
+
+_WIDEST = 120  # characters of a line of the timeline
+_COLOURS = {"F": "tab:blue", "B": "tab:orange", "I": "tab:red", "W": "tab:green"}
+_LABELS = {"F": "forward", "B": "backward", "I": "gradients of inputs", "W": "gradients of weights"}
+
+
+def schedule(args: argparse.Namespace) -> Answer:
+    """The order of a schedule's actions, run through on paper."""
+    from dsgraph.parallel.pipeline.schedule_order import bubble_share, check_order, stages_of_ranks
+    from dsgraph.tools.planning.schedules import actions_on_paper
+
+    kind = _kind(args.kind)
+    if args.plot is not None:
+        plots.check_path(args.plot)
+    if args.ranks is not None and args.ranks < 1:
+        raise CommandError(f"--ranks is {args.ranks}; it takes 1 or more")
+    if args.microbatches < args.stages:
+        raise CommandError(
+            f"--microbatches is {args.microbatches}; it takes at least as many as --stages, {args.stages}"
+        )
+    ranks = args.ranks or _usual_ranks(kind, args.stages)
+    try:
+        held = stages_of_ranks(kind, ranks=ranks, stages=args.stages)
+        actions = actions_on_paper(kind, ranks=ranks, stages=args.stages, microbatches=args.microbatches)
+        slots = check_order(actions, stages=args.stages)
+    except OptionError as error:
+        raise CommandError(str(error).removeprefix("pipeline: ")) from None
+    bubble, length = bubble_share(slots), max(slot.end for slot in slots)
+    if args.plot is not None:
+        _draw(slots, kind, bubble=bubble, path=args.plot)
+    title = f"{kind}: {args.stages} stages on {ranks} ranks, {args.microbatches} micro-batches"
+    rows = [[str(rank), " ".join(map(str, stages)), _line(slots, rank)] for rank, stages in enumerate(held)]
+    lines = [
+        title,
+        "",
+        table(rows, ["rank", "stages", "work: F forward, B backward, I of its inputs, W of its weights, . waits"]),
+        "",
+        f"bubble: {bubble:.1%} of the ranks' time, predicted; {length:g} times a stage's forward",
+    ]
+    data = {
+        "kind": kind,
+        "stages_of_ranks": held,
+        "bubble": bubble,
+        "forwards": length,
+        "slots": [{"rank": slot.rank, "action": slot.action, "start": slot.start, "end": slot.end} for slot in slots],
+    }
+    return Answer("\n".join(lines), data)
+
+
+def _kind(text: str) -> str:
+    """The schedule whose name this is, or begins with; capitals do not count."""
+    from dsgraph.parallel.pipeline.schedule_order import SCHEDULES
+
+    found = [kind for kind in SCHEDULES if kind.lower() == text.lower()]
+    found = found or [kind for kind in SCHEDULES if kind.lower().startswith(text.lower())]
+    if len(found) != 1:
+        raise CommandError(f"--kind is {text!r}; it takes one of {', '.join(SCHEDULES)}")
+    return found[0]
+
+
+def _usual_ranks(kind: str, stages: int) -> int:
+    """Two stages a rank where the schedule takes several and they divide so."""
+    from dsgraph.parallel.pipeline.schedule_order import SCHEDULES
+
+    return stages // 2 if SCHEDULES[kind] and stages % 2 == 0 else stages
+
+
+def _line(slots: list[Slot], rank: int) -> str:
+    """One character a unit of time."""
+    line = ["."] * int(max(slot.end for slot in slots))
+    for slot in slots:
+        if slot.rank == rank:
+            line[int(slot.start) : int(slot.end)] = "".join(kind * int(cost) for kind, cost in slot.kinds)
+    text = "".join(line)
+    return text if len(text) <= _WIDEST else f"{text[: _WIDEST - 3]}..."
+
+
+def _draw(slots: list[Slot], kind: str, *, bubble: float, path: Path) -> None:
+    ranks = sorted({slot.rank for slot in slots})
+    figure, (axis,) = plots.new_figure(rows=1, height=0.8 + 0.4 * len(ranks))
+    for letter, label in _LABELS.items():
+        spans = [(slot.rank, *span) for slot in slots for span in _spans(slot, letter)]
+        lanes, starts, widths = zip(*spans, strict=True) if spans else ((), (), ())
+        axis.barh(
+            *(lanes, widths),
+            left=starts,
+            color=_COLOURS[letter],
+            edgecolor="white",
+            linewidth=0.3,
+            label=label if spans else None,
+        )
+    axis.set_yticks(ranks, [f"rank {rank}" for rank in ranks])
+    axis.invert_yaxis()
+    axis.set_xlabel("time, in forwards of a stage")
+    axis.set_title(f"{kind}: bubble {bubble:.1%}", fontsize=10)
+    figure.legend(loc="outside lower center", ncols=len(_LABELS), fontsize=8)
+    plots.save(figure, path)
+
+
+def _spans(slot: Slot, wanted: str) -> Iterator[tuple[float, float]]:
+    """When an action begins with work of a kind, and how long that takes."""
+    start = slot.start
+    for kind, cost in slot.kinds:
+        if kind == wanted:
+            yield start, cost
+        start += cost
+
+
+def _configure(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--stages", type=int, required=True, help="stages of the pipeline")
+    parser.add_argument("--microbatches", type=int, required=True, help="micro-batches of a step")
+    parser.add_argument("--kind", default="1F1B", help="a schedule's name, or how it begins; default: 1F1B")
+    parser.add_argument("--ranks", type=int, help="ranks; default: one a stage, or a half where a rank takes two")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draws the timeline: .svg, .png or .pdf")
+
+
+COMMAND = Command(
+    name="schedule",
+    help="show the order of a pipeline schedule, and its bubble",
+    description="Runs a pipeline schedule through on paper: what each rank does when, and how long all of them wait. "
+    "A forward takes one unit of time, a backward two, sending none.",
+    configure=_configure,
+    run=schedule,
+)

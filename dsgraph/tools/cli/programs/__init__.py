@@ -1,0 +1,1 @@
+"""Commands that run a program or measure a machine."""

@@ -1,0 +1,146 @@
+"""`dsgraph calibrate`: measures this machine, for the cost model."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from dsgraph.compiler.costs.records import CalibrationRecord, from_text, merge
+from dsgraph.compiler.costs.store import CalibrationError, load, save
+from dsgraph.launch.processes import describe_exit
+from dsgraph.launch.script import Script, rank_count, run_script
+from dsgraph.tools.cli.command import Answer, Command, CommandError
+from dsgraph.tools.cli.table import table
+from dsgraph.utils.json_records import to_json
+
+_SECONDS = 25.0
+_RANKS = 2
+
+_DESCRIPTION = """\
+Measures how fast this machine multiplies matrices, copies memory and starts kernels, and the latency and bandwidth of
+each kind of collective that passes choose among: with gloo over --nproc ranks, and with the GPUs' backend over as many
+ranks as there are GPUs, if more than one. It writes the figures to dsgraph/calibration in the user's cache folder
+(XDG_CACHE_HOME or ~/.cache), a file for each host and device. Compiling uses those of the first rank's host, on all
+ranks; without them it uses defaults. What was measured before of groups of other sizes is kept. Under torchrun,
+`torchrun ... -m dsgraph calibrate` measures over the ranks that are there, also across hosts, and the first rank
+writes: do that where ranks of several hosts train together. Let nothing else run meanwhile.
+Exit code 1: measuring failed, or the figures could not be written."""
+
+
+def calibrate(arguments: argparse.Namespace) -> Answer:
+    """Measures, writes and shows."""
+    is_rank = "RANK" in os.environ and "WORLD_SIZE" in os.environ  # set by torchrun
+    if is_rank and arguments.nproc is not None:
+        raise CommandError("--nproc says how many ranks to start, and torchrun has started them: leave it out")
+    try:
+        records = _over_these_ranks(arguments) if is_rank else _over_new_ranks(arguments)
+        if is_rank and os.environ["RANK"] != "0":
+            return Answer("", None)
+        written = [_write(record) for record in records]
+    except (RuntimeError, CalibrationError) as error:  # torch's errors of process groups are RuntimeErrors
+        return Answer(f"measuring failed: {error}", {"problem": str(error)}, code=1)
+    text = "\n\n".join(_describe(record, path) for record, path in written)
+    return Answer(text, [{"path": str(path), "calibration": to_json(record)} for record, path in written])
+
+
+def _over_these_ranks(arguments: argparse.Namespace) -> list[CalibrationRecord]:
+    from dsgraph.tools.calibration.ranks import measure_ranks
+    from dsgraph.tools.calibration.worker import process_group
+
+    with process_group():
+        return measure_ranks(seconds=arguments.seconds)
+
+
+def _over_new_ranks(arguments: argparse.Namespace) -> list[CalibrationRecord]:
+    """Starts ranks for the CPU, then, where there are GPUs, one for each of them.
+
+    Raises:
+        CalibrationError: They failed; they have written why.
+    """
+    import torch
+
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    runs = [("cpu", arguments.nproc or _RANKS)]
+    if accelerator is not None:
+        runs.append((accelerator.type, torch.accelerator.device_count()))
+    records: list[CalibrationRecord] = []
+    for device_type, nproc in runs:
+        seconds = arguments.seconds / len(runs)
+        print(f"measuring {device_type} on {nproc} ranks, about {10 + seconds:.0f} s", file=sys.stderr)
+        with tempfile.TemporaryDirectory(prefix="dsgraph-calibrate-") as folder:
+            file = Path(folder) / "calibrations"
+            worker = Script(("-m", "dsgraph.tools.calibration.worker"))
+            code = run_script(
+                worker, [str(file), str(seconds), device_type], nproc=nproc, environment={}, quiet=arguments.json
+            )
+            if code != 0:
+                raise CalibrationError(f"the ranks for {device_type} ended with {describe_exit(code)}")
+            records += map(from_text, file.read_text(encoding="utf-8").splitlines())
+    return records
+
+
+def _write(record: CalibrationRecord) -> tuple[CalibrationRecord, Path]:
+    """Keeps of an older calibration what has not been measured anew.
+
+    Raises:
+        CalibrationError: It cannot be written.
+    """
+    try:
+        older = load(record.host, record.device)
+    except CalibrationError as error:
+        print(f"dsgraph: replaced: {error}", file=sys.stderr)
+        older = None
+    record = merge(record, older)
+    return record, save(record)
+
+
+def _describe(record: CalibrationRecord, path: Path) -> str:
+    threads = f", {record.threads} thread{'s' * (record.threads > 1)} a rank" if record.threads else ""
+    rows = [[f"matrix product, {dtype}", f"{rate / 1e9:.4g} GFLOP/s"] for dtype, rate in record.flops_per_s.items()]
+    rows += [
+        ["copy, read and written", f"{record.bytes_per_s / 1e9:.4g} GB/s"],
+        ["smallest kernel", f"{1e6 * record.kernel_s:.3g} us"],
+    ]
+    parts = [f"{record.device} of {record.host} ({record.device_type}{threads})", table(rows, ["device", ""])]
+    if record.links:
+        headers = ["collective", "backend", "ranks", "hosts", "latency us", "MB/s sent", "fit off by"]
+        parts.append(table(_link_rows(record), headers, right=(2, 3, 4, 5, 6)))
+    return "\n".join([*parts, f"written to {path}"])
+
+
+def _link_rows(record: CalibrationRecord) -> Sequence[Sequence[str]]:
+    return [
+        [
+            *(link.kind, link.backend, str(link.ranks), str(link.hosts)),
+            *(f"{1e6 * link.latency_s:.4g}", f"{link.bytes_per_s / 1e6:.4g}", f"{100 * link.error:.0f} %"),
+        ]
+        for link in record.links
+    ]
+
+
+def _duration(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value <= 3600:
+        raise argparse.ArgumentTypeError(f"is {text!r}; it takes a number of seconds, above 0 and up to 3600")
+    return value
+
+
+def _configure(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--nproc", type=rank_count, metavar="N", help=f"ranks to start for gloo (default: {_RANKS})")
+    parser.add_argument(
+        "--seconds",
+        type=_duration,
+        default=_SECONDS,
+        metavar="S",
+        help=f"how long the collectives may take; devices and starting take some 15 s more (default: {_SECONDS:.0f})",
+    )
+
+
+COMMAND = Command("calibrate", "measure this machine, for the cost model", _DESCRIPTION, _configure, calibrate)

@@ -1,0 +1,275 @@
+"""`dsgraph emit`: the kernels of a program for a GPU that is not there."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import tempfile
+from collections.abc import Mapping, Sequence
+from datetime import datetime, timezone
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from dsgraph.launch.processes import describe_exit
+from dsgraph.launch.script import add_script_arguments, find_script, rank_count, run_script
+from dsgraph.tools.cli.command import Answer, Command, CommandError
+from dsgraph.tools.cli.table import table
+from dsgraph.tools.dumping.render import bytes_text
+from dsgraph.utils.files import write_whole
+
+INDEX = "kernels.json"
+FORMAT = "dsgraph-kernels"
+# So many ops of a kernel are named in the table.
+_OPS = 6
+# So many characters of a kernel's name.
+_NAME = 30
+
+_DESCRIPTION = """\
+Runs a Python script on the CPU up to its first optimizer step, and writes what Inductor would make of each graph that
+the script compiles with dsgraph, on an NVIDIA GPU that is not there: its code, the source of each Triton kernel, and
+each kernel compiled to a cubin for each architecture. Then prints what each kernel takes and is predicted to take.
+What Inductor leaves to libraries is in the table as well. Of the configurations of a kernel, from which Inductor
+chooses by a measurement, the table has the least and the most registers, the most shared memory, and the fewest bytes
+of spilled registers. Passes decide by the costs of the first architecture. The script itself runs without any pass.
+Exit code 1: a kernel spills registers in each configuration, a graph could not be emitted, or the script failed."""
+
+
+def _configure(parser: argparse.ArgumentParser) -> None:
+    add_script_arguments(parser)
+    parser.add_argument(
+        "--arch", default="sm_90", metavar="NAMES", help="comma-separated: sm_80, sm_90 (default: sm_90)"
+    )
+    parser.add_argument("--out", default="dsgraph-kernels", metavar="DIR", help="where to (default: dsgraph-kernels)")
+    parser.add_argument(
+        "--overwrite", action="store_true", help="replace older kernels that are there, once there are new ones"
+    )
+    parser.add_argument(
+        "--ranks",
+        type=rank_count,
+        default=1,
+        metavar="N",
+        help="be one of N ranks; the others do not exist (default: 1)",
+    )
+    parser.add_argument("--whole", action="store_true", help="run the script to its end, not to its first step")
+
+
+def _run(arguments: argparse.Namespace) -> Answer:
+    script = find_script(arguments.script, arguments.module)
+    archs = _archs(arguments.arch)
+    out = Path(arguments.out).absolute()
+    older = _make_room(out, overwrite=arguments.overwrite)
+    with tempfile.TemporaryDirectory(prefix="dsgraph-emit-") as name:
+        folder = Path(name)
+        (folder / "settings.json").write_text(json.dumps({"archs": archs, "out": str(out)}))
+        until = "end" if arguments.whole else "step"
+        code = run_script(
+            script,
+            arguments.rest,
+            nproc=1,
+            environment=_environment(name, arguments.ranks),
+            quiet=arguments.json,
+            runner=("-m", "dsgraph.tools.emission.program", str(arguments.ranks), until),
+        )
+        graphs = [json.loads(path.read_text()) for path in folder.glob("graph*.json")]
+        if not graphs and code == 0:
+            kept = "; the older kernels are as they were" if older else ""
+            raise CommandError(f"nothing to emit: the script has compiled no graph with backend='dsgraph'{kept}")
+        index = _index(graphs, archs=archs, ranks=arguments.ranks, code=code)
+        keeps = bool(older) and all(graph["problem"] is not None for graph in graphs)
+        if not keeps:
+            try:
+                _replace(older, folder / "out", out)
+                write_whole(out / INDEX, (json.dumps(index, indent=1) + "\n").encode())
+            except OSError as error:
+                raise CommandError(
+                    f"{out} cannot be written to ({error.strerror}); give --out another folder"
+                ) from None
+    return report(index, folder=arguments.out, keeps_older=keeps)
+
+
+def _index(graphs: Sequence[Mapping[str, Any]], *, archs: Sequence[str], ranks: int, code: int) -> dict[str, Any]:
+    return {
+        "format": FORMAT,
+        "version": 1,
+        "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "versions": {package: metadata.version(package) for package in ("torch", "triton")},
+        "archs": archs,
+        "ranks": ranks,
+        "script_exit_code": code,
+        "graphs": sorted(graphs, key=lambda graph: (graph["graph"], _PHASES.index(graph["phase"]), graph["arch"])),
+    }
+
+
+# What an emission consists of besides its index. Nothing else is ever deleted.
+_PART = re.compile(r"sm_\d+/graph\d+-(forward|backward|inference)(\.py|/[^/]+\.(py|ttir|ptx|cubin))")
+_PHASES = ("capture", "inference", "forward", "backward")
+
+
+def _archs(text: str) -> list[str]:
+    from dsgraph.utils.errors import EmissionError
+
+    try:
+        from dsgraph.tools.emission.harness import check_versions
+
+        check_versions(metadata.version("torch"), metadata.version("triton"))
+    except metadata.PackageNotFoundError as error:
+        raise CommandError(f"emitting kernels needs {error.name}, which is not installed") from None
+    except EmissionError as error:
+        raise CommandError(str(error)) from None
+    from dsgraph.passes.analysis.hardware import GPUS
+
+    names = list(dict.fromkeys(name.strip() for name in text.split(",")))
+    for name in names:
+        if name not in GPUS:
+            known = ", ".join(f"{arch} ({gpu.name})" for arch, gpu in GPUS.items())
+            raise CommandError(f"--arch {name!r} is not known; known: {known}")
+    return names
+
+
+def _environment(folder: str, ranks: int) -> dict[str, str]:
+    """What the script finds: one rank of so many, and no GPU, so that it computes on the CPU."""
+    world = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
+    return {**world, "CUDA_VISIBLE_DEVICES": "", "DSGRAPH_EMIT": folder, "DSGRAPH_DUMP": "", "DSGRAPH_BISECT": ""}
+
+
+def _make_room(out: Path, *, overwrite: bool) -> list[Path]:
+    """Makes sure that the folder can be written to; the result are the older kernels in it, which may be overwritten.
+
+    Raises:
+        CommandError: It cannot, or it holds older kernels, which may not be overwritten, or something else.
+    """
+    if out.exists() and not out.is_dir():
+        raise CommandError(f"--out {out} is a file; give a folder")
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise CommandError(f"--out {out} cannot be made ({error.strerror}); give another folder") from None
+    if not os.access(out, os.W_OK):
+        raise CommandError(f"--out {out} cannot be written to; give another folder")
+    files = [path for path in sorted(out.rglob("*")) if not path.is_dir() or path.is_symlink()]
+    for path in files:
+        name = path.relative_to(out).as_posix()
+        if path.is_symlink() or (name != INDEX and not _PART.fullmatch(name)):
+            raise CommandError(f"{out} holds {name}, which no emission wrote; give --out another folder")
+    if files and not overwrite:
+        raise CommandError(f"{out} holds older kernels; give --overwrite to replace them, or --out another folder")
+    return files
+
+
+def _replace(older: Sequence[Path], fresh: Path, out: Path) -> None:
+    """Moves what was emitted from the folder where it was written, if there is one, to where the older files are."""
+    emitted = {out / path.relative_to(fresh): path for path in fresh.rglob("*") if path.is_file()}
+    for target, path in emitted.items():
+        write_whole(target, path.read_bytes())
+    for path in older:
+        if path not in emitted:
+            path.unlink(missing_ok=True)
+    for path in sorted((path for path in out.rglob("*") if path.is_dir()), reverse=True):
+        if not any(path.iterdir()):
+            path.rmdir()
+
+
+def report(index: Mapping[str, Any], *, folder: str, keeps_older: bool = False) -> Answer:
+    """What was emitted.
+
+    Args:
+        index: What stands in the emission's `kernels.json`.
+        folder: Where that is, as the user calls it.
+        keeps_older: Whether older kernels are there instead, because nothing could be emitted.
+    """
+    graphs = index["graphs"]
+    parts = [_describe_graph(graph) for graph in graphs]
+    triton = [kernel for graph in graphs for kernel in graph["kernels"] if kernel["kind"] == "triton"]
+    spilling = [kernel["name"] for kernel in triton if min(_figures(kernel, "spill_bytes"))]
+    failed = [graph for graph in graphs if graph["problem"] is not None]
+    spills = [spilled for kernel in triton for spilled in _figures(kernel, "spill_bytes")]
+    end = [f"{folder}: {len(triton)} Triton kernels in {len(spills)} configurations, each a cubin; {INDEX}"]
+    if keeps_older:
+        end = [f"{folder}: the older kernels are as they were, since nothing was emitted"]
+    if spilling:
+        end.append(f"{len(spilling)} kernels spill registers: {', '.join(dict.fromkeys(spilling))}")
+    elif any(spills):
+        end.append(
+            f"no kernel must spill registers: each has a configuration that does not, {sum(map(bool, spills))} do"
+        )
+    elif triton:
+        end.append("no kernel spills registers")
+    if failed:
+        end.append(f"{len(failed)} of {len(graphs)} graphs could not be emitted")
+    if index["script_exit_code"] != 0:
+        end.append(f"the script failed ({describe_exit(index['script_exit_code'])})")
+    good = not spilling and not failed and index["script_exit_code"] == 0
+    return Answer("\n\n".join([*parts, "\n".join(end)]), index, code=0 if good else 1)
+
+
+def _describe_graph(graph: Mapping[str, Any]) -> str:
+    """One graph on one architecture: its kernels in the order in which they first run."""
+    head = f"graph {graph['graph']} {graph['phase']}, {graph['arch']} ({graph['gpu']}): {graph['function']}"
+    if graph["problem"] is not None:
+        return f"{head}\n  not emitted: {graph['problem']}"
+    kernels = graph["kernels"]
+    headers = ["kernel", "calls", "ops", "regs", "shared", "spills", "bytes", "FLOPs", "us"]
+    rows = [_row(kernel) for kernel in kernels]
+    seconds = sum(kernel["calls"] * kernel["seconds"] for kernel in kernels)
+    calls = sum(kernel["calls"] for kernel in kernels)
+    lines = [head, table(rows, headers, right=(1, 3, 4, 5, 6, 7, 8))] if rows else [head]
+    lines.append(f"{calls} kernels one after the other, predicted to take {1e6 * seconds:.0f} us")
+    if graph["collectives"]:
+        counts = sorted(graph["collectives"].items())
+        listing = ", ".join(f"{count} {name.split('.')[1].rstrip('_')}" for name, count in counts)
+        lines.append(f"collectives: {listing}")
+    return "\n".join(lines)
+
+
+def _row(kernel: Mapping[str, Any]) -> list[str]:
+    if kernel["configurations"]:
+        registers = _figures(kernel, "registers")
+        shared, spills = max(_figures(kernel, "shared_bytes")), min(_figures(kernel, "spill_bytes"))
+        taken = ["-".join(map(str, sorted({min(registers), max(registers)}))), bytes_text(shared), bytes_text(spills)]
+    else:
+        taken = ["", "", ""]
+    return [
+        _short(kernel["name"]),
+        str(kernel["calls"]),
+        _listed(kernel["ops"]),
+        *taken,
+        bytes_text(kernel["bytes"]),
+        _number(kernel["flops"]),
+        f"{1e6 * kernel['seconds']:.1f}",
+    ]
+
+
+def _figures(kernel: Mapping[str, Any], name: str) -> list[int]:
+    """What each of a kernel's configurations takes of something."""
+    return [config["resources"][name] for config in kernel["configurations"]]
+
+
+def _short(name: str) -> str:
+    """`triton_poi_fused_add_mul_..._3`: the ops stand in a column of their own."""
+    if len(name) <= _NAME:
+        return name
+    end = f"..{name[name.rindex('_') :]}"
+    return name[: _NAME - len(end)] + end
+
+
+def _listed(ops: Sequence[str]) -> str:
+    shown = " ".join(ops[:_OPS])
+    return f"{shown} +{len(ops) - _OPS}" if len(ops) > _OPS else shown
+
+
+def _number(count: int | None) -> str:
+    """`1.5 M`, `24 G`."""
+    if count is None:
+        return "?"
+    for unit, size in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if count >= size:
+            return f"{count / size:.3g} {unit}"
+    return str(count)
+
+
+COMMAND = Command(
+    "emit", "write the kernels of a program for a GPU that is not there", _DESCRIPTION, _configure, _run, True
+)

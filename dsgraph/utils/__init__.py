@@ -1,0 +1,1 @@
+"""Helpers without torch: errors, bytes, files, JSON records, nearest names."""
