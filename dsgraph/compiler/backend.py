@@ -31,7 +31,7 @@ from .captured_sums import add_sums
 from .captured_writes import refuse_writes
 from .costs.agreed import known_costs
 from .frames import read_capture
-from .limit_scope import bound_sizes, limit_gap, over_limit, refuse_memory_budget, with_unread
+from .limit_scope import bound_sizes, held_gradients, limit_gap, over_limit, refuse_memory_budget, with_unread
 from .options import MEMORY_SHARE, BackendOptions, by_plan_alone, parse_options
 from .request import CompileObserver, CompilerChoice, CompileRequest, Watches
 from .runs import Communication
@@ -195,6 +195,8 @@ class Backend:
         limit = _memory_limit(options, facts.device_type)
         gap = "" if options.memory_limit is None else limit_gap(request.capture, facts, request.module)
         keeps = options.memory_limit is not None and not gap
+        if request.module is not None:
+            facts = replace(facts, held_gradients=held_gradients(request.module))
         if keeps and request.module is not None:
             facts = with_unread(facts, inputs, request.module)
             gap = bound_sizes(gm, inputs, request.capture) if request.trains else ""
