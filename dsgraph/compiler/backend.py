@@ -32,7 +32,14 @@ from .captured_writes import refuse_writes
 from .costs.agreed import known_costs
 from .default_compiler import Usual
 from .frames import read_capture
-from .memory_limit.limit_scope import bound_sizes, limit_gap, over_limit, refuse_memory_budget, with_unread
+from .memory_limit.limit_scope import (
+    bound_sizes,
+    held_gradients,
+    limit_gap,
+    over_limit,
+    refuse_memory_budget,
+    with_unread,
+)
 from .memory_limit.spare_memory import spare_bytes
 from .options import MEMORY_SHARE, BackendOptions, parse_options
 from .pipeline import bind_options, build_pipeline
@@ -199,6 +206,8 @@ class Backend:
         limit = _memory_limit(options, facts.device_type)
         gap = "" if options.memory_limit is None else limit_gap(request.capture, facts, request.module)
         keeps = options.memory_limit is not None and not gap
+        if request.module is not None:
+            facts = replace(facts, held_gradients=held_gradients(request.module))
         if keeps and request.module is not None:
             facts = with_unread(facts, inputs, request.module)
             gap = bound_sizes(gm, inputs, request.capture) if request.trains else ""

@@ -28,8 +28,8 @@ _ROUNDS = 6
 _UNSEEN = 4096
 """Bytes that a step holds besides what is simulated, such as an optimizer's counts of steps."""
 
-_FUSED = 16
-"""One part in so many of a limit stays free where kernels are fused: what they hold is simulated to about 6 %."""
+_FUSED = 6
+"""One part in this many of a limit stays free for Inductor, which fuses and reorders kernels after the plan."""
 
 Pair = tuple[GraphModule, GraphModule]
 

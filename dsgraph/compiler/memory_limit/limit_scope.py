@@ -136,12 +136,15 @@ def with_unread(facts: CaptureFacts, inputs: Sequence[Any], module: nn.Module) -
         facts,
         unread=tuple(parameter_info(entry.param, names.get(id(entry.param), entry.name)) for entry in unread),
         unread_copies=sum(copy.untyped_storage().nbytes() for copy in copies if id(copy) not in given),
-        held_gradients=sum(map(_held_gradients, states)),
     )
 
 
+def held_gradients(module: nn.Module) -> int:
+    """Return the bytes of a model's gradients that exist before a backward adds its own."""
+    return sum(map(_held_gradients, partition_states(module)))
+
+
 def _held_gradients(state: PartitionState) -> int:
-    """Return the bytes of gradients that exist before a backward adds its own."""
     trained = [entry for entry in state.parameters if entry.param.requires_grad]
     held = sum(gradient_bytes(entry) for entry in trained if entry.param.grad is not None)
     return max(held, sum(map(gradient_bytes, trained))) if state.accumulating else held

@@ -41,7 +41,7 @@ class CompileEntry:
         memory: Of the two graphs; None without a backward.
         memory_limit: Bytes that a step may use; None without a limit.
         limit_gap: Why the limit cannot be promised; empty if it can, or if no limit was given.
-        held_gradients: Bytes of gradients of earlier micro-batches that were counted under a limit.
+        held_gradients: Bytes of gradients of earlier micro-batches that exist during a backward.
         costs: Whether the costs that passes know are measured or defaults, in one line.
         ignored_tags: Where checkpoint regions were not honoured.
         unlowered: Op, calls: what Inductor runs as it is.
