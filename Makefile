@@ -8,7 +8,7 @@ NPROC ?= 2
 # Three tests at a time on two cores: while ranks of one wait for each other or a child starts, another one runs.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist worksteal
 
-.PHONY: train test test-all test-fast lint bench clean
+.PHONY: train test test-all test-fast mutants lint bench clean
 
 train: $(VENV)/.installed
 	$(BIN)/python -m examples.train_gpt --nproc $(NPROC)
@@ -23,6 +23,10 @@ test-all: $(VENV)/.installed-trials lint
 
 test-fast: $(VENV)/.installed-test
 	$(PYTEST) -m "not gpu and not full and not distributed and not inductor and not packaging and not slow"
+
+# Breaks the code in one place at a time; for a night.
+mutants: $(VENV)/.installed-trials
+	$(BIN)/python -m tests.mutants --table tests/mutants.md
 
 lint: $(VENV)/.installed-test
 	$(BIN)/ruff format --check .

@@ -2,7 +2,7 @@
 
     python -m tests.mutants                     every mutant against the tests that should kill it
     python -m tests.mutants --only NAME ...     some of them
-    python -m tests.mutants --table FILE.md     writes the table of CONTRIBUTING.md into the file as well
+    python -m tests.mutants --table FILE.md     writes the table of tests/mutants.md into the file as well
 
 A mutant is killed by the first tests that fail. `killers` are tried first; what survives them meets all of `make test`,
 and what survives that all of `make test-all`. A mutant that only the latter kills is a fault of the small tier. A
