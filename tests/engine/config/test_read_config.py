@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from dsgraph.engine.config.engine_config import EngineConfig
+from dsgraph.engine.config.options import pass_options
 from dsgraph.engine.config.other_keys import NOT_YET, WITHOUT_EFFECT
-from dsgraph.engine.config.pass_options import pass_options
 from dsgraph.engine.config.read_config import read_config
 from dsgraph.utils.errors import ConfigError
 

@@ -57,7 +57,7 @@ def _passes(resolved: ResolvedConfig) -> list[str]:
 
     from dsgraph.compiler.options import parse_options
     from dsgraph.compiler.pipeline import build_pipeline
-    from dsgraph.engine.config.pass_options import pass_options
+    from dsgraph.engine.config.options import pass_options
     from dsgraph.passes import CaptureFacts, ParamInfo
 
     config = resolved.config

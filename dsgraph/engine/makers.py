@@ -1,0 +1,94 @@
+"""How the optimizer and the scheduler of an engine are made: the caller's own, or by the configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from dsgraph.utils.errors import ConfigError
+
+from .config.engine_config import EngineConfig
+from .optimizers.by_name import Groups, MakesOptimizer, check_compression, maker_of
+from .schedules.by_name import schedule_class
+
+
+@dataclass(frozen=True)
+class Makers:
+    """How the optimizer and the scheduler are made, once there are shards.
+
+    Attributes:
+        given: The caller's optimizer; None if it is to be made.
+        optimizer: Makes the optimizer, from groups of parameters.
+        schedule: Makes the scheduler of an optimizer; it returns None without one.
+        notes: Keys of the optimizer that have no effect, in lines.
+    """
+
+    given: Optimizer | None
+    optimizer: MakesOptimizer
+    schedule: Callable[[Optimizer], Any]
+    notes: list[str]
+
+
+def resolve_makers(
+    optimizer: Optimizer | MakesOptimizer | None,
+    lr_scheduler: Any,
+    settings: EngineConfig,
+    model: nn.Module,
+    *,
+    is_parallel: bool,
+) -> Makers:
+    """Choose how the optimizer and the scheduler are made.
+
+    Args:
+        optimizer: See `initialize`.
+        lr_scheduler: See `initialize`.
+        settings: The sections of the configuration.
+        model: The model, not partitioned yet.
+        is_parallel: True with the section `parallel`.
+
+    Raises:
+        ConfigError: There is no optimizer, or the configuration does not fit it.
+    """
+    mine, make = _optimizer_or_maker(optimizer, settings, model)
+    schedule = _schedule_maker(lr_scheduler, settings, mine)
+    notes = check_compression(settings, is_divided=is_parallel) if optimizer is None else []
+    return Makers(mine, make, schedule, notes)
+
+
+def _optimizer_or_maker(
+    given: Any, settings: EngineConfig, model: nn.Module
+) -> tuple[Optimizer | None, MakesOptimizer]:
+    if isinstance(given, Optimizer):
+        return given, lambda _: given
+    if given is not None:
+        return None, partial(_call, given)
+    if settings.optimizer is None:
+        raise ConfigError("initialize: no optimizer: pass one, or set optimizer.type in the configuration")
+    return None, maker_of(settings.optimizer, model)
+
+
+def _call(make: Callable[[Groups], Any], groups: Groups) -> Optimizer:
+    made = make(groups)
+    if not isinstance(made, Optimizer):
+        raise ConfigError(f"initialize: optimizer gave a {type(made).__name__}; it is to make a torch.optim.Optimizer")
+    return made
+
+
+def _schedule_maker(given: Any, settings: EngineConfig, mine: Optimizer | None) -> Callable[[Optimizer], Any]:
+    if given is not None:
+        if isinstance(given, LRScheduler) and given.optimizer is not mine:
+            raise ConfigError(
+                f"initialize: lr_scheduler is a {type(given).__name__} of another optimizer than the engine's: pass a "
+                "function that makes it of the optimizer, or that optimizer as well"
+            )
+        return (lambda _: given) if hasattr(given, "step") else given
+    if settings.scheduler is None:
+        return lambda _: None
+    params = settings.scheduler.params
+    return partial(schedule_class(settings.scheduler.type, params), **params)
