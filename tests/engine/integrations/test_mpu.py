@@ -131,7 +131,7 @@ def _refused() -> None:
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "tp"))
     for mpu, more, message in (
         (_Stages(mesh), {}, "mpu has 2 pipeline stages"),
-        (Mpu(mesh), {"parallel": {"dp": 2}}, "leave mesh and the section parallel out"),
+        (Mpu(mesh), {"parallel": {"dp": 2}}, "already defines the process groups: remove mesh= and `parallel`"),
         (object(), {}, r"without get_data_parallel_group\(\)"),
     ):
         with pytest.raises(ConfigError, match=message):
