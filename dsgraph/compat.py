@@ -259,10 +259,19 @@ def is_tracing() -> bool:
 
 @torch.compiler.assume_constant_result
 def compiling_backend() -> str:
-    """The name of the backend for which Dynamo is tracing what calls this."""
+    """The name of the backend for which Dynamo is tracing what calls this; empty outside Dynamo."""
+    output = _dynamo_output()
+    return "" if output is None else getattr(output.compiler_fn, "__name__", "")
+
+
+def _dynamo_output() -> Any:
+    """Return what Dynamo is tracing; None outside Dynamo, as in `torch.export` of an uncompiled model."""
     from torch._dynamo.symbolic_convert import InstructionTranslator
 
-    return getattr(InstructionTranslator.current_tx().output.compiler_fn, "__name__", "")
+    try:
+        return InstructionTranslator.current_tx().output
+    except AttributeError:  # a property of a module that raises it would be taken for missing
+        return None
 
 
 # Dynamo captures the functions that these operators call; ranks may run them different numbers of times.
@@ -275,9 +284,9 @@ def leave_control_flow() -> bool:
 
     Its results become arguments of the operator (`torch.cond`, `while_loop`, ...), like any value from outside.
     """
-    from torch._dynamo.symbolic_convert import InstructionTranslator
-
-    output = InstructionTranslator.current_tx().output
+    output = _dynamo_output()
+    if output is None:
+        return False
     outer, tracer = None, output.current_tracer
     while tracer.parent is not None:
         if getattr(tracer.source_target, "__name__", "") in _CONTROL_FLOW:
@@ -291,9 +300,7 @@ def leave_control_flow() -> bool:
 @torch.compiler.assume_constant_result
 def return_to_control_flow() -> bool:
     """Return to the control flow that `leave_control_flow` left."""
-    from torch._dynamo.symbolic_convert import InstructionTranslator
-
-    InstructionTranslator.current_tx().output.tracers.pop()
+    _dynamo_output().tracers.pop()
     return True
 
 

@@ -377,3 +377,11 @@ def test_a_process_group_is_made_when_there_is_none():
     model = dsgraph.partition(_net())
     assert dist.get_world_size() == 1
     assert next(model.parameters()).device_mesh.size() == 1
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_an_exported_program_reads_full_parameters(stage):
+    model = dsgraph.partition(nn.Linear(3, 2), stage=stage, keep_whole_below=0)
+    x = torch.randn(4, 3)
+    program = torch.export.export(model, (x,))
+    torch.testing.assert_close(program.module()(x), model(x))
