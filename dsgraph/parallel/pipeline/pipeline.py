@@ -107,6 +107,7 @@ def pipeline(
     agreement = _agreement(mesh)
     costs = _costs(agreement, mesh)
     captured = capture_model(model, example_inputs, kwargs=kwargs, device=device, costs=costs)
+    saved = _saved(model, captured)  # before memory of other stages is freed and ZeRO shards the own ones
     splits = SplitStages(count, split, seconds_per_byte=_seconds_per_byte(costs))
     plan = splits.plan(captured.graph_module.graph, captured.costs, captured.repeated)
     graphs = stage_graphs(
@@ -153,7 +154,7 @@ def pipeline(
         device=device,
         equal=EqualBatches(agreement, _slicing_agreement(captured, device)),
         draws=captured.draws,
-        known=_saved(model, captured),
+        known=saved,
     )
 
 
