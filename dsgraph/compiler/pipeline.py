@@ -43,6 +43,13 @@ from dsgraph.utils.nearest import nearest
 
 from .options import BackendOptions
 
+_PASSES_OF: dict[str, tuple[type[GraphPass], ...]] = {
+    "kernels": (SubstituteKernels,),
+    "gather_bucket_bytes": (BucketForwardGathers, BucketBackwardGathers),
+    "reduce_bucket_bytes": (BucketReductions, BucketSmallReductions),
+}
+"""Options that set passes and do not add them: a list without these passes would ignore them."""
+
 
 def build_pipeline(options: BackendOptions, facts: CaptureFacts) -> Pipeline:
     """Return the passes that compile one captured graph.
@@ -85,10 +92,10 @@ def bind_options(options: BackendOptions) -> Pipeline:
     plain = {item.name: item for item in _built_in(BackendOptions())}
     try:
         given = Pipeline(_by_name(item, plain, bound) for item in options.pipeline)
-        if "kernels" in options.model_fields_set and not any(isinstance(item, SubstituteKernels) for item in given):
-            raise PassError("option 'kernels' has no effect without SubstituteKernels: add it, or remove the option")
+        _refuse_without_effect(options, given)
         turned_off = plain.keys() - bound.keys()
-        passes = [_bound(item, bound.get(item.name)) for item in given if item.name not in turned_off]
+        settings = bound | {item.name: item for item in _streaming(options)}
+        passes = [_bound(item, settings.get(item.name)) for item in given if item.name not in turned_off]
         optional = [item for name, item in bound.items() if name not in plain]
         return Pipeline(_with_optional(passes, optional, order=list(bound)))
     except PassError as error:
@@ -137,6 +144,15 @@ def _substitute_kernels(options: BackendOptions) -> SubstituteKernels:
     asked = tuple(spec for spec in options.kernels if isinstance(spec, KernelSpec))
     automatic = KERNELS if "auto" in options.kernels else ()
     return SubstituteKernels(tuple(dict.fromkeys((*automatic, *asked))), asked=tuple(spec.name for spec in asked))
+
+
+def _refuse_without_effect(options: BackendOptions, given: Pipeline) -> None:
+    """Refuse options that set passes of which the user's list has none."""
+    for name, kinds in _PASSES_OF.items():
+        is_set = name in options.model_fields_set and getattr(options, name) is not None
+        if is_set and not any(isinstance(item, kinds) for item in given):
+            names = " or ".join(kind.__name__ for kind in kinds)
+            raise PassError(f"option {name!r} has no effect without {names}: add it, or remove the option")
 
 
 def _by_name(item: GraphPass | str, plain: Mapping[str, GraphPass], bound: Mapping[str, GraphPass]) -> GraphPass:

@@ -23,6 +23,7 @@ from dsgraph.passes import (
     Pipeline,
     SliceTensors,
     SparsifyAttention,
+    StreamForwardParameters,
     SubstituteKernels,
 )
 
@@ -146,6 +147,14 @@ def test_passes_may_be_named():
         (
             {"sparse_attention": Fixed(block=32), "pipeline": [SparsifyAttention(Fixed(block=64))]},
             r"an option sets layout of SparsifyAttention\(.*, which has its own",
+        ),
+        (
+            {"reduce_bucket_bytes": 7, "pipeline": [SliceTensors()]},
+            "option 'reduce_bucket_bytes' has no effect without BucketReductions or BucketSmallReductions: add it",
+        ),
+        (
+            {"read_ahead_bytes": 7, "pipeline": [StreamForwardParameters(9)]},
+            r"an option sets ahead_bytes of StreamForwardParameters\(.*, which has its own",
         ),
         (
             {"kernels": ["rms_norm"], "pipeline": [SliceTensors()]},

@@ -41,12 +41,13 @@ def partition_options(settings: EngineConfig) -> dict[str, Any]:
 
 
 def backend_options(settings: EngineConfig) -> dict[str, Any]:
-    """Return the options of the backend.
+    """Return the options of the backend. The section `zero_optimization` counts elements, options count bytes.
 
     Raises:
-        ConfigError: See `pass_options`.
+        ConfigError: Options contradict each other, or `dsgraph.pipeline` names passes that cannot run.
     """
-    own = settings.dsgraph
+    own, zero = settings.dsgraph, settings.zero_optimization
+    itemsize = (compute_dtype(settings) or torch.float32).itemsize
     found: dict[str, Any] = {"codegen": own.codegen, "strict": own.strict}
     if own.memory_limit is not None:
         found["memory_limit"] = own.memory_limit
@@ -56,26 +57,12 @@ def backend_options(settings: EngineConfig) -> dict[str, Any]:
         found["kernels"] = own.kernels
     if settings.sparse_attention is not None:
         found["sparse_attention"] = sparse_layout(settings)
-    return {**found, **pass_options(settings, compute_dtype(settings) or torch.float32)}
-
-
-def pass_options(config: EngineConfig, dtype: torch.dtype) -> dict[str, Any]:
-    """Return the options of the backend that choose passes and set them, such as `reduce_bucket_bytes`.
-
-    Args:
-        config: The complete configuration.
-        dtype: Dtype of the data sent: the section `zero_optimization` counts elements, options count bytes.
-
-    Raises:
-        ConfigError: `dsgraph.pipeline` names an unknown pass, or passes in an order that cannot run.
-    """
-    zero, found = config.zero_optimization, dict[str, Any]()
-    if config.dsgraph.pipeline is not None:
-        found["pipeline"] = list(config.dsgraph.pipeline)
+    if own.pipeline is not None:
+        found["pipeline"] = list(own.pipeline)
     if zero.allgather_bucket_size:
-        found["gather_bucket_bytes"] = zero.allgather_bucket_size * dtype.itemsize
+        found["gather_bucket_bytes"] = zero.allgather_bucket_size * itemsize
     if zero.reduce_bucket_size:
-        found["reduce_bucket_bytes"] = zero.reduce_bucket_size * dtype.itemsize
+        found["reduce_bucket_bytes"] = zero.reduce_bucket_size * itemsize
     if zero.overlap_comm is not None:
         found["overlap_comm"] = zero.overlap_comm
     if zero.offload_param.device == "nvme" and zero.offload_param.read_ahead is not None:
@@ -83,5 +70,5 @@ def pass_options(config: EngineConfig, dtype: torch.dtype) -> dict[str, Any]:
     try:
         bind_options(parse_options(found, {}))
     except OptionError as error:
-        raise ConfigError(f"dsgraph.pipeline: {error.__cause__ or error}") from None
+        raise ConfigError(f"dsgraph.pipeline: {error.__cause__}" if error.__cause__ else str(error)) from None
     return found

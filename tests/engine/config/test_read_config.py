@@ -4,10 +4,9 @@ import json
 from typing import Any
 
 import pytest
-import torch
 
 from dsgraph.engine.config.engine_config import EngineConfig
-from dsgraph.engine.config.options import pass_options
+from dsgraph.engine.config.options import backend_options
 from dsgraph.engine.config.other_keys import NOT_YET, WITHOUT_EFFECT
 from dsgraph.engine.config.read_config import read_config
 from dsgraph.utils.errors import ConfigError
@@ -129,11 +128,15 @@ def test_passes_are_chosen_by_name():
         return read_config({"train_batch_size": 2, "dsgraph": own}, ranks=1).config
 
     def names(**own):
-        return pass_options(resolved(**own), torch.float32)["pipeline"]
+        return backend_options(resolved(**own))["pipeline"]
 
     assert names(pipeline=["merge_gathers", "insert_zero_collectives"]) == ["merge_gathers", "insert_zero_collectives"]
-    assert pass_options(resolved(), torch.float32) == {}
+    assert backend_options(resolved()) == {"codegen": "inductor", "strict": False}
     with pytest.raises(ConfigError, match="unknown pass 'merge_gather'; did you mean 'merge_gathers'"):
         names(pipeline=["merge_gather"])
     with pytest.raises(ConfigError, match=r"dsgraph.pipeline: pass prefetch_forward_gathers requires"):
         names(pipeline=["prefetch_forward_gathers"])
+    with pytest.raises(
+        ConfigError, match=r"dsgraph.pipeline: option 'kernels' has no effect without SubstituteKernels"
+    ):
+        names(pipeline=["merge_gathers"], kernels=["rms_norm"])
