@@ -643,6 +643,11 @@ COMPILER = (
         killers=("tests/distributed/test_captured_regions.py",),
     ),
     Mutant(
+        *("regions-without-our-partitioner", "dsgraph/compiler/codegen.py", "missing check"),
+        *(" and not any(region_calls(gm)):", ":"),
+        killers=("tests/distributed/test_regions.py",),
+    ),
+    Mutant(
         *("region-hands-on-views", "passes/regions/saved_arguments.py", "missing check"),
         *("None not in aliased_arguments(node):", "node is None:"),
         killers=("tests/passes/regions/test_saved_arguments.py",),

@@ -121,12 +121,6 @@ class Backend:
         choice = next((found for ask in self._choices if (found := ask()) is not None), Usual())
         request = self._request(gm, example_inputs, chosen, mode=mode, choice=choice)
         states = partition_states(request.module) if request.module is not None else []
-        adds = chosen.codegen == "inductor" and regions.calls and request.sums
-        if adds and any(state.zero.number == 0 for state in states):
-            raise OptionError(
-                "partition(regions=...) at stage 0 with codegen 'inductor' is not supported inside dsgraph.accumulate: "
-                "use stage 1 or codegen 'eager', or leave regions out"
-            )
         left_out = [line for state in states for line in state.no_regions]
         request = replace(request, regions=replace(regions, inlined=(*left_out, *regions.inlined)))
         self._warn_of_limit(request, request.limit_gap)

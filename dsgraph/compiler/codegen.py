@@ -25,6 +25,7 @@ from dsgraph.passes import (
     Runner,
 )
 from dsgraph.passes.core.collective_order import collective_lines
+from dsgraph.passes.ir.regions import region_calls
 from dsgraph.passes.kernels.registry import register_kernels
 from dsgraph.passes.memory.fit import Agree, alone
 from dsgraph.passes.regions.captured import Captured
@@ -182,7 +183,8 @@ class Compilation:
         compile_graph = partial(
             self._inductor, gm, inputs, patches=patches, cache_tag=source_hash(), anew=self.options.dump is not None
         )
-        if self._runner.pipeline.ends_with_capture:
+        # The partitioner is needed for regions even without passes: see `read_arguments_outside`.
+        if self._runner.pipeline.ends_with_capture and not any(region_calls(gm)):
             return compile_graph()
         taken = [hook for hook in _HOOKS if hook in patches]
         if taken:
