@@ -658,21 +658,6 @@ COMPILER = (
         killers=("tests/passes/regions/test_captured.py",),
     ),
     Mutant(
-        *("regions-of-like-constants", "passes/regions/bodies.py", "missing check"),
-        *("return type(value), repr(value)", "return value"),
-        killers=("tests/passes/regions/test_outline.py",),
-    ),
-    Mutant(
-        *("region-returns-views", "passes/regions/bodies.py", "missing check"),
-        *("if is_view(node) and (node in outside", "if node.op == 'output' and (node in outside"),
-        killers=("tests/passes/regions/test_outline.py",),
-    ),
-    Mutant(
-        *("region-draws-numbers-once", "passes/ir/blocks.py", "missing check"),
-        *("torch.Tag.nondeterministic_seeded not in target.tags or", "True or"),
-        killers=("tests/passes/regions/test_segments.py",),
-    ),
-    Mutant(
         *("sum-added-where-the-shard-is-read", "dsgraph/compiler/captured_sums.py", "missing check"),
         *(
             "if not all(map(is_gather_marker, markers)):\n            return []",

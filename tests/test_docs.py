@@ -49,7 +49,7 @@ def test_every_option_of_the_backend_is_described_in_order():
 
 
 @pytest.mark.parametrize(
-    "name", ["verify", "strict", "recompile_limit", "dump_compiles", "inductor", "codegen", "kernels", "regions"]
+    "name", ["verify", "strict", "recompile_limit", "dump_compiles", "inductor", "codegen", "kernels"]
 )
 def test_defaults_of_options_are_those_of_the_page(name):
     default = BackendOptions.model_fields[name].get_default(call_default_factory=True)

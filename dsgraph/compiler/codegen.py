@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch.fx import GraphModule
@@ -29,7 +28,6 @@ from dsgraph.passes.ir.regions import region_calls
 from dsgraph.passes.kernels.registry import register_kernels
 from dsgraph.passes.memory.fit import Agree, alone
 from dsgraph.passes.regions.captured import Captured
-from dsgraph.passes.regions.outline import outline_regions
 from dsgraph.passes.runner.partitioner import is_body, source_hash
 from dsgraph.utils.errors import OptionError
 
@@ -37,10 +35,8 @@ from .capture import normalize_markers
 from .options import BackendOptions, mode_settings
 from .request import CompileOutcome, CompileWatch
 
-Regions = Literal["auto", "none"] | tuple[str, ...]  # see `BackendOptions.regions`
-
-REGIONS = "outline_regions"
-"""By which name the report knows what became of equal blocks."""
+REGIONS = "captured_regions"
+"""The name of the report's record of blocks that were captured once."""
 
 # The hooks through which Inductor takes the passes; options["inductor"] cannot use them as well.
 _HOOKS = ("custom_partitioner_fn", "joint_custom_post_pass")
@@ -51,54 +47,18 @@ _KEEP_ORDER = ("reorder_for_peak_memory", False)
 
 
 class _Partitioner(Partitioner):
-    """Shows the joint graph to a watch before any pass sees it, and lets the graphs behind all passes call regions."""
+    """Shows the joint graph to a watch before any pass sees it."""
 
-    def __init__(
-        self,
-        runner: Runner,
-        facts: CaptureFacts,
-        watch: CompileWatch,
-        *,
-        regions: Regions = "none",
-        agree: Agree = alone,
-    ) -> None:
+    def __init__(self, runner: Runner, facts: CaptureFacts, watch: CompileWatch, *, agree: Agree = alone) -> None:
         super().__init__(runner, facts, agree=agree)
         self._watch = watch
-        self._regions = regions
-
-    def uuid(self) -> object | None:
-        known = super().uuid()
-        return None if known is None else (known, self._regions)
 
     def __call__(
         self, gm: GraphModule, joint_inputs: Sequence[object], **kwargs: Any
     ) -> tuple[GraphModule, GraphModule]:
-        if is_body(gm):
-            return super().__call__(gm, joint_inputs, **kwargs)
-        self._watch.joint(gm)
-        forward, backward = super().__call__(gm, joint_inputs, **kwargs)
-        if self._regions != "none":
-            for part, phase in ((forward, Phase.FORWARD), (backward, Phase.BACKWARD)):
-                record = _outline(part, phase, self._regions)
-                if record.done or record.notes:
-                    self._runner.records.append(record)
-        return forward, backward
-
-
-def _outline(gm: GraphModule, phase: Phase, regions: Regions) -> PassRecord:
-    """Lets a graph call its regions; returns what came of it, for the report."""
-    started, nodes = time.perf_counter(), len(gm.graph.nodes)
-    found = outline_regions(gm, prefix=f"{phase.value}_region", within=None if regions == "auto" else regions)
-    return PassRecord(
-        REGIONS,
-        phase,
-        changed=sum(region.calls for region in found.regions),
-        notes=found.inlined,
-        done=tuple(map(str, found.regions)),
-        seconds=time.perf_counter() - started,
-        nodes_before=nodes,
-        nodes_after=len(gm.graph.nodes),
-    )
+        if not is_body(gm):
+            self._watch.joint(gm)
+        return super().__call__(gm, joint_inputs, **kwargs)
 
 
 class Compilation:
@@ -191,21 +151,13 @@ class Compilation:
             raise OptionError(
                 f"option 'inductor' sets {taken[0]!r}, which dsgraph needs for its own passes; use a GraphPass"
             )
-        partitioner = _Partitioner(
-            self._runner, self._facts, self._watch, regions=self._regions(patches), agree=self._agree
-        )
+        partitioner = _Partitioner(self._runner, self._facts, self._watch, agree=self._agree)
         patches["custom_partitioner_fn"] = self._partitioner = partitioner
         patches["joint_custom_post_pass"] = InferenceLowering(self._runner, self._facts)
         # A pass whose code cannot be identified, a plan in which other ranks have a say: nothing may come from a cache.
         if self.unidentified or partitioner.uuid() is None:
             patches["force_disable_caches"] = True
         return compile_graph()
-
-    def _regions(self, patches: Mapping[str, Any]) -> Regions:
-        """Which regions Inductor is to compile. What else reads its graphs takes them flat."""
-        is_ours = self._inductor is compat.compile_with_inductor
-        can_call = not self.records_cuda_graphs and not compat.writes_cpp_wrapper(patches)
-        return self.options.regions if is_ours and can_call else "none"
 
     def _compile_eager(self, gm: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         lowering = InferenceLowering(self._runner, self._facts)

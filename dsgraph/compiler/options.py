@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from inspect import signature
 from pathlib import Path
 from typing import Any, Literal
 
@@ -12,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from dsgraph import compat
 from dsgraph.inductor_ext.sparse.layouts import Layout, SparseLayoutError
 from dsgraph.inductor_ext.sparse.reading import layout_of
+from dsgraph.partitioning.partition import partition
 from dsgraph.passes import KERNELS, KernelSpec, Pipeline
 from dsgraph.utils.byte_counts import TAKES_BYTES, read_bytes
 from dsgraph.utils.errors import OptionError
@@ -64,9 +66,6 @@ class BackendOptions(BaseModel):
         sparse_attention: A layout of `dsgraph.sparse`, or a dict such as `{"mode": "fixed", "block": 16}`: every
             self-attention computes the blocks of the layout alone, see `SparsifyAttention`. None: all of them. With
             `strict`, a graph without any is an error.
-        regions: What is compiled once and called many times, where gradients are computed with codegen "inductor":
-            "none" nothing, "auto" all parts of blocks that a graph holds several times; a list names the lists of
-            modules whose blocks count, such as ["model.layers"].
         dump: Folder for a readable copy of every graph before and after every pass. Default: the environment variable
             DSGRAPH_DUMP, or nowhere.
         dump_compiles: How many compiles of a process are dumped into the folder; later ones are not.
@@ -89,7 +88,6 @@ class BackendOptions(BaseModel):
     partition_activations: bool = False
     kernels: Literal["auto", "none"] | tuple[KernelSpec | Literal["auto"], ...] = "auto"
     sparse_attention: Layout | None = None
-    regions: Literal["auto", "none"] | tuple[str, ...] = "none"
     dump: Path | None = None
     dump_compiles: int = Field(default=8, ge=1)
     inductor: dict[str, Any] = Field(default_factory=dict)
@@ -121,11 +119,6 @@ class BackendOptions(BaseModel):
         except SparseLayoutError as error:
             raise ValueError(str(error)) from error
 
-    @field_validator("regions", mode="before")
-    @classmethod
-    def _regions_by_name(cls, value: object) -> object:
-        return tuple(value) if isinstance(value, list) else value
-
     @field_validator("dump", mode="before")
     @classmethod
     def _from_text(cls, value: object) -> object:
@@ -149,6 +142,8 @@ def parse_options(given: Mapping[str, Any] | None, environ: Mapping[str, str] = 
         if key not in BackendOptions.model_fields:
             if key in _OF_COMPILE:
                 raise OptionError(f"unknown option {key!r}: write dsgraph.compile(model, {key}=...), which takes it")
+            if key in signature(partition).parameters:
+                raise OptionError(f"unknown option {key!r}: write dsgraph.partition(model, {key}=...), which takes it")
             raise OptionError(_unknown("option", str(key), list(BackendOptions.model_fields)))
     if environ.get("DSGRAPH_DUMP"):
         values.setdefault("dump", environ["DSGRAPH_DUMP"])
@@ -200,11 +195,6 @@ def _refuse_namesakes(kernels: tuple[KernelSpec | Literal["auto"], ...]) -> tupl
 def _refuse_without_effect(options: BackendOptions, given: Mapping[str, Any]) -> None:
     if "dump_compiles" in given and options.dump is None:
         raise OptionError("option 'dump_compiles' has no effect without 'dump' (or DSGRAPH_DUMP): remove it, or add it")
-    if "regions" in given and options.regions != "none" and options.codegen != "inductor":
-        raise OptionError(
-            f"option 'regions' has no effect with codegen={options.codegen!r}, which compiles no kernels: remove one "
-            "of the two"
-        )
     if "recompile_limit" not in given:
         return
     if not options.strict:
@@ -247,7 +237,6 @@ _TAKES = {
     "partition_activations": "True or False",
     "kernels": "'auto', 'none' or a list of kernels",
     "sparse_attention": "a layout of dsgraph.sparse, or a dict such as {'mode': 'fixed', 'block': 16}",
-    "regions": "'auto', 'none' or a list of names of module lists",
     "dump": "the path of a folder",
     "dump_compiles": "a number of compiles, 1 or more",
     "inductor": "a dict from names of torch._inductor.config to values",

@@ -29,19 +29,17 @@ _MARKERS = frozenset(
 _PLAIN_TENSORS = (torch.Tensor, FakeTensor)  # and no other subclass
 
 
-def is_plain(node: Node, *, symbolic: bool = False) -> bool:
-    """Return True if a node only computes tensors of known sizes from tensors of known sizes.
+def is_plain(node: Node) -> bool:
+    """Return True if a node of a graph with fake values only computes tensors from tensors, without random numbers.
 
-    Args:
-        node: A node of a graph of ATen ops with fake values.
-        symbolic: Allow dynamic sizes that are determined by input sizes, not by data.
+    Dynamic sizes must be determined by input sizes, not by data.
     """
     if node.op != "call_function" or is_barrier(node) or is_wait(node) or is_collective(node) or is_transfer(node):
         return False
     if node.target is operator.getitem:
-        return is_plain(node.all_input_nodes[0], symbolic=symbolic)
-    sources = [source for source in node.all_input_nodes if not (symbolic and _is_backed(source.meta.get("val")))]
-    return _repeats(node) and all(_is_known(each, symbolic=symbolic) for each in (node, *sources))
+        return is_plain(node.all_input_nodes[0])
+    sources = [source for source in node.all_input_nodes if not _is_backed(source.meta.get("val"))]
+    return _repeats(node) and all(_is_known(each) for each in (node, *sources))
 
 
 def block_of(path: str) -> tuple[str, str] | None:
@@ -67,11 +65,10 @@ def _repeats(node: Node) -> bool:
     return torch.Tag.nondeterministic_seeded not in target.tags or bound_arguments(node).get("dropout_p") == 0.0
 
 
-def _is_known(node: Node, *, symbolic: bool) -> bool:
+def _is_known(node: Node) -> bool:
     values = list(_tensors(node.meta.get("val")))
     return bool(values) and all(
-        type(value) in _PLAIN_TENSORS and value.layout is torch.strided and (_has_known_sizes(value, symbolic=symbolic))
-        for value in values
+        type(value) in _PLAIN_TENSORS and value.layout is torch.strided and _has_known_sizes(value) for value in values
     )
 
 
@@ -83,9 +80,9 @@ def _tensors(value: Any) -> Iterator[Any]:
         yield value
 
 
-def _has_known_sizes(value: torch.Tensor, *, symbolic: bool) -> bool:
+def _has_known_sizes(value: torch.Tensor) -> bool:
     sizes = (*value.shape, *value.stride(), value.storage_offset())
-    return all(isinstance(size, int) or (symbolic and _is_backed(size)) for size in sizes)
+    return all(isinstance(size, int) or _is_backed(size) for size in sizes)
 
 
 def _is_backed(size: object) -> bool:

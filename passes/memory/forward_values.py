@@ -310,4 +310,4 @@ def _may_repeat(node: Node) -> bool:
         and torch.Tag.nondeterministic_seeded in target.tags
     ):
         return True
-    return is_plain(node, symbolic=True) and not is_barrier(node)
+    return is_plain(node) and not is_barrier(node)

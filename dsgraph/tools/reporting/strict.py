@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from torch import nn
-
 from dsgraph import compat
 from dsgraph.compiler.frames import Capture
 from dsgraph.compiler.options import BackendOptions
@@ -14,7 +12,6 @@ from dsgraph.compiler.request import CompileRequest
 from dsgraph.passes import AxisRole, SparsifyAttention
 from dsgraph.passes.kernels.findings import NOWHERE
 from dsgraph.utils.errors import StrictError
-from dsgraph.utils.nearest import nearest
 
 from .compile_log import CompileEntry, CompileLog, GivenUp
 from .measure import is_own_op
@@ -72,24 +69,11 @@ def refuse_without_effect(request: CompileRequest) -> None:
     """
     if not request.trains:
         return
-    options, module = request.options, request.module
-    if options.partition_activations and all(axis.role is not AxisRole.TENSOR for axis in request.facts.axes):
+    if request.options.partition_activations and all(axis.role is not AxisRole.TENSOR for axis in request.facts.axes):
         raise StrictError(
             "strict: option 'partition_activations' has no effect: no operator of the model is divided among ranks. "
             f"Call dsgraph.tensor_parallel first, or drop the option, {_WITHOUT}"
         )
-    lists = [] if module is None else [name for name, inner in module.named_modules() if _is_list(inner)]
-    for name in options.regions if isinstance(options.regions, tuple) and module is not None else ():
-        if name not in lists:
-            raise StrictError(
-                f"strict: option 'regions' names {name!r}, which is no list of modules of {type(module).__name__}"
-                f"{nearest(name, lists)}; there are {', '.join(filter(None, lists)) or 'none'}. Drop it, {_WITHOUT}"
-            )
-
-
-def _is_list(module: nn.Module) -> bool:
-    """Return True if a module contains blocks by number."""
-    return any(name.isdigit() for name, _ in module.named_children())
 
 
 def refuse_compile(record: CompileEntry) -> None:
