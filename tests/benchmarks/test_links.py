@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -234,7 +235,13 @@ def test_hosts_are_removed_after_an_error(namespaces):
 def test_hosts_and_processes_are_removed_when_it_is_ended(namespaces, number):
     command = [sys.executable, "-m", "benchmarks.links", "--quick", "--systems", "ddp", "--steps", "100000"]
     process = subprocess.Popen(
-        command, cwd=ROOT, env=ENVIRON, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        command,
+        cwd=ROOT,
+        env=ENVIRON,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=partial(signal.signal, number, signal.SIG_DFL),  # a job in the background ignores SIGINT
     )
     try:
         assert process.stdout is not None

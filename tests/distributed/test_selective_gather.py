@@ -23,7 +23,7 @@ def _compare(limit: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "limit", [pytest.param(70_000, marks=pytest.mark.full), 90_000, pytest.param(10**9, marks=pytest.mark.full)]
+    "limit", [pytest.param(85_000, marks=pytest.mark.full), 90_000, pytest.param(10**9, marks=pytest.mark.full)]
 )
 def test_ranks_with_other_batches_choose_alike_and_match_one_process(ranks, limit):
     ranks(2).run(_compare, limit)
@@ -43,7 +43,7 @@ def _gathers(limit: int) -> tuple[tuple[str, ...], int]:
 @pytest.mark.full  # ranks with other batches choose alike below
 def test_the_rank_with_the_least_memory_to_spare_decides(ranks):
     kept = []
-    for limit in (70_000, 110_000, 120_000, 130_000):
+    for limit in (85_000, 110_000, 120_000, 130_000):
         (first, often), (second, _) = ranks(2).run(_gathers, limit)
         assert first == second
         kept.append((len(first), often))
