@@ -28,7 +28,7 @@ import dsgraph
 from benchmarks.memory import process_bytes
 from benchmarks.offload_model import ENVIRONMENT, SIZES, SMALL
 from benchmarks.report import MB, Row
-from dsgraph.offload.optimizer import OptimizerOnDisk
+from dsgraph.optim.disk_optimizer import OptimizerOnDisk
 from examples.gpt import GPT, GPTConfig
 
 CASES = ("deepspeed-host", "deepspeed-disk", "dsgraph-host", "dsgraph-disk")

@@ -40,7 +40,7 @@ Schedule = Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRSchedule
 
 
 def _adam(model: nn.Module, *, freeze_step: int = 0, lr: float = 1e-3) -> torch.optim.Optimizer:
-    from dsgraph.engine.optimizers.one_bit import OneBitAdam
+    from dsgraph.optim.one_bit import OneBitAdam
 
     if freeze_step:
         return OneBitAdam(model.parameters(), model, lr=lr, freeze_step=freeze_step, weight_decay=0.01)
@@ -48,8 +48,8 @@ def _adam(model: nn.Module, *, freeze_step: int = 0, lr: float = 1e-3) -> torch.
 
 
 def _lamb(model: nn.Module, *, freeze_step: int = 0, lr: float = 1e-2) -> torch.optim.Optimizer:
-    from dsgraph.engine.optimizers.lamb import Lamb
-    from dsgraph.engine.optimizers.one_bit import OneBitLamb
+    from dsgraph.optim.lamb import Lamb
+    from dsgraph.optim.one_bit import OneBitLamb
 
     if freeze_step:
         return OneBitLamb(model.parameters(), model, lr=lr, freeze_step=freeze_step, weight_decay=0.01)

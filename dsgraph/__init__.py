@@ -3,8 +3,8 @@
 model = dsgraph.partition(model, mesh, stage=3)
 model = torch.compile(model, backend="dsgraph")
 
-`__init__.pyi` is the table of public names. They are loaded when one is first used, or at once if torch is loaded:
-the command line reads dumps without torch, which takes seconds to load.
+`__init__.pyi` is the table of public names. Each is loaded when it is first used. The backend is registered then, or at
+once if torch is loaded: the command line reads dumps without torch, which takes seconds to load.
 """
 
 import ast
@@ -29,20 +29,14 @@ __all__ = sorted(_PUBLIC)
 
 def __getattr__(name: str) -> Any:
     if name in _PUBLIC:
-        return _load()[name]
+        import_module("dsgraph.api")  # registers the backend
+        value = globals()[name] = _attribute(_PUBLIC[name], name)
+        return value
     raise AttributeError(f"module 'dsgraph' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
-
-
-def _load() -> dict[str, Any]:
-    """Load all public names and make them attributes."""
-    import_module("dsgraph.api")  # registers the backend
-    names = {name: _attribute(module, name) for name, module in _PUBLIC.items()}
-    globals().update(names)
-    return names
 
 
 def _attribute(module: str, name: str) -> Any:
@@ -52,4 +46,4 @@ def _attribute(module: str, name: str) -> Any:
 
 
 if "torch" in sys.modules:
-    _load()
+    import_module("dsgraph.api")

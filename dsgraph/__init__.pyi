@@ -43,7 +43,7 @@ from .engine.initialize import initialize as initialize
 from .inference.init_inference import init_inference as init_inference
 from .inference.quantization.quantize import quantize as quantize
 from .inference.quantization.quantize import save_quantized as save_quantized
-from .offload.offload_optimizer import offload_optimizer as offload_optimizer
+from .optim.offload_optimizer import offload_optimizer as offload_optimizer
 from .parallel.parallelize import parallelize as parallelize
 from .parallel.pipeline.pipeline import pipeline as pipeline
 from .parallel.pipeline.pipelined import PipelinedModel as PipelinedModel

@@ -19,7 +19,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import dsgraph
-from dsgraph.offload.optimizer import OptimizerOnDisk
+from dsgraph.optim.disk_optimizer import OptimizerOnDisk
 from examples import ranks
 from examples.gpt import GPT, GPTConfig
 from examples.ranks import Place

@@ -15,8 +15,11 @@ from torch.optim import Optimizer
 from torch.utils.data import Dataset
 
 from dsgraph import compat
+from dsgraph.optim.full_matrix import whole_where_needed
+from dsgraph.optim.registry import MakesOptimizer
 from dsgraph.partitioning.state import partition
 from dsgraph.partitioning.table import partitioned_parts
+from dsgraph.ranks.first_rank import tell
 from dsgraph.ranks.mesh import resolve_mesh
 from dsgraph.utils.errors import ConfigError
 
@@ -28,17 +31,12 @@ from .data import RankLoader
 from .engine import Engine
 from .integrations.mpu import ModelParallel, data_parallel_mesh
 from .makers import Makers
-from .monitoring.log import overruled, say, tell
+from .monitoring.log import overruled, say
 from .monitoring.step_logger import Looks
 from .on_meta import check_weights, give_values, is_on_meta
-from .optimizers.by_name import (
-    Binding,
-    MakesOptimizer,
-    check_float32,
-    rebound,
-)
-from .optimizers.full_matrix import whole_where_needed
+from .optimizers.binding import Binding, rebound
 from .optimizers.offloading import check_offload, offload_notes, offloaded, planned
+from .optimizers.section import check_float32
 from .optimizers.step_moment import beside_notes
 from .parallel_engine import check_divided, data_rank, divided_engine
 from .pipeline_engine import PipelineEngine

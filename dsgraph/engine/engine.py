@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dsgraph.batches import call_with
+from dsgraph.optim.hooks import hooks_of
 from dsgraph.partitioning.accumulation.accumulate import accumulate, discard
 from dsgraph.partitioning.forward_inputs import cast_floating
 from dsgraph.utils.errors import EngineError
@@ -28,8 +29,7 @@ from .monitoring.metrics import Figures
 from .monitoring.progress import StepCounts
 from .monitoring.step_logger import Looks
 from .norms import unscale_and_clip
-from .optimizers.compressed_optimizer import CompressingOptimizer
-from .optimizers.step_moment import apply_late, close_offloaded, read_ahead, stepping
+from .optimizers.step_moment import stepping
 from .techniques.eigenvalues import Gradients
 from .techniques.layer_drop import ProgressiveLayerDrop
 from .techniques.quantize_training import QuantizedTraining
@@ -105,7 +105,7 @@ class Engine(Figures, Saving, Weights, nn.Module):
         self._looks, self._shared = looks, shared
         self.progressive_layer_drop, self.quantized_training = layer_drop, quantized_training
         self._again: Again | None = None
-        self._scale_optimizer()
+        hooks_of(optimizer).set_scale(self.loss_scale.scale)
         self._writer = Writer()
 
     def get_global_grad_norm(self) -> float | None:
@@ -149,7 +149,7 @@ class Engine(Figures, Saving, Weights, nn.Module):
                 pass
 
     def _takes_in_momenta(self) -> bool:
-        return isinstance(self.optimizer, CompressingOptimizer) and self.optimizer.is_compressing
+        return hooks_of(self.optimizer).compresses
 
     def backward(self, loss: Tensor, *, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
         """Adds the gradients of a micro-batch.
@@ -230,12 +230,12 @@ class Engine(Figures, Saving, Weights, nn.Module):
             self._looks.after_step(self, self._norm)
 
     def _step(self) -> None:
-        read_ahead(self.optimizer)
+        hooks_of(self.optimizer).start_reading()
         is_finite = self._prepare_gradients()
         if is_finite:
             self.optimizer.step()
         else:
-            apply_late(self.optimizer)
+            hooks_of(self.optimizer).finish()
         self._looks.weigh(self)
         self.optimizer.zero_grad()
         self.counts.steps += 1
@@ -246,15 +246,11 @@ class Engine(Figures, Saving, Weights, nn.Module):
         if is_finite and self.quantized_training is not None:
             self.quantized_training.after_step(self._gradients_again)
         self.loss_scale.update(overflow=not is_finite)
-        self._scale_optimizer()
+        hooks_of(self.optimizer).set_scale(self.loss_scale.scale)
 
     def _gradients_again(self) -> Gradients:
         assert self._again is not None
         return self._again.gradients_of(self.module, scale=self.loss_scale.scale)
-
-    def _scale_optimizer(self) -> None:
-        if isinstance(self.optimizer, CompressingOptimizer):
-            self.optimizer.set_scale(self.loss_scale.scale)
 
     def _prepare_gradients(self) -> bool:
         """Unscales and clips; False where the step is to be skipped."""
@@ -326,9 +322,9 @@ class Engine(Figures, Saving, Weights, nn.Module):
         if self.training_dataloader is not None:
             self.training_dataloader.end_loop()
         self._runs = (self.module,)
-        apply_late(self.optimizer)
+        hooks_of(self.optimizer).finish()
         if self.progressive_layer_drop is not None:
             self.progressive_layer_drop.let_go()
         self._looks.close()
         self.optimizer.zero_grad()
-        close_offloaded(self.optimizer)
+        hooks_of(self.optimizer).close()

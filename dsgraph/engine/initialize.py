@@ -12,6 +12,7 @@ from torch.distributed.tensor import DeviceMesh
 from torch.optim import Optimizer
 from torch.utils.data import Dataset
 
+from dsgraph.optim.registry import MakesOptimizer
 from dsgraph.utils.errors import ConfigError
 
 from .build import (
@@ -27,7 +28,7 @@ from .build import (
 )
 from .data import RankLoader
 from .makers import resolve_makers
-from .optimizers.by_name import MakesOptimizer, parameters_in
+from .optimizers.binding import parameters_in
 
 
 def initialize(

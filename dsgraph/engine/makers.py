@@ -11,10 +11,11 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from dsgraph.optim.registry import Groups, MakesOptimizer
 from dsgraph.utils.errors import ConfigError
 
 from .config.engine_config import EngineConfig
-from .optimizers.by_name import Groups, MakesOptimizer, check_compression, maker_of
+from .optimizers.section import check_compression, maker_of_section
 from .schedules.by_name import schedule_class
 
 
@@ -70,7 +71,7 @@ def _optimizer_or_maker(
         return None, partial(_call, given)
     if settings.optimizer is None:
         raise ConfigError("initialize: no optimizer: pass one, or set optimizer.type in the configuration")
-    return None, maker_of(settings.optimizer, model)
+    return None, maker_of_section(settings.optimizer, model)
 
 
 def _call(make: Callable[[Groups], Any], groups: Groups) -> Optimizer:

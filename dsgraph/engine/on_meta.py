@@ -12,9 +12,9 @@ import torch.distributed as dist
 from torch import nn
 
 from dsgraph.partitioning.initialization.materialize import materialize
+from dsgraph.ranks.first_rank import tell
 from dsgraph.utils.errors import ConfigError
 
-from .monitoring.log import tell
 from .monitoring.memory_breakdown import peak_bytes, status_bytes
 
 MOMENT = 2.0

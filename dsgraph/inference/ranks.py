@@ -57,7 +57,7 @@ def all_ranks(count: int, device: torch.device) -> SlicingRanks:
     if not dist.is_available() or not dist.is_initialized():
         raise InferenceError(
             f"init_inference: mp_size is {count}, and there is one rank: start {count} of them, such as by "
-            f"`dsgraph run --ranks {count}`, and call dist.init_process_group first"
+            f"`dsgraph run --nproc {count}`, and call dist.init_process_group first"
         )
     if dist.get_world_size() != count:
         raise InferenceError(

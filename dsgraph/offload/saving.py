@@ -15,13 +15,11 @@ from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, WriteItem
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from dsgraph.optim.hooks import hooks_of
+from dsgraph.optim.stored_state import StoredState
 from dsgraph.partitioning.rows import own_part
 from dsgraph.tiers.stored_rows import StoredRows, stored_rows
 from dsgraph.tiers.stored_tensor import StoredTensor, room
-from dsgraph.utils.errors import OffloadError
-
-from .optimizer import OptimizerOnDisk
-from .stored_state import StoredState
 
 _HALF = "was not read to its end from a checkpoint, and is neither the old one nor the new one: load a checkpoint"
 
@@ -125,8 +123,8 @@ def loading_to_disk(module: nn.Module, optimizer: Optimizer, *, module_only: boo
     Raises:
         OffloadError: A backward has begun a step; nothing was read.
     """
-    if isinstance(optimizer, OptimizerOnDisk) and optimizer.begun:
-        raise OffloadError("the backward has begun to update parameters: call optimizer.step() before you load others")
+    hooks = hooks_of(optimizer)
+    hooks.refuse_load()
     planner, params = LoadPlannerToDisk(optimizer), list(module.parameters())
     try:
         yield planner
@@ -134,15 +132,15 @@ def loading_to_disk(module: nn.Module, optimizer: Optimizer, *, module_only: boo
         if planner.has_begun:
             for rows in _rows_of(params):
                 rows.held_for = _HALF
-            if isinstance(optimizer, OptimizerOnDisk) and not module_only:
-                optimizer.refuse_steps(error)
+            if not module_only:
+                hooks.refuse_steps(error)
         raise
     torch.autograd.graph.increment_version(params)
     for rows in _rows_of(params):
         rows.held_for = ""
         rows.forget_reads()
-    if isinstance(optimizer, OptimizerOnDisk) and not module_only:
-        optimizer.refuse_steps(None)
+    if not module_only:
+        hooks.refuse_steps(None)
 
 
 def refuse_half(module: nn.Module, optimizer: Optimizer) -> None:
@@ -154,8 +152,7 @@ def refuse_half(module: nn.Module, optimizer: Optimizer) -> None:
     """
     for rows in _rows_of(list(module.parameters())):
         rows.refuse_held()
-    if isinstance(optimizer, OptimizerOnDisk):
-        optimizer.refuse_failed()
+    hooks_of(optimizer).refuse_failed()
 
 
 def _rows_of(params: list[nn.Parameter]) -> Iterator[StoredRows]:

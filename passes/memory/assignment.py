@@ -8,13 +8,11 @@ from itertools import pairwise
 from typing import Any
 
 import numpy as np
-from scipy.optimize import Bounds, LinearConstraint, milp
-from scipy.sparse import coo_array
 
-from dsgraph.passes.analysis.quiet import without_library_output
+from .integer_program import Bounded, minimize, sparse_rows
 
 _GAP = 1e-4
-_NODES = 5000  # of the search: the same on every rank, which a limit of time is not
+_NODES = 5000
 
 
 @dataclass(frozen=True)
@@ -53,23 +51,23 @@ def assign(choices: Sequence[Sequence[Option]], limit: int | None) -> list[int] 
     cost = np.array([item.seconds / time + 1e-6 * item.saved / unit for part in choices for item in part] + [0.0])
     if limit is None:
         cost = np.concatenate([cost[:-1] * 1e-3, [1.0]])
-    rows, upper = _rows(choices, unit)
     low, high = np.zeros(width + 1), np.ones(width + 1)
     high[width] = np.inf if limit is None else limit / unit
     one, ends = np.zeros((len(choices), width + 1)), np.cumsum([0, *map(len, choices)])
     for number in range(len(choices)):
         one[number, ends[number] : ends[number + 1]] = 1
-    with without_library_output():
-        found = milp(
-            cost,
-            integrality=np.concatenate([np.ones(width), [0]]),
-            bounds=Bounds(low, high),
-            constraints=[LinearConstraint(one, lb=1, ub=1), LinearConstraint(rows, ub=upper)],
-            options={"mip_rel_gap": _GAP, "node_limit": _NODES},
-        )
-    if found.x is None:
+    found = minimize(
+        cost,
+        integral=np.array([1] * width + [0]),
+        low=low,
+        high=high,
+        constraints=[Bounded(one, low=1, high=1), Bounded(_rows(choices, unit), high=0)],
+        gap=_GAP,
+        nodes=_NODES,
+    )
+    if found is None:
         return None
-    return [int(np.argmax(found.x[start:end])) for start, end in pairwise(ends.tolist())]
+    return [int(np.argmax(found[start:end])) for start, end in pairwise(ends.tolist())]
 
 
 def needs(options: Sequence[Option]) -> int:
@@ -81,7 +79,7 @@ def needs(options: Sequence[Option]) -> int:
     return most
 
 
-def _rows(choices: Sequence[Sequence[Option]], unit: float) -> tuple[Any, Any]:
+def _rows(choices: Sequence[Sequence[Option]], unit: float) -> Any:
     """For each part one row for its forward and one for its backward; the last variable is what a step may take."""
     entries: list[tuple[int, int, float]] = []
     width = sum(map(len, choices))
@@ -96,6 +94,4 @@ def _rows(choices: Sequence[Sequence[Option]], unit: float) -> tuple[Any, Any]:
             entries.append((2 * number + 1, column, (item.saved + item.backward) / unit))
             before.append((column, item.saved / unit))
             column += 1
-    lines, columns, sizes = zip(*entries, strict=True)
-    shape = (2 * len(choices), width + 1)
-    return coo_array((sizes, (lines, columns)), shape=shape).tocsr(), np.zeros(shape[0])
+    return sparse_rows(entries, (2 * len(choices), width + 1))

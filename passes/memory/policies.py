@@ -11,18 +11,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from scipy.optimize import Bounds, LinearConstraint, milp
-from scipy.sparse import coo_array
-
-from dsgraph.passes.analysis.quiet import without_library_output
 
 from .forward_values import Part
+from .integer_program import Bounded, Vector, minimize, sparse_rows
 
 AMOUNTS = 8
 """How many amounts of memory are tried between the least and the most that a part can save."""
 
 _GAP = 1e-3
-_NODES = 2000  # of the search: a limit that is the same on every rank, which a limit of time is not
+_NODES = 2000
 
 
 @dataclass(frozen=True)
@@ -121,25 +118,27 @@ class _Programme:
         constraints = [self._constraint]
         if room is not None:
             row = np.concatenate([self._bytes / total, np.zeros(2 * count + 1)])[None, :]
-            constraints.append(LinearConstraint(row, ub=room / total))
-        with without_library_output():
-            found = milp(
-                cost,
-                integrality=np.concatenate([np.ones(2 * count), np.zeros(count + 1)]),
-                bounds=self._bounds,
-                constraints=constraints,
-                options={"mip_rel_gap": _GAP, "node_limit": _NODES},
-            )
-        if found.x is None:
+            constraints.append(Bounded(row, high=room / total))
+        low, high = self._bounds
+        found = minimize(
+            cost,
+            integral=np.array([1] * (2 * count) + [0] * (count + 1)),
+            low=low,
+            high=high,
+            constraints=constraints,
+            gap=_GAP,
+            nodes=_NODES,
+        )
+        if found is None:
             return None
-        kept = frozenset(np.flatnonzero(found.x[:count] > 0.5).tolist())
-        away = frozenset(np.flatnonzero(found.x[count : 2 * count] > 0.5).tolist()) - kept
+        kept = frozenset(np.flatnonzero(found[:count] > 0.5).tolist())
+        away = frozenset(np.flatnonzero(found[count : 2 * count] > 0.5).tolist()) - kept
         size = sum(self._values[position].bytes for position in kept)
-        seconds = float((self._seconds * found.x[2 * count : -1]).sum() + found.x[-1] * self._time)
+        seconds = float((self._seconds * found[2 * count : -1]).sum() + found[-1] * self._time)
         return Policy(kept, size, seconds, away)
 
 
-def _bounds(part: Part, may_offload: bool) -> Bounds:
+def _bounds(part: Part, may_offload: bool) -> tuple[Vector, Vector]:
     count = len(part.values)
     low, high = np.zeros(3 * count + 1), np.ones(3 * count + 1)
     high[-1] = np.inf
@@ -151,12 +150,9 @@ def _bounds(part: Part, may_offload: bool) -> Bounds:
             high[position] = float(value.saved)
         if value.saved is True or not value.may_repeat:
             high[2 * count + position] = 0
-    return Bounds(low, high)
+    return low, high
 
 
-def _at_least(rows: Sequence[Sequence[tuple[int, float]]], least: Sequence[float], width: int) -> LinearConstraint:
+def _at_least(rows: Sequence[Sequence[tuple[int, float]]], least: Sequence[float], width: int) -> Bounded:
     entries = [(number, column, factor) for number, row in enumerate(rows) for column, factor in row]
-    lines, columns, factors = zip(*entries, strict=True)
-    return LinearConstraint(
-        coo_array((factors, (lines, columns)), shape=(len(rows), width)).tocsr(), lb=np.array(least)
-    )
+    return Bounded(sparse_rows(entries, (len(rows), width)), low=np.array(least))

@@ -13,8 +13,8 @@ from torch import Tensor, nn, optim
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
 import dsgraph
-from dsgraph.offload.optimizer import OptimizerOnDisk
 from dsgraph.offload.saving import LoadPlannerToDisk, SavePlannerFromDisk
+from dsgraph.optim.disk_optimizer import OptimizerOnDisk
 from dsgraph.tiers.slots import SlotFile
 from dsgraph.tiers.stored_tensor import StoredTensor
 from tests.models import CASES, build

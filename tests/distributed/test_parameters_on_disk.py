@@ -18,7 +18,7 @@ from torch import Tensor, nn, optim
 from torch.distributed.tensor import Shard
 
 import dsgraph
-from dsgraph.offload.optimizer import OptimizerOnDisk
+from dsgraph.optim.disk_optimizer import OptimizerOnDisk
 from dsgraph.tiers.stored_rows import stored_rows
 from dsgraph.utils.errors import OffloadError, PartitionError
 from tests.models import CASES, build
@@ -234,7 +234,7 @@ _KILLED = """
     import contextlib, os, signal, sys, threading, torch, dsgraph
     import torch.distributed as dist
     from pathlib import Path
-    from dsgraph.offload.optimizer import OptimizerOnDisk
+    from dsgraph.optim.disk_optimizer import OptimizerOnDisk
 
     def reached(phase):
         if phase == sys.argv[2]:

@@ -14,8 +14,8 @@ from torch import nn
 
 import dsgraph
 from dsgraph import compat
-from dsgraph.engine.optimizers.lamb import Lamb
 from dsgraph.engine.schedules.by_name import WarmupLR
+from dsgraph.optim.lamb import Lamb
 from tests.distributed.training import full
 from tests.models import CASES, build
 

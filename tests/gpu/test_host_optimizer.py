@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn, optim
 
-from dsgraph.offload.delayed import DelayedHostOptimizer
-from dsgraph.offload.host_optimizer import MASTER, HostOptimizer
+from dsgraph.optim.delayed import DelayedHostOptimizer
+from dsgraph.optim.host_optimizer import MASTER, HostOptimizer
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from torch import nn, optim
 
 import dsgraph
-from dsgraph.offload.host_optimizer import HostOptimizer
-from dsgraph.offload.optimizer import OptimizerOnDisk
 from dsgraph.offload.plan import plan_offload
+from dsgraph.optim.disk_optimizer import OptimizerOnDisk
+from dsgraph.optim.host_optimizer import HostOptimizer
 from dsgraph.tiers.slots import first_of, share_of
 from dsgraph.tiers.stored_rows import stored_rows
 from dsgraph.utils.errors import OffloadError

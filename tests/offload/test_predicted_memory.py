@@ -11,7 +11,7 @@ from torch import nn, optim
 
 import dsgraph
 from dsgraph.inductor_ext.transfers.buffers import Buffer
-from dsgraph.offload.optimizer import OptimizerOnDisk
+from dsgraph.optim.disk_optimizer import OptimizerOnDisk
 from dsgraph.tiers.chunk_sizes import StateChunk, step_buffers
 from dsgraph.tiers.stored_rows import stored_rows
 

@@ -21,9 +21,8 @@ from torch.optim import Optimizer
 from dsgraph.checkpoint_files import read_about
 from dsgraph.checkpoint_folder import find_tag
 from dsgraph.engine.on_all_ranks import on_first, reason, together
-from dsgraph.engine.optimizers.compressed_optimizer import CompressingOptimizer
-from dsgraph.offload.optimizer import OptimizerOnDisk
 from dsgraph.offload.saving import loading_to_disk
+from dsgraph.optim.hooks import hooks_of
 from dsgraph.partitioning.table import partitioned_parts
 from dsgraph.utils.errors import CheckpointError, OffloadError
 
@@ -111,7 +110,7 @@ def _random_states(path: Path, about: dict[str, Any]) -> dict[str, Tensor]:
 def is_on_disk(engine: HasTensors, *, module_only: bool) -> bool:
     """Whether something lies on disk of what is read: alike on all ranks, also on one that has no rows of it."""
     entries = (entry for part in partitioned_parts(engine.module) for entry in part.parameters)
-    has_state = isinstance(engine.optimizer, OptimizerOnDisk) and not module_only
+    has_state = hooks_of(engine.optimizer).has_state_on_disk and not module_only
     return has_state or any(entry.stored is not None for entry in entries)
 
 
@@ -163,25 +162,20 @@ def _wanted(engine: Training, path: Path, *, module_only: bool) -> dict[str, Any
 
 def _state_to_read(optimizer: Any, name: str, param: Tensor, saved: dict[str, Any]) -> dict[str, Tensor]:
     """What the state of a parameter is read into, by key, of what a checkpoint has of it."""
-    owns, empty_state = getattr(optimizer, "owns", None), getattr(optimizer, "empty_state", None)
-    is_whole = owns(param) if owns is not None else None
-    if is_whole is False:  # another rank keeps it
+    hooks = hooks_of(optimizer)
+    if hooks.owns(param) is False:  # another rank stores it
         return {}
-    on_disk = optimizer.state.tensors(param) if isinstance(optimizer, OptimizerOnDisk) and saved else {}
+    on_disk = hooks.state_on_disk(param) if saved else {}
     if not on_disk.keys() <= saved.keys():
         lacks = next(key for key in on_disk if key not in saved)
         raise CheckpointError(f"there is no {lacks!r} of {name} in it: load_module_only=True takes the model alone")
     found: dict[str, Tensor] = {}
     for key, about in saved.items():
-        size, dtype = about.size, about.properties.dtype
-        like = is_whole is None and size == param.shape and len(size) > 0
-        if key in on_disk:
-            found[key] = on_disk[key]
-        elif empty_state is not None:
-            empty = empty_state(param, key, size)
-            found |= {} if empty is None else {key: empty}
-        else:
-            found[key] = torch.empty_like(param, dtype=dtype) if like else torch.empty(size, dtype=dtype)
+        empty = on_disk.get(key)
+        if empty is None:
+            empty = hooks.empty_state(param, key, about.size, about.properties.dtype)
+        if empty is not None:
+            found[key] = empty
     return found
 
 
@@ -194,13 +188,12 @@ def _take_model(engine: Training, state: dict[str, Any]) -> None:
 
 
 def _take_rest(engine: Training, state: dict[str, Any], about: dict[str, Any]) -> None:
+    hooks = hooks_of(engine.optimizer)
     engine.optimizer.state.clear()  # a checkpoint of an optimizer that has not stepped holds none
     for name, param in engine.module.named_parameters():
         found = {**dict(_of_parameter(state, name)), **about["optimizer"].get(name, {})}
-        if found and isinstance(engine.optimizer, OptimizerOnDisk):
-            engine.optimizer.state.take_rest(param, found)
-        elif found:
-            engine.optimizer.state[param] = found
+        if found:
+            hooks.take_state(engine.optimizer.state, param, found)
     for group, saved in zip(engine.optimizer.param_groups, about["groups"], strict=True):
         for key, value in saved.items():
             own = group.get(key)
@@ -208,8 +201,7 @@ def _take_rest(engine: Training, state: dict[str, Any], about: dict[str, Any]) -
                 own.fill_(value)
             else:
                 group[key] = tuple(value) if isinstance(own, tuple) else value
-    if isinstance(engine.optimizer, CompressingOptimizer):
-        engine.optimizer.go_on()
+    hooks.after_load()
     engine.go_on_from(about["engine"])
 
 

@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import nn
 
-from dsgraph.engine.monitoring.log import tell
 from dsgraph.engine.on_all_ranks import exchange
+from dsgraph.ranks.first_rank import tell
 from dsgraph.utils.errors import CheckpointError
 
 

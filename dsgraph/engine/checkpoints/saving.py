@@ -18,9 +18,9 @@ from dsgraph.engine.config.read_config import ResolvedConfig
 from dsgraph.engine.data import RankLoader
 from dsgraph.engine.integrations.mpu import ModelParallel
 from dsgraph.engine.loss_scale import LossScale
-from dsgraph.engine.monitoring.log import tell
 from dsgraph.engine.monitoring.progress import StepCounts
 from dsgraph.engine.techniques.quantize_training import QuantizedTraining
+from dsgraph.ranks.first_rank import tell
 from dsgraph.utils.errors import CheckpointError, on_one_line
 
 from . import loading

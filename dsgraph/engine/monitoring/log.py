@@ -6,6 +6,7 @@ import torch.distributed as dist
 
 from dsgraph.engine.config.engine_config import EngineConfig
 from dsgraph.engine.config.read_config import ResolvedConfig
+from dsgraph.ranks.first_rank import tell
 
 
 def overruled(optimizer: object, lr_scheduler: object, settings: EngineConfig) -> list[str]:
@@ -23,10 +24,3 @@ def say(resolved: ResolvedConfig, more: list[str]) -> None:
     tell(*resolved.notes, *more)
     if dist.get_rank() == 0 and resolved.config.dump_state:
         print(resolved.config.model_dump_json(indent=1), flush=True)
-
-
-def tell(*notes: str) -> None:
-    """Prints a line for each note."""
-    if dist.get_rank() == 0:
-        for note in notes:
-            print(f"dsgraph: {note}", flush=True)

@@ -11,9 +11,9 @@ from torch.optim import Optimizer
 
 from dsgraph.engine.config.engine_config import EngineConfig
 from dsgraph.engine.config.offload_config import OffloadOptimizerConfig, OffloadParamConfig
-from dsgraph.offload.offload_optimizer import offloaded_to
-from dsgraph.offload.optimizer import ELEMENTWISE
 from dsgraph.offload.plan import plan_offload
+from dsgraph.optim.hooks import is_elementwise
+from dsgraph.optim.offload_optimizer import offloaded_to
 from dsgraph.partitioning.rows import own_part
 from dsgraph.partitioning.table import OffloadArguments
 from dsgraph.utils.byte_counts import on_device
@@ -154,7 +154,7 @@ def _is_there_anyway(optimizer: Optimizer) -> bool:
     """Return True if an optimizer that is not elementwise has its state on the host already and needs no masters."""
     params = [own_part(param) for group in optimizer.param_groups for param in group["params"]]
     on_host = all(param.device.type == "cpu" and param.dtype.itemsize > 2 for param in params)
-    return on_host and not isinstance(optimizer, ELEMENTWISE)
+    return on_host and not is_elementwise(optimizer)
 
 
 def _all_of(optimizer: Optimizer) -> Iterator[Optimizer]:

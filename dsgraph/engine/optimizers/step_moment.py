@@ -7,9 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 from torch.optim import Optimizer
 
 from dsgraph.engine.config.engine_config import EngineConfig
-from dsgraph.offload.delayed import DelayedHostOptimizer
-from dsgraph.offload.host_optimizer import HostOptimizer
-from dsgraph.offload.optimizer import OptimizerOnDisk
+from dsgraph.optim.hooks import hooks_of
 
 
 def needs_all_gradients(settings: EngineConfig) -> str:
@@ -23,27 +21,9 @@ def needs_all_gradients(settings: EngineConfig) -> str:
 
 def stepping(optimizer: Optimizer, settings: EngineConfig, *, is_last: bool) -> AbstractContextManager[None]:
     """Around a backward: of the last one of a step, the optimizer takes gradients as they arrive, if it can."""
-    if not is_last or not isinstance(optimizer, OptimizerOnDisk) or needs_all_gradients(settings):
+    if not is_last or needs_all_gradients(settings):
         return nullcontext()
-    return optimizer.beside_backward()
-
-
-def read_ahead(optimizer: Optimizer) -> None:
-    """Starts to read what the step needs first, while the norm is computed."""
-    if isinstance(optimizer, OptimizerOnDisk):
-        optimizer.start_reading()
-
-
-def apply_late(optimizer: Optimizer) -> None:
-    """Applies an update that is a step late, where no step follows, or one is skipped: it comes no later for that."""
-    if isinstance(optimizer, HostOptimizer):
-        optimizer.finish()
-
-
-def close_offloaded(optimizer: Optimizer) -> None:
-    """Remove an optimizer's file and end its threads, if it has any."""
-    if isinstance(optimizer, (OptimizerOnDisk, DelayedHostOptimizer)):
-        optimizer.close()
+    return hooks_of(optimizer).beside_backward()
 
 
 def beside_notes(settings: EngineConfig) -> list[str]:

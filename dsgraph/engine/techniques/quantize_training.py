@@ -16,11 +16,11 @@ import torch
 from torch import Tensor, nn
 
 from dsgraph.engine.config.engine_config import EngineConfig
-from dsgraph.engine.monitoring.log import tell
 from dsgraph.inference.quantization.quantize import is_linear
 from dsgraph.partitioning.repeated_blocks import repeated_blocks
 from dsgraph.partitioning.table import PartitionedModel, hold
 from dsgraph.partitioning.transforms.fake_weight import FakeWeight
+from dsgraph.ranks.first_rank import tell
 from dsgraph.utils.errors import ConfigError
 from dsgraph.utils.nearest import nearest
 

@@ -17,8 +17,8 @@ import pytest
 import torch
 
 import dsgraph
-from dsgraph.offload.host_optimizer import HostOptimizer
-from dsgraph.offload.optimizer import OptimizerOnDisk
+from dsgraph.optim.disk_optimizer import OptimizerOnDisk
+from dsgraph.optim.host_optimizer import HostOptimizer
 from dsgraph.utils.errors import CheckpointError, ConfigError, OffloadError
 from tests.distributed.training import full
 from tests.engine.memory import Grown

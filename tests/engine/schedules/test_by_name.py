@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from dsgraph.engine.config.engine_config import OptimizerConfig
-from dsgraph.engine.optimizers.by_name import maker_of
+from dsgraph.engine.optimizers.section import maker_of_section
 from dsgraph.engine.schedules.by_name import schedule_class
 from dsgraph.utils.errors import ConfigError
 
@@ -95,7 +95,7 @@ def test_a_warm_up_ends_at_each_groups_own_rate():
 
 def test_adam_has_the_default_decay_of_the_one_that_is_named():
     for params, expected in (({}, 0.0), ({"torch_adam": True}, 0.01), ({"torch_adam": True, "weight_decay": 0.1}, 0.1)):
-        make = maker_of(OptimizerConfig(type="AdamW", params=params), torch.nn.Linear(1, 1))
+        make = maker_of_section(OptimizerConfig(type="AdamW", params=params), torch.nn.Linear(1, 1))
         assert make([{"params": [torch.nn.Parameter(torch.zeros(1))]}]).defaults["weight_decay"] == expected
 
 

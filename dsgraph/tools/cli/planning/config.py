@@ -29,7 +29,7 @@ def _configure(parser: argparse.ArgumentParser) -> None:
 
 def _run(arguments: argparse.Namespace) -> Answer:
     from dsgraph.engine.config.read_config import load_config, read_config
-    from dsgraph.engine.optimizers.by_name import check_config
+    from dsgraph.engine.optimizers.section import check_config
     from dsgraph.utils.errors import ConfigError
 
     if arguments.ranks < 1:

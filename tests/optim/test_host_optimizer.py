@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn, optim
 
-from dsgraph.offload.delayed import DelayedHostOptimizer
-from dsgraph.offload.host_optimizer import MASTER, HostOptimizer
-from dsgraph.offload.optimizer import ELEMENTWISE
+from dsgraph.optim.delayed import DelayedHostOptimizer
+from dsgraph.optim.hooks import ELEMENTWISE
+from dsgraph.optim.host_optimizer import MASTER, HostOptimizer
 from dsgraph.utils.errors import OffloadError
 
 OPTIONS = {optim.SGD: {"momentum": 0.9}, optim.AdamW: {"amsgrad": True}, optim.RMSprop: {"momentum": 0.5}}

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 import dsgraph
-from dsgraph.engine.optimizers.full_matrix import WholeParameters
+from dsgraph.optim.full_matrix import FullMatrixOptimizer
 from tests.engine.training import CASE, alone_step, batches, check_parameters, config
 from tests.models import build
 
@@ -47,7 +47,7 @@ def _check(stage: int, settings: dict, given, make_alone) -> None:
         del settings["optimizer"]
     engine, stepped, _, _ = dsgraph.initialize(model=model, optimizer=optimizer, config=settings)
     if given is not None:
-        assert isinstance(stepped, WholeParameters) == (stage > 0)
+        assert isinstance(stepped, FullMatrixOptimizer) == (stage > 0)
     alone = build(CASE)
     alone_optimizer = make_alone(alone)
     mine, everybody = batches(rank), [batches(other) for other in range(world)]

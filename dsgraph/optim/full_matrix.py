@@ -24,6 +24,8 @@ from dsgraph.inductor_ext import chunk_rows
 from dsgraph.partitioning.guards import NEED_ALL_ROWS
 from dsgraph.partitioning.rows import own_part
 
+from .hooks import WrappedOptimizer, hooks_of
+
 
 @dataclass(frozen=True)
 class _Share:
@@ -54,7 +56,7 @@ class _Share:
         return self.rows_of(rank) * math.prod(self.param.shape[1:])
 
 
-class WholeParameters(Optimizer):
+class FullMatrixOptimizer(WrappedOptimizer):
     """Steps another optimizer on whole parameters. Groups and their options are the other's own.
 
     Attributes:
@@ -67,9 +69,7 @@ class WholeParameters(Optimizer):
         Args:
             inner: Has not stepped.
         """
-        super().__init__(inner.param_groups, inner.defaults)
-        self.inner = inner
-        self.param_groups = inner.param_groups  # the same dicts: a schedule of either changes both
+        super().__init__(inner)
         self._owners: dict[int, int] = {}
         self._sharing()
 
@@ -129,10 +129,10 @@ class WholeParameters(Optimizer):
 
 def whole_where_needed(optimizer: Optimizer) -> Optimizer:
     """The optimizer itself, or, if it computes with whole parameters and holds split ones, what runs it right."""
-    if not isinstance(optimizer, NEED_ALL_ROWS):
+    if not (isinstance(optimizer, NEED_ALL_ROWS) or hooks_of(optimizer).needs_full_matrices):
         return optimizer
     is_split = any(_group_of(param) is not None for group in optimizer.param_groups for param in group["params"])
-    return WholeParameters(optimizer) if is_split else optimizer
+    return FullMatrixOptimizer(optimizer) if is_split else optimizer
 
 
 def _group_of(param: Tensor) -> dist.ProcessGroup | None:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn, optim
 
 import dsgraph
-from dsgraph.offload.optimizer import OptimizerOnDisk
+from dsgraph.optim.disk_optimizer import OptimizerOnDisk
 from dsgraph.utils.errors import OffloadError
 from tests.distributed.training import full
 from tests.models import CASES, build

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor, optim
+from torch import Tensor
 from torch.optim import Optimizer
 
 from dsgraph.inductor_ext.transfers.buffers import Buffer
@@ -27,19 +27,14 @@ from dsgraph.tiers.read_rows import ReadRows
 from dsgraph.utils.errors import OffloadError
 
 from .beside_backward import BesideBackward, Numbers
-from .chunks import Chunk, chunks_of, has_stepped, new_state
+from .chunks import Chunk, chunks_of, new_state
+from .hooks import WrappedOptimizer, check_elementwise
 from .stored_state import ChunkStore, StoredState
 
 _AHEAD = 2  # chunks whose state is read before anybody steps
 
-# They compute each element of a parameter by itself: on rows, and some parameters after others, it is the same.
-ELEMENTWISE = (
-    *(optim.Adadelta, optim.Adagrad, optim.Adam, optim.Adamax, optim.AdamW, optim.ASGD),
-    *(optim.NAdam, optim.RAdam, optim.RMSprop, optim.SGD),
-)
 
-
-class OptimizerOnDisk(Optimizer):
+class OptimizerOnDisk(WrappedOptimizer):
     """Steps another optimizer, whose state of the size of parameters lies in a file. Groups are the other's own.
 
     Attributes:
@@ -49,6 +44,7 @@ class OptimizerOnDisk(Optimizer):
     """
 
     tier: ClassVar[str] = "disk"
+    has_state_on_disk = True
 
     def __init__(self, inner: Optimizer, *, folder: Path, ratio: float = 1.0, chunk_bytes: int = CHUNK_BYTES) -> None:
         """Takes over an optimizer, and reserves the disk's bytes for its state.
@@ -67,9 +63,7 @@ class OptimizerOnDisk(Optimizer):
         _check(inner, params)
         if not 0 < ratio <= 1:
             raise OffloadError(f"ratio is {ratio!r}; it takes a share, above 0 and up to 1")
-        super().__init__(inner.param_groups, inner.defaults)
-        self.inner = inner
-        self.param_groups = inner.param_groups  # the same dicts: a schedule of either changes both
+        super().__init__(inner)
         self.chunks = chunks_of(inner, chunk_bytes)
         self._store = ChunkStore([chunk.size for chunk in self.chunks], ratio=ratio, folder=folder)
         self._stored = StoredState(self.chunks, self._store)
@@ -196,6 +190,25 @@ class OptimizerOnDisk(Optimizer):
             )
         super().zero_grad(set_to_none)
 
+    def state_on_disk(self, param: Tensor) -> Mapping[str, Tensor]:
+        """Return the tensors of a parameter's state that are on disk, by name."""
+        return self.state.tensors(param)
+
+    def take_state(self, state: StoredState, param: Tensor, found: dict[str, Any]) -> None:
+        """Store what a checkpoint has of a parameter besides the tensors on disk."""
+        state.take_rest(param, found)
+
+    def refuse_load(self) -> None:
+        """Refuse to load amid a step.
+
+        Raises:
+            OffloadError: A backward has begun a step.
+        """
+        if self.begun:
+            raise OffloadError(
+                "the backward has begun to update parameters: call optimizer.step() before you load others"
+            )
+
     def refuse_steps(self, failure: BaseException | None) -> None:
         """Refuses every later step because of a failure; None: parameters and state were loaded since."""
         self._failure = failure
@@ -281,22 +294,6 @@ class _Reading:
 def _wait_for(writing: Sequence[Future[None]]) -> None:
     for future in writing:
         future.result()
-
-
-def check_elementwise(inner: Optimizer) -> None:
-    """Refuses an optimizer whose state cannot lie elsewhere.
-
-    Raises:
-        OffloadError: It does not step element by element, or has stepped.
-    """
-    name = type(getattr(inner, "inner", inner)).__name__
-    if not isinstance(inner, ELEMENTWISE):
-        known = ", ".join(kind.__name__ for kind in ELEMENTWISE)
-        raise OffloadError(
-            f"the state of {name} cannot be offloaded: it is not known to step element by element: {known} are"
-        )
-    if has_stepped(inner):
-        raise OffloadError(f"{name} has stepped already: offload the state of a new one, and load a checkpoint into it")
 
 
 def _check(inner: Optimizer, params: Sequence[Tensor]) -> None:

@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch import nn, optim
 
-from dsgraph.offload.optimizer import ELEMENTWISE, OptimizerOnDisk
 from dsgraph.offload.saving import SavePlannerFromDisk
+from dsgraph.optim.disk_optimizer import OptimizerOnDisk
+from dsgraph.optim.hooks import ELEMENTWISE
 from dsgraph.utils.errors import OffloadError
 
 OPTIONS = {optim.SGD: {"momentum": 0.9}, optim.AdamW: {"amsgrad": True}, optim.RMSprop: {"momentum": 0.5}}

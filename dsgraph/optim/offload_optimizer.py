@@ -11,8 +11,8 @@ from dsgraph.partitioning.table import OffloadArguments, partitioned_parts
 from dsgraph.utils.errors import OffloadError
 
 from .delayed import DelayedHostOptimizer
+from .disk_optimizer import OptimizerOnDisk
 from .host_optimizer import HostOptimizer
-from .optimizer import OptimizerOnDisk
 
 
 def offload_optimizer(

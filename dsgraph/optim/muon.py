@@ -11,12 +11,13 @@ from torch.optim import Optimizer
 
 from dsgraph.utils.errors import ConfigError
 
-from .full_matrix import WholeParameters, whole_where_needed
+from .full_matrix import FullMatrixOptimizer, whole_where_needed
+from .hooks import OptimizerHooks
 
 Groups = list[dict[str, Any]]
 
 
-class MuonAndAdamW(Optimizer):
+class MuonAndAdamW(OptimizerHooks, Optimizer):
     """Muon for the matrices inside a model, AdamW for everything else, as DeepSpeed's type `Muon`."""
 
     def __init__(
@@ -74,9 +75,9 @@ class MuonAndAdamW(Optimizer):
         super().add_param_group(param_group)
 
     def owns(self, param: Tensor) -> bool | None:
-        """As `WholeParameters.owns`; None for what AdamW updates."""
+        """As `FullMatrixOptimizer.owns`; None for what AdamW updates."""
         for part in self._parts:
-            if isinstance(part, WholeParameters) and part.holds(param):
+            if isinstance(part, FullMatrixOptimizer) and part.holds(param):
                 return part.owns(param)
         return None
 

@@ -32,8 +32,8 @@ from dsgraph.tiers.stored_rows import stored_rows
 from dsgraph.utils.errors import OffloadError
 
 from .chunks import new_state
+from .hooks import WrappedOptimizer, check_elementwise
 from .moves import FromDevice, FromDisk, InPlace, Move
-from .optimizer import check_elementwise
 
 MASTER = "master"
 """The key of a parameter's master in its state."""
@@ -57,7 +57,7 @@ class Master:
     versions: tuple[int, int]
 
 
-class HostOptimizer(Optimizer):
+class HostOptimizer(WrappedOptimizer):
     """Steps another optimizer on the host. Groups are the other's own.
 
     Attributes:
@@ -84,10 +84,8 @@ class HostOptimizer(Optimizer):
         check_elementwise(inner)
         if not 0 < ratio <= 1:
             raise OffloadError(f"ratio is {ratio!r}; it takes a share, above 0 and up to 1")
-        super().__init__(inner.param_groups, inner.defaults)
-        self.inner = inner
+        super().__init__(inner)
         inner.state = new_state(inner)
-        self.param_groups = inner.param_groups  # the same dicts: a schedule of either changes both
         params = [param for group in self.param_groups for param in group["params"]]
         self._on_host = set(params[: first_of([own_part(param).numel() for param in params], ratio)])
         self._chunk_bytes = chunk_bytes
@@ -123,9 +121,6 @@ class HostOptimizer(Optimizer):
             move.settle()
         self._note([param for chunk in chunks for param, _ in chunk])
         return loss
-
-    def finish(self) -> None:
-        """Applies an update that is under way. There is one of delayed updates only, see `DelayedHostOptimizer`."""
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Takes over what `state_dict` gave, of this class or of the inner one.
@@ -258,12 +253,12 @@ class HostOptimizer(Optimizer):
             for key, value in {**state, **kept}.items()
         }
 
-    def empty_state(self, param: Tensor, key: str, size: torch.Size) -> Tensor:
-        """Memory into which a checkpoint's tensor of the state of a parameter can be read, where the state is."""
+    def empty_state(self, param: Tensor, key: str, size: torch.Size, dtype: torch.dtype) -> Tensor:
+        """Return memory for a tensor of a checkpoint, where the state is, in the dtype in which it is computed."""
         if size != param.shape or not len(size):
-            return torch.empty(size)
-        dtype = torch.float32 if param.dtype in _LOW else param.dtype
-        return distributed_like(param, torch.empty(own_part(param).shape, dtype=dtype, device=self._device_of(param)))
+            return torch.empty(size, dtype=dtype)
+        own = torch.float32 if param.dtype in _LOW else param.dtype
+        return distributed_like(param, torch.empty(own_part(param).shape, dtype=own, device=self._device_of(param)))
 
     def _note(self, params: Sequence[Tensor]) -> None:
         """The parameters are what their masters say."""

@@ -12,13 +12,15 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 from torch.optim import Optimizer
 
-from dsgraph.engine.monitoring.log import tell
 from dsgraph.partitioning.parameter import ParameterState
 from dsgraph.partitioning.rows import own_part
 from dsgraph.partitioning.state import partition_states
 from dsgraph.partitioning.transforms.compress import compress, own_chunk, ranks_of, stop_compressing, why_not_compressed
 from dsgraph.partitioning.transforms.compression import Compression
+from dsgraph.ranks.first_rank import tell
 from dsgraph.utils.errors import EngineError
+
+from .hooks import OptimizerHooks
 
 _ERRORS = ("worker_error", "owner_error")
 FREEZE_STEP = 100_000
@@ -45,18 +47,16 @@ class Momentum:
     now: Tensor
 
 
-class CompressingOptimizer(Optimizer):
+class CompressingOptimizer(OptimizerHooks, Optimizer):
     """The warm-up, the change to compression, and what a checkpoint takes of it.
 
     Subclasses call `prepare` when they are made.
 
     Attributes:
         freeze_step: Steps of the warm-up.
-        is_compressing: Whether gradients are averaged momenta.
     """
 
     freeze_step: int
-    is_compressing: bool = False
 
     def prepare(self, model: nn.Module, freeze_step: int, others: dict[str, Any]) -> None:
         """Takes down what all of them need.
@@ -119,7 +119,7 @@ class CompressingOptimizer(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self._check()
-        if self.is_compressing:
+        if self.compresses:
             self.compressed_step(list(self._momenta()))
             for compression in self._compressed.values():
                 compression.take_over()
@@ -138,12 +138,12 @@ class CompressingOptimizer(Optimizer):
             )
         return loss
 
-    def go_on(self) -> None:
+    def after_load(self) -> None:
         """Compresses or not, as its state says, which was read from a checkpoint. All ranks call it together."""
         entries = self._entries()
         for param in self._compressed:
             stop_compressing(entries[param])
-        self._compressed, self.is_compressing = {}, False
+        self._compressed, self.compresses = {}, False
         if self._steps() >= self.freeze_step:
             had_errors = self._start()
             if not had_errors:
@@ -152,18 +152,12 @@ class CompressingOptimizer(Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As of every optimizer; it goes on where the state left off."""
         super().load_state_dict(state_dict)
-        self.go_on()
+        self.after_load()
 
-    def empty_state(self, param: Tensor, key: str, size: torch.Size) -> Tensor | None:
-        """What a checkpoint's tensor is read into; None where it is not taken over: errors of other ranks.
-
-        Args:
-            param: Whose state it is.
-            key: Its name there.
-            size: Of the saved tensor.
-        """
+    def empty_state(self, param: Tensor, key: str, size: torch.Size, dtype: torch.dtype) -> Tensor | None:
+        """As of every optimizer; None for errors of another number of ranks."""
         if key not in _ERRORS:
-            return torch.empty_like(param) if size == param.shape and len(size) else torch.empty(size)
+            return super().empty_state(param, key, size, dtype)
         errors = _as_state(self._entries()[param], *self._no_errors(param))
         return errors[key] if size == errors[key].shape else None
 
@@ -216,7 +210,7 @@ class CompressingOptimizer(Optimizer):
             self._compressed[param] = made
         if left:
             tell(f"{type(self).__name__}: {', '.join(left)} had no gradient in the warm-up, and will not be updated")
-        self.is_compressing = True
+        self.compresses = True
         return had_errors
 
     def _write_coefficients(self) -> None:

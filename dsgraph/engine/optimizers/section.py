@@ -1,0 +1,109 @@
+"""The section `optimizer` of a configuration: what it makes, and what it cannot be combined with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+
+from dsgraph.engine.config.engine_config import EngineConfig, OptimizerConfig
+from dsgraph.optim.compressed_optimizer import FREEZE_STEP
+from dsgraph.optim.registry import MakesOptimizer, entry_of, maker_of
+from dsgraph.utils.errors import ConfigError
+
+
+def maker_of_section(config: OptimizerConfig, model: nn.Module) -> MakesOptimizer:
+    """Return what makes the optimizer of the section; see `maker_of`."""
+    return maker_of(config.type, config.params, model, other_keys=EngineConfig.model_fields)
+
+
+def check_config(settings: EngineConfig, *, is_divided: bool) -> list[str]:
+    """Checks what a configuration says of the optimizer where there is no model: an empty module stands for it.
+
+    Args:
+        settings: The configuration.
+        is_divided: Whether several ranks run one copy of the model.
+
+    Returns:
+        As `check_compression`.
+
+    Raises:
+        ConfigError: See `maker_of_section` and `check_compression`.
+    """
+    if settings.optimizer is not None:
+        maker_of_section(settings.optimizer, nn.Module())
+    return check_compression(settings, is_divided=is_divided)
+
+
+def check_compression(settings: EngineConfig, *, is_divided: bool) -> list[str]:
+    """Refuses what cannot go with compressed gradients, before anything is changed.
+
+    Args:
+        settings: The configuration.
+        is_divided: Whether several ranks run one copy of the model.
+
+    Returns:
+        A line for each key without effect, and for `freeze_step` where it is left to its default.
+
+    Raises:
+        ConfigError: Names the key.
+    """
+    optimizer, zero = settings.optimizer, settings.zero_optimization
+    if optimizer is None or not entry_of(optimizer.type).compresses:
+        return []
+    name = optimizer.type
+    if zero.stage > 1:
+        raise ConfigError(
+            f"optimizer.type {name} with zero_optimization.stage {zero.stage}: no rank would hold the momentum of a "
+            "whole parameter, which takes in the rank's gradient: set the stage to 0 or 1"
+        )
+    if zero.offload_optimizer.device != "none":
+        raise ConfigError(
+            f"optimizer.type {name} with zero_optimization.offload_optimizer: graphs read the momentum, which has to "
+            "be in memory: remove offload_optimizer"
+        )
+    if is_divided:
+        raise ConfigError(f"optimizer.type {name} with the section parallel is not there yet: remove one of the two")
+    notes = [
+        f"optimizer.params.{key} has no effect: {why}"
+        for key, why in entry_of(name).without_effect.items()
+        if key in optimizer.params
+    ]
+    if "freeze_step" not in optimizer.params:
+        warm = "AdamW" if name.lower() == "onebitadam" else "LAMB"
+        notes.append(
+            f"optimizer.params.freeze_step is not set: {name} trains as {warm} for {FREEZE_STEP:,} steps, the default, "
+            "before it compresses anything: set it to 15 to 25 % of the steps of the training, behind the warm-up of "
+            "the learning rate"
+        )
+    if settings.gradient_clipping:
+        bound = settings.gradient_clipping
+        is_set = "gradient_clipping" in settings.model_fields_set
+        clipping = f"gradient_clipping {bound}" if is_set else f"gradient_clipping, {bound} by default,"
+        notes.append(
+            f"{clipping} is of the warm-up of {name}: behind it no rank sees the averaged gradient, and nothing is "
+            "clipped"
+        )
+    return notes
+
+
+def check_float32(settings: EngineConfig, updated: Iterable[tuple[str, Tensor]]) -> None:
+    """Refuses parameters whose momentum cannot be compressed, before anything is changed.
+
+    Args:
+        settings: The configuration, whose optimizer updates them.
+        updated: Parameters by their names.
+
+    Raises:
+        ConfigError: Names the first that is not float32.
+    """
+    optimizer = settings.optimizer
+    if optimizer is None or not entry_of(optimizer.type).compresses:
+        return
+    for name, param in updated:
+        if param.dtype != torch.float32:
+            raise ConfigError(
+                f"optimizer.type {optimizer.type}: {name} is {param.dtype}, and momentum and errors are float32: "
+                "convert the model to float32; the sections bf16 and fp16 have the forward run in 16 bits"
+            )
