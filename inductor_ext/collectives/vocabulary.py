@@ -41,6 +41,8 @@ def sliced_cross_entropy(
 ) -> Tensor:
     """The cross entropy of logits of which each rank holds some columns.
 
+    It is computed in float32 from logits of 16 bits; under autocast the result is float32, as torch's is.
+
     Args:
         own: `[rows, classes / ranks]`: this rank's columns.
         target: int64 `[rows]`: classes, or `ignore_index`.
@@ -52,6 +54,9 @@ def sliced_cross_entropy(
     Returns:
         A scalar, or `[rows]` without a reduction, the same on all ranks.
     """
+    is_rounded = not torch.is_autocast_enabled(own.device.type)
+    dtype = own.dtype if is_rounded else torch.promote_types(own.dtype, torch.float32)
+    own = own.to(torch.promote_types(own.dtype, torch.float32))
     largest = c10d_functional.all_reduce(own.detach().amax(-1), "max", group)
     shifted = own - c10d_functional.wait_tensor(largest).unsqueeze(-1)
     total = sum_slices(shifted.exp().sum(-1), group)
@@ -61,8 +66,8 @@ def sliced_cross_entropy(
     losses = total.log() - sum_slices(picked.masked_fill(~is_own, 0), group)
     losses = losses.masked_fill(~counts, 0)
     if reduction == "none":
-        return losses
-    return losses.sum() / counts.sum() if reduction == "mean" else losses.sum()
+        return losses.to(dtype)
+    return (losses.sum() / counts.sum() if reduction == "mean" else losses.sum()).to(dtype)
 
 
 def _places(ids: Tensor, count: int, ranks: int, group: str) -> tuple[Tensor, Tensor]:

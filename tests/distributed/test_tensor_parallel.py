@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 import warnings
 from typing import Any
@@ -161,6 +162,35 @@ VOCABULARY = {
 def test_a_vocabulary_is_sliced_and_its_logits_are_not_gathered_for_the_loss(ranks, name, codegen):
     plan = VOCABULARY[name]
     ranks(2).run(_train, name, codegen, plan=plan, sliced=tuple(f"{module}.weight" for module in plan))
+
+
+class _Scorer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(VOCAB, WIDTH), nn.Linear(WIDTH, VOCAB)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(self.head(self.embedding(ids)).flatten(0, 1), ids.flatten())
+
+
+def _in_16_bits(how: str) -> None:
+    torch.manual_seed(0)
+    model = _Scorer() if how == "autocast" else _Scorer().bfloat16()
+    ids = _batch(0)["input_ids"]
+    alone = copy.deepcopy(model)
+    mesh = dist.init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    dsgraph.tensor_parallel(model, mesh["tp"], plan={"head": "colwise"}, example_inputs=(ids,))
+    compiled = torch.compile(model, backend="dsgraph", options={"codegen": "eager"})
+    with torch.autocast("cpu", torch.bfloat16, enabled=how == "autocast"):
+        mine, theirs = compiled(ids), alone(ids)
+    assert mine.dtype is theirs.dtype
+    # Products are rounded alike; the loss of rounded logits is computed in float32.
+    torch.testing.assert_close(mine, theirs, rtol=1e-6 if how == "autocast" else 2**-8, atol=0)
+
+
+@pytest.mark.parametrize("how", ["autocast", "bfloat16"])
+def test_a_sliced_loss_of_16_bits_is_computed_in_float32(ranks, how):
+    ranks(2).run(_in_16_bits, how)
 
 
 @pytest.mark.full
