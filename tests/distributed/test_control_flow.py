@@ -105,15 +105,21 @@ def _saves_products(_: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPol
     return CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-class Checkpointed(Layers):
+class Checkpointed(nn.Module):
+    """Blocks with parameters of their own: which of them wait for gathers depends on what ran before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Layers() for _ in range(2))
+
     def forward(self, x: Tensor) -> Tensor:
         contexts = partial(create_selective_checkpoint_contexts, _saves_products)
 
-        def block(y: Tensor) -> Tensor:
-            return y + self.far(F.gelu(self.near(y)))
+        def run(block: Layers, y: Tensor) -> Tensor:
+            return y + block.far(F.gelu(block.near(y)))
 
-        for _ in range(2):
-            x = checkpoint(block, x, use_reentrant=False, context_fn=contexts)
+        for block in self.blocks:
+            x = checkpoint(run, block, x, use_reentrant=False, context_fn=contexts)
         return x
 
 

@@ -134,9 +134,8 @@ def _give_up(stage: int, reduce_once: bool | None, codegen: str | None) -> None:
             runs(100 * _batch(number, rank), True).backward()
         for other in range(2):
             (plain(100 * _batch(number, other), True) / 2).backward()
-        if (
-            drop is not _drop_head
-        ):  # all of it goes, and what the backward has not reached has no gradient in one process
+        if drop in (_drop_none, _drop_by_hand):
+            # All of it goes, and what the backward has not reached has no gradient in one process.
             _interrupted(runs(_batch(20, rank), True), dict(model.named_parameters())["body.weight"])
         for given_up in (model, plain):
             drop(given_up)

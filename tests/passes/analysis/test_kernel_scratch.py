@@ -62,6 +62,12 @@ CASES = {
     "depthwise": (lambda x, w: _convolve(x, w, 1, 32), X, torch.randn(32, 1, 3, 3)),
     "float64": (lambda x, w: _convolve(x, w, 1, 1), X.double(), WEIGHT.double()),
     "backward": (_convolve_backward, GRADIENT, X, WEIGHT),
+    "backward-of-few-channels": (
+        _convolve_backward,
+        GRADIENT[:, :8].contiguous(),
+        torch.randn(8, 64, 16, 16),
+        WEIGHT[:8].repeat(1, 2, 1, 1),
+    ),
     "upsampling": (lambda x: F.interpolate(x, scale_factor=2.0), X),
     "loss": (lambda x, y: F.mse_loss(x, y), X, X + 1),
     "dropout": (lambda x: aten.native_dropout(x, 0.1, True), X),
