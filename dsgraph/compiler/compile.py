@@ -16,7 +16,7 @@ from dsgraph.utils.nearest import nearest
 from .options import BackendOptions, mode_settings, parse_options
 from .pipeline import bind_options
 
-_PARTITION_OPTIONS = ("param_dtype", "reduce_dtype", "keep_whole_below", "cast_forward_inputs")
+_PARTITION_OPTIONS = ("param_dtype", "reduce_dtype", "keep_whole_below", "regions", "offload", "cast_forward_inputs")
 _TORCH_OPTIONS = ("fullgraph", "dynamic", "mode")
 
 
@@ -27,7 +27,8 @@ def compile(model: nn.Module, mesh: DeviceMesh | None = None, stage: int | None 
         model: See `partition`.
         mesh: See `partition`.
         stage: ZeRO stage, see `partition`.
-        **options: Those of `partition` (param_dtype, reduce_dtype, keep_whole_below, cast_forward_inputs),
+        **options: Those of `partition` (param_dtype, reduce_dtype, keep_whole_below, regions, offload,
+            cast_forward_inputs),
             of the backend (see `BackendOptions`), and fullgraph, dynamic and mode of `torch.compile`.
 
     Returns:

@@ -144,7 +144,11 @@ def parse_options(given: Mapping[str, Any] | None, environ: Mapping[str, str] = 
                 raise OptionError(f"unknown option {key!r}: write dsgraph.compile(model, {key}=...), which takes it")
             if key in signature(partition).parameters:
                 raise OptionError(f"unknown option {key!r}: write dsgraph.partition(model, {key}=...), which takes it")
-            raise OptionError(_unknown("option", str(key), list(BackendOptions.model_fields)))
+            known = list(BackendOptions.model_fields)
+            hint = nearest(str(key), known) or nearest(
+                str(key), signature(partition).parameters, where="of dsgraph.partition"
+            )
+            raise OptionError(f"unknown option {key!r}{hint}; known: {', '.join(sorted(known))}")
     if environ.get("DSGRAPH_DUMP"):
         values.setdefault("dump", environ["DSGRAPH_DUMP"])
     try:
@@ -241,10 +245,6 @@ _TAKES = {
     "dump_compiles": "a number of compiles, 1 or more",
     "inductor": "a dict from names of torch._inductor.config to values",
 }
-
-
-def _unknown(kind: str, found: str, known: list[str]) -> str:
-    return f"unknown {kind} {found!r}{nearest(found, known)}; known: {', '.join(sorted(known))}"
 
 
 def _describe(error: ValidationError) -> str:

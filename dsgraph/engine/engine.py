@@ -282,8 +282,17 @@ class Engine(Figures, Saving, Weights, nn.Module):
         """
         data = batches_of(self.training_dataloader) if data is None else data
         total = torch.zeros((), device=self._partition.parameters[0].param.device)
-        for _ in range(self.gradient_accumulation_steps()):
-            loss = loss_of(call_with(self, next(data)))
+        for number in range(self.gradient_accumulation_steps()):
+            try:
+                batch = next(data)
+            except StopIteration:
+                if not number:
+                    raise
+                raise EngineError(
+                    f"train_batch: the data ended behind micro-batch {number} of {self.gradient_accumulation_steps()} "
+                    "of a step: call engine.zero_grad() to give the step up, or give it an iterator that goes on"
+                ) from None
+            loss = loss_of(call_with(self, batch))
             total += self.backward(loss).detach()
             self.step()
         return total

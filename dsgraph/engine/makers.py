@@ -68,6 +68,11 @@ def _optimizer_or_maker(
     if isinstance(given, Optimizer):
         return given, lambda _: given
     if given is not None:
+        if not callable(given):
+            raise ConfigError(
+                f"initialize: optimizer is {given!r}; it takes an optimizer, or a function of parameters that makes "
+                "one; a name stands in optimizer.type of the configuration"
+            )
         return None, partial(_call, given)
     if settings.optimizer is None:
         raise ConfigError("initialize: no optimizer: pass one, or set optimizer.type in the configuration")
@@ -87,6 +92,11 @@ def _schedule_maker(given: Any, settings: EngineConfig, mine: Optimizer | None) 
             raise ConfigError(
                 f"initialize: lr_scheduler is a {type(given).__name__} of another optimizer than the engine's: pass a "
                 "function that makes it of the optimizer, or that optimizer as well"
+            )
+        if not hasattr(given, "step") and not callable(given):
+            raise ConfigError(
+                f"initialize: lr_scheduler is {given!r}; it takes a scheduler, or a function of the optimizer that "
+                "makes one"
             )
         return (lambda _: given) if hasattr(given, "step") else given
     if settings.scheduler is None:

@@ -15,7 +15,9 @@ from torch.optim import Optimizer
 
 from dsgraph import compat
 from dsgraph.parallel.pipeline.pipelined import PipelinedModel
+from dsgraph.utils.errors import CheckpointError
 
+from .checkpoints.checkpoint_match import why_no_client_state
 from .config.read_config import ResolvedConfig
 from .data import RankLoader, batches_of
 from .monitoring.progress import StepCounts
@@ -109,6 +111,9 @@ class PipelineEngine:
         Raises:
             CheckpointError: A value cannot be kept, or the checkpoint cannot be written; all ranks raise.
         """
+        problem = why_no_client_state(client_state)
+        if problem:
+            raise CheckpointError(f"save_checkpoint: {problem}")
         schedule, loader = self.lr_scheduler, self.training_dataloader
         progress = {
             "counts": asdict(self.counts),

@@ -109,9 +109,10 @@ def entry_of(name: str) -> OptimizerEntry:
         return OPTIMIZERS[name.lower()]
     of_torch = {key: kind for key, kind in vars(torch.optim).items() if _is_optimizer(kind)}
     if name not in of_torch:
-        own = ", ".join(entry.name for entry in OPTIMIZERS.values())
+        own = [entry.name for entry in OPTIMIZERS.values()]
         raise ConfigError(
-            f"optimizer.type is {name!r}{nearest(name, of_torch)}; known: {own}, and the optimizers of torch.optim"
+            f"optimizer.type is {name!r}{nearest(name, [*of_torch, *own])}; known: {', '.join(own)}, and the "
+            "optimizers of torch.optim"
         )
     return OptimizerEntry(name, lambda params, model: of_torch[name])
 
@@ -139,6 +140,9 @@ def maker_of(name: str, given: Mapping[str, Any], model: nn.Module, *, other_key
         if key not in taken:
             hint = nearest(key, taken) or nearest(key, other_keys, where="at the top of the configuration")
             raise ConfigError(f"optimizer.params: {name} has no {key!r}{hint}")
+    for key, value in params.items():
+        if isinstance(value, str):
+            raise ConfigError(f"optimizer.params: {key} is {value!r}, a text; write the number without quotes")
     if "betas" in params:
         params["betas"] = _betas(params["betas"])
     try:  # before anything of the model is changed

@@ -55,13 +55,17 @@ _SYNCED = (
 )
 _SAME_PARTS = (
     "Every rank must run the same parts of the model, equally often and in the same order. A rank without data for a "
-    "part runs it with a batch of zeros. At stages 0 and 1 ranks may train different parts inside dsgraph.accumulate, "
-    "followed by dsgraph.allreduce_gradients"
+    "part runs it with a batch of zeros. At stages 0 and 1, and only there, ranks may train different parts inside "
+    "dsgraph.accumulate, followed by dsgraph.allreduce_gradients"
 )
 _SAVE_EVERYWHERE = (
     "All ranks must call save_checkpoint and load_checkpoint at the same point, not under `if rank == 0:`"
 )
 _SAME_STEPS = "An optimizer must step on all ranks or on none"
+_SAME_BACKWARDS = (
+    "A backward must run, and an optimizer must step on all ranks or on none. A rank whose loss is not to count runs "
+    "(0 * loss).backward()"
+)
 
 _log = logging.getLogger("dsgraph")
 
@@ -257,7 +261,9 @@ def _advice(wrong: str) -> str:
         return _SAVE_EVERYWHERE
     if "outside a forward" in wrong:
         return _READ_EVERYWHERE
-    return _SAME_STEPS if re.search(r"rank \d+ steps ", wrong) else _SAME_PARTS
+    if not re.search(r"rank \d+ steps ", wrong):
+        return _SAME_PARTS
+    return _SAME_BACKWARDS if "backward" in wrong else _SAME_STEPS
 
 
 def _is_running(function: str) -> bool:

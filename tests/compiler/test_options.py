@@ -33,6 +33,7 @@ def test_defaults():
             r"unknown option 'codgen'; did you mean 'codegen'\?; known: activation_offload, codegen, dump",
         ),
         ({"zzz": 1}, r"unknown option 'zzz'; known:"),
+        ({"zero_stage": 1}, r"unknown option 'zero_stage'; did you mean 'stage' of dsgraph.partition\?"),
         ({"regions": "auto"}, r"unknown option 'regions': write dsgraph.partition\(model, regions=...\)"),
         ({"codegen": "eagr"}, r"option 'codegen' is 'eagr'; did you mean 'eager'\?; it takes 'inductor' or 'eager'"),
         ({"strict": "yes"}, r"option 'strict' is 'yes'"),

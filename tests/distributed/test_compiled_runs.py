@@ -131,6 +131,25 @@ def _skip_a_backward(stage: int) -> str:
     return _said(steps)
 
 
+def _skip_the_last_backward() -> str:
+    model, x = _model(1), torch.ones(2, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def steps() -> None:
+        loss = model(x)
+        if dist.get_rank() == 0:
+            loss.backward()
+        optimizer.step()
+
+    return _said(steps)
+
+
+def test_the_advice_is_about_the_backward_that_is_missing(ranks):
+    for said in ranks(2).run(_skip_the_last_backward):
+        assert "rank 0 runs the compiled backward" in said and "rank 1 steps SGD" in said
+        assert "A backward must run, and an optimizer must step on all ranks or on none" in said
+
+
 @pytest.mark.parametrize("stage", (0, 1, 3))
 def test_a_rank_that_skips_its_backward(ranks, stage):
     for said in ranks(2).run(_skip_a_backward, stage):

@@ -351,3 +351,32 @@ def _own_backward(micro_batches: int) -> None:
 @pytest.mark.parametrize("micro_batches", (1, 2))
 def test_gradients_that_the_engine_did_not_scale_are_refused(ranks, micro_batches):
     ranks(2).run(_own_backward, micro_batches)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"optimizer": "AdamW"}, "optimizer is 'AdamW'; it takes an optimizer, or a function"),
+        ({"lr_scheduler": 3}, "lr_scheduler is 3; it takes a scheduler, or a function"),
+        ({"config": {"optimizer": {"type": "AdamW", "params": {"lr": "1e-3"}}}}, "lr is '1e-3', a text"),
+        ({"config": {"optimizer": {"type": "FusedAdam"}}}, r"'FusedAdam'; did you mean 'Adam'\?"),
+    ],
+)
+def test_arguments_of_wrong_kinds_are_named(one_rank, arguments, said):
+    wanted = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "AdamW"}, **arguments.get("config", {})}
+    with pytest.raises(dsgraph.ConfigError, match=said):
+        dsgraph.initialize(model=nn.Linear(2, 2), **{**arguments, "config": wanted})
+
+
+class _Mean(nn.Linear):
+    def forward(self, x):
+        return super().forward(x).mean()
+
+
+def test_data_that_ends_amid_a_step_is_named(one_rank):
+    wanted = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 2, "optimizer": {"type": "AdamW"}}
+    wanted["dsgraph"] = {"compile": False}
+    engine, *_ = dsgraph.initialize(model=_Mean(2, 1), config=wanted)
+    with pytest.raises(dsgraph.EngineError, match="the data ended behind micro-batch 1 of 2 of a step"):
+        engine.train_batch(iter([torch.ones(1, 2)]))
+    engine.close()

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from dsgraph.compiler.options import BackendOptions
-from dsgraph.engine.config.engine_config import EngineConfig, ZeroConfig
+from dsgraph.engine.config.engine_config import EngineConfig, ParallelConfig, ZeroConfig
 from dsgraph.parallel.planning.gpus import NODE_GPUS
 from dsgraph.utils.nearest import SYNONYMS, near, nearest
 
@@ -54,6 +54,6 @@ def test_a_hint_is_a_question():
 
 
 def test_synonyms_are_names_that_are_not_accepted_themselves():
-    accepted = {*EngineConfig.model_fields, *ZERO, *OPTIONS, *ADAM}
+    accepted = {*EngineConfig.model_fields, *ZERO, *ParallelConfig.model_fields, *OPTIONS, *ADAM, "Adam"}
     assert not accepted & SYNONYMS.keys()
     assert {name for names in SYNONYMS.values() for name in names} <= accepted

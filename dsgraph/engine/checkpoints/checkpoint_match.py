@@ -34,6 +34,13 @@ def why_damaged(about: Mapping[str, Any]) -> str:
     return ""
 
 
+def why_no_client_state(value: object) -> str:
+    """Return why a value cannot be the `client_state` of a checkpoint; empty if it can."""
+    if value is None or isinstance(value, dict):
+        return ""
+    return f"client_state is {type(value).__name__}; it takes a dict: write client_state={{'state': ...}}"
+
+
 def other_optimizer(optimizer: Optimizer, about: Mapping[str, Any]) -> str:
     """How the optimizer of a checkpoint differs from the engine's in what it takes; empty where it does not."""
     saved, mine = about.get("optimizer_class"), class_of(optimizer)  # of an import the class is not known

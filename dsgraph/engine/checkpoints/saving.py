@@ -26,6 +26,7 @@ from dsgraph.utils.errors import CheckpointError, on_one_line
 from . import loading
 from . import write_checkpoint as checkpoints
 from .asynchronous_save import Writer
+from .checkpoint_match import why_no_client_state
 from .same_call import one_tag
 
 
@@ -93,7 +94,7 @@ class Saving:
             *(self.module, "save_checkpoint"),
             tag=f"global_step{self.counts.steps}" if tag is None else tag,
             validation=self.config.checkpoint.tag_validation,
-            problem=self._why_not_save(asynchronous),
+            problem=self._why_not_save(asynchronous) or why_no_client_state(client_state),
             same={"save_dir": str(Path(save_dir).absolute()), "asynchronous": asynchronous},
         )
         self.wait_for_checkpoint()

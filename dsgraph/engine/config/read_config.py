@@ -13,7 +13,7 @@ from typing import Any
 from pydantic import AliasChoices, BaseModel, ValidationError
 
 from dsgraph.utils.errors import ConfigError
-from dsgraph.utils.nearest import nearest
+from dsgraph.utils.nearest import SYNONYMS, near, nearest
 
 from .batch_sizes import BatchSizes
 from .engine_config import EngineConfig, section_of
@@ -174,11 +174,24 @@ def _describe(error: ValidationError) -> str:
     name = ".".join(where)
     if first["type"] == "extra_forbidden":
         known = list(_keys_of(where[:-1]))
-        hint = nearest(where[-1], known) or nearest(where[-1], EngineConfig.model_fields, where="at the top")
+        hint = nearest(where[-1], known) or _elsewhere(where[-1])
         return f"config: unknown key {name!r}{hint}; known here: {', '.join(sorted(known))}"
     if first["type"] == "missing":
         return f"config: {name} is missing: set it"
-    return f"config: {name} is {first['input']!r}: {first['msg'].lower()}"
+    if first["type"] in ("model_type", "dict_type"):
+        return f"config: {name} is {first['input']!r}; it takes a section: keys and values in braces"
+    message = first["msg"].removeprefix("Value error, ")
+    return f"config: {name} is {first['input']!r}: {message[0].lower()}{message[1:]}"
+
+
+def _elsewhere(key: str) -> str:
+    """Return a question with the place where the configuration has such a key; empty if there is none."""
+    sections = {name: section_of(field) for name, field in EngineConfig.model_fields.items()}
+    for name, section in sections.items():
+        found = near(key, section.model_fields) if section is not None else []
+        if found and (found[0] == key or key.lower() in SYNONYMS):
+            return f"; did you mean {f'{name}.{found[0]}'!r}?"
+    return nearest(key, EngineConfig.model_fields, where="at the top")
 
 
 def _keys_of(path: list[str]) -> Iterator[str]:
