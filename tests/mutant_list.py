@@ -542,7 +542,7 @@ OFFLOAD = (
         killers=("tests/compiler/test_pipeline.py",),
     ),
     Mutant(
-        *("state-on-disk-counts-in-memory", "passes/analysis/budget.py", "missing term"),
+        *("state-on-disk-counts-in-memory", "passes/analysis/states.py", "missing term"),
         *("* info.requires_grad - state_bytes_below(info, tensors)", "* info.requires_grad"),
         killers=("tests/passes/analysis/test_budget.py",),
     ),

@@ -13,7 +13,7 @@ from torch import nn
 from dsgraph.inductor_ext import chunk_rows
 from dsgraph.inductor_ext.transfers.buffers import rounded
 from dsgraph.passes import StreamForwardParameters
-from dsgraph.passes.analysis.budget import OPTIMIZER_STATES
+from dsgraph.passes.analysis.states import OPTIMIZER_STATES, master_state_bytes
 from dsgraph.tiers.chunk_sizes import CHUNK_BYTES, StateChunk, TrainedRows, state_chunks, step_buffers
 from dsgraph.tiers.slots import share_of
 from dsgraph.tiers.stored_rows import WRITING_BYTES
@@ -53,8 +53,7 @@ class _Param:
     @property
     def wide_state(self) -> int:
         """On the host: that of 16-bit parameters is of their float32 masters, and has these."""
-        floats = self.grad // self.item * torch.float32.itemsize
-        return (OPTIMIZER_STATES + 1) * floats if self.is_low else self.state
+        return master_state_bytes(self.grad // self.item) if self.is_low else self.state
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from dsgraph.inductor_ext.transfers.buffers import rounded
+from dsgraph.passes.analysis.states import OPTIMIZER_STATES
 
 from .slots import first_of
 
@@ -13,7 +14,6 @@ CHUNK_BYTES = 32 * 2**20
 """Bytes of state that are read, used and written together. Two chunks are in memory at once."""
 
 _ALIGNMENT = 64  # bytes between tensors of a slot, as vector instructions like it
-_STATES = 2  # tensors of a parameter's size: Adam's
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ def state_chunks(trained: Sequence[TrainedRows], ratio: float, chunk_bytes: int 
     found: list[StateChunk] = []
     for on_disk in (True, False):
         own = [item for item in trained if item.on_disk is on_disk]
-        for span in pack([[item.size] * _STATES for item in own], chunk_bytes):
+        for span in pack([[item.size] * OPTIMIZER_STATES for item in own], chunk_bytes):
             items = own[span.first : span.end]
             rows = sum(2 * rounded(item.size) for item in items) if on_disk else 0
             found.append(StateChunk(rounded(span.size), False, rows, tuple(item.name for item in items)))

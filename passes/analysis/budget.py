@@ -6,7 +6,6 @@ hold one.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -17,9 +16,7 @@ from dsgraph.passes.ir.parameters import ParamInfo
 
 from .knapsack import most_valuable
 from .pieces import GraphMemory
-
-# Tensors of a parameter's shape that an optimizer holds for each that is trained: Adam's two.
-OPTIMIZER_STATES = 2
+from .states import held_bytes, shard_bytes, state_bytes
 
 Entry = TypeVar("Entry")
 
@@ -102,26 +99,6 @@ def parameter_needs(params: Iterable[ParamInfo]) -> dict[MemoryPart, int]:
         MemoryPart.GRADIENTS: sum(held_bytes(info) for info in known if info.requires_grad),
         MemoryPart.OPTIMIZER_STATE: sum(map(state_bytes, known)),
     }
-
-
-def shard_bytes(info: ParamInfo) -> int:
-    """Bytes of a rank's part of a parameter."""
-    return math.prod(info.shard_shape) * info.dtype.itemsize
-
-
-def held_bytes(info: ParamInfo) -> int:
-    """What of it is on the device all the time."""
-    return 0 if info.tier else shard_bytes(info)
-
-
-def state_bytes(info: ParamInfo, tensors: int = OPTIMIZER_STATES) -> int:
-    """Bytes on the device of an optimizer's state of a parameter, of which it keeps so many tensors of its shape."""
-    return tensors * shard_bytes(info) * info.requires_grad - state_bytes_below(info, tensors)
-
-
-def state_bytes_below(info: ParamInfo, tensors: int = OPTIMIZER_STATES) -> int:
-    """Bytes of that state which lie on `state_tier`."""
-    return round(tensors * shard_bytes(info) * info.requires_grad * info.state_share)
 
 
 def choose(entries: Sequence[Entry], sizes: Sequence[int], seconds: Sequence[float], room: int) -> list[Entry]:

@@ -23,9 +23,9 @@ from dsgraph.passes.ir.mesh_axis import MeshAxis, shard_axis
 from dsgraph.passes.ir.parameters import ParamInfo
 from dsgraph.passes.ir.roles import GraphInput, InputRole
 
-from .budget import held_bytes, shard_bytes, state_bytes, state_bytes_below
 from .memory import simulate
 from .pieces import GraphMemory, MemoryKind, Piece
+from .states import OPTIMIZER_STATES, below_bytes, held_bytes, state_bytes
 from .transfer_buffers import StoredGradient, stored_gradients, transfer_buffers
 
 # What memory at the peak is made of, in the order in which it is printed.
@@ -224,7 +224,11 @@ class StepMemory:
 
 
 def simulate_step(
-    pairs: Sequence[PairMemory], *, optimizer_state: int = 2, keeps_outputs: bool = False, other_bytes: int = 0
+    pairs: Sequence[PairMemory],
+    *,
+    optimizer_state: int = OPTIMIZER_STATES,
+    keeps_outputs: bool = False,
+    other_bytes: int = 0,
 ) -> StepMemory:
     """The memory of a step that runs the given graphs, one after the other, and then the optimizer.
 
@@ -343,23 +347,6 @@ class _Step:
     ) -> PhaseMemory:
         parts = (self._parameters, self._state, gradients, saved, communication, self._inputs + other)
         return PhaseMemory(name, node, dict(zip(PARTS, parts, strict=True)))
-
-
-def below_bytes(params: Iterable[ParamInfo], optimizer_state: int) -> dict[str, dict[str, int]]:
-    """What lies in tiers below the device, bytes by tier and by `PARTS`; a parameter's gradient has room beside it."""
-    found: dict[str, dict[str, int]] = {}
-
-    def add(tier: str, part: str, size: int) -> None:
-        if size:
-            parts = found.setdefault(tier, {})
-            parts[part] = parts.get(part, 0) + size
-
-    for info in params:
-        if info.tier:
-            add(info.tier, "parameters", shard_bytes(info))
-            add(info.tier, "gradients", shard_bytes(info))
-        add(info.state_tier, "optimizer state", state_bytes_below(info, optimizer_state))
-    return found
 
 
 def _bytes(pieces: Iterable[Piece]) -> int:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from dsgraph.compiler.request import CompileRequest, GraphCompiler
 from dsgraph.partitioning.state import PartitionState, partition_states
-from dsgraph.passes.analysis.budget import shard_bytes
+from dsgraph.passes.analysis.states import shard_bytes
 from dsgraph.utils.errors import StrictError
 
 Compiled = Callable[..., Any]

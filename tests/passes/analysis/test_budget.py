@@ -7,7 +7,7 @@ import torch
 from dsgraph.passes import CostModel, KeepLastGather, ParamInfo, PassContext, Phase, Pipeline, Runner, SelectiveGather
 from dsgraph.passes.analysis.budget import MemoryBudget, MemoryPart, choose, parameter_needs
 from dsgraph.passes.analysis.memory import simulate
-from dsgraph.passes.analysis.step_memory import below_bytes
+from dsgraph.passes.analysis.states import below_bytes
 from tests.passes.tracing import SHARD, Providing, trace
 from tests.passes.zero.test_selective_gather import B, C, _lowered, _params, _saved
 
