@@ -3,8 +3,9 @@
 model = dsgraph.partition(model, mesh, stage=3)
 model = torch.compile(model, backend="dsgraph")
 
-`__init__.pyi` is the table of public names. Each is loaded when it is first used. The backend is registered then, or at
-once if torch is loaded: the command line reads dumps without torch, which takes seconds to load.
+`__init__.pyi` is the table of public names. A name is imported when it is first used, which also registers the backend.
+If torch is already imported, the backend is registered at once. The command line reads dumps without importing torch,
+which takes seconds.
 """
 
 import ast

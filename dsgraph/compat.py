@@ -478,13 +478,6 @@ def uses_cudagraphs(settings: Mapping[str, Any]) -> bool:
     return bool(settings.get("triton.cudagraphs", config.triton.cudagraphs))
 
 
-def writes_cpp_wrapper(settings: Mapping[str, Any]) -> bool:
-    """Whether Inductor calls kernels from C++, which cannot call other graphs, given what is set besides."""
-    from torch._inductor import config
-
-    return bool(settings.get("cpp_wrapper", config.cpp_wrapper))
-
-
 def inductor_settings() -> list[str]:
     """The names of Inductor's configuration; those of nested settings have a dot."""
     from torch._inductor import config

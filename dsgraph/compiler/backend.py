@@ -158,7 +158,7 @@ class Backend:
         refuse_added_parameters(inputs, module)
         for observer in self.observers:
             observer.captured(capture, options)
-        # Inductor's own partitioner, which knows nothing of sums, takes the graph where no pass is behind the capture.
+        # Without passes after the capture Inductor's own partitioner may split the graph; it cannot add sums.
         passes = bind_options(options)
         adds_sums = options.codegen == "eager" or not passes.ends_with_capture
         sums = add_sums(gm, inputs) if adds_sums else ()

@@ -27,9 +27,9 @@ def compile(model: nn.Module, mesh: DeviceMesh | None = None, stage: int | None 
         model: See `partition`.
         mesh: See `partition`.
         stage: ZeRO stage, see `partition`.
-        **options: Those of `partition` (param_dtype, reduce_dtype, keep_whole_below, regions, offload,
-            cast_forward_inputs),
-            of the backend (see `BackendOptions`), and fullgraph, dynamic and mode of `torch.compile`.
+        **options: Arguments of `partition` (param_dtype, reduce_dtype, keep_whole_below, regions, offload,
+            cast_forward_inputs), options of the backend (see `BackendOptions`), and fullgraph, dynamic and mode of
+            `torch.compile`.
 
     Returns:
         The compiled model.

@@ -149,7 +149,7 @@ class Engine(Figures, Saving, Weights, nn.Module):
                 pass
 
     def _takes_in_momenta(self) -> bool:
-        return hooks_of(self.optimizer).compresses
+        return hooks_of(self.optimizer).is_compressing
 
     def backward(self, loss: Tensor, *, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
         """Adds the gradients of a micro-batch.
@@ -278,7 +278,7 @@ class Engine(Figures, Saving, Weights, nn.Module):
             The mean of the micro-batches' losses on this rank, detached.
 
         Raises:
-            EngineError: There is neither.
+            EngineError: There is no data, or it ends within a step.
         """
         data = batches_of(self.training_dataloader) if data is None else data
         total = torch.zeros((), device=self._partition.parameters[0].param.device)
@@ -289,8 +289,9 @@ class Engine(Figures, Saving, Weights, nn.Module):
                 if not number:
                     raise
                 raise EngineError(
-                    f"train_batch: the data ended behind micro-batch {number} of {self.gradient_accumulation_steps()} "
-                    "of a step: call engine.zero_grad() to give the step up, or give it an iterator that goes on"
+                    f"train_batch: the iterator ended after micro-batch {number} of "
+                    f"{self.gradient_accumulation_steps()}. Call engine.zero_grad() to drop this step, or pass an "
+                    "iterator with enough data"
                 ) from None
             loss = loss_of(call_with(self, batch))
             total += self.backward(loss).detach()
@@ -303,10 +304,11 @@ class Engine(Figures, Saving, Weights, nn.Module):
             return call_with(self, next(data))
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Gives up the gradients of the step so far, those that wait included."""
+        """Drop all gradients of the current step; the next micro-batch is the first one of a step."""
         discard(self.module)
         self.optimizer.zero_grad(set_to_none)
-        self._has_begun_step = False
+        self.counts.micro -= self.counts.micro % self.gradient_accumulation_steps()
+        self._has_begun_step = self._ran_backward = False
 
     def has_begun_step(self) -> bool:
         """Whether there are gradients of a step that is not over."""

@@ -11,7 +11,8 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from dsgraph.optim.registry import Groups, MakesOptimizer
+from dsgraph.optim.muon import Groups
+from dsgraph.optim.registry import MakesOptimizer
 from dsgraph.utils.errors import ConfigError
 
 from .config.engine_config import EngineConfig
@@ -70,8 +71,8 @@ def _optimizer_or_maker(
     if given is not None:
         if not callable(given):
             raise ConfigError(
-                f"initialize: optimizer is {given!r}; it takes an optimizer, or a function of parameters that makes "
-                "one; a name stands in optimizer.type of the configuration"
+                f"initialize: optimizer is {given!r}: expected an optimizer, or a function that makes one from "
+                "parameters. To choose one by name, set optimizer.type in the configuration"
             )
         return None, partial(_call, given)
     if settings.optimizer is None:
@@ -95,8 +96,8 @@ def _schedule_maker(given: Any, settings: EngineConfig, mine: Optimizer | None) 
             )
         if not hasattr(given, "step") and not callable(given):
             raise ConfigError(
-                f"initialize: lr_scheduler is {given!r}; it takes a scheduler, or a function of the optimizer that "
-                "makes one"
+                f"initialize: lr_scheduler is {given!r}: expected a scheduler, or a function that makes one from the "
+                "optimizer"
             )
         return (lambda _: given) if hasattr(given, "step") else given
     if settings.scheduler is None:

@@ -103,13 +103,15 @@ class PipelineEngine:
         Args:
             save_dir: Folder of checkpoints, which all ranks see.
             tag: Name of this one; None: `global_step<N>`.
-            client_state: What `load_checkpoint` gives back: values that `dsgraph.utils.typed_json.encode` takes.
+            client_state: A dict of what `load_checkpoint` gives back, equal on all ranks: values that
+                `dsgraph.utils.typed_json.encode` takes.
 
         Returns:
             True.
 
         Raises:
             CheckpointError: A value cannot be kept, or the checkpoint cannot be written; all ranks raise.
+                A wrong `client_state` raises on the rank that passes it.
         """
         problem = why_no_client_state(client_state)
         if problem:

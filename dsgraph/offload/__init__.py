@@ -1,1 +1,1 @@
-"""What is larger than memory: tiers below it, and the optimizer that runs over them."""
+"""Plans by memory limits, and checkpoints of parameters and state on disk."""

@@ -119,7 +119,7 @@ class CompressingOptimizer(OptimizerHooks, Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self._check()
-        if self.compresses:
+        if self.is_compressing:
             self.compressed_step(list(self._momenta()))
             for compression in self._compressed.values():
                 compression.take_over()
@@ -143,7 +143,7 @@ class CompressingOptimizer(OptimizerHooks, Optimizer):
         entries = self._entries()
         for param in self._compressed:
             stop_compressing(entries[param])
-        self._compressed, self.compresses = {}, False
+        self._compressed, self.is_compressing = {}, False
         if self._steps() >= self.freeze_step:
             had_errors = self._start()
             if not had_errors:
@@ -210,7 +210,7 @@ class CompressingOptimizer(OptimizerHooks, Optimizer):
             self._compressed[param] = made
         if left:
             tell(f"{type(self).__name__}: {', '.join(left)} had no gradient in the warm-up, and will not be updated")
-        self.compresses = True
+        self.is_compressing = True
         return had_errors
 
     def _write_coefficients(self) -> None:

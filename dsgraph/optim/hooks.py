@@ -14,7 +14,7 @@ from dsgraph.utils.errors import OffloadError
 
 from .chunks import has_stepped
 
-# They compute each element of a parameter by itself: on rows, and some parameters after others, it is the same.
+# They update each element by itself, so steps on rows, or on some parameters first, give the same result.
 ELEMENTWISE = (
     *(optim.Adadelta, optim.Adagrad, optim.Adam, optim.Adamax, optim.AdamW, optim.ASGD),
     *(optim.NAdam, optim.RAdam, optim.RMSprop, optim.SGD),
@@ -22,19 +22,19 @@ ELEMENTWISE = (
 
 
 class OptimizerHooks:
-    """What an engine and checkpoints call beside `step`; a subclass overrides what it needs.
+    """Hooks that the engine and checkpoints call in addition to `step`. Subclasses override what they need.
 
     Attributes:
         is_elementwise: True if each element is updated from its own gradient and state, so that state can be
             offloaded.
         needs_full_matrices: True if an update needs all rows of a parameter, see `FullMatrixOptimizer`.
-        compresses: True if gradients are averaged momenta now, which no rank can clip.
+        is_compressing: True if gradients are averaged momenta now, which no rank can clip.
         has_state_on_disk: True if a checkpoint is read into the state itself, not into copies.
     """
 
     is_elementwise: ClassVar[bool] = False
     needs_full_matrices: ClassVar[bool] = False
-    compresses: bool = False
+    is_compressing: bool = False
     has_state_on_disk: bool = False
 
     def beside_backward(self) -> AbstractContextManager[None]:
@@ -42,10 +42,10 @@ class OptimizerHooks:
         return nullcontext()
 
     def start_reading(self) -> None:
-        """Start to read what `step` needs first; called before the norm of gradients is computed."""
+        """Start to read what `step` needs first; called before the global gradient norm is computed."""
 
     def finish(self) -> None:
-        """Apply a pending update; called where no step follows, or one is skipped."""
+        """Apply a pending update; called after the last step and when a step is skipped."""
 
     def set_scale(self, scale: float) -> None:
         """Note the factor by which losses are multiplied from now on."""
@@ -108,12 +108,14 @@ _DEFAULTS = OptimizerHooks()
 
 
 def hooks_of(optimizer: Optimizer) -> OptimizerHooks:
-    """Return the hooks of an optimizer; those of torch have none of their own."""
+    """Return the hooks of an optimizer; the defaults if it is no `OptimizerHooks`."""
     return optimizer if isinstance(optimizer, OptimizerHooks) else _DEFAULTS
 
 
 class WrappedOptimizer(OptimizerHooks, Optimizer):
-    """Steps another optimizer. Groups and their options are the inner one's own dicts.
+    """An optimizer that steps another one. Its groups are the inner optimizer's own dicts.
+
+    The inner optimizer's own hooks are not called, except for `is_elementwise` and `needs_full_matrices`.
 
     Attributes:
         inner: The optimizer that computes updates.
@@ -132,7 +134,7 @@ def is_elementwise(optimizer: Optimizer) -> bool:
 
 
 def check_elementwise(inner: Optimizer) -> None:
-    """Refuses an optimizer whose state cannot lie elsewhere.
+    """Raise an error if the state of an optimizer cannot be offloaded.
 
     Raises:
         OffloadError: It does not step element by element, or has stepped.
@@ -141,7 +143,8 @@ def check_elementwise(inner: Optimizer) -> None:
     if not is_elementwise(inner):
         known = ", ".join(kind.__name__ for kind in ELEMENTWISE)
         raise OffloadError(
-            f"the state of {name} cannot be offloaded: it is not known to step element by element: {known} are"
+            f"the state of {name} cannot be offloaded: {name} is not known to update each element by itself. Use one "
+            f"of {known}"
         )
     if has_stepped(inner):
         raise OffloadError(f"{name} has stepped already: offload the state of a new one, and load a checkpoint into it")

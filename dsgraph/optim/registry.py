@@ -24,7 +24,6 @@ from .lamb import Lamb
 from .muon import MuonAndAdamW, inner_matrices
 from .one_bit import OneBitAdam, OneBitLamb
 
-Groups = list[dict[str, Any]]
 MakesOptimizer = Callable[[list[Any]], Optimizer]
 _Params = dict[str, Any]
 
@@ -37,33 +36,34 @@ class OptimizerEntry:
         name: Its name; upper and lower case are equal.
         prepare: Takes the parameters of the section, which it may change, and the model; returns what makes the
             optimizer of groups and parameters.
-        compresses: True if gradients are sent as signs after a warm-up.
+        compresses: True if the optimizer uses 1-bit compression after a warm-up.
         without_effect: Parameters of DeepSpeed's optimizer that have no effect, with the reason.
-        refused: Parameters of DeepSpeed's optimizer that are taken with their default value only.
+        only_default: Parameters of DeepSpeed's optimizer that are accepted with this value only.
     """
 
     name: str
     prepare: Callable[[_Params, nn.Module], Callable[..., Optimizer]]
     compresses: bool = False
     without_effect: Mapping[str, str] = field(default_factory=dict)
-    refused: Mapping[str, Any] = field(default_factory=dict)
+    only_default: Mapping[str, Any] = field(default_factory=dict)
 
 
 def _adam(params: _Params, model: nn.Module) -> Callable[..., Optimizer]:
-    return torch.optim.AdamW if _torch_adam(params).pop("adam_w_mode", True) else torch.optim.Adam
+    _set_adam_defaults(params)
+    return torch.optim.AdamW if params.pop("adam_w_mode", True) else torch.optim.Adam
 
 
 def _adamw(params: _Params, model: nn.Module) -> Callable[..., Optimizer]:
-    _torch_adam(params).pop("adam_w_mode", None)
+    _set_adam_defaults(params)
+    params.pop("adam_w_mode", None)
     return torch.optim.AdamW
 
 
-def _torch_adam(params: _Params) -> _Params:
+def _set_adam_defaults(params: _Params) -> None:
     """Set the defaults of DeepSpeed's Adam, which has no weight decay, unless torch's is asked for."""
     if not params.pop("torch_adam", False):
         params.setdefault("weight_decay", 0.0)
     params.setdefault("fused", True)
-    return params
 
 
 def _muon(params: _Params, model: nn.Module) -> Callable[..., Optimizer]:
@@ -76,10 +76,10 @@ def _one_bit(name: str, kind: Callable[..., Optimizer]) -> OptimizerEntry:
         lambda params, model: partial(kind, model=model),
         compresses=True,
         without_effect={
-            "cuda_aware": "MPI carries nothing",
-            "comm_backend_name": "the mesh's process group carries all",
+            "cuda_aware": "dsgraph does not use MPI",
+            "comm_backend_name": "dsgraph uses the process group of the mesh",
         },
-        refused=NOT_THERE,
+        only_default=NOT_THERE,
     )
 
 
@@ -134,15 +134,16 @@ def maker_of(name: str, given: Mapping[str, Any], model: nn.Module, *, other_key
     for key in entry.without_effect:
         params.pop(key, None)
     bound = make.keywords if isinstance(make, partial) else {}
-    taken = [key for key in inspect.signature(make).parameters if key not in (*bound, "others")][1:]
-    taken += entry.refused
+    signature = inspect.signature(make).parameters
+    taken = [key for key in signature if key not in (*bound, "others")][1:]
+    taken += entry.only_default
     for key in params:
         if key not in taken:
             hint = nearest(key, taken) or nearest(key, other_keys, where="at the top of the configuration")
             raise ConfigError(f"optimizer.params: {name} has no {key!r}{hint}")
-    for key, value in params.items():
-        if isinstance(value, str):
-            raise ConfigError(f"optimizer.params: {key} is {value!r}, a text; write the number without quotes")
+        takes_text = key in signature and "str" in str(signature[key].annotation)
+        if isinstance(params[key], str) and not takes_text:
+            raise ConfigError(f"optimizer.params: {key} is {params[key]!r}, a text: remove the quotes")
     if "betas" in params:
         params["betas"] = _betas(params["betas"])
     try:  # before anything of the model is changed

@@ -148,7 +148,8 @@ def _problem(
             f"it would keep the state of {name!r} on the device, but the model was partitioned with "
             f'offload={{"optimizer": "{tier}"}}: use dsgraph.offload_optimizer(optimizer, model) instead'
         )
-    if isinstance(optimizer, NEED_ALL_ROWS) and state.zero.splits_parameters:
+    needs_all = isinstance(optimizer, NEED_ALL_ROWS) or getattr(optimizer, "needs_full_matrices", False)
+    if needs_all and state.zero.splits_parameters:
         return (
             f"it needs all rows of a parameter at once, and contains {name!r} of a model that was partitioned with "
             f"stage={state.zero.number}, which splits rows over the ranks: use another optimizer, such as AdamW, "

@@ -63,7 +63,7 @@ _SAVE_EVERYWHERE = (
 )
 _SAME_STEPS = "An optimizer must step on all ranks or on none"
 _SAME_BACKWARDS = (
-    "A backward must run, and an optimizer must step on all ranks or on none. A rank whose loss is not to count runs "
+    "Every backward and every optimizer step must run on all ranks or on none. A rank whose loss must not count runs "
     "(0 * loss).backward()"
 )
 

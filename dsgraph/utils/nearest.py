@@ -22,16 +22,16 @@ SYNONYMS: dict[str, tuple[str, ...]] = {
     "grad_clip": ("gradient_clipping",),
     "gradient_clip_val": ("gradient_clipping",),
     "learning_rate": ("lr",),
+    "max_grad_norm": ("gradient_clipping",),
+    "max_norm": ("gradient_clipping",),
     "mem_limit": ("memory_limit",),
+    "micro_batch_size": ("train_micro_batch_size_per_gpu",),
+    "mode": (),
+    "per_device_train_batch_size": ("train_micro_batch_size_per_gpu",),
     "pipeline_parallel": ("pp",),
     "tensor": ("tp",),
     "tensor_parallel": ("tp",),
     "zero_stage": ("stage",),
-    "max_grad_norm": ("gradient_clipping",),
-    "max_norm": ("gradient_clipping",),
-    "micro_batch_size": ("train_micro_batch_size_per_gpu",),
-    "mode": (),
-    "per_device_train_batch_size": ("train_micro_batch_size_per_gpu",),
 }
 """Names of other libraries and earlier DeepSpeed versions, in lower case, with ours; empty if we have no such name."""
 _MOST = 2  # names that one hint offers at most

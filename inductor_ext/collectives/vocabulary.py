@@ -41,7 +41,8 @@ def sliced_cross_entropy(
 ) -> Tensor:
     """The cross entropy of logits of which each rank holds some columns.
 
-    It is computed in float32 from logits of 16 bits; under autocast the result is float32, as torch's is.
+    16-bit logits are converted to float32 first. The result has the dtype of `own`; under autocast it is float32, as in
+    torch.
 
     Args:
         own: `[rows, classes / ranks]`: this rank's columns.
@@ -54,9 +55,9 @@ def sliced_cross_entropy(
     Returns:
         A scalar, or `[rows]` without a reduction, the same on all ranks.
     """
-    is_rounded = not torch.is_autocast_enabled(own.device.type)
-    dtype = own.dtype if is_rounded else torch.promote_types(own.dtype, torch.float32)
-    own = own.to(torch.promote_types(own.dtype, torch.float32))
+    wide = torch.promote_types(own.dtype, torch.float32)
+    dtype = wide if torch.is_autocast_enabled(own.device.type) else own.dtype
+    own = own.to(wide)
     largest = c10d_functional.all_reduce(own.detach().amax(-1), "max", group)
     shifted = own - c10d_functional.wait_tensor(largest).unsqueeze(-1)
     total = sum_slices(shifted.exp().sum(-1), group)

@@ -1,4 +1,4 @@
-"""Bytes of what a step keeps of each parameter: its rows, the optimizer's state, and where they lie.
+"""Bytes of the parameters and optimizer states of a step, and the tier that stores them.
 
 Memory limits, the report, plans of an offload and its chunks read the formulas here.
 """
@@ -22,7 +22,7 @@ def shard_bytes(info: ParamInfo) -> int:
 
 
 def held_bytes(info: ParamInfo) -> int:
-    """Return the bytes of these rows on the device; 0 if they lie elsewhere."""
+    """Return the bytes of these rows on the device; 0 if they are stored on another tier."""
     return 0 if info.tier else shard_bytes(info)
 
 
@@ -31,7 +31,7 @@ def state_bytes(info: ParamInfo, tensors: int = OPTIMIZER_STATES) -> int:
 
     Args:
         info: The parameter.
-        tensors: How many tensors of its shape the optimizer keeps.
+        tensors: Number of tensors of its shape that the optimizer keeps.
     """
     return tensors * shard_bytes(info) * info.requires_grad - state_bytes_below(info, tensors)
 
@@ -47,7 +47,7 @@ def master_state_bytes(elements: int, tensors: int = OPTIMIZER_STATES) -> int:
 
 
 def below_bytes(params: Iterable[ParamInfo], tensors: int = OPTIMIZER_STATES) -> dict[str, dict[str, int]]:
-    """Return the bytes in tiers below the device, by tier and part of a step; gradients have room beside rows."""
+    """Return the bytes on other tiers, by tier and part of a step. Gradients are stored next to their parameter."""
     found: dict[str, dict[str, int]] = {}
 
     def add(tier: str, part: str, size: int) -> None:

@@ -1,6 +1,6 @@
 """Mixed-integer linear programs, solved by HiGHS (`scipy.optimize.milp`).
 
-scipy is loaded when the first one is solved: it takes 0.3 s, and most graphs have no memory limit.
+scipy is imported by the first solve: the import takes 0.3 s, and most graphs have no memory limit.
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ def minimize(
 
     Args:
         cost: `[variables]`.
-        integral: `[variables]`; 1 for a variable that must be a whole number, else 0.
-        low: `[variables]`, the least values.
-        high: `[variables]`, the greatest values.
-        constraints: What must hold besides.
+        integral: `[variables]`; 1 for an integer variable, else 0.
+        low: `[variables]`, lower bounds.
+        high: `[variables]`, upper bounds.
+        constraints: Bounds on linear combinations of the variables.
         gap: The relative distance from the optimum at which the search ends.
         nodes: The most nodes of the search: it is the same on every rank, which a limit of time is not.
 

@@ -1,1 +1,1 @@
-"""Equal parts of a graph are compiled once: where they are, and how they are called."""
+"""Regions that Dynamo captured: distributed ops are hoisted, and saved arguments are read outside."""

@@ -356,9 +356,12 @@ def test_gradients_that_the_engine_did_not_scale_are_refused(ranks, micro_batche
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ({"optimizer": "AdamW"}, "optimizer is 'AdamW'; it takes an optimizer, or a function"),
-        ({"lr_scheduler": 3}, "lr_scheduler is 3; it takes a scheduler, or a function"),
-        ({"config": {"optimizer": {"type": "AdamW", "params": {"lr": "1e-3"}}}}, "lr is '1e-3', a text"),
+        ({"optimizer": "AdamW"}, "optimizer is 'AdamW': expected an optimizer, or a function"),
+        ({"lr_scheduler": 3}, "lr_scheduler is 3: expected a scheduler, or a function"),
+        (
+            {"config": {"optimizer": {"type": "AdamW", "params": {"lr": "1e-3"}}}},
+            "lr is '1e-3', a text",
+        ),
         ({"config": {"optimizer": {"type": "FusedAdam"}}}, r"'FusedAdam'; did you mean 'Adam'\?"),
     ],
 )
@@ -377,6 +380,9 @@ def test_data_that_ends_amid_a_step_is_named(one_rank):
     wanted = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 2, "optimizer": {"type": "AdamW"}}
     wanted["dsgraph"] = {"compile": False}
     engine, *_ = dsgraph.initialize(model=_Mean(2, 1), config=wanted)
-    with pytest.raises(dsgraph.EngineError, match="the data ended behind micro-batch 1 of 2 of a step"):
+    with pytest.raises(dsgraph.EngineError, match="the iterator ended after micro-batch 1 of 2"):
         engine.train_batch(iter([torch.ones(1, 2)]))
+    engine.zero_grad()
+    engine.train_batch(iter([torch.ones(1, 2)] * 2))
+    assert engine.global_steps == 1 and not engine.has_begun_step(), "the dropped micro-batch does not count"
     engine.close()

@@ -36,9 +36,9 @@ def why_damaged(about: Mapping[str, Any]) -> str:
 
 def why_no_client_state(value: object) -> str:
     """Return why a value cannot be the `client_state` of a checkpoint; empty if it can."""
-    if value is None or isinstance(value, dict):
+    if value is None or isinstance(value, Mapping):
         return ""
-    return f"client_state is {type(value).__name__}; it takes a dict: write client_state={{'state': ...}}"
+    return f"client_state is a {type(value).__name__}; expected a dict. Use client_state={{'state': ...}}"
 
 
 def other_optimizer(optimizer: Optimizer, about: Mapping[str, Any]) -> str:

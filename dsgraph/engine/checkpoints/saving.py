@@ -73,8 +73,8 @@ class Saving:
             save_dir: Folder of checkpoints, the same on all ranks.
             tag: Name of the checkpoint; None: `global_step<N>`. If ranks differ, the first rank's tag is used, or
                 all ranks raise, see `checkpoint.tag_validation` in the configuration.
-            client_state: Values that `load_checkpoint` returns with their types: numbers, text, bytes, paths, tensors,
-                arrays, and dicts, lists, tuples and sets of them. The first rank's values are saved.
+            client_state: A dict of values that `load_checkpoint` returns with their types: numbers, text, bytes, paths,
+                tensors, arrays, and dicts, lists, tuples and sets of them. The first rank's values are saved.
             asynchronous: Whether to return when the tensors are copied, and write the copies while training goes on.
                 The checkpoint is complete when `wait_for_checkpoint` returns, which the next save or load calls, or
                 when the program has ended.
@@ -99,7 +99,7 @@ class Saving:
         )
         self.wait_for_checkpoint()
         checkpoints.save(
-            *(self, Path(save_dir), check_tag(chosen), {} if client_state is None else client_state),
+            *(self, Path(save_dir), check_tag(chosen), dict(client_state or {})),
             writer=self._writer if asynchronous else None,
         )
         return True

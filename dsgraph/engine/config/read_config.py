@@ -179,18 +179,23 @@ def _describe(error: ValidationError) -> str:
     if first["type"] == "missing":
         return f"config: {name} is missing: set it"
     if first["type"] in ("model_type", "dict_type"):
-        return f"config: {name} is {first['input']!r}; it takes a section: keys and values in braces"
+        return f"config: {name} is {first['input']!r}; expected a section, which is an object of keys and values"
     message = first["msg"].removeprefix("Value error, ")
     return f"config: {name} is {first['input']!r}: {message[0].lower()}{message[1:]}"
 
 
 def _elsewhere(key: str) -> str:
-    """Return a question with the place where the configuration has such a key; empty if there is none."""
+    """Return a question that names the one section with such a key; empty if several have it, or none."""
     sections = {name: section_of(field) for name, field in EngineConfig.model_fields.items()}
-    for name, section in sections.items():
-        found = near(key, section.model_fields) if section is not None else []
-        if found and (found[0] == key or key.lower() in SYNONYMS):
-            return f"; did you mean {f'{name}.{found[0]}'!r}?"
+    found = [
+        f"{name}.{match}"
+        for name, section in sections.items()
+        if section is not None
+        for match in near(key, section.model_fields)[:1]
+        if match == key or key.lower() in SYNONYMS
+    ]
+    if found:
+        return f"; did you mean {found[0]!r}?" if len(found) == 1 else ""
     return nearest(key, EngineConfig.model_fields, where="at the top")
 
 

@@ -1,1 +1,1 @@
-"""The optimizers of an engine: LAMB, Muon, 1-bit, and those that need full matrices or are offloaded."""
+"""The engine's optimizer: its configuration section, its parameters, its offload, and when it steps."""

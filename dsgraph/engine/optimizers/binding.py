@@ -1,4 +1,4 @@
-"""The parameters that an optimizer updates, while `partition` puts shards in their place."""
+"""The parameters that an optimizer updates, kept by name across `partition`."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from dsgraph.optim.registry import Groups
+from dsgraph.optim.muon import Groups
 from dsgraph.utils.errors import ConfigError
 
 
 class Binding:
-    """Which parameters an optimizer is to update, by name, while `partition` puts shards in their place."""
+    """The parameters that an optimizer updates, by name, kept across `partition`."""
 
     def __init__(self, model: nn.Module, wanted: Iterable[Any] | None) -> None:
-        """Takes down what is wanted.
+        """Store the names of the parameters.
 
         Args:
             model: The model, not yet partitioned.
@@ -36,18 +36,18 @@ class Binding:
         ]
 
     def groups(self, model: nn.Module) -> Groups:
-        """The groups over the parameters that the model has now."""
+        """Return the groups with the parameters that the model has now."""
         params = dict(model.named_parameters())
         return [{**group, "params": [params[name] for name in group["params"]]} for group in self._groups]
 
     def named(self, model: nn.Module) -> list[tuple[str, Tensor]]:
-        """The parameters that the model has now, with their names."""
+        """Return the parameters that the model has now, with their names."""
         params = dict(model.named_parameters())
         return [(name, params[name]) for group in self._groups for name in group["params"]]
 
 
 def parameters_in(wanted: Iterable[Any]) -> Iterator[Any]:
-    """Each parameter of what `torch.optim` takes: parameters, pairs of a name and a parameter, or groups of them."""
+    """Yield each parameter of an argument of `torch.optim`: parameters, pairs of name and parameter, or groups."""
     for item in wanted:
         if isinstance(item, Mapping):
             yield from parameters_in(_listed(item["params"]))
@@ -70,7 +70,7 @@ def _name(param: object, names: Mapping[int, str]) -> str:
 
 @contextmanager
 def rebound(optimizer: Optimizer | None, model: nn.Module) -> Iterator[None]:
-    """Inside, a caller's optimizer holds nothing; behind it, the shards of what it held before.
+    """Empty a caller's optimizer inside the block, and give it the shards of its parameters afterwards.
 
     Raises:
         ConfigError: The optimizer has stepped already, or holds parameters of something else.

@@ -19,7 +19,7 @@ def maker_of_section(config: OptimizerConfig, model: nn.Module) -> MakesOptimize
 
 
 def check_config(settings: EngineConfig, *, is_divided: bool) -> list[str]:
-    """Checks what a configuration says of the optimizer where there is no model: an empty module stands for it.
+    """Check the section `optimizer` without a model; an empty module replaces it.
 
     Args:
         settings: The configuration.
@@ -37,7 +37,7 @@ def check_config(settings: EngineConfig, *, is_divided: bool) -> list[str]:
 
 
 def check_compression(settings: EngineConfig, *, is_divided: bool) -> list[str]:
-    """Refuses what cannot go with compressed gradients, before anything is changed.
+    """Raise an error for settings that 1-bit compression does not support, before anything is changed.
 
     Args:
         settings: The configuration.
@@ -55,16 +55,16 @@ def check_compression(settings: EngineConfig, *, is_divided: bool) -> list[str]:
     name = optimizer.type
     if zero.stage > 1:
         raise ConfigError(
-            f"optimizer.type {name} with zero_optimization.stage {zero.stage}: no rank would hold the momentum of a "
-            "whole parameter, which takes in the rank's gradient: set the stage to 0 or 1"
+            f"optimizer.type {name} with zero_optimization.stage {zero.stage}: 1-bit compression needs the "
+            "full momentum on each rank. Set the stage to 0 or 1"
         )
     if zero.offload_optimizer.device != "none":
         raise ConfigError(
-            f"optimizer.type {name} with zero_optimization.offload_optimizer: graphs read the momentum, which has to "
-            "be in memory: remove offload_optimizer"
+            f"optimizer.type {name} with zero_optimization.offload_optimizer: compiled graphs read the momentum, so it "
+            "must be on the device. Remove offload_optimizer"
         )
     if is_divided:
-        raise ConfigError(f"optimizer.type {name} with the section parallel is not there yet: remove one of the two")
+        raise ConfigError(f"optimizer.type {name} is not supported with the section parallel: remove one of the two")
     notes = [
         f"optimizer.params.{key} has no effect: {why}"
         for key, why in entry_of(name).without_effect.items()
@@ -89,7 +89,7 @@ def check_compression(settings: EngineConfig, *, is_divided: bool) -> list[str]:
 
 
 def check_float32(settings: EngineConfig, updated: Iterable[tuple[str, Tensor]]) -> None:
-    """Refuses parameters whose momentum cannot be compressed, before anything is changed.
+    """Raise an error for parameters whose momentum cannot be compressed, before anything is changed.
 
     Args:
         settings: The configuration, whose optimizer updates them.

@@ -134,7 +134,7 @@ def _refused(folder: str) -> None:
     names = sorted(path.name for path in Path(folder).iterdir())
     for tag, client, said in [
         ("latest", {}, "tag 'latest': the file 'latest' names the newest"),
-        (0, [1], "client_state is list; it takes a dict"),
+        (0, [1], "client_state is a list; expected a dict"),
         (0, {"f": print}, r"client_state\['f'\] is a builtin_function_or_method"),
     ]:
         with pytest.raises(dsgraph.CheckpointError, match=said):
