@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import settings
 
 from tests.covering import mark_members
 from tests.distributed.ranks import Processes, Ranks
@@ -29,6 +30,11 @@ def pytest_collection_finish() -> None:
 def pytest_sessionfinish() -> None:
     """Gives it all back: nanobind tells at the end what is never freed."""
     gc.unfreeze()
+
+
+# Tests share two cores: an example may wait for the others.
+settings.register_profile("shared", deadline=None)
+settings.load_profile("shared")
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -192,3 +192,26 @@ def batches_of(loader: RankLoader | None) -> Iterator[Any]:
     if loader is None:
         raise EngineError("train_batch: no data: pass an iterator, or training_data to initialize")
     return iter(loader.next_batch, object())
+
+
+def next_of_step(data: Iterator[Any], number: int, count: int) -> Any:
+    """Return the next micro-batch of a step.
+
+    Args:
+        data: Gives a micro-batch at a time.
+        number: How many micro-batches of the step it has given.
+        count: How many there are in a step.
+
+    Raises:
+        EngineError: The data ends within the step.
+        StopIteration: It ends before the step.
+    """
+    try:
+        return next(data)
+    except StopIteration:
+        if not number:
+            raise
+        raise EngineError(
+            f"train_batch: the iterator ended after micro-batch {number} of {count}. Call engine.zero_grad() to drop "
+            "this step, or pass an iterator with enough data"
+        ) from None

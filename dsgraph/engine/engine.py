@@ -21,7 +21,7 @@ from .checkpoints.asynchronous_save import Writer
 from .checkpoints.saving import Saving
 from .checkpoints.weights import Weights
 from .config.read_config import ResolvedConfig
-from .data import RankLoader, batches_of
+from .data import RankLoader, batches_of, next_of_step
 from .integrations.mpu import ModelParallel
 from .loss_scale import LossScale
 from .model_outputs import Again, loss_of
@@ -283,16 +283,7 @@ class Engine(Figures, Saving, Weights, nn.Module):
         data = batches_of(self.training_dataloader) if data is None else data
         total = torch.zeros((), device=self._partition.parameters[0].param.device)
         for number in range(self.gradient_accumulation_steps()):
-            try:
-                batch = next(data)
-            except StopIteration:
-                if not number:
-                    raise
-                raise EngineError(
-                    f"train_batch: the iterator ended after micro-batch {number} of "
-                    f"{self.gradient_accumulation_steps()}. Call engine.zero_grad() to drop this step, or pass an "
-                    "iterator with enough data"
-                ) from None
+            batch = next_of_step(data, number, self.gradient_accumulation_steps())
             loss = loss_of(call_with(self, batch))
             total += self.backward(loss).detach()
             self.step()

@@ -59,7 +59,7 @@ shape = st.lists(st.sampled_from([0, 1, 2, 3, 5]), min_size=0, max_size=3).map(t
 @pytest.mark.full  # test_stages has the pairs
 @pytest.mark.parametrize("world", (2, pytest.param(3, marks=pytest.mark.full)))
 def test_random_modules_match_one_process(ranks, world):
-    @settings(max_examples=12, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=12, derandomize=True, suppress_health_check=list(HealthCheck))
     @given(
         widths=st.lists(width, min_size=2, max_size=4),
         bias=st.booleans(),

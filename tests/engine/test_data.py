@@ -49,7 +49,7 @@ def test_the_order_is_that_of_torchs_sampler():
             assert [batch.tolist() for batch in loader] == theirs and len(loader) == len(theirs)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     count=st.integers(1, 60),
     micro=st.integers(1, 4),

@@ -6,7 +6,7 @@ import shlex
 import subprocess
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from dsgraph.launch.commands import Job, commands_of, read_export
@@ -33,7 +33,6 @@ def _written(wanted: dict[str, set[int] | None]) -> str:
     return "@".join(name if slots is None else f"{name}:{','.join(map(str, slots))}" for name, slots in wanted.items())
 
 
-@settings(deadline=None)
 @given(POOLS, st.sampled_from(["", " ", "\t"]), st.booleans())
 def test_a_hostfile_is_read_in_its_order(pool, space, comments):
     lines = [f"{space}{name} {space}slots={slots}{space}" for name, slots in pool.items()]
@@ -42,7 +41,6 @@ def test_a_hostfile_is_read_in_its_order(pool, space, comments):
     assert parse_hostfile("\n".join(lines)) == _hosts(pool)
 
 
-@settings(deadline=None)
 @given(chosen())
 def test_filters_part_all_slots(case):
     """What is included and what is excluded by the same words are all slots, each once, in the hostfile's order."""
@@ -62,7 +60,6 @@ def test_filters_part_all_slots(case):
         assert [host.name for host in found] == [name for name in pool if name in {host.name for host in found}]
 
 
-@settings(deadline=None)
 @given(POOLS, st.integers(1, 6), st.integers(1, 10))
 def test_the_first_hosts_and_slots(pool, nodes, slots):
     if nodes > len(pool) or slots > min(list(pool.values())[:nodes]):
@@ -109,7 +106,6 @@ def test_a_bad_filter_is_refused(choose, text, message):
         choose(_hosts({"worker-1": 4, "worker-2": 4}), text)
 
 
-@settings(deadline=None)
 @given(st.lists(st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]), max_size=12), max_size=4))
 def test_a_shell_gives_back_every_argument(arguments):
     (made,) = commands_of([Host("a", (0,))], Job(["train.py", *arguments], exports={"NAME": "a b;$(c)'\""}))

@@ -75,7 +75,7 @@ def test_what_cannot_fit_is_refused_with_the_least_that_can(stage, ranks):
         plan_offload(_model(), memory_limit=least - 1, **arguments)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(limit=st.integers(MB, 2 * STATES), stage=st.integers(0, 3), ranks=st.integers(1, 5))
 def test_no_plan_takes_more_than_the_limit(limit, stage, ranks):
     try:

@@ -67,7 +67,7 @@ def test_every_option_alone_and_all_together(shape, how, reduction):
         assert_same(tensors, reduction=reduction, **how)
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(
     shape=st.tuples(st.integers(0, 40), st.integers(1, 30), st.integers(1, 8)),
     bias=st.booleans(),

@@ -4,7 +4,7 @@ import itertools
 import random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from dsgraph.passes.analysis.knapsack import by_density, by_parts, most_valuable
@@ -12,7 +12,6 @@ from dsgraph.passes.analysis.knapsack import by_density, by_parts, most_valuable
 _ITEMS = st.lists(st.tuples(st.integers(1, 5000), st.floats(0.001, 10.0)), min_size=1, max_size=8)
 
 
-@settings(deadline=None)  # of a busy machine
 @given(_ITEMS, st.integers(0, 20000))
 def test_the_choice_fits_and_is_worth_nearly_the_most(items, room):
     sizes, values = zip(*items, strict=True)

@@ -59,7 +59,7 @@ def _all_choices(part: Part) -> list[tuple[int, float]]:
     return found
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=60, derandomize=True)
 @given(_parts())
 def test_no_choice_is_faster_within_the_same_memory(part):
     choices, found = _all_choices(part), policies_of(part)
@@ -89,7 +89,7 @@ def _peak(options: list[Option]) -> int:
     return peak
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=60, derandomize=True)
 @given(st.lists(st.lists(_options, min_size=1, max_size=3), min_size=1, max_size=4), st.integers(1, 120))
 def test_no_assignment_under_the_limit_is_faster(choices, limit):
     every = [list(picked) for picked in product(*choices)]

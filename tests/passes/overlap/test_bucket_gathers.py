@@ -197,7 +197,7 @@ def test_casts_and_padding_move_along():
     ).check("wait_tensor").check("mm").check("sin").check("wait_tensor").run(code(gm))
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(rows=st.lists(st.integers(1, 40), min_size=1, max_size=7), cap=st.integers(1, 1500))
 def test_no_bucket_of_several_exceeds_the_cap(rows, cap):
     def function(x, *shards):

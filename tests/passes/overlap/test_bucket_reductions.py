@@ -146,7 +146,7 @@ def test_no_reduction_moves_across_a_barrier(stop):
     assert any("in between may write, or is not known" in note for note in result.notes)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(rows=st.lists(st.integers(1, 40), min_size=1, max_size=7), cap=st.integers(1, 1500))
 def test_no_bucket_of_several_exceeds_the_cap(rows, cap):
     def function(*gradients):
