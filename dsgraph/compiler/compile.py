@@ -13,10 +13,10 @@ from dsgraph.partitioning.state import partition
 from dsgraph.utils.errors import OptionError
 from dsgraph.utils.nearest import nearest
 
-from .options import BackendOptions, mode_settings, parse_options
+from .options import PARTITION_ARGUMENTS, BackendOptions, mode_settings, parse_options
 from .pipeline import bind_options
 
-_PARTITION_OPTIONS = ("param_dtype", "reduce_dtype", "keep_whole_below", "regions", "offload", "cast_forward_inputs")
+_PARTITION_OPTIONS = tuple(name for name in PARTITION_ARGUMENTS if name not in ("mesh", "stage"))  # has them already
 _TORCH_OPTIONS = ("fullgraph", "dynamic", "mode")
 
 

@@ -19,6 +19,8 @@ from dsgraph.utils.byte_counts import TAKES_BYTES, read_bytes
 from dsgraph.utils.errors import OptionError
 from dsgraph.utils.nearest import nearest
 
+PARTITION_ARGUMENTS = tuple(signature(partition).parameters)[1:]
+"""The arguments of `dsgraph.partition` besides the model."""
 MEMORY_SHARE = 0.9
 """How much of a GPU's memory a step may use unless the user says otherwise."""
 
@@ -142,12 +144,10 @@ def parse_options(given: Mapping[str, Any] | None, environ: Mapping[str, str] = 
         if key not in BackendOptions.model_fields:
             if key in _OF_COMPILE:
                 raise OptionError(f"unknown option {key!r}: write dsgraph.compile(model, {key}=...), which takes it")
-            if key in signature(partition).parameters:
+            if key in PARTITION_ARGUMENTS:
                 raise OptionError(f"unknown option {key!r}: write dsgraph.partition(model, {key}=...), which takes it")
             known = list(BackendOptions.model_fields)
-            hint = nearest(str(key), known) or nearest(
-                str(key), signature(partition).parameters, where="of dsgraph.partition"
-            )
+            hint = nearest(str(key), known) or nearest(str(key), PARTITION_ARGUMENTS, where="of dsgraph.partition")
             raise OptionError(f"unknown option {key!r}{hint}; known: {', '.join(sorted(known))}")
     if environ.get("DSGRAPH_DUMP"):
         values.setdefault("dump", environ["DSGRAPH_DUMP"])

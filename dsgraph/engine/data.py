@@ -212,6 +212,6 @@ def next_of_step(data: Iterator[Any], number: int, count: int) -> Any:
         if not number:
             raise
         raise EngineError(
-            f"train_batch: the iterator ended after micro-batch {number} of {count}. Call engine.zero_grad() to drop "
-            "this step, or pass an iterator with enough data"
+            f"train_batch: the iterator ended after micro-batch {number} of {count}. The step was dropped. Pass "
+            "an iterator with enough data"
         ) from None

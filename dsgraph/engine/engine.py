@@ -278,12 +278,17 @@ class Engine(Figures, Saving, Weights, nn.Module):
             The mean of the micro-batches' losses on this rank, detached.
 
         Raises:
-            EngineError: There is no data, or it ends within a step.
+            EngineError: There is no data, or it ends within a step, which is dropped.
         """
         data = batches_of(self.training_dataloader) if data is None else data
         total = torch.zeros((), device=self._partition.parameters[0].param.device)
         for number in range(self.gradient_accumulation_steps()):
-            batch = next_of_step(data, number, self.gradient_accumulation_steps())
+            try:
+                batch = next_of_step(data, number, self.gradient_accumulation_steps())
+            except EngineError:
+                self.zero_grad()
+                self.counts.micro -= number
+                raise
             loss = loss_of(call_with(self, batch))
             total += self.backward(loss).detach()
             self.step()
@@ -295,10 +300,9 @@ class Engine(Figures, Saving, Weights, nn.Module):
             return call_with(self, next(data))
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop all gradients of the current step; the next micro-batch is the first one of a step."""
+        """Drop all gradients of the current step. The count of micro-batches goes on."""
         discard(self.module)
         self.optimizer.zero_grad(set_to_none)
-        self.counts.micro -= self.counts.micro % self.gradient_accumulation_steps()
         self._has_begun_step = self._ran_backward = False
 
     def has_begun_step(self) -> bool:

@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from dsgraph.optim.muon import Groups
+from dsgraph.optim.hooks import Groups
 from dsgraph.optim.registry import MakesOptimizer
 from dsgraph.utils.errors import ConfigError
 

@@ -20,7 +20,7 @@ from dsgraph.partitioning.transforms.compression import Compression
 from dsgraph.ranks.first_rank import tell
 from dsgraph.utils.errors import EngineError
 
-from .hooks import OptimizerHooks
+from .hooks import OptimizerHooks, evaluated
 
 _ERRORS = ("worker_error", "owner_error")
 FREEZE_STEP = 100_000
@@ -114,10 +114,7 @@ class CompressingOptimizer(OptimizerHooks, Optimizer):
         Raises:
             EngineError: A parameter's gradients cannot be compressed, or one has not been.
         """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = evaluated(closure)
         self._check()
         if self.is_compressing:
             self.compressed_step(list(self._momenta()))

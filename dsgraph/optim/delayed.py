@@ -19,7 +19,8 @@ from torch.optim import Optimizer
 
 from dsgraph.partitioning.rows import distributed_like, own_part
 
-from .host_optimizer import MASTER, HostOptimizer, evaluated, versions_of
+from .hooks import evaluated
+from .host_optimizer import MASTER, HostOptimizer, versions_of
 from .moves import InPlace, Move
 
 _WARNING = (

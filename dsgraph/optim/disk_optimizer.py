@@ -28,7 +28,7 @@ from dsgraph.utils.errors import OffloadError
 
 from .beside_backward import BesideBackward, Numbers
 from .chunks import Chunk, chunks_of, new_state
-from .hooks import WrappedOptimizer, check_elementwise
+from .hooks import WrappedOptimizer, check_elementwise, evaluated
 from .stored_state import ChunkStore, StoredState
 
 _AHEAD = 2  # chunks whose state is read before anybody steps
@@ -158,10 +158,7 @@ class OptimizerOnDisk(WrappedOptimizer):
             OffloadError: The file could not be read or written. Some parameters may be updated and others not; every
                 later step is refused.
         """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = evaluated(closure)
         self.refuse_failed()
         beside = self._beside or BesideBackward(self.chunks, self.param_groups)
         if beside.is_listening:
@@ -199,7 +196,7 @@ class OptimizerOnDisk(WrappedOptimizer):
         state.take_rest(param, found)
 
     def refuse_load(self) -> None:
-        """Refuse to load amid a step.
+        """Raise an error if a backward has begun a step.
 
         Raises:
             OffloadError: A backward has begun a step.

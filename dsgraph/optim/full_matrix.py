@@ -24,7 +24,7 @@ from dsgraph.inductor_ext import chunk_rows
 from dsgraph.partitioning.guards import NEED_ALL_ROWS
 from dsgraph.partitioning.rows import own_part
 
-from .hooks import WrappedOptimizer, hooks_of
+from .hooks import WrappedOptimizer, evaluated, hooks_of
 
 
 @dataclass(frozen=True)
@@ -85,10 +85,7 @@ class FullMatrixOptimizer(WrappedOptimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Updates every parameter that has a gradient. All ranks call it together."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = evaluated(closure)
         held = [param for group in self.param_groups for param in group["params"] if param.grad is not None]
         shares = [share for share in self._sharing() if share.param.grad is not None]
         whole = {id(param): _leaf(own_part(param), own_part(param.grad)) for param in held if _group_of(param) is None}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar
 
@@ -13,6 +13,9 @@ from torch.optim import Optimizer
 from dsgraph.utils.errors import OffloadError
 
 from .chunks import has_stepped
+
+Groups = list[dict[str, Any]]
+"""Groups of parameters with their options, as `torch.optim` takes them."""
 
 # They update each element by itself, so steps on rows, or on some parameters first, give the same result.
 ELEMENTWISE = (
@@ -126,6 +129,14 @@ class WrappedOptimizer(OptimizerHooks, Optimizer):
         super().__init__(inner.param_groups, inner.defaults)
         self.inner = inner
         self.param_groups = inner.param_groups  # the same dicts: a schedule of either changes both
+
+
+def evaluated(closure: Callable[[], Any] | None) -> Any:
+    """Return the loss that the closure of an optimizer's step computes; None without one."""
+    if closure is None:
+        return None
+    with torch.enable_grad():
+        return closure()
 
 
 def is_elementwise(optimizer: Optimizer) -> bool:

@@ -32,7 +32,7 @@ from dsgraph.tiers.stored_rows import stored_rows
 from dsgraph.utils.errors import OffloadError
 
 from .chunks import new_state
-from .hooks import WrappedOptimizer, check_elementwise
+from .hooks import WrappedOptimizer, check_elementwise, evaluated
 from .moves import FromDevice, FromDisk, InPlace, Move
 
 MASTER = "master"
@@ -266,14 +266,6 @@ class HostOptimizer(WrappedOptimizer):
         for param in params:
             if param in self._masters:
                 self._masters[param] = Master(self._masters[param].value, versions_of(param))
-
-
-def evaluated(closure: Callable[[], Any] | None) -> Any:
-    """The loss that the closure of an optimizer's step computes, if there is one."""
-    if closure is None:
-        return None
-    with torch.enable_grad():
-        return closure()
 
 
 def is_large(value: object) -> bool:

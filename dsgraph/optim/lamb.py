@@ -25,6 +25,8 @@ from torch.optim import Optimizer
 
 from dsgraph.partitioning.rows import own_part
 
+from .hooks import evaluated
+
 
 class Lamb(Optimizer):
     """LAMB over plain parameters and shards.
@@ -54,10 +56,7 @@ class Lamb(Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Updates every parameter that has a gradient."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = evaluated(closure)
         work = [
             (param, group, self._direction(param, group))
             for group in self.param_groups

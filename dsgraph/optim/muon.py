@@ -12,9 +12,7 @@ from torch.optim import Optimizer
 from dsgraph.utils.errors import ConfigError
 
 from .full_matrix import FullMatrixOptimizer, whole_where_needed
-from .hooks import OptimizerHooks
-
-Groups = list[dict[str, Any]]
+from .hooks import Groups, OptimizerHooks, evaluated
 
 
 class MuonAndAdamW(OptimizerHooks, Optimizer):
@@ -84,10 +82,7 @@ class MuonAndAdamW(OptimizerHooks, Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Steps both. All ranks call it together."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = evaluated(closure)
         for part in self._parts:
             part.step()
         return loss

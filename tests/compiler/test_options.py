@@ -114,6 +114,14 @@ def test_compile_refuses_before_it_changes_anything(one_rank):
     assert type(model) is nn.Linear
 
 
+def test_compile_takes_all_arguments_of_partition(one_rank):
+    model = nn.Sequential(nn.ModuleList([nn.Linear(2, 2)]))
+    with pytest.raises(dsgraph.PartitionError, match="regions is 'all'"):
+        dsgraph.compile(model, regions="all")
+    with pytest.raises(dsgraph.PartitionError, match="offload"):
+        dsgraph.compile(model, offload={"optimiser": "host"})
+
+
 @pytest.mark.inductor
 def test_compile_takes_a_mode_beside_options(one_rank):
     seen = []

@@ -382,7 +382,13 @@ def test_data_that_ends_amid_a_step_is_named(one_rank):
     engine, *_ = dsgraph.initialize(model=_Mean(2, 1), config=wanted)
     with pytest.raises(dsgraph.EngineError, match="the iterator ended after micro-batch 1 of 2"):
         engine.train_batch(iter([torch.ones(1, 2)]))
-    engine.zero_grad()
+    assert not engine.has_begun_step()
+    before = full(engine.module._parameters["weight"]).clone()
     engine.train_batch(iter([torch.ones(1, 2)] * 2))
     assert engine.global_steps == 1 and not engine.has_begun_step(), "the dropped micro-batch does not count"
+    for _ in range(2):  # a loop that drops gradients before each micro-batch steps all the same
+        engine.zero_grad()
+        engine.backward(engine(torch.ones(1, 2)))
+        engine.step()
+    assert engine.global_steps == 2 and not torch.equal(full(engine.module._parameters["weight"]), before)
     engine.close()

@@ -1,4 +1,4 @@
-"""What an optimizer says of itself: element-wise updates, and updates that need full matrices."""
+"""Flags of optimizers: element-wise updates, and updates that need full matrices."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How an engine goes on from a checkpoint: see `write_checkpoint.py` for what one is.
+"""Loads a checkpoint into an engine; `write_checkpoint.py` defines its content.
 
 Everything is read and checked, on all ranks, before anything of the engine changes: files by their checksums, what
 `engine.json` says, then tensors, which are read into copies. Where parameters or the

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from dsgraph.optim.muon import Groups
+from dsgraph.optim.hooks import Groups
 from dsgraph.utils.errors import ConfigError
 
 
