@@ -52,8 +52,8 @@ from benchmarks.memory import process_bytes
 from benchmarks.offload_model import ENVIRONMENT, against_the_model
 from benchmarks.offload_peer import CASES, peer_rows, run_case
 from benchmarks.report import MB, Check, Report, Row, add_arguments, machine
+from dsgraph.offload.slots import SlotFile
 from dsgraph.optim.disk_optimizer import OptimizerOnDisk
-from dsgraph.tiers.slots import SlotFile
 from examples.gpt import GPT
 from examples.ranks import Place
 from examples.text import standard_library

@@ -18,8 +18,8 @@ from benchmarks.memory import AllocationCounter, build_counter, process_bytes
 from benchmarks.report import MB, Check, Row
 from benchmarks.workers import Workers
 from dsgraph.inductor_ext.transfers.buffers import rounded
+from dsgraph.offload.stored_rows import stored_rows
 from dsgraph.optim.disk_optimizer import OptimizerOnDisk
-from dsgraph.tiers.stored_rows import stored_rows
 from examples.gpt import GPT, GPTConfig
 
 SIZES = {"width": 512, "layers": 10}  # 32 million parameters

@@ -258,7 +258,7 @@ SHARDING = (
         killers=("tests/distributed/test_accumulate.py::test_requires_grad_is_switched_between_micro_batches",),
     ),
     Mutant(
-        *("closed-file-stays", "dsgraph/tiers/slots.py", "missing step"),
+        *("closed-file-stays", "dsgraph/offload/slots.py", "missing step"),
         *("    threads.shutdown(wait=False)\n    folder.remove()", "    threads.shutdown(wait=False)"),
         killers=("tests/engine/optimizers/test_offloading.py::test_engines_leave_no_files_and_threads",),
     ),
@@ -514,7 +514,7 @@ OFFLOAD = (
     Mutant(
         *("host-without-masters", "dsgraph/offload/sizes.py", "missing term"),
         *("for param in there) + masters + travelling", "for param in there) + travelling"),
-        killers=("tests/offload/test_plan.py",),
+        killers=("tests/optim/test_plan_offload.py",),
     ),
     Mutant(
         *("disk-behind-the-network", "dsgraph/tools/cli/inspect/timeline.py", "swapped order"),
@@ -524,10 +524,10 @@ OFFLOAD = (
     Mutant(
         *("plan-without-buffers", "dsgraph/offload/sizes.py", "missing term"),
         *("return self._held(split) + self.buffers(split)", "return self._held(split)"),
-        killers=("tests/offload/test_plan.py",),
+        killers=("tests/optim/test_plan_offload.py",),
     ),
     Mutant(
-        *("one-chunk-in-a-step", "dsgraph/tiers/chunk_sizes.py", "off by one"),
+        *("one-chunk-in-a-step", "dsgraph/offload/chunk_sizes.py", "off by one"),
         *("sum(sizes[at : at + 2])", "sum(sizes[at : at + 1])"),
         killers=("tests/offload/test_predicted_memory.py",),
     ),
@@ -552,7 +552,7 @@ OFFLOAD = (
         killers=("tests/passes/analysis/test_transfer_buffers.py",),
     ),
     Mutant(
-        *("share-and-one-more", "dsgraph/tiers/slots.py", "off by one"),
+        *("share-and-one-more", "dsgraph/offload/slots.py", "off by one"),
         *("start < ratio * before[-1]", "start <= ratio * before[-1]"),
         killers=("tests/distributed/test_parameters_on_disk.py",),
     ),
@@ -562,17 +562,17 @@ OFFLOAD = (
         killers=("tests/optim/test_disk_optimizer.py",),
     ),
     Mutant(
-        *("chunks-in-one-place", "dsgraph/tiers/slots.py", "off by one"),
+        *("chunks-in-one-place", "dsgraph/offload/slots.py", "off by one"),
         *("os.pwritev, at=self._offsets[slot])", "os.pwritev, at=self._offsets[0])"),
         killers=("tests/optim/test_disk_optimizer.py",),
     ),
     Mutant(
-        *("stored-gradient-of-the-last-micro-batch", "dsgraph/tiers/stored_rows.py", "missing step"),
+        *("stored-gradient-of-the-last-micro-batch", "dsgraph/offload/stored_rows.py", "missing step"),
         *("                view.add_(view_in(earlier, grad))\n", "                pass\n"),
         killers=("tests/distributed/test_parameters_on_disk.py",),
     ),
     Mutant(
-        *("update-of-stored-rows-is-lost", "dsgraph/tiers/read_rows.py", "missing step"),
+        *("update-of-stored-rows-is-lost", "dsgraph/offload/read_rows.py", "missing step"),
         *(
             "        return self._stored.write_buffer(self._rows.result())\n",
             "        return self._stored.write_rows(self._stored.rows)\n",
@@ -580,17 +580,17 @@ OFFLOAD = (
         killers=("tests/distributed/test_parameters_on_disk.py",),
     ),
     Mutant(
-        *("update-ahead-of-the-second-gradient", "dsgraph/tiers/stored_rows.py", "missing check"),
+        *("update-ahead-of-the-second-gradient", "dsgraph/offload/stored_rows.py", "missing check"),
         *("self.when_arrived is not None and self._reads == 1", "self.when_arrived is not None"),
         killers=("tests/optim/test_beside_backward.py",),
     ),
     Mutant(
-        *("changed-gradient-goes-unseen", "dsgraph/tiers/stored_rows.py", "missing check"),
+        *("changed-gradient-goes-unseen", "dsgraph/offload/stored_rows.py", "missing check"),
         *(" and compat.version_of(grad) == self._given", ""),
         killers=("tests/optim/test_beside_backward.py",),
     ),
     Mutant(
-        *("checksum-of-nothing", "dsgraph/tiers/slots.py", "missing check"),
+        *("checksum-of-nothing", "dsgraph/offload/slots.py", "missing check"),
         *("self._sums[slot] != crc32(buffer.view())", "self._sums[slot] != self._sums[slot]"),
         killers=("tests/optim/test_disk_optimizer.py",),
     ),
@@ -600,17 +600,17 @@ OFFLOAD = (
         killers=("tests/optim/test_disk_optimizer.py",),
     ),
     Mutant(
-        *("saved-pages-are-kept", "dsgraph/offload/saving.py", "missing step"),
+        *("saved-pages-are-kept", "dsgraph/checkpoint/disk_planners.py", "missing step"),
         *("            last.madvise(mmap.MADV_DONTNEED)\n", "            pass\n"),
         killers=("tests/engine/optimizers/test_offloading.py",),
     ),
     Mutant(
-        *("loaded-over-its-neighbours", "dsgraph/tiers/slots.py", "missing step"),
+        *("loaded-over-its-neighbours", "dsgraph/offload/slots.py", "missing step"),
         *("        if begin or buffer.size != data.nbytes:", "        if False:"),
         killers=("tests/distributed/test_loading_to_disk.py",),
     ),
     Mutant(
-        *("half-a-checkpoint-is-trained-with", "dsgraph/offload/saving.py", "missing check"),
+        *("half-a-checkpoint-is-trained-with", "dsgraph/checkpoint/disk_planners.py", "missing check"),
         *("                rows.held_for = _HALF\n", "                pass\n"),
         killers=("tests/engine/optimizers/test_offloading.py",),
     ),

@@ -1,1 +1,1 @@
-"""Plans by memory limits, and checkpoints of parameters and state on disk."""
+"""Where parts of a model are stored outside memory: files of fixed slots, parameters in them, their sizes."""

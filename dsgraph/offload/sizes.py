@@ -14,9 +14,10 @@ from dsgraph.inductor_ext import chunk_rows
 from dsgraph.inductor_ext.transfers.buffers import rounded
 from dsgraph.passes import StreamForwardParameters
 from dsgraph.passes.analysis.states import OPTIMIZER_STATES, master_state_bytes
-from dsgraph.tiers.chunk_sizes import CHUNK_BYTES, StateChunk, TrainedRows, state_chunks, step_buffers
-from dsgraph.tiers.slots import share_of
-from dsgraph.tiers.stored_rows import WRITING_BYTES
+
+from .chunk_sizes import CHUNK_BYTES, StateChunk, TrainedRows, state_chunks, step_buffers
+from .slots import share_of
+from .stored_rows import WRITING_BYTES
 
 _TRAVELLING = 2  # chunks of gradients on their way to the host: one arrives, one is stepped on
 _FULL_COPIES = 3  # of a parameter in use, besides its rows: gathered, and its gradient before and after the reduction

@@ -18,7 +18,7 @@ from typing import Any
 
 from torch import Tensor
 
-from dsgraph.tiers.stored_rows import StoredRows
+from dsgraph.offload.stored_rows import StoredRows
 from dsgraph.utils.errors import OffloadError
 
 from .chunks import Chunk

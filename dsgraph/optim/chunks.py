@@ -13,9 +13,9 @@ from torch import Tensor, optim
 from torch.optim import Optimizer
 
 from dsgraph.inductor_ext.transfers.buffers import Buffer
+from dsgraph.offload.chunk_sizes import pack, place
+from dsgraph.offload.stored_rows import StoredRows, stored_rows
 from dsgraph.partitioning.rows import own_part
-from dsgraph.tiers.chunk_sizes import pack, place
-from dsgraph.tiers.stored_rows import StoredRows, stored_rows
 
 
 @dataclass(frozen=True)

@@ -21,9 +21,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from dsgraph.inductor_ext.transfers.buffers import Buffer
+from dsgraph.offload.chunk_sizes import CHUNK_BYTES
+from dsgraph.offload.read_rows import ReadRows
 from dsgraph.partitioning.rows import own_part
-from dsgraph.tiers.chunk_sizes import CHUNK_BYTES
-from dsgraph.tiers.read_rows import ReadRows
 from dsgraph.utils.errors import OffloadError
 
 from .beside_backward import BesideBackward, Numbers

@@ -25,10 +25,10 @@ from torch.optim import Optimizer
 from dsgraph import compat
 from dsgraph.inductor_ext.transfers.buffers import BufferPool
 from dsgraph.inductor_ext.transfers.lanes import Lane, lane_of
+from dsgraph.offload.chunk_sizes import CHUNK_BYTES
+from dsgraph.offload.slots import first_of
+from dsgraph.offload.stored_rows import stored_rows
 from dsgraph.partitioning.rows import distributed_like, own_part
-from dsgraph.tiers.chunk_sizes import CHUNK_BYTES
-from dsgraph.tiers.slots import first_of
-from dsgraph.tiers.stored_rows import stored_rows
 from dsgraph.utils.errors import OffloadError
 
 from .chunks import new_state

@@ -11,9 +11,9 @@ from typing_extensions import override
 
 from dsgraph.inductor_ext.transfers.buffers import Buffer, BufferPool
 from dsgraph.inductor_ext.transfers.lanes import Lane, Mark
+from dsgraph.offload.read_rows import ReadRows
+from dsgraph.offload.stored_rows import StoredRows
 from dsgraph.partitioning.rows import own_part
-from dsgraph.tiers.read_rows import ReadRows
-from dsgraph.tiers.stored_rows import StoredRows
 
 
 class Move(ABC):

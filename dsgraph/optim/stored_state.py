@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from dsgraph.inductor_ext.transfers.buffers import Buffer, rounded
+from dsgraph.offload.slots import SlotFile, first_of
+from dsgraph.offload.stored_tensor import StoredTensor
 from dsgraph.partitioning.rows import distributed_like, own_part
-from dsgraph.tiers.slots import SlotFile, first_of
-from dsgraph.tiers.stored_tensor import StoredTensor
 
 from .chunks import Chunk, Place
 

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from dsgraph import compat
+from dsgraph.offload.stored_rows import stored_rows
 from dsgraph.ranks.eager_agreement import is_outside
-from dsgraph.tiers.stored_rows import stored_rows
 from dsgraph.utils.errors import PartitionError
 
 from .eager.forward_parameter import ForwardParameter

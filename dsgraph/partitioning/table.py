@@ -16,11 +16,11 @@ from torch.distributed.tensor import DeviceMesh, DTensor
 from torch.optim import Optimizer
 
 from dsgraph.inductor_ext import chunk_rows, resolve_group
+from dsgraph.offload.stored_rows import StoredRows
 from dsgraph.passes import MeshAxis
 from dsgraph.ranks.eager_agreement import eager_agreements, is_outside
 from dsgraph.ranks.mesh import axis_group, mesh_ranks, shard_dim
 from dsgraph.ranks.rank_notes import Intent
-from dsgraph.tiers.stored_rows import StoredRows
 from dsgraph.utils.errors import PartitionError
 
 from .layout import Layout

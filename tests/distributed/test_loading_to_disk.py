@@ -13,10 +13,10 @@ from torch import Tensor, nn, optim
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
 import dsgraph
-from dsgraph.offload.saving import LoadPlannerToDisk, SavePlannerFromDisk
+from dsgraph.checkpoint.disk_planners import LoadPlannerToDisk, SavePlannerFromDisk
+from dsgraph.offload.slots import SlotFile
+from dsgraph.offload.stored_tensor import StoredTensor
 from dsgraph.optim.disk_optimizer import OptimizerOnDisk
-from dsgraph.tiers.slots import SlotFile
-from dsgraph.tiers.stored_tensor import StoredTensor
 from tests.models import CASES, build
 
 from .training import full

@@ -10,9 +10,9 @@ import torch.distributed as dist
 from torch import Tensor, nn, optim
 
 import dsgraph
+from dsgraph.offload.stored_rows import stored_rows
 from dsgraph.optim.disk_optimizer import OptimizerOnDisk
 from dsgraph.optim.host_optimizer import HostOptimizer
-from dsgraph.tiers.stored_rows import stored_rows
 from dsgraph.utils.errors import OffloadError, PartitionError
 from tests.models import CASES, build
 

@@ -18,8 +18,8 @@ from torch import Tensor, nn, optim
 from torch.distributed.tensor import Shard
 
 import dsgraph
+from dsgraph.offload.stored_rows import stored_rows
 from dsgraph.optim.disk_optimizer import OptimizerOnDisk
-from dsgraph.tiers.stored_rows import stored_rows
 from dsgraph.utils.errors import OffloadError, PartitionError
 from tests.models import CASES, build
 

@@ -12,7 +12,7 @@ from torch import nn
 
 import dsgraph
 from dsgraph.engine import on_meta
-from dsgraph.tiers.stored_rows import stored_rows
+from dsgraph.offload.stored_rows import stored_rows
 from dsgraph.utils.errors import ConfigError, PartitionError
 from tests.distributed.training import full
 

@@ -11,9 +11,9 @@ from torch import nn, optim
 
 import dsgraph
 from dsgraph.inductor_ext.transfers.buffers import Buffer
+from dsgraph.offload.chunk_sizes import StateChunk, step_buffers
+from dsgraph.offload.stored_rows import stored_rows
 from dsgraph.optim.disk_optimizer import OptimizerOnDisk
-from dsgraph.tiers.chunk_sizes import StateChunk, step_buffers
-from dsgraph.tiers.stored_rows import stored_rows
 
 pytestmark = pytest.mark.distributed
 WIDTH, LAYERS = 1024, 12  # 8 MiB of state a layer: three chunks

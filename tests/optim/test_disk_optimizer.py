@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn, optim
 
-from dsgraph.offload.saving import SavePlannerFromDisk
+from dsgraph.checkpoint.disk_planners import SavePlannerFromDisk
 from dsgraph.optim.disk_optimizer import OptimizerOnDisk
 from dsgraph.optim.hooks import ELEMENTWISE
 from dsgraph.utils.errors import OffloadError

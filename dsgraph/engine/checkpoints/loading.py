@@ -18,10 +18,10 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from dsgraph.checkpoint.disk_planners import loading_to_disk
 from dsgraph.checkpoint_files import read_about
 from dsgraph.checkpoint_folder import find_tag
 from dsgraph.engine.on_all_ranks import on_first, reason, together
-from dsgraph.offload.saving import loading_to_disk
 from dsgraph.optim.hooks import hooks_of
 from dsgraph.partitioning.table import partitioned_parts
 from dsgraph.utils.errors import CheckpointError, OffloadError

@@ -17,8 +17,8 @@ from torch.distributed.tensor import DTensor
 from torch.futures import Future
 from typing_extensions import override
 
+from dsgraph.checkpoint.disk_planners import refuse_half
 from dsgraph.engine.on_all_ranks import together
-from dsgraph.offload.saving import refuse_half
 from dsgraph.utils.errors import CheckpointError
 from dsgraph.weight_paths import weight_paths
 

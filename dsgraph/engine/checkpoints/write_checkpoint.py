@@ -23,10 +23,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dsgraph import compat
+from dsgraph.checkpoint.disk_planners import SavePlannerFromDisk, refuse_half
 from dsgraph.checkpoint_files import encode_about
 from dsgraph.checkpoint_folder import Unfinished
 from dsgraph.engine.on_all_ranks import on_first, reason, together
-from dsgraph.offload.saving import SavePlannerFromDisk, refuse_half
 from dsgraph.utils.errors import CheckpointError
 from dsgraph.utils.files import write_whole
 from dsgraph.utils.typed_json import encode

@@ -11,9 +11,9 @@ from torch.optim import Optimizer
 
 from dsgraph.engine.config.engine_config import EngineConfig
 from dsgraph.engine.config.offload_config import OffloadOptimizerConfig, OffloadParamConfig
-from dsgraph.offload.plan import plan_offload
 from dsgraph.optim.hooks import is_elementwise
 from dsgraph.optim.offload_optimizer import offloaded_to
+from dsgraph.optim.plan_offload import plan_offload
 from dsgraph.partitioning.rows import own_part
 from dsgraph.partitioning.table import OffloadArguments
 from dsgraph.utils.byte_counts import on_device

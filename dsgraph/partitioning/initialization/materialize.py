@@ -13,12 +13,12 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DeviceMesh, DTensor
 
+from dsgraph.offload.stored_tensor import room
 from dsgraph.partitioning.classes import plain_class
 from dsgraph.partitioning.refusals import refuse_early_optimizers
 from dsgraph.partitioning.rows import broadcast_from_first, placements_for, rows_in
 from dsgraph.partitioning.table import PartitionedModel, ShardedParameter, partitioned_parts
 from dsgraph.partitioning.transforms.offloaded import refuse_device
-from dsgraph.tiers.stored_tensor import room
 from dsgraph.utils.errors import PartitionError
 
 from .buffers import equalise_buffers

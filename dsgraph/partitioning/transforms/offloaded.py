@@ -12,11 +12,11 @@ import torch
 from torch import nn
 
 from dsgraph.inductor_ext import chunk_rows, resolve_group
+from dsgraph.offload.chunk_sizes import TrainedRows, state_chunks
+from dsgraph.offload.slots import first_of
+from dsgraph.offload.stored_rows import ParameterFile
 from dsgraph.partitioning.rows import own_part
 from dsgraph.partitioning.table import OffloadArguments, PartitionedModel, ShardedParameter
-from dsgraph.tiers.chunk_sizes import TrainedRows, state_chunks
-from dsgraph.tiers.slots import first_of
-from dsgraph.tiers.stored_rows import ParameterFile
 from dsgraph.utils.errors import PartitionError
 from dsgraph.utils.files import absolute
 

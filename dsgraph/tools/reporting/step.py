@@ -8,11 +8,11 @@ from dataclasses import dataclass, replace
 from torch import nn
 
 from dsgraph import compat
+from dsgraph.offload.chunk_sizes import state_chunks, step_buffers
 from dsgraph.partitioning.state import PartitionState
 from dsgraph.partitioning.table import partitioned_parts
 from dsgraph.partitioning.transforms.offloaded import trained_rows
 from dsgraph.passes.analysis.step_memory import PairMemory, simulate_step
-from dsgraph.tiers.chunk_sizes import state_chunks, step_buffers
 
 from .compile_log import CompileEntry
 from .traffic import Traffic, accumulated_traffic, add_up, held_traffic, refresh_traffic, total

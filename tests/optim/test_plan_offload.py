@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from torch import nn, optim
 
 import dsgraph
-from dsgraph.offload.plan import plan_offload
+from dsgraph.offload.slots import first_of, share_of
+from dsgraph.offload.stored_rows import stored_rows
 from dsgraph.optim.disk_optimizer import OptimizerOnDisk
 from dsgraph.optim.host_optimizer import HostOptimizer
-from dsgraph.tiers.slots import first_of, share_of
-from dsgraph.tiers.stored_rows import stored_rows
+from dsgraph.optim.plan_offload import plan_offload
 from dsgraph.utils.errors import OffloadError
 
 MB = 10**6

@@ -11,12 +11,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from dsgraph.optim.offload_optimizer import offloaded_to
+from dsgraph.offload.sizes import Sizes, Split
 from dsgraph.partitioning.table import KEEP_WHOLE_BELOW, OffloadArguments
 from dsgraph.utils.byte_counts import on_device, read_bytes
 from dsgraph.utils.errors import OffloadError
 
-from .sizes import Sizes, Split
+from .offload_optimizer import offloaded_to
 
 
 @dataclass(frozen=True)

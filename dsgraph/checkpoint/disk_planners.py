@@ -15,11 +15,11 @@ from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, WriteItem
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from dsgraph.offload.stored_rows import StoredRows, stored_rows
+from dsgraph.offload.stored_tensor import StoredTensor, room
 from dsgraph.optim.hooks import hooks_of
 from dsgraph.optim.stored_state import StoredState
 from dsgraph.partitioning.rows import own_part
-from dsgraph.tiers.stored_rows import StoredRows, stored_rows
-from dsgraph.tiers.stored_tensor import StoredTensor, room
 
 _HALF = "was not read to its end from a checkpoint, and is neither the old one nor the new one: load a checkpoint"
 

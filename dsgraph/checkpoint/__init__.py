@@ -1,0 +1,1 @@
+"""Checkpoints: planners of torch.distributed.checkpoint for parameters and optimizer state on disk."""
