@@ -12,6 +12,7 @@ mutant that does not even import proves nothing and counts as an error.
 from __future__ import annotations
 
 import argparse
+import ast
 import os
 import re
 import shutil
@@ -22,6 +23,7 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from queue import SimpleQueue
 
@@ -31,6 +33,7 @@ ROOT = Path(__file__).resolve().parent.parent
 SMALL, FULL = "not gpu and not full", "not gpu"
 MARK = ("<!-- mutants -->", "<!-- /mutants -->")
 _FAILED, _NO_TESTS = 1, 5
+_CLOSING = (r"\)", r"\]", r"\}")  # a formatter may put a comma before these
 
 
 @dataclass(frozen=True)
@@ -54,14 +57,59 @@ def apply(root: Path, mutant: Mutant) -> str:
     """Writes the mutant into the tree at `root`; returns what stood in the file before.
 
     Raises:
-        ValueError: The text that it changes does not stand in its file exactly once.
+        ValueError: What it changes does not stand exactly once in the function that it names.
     """
     path = root / mutant.file
     text = path.read_text()
-    if text.count(mutant.before) != 1:
-        raise ValueError(f"mutant {mutant.name}: {mutant.before!r} stands {text.count(mutant.before)} times in {path}")
-    path.write_text(text.replace(mutant.before, mutant.after))
+    places = [
+        (begin + match.start(), begin + match.end())
+        for begin, end in _spans(text, mutant.within)
+        for match in _pattern(mutant.before).finditer(text[begin:end])
+    ]
+    if len(places) != 1:
+        raise ValueError(
+            f"mutant {mutant.name}: {mutant.before!r} stands {len(places)} times in {mutant.within} of {path}"
+        )
+    ((begin, end),) = places
+    path.write_text(f"{text[:begin]}{mutant.after}{text[end:]}")
     return text
+
+
+def _spans(text: str, within: str) -> list[tuple[int, int]]:
+    """Where the source of a function, class, attribute or constant begins and ends: `Class.method`, `CONSTANT`."""
+    found: list[ast.AST] = [ast.parse(text)]
+    for name in within.split("."):
+        found = [node for parent in found for node in _statements(parent) if name in _names(node)]
+    starts = [0, *accumulate(len(line) for line in text.splitlines(keepends=True))]
+    spans = []
+    for node in found:
+        assert isinstance(node, ast.stmt) and node.end_lineno is not None
+        first = min([node.lineno, *(each.lineno for each in getattr(node, "decorator_list", []))])
+        spans.append((starts[first - 1], starts[node.end_lineno]))
+    return spans
+
+
+def _statements(parent: ast.AST) -> Iterator[ast.stmt]:
+    """The statements of a body, also below `if` and the like, but not those of functions and classes in it."""
+    for node in ast.iter_child_nodes(parent):
+        if isinstance(node, ast.stmt):
+            yield node
+        if not _names(node):
+            yield from _statements(node)
+
+
+def _names(node: ast.AST) -> list[str]:
+    """What a definition or an assignment defines."""
+    if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+        return [node.name]
+    targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
+    return [ast.unparse(target) for target in targets]
+
+
+def _pattern(before: str) -> re.Pattern[str]:
+    """Finds code however it is formatted: its words and signs, with any space and trailing commas between them."""
+    first, *others = (rf"\b{word}\b" if word else re.escape(sign) for word, sign in re.findall(r"(\w+)|(\S)", before))
+    return re.compile(first + "".join(rf"\s*(?:,\s*)?{part}" if part in _CLOSING else rf"\s*{part}" for part in others))
 
 
 def judge(root: Path, mutant: Mutant, *, everything: bool) -> Outcome:
