@@ -805,6 +805,13 @@ ENGINE = (
     Mutant(
         *("engine-counts-replicated-twice", "dsgraph/engine/norms.py", "wrong scale"),
         *("_total_square", "total + _square", "total + 2 * _square"),
+        *("engine-clips-by-shards", "dsgraph/optim/gradient_norm.py", "unsummed norm"),
+        *("squares[0] + sum_over(squares[1], [Ranks.of(group)])", "squares[0] + squares[1]"),
+        killers=("tests/engine/test_engine.py",),
+    ),
+    Mutant(
+        *("engine-counts-replicated-twice", "dsgraph/optim/gradient_norm.py", "wrong scale"),
+        *("squares = squares[0] + sum_over", "squares = 2 * squares[0] + sum_over"),
         killers=("tests/engine/test_engine.py",),
     ),
     Mutant(
@@ -815,6 +822,8 @@ ENGINE = (
     Mutant(
         *("engine-keeps-the-scale", "dsgraph/engine/norms.py", "wrong scale"),
         *("unscale_and_clip", "1 / scale", "1.0"),
+        *("engine-keeps-the-scale", "dsgraph/optim/gradient_norm.py", "wrong scale"),
+        *("factor = 1 / scale", "factor = 1.0"),
         killers=("tests/engine/test_engine.py",),
     ),
     Mutant(
@@ -1151,6 +1160,7 @@ PARALLEL = (
     Mutant(
         *("pipeline-tied-counted-twice", "dsgraph/parallel/pipeline/tied_gradients.py", "missing check"),
         *("StepGradients.norm", "(name in self.tied and name not in self.owned)", "False"),
+        *("name not in self.tied or name in self.owned", "True"),
         killers=("tests/distributed/test_pipeline.py",),
     ),
     Mutant(
@@ -1161,6 +1171,12 @@ PARALLEL = (
     Mutant(
         *("mpu-slices-counted-once", "dsgraph/engine/norms.py", "unsummed norm"),
         *("global_norm", "dist.all_reduce(sliced, group=shared.group)", ""),
+        *("                split.add(self.slices[name].group)\n", "                pass\n"),
+        killers=("tests/distributed/test_parallelize.py::test_two_by_two_by_two",),
+    ),
+    Mutant(
+        *("mpu-slices-counted-once", "dsgraph/optim/gradient_norm.py", "unsummed norm"),
+        *('slicing if entry.name in sliced else ""', '""'),
         killers=("tests/engine/integrations/test_mpu.py",),
     ),
     Mutant(

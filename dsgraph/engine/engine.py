@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dsgraph.batches import call_with
+from dsgraph.optim.gradient_norm import LocalGradients, gradients_of
 from dsgraph.optim.hooks import hooks_of
 from dsgraph.partitioning.accumulation.accumulate import accumulate, discard
 from dsgraph.partitioning.forward_inputs import cast_floating
@@ -28,7 +29,6 @@ from .model_outputs import Again, loss_of
 from .monitoring.metrics import Figures
 from .monitoring.progress import StepCounts
 from .monitoring.step_logger import Looks
-from .norms import unscale_and_clip
 from .optimizers.step_moment import stepping
 from .techniques.eigenvalues import Gradients
 from .techniques.layer_drop import ProgressiveLayerDrop
@@ -258,14 +258,17 @@ class Engine(Figures, Saving, Weights, nn.Module):
         checks = config.fp16.enabled or (config.bf16.enabled and config.bf16.check_grad_overflow)
         if self._takes_in_momenta():
             self._norm = None
-            return not checks or math.isfinite(
-                unscale_and_clip(self._partition, scale=1.0, largest=0.0, shared=self._shared)
-            )
+            return not checks or math.isfinite(self._gradients().norm())
         if not checks and not config.gradient_clipping:
             return True
         scale, largest = self.loss_scale.scale, config.gradient_clipping
-        self._norm = unscale_and_clip(self._partition, scale=scale, largest=largest, shared=self._shared)
+        self._norm = self._gradients().unscale_and_clip(scale=scale, max_norm=largest)
         return not checks or math.isfinite(self._norm)
+
+    def _gradients(self) -> LocalGradients:
+        if self._shared is None:
+            return gradients_of(self._partition)
+        return gradients_of(self._partition, sliced=self._shared.sliced, slicing=self._shared.group.group_name)
 
     def train_batch(self, data: Iterator[Any] | None = None) -> Tensor:
         """All micro-batches of one step.

@@ -70,7 +70,7 @@ class PipelineEngine:
         loss = self.module.step(*args, **kwargs)
         largest = self.resolved.config.gradient_clipping
         if largest:
-            self._norm = float(self.module.clip_grad_norm_(largest))
+            self._norm = self.module.local_gradients().unscale_and_clip(scale=1.0, max_norm=largest)
         self.optimizer.step()
         self.module.zero_grad()
         if self.lr_scheduler is not None:

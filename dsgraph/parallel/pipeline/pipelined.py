@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dsgraph import compat
-from dsgraph.partitioning.rows import own_part
+from dsgraph.optim.gradient_norm import LocalGradients
 from dsgraph.passes.parallel.split_stages import StagePlan
 from dsgraph.ranks.agreement import Agreement
 from dsgraph.ranks.equal_batches import EqualBatches, random_state
@@ -278,14 +278,16 @@ class PipelinedModel:
             parameter.grad = None
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
-        """Scales all ranks' gradients so that their joint 2-norm is at most `max_norm`; a tied parameter counts once.
+        """Scale all ranks' gradients so that their joint 2-norm is at most `max_norm`; a tied parameter counts once.
+
+        All ranks call it together. If a gradient is not finite, all gradients stay as they are.
 
         Returns:
-            The norm before, a scalar, the same on every rank.
+            The norm before, a float32 scalar, the same on every rank.
         """
-        norm = self._gradients.norm(dict(self.named_parameters()))
-        scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-        for parameter in self.parameters():
-            if parameter.grad is not None:
-                own_part(parameter.grad).mul_(scale)
-        return norm
+        norm = self.local_gradients().unscale_and_clip(scale=1.0, max_norm=max_norm)
+        return torch.tensor(norm, dtype=torch.float32, device=self._device)
+
+    def local_gradients(self) -> LocalGradients:
+        """Return this rank's part of the step's gradients."""
+        return self._gradients.local(dict(self.named_parameters()))

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Placement, Shard
 
-from dsgraph.inductor_ext import resolve_group
+from dsgraph.optim.gradient_norm import GradientPart, LocalGradients
 from dsgraph.partitioning.rows import own_part
 from dsgraph.partitioning.transforms.slices import ParameterSlice
 
@@ -84,25 +84,28 @@ class StepGradients:
         dist.all_reduce(total, group=self.pipeline)
         return total.item()
 
-    def norm(self, parameters: Mapping[str, nn.Parameter]) -> Tensor:
-        """The joint 2-norm of the pipeline's gradients.
+    def local(self, parameters: Mapping[str, nn.Parameter]) -> LocalGradients:
+        """Return the gradients as the optimizer sees them.
 
         Args:
-            parameters: Those that an optimizer steps on, by name: shards with data parallelism.
+            parameters: The optimizer's parameters, by name: shards with data parallelism.
         """
-        squares = torch.zeros(4, device=self.device)
+        stages = self.pipeline.group_name
+        copies = self.copies.group_name if self.copies is not None else None
+        parts = []
         for name, parameter in parameters.items():
-            if parameter.grad is None or (name in self.tied and name not in self.owned):
+            if parameter.grad is None:
                 continue
-            is_split = isinstance(parameter, DTensor) and any(isinstance(part, Shard) for part in parameter.placements)
-            squares[2 * (name in self.slices) + is_split] += own_part(parameter.grad).float().pow(2).sum()
-        replicated, split, sliced, both = squares.split(1)
-        if self.copies is not None:
-            dist.all_reduce(both, group=self.copies)
-            dist.all_reduce(split, group=self.copies)
-        sliced = sliced + both
-        for group in {held.group for held in self.slices.values()}:
-            dist.all_reduce(sliced, group=resolve_group(group))
-        total = (replicated + split + sliced).squeeze()
-        dist.all_reduce(total, group=self.pipeline)
-        return total.sqrt()
+            split: set[str] = {stages}
+            if copies and isinstance(parameter, DTensor) and any(map(_is_shard, parameter.placements)):
+                split.add(copies)
+            if name in self.slices:
+                split.add(self.slices[name].group)
+            is_counted = name not in self.tied or name in self.owned
+            parts.append(GradientPart(own_part(parameter.grad), frozenset(split), is_counted))
+        slicing = sorted({held.group for held in self.slices.values()})
+        return LocalGradients(parts, (*([copies] if copies else []), *slicing, stages), self.device)
+
+
+def _is_shard(placement: Placement) -> bool:
+    return isinstance(placement, Shard)
