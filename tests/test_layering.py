@@ -38,14 +38,13 @@ ORDER = {
     ],
     "dsgraph": [
         ["compat", "utils", "batches"],
-        ["offload", "weight_paths"],
-        ["checkpoint_files"],
-        ["checkpoint_folder"],
+        ["offload"],
         ["ranks"],
         ["partitioning"],
         ["optim"],
         ["compiler"],
-        ["parallel", "checkpoint", "launch"],
+        ["checkpoint"],
+        ["parallel", "launch"],
         ["inference"],
         ["engine"],
         ["sparse", "ops"],
@@ -298,7 +297,7 @@ LONG_FILES = {
 }
 LONG_FUNCTIONS = {
     ("dsgraph/engine/initialize.py", "initialize"): (90, "public: documentation of its arguments"),
-    ("dsgraph/engine/checkpoints/write_checkpoint.py", "save"): (52, "documentation of its arguments"),
+    ("dsgraph/checkpoint/save.py", "save"): (52, "documentation of its arguments"),
     ("dsgraph/engine/optimizers/offloading.py", "planned"): (62, "documentation of its arguments"),
     ("dsgraph/engine/parallel_engine.py", "divided_engine"): (54, "documentation of its arguments"),
     ("dsgraph/inference/init_inference.py", "init_inference"): (54, "public: documentation of its arguments"),

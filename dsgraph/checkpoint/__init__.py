@@ -1,1 +1,1 @@
-"""Checkpoints: planners of torch.distributed.checkpoint for parameters and optimizer state on disk."""
+"""Checkpoints of an engine: saving, loading, converting, and weights in the files of Hugging Face."""

@@ -12,27 +12,27 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dsgraph.batches import call_with
+from dsgraph.checkpoint.asynchronous_save import Writer
+from dsgraph.checkpoint.step_counts import StepCounts
 from dsgraph.optim.gradient_norm import LocalGradients, gradients_of
 from dsgraph.optim.hooks import hooks_of
 from dsgraph.partitioning.accumulation.accumulate import accumulate, discard
 from dsgraph.partitioning.forward_inputs import cast_floating
 from dsgraph.utils.errors import EngineError
 
-from .checkpoints.asynchronous_save import Writer
-from .checkpoints.saving import Saving
-from .checkpoints.weights import Weights
 from .config.read_config import ResolvedConfig
 from .data import RankLoader, batches_of, next_of_step
 from .integrations.mpu import ModelParallel
 from .loss_scale import LossScale
 from .model_outputs import Again, loss_of
 from .monitoring.metrics import Figures
-from .monitoring.progress import StepCounts
 from .monitoring.step_logger import Looks
 from .optimizers.step_moment import stepping
+from .saving import Saving
 from .techniques.eigenvalues import Gradients
 from .techniques.layer_drop import ProgressiveLayerDrop
 from .techniques.quantize_training import QuantizedTraining
+from .weights import Weights
 
 
 class Engine(Figures, Saving, Weights, nn.Module):

@@ -14,13 +14,13 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from dsgraph import compat
+from dsgraph.checkpoint.checkpoint_match import why_no_client_state
+from dsgraph.checkpoint.step_counts import StepCounts
 from dsgraph.parallel.pipeline.pipelined import PipelinedModel
 from dsgraph.utils.errors import CheckpointError
 
-from .checkpoints.checkpoint_match import why_no_client_state
 from .config.read_config import ResolvedConfig
 from .data import RankLoader, batches_of
-from .monitoring.progress import StepCounts
 
 
 class PipelineEngine:

@@ -14,12 +14,12 @@ import torch.distributed.checkpoint as dcp
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from dsgraph.checkpoint_files import ABOUT, read_about
-from dsgraph.checkpoint_folder import find_tag
+from dsgraph.checkpoint.checkpoint_files import ABOUT, read_about
+from dsgraph.checkpoint.checkpoint_folder import find_tag
 from dsgraph.inductor_ext import slice_of
 from dsgraph.passes.parallel.slices import Slice
 from dsgraph.utils.errors import CheckpointError, InferenceError
-from dsgraph.weight_paths import weight_paths
+from dsgraph.utils.weight_paths import weight_paths
 
 _EXPERT = re.compile(r"(.+)\.block_sparse_moe\.experts\.(\d+)\.w([123])\.weight")
 _GATE = ".block_sparse_moe.gate.weight"

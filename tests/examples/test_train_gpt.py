@@ -95,7 +95,7 @@ def test_two_ranks_learn_and_print_their_figures(finished):
     assert "\ndef " in run.text  # the sample
 
 
-@pytest.mark.full  # tests/engine/checkpoints/test_write_checkpoint.py has resumed runs
+@pytest.mark.full  # tests/checkpoint/test_save.py has resumed runs
 @pytest.mark.parametrize("nproc", (2, pytest.param(1, marks=pytest.mark.full)))
 def test_resumed_equals_uninterrupted(finished, interrupted, nproc):
     whole, _ = finished

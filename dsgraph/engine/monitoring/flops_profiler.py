@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from dsgraph.checkpoint.step_counts import StepCounts
 from dsgraph.compiler.module_flops import Modules
 from dsgraph.engine.config.engine_config import FlopsProfilerConfig
 from dsgraph.partitioning.table import PartitionedModel
@@ -25,7 +26,6 @@ from dsgraph.utils.files import write_whole
 
 from .flop_counter import CountedGraphs
 from .profile_text import profile_text
-from .progress import StepCounts
 
 
 @dataclass(frozen=True)

@@ -5,12 +5,12 @@ from __future__ import annotations
 from torch import nn
 from torch.optim import Optimizer
 
+from dsgraph.checkpoint.step_counts import StepCounts
 from dsgraph.engine.config.engine_config import EngineConfig
 from dsgraph.engine.config.read_config import ResolvedConfig
 from dsgraph.partitioning.table import PartitionedModel, partitioned_parts
 
 from .flops_profiler import ModuleProfile
-from .progress import StepCounts
 from .step_logger import Looks
 
 

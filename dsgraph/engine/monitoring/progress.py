@@ -1,4 +1,4 @@
-"""How far training is, and how fast it goes."""
+"""The speed of training."""
 
 from __future__ import annotations
 
@@ -8,21 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-
-
-@dataclass
-class StepCounts:
-    """How far training is.
-
-    Attributes:
-        micro: Micro-batches whose step was called.
-        steps: Optimizer steps, the skipped ones included.
-        skipped: Steps whose gradients were not finite: nothing was updated.
-    """
-
-    micro: int = 0
-    steps: int = 0
-    skipped: int = 0
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from dsgraph.checkpoint.step_counts import StepCounts
 from dsgraph.engine.config.read_config import ResolvedConfig
 from dsgraph.engine.loss_scale import LossScale
 from dsgraph.inductor_ext import Ranks, sum_over
@@ -21,7 +22,7 @@ from .flop_counter import CountedGraphs
 from .flops_profiler import FlopsProfiler
 from .memory_breakdown import memory_use, peak_bytes
 from .monitors import Monitor, check_monitors, monitors_of
-from .progress import Speed, StepCounts, Work, tokens_in
+from .progress import Speed, Work, tokens_in
 from .step_times import Stopwatch
 
 _SCALARS = "Train/Samples/"

@@ -22,8 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dsgraph.checkpoint.step_counts import StepCounts
 from dsgraph.engine.config.engine_config import ProgressiveLayerDropConfig
-from dsgraph.engine.monitoring.progress import StepCounts
 from dsgraph.partitioning.repeated_blocks import repeated_blocks
 from dsgraph.utils.errors import ConfigError, EngineError
 from dsgraph.utils.nearest import nearest

@@ -21,8 +21,8 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from dsgraph.checkpoint_files import check_tag, encode_about, read_about
-from dsgraph.checkpoint_folder import Unfinished, find_tag
+from dsgraph.checkpoint.checkpoint_files import check_tag, encode_about, read_about
+from dsgraph.checkpoint.checkpoint_folder import Unfinished, find_tag
 from dsgraph.inductor_ext import resolve_group
 from dsgraph.partitioning.rows import own_part
 from dsgraph.partitioning.transforms.slices import ParameterSlice

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from dsgraph.partitioning.table import PartitionedModel
 from dsgraph.ranks.agreement import Agreement
 from dsgraph.utils.errors import PartitionError
-from dsgraph.weight_paths import weight_paths
+from dsgraph.utils.weight_paths import weight_paths
 
 
 class WeightFolder:

@@ -35,8 +35,8 @@ def _configure(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(arguments: argparse.Namespace) -> Answer:
-    from dsgraph.engine.checkpoints.convert import export_checkpoint
-    from dsgraph.engine.checkpoints.weight_files import DTYPES
+    from dsgraph.checkpoint.convert import export_checkpoint
+    from dsgraph.checkpoint.weight_files import DTYPES
     from dsgraph.utils.errors import CheckpointError
 
     out = Path(arguments.out)

@@ -20,7 +20,7 @@ def _configure(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(arguments: argparse.Namespace) -> Answer:
-    from dsgraph.engine.checkpoints.convert import import_checkpoint
+    from dsgraph.checkpoint.convert import import_checkpoint
     from dsgraph.utils.errors import CheckpointError
 
     try:

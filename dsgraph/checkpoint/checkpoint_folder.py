@@ -22,8 +22,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dsgraph.checkpoint_files import ABOUT, LATEST, check_tag, known_tags, latest_line, latest_tag, write_about
 from dsgraph.utils.errors import CheckpointError
+
+from .checkpoint_files import ABOUT, LATEST, check_tag, known_tags, latest_line, latest_tag, write_about
 
 _NEXT_LATEST = ".latest.next"
 _UNFINISHED = re.compile(r"\.(?P<tag>.+)\.[0-9a-f]{8}\.unfinished", re.DOTALL)

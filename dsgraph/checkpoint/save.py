@@ -23,16 +23,16 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dsgraph import compat
-from dsgraph.checkpoint.disk_planners import SavePlannerFromDisk, refuse_half
-from dsgraph.checkpoint_files import encode_about
-from dsgraph.checkpoint_folder import Unfinished
-from dsgraph.engine.on_all_ranks import on_first, reason, together
 from dsgraph.utils.errors import CheckpointError
 from dsgraph.utils.files import write_whole
 from dsgraph.utils.typed_json import encode
 
 from .asynchronous_save import Writer
+from .checkpoint_files import encode_about
+from .checkpoint_folder import Unfinished
 from .checkpoint_match import class_of
+from .disk_planners import SavePlannerFromDisk, refuse_half
+from .on_all_ranks import on_first, reason, together
 from .weight_files import describe
 
 

@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from dsgraph.utils.errors import CheckpointError
-from dsgraph.weight_paths import INDEX
+from dsgraph.utils.weight_paths import INDEX
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 """Dtypes of exported weights, by the names of the command line."""

@@ -17,9 +17,8 @@ from dsgraph.checkpoint.disk_planners import LoadPlannerToDisk, SavePlannerFromD
 from dsgraph.offload.slots import SlotFile
 from dsgraph.offload.stored_tensor import StoredTensor
 from dsgraph.optim.disk_optimizer import OptimizerOnDisk
+from tests.distributed.training import full
 from tests.models import CASES, build
-
-from .training import full
 
 pytestmark = pytest.mark.distributed
 

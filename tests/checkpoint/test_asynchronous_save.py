@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from dsgraph.checkpoint_files import read_about
+from dsgraph.checkpoint.checkpoint_files import read_about
 
 pytestmark = pytest.mark.distributed
 
@@ -23,7 +23,7 @@ engine.step()
 engine.save_checkpoint(sys.argv[1], "final", asynchronous=True)
 """
 FAILS = """
-import dsgraph.checkpoint_folder as folder
+import dsgraph.checkpoint.checkpoint_folder as folder
 def fail(*_): raise OSError("the disk is gone")
 folder.write_about = fail
 """

@@ -12,22 +12,22 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from dsgraph.checkpoint_files import check_tag
-from dsgraph.engine.config.engine_config import EngineConfig
-from dsgraph.engine.config.read_config import ResolvedConfig
-from dsgraph.engine.data import RankLoader
-from dsgraph.engine.integrations.mpu import ModelParallel
-from dsgraph.engine.loss_scale import LossScale
-from dsgraph.engine.monitoring.progress import StepCounts
-from dsgraph.engine.techniques.quantize_training import QuantizedTraining
+from dsgraph.checkpoint.asynchronous_save import Writer
+from dsgraph.checkpoint.checkpoint_files import check_tag
+from dsgraph.checkpoint.checkpoint_match import why_no_client_state
+from dsgraph.checkpoint.load import is_on_disk, load
+from dsgraph.checkpoint.same_call import one_tag
+from dsgraph.checkpoint.save import save
+from dsgraph.checkpoint.step_counts import StepCounts
 from dsgraph.ranks.first_rank import tell
 from dsgraph.utils.errors import CheckpointError, on_one_line
 
-from . import loading
-from . import write_checkpoint as checkpoints
-from .asynchronous_save import Writer
-from .checkpoint_match import why_no_client_state
-from .same_call import one_tag
+from .config.engine_config import EngineConfig
+from .config.read_config import ResolvedConfig
+from .data import RankLoader
+from .integrations.mpu import ModelParallel
+from .loss_scale import LossScale
+from .techniques.quantize_training import QuantizedTraining
 
 
 class Saving:
@@ -98,7 +98,7 @@ class Saving:
             same={"save_dir": str(Path(save_dir).absolute()), "asynchronous": asynchronous},
         )
         self.wait_for_checkpoint()
-        checkpoints.save(
+        save(
             *(self, Path(save_dir), check_tag(chosen), dict(client_state or {})),
             writer=self._writer if asynchronous else None,
         )
@@ -111,7 +111,7 @@ class Saving:
                 "save_checkpoint amid a step of micro-batches, whose gradients a checkpoint does not hold: call it "
                 "behind the step() of the last micro-batch"
             )
-        if asynchronous and loading.is_on_disk(self, module_only=False):
+        if asynchronous and is_on_disk(self, module_only=False):
             return (
                 "save_checkpoint(asynchronous=True): it writes copies, and parameters or the optimizer's state lie on "
                 "disk: copies in memory would take what that spares, and a copy on the disk as long as the checkpoint "
@@ -161,7 +161,7 @@ class Saving:
             same={"load_dir": str(Path(load_dir).absolute()), "load_module_only": load_module_only},
         )
         self.wait_for_checkpoint()
-        found = loading.load(self, Path(load_dir), chosen, module_only=load_module_only)
+        found = load(self, Path(load_dir), chosen, module_only=load_module_only)
         if found is None:
             return None, {}
         self.zero_grad()

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from dsgraph.engine.monitoring.progress import StepCounts
+from .step_counts import StepCounts
 
 
 def class_of(optimizer: Any) -> str:

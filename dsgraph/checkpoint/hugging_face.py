@@ -17,12 +17,12 @@ from torch.distributed.tensor import DTensor
 from torch.futures import Future
 from typing_extensions import override
 
-from dsgraph.checkpoint.disk_planners import refuse_half
-from dsgraph.engine.on_all_ranks import together
 from dsgraph.utils.errors import CheckpointError
-from dsgraph.weight_paths import weight_paths
+from dsgraph.utils.weight_paths import weight_paths
 
-from .loading import HasTensors, is_on_disk, read_into
+from .disk_planners import refuse_half
+from .load import HasTensors, is_on_disk, read_into
+from .on_all_ranks import together
 from .weight_files import WeightFiles, begin, describe, dtype_in_file, finish, unfinished
 
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from dsgraph.checkpoint_files import encode_about
-from dsgraph.checkpoint_folder import Unfinished, find_tag
+from dsgraph.checkpoint.checkpoint_files import encode_about
+from dsgraph.checkpoint.checkpoint_folder import Unfinished, find_tag
 from dsgraph.utils.errors import CheckpointError
 
 

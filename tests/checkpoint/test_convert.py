@@ -11,13 +11,13 @@ import torch
 import torch.distributed as dist
 
 import dsgraph
-from dsgraph.engine.checkpoints.convert import import_checkpoint
-from dsgraph.engine.checkpoints.deepspeed_files import _read_groups
+from dsgraph.checkpoint.convert import import_checkpoint
+from dsgraph.checkpoint.deepspeed_files import _read_groups
 from dsgraph.tools.cli.main import main
+from tests.engine.training import CASE
 from tests.models import build
 
 from .make_deepspeed_checkpoints import FOLDER, MORE, SAVED, config, losses
-from .training import CASE
 
 
 def _go_on(folder: str, stage: int) -> list[float]:

@@ -17,7 +17,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
-from dsgraph.engine.on_all_ranks import reason, together
+from .on_all_ranks import reason, together
 
 
 @dataclass(eq=False)

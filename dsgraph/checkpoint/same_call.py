@@ -7,9 +7,10 @@ from typing import Any
 
 from torch import nn
 
-from dsgraph.engine.on_all_ranks import exchange
 from dsgraph.ranks.first_rank import tell
 from dsgraph.utils.errors import CheckpointError
+
+from .on_all_ranks import exchange
 
 
 def one_tag(

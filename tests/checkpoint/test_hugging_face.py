@@ -12,12 +12,11 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import dsgraph
-from dsgraph.engine.checkpoints.convert import import_checkpoint
-from dsgraph.engine.checkpoints.weight_files import INDEX, WeightFiles
+from dsgraph.checkpoint.convert import import_checkpoint
+from dsgraph.checkpoint.weight_files import INDEX, WeightFiles
 from dsgraph.tools.cli.main import main
 from tests.distributed.training import full
-
-from .training import config
+from tests.engine.training import config
 
 pytestmark = pytest.mark.distributed
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from . import pretrained
+from dsgraph.checkpoint import hugging_face
 
 SHARD_BYTES = 5 * 10**9
 """Bytes of a file of weights, at most, unless the caller says otherwise: what transformers writes."""
@@ -38,7 +38,7 @@ class Weights:
             CheckpointError: The folder is not empty, a rank could not write, or a load or step that failed has left on
                 disk what is neither old nor new; all ranks raise.
         """
-        pretrained.export(self, Path(folder), shard_bytes=shard_bytes, dtype=dtype)
+        hugging_face.export(self, Path(folder), shard_bytes=shard_bytes, dtype=dtype)
 
     def load_pretrained(self, folder: str | PathLike[str]) -> None:
         """Reads the safetensors of `save_pretrained` or `export` into the shards. All ranks call it together.
@@ -52,4 +52,4 @@ class Weights:
             CheckpointError: A weight is missing or has another shape; all ranks raise, and the model is as it was. Or
                 a disk failed amid reading: with parameters on disk the model runs no more until it has loaded.
         """
-        pretrained.load_pretrained(self, Path(folder))
+        hugging_face.load_pretrained(self, Path(folder))

@@ -7,7 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from dsgraph.checkpoint_files import check_tag, encode_about, latest_line, latest_tag, read_about, write_about
+from dsgraph.checkpoint.checkpoint_files import (
+    check_tag,
+    encode_about,
+    latest_line,
+    latest_tag,
+    read_about,
+    write_about,
+)
 from dsgraph.utils.errors import CheckpointError
 
 

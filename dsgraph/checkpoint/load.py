@@ -1,4 +1,4 @@
-"""Loads a checkpoint into an engine; `write_checkpoint.py` defines its content.
+"""Load a checkpoint into an engine; `save.py` defines its content.
 
 Everything is read and checked, on all ranks, before anything of the engine changes: files by their checksums, what
 `engine.json` says, then tensors, which are read into copies. Where parameters or the
@@ -18,17 +18,17 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from dsgraph.checkpoint.disk_planners import loading_to_disk
-from dsgraph.checkpoint_files import read_about
-from dsgraph.checkpoint_folder import find_tag
-from dsgraph.engine.on_all_ranks import on_first, reason, together
 from dsgraph.optim.hooks import hooks_of
 from dsgraph.partitioning.table import partitioned_parts
 from dsgraph.utils.errors import CheckpointError, OffloadError
 
+from .checkpoint_files import read_about
+from .checkpoint_folder import find_tag
 from .checkpoint_match import other_model, other_optimizer, why_damaged
+from .disk_planners import loading_to_disk
+from .on_all_ranks import on_first, reason, together
+from .save import Training
 from .weight_files import describe
-from .write_checkpoint import Training
 
 
 class HasTensors(Protocol):

@@ -15,14 +15,14 @@ import torch.distributed.checkpoint as dcp
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from dsgraph.checkpoint_files import ABOUT, check_tag, encode_about, read_about
-from dsgraph.checkpoint_folder import Unfinished, find_tag
-from dsgraph.engine.monitoring.progress import StepCounts
 from dsgraph.utils.errors import CheckpointError
 from dsgraph.utils.typed_json import encode
-from dsgraph.weight_paths import weight_paths
+from dsgraph.utils.weight_paths import weight_paths
 
+from .checkpoint_files import ABOUT, check_tag, encode_about, read_about
+from .checkpoint_folder import Unfinished, find_tag
 from .deepspeed_files import DeepSpeedCheckpoint, is_deepspeed, read_deepspeed
+from .step_counts import StepCounts
 from .weight_files import WeightFiles, begin, dtype_in_file, finish
 
 

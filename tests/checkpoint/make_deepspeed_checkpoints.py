@@ -1,8 +1,8 @@
 """Makes `deepspeed_checkpoints/`: what DeepSpeed saves after three steps, and the losses of the next three.
 
-    DS_ACCELERATOR=cpu torchrun --standalone --nproc-per-node 2 -m tests.engine.make_deepspeed_checkpoints
+    DS_ACCELERATOR=cpu torchrun --standalone --nproc-per-node 2 -m tests.checkpoint.make_deepspeed_checkpoints
 
-It needs the extra `peers`. `test_import.py` reads the files without it.
+It needs the extra `peers`. `test_convert.py` reads the files without it.
 """
 
 from __future__ import annotations
@@ -13,9 +13,8 @@ from typing import Any
 
 import torch.distributed as dist
 
+from tests.engine.training import CASE
 from tests.models import CASES, build
-
-from .training import CASE
 
 FOLDER = Path(__file__).parent / "deepspeed_checkpoints"
 SAVED, MORE = 3, 3
