@@ -5,9 +5,10 @@ from functools import partial
 
 from torch.nn import Module
 
-from . import compat
+from dsgraph.compat.compiled import register_backend
+from dsgraph.compat.torch_version import check_torch_version
 
-compat.check_torch_version()
+check_torch_version()
 
 from .compiler.backend import Backend
 from .partitioning.rules import register_rules
@@ -32,7 +33,7 @@ def new_backend(reports: ReportObserver | None = None) -> Backend:
 
 reports = ReportObserver()
 backend = new_backend(reports)
-compat.register_backend(backend, "dsgraph")
+register_backend(backend, "dsgraph")
 register_rules()
 
 

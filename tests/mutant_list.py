@@ -384,7 +384,7 @@ STEP = (
     ),
     Mutant(
         *("stale-after-a-write", "dsgraph/partitioning/parameter.py", "stale gathered copy"),
-        *("ParameterState.observe", "or compat.version_of(param) != self._gathered_version", ""),
+        *("ParameterState.observe", "or version_of(param) != self._gathered_version", ""),
         killers=("tests/distributed/test_copies.py",),
     ),
     Mutant(
@@ -429,13 +429,13 @@ STEP = (
         killers=("tests/distributed/test_saving.py",),
     ),
     Mutant(
-        *("branch-gathers-inside", "dsgraph/compat.py", "missing step"),
+        *("branch-gathers-inside", "dsgraph/compat/dynamo.py", "missing step"),
         *("leave_control_flow", "if outer is not None:\n        output.tracers.append(outer)", "outer = None"),
         killers=("tests/distributed/test_control_flow.py",),
     ),
     Mutant(
         *("checkpoint-sees-waits", "dsgraph/partitioning/seam.py", "missing step"),
-        *("_read_unseen", "if fetches else compat.outside_selective_checkpoints()", ""),
+        *("_read_unseen", "if fetches else outside_selective_checkpoints()", ""),
         killers=("tests/distributed/test_control_flow.py",),
     ),
     Mutant(
@@ -563,7 +563,7 @@ OFFLOAD = (
     ),
     Mutant(
         *("changed-gradient-goes-unseen", "dsgraph/offload/stored_rows.py", "missing check"),
-        *("StoredRows.holds_gradient_as_stored", "and compat.version_of(grad) == self._given", ""),
+        *("StoredRows.holds_gradient_as_stored", "and version_of(grad) == self._given", ""),
         killers=("tests/optim/test_beside_backward.py",),
     ),
     Mutant(

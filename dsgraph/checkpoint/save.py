@@ -22,7 +22,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from dsgraph import compat
+from dsgraph.compat.tensors import flatten_tree
 from dsgraph.utils.errors import CheckpointError
 from dsgraph.utils.files import write_whole
 from dsgraph.utils.typed_json import encode
@@ -233,7 +233,7 @@ def _optimizer_state(engine: Training) -> Iterator[tuple[str, str, Any]]:
 
 def _refuse_tensors_within(value: Any, what: str) -> None:
     """Refuse tensors inside containers: they differ between ranks, and only one rank's would be saved."""
-    if any(isinstance(leaf, Tensor) for leaf in compat.flatten_tree(value)[0]):
+    if any(isinstance(leaf, Tensor) for leaf in flatten_tree(value)[0]):
         raise CheckpointError(f"{what} is a {type(value).__name__} with tensors, which a checkpoint cannot store")
 
 

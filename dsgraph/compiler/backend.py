@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.fx import GraphModule
 
-from dsgraph import compat
+from dsgraph.compat.dynamo import active_ddp, past_dynamo
 from dsgraph.partitioning.accumulation.step_copies import choose_step_copies
 from dsgraph.partitioning.state import partition_states
 from dsgraph.passes.ir.graph import placeholders
@@ -109,7 +109,7 @@ class Backend:
         except Exception as error:
             if not _is_own(error):
                 raise
-            raise compat.past_dynamo(error) from error.__cause__
+            raise past_dynamo(error) from error.__cause__
 
     def _compile(
         self, gm: GraphModule, example_inputs: Sequence[Any], *, options: Mapping[str, object] | None, mode: str | None
@@ -232,7 +232,7 @@ class Backend:
         )
 
     def _warn_of_local_gradients(self, inputs: Sequence[Any], options: BackendOptions) -> None:
-        if self._has_warned or not dist.is_initialized() or dist.get_world_size() == 1 or compat.active_ddp():
+        if self._has_warned or not dist.is_initialized() or dist.get_world_size() == 1 or active_ddp():
             return
         trained = [x for x in inputs if isinstance(x, nn.Parameter) and x.requires_grad and not isinstance(x, DTensor)]
         if not trained or not torch.is_grad_enabled():

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DeviceMesh, DTensor, Shard
 from torch.fx import GraphModule, Node
 
-from dsgraph import compat
+from dsgraph.compat.dynamo import source_name
 from dsgraph.inductor_ext import backend_name
 from dsgraph.partitioning.state import ParameterState, PartitionState, partition_states
 from dsgraph.partitioning.table import not_taken_in
@@ -133,7 +133,7 @@ def input_roles(gm: GraphModule, inputs: Sequence[Any], module: nn.Module | None
         if id(value) in known:
             found[number] = known[id(value)]
         elif isinstance(value, (nn.Parameter, DTensor)):
-            name = names.get(id(value)) or parameter_name(compat.source_name(node)) or node.name
+            name = names.get(id(value)) or parameter_name(source_name(node)) or node.name
             found[number] = GraphInput(InputRole.SHARD, name)
         else:
             found[number] = GraphInput(InputRole.BUFFER if id(value) in buffers else InputRole.DATA)

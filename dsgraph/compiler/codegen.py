@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch.fx import GraphModule
 
-from dsgraph import compat
+from dsgraph.compat import inductor
+from dsgraph.compat.inductor import autograd_cache_hits, compile_with_aot, compile_with_inductor, uses_cudagraphs
 from dsgraph.inductor_ext import register_lowerings
 from dsgraph.passes import (
     AwaitCopies,
@@ -83,8 +84,8 @@ class Compilation:
         mode: str | None,
         watch: CompileWatch | None = None,
         agree: Agree = alone,
-        boxed: Callable[[GraphModule], Callable[..., Any]] = compat.boxed,
-        inductor: Callable[..., Callable[..., Any]] = compat.compile_with_inductor,
+        boxed: Callable[[GraphModule], Callable[..., Any]] = inductor.boxed,
+        inductor: Callable[..., Callable[..., Any]] = compile_with_inductor,
     ) -> None:
         self.options = options
         self._boxed = boxed  # how codegen "eager" runs a graph
@@ -128,9 +129,9 @@ class Compilation:
         self._runner.run(gm, self._facts.context(gm, Phase.CAPTURE, inference=not torch.is_grad_enabled()))
         if self.options.codegen == "eager":
             return self._compile_eager(gm, inputs)
-        hits = compat.autograd_cache_hits()
+        hits = autograd_cache_hits()
         compiled = self._compile_inductor(gm, inputs)
-        self.from_cache = compat.autograd_cache_hits() > hits
+        self.from_cache = autograd_cache_hits() > hits
         return compiled
 
     def _compile_inductor(self, gm: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
@@ -167,7 +168,7 @@ class Compilation:
             return self._boxed(graph_module)
 
         self._partitioner = _Partitioner(self._runner, self._facts, self._watch, agree=self._agree)
-        return compat.compile_with_aot(
+        return compile_with_aot(
             gm,
             inputs,
             compiler=lambda graph_module, _: self._boxed(graph_module),
@@ -184,7 +185,7 @@ class Compilation:
 
 def records_cuda_graphs(options: BackendOptions, mode: str | None) -> bool:
     """Whether Inductor records CUDA graphs under these options."""
-    return options.codegen == "inductor" and compat.uses_cudagraphs(_settings(options, mode))
+    return options.codegen == "inductor" and uses_cudagraphs(_settings(options, mode))
 
 
 def unidentified(options: BackendOptions, pipeline: Pipeline) -> tuple[str, ...]:

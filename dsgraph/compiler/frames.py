@@ -13,7 +13,9 @@ import torch
 from torch import nn
 from torch.fx import GraphModule
 
-from dsgraph import compat
+from dsgraph.compat.compiled import unwrap_compiled
+from dsgraph.compat.dynamo import graph_break, traced_frame
+from dsgraph.compat.modules import MODULE_CALL
 from dsgraph.passes.ir.sources import OWN_FOLDER, TORCH_FOLDER
 
 _RESUMED = re.compile(r"^torch_dynamo_resume_in_.*_at_(\d+)$")
@@ -102,7 +104,7 @@ class Capture:
 
 def read_capture(gm: GraphModule) -> tuple[Capture, nn.Module | None]:
     """Where `gm` comes from, and the module whose method it was captured from, or that called the function."""
-    traced = compat.traced_frame()
+    traced = traced_frame()
     if traced is None:
         return Capture(Place("<unknown>", 0, "")), None
     stack = list(_user_frames(sys._getframe(1)))
@@ -150,7 +152,7 @@ def guard_of(reason: str) -> str:
 
 
 def _break_of(gm: GraphModule) -> GraphBreak | None:
-    found = compat.graph_break(gm)
+    found = graph_break(gm)
     if found is None:
         return None
     reason, stack = found
@@ -181,11 +183,11 @@ def _user_frames(frame: FrameType | None) -> Iterator[FrameType]:
 
 def _module_called(receiver: object, frame: FrameType | None) -> nn.Module | None:
     if isinstance(receiver, nn.Module):
-        return compat.unwrap_compiled(receiver)
+        return unwrap_compiled(receiver)
     # Only torch's own frames: to read a frame's locals keeps them alive for as long as it runs.
     for one in _frames(frame):
-        if one.f_code is compat.MODULE_CALL:
-            return compat.unwrap_compiled(one.f_locals["self"])
+        if one.f_code is MODULE_CALL:
+            return unwrap_compiled(one.f_locals["self"])
     return None
 
 

@@ -10,7 +10,8 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
-from dsgraph import compat
+from dsgraph.compat import compiled
+from dsgraph.compat.inductor import inductor_mode, inductor_settings
 from dsgraph.inductor_ext.sparse.layouts import Layout, SparseLayoutError
 from dsgraph.inductor_ext.sparse.reading import layout_of
 from dsgraph.partitioning.partition import partition
@@ -159,7 +160,7 @@ def parse_options(given: Mapping[str, Any] | None, environ: Mapping[str, str] = 
     if options.inductor and options.codegen != "inductor":
         raise OptionError(f"option 'inductor' has no effect with codegen={options.codegen!r}: remove one of the two")
     if options.inductor:
-        known = compat.inductor_settings()
+        known = inductor_settings()
         for key in options.inductor:
             if key not in known:
                 raise OptionError(f"option 'inductor' sets {key!r}, which Inductor has not{nearest(key, known)}")
@@ -203,7 +204,7 @@ def _refuse_without_effect(options: BackendOptions, given: Mapping[str, Any]) ->
         return
     if not options.strict:
         raise OptionError("option 'recompile_limit' has no effect without strict=True: remove it, or add the other")
-    last = compat.recompile_limit()
+    last = compiled.recompile_limit()
     if options.recompile_limit > last:
         raise OptionError(
             f"option 'recompile_limit' is {options.recompile_limit}, but Dynamo stops at {last}: raise "
@@ -220,7 +221,7 @@ def mode_settings(mode: str | None) -> dict[str, Any]:
     if mode is None:
         return {}
     try:
-        return compat.inductor_mode(mode)
+        return inductor_mode(mode)
     except Exception as error:
         raise OptionError(f"mode {mode!r} is not one of Inductor's: {error}") from error
 

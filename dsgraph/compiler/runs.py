@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed.tensor import DeviceMesh
 from torch.fx import GraphModule
 
-from dsgraph import compat
+from dsgraph.compat.autograd import is_compiled_backward
 from dsgraph.partitioning.state import PartitionState
 from dsgraph.passes.ir.collectives import is_collective
 from dsgraph.passes.ir.graph import all_graph_modules, is_gather_marker
@@ -124,7 +124,7 @@ def _backwards_of(outputs: Any) -> Iterator[Any]:
         if node in seen:
             continue
         seen.add(node)
-        if compat.is_compiled_backward(node):
+        if is_compiled_backward(node):
             yield node
         else:
             frontier += [following for following, _ in node.next_functions]

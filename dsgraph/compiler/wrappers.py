@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dsgraph import compat
+from dsgraph.compat.process_groups import group_timeout
 from dsgraph.inductor_ext import resolve_group
 from dsgraph.partitioning.accumulation.watched_graphs import watch_sums
 from dsgraph.partitioning.eager.full_tensor import FullTensor
@@ -102,7 +102,7 @@ def compare_batches(compiled: Compiled, request: CompileRequest, _: GraphCompile
         return compiled
     device = torch.device(request.facts.device_type)
     own = resolve_group(group)
-    ranks = Agreement(tuple(dist.get_process_group_ranks(own)), compat.group_timeout(own, device.type))
+    ranks = Agreement(tuple(dist.get_process_group_ranks(own)), group_timeout(own, device.type))
     equal, numbers = EqualBatches(None, ranks), _batch_inputs(request)
 
     def run(*args: Any) -> Any:

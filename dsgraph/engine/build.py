@@ -14,7 +14,7 @@ from torch.distributed.tensor import DeviceMesh
 from torch.optim import Optimizer
 from torch.utils.data import Dataset
 
-from dsgraph import compat
+from dsgraph.compat.dynamo import isolated
 from dsgraph.optim.full_matrix import whole_where_needed
 from dsgraph.optim.registry import MakesOptimizer
 from dsgraph.partitioning.state import partition
@@ -245,7 +245,7 @@ def build_engine(
         torch.compile,
         backend=built.logger.graphs or "dsgraph",
         options=resolved.options,
-        **compat.isolated(),
+        **isolated(),
     )
     runs: Any = given.model
     if built.layer_drop is not None:

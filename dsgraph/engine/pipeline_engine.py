@@ -13,9 +13,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
-from dsgraph import compat
 from dsgraph.checkpoint.checkpoint_match import why_no_client_state
 from dsgraph.checkpoint.step_counts import StepCounts
+from dsgraph.compat.tensors import flatten_tree, unflatten_tree
 from dsgraph.parallel.pipeline.pipelined import PipelinedModel
 from dsgraph.utils.errors import CheckpointError
 
@@ -166,7 +166,7 @@ def as_arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 def _joined(batches: Sequence[Any]) -> Any:
     """Micro-batches as one batch: tensors one behind the other, anything else of the first."""
-    leaves, spec = zip(*map(compat.flatten_tree, batches), strict=True)
+    leaves, spec = zip(*map(flatten_tree, batches), strict=True)
     together = zip(*leaves, strict=True)
     joined = [torch.cat(same) if isinstance(same[0], Tensor) and same[0].ndim else same[0] for same in together]
-    return compat.unflatten_tree(joined, spec[0])
+    return unflatten_tree(joined, spec[0])

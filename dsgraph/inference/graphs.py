@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
-from dsgraph import compat
+from dsgraph.compat.compiled import allowing_recompiles, backend_named
+from dsgraph.compat.dynamo import not_capturable
 from dsgraph.utils.errors import InferenceError
 
 from .report import Counts
@@ -88,9 +89,9 @@ class Graphs:
         compiled = counts.compiles
         started = time.perf_counter()
         try:
-            with compat.allowing_recompiles(), torch.no_grad():
+            with allowing_recompiles(), torch.no_grad():
                 found = self._compiled[kind](*arguments, **named)
-        except compat.not_capturable() as error:
+        except not_capturable() as error:
             raise InferenceError(
                 f"{type(self._model).__name__}: its forward cannot be captured as one graph "
                 f"({str(error).splitlines()[0]}): call engine.module, or the model without an engine"
@@ -133,4 +134,4 @@ class _Counting:
 
     def __call__(self, gm: GraphModule, inputs: Sequence[Any], **options: Any) -> Callable[..., Any]:
         self._counts.compiles += 1
-        return compat.backend_named("dsgraph")(gm, inputs, **options)
+        return backend_named("dsgraph")(gm, inputs, **options)

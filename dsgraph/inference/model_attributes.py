@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from dsgraph import compat
+from dsgraph.compat.modules import device_and_dtype
 from dsgraph.utils.errors import InferenceError
 
 _Self = TypeVar("_Self", bound="StandIn")
@@ -80,7 +80,7 @@ class StandIn:
         Raises:
             InferenceError: The call would move or convert the weights for which graphs are compiled.
         """
-        device, dtype = compat.device_and_dtype(*args, **kwargs)
+        device, dtype = device_and_dtype(*args, **kwargs)
         own = self.device
         is_there = device is None or (device.type == own.type and device.index in (None, own.index))
         if not is_there or (dtype is not None and dtype != self.dtype):

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
-from dsgraph import compat
+from dsgraph.compat.autograd import accumulates, autograd_node, running_backward, version_of
 from dsgraph.inductor_ext.transfers.buffers import Buffer
 from dsgraph.inductor_ext.transfers.stored import Reload, StoredParameter
 from dsgraph.inductor_ext.transfers.transfers import transfers_of
@@ -127,13 +127,13 @@ class StoredRows(StoredParameter):
         self._param = weakref.ref(param)
         if param.requires_grad:
             weak = weakref.ref(self)
-            self._node = compat.autograd_node(param)  # ops run below autograd, where nothing tells it
+            self._node = autograd_node(param)  # ops run below autograd, where nothing tells it
             param.register_post_accumulate_grad_hook(lambda _: _accumulated(weak))
 
     @override
     def start(self) -> Reload:
         self.refuse_held()
-        self._reads += compat.running_backward() < 0
+        self._reads += running_backward() < 0
         reading = self._file.slots.read(self._slot)
         self._reading_ahead = [*(future for future in self._reading_ahead if not future.done()), reading]
         return _Fetch(self._file.slots, reading, self._forget)
@@ -166,7 +166,7 @@ class StoredRows(StoredParameter):
     def add_gradient(self, grad: Tensor) -> None:
         self.refuse_held()
         param = self._param() if self._param is not None else None
-        if param is None or not compat.accumulates(self._node):
+        if param is None or not accumulates(self._node):
             raise OffloadError(
                 "a gradient of a parameter on disk goes to its .grad alone: torch.autograd.grad and "
                 "backward(inputs=...) cannot have it; call backward() without inputs"
@@ -201,7 +201,7 @@ class StoredRows(StoredParameter):
         """Whether nobody has written to the parameter's gradient since it arrived."""
         param = self._param() if self._param is not None else None
         grad = param.grad if param is not None else None
-        return self.holds_gradient and grad is not None and compat.version_of(grad) == self._given
+        return self.holds_gradient and grad is not None and version_of(grad) == self._given
 
     def read(self) -> tuple[Future[Buffer], Future[Buffer]]:
         """Starts to read the rows and the gradient, each into a buffer that the caller gives back."""
@@ -244,7 +244,7 @@ class StoredRows(StoredParameter):
         param.grad = DTensor.from_local(
             self.grad, param.device_mesh, param.placements, run_check=False, shape=param.shape, stride=param.stride()
         )
-        self._given = compat.version_of(param.grad)
+        self._given = version_of(param.grad)
         self._has_arrived = False  # last: an optimizer's thread may ask `has_gradient` at any time
 
     def drop_pages(self) -> None:

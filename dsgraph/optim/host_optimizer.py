@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, optim
 from torch.optim import Optimizer
 
-from dsgraph import compat
+from dsgraph.compat.autograd import version_of
 from dsgraph.inductor_ext.transfers.buffers import BufferPool
 from dsgraph.inductor_ext.transfers.lanes import Lane, lane_of
 from dsgraph.offload.chunk_sizes import CHUNK_BYTES
@@ -287,4 +287,4 @@ def holding(inner: Optimizer, groups: list[dict[str, Any]]) -> Iterator[None]:
 
 def versions_of(param: Tensor) -> tuple[int, int]:
     """Numbers that change when somebody writes to a parameter."""
-    return compat.version_of(param), compat.version_of(own_part(param))
+    return version_of(param), version_of(own_part(param))

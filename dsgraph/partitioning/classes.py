@@ -8,7 +8,7 @@ from typing import Any, NoReturn, cast
 
 from torch import nn
 
-from dsgraph import compat
+from dsgraph.compat.modules import apply_to_tensors
 from dsgraph.utils.errors import PartitionError
 
 from .layout import Layout
@@ -78,7 +78,7 @@ def _class_for(original: type[nn.Module], layouts: Mapping[str, Layout], methods
     body: dict[str, Any] = {name: property_for(name, layout) for name, layout in layouts.items()}
     body |= {"__module__": original.__module__, "__qualname__": original.__qualname__, "__doc__": original.__doc__}
     body |= {**methods, _LAYOUTS: dict(layouts), _OVERRIDES: frozenset(methods), "__reduce_ex__": _refuse_to_pickle}
-    body["_apply"] = lambda self, fn, *args, **named: compat.apply_to_tensors(
+    body["_apply"] = lambda self, fn, *args, **named: apply_to_tensors(
         original, self, _allowed(self, fn), *args, **named
     )
     if layouts:

@@ -8,7 +8,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from dsgraph import compat
+from dsgraph.compat.dynamo import only_inlined
+from dsgraph.compat.modules import hook_tables
+from dsgraph.compat.tensors import map_tensors
 
 
 def cast_floating(inputs: Any, dtype: torch.dtype | None) -> Any:
@@ -18,7 +20,7 @@ def cast_floating(inputs: Any, dtype: torch.dtype | None) -> Any:
     """
     if dtype is None:
         return inputs
-    return compat.map_tensors(lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, inputs)
+    return map_tensors(lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, inputs)
 
 
 def cast_inputs_of(root: nn.Module, dtype: torch.dtype) -> None:
@@ -26,7 +28,7 @@ def cast_inputs_of(root: nn.Module, dtype: torch.dtype) -> None:
 
     FSDP2's `MixedPrecisionPolicy(cast_forward_inputs=True)` does the same for the module that it is given.
     """
-    hooks = [hook for table in compat.hook_tables(root) for hook in table.values()]
+    hooks = [hook for table in hook_tables(root) for hook in table.values()]
     if not any(isinstance(hook, partial) and hook.func is _cast for hook in hooks):
         root.register_forward_pre_hook(partial(_cast, dtype=dtype), prepend=True, with_kwargs=True)
 
@@ -40,4 +42,4 @@ def _cast(module: nn.Module, args: Any, kwargs: Any, *, dtype: torch.dtype) -> A
     return cast((args, kwargs), dtype)
 
 
-compat.only_inlined(_cast)
+only_inlined(_cast)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dsgraph import compat
+from dsgraph.compat.autograd import keeping_version
+from dsgraph.compat.dynamo import keep_static
 from dsgraph.inductor_ext import GATHERS, Ranks, backend_name, chunk_rows, resolve_group, sum_over, usual_gather
 
 from .layout import Layout
@@ -24,7 +25,7 @@ def new_copy(layout: Layout, shard: Tensor, partition: PartitionedModel) -> Tens
     world = resolve_group(layout.group).size()
     gathered_copy = torch.zeros((chunk_rows(rows, world) * world, *rest), dtype=dtype, device=shard.device)
     gathered_copy.resize_(layout.shape)  # which leaves the memory as it is
-    compat.keep_static(gathered_copy)
+    keep_static(gathered_copy)
     gathered_copy.dsgraph_partition = partition  # type: ignore[attr-defined]
     return gathered_copy
 
@@ -33,7 +34,7 @@ def start_gathers(entries: list[ParameterState]) -> None:
     """Starts to fetch gathered copies, in the order of the model's parameters, which is mostly that of their use."""
     gathered_copies = tuple(entry.gathered_copy for entry in entries if entry.gathered_copy is not None)
     # What autograd saved of a gathered copy stays valid when the gathered copy is only fetched once more.
-    with torch.no_grad(), compat.keeping_version(gathered_copies):
+    with torch.no_grad(), keeping_version(gathered_copies):
         for entry in entries:
             _start_gather(entry)
     for entry, gathered_copy in zip(entries, gathered_copies, strict=True):

@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from dsgraph import compat
+from dsgraph.compat.dtensor import distributed_like
 from dsgraph.inductor_ext import resolve_group
 from dsgraph.partitioning.eager.replaced_data import refuse_replaced_data
 from dsgraph.partitioning.state_dict.saved_rows import mark_rows
@@ -131,7 +131,7 @@ def _complete_scalar_states(optimizer: Optimizer, state: PartitionedModel) -> No
         for key in [key for key, value in own.items() if _is_plain_scalar(value) and key not in _NUMBERS]:
             larger = [item.get(key) for param, item in optimizer.state.items() if param.dim()]
             if not any(map(_is_plain_scalar, larger)):  # otherwise it is a plain number of the optimizer
-                own[key] = compat.distributed_like(entry.param.detach(), own[key])  # type: ignore[arg-type]
+                own[key] = distributed_like(entry.param.detach(), own[key])  # type: ignore[arg-type]
 
 
 def _is_plain_scalar(value: object) -> bool:

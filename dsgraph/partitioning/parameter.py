@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from dsgraph import compat
+from dsgraph.compat.autograd import version_of
 from dsgraph.inductor_ext import resolve_group
 
 from .accumulation.gradient_placeholder import StandIn
@@ -94,14 +94,14 @@ class ParameterState(ShardedParameter):
     def observe(self) -> Freshness:
         """How fresh the gathered copy is with respect to the shard as it is now."""
         param = self.param
-        if param is not self._gathered_from or compat.version_of(param) != self._gathered_version:
+        if param is not self._gathered_from or version_of(param) != self._gathered_version:
             self.freshness = Freshness.STALE
         return self.freshness
 
     def note_version(self) -> None:
         """Takes the present values of a replicated parameter for equal on all ranks."""
         if self.is_replicated:
-            self.noted_version = compat.version_of(self.param)
+            self.noted_version = version_of(self.param)
 
     @property
     def is_replicated(self) -> bool:
@@ -111,10 +111,10 @@ class ParameterState(ShardedParameter):
     @property
     def is_written(self) -> bool:
         """Whether anything was written to a replicated parameter since `note_version`."""
-        return self.is_replicated and self.noted_version not in (-1, compat.version_of(self.param))
+        return self.is_replicated and self.noted_version not in (-1, version_of(self.param))
 
     def mark_gathered(self, freshness: Freshness) -> None:
         """Notes which state of the shard the gathered copy was gathered from."""
         self._gathered_from = self.param
-        self._gathered_version = compat.version_of(self.param)
+        self._gathered_version = version_of(self.param)
         self.freshness = freshness

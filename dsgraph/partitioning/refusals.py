@@ -12,7 +12,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from dsgraph import compat
+from dsgraph.compat.autograd import has_hooks
+from dsgraph.compat.compiled import is_compiled
 from dsgraph.utils.errors import PartitionError
 
 SENT_DTYPES = (
@@ -28,7 +29,7 @@ def refuse_model(model: object) -> None:
     Raises:
         PartitionError: Names what was found.
     """
-    if compat.is_compiled(model):
+    if is_compiled(model):
         raise PartitionError("the model is compiled already: call dsgraph.partition first, then torch.compile")
     if not isinstance(model, nn.Module):
         raise PartitionError(f"partition takes a torch.nn.Module, found {type(model).__name__}")
@@ -96,7 +97,7 @@ def _why_not(param: nn.Parameter) -> str | None:
         return "has no memory of its own (its storage was released): load its values before dsgraph.partition"
     if param.grad is not None:
         return "has a gradient, which would be lost: call model.zero_grad() first"
-    if compat.has_hooks(param):
+    if has_hooks(param):
         return "has hooks, which would be lost: register them after partition"
     return None
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from dsgraph import compat
+from dsgraph.compat.modules import hook_tables
 from dsgraph.utils.errors import PartitionError, on_one_line
 
 from .initialization.buffers import can_be_sent
@@ -83,7 +83,7 @@ class _SavedModule:
         self._module, self._class = module, type(module)
         self._parameters = dict(module._parameters) if keeps else None
         self._buffers = dict(module._buffers)
-        self._hooks = [(hooks, dict(hooks)) for hooks in compat.hook_tables(module)]
+        self._hooks = [(hooks, dict(hooks)) for hooks in hook_tables(module)]
         held: HeldParameters | None = module.__dict__.get("_dsgraph")
         self._held = held if held is None else (held, _fields_of(held))
 

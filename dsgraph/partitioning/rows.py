@@ -6,7 +6,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DeviceMesh, DTensor, Placement, Replicate, Shard
 
-from dsgraph import compat
+from dsgraph.compat import dtensor
 from dsgraph.passes import AxisRole
 from dsgraph.ranks.mesh import axis_roles, shard_dim
 
@@ -50,4 +50,4 @@ def distributed_like(like: Tensor, local: Tensor) -> Tensor:
 
     It may be on another device than the other's part.
     """
-    return compat.distributed_like(like, local) if isinstance(like, DTensor) else local
+    return dtensor.distributed_like(like, local) if isinstance(like, DTensor) else local

@@ -9,7 +9,8 @@ import torch
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.experimental import register_sharding
 
-from dsgraph import compat
+from dsgraph.compat.dtensor import distributed_like
+from dsgraph.compat.tensors import is_fake
 from dsgraph.ranks.eager_agreement import EagerAgreement, eager_agreements, is_outside
 from dsgraph.ranks.mesh import mesh_ranks
 from dsgraph.ranks.rank_notes import Intent
@@ -48,7 +49,7 @@ def _number(_: type, func: Any, types: Any, args: tuple[DTensor, ...] = (), kwar
     """Return the value of a one-element tensor, which is the same on all ranks. All ranks call it together."""
     (value,) = args
     local = value.to_local()
-    if compat.is_fake(local) or all(placement.is_replicate() for placement in value.placements):
+    if is_fake(local) or all(placement.is_replicate() for placement in value.placements):
         return func(local)
     outside = is_outside()
     intent = Intent("reads a number from shards, as .item() and float() do", outside)
@@ -67,9 +68,9 @@ def _norms(_: type, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: A
             layout = (value.device_mesh, value.placements)
             if layout not in alike:
                 alike[layout] = torch.linalg.vector_norm(value, *order[:1])
-            norms[number] = compat.distributed_like(alike[layout], norms[number])
+            norms[number] = distributed_like(alike[layout], norms[number])
     for norm in alike.values():
-        if any(placement.is_partial() for placement in norm.placements) and not compat.is_fake(norm.to_local()):
+        if any(placement.is_partial() for placement in norm.placements) and not is_fake(norm.to_local()):
             agreement = _agreement(norm)
             if agreement.patience:
                 agreement.confirm(Intent("computes the global gradient norm, as clip_grad_norm_ does"), between=True)

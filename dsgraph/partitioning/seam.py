@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from dsgraph import compat
+from dsgraph.compat.autograd import in_transform, outside_selective_checkpoints, outside_transforms, without_transforms
+from dsgraph.compat.dynamo import compiling_backend, leave_control_flow, only_inlined, return_to_control_flow
 from dsgraph.offload.stored_rows import stored_rows
 from dsgraph.ranks.eager_agreement import is_outside
 from dsgraph.utils.errors import PartitionError
@@ -53,18 +54,18 @@ def property_for(name: str, layout: Layout) -> property:
         if not torch.compiler.is_compiling():
             return _read_eagerly(self, name, layout)
         # Ranks may take different branches, so parameters are gathered before the operator.
-        is_ahead = compat.leave_control_flow()
+        is_ahead = leave_control_flow()
         fake = held_by(self).fake_weights.get(name)
         # Not a tensor in a variable: Dynamo would name the graph's node after it.
         read_ahead = (mark(self, param) if fake is None else fake.of(mark(self, param)),)
         if is_ahead:
-            compat.return_to_control_flow()
+            return_to_control_flow()
         return read_ahead[0]
 
     def mark(self: nn.Module, param: Any) -> Tensor:
         accumulated_grad = compressed = None
         # Only graphs of our backend refresh gathered copies and wait for them.
-        reads_copies = may_have_copy and compat.compiling_backend() == "dsgraph"
+        reads_copies = may_have_copy and compiling_backend() == "dsgraph"
         if may_stay_local and held_by(self).partition.gradients_stay_local:
             if held_by(self).partition.accumulating:
                 if may_have_copy and not reads_copies:
@@ -78,28 +79,28 @@ def property_for(name: str, layout: Layout) -> property:
             compressed = held_by(self).compressions.get(name)
         gathered_copy = held_by(self).gathered_copies.get(name) if reads_copies else None
         # The shape is read off the parameter: Dynamo may take integers from elsewhere for dynamic sizes.
-        if compat.in_transform():
+        if in_transform():
             options = layout.marker_options(param.dtype)
             added = layout.marker_inputs(accumulated_grad, compressed)
             return mark_outside_transforms(param, gathered_copy, param.shape, *added, **options)
         return layout.mark(param.to_local(), gathered_copy, param.shape, accumulated_grad, compressed)
 
-    compat.only_inlined(read)
-    compat.only_inlined(mark)
+    only_inlined(read)
+    only_inlined(mark)
     return property(read, doc=f"The full parameter {name!r}; its shard stands in `named_parameters()`.")
 
 
 @torch.compiler.assume_constant_result
 def _refuse_other_backend(name: str) -> None:
     raise PartitionError(
-        f"parameter {name!r} is read inside dsgraph.accumulate by a graph of backend {compat.compiling_backend()!r} "
+        f"parameter {name!r} is read inside dsgraph.accumulate by a graph of backend {compiling_backend()!r} "
         "(torch.cond, scan, map and while_loop of an uncompiled model make one), which does not see when the parameter "
         'was updated: use torch.compile(model, backend="dsgraph"), or read parameters before the operator'
     )
 
 
 def _refuse_transformed(param: Any, name: str, module: nn.Module) -> None:
-    if isinstance(compat.without_transforms(param), DTensor):
+    if isinstance(without_transforms(param), DTensor):
         raise PartitionError(
             f"parameter {name!r} of {type(module).__name__}: a transform of torch.func cannot map over shards, nor "
             "differentiate with respect to them; give functional_call full tensors: "
@@ -115,7 +116,7 @@ def mark_outside_transforms(
 
     One call, because `to_local` cannot be captured there; the backend takes it apart ahead of the transform.
     """
-    with compat.outside_transforms():
+    with outside_transforms():
         shard = param.to_local()
         return torch.ops.dsgraph.gather_param(shard, gathered_copy, shape, *added, **options)
 
@@ -123,7 +124,7 @@ def mark_outside_transforms(
 @torch.compiler.disable
 def _read_eagerly(module: nn.Module, name: str, layout: Layout) -> Tensor:
     held_by(module).eager_reads[name] += 1
-    with compat.outside_transforms():  # to transforms of `torch.func` parameters are constants
+    with outside_transforms():  # to transforms of `torch.func` parameters are constants
         outside = is_outside()
         param: Any = module._parameters[name]
         if torch.jit.is_tracing():
@@ -154,7 +155,7 @@ def _read_unseen(module: nn.Module, name: str, layout: Layout, *, is_kept: bool 
     """
     held = held_by(module)
     fetches = layout.group and not held.partition.gradients_stay_local and name not in held.gathered_copies
-    with nullcontext() if fetches else compat.outside_selective_checkpoints():
+    with nullcontext() if fetches else outside_selective_checkpoints():
         return _read(module, name, layout, is_kept=is_kept)
 
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from dsgraph import compat
+from dsgraph.compat.autograd import at_end_of_backward
 from dsgraph.inductor_ext import c10d_functional
 
 from .gathered_copies import new_copy, start_gathers, were_written
@@ -225,7 +225,7 @@ class PartitionState(PartitionedModel):
         for entry in self.copied():
             entry.freshness = min(entry.freshness, Freshness.SUSPECT)
         if self.zero.gathers_each_use and self.copied():
-            compat.at_end_of_backward(self.release_copies)
+            at_end_of_backward(self.release_copies)
 
     def note_compressed(self, name: str) -> None:
         """A momentum takes in one gradient a step, be it reduced in a graph or outside."""

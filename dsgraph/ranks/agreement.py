@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 from torch.distributed.tensor import DeviceMesh
 
-from dsgraph import compat
+from dsgraph.compat.process_groups import group_timeout
 from dsgraph.inductor_ext import backend_name
 from dsgraph.utils.errors import RanksDisagreeError
 
@@ -56,7 +56,7 @@ class Agreement:
             return Agreement((dist.get_rank(),), timedelta())
         ranks = tuple(mesh_ranks(mesh))
         runs = eager_agreements.over(mesh, tuple(sorted(ranks)))
-        return Agreement(ranks, compat.group_timeout(group, mesh.device_type), runs=runs)
+        return Agreement(ranks, group_timeout(group, mesh.device_type), runs=runs)
 
     def knows(self, lines: Sequence[str]) -> bool:
         """Whether exactly these lines were agreed on before."""

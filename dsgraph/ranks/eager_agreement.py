@@ -30,7 +30,9 @@ from types import FrameType
 import torch.distributed as dist
 from torch.distributed.tensor import DeviceMesh
 
-from dsgraph import compat
+from dsgraph.compat.autograd import running_backward
+from dsgraph.compat.modules import MODULE_CALL
+from dsgraph.compat.process_groups import group_timeout, store_is_a_file
 from dsgraph.inductor_ext import backend_name
 from dsgraph.utils.errors import PartitionError, RanksDisagreeError
 
@@ -89,7 +91,7 @@ def patience_of(environ: Mapping[str, str] = os.environ) -> float:
 def is_outside() -> bool:
     """Return True if no module is being called and no backward runs: other ranks may never reach this point."""
     # By name, as Dynamo runs code objects of its own in place of the module's.
-    return compat.running_backward() < 0 and not _is_running(compat.MODULE_CALL.co_name)
+    return running_backward() < 0 and not _is_running(MODULE_CALL.co_name)
 
 
 @dataclass(eq=False)
@@ -120,8 +122,8 @@ class EagerAgreement:
         milliseconds.
         """
         group = axis_group(mesh, shard_dim(mesh))
-        is_real = len(ranks) > 1 and backend_name(group, mesh.device_type) != "fake" and not compat.store_is_a_file()
-        timeout = compat.group_timeout(group, mesh.device_type).total_seconds()
+        is_real = len(ranks) > 1 and backend_name(group, mesh.device_type) != "fake" and not store_is_a_file()
+        timeout = group_timeout(group, mesh.device_type).total_seconds()
         return EagerAgreement(ranks, timeout, patience_of() if is_real else 0)
 
     @contextmanager
@@ -152,7 +154,7 @@ class EagerAgreement:
     def confirm(self, intent: Intent, *, waits: bool = False, between: bool = False) -> Notes:
         """Compare an intent with those of the other ranks, like `on`; return the notes of all ranks."""
         notes = self._notes = self._notes or Notes.of(self.ranks)
-        before, phase = notes.own, _BETWEEN if between else max(compat.running_backward(), _FORWARD)
+        before, phase = notes.own, _BETWEEN if between else max(running_backward(), _FORWARD)
         waits = waits or phase != self._phase or self._follows.get(self._last) != intent
         self._phase = phase
         note = before.followed_by(intent, waits=waits)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 
-from dsgraph import compat
+from dsgraph.compat.process_groups import own_store
 from dsgraph.utils.errors import on_one_line
 
 # Shortest and longest pause between two checks of a waiting rank, seconds.
@@ -41,7 +41,7 @@ class Presence:
     @staticmethod
     def announced() -> Presence:
         """Return the presence of this rank, which announces its end to the others."""
-        presence = Presence(compat.own_store(), dist.get_rank())
+        presence = Presence(own_store(), dist.get_rank())
         atexit.register(_say_that_it_ends, weakref.ref(presence))
         return presence
 

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import dsgraph
-from dsgraph.compat import default_store
+from dsgraph.compat.process_groups import default_store
 from tests.distributed.training import compare, full
 from tests.models import CASES, build, features
 

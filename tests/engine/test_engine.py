@@ -13,7 +13,8 @@ import torch
 from torch import nn
 
 import dsgraph
-from dsgraph import compat
+from dsgraph.compat.compiled import allowing_recompiles
+from dsgraph.compat.dynamo import isolated
 from dsgraph.engine.schedules.by_name import WarmupLR
 from dsgraph.optim.lamb import Lamb
 from tests.distributed.training import full
@@ -255,7 +256,7 @@ def test_engines_live_side_by_side(ranks):
 
 def _many_engines() -> None:
     engines = []
-    with compat.allowing_recompiles(2):
+    with allowing_recompiles(2):
         for _ in range(4):
             wanted = config(3, dsgraph={"codegen": "eager", "strict": True})  # refuses what looks like a recompile
             engine, _, _, _ = dsgraph.initialize(model=build(CASE), config=wanted)
@@ -264,7 +265,7 @@ def _many_engines() -> None:
             engines.append(engine)  # Dynamo forgets what it compiled of a model that is gone
 
 
-@pytest.mark.skipif(not compat.isolated(), reason="torch before 2.13 counts the compiles of all engines together")
+@pytest.mark.skipif(not isolated(), reason="torch before 2.13 counts the compiles of all engines together")
 def test_each_engine_is_compiled_beyond_the_limit_of_recompiles(ranks):
     ranks(1).run(_many_engines)
 

@@ -11,7 +11,9 @@ import torch
 from torch import nn
 from torch.fx import GraphModule
 
-from dsgraph import compat
+from dsgraph.compat.compiled import recompile_limit
+from dsgraph.compat.dynamo import is_marked_with_maximum
+from dsgraph.compat.inductor import activation_memory_budget
 from dsgraph.compiler.capture import parameter_info
 from dsgraph.compiler.frames import Capture
 from dsgraph.compiler.request import CompileOutcome, CompileRequest
@@ -30,7 +32,7 @@ def refuse_memory_budget() -> None:
     Raises:
         OptionError: torch._functorch.config.activation_memory_budget is not 1.0.
     """
-    budget = compat.activation_memory_budget()
+    budget = activation_memory_budget()
     if budget != 1.0:
         raise OptionError(
             f"torch._functorch.config.activation_memory_budget is {budget}, which the dsgraph backend does not "
@@ -88,9 +90,9 @@ def bound_sizes(gm: GraphModule, inputs: Sequence[Any], capture: Capture) -> str
     sizes = _symbolic_sizes(gm)
     if not sizes:
         return ""
-    if any(isinstance(value, torch.Tensor) and compat.is_marked_with_maximum(value) for value in inputs):
+    if any(isinstance(value, torch.Tensor) and is_marked_with_maximum(value) for value in inputs):
         return "the graph is planned for the current size, and mark_dynamic(max=...) allows larger ones: leave max= out"
-    if capture.times >= compat.recompile_limit():
+    if capture.times >= recompile_limit():
         return (
             "torch._dynamo.config.recompile_limit allows no more compiles for larger batches, so the last graph runs "
             "any size: begin with the largest batch, or pad batches to few sizes"

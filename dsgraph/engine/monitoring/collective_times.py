@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from dsgraph import compat
+from dsgraph.compat.autograd import profiler_runs
 from dsgraph.passes.analysis.quiet import without_library_output
 
 GATHER, REDUCE = "gather", "reduce"
@@ -41,7 +41,7 @@ class CollectiveTimes:
 
     def begin(self) -> None:
         """Watches from now on, unless it does or another profiler runs."""
-        if self._watching is None and not compat.profiler_runs():
+        if self._watching is None and not profiler_runs():
             self._watching = profile(activities=self._activities)
             with without_library_output():
                 self._watching.__enter__()

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch.fx import GraphModule
 
-from dsgraph import compat
+from dsgraph.compat.compiled import backend_named
 from dsgraph.compiler.module_flops import ModuleFlops, module_flops
 from dsgraph.utils.errors import on_one_line
 
@@ -42,7 +42,7 @@ class CountedGraphs:
     def __call__(self, gm: GraphModule, inputs: Sequence[Any], **options: Any) -> Callable[..., Any]:
         """Counts a graph, and has it compiled."""
         graph = self._counted(gm, inputs)
-        compiled = compat.backend_named("dsgraph")(gm, inputs, **options)
+        compiled = backend_named("dsgraph")(gm, inputs, **options)
         if graph is None:
             return compiled
 

@@ -14,7 +14,9 @@ from torch.fx import GraphModule, Interpreter, Node
 from torch.fx.node import map_aggregate
 from torch.utils.flop_counter import FlopCounterMode
 
-from dsgraph import compat
+from dsgraph.compat.autograd import version_of
+from dsgraph.compat.dynamo import ignoring_log_messages, not_capturable
+from dsgraph.compat.tensors import flatten_tree, map_tensors
 from dsgraph.compiler.remedies import remedy
 from dsgraph.partitioning.transforms.slices import ParameterSlice
 from dsgraph.passes.analysis.cost import CostModel, number_of, tensor_bytes
@@ -99,16 +101,16 @@ def capture_model(
         return _results_only(gm)
 
     source = next((tensor.device for tensor in model.parameters()), device)
-    args, kwargs = compat.map_tensors(lambda tensor: tensor.to(source), (args, dict(kwargs)))
+    args, kwargs = map_tensors(lambda tensor: tensor.to(source), (args, dict(kwargs)))
     _install_hooks(model, kwargs)
     try:
-        with compat.ignoring_log_messages():
+        with ignoring_log_messages():
             torch.compile(model, backend=keep, fullgraph=True, dynamic=False)(*args, **kwargs)
-    except compat.not_capturable() as error:
+    except not_capturable() as error:
         why = f"pipeline: the model's forward cannot be captured as one graph.{remedy(str(error))} Torch says: {error}"
         raise PartitionError(why) from error
     gm, values = kept.pop()  # torch's cache of compiled code keeps `keep` alive, and with it all that `kept` contains
-    state, inputs = _origins(gm, values, model=model, leaves=compat.flatten_tree((args, kwargs))[0])
+    state, inputs = _origins(gm, values, model=model, leaves=flatten_tree((args, kwargs))[0])
     slices = _slices(gm, state)
     values, state = _own_slices(gm, values, state)
     _place(gm, source, device)
@@ -296,7 +298,7 @@ class _FakeRun(Interpreter):
 
 def _refuse_changes(gm: GraphModule, state: Mapping[str, tuple[str, Tensor]]) -> None:
     for node in gm.graph.find_nodes(op="placeholder"):
-        if node.name in state and compat.version_of(node.meta["val"]) > 0:
+        if node.name in state and version_of(node.meta["val"]) > 0:
             raise PartitionError(
                 f"pipeline: the forward writes to {state[node.name][0]!r}, once a micro-batch on one rank alone: "
                 "put the module that does into eval(), or take one that keeps no running figures"

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DeviceMesh
 from torch.fx import Node
 
-from dsgraph import compat
+from dsgraph.compat.process_groups import group_timeout
 from dsgraph.compiler.costs.agreed import known_costs
 from dsgraph.compiler.options import parse_options
 from dsgraph.inductor_ext import resolve_group
@@ -179,7 +179,7 @@ def _slicing_agreement(captured: CapturedModel, device: torch.device) -> Agreeme
     """Return the agreement of tensor-parallel ranks; None without tensor parallelism."""
     for held in captured.slices.values():
         group = resolve_group(held.group)
-        return Agreement(tuple(dist.get_process_group_ranks(group)), compat.group_timeout(group, device.type))
+        return Agreement(tuple(dist.get_process_group_ranks(group)), group_timeout(group, device.type))
     return None
 
 
@@ -196,7 +196,7 @@ def _device(mesh: DeviceMesh) -> torch.device:
 
 
 def _agreement(mesh: DeviceMesh) -> Agreement:
-    return Agreement(tuple(mesh_ranks(mesh)), compat.group_timeout(axis_group(mesh, 0), mesh.device_type))
+    return Agreement(tuple(mesh_ranks(mesh)), group_timeout(axis_group(mesh, 0), mesh.device_type))
 
 
 def _costs(agreement: Agreement, mesh: DeviceMesh) -> CostModel:

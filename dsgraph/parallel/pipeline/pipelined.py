@@ -14,7 +14,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from dsgraph import compat
+from dsgraph.compat.process_groups import group_timeout
+from dsgraph.compat.tensors import flatten_tree
 from dsgraph.optim.gradient_norm import LocalGradients
 from dsgraph.passes.parallel.split_stages import StagePlan
 from dsgraph.ranks.agreement import Agreement
@@ -86,7 +87,7 @@ class PipelinedModel:
         self._known, self._draws = known, draws
         self._timed, self._seconds = runs.now().stages, 0.0
         self._inputs, self._loss_inside, self._device = inputs, loss_inside, device
-        leaves, self._spec = compat.flatten_tree((example[0], dict(example[1])))
+        leaves, self._spec = flatten_tree((example[0], dict(example[1])))
         self._leaves = [leaf.detach().to("meta") if isinstance(leaf, Tensor) else leaf for leaf in leaves]
 
     def step(self, *args: Any, target: Tensor | None = None, **kwargs: Any) -> Tensor:
@@ -153,7 +154,7 @@ class PipelinedModel:
 
     def _checked(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Tensor]:
         """The root inputs by name, whole batches."""
-        leaves, spec = compat.flatten_tree((args, dict(kwargs)))
+        leaves, spec = flatten_tree((args, dict(kwargs)))
         if spec != self._spec:
             raise OptionError(f"pipeline.step: the arguments are {spec}, those of the example were {self._spec}")
         count = self.report.microbatches
@@ -262,7 +263,7 @@ class PipelinedModel:
             buffers.update((name, value) for name, value in stage.graph_module.named_buffers() if name in self._known)
         sharded, world = self._gradients.sharded, dist.group.WORLD
         assert world is not None
-        timeout = compat.group_timeout(world, self._device.type)
+        timeout = group_timeout(world, self._device.type)
         return StageState(
             parameters=dict(self.named_parameters()),
             buffers=buffers,

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 from torch.fx import GraphModule
 
-from dsgraph import compat
+from dsgraph.compat.compiled import allowing_recompiles
+from dsgraph.compat.tensors import new_fake_mode
 from dsgraph.passes.ir.graph import placeholders
 from dsgraph.passes.parallel.find_slices import Found, find_slices
 from dsgraph.passes.parallel.slices import Slice
@@ -79,7 +80,7 @@ def plan_by_graph(model: nn.Module, inputs: Any, *, ranks: int, given: Mapping[s
         ranks: Over how many ranks.
         given: A user's slices, of which the number of pieces is found; None: all that can be sliced.
     """
-    mode = compat.new_fake_mode()
+    mode = new_fake_mode()
     memo: dict[int, Any] = {}
     for tensor in (*model.parameters(), *model.buffers()):
         fake = mode.from_tensor(tensor.detach())
@@ -100,7 +101,7 @@ def plan_by_graph(model: nn.Module, inputs: Any, *, ranks: int, given: Mapping[s
     pairs = inputs.items() if isinstance(inputs, Mapping) else enumerate(inputs)
     faked = {key: mode.from_tensor(x.detach()) if isinstance(x, Tensor) else x for key, x in pairs}
     compiled = torch.compile(twin, backend=analyse, dynamic=False)
-    with mode, compat.allowing_recompiles(), torch.random.fork_rng(devices=[]):
+    with mode, allowing_recompiles(), torch.random.fork_rng(devices=[]):
         if isinstance(inputs, Mapping):
             compiled(**{str(key): value for key, value in faked.items()})
         else:

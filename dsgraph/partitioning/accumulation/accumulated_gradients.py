@@ -25,7 +25,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from dsgraph import compat
+from dsgraph.compat.autograd import accumulates, at_end_of_backward, autograd_node, keeping_version, running_backward
+from dsgraph.compat.dynamo import keep_static
 from dsgraph.partitioning.parameter import ParameterState
 from dsgraph.partitioning.state import PartitionState, StepPhase
 from dsgraph.partitioning.table import held_by
@@ -114,7 +115,7 @@ def discard_accumulated(state: PartitionState) -> None:
 
 def empty_sum(total: Tensor) -> None:
     """Set an accumulated gradient to zero after its reduction; graphs that still contain it add nothing."""
-    with torch.no_grad(), compat.keeping_version((total,)):
+    with torch.no_grad(), keeping_version((total,)):
         total.zero_()
 
 
@@ -144,7 +145,7 @@ def restore_sum(entry: ParameterState) -> None:
     total, value = entry.accumulated_grad, entry.withheld
     entry.withheld = None
     if total is not None and value is not None:
-        with torch.no_grad(), compat.keeping_version((total,)):
+        with torch.no_grad(), keeping_version((total,)):
             total.copy_(value)
 
 
@@ -154,7 +155,7 @@ def _prepare_leaf(entry: ParameterState, state: PartitionState) -> None:
     if entry.leaf is None or entry.leaf.data_ptr() != source.data_ptr() or entry.leaf.dtype != source.dtype:
         entry.leaf = source
         source.dsgraph_leaf = True  # type: ignore[attr-defined]  # tells the report whose graph reads it
-        compat.keep_static(source)
+        keep_static(source)
     for module, attribute in entry.owners:
         held_by(module).leaves[attribute] = entry.leaf
     entry.leaf.grad = None  # left by an interrupted backward
@@ -187,11 +188,7 @@ def _call_before_gradient(entry: ParameterState) -> None:
 
     def before_gradient(_: Tensor) -> None:
         living = weak_entry()
-        if (
-            living is not None
-            and living.stand_in is not None
-            and compat.accumulates(compat.autograd_node(living.param))
-        ):
+        if living is not None and living.stand_in is not None and accumulates(autograd_node(living.param)):
             drop_if_zeroed(living)
             _take_stand_in(living)
 
@@ -216,7 +213,7 @@ def _on_local_gradient(entry: ParameterState, state: PartitionState) -> None:
     if entry.accumulated_grad is None:
         entry.accumulated_grad = grad
     else:
-        with torch.no_grad(), compat.keeping_version((entry.accumulated_grad,)):  # a graph may have saved it
+        with torch.no_grad(), keeping_version((entry.accumulated_grad,)):  # a graph may have saved it
             entry.accumulated_grad.add_(grad)
     entry.is_summed = True
     if entry.stand_in is None:
@@ -238,10 +235,10 @@ def _on_reduced_gradient(entry: ParameterState, state: PartitionState) -> None:
 def _reduce_at_end_of_backward(state: PartitionState) -> None:
     if state.phase is StepPhase.LAST:
         state.move_to(StepPhase.ENDING)
-    backward = compat.running_backward()
+    backward = running_backward()
     if state.reducing_in != backward:  # a backward that failed never ran its callbacks
         state.reducing_in = backward
-        compat.at_end_of_backward(lambda: reduce_accumulated(state))
+        at_end_of_backward(lambda: reduce_accumulated(state))
 
 
 def _hand_out_sum(entry: ParameterState, state: PartitionState) -> None:
@@ -253,7 +250,7 @@ def _hand_out_sum(entry: ParameterState, state: PartitionState) -> None:
         entry.accumulated_grad = total
     if not hasattr(total, "dsgraph_sum_of"):
         total.dsgraph_sum_of = (entry, state)  # type: ignore[attr-defined]
-        compat.keep_static(total)
+        keep_static(total)
     for module, attribute in entry.owners:
         held_by(module).sums[attribute] = total
 

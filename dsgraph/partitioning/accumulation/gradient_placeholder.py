@@ -17,7 +17,9 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from dsgraph import compat
+from dsgraph.compat.autograd import version_of
+from dsgraph.compat.dtensor import distributed_like
+from dsgraph.compat.tensors import flatten_tree, unflatten_tree
 from dsgraph.passes.compat import schema_of
 from dsgraph.utils.errors import AccumulationError
 
@@ -61,7 +63,7 @@ class _Unreduced(Tensor):
         Raises:
             AccumulationError: The op would write values other than zeros.
         """
-        values, spec = compat.flatten_tree((args, kwargs or {}))
+        values, spec = flatten_tree((args, kwargs or {}))
         if schema_of(func).is_mutable and str(func) not in _ZEROING:
             (name, *_) = [value.parameter for value in values if isinstance(value, _Unreduced)]
             raise AccumulationError(
@@ -69,7 +71,7 @@ class _Unreduced(Tensor):
                 "reduced: clip or scale gradients after the last micro-batch's backward, or drop them with zero_grad()"
             )
         plain = [value.plain if isinstance(value, _Unreduced) else value for value in values]
-        plain_args, plain_kwargs = compat.unflatten_tree(plain, spec)
+        plain_args, plain_kwargs = unflatten_tree(plain, spec)
         return func(*plain_args, **plain_kwargs)
 
 
@@ -95,9 +97,9 @@ class StandIn:
         local = param.to_local().detach()
         value = torch.full((), math.nan, dtype=local.dtype, device=local.device)
         shared = _Unreduced.of(value.expand(local.shape), name)
-        grad = compat.distributed_like(param.detach(), shared)  # type: ignore[arg-type]
+        grad = distributed_like(param.detach(), shared)  # type: ignore[arg-type]
         grad.__deepcopy__ = lambda memo: None  # type: ignore[method-assign]  # a copy of the model is not within a step
-        stand_in = StandIn(grad, value, param.grad, (compat.version_of(grad), compat.version_of(value)))
+        stand_in = StandIn(grad, value, param.grad, (version_of(grad), version_of(value)))
         param.grad = grad
         return stand_in
 
@@ -105,7 +107,7 @@ class StandIn:
         """Return how `.grad` has changed."""
         if param.grad is not self.grad:
             return GradState.REPLACED
-        if (compat.version_of(self.grad), compat.version_of(self.value)) == self.versions:
+        if (version_of(self.grad), version_of(self.value)) == self.versions:
             return GradState.UNTOUCHED
         return GradState.ZEROS
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dsgraph import compat
+from dsgraph.compat.autograd import accumulates
 from dsgraph.partitioning.parameter import ParameterState
 from dsgraph.partitioning.state import PartitionState
 
@@ -91,7 +91,7 @@ def _watch_node(node: Any, slots: dict[int, _Sum]) -> None:
             _, entry = now
             restore_sum(entry)
             drop_if_zeroed(entry)
-            if entry.is_summed and not compat.accumulates(node.next_functions[slot][0]):
+            if entry.is_summed and not accumulates(node.next_functions[slot][0]):
                 withhold_sum(entry)
 
     def after_backward(gradients: Sequence[Tensor | None], _: Any) -> None:

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dsgraph import compat
+from dsgraph.compat.dynamo import only_inlined
+from dsgraph.compat.tensors import NO_OVERRIDES
 
 from .full_tensor import FullTensor, is_name_of_write
 from .source import Source
@@ -33,7 +34,7 @@ class ForwardParameter(Tensor):
     """
 
     __slots__ = ("source",)
-    __torch_function__ = compat.NO_OVERRIDES  # type: ignore[assignment]
+    __torch_function__ = NO_OVERRIDES  # type: ignore[assignment]
 
     source: Source
 
@@ -78,7 +79,7 @@ def _writing(name: str) -> Callable[..., Any]:
             return plain_method(self, *args, **kwargs)  # which torch refuses, as of every parameter
         return getattr(self.written, name)(*args, **kwargs)
 
-    compat.only_inlined(write)
+    only_inlined(write)
     return write
 
 
@@ -90,7 +91,7 @@ def _viewing(name: str) -> Callable[..., Any]:
             return plain_method(self, *args, **kwargs)
         return getattr(self.written, name)(*args, **kwargs)
 
-    compat.only_inlined(view)
+    only_inlined(view)
     return view
 
 

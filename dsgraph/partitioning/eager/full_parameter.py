@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from dsgraph import compat
+from dsgraph.compat.dynamo import is_tracing
 from dsgraph.partitioning.rows import local_rows
 from dsgraph.utils.errors import PartitionError
 
@@ -66,7 +66,7 @@ class FullParameter(FullTensor):
     def grad(self) -> Tensor | None:
         """The full gradient, averaged over ranks; all ranks read it together."""
         grad = self.source.shards.grad
-        if grad is None or compat.is_tracing():
+        if grad is None or is_tracing():
             return None
         source = self._source_of(grad)
         return FullTensor.over(source.plain, source)
@@ -94,7 +94,7 @@ class FullParameter(FullTensor):
     @property
     def requires_grad(self) -> bool:
         """Whether the parameter is trained."""
-        if compat.is_tracing():
+        if is_tracing():
             return self.plain.requires_grad
         return self.source.shards.requires_grad
 
@@ -112,7 +112,7 @@ class FullParameter(FullTensor):
         """True, as of every parameter; an optimizer that asks is refused."""
         if sys._getframe(1).f_code is _TAKES_PARAMETERS:
             self._refuse("an optimizer was given {}, read as an attribute, of which it would update a copy")
-        return not compat.is_tracing() or self.plain.is_leaf
+        return not is_tracing() or self.plain.is_leaf
 
     @property
     def grad_fn(self) -> None:  # type: ignore[override]

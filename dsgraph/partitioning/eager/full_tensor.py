@@ -19,7 +19,8 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from dsgraph import compat
+from dsgraph.compat.dynamo import break_graph, compiling_backend, only_inlined
+from dsgraph.compat.tensors import without_overrides
 from dsgraph.inductor_ext import share_memory
 from dsgraph.utils.errors import PartitionError
 
@@ -69,9 +70,9 @@ class FullTensor(Tensor):
         """Runs `func` on plain tensors, and takes back to the shards what it writes."""
         if torch.compiler.is_compiling():
             # Other backends look at the classes of their inputs; this one puts plain tensors in their place.
-            if _writes(func, kwargs or {}) or compat.compiling_backend() != "dsgraph":
-                compat.break_graph()
-            return compat.without_overrides(func, args, kwargs or {})
+            if _writes(func, kwargs or {}) or compiling_backend() != "dsgraph":
+                break_graph()
+            return without_overrides(func, args, kwargs or {})
         return _run(func, args, kwargs or {})
 
     @property
@@ -109,7 +110,7 @@ class FullTensor(Tensor):
         return self.plain.requires_grad_(requires_grad)
 
 
-compat.only_inlined(FullTensor.__torch_function__.__func__)  # type: ignore[attr-defined]
+only_inlined(FullTensor.__torch_function__.__func__)  # type: ignore[attr-defined]
 
 
 @torch.compiler.disable

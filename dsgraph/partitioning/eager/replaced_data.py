@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from dsgraph import compat
+from dsgraph.compat.dtensor import identity_of_parts
 from dsgraph.utils.errors import PartitionError
 
 # On a shard: what it was seen with.
@@ -29,7 +29,7 @@ def refuse_replaced_data(param: Any, name: str) -> None:
     """
     if not isinstance(param, DTensor):
         return
-    now = compat.identity_of_parts(param)
+    now = identity_of_parts(param)
     seen: tuple[int, int] = param.__dict__.get(_SEEN, now)
     if now[0] != seen[0] and now[1] == seen[1]:
         raise PartitionError(

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from dsgraph import compat
+from dsgraph.compat.autograd import version_of
 from dsgraph.inductor_ext import share_memory
 from dsgraph.partitioning.layout import Layout
 from dsgraph.partitioning.rows import broadcast_from_first, local_rows
@@ -80,4 +80,4 @@ class Source:
             self.plain.copy_(full)
 
     def _state(self) -> tuple[int, int]:
-        return compat.version_of(self.shards), self.partition.updates
+        return version_of(self.shards), self.partition.updates

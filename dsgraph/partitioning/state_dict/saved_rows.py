@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
-from dsgraph import compat
+from dsgraph.compat.modules import save_own_state
 from dsgraph.partitioning.table import PartitionedModel, held_by
 from dsgraph.utils.errors import PartitionError, RanksDisagreeError
 
@@ -75,7 +75,7 @@ def save_rows(
 ) -> None:
     """Save a module's own parameters as class `original` does, and mark the shards among them."""
     with torch.inference_mode(False):  # a `DTensor` cannot be detached in inference mode
-        compat.save_own_state(original, module, state_dict, prefix, keep_vars)
+        save_own_state(original, module, state_dict, prefix, keep_vars)
     partition = held_by(module).partition
     values = [state_dict.get(prefix + attribute) for attribute in module._parameters]
     mark_rows(values, partition)

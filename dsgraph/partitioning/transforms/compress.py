@@ -7,7 +7,7 @@ import weakref
 import torch
 from torch import Tensor
 
-from dsgraph import compat
+from dsgraph.compat.dynamo import keep_static
 from dsgraph.inductor_ext import Ranks, resolve_group
 from dsgraph.partitioning.parameter import ParameterState
 from dsgraph.partitioning.table import held_by
@@ -71,7 +71,7 @@ def compress(
     _, splits_rows = entry.layout.reduced_over
     made = Compression(momentum, *errors, coefficients, splits_rows, entry.name)
     for tensor in made.inputs:
-        compat.keep_static(tensor)
+        keep_static(tensor)
     for tensor in made.kept:
         tensor.requires_grad_(True)
     of = weakref.ref(made)

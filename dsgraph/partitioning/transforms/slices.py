@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DeviceMesh, DTensor, Placement, Replicate, Shard
 
-from dsgraph import compat
+from dsgraph.compat.dtensor import strided_shard
+from dsgraph.compat.dynamo import only_inlined
 from dsgraph.inductor_ext import slice_of
 
 
@@ -39,7 +40,7 @@ class ParameterSlice:
         """The same in the terms of `DTensor`."""
         if self.dim < 0:
             return Replicate()
-        return Shard(self.dim) if self.parts == 1 else compat.strided_shard(self.dim, self.parts)
+        return Shard(self.dim) if self.parts == 1 else strided_shard(self.dim, self.parts)
 
     def own(self, full: Tensor, rank: int) -> Tensor:
         """A rank's slice of the full parameter, in memory of its own."""
@@ -82,5 +83,5 @@ def _property_for(name: str, held: ParameterSlice) -> property:
         param: Any = self._parameters[name]
         return held.full(param.to_local()) if isinstance(param, DTensor) else param
 
-    compat.only_inlined(read)
+    only_inlined(read)
     return property(read, doc=f"The full parameter {name!r}; this rank's slice stands in `named_parameters()`.")

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.fx import GraphModule
 
-from dsgraph import compat
+from dsgraph.compat.dynamo import source_name
 from dsgraph.compiler.codegen import Compilation, records_cuda_graphs, unidentified
 from dsgraph.compiler.request import CompileOutcome, CompileRequest
 from dsgraph.passes import CaptureFacts, GraphPass, Phase, Pipeline
@@ -271,7 +271,7 @@ def _input_names(gm: GraphModule, facts: CaptureFacts) -> list[str]:
     """What the user calls the inputs of the captured graph: `block.weight`, `tokens`; each name once."""
     names: list[str] = []
     for number, node in enumerate(placeholders(gm)):
-        source = compat.source_name(node)
+        source = source_name(node)
         attribute = ".".join(re.findall(r"_(?:modules|parameters|buffers)\['([^']*)'\]", source))
         local = re.fullmatch(r"L\['(\w+)'\]", source)
         name = facts.params[number].name if number in facts.params else attribute or (local[1] if local else node.name)

@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 from torch.fx import GraphModule, Interpreter, Node
 
-from dsgraph import compat
+from dsgraph.compat.inductor import boxed
 from dsgraph.passes.compat import OpOverload, is_tangent
 from dsgraph.passes.ir.coalesced import is_result
 from dsgraph.passes.ir.collectives import is_collective
@@ -33,7 +33,7 @@ class WatchedGraph:
         self.gm = gm
         self.kind = "backward" if any(map(is_tangent, placeholders(gm))) else "forward"
         self.look: Callable[[Place, Any], None] | None = None
-        self._run = compat.boxed(gm)
+        self._run = boxed(gm)
         self._boxed_call = True  # AOTAutograd hands over a list of inputs, for them to be freed one by one
 
     def __call__(self, args: list[Any]) -> Any:

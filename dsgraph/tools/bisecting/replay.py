@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from dsgraph import compat
+from dsgraph.compat.tensors import default_tolerances
 
 Values = Mapping[str, Any]
 """What a run produced, by name: "output 0", "gradient of block.weight", "norm.running_mean as the graph leaves it"."""
@@ -32,7 +32,7 @@ class Tolerance:
 
     def of(self, dtype: torch.dtype) -> tuple[float, float]:
         """Both, for a dtype."""
-        rtol, atol = compat.default_tolerances(dtype)
+        rtol, atol = default_tolerances(dtype)
         return (rtol if self.rtol is None else self.rtol), (atol if self.atol is None else self.atol)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from dsgraph import compat
+from dsgraph.compat.compiled import compile_metrics
 from dsgraph.compiler.frames import Capture, Place, Span, first_sentences, guard_of, is_torchs
 from dsgraph.passes import PassRecord
 from dsgraph.passes.analysis.step_memory import PairMemory
@@ -153,7 +153,7 @@ class CompileLog:
 
     def look(self) -> list[GivenUp]:
         """Takes down what Dynamo has noted since the last look; returns the frames that it gave up on meanwhile."""
-        metrics = compat.compile_metrics()
+        metrics = compile_metrics()
         new = metrics
         for number, metric in enumerate(metrics):
             if metric is self._last_metric:

@@ -10,7 +10,7 @@ import torch
 from torch.fx import GraphModule, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
-from dsgraph import compat
+from dsgraph.compat.inductor import runs_as_it_is
 from dsgraph.compiler.frames import Place, user_line
 from dsgraph.passes import CaptureFacts, PassContext, Phase
 from dsgraph.passes.analysis.step_memory import PairMemory, pair_memory
@@ -212,5 +212,5 @@ def _unlowered(gm: GraphModule) -> Iterator[str]:
     for node in gm.graph.nodes:
         if node.op != "call_function" or not isinstance(node.target, OpOverload) or is_wait(node):
             continue
-        if not is_collective(node) and not is_view(node) and compat.runs_as_it_is(node.target):
+        if not is_collective(node) and not is_view(node) and runs_as_it_is(node.target):
             yield node.target.name()

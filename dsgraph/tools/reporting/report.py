@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from dsgraph import compat
+from dsgraph.compat.compiled import unwrap_compiled
 from dsgraph.partitioning.state import ParameterState, PartitionState, partition_states
 from dsgraph.partitioning.transforms.offloaded import nothing_moved
 from dsgraph.utils.errors import PartitionError
@@ -58,7 +58,7 @@ def report_on(model: nn.Module, log: CompileLog) -> Report:
     """
     if not isinstance(model, nn.Module):
         raise PartitionError(f"report takes a torch.nn.Module, found {type(model).__name__}")
-    model = compat.unwrap_compiled(model)
+    model = unwrap_compiled(model)
     log.look()
     states = partition_states(model)
     records = log.of(_objects_of(model, states))

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from torch import nn
 
-from dsgraph import compat
+from dsgraph.compat.compiled import compiled_modules
 from dsgraph.offload.chunk_sizes import state_chunks, step_buffers
 from dsgraph.partitioning.state import PartitionState
 from dsgraph.partitioning.table import partitioned_parts
@@ -178,7 +178,7 @@ def _newest(records: Sequence[CompileEntry], *, accumulating: bool) -> list[Comp
 
 def _sharing(model: nn.Module, records: Sequence[CompileEntry]) -> dict[int, int]:
     """Record number -> layers that run it: those compiled for themselves that have no graph of their own."""
-    compiled = {id(module): module for module in compat.compiled_modules(model)}
+    compiled = {id(module): module for module in compiled_modules(model)}
     own = {record.module for record in records}
     counts = {record.number: 1 for record in records}
     newest = {

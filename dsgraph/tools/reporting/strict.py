@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from dsgraph import compat
+from dsgraph.compat.compiled import recompile_limit
 from dsgraph.compiler.frames import Capture
 from dsgraph.compiler.options import BackendOptions
 from dsgraph.compiler.remedies import remedy
@@ -45,7 +45,7 @@ def refuse_capture(capture: Capture, options: BackendOptions, log: CompileLog) -
     if capture.resumes_at is not None:
         place = f"{capture.function.file}:{capture.resumes_at} ({capture.function.function})"
         _refuse_break(place, log.restart_reason(capture.function) or "torch gives no reason", capture)
-    last = compat.recompile_limit()
+    last = recompile_limit()
     if capture.times > options.recompile_limit or (capture.times > 1 and capture.times >= last):
         bound = (
             f"option 'recompile_limit' is {options.recompile_limit}"

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from dsgraph.compat import check_torch_version
+from dsgraph.compat.torch_version import check_torch_version
 
 
 @pytest.mark.parametrize("version", ["2.11.0", "2.12.1+cu130", "2.13.0+cpu", "2.13.0a0+git123"])

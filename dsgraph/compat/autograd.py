@@ -1,0 +1,101 @@
+"""Autograd: the running backward, versions, hooks, transforms, checkpoints."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+
+def profiler_runs() -> bool:
+    """Return True while one of torch's profilers runs in this process."""
+    return bool(torch._C._autograd._profiler_enabled())
+
+
+def at_end_of_backward(callback: Callable[[], None]) -> None:
+    """Call `callback` when the running backward has accumulated all its gradients."""
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+def running_backward() -> int:
+    """Return a number of the running backward, another one for each; -1 outside."""
+    return torch._C._current_graph_task_id()
+
+
+def is_compiled_backward(node: Any) -> bool:
+    """Return True for the autograd node that AOTAutograd makes of a compiled graph's backward."""
+    return type(node).__name__ == "CompiledFunctionBackward"
+
+
+def accumulates(leaf: Any) -> bool:
+    """Return True if the running backward adds to the `.grad` of the leaf with this autograd node."""
+    try:
+        return bool(torch._C._will_engine_execute_node(leaf))
+    except RuntimeError:  # `torch.autograd.grad` hands it to its caller
+        return False
+
+
+def autograd_node(leaf: torch.Tensor) -> Any:
+    """Return the autograd node that adds gradients to the `.grad` of a leaf."""
+    return torch.autograd.graph.get_gradient_edge(leaf).node
+
+
+def keeping_version(tensors: tuple[torch.Tensor, ...]) -> Any:
+    """Return a context in which writes to `tensors` do not invalidate what autograd saved of them."""
+    return torch.autograd._unsafe_preserve_version_counter(tensors)
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """Return a number that each in-place write to `tensor` raises."""
+    return tensor._version
+
+
+def in_transform() -> bool:
+    """Return True inside a transform of `torch.func` (`vmap`, `grad`, ...); Dynamo knows the answer, too."""
+    return torch._C._functorch.get_dynamic_layer_stack_depth() > 0  # which Dynamo reads as a constant, with a guard
+
+
+def outside_transforms() -> Any:
+    """Return a context outside all transforms of `torch.func`; to them, what it computes is a constant."""
+    from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+
+    return temporarily_clear_interpreter_stack()
+
+
+def without_transforms(tensor: Any) -> Any:
+    """Return the tensor that transforms of `torch.func` map over or differentiate; `tensor` if none does."""
+    while isinstance(tensor, torch.Tensor) and torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = torch._C._functorch.get_unwrapped(tensor)
+    return tensor
+
+
+@contextlib.contextmanager
+def outside_selective_checkpoints() -> Iterator[None]:
+    """Hide the ops of a `with` block from selective checkpoints, in the forward and in its recomputation."""
+    from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, _pop_mode, _push_mode
+    from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
+
+    checkpoints = (_CachedTorchDispatchMode, _CachingTorchDispatchMode)
+    modes = _get_current_dispatch_mode_stack()
+    if not any(isinstance(mode, checkpoints) for mode in modes):
+        yield
+        return
+    for _ in modes:
+        _pop_mode()
+    others = [mode for mode in modes if not isinstance(mode, checkpoints)]
+    try:
+        for mode in others:
+            _push_mode(mode)
+        yield
+    finally:
+        for _ in others:
+            _pop_mode()
+        for mode in modes:
+            _push_mode(mode)
+
+
+def has_hooks(param: torch.Tensor) -> bool:
+    """Return True if something is called when a gradient of `param` is computed or accumulated."""
+    return bool(param._backward_hooks or param._post_accumulate_grad_hooks)

@@ -1,0 +1,30 @@
+"""DTensor: its local tensor, specs and placements."""
+
+from __future__ import annotations
+
+import torch
+from torch.distributed.tensor import DTensor, Placement
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
+
+def distributed_like(like: DTensor, local: torch.Tensor) -> DTensor:
+    """Return a `DTensor` with the layout of `like`, of which `local` is this rank's part.
+
+    `DTensor.from_local` would bring it to the device of the mesh; what is offloaded to the host is not there, as with
+    FSDP's `CPUOffloadPolicy`, which makes its parameters so.
+    """
+    meta = TensorMeta(like.shape, like.stride(), local.dtype)
+    spec = DTensorSpec(like.device_mesh, like.placements, tensor_meta=meta)
+    return DTensor(local, spec, requires_grad=False)
+
+
+def identity_of_parts(param: DTensor) -> tuple[int, int]:
+    """Return what identifies the memory of a `DTensor` itself, and its local tensor."""
+    return param.untyped_storage()._cdata, id(param._local_tensor)
+
+
+def strided_shard(dim: int, parts: int) -> Placement:
+    """Return the placement of a dimension of `parts` equal pieces, each of which is split."""
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    return _StridedShard(dim, split_factor=parts)

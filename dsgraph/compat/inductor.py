@@ -1,0 +1,125 @@
+"""AOTAutograd and Inductor: compiling a graph, and their settings."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, cast
+
+import torch
+from torch.fx import GraphModule
+
+
+def compile_with_inductor(
+    gm: GraphModule, inputs: Sequence[Any], *, patches: dict[str, Any], cache_tag: str, anew: bool
+) -> Callable[..., Any]:
+    """Compile with AOTAutograd and Inductor; configuration patches hold for the backward, too.
+
+    With `anew` AOTAutograd's cache is not asked, so that all passes run.
+    """
+    from torch._functorch import config as functorch_config
+    from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+
+    config: Any = torch.compiler.config
+
+    @functools.wraps(compile_fx_inner)
+    def compile_tagged(*args: Any, **kwargs: Any) -> Any:
+        # The backward may be compiled long after this function is left.
+        with config.patch(cache_key_tag=cache_tag), _without_donations(args[0]):
+            return compile_fx_inner(*args, **kwargs)
+
+    cached = functorch_config.patch(enable_autograd_cache=False) if anew else contextlib.nullcontext()
+    with config.patch(cache_key_tag=cache_tag), cached:
+        compiled: Any = compile_fx(gm, inputs, inner_compile=compile_tagged, config_patches=patches or None)
+    return cast("Callable[..., Any]", compiled)
+
+
+@contextlib.contextmanager
+def _without_donations(gm: GraphModule) -> Iterator[None]:
+    """Keep Inductor from writing over inputs of a backward that calls other graphs.
+
+    It looks up by number which inputs of the backward nobody else reads, and takes the inputs of the called graphs for
+    those of the same numbers (2.13.0, read in `GraphLowering.placeholder`).
+    """
+    context = torch._guards.TracingContext.try_get()
+    known: Any = context.fw_metadata if context is not None else None
+    if known is None or not gm.graph.find_nodes(op="call_function", target=torch.ops.higher_order.invoke_subgraph):
+        yield
+        return
+    donated, known.bw_donated_idxs = known.bw_donated_idxs, None
+    try:
+        yield
+    finally:
+        known.bw_donated_idxs = donated
+
+
+def compile_with_aot(
+    gm: GraphModule,
+    inputs: Sequence[Any],
+    *,
+    compiler: Callable[..., Any],
+    inference_compiler: Callable[..., Any],
+    partition_fn: Callable[..., Any],
+) -> Callable[..., Any]:
+    """Compile with AOTAutograd and our own compiler of the forward and the backward graph."""
+    from torch._dynamo.backends.common import aot_autograd
+
+    backend = aot_autograd(fw_compiler=compiler, inference_compiler=inference_compiler, partition_fn=partition_fn)
+    return backend(gm, inputs)
+
+
+def boxed(gm: GraphModule) -> Callable[..., Any]:
+    """Return `gm` as AOTAutograd calls it: one list of inputs, each freed after its last use."""
+    from torch.fx.graph import _BoxedCodeGen
+
+    gm.graph.set_codegen(_BoxedCodeGen())
+    gm.recompile()
+
+    def run(args: list[Any]) -> Any:
+        return gm.forward(args)
+
+    run._boxed_call = True  # type: ignore[attr-defined]
+    return run
+
+
+def inductor_mode(mode: str) -> dict[str, Any]:
+    """Return Inductor's configuration for a `torch.compile` mode."""
+    from torch._inductor import list_mode_options
+
+    return dict(list_mode_options(mode))
+
+
+def uses_cudagraphs(settings: Mapping[str, Any]) -> bool:
+    """Return True if Inductor uses CUDA graphs, given settings besides its configuration."""
+    from torch._inductor import config
+
+    return bool(settings.get("triton.cudagraphs", config.triton.cudagraphs))
+
+
+def inductor_settings() -> list[str]:
+    """Return the names of Inductor's settings; those of nested ones have a dot."""
+    from torch._inductor import config
+
+    return list(config.get_config_copy())
+
+
+def activation_memory_budget() -> float:
+    """Return the share of activations that torch's own partitioner may save; 1.0 unless somebody has set it."""
+    from torch._functorch import config as functorch_config
+
+    return float(functorch_config.activation_memory_budget)
+
+
+def autograd_cache_hits() -> int:
+    """Return the number of compiles that AOTAutograd took from its cache in this process."""
+    from torch._dynamo.utils import counters
+
+    return counters["aot_autograd"]["autograd_cache_hit"]
+
+
+def runs_as_it_is(op: Any) -> bool:
+    """Return True if Inductor calls an op as it is, because it has no lowering of it."""
+    from torch._inductor.lowering import fallbacks, lowerings
+
+    return op not in lowerings or op in fallbacks

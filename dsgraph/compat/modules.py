@@ -1,0 +1,47 @@
+"""Modules: calls, hooks and what `module.to` does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+# What runs while a module is being called; its local `self` is the module.
+MODULE_CALL = torch.nn.Module._call_impl.__code__
+
+
+def device_and_dtype(*args: Any, **kwargs: Any) -> tuple[torch.device | None, torch.dtype | None]:
+    """Return the device and dtype that the arguments of `nn.Module.to` name; None for those not named."""
+    device, dtype, *_ = torch._C._nn._parse_to(*args, **kwargs)
+    return device, dtype
+
+
+def apply_to_tensors(
+    kind: type[torch.nn.Module], module: torch.nn.Module, change: Callable[..., Any], recurse: bool = True
+) -> torch.nn.Module:
+    """Do what `module.to`, `.double` and their like call, as class `kind` does it.
+
+    Where nothing changes, such as on the device where all is, nothing is done: torch would swap each `DTensor` even so,
+    and could not once a compiled graph knows it.
+    """
+    own = [value for value in (*module._parameters.values(), *module._buffers.values()) if value is not None]
+    with torch.no_grad():
+        is_same = kind._apply is torch.nn.Module._apply and all(change(value) is value for value in own)
+    if not is_same:
+        return kind._apply(module, change, recurse)
+    for child in module.children() if recurse else ():
+        child._apply(change)
+    return module
+
+
+def save_own_state(
+    kind: type[torch.nn.Module], module: torch.nn.Module, state_dict: dict[str, Any], prefix: str, keep_vars: bool
+) -> None:
+    """Save a module's own state as class `kind` does; `state_dict` calls this for each module."""
+    kind._save_to_state_dict(module, state_dict, prefix, keep_vars)
+
+
+def hook_tables(module: torch.nn.Module) -> tuple[dict[int, Any], ...]:
+    """Return a module's pre-hooks of `load_state_dict` and forward, and which of the latter take keywords."""
+    return module._load_state_dict_pre_hooks, module._forward_pre_hooks, module._forward_pre_hooks_with_kwargs

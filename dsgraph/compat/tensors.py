@@ -1,0 +1,59 @@
+"""Tensors: pytrees of them, subclasses, fake tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+
+def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], tree: Any) -> Any:
+    """Return `tree` with each tensor replaced; torch knows lists, dicts and registered classes."""
+    from torch.utils import _pytree
+
+    return _pytree.tree_map_only(torch.Tensor, function, tree)
+
+
+def flatten_tree(tree: Any) -> tuple[list[Any], Any]:
+    """Return the leaves of nested tuples, lists and dicts, and their structure, which compares and prints."""
+    from torch.utils import _pytree
+
+    return _pytree.tree_flatten(tree)
+
+
+def unflatten_tree(leaves: list[Any], spec: Any) -> Any:
+    """Return other leaves in the structure that `flatten_tree` found."""
+    from torch.utils import _pytree
+
+    return _pytree.tree_unflatten(leaves, spec)
+
+
+def is_fake(tensor: torch.Tensor) -> bool:
+    """Return True for a tensor without values, as while torch traces."""
+    return isinstance(tensor, torch._subclasses.FakeTensor)
+
+
+def without_overrides(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Call a function of torch as if subclasses of tensors among its arguments were plain tensors."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return function(*args, **kwargs)
+
+
+NO_OVERRIDES = torch._C._disabled_torch_function_impl
+"""`__torch_function__` of a subclass of tensors that computes as a plain tensor, as `nn.Parameter` does."""
+
+
+def default_tolerances(dtype: torch.dtype) -> tuple[float, float]:
+    """Return the relative and the absolute tolerance of `torch.testing.assert_close`."""
+    from torch.testing._comparison import default_tolerances
+
+    rtol, atol = default_tolerances(dtype)
+    return rtol, atol
+
+
+def new_fake_mode() -> Any:
+    """Return a mode in which tensors have shapes and no memory, and in which plain tensors may appear."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    return FakeTensorMode(allow_non_fake_inputs=True)
