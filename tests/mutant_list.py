@@ -701,6 +701,31 @@ VERIFIER = (
 
 ENGINE = (
     Mutant(
+        *("key-in-a-refused-layout", "dsgraph/engine/config/conditions.py", "missing check"),
+        *("check_keys", "and not entry.parallel", "and False"),
+        killers=("tests/engine/config/test_conditions.py",),
+    ),
+    Mutant(
+        *("condition-of-one-value", "dsgraph/engine/config/conditions.py", "wrong condition"),
+        *("_problem", "needs.only not in (None, value)", "False"),
+        killers=("tests/engine/config/test_conditions.py",),
+    ),
+    Mutant(
+        *("note-is-an-error", "dsgraph/engine/config/conditions.py", "wrong condition"),
+        *("check_keys", "problem and not needs.is_note", "problem"),
+        killers=("tests/engine/config/test_conditions.py",),
+    ),
+    Mutant(
+        *("value-of-key-not-converted", "dsgraph/engine/config/options.py", "missing step"),
+        *("_set_by_keys", "entry.value(value, settings)", "value"),
+        killers=("tests/engine/config/test_options.py",),
+    ),
+    Mutant(
+        *("auto-where-the-file-is-silent", "dsgraph/engine/config/auto_values.py", "wrong condition"),
+        *("_auto_values", "auto, False", "auto, True"),
+        killers=("tests/engine/config/test_auto_values.py",),
+    ),
+    Mutant(
         *("errors-not-propagated", "dsgraph/inference/quantization/calibrate.py", "missing term"),
         *("_blocks", "weight[:, end:] -= left.errors @ factor[start:end, end:]", ""),
         killers=("tests/inference/quantization/test_calibrate.py",),

@@ -24,8 +24,9 @@ from dsgraph.ranks.mesh import resolve_mesh
 from dsgraph.utils.errors import ConfigError
 
 from .activation_checkpointing import take_switches
+from .config.conditions import check_keys
 from .config.engine_config import EngineConfig
-from .config.options import backend_options, compute_dtype, partition_options
+from .config.options import backend_options, partition_options
 from .config.read_config import ResolvedConfig, load_config, read_config
 from .data import RankLoader
 from .engine import Engine
@@ -35,7 +36,7 @@ from .monitoring.log import overruled, say
 from .monitoring.step_logger import Looks
 from .on_meta import check_weights, give_values, is_on_meta
 from .optimizers.binding import Binding, rebound
-from .optimizers.offloading import check_offload, offload_notes, offloaded, planned
+from .optimizers.offloading import offload_notes, offloaded, planned
 from .optimizers.section import check_float32
 from .optimizers.step_moment import beside_notes
 from .parallel_engine import check_divided, data_rank, divided_engine
@@ -147,15 +148,18 @@ def resolve_config(given: Arguments, ranks: Ranks) -> Resolved:
         ConfigError: The configuration or an argument is not supported; the message names it.
     """
     size = None if ranks.is_parallel else ranks.mesh.size()
-    config = read_config(given.source, ranks=size, sections=take_switches())
+    config = read_config(given.source, ranks=size, device=ranks.device.type, sections=take_switches())
     count, number = ranks.mesh.size(), place_in(ranks.mesh)
     if ranks.is_parallel:
         check_divided(config.config, given.optimizer, given.model_parameters, given.mesh)
         count, number = config.config.parallel.dp, data_rank(config.config)
     elif given.example is not None:
         raise ConfigError("initialize: example= has an effect only with the section `parallel`: remove it")
-    settings, plan = planned(config.config, given.model, ranks.device, ranks=count, is_divided=ranks.is_parallel)
-    return Resolved(replace(config, config=settings), count, number, plan, backend_options(settings))
+    settings, plan = planned(config.config, given.model, ranks.device, ranks=count)
+    notes = dict.fromkeys([*config.notes, *check_keys(settings, ranks.device.type)])
+    return Resolved(
+        replace(config, config=settings, notes=tuple(notes)), count, number, plan, backend_options(settings)
+    )
 
 
 def build_loader(given: Arguments, resolved: Resolved) -> RankLoader | None:
@@ -203,7 +207,6 @@ def build_model(given: Arguments, ranks: Ranks, resolved: Resolved, makers: Make
         PartitionError: See `partition`.
     """
     model, settings = given.model, resolved.settings
-    check_offload(settings, ranks.device)
     binding = Binding(model, given.model_parameters)
     if given.optimizer is None:
         check_float32(settings, binding.named(model))
@@ -216,7 +219,7 @@ def build_model(given: Arguments, ranks: Ranks, resolved: Resolved, makers: Make
         tell(quantized.note())
     logger = Looks(resolved.config, ranks.device)
     with rebound(makers.given, model):
-        partition(model, ranks.mesh, stage=settings.zero_optimization.stage, **partition_options(settings))
+        partition(model, ranks.mesh, **partition_options(settings))
         give_values(model, ranks.device, given.weights)
     if quantized is not None:
         quantized.take_over(partitioned_parts(model)[0])
@@ -256,7 +259,7 @@ def build_engine(
         *(given.model, runs, resolved.config, built.logger),
         optimizer=optimizer,
         lr_scheduler=schedule,
-        dtype=compute_dtype(settings),
+        dtype=settings.compute_dtype,
         loader=loader,
         shared=ranks.shared,
         layer_drop=built.layer_drop,

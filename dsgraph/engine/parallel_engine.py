@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch.distributed as dist
@@ -17,15 +17,6 @@ from .config.engine_config import EngineConfig
 from .config.read_config import ResolvedConfig
 from .data import RankLoader
 from .pipeline_engine import PipelineEngine, as_arguments
-
-_HEEDED = (
-    *("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping"),
-    *("steps_per_print", "dataloader_drop_last", "dump_state", "optimizer", "scheduler", "parallel"),
-    *("zero_optimization.stage", "zero_optimization.param_persistence_threshold"),
-    *("dsgraph.codegen", "dsgraph.compile", "dsgraph.kernels", "dsgraph.strict"),
-    *("dsgraph.num_workers", "activation_checkpointing.cpu_checkpointing"),
-)
-"""Keys that a divided model heeds."""
 
 _BY_LAYER = ("lamb", "muon")
 
@@ -91,14 +82,11 @@ def data_rank(config: EngineConfig) -> int:
 
 
 def check_divided(config: EngineConfig, optimizer: object, model_parameters: object, mesh: object) -> None:
-    """Refuses what a divided model does not heed yet.
+    """Raise an error for arguments that the section `parallel` does not support; `read_config` checks the keys.
 
     Raises:
-        ConfigError: A key is set to something else than its default, or an argument is given.
+        ConfigError: Names the argument.
     """
-    for key in _set_keys(config.model_dump(exclude_unset=True), EngineConfig().model_dump(), ""):
-        if not any(key == heeded or key.startswith(f"{heeded}.") for heeded in _HEEDED):
-            raise ConfigError(f"{key}: it is not there yet beside the section parallel: remove one of them")
     if isinstance(optimizer, Optimizer):
         raise ConfigError(
             "initialize: optimizer is one of the whole model, and the section parallel divides it: pass a function of "
@@ -112,12 +100,3 @@ def check_divided(config: EngineConfig, optimizer: object, model_parameters: obj
     for name, value in (("model_parameters", model_parameters), ("mesh", mesh)):
         if value is not None:
             raise ConfigError(f"initialize: {name} has no effect beside the section parallel: leave it out")
-
-
-def _set_keys(given: Mapping[str, Any], usual: Mapping[str, Any], path: str) -> Iterator[str]:
-    for key, value in given.items():
-        default = usual.get(key)
-        if isinstance(value, Mapping) and isinstance(default, Mapping):
-            yield from _set_keys(value, default, f"{path}{key}.")
-        elif value != default:
-            yield f"{path}{key}"

@@ -32,7 +32,7 @@ def test_arguments_go_before_the_configuration():
 @pytest.mark.parametrize(
     ("how", "said"),
     [
-        ({"contiguous_checkpointing": True}, "packing activations into one block of memory is not there yet"),
+        ({"contiguous_checkpointing": True}, "packing activations into one block of memory is not supported yet"),
         ({"checkpoint_in_cpu": "often"}, "activation_checkpointing.cpu_checkpointing is 'often'"),
         ({"deepspeed_config": "/no/such/file"}, "config file /no/such/file: No such file"),
     ],

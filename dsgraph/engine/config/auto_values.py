@@ -4,22 +4,15 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
 from dsgraph.utils.errors import ConfigError
 
-_ALWAYS = (
-    "train_micro_batch_size_per_gpu",
-    "gradient_accumulation_steps",
-    "train_batch_size",
-    "gradient_clipping",
-    "fp16.enabled",
-    "bf16.enabled",
-)
-"""Taken from the arguments where the configuration says nothing: else the argument would have no effect."""
+from .engine_config import EngineConfig
+from .key import Auto, FromHiddenSize, entries_of, name_of, spellings_of
 
 
 def filled(
@@ -39,57 +32,46 @@ def filled(
     """
     config = copy.deepcopy(dict(source)) if isinstance(source, Mapping) else json.loads(Path(source).read_text())
     contradictions = []
-    for path, (value, argument) in _answers(args, steps).items():
+    for path, auto, fills in _auto_values():
         *sections, key = path.split(".")
-        section: Any = config
-        for name in sections:
-            is_there = isinstance(section, dict) and isinstance(section.get(name), dict)
-            if path in _ALWAYS and not is_there:
-                section[name] = {}
-            section = section.get(name) if isinstance(section, dict) else None
-        if section is None or (key not in section and path not in _ALWAYS):
+        section = _section(config, sections, fills=fills)
+        if section is None or (key not in section and not fills):
             continue
-        if section.setdefault(key, "auto") == "auto":
+        is_auto = section.setdefault(key, "auto") == "auto"
+        if isinstance(auto, FromHiddenSize):
+            if is_auto and hidden_size is None:
+                raise ConfigError(f'{path} is "auto", and the model has no hidden size: write a number')
+            value = auto.value(hidden_size) if is_auto and hidden_size is not None else section[key]
+        else:
+            value = getattr(args, auto) if isinstance(auto, str) else auto.value(args, steps)
+        if is_auto:
             section[key] = value
         elif section[key] != value:
-            contradictions.append(f"{path} is {section[key]!r} and {argument} {value!r}")
+            contradictions.append(f"{path} is {section[key]!r} and {name_of(auto)} {value!r}")
     if contradictions:
         raise ConfigError(
             f'config: {"; ".join(contradictions)}, of TrainingArguments: write the same twice, or "auto" here'
         )
-    _fill_buckets(config.get("zero_optimization"), hidden_size)
     return config
 
 
-def _answers(args: Any, steps: int) -> dict[str, tuple[Any, str]]:
-    """What the arguments say to each key, and which argument says it."""
-    micro, times = args.per_device_train_batch_size, args.gradient_accumulation_steps
-    return {
-        "train_micro_batch_size_per_gpu": (micro, "per_device_train_batch_size"),
-        "gradient_accumulation_steps": (times, "gradient_accumulation_steps"),
-        "train_batch_size": (micro * times * args.world_size, "the batch of all ranks"),
-        "gradient_clipping": (args.max_grad_norm, "max_grad_norm"),
-        "optimizer.params.lr": (args.learning_rate, "learning_rate"),
-        "optimizer.params.betas": ([args.adam_beta1, args.adam_beta2], "adam_beta1, adam_beta2"),
-        "optimizer.params.eps": (args.adam_epsilon, "adam_epsilon"),
-        "optimizer.params.weight_decay": (args.weight_decay, "weight_decay"),
-        "scheduler.params.warmup_max_lr": (args.learning_rate, "learning_rate"),
-        "scheduler.params.total_num_steps": (steps, "the number of steps"),
-        "scheduler.params.warmup_num_steps": (max(1, args.get_warmup_steps(steps)), "warmup_steps"),
-        "fp16.enabled": (bool(args.fp16 or args.fp16_full_eval), "fp16"),
-        "bf16.enabled": (bool(args.bf16 or args.bf16_full_eval), "bf16"),
-    }
+def _auto_values() -> Iterator[tuple[str, Auto, bool]]:
+    """Yield the keys that may be "auto", what it means, and whether it is so without the key too."""
+    for path, field, entry in entries_of(EngineConfig):
+        if isinstance(entry.auto, Mapping):
+            yield from ((f"{path}.{inner}", auto, False) for inner, auto in entry.auto.items())
+        elif entry.auto is not None:
+            for spelling in spellings_of(path, field):
+                yield spelling, entry.auto, not isinstance(entry.auto, FromHiddenSize)
 
 
-def _fill_buckets(zero: Any, hidden_size: int | None) -> None:
-    if not isinstance(zero, dict):
-        return
-    for key, of in (
-        ("reduce_bucket_size", lambda size: size * size),
-        ("stage3_param_persistence_threshold", lambda size: 10 * size),
-    ):
-        if zero.get(key) != "auto":
-            continue
-        if hidden_size is None:
-            raise ConfigError(f'zero_optimization.{key} is "auto", and the model has no hidden size: write a number')
-        zero[key] = of(hidden_size)
+def _section(config: dict[str, Any], path: list[str], *, fills: bool) -> dict[str, Any] | None:
+    """Return a section of the file, or None; with `fills` it is made if it is missing."""
+    found: Any = config
+    for name in path:
+        if fills and not isinstance(found.get(name), dict):
+            found[name] = {}
+        found = found.get(name)
+        if not isinstance(found, dict):
+            return None
+    return found

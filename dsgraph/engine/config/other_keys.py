@@ -65,4 +65,7 @@ NOT_YET = {
     "comms_logger": "the log of collectives (`dsgraph collectives` shows them)",
     "aio": "offloading",
 }
-"""Keys of DeepSpeed that would have an effect and have none yet: refused, with the word for it."""
+"""Keys of DeepSpeed that ask for what is not supported yet."""
+
+OFF = {"zero_optimization.zero_hpz_partition_size": 1}
+"""Values, besides false, with which such a key asks for nothing."""

@@ -4,80 +4,77 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field
-
+from .key import Needs, key
 from .section import Section
 
 
 class QuantizeBitsConfig(Section):
     """How many bits weights have in training."""
 
-    start_bits: int = Field(default=16, ge=3, le=16, description="bits with which quantisation begins")
-    target_bits: int = Field(default=16, ge=3, le=16, description="bits with which it ends")
+    start_bits: int = key(16, "bits with which quantisation begins", ge=3, le=16)
+    target_bits: int = key(16, "bits with which it ends", ge=3, le=16)
 
 
 class QuantizeScheduleConfig(Section):
     """When weights lose bits."""
 
-    quantize_period: int = Field(
-        default=100,
-        ge=1,
-        description="quantised steps until the first bit is lost; the number doubles with every bit that is lost",
+    quantize_period: int = key(
+        100, "quantised steps until the first bit is lost; the number doubles with every bit that is lost", ge=1
     )
-    schedule_offset: int = Field(default=100, ge=0, description="steps before weights are quantised at all")
+    schedule_offset: int = key(100, "steps before weights are quantised at all", ge=0)
 
 
 class QuantizeAlgoConfig(Section):
     """DeepSpeed's other place for `quantize_type` and `quantize_rounding`."""
 
-    q_type: Literal["symmetric", "asymmetric"] | None = Field(default=None, description="as `quantize_type`")
-    rounding: Literal["nearest", "stochastic"] | None = Field(default=None, description="as `quantize_rounding`")
+    q_type: Literal["symmetric", "asymmetric"] | None = key(None, "as `quantize_type`")
+    rounding: Literal["nearest", "stochastic"] | None = key(None, "as `quantize_rounding`")
 
 
 class MixedQuantizeConfig(Section):
     """Weights pass from one number of bits to the next bit by bit."""
 
-    enabled: bool = Field(default=False, description="whether they do")
-    quantize_change_ratio: float = Field(
-        default=0.001, gt=0, le=1, description="how much less of the unrounded weight there is with every step"
+    enabled: bool = key(False, "whether they do")
+    quantize_change_ratio: float = key(
+        0.001, "how much less of the unrounded weight there is with every step", gt=0, le=1
     )
 
 
 class EigenvalueConfig(Section):
     """Blocks to whose weights the loss is more sensitive keep their bits longer."""
 
-    enabled: bool = Field(default=False, description="whether they do")
-    verbose: bool = Field(default=False, description="whether the first rank prints each block's eigenvalue")
-    max_iter: int = Field(default=100, ge=1, description="iterations for one eigenvalue, at most")
-    tol: float = Field(default=1e-2, gt=0, description="relative change of an eigenvalue at which it is taken")
-    stability: float = Field(default=1e-6, ge=0, description="added to norms that are divided by")
-    gas_boundary_resolution: int = Field(
-        default=1,
-        ge=1,
-        description="of so many steps one may compute eigenvalues; it does if bits are about to be lost",
+    enabled: bool = key(False, "whether they do")
+    verbose: bool = key(False, "whether the first rank prints each block's eigenvalue")
+    max_iter: int = key(100, "iterations for one eigenvalue, at most", ge=1)
+    tol: float = key(1e-2, "relative change of an eigenvalue at which it is taken", gt=0)
+    stability: float = key(1e-6, "added to norms that are divided by", ge=0)
+    gas_boundary_resolution: int = key(
+        1, "of so many steps one may compute eigenvalues; it does if bits are about to be lost", ge=1
     )
-    layer_name: str | None = Field(
-        default=None, description="the list of blocks, such as `model.layers`; without it all lists of equal blocks"
+    layer_name: str | None = key(
+        None, "the list of blocks, such as `model.layers`; without it all lists of equal blocks"
     )
-    layer_num: int = Field(default=0, ge=0, description="how many blocks it has; 0: any number")
+    layer_num: int = key(0, "how many blocks it has; 0: any number", ge=0)
 
 
 class QuantizeTrainingConfig(Section):
     """Weights of linear layers lose bits while the model is trained (MoQ): see docs/moq.md."""
 
-    enabled: bool = Field(default=False, description="whether they do")
-    quantize_verbose: bool = Field(default=False, description="whether the first rank prints when a weight loses a bit")
-    quantize_type: Literal["symmetric", "asymmetric"] = Field(
-        default="symmetric", description="symmetric: 0 stays 0; asymmetric: least and largest weight stay"
+    enabled: bool = key(
+        False,
+        "whether they do",
+        needs=(Needs("zero_optimization.offload_param.device", ("none", "cpu"), "weights on disk cannot be rounded"),),
     )
-    quantize_rounding: Literal["nearest", "stochastic"] = Field(
-        default="nearest", description="stochastic: up as often as a number is near to the next one"
+    quantize_verbose: bool = key(False, "whether the first rank prints when a weight loses a bit")
+    quantize_type: Literal["symmetric", "asymmetric"] = key(
+        "symmetric", "symmetric: 0 stays 0; asymmetric: least and largest weight stay"
+    )
+    quantize_rounding: Literal["nearest", "stochastic"] = key(
+        "nearest", "stochastic: up as often as a number is near to the next one"
     )
     quantize_algo: QuantizeAlgoConfig = QuantizeAlgoConfig()
-    quantize_groups: int | None = Field(
-        default=None,
-        ge=1,
-        description="parts of a weight's memory with a scale each; without it one a row, as INT8 has",
+    quantize_groups: int | None = key(
+        None, "parts of a weight's memory with a scale each; without it one a row, as INT8 has", ge=1
     )
     quantize_bits: QuantizeBitsConfig = QuantizeBitsConfig()
     quantize_schedule: QuantizeScheduleConfig = QuantizeScheduleConfig()

@@ -8,19 +8,19 @@ from dataclasses import dataclass
 from os import PathLike, fspath
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, get_args
 
-from pydantic import AliasChoices, BaseModel, ValidationError
+from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
 
 from dsgraph.utils.errors import ConfigError
 from dsgraph.utils.nearest import SYNONYMS, near, nearest
 
 from .batch_sizes import BatchSizes
-from .engine_config import EngineConfig, section_of
-from .other_keys import NOT_YET, WITHOUT_EFFECT
-
-_OF_GRAPHS = {"codegen", "pipeline", "memory_limit", "kernels", "strict"}
-"""Keys of the section `dsgraph` that only a compiled model heeds."""
+from .conditions import check_keys
+from .engine_config import EngineConfig
+from .key import section_of, spellings_of
+from .other_keys import NOT_YET, OFF, WITHOUT_EFFECT
 
 
 @dataclass(frozen=True)
@@ -42,6 +42,7 @@ def read_config(
     source: str | PathLike[str] | Mapping[str, Any],
     *,
     ranks: int | None,
+    device: str | None = None,
     sections: Mapping[str, Mapping[str, Any]] = MappingProxyType({}),
 ) -> ResolvedConfig:
     """Reads and checks a configuration.
@@ -49,26 +50,19 @@ def read_config(
     Args:
         source: A JSON file, or what would stand in it.
         ranks: Data-parallel ranks, over which `train_batch_size` counts; None: those of the section `parallel`.
+        device: The type of the device of the model; None checks no conditions on it.
         sections: Sections whose keys go before those of the source.
 
     Raises:
-        ConfigError: A file that cannot be read, a key or a value that is wrong, batch sizes that contradict each other.
+        ConfigError: A file that cannot be read, a key or a value that is wrong, keys that cannot be
+            combined, batch sizes that contradict each other.
     """
     given = load_config(source)
     for name, section in sections.items():
         given[name] = {**(given.get(name) or {}), **section}
     notes: list[str] = []
     config = _validated(given, notes)
-    if config.fp16.enabled and config.bf16.enabled:
-        raise ConfigError("fp16.enabled and bf16.enabled are both true: choose one")
-    if config.flops_profiler.enabled and not config.dsgraph.compile:
-        raise ConfigError("flops_profiler.enabled counts graphs, and dsgraph.compile is false: there are none")
-    if not config.steps_per_print:
-        silent = [key for key in ("wall_clock_breakdown", "memory_breakdown") if getattr(config, key)]
-        notes += [f"{key}: nothing is printed without steps_per_print" for key in silent]
-    if not config.dsgraph.compile:
-        idle = config.dsgraph.model_fields_set & _OF_GRAPHS
-        notes += [f"dsgraph.{key} has no effect: dsgraph.compile is false" for key in sorted(idle)]
+    notes += check_keys(config, device)
     batch = BatchSizes.solve(
         config.train_batch_size,
         config.train_micro_batch_size_per_gpu,
@@ -89,7 +83,7 @@ def check_section(name: str, section: Mapping[str, Any]) -> None:
 
 def _validated(given: Mapping[str, Any], notes: list[str]) -> EngineConfig:
     try:
-        return EngineConfig.model_validate(_kept(given, "", notes))
+        return EngineConfig.model_validate(_kept(given, notes, section=EngineConfig))
     except ValidationError as error:
         raise ConfigError(_describe(error)) from None
 
@@ -127,45 +121,50 @@ def _refuse_repeated(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def _kept(given: Mapping[str, Any], path: str, notes: list[str]) -> dict[str, Any]:
-    """The keys that say something, each of the others with a note."""
+def _kept(
+    given: Mapping[str, Any], notes: list[str], *, section: type[BaseModel] | None, path: str = ""
+) -> dict[str, Any]:
+    """Return the keys that have an effect, and note each of the others.
+
+    Args:
+        given: What the file has in a section.
+        notes: Extended by a line for each key that is left out.
+        section: Its class; None where any key may stand, as for the parameters of an optimizer.
+        path: The path of the section, with a dot at its end.
+    """
     kept: dict[str, Any] = {}
     for key, value in given.items():
-        where = f"{path}{key}"
-        if value == "auto" and where != "dsgraph.kernels" and _is_known(where):
+        where, field = f"{path}{key}", _field(section, key)
+        is_known = section is None or field is not None or where in WITHOUT_EFFECT or where in NOT_YET
+        if value == "auto" and is_known and not (field and _takes_auto(field)):
             notes.append(f'{where}: "auto" is the default here')
         elif where in WITHOUT_EFFECT:
             notes.append(f"{where} has no effect: {WITHOUT_EFFECT[where]}")
         elif where in NOT_YET:
             if not _is_off(where, value):
-                raise ConfigError(f"{where}: {NOT_YET[where]} is not there yet: remove the key")
+                raise ConfigError(f"{where}: {NOT_YET[where]} is not supported yet: remove the key")
+        elif isinstance(value, Mapping):
+            kept[key] = _kept(value, notes, section=section_of(field) if field else None, path=f"{where}.")
         else:
-            kept[key] = _kept(value, f"{where}.", notes) if isinstance(value, Mapping) else value
+            kept[key] = value
     return kept
 
 
-def _is_known(where: str) -> bool:
-    """Whether a key may stand in its section; of what has no section of its own any may."""
-    *path, last = where.split(".")
-    section: type[BaseModel] | None = EngineConfig
-    for key in path:
-        if section is None or key not in section.model_fields:
-            return True  # parameters of an optimizer or a schedule, or of a section that is refused as a whole
-        section = section_of(section.model_fields[key])
-    return section is None or last in _keys_of(path) or last in _aliases_of(section)
+def _field(section: type[BaseModel] | None, key: str) -> FieldInfo | None:
+    fields = section.model_fields.items() if section is not None else ()
+    return next((field for name, field in fields if key == name or key in spellings_of(name, field)), None)
 
 
-def _aliases_of(section: type[BaseModel]) -> Iterator[str]:
-    for field in section.model_fields.values():
-        if isinstance(field.validation_alias, AliasChoices):
-            yield from map(str, field.validation_alias.choices)
+def _takes_auto(field: FieldInfo) -> bool:
+    """Return True if "auto" is a value of its own of a key."""
+    return any("auto" in get_args(kind) for kind in (field.annotation, *get_args(field.annotation)))
 
 
 def _is_off(where: str, value: object) -> bool:
-    """Whether what is not there yet is switched off in so many words."""
+    """Return True if a key that is not supported is switched off explicitly."""
     if isinstance(value, Mapping):
         return value.get("enabled") is False or value.get("device") == "none"
-    return value is False or value is None or (where == "zero_optimization.zero_hpz_partition_size" and value == 1)
+    return value is None or value == OFF.get(where, False)
 
 
 def _describe(error: ValidationError) -> str:

@@ -83,8 +83,6 @@ class QuantizedTraining:
                 f"quantize_training.quantize_bits: target_bits {bits.target_bits} is above start_bits "
                 f"{bits.start_bits}, and bits become fewer: swap them"
             )
-        if settings.zero_optimization.offload_param.device == "nvme":
-            raise ConfigError("quantize_training: zero_optimization.offload_param keeps weights on disk: remove one")
         if config.eigenvalue.enabled and settings.optimizer is not None and "onebit" in settings.optimizer.type.lower():
             raise ConfigError(
                 "quantize_training.eigenvalue needs gradients, and a 1-bit optimizer reduces momenta: remove one"

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import sys
 import types
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel, BeforeValidator
 from pydantic.fields import FieldInfo
 
-from dsgraph.engine.config.engine_config import EngineConfig, section_of
+from dsgraph.engine.config.engine_config import EngineConfig
+from dsgraph.engine.config.key import COMPILED, MODEL_DEVICE, Entry, Needs, name_of, section_of, spellings_of
 from dsgraph.engine.config.other_keys import NOT_YET, WITHOUT_EFFECT
 
 _HEAD = """\
@@ -21,8 +23,16 @@ _HEAD = """\
 
 `dsgraph.initialize(config=...)` takes the path of a JSON file, or a dict. Names, nesting and defaults are DeepSpeed's;
 the section `dsgraph` is our own. Two of the three batch sizes give the third: `train_batch_size` =
-`train_micro_batch_size_per_gpu` x `gradient_accumulation_steps` x ranks. `"auto"` is the default. `dsgraph config
-FILE` prints what a file comes to.
+`train_micro_batch_size_per_gpu` x `gradient_accumulation_steps` x ranks. `dsgraph config FILE` prints what a file
+comes to.
+
+The last column of a table says what a key sets and needs:
+
+- the option of the backend ([options.md](options.md)) or the argument of `dsgraph.partition` that it sets; other keys
+  take effect in the engine
+- other keys that it needs: without them it is refused, or printed as without effect
+- the value of `"auto"` with `DsgraphTrainer`; elsewhere `"auto"` is the default
+- "`parallel`": it is supported with the section [`parallel`](#parallel), which refuses other keys
 """
 
 
@@ -39,7 +49,7 @@ def page() -> str:
     parts += _sections(EngineConfig, "")
     parts += ["## Keys of DeepSpeed's that have no effect\n", "The engine prints the reason once.\n"]
     parts.append(_rows(("key", "why"), [(f"`{key}`", reason) for key, reason in WITHOUT_EFFECT.items()]))
-    parts += ["## Keys of DeepSpeed's that are refused\n", "What they ask for is not there yet.\n"]
+    parts += ["## Keys of DeepSpeed's that are refused\n", "What they ask for is not supported yet.\n"]
     parts.append(_rows(("key", "what it is"), [(f"`{key}`", what) for key, what in NOT_YET.items()]))
     return "\n".join(parts)
 
@@ -48,22 +58,42 @@ def _sections(within: type[BaseModel], path: str) -> Iterator[str]:
     for name, field in within.model_fields.items():
         section = section_of(field)
         if section is not None:
-            yield from (f"## `{path}{name}`\n", f"{(section.__doc__ or '').strip()}\n", _table(section))
+            yield from (f"## `{path}{name}`\n", f"{(section.__doc__ or '').strip()}\n")
+            if _conditions(field):
+                yield f"The section sets and needs: {_conditions(field)}.\n"
+            yield _table(section)
             yield from _sections(section, f"{path}{name}.")
 
 
 def _table(section: type[BaseModel]) -> str:
     rows = [
-        (f"`{_key(name, field)}`", _kind(field.annotation), _default(field), field.description or "")
+        (f"`{spellings_of(name, field)[0]}`", _kind(field.annotation), _default(field), field.description or "")
+        + (_conditions(field),)
         for name, field in section.model_fields.items()
         if section_of(field) is None
     ]
-    return _rows(("key", "type", "default", ""), rows)
+    return _rows(("key", "type", "default", "", "sets and needs"), rows)
 
 
-def _key(name: str, field: FieldInfo) -> str:
-    alias: Any = field.validation_alias
-    return str(alias.choices[0]) if alias is not None else name
+def _conditions(field: FieldInfo) -> str:
+    """Return what the entry of a field says about its effect, in the words of the page's first section."""
+    entry = field.json_schema_extra
+    if not isinstance(entry, Entry):
+        return ""
+    parts = [f"option `{entry.option}`"] if entry.option else []
+    parts += [f"argument `{entry.argument}`"] if entry.argument else []
+    parts += [_needs(needs) for needs in entry.needs if needs is not COMPILED]
+    if isinstance(entry.auto, Mapping):
+        parts += [f'`{name}` "auto": {name_of(auto)}' for name, auto in entry.auto.items()]
+    elif entry.auto is not None:
+        parts.append(f'"auto": {name_of(entry.auto)}')
+    return "; ".join([*parts, *(["`parallel`"] if entry.parallel else [])])
+
+
+def _needs(needs: Needs) -> str:
+    own = "" if needs.only is None else f"{json.dumps(needs.only)} "
+    other = needs.key.removeprefix(".")
+    return f"{own}needs {other if other == MODEL_DEVICE else f'`{other}`'} {needs.values_text}".rstrip()
 
 
 def _kind(annotation: Any) -> str:

@@ -251,12 +251,18 @@ def test_training_and_checkpoints_are_those_of_state_in_memory(ranks, stage, mic
 @pytest.mark.parametrize(
     ("section", "said"),
     [
-        (_offload(), "offload_optimizer.device is 'nvme': set zero_optimization.offload_optimizer.nvme_path"),
-        (_offload("cpu", nvme_path="/tmp"), "nvme_path has no effect with device 'cpu': set it to 'nvme'"),
+        (_offload(), r'offload_optimizer.device "nvme" needs zero_optimization.offload_optimizer.nvme_path as well'),
+        (
+            _offload("cpu", nvme_path="/tmp"),
+            r'nvme_path needs zero_optimization.offload_optimizer.device "nvme", and it is "cpu"',
+        ),
         (_offload("disk"), "zero_optimization.offload_optimizer.device"),
         (_offload(nvme_path="/tmp", ratio=1.5), "zero_optimization.offload_optimizer.ratio"),
-        (_offload("none", ratio=0.5), "ratio has no effect with device 'none'"),
-        ({"offload_param": {"device": "cpu"}}, "stage 1 keeps parameters where they are used"),
+        (_offload("none", ratio=0.5), r'ratio needs .*offload_optimizer.device "cpu" or "nvme", and it is "none"'),
+        (
+            {"offload_param": {"device": "cpu"}},
+            "offload_param.device needs zero_optimization.stage 3, and it is 1: .* where they are used",
+        ),
     ],
 )
 def test_what_a_configuration_cannot_have_is_refused(one_rank, section, said):
@@ -289,7 +295,7 @@ def test_the_host_is_where_state_lies_already_on_the_cpu(one_rank, capsys):
     assert "offload_optimizer moves nothing: the model is trained on the CPU" in said
     assert "offload_param has no effect: the model is trained on the CPU" in said
     assert "offload_optimizer.pin_memory has no effect" in said
-    assert "offload_param.buffer_count has no effect with device 'cpu'" in said
+    assert 'offload_param.buffer_count has no effect: zero_optimization.offload_param.device is "cpu"' in said
 
 
 def _on_host(stage: int, delayed: bool, how: dict[str, Any], offloads: bool = True) -> dsgraph.Engine:
@@ -382,14 +388,18 @@ def test_a_limit_of_memory_says_what_lies_on_disk(one_rank, tmp_path, capfd):
 @pytest.mark.parametrize(
     ("section", "zero", "said"),
     [
-        ({"offload_folder": "/tmp"}, {}, "set dsgraph.memory_limit as well"),
-        ({"host_memory_limit": "1GB"}, {}, "dsgraph.host_memory_limit has no effect for a model on cpu"),
-        ({"delayed_update": True}, _offload("cpu", ratio=0.5), "dsgraph.delayed_update: .* leave its ratio out"),
+        ({"offload_folder": "/tmp"}, {}, "offload_folder needs dsgraph.memory_limit as well"),
+        ({"host_memory_limit": "1GB"}, {}, r'host_memory_limit needs the device of the model "cuda", and it is "cpu"'),
+        (
+            {"delayed_update": True},
+            _offload("cpu", ratio=0.5),
+            r"dsgraph.delayed_update needs .*offload_optimizer.ratio 1.0, and it is 0.5",
+        ),
         ({"offload_folder": "/tmp", "memory_limit": 1000}, {}, r"1,000 bytes, of which half .* at least"),
         (
             {"offload_folder": "/tmp", "memory_limit": "1GB"},
             _offload(nvme_path="/tmp"),
-            "dsgraph.offload_folder beside zero_optimization.offload_optimizer",
+            r'dsgraph.offload_folder needs .*offload_optimizer.device "none", and it is "nvme"',
         ),
     ],
 )
@@ -445,7 +455,7 @@ def _relative_path(place: str) -> None:
     os.chdir("/")
     _train(engine, 0, 1)
     assert engine.optimizer.path.is_relative_to(Path(place) / "relative")
-    assert dsgraph.engine.config.offload_config.OffloadOptimizerConfig(nvme_path="~/x").nvme_path == f"{place}/x"
+    assert dsgraph.engine.config.zero_config.OffloadOptimizerConfig(nvme_path="~/x").nvme_path == f"{place}/x"
 
 
 def test_a_relative_path_is_resolved_once(ranks, tmp_path):

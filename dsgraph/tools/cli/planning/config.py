@@ -9,6 +9,7 @@ from dsgraph.tools.cli.command import Answer, Command, CommandError
 from dsgraph.tools.cli.table import table
 
 if TYPE_CHECKING:
+    from dsgraph.engine.config.engine_config import EngineConfig
     from dsgraph.engine.config.read_config import ResolvedConfig
 
 _DESCRIPTION = """\
@@ -28,7 +29,7 @@ def _configure(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(arguments: argparse.Namespace) -> Answer:
-    from dsgraph.engine.config.read_config import load_config, read_config
+    from dsgraph.engine.config.read_config import read_config
     from dsgraph.engine.optimizers.section import check_config
     from dsgraph.utils.errors import ConfigError
 
@@ -37,8 +38,7 @@ def _run(arguments: argparse.Namespace) -> Answer:
     try:
         resolved = read_config(arguments.file, ranks=arguments.ranks)
         passes = _passes(resolved)
-        is_divided = bool(load_config(arguments.file).get("parallel"))
-        notes = [*resolved.notes, *check_config(resolved.config, is_divided=is_divided)]
+        notes = [*resolved.notes, *check_config(resolved.config, is_divided=resolved.config.is_parallel)]
     except ConfigError as error:
         raise CommandError(str(error)) from None
     data = {
@@ -49,7 +49,7 @@ def _run(arguments: argparse.Namespace) -> Answer:
     }
     if arguments.parameters is not None:
         data["bytes"] = _bytes(resolved, arguments.parameters, arguments.ranks)
-    return Answer(_text(data), data)
+    return Answer(_text(data, resolved), data)
 
 
 def _passes(resolved: ResolvedConfig) -> list[str]:
@@ -85,14 +85,14 @@ def _bytes(resolved: ResolvedConfig, parameters: float, ranks: int) -> dict[str,
     }
 
 
-def _text(data: dict[str, Any]) -> str:
+def _text(data: dict[str, Any], resolved: ResolvedConfig) -> str:
     from dsgraph.tools.dumping.render import bytes_text
 
     batch = data["batch"]
     parts = [
         f"batch: {batch['step']} samples a step, {batch['micro']} a micro-batch of a rank, "
         f"{batch['micro_batches']} micro-batches",
-        table([[key, value] for key, value in _flat(data["config"])], ("key", "value")),
+        table(_rows(resolved.config), ("key", "value", "sets")),
     ]
     parts += [f"note: {note}" for note in data["notes"]]
     parts.append(
@@ -106,14 +106,17 @@ def _text(data: dict[str, Any]) -> str:
     return "\n\n".join(parts)
 
 
-def _flat(config: dict[str, Any], path: str = "") -> list[tuple[str, str]]:
-    found: list[tuple[str, str]] = []
-    for key, value in config.items():
-        if isinstance(value, dict) and value and path.count(".") < 1 and key != "params":
-            found += _flat(value, f"{path}{key}.")
-        elif value is not None:
-            found.append((f"{path}{key}", str(value)))
-    return found
+def _rows(config: EngineConfig) -> list[list[str]]:
+    """Return each key that has a value, with the backend option or the argument of `partition` that it sets."""
+    from dsgraph.engine.config.key import entries_of, is_set, section_of, value_at
+
+    rows = []
+    for path, field, entry in entries_of(type(config)):
+        value = value_at(config, path)
+        if value is not None and section_of(field) is None:
+            sets = f"option {entry.option}" if entry.option else f"argument {entry.argument}" if entry.argument else ""
+            rows.append([path, str(value), sets if is_set(config, path, field) else ""])
+    return rows
 
 
 COMMAND = Command(

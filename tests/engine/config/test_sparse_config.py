@@ -5,13 +5,14 @@ from __future__ import annotations
 import pytest
 
 import dsgraph
+from dsgraph.engine.config.options import backend_options
 from dsgraph.engine.config.read_config import read_config
-from dsgraph.engine.config.sparse_layout import sparse_layout
 from dsgraph.sparse import BigBird, Fixed
 
 
 def _layout(section, **more):
-    return sparse_layout(read_config({"train_batch_size": 2, "sparse_attention": section, **more}, ranks=1).config)
+    config = read_config({"train_batch_size": 2, "sparse_attention": section, **more}, ranks=1).config
+    return backend_options(config)["sparse_attention"]
 
 
 def test_deepspeeds_section_is_a_layout():
@@ -29,7 +30,7 @@ def test_deepspeeds_section_is_a_layout():
         ({"mode": "fixt"}, {}, "sparse_attention.mode is 'fixt'"),
         ({"blocks": 16}, {}, "unknown key 'sparse_attention.blocks'"),
         ({"block": 0}, {}, "block is 0; it takes 1 or more"),
-        ({}, {"dsgraph": {"compile": False}}, "no effect with dsgraph.compile false"),
+        ({}, {"dsgraph": {"compile": False}}, "sparse_attention needs dsgraph.compile true, and it is false"),
     ],
 )
 def test_what_cannot_be_is_refused(section, more, said):

@@ -1,0 +1,55 @@
+"""What keys of the configuration cannot be combined with, and what they have no effect without: see `Needs`."""
+
+from __future__ import annotations
+
+import json
+
+from dsgraph.utils.errors import ConfigError
+
+from .engine_config import EngineConfig
+from .key import MODEL_DEVICE, Needs, entries_of, is_set, value_at
+
+
+def check_keys(config: EngineConfig, device: str | None = None) -> list[str]:
+    """Check the conditions of all keys that differ from their defaults.
+
+    Args:
+        config: The configuration.
+        device: The type of the device of the model; None leaves out the conditions on it.
+
+    Returns:
+        A line for each key that has no effect.
+
+    Raises:
+        ConfigError: Names the first two keys that cannot be combined.
+    """
+    notes: dict[str, None] = {}
+    for path, field, entry in entries_of(EngineConfig):
+        if not is_set(config, path, field):
+            continue
+        if config.is_parallel and not entry.parallel:
+            raise ConfigError(f"{path} is not supported with the section `parallel` yet: remove one of the two")
+        for needs in entry.needs:
+            problem = _problem(config, path, needs, device)
+            if problem and not needs.is_note:
+                raise ConfigError(problem)
+            if problem:
+                notes[problem] = None
+    return list(notes)
+
+
+def _problem(config: EngineConfig, path: str, needs: Needs, device: str | None) -> str:
+    """Return the message for a condition that does not hold; empty if it holds."""
+    value = value_at(config, path)
+    if needs.only not in (None, value) or (needs.unless and value_at(config, needs.unless)):
+        return ""
+    other = f"{path.rpartition('.')[0]}{needs.key}" if needs.key.startswith(".") else needs.key
+    found = device if other == MODEL_DEVICE else value_at(config, other)
+    if (other == MODEL_DEVICE and device is None) or (found in needs.values if needs.values else found):
+        return ""
+    state = f"is {json.dumps(found)}" if found is not None else "is not set"
+    if needs.is_note:
+        return f"{path} has no effect: {other} {state}, and {needs.why}"
+    own = path if needs.only is None else f"{path} {json.dumps(value)}"
+    wanted = f"{needs.values_text}, and it {state}" if needs.values else "as well"
+    return f"{own} needs {other} {wanted}: {needs.why}. Change one of the two"

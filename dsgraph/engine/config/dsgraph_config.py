@@ -1,0 +1,66 @@
+"""The section `dsgraph`: what DeepSpeed's file has no word for."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import BeforeValidator
+
+from dsgraph.utils.byte_counts import read_bytes
+
+from .key import MODEL_DEVICE, Needs, key
+from .section import PathText, Section
+
+Bytes = Annotated[int | float, BeforeValidator(read_bytes)]
+"""A number of bytes, a text that means one, or a share of the device."""
+
+_STATE = "zero_optimization.offload_optimizer"
+_ALL_ON_HOST = "an update is delayed where all of the state is on the host"
+_PLANNED = (
+    Needs("dsgraph.memory_limit", (), "what does not fit into half of it is offloaded"),
+    Needs(f"{_STATE}.device", ("none",), "the plan decides what is offloaded"),
+    Needs("zero_optimization.offload_param.device", ("none",), "the plan decides what is offloaded"),
+)
+
+
+class DsgraphConfig(Section):
+    """What DeepSpeed's file has no word for: options of the backend (docs/options.md), and the loader's processes."""
+
+    codegen: Literal["inductor", "eager"] = key(
+        "inductor", "how graphs become programs", option="codegen", parallel=True
+    )
+    compile: bool = key(True, "`false` runs the model uncompiled", parallel=True)
+    pipeline: tuple[str, ...] | None = key(
+        None, "names of the passes that run, in their order; without it the default ones", option="pipeline"
+    )
+    memory_limit: Bytes | None = key(
+        None, 'what a step may use: bytes, a text such as "60GiB", or a share of the device', option="memory_limit"
+    )
+    offload_folder: PathText | None = key(
+        None,
+        "a folder on a disk, for what of the model's states does not fit into half of `memory_limit`",
+        needs=(Needs(MODEL_DEVICE, ("cpu",), "below a GPU is the host: use dsgraph.host_memory_limit"), *_PLANNED),
+    )
+    host_memory_limit: Bytes | None = key(
+        None,
+        "for a model on CUDA: as much of the host's memory may hold what of the model's states does not "
+        "fit into half of `memory_limit`",
+        needs=(Needs(MODEL_DEVICE, ("cuda",), "below the CPU is the disk: use dsgraph.offload_folder"), *_PLANNED),
+    )
+    delayed_update: bool = key(
+        False,
+        'with `zero_optimization.offload_optimizer.device` "cpu": the host computes each update beside the '
+        "next step's gradients, and it is applied one step late",
+        needs=(
+            Needs(f"{_STATE}.device", ("cpu",), _ALL_ON_HOST, unless="dsgraph.host_memory_limit"),
+            Needs(f"{_STATE}.ratio", (1.0,), _ALL_ON_HOST, unless="dsgraph.host_memory_limit"),
+        ),
+    )
+    kernels: Literal["auto", "none"] | tuple[str, ...] = key(
+        "auto", "which kernels stand in for what a model spells out", option="kernels", parallel=True
+    )
+    strict: bool = key(False, "whether what was not done is an error", option="strict", parallel=True)
+    num_workers: int = key(
+        0, "processes of each rank that load `training_data`; 0: the rank itself does", ge=0, parallel=True
+    )
+    metrics_file: str | None = key(None, "a file to which the scalars of each step are added, one JSON object a line")

@@ -1,0 +1,49 @@
+"""The section `sparse_attention`."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from dsgraph.inductor_ext.sparse.layouts import Layout, SparseLayoutError
+from dsgraph.inductor_ext.sparse.reading import layout_of
+from dsgraph.utils.errors import ConfigError
+
+from .key import key
+from .section import Section
+
+
+class SparseAttentionConfig(Section):
+    """Which blocks of scores self-attention computes, see docs/sparse.md; each mode has keys of its own."""
+
+    mode: Literal["dense", "fixed", "variable", "bigbird", "bslongformer", "local"] = key("fixed", "the layout")
+    block: int | None = key(None, "queries and keys of a block; without it 16")
+    different_layout_per_head: bool | None = key(None, "whether heads may differ")
+    num_local_blocks: int | None = key(None, "fixed: blocks of a window")
+    num_global_blocks: int | None = key(
+        None, "fixed: blocks of each window that all see; bigbird: first blocks that all see"
+    )
+    attention: Literal["bidirectional", "unidirectional"] | None = key(None, "whether queries see later keys")
+    horizontal_global_attention: bool | None = key(
+        None, "fixed, variable: whether queries of global blocks see all keys"
+    )
+    num_different_global_patterns: int | None = key(None, "fixed: how many places in a window heads take turns at")
+    num_random_blocks: int | None = key(None, "variable, bigbird: blocks at random a row")
+    local_window_blocks: tuple[int, ...] | None = key(None, "variable: sizes of the windows")
+    global_block_indices: tuple[int, ...] | None = key(None, "variable, bslongformer: blocks that all see")
+    global_block_end_indices: tuple[int, ...] | None = key(
+        None, "variable, bslongformer: behind which block each of those ends"
+    )
+    num_sliding_window_blocks: int | None = key(None, "bigbird, bslongformer, local: width of the window")
+    seed: int | None = key(None, "variable, bigbird: of the random blocks")
+
+
+def layout_of_section(section: SparseAttentionConfig, _: Any) -> Layout:
+    """Return the layout that the section describes.
+
+    Raises:
+        ConfigError: The mode has no such key, or a value is not supported.
+    """
+    try:
+        return layout_of(section.model_dump(exclude_none=True))
+    except SparseLayoutError as error:
+        raise ConfigError(f"sparse_attention: {error}") from None

@@ -1,0 +1,83 @@
+from __future__ import annotations
+
+import pytest
+
+from dsgraph.engine.config.conditions import check_keys
+from dsgraph.engine.config.engine_config import EngineConfig
+from dsgraph.engine.config.key import entries_of
+from dsgraph.utils.errors import ConfigError
+
+DISK = {"device": "nvme", "nvme_path": "/tmp"}
+
+
+def check(device=None, **sections):
+    return check_keys(EngineConfig.model_validate(sections), device)
+
+
+def zero(**keys):
+    return {"zero_optimization": keys}
+
+
+def test_defaults_need_nothing():
+    assert check("cpu") == check("cuda") == []
+
+
+@pytest.mark.parametrize(
+    ("sections", "device", "message"),
+    [
+        (zero(offload_param=DISK), "cpu", r"offload_param.device needs zero_optimization.stage 3, and it is 0: other"),
+        (zero(offload_optimizer=DISK), "cuda", r'device "nvme" needs the device of the model "cpu", and it is "cuda"'),
+        (zero(offload_optimizer={"device": "nvme"}), None, r'device "nvme" needs zero_.*nvme_path as well: it is the'),
+        (zero(offload_optimizer={"ratio": 0.5}), None, r'ratio needs .*device "cpu" or "nvme", and it is "none"'),
+        ({"dsgraph": {"delayed_update": True}}, None, r'delayed_update needs .*device "cpu", and it is "none"'),
+        (
+            {"quantize_training": {"enabled": True}, **zero(stage=3, offload_param=DISK)},
+            None,
+            "quantize_training.enabled needs zero_optimization.offload_param.device",
+        ),
+    ],
+)
+def test_keys_that_cannot_be_combined_are_refused(sections, device, message):
+    with pytest.raises(ConfigError, match=message) as caught:
+        check(device, **sections)
+    assert str(caught.value).endswith(". Change one of the two")
+
+
+def test_conditions_on_an_unknown_device_wait():
+    assert check(None, **zero(offload_optimizer=DISK)) == check("cpu", **zero(offload_optimizer=DISK)) == []
+
+
+def test_a_condition_of_one_value_leaves_others_alone():
+    assert check("cuda", **zero(offload_optimizer={"device": "cpu"})) == []
+
+
+def test_a_key_that_a_plan_will_set_is_not_missed():
+    own = {"delayed_update": True, "host_memory_limit": "1GiB", "memory_limit": "1GiB"}
+    assert check("cuda", dsgraph=own) == []
+    with pytest.raises(ConfigError, match="delayed_update needs"):
+        check("cuda", dsgraph={"delayed_update": True})
+
+
+def test_a_key_without_effect_is_one_line():
+    (line,) = check(dsgraph={"compile": False, "memory_limit": 10**9, "num_workers": 1})
+    assert line.startswith("dsgraph.memory_limit has no effect: dsgraph.compile is false, and ")
+    found = check("cpu", **zero(offload_optimizer={"device": "cpu", "pin_memory": True}))
+    assert [line.split(":")[0] for line in found] == ["zero_optimization.offload_optimizer.pin_memory has no effect"]
+    assert len(check(activation_checkpointing={"cpu_checkpointing": True}, dsgraph={"compile": False})) == 1
+
+
+def test_the_section_parallel_refuses_keys_that_do_not_support_it():
+    divided = {"parallel": {"pp": 2}}
+    assert check(**divided, gradient_clipping=0.5, **zero(stage=1)) == []
+    assert check(**divided, optimizer={"type": "AdamW", "params": {"lr": 1e-3}}) == []
+    assert check(parallel={}, bf16={"enabled": True}) == []
+    with pytest.raises(ConfigError, match=r"^bf16.enabled is not supported with the section `parallel` yet"):
+        check(**divided, bf16={"enabled": True})
+    with pytest.raises(ConfigError, match=r"^sparse_attention is not supported with the section `parallel` yet"):
+        check(**divided, sparse_attention={})
+
+
+def test_what_the_section_parallel_supports():
+    supported = {path for path, _, entry in entries_of(EngineConfig) if entry.parallel}
+    assert {"gradient_clipping", "zero_optimization.stage", "optimizer.params", "parallel.pp"} <= supported
+    assert not any(path.startswith(("fp16.", "zero_optimization.offload_")) for path in supported)
