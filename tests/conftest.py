@@ -13,6 +13,8 @@ from hypothesis import settings
 from tests.covering import mark_members
 from tests.distributed.ranks import Processes, Ranks
 
+pytest_plugins = ["tests.families"]
+
 
 @pytest.hookimpl(tryfirst=True)  # ahead of the choice by markers
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -148,7 +148,7 @@ def test_dynamic_sizes_compile_once(one_rank):
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", (1, 3))
 def test_everything_dynamic_leaves_parameters_static(one_rank, stage):
-    model, alone = dsgraph.partition(build("gpt"), stage=stage, keep_whole_below=0), build("gpt")
+    model, alone = dsgraph.partition(build("dynamic"), stage=stage, keep_whole_below=0), build("dynamic")
     compiled = torch.compile(model, backend="dsgraph", options=EAGER, fullgraph=True, dynamic=True)
     for time in (8, 11):
         torch.testing.assert_close(compiled(*tokens(0, 0, time=time)), alone(*tokens(0, 0, time=time)))

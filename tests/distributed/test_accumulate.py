@@ -163,7 +163,7 @@ def _compare_reducing_once(case: str) -> None:
     "case",
     (
         pytest.param("gpt", marks=pytest.mark.full),
-        "graph_break",
+        pytest.param("graph_break", marks=pytest.mark.full),  # test_stages has the pairs
         pytest.param("uneven", marks=pytest.mark.full),
         pytest.param("frozen", marks=pytest.mark.full),
     ),
@@ -324,7 +324,7 @@ def _copy_in_mid_step(stage: int, reduce_once: bool | None, codegen: str | None)
 
 
 @pytest.mark.covering(1)
-@pytest.mark.parametrize("codegen", (None, "eager"))
+@pytest.mark.parametrize("codegen", (None, pytest.param("eager", marks=pytest.mark.full)))
 @pytest.mark.parametrize(("stage", "reduce_once"), REDUCING_ONCE)
 def test_a_copy_has_no_part_in_the_step(ranks, stage, reduce_once, codegen):
     ranks(2).run(_copy_in_mid_step, stage, reduce_once, codegen)
@@ -423,7 +423,7 @@ def _same_without(*how: Any) -> None:
     ("stage", "reduce_once", "codegen"),
     [
         *((*way, None) for way in REDUCING_ONCE),
-        (3, None, "eager"),
+        pytest.param(3, None, "eager", marks=pytest.mark.full),
         *(pytest.param(*way, "eager", marks=pytest.mark.full) for way in REDUCING_ONCE),
         pytest.param(3, None, None, marks=pytest.mark.full),
     ],

@@ -112,6 +112,7 @@ def test_numbers_are_those_without(ranks, stage, codegen, tier):
     ranks(2).run(_agree, stage, codegen, tier)
 
 
+@pytest.mark.full  # codegen "eager" precedes; tests/passes/memory has the moves
 @pytest.mark.inductor
 def test_so_they_are_under_inductor_on_one_rank(ranks):
     ranks(1).run(_agree, 0, "inductor", "host", 1)

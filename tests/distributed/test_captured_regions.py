@@ -122,12 +122,12 @@ def _compare(case: str, **how: Any) -> None:
 @pytest.mark.parametrize(
     ("case", "stage", "micro_batches"),
     [
-        ("gpt", 3, 2),
+        pytest.param("gpt", 3, 2, marks=pytest.mark.full),
         ("passing", 1, 1),
         pytest.param("checkpointed", 3, 1, marks=pytest.mark.full),  # it has no regions, as is said below
         ("checkpoint inside", 3, 1),
         ("skipped", 3, 1),
-        ("torch's layers", 3, 1),
+        pytest.param("torch's layers", 3, 1, marks=pytest.mark.full),
         *(
             pytest.param(case, stage, micro_batches, marks=pytest.mark.full)
             for case in BUILDS
@@ -142,6 +142,7 @@ def test_blocks_learn_as_in_one_process(ranks, case, stage, micro_batches):
     ranks(2).run(_compare, case, stage=stage, micro_batches=micro_batches, evaluate=True)
 
 
+@pytest.mark.full  # test_regions.py has a model under Inductor
 @pytest.mark.inductor
 @pytest.mark.parametrize(
     ("world", "stage"), ((1, 3), *(pytest.param(2, stage, marks=pytest.mark.full) for stage in range(4)))

@@ -62,7 +62,7 @@ def _different_heads(stage: int) -> str:
     return said
 
 
-@pytest.mark.parametrize("stage", (0, 1, 3))
+@pytest.mark.parametrize("stage", (pytest.param(0, marks=pytest.mark.full), 1, 3))
 def test_graphs_of_equal_shapes_over_different_parameters(ranks, stage):
     for said in ranks(2).run(_different_heads, stage):
         assert "rank 0 runs the compiled" in said and "reads 'heads.0.weight' (3 of 4)" in said

@@ -79,7 +79,7 @@ def _same_as_one_process(make: Callable[[], nn.Module], stage: int, codegen: str
     [
         (Branches, 3, "eager", False),
         (Branches, 1, None, False),
-        (Branches, 1, "eager", True),
+        pytest.param(Branches, 1, "eager", True, marks=pytest.mark.full),
         pytest.param(Branches, 0, "eager", True, marks=pytest.mark.full),
         pytest.param(Branches, 3, None, False, marks=pytest.mark.full),
         pytest.param(Scan, 1, None, False, marks=pytest.mark.full),

@@ -36,7 +36,7 @@ def _compare(case: str, **how: object) -> None:
     compare(CASES[case].build, partial(_late, CASES[case].batches), **how)  # type: ignore[arg-type]
 
 
-@pytest.mark.covering
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("codegen", (None, "eager"))
 @pytest.mark.parametrize("stage", (1, 2))
 @pytest.mark.parametrize("case", ("gpt", "graph_break", "uneven"))

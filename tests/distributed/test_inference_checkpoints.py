@@ -33,6 +33,7 @@ def _reads(folder: Path, family: str) -> None:
     assert held < 0.75 * full, "the slices alone"
 
 
+@pytest.mark.full  # test_sliced_few_bits.py reads files, and tests/inference/test_checkpoints.py such files
 @pytest.mark.parametrize("family", ["gpt2", *[pytest.param(n, marks=pytest.mark.full) for n in CONFIGS if n != "gpt2"]])
 def test_sharded_files_of_transformers(ranks, tmp_path, family):
     model(family, seed=1).save_pretrained(tmp_path, max_shard_size="20KB")

@@ -157,6 +157,7 @@ def test_parameters_that_some_micro_batches_use(ranks, ways):
     ranks(2).run(_step, 2, True, list(ways), {})
 
 
+@pytest.mark.full  # codegen "eager" follows
 @pytest.mark.covering(1)
 @pytest.mark.inductor
 @pytest.mark.parametrize("passes", ((dsgraph.passes.SubstituteKernels(),), (dsgraph.passes.MergeGathers(),)))
@@ -231,6 +232,7 @@ def _as_at_the_end(stage: int, reduce_once: bool | None, case: str, dtype: torch
             torch.testing.assert_close(ours, expected, msg=lambda text, name=name: f"{name}: {text}", **close)
 
 
+@pytest.mark.full  # three ranks and a smaller model follow
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("dtype", (None, torch.bfloat16))
 @pytest.mark.parametrize(("stage", "reduce_once"), STAGES)

@@ -43,7 +43,7 @@ def _train(stage: int, codegen: str | None, reduce_name: str | None) -> None:
             mine.grad = None
 
 
-@pytest.mark.covering
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("reduce_name", (None, "float32"))
 @pytest.mark.parametrize("codegen", (None, "eager"))
 @pytest.mark.parametrize("stage", (0, 1, 3))

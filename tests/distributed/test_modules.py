@@ -127,7 +127,9 @@ def _use_in_many_ways(stage: int) -> None:
     torch.testing.assert_close(model(*batch), expected)
 
 
-@pytest.mark.parametrize("stage", (0, 1, 2, 3))
+@pytest.mark.parametrize(
+    "stage", (pytest.param(0, marks=pytest.mark.full), 1, pytest.param(2, marks=pytest.mark.full), 3)
+)
 def test_copies_functional_calls_and_loading(ranks, stage):
     ranks(2).run(_use_in_many_ways, stage)
 
@@ -206,7 +208,7 @@ def _interleave(stage: int) -> None:
         torch.testing.assert_close(full(mine.grad), theirs.grad, rtol=RTOL, atol=ATOL)
 
 
-@pytest.mark.parametrize("stage", (1, 3))
+@pytest.mark.parametrize("stage", (pytest.param(1, marks=pytest.mark.full), 3))
 def test_backwards_in_any_order(ranks, stage):
     ranks(2).run(_interleave, stage)
 

@@ -61,7 +61,7 @@ _MATRIX = [
 @pytest.mark.parametrize(
     ("stage", "world", "offload"),
     [
-        (1, 2, {"optimizer": "host", "ratio": 0.5}),
+        pytest.param(1, 2, {"optimizer": "host", "ratio": 0.5}, marks=pytest.mark.full),
         (3, 2, {"optimizer": "host", "parameters": "disk", "ratio": {"parameters": 0.5}}),
         *(pytest.param(*case, marks=pytest.mark.full) for case in _MATRIX),
         pytest.param(3, 2, {"optimizer": "disk", "parameters": "disk"}, marks=pytest.mark.full),

@@ -95,6 +95,7 @@ def _save_a_share() -> None:
     assert fewer >= 4 * replicated, "of the states between layers each rank saves its slice"
 
 
+@pytest.mark.full  # tests/passes/memory/test_partition_activations.py has the slices of small graphs
 def test_the_option_saves_a_share(ranks):
     ranks(2).run(_save_a_share)
 

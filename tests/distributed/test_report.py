@@ -55,13 +55,19 @@ def test_bytes_of_a_step_are_those_on_the_wire(ranks, case, stage):
 
 @pytest.mark.parametrize(
     ("stage", "reduce_once"),
-    [*(pytest.param(stage, None, marks=pytest.mark.full) for stage in (0, 1)), (2, None), (2, True), (3, None)],
+    [
+        *(pytest.param(stage, None, marks=pytest.mark.full) for stage in (0, 1)),
+        pytest.param(2, None, marks=pytest.mark.full),
+        pytest.param(2, True, marks=pytest.mark.full),
+        (3, None),
+    ],
 )
 def test_bytes_of_an_accumulated_step_are_those_on_the_wire(ranks, stage, reduce_once):
     for sent, _, each, once in ranks(2).run(_measure, "gpt", stage, 3, reduce_once=reduce_once):
         assert 3 * each + once == sent > 0
 
 
+@pytest.mark.full  # tests/tools/reporting/test_report.py counts forwards without gradients
 def test_evaluation_in_between_does_not_count(ranks):
     for sent, said, *_ in ranks(2).run(_measure, "gpt", 3, 1, evaluate=True):
         assert said == sent

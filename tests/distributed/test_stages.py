@@ -68,12 +68,19 @@ def _exists(case, stage, codegen, mesh, micro_batches, bucket_bytes, blocks) -> 
 # Sizes that vary are compiled more than once: of those, each way by itself.
 FIXED = {**WAYS, "case": [case for case in WAYS["case"] if "dynamic" not in case]}
 VARYING = {**WAYS, "case": ["dynamic", "marked_dynamic"]}
-_FEW = [*covering(FIXED, where=_exists), *covering(VARYING, strength=1, where=_exists)]
+# Of the model that compiles fastest, each pair of the others; of all models, each way by itself.
+_FEW = [
+    *covering({**FIXED, "case": ["uneven"]}, where=_exists),
+    *covering(FIXED, strength=1, where=_exists),
+    *covering(VARYING, strength=1, where=_exists),
+]
+_FEW = list(dict.fromkeys(_FEW))
+_ALL = [*covering(FIXED, where=_exists), *covering(VARYING, where=_exists)]
 
 
 @pytest.mark.parametrize(
     tuple(WAYS),
-    [*_FEW, *(pytest.param(*w, marks=pytest.mark.full) for w in covering(VARYING, where=_exists) if w not in _FEW)],
+    [*_FEW, *(pytest.param(*way, marks=pytest.mark.full) for way in _ALL if way not in _FEW)],
 )
 def test_each_pair_of_ways_matches_one_process(ranks, case, stage, codegen, mesh, micro_batches, bucket_bytes, blocks):
     count, reduce_once = micro_batches
@@ -88,7 +95,7 @@ def test_each_pair_of_ways_matches_one_process(ranks, case, stage, codegen, mesh
 
 
 # All cases on all stages; the pairs of these with everything else are above.
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", [*(pytest.param(stage, marks=pytest.mark.full) for stage in (0, 1, 2)), 3])
 @pytest.mark.parametrize(
     ("case", "world"),
     [pytest.param(*pair, marks=() if pair == ("gpt", 2) else pytest.mark.full) for pair in CASES_BY_WORLD],
@@ -105,6 +112,7 @@ def test_matches_one_process(ranks, case, stage, world):
 BUCKET_BYTES = 4096
 
 
+@pytest.mark.full  # covered by pairs above
 @pytest.mark.parametrize("world", (2, pytest.param(3, marks=pytest.mark.full)))
 def test_buckets_match_one_process(ranks, world):
     ranks(world).run(_compare, "gpt", BUCKET_BYTES, stage=3, exact=world == 2, evaluate=True)
@@ -138,6 +146,7 @@ def test_uncompiled_model_matches_one_process(ranks, case, stage):
     ranks(2).run(_compare, case, stage=stage, codegen=None, exact=case == "gpt", evaluate=True)
 
 
+@pytest.mark.full  # several buckets under Inductor follow
 @pytest.mark.inductor
 @pytest.mark.parametrize(("case", "stage"), [("graph_break", 1), pytest.param("uneven", 3, marks=pytest.mark.full)])
 def test_inductor_matches_one_process(ranks, case, stage):
@@ -174,6 +183,7 @@ def _travelling(bucket_bytes: int) -> list[tuple[int, int, float, int, bool]]:
     return found
 
 
+@pytest.mark.full  # tests/passes/overlap has the buckets of small graphs
 def test_buckets_are_fewer_collectives_of_as_many_bytes(ranks):
     apart, together = ranks(2).run(_travelling, 0)[0], ranks(2).run(_travelling, BUCKET_BYTES)[0]
     for (alone, tensors, sent, _, _), (buckets, same_tensors, same_sent, largest, is_alone) in zip(

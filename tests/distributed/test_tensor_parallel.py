@@ -133,7 +133,10 @@ def _check(mine: Tensor, theirs: Tensor, what: str) -> None:
 
 # Llama is in the plan of the user's, in the sliced vocabulary and in test_parallelize.
 @pytest.mark.parametrize(
-    "name", ["gpt2", *[pytest.param(name, marks=pytest.mark.full) for name in ("llama", "qwen3", "bert", "mixtral")]]
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.full) for name in ("gpt2", "llama", "qwen3", "bert", "mixtral")
+    ],  # a vocabulary below
 )
 def test_trains_as_in_one_process(ranks, name):
     ranks(2).run(_train, name, sliced=SLICED[name])
@@ -155,7 +158,7 @@ VOCABULARY = {
     ("name", "codegen"),
     [
         ("llama-vocab", "eager"),
-        ("gpt2-vocab", "eager"),
+        pytest.param("gpt2-vocab", "eager", marks=pytest.mark.full),
         pytest.param("llama-vocab", "inductor", marks=[pytest.mark.full, pytest.mark.inductor]),
     ],
 )
@@ -218,7 +221,7 @@ def _parted(what: str) -> None:
         compiled(**_batch(own if what == "batches" else 0))
 
 
-@pytest.mark.parametrize("what", ["batches", "seeds"])
+@pytest.mark.parametrize("what", ["batches", pytest.param("seeds", marks=pytest.mark.full)])
 def test_ranks_that_are_given_other_batches_or_seeds_are_named(ranks, what):
     ranks(2).run(_parted, what)
 

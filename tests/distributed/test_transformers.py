@@ -119,13 +119,14 @@ def _check(mine: torch.Tensor, theirs: torch.Tensor, what: str) -> None:
     "name",
     [
         *[pytest.param(name, marks=pytest.mark.full) for name in ("llama", "qwen3", "gpt2", "bert", "t5", "mixtral")],
-        "vit",
+        pytest.param("vit", marks=pytest.mark.full),  # tests/engine/integrations/test_trainer.py trains one
     ],
 )
 def test_trains_as_in_one_process(ranks, name):
     ranks(2).run(_train, name)
 
 
+@pytest.mark.full  # test_captured_regions.py has checkpoints inside blocks
 def test_gradient_checkpointing(ranks):
     ranks(2).run(_train, "llama", checkpointing=True)
 

@@ -73,7 +73,7 @@ def _train(how: str, stage: int, codegen: str | None, keep_whole_below: int, mic
 @pytest.mark.parametrize("micro_batches", (1, 2))
 @pytest.mark.parametrize("keep_whole_below", (0, 22))
 @pytest.mark.parametrize("stage", (0, 1, 2, 3))
-@pytest.mark.parametrize("codegen", (None, "eager"))
+@pytest.mark.parametrize("codegen", (None, pytest.param("eager", marks=pytest.mark.full)))  # below, of a model
 @pytest.mark.parametrize("how", TRANSFORMS)
 def test_transforms_of_a_part_match_one_process(ranks, how, codegen, stage, keep_whole_below, micro_batches):
     ranks(2).run(_train, how, stage, codegen, keep_whole_below, micro_batches)

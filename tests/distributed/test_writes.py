@@ -162,6 +162,7 @@ def _check(mine: nn.Module, alone: nn.Module, where: str) -> None:
         torch.testing.assert_close(full(param), theirs, rtol=RTOL, atol=ATOL, msg=lambda m: f"{where}: {name}: {m}")  # noqa: B023
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("codegen", (None, "eager"))
 @pytest.mark.parametrize("stage", STAGES)
 def test_writes_take_effect(ranks, stage, codegen):
@@ -199,7 +200,7 @@ def _clip(model: nn.Module) -> None:
         layer.weight.clamp_(-0.2, 0.2).mul_(0.7)
 
 
-@pytest.mark.parametrize("codegen", (None, "eager"))
+@pytest.mark.parametrize("codegen", (None, pytest.param("eager", marks=pytest.mark.full)))
 def test_writes_within_a_step(ranks, codegen):
     ranks(2).run(_write_within_a_step, codegen)
 
@@ -253,7 +254,7 @@ def _freeze(codegen: str | None) -> None:
             _check(mine, alone, f"stage {stage}, step {step}")
 
 
-@pytest.mark.parametrize("codegen", (None, "eager"))
+@pytest.mark.parametrize("codegen", (None, pytest.param("eager", marks=pytest.mark.full)))
 def test_parameters_are_frozen_through_the_attribute(ranks, codegen):
     ranks(2).run(_freeze, codegen)
 
@@ -331,7 +332,7 @@ def _penalty_by_attributes(model: nn.Module) -> Tensor:
     return weights + sum(layer.bias.square().sum() for layer in layers if hasattr(layer, "bias"))
 
 
-@pytest.mark.parametrize("codegen", (pytest.param(None, marks=pytest.mark.full), "eager"))
+@pytest.mark.parametrize("codegen", (None, pytest.param("eager", marks=pytest.mark.full)))
 def test_a_penalty_in_the_loss(ranks, codegen):
     ranks(2).run(_penalize, codegen)
 

@@ -112,7 +112,7 @@ def test_a_decoder_in_16_bits(dtype):
     assert torch.equal(engine.generate(**given, max_new_tokens=8, do_sample=False, **_NEW), expected)
 
 
-@pytest.mark.parametrize("bits", [8, pytest.param(4, marks=pytest.mark.full)])
+@pytest.mark.parametrize("bits", [pytest.param(8, marks=pytest.mark.full), pytest.param(4, marks=pytest.mark.full)])
 def test_all_linear_layers_of_t5_get_few_bits(bits):
     few = dsgraph.quantize(encoder_decoder(), bits=bits, group=16 if bits == 4 else None)
     assert "decoder.block.1.layer.2.DenseReluDense.wo" in few.quantization.errors

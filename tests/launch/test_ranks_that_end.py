@@ -46,7 +46,7 @@ def _run(folder: Path, *arguments: str) -> tuple[str, int]:
     return said, ran.returncode
 
 
-@pytest.mark.parametrize("compiled", ("compiled", pytest.param("uncompiled", marks=pytest.mark.full)))
+@pytest.mark.parametrize("compiled", (pytest.param("compiled", marks=pytest.mark.full), "uncompiled"))
 def test_of_a_rank_that_raises_the_traceback_is_shown(tmp_path, compiled):
     said, code = _run(tmp_path, "raises", compiled)
     assert "ValueError: no data for rank 1" in said and "in <module>" in said
@@ -61,7 +61,7 @@ def test_a_rank_that_dies_is_named(tmp_path):
     assert code != 0
 
 
-@pytest.mark.parametrize("compiled", ("compiled", pytest.param("uncompiled", marks=pytest.mark.full)))
+@pytest.mark.parametrize("compiled", (pytest.param("compiled", marks=pytest.mark.full), "uncompiled"))
 def test_a_rank_that_ends_early_does_not_leave_the_others_waiting(tmp_path, compiled):
     said, code = _run(tmp_path, "ends", compiled)
     assert "rank 1 has ended" in said

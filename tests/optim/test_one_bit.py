@@ -215,6 +215,7 @@ def test_equals_the_papers_equations(kind, stage, world, ranks):
     ranks(world).run(_equals_reference, kind, stage, "eager")
 
 
+@pytest.mark.full  # the same equations with codegen "eager" precede
 @pytest.mark.parametrize("codegen", ["", "inductor"])
 def test_equals_them_uncompiled_and_under_inductor(codegen, ranks):
     ranks(2).run(_equals_reference, "OneBitAdam", 1, codegen)

@@ -37,7 +37,7 @@ def _train(stage: int, codegen: str | None, micro_batches: int) -> None:
             compare(case.build, case.batches, stage=stage, codegen=codegen, steps=2, micro_batches=micro_batches)
 
 
-@pytest.mark.covering
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("stage", (0, 1, 2, 3))
 @pytest.mark.parametrize("codegen", (None, "eager"))
 @pytest.mark.parametrize("micro_batches", (1, 2))

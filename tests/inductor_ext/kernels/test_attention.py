@@ -105,7 +105,7 @@ def test_a_contiguous_result_is_one():
 
 def test_torch_takes_it_for_a_well_formed_op():
     checks = ["test_schema", "test_faketensor", "test_aot_dispatch_dynamic"]
-    for shape, causal in itertools.product(SHAPES[:3], (True, False)):
+    for shape, causal in itertools.product(SHAPES[:1], (True, False)):
         options = _options(causal=causal and shape[1] == shape[2])
         torch.library.opcheck(OP.default, (*_inputs(shape), None, None), options, test_utils=checks)
 

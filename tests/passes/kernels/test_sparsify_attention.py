@@ -91,6 +91,7 @@ def _gradients(loss, model):
     return [grad for grad in found if grad is not None]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("spelling", ["sdpa", "eager"])
 @pytest.mark.parametrize("name", MODELS)

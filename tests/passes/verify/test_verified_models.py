@@ -22,6 +22,7 @@ def _train(model: nn.Module, *batch: torch.Tensor, **options: object) -> None:
     (out[0] if isinstance(out, tuple) else out).sum().backward()
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("name", [name for name in CASES if not name.endswith("dynamic_gpt")])
 @pytest.mark.parametrize("stage", [1, 3])
 def test_models(fake_ranks, name, stage):

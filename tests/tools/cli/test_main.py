@@ -53,7 +53,7 @@ def test_json_is_json(capsys):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("arguments", (["--help"], ["passes"]))
+@pytest.mark.parametrize("arguments", (["--help"], pytest.param(["passes"], marks=pytest.mark.full)))
 def test_a_closed_pipe_is_no_failure(arguments):
     process = subprocess.Popen(
         [sys.executable, "-m", "dsgraph", *arguments], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE

@@ -19,7 +19,9 @@ def _compare(stage: int, *, pp: int = 1, checkpointing: bool = True):
     return compare(MODEL, RankLayout(1, pp, 4), training, gpu=gpu_of("a100-40gb"))
 
 
-@pytest.mark.parametrize(("stage", "pp", "checkpointing"), [(3, 1, False), (1, 3, True)])
+@pytest.mark.parametrize(
+    ("stage", "pp", "checkpointing"), [(3, 1, False), pytest.param(1, 3, True, marks=pytest.mark.full)]
+)
 def test_activations_are_what_the_formulas_say(stage, pp, checkpointing):
     found = _compare(stage, pp=pp, checkpointing=checkpointing)
     layer = SEQ * 2 * WIDTH * (2 if checkpointing else 34 + 5 * HEADS * SEQ / WIDTH)

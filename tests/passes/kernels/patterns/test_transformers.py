@@ -97,8 +97,14 @@ def _loss(model: nn.Module, tokens: Tensor) -> Tensor:
     return model(input_ids=tokens, labels=tokens, use_cache=False).loss
 
 
+# Between them they have every kernel of the others.
+_SMALL_TIER = ("llama", "gemma2", "cohere", "examples.gpt")
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in _SMALL_TIER else pytest.mark.full) for name in MODELS]
+)
 def test_all_there_is_is_substituted_and_trains_the_same(name):
     build, expected = MODELS[name]
     torch.manual_seed(0)
@@ -121,7 +127,8 @@ def test_all_there_is_is_substituted_and_trains_the_same(name):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("build", "compute", "norm"), [(MODELS["llama"][0], _loss, "rms_norm"), (_gpt2, _mean, "layer_norm")]
+    ("build", "compute", "norm"),
+    [pytest.param(MODELS["llama"][0], _loss, "rms_norm", marks=pytest.mark.full), (_gpt2, _mean, "layer_norm")],
 )
 def test_norms_of_sums_train_the_same_behind_the_backend(build, compute, norm):
     torch.manual_seed(0)
