@@ -1,4 +1,7 @@
-"""Reading GELU: as torch's call, or written out, by erf or by tanh, in whatever order its factors stand.
+"""Reading GELU: as torch's call, or written out, by erf or by tanh.
+
+This walks the graph instead of comparing it with functions: factors come in any order, and the argument is any
+polynomial of the right coefficients, so there are too many spellings to list.
 
 0.5 * x * (1 + erf(x / sqrt(2)))
 0.5 * x * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 * x ** 3)))
@@ -9,12 +12,13 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import reduce
 from types import MappingProxyType
 from typing import Any
 
 from torch.fx import Node
 
-from .matching import call_of, either_way, number_of, only_user
+from .matching import call_of, either_way, is_call, number_of, only_user
 
 # Power of x -> its coefficient in the argument of erf or tanh.
 _ARGUMENTS: Mapping[str, Mapping[int, float]] = MappingProxyType(
@@ -26,6 +30,7 @@ _ARGUMENTS: Mapping[str, Mapping[int, float]] = MappingProxyType(
 _APPROXIMATE = MappingProxyType({"erf": "none", "tanh": "tanh"})
 # Constants are written with eight digits or more; a tenth of float32's precision is lost on nobody.
 _CLOSE = 1e-8
+_OF_POLYNOMIALS = ("pow", "square", "add", "mul", "div")
 # How many calls may lie between x and an argument of erf or tanh; each may read two, so more would take too long.
 _MOST_STEPS = 8
 _Polynomial = dict[int, float]
@@ -46,6 +51,11 @@ class Gelu:
     x: Node
     approximate: str
     why_not: str | None = None
+
+
+def is_gelu(node: Node) -> bool:
+    """Whether a node calls `gelu`, or what one is written out with."""
+    return is_call(node, "gelu", "erf", "tanh")
 
 
 def gelu_of(node: Node) -> Gelu | None:
@@ -142,31 +152,21 @@ def _terms(node: Any, x: Any, steps: int = _MOST_STEPS) -> _Polynomial | None:
     number = number_of(node)
     if number is not None:
         return {0: number}
-    call = call_of(node)
-    if call is None or steps == 0:
+    call = call_of(node) if steps else None
+    one = _terms(call.input, x, steps - 1) if call is not None and call.kind in _OF_POLYNOMIALS else None
+    if call is None or one is None:
         return None
-    if call.kind == "pow":
-        base, exponent = _terms(call.input, x, steps - 1), number_of(call["exponent"])
-        if base is None or exponent not in (1, 2, 3):
-            return None
-        result: _Polynomial = {0: 1.0}
-        for _ in range(int(exponent)):
-            result = _times(result, base)
-        return result
-    if call.kind == "square":
-        base = _terms(call.input, x, steps - 1)
-        return None if base is None else _times(base, base)
-    if call.kind not in ("add", "mul", "div") or call.arguments.get("alpha", 1) != 1:
-        return None
-    one, other = _terms(call.input, x, steps - 1), _terms(call["other"], x, steps - 1)
-    if one is None or other is None:
+    if call.kind in ("pow", "square"):
+        exponent = number_of(call.arguments.get("exponent", 2))
+        return reduce(_times, [one] * int(exponent)) if exponent in (1, 2, 3) else None
+    other = _terms(call["other"], x, steps - 1)
+    if other is None or call.arguments.get("alpha", 1) != 1 or call.arguments.get("rounding_mode") is not None:
         return None
     if call.kind == "add":
         return {power: one.get(power, 0.0) + other.get(power, 0.0) for power in {*one, *other}}
     if call.kind == "mul":
         return _times(one, other)
-    is_divided = set(other) == {0} and other[0] != 0 and call["rounding_mode"] is None
-    return {power: value / other[0] for power, value in one.items()} if is_divided else None
+    return {power: value / other[0] for power, value in one.items()} if set(other) == {0} and other[0] else None
 
 
 def _times(one: _Polynomial, other: _Polynomial) -> _Polynomial:

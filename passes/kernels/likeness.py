@@ -4,25 +4,70 @@ The function is traced without values, by torch.fx. A place of a graph is like i
 same numbers on whatever tensors: then it computes the same, whatever their shapes and dtypes. Spellings that `call_of`
 knows for the same are, `x.square()` and `x ** 2` are, and so are the orders of a sum and of a product; reshapes,
 copies, `and`, `or` and `not` must be spelled alike.
+
+The built-in kernels name an anchor besides, the call or the parameter at which the search starts, and read by a
+`Reading` what has too many spellings for calls, such as a cast that may be there or not.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import update_wrapper
 from typing import Any, get_origin
 
 import torch
 from torch import Tensor
-from torch.fx import Graph, Node
+from torch.fx import Graph, Node, Proxy
 
-from .matching import Call, call_of, either_way, value_of, writes
+from .matching import Call, call_of, either_way, is_call, same_value, value_of, writes
 from .spec import Match
 
 _COMMUTATIVE = ("add", "mul")
 # What `call_of` takes for one though sizes differ, or spellings do of which only those of booleans are the same.
 _AS_SPELLED = ("reshape", "expand", "contiguous", "not", "and", "or")
+_Bound = Mapping[Node, Any]
+
+
+class Reading:
+    """A call in a spelling that stands for whatever its function reads out of a graph.
+
+    The function takes a node and gives the arguments of the call, once for each way to read the node.
+    """
+
+    __name__: str
+
+    def __init__(self, read: Callable[[Any], Iterator[tuple[Any, ...]]]) -> None:
+        self.read = read
+        update_wrapper(self, read)
+
+    def reads(self, part: Node, node: Node) -> bool:
+        """Whether `part` is an argument of the call for which a node stands."""
+        return any(item is part for parts in self.read(node) for item in parts)
+
+    def __call__(self, *args: Any) -> Any:
+        tracer = next(item.tracer for item in args if isinstance(item, Proxy))
+        return tracer.create_proxy("call_function", self, args, {})
+
+
+@Reading
+def cast(node: Any) -> Iterator[tuple[Any, ...]]:
+    """Read `cast(x)`: x, cast to another dtype or not."""
+    if is_call(node, "cast"):
+        yield (node.args[0],)
+    yield (node,)
+
+
+@dataclass(frozen=True)
+class Found:
+    """A place that is like a function: the node whose value the function returns, and the arguments by name."""
+
+    end: Node
+    arguments: Mapping[str, Any]
+
+    def __getitem__(self, name: str) -> Any:
+        return self.arguments[name]
 
 
 @dataclass(frozen=True, repr=False)
@@ -30,23 +75,24 @@ class Likeness:
     """What is like a function.
 
     Attributes:
-        graph: The calls of the function.
-        names: Its parameters, in order.
-        tensors: Those that are tensors.
-        numbers: The types of the others.
+        kinds: Of its parameters, in order: Tensor, the type of a number, or Any.
+        calls: The nodes of the function, and their calls as `call_of` reads them.
+        path: The nodes from the anchor to the last call.
+        is_exact: Whether a parameter that is read twice is one node of a graph; else it may be cast twice.
     """
 
-    graph: Graph
-    names: tuple[str, ...]
-    tensors: frozenset[str]
-    numbers: Mapping[str, Any]
+    kinds: Mapping[str, Any]
+    calls: Mapping[Node, Call | None]
+    path: tuple[Node, ...]
+    is_exact: bool
 
     @classmethod
-    def of(cls, function: Callable[..., Tensor]) -> Likeness:
+    def of(cls, function: Callable[..., Tensor], *, anchor: str | None = None) -> Likeness:
         """Traces a function.
 
         Args:
-            function: Plain torch, with parameters annotated as Tensor or as numbers.
+            function: Plain torch. Its parameters are annotated as Tensor or as numbers; others may be anything.
+            anchor: The kind of call, the reading or the parameter at which the search starts; default: the last call.
 
         Raises:
             ValueError: It cannot be traced without values, returns what it was given, or not one tensor; a parameter is
@@ -57,73 +103,119 @@ class Likeness:
             graph = torch.fx.symbolic_trace(function).graph
         except Exception as error:
             raise ValueError(f"it cannot be traced without values ({error})") from error
-        kinds = {name: item.annotation for name, item in signature.parameters.items()}
-        made = cls(graph, tuple(kinds), frozenset(name for name, kind in kinds.items() if kind is Tensor), kinds)
-        if not isinstance(made.end, Node) or made.end.op not in ("call_function", "call_method"):
+        kinds = {
+            name: Any if item.annotation is item.empty else item.annotation
+            for name, item in signature.parameters.items()
+        }
+        end = next(node for node in graph.nodes if node.op == "output").args[0]
+        if not isinstance(end, Node) or end.op not in ("call_function", "call_method"):
             raise ValueError("it does not return the result of a call")
         reason = next(filter(None, map(_why_no_pattern, graph.nodes)), None) or _why_not_bound(kinds)
         if reason is not None:
             raise ValueError(reason)
-        return made
-
-    @property
-    def end(self) -> Any:
-        """The call of which the function returns the result."""
-        return next(node for node in self.graph.nodes if node.op == "output").args[0]
+        calls = {node: _call_of(node) for node in graph.nodes}
+        return cls(kinds, calls, _path(graph, calls, end, anchor), is_exact=anchor is None)
 
     def is_anchor(self, node: Node) -> bool:
-        """Whether a node makes the function's last call."""
-        mine, theirs = _call_of(self.end), _call_of(node)
-        if mine is not None and theirs is not None:
-            return mine.kind == theirs.kind
-        return node.op == self.end.op and node.target == self.end.target
+        """Whether a node may be the function's anchor."""
+        return self._may_be(self.path[0], node)
 
     def match(self, node: Node) -> Match | None:
-        """Finds what is like the function and ends with `node`; its inputs are the function's arguments."""
-        bound = self._bind(self.end, node, {})
-        if bound is None or set(bound) != set(self.names):
-            return None
-        return Match(node, tuple(bound[name] for name in self.names))
+        """Finds what is like the function and has `node` as anchor; its inputs are the function's arguments."""
+        found = next(self.find(node), None)
+        return Match(found.end, tuple(found.arguments.values())) if found is not None else None
 
-    def _bind(self, mine: object, theirs: object, bound: Mapping[str, Any]) -> dict[str, Any] | None:
-        """`bound` and what else the function's parameters have to be for the two to be alike; None where nothing is."""
+    def find(self, node: Any) -> Iterator[Found]:
+        """All places that are like the function, of which `node` is the anchor."""
+        anchor = self.path[0]
+        is_one = isinstance(node, Node) and (anchor.op == "placeholder" or self._may_be(anchor, node))
+        ends = [node] if is_one else []
+        for mine in self.path[1:]:
+            if isinstance(mine.target, Reading):
+                ends = [*(user for end in ends for user in end.users if mine.target.reads(end, user)), *ends]
+            else:
+                ends = [user for end in ends for user in end.users if self._may_be(mine, user)]
+        for end in dict.fromkeys(ends):
+            for bound in self._bind(self.path[-1], end, {anchor: node}):
+                found = {str(mine.target): theirs for mine, theirs in bound.items() if mine.op == "placeholder"}
+                if set(found) == set(self.kinds):
+                    yield Found(end, {name: found[name] for name in self.kinds})
+
+    def _may_be(self, mine: Node, theirs: Node) -> bool:
+        if isinstance(mine.target, Reading):
+            return next(mine.target.read(theirs), None) is not None
+        one = self.calls[mine]
+        if one is not None and one.kind != "pow":
+            return is_call(theirs, one.kind)
+        other = _call_of(theirs)
+        if one is not None and other is not None:
+            return one.kind == other.kind
+        return mine.op == theirs.op and mine.target == theirs.target
+
+    def _bind(self, mine: object, theirs: Any, bound: _Bound) -> Iterator[_Bound]:
+        """`bound` and what else the function's parameters have to be for the two to be alike, in every way there is."""
         if isinstance(mine, Node):
             if mine.op == "placeholder":
-                return self._bind_parameter(str(mine.target), theirs, bound)
-            return self._bind_call(mine, theirs, bound) if isinstance(theirs, Node) else None
-        if isinstance(mine, (tuple, list)):
-            if not isinstance(theirs, (tuple, list)) or len(mine) != len(theirs):
-                return None
-            return self._bind_all(mine, theirs, bound)
-        return dict(bound) if _is_same(mine, theirs) else None
+                yield from self._bind_parameter(mine, theirs, bound)
+            elif mine is not self.path[0] or theirs is bound[mine]:
+                yield from self._bind_call(mine, theirs, bound)
+        elif isinstance(mine, (tuple, list)):
+            if isinstance(theirs, (tuple, list)):
+                yield from self._bind_all(mine, theirs, bound)
+        elif _is_same(mine, theirs):
+            yield bound
 
-    def _bind_parameter(self, name: str, theirs: object, bound: Mapping[str, Any]) -> dict[str, Any] | None:
-        if name in bound:
-            return dict(bound) if bound[name] is theirs or _is_same(bound[name], theirs) else None
-        is_right = value_of(theirs) is not None if name in self.tensors else type(theirs) is self.numbers[name]
-        return {**bound, name: theirs} if is_right else None
+    def _bind_parameter(self, mine: Node, theirs: Any, bound: _Bound) -> Iterator[_Bound]:
+        if mine in bound:
+            other = bound[mine]
+            if other is theirs or _is_same(other, theirs) or (not self.is_exact and same_value(other, theirs)):
+                yield bound
+            return
+        kind = self.kinds[str(mine.target)]
+        if kind is Any or (value_of(theirs) is not None if kind is Tensor else type(theirs) is kind):
+            yield {**bound, mine: theirs}
 
-    def _bind_call(self, mine: Node, theirs: Node, bound: Mapping[str, Any]) -> dict[str, Any] | None:
-        one, other = _call_of(mine), _call_of(theirs)
+    def _bind_call(self, mine: Node, theirs: Any, bound: _Bound) -> Iterator[_Bound]:
+        if isinstance(mine.target, Reading):
+            for parts in mine.target.read(theirs):
+                yield from self._bind_all(mine.args, parts, bound)
+            return
+        if not isinstance(theirs, Node):
+            return
+        one, other = self.calls[mine], _call_of(theirs)
         if one is not None and other is not None and one.kind not in _AS_SPELLED:
             if one.kind != other.kind or set(one.arguments) != set(other.arguments):
-                return None
+                return
             if one.kind in _COMMUTATIVE and one.arguments.get("alpha", 1) == 1:
-                orders = (self._bind_all((one["input"], one["other"]), pair, bound) for pair in either_way(other))
-                return next((found for found in orders if found is not None), None)
-            return self._bind_all(list(one.arguments.values()), [other[name] for name in one.arguments], bound)
-        if mine.op != theirs.op or mine.target != theirs.target or set(mine.kwargs) != set(theirs.kwargs):
-            return None
-        after = self._bind(mine.args, theirs.args, bound)
-        if after is None:
-            return None
-        return self._bind_all(list(mine.kwargs.values()), [theirs.kwargs[name] for name in mine.kwargs], after)
+                for pair in either_way(other):
+                    yield from self._bind_all((one["input"], one["other"]), pair, bound)
+                return
+            yield from self._bind_all(list(one.arguments.values()), [other[name] for name in one.arguments], bound)
+        elif mine.op == theirs.op and mine.target == theirs.target and set(mine.kwargs) == set(theirs.kwargs):
+            args = [theirs.args, *(theirs.kwargs[name] for name in mine.kwargs)]
+            yield from self._bind_all([mine.args, *mine.kwargs.values()], args, bound)
 
-    def _bind_all(self, mine: Any, theirs: Any, bound: Mapping[str, Any]) -> dict[str, Any] | None:
-        so_far: dict[str, Any] | None = dict(bound)
-        for one, other in zip(mine, theirs, strict=True):
-            so_far = self._bind(one, other, so_far) if so_far is not None else None
-        return so_far
+    def _bind_all(self, mine: Sequence[Any], theirs: Sequence[Any], bound: _Bound) -> Iterator[_Bound]:
+        if len(mine) != len(theirs):
+            return
+        if not mine:
+            yield bound
+            return
+        for so_far in self._bind(mine[0], theirs[0], bound):
+            yield from self._bind_all(mine[1:], theirs[1:], so_far)
+
+
+def _path(graph: Graph, calls: Mapping[Node, Call | None], end: Node, anchor: str | None) -> tuple[Node, ...]:
+    """The nodes from the last one of the anchor's name to the end, each an argument of the next."""
+
+    def name(node: Node) -> str:
+        call = calls[node]
+        return call.kind if call is not None else getattr(node.target, "__name__", str(node.target))
+
+    path = [next(node for node in reversed(graph.nodes) if name(node) == anchor) if anchor is not None else end]
+    while path[-1] is not end:
+        path.append(next(iter(path[-1].users)))
+    return tuple(path)
 
 
 def _call_of(node: Node) -> Call | None:

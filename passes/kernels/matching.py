@@ -69,6 +69,9 @@ def call_of(node: object) -> Call | None:
 
 def is_call(node: object, *kinds: str) -> bool:
     """Whether a node calls one of `kinds`."""
+    kind = KINDS.get(node.target) if isinstance(node, Node) else None
+    if kind is not None and kind not in kinds and kind != "softmax_method":
+        return False  # its arguments are not looked at
     call = call_of(node)
     return call is not None and call.kind in kinds
 

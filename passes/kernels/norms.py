@@ -1,24 +1,46 @@
-"""Reading norms that are written out: what the patterns of RMSNorm and LayerNorm share."""
+"""Norms that are written out: what the patterns of RMSNorm and LayerNorm share."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch.fx import Node
 
-from .matching import Call, before_widening, call_of, either_way, is_call, is_last_dim, number_of, value_of
+from dsgraph.inductor_ext.sizes import same_size
+
+from .likeness import Likeness
+from .matching import before_widening, call_of, either_way, is_call, is_last_dim, number_of, only_user, value_of
 from .spec import Match, NearMiss
 
 
 def is_root(node: Node) -> bool:
     """Whether a node is the root, or one over the root, of a sum."""
-    call = call_of(node)
-    if call is None:
-        return False
-    is_power = call.kind == "pow" and call["exponent"] == -0.5
-    return (is_power or call.kind in ("rsqrt", "sqrt")) and is_call(call.input, "add")
+    call = call_of(node) if is_call(node, "rsqrt", "sqrt", "pow") else None
+    return call is not None and call.arguments.get("exponent", -0.5) == -0.5 and is_call(call.input, "add")
+
+
+SQUARES = (
+    Likeness.of(lambda x, power, dim, keepdim, eps: x.pow(power).mean(dim, keepdim) + eps, anchor="add"),
+    Likeness.of(lambda x, dim, keepdim, eps: (x * x).mean(dim, keepdim) + eps, anchor="add"),
+)
+"""A mean of squares, or of another `power`, and an epsilon."""
+_BY_INVERSE = (Likeness.of(lambda x, root: x * root, anchor="root"),)
+_BY_ROOT = (
+    Likeness.of(lambda x, root: x / root, anchor="root"),
+    Likeness.of(lambda x, root, one: x * (one / root), anchor="root"),
+    Likeness.of(lambda x, root: x * torch.reciprocal(root), anchor="root"),
+)
+
+
+def quotients(root: Node) -> Iterator[tuple[Any, Node]]:
+    """What is divided by the root that a node is, or is one over, each with the quotient."""
+    for spelling in _BY_ROOT if is_call(root, "sqrt") else _BY_INVERSE:
+        for found in spelling.find(root):
+            if number_of(found.arguments.get("one", 1)) == 1:
+                yield found["x"], found.end
 
 
 def why_not_statistics(x: Node, *, what: str, dim: object, keepdim: object, eps: object) -> str | None:
@@ -37,46 +59,26 @@ def why_not_statistics(x: Node, *, what: str, dim: object, keepdim: object, eps:
     return None
 
 
-def power_of(node: object) -> tuple[Node, object] | None:
-    """Base and exponent of a power, `x * x` among them."""
-    call = call_of(node)
-    if call is None or not isinstance(call.input, Node):
+def why_not_called_so(x: object, shape: Any, eps: object) -> str | None:
+    """Why a kernel does not compute what torch's own norm does, or None; `eps` is None where torch's is a number."""
+    if value_of(x) is None:
+        return "nothing is known of its input"
+    if len(shape) != 1:
+        return f"it is over the last {len(shape)} dimensions"
+    return None if eps is None or number_of(eps) is not None else f"its epsilon is {eps}, not a number"
+
+
+def with_vector(node: Node, kind: str) -> tuple[Node, Node] | None:
+    """A vector of as many elements as a row, and the call of `kind` that alone reads `node` and combines the two."""
+    user, value = only_user(node), value_of(node)
+    call = call_of(user)
+    if call is None or call.kind != kind or value is None or value.ndim == 0:
         return None
-    if call.kind == "pow":
-        return call.input, call["exponent"]
-    if call.kind == "square" or (call.kind == "mul" and call.input is call["other"]):
-        return call.input, 2
+    for mine, vector in either_way(call):
+        found = value_of(vector)
+        if mine is node and vector is not node and found is not None and found.ndim == 1:
+            return (vector, user) if same_size(found.shape[0], value.shape[-1]) else None
     return None
-
-
-def divided_by(root: Node, is_numerator: Callable[[object], bool]) -> Node | None:
-    """`x * root`, `x / root` or `x * (1 / root)`, whichever the kind of root asks for."""
-    if not is_call(root, "sqrt"):
-        return _multiplied_by(root, is_numerator)
-    for user in root.users:
-        call = call_of(user)
-        if call is None:
-            continue
-        if call.kind == "div" and call["rounding_mode"] is None and call["other"] is root:
-            if is_numerator(call.input):
-                return user
-            if number_of(call.input) == 1:
-                return _multiplied_by(user, is_numerator)
-        if call.kind == "reciprocal":
-            return _multiplied_by(user, is_numerator)
-    return None
-
-
-def _multiplied_by(inverse: Node, is_numerator: Callable[[object], bool]) -> Node | None:
-    for user in inverse.users:
-        call = call_of(user)
-        if call is not None and call.kind == "mul" and _is_product(call, inverse, is_numerator):
-            return user
-    return None
-
-
-def _is_product(call: Call, inverse: Node, is_numerator: Callable[[object], bool]) -> bool:
-    return any(two is inverse and is_numerator(one) for one, two in either_way(call))
 
 
 def of_sum(norm: Match | NearMiss | None) -> Match | NearMiss | None:

@@ -1,40 +1,36 @@
-"""GEGLU as models spell it: transformers' `act_fn(gate_proj(x)) * up_proj(x)` of Gemma and T5.
-
-gelu(gate) * up                                                     # the anchor is the gelu
-0.5 * gate * (1 + tanh(...)) * up                                   # or its tanh or erf
-"""
+"""GEGLU as models spell it: transformers' `act_fn(gate_proj(x)) * up_proj(x)` of Gemma and T5."""
 
 from __future__ import annotations
 
 from torch.fx import Node
 
 from dsgraph.inductor_ext.kernels import geglu as kernel
-from dsgraph.passes.kernels.activations import gelu_of
-from dsgraph.passes.kernels.gates import gated
-from dsgraph.passes.kernels.matching import is_call
+from dsgraph.passes.kernels.activations import gelu_of, is_gelu
+from dsgraph.passes.kernels.gates import match_gate
+from dsgraph.passes.kernels.likeness import Likeness, cast
 from dsgraph.passes.kernels.spec import Match, NearMiss, gain_by_fusing, traced_kernel
 
-
-def is_anchor(node: Node) -> bool:
-    """A call of `gelu`, or what it is written out with."""
-    return is_call(node, "gelu", "erf", "tanh")
+_GATED = Likeness.of(lambda activated, up: cast(activated) * up, anchor="activated")
 
 
 def match(node: Node) -> Match | NearMiss | None:
-    """Finds the product with what `node` lets through."""
-    found = gelu_of(node)
-    if found is None:
+    """Finds the product with what `node`, a GELU or part of one, lets through."""
+    gelu = gelu_of(node)
+    if gelu is None:
         return None
-    answer = gated(found.end, found.x, approximate=found.approximate)
-    if isinstance(answer, Match) and found.why_not is not None:
-        return NearMiss(found.end, found.why_not)
-    return answer
+    for found in _GATED.find(gelu.end):
+        answer = match_gate(found.end, gelu.x, found["up"], approximate=gelu.approximate)
+        if isinstance(answer, Match) and gelu.why_not is not None:
+            return NearMiss(gelu.end, gelu.why_not)
+        if answer is not None:
+            return answer
+    return None
 
 
 SPEC = traced_kernel(
     "geglu",
     kernel,
-    is_anchor=is_anchor,
+    is_anchor=is_gelu,
     match=match,
     gain=gain_by_fusing(forward=2, backward=3),
     triton=(kernel.forward_kernel, kernel.backward_kernel),

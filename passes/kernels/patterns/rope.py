@@ -8,19 +8,19 @@ the same with x[..., ::2], x[..., 1::2] for x1, x2 and stack(..., -1).flatten(-2
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
 from typing import Any
 
+from torch import Tensor
 from torch.fx import Node
 
 from dsgraph.inductor_ext.kernels import rope as kernel
 from dsgraph.inductor_ext.sizes import same_shape, same_size
+from dsgraph.passes.kernels.likeness import Found, Likeness, Reading
 from dsgraph.passes.kernels.matching import (
+    Call,
     before_widening,
     call_of,
     dtype_of,
-    either_way,
-    is_call,
     is_last_dim,
     only_user,
     value_of,
@@ -28,248 +28,161 @@ from dsgraph.passes.kernels.matching import (
 )
 from dsgraph.passes.kernels.spec import Match, NearMiss, gain_by_fusing, traced_kernel
 
-_OTHERWISE = "it takes its input apart by {} and puts it together by {}"
 _WAYS = {False: "halves", True: "neighbours"}
 
 
-def is_anchor(node: Node) -> bool:
-    """What joins two tensors."""
+@Reading
+def _half(node: Any) -> Iterator[tuple[Node, int, bool]]:
+    """Read `_half(x, number, in_pairs)`: the first or the second half of the columns, or every other column."""
+    call, made = call_of(node), value_of(node)
+    if call is None or call.kind != "getitem" or made is None:
+        return
+    pieces, index = call_of(call.input), call["index"]
+    x = pieces.input if pieces is not None and pieces.kind in ("chunk", "split") else call.input
+    value = value_of(x)
+    if value is None or made.ndim != value.ndim or not all(map(same_size, made.shape[:-1], value.shape[:-1])):
+        return
+    n = value.shape[-1]
+    if not isinstance(n, int) or n % 2:
+        return
+    taken = _columns(index, n) if pieces is None or x is call.input else _piece(pieces, index, value)
+    for in_pairs, those in ((False, (range(n // 2), range(n // 2, n))), (True, (range(0, n, 2), range(1, n, 2)))):
+        if taken in those:
+            yield x, those.index(taken), in_pairs
+
+
+def _columns(index: Any, n: int) -> Any:
+    """Those that an index takes of the last dimension, n columns."""
+    last = index[-1] if isinstance(index, tuple) else index
+    ends = (last.start, last.stop, last.step) if isinstance(last, slice) else (...,)
+    return range(n)[last] if all(end is None or isinstance(end, int) for end in ends) else None
+
+
+def _piece(pieces: Call, index: int, value: Tensor) -> range | None:
+    """The columns of a piece into which a tensor was cut; those of one half if it is one of two halves."""
+    if not is_last_dim(pieces["dim"], value):
+        return None
+    n = value.shape[-1]
+    size = pieces["size"] if pieces.kind == "split" else -(-n // pieces["chunks"])
+    sizes = list(size) if isinstance(size, (list, tuple)) else [size] * 2
+    return (range(n // 2), range(n // 2, n))[index] if sizes == [n // 2] * 2 else None
+
+
+@Reading
+def _join(node: Any) -> Iterator[tuple[Any, Any, bool]]:
+    """Read `_join(first, second, in_pairs)`: two tensors one behind the other, or column by column."""
+    call, value = call_of(node), value_of(node)
+    if call is None or value is None:
+        return
+    if call.kind == "cat" and len(call["tensors"]) == 2 and is_last_dim(call["dim"], value):
+        yield (*call["tensors"], False)
+    stack, source = call_of(call.input), value_of(call.input)
+    if call.kind != "reshape" or stack is None or stack.kind != "stack" or source is None:
+        return
+    is_flat = value.ndim == source.ndim - 1 and all(map(same_size, value.shape[:-1], source.shape[:-2]))
+    if len(stack["tensors"]) == 2 and is_last_dim(stack["dim"], source) and is_flat and only_user(call.input) is node:
+        yield (*stack["tensors"], True)
+
+
+@Reading
+def _sum(node: Any) -> Iterator[tuple[tuple[Any, int], tuple[Any, int]]]:
+    """Read `_sum(one, other)`: a sum or difference, in both orders; its terms are nodes and signs."""
     call = call_of(node)
-    return call is not None and call.kind in ("cat", "stack") and len(call["tensors"]) == 2
+    if call is not None and call.kind in ("add", "sub") and call["alpha"] == 1:
+        one, other = (call.input, 1), (call["other"], 1 if call.kind == "add" else -1)
+        yield one, other
+        yield other, one
+
+
+@Reading
+def _product(term: tuple[Any, int]) -> Iterator[tuple[Any, tuple[Any, int]]]:
+    """Read `_product(factor, table)`: a term of a sum as a product, in both orders; the table is a node and a sign."""
+    node, sign = _without_neg(*term)
+    call = call_of(node)
+    if call is not None and call.kind == "mul":
+        one, sign = _without_neg(call.input, sign)
+        other, sign = _without_neg(call["other"], sign)
+        yield one, (other, sign)
+        yield other, (one, sign)
+
+
+def _without_neg(node: Any, sign: int) -> tuple[Any, int]:
+    call = call_of(node)
+    return (call.input, -sign) if call is not None and call.kind == "neg" else (node, sign)
+
+
+def _by_halves(x: Any, cos: Any, sin: Any, cos_2: Any, sin_2: Any, apart: Any, joined: Any) -> Any:
+    first = _sum(_product(_half(x, 0, apart), cos), _product(_half(x, 1, apart), sin))
+    second = _sum(_product(_half(x, 0, apart), sin_2), _product(_half(x, 1, apart), cos_2))
+    return _join(first, second, joined)
+
+
+_TURNS = {
+    False: Likeness.of(lambda x, apart, joined: _join(-_half(x, 1, apart), _half(x, 0, apart), joined), anchor="_join"),
+    True: Likeness.of(lambda x, apart, joined: _join(_half(x, 1, apart), -_half(x, 0, apart), joined), anchor="_join"),
+}
+_ROTATIONS = {
+    False: Likeness.of(lambda x, cos, turned, sin: x * cos + turned * sin, anchor="turned"),
+    True: Likeness.of(lambda x, cos, turned, sin: x * cos - turned * sin, anchor="turned"),
+}
+_BY_HALVES = Likeness.of(_by_halves, anchor="_join")
+is_anchor = _BY_HALVES.is_anchor
 
 
 def match(node: Node) -> Match | NearMiss | None:
     """Finds the rotation whose halves `node` joins."""
-    joined = _joined(node)
-    if joined is None:
-        return None
-    turn = _quarter_turn(joined)
-    return _match_halves(joined) if turn is None else _match_turn(joined, *turn)
-
-
-@dataclass(frozen=True)
-class _Joined:
-    """Two halves as one tensor `end`, `[..., n]`, one behind the other or column by column."""
-
-    end: Node
-    first: Any
-    second: Any
-    interleaved: bool
-
-
-@dataclass(frozen=True)
-class _Half:
-    """Columns of x, `[..., n]`: those of one half or every other one, the first or second such."""
-
-    x: Node
-    number: int
-    interleaved: bool
-
-
-@dataclass(frozen=True)
-class _Product:
-    """`sign * half * table`."""
-
-    half: _Half
-    table: Node
-    sign: int
-
-
-def _joined(node: Node) -> _Joined | None:
-    call, value = call_of(node), value_of(node)
-    if call is None or value is None or not is_last_dim(call["dim"], value):
-        return None
-    first, second = call["tensors"]
-    if call.kind == "cat":
-        return _Joined(node, first, second, interleaved=False)
-    flat = only_user(node)
-    flattened = value_of(flat)
-    if flattened is None or not is_call(flat, "reshape") or flattened.ndim != value.ndim - 1:
-        return None
-    if not all(map(same_size, flattened.shape[:-1], value.shape[:-2])):
-        return None
-    return _Joined(flat, first, second, interleaved=True)
-
-
-def _half(node: object) -> _Half | None:
-    call = call_of(node)
-    if call is None or call.kind != "getitem":
-        return None
-    source, index = call["input"], call["index"]
-    pieces = call_of(source)
-    if pieces is not None and pieces.kind in ("chunk", "split"):
-        value = value_of(pieces.input)
-        if index in (0, 1) and value is not None and is_last_dim(pieces["dim"], value) and _is_in_two(pieces, value):
-            return _Half(pieces.input, index, interleaved=False)
-        return None
-    value = value_of(source)
-    if value is None or not isinstance(index, tuple) or not _is_of_last_dim(index, value.ndim):
-        return None
-    return _columns(source, index[-1], value.shape[-1])
-
-
-def _is_in_two(pieces: Any, value: Any) -> bool:
-    n = value.shape[-1]
-    if not isinstance(n, int) or n % 2:
-        return False
-    if pieces.kind == "chunk":
-        return bool(pieces["chunks"] == 2)
-    size = pieces["size"]
-    return size == n // 2 or (isinstance(size, (list, tuple)) and list(size) == [n // 2] * 2)
-
-
-def _is_of_last_dim(index: tuple[Any, ...], ndim: int) -> bool:
-    *others, last = index
-    if not isinstance(last, slice):
-        return False
-    return others == [Ellipsis] or (len(index) == ndim and all(item == slice(None) for item in others))
-
-
-def _columns(x: Node, columns: slice, n: object) -> _Half | None:
-    ends = (columns.start, columns.stop, columns.step)
-    if not isinstance(n, int) or n % 2 or not all(item is None or isinstance(item, int) for item in ends):
-        return None
-    taken = range(*columns.indices(n))
-    halves = {(0, False): range(n // 2), (1, False): range(n // 2, n)}
-    neighbours = {(0, True): range(0, n, 2), (1, True): range(1, n, 2)}
-    for (number, interleaved), those in {**halves, **neighbours}.items():
-        if taken == those:
-            return _Half(x, number, interleaved)
+    for turns_back, turn in _TURNS.items():
+        for found in turn.find(node):
+            return _why_not_joined(found) or _match_turned(found, turns_back=turns_back)
+    for found in _BY_HALVES.find(node):
+        return _why_not_joined(found) or _match_halves(found)
     return None
 
 
-def _quarter_turn(joined: _Joined) -> tuple[_Half, bool] | None:
-    """A half of what is turned by 90 degrees, and whether backwards."""
-    for negated, plain, inverse in ((joined.first, joined.second, False), (joined.second, joined.first, True)):
-        call = call_of(negated)
-        one, other = _half(call.input if call is not None and call.kind == "neg" else None), _half(plain)
-        if one is None or other is None or one.x is not other.x or one.interleaved != other.interleaved:
-            continue
-        if (one.number, other.number) == ((0, 1) if inverse else (1, 0)):
-            return one, inverse
-    return None
+def _why_not_joined(found: Found) -> NearMiss | None:
+    apart, joined = (_WAYS[found[name]] for name in ("apart", "joined"))
+    if apart == joined:
+        return None
+    return NearMiss(found.end, f"it takes its input apart by {apart} and puts it together by {joined}")
 
 
-def _match_turn(joined: _Joined, half: _Half, inverse: bool) -> Match | NearMiss | None:
+def _match_turned(turned: Found, *, turns_back: bool) -> Match | NearMiss | None:
     """`x * cos + turned * sin`."""
-    if half.interleaved != joined.interleaved:
-        return NearMiss(joined.end, _OTHERWISE.format(_WAYS[half.interleaved], _WAYS[joined.interleaved]))
-    other_factor = None
-    for product, sin in _with_operand(joined.end, "mul"):
-        for total, other in _with_operand(product, "add", "sub"):
-            call, outer = call_of(other), call_of(total)
-            if call is None or outer is None or call.kind != "mul":
-                continue
-            if outer.kind == "sub" and outer["other"] is not product:
-                continue  # turned * sin - x * cos
-            for x, cos in either_way(call):
-                if x is half.x:
-                    found = _Rotation(total, half.x, cos, sin, joined.interleaved, inverse ^ (outer.kind == "sub"))
-                    return found.match(halves_of_tables=False)
-            other_factor = total
-    if other_factor is None:
-        return None
-    return NearMiss(other_factor, "what is turned is not what is multiplied by the cosine")
+    other = None
+    for is_less, rotation in _ROTATIONS.items():
+        for found in rotation.find(turned.end):
+            if found["x"] is turned["x"]:
+                return _match(found.end, turned, (found["cos"], found["sin"]), inverse=is_less ^ turns_back)
+            other = other or found.end
+    return NearMiss(other, "what is turned is not what is multiplied by the cosine") if other is not None else None
 
 
-def _with_operand(node: Node, *kinds: str) -> Iterator[tuple[Node, Any]]:
-    """Calls of two operands of which `node` is one, each with the other; none that scales an operand."""
-    for user in node.users:
-        call = call_of(user)
-        if call is None or call.kind not in kinds:
-            continue
-        for mine, other in either_way(call):
-            if mine is node and other is not node:
-                yield user, other
-
-
-def _match_halves(joined: _Joined) -> Match | NearMiss | None:
+def _match_halves(found: Found) -> Match | NearMiss:
     """`x1 * cos - x2 * sin` and `x2 * cos + x1 * sin`."""
-    sums = _sum_of_products(joined.first), _sum_of_products(joined.second)
-    for x in dict.fromkeys(item.half.x for products in sums for choices in products for item in choices):
-        halves = [_of(products, x) for products in sums]
-        if all(halves):
-            return _match_products(joined, *halves)
-    return None
+    tables, signs = zip(*(found[name] for name in ("cos", "sin", "cos_2", "sin_2")), strict=True)
+    if tables[0] is not tables[2] or tables[1] is not tables[3]:
+        return NearMiss(found.end, "its halves are not multiplied by the same cosine and sine")
+    if signs not in ((1, -1, 1, 1), (1, 1, 1, -1)):
+        return NearMiss(found.end, "its signs are not those of a rotation")
+    return _match(found.end, found, tables[:2], inverse=signs[1] == 1, columns_per_table=2)
 
 
-def _match_products(joined: _Joined, first: Any, second: Any) -> Match | NearMiss:
-    (a1, a2), (b1, b2) = first, second
-    if any(item.half.interleaved != joined.interleaved for item in (a1, a2, b1, b2)):
-        way = _WAYS[a1.half.interleaved]
-        return NearMiss(joined.end, _OTHERWISE.format(way, _WAYS[joined.interleaved]))
-    if a1.table is not b2.table or a2.table is not b1.table:
-        return NearMiss(joined.end, "its halves are not multiplied by the same cosine and sine")
-    signs = (a1.sign, a2.sign, b1.sign, b2.sign)
-    if signs not in ((1, -1, 1, 1), (1, 1, -1, 1)):
-        return NearMiss(joined.end, "its signs are not those of a rotation")
-    inverse = a2.sign == 1
-    return _Rotation(joined.end, a1.half.x, a1.table, a2.table, joined.interleaved, inverse).match(
-        halves_of_tables=True
-    )
-
-
-def _sum_of_products(node: object) -> list[list[_Product]]:
-    """The two products of which a node is the sum, each in every way to read one; or none."""
-    call = call_of(node)
-    if call is None or call.kind not in ("add", "sub") or call["alpha"] != 1:
-        return []
-    one, other = _products(call.input), _products(call["other"])
-    return [one, [replace(item, sign=-item.sign) for item in other] if call.kind == "sub" else other]
-
-
-def _products(node: object) -> list[_Product]:
-    node, sign = _without_neg(node)
-    call = call_of(node)
-    if call is None or call.kind != "mul":
-        return []
-    found = []
-    for factor, table in either_way(call):
-        (factor, one), (table, other) = _without_neg(factor), _without_neg(table)
-        half = _half(factor)
-        if half is not None and isinstance(table, Node):
-            found.append(_Product(half, table, sign * one * other))
-    return found
-
-
-def _without_neg(node: Any) -> tuple[Any, int]:
-    call = call_of(node)
-    return (call.input, -1) if call is not None and call.kind == "neg" else (node, 1)
-
-
-def _of(products: list[list[_Product]], x: Node) -> tuple[_Product, ...]:
-    """The products with the first and the second half of x; empty where they are others."""
-    choices = [[item for item in readings if item.half.x is x] for readings in products]
-    if [len(readings) for readings in choices] != [1, 1]:
-        return ()
-    chosen = sorted((readings[0] for readings in choices), key=lambda item: item.half.number)
-    return tuple(chosen) if [item.half.number for item in chosen] == [0, 1] else ()
-
-
-@dataclass(frozen=True)
-class _Rotation:
-    end: Node
-    x: Node
-    cos: Any
-    sin: Any
-    interleaved: bool
-    inverse: bool
-
-    def match(self, *, halves_of_tables: bool) -> Match | NearMiss:
-        x, made = value_of(self.x), value_of(self.end)
-        cos, sin = value_of(self.cos), value_of(self.sin)
-        if x is None or made is None or cos is None or sin is None:
-            return NearMiss(self.end, "nothing is known of its tables")
-        if not same_shape(x, made):
-            return NearMiss(self.end, f"its tables make {list(made.shape)} of its input {list(x.shape)}")
-        columns = x.shape[-1] // 2 if halves_of_tables else x.shape[-1]
-        for table in (cos, sin):
-            found = table.shape[-1] if table.ndim else 1
-            if not same_size(found, columns):
-                return NearMiss(self.end, f"its tables have {found} columns, where {columns} were expected")
-        end = with_narrowing(self.end)
-        options = {"interleaved": self.interleaved, "inverse": self.inverse, "dtype": dtype_of(end)}
-        return Match(end, tuple(map(before_widening, (self.x, self.cos, self.sin))), options)
+def _match(
+    end: Node, found: Found, tables: tuple[Any, ...], *, inverse: bool, columns_per_table: int = 1
+) -> Match | NearMiss:
+    made, x, cos, sin = map(value_of, (end, found["x"], *tables))
+    if made is None or x is None or cos is None or sin is None:
+        return NearMiss(end, "nothing is known of its tables")
+    if not same_shape(x, made):
+        return NearMiss(end, f"its tables make {list(made.shape)} of its input {list(x.shape)}")
+    columns = x.shape[-1] // columns_per_table
+    for table in (cos, sin):
+        count = table.shape[-1] if table.ndim else 1
+        if not same_size(count, columns):
+            return NearMiss(end, f"its tables have {count} columns, where {columns} were expected")
+    end = with_narrowing(end)
+    options = {"interleaved": found["joined"], "inverse": inverse, "dtype": dtype_of(end)}
+    return Match(end, tuple(map(before_widening, (found["x"], *tables))), options)
 
 
 SPEC = traced_kernel(

@@ -1,17 +1,26 @@
-"""SwiGLU as models spell it: transformers' `act_fn(gate_proj(x)) * up_proj(x)`, `a * sigmoid(a) * b`.
-
-silu(gate) * up                                                     # the anchor is the silu
-(gate * sigmoid(gate)) * up, gate * (sigmoid(gate) * up), ...       # or the sigmoid
-"""
+"""SwiGLU as models spell it: transformers' `act_fn(gate_proj(x)) * up_proj(x)`, `a * sigmoid(a) * b`."""
 
 from __future__ import annotations
 
+from itertools import chain
+
+import torch
+import torch.nn.functional as F  # noqa: N812
 from torch.fx import Node
 
 from dsgraph.inductor_ext.kernels import swiglu as kernel
-from dsgraph.passes.kernels.gates import gated, products_of
-from dsgraph.passes.kernels.matching import call_of, either_way, is_call, number_of, value_of
+from dsgraph.passes.kernels.gates import match_gate
+from dsgraph.passes.kernels.likeness import Likeness, cast
+from dsgraph.passes.kernels.matching import is_call, number_of, value_of
 from dsgraph.passes.kernels.spec import Match, NearMiss, gain_by_fusing, traced_kernel
+
+_SPELLINGS = (
+    Likeness.of(lambda gate, up: cast(F.silu(gate)) * up, anchor="silu"),
+    Likeness.of(lambda gate, up: cast(gate * torch.sigmoid(gate)) * up, anchor="sigmoid"),
+    Likeness.of(lambda gate, up: gate * (torch.sigmoid(gate) * up), anchor="sigmoid"),
+    Likeness.of(lambda gate, up: torch.sigmoid(gate) * (gate * up), anchor="sigmoid"),
+)
+_NEAR_MISS = Likeness.of(lambda gate, up, scale: gate * torch.sigmoid(scale * gate) * up, anchor="sigmoid")
 
 
 def is_anchor(node: Node) -> bool:
@@ -21,40 +30,13 @@ def is_anchor(node: Node) -> bool:
 
 def match(node: Node) -> Match | NearMiss | None:
     """Finds the product with what `node` lets through."""
-    call = call_of(node)
-    if call is None or not isinstance(call.input, Node):
-        return None
-    if call.kind == "silu":
-        return gated(node, call.input)
-    return _match_sigmoid(node, call.input)
-
-
-def _match_sigmoid(sigmoid: Node, gate: Node) -> Match | NearMiss | None:
-    for product, other in products_of(sigmoid):
-        if other is gate:
-            return gated(product, gate)
-        for outer, last in products_of(product):
-            if last is gate:  # gate * (sigmoid(gate) * up)
-                return gated(product, gate, up=other, end=outer)
-        call = call_of(other)
-        if call is not None and call.kind == "mul":  # sigmoid(gate) * (gate * up)
-            for mine, up in either_way(call):
-                if mine is gate:
-                    return gated(other, gate, up=up, end=product)
-    return _scaled_sigmoid(sigmoid, gate)
-
-
-def _scaled_sigmoid(sigmoid: Node, argument: Node) -> NearMiss | None:
-    """`x * sigmoid(1.702 * x) * up`, which is another function."""
-    call = call_of(argument)
-    if call is None or call.kind != "mul":
-        return None
-    for gate, scale in either_way(call):
-        if number_of(scale) is None or not isinstance(gate, Node):
-            continue
-        for product, other in products_of(sigmoid):
-            if other is gate and any(value_of(up) is not None for _, up in products_of(product)):
-                return NearMiss(sigmoid, f"its sigmoid is of {scale} times what it lets through")
+    for found in chain.from_iterable(spelling.find(node) for spelling in _SPELLINGS):
+        answer = match_gate(found.end, found["gate"], found["up"])
+        if answer is not None:
+            return answer
+    for found in _NEAR_MISS.find(node):
+        if number_of(found["scale"]) is not None and value_of(found["up"]) is not None:
+            return NearMiss(node, f"its sigmoid is of {found['scale']} times what it lets through")
     return None
 
 

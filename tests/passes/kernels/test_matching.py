@@ -13,8 +13,8 @@ from torch.fx import GraphModule, Node
 from dsgraph.passes.kernels.matching import call_of, writes
 
 
-def _last_call(function: Callable[[Tensor], Tensor], x: Tensor) -> Node:
-    """The call whose result a function returns, as Dynamo captures it."""
+def calls_of(function: Callable[..., Any], *inputs: Tensor) -> list[Node]:
+    """The calls of a function, in order, as Dynamo captures it."""
     seen: list[Node] = []
 
     def backend(gm: GraphModule, _: Sequence[Any]) -> GraphModule:
@@ -22,8 +22,8 @@ def _last_call(function: Callable[[Tensor], Tensor], x: Tensor) -> Node:
         return gm
 
     torch._dynamo.reset()
-    torch.compile(function, backend=backend, fullgraph=True)(x)
-    return seen[-1]
+    torch.compile(function, backend=backend, fullgraph=True)(*inputs)
+    return seen
 
 
 @pytest.mark.parametrize(
@@ -40,7 +40,7 @@ def _last_call(function: Callable[[Tensor], Tensor], x: Tensor) -> Node:
     ],
 )
 def test_what_changes_shape_or_dtype_alone(function, kind):
-    call = call_of(_last_call(function, torch.randn(3, 4)))
+    call = call_of(calls_of(function, torch.randn(3, 4))[-1])
     assert (call.kind if call is not None else None) == kind
 
 
@@ -63,4 +63,4 @@ def test_operators_that_write(name):
     ],
 )
 def test_calls_that_write(function, is_write):
-    assert writes(_last_call(function, torch.randn(3))) == is_write
+    assert writes(calls_of(function, torch.randn(3))[-1]) == is_write
