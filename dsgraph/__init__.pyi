@@ -53,7 +53,7 @@ from .partitioning.accumulation.accumulate import allreduce_gradients as allredu
 from .partitioning.accumulation.accumulate import discard as discard
 from .partitioning.initialization.materialize import materialize as materialize
 from .partitioning.initialization.positions import extend_positions as extend_positions
-from .partitioning.state import partition as partition
+from .partitioning.partition import partition as partition
 from .tools.reporting.report import Report as Report
 from .utils.errors import AccumulationError as AccumulationError
 from .utils.errors import CheckpointError as CheckpointError

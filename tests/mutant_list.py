@@ -293,7 +293,7 @@ SHARDING = (
     ),
     Mutant(
         *("optimizer-steps-alone", "dsgraph/partitioning/guards.py", "missing check"),
-        *("guard.before_step", 'living.agree(f"steps {type(optimizer).__name__}")', "pass"),
+        *("guard.before_step", 'living.operations.agree(f"steps {type(optimizer).__name__}")', "pass"),
         killers=("tests/distributed/test_compiled_runs.py",),
     ),
     Mutant(
@@ -373,13 +373,13 @@ COLLECTIVES = (
 
 STEP = (
     Mutant(
-        *("write-without-a-trace-unseen", "dsgraph/partitioning/state.py", "stale gathered copy"),
-        *("PartitionState._written_without_trace", "not were_written(fresh)", "fresh"),
+        *("write-without-a-trace-unseen", "dsgraph/partitioning/gathered_copies.py", "stale gathered copy"),
+        *("GatheredCopies._written_without_trace", "not were_written(fresh)", "fresh"),
         killers=("tests/distributed/test_copies.py",),
     ),
     Mutant(
-        *("suspect-copy-is-trusted", "dsgraph/partitioning/state.py", "stale gathered copy"),
-        *("PartitionState.refresh", "not Freshness.FRESH", "Freshness.STALE"),
+        *("suspect-copy-is-trusted", "dsgraph/partitioning/gathered_copies.py", "stale gathered copy"),
+        *("GatheredCopies.refresh", "not Freshness.FRESH", "Freshness.STALE"),
         killers=("tests/distributed/test_modules.py",),
     ),
     Mutant(
@@ -388,8 +388,8 @@ STEP = (
         killers=("tests/distributed/test_copies.py",),
     ),
     Mutant(
-        *("eager-read-without-wait", "dsgraph/partitioning/state.py", "dropped wait"),
-        *("PartitionState.arrived", "if self.", "if not self."),
+        *("eager-read-without-wait", "dsgraph/partitioning/gathered_copies.py", "dropped wait"),
+        *("GatheredCopies.arrived", "if self.", "if not self."),
         killers=("tests/distributed/test_copies.py",),
     ),
     Mutant(

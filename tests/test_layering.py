@@ -284,8 +284,6 @@ LONG_FILES = {
     "dsgraph/optim/host_optimizer.py": (310, "one optimizer, its state and its checkpoints"),
     "dsgraph/optim/disk_optimizer.py": (320, "one optimizer, its state and its checkpoints"),
     "dsgraph/parallel/pipeline/captured_model.py": (310, "one capture with its refusals"),
-    "dsgraph/partitioning/state.py": (320, "to become the state of a parameter"),
-    "dsgraph/partitioning/table.py": (340, "to become the state of a parameter"),
     "dsgraph/offload/stored_rows.py": (320, "one tensor subclass"),
     "dsgraph/tools/dumping/records.py": (330, "the format of a dump"),
     "inductor_ext/kernels/few_rows_cpp.py": (320, "mostly C++ in a string"),

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dsgraph.optim.hooks import hooks_of
-from dsgraph.partitioning.table import partitioned_parts
+from dsgraph.partitioning.state import partition_states
 from dsgraph.utils.errors import CheckpointError, OffloadError
 
 from .checkpoint_files import read_about
@@ -109,7 +109,7 @@ def _random_states(path: Path, about: dict[str, Any]) -> dict[str, Tensor]:
 
 def is_on_disk(engine: HasTensors, *, module_only: bool) -> bool:
     """Whether something lies on disk of what is read: alike on all ranks, also on one that has no rows of it."""
-    entries = (entry for part in partitioned_parts(engine.module) for entry in part.parameters)
+    entries = (entry for part in partition_states(engine.module) for entry in part.parameters)
     has_state = hooks_of(engine.optimizer).has_state_on_disk and not module_only
     return has_state or any(entry.stored is not None for entry in entries)
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from dsgraph.partitioning.table import partitioned_parts
+from dsgraph.partitioning.state import partition_states
 from dsgraph.ranks import joint_failure
 from dsgraph.ranks.agreement import Agreement
 from dsgraph.ranks.joint_failure import reason
@@ -34,7 +34,7 @@ def ranks_of(module: nn.Module) -> tuple[int, ...]:
 
 
 def _agreement(module: nn.Module) -> Agreement:
-    (part,) = partitioned_parts(module)
+    (part,) = partition_states(module)
     return Agreement.over(part.mesh)
 
 

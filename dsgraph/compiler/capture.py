@@ -15,8 +15,9 @@ from torch.fx import GraphModule, Node
 
 from dsgraph.compat.dynamo import source_name
 from dsgraph.inductor_ext import backend_name
-from dsgraph.partitioning.state import ParameterState, PartitionState, partition_states
-from dsgraph.partitioning.table import not_taken_in
+from dsgraph.partitioning.additions import added_since
+from dsgraph.partitioning.parameter import ParameterState, not_taken_in
+from dsgraph.partitioning.state import PartitionState, partition_states
 from dsgraph.partitioning.transforms.offloaded import state_share
 from dsgraph.passes import AxisRole, CaptureFacts, GraphInput, InputRole, MeshAxis, ParamInfo
 from dsgraph.passes.compat import is_to_local
@@ -147,7 +148,7 @@ def refuse_added_parameters(inputs: Sequence[Any], module: nn.Module | None) -> 
         PartitionError: Names the first one.
     """
     for state in _states(inputs, module) if torch.is_grad_enabled() else ():
-        name = state.added_since()
+        name = added_since(state)
         if name is not None:
             raise PartitionError(not_taken_in(name))
 
@@ -207,7 +208,9 @@ def full_names(inputs: Sequence[Any], facts: CaptureFacts, module: nn.Module | N
     known: dict[int, str] = {}
     for state in _states(inputs, module):
         for entry in state.parameters:
-            known[id(entry.param)] = entry.param.__dict__.setdefault("dsgraph_name", entry.name + state.label)
+            known[id(entry.param)] = entry.param.__dict__.setdefault(
+                "dsgraph_name", entry.name + state.operations.label
+            )
     sliced = {number: facts.roles[number].parameter for number in _sliced_numbers(facts)}
     return sliced | {number: known.get(id(inputs[number]), info.name) for number, info in facts.params.items()}
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DeviceMesh
 
-from dsgraph.partitioning.state import partition
+from dsgraph.partitioning.partition import partition
 from dsgraph.utils.errors import OptionError
 from dsgraph.utils.nearest import nearest
 

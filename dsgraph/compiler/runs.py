@@ -86,7 +86,7 @@ def compare_runs(
     weak_states = [weakref.ref(state) for state in states]
 
     def intent(does: str, names: Sequence[str]) -> Intent:
-        steps = sum(state.updates for weak in weak_states if (state := weak()) is not None)
+        steps = sum(state.operations.updates for weak in weak_states if (state := weak()) is not None)
         return Intent.of_graph(does, names, place=communication.place, step=steps)
 
     def run(*args: Any) -> Any:

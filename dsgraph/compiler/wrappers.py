@@ -39,7 +39,7 @@ def refresh_copies(compiled: Compiled, request: CompileRequest, compiler: GraphC
         for partition in partitions:
             partition.refresh()
             if await_them:
-                partition.finish()
+                partition.copies.finish()
         outputs = compiled(*args)
         if torch.is_grad_enabled():
             _note_gradients(outputs, partitions)

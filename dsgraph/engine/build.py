@@ -17,8 +17,8 @@ from torch.utils.data import Dataset
 from dsgraph.compat.dynamo import isolated
 from dsgraph.optim.full_matrix import whole_where_needed
 from dsgraph.optim.registry import MakesOptimizer
-from dsgraph.partitioning.state import partition
-from dsgraph.partitioning.table import partitioned_parts
+from dsgraph.partitioning.partition import partition
+from dsgraph.partitioning.state import partition_states
 from dsgraph.ranks.first_rank import tell
 from dsgraph.ranks.mesh import resolve_mesh
 from dsgraph.utils.errors import ConfigError
@@ -222,7 +222,7 @@ def build_model(given: Arguments, ranks: Ranks, resolved: Resolved, makers: Make
         partition(model, ranks.mesh, **partition_options(settings))
         give_values(model, ranks.device, given.weights)
     if quantized is not None:
-        quantized.take_over(partitioned_parts(model)[0])
+        quantized.take_over(partition_states(model)[0])
     return BuiltModel(binding, logger, layer_drop, quantized)
 
 

@@ -20,7 +20,7 @@ from torch.nn.utils import get_total_norm
 
 from dsgraph.inductor_ext import Ranks, sum_over
 from dsgraph.partitioning.rows import own_part
-from dsgraph.partitioning.table import PartitionedModel
+from dsgraph.partitioning.state import PartitionState
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ class LocalGradients:
 
 
 def gradients_of(
-    partition: PartitionedModel, *, sliced: frozenset[str] = frozenset(), slicing: str = ""
+    partition: PartitionState, *, sliced: frozenset[str] = frozenset(), slicing: str = ""
 ) -> LocalGradients:
     """Return this rank's rows of the gradients of a partitioned model.
 

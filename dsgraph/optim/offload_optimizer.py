@@ -7,7 +7,8 @@ from pathlib import Path
 from torch import nn
 from torch.optim import Optimizer
 
-from dsgraph.partitioning.table import OffloadArguments, partitioned_parts
+from dsgraph.partitioning.arguments import OffloadArguments
+from dsgraph.partitioning.state import partition_states
 from dsgraph.utils.errors import OffloadError
 
 from .delayed import DelayedHostOptimizer
@@ -35,7 +36,7 @@ def offload_optimizer(
         OffloadError: The model's optimizer was not to be offloaded, not to the host if it is to be delayed, or see
             `HostOptimizer` and `OptimizerOnDisk`.
     """
-    found = {part.arguments.offload for part in partitioned_parts(model)}
+    found = {part.arguments.offload for part in partition_states(model)}
     wanted = [offload for offload in found if offload.optimizer]
     if len(wanted) != 1 or len(found) != 1:
         raise OffloadError(

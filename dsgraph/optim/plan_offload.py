@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from dsgraph.offload.sizes import Sizes, Split
-from dsgraph.partitioning.table import KEEP_WHOLE_BELOW, OffloadArguments
+from dsgraph.partitioning.arguments import KEEP_WHOLE_BELOW, OffloadArguments
 from dsgraph.utils.byte_counts import on_device, read_bytes
 from dsgraph.utils.errors import OffloadError
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DeviceMesh, DTensor
 
 from dsgraph.utils.errors import PartitionError
 
-from .table import PartitionedModel, ShardedParameter
+from .parameter import ParameterState
+from .state import PartitionState
 
 Place = tuple[nn.Module, str]
 
@@ -28,13 +29,13 @@ class Additions:
 
     root: nn.Module
     parameters: dict[str, nn.Parameter]
-    tied: list[tuple[ShardedParameter, Place]]
-    gone: list[tuple[ShardedParameter, Place]]
+    tied: list[tuple[ParameterState, Place]]
+    gone: list[tuple[ParameterState, Place]]
 
 
 def part_to_extend(
-    model: nn.Module, parts: list[PartitionedModel], given: Mapping[str, object], mesh: DeviceMesh | None
-) -> PartitionedModel:
+    model: nn.Module, parts: list[PartitionState], given: Mapping[str, object], mesh: DeviceMesh | None
+) -> PartitionState:
     """The table that takes in what is new in a model.
 
     Raises:
@@ -57,7 +58,7 @@ def part_to_extend(
     return part
 
 
-def find_additions(model: nn.Module, part: PartitionedModel) -> Additions:
+def find_additions(model: nn.Module, part: PartitionState) -> Additions:
     """Compares a partitioned model with its table.
 
     Args:
@@ -87,7 +88,22 @@ def find_additions(model: nn.Module, part: PartitionedModel) -> Additions:
     return Additions(root, new, tied, gone)
 
 
-def _root(model: nn.Module, part: PartitionedModel) -> nn.Module:
+def added_since(part: PartitionState) -> str | None:
+    """Return the name of a trainable parameter that was added to a model after it was partitioned, if there is one."""
+    known = {(id(module), attribute) for entry in part.parameters for module, attribute in entry.owners}
+    for prefix, module in part.root.named_modules():
+        for attribute, param in module._parameters.items():
+            if param is not None and is_plain(param) and (id(module), attribute) not in known:
+                return f"{prefix}.{attribute}" if prefix else attribute
+    return None
+
+
+def is_plain(param: Tensor) -> bool:
+    """Return True for a parameter that is trained and is not a shard."""
+    return param.requires_grad and not isinstance(param, DTensor)
+
+
+def _root(model: nn.Module, part: PartitionState) -> nn.Module:
     if any(module is part.root for module in model.modules()):
         return model
     if any(module is model for module in part.root.modules()):

@@ -12,10 +12,11 @@ from dsgraph.compat.modules import apply_to_tensors
 from dsgraph.utils.errors import PartitionError
 
 from .layout import Layout
+from .parameter import ParameterState
 from .seam import property_for
+from .state import PartitionState, hold
 from .state_dict.full_state_dict import take_rows
 from .state_dict.saved_rows import save_rows
-from .table import PartitionedModel, ShardedParameter, hold
 
 # In the body of a class that was made here: the layouts of the parameters that its modules hold, by name.
 _LAYOUTS = "_dsgraph_layouts"
@@ -38,7 +39,7 @@ def overrides(module: nn.Module) -> frozenset[str]:
 
 
 def swap_classes(
-    model: nn.Module, part: PartitionedModel, parameters: Iterable[ShardedParameter], methods: Methods
+    model: nn.Module, part: PartitionState, parameters: Iterable[ParameterState], methods: Methods
 ) -> None:
     """Gives each module of `model` that holds parameters a subclass of its class with one property a parameter.
 
@@ -51,22 +52,23 @@ def swap_classes(
         parameters: All that are in the table, or will be.
         methods: What the subclass of a module overrides besides; such modules get one without parameters, too.
     """
-    layouts: dict[nn.Module, dict[str, Layout]] = {}
+    entries: dict[nn.Module, dict[str, ParameterState]] = {}
     for entry in parameters:
         for module, attribute in entry.owners:
-            layouts.setdefault(module, {})[attribute] = entry.layout
+            entries.setdefault(module, {})[attribute] = entry
     classes: dict[Any, type[nn.Module]] = {}
     for module in part.root.modules():
         if _LAYOUTS in type(module).__dict__:
             known: dict[str, Layout] = type(module).__dict__[_LAYOUTS]
             classes.setdefault((plain_class(module), tuple(known.items()), overrides(module)), type(module))
     for module in model.modules():
-        by_name, original, changed = layouts.get(module, {}), plain_class(module), methods(module)
+        own, original, changed = entries.get(module, {}), plain_class(module), methods(module)
+        by_name = {attribute: entry.layout for attribute, entry in own.items()}
         if not by_name and not changed:
             continue
         if by_name and "_dsgraph" not in module.__dict__:
             module.register_load_state_dict_pre_hook(take_rows)
-        hold(module, part)
+        hold(module, part).parameters.update(own)
         key = (original, tuple(by_name.items()), frozenset(changed))
         if key not in classes:
             classes[key] = _class_for(original, by_name, changed)

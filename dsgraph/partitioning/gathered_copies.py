@@ -2,31 +2,117 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+
 import torch
 from torch import Tensor
 
 from dsgraph.compat.autograd import keeping_version
 from dsgraph.compat.dynamo import keep_static
-from dsgraph.inductor_ext import GATHERS, Ranks, backend_name, chunk_rows, resolve_group, sum_over, usual_gather
+from dsgraph.inductor_ext import (
+    GATHERS,
+    Ranks,
+    backend_name,
+    c10d_functional,
+    chunk_rows,
+    resolve_group,
+    sum_over,
+    usual_gather,
+)
+from dsgraph.ranks.model_operations import ModelOperations
 
-from .layout import Layout
 from .parameter import Freshness, ParameterState
-from .table import PartitionedModel
 
 
-def new_copy(layout: Layout, shard: Tensor, partition: PartitionedModel) -> Tensor:
-    """An empty full parameter, `[*layout.shape]` in the dtype that the forward sees.
+@dataclass(eq=False)
+class GatheredCopies:
+    """The gathered copies of one model on their way.
 
-    It knows its partition, so that a compiled graph that reads it can have it refreshed first. Its memory has room for
-    equally many rows of each rank, so that it can be gathered in place.
+    Attributes:
+        operations: The model's operations, which ranks compare.
+        under_way: Gathered copies that may not have arrived yet.
     """
+
+    operations: ModelOperations
+    under_way: list[Tensor] = field(default_factory=list)
+
+    def refresh(
+        self, copied: list[ParameterState], *, in_step: bool, eagerly: bool = False, read: Tensor | None = None
+    ) -> None:
+        """Start to gather every gathered copy that may differ from its shards. All ranks call it at the same point.
+
+        Whatever reads a gathered copy afterwards waits for it: a graph by `AwaitCopies`, eager code by `arrived`.
+
+        Args:
+            copied: The parameters that have a gathered copy.
+            in_step: True in a step of micro-batches, in which no optimizer writes to shards.
+            eagerly: True if eager code reads them: then the ranks compare what they gather.
+            read: The gathered copy that the eager code of a forward reads.
+        """
+        stale = [entry for entry in copied if entry.observe() is not Freshness.FRESH]
+        if not in_step and not torch.is_grad_enabled():
+            stale += self._written_without_trace(copied, read, eagerly=eagerly)
+        if not stale:
+            return
+        self.finish()
+        self.under_way = [entry.gathered_copy for entry in stale if entry.gathered_copy is not None]
+        what = f"{len(stale)} parameters, {stale[0].name!r} first"
+        with self.operations.gathering(what, waits=eagerly, outside=None if eagerly else False):
+            start_gathers(stale)
+        for entry in stale:
+            # With a gradient at hand, an optimizer may still write to the shard in a way that leaves no trace (through
+            # `.data`): trust the gathered copy only within an accumulated step, where nothing is updated.
+            trusted = in_step or entry.param.grad is None
+            entry.mark_gathered(Freshness.FRESH if trusted else Freshness.SUSPECT)
+
+    def _written_without_trace(
+        self, copied: list[ParameterState], read: Tensor | None, *, eagerly: bool
+    ) -> list[ParameterState]:
+        """Return the parameters whose gathered copy was fresh until somebody wrote to the shards through `.data`.
+
+        Models that are not trained are written to in this way, such as a moving average of another model.
+        """
+        fresh = [
+            entry
+            for entry in copied
+            if entry.freshness is Freshness.FRESH and (not eagerly or entry.gathered_copy is read)
+        ]
+        if not fresh:
+            return []
+        what = f"{fresh[0].name!r} where it was written"
+        with self.operations.gathering(what, waits=eagerly, outside=None if eagerly else False):
+            if not were_written(fresh):
+                return []
+        for entry in fresh:
+            entry.freshness = Freshness.STALE
+        return fresh
+
+    def arrived(self, tensor: Tensor) -> Tensor:
+        """Return a gathered copy when it has arrived, any other tensor at once."""
+        if self.under_way:
+            with torch.no_grad():
+                c10d_functional.wait_tensor(tensor.detach())
+        return tensor
+
+    def finish(self) -> None:
+        """Wait for all gathered copies that are still under way, also for those that no graph has read."""
+        for gathered_copy in self.under_way:
+            self.arrived(gathered_copy)
+        self.under_way = []
+
+
+def new_copy(entry: ParameterState) -> Tensor:
+    """Return an empty full parameter, `[*shape]` in the dtype that the forward sees.
+
+    Its memory has room for equally many rows of each rank, so that it can be gathered in place.
+    """
+    layout, shard = entry.layout, entry.rows
     dtype, _ = layout.dtypes(shard.dtype)
     rows, *rest = layout.shape
     world = resolve_group(layout.group).size()
     gathered_copy = torch.zeros((chunk_rows(rows, world) * world, *rest), dtype=dtype, device=shard.device)
     gathered_copy.resize_(layout.shape)  # which leaves the memory as it is
     keep_static(gathered_copy)
-    gathered_copy.dsgraph_partition = partition  # type: ignore[attr-defined]
     return gathered_copy
 
 

@@ -25,8 +25,10 @@ from dsgraph.partitioning.eager.replaced_data import refuse_replaced_data
 from dsgraph.partitioning.state_dict.saved_rows import mark_rows
 from dsgraph.utils.errors import PartitionError
 
+from .additions import is_plain
+from .parameter import ParameterState, not_taken_in
 from .replicated import confirm_replicated, holds_any, note_replicated
-from .table import PartitionedModel, ShardedParameter, is_plain, not_taken_in, partitioned_parts
+from .state import PartitionState, partition_states
 
 # These compute with a complete matrix or gradient. On shards torch raises an error, or gives other numbers (Muon).
 NEED_ALL_ROWS = (optim.Adafactor, optim.Muon, optim.Rprop)
@@ -36,7 +38,7 @@ _NUMBERS = frozenset({"step", "mu_product", "eta", "mu"})
 _UNKNOWN_ON_SHARDS = ((optim.Adagrad, "fused"), (optim.SGD, "fused"), (optim.Rprop, "foreach"))
 
 
-def guard(state: PartitionedModel) -> None:
+def guard(state: PartitionState) -> None:
     """Register the checks of a partitioned model for its lifetime."""
     weak_state = weakref.ref(state)
     checked: weakref.WeakSet[Optimizer] = weakref.WeakSet()
@@ -56,7 +58,7 @@ def guard(state: PartitionedModel) -> None:
             _mark_states(optimizer, weak_state)
         _complete_scalar_states(optimizer, living)
         living.before_update(optimizer)  # first: ranks that ran the last backward have already reduced
-        living.agree(f"steps {type(optimizer).__name__}")  # before an update from local gradients
+        living.operations.agree(f"steps {type(optimizer).__name__}")  # before an update from local gradients
         confirm_replicated(living, is_first=optimizer not in checked)
         checked.add(optimizer)
 
@@ -64,7 +66,7 @@ def guard(state: PartitionedModel) -> None:
     def after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         living = weak_state()
         if living is not None and holds_any(optimizer, living):
-            living.updates += 1
+            living.note_step(optimizer)
             note_replicated(living)
 
     for handle in (register_optimizer_step_pre_hook(before_step), register_optimizer_step_post_hook(after_step)):
@@ -81,7 +83,7 @@ def _watch_registrations() -> None:
     register_module_module_registration_hook(_refuse_averaging_twice)
 
 
-def refuse_optimizer(optimizer: Optimizer, state: PartitionedModel) -> None:
+def refuse_optimizer(optimizer: Optimizer, state: PartitionState) -> None:
     """Refuse an optimizer that contains parameters of a model and cannot step on them as in one process.
 
     Raises:
@@ -95,7 +97,7 @@ def refuse_optimizer(optimizer: Optimizer, state: PartitionedModel) -> None:
             raise PartitionError(f"{type(optimizer).__name__}: {problem}; nothing was updated")
 
 
-def refuse_added_parameters(optimizer: Optimizer, state: PartitionedModel) -> None:
+def refuse_added_parameters(optimizer: Optimizer, state: PartitionState) -> None:
     """Refuse a step on parameters of a model that are not partitioned, because their gradients are not averaged.
 
     Raises:
@@ -107,7 +109,7 @@ def refuse_added_parameters(optimizer: Optimizer, state: PartitionedModel) -> No
             raise PartitionError(not_taken_in(name))
 
 
-def _mark_states(optimizer: Optimizer, weak_state: weakref.ref[PartitionedModel]) -> None:
+def _mark_states(optimizer: Optimizer, weak_state: weakref.ref[PartitionState]) -> None:
     """Prevent a single rank from pickling only its rows of an optimizer's state."""
 
     def mark(_: Optimizer, state_dict: dict[str, Any]) -> None:
@@ -118,7 +120,7 @@ def _mark_states(optimizer: Optimizer, weak_state: weakref.ref[PartitionedModel]
     optimizer.register_state_dict_post_hook(mark)
 
 
-def _complete_scalar_states(optimizer: Optimizer, state: PartitionedModel) -> None:
+def _complete_scalar_states(optimizer: Optimizer, state: PartitionState) -> None:
     """Turn loaded state of 0-dimensional parameters back into `DTensor`s.
 
     Torch treats each 0-dimensional tensor as a number, which it loads as a plain tensor
@@ -139,7 +141,7 @@ def _is_plain_scalar(value: object) -> bool:
 
 
 def _problem(
-    optimizer: Optimizer, group: Mapping[str, Any], held: Sequence[ShardedParameter], state: PartitionedModel
+    optimizer: Optimizer, group: Mapping[str, Any], held: Sequence[ParameterState], state: PartitionState
 ) -> str | None:
     """Return why an optimizer cannot step on parameters of one of its groups, and what to do; None if it can."""
     name, tier = held[0].name, state.arguments.offload.optimizer
@@ -171,12 +173,12 @@ def _problem(
     return None
 
 
-def _splits_evenly(entry: ShardedParameter) -> bool:
+def _splits_evenly(entry: ParameterState) -> bool:
     return not entry.layout.group or entry.layout.shape[0] % resolve_group(entry.layout.group).size() == 0
 
 
 def _refuse_averaging_twice(parent: nn.Module, name: str, model: nn.Module | None) -> None:
-    if model is None or not isinstance(parent, DistributedDataParallel) or not partitioned_parts(model):
+    if model is None or not isinstance(parent, DistributedDataParallel) or not partition_states(model):
         return
     raise PartitionError(
         f"DistributedDataParallel was given {type(model).__name__}, which dsgraph.partition has partitioned: its "

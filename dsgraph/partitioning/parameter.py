@@ -1,20 +1,33 @@
-"""A parameter of a partitioned model, with what a step keeps of it."""
+"""A parameter of a partitioned model: its shard, its gathered copy and its accumulated gradient."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from dsgraph.compat.autograd import version_of
-from dsgraph.inductor_ext import resolve_group
+from dsgraph.inductor_ext import chunk_rows, resolve_group
+from dsgraph.offload.stored_rows import StoredRows
+from dsgraph.utils.errors import PartitionError
 
 from .accumulation.gradient_placeholder import StandIn
-from .table import ShardedParameter
+from .layout import Layout
 from .transforms.compression import Compression
+from .transforms.fake_weight import FakeWeight
+
+
+def not_taken_in(name: str) -> str:
+    """Return the error message for a parameter that was added to a partitioned model."""
+    return (
+        f"parameter {name!r} was put into the model after dsgraph.partition, and its gradient would not be averaged: "
+        "call dsgraph.partition(model) again, which takes in what is new, then give it to the optimizer"
+    )
 
 
 class Freshness(IntEnum):
@@ -29,31 +42,45 @@ class Freshness(IntEnum):
 
 
 @dataclass(eq=False)
-class ParameterState(ShardedParameter):
-    """A parameter, with what a step keeps of it.
+class ParameterState:
+    """One parameter, shared by all modules that are tied to it.
 
     Attributes:
-        gathered_copy: `[*shape]`, the gathered copy of stages 1 and 2, and while it is held for a step that of stage 3;
-            None otherwise, and for whole parameters.
+        name: Its (first) name in the model.
+        owners: The modules that hold it, each with its name there.
+        layout: How it is laid out.
+        replicated_because: Why every rank holds all of it; empty for a sharded parameter.
+        stored: Where this rank's rows are stored that are not in memory.
+        gathered_copy: `[*shape]`, the gathered copy of stages 1 and 2, and of stage 3 while it is held for a step; None
+            otherwise, and for replicated parameters.
         is_held_for_step: Whether stage 3 holds a gathered copy from the first micro-batch of a step to the last.
         freshness: What is known of the gathered copy.
-        leaf: What modules hand out while gradients are not reduced; see `accumulation`.
+        leaf: What modules return while gradients are not reduced; see `accumulation`.
         accumulated_grad: `[*shape]` in the master dtype, the sum of the leaf's gradients, or zeros that wait for them.
-        is_summed: Whether anything is in the sum that has not been reduced.
+        sum_for_graphs: `accumulated_grad` while graphs of the last micro-batch may read it; None otherwise.
+        is_summed: Whether the sum contains a gradient that has not been reduced.
         was_trained: True if it had `requires_grad` in a micro-batch of this step; it may be frozen by now.
-        withheld: What was in the sum, while a backward runs that must not add it.
+        withheld: Value of the sum, while a backward runs that must not add it.
         stand_in: Placeholder in the parameter's `.grad` while there is a sum.
         hooked_leaf: id of the leaf that reports its gradients.
         hooked_param: id of the parameter that does so.
         compression: What is kept to compress its gradient, if it is compressed.
+        fake_weight: How it is rounded where a forward sees it in fewer bits.
+        eager_reads: Number of times that it was read outside compiled graphs.
         noted_version: Of a replicated parameter, when its values were last known to be equal on all ranks; -1: unknown.
     """
 
+    name: str
+    owners: list[tuple[nn.Module, str]]
+    layout: Layout
+    replicated_because: str = ""
+    stored: StoredRows | None = None
     gathered_copy: Tensor | None = None
     is_held_for_step: bool = False
     freshness: Freshness = Freshness.STALE
     leaf: Tensor | None = None
     accumulated_grad: Tensor | None = None
+    sum_for_graphs: Tensor | None = None
     is_summed: bool = False
     was_trained: bool = False
     withheld: Tensor | None = None
@@ -61,9 +88,34 @@ class ParameterState(ShardedParameter):
     hooked_leaf: int = 0
     hooked_param: int = 0
     compression: Compression | None = None
+    fake_weight: FakeWeight | None = None
+    eager_reads: int = 0
     noted_version: int = -1
     _gathered_from: Any = None
     _gathered_version: int = -1
+
+    @property
+    def param(self) -> DTensor:
+        """The sharded parameter as its module holds it now."""
+        module, attribute = self.owners[0]
+        param: DTensor = module._parameters[attribute]  # type: ignore[assignment]
+        return param
+
+    @property
+    def rows(self) -> Tensor:
+        """This rank's rows of it, in the master dtype.
+
+        Raises:
+            PartitionError: Another parameter has been put in its place.
+        """
+        if not isinstance(self.param, DTensor):
+            raise PartitionError(not_taken_in(self.name))
+        return self.param.to_local().detach()
+
+    def bytes_of_rank(self, dtype: torch.dtype) -> int:
+        """Return the bytes of one rank's rows of a sharded parameter in `dtype`, padded to the largest shard."""
+        rows, *rest = self.layout.shape
+        return chunk_rows(rows, resolve_group(self.layout.group).size()) * math.prod(rest) * dtype.itemsize
 
     @property
     def copy_bytes(self) -> int:
@@ -77,6 +129,7 @@ class ParameterState(ShardedParameter):
         nothing = {
             "leaf": None,
             "accumulated_grad": None,
+            "sum_for_graphs": None,
             "is_summed": False,
             "was_trained": False,
             "withheld": None,

@@ -18,18 +18,21 @@ from dsgraph.ranks.mesh import mesh_axes, resolve_mesh
 from dsgraph.utils.errors import PartitionError
 
 from .additions import Additions, find_additions, part_to_extend
+from .arguments import KEEP_WHOLE_BELOW, PartitionArguments
 from .classes import plain_class, swap_classes
 from .eager.replaced_data import forget_memory, refuse_replaced_data
 from .forward_inputs import cast_inputs_of
+from .guards import guard
 from .initialization.buffers import describe_buffer, equalise_buffers, new_buffers
 from .layout import Layout
+from .parameter import ParameterState
 from .refusals import SENT_DTYPES, refuse_early_optimizers, refuse_hidden_references, refuse_model, refuse_parameters
 from .repeated_blocks import find_blocks, read_blocks, region_methods
 from .restore import restored_on_error
 from .rows import broadcast_from_first, local_rows, placements_for
 from .stages import STAGES
+from .state import PartitionState, partition_states
 from .state_dict.pretrained import methods_for
-from .table import KEEP_WHOLE_BELOW, PartitionArguments, PartitionedModel, ShardedParameter, partitioned_parts
 from .transforms.offloaded import give_places, read_offload, refuse_other_devices
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
@@ -104,31 +107,40 @@ def partition(
         "cast_forward_inputs": cast_forward_inputs,
     }
     given: dict[str, Any] = {name: value for name, value in arguments.items() if value is not None}
-    parts = partitioned_parts(model)
+    parts = partition_states(model)
     if parts:
-        part = part_to_extend(model, parts, given, mesh)
-        _take_in(model, part)
-        return model
+        _take_in(model, part_to_extend(model, parts, given, mesh))
+    else:
+        _begin(model, mesh, given)
+    return model
+
+
+def _begin(model: nn.Module, mesh: DeviceMesh | None, given: Mapping[str, Any]) -> None:
+    """Partition a plain model."""
     additions = Additions(model, dict(model.named_parameters()), [], [])
     if "offload" in given:
         refuse_other_devices(additions.parameters, given["offload"])
     _refuse(additions)
     mesh = resolve_mesh(mesh, model)
-    part = PartitionedModel(mesh, mesh_axes(mesh), replace(_DEFAULTS, **given), model)
-    _apply(additions, part)
-    part.number_among_models()
-    return model
+    part = PartitionState(mesh, mesh_axes(mesh), replace(_DEFAULTS, **given), model, guard)
+    with restored_on_error(model):
+        entries = _apply(additions, part)
+        part.operations.number_among_models()
+        for entry in entries:
+            part.add(entry)
+    guard(part)
 
 
-def _take_in(model: nn.Module, part: PartitionedModel | None = None) -> None:
+def _take_in(model: nn.Module, part: PartitionState | None = None) -> None:
     """Partitions what is new in a partitioned model."""
     if part is None:
-        (part,) = partitioned_parts(model)
+        (part,) = partition_states(model)
     additions = find_additions(model, part)
     _refuse(additions)
     resolve_mesh(part.mesh, additions.root)
     with restored_on_error(additions.root):
-        _apply(additions, part)
+        for entry in _apply(additions, part):
+            part.add(entry)
 
 
 def _refuse(additions: Additions) -> None:
@@ -137,8 +149,12 @@ def _refuse(additions: Additions) -> None:
     refuse_early_optimizers(additions.parameters.values(), doing="partition")
 
 
-def _apply(additions: Additions, part: PartitionedModel) -> None:
-    """Makes the table true of the model. Before anything is changed, the ranks agree on what that takes."""
+def _apply(additions: Additions, part: PartitionState) -> list[ParameterState]:
+    """Partition what differs between a model and its state. Before anything is changed, the ranks agree on it.
+
+    Returns:
+        The new parameters, which are to be added to the state.
+    """
     model = additions.root
     found = find_blocks(model, part.arguments.regions)
     table = [
@@ -157,7 +173,7 @@ def _apply(additions: Additions, part: PartitionedModel) -> None:
     owners, entries = _owners(model), []
     for name, param in additions.parameters.items():
         reason = _why_replicated(param, part)
-        entries.append(ShardedParameter(name, owners[param], _layout_for(param, part, whole=bool(reason)), reason))
+        entries.append(ParameterState(name, owners[param], _layout_for(param, part, whole=bool(reason)), reason))
     give_places(entries, part)
     for entry, param in zip(entries, additions.parameters.values(), strict=True):
         _replace(entry, _shard(param, entry, part.mesh))
@@ -166,10 +182,7 @@ def _apply(additions: Additions, part: PartitionedModel) -> None:
     part.no_regions = found.left_out
     if part.arguments.param_dtype is not None and part.arguments.cast_forward_inputs:
         cast_inputs_of(model, part.arguments.param_dtype)
-    for entry in entries:
-        part.take_in(entry)
-    for entry, (module, attribute) in additions.tied:
-        part.tie(entry, module, attribute)
+    return entries
 
 
 def _methods(module: nn.Module, *, blocks: frozenset[nn.Module]) -> Mapping[str, Any]:
@@ -212,7 +225,7 @@ def _owners(model: nn.Module) -> dict[nn.Parameter, list[tuple[nn.Module, str]]]
     return owners
 
 
-def _why_replicated(param: nn.Parameter, part: PartitionedModel) -> str:
+def _why_replicated(param: nn.Parameter, part: PartitionState) -> str:
     """Why every rank holds all of a parameter; empty when it is split."""
     keep_whole_below = part.arguments.keep_whole_below
     if not part.zero.splits_parameters:
@@ -226,7 +239,7 @@ def _why_replicated(param: nn.Parameter, part: PartitionedModel) -> str:
     return ""
 
 
-def _layout_for(param: nn.Parameter, part: PartitionedModel, *, whole: bool) -> Layout:
+def _layout_for(param: nn.Parameter, part: PartitionState, *, whole: bool) -> Layout:
     split_over = [axis.group for axis in part.axes if axis.role is AxisRole.SHARD and not whole]
     floating, arguments = param.is_floating_point(), part.arguments
     return Layout(
@@ -239,7 +252,7 @@ def _layout_for(param: nn.Parameter, part: PartitionedModel, *, whole: bool) -> 
     )
 
 
-def _shard(param: nn.Parameter, entry: ShardedParameter, mesh: DeviceMesh) -> nn.Parameter:
+def _shard(param: nn.Parameter, entry: ParameterState, mesh: DeviceMesh) -> nn.Parameter:
     full, layout = param.detach().contiguous(), entry.layout
     if not full.is_meta:
         if mesh.size() > 1 or full.is_inference():  # keep the user's values, in case a later parameter fails
@@ -265,6 +278,6 @@ def _shard(param: nn.Parameter, entry: ShardedParameter, mesh: DeviceMesh) -> nn
     return shard
 
 
-def _replace(entry: ShardedParameter, shard: nn.Parameter) -> None:
+def _replace(entry: ParameterState, shard: nn.Parameter) -> None:
     for module, attribute in entry.owners:
         module._parameters[attribute] = shard

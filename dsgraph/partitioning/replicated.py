@@ -19,17 +19,16 @@ from dsgraph.ranks.mesh import axis_group
 from dsgraph.utils.errors import RanksDisagreeError
 
 from .parameter import ParameterState
-from .table import PartitionedModel
+from .state import PartitionState
 
 
-def note_replicated(partition: PartitionedModel) -> None:
+def note_replicated(partition: PartitionState) -> None:
     """Takes the present values of replicated parameters for equal on all ranks."""
     for entry in partition.parameters:
-        if isinstance(entry, ParameterState):
-            entry.note_version()
+        entry.note_version()
 
 
-def confirm_replicated(partition: PartitionedModel, *, is_first: bool) -> None:
+def confirm_replicated(partition: PartitionState, *, is_first: bool) -> None:
     """Compares what has been written since to replicated parameters. All ranks call it ahead of the same step.
 
     Args:
@@ -39,11 +38,11 @@ def confirm_replicated(partition: PartitionedModel, *, is_first: bool) -> None:
     Raises:
         RanksDisagreeError: It differs from rank to rank; the error names the first such parameter.
     """
-    replicated = [entry for entry in partition.parameters if isinstance(entry, ParameterState) and entry.is_replicated]
+    replicated = [entry for entry in partition.parameters if entry.is_replicated]
     written = [entry for entry in replicated if is_first or entry.is_written]
     if not written:
         return
-    with partition.reducing(f"what was written to parameter {written[0].name!r}, of {len(written)}"):
+    with partition.operations.reducing(f"what was written to parameter {written[0].name!r}, of {len(written)}"):
         found = _differ(written, partition)
     for entry in written:
         entry.note_version()
@@ -57,13 +56,13 @@ def confirm_replicated(partition: PartitionedModel, *, is_first: bool) -> None:
         )
 
 
-def holds_any(optimizer: Optimizer, partition: PartitionedModel) -> bool:
+def holds_any(optimizer: Optimizer, partition: PartitionState) -> bool:
     """Whether an optimizer holds parameters of a partitioned model."""
     held = {id(param) for group in optimizer.param_groups for param in group["params"]}
     return any(id(entry.param) in held for entry in partition.parameters)
 
 
-def _differ(entries: Sequence[ParameterState], partition: PartitionedModel) -> list[bool]:
+def _differ(entries: Sequence[ParameterState], partition: PartitionState) -> list[bool]:
     """Whether each parameter has other bits on another rank."""
     sums = torch.stack([_sum_of_bits(entry.rows) for entry in entries])
     extremes = torch.stack([sums, -sums])

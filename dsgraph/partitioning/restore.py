@@ -15,7 +15,8 @@ from dsgraph.compat.modules import hook_tables
 from dsgraph.utils.errors import PartitionError, on_one_line
 
 from .initialization.buffers import can_be_sent
-from .table import HeldParameters, PartitionedModel, ShardedParameter, partitioned_parts
+from .parameter import ParameterState
+from .state import PartitionedModule, PartitionState, partition_states
 
 
 @contextmanager
@@ -36,7 +37,7 @@ def restored_on_error(model: nn.Module) -> Iterator[None]:
         yield  # `partition` refuses them before it changes anything
         return
     saved = [_SavedModule(module, keeps=keeps) for module in modules]
-    tables = [_SavedTable(part) for part in partitioned_parts(model)]
+    tables = [_SavedTable(part) for part in partition_states(model)]
     written = (buffer for buffer in model.buffers() if keeps and not buffer.is_meta and can_be_sent(buffer))
     buffers = [(buffer, buffer.detach().clone()) for buffer in written]
     first = [id(param) for param in model.parameters()]
@@ -84,7 +85,7 @@ class _SavedModule:
         self._parameters = dict(module._parameters) if keeps else None
         self._buffers = dict(module._buffers)
         self._hooks = [(hooks, dict(hooks)) for hooks in hook_tables(module)]
-        held: HeldParameters | None = module.__dict__.get("_dsgraph")
+        held: PartitionedModule | None = module.__dict__.get("_dsgraph")
         self._held = held if held is None else (held, _fields_of(held))
 
     def restore(self) -> None:
@@ -106,9 +107,9 @@ class _SavedModule:
 class _SavedTable:
     """A table that `partition` extends."""
 
-    def __init__(self, part: PartitionedModel) -> None:
+    def __init__(self, part: PartitionState) -> None:
         self._part, self._fields = part, _fields_of(part)
-        self._owners: list[tuple[ShardedParameter, list[Any]]] = [(e, list(e.owners)) for e in part.parameters]
+        self._owners: list[tuple[ParameterState, list[Any]]] = [(e, list(e.owners)) for e in part.parameters]
 
     def restore(self) -> None:
         vars(self._part).update(self._fields)

@@ -26,7 +26,7 @@ from .eager.full_parameter import FullParameter
 from .eager.replaced_data import refuse_replaced_data
 from .eager.source import Source
 from .layout import Layout
-from .table import held_by
+from .state import held_by
 from .transforms.compressed_reduction import reduce_compressed
 
 
@@ -55,29 +55,31 @@ def property_for(name: str, layout: Layout) -> property:
             return _read_eagerly(self, name, layout)
         # Ranks may take different branches, so parameters are gathered before the operator.
         is_ahead = leave_control_flow()
-        fake = held_by(self).fake_weights.get(name)
+        entry = held_by(self).parameters[name]
         # Not a tensor in a variable: Dynamo would name the graph's node after it.
-        read_ahead = (mark(self, param) if fake is None else fake.of(mark(self, param)),)
+        read_ahead = (mark(self, param) if entry.fake_weight is None else entry.fake_weight.of(mark(self, param)),)
         if is_ahead:
             return_to_control_flow()
         return read_ahead[0]
 
     def mark(self: nn.Module, param: Any) -> Tensor:
+        entry, partition = held_by(self).parameters[name], held_by(self).partition
         accumulated_grad = compressed = None
         # Only graphs of our backend refresh gathered copies and wait for them.
         reads_copies = may_have_copy and compiling_backend() == "dsgraph"
-        if may_stay_local and held_by(self).partition.gradients_stay_local:
-            if held_by(self).partition.accumulating:
+        if may_stay_local and partition.gradients_stay_local:
+            if partition.accumulating:
                 if may_have_copy and not reads_copies:
                     _refuse_other_backend(name)
-                leaf = held_by(self).leaves[name]
+                leaf = entry.leaf
+                assert leaf is not None
                 if leaf.requires_grad == param.requires_grad:  # else it was switched since: reduce at once
                     return layout.local(leaf)
             elif torch.is_grad_enabled():
-                accumulated_grad = held_by(self).sums.get(name)
-        if may_compress and torch.is_grad_enabled():
-            compressed = held_by(self).compressions.get(name)
-        gathered_copy = held_by(self).gathered_copies.get(name) if reads_copies else None
+                accumulated_grad = entry.sum_for_graphs
+        if may_compress and torch.is_grad_enabled() and entry.compression is not None:
+            compressed = entry.compression.inputs
+        gathered_copy = entry.gathered_copy if reads_copies else None
         # The shape is read off the parameter: Dynamo may take integers from elsewhere for dynamic sizes.
         if in_transform():
             options = layout.marker_options(param.dtype)
@@ -123,7 +125,8 @@ def mark_outside_transforms(
 
 @torch.compiler.disable
 def _read_eagerly(module: nn.Module, name: str, layout: Layout) -> Tensor:
-    held_by(module).eager_reads[name] += 1
+    entry = held_by(module).parameters[name]
+    entry.eager_reads += 1
     with outside_transforms():  # to transforms of `torch.func` parameters are constants
         outside = is_outside()
         param: Any = module._parameters[name]
@@ -132,7 +135,7 @@ def _read_eagerly(module: nn.Module, name: str, layout: Layout) -> Tensor:
                 f"torch.jit.trace of {type(module).__name__}, which is part of a partitioned model, cannot record how "
                 "its parameters are gathered: trace a plain model that has loaded the full state dict"
             )
-        refuse_replaced_data(param, held_by(module).name_of(module, name))
+        refuse_replaced_data(param, entry.name)
         source = Source(
             name=f"parameter {name!r} of {type(module).__name__}",
             shards=param,
@@ -143,8 +146,8 @@ def _read_eagerly(module: nn.Module, name: str, layout: Layout) -> Tensor:
         )
         if outside:
             return FullParameter.over(source.plain, source)
-        fake = held_by(module).fake_weights.get(name)
-        return ForwardParameter.over(source.plain if fake is None else fake.of(source.plain), source)
+        plain = source.plain if entry.fake_weight is None else entry.fake_weight.of(source.plain)
+        return ForwardParameter.over(plain, source)
 
 
 def _read_unseen(module: nn.Module, name: str, layout: Layout, *, is_kept: bool = False) -> Tensor:
@@ -153,8 +156,8 @@ def _read_unseen(module: nn.Module, name: str, layout: Layout, *, is_kept: bool 
     Which ops run depends on what was gathered before, and on where the step stands. A gather at each use is visible,
     so that a policy may save its result.
     """
-    held = held_by(module)
-    fetches = layout.group and not held.partition.gradients_stay_local and name not in held.gathered_copies
+    partition, entry = held_by(module).partition, held_by(module).parameters[name]
+    fetches = layout.group and not partition.gradients_stay_local and entry.gathered_copy is None
     with nullcontext() if fetches else outside_selective_checkpoints():
         return _read(module, name, layout, is_kept=is_kept)
 
@@ -162,28 +165,29 @@ def _read_unseen(module: nn.Module, name: str, layout: Layout, *, is_kept: bool 
 def _read(module: nn.Module, name: str, layout: Layout, *, is_kept: bool = False) -> Tensor:
     """A full parameter. With `is_kept` any number of backwards may go through it, and it may be written to."""
     param: Any = module._parameters[name]
-    held, shard = held_by(module), param.to_local()
-    partition, full_name = held.partition, held.name_of(module, name)
-    if partition.gradients_stay_local and held.leaves[name].requires_grad == param.requires_grad:
-        partition.refresh(eagerly=True)
-        return layout.local(partition.arrived(held.leaves[name]))
+    partition, entry, shard = held_by(module).partition, held_by(module).parameters[name], param.to_local()
+    if partition.gradients_stay_local:
+        assert entry.leaf is not None
+        if entry.leaf.requires_grad == param.requires_grad:
+            partition.refresh(eagerly=True)
+            return layout.local(partition.copies.arrived(entry.leaf))
 
     def reduce(grad: Tensor) -> Tensor:
-        with partition.reducing(f"the gradient of {full_name!r}"):
-            if name in held.compressions:
-                partition.note_compressed(full_name)
-                return reduce_compressed(grad, shard, held.compressions[name], layout.reduced_over)
+        with partition.operations.reducing(f"the gradient of {entry.name!r}"):
+            if entry.compression is not None:
+                entry.compression.note_arrival()
+                return reduce_compressed(grad, shard, entry.compression.inputs, layout.reduced_over)
             return layout.reduce(grad, shard.detach())
 
     note_gradient = None
-    if name in held.gathered_copies:
-        partition.refresh(eagerly=True, read=None if is_kept else held.gathered_copies[name])
-        full, note_gradient = partition.arrived(held.gathered_copies[name]), partition.note_gradient
+    if entry.gathered_copy is not None:
+        partition.refresh(eagerly=True, read=None if is_kept else entry.gathered_copy)
+        full, note_gradient = partition.copies.arrived(entry.gathered_copy), partition.note_gradient
     elif layout.group:
         stored = stored_rows(shard)
         if stored is not None:
             stored.note_eager_read()
-        with partition.gathering(f"parameter {full_name!r}"), torch.no_grad():
+        with partition.operations.gathering(f"parameter {entry.name!r}"), torch.no_grad():
             full = layout.mark(shard, None, layout.shape)
     else:
         full = shard.detach().to(layout.dtypes(shard.dtype)[0])

@@ -137,21 +137,21 @@ def _leave_under_way(codegen: str | None) -> None:
                 param.mul_(2.0)
 
     forward()
-    assert state.under_way
+    assert state.copies.under_way
     update()  # while the rows of the values before are being sent
     forward()
     assert torch.equal(model.unused.weight, alone.unused.weight)
     update()
     forward()
     copied = copy.deepcopy(model)
-    assert not state.under_way and not copied._dsgraph.partition.under_way
+    assert not state.copies.under_way and not copied._dsgraph.partition.copies.under_way
     assert torch.equal(copied.unused.weight, alone.unused.weight)
     update()
     model.linear.weight  # noqa: B018  # an eager read refreshes all
     if rank == 0:
         time.sleep(LATE_S)
     runs(x).sum().backward()
-    assert not state.under_way, "a backward finds nothing under way"
+    assert not state.copies.under_way, "a backward finds nothing under way"
     assert torch.equal(model.unused.weight, alone.unused.weight)
 
 

@@ -18,7 +18,8 @@ from dsgraph.compiler.capture import parameter_info
 from dsgraph.compiler.frames import Capture
 from dsgraph.compiler.request import CompileOutcome, CompileRequest
 from dsgraph.inductor_ext import size_hint
-from dsgraph.partitioning.state import ParameterState, PartitionState, partition_states
+from dsgraph.partitioning.parameter import ParameterState
+from dsgraph.partitioning.state import PartitionState, partition_states
 from dsgraph.passes import CaptureFacts
 from dsgraph.passes.compat import symbolic_expression
 from dsgraph.passes.ir.graph import placeholders

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from dsgraph.engine.engine import Engine
 from dsgraph.engine.initialize import initialize
-from dsgraph.partitioning.table import partitioned_parts
+from dsgraph.partitioning.state import partition_states
 from dsgraph.utils.errors import EngineError
 
 _TAG = "engine"
@@ -168,7 +168,7 @@ class DsgraphAccelerator(Accelerator):
         All ranks call it.
         """
         inner = model.module if isinstance(model, Engine) else model
-        if not partitioned_parts(inner):
+        if not partition_states(inner):
             return super().get_state_dict(model, unwrap)
         return get_model_state_dict(inner, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
 

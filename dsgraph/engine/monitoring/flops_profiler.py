@@ -20,7 +20,7 @@ from torch import nn
 from dsgraph.checkpoint.step_counts import StepCounts
 from dsgraph.compiler.module_flops import Modules
 from dsgraph.engine.config.engine_config import FlopsProfilerConfig
-from dsgraph.partitioning.table import PartitionedModel
+from dsgraph.partitioning.state import PartitionState
 from dsgraph.utils.errors import ConfigError
 from dsgraph.utils.files import write_whole
 
@@ -96,7 +96,7 @@ class FlopsProfiler:
         self._runs = self._graphs.runs()
         self._seconds = latencies(model, args, kwargs)
 
-    def step_is_over(self, model: nn.Module, partition: PartitionedModel, micro_batches: int) -> None:
+    def step_is_over(self, model: nn.Module, partition: PartitionState, micro_batches: int) -> None:
         """Makes and writes the profile, if the step was its."""
         if self._seconds is None or self.modules:
             return
@@ -143,7 +143,7 @@ def _by_name(flops: Mapping[Modules, int], model: nn.Module, micro_batches: int)
     return defaultdict(int, {name: operations // micro_batches for name, operations in found.items()})
 
 
-def _parameters(model: nn.Module, partition: PartitionedModel) -> dict[str, int]:
+def _parameters(model: nn.Module, partition: PartitionState) -> dict[str, int]:
     names = {id(module): name for name, module in model.named_modules()}
     found: dict[str, int] = defaultdict(int)
     for entry in partition.parameters:

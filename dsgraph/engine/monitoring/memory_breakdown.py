@@ -13,10 +13,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from dsgraph.partitioning.rows import own_part
-from dsgraph.partitioning.table import PartitionedModel
+from dsgraph.partitioning.state import PartitionState
 
 
-def memory_use(partition: PartitionedModel, optimizer: Optimizer) -> dict[str, int]:
+def memory_use(partition: PartitionState, optimizer: Optimizer) -> dict[str, int]:
     """Bytes of a rank: of what outlives a step, and the most that there was."""
     entries = partition.parameters
     copies = (getattr(entry, "gathered_copy", None) for entry in entries)

@@ -8,7 +8,7 @@ from torch.optim import Optimizer
 from dsgraph.checkpoint.step_counts import StepCounts
 from dsgraph.engine.config.engine_config import EngineConfig
 from dsgraph.engine.config.read_config import ResolvedConfig
-from dsgraph.partitioning.table import PartitionedModel, partitioned_parts
+from dsgraph.partitioning.state import PartitionState, partition_states
 
 from .flops_profiler import ModuleProfile
 from .step_logger import Looks
@@ -30,8 +30,8 @@ class Figures:
         return self.resolved.config
 
     @property
-    def _partition(self) -> PartitionedModel:
-        (part,) = partitioned_parts(self.module)
+    def _partition(self) -> PartitionState:
+        (part,) = partition_states(self.module)
         return part
 
     def train_batch_size(self) -> int:

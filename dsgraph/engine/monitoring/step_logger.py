@@ -15,7 +15,7 @@ from dsgraph.checkpoint.step_counts import StepCounts
 from dsgraph.engine.config.read_config import ResolvedConfig
 from dsgraph.engine.loss_scale import LossScale
 from dsgraph.inductor_ext import Ranks, sum_over
-from dsgraph.partitioning.table import PartitionedModel, partitioned_parts
+from dsgraph.partitioning.state import PartitionState, partition_states
 
 from .collective_times import CollectiveTimes
 from .flop_counter import CountedGraphs
@@ -146,7 +146,7 @@ class Looks:
         """See `Engine.timings`."""
         return self.stopwatch.means() | self._under_way
 
-    def _over_ranks(self, loss: Tensor | None, partition: PartitionedModel) -> float:
+    def _over_ranks(self, loss: Tensor | None, partition: PartitionState) -> float:
         """The mean of the ranks' losses; NaN where `backward` has heard of none on any of them."""
         if loss is None:
             loss = torch.full((), math.nan, device=self._device)
@@ -196,6 +196,6 @@ class Looks:
         self._collectives.end()
 
 
-def _partition(engine: Training) -> PartitionedModel:
-    (part,) = partitioned_parts(engine.module)
+def _partition(engine: Training) -> PartitionState:
+    (part,) = partition_states(engine.module)
     return part

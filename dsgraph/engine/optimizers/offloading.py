@@ -14,8 +14,8 @@ from dsgraph.engine.config.zero_config import OffloadOptimizerConfig, OffloadPar
 from dsgraph.optim.hooks import is_elementwise
 from dsgraph.optim.offload_optimizer import offloaded_to
 from dsgraph.optim.plan_offload import plan_offload
+from dsgraph.partitioning.arguments import OffloadArguments
 from dsgraph.partitioning.rows import own_part
-from dsgraph.partitioning.table import OffloadArguments
 from dsgraph.utils.byte_counts import on_device
 from dsgraph.utils.errors import ConfigError, OffloadError
 

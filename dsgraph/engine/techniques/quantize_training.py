@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from dsgraph.engine.config.engine_config import EngineConfig
 from dsgraph.inference.quantization.quantize import is_linear
 from dsgraph.partitioning.repeated_blocks import repeated_blocks
-from dsgraph.partitioning.table import PartitionedModel, hold
+from dsgraph.partitioning.state import PartitionState, held_by
 from dsgraph.partitioning.transforms.fake_weight import FakeWeight
 from dsgraph.ranks.first_rank import tell
 from dsgraph.utils.errors import ConfigError
@@ -116,12 +116,12 @@ class QuantizedTraining:
     def _first_share(self) -> float:
         return 1.0 if self._config.fp16_mixed_quantize.enabled else 0.0
 
-    def take_over(self, partition: PartitionedModel) -> None:
+    def take_over(self, partition: PartitionState) -> None:
         """Lets the modules of a partitioned model hand out rounded weights."""
         device = partition.parameters[0].param.device
         for weight in self._weights.values():
             weight.control = weight.control.to(device)
-            hold(weight.module, partition).fake_weights["weight"] = FakeWeight(
+            held_by(weight.module).parameters["weight"].fake_weight = FakeWeight(
                 weight.control, self._config.quantize_groups or 0, weight.transposed, self._symmetric, self._stochastic
             )
 

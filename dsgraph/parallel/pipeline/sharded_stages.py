@@ -10,8 +10,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DeviceMesh
 
 from dsgraph.partitioning.accumulation.accumulated_gradients import reduce_accumulated
+from dsgraph.partitioning.partition import partition
 from dsgraph.partitioning.rows import local_rows
-from dsgraph.partitioning.state import partition, partition_states
+from dsgraph.partitioning.state import partition_states
 from dsgraph.passes.parallel.stage_graphs import put
 
 
@@ -57,7 +58,7 @@ class ShardedStages:
                 entry.is_held_for_step = bool(entry.layout.group)
             self._state.hold_copies()
         self._state.refresh(eagerly=True)
-        self._state.finish()
+        self._state.copies.finish()
         for entry, full in self._full.items():
             full.data = entry.rows.detach() if entry.gathered_copy is None else entry.gathered_copy.detach()
 

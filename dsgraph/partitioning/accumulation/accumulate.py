@@ -8,7 +8,8 @@ from contextlib import contextmanager
 from torch import nn
 
 from dsgraph.partitioning.stages import ZeroStage
-from dsgraph.partitioning.state import PartitionState, StepPhase, partition_states
+from dsgraph.partitioning.state import PartitionState, partition_states
+from dsgraph.partitioning.step_phase import StepPhase
 from dsgraph.utils.errors import PartitionError
 
 from .accumulated_gradients import discard_accumulated, enter_accumulation, leave_accumulation, reduce_accumulated

@@ -28,8 +28,8 @@ from torch.optim import Optimizer
 from dsgraph.compat.autograd import accumulates, at_end_of_backward, autograd_node, keeping_version, running_backward
 from dsgraph.compat.dynamo import keep_static
 from dsgraph.partitioning.parameter import ParameterState
-from dsgraph.partitioning.state import PartitionState, StepPhase
-from dsgraph.partitioning.table import held_by
+from dsgraph.partitioning.state import PartitionState
+from dsgraph.partitioning.step_phase import StepPhase
 from dsgraph.utils.errors import AccumulationError
 
 from .gradient_placeholder import GradState, StandIn
@@ -75,7 +75,7 @@ def reduce_accumulated(state: PartitionState) -> None:
     # A graph whose backward has not run yet must not add them once more.
     read_by_graphs = [total for total in taken.values() if total is not None] if state.sums_were_read else []
     state.sums_were_read = False
-    with state.reducing("the accumulated gradients"):
+    with state.operations.reducing("the accumulated gradients"):
         used = used_anywhere([taken[entry] is not None for entry in trainable], state)
     reduced: list[tuple[ParameterState, Tensor]] = []
     alone: list[ParameterState] = []
@@ -156,8 +156,6 @@ def _prepare_leaf(entry: ParameterState, state: PartitionState) -> None:
         entry.leaf = source
         source.dsgraph_leaf = True  # type: ignore[attr-defined]  # tells the report whose graph reads it
         keep_static(source)
-    for module, attribute in entry.owners:
-        held_by(module).leaves[attribute] = entry.leaf
     entry.leaf.grad = None  # left by an interrupted backward
     leaf = entry.leaf.requires_grad_(entry.param.requires_grad)
     entry.was_trained |= leaf.requires_grad
@@ -251,20 +249,17 @@ def _hand_out_sum(entry: ParameterState, state: PartitionState) -> None:
     if not hasattr(total, "dsgraph_sum_of"):
         total.dsgraph_sum_of = (entry, state)  # type: ignore[attr-defined]
         keep_static(total)
-    for module, attribute in entry.owners:
-        held_by(module).sums[attribute] = total
+    entry.sum_for_graphs = total
 
 
 def _take_sum(entry: ParameterState) -> Tensor | None:
-    """Return the sum, None if there is none. The entry, its modules and its leaf drop their references."""
+    """Return the sum, None if there is none. The entry and its leaf drop their references."""
     restore_sum(entry)
     drop_if_zeroed(entry)
     _take_stand_in(entry)
     total = entry.accumulated_grad if entry.is_summed else None
-    entry.accumulated_grad = None
+    entry.accumulated_grad = entry.sum_for_graphs = None
     entry.is_summed = entry.was_trained = False
-    for module, attribute in entry.owners:
-        held_by(module).sums.pop(attribute, None)
     if entry.leaf is not None:
         entry.leaf.requires_grad_(False)
     return total

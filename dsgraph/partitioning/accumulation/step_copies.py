@@ -11,7 +11,8 @@ from __future__ import annotations
 from torch import nn
 
 from dsgraph.inductor_ext import resolve_group
-from dsgraph.partitioning.state import ParameterState, partition_states
+from dsgraph.partitioning.parameter import ParameterState
+from dsgraph.partitioning.state import partition_states
 from dsgraph.passes import CaptureFacts, CostModel
 from dsgraph.passes.analysis.budget import choose
 

@@ -13,7 +13,7 @@ from dsgraph.compat.autograd import version_of
 from dsgraph.inductor_ext import share_memory
 from dsgraph.partitioning.layout import Layout
 from dsgraph.partitioning.rows import broadcast_from_first, local_rows
-from dsgraph.partitioning.table import PartitionedModel
+from dsgraph.partitioning.state import PartitionState
 from dsgraph.utils.errors import PartitionError
 
 
@@ -34,17 +34,16 @@ class Source:
     shards: DTensor
     plain: Tensor
     layout: Layout
-    partition: PartitionedModel
+    partition: PartitionState
     read: Callable[[], Tensor]
     _seen: tuple[int, int] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.partition.watch_updates()
         self._seen = self._state()
 
     def refresh(self) -> None:
         """Gathers anew, in place, if the shards have changed since. All ranks call it together."""
-        self.partition.arrived(self.plain)
+        self.partition.copies.arrived(self.plain)
         if self._seen != self._state():
             with torch.no_grad():
                 full = self.read()
@@ -80,4 +79,4 @@ class Source:
             self.plain.copy_(full)
 
     def _state(self) -> tuple[int, int]:
-        return version_of(self.shards), self.partition.updates
+        return version_of(self.shards), self.partition.operations.updates

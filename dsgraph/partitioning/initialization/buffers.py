@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DeviceMesh
 
 from dsgraph.partitioning.rows import broadcast_from_first
-from dsgraph.partitioning.table import PartitionedModel, held_by, hold
+from dsgraph.partitioning.state import PartitionState, held_by, hold
 
 
 def new_buffers(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, Tensor]]:
@@ -29,7 +29,7 @@ def describe_buffer(name: str, buffer: Tensor) -> str:
     return f"buffer {name}: {list(buffer.shape)} {buffer.dtype}{values}"
 
 
-def equalise_buffers(model: nn.Module, part: PartitionedModel) -> None:
+def equalise_buffers(model: nn.Module, part: PartitionState) -> None:
     """Gives all new buffers of `model` the first rank's values, in one message. All ranks call it together."""
     found = list(new_buffers(model))
     send_buffers({id(buffer): buffer for *_, buffer in found}.values(), part.mesh)

@@ -15,9 +15,10 @@ from torch.distributed.tensor import DeviceMesh, DTensor
 
 from dsgraph.offload.stored_tensor import room
 from dsgraph.partitioning.classes import plain_class
+from dsgraph.partitioning.parameter import ParameterState
 from dsgraph.partitioning.refusals import refuse_early_optimizers
 from dsgraph.partitioning.rows import broadcast_from_first, placements_for, rows_in
-from dsgraph.partitioning.table import PartitionedModel, ShardedParameter, partitioned_parts
+from dsgraph.partitioning.state import PartitionState, partition_states
 from dsgraph.partitioning.transforms.offloaded import refuse_device
 from dsgraph.utils.errors import PartitionError
 
@@ -67,7 +68,7 @@ def materialize(
         PartitionError: The model is not partitioned or not on the meta device, a module has parameters and no known way
             to initialise them, or `weights` lacks one; nothing was changed.
     """
-    states = partitioned_parts(model)
+    states = partition_states(model)
     if not states:
         raise PartitionError("materialize: the model is not partitioned; call dsgraph.partition(model, ...) first")
     on_meta = [entry for state in states for entry in state.parameters if entry.param.is_meta]
@@ -148,7 +149,7 @@ def _initialiser(model: nn.Module, module: nn.Module, *, init: Init) -> Callable
 
 def _materialize_module(
     module: nn.Module,
-    entries: dict[int, tuple[ShardedParameter, PartitionedModel]],
+    entries: dict[int, tuple[ParameterState, PartitionState]],
     device: torch.device,
     initialise: Callable[[nn.Module], object],
 ) -> None:
@@ -176,7 +177,7 @@ def _materialize_module(
 
 
 def _memory_for(
-    param: Tensor, entries: dict[int, tuple[ShardedParameter, PartitionedModel]], device: torch.device
+    param: Tensor, entries: dict[int, tuple[ParameterState, PartitionState]], device: torch.device
 ) -> Tensor:
     """Memory of a parameter's full size; of one that goes to disk it is free again at once."""
     known = entries.get(id(param))  # one that is tied to an earlier module's is there already
@@ -185,7 +186,7 @@ def _memory_for(
     return torch.empty(param.shape, dtype=param.dtype, device=device)
 
 
-def _keep_rows(entry: ShardedParameter, state: PartitionedModel, full: Tensor) -> None:
+def _keep_rows(entry: ParameterState, state: PartitionState, full: Tensor) -> None:
     meta = entry.param
     rows = rows_in(full, entry.layout, state.mesh)
     local = DTensor.from_local(
@@ -202,4 +203,4 @@ def _keep_rows(entry: ShardedParameter, state: PartitionedModel, full: Tensor) -
         entry.stored.belongs_to(shard)  # type: ignore[arg-type]
     for owner, attribute in entry.owners:
         owner._parameters[attribute] = shard
-    state.note_materialized(entry)
+    state.keep_copy(entry)

@@ -10,7 +10,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from dsgraph.partitioning.table import PartitionedModel
+from dsgraph.partitioning.state import PartitionState
 from dsgraph.ranks.agreement import Agreement
 from dsgraph.utils.errors import PartitionError
 from dsgraph.utils.weight_paths import weight_paths
@@ -68,7 +68,7 @@ class WeightFolder:
 
 
 def weight_initialisers(
-    model: nn.Module, path: Path, part: PartitionedModel, other: Callable[[nn.Module], Callable[[nn.Module], object]]
+    model: nn.Module, path: Path, part: PartitionState, other: Callable[[nn.Module], Callable[[nn.Module], object]]
 ) -> dict[nn.Module, Callable[[nn.Module], object]]:
     """What gives each module of a model on the meta device the values of a folder. All ranks call it together.
 

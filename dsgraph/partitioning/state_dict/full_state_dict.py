@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from dsgraph.partitioning.table import held_by
+from dsgraph.partitioning.state import held_by
 from dsgraph.ranks.agreement import Agreement
 from dsgraph.ranks.mesh import mesh_ranks
 from dsgraph.utils.errors import PartitionError

@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from dsgraph.partitioning.parameter import ParameterState
 from dsgraph.partitioning.refusals import refuse_early_optimizers
-from dsgraph.partitioning.table import PartitionedModel, ShardedParameter, held_by
+from dsgraph.partitioning.state import PartitionState, held_by
 from dsgraph.ranks.agreement import Agreement
 from dsgraph.utils.errors import PartitionError
 
@@ -70,7 +71,7 @@ def _generating(generates: Callable[..., Any]) -> Callable[..., Any]:
         call = signature.bind_partial(self, *args, **kwargs)
         if call.arguments.get("synced_gpus") is not None or not part.zero.splits_parameters or part.mesh.size() == 1:
             return generates(self, *args, **kwargs)
-        with part.gathering("parameters to generate tokens", waits=True):
+        with part.operations.gathering("parameters to generate tokens", waits=True):
             pass  # otherwise a rank that generates alone would wait silently
         call.arguments["synced_gpus"] = True
         return generates(*call.args, **call.kwargs)
@@ -103,7 +104,7 @@ def _resizing(resizes: Callable[..., Any], take_in: TakeIn) -> Callable[..., Any
     return resize_token_embeddings
 
 
-def _refuse(entries: list[ShardedParameter], part: PartitionedModel) -> None:
+def _refuse(entries: list[ParameterState], part: PartitionState) -> None:
     part.refuse_amid_step("resize_token_embeddings")
     for entry in entries:
         if entry.param.is_meta:
@@ -116,7 +117,7 @@ def _refuse(entries: list[ShardedParameter], part: PartitionedModel) -> None:
     refuse_early_optimizers([entry.param for entry in entries], doing="resize_token_embeddings")  # type: ignore[misc]
 
 
-def _make_whole(entries: list[ShardedParameter]) -> None:
+def _make_whole(entries: list[ParameterState]) -> None:
     """Puts full parameters in the place of shards. All ranks call it together."""
     for entry in entries:
         with torch.no_grad():

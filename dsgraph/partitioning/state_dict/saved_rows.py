@@ -17,10 +17,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
 from dsgraph.compat.modules import save_own_state
-from dsgraph.partitioning.table import PartitionedModel, held_by
+from dsgraph.partitioning.state import PartitionState, held_by
 from dsgraph.utils.errors import PartitionError, RanksDisagreeError
 
-_marks: weakref.WeakKeyDictionary[PartitionedModel, SavedRows] = weakref.WeakKeyDictionary()
+_marks: weakref.WeakKeyDictionary[PartitionState, SavedRows] = weakref.WeakKeyDictionary()
 _WHOLE = (
     "For a file with full tensors call engine.save_16bit_model, model.save_pretrained or "
     "torch.distributed.checkpoint.state_dict.get_model_state_dict with full_state_dict=True on all ranks, or "
@@ -31,14 +31,14 @@ _WHOLE = (
 class SavedRows:
     """A mark of the shards of one model, which is pickled with them, once per file."""
 
-    def __init__(self, partition: PartitionedModel) -> None:
+    def __init__(self, partition: PartitionState) -> None:
         self._partition = weakref.ref(partition)
 
     def __reduce__(self) -> tuple[Any, ...]:
         partition = self._partition()
         if partition is not None:
             try:
-                with partition.pickling():
+                with partition.operations.pickling():
                     pass
             except RanksDisagreeError as error:
                 who = str(error).partition(". ")[0]
@@ -85,7 +85,7 @@ def save_rows(
                 _pickle_plain(value)
 
 
-def mark_rows(values: Iterable[object], partition: PartitionedModel) -> None:
+def mark_rows(values: Iterable[object], partition: PartitionState) -> None:
     """Mark the shards among some values: the parameters of a model or the state of its optimizer."""
     mark = _marks.setdefault(partition, SavedRows(partition))
     for value in values:

@@ -10,7 +10,6 @@ from torch import Tensor
 from dsgraph.compat.dynamo import keep_static
 from dsgraph.inductor_ext import Ranks, resolve_group
 from dsgraph.partitioning.parameter import ParameterState
-from dsgraph.partitioning.table import held_by
 from dsgraph.utils.errors import PartitionError
 
 from .compression import Compression
@@ -83,8 +82,6 @@ def compress(
 
     made.worker_error.register_post_accumulate_grad_hook(on_arrival)
     entry.compression = made
-    for module, attribute in entry.owners:
-        held_by(module).compressions[attribute] = made.inputs
     return made
 
 
@@ -94,5 +91,3 @@ def stop_compressing(entry: ParameterState) -> None:
         for tensor in entry.compression.kept:
             tensor.requires_grad_(False)
     entry.compression = None
-    for module, attribute in entry.owners:
-        held_by(module).compressions.pop(attribute, None)

@@ -15,8 +15,10 @@ from dsgraph.inductor_ext import chunk_rows, resolve_group
 from dsgraph.offload.chunk_sizes import TrainedRows, state_chunks
 from dsgraph.offload.slots import first_of
 from dsgraph.offload.stored_rows import ParameterFile
+from dsgraph.partitioning.arguments import OffloadArguments
+from dsgraph.partitioning.parameter import ParameterState
 from dsgraph.partitioning.rows import own_part
-from dsgraph.partitioning.table import OffloadArguments, PartitionedModel, ShardedParameter
+from dsgraph.partitioning.state import PartitionState
 from dsgraph.utils.errors import PartitionError
 from dsgraph.utils.files import absolute
 
@@ -95,7 +97,7 @@ def refuse_device(found: str, device: torch.device, offload: OffloadArguments) -
         )
 
 
-def nothing_moved(part: PartitionedModel) -> str:
+def nothing_moved(part: PartitionState) -> str:
     """What `partition(offload=...)` asked to be on the host of a model on the CPU, whose memory that is; or ""."""
     offload, on_cpu = part.arguments.offload, part.mesh.device_type == "cpu"
     named = [what for what in ("parameters", "optimizer") if on_cpu and getattr(offload, what) == "host"]
@@ -104,7 +106,7 @@ def nothing_moved(part: PartitionedModel) -> str:
     return f"offload: {' and '.join(named)} on the host: nothing is moved, the model is on the CPU"
 
 
-def give_places(entries: Sequence[ShardedParameter], part: PartitionedModel) -> None:
+def give_places(entries: Sequence[ParameterState], part: PartitionState) -> None:
     """Reserves places on the disk for the sharded ones among new parameters, where the model's lie there.
 
     Raises:
@@ -128,13 +130,13 @@ def give_places(entries: Sequence[ShardedParameter], part: PartitionedModel) -> 
         entry.stored = file.place(number)
 
 
-def trained_rows(part: PartitionedModel) -> list[TrainedRows]:
+def trained_rows(part: PartitionState) -> list[TrainedRows]:
     """This rank's rows of what is trained, in order."""
     found = (entry for entry in part.parameters if entry.param.requires_grad)
     return [TrainedRows(own_part(entry.param).nbytes, entry.stored is not None, entry.name) for entry in found]
 
 
-def state_share(part: PartitionedModel) -> float:
+def state_share(part: PartitionState) -> float:
     """How much of the optimizer's state lies elsewhere: its ratio, or the least more that whole pieces make it."""
     offload, trained = part.arguments.offload, trained_rows(part)
     if offload.optimizer == "disk":

@@ -21,7 +21,7 @@ from dsgraph.compiler.backend import Backend
 from dsgraph.parallel.planning.gpus import NodeGpu
 from dsgraph.parallel.planning.layout import ModelShape, RankLayout, Training
 from dsgraph.parallel.planning.plan import plan
-from dsgraph.partitioning.state import partition
+from dsgraph.partitioning.partition import partition
 from dsgraph.passes.analysis.states import shard_bytes
 from dsgraph.passes.analysis.step_memory import PairMemory, simulate_step
 from dsgraph.tools.emission.harness import fake_ranks

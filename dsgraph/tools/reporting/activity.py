@@ -11,7 +11,6 @@ from torch import nn
 
 from dsgraph.compiler.frames import Span, is_torchs
 from dsgraph.partitioning.state import PartitionState
-from dsgraph.partitioning.table import held_by
 
 from .compile_log import CompileEntry, CompileLog
 from .reasons import in_words
@@ -170,7 +169,7 @@ def _eager_reads(states: Sequence[PartitionState]) -> dict[str, int]:
     counts: dict[str, int] = {}
     for state in states:
         for entry in state.parameters:
-            count = sum(held_by(module).eager_reads[attribute] for module, attribute in entry.owners)
+            count = entry.eager_reads
             if count:
                 counts[entry.name] = count
     return counts

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import re
 
-# What a guard reads of a module's `HeldParameters`, how it failed, and what the caller did.
+# What a guard reads of a module's `PartitionedModule`, how it failed, and what the caller did.
 _IN_WORDS = (
     (r"\.accumulating == True", "outside dsgraph.accumulate: the last micro-batch, or a step of one"),
     (r"\.accumulating == False", "inside dsgraph.accumulate"),
     (r"\.gradients_stay_local == True", "a step without dsgraph.accumulate, behind one with it"),
     (r"\.gradients_stay_local == False", "inside dsgraph.accumulate, where gradients are added up on each rank"),
-    (r"\.(sums|leaves)\b", "no accumulated gradients: a step without dsgraph.accumulate, behind one with it"),
-    (r"\.gathered_copies\b", "other gathered copies are held: dsgraph.accumulate began or ended"),
+    (r"\.(sum_for_graphs|leaf)\b", "no accumulated gradients: a step without dsgraph.accumulate, behind one with it"),
+    (r"\.gathered_copy\b", "other gathered copies are held: dsgraph.accumulate began or ended"),
 )
 
 

@@ -9,7 +9,8 @@ from typing import Any
 from torch import nn
 
 from dsgraph.compat.compiled import unwrap_compiled
-from dsgraph.partitioning.state import ParameterState, PartitionState, partition_states
+from dsgraph.partitioning.parameter import ParameterState
+from dsgraph.partitioning.state import PartitionState, partition_states
 from dsgraph.partitioning.transforms.offloaded import nothing_moved
 from dsgraph.utils.errors import PartitionError
 

@@ -9,8 +9,7 @@ from torch import nn
 
 from dsgraph.compat.compiled import compiled_modules
 from dsgraph.offload.chunk_sizes import state_chunks, step_buffers
-from dsgraph.partitioning.state import PartitionState
-from dsgraph.partitioning.table import partitioned_parts
+from dsgraph.partitioning.state import PartitionState, partition_states
 from dsgraph.partitioning.transforms.offloaded import trained_rows
 from dsgraph.passes.analysis.step_memory import PairMemory, simulate_step
 
@@ -109,7 +108,7 @@ def predict_memory(model: nn.Module, records: Sequence[CompileEntry]) -> Memory 
 
 def _buffers(model: nn.Module, pairs: Sequence[PairMemory], graph_buffers: int) -> int:
     """Those of a step, which updates what lies on disk where the steps before did: amid the backward, or behind it."""
-    parts = [part for part in partitioned_parts(model) if part.arguments.offload.optimizer == "disk"]
+    parts = [part for part in partition_states(model) if part.arguments.offload.optimizer == "disk"]
     chunks = []
     if parts:
         trained = [rows for part in parts for rows in trained_rows(part)]

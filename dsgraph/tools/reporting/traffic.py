@@ -11,8 +11,9 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from dsgraph.inductor_ext import resolve_group, size_hint
+from dsgraph.partitioning.parameter import ParameterState
 from dsgraph.partitioning.stages import CopyLifetime
-from dsgraph.partitioning.state import ParameterState, PartitionState
+from dsgraph.partitioning.state import PartitionState
 from dsgraph.passes import MeshAxis, PassError
 from dsgraph.passes.analysis.cost import Size, hint, sent_bytes, size_hints
 from dsgraph.passes.ir.collectives import TABLE, collective_group, collective_kind, collectives

@@ -154,7 +154,6 @@ def test_a_copy_has_no_part_in_the_step():
         other = copy.deepcopy(model)
     assert len(model._dsgraph.partition.copied()) == MATRICES
     assert not other._dsgraph.partition.copied()
-    assert not any(module._dsgraph.gathered_copies for module in other.modules() if hasattr(module, "_dsgraph"))
     with torch.no_grad():
         torch.testing.assert_close(other(*_tokens()), compiled(*_tokens()))
 
