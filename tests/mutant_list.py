@@ -796,8 +796,8 @@ ENGINE = (
         killers=("tests/optim/test_one_bit.py::test_equals_the_papers_equations",),
     ),
     Mutant(
-        *("norm-of-the-warm-up-goes-on", "dsgraph/engine/engine.py", "missing step"),
-        *("Engine._prepare_gradients", "self._norm = None", ""),
+        *("norm-of-the-warm-up-goes-on", "dsgraph/engine/optimizer_step.py", "missing step"),
+        *("OptimizerStep._prepare", "state.norm = None", ""),
         killers=("tests/optim/test_one_bit.py::test_behind_the_warm_up_there_is_no_norm_of_gradients",),
     ),
     Mutant(
@@ -833,8 +833,8 @@ ENGINE = (
         killers=("tests/engine/test_engine.py",),
     ),
     Mutant(
-        *("engine-sums-micro-batches", "dsgraph/engine/engine.py", "wrong scale"),
-        *("Engine.backward", "self.gradient_accumulation_steps()", "1"),
+        *("engine-sums-micro-batches", "dsgraph/engine/micro_batches.py", "wrong scale"),
+        *("MicroBatches.backward", "state.resolved.batch.micro_batches", "1"),
         killers=("tests/engine/test_engine.py",),
     ),
     Mutant(
@@ -843,8 +843,8 @@ ENGINE = (
         killers=("tests/engine/test_engine.py",),
     ),
     Mutant(
-        *("schedule-steps-when-skipped", "dsgraph/engine/engine.py", "missing check"),
-        *("Engine._step", "is_finite and self.lr_scheduler", "self.lr_scheduler"),
+        *("schedule-steps-when-skipped", "dsgraph/engine/optimizer_step.py", "missing check"),
+        *("OptimizerStep.run", "is_finite and state.lr_scheduler", "state.lr_scheduler"),
         killers=("tests/engine/test_engine.py",),
     ),
     Mutant(
@@ -879,7 +879,7 @@ ENGINE = (
     ),
     Mutant(
         *("shows-the-last-loss", "dsgraph/engine/monitoring/step_logger.py", "unsummed gradient"),
-        *("Looks.take_loss", "if self._loss is None else self._loss + share", ""),
+        *("StepLogger.take_loss", "if self._loss is None else self._loss + share", ""),
         killers=("tests/engine/monitoring/test_step_logger.py",),
     ),
     Mutant(
@@ -933,8 +933,8 @@ ENGINE = (
         killers=("tests/utils/test_typed_json.py", "tests/engine/test_saving.py"),
     ),
     Mutant(
-        *("resumes-amid-a-step", "dsgraph/engine/saving.py", "missing step"),
-        *("Saving.go_on_from", "self.counts.micro = self.counts.steps * self.resolved.batch.micro_batches", "pass"),
+        *("resumes-amid-a-step", "dsgraph/engine/training_state.py", "missing step"),
+        *("TrainingState.go_on_from", "self.counts.steps * self.resolved.batch.micro_batches", "self.counts.micro"),
         killers=("tests/engine/test_saving.py",),
     ),
     Mutant(

@@ -279,7 +279,6 @@ def test_the_links_stand():
 
 # Files over 300 lines and functions over 50, with the reason; the numbers may shrink, not grow.
 LONG_FILES = {
-    "dsgraph/engine/engine.py": (340, "the public methods of the engine, with their documentation"),
     "dsgraph/inference/engine.py": (330, "the public methods of the engine, with their documentation"),
     "dsgraph/optim/host_optimizer.py": (310, "one optimizer, its state and its checkpoints"),
     "dsgraph/optim/disk_optimizer.py": (320, "one optimizer, its state and its checkpoints"),
@@ -293,10 +292,9 @@ LONG_FILES = {
     "passes/memory/forward_values.py": (320, "one analysis"),
 }
 LONG_FUNCTIONS = {
-    ("dsgraph/engine/initialize.py", "initialize"): (90, "public: documentation of its arguments"),
+    ("dsgraph/engine/initialize.py", "initialize"): (76, "public: documentation of its arguments"),
     ("dsgraph/checkpoint/save.py", "save"): (52, "documentation of its arguments"),
     ("dsgraph/engine/optimizers/offloading.py", "planned"): (62, "documentation of its arguments"),
-    ("dsgraph/engine/parallel_engine.py", "divided_engine"): (54, "documentation of its arguments"),
     ("dsgraph/inference/init_inference.py", "init_inference"): (54, "public: documentation of its arguments"),
     ("dsgraph/inference/quantization/quantize.py", "quantize"): (52, "public: documentation of its arguments"),
     ("dsgraph/optim/plan_offload.py", "plan_offload"): (68, "documentation of its arguments"),

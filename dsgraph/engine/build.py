@@ -1,4 +1,10 @@
-"""The steps of `initialize`: ranks, configuration, optimizer, model, engine."""
+"""The five steps of `initialize`. Each takes what the step before has returned.
+
+    Arguments -> resolve_ranks -> Ranks -> resolve_config -> Resolved -> build_model -> BuiltModel
+              -> build_optimizer -> BuiltOptimizer -> build_engine -> Engine
+
+Whatever is refused because of the configuration is refused before `build_model`, which changes the model.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +22,9 @@ from torch.utils.data import Dataset
 
 from dsgraph.compat.dynamo import isolated
 from dsgraph.optim.full_matrix import whole_where_needed
+from dsgraph.optim.hooks import Groups
 from dsgraph.optim.registry import MakesOptimizer
+from dsgraph.parallel.pipeline.pipelined import PipelinedModel
 from dsgraph.partitioning.partition import partition
 from dsgraph.partitioning.state import partition_states
 from dsgraph.ranks.first_rank import tell
@@ -31,19 +39,23 @@ from .config.read_config import ResolvedConfig, load_config, read_config
 from .data import RankLoader
 from .engine import Engine
 from .integrations.mpu import ModelParallel, data_parallel_mesh
-from .makers import Makers
+from .makers import Makers, resolve_makers
+from .micro_batches import MicroBatches
 from .monitoring.log import overruled, say
-from .monitoring.step_logger import Looks
+from .monitoring.step_logger import StepLogger
 from .on_meta import check_weights, give_values, is_on_meta
 from .optimizers.binding import Binding, rebound
 from .optimizers.offloading import offload_notes, offloaded, planned
 from .optimizers.section import check_float32
 from .optimizers.step_moment import beside_notes
-from .parallel_engine import check_divided, data_rank, divided_engine
-from .pipeline_engine import PipelineEngine
+from .parallel_model import check_divided, data_rank, parallel_model
+from .pipeline_checkpoints import PipelineCheckpoints
+from .pipeline_schedule import PipelineSchedule
 from .rank_setup import device_of_rank, join_ranks, place_in
+from .saving import PartitionedCheckpoints
 from .techniques.layer_drop import ProgressiveLayerDrop
 from .techniques.quantize_training import QuantizedTraining
+from .training_state import TrainingState
 
 
 @dataclass(frozen=True)
@@ -68,12 +80,14 @@ class Ranks:
     """The ranks of an engine.
 
     Attributes:
+        given: The arguments of `initialize`.
         device: The device of this rank.
         mesh: The ranks over which the model is partitioned.
         shared: The ranks that share a model which its own code has sliced; None without `mpu`.
         is_parallel: True with the section `parallel`: several ranks hold one copy of the model.
     """
 
+    given: Arguments
     device: torch.device
     mesh: DeviceMesh
     shared: ModelParallel | None
@@ -85,18 +99,18 @@ class Resolved:
     """The configuration for these ranks.
 
     Attributes:
+        ranks: The ranks.
         config: The configuration, completed.
-        data_ranks: Number of ranks with different data.
-        data_rank: The number of this rank among them.
-        plan: What was planned for the offload, in lines.
         options: The options of the backend.
+        makers: How the optimizer and the scheduler are made.
+        loader: The loader of this rank's micro-batches; None without training data.
     """
 
+    ranks: Ranks
     config: ResolvedConfig
-    data_ranks: int
-    data_rank: int
-    plan: list[str]
     options: dict[str, Any]
+    makers: Makers
+    loader: RankLoader | None
 
     @property
     def settings(self) -> EngineConfig:
@@ -106,19 +120,38 @@ class Resolved:
 
 @dataclass(frozen=True)
 class BuiltModel:
-    """A partitioned model, with what runs it.
+    """A partitioned or parallel model, with what its training needs.
 
     Attributes:
-        binding: The parameters that the optimizer updates.
+        resolved: The configuration.
+        module: The partitioned model; with the section `parallel` this rank's part.
+        groups: The parameters that the optimizer updates, as `torch.optim` takes them.
         logger: Observes each step.
         layer_drop: Leaves out blocks in training; None if the configuration does not ask for it.
         quantized: Quantizes weights in training; None if the configuration does not ask for it.
     """
 
-    binding: Binding
-    logger: Looks
-    layer_drop: ProgressiveLayerDrop | None
-    quantized: QuantizedTraining | None
+    resolved: Resolved
+    module: nn.Module | PipelinedModel
+    groups: Groups
+    logger: StepLogger
+    layer_drop: ProgressiveLayerDrop | None = None
+    quantized: QuantizedTraining | None = None
+
+
+@dataclass(frozen=True)
+class BuiltOptimizer:
+    """A model and its optimizer.
+
+    Attributes:
+        built: The model.
+        optimizer: The optimizer of its shards.
+        schedule: Steps after the optimizer; None without a schedule.
+    """
+
+    built: BuiltModel
+    optimizer: Optimizer
+    schedule: Any
 
 
 def resolve_ranks(given: Arguments) -> Ranks:
@@ -138,75 +171,55 @@ def resolve_ranks(given: Arguments) -> Ranks:
         if is_parallel or mesh is not None:
             raise ConfigError("initialize: `mpu=` already defines the process groups: remove mesh= and `parallel`")
         mesh, shared = data_parallel_mesh(given.mpu, device.type), ModelParallel.of(given.mpu, given.model)
-    return Ranks(device, resolve_mesh(mesh, given.model), shared, is_parallel)
+    return Ranks(given, device, resolve_mesh(mesh, given.model), shared, is_parallel)
 
 
-def resolve_config(given: Arguments, ranks: Ranks) -> Resolved:
-    """Read and complete the configuration.
+def resolve_config(ranks: Ranks) -> Resolved:
+    """Read and complete the configuration, and print what it comes to on the first rank.
 
     Raises:
         ConfigError: The configuration or an argument is not supported; the message names it.
     """
-    size = None if ranks.is_parallel else ranks.mesh.size()
+    given, is_parallel = ranks.given, ranks.is_parallel
+    size = None if is_parallel else ranks.mesh.size()
     config = read_config(given.source, ranks=size, device=ranks.device.type, sections=take_switches())
-    count, number = ranks.mesh.size(), place_in(ranks.mesh)
-    if ranks.is_parallel:
+    data_ranks, rank = ranks.mesh.size(), place_in(ranks.mesh)
+    if is_parallel:
         check_divided(config.config, given.optimizer, given.model_parameters, given.mesh)
-        count, number = config.config.parallel.dp, data_rank(config.config)
+        data_ranks, rank = config.config.parallel.dp, data_rank(config.config)
     elif given.example is not None:
         raise ConfigError("initialize: example= has an effect only with the section `parallel`: remove it")
-    settings, plan = planned(config.config, given.model, ranks.device, ranks=count)
-    notes = dict.fromkeys([*config.notes, *check_keys(settings, ranks.device.type)])
-    return Resolved(
-        replace(config, config=settings, notes=tuple(notes)), count, number, plan, backend_options(settings)
-    )
-
-
-def build_loader(given: Arguments, resolved: Resolved) -> RankLoader | None:
-    """Return the loader of this rank's micro-batches; None without training data."""
-    if given.training_data is None:
-        return None
-    return RankLoader(
-        given.training_data,
-        micro=resolved.config.batch.micro,
-        ranks=resolved.data_ranks,
-        rank=resolved.data_rank,
-        collate_fn=given.collate_fn,
-        drop_last=resolved.settings.dataloader_drop_last,
-        num_workers=resolved.settings.dsgraph.num_workers,
-    )
-
-
-def print_notes(given: Arguments, ranks: Ranks, resolved: Resolved, makers: Makers) -> None:
-    """Print what the configuration comes to, and keys without effect, on the first rank."""
-    settings = resolved.settings
+    settings, plan = planned(config.config, given.model, ranks.device, ranks=data_ranks)
+    lines = dict.fromkeys([*config.notes, *check_keys(settings, ranks.device.type)])
+    config, options = replace(config, config=settings, notes=tuple(lines)), backend_options(settings)
+    makers = resolve_makers(given.optimizer, given.lr_scheduler, settings, given.model, is_parallel=is_parallel)
+    loader = None
+    if given.training_data is not None:
+        loader = RankLoader(
+            given.training_data,
+            micro=config.batch.micro,
+            ranks=data_ranks,
+            rank=rank,
+            collate_fn=given.collate_fn,
+            drop_last=settings.dataloader_drop_last,
+            num_workers=settings.dsgraph.num_workers,
+        )
     notes = [*overruled(given.optimizer, given.lr_scheduler, settings), *offload_notes(settings, ranks.device)]
-    say(resolved.config, [*notes, *beside_notes(settings), *resolved.plan, *makers.notes])
+    say(config, [*notes, *beside_notes(settings), *plan, *makers.notes])
+    return Resolved(ranks, config, options, makers, loader)
 
 
-def build_parallel_engine(
-    given: Arguments, resolved: Resolved, makers: Makers, loader: RankLoader | None
-) -> PipelineEngine:
-    """Build the engine of a model that several ranks hold together, as the section `parallel` says."""
-    return divided_engine(
-        given.model,
-        resolved.config,
-        make=makers.optimizer,
-        make_schedule=makers.schedule,
-        options=resolved.options,
-        loader=loader,
-        example=given.example,
-    )
-
-
-def build_model(given: Arguments, ranks: Ranks, resolved: Resolved, makers: Makers) -> BuiltModel:
+def build_model(resolved: Resolved) -> BuiltModel:
     """Partition the model, in place, and prepare the training techniques of the configuration.
 
     Raises:
         ConfigError: The configuration does not fit the model; the model is unchanged.
         PartitionError: See `partition`.
     """
-    model, settings = given.model, resolved.settings
+    ranks, given, settings = resolved.ranks, resolved.ranks.given, resolved.settings
+    model = given.model
+    if ranks.is_parallel:
+        return _build_parallel_model(resolved)
     binding = Binding(model, given.model_parameters)
     if given.optimizer is None:
         check_float32(settings, binding.named(model))
@@ -217,51 +230,66 @@ def build_model(given: Arguments, ranks: Ranks, resolved: Resolved, makers: Make
     if settings.quantize_training.enabled:
         quantized = QuantizedTraining(settings, model)
         tell(quantized.note())
-    logger = Looks(resolved.config, ranks.device)
-    with rebound(makers.given, model):
+    logger = StepLogger(resolved.config, ranks.device)
+    with rebound(resolved.makers.given, model):
         partition(model, ranks.mesh, **partition_options(settings))
         give_values(model, ranks.device, given.weights)
     if quantized is not None:
         quantized.take_over(partition_states(model)[0])
-    return BuiltModel(binding, logger, layer_drop, quantized)
+    return BuiltModel(resolved, model, binding.groups(model), logger, layer_drop, quantized)
 
 
-def build_optimizer(given: Arguments, resolved: Resolved, makers: Makers, built: BuiltModel) -> Optimizer:
-    """Make the optimizer of the shards, wrapped if it needs full matrices or is offloaded."""
-    made = makers.given or makers.optimizer(built.binding.groups(given.model))
-    return offloaded(whole_where_needed(made), resolved.settings)
+def _build_parallel_model(resolved: Resolved) -> BuiltModel:
+    given = resolved.ranks.given
+    logger = StepLogger(resolved.config, resolved.ranks.device)
+    parts = parallel_model(
+        given.model, resolved.config, options=resolved.options, loader=resolved.loader, example=given.example
+    )
+    return BuiltModel(
+        resolved, parts, [{"params": [param for param in parts.parameters() if param.requires_grad]}], logger
+    )
 
 
-def build_engine(
-    given: Arguments,
-    ranks: Ranks,
-    resolved: Resolved,
-    built: BuiltModel,
-    *,
-    optimizer: Optimizer,
-    schedule: Any,
-    loader: RankLoader | None,
-) -> Engine:
+def build_optimizer(built: BuiltModel) -> BuiltOptimizer:
+    """Make the optimizer, wrapped if it needs full matrices or is offloaded, and its scheduler."""
+    makers = built.resolved.makers
+    made = makers.given or makers.optimizer(built.groups)
+    optimizer = offloaded(whole_where_needed(made), built.resolved.settings)
+    return BuiltOptimizer(built, optimizer, makers.schedule(optimizer))
+
+
+def build_engine(made: BuiltOptimizer) -> Engine:
     """Compile the model, and put the engine around it."""
-    settings = resolved.settings
+    built, resolved = made.built, made.built.resolved
+    state = TrainingState(
+        module=built.module,
+        optimizer=made.optimizer,
+        resolved=resolved.config,
+        lr_scheduler=made.schedule,
+        loader=resolved.loader,
+        layer_drop=built.layer_drop,
+        quantized=built.quantized,
+        shared=resolved.ranks.shared,
+    )
+    if isinstance(built.module, PipelinedModel):
+        strategy = PipelineSchedule(built.module, state, built.logger)
+        return Engine(state, strategy, built.logger, PipelineCheckpoints(built.module, state))
+    state.loss_groups = tuple(axis.group for axis in state.partition.axes)
+    dtype = resolved.settings.compute_dtype
+    batches = MicroBatches(_compiled(built, built.module), state, built.logger, dtype=dtype)
+    return Engine(state, batches, built.logger, PartitionedCheckpoints(state))
+
+
+def _compiled(built: BuiltModel, model: nn.Module) -> Callable[..., Any]:
+    """Return what runs the model: compiled as one, compiled in blocks, or itself."""
     compiles = partial(
         torch.compile,
         backend=built.logger.graphs or "dsgraph",
-        options=resolved.options,
+        options=built.resolved.options,
         **isolated(),
     )
-    runs: Any = given.model
+    is_compiled = built.resolved.settings.dsgraph.compile
     if built.layer_drop is not None:
-        built.layer_drop.take_over(compiles if settings.dsgraph.compile else None)
-    elif settings.dsgraph.compile:
-        runs = compiles(given.model)
-    return Engine(
-        *(given.model, runs, resolved.config, built.logger),
-        optimizer=optimizer,
-        lr_scheduler=schedule,
-        dtype=settings.compute_dtype,
-        loader=loader,
-        shared=ranks.shared,
-        layer_drop=built.layer_drop,
-        quantized_training=built.quantized,
-    )
+        built.layer_drop.take_over(compiles if is_compiled else None)
+        return model
+    return compiles(model) if is_compiled else model

@@ -15,19 +15,9 @@ from torch.utils.data import Dataset
 from dsgraph.optim.registry import MakesOptimizer
 from dsgraph.utils.errors import ConfigError
 
-from .build import (
-    Arguments,
-    build_engine,
-    build_loader,
-    build_model,
-    build_optimizer,
-    build_parallel_engine,
-    print_notes,
-    resolve_config,
-    resolve_ranks,
-)
+from .build import Arguments, build_engine, build_model, build_optimizer, resolve_config, resolve_ranks
 from .data import RankLoader
-from .makers import resolve_makers
+from .engine import Engine
 from .optimizers.binding import parameters_in
 
 
@@ -45,8 +35,8 @@ def initialize(
     mesh: DeviceMesh | None = None,
     example: Any = None,
     weights: str | PathLike[str] | None = None,
-) -> tuple[Any, Optimizer, RankLoader | None, Any]:
-    """Partitions and compiles a model, and puts everything around it that a training step needs.
+) -> tuple[Engine, Optimizer, RankLoader | None, Any]:
+    """Partition and compile a model, and put everything around it that a training step needs.
 
     A script for `deepspeed.initialize` runs with it: the configuration is DeepSpeed's, see docs/config.md.
 
@@ -70,8 +60,7 @@ def initialize(
             `dsgraph.materialize`; None: modules initialise themselves.
 
     Returns:
-        The engine (`Engine`, or `PipelineEngine` with the section `parallel`), the optimizer, the loader (None without
-        `training_data`) and the scheduler (None without one).
+        The engine, the optimizer, the loader (None without `training_data`) and the scheduler (None without one).
 
     Raises:
         ConfigError: The configuration or an argument cannot be taken; the model is as it was.
@@ -92,19 +81,9 @@ def initialize(
         example=example,
         weights=weights,
     )
-    ranks = resolve_ranks(given)
-    resolved = resolve_config(given, ranks)
-    makers = resolve_makers(optimizer, lr_scheduler, resolved.settings, model, is_parallel=ranks.is_parallel)
-    loader = build_loader(given, resolved)
-    print_notes(given, ranks, resolved, makers)
-    if ranks.is_parallel:
-        parallel = build_parallel_engine(given, resolved, makers, loader)
-        return parallel, parallel.optimizer, loader, parallel.lr_scheduler
-    built = build_model(given, ranks, resolved, makers)
-    made = build_optimizer(given, resolved, makers, built)
-    schedule = makers.schedule(made)
-    engine = build_engine(given, ranks, resolved, built, optimizer=made, schedule=schedule, loader=loader)
-    return engine, made, loader, schedule
+    resolved = resolve_config(resolve_ranks(given))
+    engine = build_engine(build_optimizer(build_model(resolved)))
+    return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
 
 
 def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch import Tensor
 
-from dsgraph.checkpoint.step_counts import StepCounts
 from dsgraph.engine.config.read_config import ResolvedConfig
-from dsgraph.engine.loss_scale import LossScale
+from dsgraph.engine.training_state import TrainingState
 from dsgraph.inductor_ext import Ranks, sum_over
-from dsgraph.partitioning.state import PartitionState, partition_states
 
 from .collective_times import CollectiveTimes
 from .flop_counter import CountedGraphs
@@ -28,27 +26,8 @@ from .step_times import Stopwatch
 _SCALARS = "Train/Samples/"
 
 
-class Training(Protocol):
-    """What is looked at: an engine.
-
-    Attributes:
-        module: The partitioned model.
-        optimizer: The optimizer of its shards.
-        loss_scale: What the loss is multiplied by.
-        counts: How far training is.
-    """
-
-    module: nn.Module
-    optimizer: Optimizer
-    loss_scale: LossScale
-    counts: StepCounts
-
-    def get_lr(self) -> list[float]:
-        """The learning rate of each group."""
-
-
-class Looks:
-    """Sees each step of an engine.
+class StepLogger:
+    """Observes each step of an engine.
 
     The loss that is shown is the mean over all ranks, for which one number travels; it is read, which waits for the
     device, in steps of which something is shown.
@@ -60,7 +39,7 @@ class Looks:
     """
 
     def __init__(self, resolved: ResolvedConfig, device: torch.device) -> None:
-        """Makes what the configuration asks for, files included, before anything is partitioned.
+        """Make what the configuration asks for, files included, before anything is partitioned.
 
         Raises:
             ConfigError: A file cannot be written, or TensorBoard is not installed.
@@ -89,23 +68,25 @@ class Looks:
     def _watches(self) -> bool:
         return self._writes or bool(self._resolved.config.steps_per_print)
 
-    def forward(self, engine: Training, args: tuple[Any, ...], kwargs: dict[str, Any]) -> AbstractContextManager[None]:
-        """Around the forward of a micro-batch in training."""
-        if self._watches:
-            self._tokens += tokens_in(args, kwargs) * self._ranks
-        if self.profiler is not None and self.profiler.is_due(engine.counts, self._resolved.batch.micro_batches):
-            self.profiler.measure(engine.module, args, kwargs)
-        if self._resolved.config.wall_clock_breakdown and self._is_due(engine.counts.steps + 1):
+    def forward(
+        self, state: TrainingState, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> AbstractContextManager[None]:
+        """Return a context for the forward of a micro-batch in training."""
+        self.count_tokens(args, kwargs)
+        if self.profiler is not None and self.profiler.is_due(state.counts, self._resolved.batch.micro_batches):
+            self.profiler.measure(state.module, args, kwargs)
+        if self._resolved.config.wall_clock_breakdown and self._is_due(state.counts.steps + 1):
             self._collectives.begin()
         return self.stopwatch.part("forward")
 
-    @property
-    def _ranks(self) -> int:
-        batch = self._resolved.batch
-        return batch.step // (batch.micro * batch.micro_batches)
+    def count_tokens(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Count the tokens in a batch of this rank, for all ranks with batches of their own."""
+        if self._watches:
+            batch = self._resolved.batch
+            self._tokens += tokens_in(args, kwargs) * (batch.step // (batch.micro * batch.micro_batches))
 
     def take_loss(self, share: Tensor) -> None:
-        """Hears of the loss of a micro-batch, divided by their number."""
+        """Add the loss of a micro-batch, divided by their number, to that of the step."""
         if self._watches:
             share = share.detach().float()
             self._loss = share if self._loss is None else self._loss + share
@@ -114,23 +95,23 @@ class Looks:
         every = self._resolved.config.steps_per_print
         return every is not None and steps % every == 0
 
-    def weigh(self, engine: Training) -> None:
-        """Looks at the memory while gradients are there."""
-        if self._resolved.config.memory_breakdown and self._is_due(engine.counts.steps + 1):
-            self._memory = memory_use(_partition(engine), engine.optimizer)
+    def measure_memory(self, state: TrainingState) -> None:
+        """Measure memory while gradients are there."""
+        if self._resolved.config.memory_breakdown and self._is_due(state.counts.steps + 1):
+            self._memory = memory_use(state.partition, state.optimizer)
 
-    def after_step(self, engine: Training, norm: float | None) -> None:
-        """A step is over: prints and writes what there is to say. All ranks call it together."""
-        steps = engine.counts.steps
+    def after_step(self, state: TrainingState) -> None:
+        """Print and write what there is to log of a step. All ranks call it together."""
+        steps = state.counts.steps
         self._steps += 1
         self.stopwatch.step_is_over()
         if self.profiler is not None:
-            self.profiler.step_is_over(engine.module, _partition(engine), self._resolved.batch.micro_batches)
+            self.profiler.step_is_over(state.module, state.partition, self._resolved.batch.micro_batches)
         is_due = self._is_due(steps)
         loss, self._loss = self._loss, None
         if not is_due and not self._writes:
             return
-        value = self._over_ranks(loss, _partition(engine))
+        value = self._over_ranks(loss, state.loss_groups)
         times = self.stopwatch.finish_window() if is_due else {}
         if times:
             self._under_way = self._collectives.end()
@@ -138,44 +119,44 @@ class Looks:
         if not self._is_first:
             return
         if self._writes:
-            self._write(engine, value, norm, times)
+            self._write(state, value, times)
         if is_due:
-            print(self._lines(engine, value, times), flush=True)
+            print(self._lines(state, value, times), flush=True)
 
     def timings(self) -> dict[str, float]:
         """See `Engine.timings`."""
         return self.stopwatch.means() | self._under_way
 
-    def _over_ranks(self, loss: Tensor | None, partition: PartitionState) -> float:
-        """The mean of the ranks' losses; NaN where `backward` has heard of none on any of them."""
+    def _over_ranks(self, loss: Tensor | None, names: Sequence[str]) -> float:
+        """Return the mean of the ranks' losses; NaN if none of them has run a backward."""
         if loss is None:
             loss = torch.full((), math.nan, device=self._device)
-        groups = [Ranks.of(axis.group) for axis in partition.axes]
+        groups = [Ranks.of(name) for name in names]
         return float(sum_over(loss.detach(), groups)) / math.prod(group.size for group in groups)
 
     def _work(self) -> Work:
         flops = self.graphs.total() if self.graphs is not None and self.graphs.graphs else None
         return Work(self._steps * self._resolved.batch.step, self._tokens, flops)
 
-    def _write(self, engine: Training, loss: float, norm: float | None, times: dict[str, float]) -> None:
-        scalars = {"train_loss": loss, "lr": engine.get_lr()[0]}
+    def _write(self, state: TrainingState, loss: float, times: dict[str, float]) -> None:
+        scalars = {"train_loss": loss, "lr": state.get_lr()[0]}
         if self._resolved.config.fp16.enabled:
-            scalars["loss_scale"] = engine.loss_scale.scale
-        if norm is not None:
-            scalars["grad_norm"] = norm
+            scalars["loss_scale"] = state.loss_scale.scale
+        if state.norm is not None:
+            scalars["grad_norm"] = state.norm
         scalars |= self._step_speed.look(self._work())
         scalars |= {f"elapsed_time_ms_{name}": value for name, value in times.items()}
         named = {f"{_SCALARS}{name}": value for name, value in scalars.items()}
-        samples = engine.counts.steps * self._resolved.batch.step
+        samples = state.counts.steps * self._resolved.batch.step
         for monitor in self._monitors:
-            monitor.write(named, step=engine.counts.steps, samples=samples)
+            monitor.write(named, step=state.counts.steps, samples=samples)
 
-    def _lines(self, engine: Training, loss: float, times: dict[str, float]) -> str:
-        config, counts = self._resolved.config, engine.counts
+    def _lines(self, state: TrainingState, loss: float, times: dict[str, float]) -> str:
+        config, counts = self._resolved.config, state.counts
         skipped = f", {counts.skipped} skipped" if counts.skipped else ""
-        parts = [f"loss {loss:.4g}", f"lr {', '.join(f'{rate:.4g}' for rate in engine.get_lr())}"]
+        parts = [f"loss {loss:.4g}", f"lr {', '.join(f'{rate:.4g}' for rate in state.get_lr())}"]
         if config.fp16.enabled:
-            parts.append(f"loss scale {engine.loss_scale.scale:g}")
+            parts.append(f"loss scale {state.loss_scale.scale:g}")
         units = {"samples_per_s": "samples/s", "tokens_per_s": "tokens/s", "tflops": "TFLOPS a rank"}
         speed = self._line_speed.look(self._work())
         parts += [f"{value:.4g} {units[name]}" for name, value in speed.items()]
@@ -194,8 +175,3 @@ class Looks:
         self._monitors = []
         self._writes = False
         self._collectives.end()
-
-
-def _partition(engine: Training) -> PartitionState:
-    (part,) = partition_states(engine.module)
-    return part

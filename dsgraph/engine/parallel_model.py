@@ -1,8 +1,8 @@
-"""`initialize` with the section `parallel`: a model becomes a `PipelineEngine`."""
+"""`initialize` with the section `parallel`: a model becomes this rank's stages and slices."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch.distributed as dist
@@ -10,36 +10,34 @@ from torch import nn
 from torch.optim import Optimizer
 
 from dsgraph.parallel.parallelize import parallelize
+from dsgraph.parallel.pipeline.pipelined import PipelinedModel
 from dsgraph.parallel.pipeline.schedule_order import ZERO_BUBBLE
+from dsgraph.ranks.first_rank import tell
 from dsgraph.utils.errors import ConfigError
 
 from .config.engine_config import EngineConfig
 from .config.read_config import ResolvedConfig
 from .data import RankLoader
-from .pipeline_engine import PipelineEngine, as_arguments
+from .pipeline_schedule import as_arguments
 
 _BY_LAYER = ("lamb", "muon")
 
 
-def divided_engine(
+def parallel_model(
     model: nn.Module,
     resolved: ResolvedConfig,
     *,
-    make: Callable[[list[Any]], Optimizer],
-    make_schedule: Callable[[Optimizer], Any],
     options: Mapping[str, Any],
     loader: RankLoader | None,
     example: Any,
-) -> PipelineEngine:
-    """Divides a model as the section `parallel` says, and puts an engine around this rank's part.
+) -> PipelinedModel:
+    """Split a model as the section `parallel` says, and return this rank's part.
 
     Args:
         model: Unmodified.
         resolved: The configuration.
-        make: Makes the optimizer, of groups of parameters.
-        make_schedule: Makes the scheduler, of the optimizer.
-        options: Of the backend, which compiles the stages.
-        loader: Of the training data.
+        options: Options of the backend, which compiles the stages.
+        loader: Loader of the training data.
         example: One micro-batch; None: the first samples of the loader's dataset.
 
     Raises:
@@ -56,9 +54,9 @@ def divided_engine(
         example = loader.collate_fn([loader.dataset[at % len(loader.dataset)] for at in range(resolved.batch.micro)])  # type: ignore[arg-type]
     args, kwargs = as_arguments(example)
     compiles = config.dsgraph.compile and layout.schedule not in ZERO_BUBBLE
-    if config.dsgraph.compile and not compiles and dist.get_rank() == 0:
-        print(f"dsgraph: stages run uncompiled: {layout.schedule} splits their backward in two", flush=True)
-    parts = parallelize(
+    if config.dsgraph.compile and not compiles:
+        tell(f"stages run uncompiled: {layout.schedule} splits their backward in two")
+    return parallelize(
         model,
         args,
         example_kwargs=kwargs,
@@ -72,8 +70,6 @@ def divided_engine(
         keep_whole_below=config.zero_optimization.param_persistence_threshold,
         options=dict(options) if compiles else None,
     )
-    optimizer = make([{"params": [param for param in parts.parameters() if param.requires_grad]}])
-    return PipelineEngine(parts, resolved, optimizer=optimizer, lr_scheduler=make_schedule(optimizer), loader=loader)
 
 
 def data_rank(config: EngineConfig) -> int:

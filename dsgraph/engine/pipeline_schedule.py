@@ -1,0 +1,88 @@
+"""The steps of a model that several ranks hold together: the schedule of a pipeline runs all micro-batches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from dsgraph.compat.tensors import flatten_tree, unflatten_tree
+from dsgraph.parallel.pipeline.pipelined import PipelinedModel
+from dsgraph.utils.errors import EngineError
+
+from .data import next_of_step
+from .monitoring.step_logger import StepLogger
+from .optimizer_step import OptimizerStep
+from .training_state import TrainingState
+
+
+class PipelineSchedule:
+    """Runs whole steps of this rank's stages, and the optimizer after each."""
+
+    def __init__(self, module: PipelinedModel, state: TrainingState, logger: StepLogger) -> None:
+        self._module, self._state, self._logger = module, state, logger
+        self._update = OptimizerStep(state, logger)
+
+    def train_batch(self, data: Iterator[Any]) -> Tensor:
+        """Run all micro-batches of a step. Return the mean of their losses over all ranks."""
+        state, count = self._state, self._state.resolved.batch.micro_batches
+        args, kwargs = as_arguments(_joined([next_of_step(data, number, count) for number in range(count)]))
+        self._logger.count_tokens(args, kwargs)
+        loss = self._module.step(*args, **kwargs)
+        self._logger.take_loss(loss)
+        self._update.run(self._module.local_gradients)
+        state.counts.micro += count
+        self._logger.after_step(state)
+        return loss
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Raise an error: no rank has the whole model."""
+        _refuse("engine(...)")
+
+    def backward(self, loss: Tensor, *, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
+        """Raise an error: the schedule runs forward and backward of all micro-batches."""
+        _refuse("engine.backward")
+
+    def end_micro_batch(self) -> None:
+        """Raise an error, as `backward`."""
+        _refuse("engine.step")
+
+    def without_reduction(self) -> AbstractContextManager[None]:
+        """Raise an error, as `backward`."""
+        _refuse("engine.no_sync")
+
+    def evaluate(self, batch: Any) -> Any:
+        """Raise an error: a schedule computes losses and gradients alone."""
+        _refuse("engine.eval_batch")
+
+    def discard(self, *, set_to_none: bool = True) -> None:
+        """Drop all gradients."""
+        self._state.optimizer.zero_grad(set_to_none)
+
+    def close(self) -> None:
+        """Keep the stages: they belong to the model."""
+
+
+def _refuse(call: str) -> NoReturn:
+    raise EngineError(
+        f"{call} is not supported with the section parallel, whose schedule runs all micro-batches of a step: call "
+        "engine.train_batch(data)"
+    )
+
+
+def as_arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return a model's arguments in a micro-batch: a dict of keywords, a tuple of arguments, or the one argument."""
+    if isinstance(batch, Mapping):
+        return (), dict(batch)
+    return (tuple(batch) if isinstance(batch, (tuple, list)) else (batch,)), {}
+
+
+def _joined(batches: Sequence[Any]) -> Any:
+    """Return micro-batches as one batch: tensors are concatenated; anything else is that of the first one."""
+    leaves, spec = zip(*map(flatten_tree, batches), strict=True)
+    together = zip(*leaves, strict=True)
+    joined = [torch.cat(same) if isinstance(same[0], Tensor) and same[0].ndim else same[0] for same in together]
+    return unflatten_tree(joined, spec[0])
