@@ -34,8 +34,9 @@ from torch.fx import GraphModule
 from benchmarks.kernel_rows import measure_kernels
 from benchmarks.memory import AllocationCounter, build_counter
 from benchmarks.report import MB, Check, Report, Row, add_arguments, table
-from dsgraph.passes import PassContext, Phase, Pipeline, Runner, SubstituteKernels
+from dsgraph.passes import PassContext, Phase, Pipeline, Runner
 from dsgraph.passes.kernels.registry import KERNELS
+from dsgraph.passes.kernels.substitute_kernels import SubstituteKernels
 from examples.gpt import GPT, GPTConfig
 
 LAYERS = 2

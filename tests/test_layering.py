@@ -7,12 +7,14 @@ import re
 from collections import Counter
 from collections.abc import Iterator
 from functools import cache
+from importlib import import_module
 from pathlib import Path
 
 import networkx as nx
 import pytest
 
-from dsgraph.passes import FunctionPass, GraphPass
+from dsgraph.compiler.pipeline import built_in_passes
+from dsgraph.passes import GraphPass, Phase
 
 ROOT = Path(__file__).resolve().parent.parent
 # The folders of each floor, lowest first; those of one row know nothing of each other. A file that stands in no folder
@@ -144,22 +146,9 @@ def test_imports_point_down(floor):
 def test_no_circles_of_files():
     graph = nx.DiGraph()
     for name, path in _modules().items():
-        if not _is_face(path):
-            graph.add_edges_from((name, other) for other in _imported_modules(path))
+        graph.add_edges_from((name, other) for other in _imported_modules(path))
     circles = [sorted(part) for part in nx.strongly_connected_components(graph) if len(part) > 1]
     assert not circles, f"files that import each other: {circles}"
-
-
-def _is_face(path: Path) -> bool:
-    """True for an `__init__.py` that defines nothing: it imports its parts, which do not import it."""
-    if path.name != "__init__.py":
-        return False
-    defined = [
-        node
-        for node in ast.parse(path.read_text()).body
-        if not isinstance(node, (ast.Import, ast.ImportFrom, ast.Expr))
-    ]
-    return all(isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__" for node in defined)
 
 
 def test_no_function_hides_a_module():
@@ -181,17 +170,25 @@ def test_bare_names_are_not_imported(floor):
 
 
 def _defines_passes(path: Path) -> list[str]:
-    """The names of the passes of the default kind that a file defines."""
-    import dsgraph.passes
-
-    known = {name for name in dsgraph.passes.__all__ if _is_pass(getattr(dsgraph.passes, name))}
+    """The names of the built-in passes that a file defines."""
+    known = {kind.__name__ for kind in built_in_passes()}
     return [
         node.name for node in ast.parse(path.read_text()).body if isinstance(node, ast.ClassDef) and node.name in known
     ]
 
 
-def _is_pass(value: object) -> bool:
-    return isinstance(value, type) and issubclass(value, GraphPass) and value not in (GraphPass, FunctionPass)
+def test_every_pass_is_in_the_list_of_passes():
+    for name in _modules():
+        if name.startswith("dsgraph.passes."):
+            import_module(name)
+    kinds = [kind for kind in _subclasses(GraphPass) if kind.__module__.startswith("dsgraph.passes.")]
+    passes = {kind for kind in kinds if isinstance(getattr(kind, "phase", None), Phase)}
+    assert passes == set(built_in_passes())
+
+
+def _subclasses(kind: type) -> Iterator[type]:
+    for each in kind.__subclasses__():
+        yield from (each, *_subclasses(each))
 
 
 def test_passes_do_not_import_one_another():

@@ -14,7 +14,6 @@ from dsgraph.compat import inductor
 from dsgraph.compat.inductor import autograd_cache_hits, compile_with_aot, compile_with_inductor, uses_cudagraphs
 from dsgraph.inductor_ext import register_lowerings
 from dsgraph.passes import (
-    AwaitCopies,
     CaptureFacts,
     InferenceLowering,
     Partitioner,
@@ -30,6 +29,7 @@ from dsgraph.passes.kernels.registry import register_kernels
 from dsgraph.passes.memory.fit import Agree, alone
 from dsgraph.passes.regions.captured import Captured
 from dsgraph.passes.runner.partitioner import is_body, source_hash
+from dsgraph.passes.zero.await_copies import AwaitCopies
 from dsgraph.utils.errors import OptionError
 
 from .capture import normalize_markers

@@ -5,39 +5,28 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields, replace
 
-from dsgraph.passes import (
-    KERNELS,
-    AwaitCopies,
-    BucketBackwardGathers,
-    BucketForwardGathers,
-    BucketReductions,
-    BucketSmallReductions,
-    CaptureFacts,
-    ChooseCollectiveAlgorithms,
-    CompressGathers,
-    CompressReductions,
-    DelayReductionWaits,
-    GraphPass,
-    InsertZeroCollectives,
-    KeepLastGather,
-    KernelSpec,
-    LowerFakeWeights,
-    MergeGathers,
-    OffloadActivations,
-    OffloadGradients,
-    PartitionActivations,
-    PassError,
-    Pipeline,
-    PrefetchBackwardGathers,
-    PrefetchForwardGathers,
-    ReleaseKeptGather,
-    SelectiveGather,
-    SliceTensors,
-    SparsifyAttention,
-    StreamBackwardParameters,
-    StreamForwardParameters,
-    SubstituteKernels,
-)
+from dsgraph.passes import KERNELS, CaptureFacts, GraphPass, KernelSpec, PassError, Pipeline
+from dsgraph.passes.kernels.sparsify_attention import SparsifyAttention
+from dsgraph.passes.kernels.substitute_kernels import SubstituteKernels
+from dsgraph.passes.memory.offload import OffloadActivations
+from dsgraph.passes.memory.offload_gradients import OffloadGradients
+from dsgraph.passes.memory.partition_activations import PartitionActivations
+from dsgraph.passes.memory.stream_parameters import StreamBackwardParameters, StreamForwardParameters
+from dsgraph.passes.overlap.bucket_gathers import BucketBackwardGathers, BucketForwardGathers
+from dsgraph.passes.overlap.bucket_reductions import BucketReductions
+from dsgraph.passes.overlap.delay_reduction_waits import DelayReductionWaits
+from dsgraph.passes.overlap.prefetch_gathers import PrefetchBackwardGathers, PrefetchForwardGathers
+from dsgraph.passes.parallel.slice_tensors import SliceTensors
+from dsgraph.passes.zero.await_copies import AwaitCopies
+from dsgraph.passes.zero.bucket_small_reductions import BucketSmallReductions
+from dsgraph.passes.zero.choose_collective_algorithms import ChooseCollectiveAlgorithms
+from dsgraph.passes.zero.compress_gathers import CompressGathers
+from dsgraph.passes.zero.compress_reductions import CompressReductions
+from dsgraph.passes.zero.insert_zero_collectives import InsertZeroCollectives
+from dsgraph.passes.zero.keep_last_gather import KeepLastGather, ReleaseKeptGather
+from dsgraph.passes.zero.lower_fake_weights import LowerFakeWeights
+from dsgraph.passes.zero.merge_gathers import MergeGathers
+from dsgraph.passes.zero.selective_gather import SelectiveGather
 from dsgraph.utils.errors import OptionError
 from dsgraph.utils.nearest import nearest
 
@@ -78,6 +67,12 @@ def build_pipeline(options: BackendOptions, facts: CaptureFacts) -> Pipeline:
 def default_pipeline() -> Pipeline:
     """Return the passes that run by default, in their order."""
     return Pipeline(_built_in(BackendOptions()))
+
+
+def built_in_passes() -> list[type[GraphPass]]:
+    """Return the class of each pass that this file can put in a list: those that it imports."""
+    kinds = [value for value in globals().values() if isinstance(value, type) and value is not GraphPass]
+    return [kind for kind in kinds if issubclass(kind, GraphPass)]
 
 
 def bind_options(options: BackendOptions) -> Pipeline:

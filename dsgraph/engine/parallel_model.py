@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
+from dsgraph.optim.registry import entry_of
 from dsgraph.parallel.parallelize import parallelize
 from dsgraph.parallel.pipeline.pipelined import PipelinedModel
 from dsgraph.parallel.pipeline.schedule_order import ZERO_BUBBLE
@@ -19,8 +20,6 @@ from .config.engine_config import EngineConfig
 from .config.read_config import ResolvedConfig
 from .data import RankLoader
 from .pipeline_schedule import as_arguments
-
-_BY_LAYER = ("lamb", "muon")
 
 
 def parallel_model(
@@ -88,7 +87,7 @@ def check_divided(config: EngineConfig, optimizer: object, model_parameters: obj
             "initialize: optimizer is one of the whole model, and the section parallel divides it: pass a function of "
             "parameters that makes one, or name it in the configuration"
         )
-    if config.optimizer is not None and config.optimizer.type.lower() in _BY_LAYER:
+    if config.optimizer is not None and entry_of(config.optimizer.type).by_layer:
         raise ConfigError(
             f"optimizer.type: {config.optimizer.type} computes with whole parameters, which no rank has beside the "
             "section parallel: take another"

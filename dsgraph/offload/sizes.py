@@ -12,8 +12,8 @@ from torch import nn
 
 from dsgraph.inductor_ext import chunk_rows
 from dsgraph.inductor_ext.transfers.buffers import rounded
-from dsgraph.passes import StreamForwardParameters
 from dsgraph.passes.analysis.states import OPTIMIZER_STATES, master_state_bytes
+from dsgraph.passes.memory.stream_parameters import StreamForwardParameters
 
 from .chunk_sizes import CHUNK_BYTES, StateChunk, TrainedRows, state_chunks, step_buffers
 from .slots import share_of

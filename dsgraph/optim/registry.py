@@ -36,14 +36,16 @@ class OptimizerEntry:
         name: Its name; upper and lower case are equal.
         prepare: Takes the parameters of the section, which it may change, and the model; returns what makes the
             optimizer of groups and parameters.
-        compresses: True if the optimizer uses 1-bit compression after a warm-up.
+        by_layer: True if an update needs the full parameters of a layer, which no stage of a pipeline has.
+        warms_up_as: Of a 1-bit optimizer, which uncompressed optimizer it is during its warm-up; empty for others.
         without_effect: Parameters of DeepSpeed's optimizer that have no effect, with the reason.
         only_default: Parameters of DeepSpeed's optimizer that are accepted with this value only.
     """
 
     name: str
     prepare: Callable[[_Params, nn.Module], Callable[..., Optimizer]]
-    compresses: bool = False
+    by_layer: bool = False
+    warms_up_as: str = ""
     without_effect: Mapping[str, str] = field(default_factory=dict)
     only_default: Mapping[str, Any] = field(default_factory=dict)
 
@@ -70,11 +72,11 @@ def _muon(params: _Params, model: nn.Module) -> Callable[..., Optimizer]:
     return partial(MuonAndAdamW, model=model, muon=inner_matrices(model))
 
 
-def _one_bit(name: str, kind: Callable[..., Optimizer]) -> OptimizerEntry:
+def _one_bit(name: str, kind: Callable[..., Optimizer], *, warms_up_as: str) -> OptimizerEntry:
     return OptimizerEntry(
         name,
         lambda params, model: partial(kind, model=model),
-        compresses=True,
+        warms_up_as=warms_up_as,
         without_effect={
             "cuda_aware": "dsgraph does not use MPI",
             "comm_backend_name": "dsgraph uses the process group of the mesh",
@@ -88,10 +90,10 @@ OPTIMIZERS = {
     for entry in (
         OptimizerEntry("Adam", _adam),
         OptimizerEntry("AdamW", _adamw),
-        OptimizerEntry("Lamb", lambda params, model: Lamb),
-        OptimizerEntry("Muon", _muon),
-        _one_bit("OneBitAdam", OneBitAdam),
-        _one_bit("OneBitLamb", OneBitLamb),
+        OptimizerEntry("Lamb", lambda params, model: Lamb, by_layer=True),
+        OptimizerEntry("Muon", _muon, by_layer=True),
+        _one_bit("OneBitAdam", OneBitAdam, warms_up_as="AdamW"),
+        _one_bit("OneBitLamb", OneBitLamb, warms_up_as="LAMB"),
     )
 }
 """The optimizers besides those of `torch.optim`, by name in lower case."""

@@ -69,22 +69,3 @@ def on_one_line(error: BaseException, *, unnamed: type[BaseException] | tuple[ty
     """An error on one line: its class, unless it is one of `unnamed`, and what it says."""
     said = " ".join(str(error).split())
     return said if isinstance(error, unnamed) else f"{type(error).__name__}: {said}"
-
-
-__all__ = [
-    "AccumulationError",
-    "CheckpointError",
-    "ConfigError",
-    "EmissionError",
-    "EngineError",
-    "KernelError",
-    "LaunchError",
-    "LayoutError",
-    "LossScaleError",
-    "OptionError",
-    "PartitionError",
-    "PositionsError",
-    "RanksDisagreeError",
-    "StrictError",
-    "on_one_line",
-]

@@ -10,22 +10,14 @@ import dsgraph
 from dsgraph.compiler.options import parse_options
 from dsgraph.compiler.pipeline import bind_options, build_pipeline
 from dsgraph.inductor_ext.sparse.patterns import Fixed
-from dsgraph.passes import (
-    KERNELS,
-    BucketReductions,
-    CaptureFacts,
-    GraphPass,
-    InsertZeroCollectives,
-    OffloadActivations,
-    ParamInfo,
-    PassResult,
-    Phase,
-    Pipeline,
-    SliceTensors,
-    SparsifyAttention,
-    StreamForwardParameters,
-    SubstituteKernels,
-)
+from dsgraph.passes import KERNELS, CaptureFacts, GraphPass, ParamInfo, PassResult, Phase, Pipeline
+from dsgraph.passes.kernels.sparsify_attention import SparsifyAttention
+from dsgraph.passes.kernels.substitute_kernels import SubstituteKernels
+from dsgraph.passes.memory.offload import OffloadActivations
+from dsgraph.passes.memory.stream_parameters import StreamForwardParameters
+from dsgraph.passes.overlap.bucket_reductions import BucketReductions
+from dsgraph.passes.parallel.slice_tensors import SliceTensors
+from dsgraph.passes.zero.insert_zero_collectives import InsertZeroCollectives
 
 RMS_NORM = next(spec for spec in KERNELS if spec.name == "rms_norm")
 STREAMING = ["offload_gradients", "stream_forward_parameters", "stream_backward_parameters"]

@@ -20,6 +20,9 @@ import dsgraph
 from benchmarks.wire import record_collectives
 from dsgraph.compiler.captured_sums import add_sums
 from dsgraph.partitioning.accumulation.accumulated_gradients import withhold_sum
+from dsgraph.passes.kernels.substitute_kernels import SubstituteKernels
+from dsgraph.passes.zero.insert_zero_collectives import InsertZeroCollectives
+from dsgraph.passes.zero.merge_gathers import MergeGathers
 from tests.distributed.training import compare, full
 from tests.models import CASES, build, tokens
 from tests.pipelines import without_buckets
@@ -160,7 +163,7 @@ def test_parameters_that_some_micro_batches_use(ranks, ways):
 @pytest.mark.full  # codegen "eager" follows
 @pytest.mark.covering(1)
 @pytest.mark.inductor
-@pytest.mark.parametrize("passes", ((dsgraph.passes.SubstituteKernels(),), (dsgraph.passes.MergeGathers(),)))
+@pytest.mark.parametrize("passes", ((SubstituteKernels(),), (MergeGathers(),)))
 @pytest.mark.parametrize("way", ("c_twice", "regions"))
 def test_so_does_inductor_with_passes_over_the_captured_graph_alone(ranks, way, passes):
     options = {"pipeline": dsgraph.Pipeline(passes), "codegen": "inductor"}
@@ -168,7 +171,7 @@ def test_so_does_inductor_with_passes_over_the_captured_graph_alone(ranks, way, 
 
 
 @pytest.mark.covering(1)
-@pytest.mark.parametrize("passes", ((), (dsgraph.passes.InsertZeroCollectives(),)))
+@pytest.mark.parametrize("passes", ((), (InsertZeroCollectives(),)))
 @pytest.mark.parametrize("way", ("plain", "c_twice", "regions"))
 def test_any_pipeline_adds_each_sum_once(ranks, way, passes):
     ranks(2).run(_step, 2, True, [way] * 2, {"pipeline": dsgraph.Pipeline(passes)})

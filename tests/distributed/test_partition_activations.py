@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import dsgraph
-from dsgraph.passes import PartitionActivations
+from dsgraph.passes.memory.partition_activations import PartitionActivations
 from tests.distributed.test_tensor_parallel import DECODER
 from tests.distributed.training import full
 

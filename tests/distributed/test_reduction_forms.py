@@ -6,9 +6,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from dsgraph.passes import ChooseCollectiveAlgorithms, CostModel, InsertZeroCollectives, MeshAxis
+from dsgraph.passes import CostModel, MeshAxis
 from dsgraph.passes.analysis.hardware import DEVICES, Link, LinkTable
 from dsgraph.passes.ir.collectives import collective_kind, collectives
+from dsgraph.passes.zero.choose_collective_algorithms import ChooseCollectiveAlgorithms
+from dsgraph.passes.zero.insert_zero_collectives import InsertZeroCollectives
 from tests.passes.tracing import reduce, run_pass, trace
 
 pytestmark = pytest.mark.distributed

@@ -6,8 +6,9 @@ import torch
 from torch.fx import GraphModule, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
-from dsgraph.passes import InsertZeroCollectives, PassContext, Phase, Pipeline, Runner, graph_pass
+from dsgraph.passes import PassContext, Phase, Pipeline, Runner, graph_pass
 from dsgraph.passes.ir.graph import emit, find_calls, placeholders, replace_and_erase, wait_of
+from dsgraph.passes.zero.insert_zero_collectives import InsertZeroCollectives
 from tests.passes.tracing import OUTER, SHARD, gather, reduce, run_pass, trace
 
 aten = torch.ops.aten

@@ -50,7 +50,7 @@ def check_compression(settings: EngineConfig, *, is_divided: bool) -> list[str]:
         ConfigError: Names the key.
     """
     optimizer, zero = settings.optimizer, settings.zero_optimization
-    if optimizer is None or not entry_of(optimizer.type).compresses:
+    if optimizer is None or not (entry := entry_of(optimizer.type)).warms_up_as:
         return []
     name = optimizer.type
     if zero.stage > 1:
@@ -67,15 +67,14 @@ def check_compression(settings: EngineConfig, *, is_divided: bool) -> list[str]:
         raise ConfigError(f"optimizer.type {name} is not supported with the section parallel: remove one of the two")
     notes = [
         f"optimizer.params.{key} has no effect: {why}"
-        for key, why in entry_of(name).without_effect.items()
+        for key, why in entry.without_effect.items()
         if key in optimizer.params
     ]
     if "freeze_step" not in optimizer.params:
-        warm = "AdamW" if name.lower() == "onebitadam" else "LAMB"
         notes.append(
-            f"optimizer.params.freeze_step is not set: {name} trains as {warm} for {FREEZE_STEP:,} steps, the default, "
-            "before it compresses anything: set it to 15 to 25 % of the steps of the training, behind the warm-up of "
-            "the learning rate"
+            f"optimizer.params.freeze_step is not set: {name} trains as {entry.warms_up_as} for {FREEZE_STEP:,} steps, "
+            "the default, before it compresses anything: set it to 15 to 25 % of the steps of the training, behind the "
+            "warm-up of the learning rate"
         )
     if settings.gradient_clipping:
         bound = settings.gradient_clipping
@@ -99,7 +98,7 @@ def check_float32(settings: EngineConfig, updated: Iterable[tuple[str, Tensor]])
         ConfigError: Names the first that is not float32.
     """
     optimizer = settings.optimizer
-    if optimizer is None or not entry_of(optimizer.type).compresses:
+    if optimizer is None or not entry_of(optimizer.type).warms_up_as:
         return
     for name, param in updated:
         if param.dtype != torch.float32:

@@ -9,8 +9,9 @@ from dsgraph.compiler.frames import Capture
 from dsgraph.compiler.options import BackendOptions
 from dsgraph.compiler.remedies import remedy
 from dsgraph.compiler.request import CompileRequest
-from dsgraph.passes import AxisRole, SparsifyAttention
+from dsgraph.passes import AxisRole
 from dsgraph.passes.kernels.findings import NOWHERE
+from dsgraph.passes.kernels.sparsify_attention import SparsifyAttention
 from dsgraph.utils.errors import StrictError
 
 from .compile_log import CompileEntry, CompileLog, GivenUp

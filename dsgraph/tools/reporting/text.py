@@ -10,8 +10,8 @@ from pathlib import Path
 from tabulate import tabulate
 
 from dsgraph.compiler.codegen import REGIONS
-from dsgraph.passes import OffloadActivations
 from dsgraph.passes.memory.fit import PLANNED
+from dsgraph.passes.memory.offload import OffloadActivations
 from dsgraph.tools.dumping.render import bytes_text
 
 from .activity import NearMiss

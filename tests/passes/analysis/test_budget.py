@@ -4,10 +4,12 @@ from dataclasses import replace
 
 import torch
 
-from dsgraph.passes import CostModel, KeepLastGather, ParamInfo, PassContext, Phase, Pipeline, Runner, SelectiveGather
+from dsgraph.passes import CostModel, ParamInfo, PassContext, Phase, Pipeline, Runner
 from dsgraph.passes.analysis.budget import MemoryBudget, MemoryPart, choose, parameter_needs
 from dsgraph.passes.analysis.memory import simulate
 from dsgraph.passes.analysis.states import below_bytes
+from dsgraph.passes.zero.keep_last_gather import KeepLastGather
+from dsgraph.passes.zero.selective_gather import SelectiveGather
 from tests.passes.tracing import SHARD, Providing, trace
 from tests.passes.zero.test_selective_gather import B, C, _lowered, _params, _saved
 

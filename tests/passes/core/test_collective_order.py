@@ -4,18 +4,11 @@ from types import MappingProxyType
 
 import torch
 
-from dsgraph.passes import (
-    ChooseCollectiveAlgorithms,
-    InsertZeroCollectives,
-    ParamInfo,
-    PassContext,
-    Phase,
-    Pipeline,
-    Runner,
-    graph_pass,
-)
+from dsgraph.passes import ParamInfo, PassContext, Phase, Pipeline, Runner, graph_pass
 from dsgraph.passes.core.collective_order import collective_lines, describe_order
 from dsgraph.passes.ir.collectives import collectives
+from dsgraph.passes.zero.choose_collective_algorithms import ChooseCollectiveAlgorithms
+from dsgraph.passes.zero.insert_zero_collectives import InsertZeroCollectives
 from tests.passes.tracing import GLOO, OUTER, SHARD, gather, reduce, run_pass, trace
 
 AXES = ("shard", "replicate")

@@ -3,9 +3,10 @@ from __future__ import annotations
 import torch
 from torch.testing import FileCheck
 
-from dsgraph.passes import BucketSmallReductions, InsertZeroCollectives
 from dsgraph.passes.ir.accumulated_grads import write_accumulated_grads
 from dsgraph.passes.ir.graph import find_calls
+from dsgraph.passes.zero.bucket_small_reductions import BucketSmallReductions
+from dsgraph.passes.zero.insert_zero_collectives import InsertZeroCollectives
 from tests.passes.tracing import code, reduce, run_pass, trace
 
 

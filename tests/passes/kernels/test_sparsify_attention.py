@@ -10,8 +10,10 @@ import torch.nn.functional as F
 import transformers
 
 import dsgraph
-from dsgraph.passes import PassContext, PassError, Phase, Pipeline, Runner, SparsifyAttention, SubstituteKernels
+from dsgraph.passes import PassContext, PassError, Phase, Pipeline, Runner
 from dsgraph.passes.ir.graph import all_graph_modules
+from dsgraph.passes.kernels.sparsify_attention import SparsifyAttention
+from dsgraph.passes.kernels.substitute_kernels import SubstituteKernels
 from dsgraph.sparse import BSLongformer, Dense, Fixed, LocalSlidingWindow, from_block_mask
 
 LENGTH, HEADS = 24, 4

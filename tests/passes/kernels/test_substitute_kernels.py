@@ -14,9 +14,10 @@ from torch.fx import GraphModule, Node
 from torch.testing import FileCheck
 from torch.utils.checkpoint import checkpoint
 
-from dsgraph.passes import PassContext, PassRecord, Phase, Pipeline, Runner, SubstituteKernels
+from dsgraph.passes import PassContext, PassRecord, Phase, Pipeline, Runner
 from dsgraph.passes.kernels.registry import KERNELS
 from dsgraph.passes.kernels.spec import KernelSpec, Match, NearMiss
+from dsgraph.passes.kernels.substitute_kernels import SubstituteKernels
 
 RMS_NORM = next(spec for spec in KERNELS if spec.name == "rms_norm")
 

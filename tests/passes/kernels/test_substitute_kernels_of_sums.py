@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 from torch.testing import FileCheck
 
-from dsgraph.passes import PassContext, Phase, Pipeline, Runner, SubstituteKernels
+from dsgraph.passes import PassContext, Phase, Pipeline, Runner
 from dsgraph.passes.kernels.registry import KERNELS
 from dsgraph.passes.kernels.spec import Match
+from dsgraph.passes.kernels.substitute_kernels import SubstituteKernels
 from tests.passes.kernels.test_substitute_kernels import norm, substitute
 
 NORM, SUM = (next(spec for spec in KERNELS if spec.name == name) for name in ("rms_norm", "add_rms_norm"))

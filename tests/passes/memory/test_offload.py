@@ -12,20 +12,12 @@ from torch.testing import FileCheck
 
 import dsgraph
 from dsgraph.inductor_ext import transfers_of
-from dsgraph.passes import (
-    CaptureFacts,
-    CostModel,
-    OffloadActivations,
-    Partitioner,
-    PassError,
-    Pipeline,
-    Runner,
-    graph_pass,
-)
+from dsgraph.passes import CaptureFacts, CostModel, Partitioner, PassError, Pipeline, Runner, graph_pass
 from dsgraph.passes.analysis.hardware import Device, Link
 from dsgraph.passes.analysis.memory import simulate
 from dsgraph.passes.ir.graph import find_calls
 from dsgraph.passes.ir.save_plan import Choice, decide
+from dsgraph.passes.memory.offload import OffloadActivations
 from dsgraph.passes.memory.transfer_times import earliest_ends, first_together, latest_starts
 from tests.passes.tracing import code
 

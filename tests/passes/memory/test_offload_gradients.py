@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from dsgraph.passes import OffloadGradients
 from dsgraph.passes.ir.graph import find_calls
 from dsgraph.passes.ir.parameters import ParamInfo
+from dsgraph.passes.memory.offload_gradients import OffloadGradients
 from tests.passes.tracing import run_pass, trace
 
 ops = torch.ops.dsgraph

@@ -15,12 +15,12 @@ from dsgraph.passes import (
     GraphInput,
     InputRole,
     MeshAxis,
-    PartitionActivations,
     Partitioner,
     Pipeline,
     Runner,
     graph_pass,
 )
+from dsgraph.passes.memory.partition_activations import PartitionActivations
 from tests.passes.tracing import code
 
 AXIS = MeshAxis("tp", 2, "0", "fake", AxisRole.TENSOR)

@@ -6,9 +6,10 @@ import pytest
 import torch
 from torch.testing import FileCheck
 
-from dsgraph.passes import PassError, StreamBackwardParameters, StreamForwardParameters
+from dsgraph.passes import PassError
 from dsgraph.passes.ir.graph import find_calls
 from dsgraph.passes.ir.parameters import ParamInfo
+from dsgraph.passes.memory.stream_parameters import StreamBackwardParameters, StreamForwardParameters
 from tests.passes.tracing import code, run_pass, trace
 
 ops = torch.ops.dsgraph

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import dsgraph
-from dsgraph.passes import ChooseCollectiveAlgorithms, PassContext, PassResult, Pipeline
+from dsgraph.passes import PassContext, PassResult, Pipeline
+from dsgraph.passes.zero.choose_collective_algorithms import ChooseCollectiveAlgorithms
 from tests.passes import blocking
 from tests.passes.blocking import DeadlockError, Step
 

@@ -9,21 +9,7 @@ from hypothesis import strategies as st
 from torch.testing import FileCheck
 from torch.utils.checkpoint import CheckpointPolicy
 
-from dsgraph.passes import (
-    BucketBackwardGathers,
-    BucketForwardGathers,
-    ChooseCollectiveAlgorithms,
-    CostModel,
-    InsertZeroCollectives,
-    MeshAxis,
-    ParamInfo,
-    PassContext,
-    PassError,
-    Phase,
-    Pipeline,
-    PrefetchBackwardGathers,
-    PrefetchForwardGathers,
-)
+from dsgraph.passes import CostModel, MeshAxis, ParamInfo, PassContext, PassError, Phase, Pipeline
 from dsgraph.passes.analysis.cost import tensor_bytes
 from dsgraph.passes.analysis.hardware import DEVICES, Device, Link
 from dsgraph.passes.analysis.memory import simulate
@@ -32,6 +18,10 @@ from dsgraph.passes.core.collective_order import collective_lines
 from dsgraph.passes.ir.coalesced import collective_behind, results_of, waits_of
 from dsgraph.passes.ir.collectives import collectives
 from dsgraph.passes.ir.graph import KEPT, find_calls
+from dsgraph.passes.overlap.bucket_gathers import BucketBackwardGathers, BucketForwardGathers
+from dsgraph.passes.overlap.prefetch_gathers import PrefetchBackwardGathers, PrefetchForwardGathers
+from dsgraph.passes.zero.choose_collective_algorithms import ChooseCollectiveAlgorithms
+from dsgraph.passes.zero.insert_zero_collectives import InsertZeroCollectives
 from dsgraph.tools.reporting.traffic import graph_traffic
 from tests.passes import lockstep
 from tests.passes.tracing import GLOO, OUTER, SHARD, code, gather, run_pass, trace

@@ -8,17 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.testing import FileCheck
 
-from dsgraph.passes import (
-    BucketReductions,
-    ChooseCollectiveAlgorithms,
-    CostModel,
-    DelayReductionWaits,
-    InsertZeroCollectives,
-    PassContext,
-    PassError,
-    Phase,
-    Pipeline,
-)
+from dsgraph.passes import CostModel, PassContext, PassError, Phase, Pipeline
 from dsgraph.passes.analysis.cost import tensor_bytes
 from dsgraph.passes.analysis.hardware import DEVICES, Device, Link
 from dsgraph.passes.analysis.memory import simulate
@@ -26,6 +16,10 @@ from dsgraph.passes.core.collective_order import collective_lines
 from dsgraph.passes.ir.coalesced import results_of, waits_of
 from dsgraph.passes.ir.collectives import collectives
 from dsgraph.passes.ir.graph import find_calls
+from dsgraph.passes.overlap.bucket_reductions import BucketReductions
+from dsgraph.passes.overlap.delay_reduction_waits import DelayReductionWaits
+from dsgraph.passes.zero.choose_collective_algorithms import ChooseCollectiveAlgorithms
+from dsgraph.passes.zero.insert_zero_collectives import InsertZeroCollectives
 from dsgraph.tools.reporting.traffic import graph_traffic
 from tests.passes import lockstep
 from tests.passes.tracing import GLOO, OUTER, SHARD, code, reduce, run_pass, trace

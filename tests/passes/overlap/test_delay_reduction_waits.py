@@ -4,17 +4,13 @@ import pytest
 import torch
 from torch.testing import FileCheck
 
-from dsgraph.passes import (
-    ChooseCollectiveAlgorithms,
-    CostModel,
-    DelayReductionWaits,
-    InsertZeroCollectives,
-    PassError,
-    Pipeline,
-)
+from dsgraph.passes import CostModel, PassError, Pipeline
 from dsgraph.passes.analysis.hardware import Device, Link
 from dsgraph.passes.ir.collectives import collectives
 from dsgraph.passes.ir.graph import find_calls, is_barrier, wait_of
+from dsgraph.passes.overlap.delay_reduction_waits import DelayReductionWaits
+from dsgraph.passes.zero.choose_collective_algorithms import ChooseCollectiveAlgorithms
+from dsgraph.passes.zero.insert_zero_collectives import InsertZeroCollectives
 from tests.passes import lockstep
 from tests.passes.tracing import GLOO, OUTER, SHARD, code, reduce, run_pass, trace
 

@@ -4,18 +4,12 @@ import pytest
 import torch
 from torch.testing import FileCheck
 
-from dsgraph.passes import (
-    ChooseCollectiveAlgorithms,
-    CostModel,
-    InsertZeroCollectives,
-    PassError,
-    Phase,
-    Pipeline,
-    PrefetchBackwardGathers,
-    PrefetchForwardGathers,
-)
+from dsgraph.passes import CostModel, PassError, Phase, Pipeline
 from dsgraph.passes.analysis.hardware import Device, Link
 from dsgraph.passes.ir.graph import KEPT, placeholders
+from dsgraph.passes.overlap.prefetch_gathers import PrefetchBackwardGathers, PrefetchForwardGathers
+from dsgraph.passes.zero.choose_collective_algorithms import ChooseCollectiveAlgorithms
+from dsgraph.passes.zero.insert_zero_collectives import InsertZeroCollectives
 from tests.passes import lockstep
 from tests.passes.tracing import GLOO, SHARD, code, gather, run_pass, trace
 

@@ -4,23 +4,16 @@ import pytest
 import torch
 from torch.utils.checkpoint import CheckpointPolicy
 
-from dsgraph.passes import (
-    BucketReductions,
-    BucketSmallReductions,
-    ChooseCollectiveAlgorithms,
-    DelayReductionWaits,
-    InsertZeroCollectives,
-    KeepLastGather,
-    PassContext,
-    PassError,
-    Phase,
-    Pipeline,
-    Runner,
-    graph_pass,
-)
+from dsgraph.passes import PassContext, PassError, Phase, Pipeline, Runner, graph_pass
 from dsgraph.passes.ir.coalesced import results_of, waits_of
 from dsgraph.passes.ir.collectives import collectives
 from dsgraph.passes.ir.graph import emit, find_calls, placeholders, replace_and_erase, wait_of
+from dsgraph.passes.overlap.bucket_reductions import BucketReductions
+from dsgraph.passes.overlap.delay_reduction_waits import DelayReductionWaits
+from dsgraph.passes.zero.bucket_small_reductions import BucketSmallReductions
+from dsgraph.passes.zero.choose_collective_algorithms import ChooseCollectiveAlgorithms
+from dsgraph.passes.zero.insert_zero_collectives import InsertZeroCollectives
+from dsgraph.passes.zero.keep_last_gather import KeepLastGather
 from tests.passes import faults
 from tests.passes.faults import aten, c10d, joint, run
 from tests.passes.tracing import GLOO, OUTER, SHARD, gather, reduce, run_pass, trace, unknown

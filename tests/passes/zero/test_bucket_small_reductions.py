@@ -4,7 +4,9 @@ import pytest
 import torch
 from torch.testing import FileCheck
 
-from dsgraph.passes import BucketSmallReductions, InsertZeroCollectives, PassError, Pipeline
+from dsgraph.passes import PassError, Pipeline
+from dsgraph.passes.zero.bucket_small_reductions import BucketSmallReductions
+from dsgraph.passes.zero.insert_zero_collectives import InsertZeroCollectives
 from tests.passes import lockstep
 from tests.passes.tracing import code, reduce, run_pass, trace
 

@@ -8,10 +8,12 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.testing import FileCheck
 from torch.utils.checkpoint import CheckpointPolicy
 
-from dsgraph.passes import ChooseCollectiveAlgorithms, CostModel, InsertZeroCollectives, PassError, PassResult, Pipeline
+from dsgraph.passes import CostModel, PassError, PassResult, Pipeline
 from dsgraph.passes.analysis.hardware import DEVICES, Link, LinkTable
 from dsgraph.passes.ir.collectives import collective_kind, collectives
 from dsgraph.passes.ir.graph import fake_value
+from dsgraph.passes.zero.choose_collective_algorithms import ChooseCollectiveAlgorithms
+from dsgraph.passes.zero.insert_zero_collectives import InsertZeroCollectives
 from tests.passes import lockstep
 from tests.passes.tracing import GLOO, SHARD, code, gather, reduce, run_pass, trace
 

@@ -6,10 +6,12 @@ from torch import nn
 from torch.testing import FileCheck
 
 import dsgraph
-from dsgraph.passes import CompressGathers, InsertZeroCollectives, PassError, Phase, Pipeline
+from dsgraph.passes import PassError, Phase, Pipeline
 from dsgraph.passes.core.notes import parameter_of
 from dsgraph.passes.ir.collectives import collectives, is_gather
 from dsgraph.passes.ir.graph import fake_value, find_calls
+from dsgraph.passes.zero.compress_gathers import CompressGathers
+from dsgraph.passes.zero.insert_zero_collectives import InsertZeroCollectives
 from tests.passes import lockstep
 from tests.passes.tracing import code, gather, run_pass, trace
 

@@ -4,7 +4,9 @@ import pytest
 import torch
 from torch.testing import FileCheck
 
-from dsgraph.passes import CompressReductions, InsertZeroCollectives, PassError, Pipeline
+from dsgraph.passes import PassError, Pipeline
+from dsgraph.passes.zero.compress_reductions import CompressReductions
+from dsgraph.passes.zero.insert_zero_collectives import InsertZeroCollectives
 from tests.passes import lockstep
 from tests.passes.tracing import GLOO, SHARD, code, run_pass, trace
 

@@ -5,8 +5,9 @@ import torch
 from torch.testing import FileCheck
 from torch.utils.checkpoint import CheckpointPolicy
 
-from dsgraph.passes import InsertZeroCollectives, PassContext, PassError, Phase, Pipeline, Runner
+from dsgraph.passes import PassContext, PassError, Phase, Pipeline, Runner
 from dsgraph.passes.ir.collectives import collectives
+from dsgraph.passes.zero.insert_zero_collectives import InsertZeroCollectives
 from tests.passes import lockstep
 from tests.passes.tracing import OUTER, SHARD, code, gather, reduce, run_pass, trace
 

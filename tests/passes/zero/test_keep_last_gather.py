@@ -6,16 +6,12 @@ from torch.testing import FileCheck
 from torch.utils.checkpoint import CheckpointPolicy
 
 import dsgraph
-from dsgraph.passes import (
-    ChooseCollectiveAlgorithms,
-    InsertZeroCollectives,
-    KeepLastGather,
-    PassError,
-    Pipeline,
-    ReleaseKeptGather,
-)
+from dsgraph.passes import PassError, Pipeline
 from dsgraph.passes.ir.collectives import collectives
 from dsgraph.passes.ir.graph import find_calls, is_wait, placeholders
+from dsgraph.passes.zero.choose_collective_algorithms import ChooseCollectiveAlgorithms
+from dsgraph.passes.zero.insert_zero_collectives import InsertZeroCollectives
+from dsgraph.passes.zero.keep_last_gather import KeepLastGather, ReleaseKeptGather
 from examples.gpt import GPT, GPTConfig
 from tests.passes import lockstep
 from tests.passes.tracing import GLOO, SHARD, code, gather, reduce, run_pass, trace

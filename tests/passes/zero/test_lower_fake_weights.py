@@ -6,9 +6,11 @@ import pytest
 import torch
 from torch.testing import FileCheck
 
-from dsgraph.passes import InsertZeroCollectives, LowerFakeWeights, PassError, Pipeline
+from dsgraph.passes import PassError, Pipeline
 from dsgraph.passes.ir.graph import find_calls
 from dsgraph.passes.ir.save_plan import is_recomputed
+from dsgraph.passes.zero.insert_zero_collectives import InsertZeroCollectives
+from dsgraph.passes.zero.lower_fake_weights import LowerFakeWeights
 from tests.passes import lockstep
 from tests.passes.tracing import code, gather, run_pass, trace
 

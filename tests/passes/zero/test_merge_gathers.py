@@ -8,9 +8,10 @@ from torch.testing import FileCheck
 from torch.utils.checkpoint import checkpoint
 
 import dsgraph
-from dsgraph.passes import MergeGathers, PassContext, Phase, Pipeline, Runner
+from dsgraph.passes import PassContext, Phase, Pipeline, Runner
 from dsgraph.passes.compat import is_to_local
 from dsgraph.passes.ir.graph import all_graph_modules, is_gather_marker
+from dsgraph.passes.zero.merge_gathers import MergeGathers
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 

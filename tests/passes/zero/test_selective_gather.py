@@ -4,18 +4,13 @@ import pytest
 import torch
 from torch.utils.checkpoint import CheckpointPolicy
 
-from dsgraph.passes import (
-    ChooseCollectiveAlgorithms,
-    CostModel,
-    InsertZeroCollectives,
-    KeepLastGather,
-    ParamInfo,
-    PassError,
-    Pipeline,
-    SelectiveGather,
-)
+from dsgraph.passes import CostModel, ParamInfo, PassError, Pipeline
 from dsgraph.passes.analysis.hardware import DEVICES, Link, LinkTable
 from dsgraph.passes.ir.graph import find_calls, is_wait, placeholders
+from dsgraph.passes.zero.choose_collective_algorithms import ChooseCollectiveAlgorithms
+from dsgraph.passes.zero.insert_zero_collectives import InsertZeroCollectives
+from dsgraph.passes.zero.keep_last_gather import KeepLastGather
+from dsgraph.passes.zero.selective_gather import SelectiveGather
 from tests.passes.tracing import GLOO, SHARD, code, gather, run_pass, trace
 
 # Bytes of the gathered parameters of `_joint`: `[4, 4]`, `[8, 4]` and `[5, 8]`, which is padded to 6 rows.

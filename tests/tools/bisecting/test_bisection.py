@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import dsgraph
+from dsgraph.passes.zero.insert_zero_collectives import InsertZeroCollectives
 from tests.models import build, tokens
 
 pytestmark = pytest.mark.slow
@@ -295,7 +296,7 @@ def _train_with_a_rank_that_fails(folder: str) -> list[float]:
             raise ValueError("only here")
         return 0
 
-    few = dsgraph.Pipeline([dsgraph.passes.InsertZeroCollectives(), dsgraph.graph_pass(phase="forward")(explode)])
+    few = dsgraph.Pipeline([InsertZeroCollectives(), dsgraph.graph_pass(phase="forward")(explode)])
     return _train(folder, few, "graph_break")
 
 

@@ -52,15 +52,12 @@ def _run(arguments: argparse.Namespace) -> Answer:
 
 
 def _own_passes() -> list[dict[str, Any]]:
-    """Every pass that `dsgraph.passes` exports; those of the default pipeline in its order, then the others."""
-    from dsgraph import passes
-    from dsgraph.compiler.pipeline import default_pipeline
+    """Describe each built-in pass: those of the default pipeline in its order, then the others."""
+    from dsgraph.compiler.pipeline import built_in_passes, default_pipeline
 
     default = default_pipeline()
-    exported = [getattr(passes, name) for name in passes.__all__]
-    classes = [item for item in exported if inspect.isclass(item) and issubclass(item, passes.GraphPass)]
     used = {type(item) for item in default}
-    others = [item for item in classes if item not in used and isinstance(getattr(item, "phase", None), passes.Phase)]
+    others = [item for item in built_in_passes() if item not in used]
     return [
         *(describe(type(item), item, origin="default") for item in default),
         *(describe(item, None, origin="optional") for item in others),

@@ -13,9 +13,10 @@ from torch._dynamo.utils import counters
 from torch.fx import GraphModule
 
 import dsgraph
-from dsgraph.passes import PassContext, Phase, Pipeline, Runner, SubstituteKernels
+from dsgraph.passes import PassContext, Phase, Pipeline, Runner
 from dsgraph.passes.ir.graph import all_graph_modules
 from dsgraph.passes.kernels.registry import KERNELS
+from dsgraph.passes.kernels.substitute_kernels import SubstituteKernels
 from examples.gpt import GPT, GPTConfig
 
 VOCAB, LAYERS = 64, 2
