@@ -17,7 +17,7 @@ from torch.fx import GraphModule
 
 from dsgraph.compat.dynamo import active_ddp, past_dynamo
 from dsgraph.partitioning.accumulation.step_copies import choose_step_copies
-from dsgraph.partitioning.state import partition_states
+from dsgraph.partitioning.state import PartitionState, partition_states
 from dsgraph.passes.ir.graph import placeholders
 from dsgraph.passes.parallel.stage_graphs import StageGraphModule
 from dsgraph.passes.regions.captured import open_regions
@@ -124,6 +124,7 @@ class Backend:
         left_out = [line for state in states for line in state.no_regions]
         request = replace(request, regions=replace(regions, inlined=(*left_out, *regions.inlined)))
         self._warn_of_limit(request, request.limit_gap)
+        self._warn_of_read_ahead(request, states)
         watch = Watches([observer.begin(request) for observer in self.observers])
         compiler = choice.compiler(request, watch)
         if compiler.may_hold_copies:
@@ -188,7 +189,7 @@ class Backend:
         _refuse_limit_without_parts(request)
         gap = limit_gap(capture, facts, module) if request.trains and options.memory_limit is not None else ""
         facts = choice.facts(facts, options)
-        return replace(request, facts=facts, pipeline=build_pipeline(options, facts), limit_gap=gap)
+        return replace(request, facts=facts, pipeline=build_pipeline(options, facts, bound=passes), limit_gap=gap)
 
     def _agreed(self, request: CompileRequest, gm: GraphModule, choice: CompilerChoice) -> CompileRequest:
         """The request, with what the ranks of the mesh know together."""
@@ -218,7 +219,7 @@ class Backend:
         communication = communication_lines(gm, facts, names, training=training)
         spare = partial(spare_bytes, gm, inputs, facts=facts, module=request.module)
         keep_bytes = agreement.least_spare([f"within {facts.memory_limit}", *communication], spare)
-        pipeline = build_pipeline(options, facts)
+        pipeline = build_pipeline(options, facts, bound=request.pipeline)
         lines = (*(f"pass {item.name}" for item in pipeline), *communication)
         return replace(
             request,
@@ -247,6 +248,17 @@ class Backend:
     def _warn_of_limit(self, request: CompileRequest, gap: str) -> None:
         if gap:
             self._warn(f"memory_limit cannot be promised for {request.function}: {gap}", request.options)
+
+    def _warn_of_read_ahead(self, request: CompileRequest, states: Sequence[PartitionState]) -> None:
+        is_stored = any(entry.stored is not None for state in states for entry in state.parameters)
+        if request.options.read_ahead_bytes is None or is_stored:
+            return
+        if states or any(isinstance(x, nn.Parameter) for x in request.inputs):
+            message = (
+                f"option 'read_ahead_bytes' has no effect in {request.function}: no parameter of the model is stored "
+                "on disk; remove the option, or store parameters there with dsgraph.partition(model, offload=...)"
+            )
+            self._warn(message, request.options)
 
     def _warn(self, message: str, options: BackendOptions) -> None:
         if options.strict:

@@ -40,17 +40,18 @@ _PASSES_OF: dict[str, tuple[type[GraphPass], ...]] = {
 """Options that set passes and do not add them: a list without these passes would ignore them."""
 
 
-def build_pipeline(options: BackendOptions, facts: CaptureFacts) -> Pipeline:
+def build_pipeline(options: BackendOptions, facts: CaptureFacts, *, bound: Pipeline | None = None) -> Pipeline:
     """Return the passes that compile one captured graph.
 
     Args:
         options: The user's options.
         facts: The facts of the graph. A pass stays in the list if `GraphPass.applies` is true for them.
+        bound: The result of `bind_options` for the options; None calls it.
 
     Raises:
         OptionError: The pipeline of the options cannot run, or an option contradicts it.
     """
-    passes = list(bind_options(options))
+    passes = list(bind_options(options) if bound is None else bound)
     on_disk = [item for item in (OffloadGradients(), *_streaming(options)) if item.applies(facts)]
     if on_disk and not any(isinstance(item, InsertZeroCollectives) for item in passes):
         raise OptionError(

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 import dsgraph
+from dsgraph.compiler import pipeline
 from dsgraph.compiler.codegen import Compilation
 from dsgraph.compiler.options import parse_options
 from dsgraph.compiler.pipeline import build_pipeline
@@ -131,6 +132,33 @@ def test_a_memory_limit_on_a_model_that_is_not_partitioned_is_refused(one_rank):
     compiled = torch.compile(nn.Linear(4, 4), backend="dsgraph", options={**EAGER, "memory_limit": "1GiB"})
     with pytest.raises(Exception, match="'memory_limit' has no effect on a model that is not partitioned"):
         compiled(torch.randn(2, 4))
+
+
+def test_reading_ahead_without_parameters_on_disk_is_reported(one_rank, tmp_path):
+    def compiled(model, **more):
+        return torch.compile(model, backend="dsgraph", options={**EAGER, "read_ahead_bytes": 2**20, **more})
+
+    said = "'read_ahead_bytes' has no effect in .*: no parameter of the model is stored on disk"
+    for model in (_net(), dsgraph.partition(_net(), stage=3, keep_whole_below=0)):
+        with pytest.warns(UserWarning, match=said):
+            compiled(model)(torch.randn(2, 4))
+        torch._dynamo.reset()
+    with pytest.raises(dsgraph.StrictError, match=said):
+        compiled(model, strict=True)(torch.randn(2, 4))
+    offload = {"parameters": "disk", "folder": str(tmp_path)}
+    stored = dsgraph.partition(_net(), stage=3, keep_whole_below=0, offload=offload)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        compiled(stored)(torch.randn(2, 4))
+
+
+def test_options_are_bound_once_for_each_graph(one_rank, monkeypatch):
+    bound = []
+    built_in = pipeline._built_in
+    monkeypatch.setattr(pipeline, "_built_in", lambda options: bound.append(options) or built_in(options))
+    for model in (_net(), dsgraph.partition(_net(), stage=3)):
+        torch.compile(model, backend="dsgraph", options=EAGER)(torch.randn(2, 4))
+    assert len(bound) == 2
 
 
 def test_dynamic_sizes_compile_once(one_rank):
