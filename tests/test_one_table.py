@@ -50,7 +50,6 @@ def _tables() -> dict[str, Table]:
 
 # Lists and strings that are no second table, with the reason.
 ALLOWED = {
-    ("pass", "dsgraph/compiler/options.py"): "the option of the name, which adds the pass",
     ("pass", "dsgraph/engine/activation_checkpointing.py"): "the key of the configuration, of the same name",
     ("optimizer", "dsgraph/optim/hooks.py"): "classes of torch, which no registry lists",
     ("optimizer", "dsgraph/optim/host_optimizer.py"): "classes of torch that have a fused step",

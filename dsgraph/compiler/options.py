@@ -27,7 +27,7 @@ MEMORY_SHARE = 0.9
 
 
 class BackendOptions(BaseModel):
-    """What `options=` may hold.
+    """What `options=` may hold. The description of a field says what an error asks for.
 
     Attributes:
         codegen: "inductor" compiles kernels; "eager" runs the transformed graphs as they are, which starts quickly.
@@ -78,22 +78,28 @@ class BackendOptions(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", arbitrary_types_allowed=True, strict=True)
 
     codegen: Literal["inductor", "eager"] = "inductor"
-    pipeline: Pipeline | tuple[Any, ...] | None = None
-    gather_bucket_bytes: int | None = Field(default=None, ge=1)
-    reduce_bucket_bytes: int | None = Field(default=None, ge=1)
-    overlap_comm: bool = True
-    read_ahead_bytes: int | None = Field(default=None, ge=1)
-    verify: bool = True
-    strict: bool = False
-    recompile_limit: int = Field(default=8, ge=1)
-    memory_limit: int | float | None = None
-    activation_offload: Literal["host", "disk"] | None = None
-    partition_activations: bool = False
-    kernels: Literal["auto", "none"] | tuple[KernelSpec | Literal["auto"], ...] = "auto"
-    sparse_attention: Layout | None = None
-    dump: Path | None = None
-    dump_compiles: int = Field(default=8, ge=1)
-    inductor: dict[str, Any] = Field(default_factory=dict)
+    pipeline: Pipeline | tuple[Any, ...] | None = Field(default=None, description="a Pipeline or a list of passes")
+    gather_bucket_bytes: int | None = Field(default=None, ge=1, description="a number of bytes, 1 or more")
+    reduce_bucket_bytes: int | None = Field(default=None, ge=1, description="a number of bytes, 1 or more")
+    overlap_comm: bool = Field(default=True, description="True or False")
+    read_ahead_bytes: int | None = Field(default=None, ge=1, description="a number of bytes, 1 or more")
+    verify: bool = Field(default=True, description="True or False")
+    strict: bool = Field(default=False, description="True or False")
+    recompile_limit: int = Field(default=8, ge=1, description="a number of compiles, 1 or more")
+    memory_limit: int | float | None = Field(default=None, description=TAKES_BYTES)
+    activation_offload: Literal["host", "disk"] | None = Field(default=None, description="'host', 'disk' or None")
+    partition_activations: bool = Field(default=False, description="True or False")
+    kernels: Literal["auto", "none"] | tuple[KernelSpec | Literal["auto"], ...] = Field(
+        default="auto", description="'auto', 'none' or a list of kernels"
+    )
+    sparse_attention: Layout | None = Field(
+        default=None, description="a layout of dsgraph.sparse, or a dict such as {'mode': 'fixed', 'block': 16}"
+    )
+    dump: Path | None = Field(default=None, description="the path of a folder")
+    dump_compiles: int = Field(default=8, ge=1, description="a number of compiles, 1 or more")
+    inductor: dict[str, Any] = Field(
+        default_factory=dict, description="a dict from names of torch._inductor.config to values"
+    )
 
     @field_validator("pipeline", mode="before")
     @classmethod
@@ -228,24 +234,6 @@ def mode_settings(mode: str | None) -> dict[str, Any]:
 
 _OF_COMPILE = ("mode", "fullgraph", "dynamic")
 """Arguments of `dsgraph.compile` that are not options of the backend."""
-_TAKES = {
-    "pipeline": "a Pipeline or a list of passes",
-    "gather_bucket_bytes": "a number of bytes, 1 or more",
-    "reduce_bucket_bytes": "a number of bytes, 1 or more",
-    "overlap_comm": "True or False",
-    "read_ahead_bytes": "a number of bytes, 1 or more",
-    "verify": "True or False",
-    "strict": "True or False",
-    "recompile_limit": "a number of compiles, 1 or more",
-    "memory_limit": TAKES_BYTES,
-    "activation_offload": "'host', 'disk' or None",
-    "partition_activations": "True or False",
-    "kernels": "'auto', 'none' or a list of kernels",
-    "sparse_attention": "a layout of dsgraph.sparse, or a dict such as {'mode': 'fixed', 'block': 16}",
-    "dump": "the path of a folder",
-    "dump_compiles": "a number of compiles, 1 or more",
-    "inductor": "a dict from names of torch._inductor.config to values",
-}
 
 
 def _describe(error: ValidationError) -> str:
@@ -256,4 +244,4 @@ def _describe(error: ValidationError) -> str:
         return f"option {name!r} is {found!r}{nearest(str(found), known)}; it takes {first['ctx']['expected']}"
     if first["type"] == "value_error":
         return f"option {name!r} is {found!r}: {first['msg'].removeprefix('Value error, ')}"
-    return f"option {name!r} is {found!r}; it takes {_TAKES[str(name)]}"
+    return f"option {name!r} is {found!r}; it takes {BackendOptions.model_fields[str(name)].description}"
