@@ -297,7 +297,6 @@ LONG_FUNCTIONS = {
     ("dsgraph/optim/plan_offload.py", "plan_offload"): (68, "documentation of its arguments"),
     ("dsgraph/parallel/parallelize.py", "parallelize"): (74, "public: documentation of its arguments"),
     ("dsgraph/parallel/pipeline/pipeline.py", "pipeline"): (124, "public: documentation of its arguments"),
-    ("dsgraph/parallel/pipeline/stage_checkpoint.py", "save"): (66, "documentation of its arguments"),
     ("dsgraph/partitioning/initialization/materialize.py", "materialize"): (70, "public: documentation"),
     ("dsgraph/partitioning/partition.py", "partition"): (80, "public: documentation of its arguments"),
     ("dsgraph/partitioning/seam.py", "property_for"): (60, "the one property, whose branches belong together"),

@@ -15,9 +15,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch.distributed as dist
-from torch import nn
 
-from .on_all_ranks import reason, together
+from dsgraph.ranks.agreement import Agreement
+from dsgraph.ranks.joint_failure import all_or_none, reason
 
 
 @dataclass(eq=False)
@@ -72,7 +72,7 @@ class Writer:
         atexit.register(self._writing.say_failure)  # called when all threads have ended
         threading.Thread(target=self._writing.run, args=(act,), name="dsgraph-checkpoint", daemon=False).start()
 
-    def wait(self, module: nn.Module) -> None:
+    def wait(self, agreement: Agreement) -> None:
         """Returns when all ranks have written what was started, if anything was.
 
         Raises:
@@ -81,12 +81,12 @@ class Writer:
         writing, self._writing = self._writing, None
         if writing is not None:
             atexit.unregister(writing.say_failure)
-            together(module, writing.doing, writing.ended.result)
+            all_or_none(agreement, writing.doing, writing.ended.result)
 
-    def close(self, module: nn.Module) -> None:
+    def close(self, agreement: Agreement) -> None:
         """Waits, and gives the process group back."""
         try:
-            self.wait(module)
+            self.wait(agreement)
         finally:
             group, self._group = self._group, None
             if group is not None and dist.is_initialized():

@@ -1,4 +1,4 @@
-"""Whether a checkpoint is of the engine's model and optimizer."""
+"""Checks that a checkpoint is of the same model and optimizer."""
 
 from __future__ import annotations
 
@@ -6,21 +6,30 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
-from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from .model_tensors import ModelTensors
 from .step_counts import StepCounts
 
+MODEL_ALONE = "load_module_only=True takes the model alone (PipelinedModel.load_checkpoint: leave optimizer out)"
 
-def class_of(optimizer: Any) -> str:
-    """The name of an optimizer's class."""
+
+def class_of(optimizer: Any) -> str | None:
+    """Return the name of an optimizer's class; None without one."""
+    if optimizer is None:
+        return None
     while hasattr(optimizer, "inner"):  # of one that gathers whole parameters for another
         optimizer = optimizer.inner
     return type(optimizer).__name__
 
 
 def why_damaged(about: Mapping[str, Any]) -> str:
-    """Return which entry of an engine's checkpoint is missing or has a wrong type; empty if none."""
+    """Return which entry of `engine.json` is missing or has a wrong type; empty if none."""
+    if about.get("kind") == "parallel layout":
+        return (
+            "an earlier version of dsgraph wrote it for a parallel layout, in a format that is not supported any more: "
+            "load it with that version, or train again"
+        )
     kinds: dict[str, type] = {
         **{"ranks": int, "groups": list, "optimizer": dict, "client_state": dict, "engine": dict, "model": dict}
     }
@@ -41,40 +50,36 @@ def why_no_client_state(value: object) -> str:
     return f"client_state is a {type(value).__name__}; expected a dict. Use client_state={{'state': ...}}"
 
 
-def other_optimizer(optimizer: Optimizer, about: Mapping[str, Any]) -> str:
-    """How the optimizer of a checkpoint differs from the engine's in what it takes; empty where it does not."""
+def other_optimizer(optimizer: Optimizer | None, about: Mapping[str, Any]) -> str:
+    """Return how the optimizer of a checkpoint differs from one in what it takes; empty if it does not."""
     saved, mine = about.get("optimizer_class"), class_of(optimizer)  # of an import the class is not known
-    own = optimizer.param_groups[0].keys()
-    if saved in (None, mine) or own - {"params", "initial_lr"} <= about["groups"][0].keys():
+    own = set() if optimizer is None else optimizer.param_groups[0].keys() - {"params", "initial_lr"}
+    if saved in (None, mine) or (about["groups"] and own <= about["groups"][0].keys()):
         return ""
     return f"its optimizer is {saved}, and the engine's is {mine}"
 
 
-def other_model(
-    module: nn.Module, known: Mapping[str, Any], tied: Mapping[str, str], *, module_only: bool
-) -> tuple[str, list[str]]:
-    """How the model of a checkpoint differs from the engine's.
+def other_model(tensors: ModelTensors, known: Mapping[str, Any], *, module_only: bool) -> tuple[str, list[str]]:
+    """Return how the model of a checkpoint differs.
 
-    What is only in the checkpoint may be left there by those who take the model alone: files of weights hold buffers
-    that the model has lost since.
+    If only the model is loaded, tensors that the model does not have may stay in the checkpoint: files of weights
+    hold buffers that the model has lost since.
 
     Args:
-        module: The engine's model.
+        tensors: The tensors of the model.
         known: What the checkpoint says of each of its tensors.
-        tied: Names of the model's parameters that are others under a second name.
-        module_only: Whether the model alone is taken.
+        module_only: Whether only the model is loaded.
 
     Returns:
-        Why it cannot be taken, empty where it can; and the names of what is left there.
+        Why it cannot be loaded, empty if it can; and the names of the tensors that stay there.
     """
     saved = {key[len("model.") :]: about.size for key, about in known.items() if key.startswith("model.")}
-    mine = {name: value.shape for name, value in module.state_dict().items() if isinstance(value, Tensor)}
-    for name, shape in mine.items():
-        if name not in saved and tied.get(name) not in saved:
+    for name, shape in tensors.sizes.items():
+        if name not in saved and tensors.tied.get(name) not in saved:
             return f"there is no {name!r} in it, which the model has", []
         if saved.get(name, shape) != shape:
             return f"{name!r} is {list(saved[name])} in it, and {list(shape)} in the model", []
-    more = [name for name in saved if name not in mine]
+    more = [name for name in saved if name not in tensors.sizes and name not in tensors.tied]
     if more and not module_only:
         return f"there is {more[0]!r} in it, which the model has not", []
     return "", more

@@ -6,7 +6,6 @@ An engine's becomes Hugging Face's files; Hugging Face's files, or a ZeRO checkp
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ from dsgraph.utils.weight_paths import weight_paths
 from .checkpoint_files import ABOUT, check_tag, encode_about, read_about
 from .checkpoint_folder import Unfinished, find_tag
 from .deepspeed_files import DeepSpeedCheckpoint, is_deepspeed, read_deepspeed
-from .step_counts import StepCounts
+from .step_counts import StepCounts, progress_at
 from .weight_files import WeightFiles, begin, dtype_in_file, finish
 
 
@@ -115,9 +114,8 @@ def _checked(folder: Path, tag: str | None) -> tuple[Path, dict[str, Any]]:
 
 def _about(steps: StepCounts, **more: Any) -> dict[str, Any]:
     """What stands in `engine.json` of a checkpoint that no rank wrote: none goes on with its random numbers."""
-    engine = {"counts": asdict(steps), "loss_scale": {}, "schedule": None}
     return {
-        **{"ranks": 0, "engine": {**engine, **more.pop("engine", {})}, "groups": []},
+        **{"ranks": 0, "engine": {**progress_at(steps), **more.pop("engine", {})}, "groups": []},
         **{"optimizer": {}, "client_state": {}, "config": {}, "model": {"configs": {}, "tied": {}}, **more},
     }
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import mmap
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -31,17 +31,17 @@ class SavePlannerFromDisk(DefaultSavePlanner):
     fails.
     """
 
-    def __init__(self, optimizer: Optimizer, *, frees_written: bool = False) -> None:
+    def __init__(self, optimizer: Optimizer | None, *, frees_written: bool = False) -> None:
         """For a state dict with the state of an optimizer, and parameters.
 
         Args:
-            optimizer: Whose state is written.
+            optimizer: The optimizer whose state is written; None: only parameters are.
             frees_written: Whether the memory of a tensor is freed when the same thread asks for the next one, so that
                 each thread has one in memory. The writer must have written it by then: one that holds several, as
                 those of safetensors do and torch's with one thread beside CUDA, would write zeros.
         """
         super().__init__()
-        self._state = optimizer.state
+        self._state = None if optimizer is None else optimizer.state
         self._frees_written = frees_written
         self._written = threading.local()
 
@@ -71,10 +71,10 @@ class LoadPlannerToDisk(DefaultLoadPlanner):
         has_begun: Whether the ranks have begun to read.
     """
 
-    def __init__(self, optimizer: Optimizer) -> None:
+    def __init__(self, optimizer: Optimizer | None) -> None:
         """For a state dict with the state of an optimizer, and parameters."""
         super().__init__()
-        self._state = optimizer.state
+        self._state = None if optimizer is None else optimizer.state
         self.has_begun = False
 
     @override
@@ -109,15 +109,17 @@ def stored_tensor(value: Tensor, state: object) -> StoredTensor | None:
 
 
 @contextmanager
-def loading_to_disk(module: nn.Module, optimizer: Optimizer, *, module_only: bool) -> Iterator[LoadPlannerToDisk]:
+def loading_to_disk(
+    params: Sequence[nn.Parameter], optimizer: Optimizer | None, *, module_only: bool
+) -> Iterator[LoadPlannerToDisk]:
     """Around a `dcp.load` with the planner that it gives, into the very tensors of a model and its optimizer.
 
     Where it fails when something was read already, nobody trains with that: forwards are refused, and where state was
     read steps, until another load of as much comes to its end.
 
     Args:
-        module: The partitioned model.
-        optimizer: Of its parameters.
+        params: The parameters of the partitioned model.
+        optimizer: The optimizer of these.
         module_only: Whether nothing is read into the optimizer.
 
     Raises:
@@ -125,7 +127,7 @@ def loading_to_disk(module: nn.Module, optimizer: Optimizer, *, module_only: boo
     """
     hooks = hooks_of(optimizer)
     hooks.refuse_load()
-    planner, params = LoadPlannerToDisk(optimizer), list(module.parameters())
+    planner = LoadPlannerToDisk(optimizer)
     try:
         yield planner
     except BaseException as error:  # which torch's CheckpointException is
@@ -143,19 +145,19 @@ def loading_to_disk(module: nn.Module, optimizer: Optimizer, *, module_only: boo
         hooks.refuse_steps(None)
 
 
-def refuse_half(module: nn.Module, optimizer: Optimizer) -> None:
+def refuse_half(params: Iterable[nn.Parameter], optimizer: Optimizer | None) -> None:
     """Refuses to write down what a failed load or step has left: some of it is old, and some new.
 
     Raises:
         OffloadError: Parameters on disk, or the state of the optimizer there, are in such a state; or a backward has
             updated some of them, and the step is not over.
     """
-    for rows in _rows_of(list(module.parameters())):
+    for rows in _rows_of(params):
         rows.refuse_held()
     hooks_of(optimizer).refuse_failed()
 
 
-def _rows_of(params: list[nn.Parameter]) -> Iterator[StoredRows]:
+def _rows_of(params: Iterable[nn.Parameter]) -> Iterator[StoredRows]:
     for param in params:
         rows = stored_rows(own_part(param))
         if rows is not None:

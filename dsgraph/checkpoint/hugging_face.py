@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,23 +18,24 @@ from torch.distributed.tensor import DTensor
 from torch.futures import Future
 from typing_extensions import override
 
+from dsgraph.ranks.joint_failure import all_or_none
 from dsgraph.utils.errors import CheckpointError
 from dsgraph.utils.weight_paths import weight_paths
 
 from .disk_planners import refuse_half
-from .load import HasTensors, is_on_disk, read_into
-from .on_all_ranks import together
-from .weight_files import WeightFiles, begin, describe, dtype_in_file, finish, unfinished
+from .load import is_on_disk, read_into
+from .save import Training
+from .weight_files import WeightFiles, begin, dtype_in_file, finish, unfinished
 
 
-def export(engine: HasTensors, folder: Path, *, shard_bytes: int, dtype: torch.dtype | None) -> None:
+def export(training: Training, folder: Path, *, shard_bytes: int, dtype: torch.dtype | None) -> None:
     """Writes the weights of a partitioned model. All ranks call it together.
 
     Parameters are gathered one by one. Files take turns among ranks, and a rank keeps what goes into the file that it
     is to write next: `shard_bytes` at most.
 
     Args:
-        engine: Its model is what is written.
+        training: Its model is written.
         folder: Where to; not there yet, or empty. All ranks see the same file system.
         shard_bytes: Bytes of a file, at most.
         dtype: Dtype of floating-point weights; None: that of the shards.
@@ -42,16 +44,15 @@ def export(engine: HasTensors, folder: Path, *, shard_bytes: int, dtype: torch.d
         CheckpointError: The folder is not empty, a rank could not write, or a failed load or step has left nothing to
             write; all ranks raise.
     """
-    module, doing = engine.module, f"export {folder}"
-    together(module, doing, lambda: refuse_half(module, engine.optimizer))
-    about = describe(module)
-    state = {name: value for name, value in module.state_dict(keep_vars=True).items() if name not in about["tied"]}
+    agreement, tensors, doing = training.agreement, training.tensors(), f"export {folder}"
+    all_or_none(agreement, doing, lambda: refuse_half(tensors.parameters.values(), training.optimizer))
+    state = {name: value for name, value in tensors.values.items() if name not in tensors.tied}
     files = WeightFiles.plan(
         {name: value.numel() * dtype_in_file(value.dtype, dtype).itemsize for name, value in state.items()},
         limit=shard_bytes,
     )
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    together(module, doing, lambda: begin(folder) if rank == 0 else None)
+    all_or_none(agreement, doing, lambda: begin(folder) if rank == 0 else None)
     place = unfinished(folder)
     for first in range(0, len(files.names), ranks):
         mine: dict[str, Tensor] = {}
@@ -61,41 +62,41 @@ def export(engine: HasTensors, folder: Path, *, shard_bytes: int, dtype: torch.d
                 if number % ranks == rank:
                     mine[name] = full.to("cpu", dtype_in_file(full.dtype, dtype))
         if mine:
-            together(module, doing, lambda n=first + rank, t=mine: files.write(place, n, t))  # type: ignore[misc]
+            all_or_none(agreement, doing, lambda n=first + rank, t=mine: files.write(place, n, t))  # type: ignore[misc]
         else:
-            together(module, doing, lambda: None)
+            all_or_none(agreement, doing, lambda: None)
 
     def end() -> None:
-        files.write_rest(place, about, dtype=dtype)
+        files.write_rest(place, tensors.description, dtype=dtype)
         finish(folder)
 
-    together(module, doing, end if rank == 0 else lambda: None)
+    all_or_none(agreement, doing, end if rank == 0 else lambda: None)
 
 
-def load_pretrained(engine: HasTensors, folder: Path) -> None:
+def load_pretrained(training: Training, folder: Path) -> None:
     """Reads Hugging Face's safetensors into a partitioned model: each rank its rows, file by file. All ranks call it.
 
     Args:
-        engine: Its model is what is read.
+        training: Its model is read.
         folder: Has `*.safetensors`, whose names are those of the model's `state_dict`. Of tied weights one is enough.
 
     Raises:
         CheckpointError: There are no such files, their index is damaged, or a weight is missing or has another shape.
             The model is as it was, see `read_into`.
     """
-    module, doing = engine.module, f"load {folder}"
-    reader, in_place = _ReaderByTensor(folder), is_on_disk(engine, module_only=True)
-    there: dict[str, Any] = {}
-    together(module, doing, lambda: there.update(_weights_in(folder, reader)))
-    tied, state = describe(module)["tied"], module.state_dict()
+    agreement, tensors, optimizer = training.agreement, training.tensors(), training.optimizer
+    doing, reader, there = f"load {folder}", _ReaderByTensor(folder), dict[str, Any]()
+    in_place = is_on_disk(tensors, optimizer, module_only=True)
+    all_or_none(agreement, doing, lambda: there.update(_weights_in(folder, reader)))
+    tied, state = tensors.tied, tensors.values
     wanted = {n: value if in_place else torch.empty_like(value) for n, value in state.items() if n not in tied}
     names = {name: _name_in(there, name, tied) for name in wanted}
-    together(module, doing, lambda: _check(wanted, there, names))
+    all_or_none(agreement, doing, lambda: _check(wanted, there, names))
     # The reader converts dtypes itself.
     found = {names[name]: value for name, value in wanted.items()}
-    read_into(found, reader, engine, doing=doing, module_only=True)
+    read_into(found, reader, tensors, doing=doing, optimizer=optimizer, module_only=True)
     if not in_place:
-        module.load_state_dict({name: wanted[tied.get(name, name)] for name in state})
+        tensors.put({name: wanted[tied.get(name, name)] for name in state})
 
 
 class _FilesByIndex(FileSystem):
@@ -128,7 +129,7 @@ def _weights_in(folder: Path, reader: HuggingFaceStorageReader) -> dict[str, Any
     return dict(reader.read_metadata().state_dict_metadata)
 
 
-def _name_in(there: dict[str, Any], name: str, tied: dict[str, str]) -> str:
+def _name_in(there: dict[str, Any], name: str, tied: Mapping[str, str]) -> str:
     """Under which name a file has a parameter: its own, or that of one tied to it."""
     others = [other for other, first in tied.items() if first == name]
     return next((candidate for candidate in (name, *others) if candidate in there), name)

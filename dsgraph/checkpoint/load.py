@@ -1,102 +1,98 @@
-"""Load a checkpoint into an engine; `save.py` defines its content.
+"""Load a checkpoint into an engine, or into a model; `save.py` defines its content.
 
-Everything is read and checked, on all ranks, before anything of the engine changes: files by their checksums, what
-`engine.json` says, then tensors, which are read into copies. Where parameters or the
-optimizer's state lie on disk, no copies are made: what can be known of a checkpoint is checked first, and then each
-tensor is read into its place.
+Everything is read and checked, on all ranks, before anything changes: files by their checksums, what `engine.json`
+says, then tensors, which are read into copies. Where parameters or the optimizer's state are on disk, no copies are
+made: what can be known of a checkpoint is checked first, and then each tensor is read into its place.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from dsgraph.optim.hooks import hooks_of
-from dsgraph.partitioning.state import partition_states
+from dsgraph.ranks.first_rank import tell
+from dsgraph.ranks.joint_failure import all_or_none, on_first, reason
 from dsgraph.utils.errors import CheckpointError, OffloadError
 
 from .checkpoint_files import read_about
 from .checkpoint_folder import find_tag
-from .checkpoint_match import other_model, other_optimizer, why_damaged
+from .checkpoint_match import MODEL_ALONE, other_model, other_optimizer, why_damaged
 from .disk_planners import loading_to_disk
-from .on_all_ranks import on_first, reason, together
+from .model_tensors import ModelTensors
 from .save import Training
-from .weight_files import describe
 
 
-class HasTensors(Protocol):
-    """What tensors are read into: an engine.
-
-    Attributes:
-        module: The partitioned model.
-        optimizer: Of its shards.
-    """
-
-    module: nn.Module
-    optimizer: Optimizer
-
-
-def load(engine: Training, folder: Path, tag: str | None, *, module_only: bool) -> tuple[Path, dict[str, Any]] | None:
-    """Reads a checkpoint into an engine. All ranks call it together.
+def load(training: Training, folder: Path, tag: str | None, *, module_only: bool) -> tuple[Path, dict[str, Any]] | None:
+    """Load a checkpoint. All ranks call it together.
 
     Args:
-        engine: Of the same model; stage and number of ranks may be others.
-        folder: Where checkpoints are.
-        tag: Which one; None: the latest.
-        module_only: Whether to leave optimizer, schedule, scale and counts as they are.
+        training: What is loaded: the same model, in any layout, at any stage, on any number of ranks.
+        folder: Folder of checkpoints.
+        tag: Tag of the checkpoint; None: the latest.
+        module_only: Whether to leave everything but the model as it is.
 
     Returns:
-        Its folder and the client's state; None where there is no checkpoint and no tag was given.
+        The checkpoint's folder and the client's state; None if there is no checkpoint and no tag was given.
 
     Raises:
-        CheckpointError: There is no such checkpoint, it is damaged, or of another model; the engine is as it was,
-            see `read_into`.
+        CheckpointError: There is no such checkpoint, it is damaged, or of another model. Nothing is changed, except
+            as `read_into` says.
     """
-    found = on_first(engine.module, f"load {folder}", lambda: find_tag(folder, tag))
+    agreement = training.agreement
+    found = on_first(agreement, f"load {folder}", lambda: find_tag(folder, tag))
     if found is None:
-        if dist.get_rank() == 0:
-            print(f"dsgraph: load_checkpoint: {folder} holds no checkpoint, and the engine stays as it is", flush=True)
+        tell(f"load_checkpoint: {folder} holds no checkpoint, and nothing is loaded")
         return None
     path, doing = folder / found, f"load {folder / found}"
+    tensors, optimizer = training.tensors(), training.optimizer
+    in_place = is_on_disk(tensors, optimizer, module_only=module_only)
     about, wanted, random = dict[str, Any](), dict[str, Any](), dict[str, Tensor]()
 
     def check() -> None:
-        problem = why_damaged(about) or ("" if module_only else _why_not(engine, about))
+        problem = why_damaged(about) or ("" if module_only else _why_not(training, about))
         if problem:
             raise CheckpointError(problem)
-        wanted.update(_wanted(engine, path, module_only=module_only))
+        known = _known(path, tensors, module_only=module_only)
+        wanted.update(_model_to_read(tensors, known, in_place=in_place))
         if not module_only:
+            wanted.update(_optimizer_to_read(tensors, optimizer, known))
             random.update(_random_states(path, about))
 
-    share = {"share": dist.get_rank(), "shares": dist.get_world_size()}
-    together(engine.module, doing, lambda: about.update(read_about(path, **share)))
-    together(engine.module, doing, check)  # after all files have passed their checksums
-    read_into(wanted, dcp.FileSystemReader(path), engine, doing=doing, module_only=module_only)
+    all_or_none(agreement, doing, lambda: about.update(_own_share(path)))
+    all_or_none(agreement, doing, check)  # after all files have passed their checksums
+    reader = dcp.FileSystemReader(path)
+    read_into(wanted, reader, tensors, doing=doing, optimizer=optimizer, module_only=module_only)
     if not module_only:
-        together(engine.module, doing, lambda: engine.take_schedule(about["engine"]))
-    if not is_on_disk(engine, module_only=module_only):
-        _take_model(engine, wanted)
+        all_or_none(agreement, doing, lambda: training.take_schedule(about["engine"]))
+    if not in_place:
+        _take_model(tensors, wanted)
     if not module_only:
-        _take_rest(engine, wanted, about)
+        _take_optimizer(tensors, optimizer, wanted, about)
+        training.go_on_from(about["engine"])
         for device, state in random.items():
             (torch.cuda.set_rng_state if device == "cuda" else torch.set_rng_state)(state)
     return path, about["client_state"]
 
 
-def _why_not(engine: Training, about: dict[str, Any]) -> str:
-    """Return why an engine cannot load the parts of a checkpoint besides the model; empty if it can."""
-    groups, saved = len(engine.optimizer.param_groups), len(about["groups"])
-    problem = other_optimizer(engine.optimizer, about) or engine.why_not(about["engine"])
-    if groups != saved:
-        return f"it has {saved} groups of parameters, and the optimizer {groups}"
-    return f"{problem}: load_module_only=True takes the model alone" if problem else ""
+def _own_share(path: Path) -> dict[str, Any]:
+    """Return the content of `engine.json` after checking this rank's share of the files."""
+    return read_about(path, share=dist.get_rank(), shares=dist.get_world_size())
+
+
+def _why_not(training: Training, about: dict[str, Any]) -> str:
+    """Return why the parts of a checkpoint besides the model cannot be loaded; empty if they can."""
+    groups = [] if training.optimizer is None else training.optimizer.param_groups
+    problem = other_optimizer(training.optimizer, about) or training.why_not(about["engine"])
+    if len(groups) != len(about["groups"]):
+        problem = f"it has {len(about['groups'])} groups of parameters, and the optimizer {len(groups)}"
+    return f"{problem}: {MODEL_ALONE}" if problem else ""
 
 
 def _random_states(path: Path, about: dict[str, Any]) -> dict[str, Tensor]:
@@ -107,94 +103,123 @@ def _random_states(path: Path, about: dict[str, Any]) -> dict[str, Tensor]:
     return {device: state for device, state in found.items() if device != "cuda" or torch.cuda.is_available()}
 
 
-def is_on_disk(engine: HasTensors, *, module_only: bool) -> bool:
-    """Whether something lies on disk of what is read: alike on all ranks, also on one that has no rows of it."""
-    entries = (entry for part in partition_states(engine.module) for entry in part.parameters)
-    has_state = hooks_of(engine.optimizer).has_state_on_disk and not module_only
-    return has_state or any(entry.stored is not None for entry in entries)
+def is_on_disk(tensors: ModelTensors, optimizer: Optimizer | None, *, module_only: bool) -> bool:
+    """Return True if something to read is on disk: alike on all ranks, also on one that has no rows of it."""
+    return tensors.is_on_disk or (hooks_of(optimizer).has_state_on_disk and not module_only)
 
 
 def read_into(
-    wanted: dict[str, Any], reader: dcp.StorageReader, engine: HasTensors, *, doing: str, module_only: bool
+    wanted: dict[str, Any],
+    reader: dcp.StorageReader,
+    tensors: ModelTensors,
+    *,
+    doing: str,
+    optimizer: Optimizer | None,
+    module_only: bool,
 ) -> None:
-    """Reads tensors by name. All ranks call it together.
+    """Read tensors by name. All ranks call it together.
 
     Raises:
-        CheckpointError: One could not be read. Where they are copies, the engine is as it was; where something lies on
-            disk, it trains no more until it has loaded.
+        CheckpointError: One could not be read. If they are copies, nothing was changed; if something is on disk, it
+            is not trained any more until it has been loaded.
     """
     try:
-        if not is_on_disk(engine, module_only=module_only):
+        if not is_on_disk(tensors, optimizer, module_only=module_only):
             dcp.load(wanted, storage_reader=reader)
             return
-        with loading_to_disk(engine.module, engine.optimizer, module_only=module_only) as planner:
+        with loading_to_disk(list(tensors.parameters.values()), optimizer, module_only=module_only) as planner:
             dcp.load(wanted, storage_reader=reader, planner=planner)
     except (dcp.api.CheckpointException, OffloadError, OSError, ValueError, RuntimeError) as error:
         raise CheckpointError(f"{doing}: {reason(error)}") from error
 
 
-def _wanted(engine: Training, path: Path, *, module_only: bool) -> dict[str, Any]:
-    """Tensors to read into: the engine's own where something lies on disk, else copies."""
-    known = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
-    tied = describe(engine.module)["tied"]
-    problem, left = other_model(engine.module, known, tied, module_only=module_only)
+def _known(path: Path, tensors: ModelTensors, *, module_only: bool) -> dict[str, Any]:
+    """Return what a checkpoint says of each of its tensors, if they are those of the model."""
+    known = dict(dcp.FileSystemReader(path).read_metadata().state_dict_metadata)
+    problem, left = other_model(tensors, known, module_only=module_only)
     if problem:
         raise CheckpointError(f"it is of another model: {problem}")
-    if left and dist.get_rank() == 0:
-        print(f"dsgraph: load {path}: the model has none of {', '.join(left)}, which stay there", flush=True)
-    in_place = is_on_disk(engine, module_only=module_only)
-    state: dict[str, Any] = {
-        f"model.{name}": value if in_place else torch.empty_like(value)
-        for name, value in engine.module.state_dict().items()
-        if isinstance(value, Tensor) and (name not in tied or f"model.{name}" in known)
-    }
-    if module_only:
-        return state
-    for name, param in engine.module.named_parameters():
+    if left:
+        tell(f"load {path}: the model has none of {', '.join(left)}, which stay there")
+    return known
+
+
+def _model_to_read(tensors: ModelTensors, known: dict[str, Any], *, in_place: bool) -> dict[str, Tensor]:
+    """Return what the model is read into: its own tensors if something is on disk, else copies."""
+    found: dict[str, Tensor] = {}
+    for name, value in tensors.values.items():
+        if isinstance(value, Tensor) and (name not in tensors.tied or f"model.{name}" in known):
+            found[f"model.{name}"] = value if in_place else _empty(tensors, name, value)
+    return found
+
+
+def _empty(tensors: ModelTensors, name: str, value: Tensor) -> Tensor:
+    if name in tensors.slices:
+        return torch.empty(tensors.sizes[name], dtype=value.dtype, device=value.device)
+    return torch.empty_like(value)
+
+
+def _optimizer_to_read(tensors: ModelTensors, optimizer: Optimizer | None, known: dict[str, Any]) -> dict[str, Tensor]:
+    """Return what the optimizer's state is read into."""
+    found: dict[str, Tensor] = {}
+    for name, param in tensors.parameters.items():
         prefix = f"optimizer.{name}."
         saved = {key[len(prefix) :]: about for key, about in known.items() if key.startswith(prefix)}
         saved = {key: about for key, about in saved.items() if "." not in key}
-        state |= {
-            f"{prefix}{key}": value for key, value in _state_to_read(engine.optimizer, name, param, saved).items()
-        }
-    return state
+        state = _state_to_read(tensors, optimizer, name, param, saved)
+        found |= {f"{prefix}{key}": value for key, value in state.items()}
+    return found
 
 
-def _state_to_read(optimizer: Any, name: str, param: Tensor, saved: dict[str, Any]) -> dict[str, Tensor]:
-    """What the state of a parameter is read into, by key, of what a checkpoint has of it."""
+def _state_to_read(
+    tensors: ModelTensors, optimizer: Optimizer | None, name: str, param: Tensor, saved: dict[str, Any]
+) -> dict[str, Tensor]:
+    """Return what the state of a parameter is read into, by key."""
     hooks = hooks_of(optimizer)
     if hooks.owns(param) is False:  # another rank stores it
         return {}
     on_disk = hooks.state_on_disk(param) if saved else {}
     if not on_disk.keys() <= saved.keys():
         lacks = next(key for key in on_disk if key not in saved)
-        raise CheckpointError(f"there is no {lacks!r} of {name} in it: load_module_only=True takes the model alone")
+        raise CheckpointError(f"there is no {lacks!r} of {name} in it: {MODEL_ALONE}")
     found: dict[str, Tensor] = {}
     for key, about in saved.items():
         empty = on_disk.get(key)
-        if empty is None:
+        if empty is None and tensors.is_sliced(name, about.size):
+            empty = torch.empty(about.size, dtype=about.properties.dtype, device=param.device)
+        elif empty is None:
             empty = hooks.empty_state(param, key, about.size, about.properties.dtype)
         if empty is not None:
             found[key] = empty
     return found
 
 
-def _take_model(engine: Training, state: dict[str, Any]) -> None:
+def _take_model(tensors: ModelTensors, state: dict[str, Any]) -> None:
     prefix = "model."
     found = {key[len(prefix) :]: value for key, value in state.items() if key.startswith(prefix)}
-    for name, first in describe(engine.module)["tied"].items():
-        found.setdefault(name, found[first])  # a checkpoint made of safetensors has one of them
-    engine.module.load_state_dict(found)
+    found |= {name: tensors.own(name, found[name]) for name in tensors.slices if name in found}
+    for name, first in tensors.tied.items():
+        if name in tensors.values:
+            found.setdefault(name, found[first])  # a checkpoint made of safetensors has one of them
+    tensors.put(found)
 
 
-def _take_rest(engine: Training, state: dict[str, Any], about: dict[str, Any]) -> None:
-    hooks = hooks_of(engine.optimizer)
-    engine.optimizer.state.clear()  # a checkpoint of an optimizer that has not stepped holds none
-    for name, param in engine.module.named_parameters():
-        found = {**dict(_of_parameter(state, name)), **about["optimizer"].get(name, {})}
+def _take_optimizer(
+    tensors: ModelTensors, optimizer: Optimizer | None, state: dict[str, Any], about: dict[str, Any]
+) -> None:
+    assert optimizer is not None, "without one, only the model is loaded"
+    hooks = hooks_of(optimizer)
+    optimizer.state.clear()  # a checkpoint of an optimizer that has not stepped holds none
+    for name, param in tensors.parameters.items():
+        found = dict(about["optimizer"].get(name, {}))
+        prefix = f"optimizer.{name}."
+        for key, value in state.items():
+            if key.startswith(prefix) and "." not in key[len(prefix) :]:
+                is_sliced = tensors.is_sliced(name, value.shape)
+                found[key[len(prefix) :]] = tensors.own(name, value) if is_sliced else value
         if found:
-            hooks.take_state(engine.optimizer.state, param, found)
-    for group, saved in zip(engine.optimizer.param_groups, about["groups"], strict=True):
+            hooks.take_state(optimizer.state, param, found)
+    for group, saved in zip(optimizer.param_groups, about["groups"], strict=True):
         for key, value in saved.items():
             own = group.get(key)
             if isinstance(own, Tensor):
@@ -202,11 +227,3 @@ def _take_rest(engine: Training, state: dict[str, Any], about: dict[str, Any]) -
             else:
                 group[key] = tuple(value) if isinstance(own, tuple) else value
     hooks.after_load()
-    engine.go_on_from(about["engine"])
-
-
-def _of_parameter(state: dict[str, Any], name: str) -> Iterator[tuple[str, Any]]:
-    prefix = f"optimizer.{name}."
-    for key, value in state.items():
-        if key.startswith(prefix) and "." not in key[len(prefix) :]:
-            yield key[len(prefix) :], value

@@ -5,16 +5,13 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from torch import nn
-
+from dsgraph.ranks.agreement import Agreement
 from dsgraph.ranks.first_rank import tell
 from dsgraph.utils.errors import CheckpointError
 
-from .on_all_ranks import exchange
-
 
 def one_tag(
-    module: nn.Module,
+    agreement: Agreement,
     doing: str,
     *,
     tag: object,
@@ -25,7 +22,7 @@ def one_tag(
     """Return the tag that all ranks use. All ranks call it together.
 
     Args:
-        module: The partitioned model.
+        agreement: The ranks.
         doing: "save_checkpoint", for messages.
         tag: This rank's, if it names one.
         validation: What to do if tags differ: "Fail" raises; "Warn" prints that the first rank's tag is used;
@@ -41,7 +38,7 @@ def one_tag(
         RanksDisagreeError: Other ranks do not call it.
     """
     mine = {"problem": problem, "same": same, "tag": None if tag is None else str(tag)}
-    texts = exchange(module, f"that they {doing}", json.dumps(mine))
+    texts = agreement.exchange(f"that they {doing}", json.dumps(mine))
     said = {rank: json.loads(text) for rank, text in texts.items()}
     first = next(iter(said))
     for rank, other in said.items():

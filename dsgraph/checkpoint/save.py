@@ -1,4 +1,4 @@
-"""Checkpoints of an engine: written beside the last good one and renamed, so that no interruption loses it.
+"""Checkpoints of every layout: written beside the last good one and renamed, so that no interruption loses it.
 
 A checkpoint is a folder `<dir>/<tag>`. torch.distributed.checkpoint writes the tensors, each rank its own rows, and
 reads them on any number of ranks, at any stage. `engine.json` has everything else as JSON that keeps types, and a
@@ -8,6 +8,7 @@ checksum of each file, itself included. The file `<dir>/latest` names the newest
 from __future__ import annotations
 
 import io
+import json
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
@@ -19,10 +20,12 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from dsgraph.compat.tensors import flatten_tree
+from dsgraph.ranks.agreement import Agreement
+from dsgraph.ranks.joint_failure import all_or_none, on_first, reason
 from dsgraph.utils.errors import CheckpointError
 from dsgraph.utils.files import write_whole
 from dsgraph.utils.typed_json import encode
@@ -32,80 +35,79 @@ from .checkpoint_files import encode_about
 from .checkpoint_folder import Unfinished
 from .checkpoint_match import class_of
 from .disk_planners import SavePlannerFromDisk, refuse_half
-from .on_all_ranks import on_first, reason, together
-from .weight_files import describe
+from .model_tensors import ModelTensors
 
 
 class Training(Protocol):
-    """What a checkpoint is of: an engine.
-
-    Attributes:
-        module: The partitioned model.
-        optimizer: The optimizer of its shards.
-    """
-
-    module: nn.Module
-    optimizer: Optimizer
+    """What a checkpoint stores: an engine, or a model with an optimizer."""
 
     @property
-    def config(self) -> Any:
-        """The configuration, which the checkpoint repeats."""
+    def agreement(self) -> Agreement:
+        """The ranks that save and load together."""
+
+    @property
+    def optimizer(self) -> Optimizer | None:
+        """The optimizer of this rank's parameters; None: only the model is saved or loaded."""
+
+    def tensors(self) -> ModelTensors:
+        """Return the model's tensors on this rank."""
 
     def progress(self) -> dict[str, Any]:
         """Return the state of training that is not tensors."""
 
     def why_not(self, progress: Mapping[str, Any]) -> str:
-        """Why `go_on_from` cannot take that over; empty where it can."""
+        """Return why `go_on_from` cannot load a result of `progress`; empty if it can."""
 
     def take_schedule(self, progress: Mapping[str, Any]) -> None:
         """Load only the schedule; on an error the schedule is unchanged."""
 
     def go_on_from(self, progress: Mapping[str, Any]) -> None:
-        """Takes over what `progress` gave in another run."""
+        """Load a result of `progress` of another run, except for the schedule."""
 
 
 def save(
-    engine: Training, folder: Path, tag: str, client_state: dict[str, Any], *, writer: Writer | None = None
+    training: Training,
+    folder: Path,
+    tag: str,
+    *,
+    client_state: Mapping[str, Any],
+    config: Mapping[str, Any],
+    writer: Writer | None = None,
 ) -> Path:
-    """Writes a checkpoint. All ranks call it at the same point.
+    """Write a checkpoint. All ranks call it at the same point.
 
     Args:
-        engine: What it is of.
+        training: What is saved.
         folder: Folder of checkpoints.
-        tag: Name of this one.
-        client_state: What `load` gives back.
-        writer: Writes it while training goes on; None: it is complete on return.
+        tag: Name of the checkpoint.
+        client_state: Values that `load` returns.
+        config: The configuration, as JSON values; it is not loaded.
+        writer: Writes the checkpoint while training goes on; None: it is complete on return.
 
     Returns:
-        Its folder.
+        The checkpoint's folder.
 
     Raises:
         CheckpointError: The tag or the client's state cannot be written, a rank's disk refused, or a failed load or
             step has left nothing to write; the checkpoint before stays the latest.
     """
-    doing, about, tensors = f"save {folder / tag}", dict[str, Any](), dict[str, Any]()
-
-    def look() -> None:
-        refuse_half(engine.module, engine.optimizer)
-        about.update(_about(engine, client_state))
-        tensors.update(_tensors(engine))
-
-    together(engine.module, doing, look)
+    doing, agreement = f"save {folder / tag}", training.agreement
+    about, stored = _content(training, doing, client_state=dict(client_state), config=dict(config))
     begun: list[Unfinished] = []  # filled on the first rank only
 
     def begin() -> str:
         begun.append(Unfinished.begin(folder, tag))
         return begun[0].path.name
 
-    attempt = _Attempt(doing, folder / str(on_first(engine.module, doing, begin)), begun)
+    attempt = _Attempt(doing, folder / str(on_first(agreement, doing, begin)), begun)
     with attempt.removing_failed():
-        together(engine.module, doing, lambda: _write_rank(engine, attempt.path))
+        all_or_none(agreement, doing, lambda: _write_rank(attempt.path))
         if writer is None:
-            planner = SavePlannerFromDisk(engine.optimizer, frees_written=True)
-            attempt.write(lambda: dcp.save(tensors, storage_writer=_writing(attempt.path), planner=planner))
-            together(engine.module, doing, lambda: attempt.complete(about))
+            planner = SavePlannerFromDisk(training.optimizer, frees_written=True)
+            attempt.write(lambda: dcp.save(stored, storage_writer=_writing(attempt.path), planner=planner))
+            all_or_none(agreement, doing, lambda: attempt.complete(about))
             return folder / tag
-        written = dcp.async_save(tensors, storage_writer=_writing(attempt.path), process_group=writer.group())
+        written = dcp.async_save(stored, storage_writer=_writing(attempt.path), process_group=writer.group())
         assert isinstance(written, Future), "only a custom stager returns something else"
 
     def end() -> None:
@@ -167,24 +169,41 @@ def _writing(folder: Path) -> dcp.FileSystemWriter:
     return dcp.FileSystemWriter(folder, thread_count=2)
 
 
-def _about(engine: Training, client_state: dict[str, Any]) -> dict[str, Any]:
-    """Return the content of `engine.json` for an engine, as JSON values."""
+def _content(training: Training, doing: str, **given: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the content of `engine.json` as JSON values, and this rank's tensors by name."""
+    about, stored = dict[str, Any](), dict[str, Any]()
+
+    def look() -> None:
+        tensors = training.tensors()
+        refuse_half(tensors.parameters.values(), training.optimizer)
+        about.update(_about(training, tensors, **given))
+        stored.update(_stored(tensors, training.optimizer))
+
+    all_or_none(training.agreement, doing, look)
+    plain = json.dumps(about["optimizer"])  # of this rank's parameters, and the first rank writes the file
+    for text in training.agreement.exchange("what the optimizer holds besides tensors", plain).values():
+        about["optimizer"].update(json.loads(text))
+    return about, stored
+
+
+def _about(training: Training, tensors: ModelTensors, **given: Any) -> dict[str, Any]:
+    """Return the content of `engine.json` as JSON values."""
+    optimizer = training.optimizer
     about = encode_about(
         {
             "ranks": dist.get_world_size(),
-            **_plain_state(engine),
-            "optimizer_class": class_of(engine.optimizer),
-            "client_state": client_state,
-            "config": engine.config.model_dump(mode="json"),
-            "model": describe(engine.module),
+            **_plain_state(tensors, optimizer),
+            "optimizer_class": class_of(optimizer),
+            "model": dict(tensors.description),
+            **given,
         }
     )
-    progress = {key: encode(value, f"{key} of the engine") for key, value in engine.progress().items()}
+    progress = {key: encode(value, f"{key} of the engine") for key, value in training.progress().items()}
     return {**about, "engine": progress}
 
 
-def _write_rank(engine: Training, folder: Path) -> None:
-    """What is each rank's own: the state of its random numbers."""
+def _write_rank(folder: Path) -> None:
+    """Write what is each rank's own: the state of its random numbers."""
     states = {"cpu": torch.get_rng_state()}
     if torch.cuda.is_available():
         states["cuda"] = torch.cuda.get_rng_state()
@@ -193,39 +212,40 @@ def _write_rank(engine: Training, folder: Path) -> None:
     write_whole(folder / f"random-{dist.get_rank()}.pt", content.getvalue())
 
 
-def _tensors(engine: Training) -> dict[str, Any]:
-    """All tensors of model and optimizer, by names that say which parameter they belong to."""
-    state = {f"model.{name}": value for name, value in engine.module.state_dict().items()}
-    for name, key, value in _optimizer_state(engine):
+def _stored(tensors: ModelTensors, optimizer: Optimizer | None) -> dict[str, Any]:
+    """Return all tensors of model and optimizer, by names that say which parameter they belong to."""
+    found = {f"model.{name}": tensors.full(name, value) for name, value in tensors.values.items()}
+    for name, key, value in _optimizer_state(tensors, optimizer):
         if isinstance(value, Tensor):
-            state[f"optimizer.{name}.{key}"] = value
-    return state
+            found[f"optimizer.{name}.{key}"] = tensors.full(name, value)
+    return found
 
 
-def _plain_state(engine: Training) -> dict[str, Any]:
-    """What the optimizer holds besides tensors: of its parameters, and in its groups.
+def _plain_state(tensors: ModelTensors, optimizer: Optimizer | None) -> dict[str, Any]:
+    """Return what the optimizer holds besides tensors: for its parameters, and in its groups.
 
     Raises:
         CheckpointError: The model or the optimizer holds something that a checkpoint does not keep.
     """
-    for name, value in engine.module.state_dict().items():
+    for name, value in tensors.values.items():
         if not isinstance(value, Tensor):
             raise CheckpointError(f"{name} of the model is a {type(value).__name__}, which a checkpoint does not hold")
     plain: dict[str, dict[str, Any]] = {}
-    for name, key, value in _optimizer_state(engine):
+    for name, key, value in _optimizer_state(tensors, optimizer):
         if not isinstance(value, Tensor):
             _refuse_tensors_within(value, f"optimizer state {key!r} of {name}")
             plain.setdefault(name, {})[key] = _plain(value, f"optimizer state {key!r} of {name}")
     groups = [
         {key: _plain(value, f"{key!r} of the optimizer") for key, value in group.items() if key != "params"}
-        for group in engine.optimizer.param_groups
+        for group in ([] if optimizer is None else optimizer.param_groups)
     ]
     return {"groups": groups, "optimizer": plain}
 
 
-def _optimizer_state(engine: Training) -> Iterator[tuple[str, str, Any]]:
-    for name, param in engine.module.named_parameters():
-        for key, value in engine.optimizer.state.get(param, {}).items():
+def _optimizer_state(tensors: ModelTensors, optimizer: Optimizer | None) -> Iterator[tuple[str, str, Any]]:
+    state = {} if optimizer is None else optimizer.state
+    for name, param in tensors.parameters.items():
+        for key, value in state.get(param, {}).items():
             if not isinstance(key, str) or "." in key:
                 raise CheckpointError(f"optimizer state of {name} has the key {key!r}: it takes text without '.'")
             yield name, key, value

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
 
 @dataclass
@@ -18,3 +19,8 @@ class StepCounts:
     micro: int = 0
     steps: int = 0
     skipped: int = 0
+
+
+def progress_at(counts: StepCounts) -> dict[str, Any]:
+    """Return the progress of a training without schedule, loss scale and data, as an engine's checkpoint stores it."""
+    return {"counts": asdict(counts), "loss_scale": {}, "schedule": None}

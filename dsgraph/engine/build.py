@@ -49,10 +49,9 @@ from .optimizers.offloading import offload_notes, offloaded, planned
 from .optimizers.section import check_float32
 from .optimizers.step_moment import beside_notes
 from .parallel_model import check_divided, data_rank, parallel_model
-from .pipeline_checkpoints import PipelineCheckpoints
 from .pipeline_schedule import PipelineSchedule
 from .rank_setup import device_of_rank, join_ranks, place_in
-from .saving import PartitionedCheckpoints
+from .saving import Checkpoints
 from .techniques.layer_drop import ProgressiveLayerDrop
 from .techniques.quantize_training import QuantizedTraining
 from .training_state import TrainingState
@@ -273,11 +272,11 @@ def build_engine(made: BuiltOptimizer) -> Engine:
     )
     if isinstance(built.module, PipelinedModel):
         strategy = PipelineSchedule(built.module, state, built.logger)
-        return Engine(state, strategy, built.logger, PipelineCheckpoints(built.module, state))
+        return Engine(state, strategy, built.logger, Checkpoints(state))
     state.loss_groups = tuple(axis.group for axis in state.partition.axes)
     dtype = resolved.settings.compute_dtype
     batches = MicroBatches(_compiled(built, built.module), state, built.logger, dtype=dtype)
-    return Engine(state, batches, built.logger, PartitionedCheckpoints(state))
+    return Engine(state, batches, built.logger, Checkpoints(state))
 
 
 def _compiled(built: BuiltModel, model: nn.Module) -> Callable[..., Any]:

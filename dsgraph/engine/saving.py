@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from os import PathLike
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -15,37 +15,14 @@ from dsgraph.checkpoint.checkpoint_match import why_no_client_state
 from dsgraph.checkpoint.load import is_on_disk, load
 from dsgraph.checkpoint.same_call import one_tag
 from dsgraph.checkpoint.save import save
+from dsgraph.parallel.pipeline.pipelined import PipelinedModel
 from dsgraph.utils.errors import CheckpointError
 
 from .training_state import TrainingState
 
 
-class Checkpoints(Protocol):
-    """Saves and loads what an engine trains. All ranks call its methods at the same points."""
-
-    def save(
-        self, folder: str | PathLike[str], tag: Any, client_state: dict[str, Any] | None, *, asynchronous: bool
-    ) -> None:
-        """Write a checkpoint; see `Engine.save_checkpoint`."""
-
-    def load(self, folder: str | PathLike[str], tag: Any, *, module_only: bool) -> tuple[str | None, dict[str, Any]]:
-        """Load a checkpoint; see `Engine.load_checkpoint`."""
-
-    def wait(self) -> None:
-        """Return when the checkpoint that is being written is complete."""
-
-    def close(self) -> None:
-        """Wait, and release what writes checkpoints."""
-
-    def export(self, folder: Path, *, shard_bytes: int, dtype: torch.dtype | None) -> None:
-        """Write the model as safetensors; see `Engine.export`."""
-
-    def load_pretrained(self, folder: Path) -> None:
-        """Load the model from safetensors; see `Engine.load_pretrained`."""
-
-
-class PartitionedCheckpoints:
-    """Checkpoints of a partitioned model."""
+class Checkpoints:
+    """Saves and loads what an engine trains, in every layout. All ranks call its methods at the same points."""
 
     def __init__(self, state: TrainingState) -> None:
         self._state, self._writer = state, Writer()
@@ -53,11 +30,11 @@ class PartitionedCheckpoints:
     def save(
         self, folder: str | PathLike[str], tag: Any, client_state: dict[str, Any] | None, *, asynchronous: bool
     ) -> None:
-        """Write a checkpoint."""
+        """Write a checkpoint; see `Engine.save_checkpoint`."""
         state = self._state
         self._refuse_slices()
         chosen = one_tag(
-            *(state.module, "save_checkpoint"),
+            *(state.agreement, "save_checkpoint"),
             tag=f"global_step{state.counts.steps}" if tag is None else tag,
             validation=state.config.checkpoint.tag_validation,
             problem=self._why_not_save(asynchronous) or why_no_client_state(client_state),
@@ -65,7 +42,9 @@ class PartitionedCheckpoints:
         )
         self.wait()
         save(
-            *(state, Path(folder), check_tag(chosen), dict(client_state or {})),
+            *(state, Path(folder), check_tag(chosen)),
+            client_state=client_state or {},
+            config=state.config.model_dump(mode="json"),
             writer=self._writer if asynchronous else None,
         )
 
@@ -76,7 +55,7 @@ class PartitionedCheckpoints:
                 "save_checkpoint amid a step of micro-batches, whose gradients a checkpoint does not hold: call it "
                 "behind the step() of the last micro-batch"
             )
-        if asynchronous and is_on_disk(self._state, module_only=False):
+        if asynchronous and is_on_disk(self._state.tensors(), self._state.optimizer, module_only=False):
             return (
                 "save_checkpoint(asynchronous=True): it writes copies, and parameters or the optimizer's state lie on "
                 "disk: copies in memory would take what that spares, and a copy on the disk as long as the checkpoint "
@@ -92,10 +71,10 @@ class PartitionedCheckpoints:
             )
 
     def load(self, folder: str | PathLike[str], tag: Any, *, module_only: bool) -> tuple[str | None, dict[str, Any]]:
-        """Load a checkpoint. Return its folder and the client's state."""
+        """Load a checkpoint; see `Engine.load_checkpoint`."""
         self._refuse_slices()
         chosen = one_tag(
-            *(self._state.module, "load_checkpoint"),
+            *(self._state.agreement, "load_checkpoint"),
             tag=tag,
             validation=self._state.config.checkpoint.tag_validation,
             same={"load_dir": str(Path(folder).absolute()), "load_module_only": module_only},
@@ -106,16 +85,22 @@ class PartitionedCheckpoints:
 
     def wait(self) -> None:
         """Return when the checkpoint that is being written is complete."""
-        self._writer.wait(self._state.module)
+        self._writer.wait(self._state.agreement)
 
     def close(self) -> None:
         """Wait, and give the process group of the writing threads back."""
-        self._writer.close(self._state.module)
+        self._writer.close(self._state.agreement)
 
     def export(self, folder: Path, *, shard_bytes: int, dtype: torch.dtype | None) -> None:
-        """Write the model as safetensors."""
+        """Write the model as safetensors; see `Engine.export`."""
+        self._refuse_stages("export")
         hugging_face.export(self._state, folder, shard_bytes=shard_bytes, dtype=dtype)
 
     def load_pretrained(self, folder: Path) -> None:
-        """Load the model from safetensors."""
+        """Load the model from safetensors; see `Engine.load_pretrained`."""
+        self._refuse_stages("load_pretrained")
         hugging_face.load_pretrained(self._state, folder)
+
+    def _refuse_stages(self, call: str) -> None:
+        if isinstance(self._state.module, PipelinedModel):
+            raise CheckpointError(f"{call} is not supported with the section parallel")

@@ -9,8 +9,11 @@ from typing import Any
 
 from torch.optim import Optimizer
 
+from dsgraph.checkpoint.model_tensors import ModelTensors
 from dsgraph.checkpoint.step_counts import StepCounts
+from dsgraph.parallel.pipeline.pipelined import PipelinedModel
 from dsgraph.partitioning.state import PartitionState, partition_states
+from dsgraph.ranks.agreement import Agreement
 from dsgraph.ranks.first_rank import tell
 from dsgraph.utils.errors import CheckpointError, on_one_line
 
@@ -74,6 +77,18 @@ class TrainingState:
         """The parameters of a partitioned model."""
         (part,) = partition_states(self.module)
         return part
+
+    @property
+    def agreement(self) -> Agreement:
+        """The ranks that save and load together."""
+        return self.module.agreement if self._is_pipeline() else Agreement.over(self.partition.mesh)
+
+    def tensors(self) -> ModelTensors:
+        """Return the model's tensors on this rank."""
+        return self.module.checkpoint_tensors() if self._is_pipeline() else ModelTensors.of(self.module)
+
+    def _is_pipeline(self) -> bool:
+        return isinstance(self.module, PipelinedModel)
 
     def get_lr(self) -> list[float]:
         """Return the learning rate of each group of parameters."""

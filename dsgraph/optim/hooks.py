@@ -110,8 +110,8 @@ class OptimizerHooks:
 _DEFAULTS = OptimizerHooks()
 
 
-def hooks_of(optimizer: Optimizer) -> OptimizerHooks:
-    """Return the hooks of an optimizer; the defaults if it is no `OptimizerHooks`."""
+def hooks_of(optimizer: Optimizer | None) -> OptimizerHooks:
+    """Return the hooks of an optimizer; the defaults if it is no `OptimizerHooks`, or None."""
     return optimizer if isinstance(optimizer, OptimizerHooks) else _DEFAULTS
 
 

@@ -155,3 +155,35 @@ def _refused(folder: str) -> None:
 
 def test_what_cannot_be_kept_or_taken_is_refused_and_changes_nothing(ranks, tmp_path):
     ranks(1).run(_refused, str(tmp_path))
+
+
+def _pipeline(seed: int) -> dsgraph.Engine:
+    torch.manual_seed(seed)
+    settings = {
+        **{"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2, "parallel": {"pp": 2}},
+        **{"optimizer": {"type": "AdamW", "params": {"lr": 0.1}}, "dsgraph": {"compile": False}},
+    }
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), _Squared(4, 4))
+    return dsgraph.initialize(model=model, config=settings, example=(torch.ones(2, 4),))[0]
+
+
+def _stages_saved_beside_training(folder: str) -> None:
+    engine, other = _pipeline(0), _pipeline(1)
+    batches = [torch.randn(2, 4, generator=torch.Generator().manual_seed(seed)) for seed in range(6)]
+    engine.train_batch(iter(batches[:2]))
+    saved = {name: value.clone() for name, value in engine.state_dict().items()}
+    engine.save_checkpoint(folder, 1, asynchronous=True)
+    expected = [float(engine.train_batch(iter(batches[at : at + 2]))) for at in (2, 4)]
+    engine.wait_for_checkpoint()
+    assert other.load_checkpoint(folder, load_module_only=True)[0] == f"{folder}/1" and other.global_steps == 0
+    assert all(torch.equal(value, saved[name]) for name, value in other.state_dict().items())
+    assert not other.optimizer.state
+    other.load_checkpoint(folder)
+    assert other.global_steps == 1
+    assert [float(other.train_batch(iter(batches[at : at + 2]))) for at in (2, 4)] == expected
+    engine.close()
+    other.close()
+
+
+def test_stages_are_saved_while_they_train_on(ranks, tmp_path):
+    ranks(2).run(_stages_saved_beside_training, str(tmp_path))

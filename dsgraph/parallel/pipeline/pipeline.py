@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DeviceMesh
 from torch.fx import Node
 
+from dsgraph.checkpoint.weight_files import describe
 from dsgraph.compat.process_groups import group_timeout
 from dsgraph.compiler.costs.agreed import known_costs
 from dsgraph.compiler.options import parse_options
@@ -154,25 +155,25 @@ def pipeline(
         device=device,
         equal=EqualBatches(agreement, _slicing_agreement(captured, device)),
         draws=captured.draws,
-        known=saved,
+        **saved,
     )
 
 
-def _saved(model: nn.Module, captured: CapturedModel) -> dict[str, str]:
-    """Return the full shape and dtype of each parameter and buffer in a checkpoint, by name."""
+def _saved(model: nn.Module, captured: CapturedModel) -> dict[str, Any]:
+    """Return `sizes` and `description` of the model for `ModelTensors`."""
     passing = {
         f"{prefix}.{name}".lstrip(".")
         for prefix, module in model.named_modules()
         for name in module._non_persistent_buffers_set
     }
-    found: dict[str, str] = {}
+    found: dict[str, torch.Size] = {}
     for name, tensor in captured.state.values():
         shape, held = list(tensor.shape), captured.slices.get(name)
         if held is not None and held.dim >= 0:
             shape[held.dim] *= held.ranks
         if name not in passing:
-            found[name] = f"{tensor.dtype} {shape}"
-    return dict(sorted(found.items()))
+            found[name] = torch.Size(shape)
+    return {"sizes": dict(sorted(found.items())), "description": describe(model)}
 
 
 def _slicing_agreement(captured: CapturedModel, device: torch.device) -> Agreement | None:

@@ -6,14 +6,18 @@ import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from dsgraph.checkpoint.model_tensors import ModelTensors, copy_into
+from dsgraph.checkpoint.model_training import ModelTraining
 from dsgraph.compat.process_groups import group_timeout
 from dsgraph.compat.tensors import flatten_tree
 from dsgraph.optim.gradient_norm import LocalGradients
@@ -22,7 +26,6 @@ from dsgraph.ranks.agreement import Agreement
 from dsgraph.ranks.equal_batches import EqualBatches, random_state
 from dsgraph.utils.errors import OptionError
 
-from .stage_checkpoint import StageState, load, save
 from .stage_modules import StageModule
 from .stage_runs import StageRuns
 from .tied_gradients import StepGradients
@@ -79,12 +82,13 @@ class PipelinedModel:
         loss_inside: bool,
         device: torch.device,
         equal: EqualBatches,
-        known: Mapping[str, str],
+        sizes: Mapping[str, torch.Size],
+        description: Mapping[str, Any],
         draws: bool,
     ) -> None:
         self.report, self.data_parallel = report, gradients.copies
         self._runs, self._stages, self._gradients, self._equal = runs, stages, gradients, equal
-        self._known, self._draws = known, draws
+        self._sizes, self._description, self._draws = sizes, description, draws
         self._timed, self._seconds = runs.now().stages, 0.0
         self._inputs, self._loss_inside, self._device = inputs, loss_inside, device
         leaves, self._spec = flatten_tree((example[0], dict(example[1])))
@@ -200,8 +204,11 @@ class PipelinedModel:
 
         The ranks that hold the same stages call it together.
         """
-        state = self._state()
-        return {name: state.full(name, value) for name, value in state.parameters.items()}
+        tensors = self.checkpoint_tensors()
+        full = {name: tensors.full(name, value.detach()) for name, value in self.named_parameters()}
+        return {
+            name: (value.full_tensor() if isinstance(value, DTensor) else value).clone() for name, value in full.items()
+        }
 
     def save_checkpoint(
         self,
@@ -211,10 +218,10 @@ class PipelinedModel:
         tag: str = "state",
         more: Mapping[str, Any] | None = None,
     ) -> None:
-        """Save parameters, buffers and an optimizer's state as full tensors, for any layout. All ranks call it.
+        """Save parameters, buffers and an optimizer, for any layout. All ranks call it.
 
-        A rank holds its stages' full tensors meanwhile. A checkpoint of the same tag is replaced when the new one is
-        complete.
+        The format is that of an engine's checkpoints. A rank holds the full tensors of its tensor-parallel slices
+        meanwhile. A checkpoint of the same tag is replaced when the new one is complete.
 
         Args:
             folder: Where, on a file system that all ranks see.
@@ -225,7 +232,7 @@ class PipelinedModel:
         Raises:
             CheckpointError: It could not be written; all ranks raise.
         """
-        save(Path(folder), tag, self._state(), optimizer, more)
+        ModelTraining(self.agreement, self.checkpoint_tensors, optimizer).save(Path(folder), tag, more)
 
     def load_checkpoint(
         self, folder: str | os.PathLike[str], optimizer: Optimizer | None = None, *, tag: str = "state"
@@ -234,7 +241,8 @@ class PipelinedModel:
 
         Args:
             folder: Folder of checkpoints.
-            optimizer: An optimizer of `parameters()`, of the class that was saved; None: its state is not loaded.
+            optimizer: An optimizer of `parameters()`, of the class that was saved; its state and options are loaded.
+                None: only the model is loaded.
             tag: Name of the checkpoint in the folder.
 
         Returns:
@@ -244,33 +252,30 @@ class PipelinedModel:
             CheckpointError: There is no such checkpoint, it is damaged, or it is not of this model. All ranks
                 raise; nothing was changed.
         """
-        found = self.load_newest(folder, optimizer, tag=tag)
-        return found[1] if found is not None else {}
+        found = ModelTraining(self.agreement, self.checkpoint_tensors, optimizer).load(Path(folder), tag)
+        assert found is not None, "a tag was given"
+        return found[1]
 
-    def load_newest(
-        self, folder: str | os.PathLike[str], optimizer: Optimizer | None = None, *, tag: str | None = None
-    ) -> tuple[str, dict[str, Any]] | None:
-        """Reads the newest checkpoint of a folder, or that of a tag, like `load_checkpoint`.
-
-        Returns:
-            Its tag and the argument `more` of `save_checkpoint`; None if there is none and no tag was given.
-        """
-        return load(Path(folder), tag, self._state(), optimizer)
-
-    def _state(self) -> StageState:
-        buffers: dict[str, Tensor] = {}
-        for stage in self._stages.values():
-            buffers.update((name, value) for name, value in stage.graph_module.named_buffers() if name in self._known)
-        sharded, world = self._gradients.sharded, dist.group.WORLD
+    @property
+    def agreement(self) -> Agreement:
+        """The ranks that save and load together: all."""
+        world = dist.group.WORLD
         assert world is not None
-        timeout = group_timeout(world, self._device.type)
-        return StageState(
+        return Agreement(tuple(range(dist.get_world_size())), group_timeout(world, self._device.type))
+
+    def checkpoint_tensors(self) -> ModelTensors:
+        """Return this rank's parameters and buffers as a checkpoint stores them."""
+        values: dict[str, Tensor] = {name: parameter.detach() for name, parameter in self.named_parameters()}
+        for stage in self._stages.values():
+            buffers = stage.graph_module.named_buffers()
+            values.update((name, value) for name, value in buffers if name in self._sizes)
+        return ModelTensors(
             parameters=dict(self.named_parameters()),
-            buffers=buffers,
+            values=values,
+            sizes=self._sizes,
+            description=self._description,
+            put=partial(copy_into, values),
             slices=self._gradients.slices,
-            rows=sharded.own_rows if sharded is not None else lambda _, full: full,
-            known=self._known,
-            agreement=Agreement(tuple(range(dist.get_world_size())), timeout),
         )
 
     def zero_grad(self) -> None:

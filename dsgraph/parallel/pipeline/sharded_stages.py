@@ -6,12 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.tensor import DeviceMesh
 
 from dsgraph.partitioning.accumulation.accumulated_gradients import reduce_accumulated
 from dsgraph.partitioning.partition import partition
-from dsgraph.partitioning.rows import local_rows
 from dsgraph.partitioning.state import partition_states
 from dsgraph.passes.parallel.stage_graphs import put
 
@@ -68,11 +67,6 @@ class ShardedStages:
             entry.accumulated_grad, entry.is_summed, full.grad = full.grad, full.grad is not None, None
         self._lets_go()
         reduce_accumulated(self._state)
-
-    def own_rows(self, name: str, full: Tensor) -> Tensor:
-        """This rank's rows of a parameter's full tensor, in memory of their own."""
-        layout = next(entry.layout for entry in self._full if entry.name == name)
-        return local_rows(full, layout, self._state.mesh)
 
     def _lets_go(self) -> None:
         """Stage 3 has no full parameters between steps."""

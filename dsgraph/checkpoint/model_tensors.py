@@ -1,0 +1,100 @@
+"""The tensors of a model in a checkpoint: the same names and shapes for every layout."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from dsgraph.inductor_ext import resolve_group
+from dsgraph.partitioning.rows import own_part
+from dsgraph.partitioning.state import partition_states
+from dsgraph.partitioning.transforms.slices import ParameterSlice
+from dsgraph.utils.errors import CheckpointError
+
+from .weight_files import describe
+
+
+@dataclass(frozen=True)
+class ModelTensors:
+    """The parameters and buffers of a model on this rank, under the names that they have in the unmodified model.
+
+    A checkpoint has each tensor in its full shape. Each rank writes and reads its rows of a `DTensor`. The slices of
+    tensor-parallel ranks are gathered to be saved; a rank reads the full tensor and keeps its slice.
+
+    Attributes:
+        parameters: This rank's parameters, each once.
+        values: What this rank saves: parameters, also under the names of tied ones, and buffers.
+        sizes: Full shape of each tensor that any rank saves; equal on all ranks.
+        description: Result of `describe`, for the whole model.
+        put: Copies loaded values, by name, into those of this rank.
+        slices: The parameters of which tensor-parallel ranks hold a slice each.
+        is_on_disk: True if parameters are on disk, also if this rank has no rows of them.
+    """
+
+    parameters: Mapping[str, nn.Parameter]
+    values: Mapping[str, Any]
+    sizes: Mapping[str, torch.Size]
+    description: Mapping[str, Any]
+    put: Callable[[dict[str, Tensor]], object]
+    slices: Mapping[str, ParameterSlice] = field(default_factory=dict)
+    is_on_disk: bool = False
+
+    @classmethod
+    def of(cls, module: nn.Module) -> ModelTensors:
+        """Return the tensors of a partitioned model, of which each rank has all names."""
+        values = module.state_dict()
+        return cls(
+            parameters=dict(module.named_parameters()),
+            values=values,
+            sizes={name: value.shape for name, value in values.items() if isinstance(value, Tensor)},
+            description=describe(module),
+            put=module.load_state_dict,
+            is_on_disk=any(entry.stored is not None for part in partition_states(module) for entry in part.parameters),
+        )
+
+    @property
+    def tied(self) -> Mapping[str, str]:
+        """Names of parameters that are others under a second name, with the first name."""
+        tied: Mapping[str, str] = self.description["tied"]
+        return tied
+
+    def full(self, name: str, value: Tensor) -> Tensor:
+        """Return a value of a parameter's shape as it is saved. Tensor-parallel ranks call it together.
+
+        Raises:
+            CheckpointError: It belongs to a slice and has another shape, so no other layout could load it.
+        """
+        held = self.slices.get(name)
+        if held is None or value.ndim == 0:
+            return value
+        own = self.parameters[name].shape
+        if value.shape != own:
+            raise CheckpointError(
+                f"the optimizer has state of shape {list(value.shape)} for the slice {list(own)} of {name!r}, which "
+                "other layouts cannot load: use an optimizer whose state has the shape of its parameter"
+            )
+        return held.full(value.full_tensor() if isinstance(value, DTensor) else value.detach())
+
+    def is_sliced(self, name: str, size: torch.Size) -> bool:
+        """Return True if a saved tensor is the full one of a slice of this rank, or state of its shape."""
+        return name in self.slices and size == self.sizes[name]
+
+    def own(self, name: str, full: Tensor) -> Tensor:
+        """Return this rank's part of a full tensor of which it has a slice."""
+        held, param = self.slices[name], self.parameters[name]
+        piece = held.own(full, resolve_group(held.group).rank())
+        if not isinstance(param, DTensor):
+            return piece
+        return distribute_tensor(piece, param.device_mesh, param.placements, src_data_rank=None)
+
+
+@torch.no_grad()
+def copy_into(values: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> None:
+    """Copy loaded tensors, by name, into those of this rank; a `DTensor` takes its rows."""
+    for name, value in values.items():
+        own_part(value).copy_(own_part(found[name]))
