@@ -6,8 +6,14 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 
-def call_with(model: Callable[..., Any], batch: Any) -> Any:
-    """Calls a model with a batch: a dict of keywords, a tuple of arguments, or the one argument."""
+def as_arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return a model's arguments in a batch: a dict of keywords, a tuple of arguments, or the one argument."""
     if isinstance(batch, Mapping):
-        return model(**batch)
-    return model(*batch) if isinstance(batch, (tuple, list)) else model(batch)
+        return (), dict(batch)
+    return (tuple(batch) if isinstance(batch, (tuple, list)) else (batch,)), {}
+
+
+def call_with(model: Callable[..., Any], batch: Any) -> Any:
+    """Call a model with a batch; see `as_arguments`."""
+    args, kwargs = as_arguments(batch)
+    return model(*args, **kwargs)

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
+from dsgraph.batches import as_arguments
 from dsgraph.optim.registry import entry_of
 from dsgraph.parallel.parallelize import parallelize
 from dsgraph.parallel.pipeline.pipelined import PipelinedModel
@@ -19,7 +20,6 @@ from dsgraph.utils.errors import ConfigError
 from .config.engine_config import EngineConfig
 from .config.read_config import ResolvedConfig
 from .data import RankLoader
-from .pipeline_schedule import as_arguments
 
 
 def parallel_model(

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
+from dsgraph.batches import as_arguments
 from dsgraph.compat.tensors import flatten_tree, unflatten_tree
 from dsgraph.parallel.pipeline.pipelined import PipelinedModel
 from dsgraph.utils.errors import EngineError
@@ -71,13 +72,6 @@ def _refuse(call: str) -> NoReturn:
         f"{call} is not supported with the section parallel, whose schedule runs all micro-batches of a step: call "
         "engine.train_batch(data)"
     )
-
-
-def as_arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return a model's arguments in a micro-batch: a dict of keywords, a tuple of arguments, or the one argument."""
-    if isinstance(batch, Mapping):
-        return (), dict(batch)
-    return (tuple(batch) if isinstance(batch, (tuple, list)) else (batch,)), {}
 
 
 def _joined(batches: Sequence[Any]) -> Any:
