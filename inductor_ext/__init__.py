@@ -34,7 +34,7 @@ from .collectives.messages import sends_messages
 from .collectives.tensor_slices import enter_slices, gather_slices, own_slice, slice_of, sum_slices
 from .collectives.vocabulary import sliced_cross_entropy, sliced_embedding
 from .compat import backend_name, c10d_functional, resolve_group, share_memory, size_hint
-from .kernels.few_rows_groups import register_lowering as _register_groups
+from .kernels.decoding.skinny_groups import register_lowering as _register_groups
 from .kernels.launch import on_device_of, on_gpu
 from .kernels.linear_cross_entropy import linear_cross_entropy
 from .quant.fake_quantize import fake_quantize

@@ -181,6 +181,8 @@ def _kernel(item: object) -> KernelSpec | Literal["auto"]:
     if callable(item):
         name = getattr(item, "__name__", repr(item))
         raise ValueError(f"it holds {name}, which is no kernel: write @dsgraph.kernel() above the function")
+    if item == "few_rows_linear":
+        raise ValueError("it holds 'few_rows_linear', which is called 'skinny_linear' now")
     known = {spec.name: spec for spec in KERNELS}
     if not isinstance(item, str) or item not in known:
         raise ValueError(f"it holds {item!r}{nearest(str(item), list(known))}; known: {', '.join(sorted(known))}")

@@ -12,7 +12,7 @@ from torch import nn
 def turn_weights(model: nn.Module) -> None:
     """Lays out the weights of transformers' `Conv1D` by columns, so that each output's numbers are neighbours.
 
-    Their shapes, numbers and names stay. A product of few rows then reads them as those of `nn.Linear`. One weight is
+    Their shapes, numbers and names stay. A skinny matmul then reads them as those of `nn.Linear`. One weight is
     in memory twice at a time. Those of float16, which no such product reads, stay as they are.
     """
     for module in _of_columns(model):

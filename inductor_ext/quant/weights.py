@@ -11,8 +11,8 @@
 A byte holds two 4-bit numbers of one group: byte i of a group has number i in its low bits and number i + g / 2 in its
 high bits. So both halves of a group are read in the order in which the row of the other operand lies.
 
-Products of few rows are ops that read the bytes, convert them in registers and never write the weight out. More rows
-are multiplied with the converted weight.
+Skinny matmuls (small batch) are ops that read the bytes, convert them in registers and never write the weight out. More
+rows are multiplied with the converted weight.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from dsgraph.inductor_ext import compat
-from dsgraph.inductor_ext.kernels.few_rows_cpp import weight_of_groups
-from dsgraph.inductor_ext.kernels.few_rows_groups import few_rows_groups
-from dsgraph.inductor_ext.kernels.few_rows_linear import MOST_ROWS, few_rows_linear
+from dsgraph.inductor_ext.kernels.decoding.skinny_cpp import weight_of_groups
+from dsgraph.inductor_ext.kernels.decoding.skinny_groups import skinny_groups
+from dsgraph.inductor_ext.kernels.decoding.skinny_linear import MOST_ROWS, skinny_linear
 
 
 def quantize_rows(weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -91,7 +91,7 @@ def multiply_rows(x: Tensor, packed: Tensor, scale: Tensor) -> Tensor:
         (m, n), in the dtype of `x`.
     """
     if _is_for_an_op(x):
-        return few_rows_linear(x, packed, None, scale)
+        return skinny_linear(x, packed, None, scale)
     if x.dtype == torch.bfloat16 and x.device.type == "cpu":
         # torch's own product reads int8 for bfloat16 with vectors; for float32 it is a scalar loop, slower than none.
         return compat.int8_product(x, packed, scale.to(x.dtype))
@@ -111,10 +111,10 @@ def multiply_groups(x: Tensor, packed: Tensor, scale: Tensor, least: Tensor) -> 
         (m, n), in the dtype of `x`.
     """
     if _is_for_an_op(x):
-        return few_rows_groups(x, packed, scale, least)
+        return skinny_groups(x, packed, scale, least)
     return functional.linear(x, dequantize_groups(packed, scale, least).to(x.dtype))
 
 
 def _is_for_an_op(x: Tensor) -> bool:
-    """Whether so few rows have an op of their own, which has no derivative."""
+    """Whether so small a batch has an op of their own, which has no derivative."""
     return 0 < x.shape[0] <= MOST_ROWS and not (torch.is_grad_enabled() and x.requires_grad)

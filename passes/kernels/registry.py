@@ -8,12 +8,12 @@ from .patterns import (
     attention,
     bias_gelu,
     decode_attention,
-    few_rows_linear,
     geglu,
     layer_norm,
     linear_cross_entropy,
     rms_norm,
     rope,
+    skinny_linear,
     softmax_dropout,
     swiglu,
 )
@@ -22,7 +22,7 @@ from .spec import KernelSpec
 KERNELS: tuple[KernelSpec, ...] = (
     *(attention.SPEC, linear_cross_entropy.SPEC, add_layer_norm.SPEC, layer_norm.SPEC, add_rms_norm.SPEC),
     *(rms_norm.SPEC, rope.SPEC, swiglu.SPEC, geglu.SPEC, bias_gelu.SPEC, softmax_dropout.SPEC),
-    *(few_rows_linear.SPEC, decode_attention.SPEC),
+    *(skinny_linear.SPEC, decode_attention.SPEC),
 )
 """All built-in kernels, in the order in which the graph is searched for them at a node.
 

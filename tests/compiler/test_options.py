@@ -57,6 +57,7 @@ def test_defaults():
         ),
         ({"kernels": RMS_NORM}, r"it takes 'auto', 'none' or a list of kernels, such as \[KernelSpec\('rms_norm'\)\]"),
         ({"kernels": [len]}, r"it holds len, which is no kernel: write @dsgraph.kernel\(\) above the function"),
+        ({"kernels": ["few_rows_linear"]}, r"it holds 'few_rows_linear', which is called 'skinny_linear' now"),
         ({"kernels": [["rms_norm"]]}, r"it holds \['rms_norm'\]; did you mean 'rms_norm'\?"),
         (
             {"kernels": ["rms_norm", "rope", replace(RMS_NORM)]},

@@ -60,7 +60,7 @@ class QuantizedLinear(nn.Module):
             (packed, scale), least = quantize_rows(weight), None
         else:
             packed, scale, least = quantize_groups(weight, group=group)
-        # Rounding keeps the strides of its weight, and a product of few rows reads rows of neighbours.
+        # Rounding keeps the strides of its weight, and a skinny matmul reads rows of neighbours.
         self.register_buffer("packed", packed.contiguous())
         self.register_buffer("scale", scale.contiguous())
         self.register_buffer("least", None if least is None else least.contiguous())

@@ -9,7 +9,7 @@ import torch
 from torch.fx import Node
 
 from dsgraph.inductor_ext.compat import decompose
-from dsgraph.inductor_ext.kernels import decode_attention as kernel
+from dsgraph.inductor_ext.kernels.decoding import decode_attention as kernel
 from dsgraph.passes.kernels.matching import call_of, is_call, number_of, value_of
 from dsgraph.passes.kernels.spec import Gain, KernelSpec, Match, NearMiss, Setting
 

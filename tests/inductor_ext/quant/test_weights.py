@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dsgraph.inductor_ext.kernels.few_rows_linear import MOST_ROWS
+from dsgraph.inductor_ext.kernels.decoding.skinny_linear import MOST_ROWS
 from dsgraph.inductor_ext.quant.weights import (
     dequantize_groups,
     dequantize_rows,
@@ -35,7 +35,7 @@ def test_products_are_those_of_the_weight(dtype, near, rows, size):
         assert (found.float() - expected).norm() / expected.norm() < near
 
 
-def test_products_of_few_rows_that_need_gradients_have_them():
+def test_skinny_matmuls_that_need_gradients_have_them():
     x, weight = torch.randn(2, 32, requires_grad=True), torch.randn(8, 32)
     eight, four = quantize_rows(weight), quantize_groups(weight, group=16)
     for y, stands_for in (

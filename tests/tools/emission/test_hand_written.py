@@ -72,10 +72,10 @@ LAUNCHES: dict[tuple[str, str], list[tuple[dict[str, Any], int]]] = {
         for back in (False, True)
     ],
     ("decode_attention", "attention_kernel"): [({"GROUP": 4, "D": 128, "BLOCK": 64}, 4)],
-    ("few_rows_linear", "product_kernel"): [
+    ("skinny_linear", "product_kernel"): [
         ({"HAS_BIAS": True, "HAS_SCALE": True, "ROWS": rows, "BLOCK_N": 16, "BLOCK_K": 128}, 4) for rows in (1, 16)
     ],
-    ("few_rows_groups", "groups_kernel"): [({"ROWS": rows, "BLOCK_N": 16, "HALF": 64}, 4) for rows in (1, 16)],
+    ("skinny_groups", "groups_kernel"): [({"ROWS": rows, "BLOCK_N": 16, "HALF": 64}, 4) for rows in (1, 16)],
     ("cross_entropy_rows", "cross_entropy_rows_kernel"): [(_LARGEST, WARPS)],
 }
 
@@ -83,15 +83,16 @@ LAUNCHES: dict[tuple[str, str], list[tuple[dict[str, Any], int]]] = {
 def _of_kernels() -> list[Any]:
     """Each Triton function in the folder of kernels that is launched as it is, with the file that defines it."""
     found = []
-    for item in pkgutil.iter_modules(kernels.__path__):
-        module = importlib.import_module(f"{kernels.__name__}.{item.name}")
+    for item in pkgutil.walk_packages(kernels.__path__, f"{kernels.__name__}."):
+        module = importlib.import_module(item.name)
         for name, value in vars(module).items():
             if (
                 isinstance(value, triton.JITFunction)
                 and name.endswith("_kernel")
                 and value.__module__ == module.__name__
             ):
-                found.append(pytest.param(item.name, value, id=f"{item.name}-{name}"))
+                stem = item.name.rpartition(".")[2]
+                found.append(pytest.param(stem, value, id=f"{stem}-{name}"))
     return found
 
 

@@ -50,7 +50,7 @@ def test_an_engine_generates_the_same_tokens_with_it(family):
     import dsgraph
 
     plain, given = model(family), prompt(2, 11, padded=2)
-    options = {"codegen": "eager", "kernels": ["decode_attention", "few_rows_linear"]}
+    options = {"codegen": "eager", "kernels": ["decode_attention", "skinny_linear"]}
     engine = dsgraph.init_inference(plain, max_tokens=64, options=options)
     expected = plain.generate(**given, max_new_tokens=12, do_sample=False)
     assert torch.equal(engine.generate(**given, max_new_tokens=12, do_sample=False), expected)

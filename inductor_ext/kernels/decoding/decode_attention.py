@@ -19,10 +19,17 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from dsgraph.inductor_ext.kernels.launch import (
+    next_power_of_2,
+    on_device_of,
+    takes_triton,
+    tl,
+    triton,
+    why_not_floating,
+)
 from dsgraph.inductor_ext.ops import define_op
 
 from . import decode_attention_cpp
-from .launch import next_power_of_2, on_device_of, takes_triton, tl, triton, why_not_floating
 
 _BLOCK = 64
 

@@ -5,7 +5,7 @@ For x `[..., k]` with m rows, and bytes, scales and minima of a weight `[n, k]` 
     w[n, j, i] = q[n, j, i] * scale[n, j] + least[n, j]                     j a group, i a number of it
     y[m, n]    = sum_j scale[n, j] * sum_i x[m, j, i] * q[n, j, i] + least[n, j] * sum_i x[m, j, i]
 
-On the CPU C++ multiplies (`few_rows_cpp.py`). What that does not take, such as float16, is a loop of Inductor's. On a
+On the CPU C++ multiplies (`skinny_cpp.py`). What that does not take, such as float16, is a loop of Inductor's. On a
 GPU one program reads some rows of the weight once, for all rows of x; tensor cores multiply with q, which every dtype
 holds without rounding.
 """
@@ -19,11 +19,19 @@ import torch
 from torch import Tensor
 
 from dsgraph.inductor_ext.compat import decompose
+from dsgraph.inductor_ext.kernels.launch import (
+    as_rows,
+    next_power_of_2,
+    on_device_of,
+    takes_triton,
+    tl,
+    triton,
+    why_not_floating,
+)
 from dsgraph.inductor_ext.ops import define_op
 
-from . import few_rows_cpp
-from .few_rows_linear import MOST_ROWS
-from .launch import as_rows, next_power_of_2, on_device_of, takes_triton, tl, triton, why_not_floating
+from . import skinny_cpp
+from .skinny_linear import MOST_ROWS
 
 # Rows of the weight that a program reads.
 _BLOCK_N = 16
@@ -54,8 +62,8 @@ def traceable(x: Tensor, packed: Tensor, scale: Tensor, least: Tensor) -> Tensor
     """What Inductor compiles: C++ where it takes these, else the formula; on a GPU NotImplemented, the op is called."""
     if x.is_cuda:
         return NotImplemented
-    if few_rows_cpp.takes_groups(x, packed, scale, least):
-        return few_rows_cpp.few_rows_product_groups(x.contiguous(), packed, scale, least, None)
+    if skinny_cpp.takes_groups(x, packed, scale, least):
+        return skinny_cpp.skinny_product_groups(x.contiguous(), packed, scale, least, None)
     return reference(x, packed, scale, least)
 
 
@@ -109,18 +117,18 @@ def launch(x: Tensor, packed: Tensor, scale: Tensor, least: Tensor) -> Tensor:
 
 
 @define_op(like=reference, fake=lambda x, packed, *others: x.new_empty((*x.shape[:-1], packed.shape[0])))
-def few_rows_groups(x: Tensor, *weight: Tensor) -> Any:
+def skinny_groups(x: Tensor, *weight: Tensor) -> Any:
     """`x @ w.t()` with the arguments of `reference`; contiguous. It has no derivative."""
     if takes_triton(x):
         return launch(x, *weight)
-    if few_rows_cpp.takes_groups(x, *weight):
-        return few_rows_cpp.few_rows_product_groups(x.contiguous(), *weight, None)
+    if skinny_cpp.takes_groups(x, *weight):
+        return skinny_cpp.skinny_product_groups(x.contiguous(), *weight, None)
     return reference(x.contiguous(), *weight).contiguous()
 
 
 def register_lowering() -> None:
     """Tells Inductor how the op is compiled."""
-    decompose(torch.ops.dsgraph.few_rows_groups.default, traceable, at_times=True)
+    decompose(torch.ops.dsgraph.skinny_groups.default, traceable, at_times=True)
 
 
 def supports(x: Tensor, packed: Tensor, scale: Tensor, least: Tensor) -> str | None:

@@ -1,4 +1,4 @@
-"""Linear layers of few rows, as decoding computes them.
+"""Linear layers that are skinny matmuls (small batch), as decoding computes them.
 
 F.linear(x, weight, bias)                                  # the anchor
 torch.addmm(bias, x, weight)                               # transformers' Conv1D, if `weight.t()` is contiguous
@@ -13,7 +13,7 @@ import torch
 from torch.fx import Node
 
 from dsgraph.inductor_ext.compat import decompose
-from dsgraph.inductor_ext.kernels import few_rows_linear as kernel
+from dsgraph.inductor_ext.kernels.decoding import skinny_linear as kernel
 from dsgraph.passes.kernels.matching import Call, call_of, is_call, value_of
 from dsgraph.passes.kernels.spec import Derived, Gain, KernelSpec, Match, Setting
 
@@ -29,7 +29,7 @@ def is_anchor(node: Node) -> bool:
 
 
 def match(node: Node) -> Match | None:
-    """Takes the layer if it has few rows, no gradients, and a matrix for a weight."""
+    """Takes the layer if its batch is small, it has no gradients, and a matrix for a weight."""
     layer = _layer(call_of(node))
     x = value_of(layer[0]) if layer is not None else None
     if layer is None or x is None or value_of(node) is None:
@@ -75,8 +75,8 @@ def _register() -> None:
 
 
 SPEC = KernelSpec(
-    name="few_rows_linear",
-    op=torch.ops.dsgraph.few_rows_linear.default,
+    name="skinny_linear",
+    op=torch.ops.dsgraph.skinny_linear.default,
     reference=kernel.reference,
     is_anchor=is_anchor,
     match=match,

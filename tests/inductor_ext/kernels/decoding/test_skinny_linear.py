@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from dsgraph.inductor_ext.kernels import few_rows_cpp, vectors_cpp
-from dsgraph.inductor_ext.kernels import few_rows_linear as kernel
+from dsgraph.inductor_ext.kernels.decoding import skinny_cpp, vectors_cpp
+from dsgraph.inductor_ext.kernels.decoding import skinny_linear as kernel
 from tests.inductor_ext.kernels.checks import assert_as_near, run_interpreted
 
-OP = torch.ops.dsgraph.few_rows_linear
+OP = torch.ops.dsgraph.skinny_linear
 # Leading dimensions of the input, its columns, rows of the weight.
 SHAPES = [((1, 1), 128, 48), ((2,), 130, 17), ((3, 1), 200, 33), ((7,), 90, 18), ((16,), 256, 64), ((), 7, 5)]
 
@@ -30,10 +30,10 @@ def no_compiler(monkeypatch):
 
     def begin():
         monkeypatch.setattr(vectors_cpp, "cpp_library", refuse)
-        few_rows_cpp.library.cache_clear()
+        skinny_cpp.library.cache_clear()
 
     yield begin
-    few_rows_cpp.library.cache_clear()
+    skinny_cpp.library.cache_clear()
 
 
 @pytest.mark.parametrize("biased", [False, True])
@@ -65,17 +65,17 @@ def test_int8_weights_have_a_scale_a_row(shape, dtype):
 
 def test_what_the_cpp_would_read_wrongly_is_torchs():
     """Else it would read bytes as other numbers, or past an end."""
-    assert few_rows_cpp.library() is not None, "there is a compiler where tests run"
+    assert skinny_cpp.library() is not None, "there is a compiler where tests run"
     x, weight, bias = _inputs(SHAPES[2], torch.float32)
     packed = torch.randint(-127, 128, weight.shape, dtype=torch.int8)
-    assert few_rows_cpp.takes(x, weight, bias, None) and few_rows_cpp.takes(x, packed, bias, torch.ones(33))
-    assert not few_rows_cpp.takes(x, weight, bias[:1], None)
-    assert not few_rows_cpp.takes(x, packed, bias, torch.ones(33).bfloat16())
-    assert not few_rows_cpp.takes(x, packed.view(torch.uint8), bias, torch.ones(33))
-    assert not few_rows_cpp.takes(x[:, :, :0], weight[:, :0], bias, None)
+    assert skinny_cpp.takes(x, weight, bias, None) and skinny_cpp.takes(x, packed, bias, torch.ones(33))
+    assert not skinny_cpp.takes(x, weight, bias[:1], None)
+    assert not skinny_cpp.takes(x, packed, bias, torch.ones(33).bfloat16())
+    assert not skinny_cpp.takes(x, packed.view(torch.uint8), bias, torch.ones(33))
+    assert not skinny_cpp.takes(x[:, :, :0], weight[:, :0], bias, None)
     assert torch.equal(OP(x[:, :, :0], weight[:, :0], bias, None), bias.expand(3, 1, 33))
     with pytest.raises(RuntimeError, match="the bias is not 33 numbers"):
-        few_rows_cpp.few_rows_product(x, weight, bias[:1], None)
+        skinny_cpp.skinny_product(x, weight, bias[:1], None)
 
 
 def test_threads_share_the_rows_of_the_weight_and_change_no_number():
@@ -97,7 +97,7 @@ def test_torch_computes_the_same_where_nothing_can_be_built(no_compiler):
     packed, scale = torch.randint(-127, 128, (33, 200), dtype=torch.int8), torch.rand(33) + 0.1
     wanted = [OP(x, weight, bias, None), OP(x, packed, bias, scale)]
     no_compiler()
-    with pytest.warns(UserWarning, match=r"products of few rows are computed by torch.*cannot be built: no compiler$"):
+    with pytest.warns(UserWarning, match=r"skinny matmuls are computed by torch.*cannot be built: no compiler$"):
         found = [OP(x, weight, bias, None), OP(x, packed, bias, scale)]
     found += [_without_library(x, weight, bias, None), _without_library(x, packed, bias, scale)]
     for ours, theirs in zip(found, wanted * 2, strict=True):
@@ -107,13 +107,13 @@ def test_torch_computes_the_same_where_nothing_can_be_built(no_compiler):
 def _without_library(*given):
     """What code that was compiled elsewhere computes where there is no compiler."""
     keys = torch._C.DispatchKeySet(torch._C.DispatchKey.CompositeExplicitAutograd)
-    return few_rows_cpp.few_rows_product.redispatch(keys, *given)
+    return skinny_cpp.skinny_product.redispatch(keys, *given)
 
 
 def test_torch_takes_them_for_well_formed_ops():
     x, weight, bias = _inputs(SHAPES[0], torch.float32)
     packed, scale = torch.randint(-127, 128, weight.shape, dtype=torch.int8), torch.rand(len(weight))
-    for op in (OP.default, few_rows_cpp.few_rows_product):
+    for op in (OP.default, skinny_cpp.skinny_product):
         torch.library.opcheck(op, (x, weight, bias, None))
         torch.library.opcheck(op, (x, packed, None, scale))
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from dsgraph.inductor_ext.kernels import decode_attention as kernel
-from dsgraph.inductor_ext.kernels import decode_attention_cpp
+from dsgraph.inductor_ext.kernels.decoding import decode_attention as kernel
+from dsgraph.inductor_ext.kernels.decoding import decode_attention_cpp
 from tests.inductor_ext.kernels.checks import assert_as_near, run_interpreted
 
 OP = torch.ops.dsgraph.decode_attention

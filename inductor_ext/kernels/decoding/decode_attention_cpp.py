@@ -15,7 +15,7 @@ from torch import Tensor
 from dsgraph.inductor_ext.ops import define_native
 
 from . import vectors_cpp
-from .few_rows_cpp import FLOATING
+from .skinny_cpp import FLOATING
 
 _SOURCE = r"""
 static const int PARTS = 4;  // vectors of columns that are added up at a time

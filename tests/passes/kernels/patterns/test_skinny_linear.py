@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from dsgraph.passes.kernels.patterns.few_rows_linear import SPEC
+from dsgraph.passes.kernels.patterns.skinny_linear import SPEC
 from tests.passes.kernels.test_substitute_kernels import substitute
 
 WEIGHT, BIAS = torch.randn(512, 512), torch.randn(512)
@@ -12,10 +12,10 @@ WEIGHT, BIAS = torch.randn(512, 512), torch.randn(512)
 
 @pytest.mark.parametrize("bias", [None, BIAS])
 @pytest.mark.parametrize("rows", [1, 16])
-def test_a_layer_of_few_rows_is_found_and_means_the_same(rows, bias):
+def test_a_skinny_matmul_is_found_and_means_the_same(rows, bias):
     x = torch.randn(1, rows, 512)
     gm, record, result = substitute(lambda x: F.linear(x, WEIGHT, bias).relu(), x, kernels=[SPEC], inference=True)
-    assert record.changed == 1 and "few_rows_linear" in gm.code and "linear(" not in gm.code.replace("_linear", "")
+    assert record.changed == 1 and "skinny_linear" in gm.code and "linear(" not in gm.code.replace("_linear", "")
     torch.testing.assert_close(result, F.linear(x, WEIGHT, bias).relu(), rtol=1e-5, atol=1e-4)
 
 
@@ -65,8 +65,8 @@ def test_it_gains_where_it_reads_faster_than_torch(rows, dtype, fuses, said):
 @pytest.mark.parametrize(
     ("dtype", "there", "absent"),
     [
-        (torch.float32, "ops.dsgraph.few_rows_product.default", "few_rows_linear.default"),
-        (torch.float16, "cpp_fused_few_rows_linear_silu", "ops.dsgraph.few_rows"),
+        (torch.float32, "ops.dsgraph.skinny_product.default", "skinny_linear.default"),
+        (torch.float16, "cpp_fused_silu_skinny_linear", "ops.dsgraph.skinny"),
     ],
 )
 def test_inductor_calls_cpp_or_makes_one_loop_of_it(dtype, there, absent):
@@ -74,7 +74,7 @@ def test_inductor_calls_cpp_or_makes_one_loop_of_it(dtype, there, absent):
 
     weight, bias = WEIGHT.to(dtype), BIAS.to(dtype)
     compiled = torch.compile(
-        lambda x: F.silu(F.linear(x, weight, bias)), backend="dsgraph", options={"kernels": ["few_rows_linear"]}
+        lambda x: F.silu(F.linear(x, weight, bias)), backend="dsgraph", options={"kernels": ["skinny_linear"]}
     )
     x = torch.randn(1, 512).to(dtype)
     torch._dynamo.reset()

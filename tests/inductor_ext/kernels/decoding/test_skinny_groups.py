@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from dsgraph.inductor_ext.kernels import few_rows_cpp
-from dsgraph.inductor_ext.kernels import few_rows_groups as kernel
+from dsgraph.inductor_ext.kernels.decoding import skinny_cpp
+from dsgraph.inductor_ext.kernels.decoding import skinny_groups as kernel
 from tests.inductor_ext.kernels.checks import run_interpreted
 
-OP = torch.ops.dsgraph.few_rows_groups
+OP = torch.ops.dsgraph.skinny_groups
 # Leading dimensions of the input, groups of a row, half a group, rows of the weight.
 SHAPES = [((1, 1), 2, 64, 48), ((2,), 3, 8, 17), ((3, 1), 1, 20, 33), ((16,), 4, 16, 21), ((), 2, 3, 5)]
 NEAR = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 8e-3}
@@ -46,12 +46,12 @@ def _assert_near(found: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
 def test_torch_takes_them_for_well_formed_ops():
     given = _inputs(SHAPES[0], torch.float32)
     torch.library.opcheck(OP.default, given)
-    torch.library.opcheck(few_rows_cpp.few_rows_product_groups, (*given, torch.randn(48)))
+    torch.library.opcheck(skinny_cpp.skinny_product_groups, (*given, torch.randn(48)))
 
 
 def test_a_bias_is_added_once():
     given, bias = _inputs(SHAPES[1], torch.bfloat16), torch.randn(17).bfloat16()
-    found = few_rows_cpp.few_rows_product_groups(*given, bias)
+    found = skinny_cpp.skinny_product_groups(*given, bias)
     _assert_near(found, _expected(*given) + bias.double(), torch.bfloat16)
 
 
@@ -59,8 +59,8 @@ def test_what_it_cannot_take_is_said():
     x, *weight = _inputs(SHAPES[0], torch.float32)
     assert kernel.supports(x, *weight) is None
     packed, scale, least = weight
-    assert few_rows_cpp.takes_groups(x, *weight)
-    assert not few_rows_cpp.takes_groups(x, packed, scale.bfloat16(), least)
+    assert skinny_cpp.takes_groups(x, *weight)
+    assert not skinny_cpp.takes_groups(x, packed, scale.bfloat16(), least)
     assert "its scales are torch.bfloat16" in (kernel.supports(x, packed, scale.bfloat16(), least) or "")
     assert "its input has 17 rows" in (kernel.supports(x.expand(1, 17, -1), *weight) or "")
     assert "its input 100 columns" in (kernel.supports(x[..., :100], *weight) or "")

@@ -4,7 +4,7 @@ For x `[..., k]` with m rows and a weight `[n, k]`, which may be int8 with one s
 
     y[m, n] = sum_k x[m, k] * w[n, k] * scale[n] + bias[n]          added up in float32, rounded once
 
-On the CPU C++ multiplies (`few_rows_cpp.py`). What that does not take, such as float16, is torch's product, and under
+On the CPU C++ multiplies (`skinny_cpp.py`). What that does not take, such as float16, is torch's product, and under
 Inductor one reduction over the weight for each row of x, which fuses with what follows. On a GPU one program reads some
 rows of the weight once, for all rows of x.
 """
@@ -18,11 +18,19 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from dsgraph.inductor_ext.kernels.launch import (
+    as_rows,
+    next_power_of_2,
+    on_device_of,
+    takes_triton,
+    tl,
+    triton,
+    why_not_floating,
+)
 from dsgraph.inductor_ext.ops import define_op
 
-from . import few_rows_cpp
-from .few_rows_cpp import MOST_ROWS
-from .launch import as_rows, next_power_of_2, on_device_of, takes_triton, tl, triton, why_not_floating
+from . import skinny_cpp
+from .skinny_cpp import MOST_ROWS
 
 # Rows of the weight that a program reads, and columns at a time.
 _BLOCK_N = 16
@@ -48,8 +56,8 @@ def traceable(x: Tensor, weight: Tensor, bias: Tensor | None, scale: Tensor | No
     """What Inductor compiles: C++ where it takes these, else one loop; on a GPU NotImplemented, the op is called."""
     if x.is_cuda:
         return NotImplemented
-    if few_rows_cpp.takes(x, weight, bias, scale):
-        return few_rows_cpp.few_rows_product(x.contiguous(), weight, bias, scale)
+    if skinny_cpp.takes(x, weight, bias, scale):
+        return skinny_cpp.skinny_product(x.contiguous(), weight, bias, scale)
     wide = torch.promote_types(x.dtype, torch.float32)
     y = (x.to(wide).unsqueeze(-2) * weight.to(wide)).sum(-1)
     y = y if scale is None else y * scale
@@ -107,14 +115,14 @@ def _fake(x: Tensor, weight: Tensor, bias: Tensor | None, scale: Tensor | None) 
 
 
 @define_op(like=reference, fake=_fake)
-def few_rows_linear(*tensors: Tensor | None) -> Any:
+def skinny_linear(*tensors: Tensor | None) -> Any:
     """`x @ (weight * scale).t() + bias`, with the arguments of `reference`; contiguous. It has no derivative."""
     x, weight, bias, scale = tensors
     assert x is not None and weight is not None
     if takes_triton(x):
         return launch(x, weight, bias, scale)
-    if few_rows_cpp.takes(x, weight, bias, scale):
-        return few_rows_cpp.few_rows_product(x.contiguous(), weight, bias, scale)
+    if skinny_cpp.takes(x, weight, bias, scale):
+        return skinny_cpp.skinny_product(x.contiguous(), weight, bias, scale)
     return reference(x, weight, bias, scale).contiguous()
 
 
