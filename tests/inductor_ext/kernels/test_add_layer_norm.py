@@ -115,19 +115,3 @@ def interpreted() -> None:
             options = {"bias_dtype": None if bias is None else bias.dtype}
             ours, theirs = kernel.launch_backward(*saved, **options), kernel.backward_reference(*saved, **options)
             torch.testing.assert_close(ours, theirs, **exact)
-
-
-@pytest.mark.inductor
-def test_inductor_fuses_it_with_its_neighbours():
-    from torch._inductor.utils import run_and_get_code
-
-    def step(*inputs: Tensor) -> tuple[Tensor, Tensor]:
-        x, *others = inputs
-        y, total = _ours(x * 2, *others)
-        return y.sin(), total
-
-    inputs = tuple(item.detach() for item in _inputs((4, 64), torch.float32))
-    torch._dynamo.reset()
-    results, (code, *_) = run_and_get_code(torch.compile(step, backend="dsgraph"), *inputs)
-    assert "dsgraph.add_layer_norm" not in code
-    torch.testing.assert_close(results, step(*inputs), rtol=1e-5, atol=1e-5)

@@ -90,17 +90,3 @@ def interpreted() -> None:
         options = {"bias_dtype": None if bias is None else bias.dtype}
         ours, theirs = kernel.launch_backward(*given, **options), kernel.backward_reference(*given, **options)
         torch.testing.assert_close(ours, theirs, **exact)
-
-
-@pytest.mark.inductor
-def test_inductor_fuses_it_with_its_neighbours():
-    from torch._inductor.utils import run_and_get_code
-
-    def step(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-        return OP(x * 2, weight, bias, EPS, dtype=torch.float32)[0].sin()
-
-    inputs = tuple(item.detach() for item in _inputs((4, 64), torch.float32))
-    torch._dynamo.reset()
-    result, (code, *_) = run_and_get_code(torch.compile(step, backend="dsgraph"), *inputs)
-    assert "dsgraph.layer_norm" not in code
-    torch.testing.assert_close(result, step(*inputs), rtol=1e-5, atol=1e-5)

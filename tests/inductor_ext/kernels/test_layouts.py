@@ -34,7 +34,7 @@ _TANH = {"approximate": "tanh"}
 _DTYPE = {"dtype": torch.float32}
 
 
-def _calls(x: Tensor) -> dict[str, tuple[tuple[Any, ...], dict[str, Any]]]:
+def calls(x: Tensor) -> dict[str, tuple[tuple[Any, ...], dict[str, Any]]]:
     """Op -> arguments, of the layout of x where they are of its shape."""
     w, one = torch.randn(N), torch.ones(*x.shape[:-1], 1)
     cos, sin = torch.randn(2, *x.shape[-2:-1], N)
@@ -61,11 +61,11 @@ def _calls(x: Tensor) -> dict[str, tuple[tuple[Any, ...], dict[str, Any]]]:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("name", _calls(torch.zeros(1, N)))
+@pytest.mark.parametrize("name", calls(torch.zeros(1, N)))
 def test_what_inductor_traces_has_the_layout_of_the_op(name, layout):
     register_lowerings()
     register_kernels()
-    args, options = _calls(LAYOUTS[layout])[name]
+    args, options = calls(LAYOUTS[layout])[name]
     op = getattr(torch.ops.dsgraph, name).default
     torch.manual_seed(0)
     ours = op(*args, **options)

@@ -123,18 +123,3 @@ def _doubles_are_computed_as_such() -> None:
         options = {"offset": 1.0, "norm_dtype": norm_dtype, "dtype": torch.float64}
         y, _ = OP(x, given, 1e-6, **options)
         assert torch.equal(y, kernel.reference(x, given, 1e-6, **options)[0])
-
-
-@pytest.mark.inductor
-def test_inductor_fuses_it_with_its_neighbours():
-    from torch._inductor.utils import run_and_get_code
-
-    def step(x: Tensor, weight: Tensor) -> Tensor:
-        y, _ = OP(x * 2, weight, 1e-6, **_options(torch.float32))
-        return y.sin()
-
-    inputs = tuple(item.detach() for item in _inputs((4, 64), torch.float32))
-    torch._dynamo.reset()
-    result, (code, *_) = run_and_get_code(torch.compile(step, backend="dsgraph"), *inputs)
-    assert "dsgraph.rms_norm" not in code
-    torch.testing.assert_close(result, step(*inputs), rtol=1e-5, atol=1e-5)

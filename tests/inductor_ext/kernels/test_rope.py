@@ -136,17 +136,3 @@ def interpreted() -> None:
                 kernel.launch_backward(*given, **options), kernel.backward_reference(*given, **options), **exact
             )
             assert OP(*given, **options).stride() == torch.empty_like(form).stride()
-
-
-@pytest.mark.inductor
-def test_inductor_fuses_it_with_its_neighbours():
-    from torch._inductor.utils import run_and_get_code
-
-    def step(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        return OP(x * 2, cos, sin, **_options(False, False, torch.float32)).sin()
-
-    inputs = tuple(item.detach() for item in _inputs((4, 8, 64), (8,), True, torch.float32))
-    torch._dynamo.reset()
-    result, (code, *_) = run_and_get_code(torch.compile(step, backend="dsgraph"), *inputs)
-    assert "dsgraph.rope" not in code
-    torch.testing.assert_close(result, step(*inputs), rtol=1e-5, atol=1e-5)

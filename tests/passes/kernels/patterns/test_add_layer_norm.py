@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -9,38 +11,15 @@ from dsgraph.passes.kernels.patterns import layer_norm
 from dsgraph.passes.kernels.patterns.add_layer_norm import SPEC
 from dsgraph.passes.kernels.registry import KERNELS
 from dsgraph.passes.kernels.spec import Match, NearMiss, Setting
-from tests.inductor_ext.kernels.checks import assert_as_near, gradients
-from tests.passes.kernels.patterns.test_layer_norm import EPS, SPELLINGS, WIDTH
+from tests.passes.kernels.patterns.cases import Cases, by_name, randn
+from tests.passes.kernels.patterns.test_layer_norm import EPS, GONE, SPELLINGS, WIDTH
 from tests.passes.kernels.test_substitute_kernels import substitute
 
 ON_GPU = Setting(fuses=False, device_type="cuda", training=True)
 
 
 def _inputs(dtype: torch.dtype) -> tuple[Tensor, ...]:
-    torch.manual_seed(0)
-    shapes = ((2, 3, WIDTH), (2, 3, WIDTH), (WIDTH,), (WIDTH,))
-    return tuple(torch.randn(shape).add(0.5).to(dtype).requires_grad_() for shape in shapes)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("spelling", SPELLINGS)
-def test_every_norm_of_a_sum_is_found_and_means_the_same(spelling, dtype):
-    def layer(x: Tensor, residual: Tensor, w: Tensor, b: Tensor) -> Tensor:
-        total = residual + x
-        return total + spelling(total, w, b).sin()
-
-    inputs = _inputs(dtype)
-    gm, record, result = substitute(layer, *inputs, kernels=[SPEC])
-    assert record.changed == 1 and record.notes == ()
-    assert not any(name in gm.code for name in ("sqrt", "mean", "var(", "pow", "functional"))
-    plain = layer(*inputs)
-    ours, theirs = [result, *gradients(result, inputs)], [plain, *gradients(plain, inputs)]
-    if dtype == torch.float32:
-        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
-    else:
-        wide = tuple(item.detach().float().requires_grad_() for item in inputs)
-        truth = layer(*wide)
-        assert_as_near(ours, theirs, [truth, *gradients(truth, wide)])
+    return randn((2, 3, WIDTH), (2, 3, WIDTH), (WIDTH,), (WIDTH,), dtype=dtype, mean=0.5)
 
 
 def test_a_norm_behind_the_sum_of_a_block_is_found_as_well():
@@ -94,3 +73,20 @@ def test_of_torch_s_own_the_sum_is_to_gain():
         (match,) = found
         assert isinstance(match, Match)
         assert SPEC.gain(match, ON_GPU).kernels == spared and not layer_norm.SPEC.gain(match, ON_GPU).is_worth_it
+
+
+def _layer(norm: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def layer(x: Tensor, residual: Tensor, w: Tensor, b: Tensor) -> Tensor:
+        total = residual + x
+        return total + norm(total, w, b).sin()
+
+    return layer
+
+
+CASES = Cases(
+    SPEC,
+    _inputs,
+    spellings={name: _layer(norm) for name, norm in by_name(*SPELLINGS).items()},
+    gone=GONE,
+    tolerance=(1e-5, 1e-5),
+)

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -7,35 +9,14 @@ from torch import Tensor, nn
 from dsgraph.passes.kernels.patterns import rms_norm
 from dsgraph.passes.kernels.patterns.add_rms_norm import SPEC
 from dsgraph.passes.kernels.spec import Match, Setting
-from tests.inductor_ext.kernels.checks import assert_as_near, gradients
+from tests.inductor_ext.kernels.checks import gradients
+from tests.passes.kernels.patterns.cases import Cases, by_name, randn
 from tests.passes.kernels.patterns.test_rms_norm import EPS, SPELLINGS, WIDTH
 from tests.passes.kernels.test_substitute_kernels import substitute
 
 
-def _inputs(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    torch.manual_seed(0)
-    shapes = ((2, 3, WIDTH), (2, 3, WIDTH), (WIDTH,))
-    return tuple(torch.randn(shape).add(0.5).to(dtype).requires_grad_() for shape in shapes)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("spelling", SPELLINGS)
-def test_every_norm_of_a_sum_is_found_and_means_the_same(spelling, dtype):
-    def layer(x: Tensor, residual: Tensor, w: Tensor) -> Tensor:
-        total = residual + x
-        return total * w + spelling(total, w).sin()
-
-    inputs = _inputs(dtype)
-    gm, record, result = substitute(layer, *inputs, kernels=[SPEC])
-    assert record.changed == 1 and "rsqrt" not in gm.code and record.notes == ()
-    plain = layer(*inputs)
-    ours, theirs = [result, *gradients(result, inputs)], [plain, *gradients(plain, inputs)]
-    if dtype == torch.float32:
-        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
-    else:
-        wide = tuple(item.detach().float().requires_grad_() for item in inputs)
-        truth = layer(*wide)
-        assert_as_near(ours, theirs, [truth, *gradients(truth, wide)])
+def _inputs(dtype: torch.dtype) -> tuple[Tensor, ...]:
+    return randn((2, 3, WIDTH), (2, 3, WIDTH), (WIDTH,), dtype=dtype, mean=0.5)
 
 
 @pytest.mark.parametrize(
@@ -109,3 +90,20 @@ def test_two_layers_hand_the_sum_on():
     parameters = [x, *model.parameters()]
     torch.testing.assert_close(result, plain, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(gradients(result, parameters), gradients(plain, parameters), rtol=1e-5, atol=1e-5)
+
+
+def _layer(norm: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def layer(x: Tensor, residual: Tensor, w: Tensor) -> Tensor:
+        total = residual + x
+        return total * w + norm(total, w).sin()
+
+    return layer
+
+
+CASES = Cases(
+    SPEC,
+    _inputs,
+    spellings={name: _layer(norm) for name, norm in by_name(*SPELLINGS).items()},
+    gone=("rsqrt",),
+    tolerance=(1e-5, 1e-5),
+)

@@ -1,13 +1,12 @@
 from __future__ import annotations
 
-import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dsgraph.passes.kernels.patterns.layer_norm import SPEC
 from dsgraph.passes.kernels.registry import KERNELS
-from tests.inductor_ext.kernels.checks import assert_as_near, gradients
+from tests.passes.kernels.patterns.cases import Cases, by_name, randn
 from tests.passes.kernels.test_substitute_kernels import substitute
 
 WIDTH, EPS = 16, 1e-5
@@ -67,27 +66,11 @@ SPELLINGS = [
 ]
 
 
-def _inputs(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    torch.manual_seed(0)
-    shapes = ((2, 3, WIDTH), (WIDTH,), (WIDTH,))
-    return tuple(torch.randn(shape).add(0.5).to(dtype).requires_grad_() for shape in shapes)
+GONE = ("sqrt", "mean", "var(", "pow", "functional")
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("spelling", SPELLINGS)
-def test_every_spelling_is_found_and_means_the_same(spelling, dtype):
-    inputs = _inputs(dtype)
-    gm, record, result = substitute(spelling, *inputs, kernels=[SPEC])
-    assert record.changed == 1 and record.notes == ()
-    assert not any(name in gm.code for name in ("sqrt", "mean", "var(", "pow", "functional"))
-    plain = spelling(*inputs)
-    ours, theirs = [result, *gradients(result, inputs)], [plain, *gradients(plain, inputs)]
-    if dtype == torch.float32:
-        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
-    else:
-        wide = tuple(item.detach().float().requires_grad_() for item in inputs)
-        truth = spelling(*wide)
-        assert_as_near(ours, theirs, [truth, *gradients(truth, wide)])
+def _inputs(dtype: torch.dtype) -> tuple[Tensor, ...]:
+    return randn((2, 3, WIDTH), (WIDTH,), (WIDTH,), dtype=dtype, mean=0.5)
 
 
 def test_it_is_not_taken_for_the_rms_norm_of_a_difference():
@@ -113,31 +96,24 @@ def _norm(x: Tensor, *, numerator: Tensor | None = None, variance: Tensor | None
     return top / torch.sqrt((x.var(-1, keepdim=True, unbiased=False) if variance is None else variance) + EPS)
 
 
-@pytest.mark.parametrize(
-    ("function", "reason"),
-    [
-        (lambda x, w, b: _norm(x, variance=x.var(-1, keepdim=True)), "its variance is unbiased"),
-        (lambda x, w, b: _norm(x, variance=x.var(-1, correction=1, keepdim=True)), "its variance is unbiased"),
-        (lambda x, w, b: _norm(x, variance=x.var(1, False, True)), "its variance is over dimension 1, not over the"),
-        (lambda x, w, b: _norm(x[0, 0], variance=x[0, 0].var(-1, False)), "its variance drops the dimension"),
-        (lambda x, w, b: _norm(x, numerator=x), "what is divided by the root is not what has that variance"),
-        (lambda x, w, b: _norm(x, numerator=x - x.mean(1, keepdim=True)), "what is divided by the root is not what"),
-        (lambda x, w, b: _norm(x, numerator=x - x.mean()), "what is divided by the root is not what"),
-        (lambda x, w, b: _norm(x, numerator=w - x.mean(-1, keepdim=True)), "what is divided by the root is not what"),
-        (lambda x, w, b: _norm(x.bfloat16()), "its statistics are in torch.bfloat16"),
-        (
-            lambda x, w, b: (x - x.mean(-1, keepdim=True)) / torch.sqrt(x.var(-1, False, True) + w[:1]),
-            "not a number",
-        ),
-        (lambda x, w, b: F.layer_norm(x, x.shape[-2:]), "it is over the last 2 dimensions"),
-        (lambda x, w, b: (m := x.mean(-1, keepdim=True)) + _norm(x, numerator=x - m), "is read by"),
-    ],
-)
-def test_near_misses_are_left_alone_and_named(function, reason):
-    inputs = _inputs(torch.float32)
-    _, record, result = substitute(function, *inputs, kernels=[SPEC], asked=False)
-    assert record.changed == 0 and reason in record.notes[0]
-    assert torch.equal(result, function(*inputs))
+_NEAR_MISSES = [
+    (lambda x, w, b: _written_to_in_between(x, w, b), "layer_norm is not substituted"),
+    (lambda x, w, b: _norm(x, variance=x.var(-1, keepdim=True)), "its variance is unbiased"),
+    (lambda x, w, b: _norm(x, variance=x.var(-1, correction=1, keepdim=True)), "its variance is unbiased"),
+    (lambda x, w, b: _norm(x, variance=x.var(1, False, True)), "its variance is over dimension 1, not over the"),
+    (lambda x, w, b: _norm(x[0, 0], variance=x[0, 0].var(-1, False)), "its variance drops the dimension"),
+    (lambda x, w, b: _norm(x, numerator=x), "what is divided by the root is not what has that variance"),
+    (lambda x, w, b: _norm(x, numerator=x - x.mean(1, keepdim=True)), "what is divided by the root is not what"),
+    (lambda x, w, b: _norm(x, numerator=x - x.mean()), "what is divided by the root is not what"),
+    (lambda x, w, b: _norm(x, numerator=w - x.mean(-1, keepdim=True)), "what is divided by the root is not what"),
+    (lambda x, w, b: _norm(x.bfloat16()), "its statistics are in torch.bfloat16"),
+    (
+        lambda x, w, b: (x - x.mean(-1, keepdim=True)) / torch.sqrt(x.var(-1, False, True) + w[:1]),
+        "not a number",
+    ),
+    (lambda x, w, b: F.layer_norm(x, x.shape[-2:]), "it is over the last 2 dimensions"),
+    (lambda x, w, b: (m := x.mean(-1, keepdim=True)) + _norm(x, numerator=x - m), "is read by"),
+]
 
 
 def _written_to_in_between(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
@@ -145,13 +121,6 @@ def _written_to_in_between(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
     mean = x.mean(-1, keepdim=True)
     x.mul_(2)
     return (x - mean) / torch.sqrt(x.var(-1, False, True) + EPS)
-
-
-def test_an_input_that_is_written_to_before_it_is_through():
-    inputs = _inputs(torch.float32)
-    _, record, result = substitute(_written_to_in_between, *inputs, kernels=[SPEC], asked=False)
-    assert record.changed == 0 and record.notes != ()
-    assert torch.equal(result, _written_to_in_between(*inputs))
 
 
 def test_a_gate_or_a_residual_is_not_taken_for_a_parameter():
@@ -172,3 +141,13 @@ def test_parameters_in_float64_are_not_read_in_float32():
     gm, record, result = substitute(function, *inputs, kernels=[SPEC])
     assert record.changed == 1 and "None, None, 1e-05" in gm.code and result.dtype == torch.float64
     torch.testing.assert_close(result, function(*inputs), rtol=1e-5, atol=1e-5)
+
+
+CASES = Cases(
+    SPEC,
+    _inputs,
+    spellings=by_name(*SPELLINGS),
+    gone=GONE,
+    tolerance=(1e-5, 1e-5),
+    near_misses=_NEAR_MISSES,
+)

@@ -8,7 +8,8 @@ from torch import Tensor
 
 from dsgraph.passes.kernels.patterns.rope import SPEC
 from examples.gpt import rotate
-from tests.inductor_ext.kernels.checks import assert_as_near, gradients
+from tests.inductor_ext.kernels.checks import gradients
+from tests.passes.kernels.patterns.cases import Cases, randn
 from tests.passes.kernels.test_substitute_kernels import substitute
 
 N = 8
@@ -91,27 +92,9 @@ HALVES = {
 }
 
 
-def _inputs(dtype: torch.dtype, columns: int = N) -> tuple[Tensor, Tensor, Tensor]:
-    torch.manual_seed(0)
-    tables = (torch.randn(2, 1, 5, columns).to(dtype) for _ in range(2))
-    return torch.randn(2, 3, 5, N).to(dtype).requires_grad_(), *tables
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("spelling", [*FULL, *HALVES])
-def test_every_spelling_is_found_and_means_the_same(spelling, dtype):
-    inputs = _inputs(dtype, N if spelling in FULL else N // 2)
-    plain_of = (FULL | HALVES)[spelling]
-    gm, record, result = substitute(plain_of, *inputs, kernels=[SPEC])
-    assert record.changed == 1 and "stack" not in gm.code and "chunk" not in gm.code and record.notes == ()
-    plain = plain_of(*inputs)
-    ours, theirs = [result, *gradients(result, inputs[:1])], [plain, *gradients(plain, inputs[:1])]
-    if dtype == torch.float32:
-        torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6)
-    else:
-        wide = (inputs[0].detach().float().requires_grad_(), *(item.float() for item in inputs[1:]))
-        truth = plain_of(*wide)
-        assert_as_near(ours, theirs, [truth, *gradients(truth, wide[:1])])
+def _inputs(dtype: torch.dtype, columns: int = N) -> tuple[Tensor, ...]:
+    x, cos, sin = randn((2, 3, 5, N), (2, 1, 5, columns), (2, 1, 5, columns), dtype=dtype)
+    return x, cos.detach(), sin.detach()
 
 
 def test_queries_and_keys_share_their_tables():
@@ -173,27 +156,6 @@ def _written_to_in_between(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return x * cos + turned * sin
 
 
-@pytest.mark.parametrize(
-    ("function", "columns", "reason"),
-    [
-        (_other_signs, 4, "its signs are not those of a rotation"),
-        (_other_tables, 4, "its halves are not multiplied by the same cosine and sine"),
-        (_halves_joined_as_pairs, 4, "takes its input apart by halves and puts it together by neighbours"),
-        (_pairs_joined_as_halves, 8, "takes its input apart by neighbours and puts it together by halves"),
-        (lambda x, c, s: (x + 1) * c + _turned(x) * s, 8, "what is turned is not what is multiplied by the cosine"),
-        (lambda x, c, s: x * c + _turned(x) * s, 1, "its tables have 1 columns, where 8 were expected"),
-        (_others_read_what_is_turned, 8, "which it computes on the way, is read by"),
-        (_written_to_in_between, 8, "writes to what it reads before it is through"),
-        (_wider_tables, 8, "its tables make [2, 1, 5, 8] of its input"),
-    ],
-)
-def test_near_misses_are_left_alone_and_named(function, columns, reason):
-    inputs = _inputs(torch.float32, columns)
-    _, record, result = substitute(function, *inputs, kernels=[SPEC], asked=False)
-    assert record.changed == 0 and reason in record.notes[0]
-    assert torch.equal(result, function(*inputs))
-
-
 def test_learned_tables_are_left_alone():
     x, cos, sin = _inputs(torch.float32)
     _, record, _ = substitute(FULL["transformers"], x, cos.requires_grad_(), sin, kernels=[SPEC], asked=False)
@@ -231,19 +193,38 @@ def test_inductor_keeps_the_layout_of_heads_behind_time():
     torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize(
-    "function",
-    [
-        lambda x, c, s: torch.cat((x * c, x * s), -1),
-        lambda x, c, s: torch.cat((-x[..., :4], x[..., 4:]), -1) * s + x * c,
-        lambda x, c, s: torch.cat((-x[..., 4:], x[..., :4]), 0),
-        lambda x, c, s: torch.cat((-x[..., 5:], x[..., :5]), -1) * s + x * c,
-        lambda x, c, s: _turned(x) * s - x * c,
-        lambda x, c, s: torch.stack((x, x), -1).flatten(-2),
+_OTHERS = [
+    lambda x, c, s: torch.cat((x * c, x * s), -1),
+    lambda x, c, s: torch.cat((-x[..., :4], x[..., 4:]), -1) * s + x * c,
+    lambda x, c, s: torch.cat((-x[..., 4:], x[..., :4]), 0),
+    lambda x, c, s: torch.cat((-x[..., 5:], x[..., :5]), -1) * s + x * c,
+    lambda x, c, s: _turned(x) * s - x * c,
+    lambda x, c, s: torch.stack((x, x), -1).flatten(-2),
+]
+
+FULL_TABLES = Cases(
+    SPEC,
+    _inputs,
+    spellings=FULL,
+    gone=("stack", "chunk"),
+    near_misses=[
+        (_pairs_joined_as_halves, "takes its input apart by neighbours and puts it together by halves"),
+        (lambda x, c, s: (x + 1) * c + _turned(x) * s, "what is turned is not what is multiplied by the cosine"),
+        (lambda x, c, s: x * c[..., :1] + _turned(x) * s[..., :1], "have 1 columns, where 8 were expected"),
+        (_others_read_what_is_turned, "which it computes on the way, is read by"),
+        (_written_to_in_between, "writes to what it reads before it is through"),
+        (_wider_tables, "its tables make [2, 1, 5, 8] of its input"),
+    ],
+    others=_OTHERS,
+)
+HALF_TABLES = Cases(
+    SPEC,
+    lambda dtype: _inputs(dtype, N // 2),
+    spellings=HALVES,
+    gone=("stack", "chunk"),
+    near_misses=[
+        (_other_signs, "its signs are not those of a rotation"),
+        (_other_tables, "its halves are not multiplied by the same cosine and sine"),
+        (_halves_joined_as_pairs, "takes its input apart by halves and puts it together by neighbours"),
     ],
 )
-def test_other_uses_of_its_ops_are_none_of_its_business(function):
-    inputs = _inputs(torch.float32)
-    _, record, result = substitute(function, *inputs, kernels=[SPEC], asked=False)
-    assert record.changed == 0 and record.notes == ()
-    assert torch.equal(result, function(*inputs))

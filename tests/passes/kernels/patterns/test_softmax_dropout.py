@@ -14,6 +14,7 @@ from dsgraph.passes.kernels.patterns.softmax_dropout import SPEC
 from dsgraph.passes.kernels.registry import KERNELS
 from dsgraph.passes.kernels.spec import Match, Setting
 from tests.inductor_ext.kernels.checks import assert_as_near, gradients
+from tests.passes.kernels.patterns.cases import Cases
 from tests.passes.kernels.test_substitute_kernels import substitute
 
 OTHER_NUMBERS = "its dropout may draw other random numbers than the plain model's"
@@ -154,58 +155,39 @@ def _scores_overwritten_later(x: Tensor) -> Tensor:
     return y
 
 
-@pytest.mark.parametrize(
-    ("function", "reason"),
-    [
-        (_returned, "z, which it computes on the way, is read by output as well"),
-        (_cast_returned, "which it computes on the way, is read by others as well"),
-        (_dropped_twice, "which it computes on the way, is read by dropout_1 as well"),
-        (_dropped_twice_behind_a_cast, "which it computes on the way, is read by others as well"),
-        (_in_place, "its dropout writes to what it is given"),
-        (_in_place_by_position, "its dropout writes to what it is given"),
-        (_scores_overwritten, "writes to what it reads before it is through"),
-        (_scores_overwritten_later, "zero_ writes later to what the kernel may keep for its backward"),
-        (lambda x: F.dropout(x.softmax(-2), 0.3), "its softmax is over dimension -2, not over the last"),
-        (lambda x: F.dropout(x.softmax(0), 0.3), "its softmax is over dimension 0, not over the last"),
-        (lambda x: F.dropout(x.softmax(-1), 1.0), "its dropout leaves nothing"),
-        (lambda x: F.dropout(F.softmax(x, -1, dtype=torch.bfloat16), 0.3), "rounds torch.float32 to torch.bfloat16"),
-        (lambda x: F.dropout(F.softmax(x.double(), -1, dtype=x.dtype), 0.3), "rounds torch.float64 to torch.float32"),
-        (lambda x: F.dropout(F.softmax((x > 0).long(), -1, dtype=x.dtype), 0.3), "its input is torch.int64"),
-        (lambda x: F.dropout(x.sum().softmax(-1), 0.3), "its input is a number, not rows of them"),
-    ],
-)
-def test_near_misses_are_left_alone_and_named(function, reason):
-    x = _scores()
-    torch.manual_seed(5)
-    gm, record, result = substitute(function, x, kernels=[SPEC], asked=False)
-    assert record.changed == 0 and "dsgraph" not in gm.code and reason in record.notes[0]
-    plain = _seeded(function, x)
-    torch.testing.assert_close(result, plain, rtol=0, atol=0)
+_NEAR_MISSES = [
+    (_returned, "z, which it computes on the way, is read by output as well"),
+    (_cast_returned, "which it computes on the way, is read by others as well"),
+    (_dropped_twice, "which it computes on the way, is read by dropout_1 as well"),
+    (_dropped_twice_behind_a_cast, "which it computes on the way, is read by others as well"),
+    (_in_place, "its dropout writes to what it is given"),
+    (_in_place_by_position, "its dropout writes to what it is given"),
+    (_scores_overwritten, "writes to what it reads before it is through"),
+    (_scores_overwritten_later, "zero_ writes later to what the kernel may keep for its backward"),
+    (lambda x: F.dropout(x.softmax(-2), 0.3), "its softmax is over dimension -2, not over the last"),
+    (lambda x: F.dropout(x.softmax(0), 0.3), "its softmax is over dimension 0, not over the last"),
+    (lambda x: F.dropout(x.softmax(-1), 1.0), "its dropout leaves nothing"),
+    (lambda x: F.dropout(F.softmax(x, -1, dtype=torch.bfloat16), 0.3), "rounds torch.float32 to torch.bfloat16"),
+    (lambda x: F.dropout(F.softmax(x.double(), -1, dtype=x.dtype), 0.3), "rounds torch.float64 to torch.float32"),
+    (lambda x: F.dropout(F.softmax((x > 0).long(), -1, dtype=x.dtype), 0.3), "its input is torch.int64"),
+    (lambda x: F.dropout(x.sum().softmax(-1), 0.3), "its input is a number, not rows of them"),
+]
 
 
-@pytest.mark.parametrize(
-    "function",
-    [
-        lambda x: F.dropout(x.softmax(-1), 0.0),
-        lambda x: F.dropout(x.softmax(-1), 0.3, training=False),
-        lambda x: nn.Dropout(0.3).eval()(x.softmax(-1)),
-        lambda x: x.softmax(-1) * 2,
-        lambda x: F.dropout(x, 0.3).softmax(-1),
-        lambda x: F.dropout(x.softmax(-1) * 2, 0.3),
-        lambda x: F.dropout(x.softmax(-1).mean(-1), 0.3),
-        lambda x: F.dropout(x.log_softmax(-1), 0.3),
-        lambda x: F.dropout(F.softmin(x, -1), 0.3),
-        lambda x: F.alpha_dropout(x.softmax(-1), 0.3, training=True),
-        lambda x: F.dropout2d(x.softmax(-1), 0.3),
-        lambda x: F.feature_alpha_dropout(x.softmax(-1), 0.3, training=True),
-    ],
-)
-def test_other_uses_of_its_ops_are_none_of_its_business(function):
-    x = _scores()
-    torch.manual_seed(5)
-    _, record, result = substitute(function, x, kernels=[SPEC], asked=False)
-    assert record.changed == 0 and record.notes == ()
-    assert torch.equal(result, _seeded(function, x))
+_OTHERS = [
+    lambda x: F.dropout(x.softmax(-1), 0.0),
+    lambda x: F.dropout(x.softmax(-1), 0.3, training=False),
+    lambda x: nn.Dropout(0.3).eval()(x.softmax(-1)),
+    lambda x: x.softmax(-1) * 2,
+    lambda x: F.dropout(x, 0.3).softmax(-1),
+    lambda x: F.dropout(x.softmax(-1) * 2, 0.3),
+    lambda x: F.dropout(x.softmax(-1).mean(-1), 0.3),
+    lambda x: F.dropout(x.log_softmax(-1), 0.3),
+    lambda x: F.dropout(F.softmin(x, -1), 0.3),
+    lambda x: F.alpha_dropout(x.softmax(-1), 0.3, training=True),
+    lambda x: F.dropout2d(x.softmax(-1), 0.3),
+    lambda x: F.feature_alpha_dropout(x.softmax(-1), 0.3, training=True),
+]
 
 
 def test_dropout_of_a_module_follows_its_mode():
@@ -341,3 +323,11 @@ def test_with_strict_it_must_be_found():
     options = {"codegen": "eager", "kernels": ["softmax_dropout"], "strict": True}
     with pytest.raises(Exception, match="softmax_dropout was asked for and is substituted nowhere"):
         torch.compile(lambda x: x.softmax(-1), backend="dsgraph", options=options)(_scores())
+
+
+CASES = Cases(
+    SPEC,
+    lambda dtype: (_scores(dtype),),
+    near_misses=_NEAR_MISSES,
+    others=_OTHERS,
+)
