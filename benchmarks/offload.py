@@ -53,7 +53,7 @@ from benchmarks.offload_model import ENVIRONMENT, against_the_model
 from benchmarks.offload_peer import CASES, peer_rows, run_case
 from benchmarks.report import MB, Check, Report, Row, add_arguments, machine
 from dsgraph.offload.slots import SlotFile
-from dsgraph.optim.disk_optimizer import OptimizerOnDisk
+from dsgraph.optim.disk_optimizer import DiskOptimizer
 from examples.gpt import GPT
 from examples.ranks import Place
 from examples.text import standard_library
@@ -170,7 +170,7 @@ def _case(case: str, folder: str, sizes: dict[str, int]) -> dict[str, Any]:
 
 
 def _around_backward(optimizer: optim.Optimizer, case: str) -> AbstractContextManager[None]:
-    if isinstance(optimizer, OptimizerOnDisk) and case != "disk-behind":
+    if isinstance(optimizer, DiskOptimizer) and case != "disk-behind":
         return optimizer.beside_backward()
     return nullcontext()
 

@@ -19,7 +19,7 @@ from benchmarks.report import MB, Check, Row
 from benchmarks.workers import Workers
 from dsgraph.inductor_ext.transfers.buffers import rounded
 from dsgraph.offload.stored_rows import stored_rows
-from dsgraph.optim.disk_optimizer import OptimizerOnDisk
+from dsgraph.optim.disk_optimizer import DiskOptimizer
 from examples.gpt import GPT, GPTConfig
 
 SIZES = {"width": 512, "layers": 10}  # 32 million parameters
@@ -71,7 +71,7 @@ class Training:
             own = tokens.chunk(dist.get_world_size())[dist.get_rank()]
             loss = self._compiled(own[:, :-1].contiguous(), own[:, 1:].contiguous())
             optimizer = self.optimizer
-            beside = isinstance(optimizer, OptimizerOnDisk) and self._beside_backward
+            beside = isinstance(optimizer, DiskOptimizer) and self._beside_backward
             with optimizer.beside_backward() if beside else nullcontext():  # type: ignore[attr-defined]
                 loss.backward()
             optimizer.step()
@@ -86,7 +86,7 @@ class Training:
 
     def _held(self) -> dict[str, float]:
         optimizer, memory = self.optimizer, dsgraph.report(self.model).memory
-        assert isinstance(optimizer, OptimizerOnDisk) and memory is not None and self._counter is not None
+        assert isinstance(optimizer, DiskOptimizer) and memory is not None and self._counter is not None
         places = [stored_rows(param.to_local()) for param in self.model.parameters()]  # type: ignore[attr-defined]
         pools = {id(place.file): place.file for place in places if place is not None}
         kept = sum(rounded(chunk.size) for chunk in optimizer.chunks) - optimizer.disk_bytes  # the allocator's

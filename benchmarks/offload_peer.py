@@ -28,7 +28,7 @@ import dsgraph
 from benchmarks.memory import process_bytes
 from benchmarks.offload_model import ENVIRONMENT, SIZES, SMALL
 from benchmarks.report import MB, Row
-from dsgraph.optim.disk_optimizer import OptimizerOnDisk
+from dsgraph.optim.disk_optimizer import DiskOptimizer
 from examples.gpt import GPT, GPTConfig
 
 CASES = ("deepspeed-host", "deepspeed-disk", "dsgraph-host", "dsgraph-disk")
@@ -149,7 +149,7 @@ def _dsgraph(model: GPT, tier: str, folder: str) -> Step:
 
     def step(tokens: Tensor, targets: Tensor) -> Tensor:
         loss = compiled(tokens, targets)
-        with optimizer.beside_backward() if isinstance(optimizer, OptimizerOnDisk) else nullcontext():
+        with optimizer.beside_backward() if isinstance(optimizer, DiskOptimizer) else nullcontext():
             loss.backward()
         optimizer.step()
         optimizer.zero_grad()

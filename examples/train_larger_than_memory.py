@@ -19,7 +19,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import dsgraph
-from dsgraph.optim.disk_optimizer import OptimizerOnDisk
+from dsgraph.optim.disk_optimizer import DiskOptimizer
 from examples import ranks
 from examples.gpt import GPT, GPTConfig
 from examples.ranks import Place
@@ -56,7 +56,7 @@ def train(place: Place, wanted: argparse.Namespace) -> None:
     place.say(f"{count / 1e6:.1f} million parameters on disk after {time.perf_counter() - started:.1f} s")
     place.say(f"memory to load them {place.peak_mb() - before:.0f} MB")
     optimizer = dsgraph.offload_optimizer(torch.optim.AdamW(model.parameters(), lr=wanted.lr), model)
-    assert isinstance(optimizer, OptimizerOnDisk)
+    assert isinstance(optimizer, DiskOptimizer)
     compiled = torch.compile(
         model, backend="dsgraph", options={"codegen": wanted.codegen, "activation_offload": "disk"}
     )

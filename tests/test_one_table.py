@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 from functools import cache
-from pathlib import Path
 from typing import NamedTuple
 
 import pytest
@@ -87,28 +86,28 @@ def test_a_second_table_is_found():
 def _second_tables(kind: str) -> Iterator[tuple[str, list[str]]]:
     """Files that list names of a kind outside their table, or spell one out, with the names."""
     table = _tables()[kind]
-    others = [(path, tree) for path, tree in _trees() if path != table.file]
-    for path, tree in others:
-        for names in _listed(tree):
+    for path, lists, strings in _files_read():
+        if path == table.file:
+            continue
+        for names in lists:
             found = {name.lower(): name for name in sorted(names & table.names)}
             if len(found) >= (3 if table.words else 2):
                 yield path, sorted(found.values())
-        spelled = [] if table.words else [text for text in _strings(tree) if text in table.names]
-        if spelled:
-            yield path, spelled
-
-
-def _strings(tree: ast.AST) -> list[str]:
-    """All strings but docstrings."""
-    parents = [node for node in ast.walk(tree) if not isinstance(node, ast.Expr)]
-    nodes = [node for parent in parents for node in ast.iter_child_nodes(parent) if isinstance(node, ast.Constant)]
-    return [node.value for node in nodes if isinstance(node.value, str)]
+        if not table.words and strings & table.names:
+            yield path, sorted(strings & table.names)
 
 
 @cache
-def _trees() -> list[tuple[str, ast.Module]]:
-    files: list[Path] = [path for floor in FLOORS for path in _files(floor)]
-    return [(str(path.relative_to(ROOT)), ast.parse(path.read_text())) for path in files]
+def _files_read() -> list[tuple[str, list[set[str]], set[str]]]:
+    """Each file of the product with its lists of names, and all its strings but docstrings."""
+    trees = [(path, ast.parse(path.read_text())) for floor in FLOORS for path in _files(floor)]
+    return [(str(path.relative_to(ROOT)), list(_listed(tree)), _strings(tree)) for path, tree in trees]
+
+
+def _strings(tree: ast.AST) -> set[str]:
+    parents = [node for node in ast.walk(tree) if not isinstance(node, ast.Expr)]
+    nodes = [node for parent in parents for node in ast.iter_child_nodes(parent) if isinstance(node, ast.Constant)]
+    return {node.value for node in nodes if isinstance(node.value, str)}
 
 
 def _listed(tree: ast.AST) -> Iterator[set[str]]:

@@ -84,7 +84,7 @@ class StateChunk:
 
 
 def state_chunks(trained: Sequence[TrainedRows], ratio: float, chunk_bytes: int = CHUNK_BYTES) -> list[StateChunk]:
-    """The chunks of `OptimizerOnDisk` around Adam, in order.
+    """The chunks of `DiskOptimizer` around Adam, in order.
 
     Args:
         trained: In the order of the optimizer's groups.

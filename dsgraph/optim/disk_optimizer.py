@@ -34,7 +34,7 @@ from .stored_state import ChunkStore, StoredState
 _AHEAD = 2  # chunks whose state is read before anybody steps
 
 
-class OptimizerOnDisk(WrappedOptimizer):
+class DiskOptimizer(WrappedOptimizer):
     """Steps another optimizer, whose state of the size of parameters lies in a file. Groups are the other's own.
 
     Attributes:
@@ -196,15 +196,9 @@ class OptimizerOnDisk(WrappedOptimizer):
         state.take_rest(param, found)
 
     def refuse_load(self) -> None:
-        """Raise an error if a backward has begun a step.
-
-        Raises:
-            OffloadError: A backward has begun a step.
-        """
+        """Raise an `OffloadError` if a backward has begun a step."""
         if self.begun:
-            raise OffloadError(
-                "the backward has begun to update parameters: call optimizer.step() before you load others"
-            )
+            raise OffloadError("the backward has begun to update parameters: call optimizer.step() before loading")
 
     def refuse_steps(self, failure: BaseException | None) -> None:
         """Refuses every later step because of a failure; None: parameters and state were loaded since."""
@@ -224,31 +218,30 @@ class OptimizerOnDisk(WrappedOptimizer):
     @torch.no_grad()
     def _step_chunks(self, numbers: Numbers) -> None:
         writing: Sequence[Future[None]] = ()
-        number, reading = self._start_next(numbers, wait=True)
-        while number is not None:
-            assert reading is not None
-            buffer, parameters = reading.result()
+        reading = self._start_next(numbers, wait=True)
+        while reading is not None:
+            number, parameters, buffer = reading.number, reading.parameters, reading.state.result()
             _wait_for(writing)
             following = self._start_next(numbers, wait=False)
             with self._holding(number, buffer, parameters) as leaves:
                 self.inner.step()
                 self._stored.take_over(number, buffer, [self.inner.state[leaf] for leaf in leaves])
             writing = [self._store.write(number, buffer), *(item.write() for item in parameters.values())]
-            number, reading = following if following[0] is not None else self._start_next(numbers, wait=True)
+            reading = following or self._start_next(numbers, wait=True)
         _wait_for(writing)
 
-    def _start_next(self, numbers: Numbers, *, wait: bool) -> tuple[int | None, _Reading | None]:
-        """Starts to read the state of the next chunk, and those of its parameters that lie on disk as well."""
+    def _start_next(self, numbers: Numbers, *, wait: bool) -> _Reading | None:
+        """Start to read the state of the next chunk, and its parameters that are on disk as well."""
         number = numbers.next(wait=wait)
         if number is None:
-            return None, None
+            return None
         chunk = self.chunks[number]
         on_disk = {
             param: ReadRows(rows)
             for param, rows in zip(chunk.params, chunk.stored, strict=True)
             if rows is not None and rows.has_gradient
         }
-        return number, _Reading(self._stored.start_read(number), on_disk)
+        return _Reading(number, on_disk, self._stored.start_read(number))
 
     @contextmanager
     def _holding(self, number: int, buffer: Buffer, parameters: Mapping[Tensor, ReadRows]) -> Iterator[list[Tensor]]:
@@ -278,14 +271,11 @@ class OptimizerOnDisk(WrappedOptimizer):
 
 @dataclass(frozen=True)
 class _Reading:
-    """What of a chunk is on its way into memory."""
+    """A chunk that is being read: its number, its parameters on disk, its state."""
 
-    state: Future[Buffer]
+    number: int
     parameters: Mapping[Tensor, ReadRows]
-
-    def result(self) -> tuple[Buffer, Mapping[Tensor, ReadRows]]:
-        """All of it, when it is there."""
-        return self.state.result(), self.parameters
+    state: Future[Buffer]
 
 
 def _wait_for(writing: Sequence[Future[None]]) -> None:

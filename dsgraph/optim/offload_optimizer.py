@@ -12,7 +12,7 @@ from dsgraph.partitioning.state import partition_states
 from dsgraph.utils.errors import OffloadError
 
 from .delayed import DelayedHostOptimizer
-from .disk_optimizer import OptimizerOnDisk
+from .disk_optimizer import DiskOptimizer
 from .host_optimizer import HostOptimizer
 
 
@@ -34,7 +34,7 @@ def offload_optimizer(
 
     Raises:
         OffloadError: The model's optimizer was not to be offloaded, not to the host if it is to be delayed, or see
-            `HostOptimizer` and `OptimizerOnDisk`.
+            `HostOptimizer` and `DiskOptimizer`.
     """
     found = {part.arguments.offload for part in partition_states(model)}
     wanted = [offload for offload in found if offload.optimizer]
@@ -56,7 +56,7 @@ def offloaded_to(
             raise OffloadError('delayed: the optimizer is on "disk"; an update is delayed on the "host" alone')
         folder = Path(wanted.folder)
         folder.mkdir(parents=True, exist_ok=True)
-        return OptimizerOnDisk(optimizer, folder=folder, ratio=wanted.optimizer_ratio)
+        return DiskOptimizer(optimizer, folder=folder, ratio=wanted.optimizer_ratio)
     if not delayed:
         return HostOptimizer(optimizer, ratio=wanted.optimizer_ratio, pin_memory=pin_memory)
     if wanted.optimizer_ratio != 1:

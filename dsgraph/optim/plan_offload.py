@@ -53,7 +53,7 @@ class OffloadPlan:
         """The optimizer itself, or, if its state is to lie elsewhere, what runs it so.
 
         Raises:
-            OffloadError: See `OptimizerOnDisk` and `HostOptimizer`.
+            OffloadError: See `DiskOptimizer` and `HostOptimizer`.
         """
         if not self.optimizer_ratio:
             return optimizer

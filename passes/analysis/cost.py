@@ -1,7 +1,7 @@
 """What a node costs: floating-point operations, bytes that a kernel moves, bytes on the wire, and seconds of these.
 
 Everything is read off fake tensors: nothing is run and nothing is measured. Where sizes are symbolic, operations and
-bytes are sympy expressions over the symbols of the graph; `hint` gives the number behind one.
+bytes are sympy expressions over the symbols of the graph; `sizes.hint` gives the number behind one.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType, SimpleNamespace
-from typing import Any, TypeAlias
+from typing import Any
 
 import sympy
 import torch
@@ -19,8 +19,7 @@ from torch.fx import Node
 from torch.fx.node import map_arg
 from torch.utils.flop_counter import flop_registry
 
-from dsgraph.passes.compat import OpOverload, known_sizes, symbolic_expression
-from dsgraph.passes.errors import PassError
+from dsgraph.passes.compat import OpOverload
 from dsgraph.passes.ir.collectives import (
     collective_group,
     collective_kind,
@@ -33,65 +32,9 @@ from dsgraph.passes.ir.mesh_axis import MeshAxis
 from dsgraph.passes.ir.regions import body_called, is_region_call
 
 from .hardware import DEVICES, TIERS, Device, Link, LinkTable, default_links
+from .sizes import Size, expression_of, number_of, size_hints, tensor_bytes
 
 aten = torch.ops.aten
-
-Size: TypeAlias = "int | sympy.Expr"
-
-# What stands for a size that only the data decide (of `nonzero`, say), where a number is needed. Inductor's default.
-UNKNOWN_SIZE = 8192
-
-
-def tensor_bytes(value: object) -> Size:
-    """Bytes of a (fake) tensor's elements; of all tensors in a tuple or list; 0 for anything else."""
-    if isinstance(value, (tuple, list)):
-        return sum((tensor_bytes(item) for item in value), 0)
-    if not isinstance(value, Tensor):
-        return 0
-    return math.prod(map(_expression, value.shape)) * value.element_size()
-
-
-def size_hints(value: object) -> Mapping[sympy.Symbol, int]:
-    """The numbers behind the symbols in the sizes of a fake tensor, or of tensors in a tuple or list."""
-    if isinstance(value, (tuple, list)):
-        return {symbol: number for item in value for symbol, number in size_hints(item).items()}
-    sizes: Sequence[object] = value.shape if isinstance(value, Tensor) else (value,)
-    return {
-        symbol: number
-        for size in sizes
-        if isinstance(size, torch.SymInt)
-        for symbol, number in known_sizes(size).items()
-    }
-
-
-def hint(
-    size: Size | torch.SymInt,
-    hints: Mapping[sympy.Symbol, int] = MappingProxyType({}),
-    *,
-    unknown: int | None = None,
-) -> int:
-    """The number behind a size: that of the run for which the graph was traced.
-
-    Args:
-        size: A number, an expression, or a symbolic size of a fake tensor, which knows its own symbols.
-        hints: Symbol -> number, from `size_hints`.
-        unknown: What stands for a symbol that has no number.
-
-    Raises:
-        PassError: A symbol has no number, and `unknown` is None.
-    """
-    if isinstance(size, torch.SymInt):
-        hints = {**known_sizes(size), **hints}
-        size = _expression(size)
-    if not isinstance(size, sympy.Expr):
-        return int(size)
-    missing = sorted(map(str, size.free_symbols - hints.keys()))
-    if missing and unknown is None:
-        raise PassError(
-            f"the size {size} depends on {', '.join(missing)}, of which no number is known: "
-            "pass size_hints(...) of a value that has it in its shape, or `unknown`"
-        )
-    return int(size.xreplace({symbol: sympy.Integer(hints.get(symbol, unknown)) for symbol in size.free_symbols}))
 
 
 def flops(node: Node) -> Size:
@@ -111,7 +54,7 @@ def flops(node: Node) -> Size:
     if size_hints((result, *(argument.meta.get("val") for argument in node.all_input_nodes))):
         # torch's formulas compare sizes: done with symbolic sizes, that would put guards on the graph.
         args, kwargs, result = _as_expressions((args, kwargs, result), of_shapes=hasattr(formula, "__wrapped__"))
-    return _expression(formula(*args, **kwargs, out_val=result))
+    return expression_of(formula(*args, **kwargs, out_val=result))
 
 
 def flop_formula(target: Any) -> Any:
@@ -130,13 +73,13 @@ _SAME_FORMULA = {
 def _as_expressions(value: Any, *, of_shapes: bool) -> Any:
     """`value` with shapes in place of tensors, or objects that have one where a formula asks for tensors."""
     if isinstance(value, Tensor):
-        shape = tuple(map(_expression, value.shape))
+        shape = tuple(map(expression_of, value.shape))
         return shape if of_shapes else SimpleNamespace(shape=shape)
     if isinstance(value, (tuple, list)):
         return tuple(_as_expressions(item, of_shapes=of_shapes) for item in value)
     if isinstance(value, Mapping):
         return {key: _as_expressions(item, of_shapes=of_shapes) for key, item in value.items()}
-    return _expression(value) if isinstance(value, torch.SymInt) else value
+    return expression_of(value)
 
 
 def moved_bytes(node: Node) -> Size:
@@ -183,8 +126,8 @@ def _read_bytes(source: Node) -> Size:
     value = source.meta.get("val")
     if not isinstance(value, Tensor) or value.layout is not torch.strided:
         return tensor_bytes(value)
-    strides = map(_expression, value.stride())
-    sizes = (_expression(size) for size, stride in zip(value.shape, strides, strict=True) if stride != 0)
+    strides = map(expression_of, value.stride())
+    sizes = (expression_of(size) for size, stride in zip(value.shape, strides, strict=True) if stride != 0)
     return math.prod(sizes) * value.element_size()
 
 
@@ -206,14 +149,6 @@ def sent_bytes(node: Node, size: int) -> Size | None:
     if isinstance(counted, sympy.Expr):
         return sympy.ceiling(counted * sympy.Rational(found.shares(size), size))
     return found.sent_bytes(counted, size)
-
-
-def number_of(node: Node, size: Size) -> int:
-    """The number behind a size that was worked out for a node; what only the data decide counts as `UNKNOWN_SIZE`."""
-    if not isinstance(size, sympy.Expr):
-        return int(size)
-    hints = size_hints([value.meta.get("val") for value in (node, *node.all_input_nodes)])
-    return hint(size, hints, unknown=UNKNOWN_SIZE)
 
 
 @dataclass(frozen=True)
@@ -306,7 +241,3 @@ def computed_dtype(node: Node) -> torch.dtype | None:
     value = node.meta.get("val")
     first = value[0] if isinstance(value, (tuple, list)) and value else value
     return first.dtype if isinstance(first, Tensor) else None
-
-
-def _expression(size: Any) -> Any:
-    return symbolic_expression(size) if isinstance(size, torch.SymInt) else size

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import reduce
 from typing import Any
 
 import torch
@@ -27,7 +28,7 @@ from torch.fx import Node
 from dsgraph.passes.compat import OpOverload
 from dsgraph.passes.ir.random_calls import random_call
 
-from .cost import UNKNOWN_SIZE, hint
+from .sizes import UNKNOWN_SIZE, hint
 
 aten = torch.ops.aten
 
@@ -241,9 +242,7 @@ def _converted(operands: Sequence[Tensor]) -> int:
     sized = [x for x in operands if x.dim()]
     if len({x.dtype for x in sized}) < 2:
         return 0
-    common = sized[0].dtype
-    for x in sized[1:]:
-        common = torch.promote_types(common, x.dtype)
+    common = reduce(torch.promote_types, (x.dtype for x in sized))
     return sum(_elements(x) * common.itemsize for x in sized if x.dtype != common)
 
 
@@ -267,9 +266,7 @@ def _matrices(value: Tensor) -> int:
 def _blocked(value: Tensor) -> int:
     """Return the bytes of images in oneDNN's blocked layout."""
     channels = hint(value.shape[1], unknown=UNKNOWN_SIZE)
-    if channels <= _UNBLOCKED:
-        return _bytes(value)
-    return _bytes(value) // channels * _rounded(channels)
+    return _bytes(value) if channels <= _UNBLOCKED else _bytes(value) // channels * _rounded(channels)
 
 
 def _blocked_weight(weight: Tensor) -> int:

@@ -23,10 +23,10 @@ from dsgraph.passes.ir.collectives import collective_of, is_collective
 from dsgraph.passes.ir.graph import aliased_arguments, is_wait
 from dsgraph.passes.ir.regions import body_called, is_region_call
 
-from .cost import UNKNOWN_SIZE, hint, tensor_bytes
 from .fusion import inlined, is_concatenation, writes_over_operands
 from .kernel_scratch import oversized_bytes, scratch_bytes
 from .pieces import GraphMemory, MemoryKind, Piece
+from .sizes import UNKNOWN_SIZE, hint, tensor_bytes
 
 
 def simulate(

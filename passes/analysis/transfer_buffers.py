@@ -10,7 +10,7 @@ from torch.fx import GraphModule, Node
 from dsgraph.passes.ir.graph import fake_value
 from dsgraph.passes.ir.transfers import is_fetch, is_stored_gradient, is_taken, moved_tensor
 
-from .cost import number_of, tensor_bytes
+from .sizes import number_of, tensor_bytes
 
 
 @dataclass(frozen=True)

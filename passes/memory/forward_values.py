@@ -16,9 +16,10 @@ from functools import cached_property
 import torch
 from torch.fx import GraphModule, Node
 
-from dsgraph.passes.analysis.cost import UNKNOWN_SIZE, CostModel, hint, size_hints, tensor_bytes
+from dsgraph.passes.analysis.cost import CostModel
 from dsgraph.passes.analysis.fusion import inlined
 from dsgraph.passes.analysis.pieces import GraphMemory
+from dsgraph.passes.analysis.sizes import UNKNOWN_SIZE, hint, size_hints, tensor_bytes
 from dsgraph.passes.compat import OpOverload, captured_input, is_tangent, written_inputs
 from dsgraph.passes.ir.blocks import block_of, is_plain, module_of
 from dsgraph.passes.ir.collectives import is_collective
@@ -128,17 +129,10 @@ def read_forward_values(
     ahead = [node for node in gm.graph.nodes if node not in behind and node.op == "call_function"]
     results = tuple(node for node in output.args[0][:outputs] if isinstance(node, Node))
     fused = inlined(list(gm.graph.nodes)) if fuses else frozenset()
-    reader = _Reader(
-        memory,
-        costs,
-        forward=frozenset(ahead),
-        returned=frozenset(sources_of(results)),
-        fused=fused,
-        once=_readers_of_written(gm, ahead),
-    )
-    names = list(_part_names(ahead))
+    returned, once = frozenset(sources_of(results)), _readers_of_written(gm, ahead)
+    reader = _Reader(memory, costs, forward=frozenset(ahead), returned=returned, fused=fused, once=once)
     parts = []
-    for name, nodes in _stretches(ahead, names):
+    for name, nodes in _stretches(ahead, list(_part_names(ahead))):
         inside = frozenset(nodes)
         values = tuple(reader.value(node, inside) for node in nodes)
         parts.append(Part(name, values, _kind(values)))
@@ -160,10 +154,9 @@ def sources_of(nodes: Iterable[Node]) -> set[Node]:
     found = set(nodes)
     frontier = list(found)
     for node in frontier:
-        for source in node.all_input_nodes:
-            if source not in found:
-                found.add(source)
-                frontier.append(source)
+        new = [source for source in node.all_input_nodes if source not in found]
+        found.update(new)
+        frontier.extend(new)
     return found
 
 
@@ -295,19 +288,12 @@ def _is_alias(node: Node) -> bool:
     """Whether a node's memory is that of another value; a result of an op of several is one of its own."""
     if node.target is operator.getitem:
         return not isinstance(node.all_input_nodes[0].meta.get("val"), (tuple, list))
-    return isinstance(node.meta.get("val"), torch.Tensor) and all(
-        source is not None for source in aliased_arguments(node)
-    )
+    return isinstance(node.meta.get("val"), torch.Tensor) and None not in aliased_arguments(node)
 
 
 def _may_repeat(node: Node) -> bool:
     """Of random ops torch's splitting saves the generator's state, so that they draw the same numbers again."""
     source = node.all_input_nodes[0] if node.target is operator.getitem else node
-    target = source.target
-    if (
-        isinstance(target, OpOverload)
-        and target.namespace == "aten"
-        and torch.Tag.nondeterministic_seeded in target.tags
-    ):
-        return True
-    return is_plain(node) and not is_barrier(node)
+    op = source.target if isinstance(source.target, OpOverload) else None
+    is_random = op is not None and op.namespace == "aten" and torch.Tag.nondeterministic_seeded in op.tags
+    return is_random or (is_plain(node) and not is_barrier(node))

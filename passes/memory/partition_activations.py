@@ -11,8 +11,8 @@ from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from dsgraph.inductor_ext import c10d_functional
-from dsgraph.passes.analysis.cost import UNKNOWN_SIZE, hint
 from dsgraph.passes.analysis.replication import replicated_values
+from dsgraph.passes.analysis.sizes import UNKNOWN_SIZE, hint
 from dsgraph.passes.core.context import PassContext, Phase
 from dsgraph.passes.core.graph_pair import GraphPair
 from dsgraph.passes.core.graph_pass import GraphPass, PassResult

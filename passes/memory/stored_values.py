@@ -9,8 +9,8 @@ import torch
 from torch.fx import Node, map_arg
 
 from dsgraph.inductor_ext import same_size
-from dsgraph.passes.analysis.cost import UNKNOWN_SIZE, hint
 from dsgraph.passes.analysis.pieces import GraphMemory
+from dsgraph.passes.analysis.sizes import UNKNOWN_SIZE, hint
 from dsgraph.passes.core.context import PassContext
 from dsgraph.passes.core.graph_pair import GraphPair
 from dsgraph.passes.core.notes import parameter_behind

@@ -14,7 +14,8 @@ from typing import ClassVar
 
 from torch.fx import Node
 
-from dsgraph.passes.analysis.cost import sent_bytes, tensor_bytes
+from dsgraph.passes.analysis.cost import sent_bytes
+from dsgraph.passes.analysis.sizes import tensor_bytes
 from dsgraph.passes.core.context import PassContext
 from dsgraph.passes.core.graph_pass import GraphPass
 from dsgraph.passes.core.notes import described

@@ -9,7 +9,7 @@ from typing import ClassVar
 
 from torch.fx import GraphModule, Node
 
-from dsgraph.passes.analysis.cost import number_of, tensor_bytes
+from dsgraph.passes.analysis.sizes import number_of, tensor_bytes
 from dsgraph.passes.core.context import PassContext, Phase
 from dsgraph.passes.core.graph_pass import GraphPass, PassResult
 from dsgraph.passes.core.notes import described

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator, Sequence
 from torch import Tensor
 from torch.fx import Graph, Node
 
-from dsgraph.passes.analysis.cost import tensor_bytes
+from dsgraph.passes.analysis.sizes import tensor_bytes
 
 # Larger buffers are not copied to other ranks.
 SMALL_BUFFER = 1 << 20

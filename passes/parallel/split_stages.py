@@ -10,7 +10,7 @@ from itertools import accumulate, pairwise
 from torch import Tensor
 from torch.fx import Graph, Node
 
-from dsgraph.passes.analysis.cost import tensor_bytes
+from dsgraph.passes.analysis.sizes import tensor_bytes
 from dsgraph.passes.errors import PassError
 from dsgraph.passes.ir.blocks import block_of, module_of
 

@@ -11,7 +11,8 @@ from torch.fx import GraphModule, Node
 
 from dsgraph.inductor_ext import GATHERS, REDUCE_SCATTERS, Ranks, c10d_functional
 from dsgraph.inductor_ext.collectives.algorithms import Gather, ReduceScatter
-from dsgraph.passes.analysis.cost import number_of, sent_bytes, tensor_bytes
+from dsgraph.passes.analysis.cost import sent_bytes
+from dsgraph.passes.analysis.sizes import number_of, tensor_bytes
 from dsgraph.passes.core.context import PassContext, Phase
 from dsgraph.passes.core.graph_pass import GraphPass, PassResult
 from dsgraph.passes.ir.collectives import collective_group

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, ClassVar
 from torch.fx import GraphModule, Node
 
 from dsgraph.passes.analysis.budget import MemoryPart, choose
-from dsgraph.passes.analysis.cost import number_of, tensor_bytes
 from dsgraph.passes.analysis.dependencies import computed_from, dependencies, readers
+from dsgraph.passes.analysis.sizes import number_of, tensor_bytes
 from dsgraph.passes.compat import is_tangent
 from dsgraph.passes.core.context import PassContext, Phase
 from dsgraph.passes.core.graph_pass import GraphPass, PassResult

@@ -16,7 +16,7 @@ import dsgraph
 from dsgraph.checkpoint.disk_planners import LoadPlannerToDisk, SavePlannerFromDisk
 from dsgraph.offload.slots import SlotFile
 from dsgraph.offload.stored_tensor import StoredTensor
-from dsgraph.optim.disk_optimizer import OptimizerOnDisk
+from dsgraph.optim.disk_optimizer import DiskOptimizer
 from tests.distributed.training import full
 from tests.models import CASES, build
 
@@ -29,7 +29,7 @@ def _made(folder: str | None, seed: int, ratio: float = 1.0) -> tuple[nn.Module,
     model = dsgraph.partition(build("uneven", seed), stage=3, keep_whole_below=12, offload=offload)
     optimizer: optim.Optimizer = optim.AdamW(model.parameters(), lr=1e-2)
     if folder is not None:
-        optimizer = OptimizerOnDisk(optimizer, folder=Path(folder), ratio=ratio, chunk_bytes=1024)
+        optimizer = DiskOptimizer(optimizer, folder=Path(folder), ratio=ratio, chunk_bytes=1024)
     return model, optimizer, torch.compile(model, backend="dsgraph", options={"codegen": "eager"})
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn, optim
 
 import dsgraph
 from dsgraph.offload.stored_rows import stored_rows
-from dsgraph.optim.disk_optimizer import OptimizerOnDisk
+from dsgraph.optim.disk_optimizer import DiskOptimizer
 from dsgraph.optim.host_optimizer import HostOptimizer
 from dsgraph.utils.errors import OffloadError, PartitionError
 from tests.models import CASES, build
@@ -29,7 +29,7 @@ def _train(case: str, stage: int, offload: dict[str, Any] | None, dtype: torch.d
     optimizer: optim.Optimizer = optim.AdamW(model.parameters(), lr=1e-2, fused=fused or None)
     if offload is not None:
         optimizer = dsgraph.offload_optimizer(optimizer, model)
-        assert isinstance(optimizer, HostOptimizer if offload["optimizer"] == "host" else OptimizerOnDisk)
+        assert isinstance(optimizer, HostOptimizer if offload["optimizer"] == "host" else DiskOptimizer)
     seen = []
     for step in range(3):
         for number in range(2):

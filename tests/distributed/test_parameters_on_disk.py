@@ -19,7 +19,7 @@ from torch.distributed.tensor import Shard
 
 import dsgraph
 from dsgraph.offload.stored_rows import stored_rows
-from dsgraph.optim.disk_optimizer import OptimizerOnDisk
+from dsgraph.optim.disk_optimizer import DiskOptimizer
 from dsgraph.utils.errors import OffloadError, PartitionError
 from tests.models import CASES, build
 
@@ -37,7 +37,7 @@ def _train(
     compiled = torch.compile(model, backend="dsgraph", options={"codegen": codegen})
     optimizer: optim.Optimizer = optim.AdamW(model.parameters(), lr=1e-2)
     if folder is not None:
-        optimizer = OptimizerOnDisk(optimizer, folder=Path(folder), chunk_bytes=4096)
+        optimizer = DiskOptimizer(optimizer, folder=Path(folder), chunk_bytes=4096)
     seen = []
     for step in range(steps):
         for number in range(micro_batches):
@@ -138,7 +138,7 @@ def test_a_disk_that_is_lost_ends_in_an_error(one_rank, tmp_path, phase, what):
     model = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64))
     model = _on_disk(tmp_path, model)
     compiled = torch.compile(model, backend="dsgraph", options={"codegen": "eager"})
-    optimizer = OptimizerOnDisk(optim.AdamW(model.parameters()), folder=tmp_path)
+    optimizer = DiskOptimizer(optim.AdamW(model.parameters()), folder=tmp_path)
     x = torch.randn(8, 64)
 
     def run(place: str) -> None:
@@ -208,7 +208,7 @@ def test_a_disk_that_fails_in_mid_run_is_an_error_of_that_step(
 ):
     model = _on_disk(tmp_path, nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64)))
     compiled = torch.compile(model, backend="dsgraph", options={"codegen": "eager"})
-    optimizer = OptimizerOnDisk(optim.AdamW(model.parameters()), folder=tmp_path)
+    optimizer = DiskOptimizer(optim.AdamW(model.parameters()), folder=tmp_path)
     x = torch.randn(8, 64)
 
     def fails(*_: object) -> int:
@@ -235,7 +235,7 @@ _KILLED = """
     import contextlib, os, signal, sys, threading, torch, dsgraph
     import torch.distributed as dist
     from pathlib import Path
-    from dsgraph.optim.disk_optimizer import OptimizerOnDisk
+    from dsgraph.optim.disk_optimizer import DiskOptimizer
 
     def reached(phase):
         if phase == sys.argv[2]:
@@ -254,7 +254,7 @@ _KILLED = """
     model = dsgraph.partition(model, stage=3, keep_whole_below=12, offload=offload)
     reached("partition")
     compiled = torch.compile(model, backend="dsgraph", options={"codegen": "eager"})
-    optimizer = OptimizerOnDisk(Adam(model.parameters()), folder=Path(sys.argv[1]), chunk_bytes=4096)
+    optimizer = DiskOptimizer(Adam(model.parameters()), folder=Path(sys.argv[1]), chunk_bytes=4096)
     loss = compiled(torch.randn(8, 64)).sum()
     reached("forward")
     with optimizer.beside_backward() if "overlapped" in sys.argv[2] else contextlib.nullcontext():

@@ -12,7 +12,7 @@ from torch._dynamo.utils import counters
 from torch._inductor.utils import run_and_get_code
 
 import dsgraph
-from dsgraph.passes.analysis.cost import tensor_bytes
+from dsgraph.passes.analysis.sizes import tensor_bytes
 from dsgraph.passes.ir.coalesced import results_of
 from dsgraph.passes.ir.collectives import collectives, is_collective
 from dsgraph.passes.ir.graph import is_wait

@@ -13,7 +13,7 @@ import dsgraph
 from dsgraph.inductor_ext.transfers.buffers import Buffer
 from dsgraph.offload.chunk_sizes import StateChunk, step_buffers
 from dsgraph.offload.stored_rows import stored_rows
-from dsgraph.optim.disk_optimizer import OptimizerOnDisk
+from dsgraph.optim.disk_optimizer import DiskOptimizer
 
 pytestmark = pytest.mark.distributed
 WIDTH, LAYERS = 1024, 12  # 8 MiB of state a layer: three chunks
@@ -25,7 +25,7 @@ def test_prediction_counts_what_is_held(one_rank, tmp_path, ratio):
     offload = {"optimizer": "disk", "parameters": "disk", "folder": str(tmp_path), "ratio": ratio}
     dsgraph.partition(model, stage=3, offload=offload)
     optimizer = dsgraph.offload_optimizer(optim.AdamW(model.parameters()), model)
-    assert isinstance(optimizer, OptimizerOnDisk)
+    assert isinstance(optimizer, DiskOptimizer)
     compiled = torch.compile(model, backend="dsgraph", options={"codegen": "eager"})
     for _ in range(2):
         compiled(torch.randn(2, WIDTH)).square().mean().backward()

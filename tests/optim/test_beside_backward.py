@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn, optim
 
 import dsgraph
-from dsgraph.optim.disk_optimizer import OptimizerOnDisk
+from dsgraph.optim.disk_optimizer import DiskOptimizer
 from dsgraph.utils.errors import OffloadError
 from tests.distributed.training import full
 from tests.models import CASES, build
@@ -26,7 +26,7 @@ def _train(case: str, folder: str, *, beside: bool, codegen: str = "eager", micr
     compiled = torch.compile(model, backend="dsgraph", options={"codegen": codegen})
     # Of a chunk of several parameters, the last gradient begins the update.
     chunk_bytes = 2**14 if case == "gpt" else 64
-    optimizer = OptimizerOnDisk(optim.AdamW(model.parameters(), lr=1e-2), folder=Path(folder), chunk_bytes=chunk_bytes)
+    optimizer = DiskOptimizer(optim.AdamW(model.parameters(), lr=1e-2), folder=Path(folder), chunk_bytes=chunk_bytes)
     together = [chunk for chunk in optimizer.chunks if len(chunk.params) > 1 and None not in chunk.stored]
     assert bool(together) is (case == "gpt")
     schedule = optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
@@ -71,16 +71,16 @@ def test_numbers_are_those_of_a_step_behind_the_backward(ranks, case, world, cod
     ranks(world).run(_same, case, str(tmp_path), codegen, micro_batches)
 
 
-def _model(folder: Path) -> tuple[nn.Module, OptimizerOnDisk]:
+def _model(folder: Path) -> tuple[nn.Module, DiskOptimizer]:
     torch.compiler.reset()
     offload = {"parameters": "disk", "folder": str(folder)}
     model = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64))
     dsgraph.partition(model, stage=3, keep_whole_below=12, offload=offload)
-    optimizer = OptimizerOnDisk(optim.AdamW(model.parameters()), folder=folder, chunk_bytes=64)
+    optimizer = DiskOptimizer(optim.AdamW(model.parameters()), folder=folder, chunk_bytes=64)
     return torch.compile(model, backend="dsgraph", options={"codegen": "eager"}), optimizer
 
 
-def _backward(model: nn.Module, optimizer: OptimizerOnDisk) -> None:
+def _backward(model: nn.Module, optimizer: DiskOptimizer) -> None:
     loss = model(torch.randn(8, 64)).sum()
     with optimizer.beside_backward():
         loss.backward()

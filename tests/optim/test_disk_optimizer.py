@@ -11,7 +11,7 @@ import torch
 from torch import nn, optim
 
 from dsgraph.checkpoint.disk_planners import SavePlannerFromDisk
-from dsgraph.optim.disk_optimizer import OptimizerOnDisk
+from dsgraph.optim.disk_optimizer import DiskOptimizer
 from dsgraph.optim.hooks import ELEMENTWISE
 from dsgraph.utils.errors import OffloadError
 
@@ -33,13 +33,13 @@ def _train(net: nn.Module, optimizer: optim.Optimizer, steps: int, *, seed: int 
         optimizer.zero_grad()
 
 
-def _two(kind: type, folder: Path, **options) -> tuple[nn.Module, optim.Optimizer, nn.Module, OptimizerOnDisk]:
+def _two(kind: type, folder: Path, **options) -> tuple[nn.Module, optim.Optimizer, nn.Module, DiskOptimizer]:
     nets = _net(), _net()
     usual, inner = (
         kind([{"params": net[:2].parameters(), "lr": 1e-2}, {"params": net[2:].parameters()}], lr=1e-3, **options)
         for net in nets
     )
-    return nets[0], usual, nets[1], OptimizerOnDisk(inner, folder=folder, chunk_bytes=4096)
+    return nets[0], usual, nets[1], DiskOptimizer(inner, folder=folder, chunk_bytes=4096)
 
 
 def _same(one: nn.Module, other: nn.Module) -> bool:
@@ -73,21 +73,21 @@ def test_state_lies_in_the_file_and_not_in_memory(tmp_path):
 
 def test_a_ratio_of_the_state_lies_in_the_file_and_the_rest_in_memory(tmp_path):
     net, _, other, _ = _two(optim.AdamW, tmp_path)
-    whole = OptimizerOnDisk(optim.AdamW(other.parameters(), lr=1e-3), folder=tmp_path, chunk_bytes=4096)
-    part = OptimizerOnDisk(optim.AdamW(other.parameters(), lr=1e-3), folder=tmp_path, ratio=0.5, chunk_bytes=4096)
+    whole = DiskOptimizer(optim.AdamW(other.parameters(), lr=1e-3), folder=tmp_path, chunk_bytes=4096)
+    part = DiskOptimizer(optim.AdamW(other.parameters(), lr=1e-3), folder=tmp_path, ratio=0.5, chunk_bytes=4096)
     assert whole.disk_bytes / 2 <= part.disk_bytes < whole.disk_bytes
     assert part.disk_bytes + part.buffer_bytes >= whole.disk_bytes
     usual = optim.AdamW(net.parameters(), lr=1e-3)
     _train(net, usual, 3)
     _train(other, part, 3)
     assert _same(net, other)
-    moved = OptimizerOnDisk(optim.AdamW(other.parameters(), lr=1e-3), folder=tmp_path, ratio=0.1, chunk_bytes=4096)
+    moved = DiskOptimizer(optim.AdamW(other.parameters(), lr=1e-3), folder=tmp_path, ratio=0.1, chunk_bytes=4096)
     moved.load_state_dict(copy.deepcopy(part.state_dict()))
     for optimizer, model in ((usual, net), (moved, other)):
         _train(model, optimizer, 2, seed=2)
     assert _same(net, other)
     with pytest.raises(OffloadError, match="ratio is 0; it takes a share"):
-        OptimizerOnDisk(optim.AdamW(_net().parameters()), folder=tmp_path, ratio=0)
+        DiskOptimizer(optim.AdamW(_net().parameters()), folder=tmp_path, ratio=0)
 
 
 def test_state_goes_through_state_dict(tmp_path):
@@ -112,7 +112,7 @@ def test_a_state_dict_is_that_of_now(ratio, tmp_path):
     net = nn.Sequential(*(nn.Linear(24, 24) for _ in range(3))).double()
     other = copy.deepcopy(net)
     usual, inner = (optim.AdamW(each.parameters(), lr=1e-2) for each in (net, other))
-    on_disk = OptimizerOnDisk(inner, folder=tmp_path, ratio=ratio, chunk_bytes=10000)
+    on_disk = DiskOptimizer(inner, folder=tmp_path, ratio=ratio, chunk_bytes=10000)
     assert [len(chunk.params) for chunk in on_disk.chunks] == [2, 2, 2], "of one size: they use each other's buffers"
     held = []
     for number in range(4):
@@ -145,20 +145,20 @@ def test_saving_gives_tensors_that_a_writer_may_hold(tmp_path):
 
 def test_what_cannot_be_offloaded_is_refused(tmp_path):
     with pytest.raises(OffloadError, match="Adafactor cannot be offloaded: Adafactor is not known to update each"):
-        OptimizerOnDisk(optim.Adafactor(_net().parameters()), folder=tmp_path)
+        DiskOptimizer(optim.Adafactor(_net().parameters()), folder=tmp_path)
     net = _net()
     stepped = optim.AdamW(net.parameters())
     _train(net, stepped, 1)
     with pytest.raises(OffloadError, match="AdamW has stepped already"):
-        OptimizerOnDisk(stepped, folder=tmp_path)
+        DiskOptimizer(stepped, folder=tmp_path)
     with pytest.raises(OffloadError, match="holds parameters on meta"):
-        OptimizerOnDisk(optim.AdamW(nn.Linear(2, 2, device="meta").parameters()), folder=tmp_path)
+        DiskOptimizer(optim.AdamW(nn.Linear(2, 2, device="meta").parameters()), folder=tmp_path)
 
 
 def test_a_disk_that_is_too_small_is_an_error_before_anything_is_trained(tmp_path):
     inner = optim.AdamW([nn.Parameter(torch.empty(1, dtype=torch.float64).expand(2**20, 2**20))])
     with pytest.raises(OffloadError, match=r"optimizer-state: \d+ bytes cannot be reserved, \d+ are free"):
-        OptimizerOnDisk(inner, folder=tmp_path)
+        DiskOptimizer(inner, folder=tmp_path)
     assert [path.name for path in tmp_path.rglob("*")] == [f"dsgraph-offload-{os.getuid()}", "lock"]
 
 

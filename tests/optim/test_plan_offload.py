@@ -14,7 +14,7 @@ from torch import nn, optim
 import dsgraph
 from dsgraph.offload.slots import first_of, share_of
 from dsgraph.offload.stored_rows import stored_rows
-from dsgraph.optim.disk_optimizer import OptimizerOnDisk
+from dsgraph.optim.disk_optimizer import DiskOptimizer
 from dsgraph.optim.host_optimizer import HostOptimizer
 from dsgraph.optim.plan_offload import plan_offload
 from dsgraph.utils.errors import OffloadError
@@ -45,7 +45,7 @@ def test_the_state_of_the_optimizer_goes_first(tmp_path):
     chunk = 8 * WIDTH**2  # the state of one parameter; a step has two such buffers
     assert (plan.memory_bytes, plan.below_bytes, plan.buffer_bytes) == (STATES - chunk, 3 * chunk, 2 * chunk)
     optimizer = plan.take(optim.AdamW(nn.Linear(512, 512).parameters()))
-    assert isinstance(optimizer, OptimizerOnDisk)
+    assert isinstance(optimizer, DiskOptimizer)
     assert optimizer.path.is_relative_to(tmp_path / "new")
 
 
@@ -105,7 +105,7 @@ def test_a_model_takes_what_the_plan_says(one_rank, tmp_path):
     files = {path.name: path.stat().st_size for path in Path(tmp_path).rglob("*") if path.is_file()}
     stored = sum(stored_rows(param.to_local()) is not None for param in model.parameters())
     assert stored == -(-plan.parameters_ratio * 60 // 1)
-    assert isinstance(optimizer, OptimizerOnDisk)
+    assert isinstance(optimizer, DiskOptimizer)
     assert plan.below_bytes == files["parameters"] + files["optimizer-state"]
 
 

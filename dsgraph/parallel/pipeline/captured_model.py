@@ -19,7 +19,8 @@ from dsgraph.compat.dynamo import ignoring_log_messages, not_capturable
 from dsgraph.compat.tensors import flatten_tree, map_tensors
 from dsgraph.compiler.remedies import remedy
 from dsgraph.partitioning.transforms.slices import ParameterSlice
-from dsgraph.passes.analysis.cost import CostModel, number_of, tensor_bytes
+from dsgraph.passes.analysis.cost import CostModel
+from dsgraph.passes.analysis.sizes import number_of, tensor_bytes
 from dsgraph.passes.compat import (
     FakeTensorMode,
     OpOverload,
@@ -98,7 +99,7 @@ def capture_model(
 
     def keep(gm: GraphModule, inputs: Sequence[Any]) -> Any:
         kept.append((gm, inputs))
-        return _results_only(gm)
+        return torch.no_grad()(gm.forward)  # it runs once, and nothing that it computes is kept
 
     source = next((tensor.device for tensor in model.parameters()), device)
     args, kwargs = map_tensors(lambda tensor: tensor.to(source), (args, dict(kwargs)))
@@ -137,16 +138,6 @@ def _install_hooks(model: nn.Module, kwargs: Mapping[str, Any]) -> None:
         if (collects or any(flags)) and type(module).__module__.startswith("transformers."):
             library.maybe_install_capturing_hooks(module)
             return
-
-
-def _results_only(gm: GraphModule) -> Any:
-    """What runs once while the model is captured: it computes nothing that is kept."""
-
-    def run(*values: Any) -> Any:
-        with torch.no_grad():
-            return gm(*values)
-
-    return run
 
 
 def _origins(

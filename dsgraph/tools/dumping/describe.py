@@ -14,8 +14,9 @@ from torch.fx import GraphModule, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
 from dsgraph.passes import PassContext, Phase
-from dsgraph.passes.analysis.cost import computed_dtype, flops, moved_bytes, number_of, sent_bytes, tensor_bytes
+from dsgraph.passes.analysis.cost import computed_dtype, flops, moved_bytes, sent_bytes
 from dsgraph.passes.analysis.pieces import GraphMemory
+from dsgraph.passes.analysis.sizes import number_of, tensor_bytes
 from dsgraph.passes.compat import OpOverload
 from dsgraph.passes.core.notes import origin
 from dsgraph.passes.ir.coalesced import inputs_of, results_of

@@ -7,8 +7,9 @@ from dataclasses import asdict, dataclass, field, replace
 
 import torch
 
-from dsgraph.passes.analysis.cost import CostModel, computed_dtype, flops, moved_bytes, number_of
+from dsgraph.passes.analysis.cost import CostModel, computed_dtype, flops, moved_bytes
 from dsgraph.passes.analysis.hardware import Gpu
+from dsgraph.passes.analysis.sizes import number_of
 from dsgraph.passes.compat import OpOverload
 
 from .kernels import Resources

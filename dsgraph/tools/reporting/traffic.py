@@ -15,7 +15,8 @@ from dsgraph.partitioning.parameter import ParameterState
 from dsgraph.partitioning.stages import CopyLifetime
 from dsgraph.partitioning.state import PartitionState
 from dsgraph.passes import MeshAxis, PassError
-from dsgraph.passes.analysis.cost import Size, hint, sent_bytes, size_hints
+from dsgraph.passes.analysis.cost import sent_bytes
+from dsgraph.passes.analysis.sizes import Size, hint, size_hints
 from dsgraph.passes.ir.collectives import TABLE, collective_group, collective_kind, collectives
 from dsgraph.passes.ir.mesh_axis import shard_axis
 

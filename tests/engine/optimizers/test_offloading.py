@@ -17,7 +17,7 @@ import pytest
 import torch
 
 import dsgraph
-from dsgraph.optim.disk_optimizer import OptimizerOnDisk
+from dsgraph.optim.disk_optimizer import DiskOptimizer
 from dsgraph.optim.host_optimizer import HostOptimizer
 from dsgraph.utils.errors import CheckpointError, ConfigError, OffloadError
 from tests.distributed.training import full
@@ -42,7 +42,7 @@ def _engine(
         if parameters:
             settings["zero_optimization"]["offload_param"] = {"device": "nvme", "nvme_path": folder}
     engine = dsgraph.initialize(model=build(CASE), config=settings)[0]
-    assert isinstance(engine.optimizer, OptimizerOnDisk) is (folder is not None)
+    assert isinstance(engine.optimizer, DiskOptimizer) is (folder is not None)
     return engine
 
 
@@ -369,7 +369,7 @@ def _planned(limit: str | None, folder: str) -> list[torch.Tensor]:
     if limit is not None:
         settings["dsgraph"] |= {"memory_limit": limit, "offload_folder": folder}
     engine = dsgraph.initialize(model=model, config=settings)[0]
-    assert isinstance(engine.optimizer, OptimizerOnDisk) is (limit is not None)
+    assert isinstance(engine.optimizer, DiskOptimizer) is (limit is not None)
     for number in range(2):
         torch.manual_seed(number)
         engine.backward(engine(torch.randn(2, 2048)).square().mean())

@@ -6,17 +6,9 @@ import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from dsgraph.passes import MeshAxis, PassError
-from dsgraph.passes.analysis.cost import (
-    UNKNOWN_SIZE,
-    CostModel,
-    flops,
-    hint,
-    moved_bytes,
-    sent_bytes,
-    size_hints,
-    tensor_bytes,
-)
+from dsgraph.passes.analysis.cost import CostModel, flops, moved_bytes, sent_bytes
 from dsgraph.passes.analysis.hardware import DEVICES, LINKS, TIERS, Device, Link, LinkTable
+from dsgraph.passes.analysis.sizes import UNKNOWN_SIZE, hint, size_hints, tensor_bytes
 from dsgraph.passes.ir.collectives import collectives
 from tests.passes.tracing import GLOO, OUTER, trace
 

@@ -6,9 +6,9 @@ import torch
 from torch.fx import Graph, GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from dsgraph.passes.analysis.cost import UNKNOWN_SIZE
 from dsgraph.passes.analysis.memory import simulate
 from dsgraph.passes.analysis.pieces import MemoryKind
+from dsgraph.passes.analysis.sizes import UNKNOWN_SIZE
 from tests.passes.tracing import trace
 
 aten = torch.ops.aten

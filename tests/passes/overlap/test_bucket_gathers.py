@@ -10,10 +10,10 @@ from torch.testing import FileCheck
 from torch.utils.checkpoint import CheckpointPolicy
 
 from dsgraph.passes import CostModel, MeshAxis, ParamInfo, PassContext, PassError, Phase, Pipeline
-from dsgraph.passes.analysis.cost import tensor_bytes
 from dsgraph.passes.analysis.hardware import DEVICES, Device, Link
 from dsgraph.passes.analysis.memory import simulate
 from dsgraph.passes.analysis.schedule import predict
+from dsgraph.passes.analysis.sizes import tensor_bytes
 from dsgraph.passes.core.collective_order import collective_lines
 from dsgraph.passes.ir.coalesced import collective_behind, results_of, waits_of
 from dsgraph.passes.ir.collectives import collectives

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from torch.testing import FileCheck
 
 from dsgraph.passes import CostModel, PassContext, PassError, Phase, Pipeline
-from dsgraph.passes.analysis.cost import tensor_bytes
 from dsgraph.passes.analysis.hardware import DEVICES, Device, Link
 from dsgraph.passes.analysis.memory import simulate
+from dsgraph.passes.analysis.sizes import tensor_bytes
 from dsgraph.passes.core.collective_order import collective_lines
 from dsgraph.passes.ir.coalesced import results_of, waits_of
 from dsgraph.passes.ir.collectives import collectives
