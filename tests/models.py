@@ -95,6 +95,21 @@ class Tagger(nn.Module):
         return F.cross_entropy(self.head(h).flatten(0, 1), y.flatten())
 
 
+class Tied(nn.Module):
+    """A weight that is used twice and a norm: a language model that compiles in a third of the time of a GPT."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.norm, self.middle = nn.Embedding(VOCAB, 16), nn.LayerNorm(16), nn.Linear(16, 16)
+        self.head = nn.Linear(16, VOCAB, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        h = self.embedding(x)
+        h = h + torch.tanh(self.middle(self.norm(h)))
+        return F.cross_entropy(self.head(h).flatten(0, 1), y.flatten())
+
+
 @dataclass(frozen=True)
 class Case:
     """A model and its data. `batches(step, rank)` gives the arguments of forward."""
@@ -119,6 +134,10 @@ CASES: dict[str, Case] = {
 }
 
 
+# For tests of what is around a model: products of parameters leave these out.
+SMALLER: dict[str, Case] = {"small": Case(Tied, tokens)}
+
+
 def build(name: str, seed: int = 0) -> nn.Module:
     torch.manual_seed(seed)
-    return CASES[name].build()
+    return {**CASES, **SMALLER}[name].build()

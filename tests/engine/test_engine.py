@@ -7,6 +7,7 @@ import contextlib
 import io
 import json
 from functools import partial
+from itertools import product
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from dsgraph.compat.dynamo import isolated
 from dsgraph.engine.schedules.by_name import WarmupLR
 from dsgraph.optim.lamb import Lamb
 from tests.distributed.training import full
-from tests.models import CASES, build
+from tests.models import build, tokens
 
 from .training import CASE, batches, check_parameters, compare, config
 
@@ -74,9 +75,17 @@ def _low_precision(stage: int, section: str) -> tuple[list[float], list[str]]:
     return losses, sorted(seen)
 
 
-@pytest.mark.covering(1)
-@pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("section", ("fp16", "bf16"))
+@pytest.mark.parametrize(
+    ("section", "stage"),
+    [
+        *(("fp16", 2), ("bf16", 3)),
+        *(
+            pytest.param(section, stage, marks=pytest.mark.full)
+            for section, stage in product(("fp16", "bf16"), STAGES)
+            if (section, stage) not in (("fp16", 2), ("bf16", 3))
+        ),
+    ],
+)
 def test_low_precision_trains_and_masters_stay_in_float32(ranks, stage, section):
     losses, dtypes = ranks(2).run(_low_precision, stage, section)[0]
     assert losses[-1] < 0.9 * losses[0]
@@ -175,10 +184,13 @@ def _no_sync_at_stage_3() -> None:
         pass
 
 
-def test_inside_no_sync_nothing_is_reduced(ranks):
-    ranks(2).run(_no_sync, 1)
-    ranks(2).run(_no_sync, 2)
-    ranks(2).run(_no_sync_at_stage_3)
+@pytest.mark.parametrize("stage", (pytest.param(1, marks=pytest.mark.full), 2))
+def test_inside_no_sync_nothing_is_reduced(ranks, stage):
+    ranks(2).run(_no_sync, stage)
+
+
+def test_no_sync_is_refused_at_stage_3(ranks):
+    ranks(1).run(_no_sync_at_stage_3)
 
 
 def _forward_without_backward() -> None:
@@ -186,9 +198,9 @@ def _forward_without_backward() -> None:
     engine, _, _, _ = dsgraph.initialize(model=build(CASE), config=settings)
     alone = build(CASE)
     optimizer, _ = _adamw(alone)
-    engine(*CASES[CASE].batches(0, 0))  # a micro-batch that is left out
+    engine(*tokens(0, 0))  # a micro-batch that is left out
     engine.step()
-    batch = CASES[CASE].batches(1, 0)
+    batch = tokens(1, 0)
     engine.backward(engine(*batch))
     engine.step()
     (alone(*batch) / 2).backward()
@@ -282,7 +294,7 @@ def _schedule_of_another() -> torch.optim.lr_scheduler.LRScheduler:
 def _refusals() -> None:
     model = build(CASE)
     used = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    model(*CASES[CASE].batches(0, 0)).backward()
+    model(*tokens(0, 0)).backward()
     used.step()
     used.zero_grad()
     before = [id(param) for param in model.parameters()]

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 import dsgraph
 from tests.distributed.training import full
-from tests.models import CASES, build
+from tests.models import build, tokens
 
-CASE = "tied"
+CASE = "small"
 
 
 def config(stage: int, **more: Any) -> dict[str, Any]:
@@ -29,7 +29,7 @@ def config(stage: int, **more: Any) -> dict[str, Any]:
 def batches(rank: int, first: int = 0) -> Iterator[tuple[Tensor, ...]]:
     number = first
     while True:
-        yield CASES[CASE].batches(number, rank)
+        yield tokens(number, rank)
         number += 1
 
 

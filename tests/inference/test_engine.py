@@ -15,6 +15,13 @@ from tests.inference.families import CONFIGS, model, prompt
 EAGER = {"codegen": "eager"}
 
 
+@pytest.fixture(scope="module")
+def llama():
+    """A model and its engine, for tests that do not count compiles."""
+    plain = model("llama")
+    return plain, dsgraph.init_inference(plain, max_tokens=64, options=EAGER)
+
+
 def _both(plain, engine, given, **arguments):
     torch.manual_seed(7)
     expected = plain.generate(**given, **arguments)
@@ -22,7 +29,9 @@ def _both(plain, engine, given, **arguments):
     return expected, engine.generate(**given, **arguments)
 
 
-@pytest.mark.parametrize("family", CONFIGS)
+@pytest.mark.parametrize(
+    "family", [pytest.param(name, marks=() if name in ("llama", "opt") else pytest.mark.full) for name in CONFIGS]
+)
 def test_greedy_and_sampled_tokens_are_those_of_transformers(family):
     plain = model(family)
     engine = dsgraph.init_inference(plain, max_tokens=64, options=EAGER)
@@ -65,7 +74,7 @@ def test_logits_are_those_of_the_model_and_the_models_forward_is_its_own():
     assert "forward" not in vars(plain)
 
 
-def test_a_streamer_gets_each_token():
+def test_a_streamer_gets_each_token(llama):
     from transformers.generation.streamers import BaseStreamer
 
     class Collector(BaseStreamer):
@@ -78,7 +87,7 @@ def test_a_streamer_gets_each_token():
         def end(self):
             self.seen.append("end")
 
-    engine = dsgraph.init_inference(model("llama"), max_tokens=64, options=EAGER)
+    _, engine = llama
     collector = Collector()
     found = engine.generate(**prompt(1, 5), max_new_tokens=6, streamer=collector)
     assert collector.seen == [*found[0].tolist(), "end"]
@@ -97,11 +106,10 @@ def test_threads_get_their_own_tokens_and_compile_nothing():
     assert (engine.report().prompt.compiles, engine.report().decode.compiles) == (1, 1)
 
 
-def test_a_request_that_comes_while_another_one_streams_waits_for_nothing():
+def test_a_request_that_comes_while_another_one_streams_waits_for_nothing(llama):
     from transformers.generation.streamers import BaseStreamer
 
-    plain = model("llama")
-    engine = dsgraph.init_inference(plain, max_tokens=64, options=EAGER)
+    plain, engine = llama
     first, second, way = prompt(1, 9), prompt(1, 7), {"max_new_tokens": 8, "do_sample": False}
     is_streaming, is_done = threading.Event(), threading.Event()
 
@@ -219,7 +227,7 @@ def test_other_models_are_refused_by_name():
         ({"inputs": torch.ones(1, 2)}, "inputs and input_ids are the same argument"),
     ],
 )
-def test_what_a_static_cache_cannot_do_is_refused(arguments, said):
-    engine = dsgraph.init_inference(model("llama"), max_tokens=64, options=EAGER)
+def test_what_a_static_cache_cannot_do_is_refused(llama, arguments, said):
+    _, engine = llama
     with pytest.raises(InferenceError, match=said):
         engine.generate(**prompt(1, 6), **arguments)

@@ -23,7 +23,7 @@ from dsgraph.utils.errors import CheckpointError, ConfigError, OffloadError
 from tests.distributed.training import full
 from tests.engine.memory import Grown
 from tests.engine.training import CASE, config
-from tests.models import CASES, build
+from tests.models import build, tokens
 
 pytestmark = pytest.mark.distributed
 
@@ -48,7 +48,7 @@ def _engine(
 
 def _train(engine: dsgraph.Engine, first: int, last: int) -> list[torch.Tensor]:
     for number in range(first, last):
-        engine.backward(engine(*CASES[CASE].batches(number, torch.distributed.get_rank())))
+        engine.backward(engine(*tokens(number, torch.distributed.get_rank())))
         engine.step()
     return [full(param.detach()) for param in engine.module.parameters()]
 
@@ -65,7 +65,7 @@ def _check_beside_backward(place: str) -> None:
         engine = dsgraph.initialize(model=build(CASE), config=settings)[0]
         begun = []
         for number in range(4):
-            engine.backward(engine(*CASES[CASE].batches(number, torch.distributed.get_rank())))
+            engine.backward(engine(*tokens(number, torch.distributed.get_rank())))
             begun.append(engine.optimizer.begun > 0 if folder is not None else number % 2 == 1)
             engine.step()
         assert begun == [False, True, False, True], "with the last micro-batch"
@@ -156,7 +156,7 @@ def test_loading_that_fails_halfway_leaves_nothing_to_train_with(one_rank, tmp_p
     expected = _train(engine, 2, 4)
     _load_halfway(engine, tmp_path / "saved", monkeypatch)
     with pytest.raises(OffloadError, match="was not read to its end from a checkpoint"):
-        engine(*CASES[CASE].batches(2, 0))
+        engine(*tokens(2, 0))
     with pytest.raises(OffloadError, match="an earlier step or load failed"):
         engine.optimizer.step()
     engine.load_checkpoint(tmp_path / "saved")
@@ -236,7 +236,7 @@ def _check(stage: int, micro_batches: int, parameters: bool, place: str) -> None
 @pytest.mark.parametrize(
     ("stage", "micro_batches", "parameters"),
     [
-        (3, 1, True),
+        pytest.param(3, 1, True, marks=pytest.mark.full),  # other ranks and another ratio go on above
         *(
             pytest.param(*case, False, marks=pytest.mark.full)
             for case in ((0, 1), (0, 2), (1, 1), (1, 2), (2, 1), (2, 2))
@@ -352,7 +352,7 @@ def test_a_late_update_comes_no_later_where_a_step_is_skipped(one_rank):
         settings["dsgraph"] = {**settings["dsgraph"], "delayed_update": delayed}
         engine = dsgraph.initialize(model=build(CASE), config=settings)[0]
         for factor in (1.0, float("inf")):
-            engine.backward(engine(*CASES[CASE].batches(0, 0)) * factor)
+            engine.backward(engine(*tokens(0, 0)) * factor)
             engine.step()
         assert engine.counts.skipped == 1
         trained.append([full(param.detach()) for param in engine.module.parameters()])
@@ -427,7 +427,7 @@ def _leave_nothing(place: str) -> None:
         settings = config(stage, gradient_accumulation_steps=1)
         settings["zero_optimization"] |= {"offload_optimizer": disk, **({"offload_param": disk} if stage == 3 else {})}
         engine = dsgraph.initialize(model=build(CASE), config=settings)[0]
-        engine.backward(engine(*CASES[CASE].batches(0, torch.distributed.get_rank())))
+        engine.backward(engine(*tokens(0, torch.distributed.get_rank())))
         engine.step()
         path = engine.optimizer.path
         assert path.is_file()
@@ -479,6 +479,6 @@ def _step_elsewhere(kind: str, place: str) -> None:
             _step_on(kind, "nvme", place)
 
 
-@pytest.mark.parametrize("kind", ("Adagrad", "Adafactor", "Muon"))
+@pytest.mark.parametrize("kind", (pytest.param("Adagrad", marks=pytest.mark.full), "Adafactor", "Muon"))
 def test_optimizers_step_where_nothing_moves(ranks, kind, tmp_path):
     ranks(1).run(_step_elsewhere, kind, str(tmp_path))

@@ -15,8 +15,8 @@ import dsgraph
 from dsgraph.tools.reporting.report import Report
 from examples.gpt import GPT, GPTConfig
 
-CONFIG = GPTConfig(vocab=64, width=32, heads=2, layers=2)
-MATRICES = 10  # of that model
+CONFIG = GPTConfig(vocab=64, width=32, heads=2, layers=1)
+MATRICES = 6  # of that model
 
 pytestmark = pytest.mark.usefixtures("fake_ranks")
 
@@ -122,7 +122,7 @@ def test_of_a_part_of_a_model_nothing_is_held():
     assert not _held(_train(_Halves(), torch.randn(4, 16), limit=10**9))
 
 
-@pytest.mark.parametrize("stage", [0, pytest.param(1, marks=pytest.mark.full), 2])
+@pytest.mark.parametrize("stage", [*(pytest.param(stage, marks=pytest.mark.full) for stage in (0, 1)), 2])
 def test_other_stages_hold_what_they_always_hold(stage):
     assert not _held(_train(GPT(CONFIG), *_tokens(), limit=10**9, stage=stage))
 
@@ -162,7 +162,7 @@ def test_the_least_room_of_all_graphs_counts_and_compiling_one_again_changes_not
     model, compiled = _compiled(10**9)
     entries = model._dsgraph.partition.parameters
     assert sum(entry.is_held_for_step for entry in entries) == MATRICES
-    tight = torch.compile(model, backend="dsgraph", options={"codegen": "eager", "memory_limit": 300_000})
+    tight = torch.compile(model, backend="dsgraph", options={"codegen": "eager", "memory_limit": 230_000})
     tight(*_tokens()).backward()
     chosen = [entry.is_held_for_step for entry in entries]
     assert 0 < sum(chosen) < MATRICES

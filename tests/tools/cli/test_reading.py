@@ -306,7 +306,7 @@ def test_ranks_reads_a_graph_only_where_files_differ(call, gpt_dump, tmp_path, m
 @pytest.mark.slow
 def test_uneven_rows_are_no_difference(call, tmp_path):
     for rank in range(3):
-        dump(tmp_path, rank=rank, world=3)
+        dump(tmp_path, lambda: build("small"), rank=rank, world=3)
     printed = call("ranks", tmp_path)
     assert printed.code == 0
     assert re.search(r"\d+ nodes differ in sizes alone", printed.out)
@@ -314,8 +314,8 @@ def test_uneven_rows_are_no_difference(call, tmp_path):
 
 def test_the_first_difference_of_ranks_is_named(call, tmp_path):
     pipeline = dsgraph.default_pipeline()
-    dump(tmp_path, rank=0)
-    dump(tmp_path, rank=1, pipeline=pipeline.without("bucket_small_reductions"))
+    dump(tmp_path, lambda: build("small"), rank=0)
+    dump(tmp_path, lambda: build("small"), rank=1, pipeline=pipeline.without("bucket_small_reductions"))
     printed = call("ranks", tmp_path)
     assert printed.code == 1
     assert "rank 1 differs from rank 0, first in compile 1: the passes" in printed.out

@@ -182,7 +182,7 @@ def test_symbolic_sizes_are_kept_as_text(tmp_path):
 
 @pytest.mark.slow
 def test_only_the_first_compiles_are_dumped(one_rank, tmp_path):
-    model = dsgraph.partition(build("gpt"), stage=3, keep_whole_below=0)
+    model = dsgraph.partition(build("small"), stage=3, keep_whole_below=0)
     backend = dsgraph.api.new_backend()
     options = {"codegen": "eager", "dump": tmp_path, "dump_compiles": 2}
     for time in (8, 9, 10):
@@ -209,7 +209,7 @@ def test_a_graph_that_is_too_large_is_left_out(tmp_path):
 
 
 def test_what_an_earlier_run_left_goes_and_nothing_else(tmp_path):
-    dump(tmp_path)
+    dump(tmp_path, lambda: build("small"))
     mine = tmp_path / "rank0" / "compile1" / "notes.txt"
     mine.write_text("mine")
     old = tmp_path / "rank0" / "compile7"
@@ -230,7 +230,7 @@ def test_what_an_earlier_run_left_goes_and_nothing_else(tmp_path):
     (tmp_path / "rank0" / "compile8").symlink_to(elsewhere)
     (tmp_path / "rank4" / "compile1").mkdir(parents=True)
     (tmp_path / "rank4" / "compile1" / "compile.json").write_text("{}")
-    dump(tmp_path)
+    dump(tmp_path, lambda: build("small"))
     assert mine.read_text() == "mine"
     assert not (old / "compile.json").exists() and not (old / "joint-0-before.json").exists()
     assert all(path.read_text() == "mine" for path in kept)
