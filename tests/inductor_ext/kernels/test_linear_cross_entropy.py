@@ -378,7 +378,6 @@ def test_rows_to_be_ignored_are_left_out():
     assert row_chunks(target[1:2], torch.zeros(7, 3), -100) == []
 
 
-@pytest.mark.full  # tests/passes/analysis counts the memory of the op
 @pytest.mark.slow
 def test_peak_memory(tmp_path):
     library = build_counter(tmp_path)
