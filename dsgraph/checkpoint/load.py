@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from dsgraph.optim.hooks import hooks_of
-from dsgraph.ranks.first_rank import tell
+from dsgraph.ranks.first_rank import print_notes
 from dsgraph.ranks.joint_failure import all_or_none, on_first, reason
 from dsgraph.utils.errors import CheckpointError, OffloadError
 
@@ -48,7 +48,7 @@ def load(training: Training, folder: Path, tag: str | None, *, module_only: bool
     agreement = training.agreement
     found = on_first(agreement, f"load {folder}", lambda: find_tag(folder, tag))
     if found is None:
-        tell(f"load_checkpoint: {folder} holds no checkpoint, and nothing is loaded")
+        print_notes(f"load_checkpoint: {folder} holds no checkpoint, and nothing is loaded")
         return None
     path, doing = folder / found, f"load {folder / found}"
     tensors, optimizer = training.tensors(), training.optimizer
@@ -140,7 +140,7 @@ def _known(path: Path, tensors: ModelTensors, *, module_only: bool) -> dict[str,
     if problem:
         raise CheckpointError(f"it is of another model: {problem}")
     if left:
-        tell(f"load {path}: the model has none of {', '.join(left)}, which stay there")
+        print_notes(f"load {path}: the model has none of {', '.join(left)}, which stay there")
     return known
 
 

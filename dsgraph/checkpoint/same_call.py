@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 from dsgraph.ranks.agreement import Agreement
-from dsgraph.ranks.first_rank import tell
+from dsgraph.ranks.first_rank import print_notes
 from dsgraph.utils.errors import CheckpointError
 
 
@@ -56,5 +56,5 @@ def one_tag(
         text = f"{doing}: the tag is {chosen!r} on rank {first} and {said[differing]['tag']!r} on rank {differing}"
         if validation == "Fail":
             raise CheckpointError(f"{text}: it must be the same on all ranks, as checkpoint.tag_validation asks")
-        tell(f"{text}: all take {chosen!r} (checkpoint.tag_validation)")
+        print_notes(f"{text}: all take {chosen!r} (checkpoint.tag_validation)")
     return chosen

@@ -27,7 +27,7 @@ from dsgraph.optim.registry import MakesOptimizer
 from dsgraph.parallel.pipeline.pipelined import PipelinedModel
 from dsgraph.partitioning.partition import partition
 from dsgraph.partitioning.state import partition_states
-from dsgraph.ranks.first_rank import tell
+from dsgraph.ranks.first_rank import print_notes
 from dsgraph.ranks.mesh import resolve_mesh
 from dsgraph.utils.errors import ConfigError
 
@@ -225,10 +225,10 @@ def build_model(resolved: Resolved) -> BuiltModel:
     layer_drop, quantized = None, None
     if settings.progressive_layer_drop.enabled:
         layer_drop = ProgressiveLayerDrop(settings.progressive_layer_drop, model)
-        tell(layer_drop.note(compiles=settings.dsgraph.compile))
+        print_notes(layer_drop.note(compiles=settings.dsgraph.compile))
     if settings.quantize_training.enabled:
         quantized = QuantizedTraining(settings, model)
-        tell(quantized.note())
+        print_notes(quantized.note())
     logger = StepLogger(resolved.config, ranks.device)
     with rebound(resolved.makers.given, model):
         partition(model, ranks.mesh, **partition_options(settings))

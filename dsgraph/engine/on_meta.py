@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from dsgraph.partitioning.initialization.materialize import materialize
-from dsgraph.ranks.first_rank import tell
+from dsgraph.ranks.first_rank import print_notes
 from dsgraph.utils.errors import ConfigError
 
 from .monitoring.memory_breakdown import peak_bytes, status_bytes
@@ -85,7 +85,7 @@ def give_values(model: nn.Module, device: torch.device, weights: Any) -> None:
     model.to(device)  # buffers that had values
     count = sum(param.numel() for param in model.parameters())
     most = peak_bytes(torch.device("cpu"))
-    tell(
+    print_notes(
         f"{doing} {count / 1e6:.1f} million parameters took {time.perf_counter() - started:.1f} s and at most "
         f"{max(0, most - before) / 1e6:.0f} MB of memory above the {before / 1e6:.0f} MB that there were"
     )

@@ -14,7 +14,7 @@ from dsgraph.optim.registry import entry_of
 from dsgraph.parallel.parallelize import parallelize
 from dsgraph.parallel.pipeline.pipelined import PipelinedModel
 from dsgraph.parallel.pipeline.schedule_order import ZERO_BUBBLE
-from dsgraph.ranks.first_rank import tell
+from dsgraph.ranks.first_rank import print_notes
 from dsgraph.utils.errors import ConfigError
 
 from .config.engine_config import EngineConfig
@@ -54,7 +54,7 @@ def parallel_model(
     args, kwargs = as_arguments(example)
     compiles = config.dsgraph.compile and layout.schedule not in ZERO_BUBBLE
     if config.dsgraph.compile and not compiles:
-        tell(f"stages run uncompiled: {layout.schedule} splits their backward in two")
+        print_notes(f"stages run uncompiled: {layout.schedule} splits their backward in two")
     return parallelize(
         model,
         args,

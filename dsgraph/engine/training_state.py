@@ -14,7 +14,7 @@ from dsgraph.checkpoint.step_counts import StepCounts
 from dsgraph.parallel.pipeline.pipelined import PipelinedModel
 from dsgraph.partitioning.state import PartitionState, partition_states
 from dsgraph.ranks.agreement import Agreement
-from dsgraph.ranks.first_rank import tell
+from dsgraph.ranks.first_rank import print_notes
 from dsgraph.utils.errors import CheckpointError, on_one_line
 
 from .config.engine_config import EngineConfig
@@ -128,7 +128,7 @@ class TrainingState:
         takes, saved = hasattr(schedule, "load_state_dict"), progress.get("schedule_class")
         if takes != (state is not None):
             has, lacks = ("the engine", "the checkpoint") if takes else ("the checkpoint", "the engine")
-            tell(f"load_checkpoint: {has} has a schedule of learning rates, and {lacks} none")
+            print_notes(f"load_checkpoint: {has} has a schedule of learning rates, and {lacks} none")
         if not takes or state is None:
             return
         own, before = type(schedule).__name__, deepcopy(schedule.state_dict())
@@ -141,7 +141,7 @@ class TrainingState:
                 f"({on_one_line(error)}): load_module_only=True takes the model alone"
             ) from error
         if saved not in (None, own):
-            tell(f"load_checkpoint: its schedule of learning rates is {saved}, and the engine's is {own}")
+            print_notes(f"load_checkpoint: its schedule of learning rates is {saved}, and the engine's is {own}")
 
     def go_on_from(self, progress: Mapping[str, Any]) -> None:
         """Load a result of `progress`, except for the schedule."""

@@ -17,7 +17,7 @@ from dsgraph.partitioning.rows import own_part
 from dsgraph.partitioning.state import partition_states
 from dsgraph.partitioning.transforms.compress import compress, own_chunk, ranks_of, stop_compressing, why_not_compressed
 from dsgraph.partitioning.transforms.compression import Compression
-from dsgraph.ranks.first_rank import tell
+from dsgraph.ranks.first_rank import print_notes
 from dsgraph.utils.errors import EngineError
 
 from .hooks import OptimizerHooks, evaluated
@@ -129,7 +129,7 @@ class CompressingOptimizer(OptimizerHooks, Optimizer):
                     if self.state.get(param):
                         self.freeze(self.state[param], group)
             self._start()
-            tell(
+            print_notes(
                 f"{type(self).__name__}: the warm-up is over at step {self.freeze_step}: from here on variances are "
                 "frozen, and momentum travels as signs; compiled models are compiled once more"
             )
@@ -144,7 +144,9 @@ class CompressingOptimizer(OptimizerHooks, Optimizer):
         if self._steps() >= self.freeze_step:
             had_errors = self._start()
             if not had_errors:
-                tell(f"{type(self).__name__}: the errors of compression, of another number of ranks, start at zero")
+                print_notes(
+                    f"{type(self).__name__}: the errors of compression, of another number of ranks, start at zero"
+                )
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As of every optimizer; it goes on where the state left off."""
@@ -206,7 +208,9 @@ class CompressingOptimizer(OptimizerHooks, Optimizer):
             state.update(_as_state(entry, worker_error.detach(), owner_error.detach()))
             self._compressed[param] = made
         if left:
-            tell(f"{type(self).__name__}: {', '.join(left)} had no gradient in the warm-up, and will not be updated")
+            print_notes(
+                f"{type(self).__name__}: {', '.join(left)} had no gradient in the warm-up, and will not be updated"
+            )
         self.is_compressing = True
         return had_errors
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch.distributed as dist
 
 
-def tell(*notes: str) -> None:
+def print_notes(*notes: str) -> None:
     """Print a line for each note, on the first rank."""
     if dist.get_rank() == 0:
         for note in notes:

@@ -6,7 +6,7 @@ import torch.distributed as dist
 
 from dsgraph.engine.config.engine_config import EngineConfig
 from dsgraph.engine.config.read_config import ResolvedConfig
-from dsgraph.ranks.first_rank import tell
+from dsgraph.ranks.first_rank import print_notes
 
 
 def overruled(optimizer: object, lr_scheduler: object, settings: EngineConfig) -> list[str]:
@@ -21,6 +21,6 @@ def overruled(optimizer: object, lr_scheduler: object, settings: EngineConfig) -
 
 def say(resolved: ResolvedConfig, more: list[str]) -> None:
     """Prints a configuration's notes and further ones, and the configuration itself where it asks for that."""
-    tell(*resolved.notes, *more)
+    print_notes(*resolved.notes, *more)
     if dist.get_rank() == 0 and resolved.config.dump_state:
         print(resolved.config.model_dump_json(indent=1), flush=True)

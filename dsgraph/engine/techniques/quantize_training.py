@@ -20,7 +20,7 @@ from dsgraph.inference.quantization.quantize import is_linear
 from dsgraph.partitioning.repeated_blocks import repeated_blocks
 from dsgraph.partitioning.state import PartitionState, held_by
 from dsgraph.partitioning.transforms.fake_weight import FakeWeight
-from dsgraph.ranks.first_rank import tell
+from dsgraph.ranks.first_rank import print_notes
 from dsgraph.utils.errors import ConfigError
 from dsgraph.utils.nearest import nearest
 
@@ -167,7 +167,9 @@ class QuantizedTraining:
         period = 2 * now.period * (1 if share is None else 1 + math.floor(4 * share))
         weight.progress = Progress(now.bits - 1, period, self._first_share())
         if self._config.quantize_verbose:
-            tell(f"quantize_training: step {self.steps}: {name} has {now.bits - 1} bits, the next goes at {period}")
+            print_notes(
+                f"quantize_training: step {self.steps}: {name} has {now.bits - 1} bits, the next goes at {period}"
+            )
 
     def _write(self) -> None:
         """Tells the graphs."""
@@ -199,7 +201,7 @@ class QuantizedTraining:
         self.eigenvalues = dict(zip(found, shares_of_largest(list(found.values())), strict=True))
         if config.verbose:
             for name, value in found.items():
-                tell(f"eigenvalue: {name}: {value:.4g}, {self.eigenvalues[name]:.3f} of the largest")
+                print_notes(f"eigenvalue: {name}: {value:.4g}, {self.eigenvalues[name]:.3f} of the largest")
 
     def state_dict(self) -> dict[str, Any]:
         """Where the schedule stands, as JSON values."""
