@@ -18,6 +18,7 @@ from .collectives.algorithms import (
 )
 from .collectives.cache_slices import write_heads, write_own_heads
 from .collectives.compressed_reduction import (
+    COMPRESSED,
     average_chunk,
     put_together,
     reduce_compressed,
@@ -29,8 +30,9 @@ from .collectives.exchange_by_messages import register_lowering as _register_exc
 from .collectives.few_bits_slices import multiply_own_weight, multiply_sliced_weight
 from .collectives.gather_by_messages import gather_by_messages, gather_by_messages_coalesced, start_gather
 from .collectives.gather_by_messages import register_lowering as _register_gather
-from .collectives.gather_param import compressed_over, gather_param, reduce_grad, start_reduction
+from .collectives.gather_param import gather_param, reduce_grad, start_reduction
 from .collectives.messages import sends_messages
+from .collectives.reductions import AVERAGE, REDUCTIONS, one_group
 from .collectives.tensor_slices import enter_slices, gather_slices, own_slice, slice_of, sum_slices
 from .collectives.vocabulary import sliced_cross_entropy, sliced_embedding
 from .compat import backend_name, c10d_functional, resolve_group, share_memory, size_hint
@@ -55,6 +57,10 @@ def register_lowerings() -> None:
 
 
 __all__ = [
+    "AVERAGE",
+    "COMPRESSED",
+    "REDUCTIONS",
+    "one_group",
     "EXCHANGES",
     "GATHERS",
     "TIERS",
@@ -67,7 +73,6 @@ __all__ = [
     "block_sparse_attention",
     "c10d_functional",
     "chunk_rows",
-    "compressed_over",
     "enter_slices",
     "exchange_by_messages",
     "exchange_by_messages_coalesced",

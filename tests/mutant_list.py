@@ -328,7 +328,7 @@ SHARDING = (
     ),
     Mutant(
         *("gradient-sent-nowhere", "dsgraph/partitioning/seam.py", "unsummed gradient"),
-        *("_read.reduce", "layout.reduce(grad, shard.detach(", "grad.narrow(0, 0, len(shard"),
+        *("_read.reduce", "entry.reduce(grad, shard.detach(", "grad.narrow(0, 0, len(shard"),
         killers=("tests/distributed/test_stages.py", "tests/distributed/test_modules.py"),
     ),
 )

@@ -54,7 +54,7 @@ class ModelTensors:
             sizes={name: value.shape for name, value in values.items() if isinstance(value, Tensor)},
             description=describe(module),
             put=module.load_state_dict,
-            is_on_disk=any(entry.stored is not None for part in partition_states(module) for entry in part.parameters),
+            is_on_disk=any(entry.tier == "disk" for part in partition_states(module) for entry in part.parameters),
         )
 
     @property

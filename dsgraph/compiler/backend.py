@@ -250,7 +250,7 @@ class Backend:
             self._warn(f"memory_limit cannot be promised for {request.function}: {gap}", request.options)
 
     def _warn_of_read_ahead(self, request: CompileRequest, states: Sequence[PartitionState]) -> None:
-        is_stored = any(entry.stored is not None for state in states for entry in state.parameters)
+        is_stored = any(entry.tier == "disk" for state in states for entry in state.parameters)
         if request.options.read_ahead_bytes is None or is_stored:
             return
         if states or any(isinstance(x, nn.Parameter) for x in request.inputs):

@@ -48,8 +48,8 @@ def read_facts(gm: GraphModule, inputs: Sequence[Any], module: nn.Module | None 
         tier = _state_tier(state, device_type=_device_type(inputs))
         known |= {id(entry.param): (entry, tier) for entry in state.parameters}
     for entry, _ in known.values():
-        if entry.stored is not None:
-            entry.stored.belongs_to(entry.param)
+        for transform in entry.transforms:
+            transform.attach(entry.param)
     for number, value in enumerate(inputs):
         if not isinstance(value, DTensor):
             continue
@@ -63,7 +63,7 @@ def read_facts(gm: GraphModule, inputs: Sequence[Any], module: nn.Module | None 
         params[number] = parameter_info(value, roles[number].parameter)
         if id(value) in known:
             entry, tier = known[id(value)]
-            params[number] = replace(params[number], tier="disk" if entry.stored is not None else "", **tier)
+            params[number] = replace(params[number], tier=entry.tier, **tier)
     copies = (number for number, item in roles.items() if item.role is InputRole.GATHERED_COPY)
     return CaptureFacts(
         axes=tuple(axes.values()),
@@ -173,7 +173,7 @@ def _tensors_of(entry: ParameterState) -> Iterator[tuple[InputRole, Tensor]]:
         yield InputRole.SHARD, entry.leaf
     if entry.accumulated_grad is not None:
         yield InputRole.ACCUMULATED_GRADIENT, entry.accumulated_grad
-    for tensor in entry.compression.inputs if entry.compression is not None else ():
+    for tensor in (tensor for transform in entry.transforms for tensor in transform.inputs):
         yield InputRole.OPTIMIZER_STATE, tensor
 
 
@@ -268,10 +268,10 @@ def _describe_marker(node: Node, axis_names: dict[str, str]) -> str:
     outer = [axis_names.get(group, group) for group in call["outer_groups"]]
     kept = "" if gathered_copy is None else ", gathered copy kept"
     added = ", with an accumulated gradient" if call.get("adds_sum") else ""
-    compressed = ", gradient compressed" if len(node.args) > 4 else ""
+    reduction = f", gradient reduced by {call['reduction']}" if "reduction" in call else ""
     return (
         f"gather_param {shape} {call['dtype']} over {axis}, gradient in {call['reduce_dtype']} over {outer} besides"
-        f"{added}{compressed}{kept}"
+        f"{added}{reduction}{kept}"
     )
 
 

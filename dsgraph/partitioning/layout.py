@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dsgraph.inductor_ext import compressed_over, start_reduction
+from dsgraph.inductor_ext import one_group, start_reduction
 
 from .stages import STAGES, ZeroStage
-from .transforms.compressed_reduction import CompressedInputs
+from .transforms.parameter_transform import ParameterTransform
 
 
 @dataclass(frozen=True)
@@ -51,38 +51,38 @@ class Layout:
         gathered_copy: Tensor | None,
         shape: Sequence[int],
         accumulated_grad: Tensor | None = None,
-        compressed: CompressedInputs | None = None,
+        reducer: ParameterTransform | None = None,
     ) -> Tensor:
         """The marker for this layout, or, run eagerly, the gather itself. `shape` is that of the full parameter.
 
-        With an `accumulated_grad` the backend decides whether the gradient is reduced together with it.
+        With an `accumulated_grad` the backend decides whether the gradient is reduced together with it. With a
+        `reducer`, that transform reduces it.
         """
-        added = self.marker_inputs(accumulated_grad, compressed)
-        return torch.ops.dsgraph.gather_param(shard, gathered_copy, shape, *added, **self.marker_options(shard.dtype))
+        added, options = self.marker_inputs(accumulated_grad, reducer), self.marker_options(shard.dtype, reducer)
+        return torch.ops.dsgraph.gather_param(shard, gathered_copy, shape, *added, **options)
 
     @property
     def reduced_over(self) -> tuple[str, bool]:
-        """The one group over which a compressed gradient is reduced, and whether it splits the parameter's rows."""
-        return compressed_over(self.group, self.outer_groups)
+        """The one group over which a transform reduces a gradient, and whether it splits the parameter's rows."""
+        return one_group(self.group, self.outer_groups)
 
     @staticmethod
-    def marker_inputs(
-        accumulated_grad: Tensor | None, compressed: CompressedInputs | None
-    ) -> tuple[Tensor | None, ...]:
+    def marker_inputs(accumulated_grad: Tensor | None, reducer: ParameterTransform | None) -> tuple[Any, ...]:
         """What a marker reads besides the parameter."""
-        if compressed is not None:
-            return (accumulated_grad, *compressed)
+        if reducer is not None:
+            return accumulated_grad, list(reducer.inputs)
         return () if accumulated_grad is None else (accumulated_grad,)
 
-    def marker_options(self, master: torch.dtype) -> dict[str, Any]:
+    def marker_options(self, master: torch.dtype, reducer: ParameterTransform | None = None) -> dict[str, Any]:
         """What a marker says besides tensors, of a parameter of this dtype."""
         dtype, reduce_dtype = self.dtypes(master)
-        return {
+        options = {
             "dtype": dtype,
             "reduce_dtype": reduce_dtype,
             "group": self.group,
             "outer_groups": list(self.outer_groups),
         }
+        return options if reducer is None else {**options, "reduction": reducer.reduction}
 
     def local(self, leaf: Tensor) -> Tensor:
         """A full parameter whose gradient stays on this rank, in the dtype that the forward sees."""
@@ -95,11 +95,12 @@ class Layout:
         return self.start_reducing(grad, shard)()
 
     def _reduce_by_op(self, grad: Tensor, shard: Tensor) -> Tensor:
-        return torch.ops.dsgraph.reduce_grad(grad, shard.shape, **self._reduction_options(shard.dtype))
+        return torch.ops.dsgraph.reduce_grad(grad, shard.shape, **self.reduction_options(shard.dtype))
 
-    def _reduction_options(self, master: torch.dtype) -> dict[str, Any]:
+    def reduction_options(self, master: torch.dtype) -> dict[str, Any]:
+        """What a reduction is told besides tensors, of a parameter of this dtype."""
         return {**self.marker_options(master), "dtype": master}
 
     def start_reducing(self, grad: Tensor, shard: Tensor) -> Callable[[], Tensor]:
         """The same in two parts: the first lets the gradient travel, the result waits for it."""
-        return start_reduction(grad, shard.shape, **self._reduction_options(shard.dtype))
+        return start_reduction(grad, shard.shape, **self.reduction_options(shard.dtype))

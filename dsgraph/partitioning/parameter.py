@@ -5,21 +5,21 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from dsgraph.compat.autograd import version_of
-from dsgraph.inductor_ext import chunk_rows, resolve_group
-from dsgraph.offload.stored_rows import StoredRows
+from dsgraph.inductor_ext import AVERAGE, chunk_rows, resolve_group
 from dsgraph.utils.errors import PartitionError
 
 from .accumulation.gradient_placeholder import StandIn
 from .layout import Layout
-from .transforms.compression import Compression
-from .transforms.fake_weight import FakeWeight
+from .transforms.parameter_transform import ParameterTransform
+
+TransformT = TypeVar("TransformT", bound=ParameterTransform)
 
 
 def not_taken_in(name: str) -> str:
@@ -50,7 +50,8 @@ class ParameterState:
         owners: The modules that hold it, each with its name there.
         layout: How it is laid out.
         replicated_because: Why every rank holds all of it; empty for a sharded parameter.
-        stored: Where this rank's rows are stored that are not in memory.
+        transforms: What is done to it around its gather, in this order.
+        reducer: The transform that reduces its gradient in place of the average, if there is one.
         gathered_copy: `[*shape]`, the gathered copy of stages 1 and 2, and of stage 3 while it is held for a step; None
             otherwise, and for replicated parameters.
         is_held_for_step: Whether stage 3 holds a gathered copy from the first micro-batch of a step to the last.
@@ -64,8 +65,6 @@ class ParameterState:
         stand_in: Placeholder in the parameter's `.grad` while there is a sum.
         hooked_leaf: id of the leaf that reports its gradients.
         hooked_param: id of the parameter that does so.
-        compression: What is kept to compress its gradient, if it is compressed.
-        fake_weight: How it is rounded where a forward sees it in fewer bits.
         eager_reads: Number of times that it was read outside compiled graphs.
         noted_version: Of a replicated parameter, when its values were last known to be equal on all ranks; -1: unknown.
     """
@@ -74,7 +73,8 @@ class ParameterState:
     owners: list[tuple[nn.Module, str]]
     layout: Layout
     replicated_because: str = ""
-    stored: StoredRows | None = None
+    transforms: tuple[ParameterTransform, ...] = ()
+    reducer: ParameterTransform | None = None
     gathered_copy: Tensor | None = None
     is_held_for_step: bool = False
     freshness: Freshness = Freshness.STALE
@@ -87,12 +87,44 @@ class ParameterState:
     stand_in: StandIn | None = None
     hooked_leaf: int = 0
     hooked_param: int = 0
-    compression: Compression | None = None
-    fake_weight: FakeWeight | None = None
     eager_reads: int = 0
     noted_version: int = -1
     _gathered_from: Any = None
     _gathered_version: int = -1
+
+    def register(self, transform: ParameterTransform) -> None:
+        """Add a transform, in the place of one of its kind.
+
+        Raises:
+            PartitionError: It reduces the gradient, which another transform does already, or which its stage does not
+                allow.
+        """
+        others = [other for other in self.transforms if type(other) is not type(transform)]
+        if transform.reduction != AVERAGE:
+            if not self.layout.zero.may_replace_reduction:
+                raise PartitionError(
+                    f"at stage {self.layout.stage} the gradient of {self.name!r} is reduced in each backward, which no "
+                    "transform can replace: partition with stage 0 or 1"
+                )
+            if any(other.reduction != AVERAGE for other in others):
+                raise PartitionError(f"the gradient of {self.name!r} is reduced by another transform already")
+            self.reducer = transform
+        self.transforms = (*others, transform)
+
+    def unregister(self, kind: type[ParameterTransform]) -> None:
+        """Remove the transform of a kind, if there is one."""
+        self.transforms = tuple(transform for transform in self.transforms if not isinstance(transform, kind))
+        if isinstance(self.reducer, kind):
+            self.reducer = None
+
+    def find(self, kind: type[TransformT]) -> TransformT | None:
+        """Return its transform of a kind, None if there is none."""
+        return next((transform for transform in self.transforms if isinstance(transform, kind)), None)
+
+    @property
+    def tier(self) -> str:
+        """Where its rows are stored: "disk", or "" for memory."""
+        return next((transform.tier for transform in self.transforms if transform.tier), "")
 
     @property
     def param(self) -> DTensor:
@@ -111,6 +143,12 @@ class ParameterState:
         if not isinstance(self.param, DTensor):
             raise PartitionError(not_taken_in(self.name))
         return self.param.to_local().detach()
+
+    def reduce(self, grad: Tensor, shard: Tensor) -> Tensor:
+        """Return this rank's part of the reduced gradient, outside compiled graphs."""
+        if self.reducer is None:
+            return self.layout.reduce(grad, shard)
+        return self.reducer.reduce(grad, shard, **self.layout.reduction_options(shard.dtype))
 
     def bytes_of_rank(self, dtype: torch.dtype) -> int:
         """Return the bytes of one rank's rows of a sharded parameter in `dtype`, padded to the largest shard."""
@@ -134,10 +172,11 @@ class ParameterState:
             "was_trained": False,
             "withheld": None,
             "stand_in": None,
-            "compression": None,
+            "reducer": None,
         }
-        noted = {"hooked_leaf": 0, "hooked_param": 0, "noted_version": -1, "stored": None}
-        return {**self.__dict__, **nothing, **noted, "gathered_copy": gathered_copy}
+        noted = {"hooked_leaf": 0, "hooked_param": 0, "noted_version": -1}
+        transforms = tuple(transform for transform in self.transforms if transform.is_copied)
+        return {**self.__dict__, **nothing, **noted, "gathered_copy": gathered_copy, "transforms": transforms}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)

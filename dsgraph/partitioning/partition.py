@@ -259,8 +259,9 @@ def _shard(param: nn.Parameter, entry: ParameterState, mesh: DeviceMesh) -> nn.P
             full = full.clone()
         broadcast_from_first(full, mesh)
     local = local_rows(full, layout, mesh)
-    if entry.stored is not None and not full.is_meta:
-        local = entry.stored.fill(local)
+    transforms = () if full.is_meta else entry.transforms
+    for transform in transforms:
+        local = transform.store(local)
     value = DTensor.from_local(
         local,
         mesh,
@@ -272,8 +273,8 @@ def _shard(param: nn.Parameter, entry: ParameterState, mesh: DeviceMesh) -> nn.P
     shard = nn.Parameter(value, requires_grad=param.requires_grad)
     shard.__dict__.update(param.__dict__)  # what users and libraries note on parameters, such as `no_decay`
     forget_memory(shard)
-    if entry.stored is not None and not full.is_meta:
-        entry.stored.belongs_to(shard)  # type: ignore[arg-type]
+    for transform in transforms:
+        transform.attach(shard)  # type: ignore[arg-type]
     refuse_replaced_data(shard, "")
     return shard
 

@@ -17,7 +17,6 @@ from torch.distributed.tensor import DTensor
 
 from dsgraph.compat.autograd import in_transform, outside_selective_checkpoints, outside_transforms, without_transforms
 from dsgraph.compat.dynamo import compiling_backend, leave_control_flow, only_inlined, return_to_control_flow
-from dsgraph.offload.stored_rows import stored_rows
 from dsgraph.ranks.eager_agreement import is_outside
 from dsgraph.utils.errors import PartitionError
 
@@ -27,7 +26,6 @@ from .eager.replaced_data import refuse_replaced_data
 from .eager.source import Source
 from .layout import Layout
 from .state import held_by
-from .transforms.compressed_reduction import reduce_compressed
 
 
 def property_for(name: str, layout: Layout) -> property:
@@ -38,7 +36,7 @@ def property_for(name: str, layout: Layout) -> property:
     """
     may_have_copy = bool(layout.group)
     may_stay_local = layout.zero.may_reduce_once
-    may_compress = layout.zero.may_compress
+    may_replace_reduction = layout.zero.may_replace_reduction
 
     def read(self: nn.Module) -> Any:
         param: Any = self._parameters[name]
@@ -55,37 +53,37 @@ def property_for(name: str, layout: Layout) -> property:
             return _read_eagerly(self, name, layout)
         # Ranks may take different branches, so parameters are gathered before the operator.
         is_ahead = leave_control_flow()
-        entry = held_by(self).parameters[name]
         # Not a tensor in a variable: Dynamo would name the graph's node after it.
-        read_ahead = (mark(self, param) if entry.fake_weight is None else entry.fake_weight.of(mark(self, param)),)
+        read_ahead = [mark(self, param)]
+        for transform in held_by(self).parameters[name].transforms:
+            read_ahead[0] = transform.after_gather(read_ahead[0])
         if is_ahead:
             return_to_control_flow()
         return read_ahead[0]
 
     def mark(self: nn.Module, param: Any) -> Tensor:
         entry, partition = held_by(self).parameters[name], held_by(self).partition
-        accumulated_grad = compressed = None
+        accumulated_grad = reducer = None
         # Only graphs of our backend refresh gathered copies and wait for them.
         reads_copies = may_have_copy and compiling_backend() == "dsgraph"
         if may_stay_local and partition.gradients_stay_local:
             if partition.accumulating:
                 if may_have_copy and not reads_copies:
                     _refuse_other_backend(name)
-                leaf = entry.leaf
-                assert leaf is not None
-                if leaf.requires_grad == param.requires_grad:  # else it was switched since: reduce at once
+                leaf = entry.leaf  # below: if it was switched since, reduce at once
+                if leaf is not None and leaf.requires_grad == param.requires_grad:
                     return layout.local(leaf)
             elif torch.is_grad_enabled():
                 accumulated_grad = entry.sum_for_graphs
-        if may_compress and torch.is_grad_enabled() and entry.compression is not None:
-            compressed = entry.compression.inputs
+        if may_replace_reduction and torch.is_grad_enabled():
+            reducer = entry.reducer
         gathered_copy = entry.gathered_copy if reads_copies else None
         # The shape is read off the parameter: Dynamo may take integers from elsewhere for dynamic sizes.
         if in_transform():
-            options = layout.marker_options(param.dtype)
-            added = layout.marker_inputs(accumulated_grad, compressed)
+            options = layout.marker_options(param.dtype, reducer)
+            added = layout.marker_inputs(accumulated_grad, reducer)
             return mark_outside_transforms(param, gathered_copy, param.shape, *added, **options)
-        return layout.mark(param.to_local(), gathered_copy, param.shape, accumulated_grad, compressed)
+        return layout.mark(param.to_local(), gathered_copy, param.shape, accumulated_grad, reducer)
 
     only_inlined(read)
     only_inlined(mark)
@@ -112,7 +110,7 @@ def _refuse_transformed(param: Any, name: str, module: nn.Module) -> None:
 
 @torch.compiler.allow_in_graph
 def mark_outside_transforms(
-    param: DTensor, gathered_copy: Tensor | None, shape: Sequence[int], *added: Tensor | None, **options: Any
+    param: DTensor, gathered_copy: Tensor | None, shape: Sequence[int], *added: Any, **options: Any
 ) -> Tensor:
     """A marker that is captured inside a transform of `torch.func`, to which parameters are constants.
 
@@ -146,8 +144,10 @@ def _read_eagerly(module: nn.Module, name: str, layout: Layout) -> Tensor:
         )
         if outside:
             return FullParameter.over(source.plain, source)
-        plain = source.plain if entry.fake_weight is None else entry.fake_weight.of(source.plain)
-        return ForwardParameter.over(plain, source)
+        full = source.plain
+        for transform in entry.transforms:
+            full = transform.after_gather(full)
+        return ForwardParameter.over(full, source)
 
 
 def _read_unseen(module: nn.Module, name: str, layout: Layout, *, is_kept: bool = False) -> Tensor:
@@ -174,19 +174,15 @@ def _read(module: nn.Module, name: str, layout: Layout, *, is_kept: bool = False
 
     def reduce(grad: Tensor) -> Tensor:
         with partition.operations.reducing(f"the gradient of {entry.name!r}"):
-            if entry.compression is not None:
-                entry.compression.note_arrival()
-                return reduce_compressed(grad, shard, entry.compression.inputs, layout.reduced_over)
-            return layout.reduce(grad, shard.detach())
+            return entry.reduce(grad, shard.detach())
 
     note_gradient = None
     if entry.gathered_copy is not None:
         partition.refresh(eagerly=True, read=None if is_kept else entry.gathered_copy)
         full, note_gradient = partition.copies.arrived(entry.gathered_copy), partition.note_gradient
     elif layout.group:
-        stored = stored_rows(shard)
-        if stored is not None:
-            stored.note_eager_read()
+        for transform in entry.transforms:
+            transform.before_eager_gather()
         with partition.operations.gathering(f"parameter {entry.name!r}"), torch.no_grad():
             full = layout.mark(shard, None, layout.shape)
     else:

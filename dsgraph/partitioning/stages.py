@@ -49,8 +49,8 @@ class ZeroStage:
         return not self.may_reduce_in_every_backward
 
     @property
-    def may_compress(self) -> bool:
-        """Whether a momentum may take the place of gradients: it takes in one a step, and all of it on every rank."""
+    def may_replace_reduction(self) -> bool:
+        """Whether a transform may reduce gradients: it takes one a step, of full size on every rank."""
         return not self.may_reduce_in_every_backward
 
     def allows(self, *, reduce_once: bool) -> bool:

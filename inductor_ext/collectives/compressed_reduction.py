@@ -30,7 +30,11 @@ from dsgraph.inductor_ext.quant import signs_cpp
 from dsgraph.inductor_ext.quant.signs import SCALE_BYTES, Blocks, pack_signs, packed_bytes, tables, unpack_signs
 
 from .algorithms import EXCHANGES, GATHERS, Ranks, chunk_rows, pad_rows, take_rows, usual_exchange, usual_gather
+from .reductions import one_group, reduction
 from .tensor_slices import own_slice
+
+COMPRESSED = "compressed momentum"
+"""The name of this reduction; it keeps momentum, the two errors and the coefficients."""
 
 
 @dataclass(frozen=True)
@@ -239,3 +243,21 @@ def reduce_compressed(
     if not splits_rows:
         return full, momentum.new_empty(0), sent.error, average.error
     return rows_of(full, shard_shape, ranks), full, sent.error, average.error
+
+
+@reduction(COMPRESSED)
+def _compressed(
+    grad: Tensor,
+    shard_shape: Sequence[int],
+    kept: Sequence[Tensor],
+    accumulated_grad: Tensor | None,
+    *,
+    group: str,
+    outer_groups: Sequence[str],
+    **_: object,
+) -> tuple[Tensor, Sequence[Tensor | None]]:
+    group, splits_rows = one_group(group, outer_groups)
+    own, full, *errors = torch.ops.dsgraph.reduce_compressed(
+        grad, shard_shape, *kept, accumulated_grad, group=group, splits_rows=splits_rows
+    )
+    return own, [full if splits_rows else None, *errors, None]

@@ -11,10 +11,8 @@ The sum over ranks is taken in `reduce_dtype`.
 `outer_groups`. With a `group`, `outer_groups` are the replicas' groups of hybrid sharding. `gathered_copy` is a full
 parameter that was gathered earlier; when it is given, it is the result and `shard` only receives the gradient.
 `accumulated_grad` is what this rank has added up of the gradient before, where there is any; see
-`dsgraph/partitioning/accumulation/accumulated_gradients.py`. With a `momentum`, `reduce_compressed` takes the place of
-`reduce_grad`: the gradient of the shard is this rank's part of the averaged momentum, and the *gradients* of `momentum`
-(where ranks keep rows), `worker_error` and `owner_error` are their values for the next time; see
-`dsgraph/partitioning/transforms/compression.py`.
+`dsgraph/partitioning/accumulation/accumulated_gradients.py`. A `reduction` other than the average takes the place of
+`reduce_grad`, and reads `kept`, whose *gradients* are its values for the next time; see `reductions.py`.
 
 Run eagerly both ops are real collectives, so a model that holds them is correct without any compiler. In a captured
 graph they are markers: `InsertZeroCollectives` lowers them.
@@ -31,30 +29,29 @@ from torch import Tensor
 from dsgraph.inductor_ext.compat import share_memory
 
 from .algorithms import Ranks, start_gather_rows, start_reducing, usual_reduce_scatter
+from .reductions import AVERAGE, REDUCTIONS, reduction
 
 
 @torch.library.custom_op(
     "dsgraph::gather_param",
     mutates_args=(),
     schema="(Tensor shard, Tensor? gathered_copy, SymInt[] shape, Tensor? accumulated_grad=None, "
-    "Tensor? momentum=None, Tensor? worker_error=None, Tensor? owner_error=None, Tensor? coefficients=None, *, "
-    "ScalarType dtype, ScalarType reduce_dtype, str group, str[] outer_groups, bool adds_sum=False) -> Tensor",
+    "Tensor[]? kept=None, *, ScalarType dtype, ScalarType reduce_dtype, str group, str[] outer_groups, "
+    "bool adds_sum=False, str reduction='average') -> Tensor",
 )
 def gather_param(
     shard: Tensor,
     gathered_copy: Tensor | None,
     shape: Sequence[int],
     accumulated_grad: Tensor | None = None,
-    momentum: Tensor | None = None,
-    worker_error: Tensor | None = None,
-    owner_error: Tensor | None = None,
-    coefficients: Tensor | None = None,
+    kept: Sequence[Tensor] | None = None,
     *,
     dtype: torch.dtype,
     reduce_dtype: torch.dtype,
     group: str,
     outer_groups: Sequence[str],
     adds_sum: bool = False,
+    reduction: str = AVERAGE,
 ) -> Tensor:
     """The full parameter of which `shard` is this rank's part.
 
@@ -63,16 +60,14 @@ def gather_param(
         gathered_copy: `[*shape]` in `dtype`, a copy gathered earlier, or None.
         shape: Shape of the full parameter.
         accumulated_grad: `[*shape]` in any dtype, a sum of gradients of this rank that were not reduced, or None.
-        momentum: As the next three, see `reduce_compressed`; None: the gradient is reduced as it is.
-        worker_error: Likewise.
-        owner_error: Likewise.
-        coefficients: Likewise.
+        kept: The tensors that the reduction keeps from step to step; None for the average.
         dtype: Dtype of the result. The cast comes before the gather, so that fewer bytes travel.
         reduce_dtype: Dtype in which the gradient is summed.
         group: Name of the process group over which rows are split; "" for a parameter that every rank holds whole.
         outer_groups: Names of the groups over which the gradient is averaged besides.
         adds_sum: Whether the gradient is reduced together with `accumulated_grad`. Who sets it sees to it that it is
             added once.
+        reduction: The entry of `REDUCTIONS` by which the gradient is reduced.
 
     Returns:
         `[*shape]` in `dtype`, a new tensor.
@@ -90,12 +85,9 @@ def _(
     shard: Tensor,
     gathered_copy: Tensor | None,
     shape: Sequence[int],
-    *_: Tensor | None,
+    *_: Any,
     dtype: torch.dtype,
-    reduce_dtype: torch.dtype,
-    group: str,
-    outer_groups: Sequence[str],
-    adds_sum: bool = False,
+    **__: Any,
 ) -> Tensor:
     return shard.new_empty(shape, dtype=dtype)
 
@@ -177,29 +169,29 @@ def _(
     return grad.new_empty(shard_shape, dtype=dtype)
 
 
+@reduction(AVERAGE)
+def _average(
+    grad: Tensor, shard_shape: Sequence[int], kept: Sequence[Tensor], accumulated_grad: Tensor | None, **options: Any
+) -> tuple[Tensor, Sequence[Tensor | None]]:
+    return torch.ops.dsgraph.reduce_grad(grad, shard_shape, accumulated_grad, **options), ()
+
+
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, Any], output: Tensor) -> None:
-    shard, _, _, accumulated_grad, *kept = inputs
+    shard, _, shape, accumulated_grad, kept = inputs
     ctx.shard_shape = shard.shape
-    ctx.dtype = shard.dtype
-    ctx.reduce = {name: keyword_only_inputs[name] for name in ("reduce_dtype", "group", "outer_groups")}
-    ctx.save_for_backward(accumulated_grad if keyword_only_inputs["adds_sum"] else None, *kept)
+    ctx.is_scalar = not shape
+    ctx.reduction = keyword_only_inputs["reduction"]
+    ctx.options = {name: keyword_only_inputs[name] for name in ("reduce_dtype", "group", "outer_groups")}
+    ctx.options["dtype"] = shard.dtype
+    ctx.save_for_backward(accumulated_grad if keyword_only_inputs["adds_sum"] else None, *(kept or ()))
 
 
-def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    accumulated_grad, momentum, *kept = ctx.saved_tensors
-    if momentum is None:
-        own = torch.ops.dsgraph.reduce_grad(grad, ctx.shard_shape, accumulated_grad, dtype=ctx.dtype, **ctx.reduce)
-        return own, *[None] * 7
-    group, splits_rows = compressed_over(ctx.reduce["group"], ctx.reduce["outer_groups"])
-    own, full, *errors = torch.ops.dsgraph.reduce_compressed(
-        grad, ctx.shard_shape, momentum, *kept, accumulated_grad, group=group, splits_rows=splits_rows
-    )
-    return own, None, None, None, full if splits_rows else None, *errors, None
-
-
-def compressed_over(group: str, outer_groups: Sequence[str]) -> tuple[str, bool]:
-    """The one group over which a parameter's gradient is reduced, and whether it splits the parameter's rows."""
-    return (group, True) if group else (next(iter(outer_groups), ""), False)
+def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    accumulated_grad, *kept = ctx.saved_tensors
+    own, gradients = REDUCTIONS[ctx.reduction](grad, ctx.shard_shape, kept, accumulated_grad, **ctx.options)
+    # Torch wants the structure of the inputs: an empty shape is a list without tensors, defaults were never passed.
+    results: tuple[Any, ...] = (own, None, [] if ctx.is_scalar else None, None, list(gradients))
+    return results[: len(ctx.needs_input_grad)]
 
 
 gather_param.register_autograd(_backward, setup_context=_setup_context)

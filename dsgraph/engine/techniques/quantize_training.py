@@ -121,9 +121,9 @@ class QuantizedTraining:
         device = partition.parameters[0].param.device
         for weight in self._weights.values():
             weight.control = weight.control.to(device)
-            held_by(weight.module).parameters["weight"].fake_weight = FakeWeight(
-                weight.control, self._config.quantize_groups or 0, weight.transposed, self._symmetric, self._stochastic
-            )
+            groups = self._config.quantize_groups or 0
+            fake = FakeWeight(weight.control, groups, weight.transposed, self._symmetric, self._stochastic)
+            held_by(weight.module).parameters["weight"].register(fake)
 
     def note(self) -> str:
         """What is printed of it."""

@@ -20,6 +20,7 @@ from __future__ import annotations
 import weakref
 from collections import defaultdict
 from collections.abc import Callable
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -33,7 +34,7 @@ from dsgraph.partitioning.step_phase import StepPhase
 from dsgraph.utils.errors import AccumulationError
 
 from .gradient_placeholder import GradState, StandIn
-from .reductions import deliver, reduce_as_momentum, reduce_replicated, reduce_split, used_anywhere
+from .reductions import deliver, reduce_replicated, reduce_split, used_anywhere
 
 
 def enter_accumulation(state: PartitionState, *, reduce_once: bool) -> None:
@@ -85,8 +86,8 @@ def reduce_accumulated(state: PartitionState) -> None:
             continue  # as in one process: a parameter that no rank used keeps its gradient of None
         if taken[entry] is None:
             taken[entry] = torch.zeros(entry.layout.shape, dtype=entry.param.dtype, device=entry.param.device)
-        if entry.compression is not None:
-            reduced.append((entry, reduce_as_momentum(entry, taken.pop(entry))))
+        if entry.reducer is not None:
+            reduced.append((entry, entry.reduce(cast("Tensor", taken.pop(entry)), entry.rows)))
         elif entry.layout.group:
             alone.append(entry)
         else:

@@ -13,7 +13,6 @@ from torch.distributed.tensor import DTensor
 from dsgraph.inductor_ext import Ranks, sum_over
 from dsgraph.partitioning.parameter import ParameterState
 from dsgraph.partitioning.state import PartitionState
-from dsgraph.partitioning.transforms.compressed_reduction import reduce_compressed
 
 # How much is under way at once when sums are reduced: what travels is there twice.
 _IN_FLIGHT_BYTES = 64 * 2**20
@@ -56,13 +55,6 @@ def reduce_replicated(
     parts = averaged.split([entry.param.numel() for entry in bucket])
     # A tensor with a storage offset cannot be saved.
     return [(entry, part.clone().view(entry.layout.shape)) for entry, part in zip(bucket, parts, strict=True)]
-
-
-def reduce_as_momentum(entry: ParameterState, grad: Tensor | None) -> Tensor:
-    """Lets a compressed parameter's momentum take in a gradient."""
-    assert entry.compression is not None and grad is not None
-    entry.compression.note_arrival()
-    return reduce_compressed(grad, entry.rows, entry.compression.inputs, entry.layout.reduced_over)
 
 
 def deliver(reduced: list[tuple[ParameterState, Tensor]]) -> None:

@@ -181,7 +181,7 @@ def _memory_for(
 ) -> Tensor:
     """Memory of a parameter's full size; of one that goes to disk it is free again at once."""
     known = entries.get(id(param))  # one that is tied to an earlier module's is there already
-    if known is not None and known[0].stored is not None and device.type == "cpu":
+    if known is not None and known[0].tier == "disk" and device.type == "cpu":
         return room(param.shape, param.dtype)
     return torch.empty(param.shape, dtype=param.dtype, device=device)
 
@@ -189,8 +189,12 @@ def _memory_for(
 def _keep_rows(entry: ParameterState, state: PartitionState, full: Tensor) -> None:
     meta = entry.param
     rows = rows_in(full, entry.layout, state.mesh)
+    if not entry.tier:
+        rows = rows.clone()
+    for transform in entry.transforms:
+        rows = transform.store(rows)
     local = DTensor.from_local(
-        rows.clone() if entry.stored is None else entry.stored.fill(rows.contiguous()),
+        rows,
         state.mesh,
         placements_for(entry.layout, state.mesh),
         run_check=False,
@@ -199,8 +203,8 @@ def _keep_rows(entry: ParameterState, state: PartitionState, full: Tensor) -> No
     )
     shard = nn.Parameter(local, requires_grad=meta.requires_grad)
     shard.__dict__.update(meta.__dict__)
-    if entry.stored is not None:
-        entry.stored.belongs_to(shard)  # type: ignore[arg-type]
+    for transform in entry.transforms:
+        transform.attach(shard)  # type: ignore[arg-type]
     for owner, attribute in entry.owners:
         owner._parameters[attribute] = shard
     state.keep_copy(entry)

@@ -1,1 +1,1 @@
-"""What is done to a parameter around its gather: compression, fake quantization, tensor slices, offload."""
+"""Transforms of a parameter around its gather: compression, fake quantization, offload; and tensor slices."""

@@ -18,7 +18,7 @@ from .compression import Compression
 def why_not_compressed(entry: ParameterState) -> str:
     """Why a parameter's gradient cannot be compressed, and what to do; empty where it can."""
     layout = entry.layout
-    if not layout.zero.may_compress:
+    if not layout.zero.may_replace_reduction:
         return (
             f"at stage {layout.zero.number} no rank holds a momentum of a whole parameter, and gradients are reduced "
             "in each backward: partition with stage 0 or 1"
@@ -81,13 +81,14 @@ def compress(
             living.note_arrival()
 
     made.worker_error.register_post_accumulate_grad_hook(on_arrival)
-    entry.compression = made
+    entry.register(made)
     return made
 
 
 def stop_compressing(entry: ParameterState) -> None:
     """From here on the gradient of a parameter is reduced as it is."""
-    if entry.compression is not None:
-        for tensor in entry.compression.kept:
+    compression = entry.find(Compression)
+    if compression is not None:
+        for tensor in compression.kept:
             tensor.requires_grad_(False)
-    entry.compression = None
+    entry.unregister(Compression)

@@ -8,18 +8,21 @@ skipped drops them, and errors are as they were.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
+from dsgraph.inductor_ext import COMPRESSED
 from dsgraph.utils.errors import PartitionError
 
-from .compressed_reduction import CompressedInputs
+from .parameter_transform import ParameterTransform
 
 
 @dataclass(eq=False)
-class Compression:
-    """What is kept to compress one parameter's gradient.
+class Compression(ParameterTransform):
+    """Momentum takes the place of one parameter's gradient, and travels as signs.
 
     Attributes:
         momentum: `[*shape]` of float32, equal on all ranks.
@@ -30,6 +33,8 @@ class Compression:
         name: The parameter's.
     """
 
+    reduction: ClassVar[str] = COMPRESSED
+
     momentum: Tensor
     worker_error: Tensor
     owner_error: Tensor
@@ -39,8 +44,9 @@ class Compression:
     _arrivals: int = 0
 
     @property
-    def inputs(self) -> CompressedInputs:
-        """What graphs read."""
+    @override
+    def inputs(self) -> tuple[Tensor, ...]:
+        """Momentum, the two errors and the coefficients."""
         return self.momentum, self.worker_error, self.owner_error, self.coefficients
 
     @property
@@ -48,6 +54,11 @@ class Compression:
         """What a reduction gives new values of."""
         errors = (self.worker_error, self.owner_error)
         return (self.momentum, *errors) if self.splits_rows else errors
+
+    @override
+    def reduce(self, grad: Tensor, shard: Tensor, **options: Any) -> Tensor:
+        self.note_arrival()
+        return super().reduce(grad, shard, **options)
 
     def has_news(self) -> bool:
         """Whether a reduction has come since the last step."""

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
+from typing_extensions import override
+
+from .parameter_transform import ParameterTransform
 
 
-class FakeWeight(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class FakeWeight(ParameterTransform):
     """How a weight is rounded wherever its modules hand it out: see `fake_quantize`.
 
     Attributes:
@@ -19,14 +24,17 @@ class FakeWeight(NamedTuple):
         stochastic: Likewise.
     """
 
+    is_copied: ClassVar[bool] = True
+
     control: Tensor
     groups: int
     transposed: bool
     symmetric: bool
     stochastic: bool
 
-    def of(self, full: Tensor) -> Tensor:
-        """The rounded weight; gradients go straight through."""
+    @override
+    def after_gather(self, full: Tensor) -> Tensor:
+        """Return the rounded weight; gradients go straight through."""
         return torch.ops.dsgraph.fake_quantize(
             full,
             self.control,

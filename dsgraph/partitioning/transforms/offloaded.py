@@ -22,6 +22,8 @@ from dsgraph.partitioning.state import PartitionState
 from dsgraph.utils.errors import PartitionError
 from dsgraph.utils.files import absolute
 
+from .offloaded_rows import OffloadedRows
+
 _TIERS = ("host", "disk")
 
 
@@ -127,13 +129,13 @@ def give_places(entries: Sequence[ParameterState], part: PartitionState) -> None
     on_disk = first_of(sizes, offload.parameters_ratio)
     file = ParameterFile(sizes[:on_disk], below=Path(offload.folder))
     for number, entry in enumerate(sharded[:on_disk]):
-        entry.stored = file.place(number)
+        entry.register(OffloadedRows(file.place(number)))
 
 
 def trained_rows(part: PartitionState) -> list[TrainedRows]:
     """This rank's rows of what is trained, in order."""
     found = (entry for entry in part.parameters if entry.param.requires_grad)
-    return [TrainedRows(own_part(entry.param).nbytes, entry.stored is not None, entry.name) for entry in found]
+    return [TrainedRows(own_part(entry.param).nbytes, entry.tier == "disk", entry.name) for entry in found]
 
 
 def state_share(part: PartitionState) -> float:

@@ -11,6 +11,7 @@ from dsgraph.compat.compiled import compiled_modules
 from dsgraph.offload.chunk_sizes import state_chunks, step_buffers
 from dsgraph.partitioning.state import PartitionState, partition_states
 from dsgraph.partitioning.transforms.offloaded import trained_rows
+from dsgraph.partitioning.transforms.offloaded_rows import OffloadedRows
 from dsgraph.passes.analysis.step_memory import PairMemory, simulate_step
 
 from .compile_log import CompileEntry
@@ -113,8 +114,8 @@ def _buffers(model: nn.Module, pairs: Sequence[PairMemory], graph_buffers: int) 
     if parts:
         trained = [rows for part in parts for rows in trained_rows(part)]
         chunks = state_chunks(trained, parts[0].arguments.offload.optimizer_ratio)
-    stored = [entry.stored for part in parts for entry in part.parameters if entry.stored is not None]
-    if not any(rows.stepped_amid for rows in stored):
+    offloaded = [entry.find(OffloadedRows) for part in parts for entry in part.parameters]
+    if not any(rows.stored.stepped_amid for rows in offloaded if rows is not None):
         return step_buffers(chunks, graph_buffers)
     stores = [(_local(pair.params[moment.rows].name), moment.buffers) for pair in pairs[::-1] for moment in pair.stores]
     return step_buffers(chunks, graph_buffers, stores=stores)

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from dsgraph.inductor_ext import chunk_rows, pad_rows
+from dsgraph.inductor_ext import REDUCTIONS, chunk_rows, pad_rows
 
 gather_param = torch.ops.dsgraph.gather_param
 reduce_grad = torch.ops.dsgraph.reduce_grad
@@ -47,6 +47,20 @@ def test_the_copy_is_handed_out_and_the_shard_gets_the_gradient(group):
     assert torch.equal(full, gathered_copy)
     full.sum().backward()
     assert torch.equal(shard.grad, torch.ones(4, 3))
+
+
+@pytest.mark.parametrize("shape", ([4, 3], []))
+def test_a_marker_names_its_reduction(group, monkeypatch, shape):
+    def add_up(grad, shard_shape, kept, accumulated_grad, **options):
+        assert list(shard_shape) == shape and options["group"] == ""
+        return accumulated_grad + grad, [kept[0] + grad, None]
+
+    monkeypatch.setitem(REDUCTIONS, "add up", add_up)
+    shard, total, other = (torch.ones(shape, requires_grad=needed) for needed in (True, True, False))
+    how = _options("", [group]) | {"reduction": "add up", "adds_sum": True}
+    full = gather_param(shard, None, shape, torch.full(shape, 5.0), [total, other], **how)
+    (full * 3).sum().backward()
+    assert torch.equal(shard.grad, torch.full(shape, 8.0)) and torch.equal(total.grad, torch.full(shape, 4.0))
 
 
 def test_results_are_new_tensors(group):
