@@ -8,7 +8,7 @@ from .core.graph_pass import FunctionPass, GraphPass, PassResult, graph_pass
 from .core.pipeline import Pipeline
 from .errors import PassError
 from .ir.mesh_axis import AxisRole, MeshAxis
-from .ir.parameters import ParamInfo
+from .ir.parameters import ParameterSpec
 from .ir.roles import GraphInput, InputRole
 from .kernels.matching import call_of
 from .kernels.registry import KERNELS
@@ -35,7 +35,7 @@ __all__ = [
     "InputRole",
     "InferenceLowering",
     "MeshAxis",
-    "ParamInfo",
+    "ParameterSpec",
     "Partitioner",
     "PassContext",
     "PassError",

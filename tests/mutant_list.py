@@ -238,7 +238,7 @@ SHARDING = (
     ),
     Mutant(
         *("chunks-of-other-rank", "dsgraph/partitioning/rows.py", "off by one shard"),
-        *("rows_in", "[rank]", "[rank - 1]"),
+        *("_own_rows", "slice(rank * most, (rank + 1) * most)", "slice((rank - 1) * most, rank * most)"),
         killers=("tests/partitioning/test_partition.py", "tests/distributed/test_stages.py"),
     ),
     Mutant(
@@ -322,9 +322,9 @@ SHARDING = (
         killers=("tests/distributed/test_compiled_runs.py",),
     ),
     Mutant(
-        *("reduce-dtype-of-the-master", "dsgraph/partitioning/layout.py", "missing cast"),
-        *("Layout.dtypes", "self.reduce_dtype or", ""),
-        killers=("tests/partitioning/test_layout.py",),
+        *("reduce-dtype-of-the-master", "passes/ir/parameters.py", "missing cast"),
+        *("ParameterSpec.dtypes", "self.reduce_dtype or", ""),
+        killers=("tests/passes/ir/test_parameters.py",),
     ),
     Mutant(
         *("gradient-sent-nowhere", "dsgraph/partitioning/seam.py", "unsummed gradient"),

@@ -19,7 +19,7 @@ from dsgraph.partitioning.additions import added_since
 from dsgraph.partitioning.parameter import ParameterState, not_taken_in
 from dsgraph.partitioning.state import PartitionState, partition_states
 from dsgraph.partitioning.transforms.offloaded import state_share
-from dsgraph.passes import AxisRole, CaptureFacts, GraphInput, InputRole, MeshAxis, ParamInfo
+from dsgraph.passes import AxisRole, CaptureFacts, GraphInput, InputRole, MeshAxis, ParameterSpec
 from dsgraph.passes.compat import is_to_local
 from dsgraph.passes.core.collective_order import name_on_all_ranks
 from dsgraph.passes.ir.collectives import is_collective
@@ -41,7 +41,7 @@ def read_facts(gm: GraphModule, inputs: Sequence[Any], module: nn.Module | None 
     groups = _marker_groups(gm)
     sliced = _sliced_inputs(gm)
     axes: dict[str, MeshAxis] = {}
-    params: dict[int, ParamInfo] = {}
+    params: dict[int, ParameterSpec] = {}
     roles = input_roles(gm, inputs, module)
     known: dict[int, tuple[ParameterState, dict[str, Any]]] = {}
     for state in _states(inputs, module):
@@ -60,10 +60,12 @@ def read_facts(gm: GraphModule, inputs: Sequence[Any], module: nn.Module | None 
         if not found:
             continue  # somebody else's DTensor
         axes.update({axis.group: axis for axis in found})
-        params[number] = parameter_info(value, roles[number].parameter)
+        name = roles[number].parameter
         if id(value) in known:
             entry, tier = known[id(value)]
-            params[number] = replace(params[number], tier=entry.tier, **tier)
+            params[number] = replace(entry.current_spec(name), **tier)
+        else:
+            params[number] = parameter_spec(value, name)
     copies = (number for number, item in roles.items() if item.role is InputRole.GATHERED_COPY)
     return CaptureFacts(
         axes=tuple(axes.values()),
@@ -94,17 +96,12 @@ def _tensor_axis(mesh: DeviceMesh, group: str) -> MeshAxis:
     return MeshAxis(name, mesh.size(dim), group, backend_name(own, mesh.device_type), AxisRole.TENSOR)
 
 
-def parameter_info(param: DTensor, name: str) -> ParamInfo:
-    """Return what passes may know of a parameter."""
-    split = any(isinstance(placement, Shard) for placement in param.placements)
-    return ParamInfo(
-        name=name,
-        shape=tuple(param.shape),
-        shard_shape=_shard_shape(param),
-        dtype=param.dtype,
-        placement="shard" if split else "whole",
-        requires_grad=param.requires_grad,
-    )
+def parameter_spec(param: DTensor, name: str) -> ParameterSpec:
+    """Return what passes see of a parameter that no `ParameterState` describes, such as one of `functional_call`."""
+    axes = zip(mesh_axes(param.device_mesh), param.placements, strict=True)
+    group = next((axis.group for axis, placement in axes if isinstance(placement, Shard)), "")
+    shape = tuple(param.shape)
+    return ParameterSpec(name, shape, _shard_shape(param), param.dtype, group, param.requires_grad)
 
 
 def _state_tier(state: PartitionState, *, device_type: str) -> dict[str, Any]:

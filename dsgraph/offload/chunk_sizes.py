@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from dsgraph.inductor_ext.transfers.buffers import rounded
-from dsgraph.passes.analysis.states import OPTIMIZER_STATES
+from dsgraph.passes import ParameterSpec
+from dsgraph.passes.analysis.states import OPTIMIZER_STATES, shard_bytes
 
 from .slots import first_of
 
@@ -53,15 +54,6 @@ def pack(kept: Sequence[Sequence[int]], chunk_bytes: int) -> list[Span]:
 
 
 @dataclass(frozen=True)
-class TrainedRows:
-    """Rows of a parameter that an optimizer steps on: their bytes, whether they lie on disk, and its name."""
-
-    size: int
-    on_disk: bool
-    name: str = ""
-
-
-@dataclass(frozen=True)
 class StateChunk:
     """Bytes of a chunk of Adam's, as files and buffers have them.
 
@@ -83,20 +75,20 @@ class StateChunk:
         return self.state if self.on_disk else 0
 
 
-def state_chunks(trained: Sequence[TrainedRows], ratio: float, chunk_bytes: int = CHUNK_BYTES) -> list[StateChunk]:
+def state_chunks(trained: Sequence[ParameterSpec], ratio: float, chunk_bytes: int = CHUNK_BYTES) -> list[StateChunk]:
     """The chunks of `DiskOptimizer` around Adam, in order.
 
     Args:
-        trained: In the order of the optimizer's groups.
+        trained: The parameters, in the order of the optimizer's groups.
         ratio: The share of the state that is to lie on disk: 0 for none.
         chunk_bytes: See `CHUNK_BYTES`.
     """
     found: list[StateChunk] = []
     for on_disk in (True, False):
-        own = [item for item in trained if item.on_disk is on_disk]
-        for span in pack([[item.size] * OPTIMIZER_STATES for item in own], chunk_bytes):
+        own = [item for item in trained if bool(item.tier) is on_disk]
+        for span in pack([[shard_bytes(item)] * OPTIMIZER_STATES for item in own], chunk_bytes):
             items = own[span.first : span.end]
-            rows = sum(2 * rounded(item.size) for item in items) if on_disk else 0
+            rows = sum(2 * rounded(shard_bytes(item)) for item in items) if on_disk else 0
             found.append(StateChunk(rounded(span.size), False, rows, tuple(item.name for item in items)))
     count = first_of([chunk.state for chunk in found], ratio)
     return [replace(chunk, on_disk=number < count) for number, chunk in enumerate(found)]

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
 
@@ -12,16 +13,18 @@ from torch import nn
 
 from dsgraph.inductor_ext import chunk_rows
 from dsgraph.inductor_ext.transfers.buffers import rounded
-from dsgraph.passes.analysis.states import OPTIMIZER_STATES, master_state_bytes
+from dsgraph.passes import ParameterSpec
+from dsgraph.passes.analysis.states import master_state_bytes, shard_bytes, state_bytes
 from dsgraph.passes.memory.stream_parameters import StreamForwardParameters
 
-from .chunk_sizes import CHUNK_BYTES, StateChunk, TrainedRows, state_chunks, step_buffers
+from .chunk_sizes import CHUNK_BYTES, StateChunk, state_chunks, step_buffers
 from .slots import share_of
 from .stored_rows import WRITING_BYTES
 
 _TRAVELLING = 2  # chunks of gradients on their way to the host: one arrives, one is stepped on
 _FULL_COPIES = 3  # of a parameter in use, besides its rows: gathered, and its gradient before and after the reduction
 _LOW = (torch.float16, torch.bfloat16)
+_ANY_GROUP = "ranks"  # the model has no process group yet
 
 
 @dataclass(frozen=True)
@@ -33,69 +36,50 @@ class Split:
 
 
 @dataclass(frozen=True)
-class _Param:
-    """One parameter on one rank: bytes of its rows, of all of it, and what is kept of it."""
-
-    rows: int
-    full: int
-    trained: bool
-    movable: bool
-    item: int
-    is_low: bool
-
-    @property
-    def grad(self) -> int:
-        return self.rows * self.trained
-
-    @property
-    def state(self) -> int:
-        return OPTIMIZER_STATES * self.grad
-
-    @property
-    def wide_state(self) -> int:
-        """On the host: that of 16-bit parameters is of their float32 masters, and has these."""
-        return master_state_bytes(self.grad // self.item) if self.is_low else self.state
-
-
-@dataclass(frozen=True)
 class Sizes:
     """Bytes of one rank, for each way in which a model's states can be split between the device and the tier below.
 
     Attributes:
         params: In order.
         copies: Gathered copies that stay.
+        moves_parameters: Whether sharded parameters can leave the device.
         to_host: Whether the host lies below, where pieces are parameters; else the disk, where they are chunks.
     """
 
-    params: tuple[_Param, ...]
+    params: tuple[ParameterSpec, ...]
     copies: int
+    moves_parameters: bool
     to_host: bool
 
     @classmethod
     def of(cls, model: nn.Module, stage: int, ranks: int, keep_whole_below: int, *, to_host: bool) -> Sizes:
         """The sizes of a model that will be partitioned so, below which lies the host or the disk."""
         params, copies = [], 0
-        for param in model.parameters():
+        for name, param in model.named_parameters():
             sharded = stage > 0 and param.dim() > 0 and param.numel() >= max(1, keep_whole_below)
-            rows = chunk_rows(len(param), ranks) * (param.nbytes // len(param)) if sharded else param.nbytes
-            movable = sharded and stage == 3 and not to_host  # from a GPU, parameters cannot leave yet
-            is_low = to_host and param.dtype in _LOW
-            params.append(_Param(rows, param.nbytes, param.requires_grad, movable, param.itemsize, is_low))
+            shape = tuple(param.shape)
+            own = (chunk_rows(len(param), ranks), *shape[1:]) if sharded else shape
+            group = _ANY_GROUP if sharded else ""
+            params.append(ParameterSpec(name, shape, own, param.dtype, group, param.requires_grad))
             copies += param.nbytes if sharded and stage != 3 else 0
-        return cls(tuple(params), copies, to_host)
+        moves_parameters = stage == 3 and not to_host  # from a GPU, parameters cannot leave yet
+        return cls(tuple(params), copies, moves_parameters, to_host)
 
     @cached_property
-    def _movable(self) -> list[_Param]:
-        return [param for param in self.params if param.movable]
+    def _movable(self) -> list[ParameterSpec]:
+        return [param for param in self.params if self._is_movable(param)]
+
+    def _is_movable(self, param: ParameterSpec) -> bool:
+        return self.moves_parameters and bool(param.group)
 
     @cached_property
-    def _trained(self) -> list[_Param]:
-        return [param for param in self.params if param.trained]
+    def _trained(self) -> list[ParameterSpec]:
+        return [param for param in self.params if param.requires_grad]
 
     @cached_property
     def _chunks(self) -> list[StateChunk]:
         """Those of the state while all parameters are in memory."""
-        return state_chunks([TrainedRows(param.rows, on_disk=False) for param in self._trained], 1.0)
+        return state_chunks(self._trained, 1.0)
 
     @property
     def splits(self) -> Iterator[Split]:
@@ -124,10 +108,12 @@ class Sizes:
     def shares(self, split: Split) -> tuple[float, float]:
         """What the stores are told: the share of the state, and that of parameters."""
         if self.to_host:
-            pieces = [param.rows // param.item for param in self._trained]
+            pieces = [math.prod(param.shard_shape) for param in self._trained]
         else:
             pieces = [chunk.state for chunk in self._chunks]
-        return share_of(pieces, split.states), share_of([param.rows for param in self._movable], split.parameters)
+        return share_of(pieces, split.states), share_of(
+            [shard_bytes(param) for param in self._movable], split.parameters
+        )
 
     def memory(self, split: Split) -> int:
         """What is on the device."""
@@ -141,21 +127,28 @@ class Sizes:
     def _states_left(self) -> list[int]:
         """By how many pieces leave; once one does, the others are as wide."""
         pieces = (
-            [param.wide_state for param in self._trained] if self.to_host else [item.state for item in self._chunks]
+            [self._state(param) for param in self._trained] if self.to_host else [item.state for item in self._chunks]
         )
-        return [sum(param.state for param in self._trained), *_left(pieces)[1:]]
+        return [sum(state_bytes(param) for param in self._trained), *_left(pieces)[1:]]
 
     @cached_property
     def _parameters_left(self) -> list[int]:
-        stay = sum(param.rows + param.grad for param in self.params if not param.movable)
-        return [stay + left for left in _left([param.rows + param.grad for param in self._movable])]
+        stay = sum(_with_gradient(param) for param in self.params if not self._is_movable(param))
+        return [stay + left for left in _left([_with_gradient(param) for param in self._movable])]
+
+    def _state(self, param: ParameterSpec) -> int:
+        """Return the bytes of the state; on the host, 16-bit parameters have a float32 master and its state."""
+        if self.to_host and param.dtype in _LOW:
+            return master_state_bytes(math.prod(param.shard_shape))
+        return state_bytes(param)
 
     def _split(self, split: Split) -> list[StateChunk]:
         if not split.parameters:
             found = enumerate(self._chunks)
             return [StateChunk(chunk.state, number < split.states, 0) for number, chunk in found]
-        leaving = set(map(id, self._movable[: split.parameters]))
-        return state_chunks([TrainedRows(param.rows, id(param) in leaving) for param in self._trained], 1.0)
+        leaving = {param.name for param in self._movable[: split.parameters]}
+        trained = (replace(param, tier="disk" if param.name in leaving else "") for param in self._trained)
+        return state_chunks(list(trained), 1.0)
 
     def buffers(self, split: Split) -> int:
         """What of it is buffers: for the disk the most that a step can have at once, with a disk that falls behind."""
@@ -165,10 +158,11 @@ class Sizes:
         if not leaving:
             return step_buffers(self._split(split), 0)
         ahead = min(
-            max(StreamForwardParameters.ahead_bytes, 2 * _most(leaving)), sum(rounded(param.rows) for param in leaving)
+            max(StreamForwardParameters.ahead_bytes, 2 * _most(leaving)),
+            sum(rounded(shard_bytes(param)) for param in leaving),
         )
-        on_way = min(max(WRITING_BYTES, _most(leaving)), sum(rounded(param.grad) for param in leaving))
-        copies = _FULL_COPIES * max(param.full for param in leaving)
+        on_way = min(max(WRITING_BYTES, _most(leaving)), sum(rounded(_gradient(param)) for param in leaving))
+        copies = _FULL_COPIES * max(math.prod(param.shape) * param.dtype.itemsize for param in leaving)
         return step_buffers(self._split(split), 0) + ahead + on_way + copies
 
     def below(self, split: Split) -> int:
@@ -177,10 +171,12 @@ class Sizes:
             return 0
         if self.to_host:
             there = self._trained[: split.states]
-            masters = sum(param.rows for param in there if not param.is_low)  # their float32 rows once more
-            travelling = _TRAVELLING * max(CHUNK_BYTES, *(param.wide_state for param in self._trained))
-            return sum(param.wide_state for param in there) + masters + travelling
-        rows = sum(2 * rounded(param.rows) for param in self._movable[: split.parameters])
+            masters = sum(
+                shard_bytes(param) for param in there if param.dtype not in _LOW
+            )  # their float32 rows once more
+            travelling = _TRAVELLING * max(CHUNK_BYTES, *(self._state(param) for param in self._trained))
+            return sum(self._state(param) for param in there) + masters + travelling
+        rows = sum(2 * rounded(shard_bytes(param)) for param in self._movable[: split.parameters])
         return sum(chunk.buffer for chunk in self._split(split)) + rows
 
 
@@ -189,5 +185,13 @@ def _left(pieces: Sequence[int]) -> list[int]:
     return [sum(pieces) - gone for gone in (0, *accumulate(pieces))]
 
 
-def _most(params: Sequence[_Param]) -> int:
-    return max(rounded(param.rows) for param in params)
+def _gradient(param: ParameterSpec) -> int:
+    return shard_bytes(param) * param.requires_grad
+
+
+def _with_gradient(param: ParameterSpec) -> int:
+    return shard_bytes(param) + _gradient(param)
+
+
+def _most(params: Sequence[ParameterSpec]) -> int:
+    return max(rounded(shard_bytes(param)) for param in params)

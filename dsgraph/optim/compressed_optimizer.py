@@ -200,7 +200,7 @@ class CompressingOptimizer(OptimizerHooks, Optimizer):
                 left.append(entry.name)
                 continue
             momentum = state["exp_avg"]
-            momentum = momentum.full_tensor() if entry.layout.reduced_over[1] else own_part(momentum)
+            momentum = momentum.full_tensor() if entry.spec.group else own_part(momentum)
             known = [own_part(state[key]).view(-1) for key in _ERRORS if key in state]
             had_errors = had_errors and len(known) == len(_ERRORS)
             worker_error, owner_error = known if len(known) == len(_ERRORS) else self._no_errors(param)

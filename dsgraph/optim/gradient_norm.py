@@ -102,11 +102,11 @@ def gradients_of(
         sliced: Names of the parameters that its own code has sliced over the ranks of `slicing`.
         slicing: Name of their process group; empty if there is none.
     """
-    groups = dict.fromkeys(entry.layout.group for entry in partition.parameters if entry.layout.group)
+    groups = dict.fromkeys(entry.spec.group for entry in partition.parameters if entry.spec.group)
     parts = []
     for entry in partition.parameters:
         if entry.param.grad is not None:
-            split = {entry.layout.group, slicing if entry.name in sliced else ""} - {""}
+            split = {entry.spec.group, slicing if entry.name in sliced else ""} - {""}
             parts.append(GradientPart(own_part(entry.param.grad), frozenset(split)))
     device = partition.parameters[0].param.device
     return LocalGradients(parts, (*groups, *([slicing] if slicing else [])), device)

@@ -4,22 +4,24 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from typing import Any, NoReturn, cast
 
 from torch import nn
 
 from dsgraph.compat.modules import apply_to_tensors
+from dsgraph.passes import ParameterSpec
 from dsgraph.utils.errors import PartitionError
 
-from .layout import Layout
 from .parameter import ParameterState
 from .seam import property_for
+from .stages import ZeroStage
 from .state import PartitionState, hold
 from .state_dict.full_state_dict import take_rows
 from .state_dict.saved_rows import save_rows
 
-# In the body of a class that was made here: the layouts of the parameters that its modules hold, by name.
-_LAYOUTS = "_dsgraph_layouts"
+# In the body of a class that was made here: the parameters that its modules hold, by attribute, without names.
+_SPECS = "_dsgraph_specs"
 # There, too: the names of what it overrides besides.
 _OVERRIDES = "_dsgraph_overrides"
 
@@ -29,7 +31,7 @@ Methods = Callable[[nn.Module], Mapping[str, Any]]
 def plain_class(module: nn.Module) -> type[nn.Module]:
     """The class that a module had before it was partitioned."""
     found = type(module)
-    return cast("type[nn.Module]", found.__mro__[1]) if _LAYOUTS in found.__dict__ else found
+    return cast("type[nn.Module]", found.__mro__[1]) if _SPECS in found.__dict__ else found
 
 
 def overrides(module: nn.Module) -> frozenset[str]:
@@ -58,12 +60,12 @@ def swap_classes(
             entries.setdefault(module, {})[attribute] = entry
     classes: dict[Any, type[nn.Module]] = {}
     for module in part.root.modules():
-        if _LAYOUTS in type(module).__dict__:
-            known: dict[str, Layout] = type(module).__dict__[_LAYOUTS]
+        if _SPECS in type(module).__dict__:
+            known: dict[str, ParameterSpec] = type(module).__dict__[_SPECS]
             classes.setdefault((plain_class(module), tuple(known.items()), overrides(module)), type(module))
     for module in model.modules():
         own, original, changed = entries.get(module, {}), plain_class(module), methods(module)
-        by_name = {attribute: entry.layout for attribute, entry in own.items()}
+        by_name = {attribute: _without_name(entry.spec) for attribute, entry in own.items()}
         if not by_name and not changed:
             continue
         if by_name and "_dsgraph" not in module.__dict__:
@@ -71,19 +73,25 @@ def swap_classes(
         hold(module, part).parameters.update(own)
         key = (original, tuple(by_name.items()), frozenset(changed))
         if key not in classes:
-            classes[key] = _class_for(original, by_name, changed)
+            classes[key] = _class_for(original, by_name, part.zero, changed)
         module.__class__ = classes[key]
     hold(model, part)
 
 
-def _class_for(original: type[nn.Module], layouts: Mapping[str, Layout], methods: Mapping[str, Any]) -> type[nn.Module]:
-    body: dict[str, Any] = {name: property_for(name, layout) for name, layout in layouts.items()}
+def _without_name(spec: ParameterSpec) -> ParameterSpec:
+    return replace(spec, name="", requires_grad=True)
+
+
+def _class_for(
+    original: type[nn.Module], specs: Mapping[str, ParameterSpec], zero: ZeroStage, methods: Mapping[str, Any]
+) -> type[nn.Module]:
+    body: dict[str, Any] = {name: property_for(name, spec, zero) for name, spec in specs.items()}
     body |= {"__module__": original.__module__, "__qualname__": original.__qualname__, "__doc__": original.__doc__}
-    body |= {**methods, _LAYOUTS: dict(layouts), _OVERRIDES: frozenset(methods), "__reduce_ex__": _refuse_to_pickle}
+    body |= {**methods, _SPECS: dict(specs), _OVERRIDES: frozenset(methods), "__reduce_ex__": _refuse_to_pickle}
     body["_apply"] = lambda self, fn, *args, **named: apply_to_tensors(
         original, self, _allowed(self, fn), *args, **named
     )
-    if layouts:
+    if specs:
         body["_save_to_state_dict"] = lambda self, *args: save_rows(original, self, *args)
     if issubclass(original, nn.RNNBase):
         body["_flat_weights"] = property(_flat_weights, lambda self, value: None)

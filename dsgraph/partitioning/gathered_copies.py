@@ -106,12 +106,12 @@ def new_copy(entry: ParameterState) -> Tensor:
 
     Its memory has room for equally many rows of each rank, so that it can be gathered in place.
     """
-    layout, shard = entry.layout, entry.rows
-    dtype, _ = layout.dtypes(shard.dtype)
-    rows, *rest = layout.shape
-    world = resolve_group(layout.group).size()
+    spec, shard = entry.spec, entry.rows
+    dtype, _ = spec.dtypes(shard.dtype)
+    rows, *rest = spec.shape
+    world = resolve_group(spec.group).size()
     gathered_copy = torch.zeros((chunk_rows(rows, world) * world, *rest), dtype=dtype, device=shard.device)
-    gathered_copy.resize_(layout.shape)  # which leaves the memory as it is
+    gathered_copy.resize_(spec.shape)  # which leaves the memory as it is
     keep_static(gathered_copy)
     return gathered_copy
 
@@ -140,26 +140,26 @@ def were_written(entries: list[ParameterState]) -> bool:
         shard = entry.rows
         differ = differ or not torch.equal(own[: shard.shape[0]], shard.detach().to(own.dtype))
     found = torch.tensor(float(differ), device=entries[0].rows.device)
-    groups = dict.fromkeys(entry.layout.group for entry in entries)
+    groups = dict.fromkeys(entry.spec.group for entry in entries)
     return bool(sum_over(found, [Ranks.of(group) for group in groups]))
 
 
 def _whole_and_own(entry: ParameterState) -> tuple[Tensor, Tensor]:
     """The memory of a gathered copy with equally many rows of each rank, and this rank's of them."""
-    gathered_copy, layout = entry.gathered_copy, entry.layout
+    gathered_copy, spec = entry.gathered_copy, entry.spec
     assert gathered_copy is not None
-    group = resolve_group(layout.group)
-    rows = chunk_rows(layout.shape[0], group.size())
-    whole = gathered_copy.detach().as_strided((rows * group.size(), *layout.shape[1:]), gathered_copy.stride())
+    group = resolve_group(spec.group)
+    rows = chunk_rows(spec.shape[0], group.size())
+    whole = gathered_copy.detach().as_strided((rows * group.size(), *spec.shape[1:]), gathered_copy.stride())
     return whole, whole[group.rank() * rows :][:rows]
 
 
 def _start_gather(entry: ParameterState) -> None:
     whole, own = _whole_and_own(entry)
-    group = resolve_group(entry.layout.group)
+    group = resolve_group(entry.spec.group)
     shard = entry.rows
     own[: shard.shape[0]].copy_(shard)  # so that the shard may be written to while they travel
-    ranks = Ranks(entry.layout.group, group.size())
+    ranks = Ranks(entry.spec.group, group.size())
     kind = usual_gather(ranks, whole.device)
     started = GATHERS[kind](own, ranks, out=whole)
     if kind == "all_gather_into_tensor" and backend_name(group, whole.device.type) == "gloo":

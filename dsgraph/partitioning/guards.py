@@ -127,7 +127,7 @@ def _complete_scalar_states(optimizer: Optimizer, state: PartitionState) -> None
     (`set_optimizer_state_dict`, `torch.distributed.checkpoint`), and cannot compute with it and a `DTensor`.
     """
     for entry in state.parameters:
-        if entry.layout.shape or entry.param not in optimizer.state:
+        if entry.spec.shape or entry.param not in optimizer.state:
             continue
         own = optimizer.state[entry.param]
         for key in [key for key, value in own.items() if _is_plain_scalar(value) and key not in _NUMBERS]:
@@ -167,14 +167,14 @@ def _problem(
         uneven = next((entry for entry in held if not _splits_evenly(entry)), None)
         if uneven is not None:
             return (
-                f"it flattens gradients, which torch cannot do with {uneven.name!r}, whose {uneven.layout.shape[0]} "
+                f"it flattens gradients, which torch cannot do with {uneven.name!r}, whose {uneven.spec.shape[0]} "
                 "rows do not divide by the number of ranks: use another optimizer, or partition with stage=0"
             )
     return None
 
 
 def _splits_evenly(entry: ParameterState) -> bool:
-    return not entry.layout.group or entry.layout.shape[0] % resolve_group(entry.layout.group).size() == 0
+    return not entry.spec.group or entry.spec.shape[0] % resolve_group(entry.spec.group).size() == 0
 
 
 def _refuse_averaging_twice(parent: nn.Module, name: str, model: nn.Module | None) -> None:

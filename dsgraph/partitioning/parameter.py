@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
 from typing import Any, TypeVar
 
@@ -13,10 +13,12 @@ from torch.distributed.tensor import DTensor
 
 from dsgraph.compat.autograd import version_of
 from dsgraph.inductor_ext import AVERAGE, chunk_rows, resolve_group
+from dsgraph.passes import ParameterSpec
 from dsgraph.utils.errors import PartitionError
 
 from .accumulation.gradient_placeholder import StandIn
-from .layout import Layout
+from .markers import reduce_gradient, reduction_options
+from .stages import ZeroStage
 from .transforms.parameter_transform import ParameterTransform
 
 TransformT = TypeVar("TransformT", bound=ParameterTransform)
@@ -46,9 +48,9 @@ class ParameterState:
     """One parameter, shared by all modules that are tied to it.
 
     Attributes:
-        name: Its (first) name in the model.
+        spec: What it was when it was partitioned; see `current_spec`.
         owners: The modules that hold it, each with its name there.
-        layout: How it is laid out.
+        zero: What its ZeRO stage does.
         replicated_because: Why every rank holds all of it; empty for a sharded parameter.
         transforms: What is done to it around its gather, in this order.
         reducer: The transform that reduces its gradient in place of the average, if there is one.
@@ -69,9 +71,9 @@ class ParameterState:
         noted_version: Of a replicated parameter, when its values were last known to be equal on all ranks; -1: unknown.
     """
 
-    name: str
+    spec: ParameterSpec
     owners: list[tuple[nn.Module, str]]
-    layout: Layout
+    zero: ZeroStage
     replicated_because: str = ""
     transforms: tuple[ParameterTransform, ...] = ()
     reducer: ParameterTransform | None = None
@@ -101,9 +103,9 @@ class ParameterState:
         """
         others = [other for other in self.transforms if type(other) is not type(transform)]
         if transform.reduction != AVERAGE:
-            if not self.layout.zero.may_replace_reduction:
+            if not self.zero.may_replace_reduction:
                 raise PartitionError(
-                    f"at stage {self.layout.stage} the gradient of {self.name!r} is reduced in each backward, which no "
+                    f"at stage {self.zero.number} the gradient of {self.name!r} is reduced in each backward, which no "
                     "transform can replace: partition with stage 0 or 1"
                 )
             if any(other.reduction != AVERAGE for other in others):
@@ -120,6 +122,26 @@ class ParameterState:
     def find(self, kind: type[TransformT]) -> TransformT | None:
         """Return its transform of a kind, None if there is none."""
         return next((transform for transform in self.transforms if isinstance(transform, kind)), None)
+
+    @property
+    def name(self) -> str:
+        """Its (first) name in the model."""
+        return self.spec.name
+
+    def current_spec(self, name: str = "") -> ParameterSpec:
+        """Return the specification as the parameter is now: it may have been frozen or converted.
+
+        Args:
+            name: What a graph calls it; "": its name in the model.
+        """
+        return replace(
+            self.spec,
+            name=name or self.name,
+            shard_shape=tuple(self.rows.shape),
+            dtype=self.param.dtype,
+            requires_grad=self.param.requires_grad,
+            tier=self.tier,
+        )
 
     @property
     def tier(self) -> str:
@@ -147,23 +169,23 @@ class ParameterState:
     def reduce(self, grad: Tensor, shard: Tensor) -> Tensor:
         """Return this rank's part of the reduced gradient, outside compiled graphs."""
         if self.reducer is None:
-            return self.layout.reduce(grad, shard)
-        return self.reducer.reduce(grad, shard, **self.layout.reduction_options(shard.dtype))
+            return reduce_gradient(self.spec, grad, shard)
+        return self.reducer.reduce(grad, shard, **reduction_options(self.spec, shard.dtype))
 
     def bytes_of_rank(self, dtype: torch.dtype) -> int:
         """Return the bytes of one rank's rows of a sharded parameter in `dtype`, padded to the largest shard."""
-        rows, *rest = self.layout.shape
-        return chunk_rows(rows, resolve_group(self.layout.group).size()) * math.prod(rest) * dtype.itemsize
+        rows, *rest = self.spec.shape
+        return chunk_rows(rows, resolve_group(self.spec.group).size()) * math.prod(rest) * dtype.itemsize
 
     @property
     def copy_bytes(self) -> int:
         """What a gathered copy takes in memory: equally many rows of each rank, of which some may be padding."""
-        dtype, _ = self.layout.dtypes(self.param.dtype)
-        return self.bytes_of_rank(dtype) * resolve_group(self.layout.group).size()
+        dtype, _ = self.spec.dtypes(self.param.dtype)
+        return self.bytes_of_rank(dtype) * resolve_group(self.spec.group).size()
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy of the model has no part in the step.
-        gathered_copy = None if self.layout.zero.gathers_each_use else self.gathered_copy
+        gathered_copy = None if self.zero.gathers_each_use else self.gathered_copy
         nothing = {
             "leaf": None,
             "accumulated_grad": None,
@@ -198,7 +220,7 @@ class ParameterState:
     @property
     def is_replicated(self) -> bool:
         """Whether every rank holds all of it; not where another parameter has been put in its place."""
-        return not self.layout.group and isinstance(self.param, DTensor)
+        return not self.spec.group and isinstance(self.param, DTensor)
 
     @property
     def is_written(self) -> bool:

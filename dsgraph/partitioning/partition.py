@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DeviceMesh, DTensor
 
-from dsgraph.passes import AxisRole
+from dsgraph.passes import AxisRole, ParameterSpec
 from dsgraph.ranks.agreement import Agreement
 from dsgraph.ranks.eager_agreement import VARIABLE, patience_of
 from dsgraph.ranks.mesh import mesh_axes, resolve_mesh
@@ -24,12 +24,11 @@ from .eager.replaced_data import forget_memory, refuse_replaced_data
 from .forward_inputs import cast_inputs_of
 from .guards import guard
 from .initialization.buffers import describe_buffer, equalise_buffers, new_buffers
-from .layout import Layout
 from .parameter import ParameterState
 from .refusals import SENT_DTYPES, refuse_early_optimizers, refuse_hidden_references, refuse_model, refuse_parameters
 from .repeated_blocks import find_blocks, read_blocks, region_methods
 from .restore import restored_on_error
-from .rows import broadcast_from_first, local_rows, placements_for
+from .rows import broadcast_from_first, local_rows, own_row_count, placements_for
 from .stages import STAGES
 from .state import PartitionState, partition_states
 from .state_dict.pretrained import methods_for
@@ -173,7 +172,9 @@ def _apply(additions: Additions, part: PartitionState) -> list[ParameterState]:
     owners, entries = _owners(model), []
     for name, param in additions.parameters.items():
         reason = _why_replicated(param, part)
-        entries.append(ParameterState(name, owners[param], _layout_for(param, part, whole=bool(reason)), reason))
+        entries.append(
+            ParameterState(_spec_for(name, param, part, whole=bool(reason)), owners[param], part.zero, reason)
+        )
     give_places(entries, part)
     for entry, param in zip(entries, additions.parameters.values(), strict=True):
         _replace(entry, _shard(param, entry, part.mesh))
@@ -239,35 +240,39 @@ def _why_replicated(param: nn.Parameter, part: PartitionState) -> str:
     return ""
 
 
-def _layout_for(param: nn.Parameter, part: PartitionState, *, whole: bool) -> Layout:
+def _spec_for(name: str, param: nn.Parameter, part: PartitionState, *, whole: bool) -> ParameterSpec:
     split_over = [axis.group for axis in part.axes if axis.role is AxisRole.SHARD and not whole]
     floating, arguments = param.is_floating_point(), part.arguments
-    return Layout(
-        stage=part.zero.number,
-        shape=tuple(param.shape),
+    shape = tuple(param.shape)
+    return ParameterSpec(
+        name,
+        shape,
+        shape if whole else (own_row_count(param, part.mesh), *shape[1:]),
+        param.dtype,
+        split_over[0] if split_over else "",
+        param.requires_grad,
         param_dtype=arguments.param_dtype if floating and arguments.param_dtype != param.dtype else None,
         reduce_dtype=arguments.reduce_dtype if floating else None,
-        group=split_over[0] if split_over else "",
         outer_groups=tuple(axis.group for axis in part.axes if axis.group not in split_over),
     )
 
 
 def _shard(param: nn.Parameter, entry: ParameterState, mesh: DeviceMesh) -> nn.Parameter:
-    full, layout = param.detach().contiguous(), entry.layout
+    full, spec = param.detach().contiguous(), entry.spec
     if not full.is_meta:
         if mesh.size() > 1 or full.is_inference():  # keep the user's values, in case a later parameter fails
             full = full.clone()
         broadcast_from_first(full, mesh)
-    local = local_rows(full, layout, mesh)
+    local = local_rows(full, spec, mesh)
     transforms = () if full.is_meta else entry.transforms
     for transform in transforms:
         local = transform.store(local)
     value = DTensor.from_local(
         local,
         mesh,
-        placements_for(layout, mesh),
+        placements_for(spec, mesh),
         run_check=False,
-        shape=torch.Size(layout.shape),
+        shape=torch.Size(spec.shape),
         stride=full.stride(),
     )
     shard = nn.Parameter(value, requires_grad=param.requires_grad)

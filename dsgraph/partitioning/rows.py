@@ -7,15 +7,14 @@ from torch import Tensor
 from torch.distributed.tensor import DeviceMesh, DTensor, Placement, Replicate, Shard
 
 from dsgraph.compat import dtensor
-from dsgraph.passes import AxisRole
+from dsgraph.inductor_ext import chunk_rows
+from dsgraph.passes import AxisRole, ParameterSpec
 from dsgraph.ranks.mesh import axis_roles, shard_dim
 
-from .layout import Layout
 
-
-def placements_for(layout: Layout, mesh: DeviceMesh) -> list[Placement]:
-    """Where a parameter of this layout lies on the mesh: rows split over the dimension for that, or replicated."""
-    is_split = bool(layout.group)
+def placements_for(spec: ParameterSpec, mesh: DeviceMesh) -> list[Placement]:
+    """Where a parameter lies on the mesh: rows split over the dimension for that, or replicated."""
+    is_split = bool(spec.group)
     return [Shard(0) if is_split and role is AxisRole.SHARD else Replicate() for role in axis_roles(mesh)]
 
 
@@ -26,18 +25,27 @@ def broadcast_from_first(tensor: Tensor, mesh: DeviceMesh) -> None:
         dist.broadcast(tensor, dist.get_global_rank(group, 0), group)
 
 
-def local_rows(full: Tensor, layout: Layout, mesh: DeviceMesh) -> Tensor:
+def local_rows(full: Tensor, spec: ParameterSpec, mesh: DeviceMesh) -> Tensor:
     """This rank's rows of a full parameter, in memory of their own."""
-    return rows_in(full, layout, mesh).clone()
+    return rows_in(full, spec, mesh).clone()
 
 
-def rows_in(full: Tensor, layout: Layout, mesh: DeviceMesh) -> Tensor:
+def rows_in(full: Tensor, spec: ParameterSpec, mesh: DeviceMesh) -> Tensor:
     """The same in the memory of the full one."""
-    if not layout.group:
+    if not spec.group:
         return full
+    return full[_own_rows(len(full), mesh)]
+
+
+def own_row_count(full: Tensor, mesh: DeviceMesh) -> int:
+    """Return the number of this rank's rows of a parameter that is split."""
+    return len(range(len(full))[_own_rows(len(full), mesh)])
+
+
+def _own_rows(rows: int, mesh: DeviceMesh) -> slice:
     dim = shard_dim(mesh)
-    chunks, rank = full.chunk(mesh.size(dim)), mesh.get_local_rank(dim)
-    return chunks[rank] if rank < len(chunks) else full[:0]
+    most, rank = chunk_rows(rows, mesh.size(dim)), mesh.get_local_rank(dim)
+    return slice(rank * most, (rank + 1) * most)
 
 
 def own_part(tensor: Tensor) -> Tensor:

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from dsgraph.compat.autograd import in_transform, outside_selective_checkpoints, outside_transforms, without_transforms
 from dsgraph.compat.dynamo import compiling_backend, leave_control_flow, only_inlined, return_to_control_flow
+from dsgraph.passes import ParameterSpec
 from dsgraph.ranks.eager_agreement import is_outside
 from dsgraph.utils.errors import PartitionError
 
@@ -24,19 +25,20 @@ from .eager.forward_parameter import ForwardParameter
 from .eager.full_parameter import FullParameter
 from .eager.replaced_data import refuse_replaced_data
 from .eager.source import Source
-from .layout import Layout
+from .markers import cast_leaf, gather_marker, marker_inputs, marker_options
+from .stages import ZeroStage
 from .state import held_by
 
 
-def property_for(name: str, layout: Layout) -> property:
+def property_for(name: str, spec: ParameterSpec, zero: ZeroStage) -> property:
     """The property through which a partitioned module's class hands out parameter `name`.
 
     It gives the full parameter, differentiable with respect to its shard. A value that is not a `DTensor` (None, or
     what `torch.func.functional_call` put there) is returned as it is.
     """
-    may_have_copy = bool(layout.group)
-    may_stay_local = layout.zero.may_reduce_once
-    may_replace_reduction = layout.zero.may_replace_reduction
+    may_have_copy = bool(spec.group)
+    may_stay_local = zero.may_reduce_once
+    may_replace_reduction = zero.may_replace_reduction
 
     def read(self: nn.Module) -> Any:
         param: Any = self._parameters[name]
@@ -50,7 +52,7 @@ def property_for(name: str, layout: Layout) -> property:
                 "call dsgraph.materialize(model, device) before the first forward"
             )
         if not torch.compiler.is_compiling():
-            return _read_eagerly(self, name, layout)
+            return _read_eagerly(self, name, spec)
         # Ranks may take different branches, so parameters are gathered before the operator.
         is_ahead = leave_control_flow()
         # Not a tensor in a variable: Dynamo would name the graph's node after it.
@@ -72,7 +74,7 @@ def property_for(name: str, layout: Layout) -> property:
                     _refuse_other_backend(name)
                 leaf = entry.leaf  # below: if it was switched since, reduce at once
                 if leaf is not None and leaf.requires_grad == param.requires_grad:
-                    return layout.local(leaf)
+                    return cast_leaf(spec, leaf)
             elif torch.is_grad_enabled():
                 accumulated_grad = entry.sum_for_graphs
         if may_replace_reduction and torch.is_grad_enabled():
@@ -80,10 +82,10 @@ def property_for(name: str, layout: Layout) -> property:
         gathered_copy = entry.gathered_copy if reads_copies else None
         # The shape is read off the parameter: Dynamo may take integers from elsewhere for dynamic sizes.
         if in_transform():
-            options = layout.marker_options(param.dtype, reducer)
-            added = layout.marker_inputs(accumulated_grad, reducer)
+            options = marker_options(spec, param.dtype, reducer)
+            added = marker_inputs(accumulated_grad, reducer)
             return mark_outside_transforms(param, gathered_copy, param.shape, *added, **options)
-        return layout.mark(param.to_local(), gathered_copy, param.shape, accumulated_grad, reducer)
+        return gather_marker(spec, param.to_local(), gathered_copy, param.shape, accumulated_grad, reducer)
 
     only_inlined(read)
     only_inlined(mark)
@@ -122,7 +124,7 @@ def mark_outside_transforms(
 
 
 @torch.compiler.disable
-def _read_eagerly(module: nn.Module, name: str, layout: Layout) -> Tensor:
+def _read_eagerly(module: nn.Module, name: str, spec: ParameterSpec) -> Tensor:
     entry = held_by(module).parameters[name]
     entry.eager_reads += 1
     with outside_transforms():  # to transforms of `torch.func` parameters are constants
@@ -137,10 +139,10 @@ def _read_eagerly(module: nn.Module, name: str, layout: Layout) -> Tensor:
         source = Source(
             name=f"parameter {name!r} of {type(module).__name__}",
             shards=param,
-            plain=_read_unseen(module, name, layout, is_kept=outside),
-            layout=layout,
+            plain=_read_unseen(module, name, spec, is_kept=outside),
+            spec=spec,
             partition=held_by(module).partition,
-            read=lambda: _read_unseen(module, name, layout),
+            read=lambda: _read_unseen(module, name, spec),
         )
         if outside:
             return FullParameter.over(source.plain, source)
@@ -150,19 +152,19 @@ def _read_eagerly(module: nn.Module, name: str, layout: Layout) -> Tensor:
         return ForwardParameter.over(full, source)
 
 
-def _read_unseen(module: nn.Module, name: str, layout: Layout, *, is_kept: bool = False) -> Tensor:
+def _read_unseen(module: nn.Module, name: str, spec: ParameterSpec, *, is_kept: bool = False) -> Tensor:
     """Call `_read` hidden from selective checkpoints, which refuse a recomputation with other ops than the forward.
 
     Which ops run depends on what was gathered before, and on where the step stands. A gather at each use is visible,
     so that a policy may save its result.
     """
     partition, entry = held_by(module).partition, held_by(module).parameters[name]
-    fetches = layout.group and not partition.gradients_stay_local and entry.gathered_copy is None
+    fetches = spec.group and not partition.gradients_stay_local and entry.gathered_copy is None
     with nullcontext() if fetches else outside_selective_checkpoints():
-        return _read(module, name, layout, is_kept=is_kept)
+        return _read(module, name, spec, is_kept=is_kept)
 
 
-def _read(module: nn.Module, name: str, layout: Layout, *, is_kept: bool = False) -> Tensor:
+def _read(module: nn.Module, name: str, spec: ParameterSpec, *, is_kept: bool = False) -> Tensor:
     """A full parameter. With `is_kept` any number of backwards may go through it, and it may be written to."""
     param: Any = module._parameters[name]
     partition, entry, shard = held_by(module).partition, held_by(module).parameters[name], param.to_local()
@@ -170,7 +172,7 @@ def _read(module: nn.Module, name: str, layout: Layout, *, is_kept: bool = False
         assert entry.leaf is not None
         if entry.leaf.requires_grad == param.requires_grad:
             partition.refresh(eagerly=True)
-            return layout.local(partition.copies.arrived(entry.leaf))
+            return cast_leaf(spec, partition.copies.arrived(entry.leaf))
 
     def reduce(grad: Tensor) -> Tensor:
         with partition.operations.reducing(f"the gradient of {entry.name!r}"):
@@ -180,13 +182,13 @@ def _read(module: nn.Module, name: str, layout: Layout, *, is_kept: bool = False
     if entry.gathered_copy is not None:
         partition.refresh(eagerly=True, read=None if is_kept else entry.gathered_copy)
         full, note_gradient = partition.copies.arrived(entry.gathered_copy), partition.note_gradient
-    elif layout.group:
+    elif spec.group:
         for transform in entry.transforms:
             transform.before_eager_gather()
         with partition.operations.gathering(f"parameter {entry.name!r}"), torch.no_grad():
-            full = layout.mark(shard, None, layout.shape)
+            full = gather_marker(spec, shard, None, spec.shape)
     else:
-        full = shard.detach().to(layout.dtypes(shard.dtype)[0])
+        full = shard.detach().to(spec.dtypes(shard.dtype)[0])
     return _HandOut.apply(shard, full, reduce, note_gradient, is_kept)
 
 

@@ -132,7 +132,7 @@ class PartitionState:
 
     def keep_copy(self, entry: ParameterState) -> None:
         """Stages 1 and 2: allocate the gathered copy of a sharded parameter, empty and stale."""
-        if entry.layout.group and self.zero.copy_lifetime is CopyLifetime.ALWAYS:
+        if entry.spec.group and self.zero.copy_lifetime is CopyLifetime.ALWAYS:
             self._add_copy(entry)
 
     def _add_copy(self, entry: ParameterState) -> None:

@@ -12,7 +12,7 @@ from enum import Enum
 from types import MappingProxyType
 from typing import TypeVar
 
-from dsgraph.passes.ir.parameters import ParamInfo
+from dsgraph.passes.ir.parameters import ParameterSpec
 
 from .knapsack import most_valuable
 from .pieces import GraphMemory
@@ -74,7 +74,7 @@ class MemoryBudget:
         """Writes down that a value takes room."""
         self._taken.setdefault(part, {})[taker] = size
 
-    def left_beside(self, memory: GraphMemory, params: Collection[ParamInfo]) -> int:
+    def left_beside(self, memory: GraphMemory, params: Collection[ParameterSpec]) -> int:
         """What the limit leaves beside a graph as it is: parameters and optimizer state lie in memory all the time.
 
         Args:
@@ -88,7 +88,7 @@ class MemoryBudget:
         return max(0, self.limit - (memory.peak - elsewhere) - max(0, held - (here - elsewhere)))
 
 
-def parameter_needs(params: Iterable[ParamInfo]) -> dict[MemoryPart, int]:
+def parameter_needs(params: Iterable[ParameterSpec]) -> dict[MemoryPart, int]:
     """What a step needs for parameters: shards, and for those that are trained gradients and an optimizer's state.
 
     What lies elsewhere is not counted, nor are the buffers through which it passes.

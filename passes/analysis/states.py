@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
-from dsgraph.passes.ir.parameters import ParamInfo
+from dsgraph.passes.ir.parameters import ParameterSpec
 
 OPTIMIZER_STATES = 2
 """Tensors of a parameter's shape that an optimizer keeps for each trained parameter: Adam's two."""
@@ -16,17 +16,17 @@ MASTER_BYTES = 4
 """Bytes of an element of the float32 master of a parameter of 16 bits."""
 
 
-def shard_bytes(info: ParamInfo) -> int:
+def shard_bytes(info: ParameterSpec) -> int:
     """Return the bytes of this rank's rows of a parameter."""
     return math.prod(info.shard_shape) * info.dtype.itemsize
 
 
-def held_bytes(info: ParamInfo) -> int:
+def held_bytes(info: ParameterSpec) -> int:
     """Return the bytes of these rows on the device; 0 if they are stored on another tier."""
     return 0 if info.tier else shard_bytes(info)
 
 
-def state_bytes(info: ParamInfo, tensors: int = OPTIMIZER_STATES) -> int:
+def state_bytes(info: ParameterSpec, tensors: int = OPTIMIZER_STATES) -> int:
     """Return the bytes on the device of the optimizer's state of a parameter.
 
     Args:
@@ -36,7 +36,7 @@ def state_bytes(info: ParamInfo, tensors: int = OPTIMIZER_STATES) -> int:
     return tensors * shard_bytes(info) * info.requires_grad - state_bytes_below(info, tensors)
 
 
-def state_bytes_below(info: ParamInfo, tensors: int = OPTIMIZER_STATES) -> int:
+def state_bytes_below(info: ParameterSpec, tensors: int = OPTIMIZER_STATES) -> int:
     """Return the bytes of that state on its `state_tier`."""
     return round(tensors * shard_bytes(info) * info.requires_grad * info.state_share)
 
@@ -46,7 +46,7 @@ def master_state_bytes(elements: int, tensors: int = OPTIMIZER_STATES) -> int:
     return (tensors + 1) * elements * MASTER_BYTES
 
 
-def below_bytes(params: Iterable[ParamInfo], tensors: int = OPTIMIZER_STATES) -> dict[str, dict[str, int]]:
+def below_bytes(params: Iterable[ParameterSpec], tensors: int = OPTIMIZER_STATES) -> dict[str, dict[str, int]]:
     """Return the bytes on other tiers, by tier and part of a step. Gradients are stored next to their parameter."""
     found: dict[str, dict[str, int]] = {}
 

@@ -20,7 +20,7 @@ from dsgraph.inductor_ext import chunk_rows
 from dsgraph.passes.compat import captured_gradients, captured_input, is_tangent
 from dsgraph.passes.ir.graph import placeholders
 from dsgraph.passes.ir.mesh_axis import MeshAxis, shard_axis
-from dsgraph.passes.ir.parameters import ParamInfo
+from dsgraph.passes.ir.parameters import ParameterSpec
 from dsgraph.passes.ir.roles import GraphInput, InputRole
 
 from .memory import simulate
@@ -56,14 +56,14 @@ class PairMemory:
 
     forward: GraphMemory
     backward: GraphMemory | None
-    params: Mapping[str, ParamInfo]
+    params: Mapping[str, ParameterSpec]
     gathered_copies: Mapping[str, str]
     gradients: Mapping[str, str]
     saved: frozenset[str]
     read_again: frozenset[str]
     outputs: frozenset[str]
     copy_bytes: Mapping[str, int]
-    unread: tuple[ParamInfo, ...] = ()
+    unread: tuple[ParameterSpec, ...] = ()
     unread_copies: int = 0
     keeps_outputs: bool = False
     buffers: tuple[int, ...] = ()
@@ -75,12 +75,12 @@ def pair_memory(
     forward: GraphModule,
     backward: GraphModule | None,
     *,
-    params: Mapping[str, ParamInfo],
+    params: Mapping[str, ParameterSpec],
     roles: Mapping[str, GraphInput],
     axes: Sequence[MeshAxis],
     fused: bool = False,
     keeps_outputs: bool = False,
-    unread: tuple[ParamInfo, ...] = (),
+    unread: tuple[ParameterSpec, ...] = (),
     unread_copies: int = 0,
 ) -> PairMemory:
     """The memory of a captured graph, from its graphs as the code generator gets them.
@@ -146,7 +146,7 @@ def _saved(backward: GraphModule, ahead: GraphMemory) -> dict[str, str]:
 
 
 def _gradients(
-    forward: GraphModule, backward: GraphModule, memory: GraphMemory, params: Mapping[str, ParamInfo]
+    forward: GraphModule, backward: GraphModule, memory: GraphMemory, params: Mapping[str, ParameterSpec]
 ) -> dict[str, str]:
     names = {captured_input(node): params[node.name].name for node in placeholders(forward) if node.name in params}
     (output,) = backward.graph.find_nodes(op="output")
@@ -158,7 +158,7 @@ def _gradients(
     return found
 
 
-def _gathered_copies(roles: Mapping[str, GraphInput], params: Mapping[str, ParamInfo]) -> dict[str, str]:
+def _gathered_copies(roles: Mapping[str, GraphInput], params: Mapping[str, ParameterSpec]) -> dict[str, str]:
     """Those whose shards come into the graph as well: under `accumulate` a graph may read copies alone."""
     split = {info.name for info in params.values() if info.placement == "shard"}
     copies = {node: item.parameter for node, item in roles.items() if item.role is InputRole.GATHERED_COPY}
@@ -166,7 +166,10 @@ def _gathered_copies(roles: Mapping[str, GraphInput], params: Mapping[str, Param
 
 
 def _copy_bytes(
-    gathered_copies: Mapping[str, str], memory: GraphMemory, params: Mapping[str, ParamInfo], axes: Sequence[MeshAxis]
+    gathered_copies: Mapping[str, str],
+    memory: GraphMemory,
+    params: Mapping[str, ParameterSpec],
+    axes: Sequence[MeshAxis],
 ) -> dict[str, int]:
     rows_of = {info.name: info.shape[0] for info in params.values() if info.placement == "shard"}
     axis = shard_axis(axes)

@@ -14,7 +14,7 @@ from dsgraph.passes.analysis.cost import CostModel
 from dsgraph.passes.compat import captured_gradients, captured_input
 from dsgraph.passes.ir.graph import placeholders
 from dsgraph.passes.ir.mesh_axis import MeshAxis
-from dsgraph.passes.ir.parameters import ParamInfo
+from dsgraph.passes.ir.parameters import ParameterSpec
 from dsgraph.passes.ir.roles import GraphInput
 
 from .context import PassContext, Phase
@@ -43,7 +43,7 @@ class CaptureFacts:
     """
 
     axes: tuple[MeshAxis, ...] = ()
-    params: Mapping[int, ParamInfo] = field(default_factory=lambda: MappingProxyType({}))
+    params: Mapping[int, ParameterSpec] = field(default_factory=lambda: MappingProxyType({}))
     roles: Mapping[int, GraphInput] = field(default_factory=lambda: MappingProxyType({}), kw_only=True)
     costs: CostModel | None = None
     memory_limit: int | None = None
@@ -53,7 +53,7 @@ class CaptureFacts:
     fuses: bool = False
     keeps_limit: bool = False
     offload_tier: str | None = None
-    unread: tuple[ParamInfo, ...] = ()
+    unread: tuple[ParameterSpec, ...] = ()
     unread_copies: int = 0
     held_gradients: int = 0
 

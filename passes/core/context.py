@@ -15,7 +15,7 @@ from dsgraph.passes.analysis.budget import MemoryBudget
 from dsgraph.passes.analysis.cost import CostModel
 from dsgraph.passes.errors import PassError
 from dsgraph.passes.ir.mesh_axis import MeshAxis
-from dsgraph.passes.ir.parameters import ParamInfo
+from dsgraph.passes.ir.parameters import ParameterSpec
 from dsgraph.passes.ir.roles import GraphInput
 
 
@@ -63,7 +63,7 @@ class PassContext:
 
     phase: Phase
     axes: tuple[MeshAxis, ...] = ()
-    params: Mapping[str, ParamInfo] = field(default_factory=lambda: MappingProxyType({}))
+    params: Mapping[str, ParameterSpec] = field(default_factory=lambda: MappingProxyType({}))
     roles: Mapping[str, GraphInput] = field(default_factory=lambda: MappingProxyType({}), kw_only=True)
     gradients: Mapping[int, str] = field(default_factory=lambda: MappingProxyType({}))
     inference: bool = False

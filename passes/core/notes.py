@@ -7,7 +7,7 @@ from torch.fx import Node
 from dsgraph.passes.ir.coalesced import inputs_of, results_of
 from dsgraph.passes.ir.collectives import is_collective
 from dsgraph.passes.ir.graph import fake_value
-from dsgraph.passes.ir.parameters import ParamInfo
+from dsgraph.passes.ir.parameters import ParameterSpec
 from dsgraph.passes.ir.sources import user_source
 
 from .context import PassContext
@@ -19,7 +19,7 @@ def user_line(node: Node) -> str:
     return f" ({place.rpartition('/')[2]})" if place else ""
 
 
-def parameter_behind(node: Node, ctx: PassContext) -> ParamInfo | None:
+def parameter_behind(node: Node, ctx: PassContext) -> ParameterSpec | None:
     """The parameter that a node is made of, and of nothing else; None where there is no such parameter."""
     return ctx.params.get(origin(node).name)
 

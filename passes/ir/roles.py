@@ -29,7 +29,7 @@ class GraphInput:
 
     Attributes:
         role: What it is.
-        parameter: The parameter that it belongs to, as `ParamInfo.name` has it; empty where it belongs to none.
+        parameter: The parameter that it belongs to, as `ParameterSpec.name` has it; empty where it belongs to none.
         slice_group: The tensor-parallel group of whose ranks each holds a slice of the parameter; empty where all hold
             the same.
     """

@@ -10,7 +10,7 @@ import dsgraph
 from dsgraph.compiler.options import parse_options
 from dsgraph.compiler.pipeline import bind_options, build_pipeline
 from dsgraph.inductor_ext.sparse.patterns import Fixed
-from dsgraph.passes import KERNELS, CaptureFacts, GraphPass, ParamInfo, PassResult, Phase, Pipeline
+from dsgraph.passes import KERNELS, CaptureFacts, GraphPass, ParameterSpec, PassResult, Phase, Pipeline
 from dsgraph.passes.kernels.sparsify_attention import SparsifyAttention
 from dsgraph.passes.kernels.substitute_kernels import SubstituteKernels
 from dsgraph.passes.memory.offload import OffloadActivations
@@ -42,7 +42,7 @@ def names(pipeline):
 
 
 def facts(tier="", **changes):
-    info = ParamInfo("weight", (4, 4), (2, 4), torch.float32, "shard", requires_grad=True, tier=tier)
+    info = ParameterSpec("weight", (4, 4), (2, 4), torch.float32, "0", requires_grad=True, tier=tier)
     return CaptureFacts(params={0: info}, **changes)
 
 

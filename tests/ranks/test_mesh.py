@@ -39,8 +39,8 @@ def test_rows_are_split_over_the_shard_axis_and_averaged_over_the_others(fake_ra
     outer, shard = mesh_axes(mesh)
     model = dsgraph.partition(nn.Linear(8, 16), mesh, keep_whole_below=32)
     weight, bias = model._dsgraph.partition.parameters
-    assert (weight.layout.group, weight.layout.outer_groups) == (shard.group, (outer.group,))
-    assert (bias.layout.group, bias.layout.outer_groups) == ("", (outer.group, shard.group))
+    assert (weight.spec.group, weight.spec.outer_groups) == (shard.group, (outer.group,))
+    assert (bias.spec.group, bias.spec.outer_groups) == ("", (outer.group, shard.group))
     assert tuple(weight.param.placements) == (Replicate(), Shard(0))
     assert tuple(bias.param.placements) == (Replicate(), Replicate())
     assert weight.param.to_local().shape == torch.Size([4, 8])

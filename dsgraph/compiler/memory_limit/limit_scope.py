@@ -14,7 +14,6 @@ from torch.fx import GraphModule
 from dsgraph.compat.compiled import recompile_limit
 from dsgraph.compat.dynamo import is_marked_with_maximum
 from dsgraph.compat.inductor import activation_memory_budget
-from dsgraph.compiler.capture import parameter_info
 from dsgraph.compiler.frames import Capture
 from dsgraph.compiler.request import CompileOutcome, CompileRequest
 from dsgraph.inductor_ext import size_hint
@@ -137,7 +136,7 @@ def with_unread(facts: CaptureFacts, inputs: Sequence[Any], module: nn.Module) -
     copies = [entry.gathered_copy for entry in unread if entry.gathered_copy is not None]
     return replace(
         facts,
-        unread=tuple(parameter_info(entry.param, names.get(id(entry.param), entry.name)) for entry in unread),
+        unread=tuple(entry.current_spec(names.get(id(entry.param), entry.name)) for entry in unread),
         unread_copies=sum(copy.untyped_storage().nbytes() for copy in copies if id(copy) not in given),
     )
 

@@ -54,7 +54,7 @@ class ShardedStages:
         """Gathers the full parameters. All ranks of the mesh call it together."""
         if self._state.zero.gathers_each_use:
             for entry in self._full:
-                entry.is_held_for_step = bool(entry.layout.group)
+                entry.is_held_for_step = bool(entry.spec.group)
             self._state.hold_copies()
         self._state.refresh(eagerly=True)
         self._state.copies.finish()
@@ -74,5 +74,5 @@ class ShardedStages:
             return
         self._state.release_copies()
         for entry, full in self._full.items():
-            if entry.layout.group:
+            if entry.spec.group:
                 full.data = torch.empty(0, dtype=full.dtype, device=full.device)

@@ -85,13 +85,13 @@ def reduce_accumulated(state: PartitionState) -> None:
         if not is_used:
             continue  # as in one process: a parameter that no rank used keeps its gradient of None
         if taken[entry] is None:
-            taken[entry] = torch.zeros(entry.layout.shape, dtype=entry.param.dtype, device=entry.param.device)
+            taken[entry] = torch.zeros(entry.spec.shape, dtype=entry.param.dtype, device=entry.param.device)
         if entry.reducer is not None:
             reduced.append((entry, entry.reduce(cast("Tensor", taken.pop(entry)), entry.rows)))
-        elif entry.layout.group:
+        elif entry.spec.group:
             alone.append(entry)
         else:
-            together[entry.layout.dtypes(entry.param.dtype), entry.layout.outer_groups].append(entry)
+            together[entry.spec.dtypes(entry.param.dtype), entry.spec.outer_groups].append(entry)
     reduced += reduce_split({entry: taken.pop(entry) for entry in alone})
     for bucket in together.values():
         reduced += reduce_replicated(bucket, [taken.pop(entry) for entry in bucket])
@@ -245,7 +245,7 @@ def _hand_out_sum(entry: ParameterState, state: PartitionState) -> None:
     drop_if_zeroed(entry)
     total = entry.accumulated_grad
     if total is None:
-        total = torch.zeros(entry.layout.shape, dtype=entry.param.dtype, device=entry.param.device)
+        total = torch.zeros(entry.spec.shape, dtype=entry.param.dtype, device=entry.param.device)
         entry.accumulated_grad = total
     if not hasattr(total, "dsgraph_sum_of"):
         total.dsgraph_sum_of = (entry, state)  # type: ignore[attr-defined]

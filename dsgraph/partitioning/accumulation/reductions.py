@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from dsgraph.inductor_ext import Ranks, sum_over
+from dsgraph.partitioning.markers import reduce_gradient, start_reducing_gradient
 from dsgraph.partitioning.parameter import ParameterState
 from dsgraph.partitioning.state import PartitionState
 
@@ -38,7 +39,7 @@ def reduce_split(grads: dict[ParameterState, Tensor | None]) -> list[tuple[Param
     for entry in list(grads):
         grad = grads.pop(entry)
         assert grad is not None
-        started.append((entry, grad.nbytes, entry.layout.start_reducing(grad, entry.rows)))
+        started.append((entry, grad.nbytes, start_reducing_gradient(entry.spec, grad, entry.rows)))
         del grad
         while sum(size for _, size, _ in started) > _IN_FLIGHT_BYTES and len(started) > 1:
             first, _, finish = started.popleft()
@@ -51,10 +52,10 @@ def reduce_replicated(
 ) -> list[tuple[ParameterState, Tensor]]:
     """Reduces gradients of parameters that every rank holds whole, as one."""
     flat = torch.cat([grad.reshape(-1) for grad in grads if grad is not None])
-    averaged = bucket[0].layout.reduce(flat, flat.new_empty(flat.shape, dtype=bucket[0].param.dtype))
+    averaged = reduce_gradient(bucket[0].spec, flat, flat.new_empty(flat.shape, dtype=bucket[0].param.dtype))
     parts = averaged.split([entry.param.numel() for entry in bucket])
     # A tensor with a storage offset cannot be saved.
-    return [(entry, part.clone().view(entry.layout.shape)) for entry, part in zip(bucket, parts, strict=True)]
+    return [(entry, part.clone().view(entry.spec.shape)) for entry, part in zip(bucket, parts, strict=True)]
 
 
 def deliver(reduced: list[tuple[ParameterState, Tensor]]) -> None:

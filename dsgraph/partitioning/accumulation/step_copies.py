@@ -39,9 +39,7 @@ def choose_step_copies(facts: CaptureFacts, module: nn.Module | None) -> None:
     if state.step_room is not None and state.step_room <= facts.keep_bytes:
         return
     state.step_room = facts.keep_bytes
-    entries = [
-        entry for entry in state.parameters if entry.layout.group and resolve_group(entry.layout.group).size() > 1
-    ]
+    entries = [entry for entry in state.parameters if entry.spec.group and resolve_group(entry.spec.group).size() > 1]
     sizes = [entry.copy_bytes for entry in entries]
     room = max(0, state.step_room - _GRADIENTS_UNDER_WAY * max(sizes, default=0))
     costs = facts.costs or CostModel.default(facts.axes, device_type=facts.device_type)
@@ -53,7 +51,7 @@ def choose_step_copies(facts: CaptureFacts, module: nn.Module | None) -> None:
 
 def _seconds(entry: ParameterState, costs: CostModel) -> float:
     """How long its gather takes."""
-    group = entry.layout.group
+    group = entry.spec.group
     world = resolve_group(group).size()
     sent = entry.copy_bytes * (world - 1) // world
     return costs.transfer_seconds("all_gather_into_tensor", group, sent) or 0.0

@@ -89,7 +89,7 @@ class FullParameter(FullTensor):
         shards, source = grad.detach(), self.source
         assert isinstance(grad, DTensor) and isinstance(shards, DTensor)
         read = shards.full_tensor
-        return Source(f"the gradient of {source.name}", grad, read(), source.layout, source.partition, read)
+        return Source(f"the gradient of {source.name}", grad, read(), source.spec, source.partition, read)
 
     @property
     def requires_grad(self) -> bool:
@@ -121,13 +121,13 @@ class FullParameter(FullTensor):
 
     def register_hook(self, hook: Callable[[Tensor], Tensor | None]) -> Any:
         """Calls `hook` with the full gradient, averaged over ranks, in every backward."""
-        layout, mesh = self.source.layout, self.source.partition.mesh
+        spec, mesh = self.source.spec, self.source.partition.mesh
 
         def on_shards(grad: Any) -> Tensor | None:
             changed = hook(grad.full_tensor())
             if changed is None:
                 return None
-            rows = local_rows(changed.to(grad.dtype), layout, mesh)
+            rows = local_rows(changed.to(grad.dtype), spec, mesh)
             return DTensor.from_local(
                 rows, mesh, grad.placements, run_check=False, shape=grad.shape, stride=grad.stride()
             )

@@ -11,9 +11,9 @@ from torch.distributed.tensor import DTensor
 
 from dsgraph.compat.autograd import version_of
 from dsgraph.inductor_ext import share_memory
-from dsgraph.partitioning.layout import Layout
 from dsgraph.partitioning.rows import broadcast_from_first, local_rows
 from dsgraph.partitioning.state import PartitionState
+from dsgraph.passes import ParameterSpec
 from dsgraph.utils.errors import PartitionError
 
 
@@ -25,7 +25,7 @@ class Source:
         name: What errors call it.
         shards: The parameter or the gradient.
         plain: `[*shape]`, what was handed out, in the dtype that the forward sees.
-        layout: How the parameter is laid out.
+        spec: The parameter.
         partition: The model that it is part of.
         read: Reads the full value again, which may be `plain` itself, brought up to date.
     """
@@ -33,7 +33,7 @@ class Source:
     name: str
     shards: DTensor
     plain: Tensor
-    layout: Layout
+    spec: ParameterSpec
     partition: PartitionState
     read: Callable[[], Tensor]
     _seen: tuple[int, int] = field(init=False)
@@ -65,15 +65,15 @@ class Source:
     @torch.compiler.disable
     def store(self, full: Tensor) -> None:
         """Makes `full` of the mesh's first rank the value of the shards. All ranks call it together."""
-        if tuple(full.shape) != self.layout.shape:
+        if tuple(full.shape) != self.spec.shape:
             raise PartitionError(
-                f"{self.name} is {list(self.layout.shape)}; {list(full.shape)} cannot be written to it, "
+                f"{self.name} is {list(self.spec.shape)}; {list(full.shape)} cannot be written to it, "
                 "because a partitioned parameter keeps its shape"
             )
         with torch.inference_mode(False), torch.no_grad():
             full = full.contiguous()
             broadcast_from_first(full, self.partition.mesh)
-            self.shards.to_local().copy_(local_rows(full, self.layout, self.partition.mesh))
+            self.shards.to_local().copy_(local_rows(full, self.spec, self.partition.mesh))
             torch.autograd.graph.increment_version(self.shards)  # so that gathered copies are fetched anew
         with torch.no_grad():
             self.plain.copy_(full)

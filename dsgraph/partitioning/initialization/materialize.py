@@ -188,7 +188,7 @@ def _memory_for(
 
 def _keep_rows(entry: ParameterState, state: PartitionState, full: Tensor) -> None:
     meta = entry.param
-    rows = rows_in(full, entry.layout, state.mesh)
+    rows = rows_in(full, entry.spec, state.mesh)
     if not entry.tier:
         rows = rows.clone()
     for transform in entry.transforms:
@@ -196,7 +196,7 @@ def _keep_rows(entry: ParameterState, state: PartitionState, full: Tensor) -> No
     local = DTensor.from_local(
         rows,
         state.mesh,
-        placements_for(entry.layout, state.mesh),
+        placements_for(entry.spec, state.mesh),
         run_check=False,
         shape=meta.shape,
         stride=meta.stride(),

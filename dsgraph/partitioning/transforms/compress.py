@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from dsgraph.compat.dynamo import keep_static
-from dsgraph.inductor_ext import Ranks, resolve_group
+from dsgraph.inductor_ext import Ranks, one_group, resolve_group
 from dsgraph.partitioning.parameter import ParameterState
 from dsgraph.utils.errors import PartitionError
 
@@ -17,15 +17,15 @@ from .compression import Compression
 
 def why_not_compressed(entry: ParameterState) -> str:
     """Why a parameter's gradient cannot be compressed, and what to do; empty where it can."""
-    layout = entry.layout
-    if not layout.zero.may_replace_reduction:
+    spec = entry.spec
+    if not entry.zero.may_replace_reduction:
         return (
-            f"at stage {layout.zero.number} no rank holds a momentum of a whole parameter, and gradients are reduced "
+            f"at stage {entry.zero.number} no rank holds a momentum of a whole parameter, and gradients are reduced "
             "in each backward: partition with stage 0 or 1"
         )
     if entry.param.dtype != torch.float32:
         return f"{entry.name} is {entry.param.dtype}, and momentum and errors are float32: convert the model"
-    groups = [group for group in (layout.group, *layout.outer_groups) if group]
+    groups = [group for group in (spec.group, *spec.outer_groups) if group]
     if len(groups) > 1:
         return f"{entry.name} is reduced over {len(groups)} dimensions of the mesh: take a mesh of one dimension"
     return ""
@@ -33,7 +33,7 @@ def why_not_compressed(entry: ParameterState) -> str:
 
 def ranks_of(entry: ParameterState) -> Ranks:
     """Over whom a parameter's gradient is reduced."""
-    group, _ = entry.layout.reduced_over
+    group, _ = one_group(entry.spec.group, entry.spec.outer_groups)
     return Ranks.of(group)
 
 
@@ -67,8 +67,7 @@ def compress(
     if errors is None:
         zeros = torch.zeros(momentum.numel(), device=momentum.device)
         errors = zeros, torch.zeros_like(own_chunk(zeros, ranks_of(entry)))
-    _, splits_rows = entry.layout.reduced_over
-    made = Compression(momentum, *errors, coefficients, splits_rows, entry.name)
+    made = Compression(momentum, *errors, coefficients, bool(entry.spec.group), entry.name)
     for tensor in made.inputs:
         keep_static(tensor)
     for tensor in made.kept:

@@ -12,13 +12,14 @@ import torch
 from torch import nn
 
 from dsgraph.inductor_ext import chunk_rows, resolve_group
-from dsgraph.offload.chunk_sizes import TrainedRows, state_chunks
+from dsgraph.offload.chunk_sizes import state_chunks
 from dsgraph.offload.slots import first_of
 from dsgraph.offload.stored_rows import ParameterFile
 from dsgraph.partitioning.arguments import OffloadArguments
 from dsgraph.partitioning.parameter import ParameterState
-from dsgraph.partitioning.rows import own_part
 from dsgraph.partitioning.state import PartitionState
+from dsgraph.passes import ParameterSpec
+from dsgraph.passes.analysis.states import shard_bytes
 from dsgraph.utils.errors import PartitionError
 from dsgraph.utils.files import absolute
 
@@ -115,16 +116,16 @@ def give_places(entries: Sequence[ParameterState], part: PartitionState) -> None
         OffloadError: The folder cannot be used, or the disk has too few bytes free.
     """
     offload = part.arguments.offload
-    sharded = [entry for entry in entries if entry.layout.group] if offload.parameters == "disk" else []
+    sharded = [entry for entry in entries if entry.spec.group] if offload.parameters == "disk" else []
     if not sharded:
         return
     Path(offload.folder).mkdir(parents=True, exist_ok=True)
     sizes = []
     for entry in sharded:
-        rows, *rest = entry.layout.shape
+        rows, *rest = entry.spec.shape
         item = entry.owners[0][0]._parameters[entry.owners[0][1]]
         assert item is not None
-        ranks = resolve_group(entry.layout.group).size()
+        ranks = resolve_group(entry.spec.group).size()
         sizes.append(chunk_rows(rows, ranks) * math.prod(rest) * item.element_size())
     on_disk = first_of(sizes, offload.parameters_ratio)
     file = ParameterFile(sizes[:on_disk], below=Path(offload.folder))
@@ -132,19 +133,18 @@ def give_places(entries: Sequence[ParameterState], part: PartitionState) -> None
         entry.register(OffloadedRows(file.place(number)))
 
 
-def trained_rows(part: PartitionState) -> list[TrainedRows]:
-    """This rank's rows of what is trained, in order."""
-    found = (entry for entry in part.parameters if entry.param.requires_grad)
-    return [TrainedRows(own_part(entry.param).nbytes, entry.tier == "disk", entry.name) for entry in found]
+def trained_parameters(part: PartitionState) -> list[ParameterSpec]:
+    """Return the parameters that are trained, in order."""
+    return [entry.current_spec() for entry in part.parameters if entry.param.requires_grad]
 
 
 def state_share(part: PartitionState) -> float:
     """How much of the optimizer's state lies elsewhere: its ratio, or the least more that whole pieces make it."""
-    offload, trained = part.arguments.offload, trained_rows(part)
+    offload, trained = part.arguments.offload, trained_parameters(part)
     if offload.optimizer == "disk":
         chunks = state_chunks(trained, offload.optimizer_ratio)
         there, all_of_it = (sum(chunk.buffer for chunk in chunks), sum(chunk.state for chunk in chunks))
     else:
-        sizes = [item.size for item in trained]
+        sizes = [shard_bytes(item) for item in trained]
         there, all_of_it = sum(sizes[: first_of(sizes, offload.optimizer_ratio)]), sum(sizes)
     return there / all_of_it if all_of_it else 0.0

@@ -118,14 +118,14 @@ def _status(states: list[PartitionState], records: list[CompileEntry]) -> str:
 
 def _parameter(entry: ParameterState, state: PartitionState, *, of: list[PartitionState]) -> Parameter:
     names = {axis.group: axis.name for axis in state.axes}
-    layout, shard = entry.layout, entry.param.to_local().detach()
-    groups = [group for group in (*layout.outer_groups, layout.group) if group]
+    spec, shard = entry.spec, entry.param.to_local().detach()
+    groups = [group for group in (*spec.outer_groups, spec.group) if group]
     return Parameter(
         name=entry.name,
-        shape=layout.shape,
+        shape=spec.shape,
         dtype=str(entry.param.dtype).removeprefix("torch."),
-        stage=layout.stage,
-        split_over=names.get(layout.group),
+        stage=entry.zero.number,
+        split_over=names.get(spec.group),
         averaged_over=tuple(names[group] for group in groups),
         replicated_because=entry.replicated_because,
         bytes_full=entry.param.numel() * shard.element_size(),

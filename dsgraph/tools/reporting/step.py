@@ -10,7 +10,7 @@ from torch import nn
 from dsgraph.compat.compiled import compiled_modules
 from dsgraph.offload.chunk_sizes import state_chunks, step_buffers
 from dsgraph.partitioning.state import PartitionState, partition_states
-from dsgraph.partitioning.transforms.offloaded import trained_rows
+from dsgraph.partitioning.transforms.offloaded import trained_parameters
 from dsgraph.partitioning.transforms.offloaded_rows import OffloadedRows
 from dsgraph.passes.analysis.step_memory import PairMemory, simulate_step
 
@@ -112,7 +112,7 @@ def _buffers(model: nn.Module, pairs: Sequence[PairMemory], graph_buffers: int) 
     parts = [part for part in partition_states(model) if part.arguments.offload.optimizer == "disk"]
     chunks = []
     if parts:
-        trained = [rows for part in parts for rows in trained_rows(part)]
+        trained = [rows for part in parts for rows in trained_parameters(part)]
         chunks = state_chunks(trained, parts[0].arguments.offload.optimizer_ratio)
     offloaded = [entry.find(OffloadedRows) for part in parts for entry in part.parameters]
     if not any(rows.stored.stepped_amid for rows in offloaded if rows is not None):

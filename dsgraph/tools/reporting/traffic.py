@@ -101,15 +101,15 @@ def accumulated_traffic(state: PartitionState) -> tuple[Traffic, ...]:
         found += _reduced(axis, "all_reduce", 4 * len(trained))
     whole: dict[tuple[str, torch.dtype, torch.dtype], int] = {}
     for entry in trained:
-        dtypes = entry.layout.dtypes(entry.param.dtype)
-        if entry.layout.group:
-            axis = names[entry.layout.group]
+        dtypes = entry.spec.dtypes(entry.param.dtype)
+        if entry.spec.group:
+            axis = names[entry.spec.group]
             rows = entry.bytes_of_rank(dtypes[1])
             found += _reduced(axis, "reduce_scatter_tensor", rows)
-            for group in entry.layout.outer_groups:
+            for group in entry.spec.outer_groups:
                 found += _reduced(names[group], "all_reduce", rows)
             continue
-        for group in entry.layout.outer_groups:
+        for group in entry.spec.outer_groups:
             key = (group, *dtypes)
             whole[key] = whole.get(key, 0) + entry.param.numel() * dtypes[1].itemsize
     for (group, *_), amount in whole.items():

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import torch
 
-from dsgraph.passes import CostModel, ParamInfo, PassContext, Phase, Pipeline, Runner
+from dsgraph.passes import CostModel, ParameterSpec, PassContext, Phase, Pipeline, Runner
 from dsgraph.passes.analysis.budget import MemoryBudget, MemoryPart, choose, parameter_needs
 from dsgraph.passes.analysis.memory import simulate
 from dsgraph.passes.analysis.states import below_bytes
@@ -13,7 +13,7 @@ from dsgraph.passes.zero.selective_gather import SelectiveGather
 from tests.passes.tracing import SHARD, Providing, trace
 from tests.passes.zero.test_selective_gather import B, C, _lowered, _params, _saved
 
-WEIGHT = ParamInfo("weight", (8, 4), (4, 4), torch.float32, "shard", True)
+WEIGHT = ParameterSpec("weight", (8, 4), (4, 4), torch.float32, "0", True)
 FROZEN = replace(WEIGHT, name="frozen", requires_grad=False)
 SIZE = 64  # bytes of a shard of either
 

@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import dsgraph
-from dsgraph.passes import GraphPass, ParamInfo, PassContext, PassResult, Phase
+from dsgraph.passes import GraphPass, ParameterSpec, PassContext, PassResult, Phase
 from dsgraph.passes.analysis.memory import simulate
 from dsgraph.passes.analysis.step_memory import PARTS, PairMemory, pair_memory, simulate_step
 from tests.passes.tracing import trace
@@ -31,7 +31,7 @@ def pair(*, name="w", requires_grad=True, saves=True, reads_again=True):
     return PairMemory(
         forward=forward,
         backward=backward,
-        params={"w_1": ParamInfo(name, (64, 16), (32, 16), torch.float32, "shard", requires_grad)},
+        params={"w_1": ParameterSpec(name, (64, 16), (32, 16), torch.float32, "0", requires_grad)},
         gathered_copies={},
         gradients={name: "mm"} if requires_grad else {},
         saved=frozenset(["relu"] if saves else []),

@@ -4,7 +4,7 @@ from types import MappingProxyType
 
 import torch
 
-from dsgraph.passes import ParamInfo, PassContext, Phase, Pipeline, Runner, graph_pass
+from dsgraph.passes import ParameterSpec, PassContext, Phase, Pipeline, Runner, graph_pass
 from dsgraph.passes.core.collective_order import collective_lines, describe_order
 from dsgraph.passes.ir.collectives import collectives
 from dsgraph.passes.zero.choose_collective_algorithms import ChooseCollectiveAlgorithms
@@ -27,7 +27,7 @@ def _lowered(axis=SHARD):
 
 
 def _context(axis=SHARD):
-    info = {name: ParamInfo(name, (4, 4), (2, 4), torch.float32, "shard", True) for name in ("first", "second")}
+    info = {name: ParameterSpec(name, (4, 4), (2, 4), torch.float32, "0", True) for name in ("first", "second")}
     params = {"a_1": info["first"], "b_1": info["second"]}
     return PassContext(Phase.JOINT, (axis,), MappingProxyType(params), MappingProxyType({1: "first"}))
 

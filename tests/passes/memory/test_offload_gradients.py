@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from dsgraph.passes.ir.graph import find_calls
-from dsgraph.passes.ir.parameters import ParamInfo
+from dsgraph.passes.ir.parameters import ParameterSpec
 from dsgraph.passes.memory.offload_gradients import OffloadGradients
 from tests.passes.tracing import run_pass, trace
 
@@ -22,8 +22,8 @@ def test_a_gradient_leaves_as_soon_as_it_is_there():
     first, second = (node.name for node in gm.graph.find_nodes(op="placeholder")[2:])
     shape = (8, 8)
     params = {
-        first: ParamInfo("first", shape, shape, torch.float32, "shard", True, "disk"),
-        second: ParamInfo("second", shape, shape, torch.float32, "shard", True),
+        first: ParameterSpec("first", shape, shape, torch.float32, "0", True, "disk"),
+        second: ParameterSpec("second", shape, shape, torch.float32, "0", True),
     }
     before = list(gm.graph.output_node().args[0])
     result = run_pass(OffloadGradients(), gm, params=params, gradients={1: "first", 2: "second"})

@@ -8,7 +8,7 @@ from torch.testing import FileCheck
 
 from dsgraph.passes import PassError
 from dsgraph.passes.ir.graph import find_calls
-from dsgraph.passes.ir.parameters import ParamInfo
+from dsgraph.passes.ir.parameters import ParameterSpec
 from dsgraph.passes.memory.stream_parameters import StreamBackwardParameters, StreamForwardParameters
 from tests.passes.tracing import code, run_pass, trace
 
@@ -23,7 +23,7 @@ def _params(gm, tiers):
     names = [node.name for node in gm.graph.find_nodes(op="placeholder")][1:]
     shape = (8, 8)
     return {
-        name: ParamInfo(name, shape, shape, torch.float32, "shard", True, tier)
+        name: ParameterSpec(name, shape, shape, torch.float32, "0", True, tier)
         for name, tier in zip(names, tiers, strict=True)
     }
 

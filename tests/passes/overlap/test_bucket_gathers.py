@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch.testing import FileCheck
 from torch.utils.checkpoint import CheckpointPolicy
 
-from dsgraph.passes import CostModel, MeshAxis, ParamInfo, PassContext, PassError, Phase, Pipeline
+from dsgraph.passes import CostModel, MeshAxis, ParameterSpec, PassContext, PassError, Phase, Pipeline
 from dsgraph.passes.analysis.hardware import DEVICES, Device, Link
 from dsgraph.passes.analysis.memory import simulate
 from dsgraph.passes.analysis.schedule import predict
@@ -368,7 +368,7 @@ def test_each_member_is_freed_by_itself():
 
 def test_the_order_of_collectives_names_all_parameters():
     gm = _two_buckets()
-    params = {f"{name}_1": ParamInfo(name, (4, 4), (2, 4), torch.float32, "shard", True) for name in "abcd"}
+    params = {f"{name}_1": ParameterSpec(name, (4, 4), (2, 4), torch.float32, "0", True) for name in "abcd"}
     ctx = PassContext(phase=Phase.FORWARD, axes=(SHARD,), params=params)
     first, _ = collective_lines(gm, ctx)
     assert first.endswith("[4, 4] torch.float32, [4, 4] torch.float32 over shard of a and of b")

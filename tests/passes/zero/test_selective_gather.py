@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import CheckpointPolicy
 
-from dsgraph.passes import CostModel, ParamInfo, PassError, Pipeline
+from dsgraph.passes import CostModel, ParameterSpec, PassError, Pipeline
 from dsgraph.passes.analysis.hardware import DEVICES, Link, LinkTable
 from dsgraph.passes.ir.graph import find_calls, is_wait, placeholders
 from dsgraph.passes.zero.choose_collective_algorithms import ChooseCollectiveAlgorithms
@@ -35,7 +35,7 @@ def _lowered(axis=SHARD, function=_joint):
 def _params(gm):
     inputs = placeholders(gm)[1:4]
     return {
-        node.name: ParamInfo(name, (0, 0), tuple(node.meta["val"].shape), torch.float32, "shard", True)
+        node.name: ParameterSpec(name, (0, 0), tuple(node.meta["val"].shape), torch.float32, "0", True)
         for node, name in zip(inputs, ("a", "b", "c"), strict=True)
     }
 

@@ -58,13 +58,13 @@ def _passes(resolved: ResolvedConfig) -> list[str]:
     from dsgraph.compiler.options import parse_options
     from dsgraph.compiler.pipeline import build_pipeline
     from dsgraph.engine.config.options import backend_options
-    from dsgraph.passes import CaptureFacts, ParamInfo
+    from dsgraph.passes import CaptureFacts, ParameterSpec
 
     config = resolved.config
     if not config.dsgraph.compile:
         return []
     tier = "disk" if config.zero_optimization.offload_param.device == "nvme" else ""
-    some = ParamInfo("", (2,), (1,), torch.float32, "shard", requires_grad=True, tier=tier)
+    some = ParameterSpec("", (2,), (1,), torch.float32, "0", requires_grad=True, tier=tier)
     options = parse_options(backend_options(config), {})
     return [item.name for item in build_pipeline(options, CaptureFacts(params={0: some}))]
 

@@ -1,9 +1,13 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
-from dsgraph.partitioning.layout import Layout
+from dsgraph.passes import ParameterSpec
+
+SPEC = ParameterSpec("weight", (4, 4), (2, 4), torch.float32, "0", requires_grad=True)
 
 
 @pytest.mark.parametrize(
@@ -16,5 +20,9 @@ from dsgraph.partitioning.layout import Layout
     ],
 )
 def test_what_the_forward_sees_and_what_ranks_sum(param_dtype, reduce_dtype, seen, summed):
-    layout = Layout(3, (4, 4), param_dtype, reduce_dtype, group="0", outer_groups=())
-    assert layout.dtypes(torch.float32) == (seen, summed)
+    spec = replace(SPEC, param_dtype=param_dtype, reduce_dtype=reduce_dtype)
+    assert spec.dtypes(torch.float32) == (seen, summed)
+
+
+def test_a_parameter_without_a_group_is_whole():
+    assert (SPEC.placement, replace(SPEC, group="").placement) == ("shard", "whole")
