@@ -62,7 +62,7 @@ def _run(folder: Path, *arguments: str) -> Run:
     assert done.returncode == 0, done.stderr
     last = FINAL.fullmatch(done.stdout.rstrip("\n").rpartition("\n")[2])
     assert last, done.stdout
-    losses = {int(step): float(loss) for step, loss in re.findall(r"^step (\d+)/8: loss ([\d.]+)", done.stdout, re.M)}
+    losses = {int(step): float(loss) for step, loss in re.findall(r"^step (\d+)/\d: loss ([\d.]+)", done.stdout, re.M)}
     return Run(done.stdout, losses, float(last[1]), float(last[2]))
 
 
@@ -86,6 +86,16 @@ def interrupted(finished: tuple[Run, Path], tmp_path: Path) -> Path:
     return folder
 
 
+def test_one_rank_learns_and_prints_its_figures(tmp_path):
+    """The smallest run; what differs on two ranks is tried by tests/distributed/test_stages.py."""
+    sizes = ["--width=16", "--time=16", "--steps=3", "--save-every=3", "--eval-batches=1", "--sample=0"]
+    run = _run(tmp_path, "--nproc=1", *sizes)
+    assert list(run.losses) == [1, 2, 3]
+    assert run.losses[1] == pytest.approx(math.log(256), abs=0.3)
+    assert run.loss == run.losses[3] < run.losses[1]
+
+
+@pytest.mark.full  # one rank above
 def test_two_ranks_learn_and_print_their_figures(finished):
     run, _ = finished
     assert list(run.losses) == list(range(1, 9))

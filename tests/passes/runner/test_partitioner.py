@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 
 import pytest
@@ -19,6 +20,7 @@ from examples.gpt import GPT, GPTConfig
 CONFIG = GPTConfig(vocab=64, width=32, heads=2, layers=2)
 
 
+@functools.cache  # no test changes them
 def _graphs(stage: int, *, keep_whole_below: int = 64, backward: bool = True, **how) -> dict[Phase, GraphModule]:
     """The graphs that one of the ranks runs, by phase."""
     found: dict[Phase, GraphModule] = {}

@@ -220,7 +220,7 @@ def test_what_buckets_add_is_not_taken_for_recomputed(fake_ranks):
     found = []
     for pipeline in (dsgraph.default_pipeline(), without_buckets()):
         torch._dynamo.reset()
-        model = dsgraph.partition(GPT(GPTConfig(vocab=64, width=32, heads=2, layers=3)), stage=3, keep_whole_below=64)
+        model = dsgraph.partition(GPT(GPTConfig(vocab=64, width=32, heads=2, layers=2)), stage=3, keep_whole_below=64)
         tokens = torch.zeros(2, 8, dtype=torch.int64)
         options = {"codegen": "eager", "pipeline": pipeline}
         torch.compile(model, backend="dsgraph", options=options)(tokens, tokens)
@@ -308,6 +308,7 @@ def test_recompiles_name_the_guard(fake_ranks):
     assert "factor == 1" in found[0].reason and found[0].function.endswith("(Net.forward)")
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(("stage", "reduce_once"), ((0, None), (1, None), (2, True)))
 @pytest.mark.parametrize("begins_inside", (False, True))
 def test_recompiles_of_accumulate_are_told_in_words(one_rank, stage, reduce_once, begins_inside):
