@@ -45,7 +45,7 @@ from benchmarks.training import Training, Workload
 from benchmarks.workers import Workers
 from dsgraph.compiler.costs.store import save
 from dsgraph.launch.processes import ended_by_signals
-from dsgraph.tools.calibration.ranks import measure_ranks
+from dsgraph.tools.calibration.measure_ranks import measure_ranks
 
 RATES = ("100mbit", "1gbit", "10gbit", "unlimited")
 STEPS = 8

@@ -17,7 +17,7 @@ import dsgraph
 from benchmarks.memory import AllocationCounter, build_counter, process_bytes
 from benchmarks.report import MB, Check, Row
 from benchmarks.workers import Workers
-from dsgraph.inductor_ext.transfers.buffers import rounded
+from dsgraph.inductor_ext.transfers.buffer_pool import rounded
 from dsgraph.offload.stored_rows import stored_rows
 from dsgraph.optim.disk_optimizer import DiskOptimizer
 from examples.gpt import GPT, GPTConfig

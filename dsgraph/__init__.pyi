@@ -34,9 +34,9 @@ from . import ops as ops
 from . import sparse as sparse
 from .api import backend as backend
 from .api import report as report
+from .compiler.build_pipeline import default_pipeline as default_pipeline
 from .compiler.compile import compile as compile
 from .compiler.custom_kernel import kernel as kernel
-from .compiler.pipeline import default_pipeline as default_pipeline
 from .engine.engine import Engine as Engine
 from .engine.initialize import add_config_arguments as add_config_arguments
 from .engine.initialize import initialize as initialize

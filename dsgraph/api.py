@@ -13,10 +13,10 @@ check_torch_version()
 from .compiler.backend import Backend
 from .partitioning.rules import register_rules
 from .tools.bisecting.choice import read_bisecting
-from .tools.dumping.observer import DumpObserver
+from .tools.dumping.dump_observer import DumpObserver
 from .tools.emission.emission import read_target
-from .tools.reporting.observer import ReportObserver
 from .tools.reporting.report import Report, report_on
+from .tools.reporting.report_observer import ReportObserver
 
 
 def new_backend(reports: ReportObserver | None = None) -> Backend:

@@ -40,8 +40,8 @@ from .kernels.decoding.skinny_groups import register_lowering as _register_group
 from .kernels.launch import on_device_of, on_gpu
 from .kernels.linear_cross_entropy import linear_cross_entropy
 from .quant.fake_quantize import fake_quantize
-from .sizes import same_shape, same_size
 from .sparse.block_sparse_attention import block_sparse_attention
+from .symbolic_sizes import same_shape, same_size
 from .transfers.errors import TransferError
 from .transfers.ops import finish_offload, offload, reload
 from .transfers.ops import register_lowering as _register_wait

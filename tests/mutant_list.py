@@ -139,7 +139,7 @@ SUBSTITUTION = (
 
 SPARSE = (
     Mutant(
-        *("sparse-shared-keys-forgotten", "inductor_ext/sparse/blocks.py", "unsummed gradient"),
+        *("sparse-shared-keys-forgotten", "inductor_ext/sparse/block_attention.py", "unsummed gradient"),
         *("backward", "some.queries.start * k.shape[1] % q.shape[1] == 0", "True"),
         killers=("tests/inductor_ext/sparse/test_block_sparse_attention.py",),
     ),
@@ -398,7 +398,7 @@ STEP = (
         killers=("tests/distributed/test_accumulate.py",),
     ),
     Mutant(
-        *("hooks-of-late-gradients", "dsgraph/partitioning/accumulation/reductions.py", "missing step"),
+        *("hooks-of-late-gradients", "dsgraph/partitioning/accumulation/reduce_accumulated.py", "missing step"),
         *(
             "deliver",
             "_Deliver.apply(reduced, *params).backward()",
@@ -415,7 +415,7 @@ STEP = (
     ),
     Mutant(
         *("zeros-are-not-seen", "dsgraph/partitioning/accumulation/gradient_placeholder.py", "missing check"),
-        *("StandIn.look", "GradState.ZEROS", "GradState.UNTOUCHED"),
+        *("GradientPlaceholder.look", "GradState.ZEROS", "GradState.UNTOUCHED"),
         killers=("tests/distributed/test_hooks.py",),
     ),
     Mutant(
@@ -492,7 +492,7 @@ OFFLOAD = (
         killers=("tests/distributed/test_offload_optimizer.py",),
     ),
     Mutant(
-        *("host-without-masters", "dsgraph/offload/sizes.py", "missing term"),
+        *("host-without-masters", "dsgraph/offload/offload_sizes.py", "missing term"),
         *("Sizes.below", "+ masters +", "+"),
         killers=("tests/optim/test_plan_offload.py",),
     ),
@@ -502,7 +502,7 @@ OFFLOAD = (
         killers=("tests/tools/cli/test_transfers.py",),
     ),
     Mutant(
-        *("plan-without-buffers", "dsgraph/offload/sizes.py", "missing term"),
+        *("plan-without-buffers", "dsgraph/offload/offload_sizes.py", "missing term"),
         *("Sizes.memory", "+ self.buffers(split)", ""),
         killers=("tests/optim/test_plan_offload.py",),
     ),
@@ -517,9 +517,9 @@ OFFLOAD = (
         killers=("tests/offload/test_predicted_memory.py",),
     ),
     Mutant(
-        *("read-ahead-as-ever", "dsgraph/compiler/pipeline.py", "missing check"),
+        *("read-ahead-as-ever", "dsgraph/compiler/build_pipeline.py", "missing check"),
         *("_streaming", 'if options.read_ahead_bytes is None else {"ahead_bytes": options.read_ahead_bytes}', ""),
-        killers=("tests/compiler/test_pipeline.py",),
+        killers=("tests/compiler/test_build_pipeline.py",),
     ),
     Mutant(
         *("state-on-disk-counts-in-memory", "passes/analysis/states.py", "missing term"),
@@ -635,9 +635,9 @@ COMPILER = (
         killers=("tests/passes/regions/test_saved_arguments.py",),
     ),
     Mutant(
-        *("region-keeps-its-markers", "passes/regions/captured.py", "missing step"),
+        *("region-keeps-its-markers", "passes/regions/captured_regions.py", "missing step"),
         *("open_regions", "_hoist(gm, body, sites)", ""),
-        killers=("tests/passes/regions/test_captured.py",),
+        killers=("tests/passes/regions/test_captured_regions.py",),
     ),
     Mutant(
         *("sum-added-where-the-shard-is-read", "dsgraph/compiler/captured_sums.py", "missing check"),
@@ -716,9 +716,9 @@ ENGINE = (
         killers=("tests/engine/config/test_conditions.py",),
     ),
     Mutant(
-        *("value-of-key-not-converted", "dsgraph/engine/config/options.py", "missing step"),
+        *("value-of-key-not-converted", "dsgraph/engine/config/options_of_config.py", "missing step"),
         *("_set_by_keys", "entry.value(value, settings)", "value"),
-        killers=("tests/engine/config/test_options.py",),
+        killers=("tests/engine/config/test_options_of_config.py",),
     ),
     Mutant(
         *("auto-where-the-file-is-silent", "dsgraph/engine/config/auto_values.py", "wrong condition"),
@@ -726,9 +726,9 @@ ENGINE = (
         killers=("tests/engine/config/test_auto_values.py",),
     ),
     Mutant(
-        *("errors-not-propagated", "dsgraph/inference/quantization/calibrate.py", "missing term"),
+        *("errors-not-propagated", "dsgraph/inference/quantization/calibrated_rounding.py", "missing term"),
         *("_blocks", "weight[:, end:] -= left.errors @ factor[start:end, end:]", ""),
-        killers=("tests/inference/quantization/test_calibrate.py",),
+        killers=("tests/inference/quantization/test_calibrated_rounding.py",),
     ),
     Mutant(
         *("period-does-not-double", "dsgraph/engine/techniques/quantize_training.py", "wrong scale"),
@@ -1091,7 +1091,7 @@ PARALLEL = (
     Mutant(
         *("plan-splits-gradients-early", "dsgraph/parallel/planning/memory_formulas.py", "off by one"),
         *("GRADIENTS", "(2)", "(1)"),
-        killers=("tests/parallel/planning/test_plan.py",),
+        killers=("tests/parallel/planning/test_layout_plan.py",),
     ),
     Mutant(
         *("search-forgets-memory", "dsgraph/parallel/planning/search.py", "missing check"),
@@ -1109,9 +1109,9 @@ PARALLEL = (
         killers=("tests/passes/parallel/test_slice_tensors.py",),
     ),
     Mutant(
-        *("fused-slices-in-a-row", "dsgraph/inference/sources.py", "wrong index"),
+        *("fused-slices-in-a-row", "dsgraph/inference/weight_sources.py", "wrong index"),
         *("_of_files.read", "part * count + rank", "rank * held.parts + part"),
-        killers=("tests/inference/test_sources.py",),
+        killers=("tests/inference/test_weight_sources.py",),
     ),
     Mutant(
         *("planned-in-training-mode", "dsgraph/inference/slice_layers.py", "missing step"),
@@ -1129,19 +1129,19 @@ PARALLEL = (
         killers=("tests/inference/test_engine.py::test_threads_get_their_own_tokens_and_compile_nothing",),
     ),
     Mutant(
-        *("logits-not-compared", "dsgraph/inference/probe.py", "missing check"),
+        *("logits-not-compared", "dsgraph/inference/first_tokens.py", "missing check"),
         *("_compare", "distance > tolerance", "False"),
-        killers=("tests/inference/test_probe.py::test_what_cannot_be_served_is_refused_and_left_as_it_was",),
+        killers=("tests/inference/test_first_tokens.py::test_what_cannot_be_served_is_refused_and_left_as_it_was",),
     ),
     Mutant(
-        *("windows-not-reached", "dsgraph/inference/probe.py", "missing bound"),
+        *("windows-not-reached", "dsgraph/inference/first_tokens.py", "missing bound"),
         *("_length", ", beyond)", ", 3)"),
-        killers=("tests/inference/test_probe.py",),
+        killers=("tests/inference/test_first_tokens.py",),
     ),
     Mutant(
         *("layers-by-their-windows", "dsgraph/inference/cache.py", "wrong index"),
         *("new_cache", "cache.layers = [FullLayer(max_tokens) for _ in range(count)]", ""),
-        killers=("tests/inference/test_probe.py::test_tokens_and_logits_are_those_of_transformers",),
+        killers=("tests/inference/test_first_tokens.py::test_tokens_and_logits_are_those_of_transformers",),
     ),
     Mutant(
         *("foreign-forward-in-a-graph", "dsgraph/inference/engine.py", "missing check"),

@@ -13,7 +13,7 @@ from pathlib import Path
 import networkx as nx
 import pytest
 
-from dsgraph.compiler.pipeline import built_in_passes
+from dsgraph.compiler.build_pipeline import built_in_passes
 from dsgraph.passes import GraphPass, Phase
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parent.parent
 ORDER = {
     "inductor_ext": [
         ["compat"],
-        ["ops", "sizes"],
+        ["ops", "symbolic_sizes"],
         ["kernels"],
         ["quant"],
         ["collectives", "transfers", "sparse"],
@@ -57,7 +57,7 @@ ORDER = {
 }
 FLOORS = {floor: number for number, floor in enumerate(ORDER)}
 # What makes code for a device that is not there, with the versions on which it was checked: `harness.CHECKED`.
-EMISSION = [ROOT / "dsgraph" / "tools" / "emission" / f"{stem}.py" for stem in ("harness", "lowering", "schedule")]
+EMISSION = [ROOT / "dsgraph" / "tools" / "emission" / f"{stem}.py" for stem in ("harness", "lowering", "scheduled_kernels")]
 # Names that every part may ask the product for.
 FREE = {"dsgraph.__version__"}
 # Names of others that begin with an underscore and may be read outside compat.

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import pytest
 
 import dsgraph
-from dsgraph.compiler.pipeline import built_in_passes
+from dsgraph.compiler.build_pipeline import built_in_passes
 from dsgraph.optim.registry import OPTIMIZERS
 from dsgraph.passes import KERNELS
 from dsgraph.passes.ir.collectives import TABLE
@@ -38,7 +38,7 @@ def _tables() -> dict[str, Table]:
     passes = {name for kind in built_in_passes() for name in (kind.__name__, kind().name)}
     optimizers = {name for key, entry in OPTIMIZERS.items() for name in (key, entry.name)}
     return {
-        "pass": Table("dsgraph/compiler/pipeline.py", frozenset(passes)),
+        "pass": Table("dsgraph/compiler/build_pipeline.py", frozenset(passes)),
         "optimizer": Table("dsgraph/optim/registry.py", frozenset(optimizers)),
         "public name": Table("dsgraph/__init__.pyi", frozenset(dsgraph.__all__), words=True),
         "command": Table("dsgraph/tools/cli/main.py", frozenset(COMMANDS), words=True),

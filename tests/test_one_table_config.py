@@ -18,7 +18,7 @@ ALLOWED = {
     "dsgraph/engine/activation_checkpointing.py": "arguments of DeepSpeed's `configure` under the names of keys",
     "dsgraph/checkpoint/deepspeed_files.py": "what DeepSpeed's checkpoints hold",
     "dsgraph/engine/optimizers/offloading.py": "the plan of an offload, written into the keys of its section",
-    "dsgraph/engine/optimizers/section.py": "a note on a key tells its default from what the user wrote",
+    "dsgraph/engine/optimizers/optimizer_section.py": "a note on a key tells its default from what the user wrote",
     "dsgraph/engine/optimizers/step_moment.py": "a note names the key for which a step waits",
     "dsgraph/utils/nearest.py": "names of other libraries, for hints; a key needs none",
 }

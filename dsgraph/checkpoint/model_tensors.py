@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from dsgraph.inductor_ext import resolve_group
 from dsgraph.partitioning.rows import own_part
 from dsgraph.partitioning.state import partition_states
-from dsgraph.partitioning.transforms.slices import ParameterSlice
+from dsgraph.partitioning.transforms.parameter_slice import ParameterSlice
 from dsgraph.utils.errors import CheckpointError
 
 from .weight_files import describe

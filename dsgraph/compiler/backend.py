@@ -20,12 +20,13 @@ from dsgraph.partitioning.accumulation.step_copies import choose_step_copies
 from dsgraph.partitioning.state import PartitionState, partition_states
 from dsgraph.passes.ir.graph import placeholders
 from dsgraph.passes.parallel.stage_graphs import StageGraphModule
-from dsgraph.passes.regions.captured import open_regions
+from dsgraph.passes.regions.captured_regions import open_regions
 from dsgraph.ranks.agreement import Agreements
 from dsgraph.ranks.rank_notes import Intent
 from dsgraph.utils.byte_counts import on_device
 from dsgraph.utils.errors import OptionError, StrictError
 
+from .build_pipeline import bind_options, build_pipeline
 from .capture import communication_lines, full_names, partitioned_mesh, read_facts, refuse_added_parameters
 from .captured_sums import add_sums
 from .captured_writes import refuse_writes
@@ -42,7 +43,6 @@ from .memory_limit.limit_scope import (
 )
 from .memory_limit.spare_memory import spare_bytes
 from .options import MEMORY_SHARE, BackendOptions, parse_options
-from .pipeline import bind_options, build_pipeline
 from .request import CompileObserver, CompilerChoice, CompileRequest, Watches
 from .runs import Communication
 from .transforms import move_markers_ahead

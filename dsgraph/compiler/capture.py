@@ -24,7 +24,7 @@ from dsgraph.passes.compat import is_to_local
 from dsgraph.passes.core.collective_order import name_on_all_ranks
 from dsgraph.passes.ir.collectives import is_collective
 from dsgraph.passes.ir.graph import all_graph_modules, bound_arguments, is_gather_marker, placeholders
-from dsgraph.passes.ir.sources import OWN_FOLDER
+from dsgraph.passes.ir.user_source import OWN_FOLDER
 from dsgraph.passes.parallel.slice_walk import marked_slices
 from dsgraph.ranks.mesh import axis_group, mesh_axes
 from dsgraph.utils.errors import PartitionError

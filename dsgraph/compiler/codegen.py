@@ -27,7 +27,7 @@ from dsgraph.passes.core.collective_order import collective_lines
 from dsgraph.passes.ir.regions import region_calls
 from dsgraph.passes.kernels.registry import register_kernels
 from dsgraph.passes.memory.fit import Agree, alone
-from dsgraph.passes.regions.captured import Captured
+from dsgraph.passes.regions.captured_regions import CapturedRegions
 from dsgraph.passes.runner.partitioner import is_body, source_hash
 from dsgraph.passes.zero.await_copies import AwaitCopies
 from dsgraph.utils.errors import OptionError
@@ -116,7 +116,7 @@ class Compilation:
         peak = self._partitioner.step_peak if self._partitioner is not None else None
         return CompileOutcome(tuple(self._runner.records), self.from_cache, self.unidentified, peak)
 
-    def note_regions(self, found: Captured) -> None:
+    def note_regions(self, found: CapturedRegions) -> None:
         """Takes down which regions the graph came with."""
         if found.calls or found.inlined:
             done = tuple(f"{name} is captured once and called {calls} times" for name, calls in found.calls)

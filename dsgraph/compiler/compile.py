@@ -13,8 +13,8 @@ from dsgraph.partitioning.partition import partition
 from dsgraph.utils.errors import OptionError
 from dsgraph.utils.nearest import nearest
 
+from .build_pipeline import bind_options
 from .options import PARTITION_ARGUMENTS, BackendOptions, mode_settings, parse_options
-from .pipeline import bind_options
 
 _PARTITION_OPTIONS = tuple(name for name in PARTITION_ARGUMENTS if name not in ("mesh", "stage"))  # has them already
 _TORCH_OPTIONS = ("fullgraph", "dynamic", "mode")

@@ -16,14 +16,14 @@ from torch.fx import GraphModule
 from dsgraph.compat.compiled import unwrap_compiled
 from dsgraph.compat.dynamo import graph_break, traced_frame
 from dsgraph.compat.modules import MODULE_CALL
-from dsgraph.passes.ir.sources import OWN_FOLDER, TORCH_FOLDER
+from dsgraph.passes.ir.user_source import OWN_FOLDER, TORCH_FOLDER
 
 _RESUMED = re.compile(r"^torch_dynamo_resume_in_.*_at_(\d+)$")
 _STACK_LINE = re.compile(r'^  File "([^"]+)", line (\d+), in (\S+)', re.MULTILINE)
 
 
 @dataclass(frozen=True)
-class Place:
+class SourceLine:
     """A line of a user's function."""
 
     file: str
@@ -45,14 +45,14 @@ class GraphBreak:
         region: The line with the call of `checkpoint`, for a break inside a region, which torch then runs eagerly.
     """
 
-    place: Place
+    place: SourceLine
     reason: str
     lines: tuple[tuple[str, int], ...]
-    region: Place | None = None
+    region: SourceLine | None = None
 
 
 @dataclass(frozen=True)
-class Span:
+class SourceLines:
     """The lines of a function."""
 
     file: str
@@ -60,10 +60,10 @@ class Span:
     last: int
 
     @staticmethod
-    def of(code: CodeType) -> Span:
+    def of(code: CodeType) -> SourceLines:
         """The lines of a code object."""
         lines = [line for *_, line in code.co_lines() if line is not None]
-        return Span(code.co_filename, code.co_firstlineno, max(lines, default=code.co_firstlineno))
+        return SourceLines(code.co_filename, code.co_firstlineno, max(lines, default=code.co_firstlineno))
 
     def holds(self, file: str, line: int) -> bool:
         """Whether a line is one of the function's."""
@@ -86,15 +86,15 @@ class Capture:
         called_at: The user's line that calls the captured function, if that is torch's own (`nn.Sequential.forward`).
     """
 
-    function: Place
+    function: SourceLine
     resumes_at: int | None = None
     compile_id: str = ""
     times: int = 1
     recompile_reason: str = ""
     ends_in: GraphBreak | None = None
-    region: Place | None = None
-    running: tuple[Span, ...] = ()
-    called_at: Place | None = None
+    region: SourceLine | None = None
+    running: tuple[SourceLines, ...] = ()
+    called_at: SourceLine | None = None
 
     @property
     def where(self) -> str:
@@ -106,22 +106,24 @@ def read_capture(gm: GraphModule) -> tuple[Capture, nn.Module | None]:
     """Where `gm` comes from, and the module whose method it was captured from, or that called the function."""
     traced = traced_frame()
     if traced is None:
-        return Capture(Place("<unknown>", 0, "")), None
+        return Capture(SourceLine("<unknown>", 0, "")), None
     stack = list(_user_frames(sys._getframe(1)))
     module = _module_called(traced.receiver, sys._getframe(1))
     resumed = _RESUMED.match(traced.name)
     name = getattr(traced.code, "co_qualname", traced.code.co_name).rpartition("<locals>.")[2]
     caller = next(iter(stack), None) if is_torchs(traced.code.co_filename) else None
     capture = Capture(
-        function=Place(traced.code.co_filename, traced.code.co_firstlineno, name),
+        function=SourceLine(traced.code.co_filename, traced.code.co_firstlineno, name),
         resumes_at=int(resumed[1]) if resumed else None,
         compile_id=traced.compile_id,
         times=traced.times,
         recompile_reason=guard_of(traced.recompile_reason),
         ends_in=_break_of(gm),
         region=_region(sys._getframe(1)),
-        running=tuple(Span.of(code) for code in (traced.code, *(frame.f_code for frame in stack))),
-        called_at=None if caller is None else Place(caller.f_code.co_filename, caller.f_lineno, caller.f_code.co_name),
+        running=tuple(SourceLines.of(code) for code in (traced.code, *(frame.f_code for frame in stack))),
+        called_at=None
+        if caller is None
+        else SourceLine(caller.f_code.co_filename, caller.f_lineno, caller.f_code.co_name),
     )
     return capture, module
 
@@ -138,9 +140,9 @@ def first_sentences(reason: str) -> str:
     return f"{first}: {explanation[1].strip()}" if explanation else first
 
 
-def user_line(stack_trace: str | None) -> Place | None:
+def user_line(stack_trace: str | None) -> SourceLine | None:
     """The innermost of the user's lines in a node's stack trace."""
-    found = [Place(file, int(line), name) for file, line, name in _STACK_LINE.findall(stack_trace or "")]
+    found = [SourceLine(file, int(line), name) for file, line, name in _STACK_LINE.findall(stack_trace or "")]
     own = [place for place in found if not is_torchs(place.file) and not place.file.startswith(OWN_FOLDER)]
     return own[-1] if own else None
 
@@ -159,9 +161,9 @@ def _break_of(gm: GraphModule) -> GraphBreak | None:
     own = [frame for frame in stack if not is_torchs(frame[0])] or stack
     file, line, function = own[-1] if own else ("<unknown>", 0, "")
     # Dynamo does not say that it was inside a region; the user's lines that lead there do.
-    calls = [Place(*frame) for frame in own[:-1] if "checkpoint(" in linecache.getline(frame[0], frame[1])]
+    calls = [SourceLine(*frame) for frame in own[:-1] if "checkpoint(" in linecache.getline(frame[0], frame[1])]
     return GraphBreak(
-        place=Place(file, line, function),
+        place=SourceLine(file, line, function),
         reason=first_sentences(reason),
         lines=tuple((file, line) for file, line, _ in stack),
         region=calls[-1] if calls else None,
@@ -191,11 +193,11 @@ def _module_called(receiver: object, frame: FrameType | None) -> nn.Module | Non
     return None
 
 
-def _region(frame: FrameType | None) -> Place | None:
+def _region(frame: FrameType | None) -> SourceLine | None:
     """Who called the innermost checkpoint region that is running."""
     frames = list(_frames(frame))
     for number, one in enumerate(frames):
         if one.f_code.co_name == "checkpoint" and one.f_code.co_filename == torch.utils.checkpoint.__file__:
             for outer in _user_frames(frames[number]):
-                return Place(outer.f_code.co_filename, outer.f_lineno, outer.f_code.co_name)
+                return SourceLine(outer.f_code.co_filename, outer.f_lineno, outer.f_code.co_name)
     return None

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 
 from dsgraph.passes import CaptureFacts, PassContext, PassRecord, Pipeline
-from dsgraph.passes.ir.sources import short_path
-from dsgraph.passes.regions.captured import Captured
+from dsgraph.passes.ir.user_source import short_path
+from dsgraph.passes.regions.captured_regions import CapturedRegions
 from dsgraph.ranks.agreement import Agreement
 
 from .costs.agreed import DEFAULTS
@@ -62,7 +62,7 @@ class CompileRequest:
     input_names: tuple[str, ...] = ()
     limit_gap: str = ""
     communication: Communication = field(default_factory=Communication)
-    regions: Captured = field(default_factory=Captured)
+    regions: CapturedRegions = field(default_factory=CapturedRegions)
 
     @property
     def function(self) -> str:

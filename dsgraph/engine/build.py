@@ -1,6 +1,6 @@
 """The five steps of `initialize`. Each takes what the step before has returned.
 
-    Arguments -> resolve_ranks -> Ranks -> resolve_config -> Resolved -> build_model -> BuiltModel
+    Arguments -> resolve_ranks -> ResolvedRanks -> resolve_config -> Resolved -> build_model -> BuiltModel
               -> build_optimizer -> BuiltOptimizer -> build_engine -> Engine
 
 Whatever is refused because of the configuration is refused before `build_model`, which changes the model.
@@ -34,7 +34,7 @@ from dsgraph.utils.errors import ConfigError
 from .activation_checkpointing import take_switches
 from .config.conditions import check_keys
 from .config.engine_config import EngineConfig
-from .config.options import backend_options, partition_options
+from .config.options_of_config import backend_options, partition_options
 from .config.read_config import ResolvedConfig, load_config, read_config
 from .data import RankLoader
 from .engine import Engine
@@ -46,7 +46,7 @@ from .monitoring.step_logger import StepLogger
 from .on_meta import check_weights, give_values, is_on_meta
 from .optimizers.binding import Binding, rebound
 from .optimizers.offloading import offload_notes, offloaded, planned
-from .optimizers.section import check_float32
+from .optimizers.optimizer_section import check_float32
 from .optimizers.step_moment import beside_notes
 from .parallel_model import check_divided, data_rank, parallel_model
 from .pipeline_schedule import PipelineSchedule
@@ -75,7 +75,7 @@ class Arguments:
 
 
 @dataclass(frozen=True)
-class Ranks:
+class ResolvedRanks:
     """The ranks of an engine.
 
     Attributes:
@@ -105,7 +105,7 @@ class Resolved:
         loader: The loader of this rank's micro-batches; None without training data.
     """
 
-    ranks: Ranks
+    ranks: ResolvedRanks
     config: ResolvedConfig
     options: dict[str, Any]
     makers: Makers
@@ -153,7 +153,7 @@ class BuiltOptimizer:
     schedule: Any
 
 
-def resolve_ranks(given: Arguments) -> Ranks:
+def resolve_ranks(given: Arguments) -> ResolvedRanks:
     """Find the device, the mesh and the role of this rank, and move the model to the device.
 
     Raises:
@@ -170,10 +170,10 @@ def resolve_ranks(given: Arguments) -> Ranks:
         if is_parallel or mesh is not None:
             raise ConfigError("initialize: `mpu=` already defines the process groups: remove mesh= and `parallel`")
         mesh, shared = data_parallel_mesh(given.mpu, device.type), ModelParallel.of(given.mpu, given.model)
-    return Ranks(given, device, resolve_mesh(mesh, given.model), shared, is_parallel)
+    return ResolvedRanks(given, device, resolve_mesh(mesh, given.model), shared, is_parallel)
 
 
-def resolve_config(ranks: Ranks) -> Resolved:
+def resolve_config(ranks: ResolvedRanks) -> Resolved:
     """Read and complete the configuration, and print what it comes to on the first rank.
 
     Raises:

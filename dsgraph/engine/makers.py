@@ -16,7 +16,7 @@ from dsgraph.optim.registry import MakesOptimizer
 from dsgraph.utils.errors import ConfigError
 
 from .config.engine_config import EngineConfig
-from .optimizers.section import check_compression, maker_of_section
+from .optimizers.optimizer_section import check_compression, maker_of_section
 from .schedules.by_name import schedule_class
 
 

@@ -14,7 +14,7 @@ from transformers import EncoderDecoderCache, PreTrainedConfig, StaticCache
 from transformers.cache_utils import StaticLayer
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from .ranks import SlicingRanks
+from .slicing_ranks import SlicingRanks
 
 CACHE_NAMES = ("cache", "past_key_values")
 """What transformers calls a cache, as an argument and in outputs: from 5.24 on, and before."""

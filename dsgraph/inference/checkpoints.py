@@ -16,13 +16,13 @@ from dsgraph.utils.errors import InferenceError
 
 from .quantization.quantized_linear import QuantizedLinear
 from .quantization.sliced_linear import SlicedQuantizedLinear, slices_of_buffers
-from .ranks import SlicingRanks
-from .sources import Source, find, open_source
+from .slicing_ranks import SlicingRanks
+from .weight_sources import WeightSource, find, open_source
 
 
 def load_weights(
     model: nn.Module,
-    source: Source,
+    source: WeightSource,
     *,
     folder: Path,
     dtype: torch.dtype | None,
@@ -85,7 +85,7 @@ def from_transformers(model: Any, folder: Path) -> Any:
     return made
 
 
-def find_weights(model: nn.Module, source: Source, *, folder: Path, ranks: SlicingRanks | None) -> dict[str, str]:
+def find_weights(model: nn.Module, source: WeightSource, *, folder: Path, ranks: SlicingRanks | None) -> dict[str, str]:
     """First name of each weight -> the name under which the source has it. The model is only looked at.
 
     Args:

@@ -11,7 +11,7 @@ from torch import Tensor
 from dsgraph.utils.errors import InferenceError
 
 from .engine import InferenceEngine
-from .ranks import SlicingRanks
+from .slicing_ranks import SlicingRanks
 
 # Arguments of a forward that have one number a token.
 _OF_TOKENS = ("token_type_ids", "position_ids")

@@ -21,10 +21,10 @@ from dsgraph.utils.errors import InferenceError
 from . import padding, requests
 from .cache import CACHE_NAME, CachePool, EncoderDecoderMemory, RewindableCache, new_cache
 from .graphs import Graphs
-from .model_attributes import StandIn
+from .inference_report import InferenceReport
+from .model_attributes import ModelAttributes
 from .quantization.quantize import whole_weights
-from .ranks import SlicingRanks
-from .report import InferenceReport
+from .slicing_ranks import SlicingRanks
 from .weight_layouts import turned_weights
 
 # What transformers hands to a forward besides what `_serve` takes, where it means nothing.
@@ -33,7 +33,7 @@ _IGNORED = -100
 """The label that losses ignore."""
 
 
-class InferenceEngine(StandIn):
+class InferenceEngine(ModelAttributes):
     """A model that `init_inference` has prepared for generation.
 
     transformers' own `generate` does the search: greedy, sampling, beams, stopping, streaming. Each of its calls of the

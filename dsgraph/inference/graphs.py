@@ -17,7 +17,7 @@ from dsgraph.compat.compiled import allowing_recompiles, backend_named
 from dsgraph.compat.dynamo import not_capturable
 from dsgraph.utils.errors import InferenceError
 
-from .report import Counts
+from .inference_report import Counts
 
 
 class Graphs:

@@ -12,13 +12,13 @@ import torch
 from torch import nn
 
 from dsgraph.compiler.options import parse_options
-from dsgraph.passes.parallel.find_slices import Found
+from dsgraph.passes.parallel.find_slices import FoundSlices
 from dsgraph.utils.errors import InferenceError
 
 from .arguments import DTYPES, merged
 from .checkpoints import find_weights, from_transformers, load_weights, names_of_weights, prefix_of
+from .first_tokens import verify as verify_logits
 from .gate import ENCODER_DECODERS, ENCODERS, refuse_model
-from .probe import verify as verify_logits
 from .quantization.quantize import (
     DESCRIPTION,
     GROUP,
@@ -29,10 +29,10 @@ from .quantization.quantize import (
     read_description,
 )
 from .quantization.quantized_layers import Rounding, put_empty_layers, with_empty_layers
-from .ranks import SlicingRanks, all_ranks
 from .slice_layers import plan_layers, slice_layers
-from .sources import engine_folder, open_source
+from .slicing_ranks import SlicingRanks, all_ranks
 from .weight_layouts import turn_weights
+from .weight_sources import engine_folder, open_source
 
 if TYPE_CHECKING:
     from .engine import InferenceEngine
@@ -151,7 +151,7 @@ def _fill(
     model: Any,
     folder: Path,
     few: Quantization | None,
-    plan: Found | None,
+    plan: FoundSlices | None,
     *,
     dtype: torch.dtype | None,
     device: torch.device,

@@ -9,7 +9,7 @@ import torch
 from dsgraph.compat.modules import device_and_dtype
 from dsgraph.utils.errors import InferenceError
 
-_Self = TypeVar("_Self", bound="StandIn")
+_Self = TypeVar("_Self", bound="ModelAttributes")
 # Attributes that are read from the model unchanged.
 _READ = frozenset(
     {
@@ -21,7 +21,7 @@ _READ = frozenset(
 )
 
 
-class StandIn:
+class ModelAttributes:
     """The attributes of a transformers model, for code that receives an engine instead.
 
     `config`, `generation_config`, `device`, `dtype`, `parameters()`, `state_dict()` and others are the model's.

@@ -11,17 +11,17 @@ from torch import nn
 from dsgraph.parallel.tensor.tensor_parallel import slice_parameters
 from dsgraph.parallel.tensor.tensor_plan import plan_by_graph
 from dsgraph.partitioning.rows import broadcast_from_first
-from dsgraph.passes.parallel.find_slices import Found
+from dsgraph.passes.parallel.find_slices import FoundSlices
 
 from .quantization.quantize import Quantization, weight_of
 from .quantization.quantized_linear import QuantizedLinear
 from .quantization.sliced_linear import SlicedQuantizedLinear, check_slices
-from .ranks import SlicingRanks
+from .slicing_ranks import SlicingRanks
 
 _EXAMPLE = 8  # tokens
 
 
-def plan_layers(model: Any, ranks: SlicingRanks, few: Quantization | None) -> Found:
+def plan_layers(model: Any, ranks: SlicingRanks, few: Quantization | None) -> FoundSlices:
     """How the parameters of a model can be sliced. Nothing is computed, no memory taken, and nothing changed.
 
     Args:
@@ -66,7 +66,7 @@ def _plain(layer: Any, model: nn.Module) -> nn.Linear:
     return made
 
 
-def slice_layers(model: nn.Module, ranks: SlicingRanks, found: Found) -> None:
+def slice_layers(model: nn.Module, ranks: SlicingRanks, found: FoundSlices) -> None:
     """Leaves this rank its slices of the layers, in place; values of the first rank count.
 
     Args:

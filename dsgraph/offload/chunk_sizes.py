@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from dsgraph.inductor_ext.transfers.buffers import rounded
+from dsgraph.inductor_ext.transfers.buffer_pool import rounded
 from dsgraph.passes import ParameterSpec
 from dsgraph.passes.analysis.states import OPTIMIZER_STATES, shard_bytes
 
@@ -18,7 +18,7 @@ _ALIGNMENT = 64  # bytes between tensors of a slot, as vector instructions like 
 
 
 @dataclass(frozen=True)
-class Span:
+class ChunkSpan:
     """Neighbours that are one chunk: those from `first` up to, not including, `end`, in `size` bytes."""
 
     first: int
@@ -35,22 +35,22 @@ def place(sizes: Sequence[int], start: int) -> tuple[list[int], int]:
     return found, start
 
 
-def pack(kept: Sequence[Sequence[int]], chunk_bytes: int) -> list[Span]:
+def pack(kept: Sequence[Sequence[int]], chunk_bytes: int) -> list[ChunkSpan]:
     """Chunks of neighbouring parameters.
 
     Args:
         kept: The bytes of each tensor of state, by parameter.
         chunk_bytes: Of a chunk, at most; a parameter whose state takes more is one of its own.
     """
-    found: list[Span] = []
+    found: list[ChunkSpan] = []
     first = start = 0
     for number, sizes in enumerate(kept):
         _, end = place(sizes, start)
         if number > first and end > chunk_bytes:
-            found.append(Span(first, number, start))
+            found.append(ChunkSpan(first, number, start))
             first, (_, end) = number, place(sizes, 0)
         start = end
-    return [*found, Span(first, len(kept), start)] if kept else found
+    return [*found, ChunkSpan(first, len(kept), start)] if kept else found
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from zlib import crc32
 
 import torch
 
-from dsgraph.inductor_ext.transfers.buffers import ALIGNMENT, Buffer, BufferPool, rounded
+from dsgraph.inductor_ext.transfers.buffer_pool import ALIGNMENT, Buffer, BufferPool, rounded
 from dsgraph.inductor_ext.transfers.errors import TransferError
 from dsgraph.inductor_ext.transfers.files import transfer_part
 from dsgraph.inductor_ext.transfers.folder import PrivateFolder, folder_below

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
 from dsgraph.compat.autograd import accumulates, autograd_node, running_backward, version_of
-from dsgraph.inductor_ext.transfers.buffers import Buffer
+from dsgraph.inductor_ext.transfers.buffer_pool import Buffer
 from dsgraph.inductor_ext.transfers.stored import Reload, StoredParameter
 from dsgraph.inductor_ext.transfers.transfers import transfers_of
 from dsgraph.utils.errors import OffloadError

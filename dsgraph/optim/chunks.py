@@ -12,14 +12,14 @@ import torch
 from torch import Tensor, optim
 from torch.optim import Optimizer
 
-from dsgraph.inductor_ext.transfers.buffers import Buffer
+from dsgraph.inductor_ext.transfers.buffer_pool import Buffer
 from dsgraph.offload.chunk_sizes import pack, place
 from dsgraph.offload.stored_rows import StoredRows, stored_rows
 from dsgraph.partitioning.rows import own_part
 
 
 @dataclass(frozen=True)
-class Place:
+class StateLocation:
     """Where a tensor of state lies: in the slot of its chunk, `size` bytes from `start`."""
 
     key: str
@@ -38,7 +38,7 @@ class Chunk:
 
     params: tuple[Tensor, ...]
     groups: tuple[int, ...]
-    places: tuple[tuple[Place, ...], ...]
+    places: tuple[tuple[StateLocation, ...], ...]
     size: int
 
     @cached_property
@@ -75,11 +75,11 @@ class _Held:
         elements = own_part(self.param).numel()
         return [elements * dtype.itemsize for dtype in self.kept.values()]
 
-    def places(self, start: int) -> tuple[tuple[Place, ...], int]:
+    def places(self, start: int) -> tuple[tuple[StateLocation, ...], int]:
         """Where they lie from `start`, and where the next parameter's may begin."""
         starts, end = place(self.sizes, start)
         found = zip(self.kept.items(), starts, self.sizes, strict=True)
-        return tuple(Place(key, dtype, at, size) for (key, dtype), at, size in found), end
+        return tuple(StateLocation(key, dtype, at, size) for (key, dtype), at, size in found), end
 
 
 def _packed(held: Sequence[_Held], chunk_bytes: int) -> list[Chunk]:

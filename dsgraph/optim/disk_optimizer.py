@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from dsgraph.inductor_ext.transfers.buffers import Buffer
+from dsgraph.inductor_ext.transfers.buffer_pool import Buffer
 from dsgraph.offload.chunk_sizes import CHUNK_BYTES
 from dsgraph.offload.read_rows import ReadRows
 from dsgraph.partitioning.rows import own_part

@@ -23,7 +23,7 @@ from torch import Tensor, optim
 from torch.optim import Optimizer
 
 from dsgraph.compat.autograd import version_of
-from dsgraph.inductor_ext.transfers.buffers import BufferPool
+from dsgraph.inductor_ext.transfers.buffer_pool import BufferPool
 from dsgraph.inductor_ext.transfers.lanes import Lane, lane_of
 from dsgraph.offload.chunk_sizes import CHUNK_BYTES
 from dsgraph.offload.slots import first_of

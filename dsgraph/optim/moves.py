@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from dsgraph.inductor_ext.transfers.buffers import Buffer, BufferPool
+from dsgraph.inductor_ext.transfers.buffer_pool import Buffer, BufferPool
 from dsgraph.inductor_ext.transfers.lanes import Lane, Mark
 from dsgraph.offload.read_rows import ReadRows
 from dsgraph.offload.stored_rows import StoredRows

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from dsgraph.offload.sizes import Sizes, Split
+from dsgraph.offload.offload_sizes import OffloadSplit, Sizes
 from dsgraph.partitioning.arguments import KEEP_WHOLE_BELOW, OffloadArguments
 from dsgraph.utils.byte_counts import on_device, read_bytes
 from dsgraph.utils.errors import OffloadError
@@ -128,7 +128,7 @@ def plan_offload(
     if found is not None and found.states and not is_host and folder is None:
         raise OffloadError(
             f"memory_limit is {limit:,} bytes, and something has to go to disk: name a folder there, or set it to "
-            f"{sizes.memory(Split(0, 0)):,} or more"
+            f"{sizes.memory(OffloadSplit(0, 0)):,} or more"
         )
     if found is None:
         hint = "" if stage == 3 else f"; stage {stage} keeps parameters there, stage 3 would take less"

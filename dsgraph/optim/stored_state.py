@@ -12,12 +12,12 @@ from weakref import WeakKeyDictionary, WeakValueDictionary
 import torch
 from torch import Tensor
 
-from dsgraph.inductor_ext.transfers.buffers import Buffer, rounded
+from dsgraph.inductor_ext.transfers.buffer_pool import Buffer, rounded
 from dsgraph.offload.slots import SlotFile, first_of
 from dsgraph.offload.stored_tensor import StoredTensor
 from dsgraph.partitioning.rows import distributed_like, own_part
 
-from .chunks import Chunk, Place
+from .chunks import Chunk, StateLocation
 
 _T = TypeVar("_T")
 
@@ -142,7 +142,7 @@ class StoredState(MutableMapping[Tensor, dict[str, Any]]):
             if state:
                 self._put(param, places, state, buffer)
 
-    def _put(self, param: Tensor, places: Sequence[Place], state: Mapping[str, Any], buffer: Buffer) -> None:
+    def _put(self, param: Tensor, places: Sequence[StateLocation], state: Mapping[str, Any], buffer: Buffer) -> None:
         rest = dict(state)
         for place in places:
             value = own_part(rest.pop(place.key))
@@ -194,7 +194,7 @@ def _done(value: _T) -> Future[_T]:
     return found
 
 
-def _tensor_in(memory: mmap.mmap | memoryview, place: Place) -> Tensor:
+def _tensor_in(memory: mmap.mmap | memoryview, place: StateLocation) -> Tensor:
     """The elements of a place, `[n]`, as a tensor over no more than their bytes: what saves it copies nothing."""
     if not place.size:
         return torch.empty(0, dtype=place.dtype)

@@ -16,7 +16,7 @@ from dsgraph.inductor_ext import AVERAGE, chunk_rows, resolve_group
 from dsgraph.passes import ParameterSpec
 from dsgraph.utils.errors import PartitionError
 
-from .accumulation.gradient_placeholder import StandIn
+from .accumulation.gradient_placeholder import GradientPlaceholder
 from .markers import reduce_gradient, reduction_options
 from .stages import ZeroStage
 from .transforms.parameter_transform import ParameterTransform
@@ -86,7 +86,7 @@ class ParameterState:
     is_summed: bool = False
     was_trained: bool = False
     withheld: Tensor | None = None
-    stand_in: StandIn | None = None
+    stand_in: GradientPlaceholder | None = None
     hooked_leaf: int = 0
     hooked_param: int = 0
     eager_reads: int = 0

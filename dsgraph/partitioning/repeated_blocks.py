@@ -20,7 +20,7 @@ Blocks = Literal["auto", "none"] | tuple[str, ...]
 
 
 @dataclass(frozen=True)
-class Found:
+class RepeatedBlocks:
     """The blocks of a model.
 
     Attributes:
@@ -32,7 +32,7 @@ class Found:
     left_out: tuple[str, ...] = ()
 
 
-def find_blocks(model: nn.Module, chosen: Blocks) -> Found:
+def find_blocks(model: nn.Module, chosen: Blocks) -> RepeatedBlocks:
     """Finds the modules that are captured as regions.
 
     Args:
@@ -43,7 +43,7 @@ def find_blocks(model: nn.Module, chosen: Blocks) -> Found:
         PartitionError: A name is that of no list with two equal blocks, and the model has no blocks yet.
     """
     if chosen == "none":
-        return Found()
+        return RepeatedBlocks()
     known = {module for module in model.modules() if "forward" in overrides(module)}
     found = dict(repeated_blocks(model))
     names = list(found) if chosen == "auto" else chosen
@@ -59,7 +59,7 @@ def find_blocks(model: nn.Module, chosen: Blocks) -> Found:
     for name, reason in reasons.items():
         if reason:
             left_out.setdefault(reason, []).append(name)
-    return Found(
+    return RepeatedBlocks(
         frozenset(known.union(block for name, block in equal.items() if not reasons[name])),
         tuple(f"{', '.join(names)}: no region, {reason}" for reason, names in left_out.items()),
     )

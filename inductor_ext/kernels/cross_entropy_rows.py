@@ -30,7 +30,7 @@ MAX_BLOCK = 8192
 WARPS = 16
 
 
-class Terms(NamedTuple):
+class LossTerms(NamedTuple):
     """What a row's loss is made of; see the formula above for their meaning."""
 
     ignore_index: int = -100
@@ -40,7 +40,7 @@ class Terms(NamedTuple):
     logit_scale: float = 1.0
 
 
-def cross_entropy_rows(logits: Tensor, target: Tensor, row_weights: Tensor | None, terms: Terms) -> Tensor:
+def cross_entropy_rows(logits: Tensor, target: Tensor, row_weights: Tensor | None, terms: LossTerms) -> Tensor:
     """The loss of each row. Overwrites `logits`: with the gradient of `row_weights @ losses` if they are given.
 
     Args:
@@ -63,7 +63,7 @@ def cross_entropy_rows(logits: Tensor, target: Tensor, row_weights: Tensor | Non
     return losses
 
 
-def _few_rows(logits: Tensor, target: Tensor, row_weights: Tensor | None, terms: Terms) -> Tensor:
+def _few_rows(logits: Tensor, target: Tensor, row_weights: Tensor | None, terms: LossTerms) -> Tensor:
     """As `cross_entropy_rows`, with targets and weights `[rows, 1]`, in torch's ops and in place."""
     x = logits.to(wide_dtype(logits.dtype))
     if terms.logit_scale != 1:
@@ -162,7 +162,7 @@ def cross_entropy_rows_kernel(  # type: ignore[no-untyped-def]
             tl.store(logits + start + columns, (d * weight).to(logits.dtype.element_ty), mask=inside)
 
 
-def launch(logits: Tensor, target: Tensor, row_weights: Tensor | None, terms: Terms) -> Tensor:
+def launch(logits: Tensor, target: Tensor, row_weights: Tensor | None, terms: LossTerms) -> Tensor:
     """`cross_entropy_rows` by the kernel; without `row_weights` it leaves `logits` as they are."""
     rows, vocabulary = logits.shape
     losses = logits.new_empty(rows, dtype=torch.float32)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.library import CustomOpDef
 
-from dsgraph.inductor_ext.sizes import same_shape
+from dsgraph.inductor_ext.symbolic_sizes import same_shape
 
 try:
     import triton

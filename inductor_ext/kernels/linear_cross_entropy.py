@@ -33,7 +33,7 @@ from torch.nn import functional
 
 from dsgraph.inductor_ext.ops import define_composite
 
-from .cross_entropy_rows import Terms
+from .cross_entropy_rows import LossTerms
 from .launch import wide_dtype
 from .linear_cross_entropy_chunks import linear_cross_entropy_grads, linear_cross_entropy_rows
 
@@ -51,8 +51,8 @@ def reference(
     dtype: torch.dtype | None = None,
     **options: Any,
 ) -> Tensor:
-    """What `linear_cross_entropy` computes, in plain torch with all logits in memory. `options`: of `Terms`."""
-    terms = Terms(**options)
+    """What `linear_cross_entropy` computes, in plain torch with all logits in memory. `options`: of `LossTerms`."""
+    terms = LossTerms(**options)
     logits = functional.linear(hidden, weight, bias).reshape(-1, weight.shape[0])
     logits = logits.to(wide_dtype(logits.dtype)) * terms.logit_scale
     if terms.softcap is not None:
@@ -142,7 +142,7 @@ def linear_cross_entropy(
         IndexError: A target is out of range; on an accelerator, an assertion of the device.
         NotImplementedError: A second derivative is asked for.
     """
-    terms = Terms(ignore_index, label_smoothing, z_loss, softcap, logit_scale)
+    terms = LossTerms(ignore_index, label_smoothing, z_loss, softcap, logit_scale)
     return _loss(
         _autocast(hidden),
         _autocast(weight),
@@ -164,7 +164,7 @@ def _loss(
     target: Tensor,
     bias: Tensor | None,
     *,
-    terms: Terms,
+    terms: LossTerms,
     reduction: str,
     dtype: torch.dtype | None,
 ) -> Tensor:

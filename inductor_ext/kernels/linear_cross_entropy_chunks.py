@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from .cross_entropy_rows import Terms, cross_entropy_rows
+from .cross_entropy_rows import LossTerms, cross_entropy_rows
 from .launch import wide_dtype
 
 # Fewest rows of a chunk: below, each pass over w and over the gradient of w takes longer than their products.
@@ -129,12 +129,12 @@ def linear_cross_entropy_rows(
         weight: `[V, H]`, in the dtype of hidden.
         target: `[N]`, int64.
         bias: `[V]`, in the dtype of hidden, or None.
-        options: The fields of `Terms`.
+        options: The fields of `LossTerms`.
 
     Returns:
         `[N]`, in 32 bits (64 for a hidden of 64).
     """
-    terms = Terms(**options)
+    terms = LossTerms(**options)
     losses = hidden.new_zeros(len(hidden), dtype=wide_dtype(hidden.dtype))
     chunks = row_chunks(target, weight, terms.ignore_index)
     buffer = _logits_buffer(hidden, weight, chunks)
@@ -175,13 +175,13 @@ def linear_cross_entropy_grads(
         bias: `[V]`, in the dtype of hidden, or None.
         row_weights: `[N]`, in 32 bits (64 for a hidden of 64).
         needs: Which gradients are needed: of hidden, weight, bias.
-        options: The fields of `Terms`.
+        options: The fields of `LossTerms`.
 
     Returns:
         The sum, `[]` in the dtype of row_weights; the gradients of hidden, weight and bias, empty where not needed:
         in their dtypes, those of float16 in float32, in which the gradient of a mean is not too small.
     """
-    terms = Terms(**options)
+    terms = LossTerms(**options)
     total = row_weights.new_zeros(())
     chunks = row_chunks(target, weight, terms.ignore_index)
     buffer = _logits_buffer(hidden, weight, chunks)

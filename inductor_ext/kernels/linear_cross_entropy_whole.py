@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .cross_entropy_rows import Terms
+from .cross_entropy_rows import LossTerms
 from .launch import wide_dtype
 
 LEAST_BYTES = 16 * 2**20
@@ -33,7 +33,7 @@ def whole_grads(
     """What `linear_cross_entropy_grads` computes; NotImplemented where that is better."""
     if _prefers_chunks(hidden, weight):
         return NotImplemented
-    terms = Terms(**options)
+    terms = LossTerms(**options)
     ignored = target == terms.ignore_index
     weights = (row_weights * terms.logit_scale).masked_fill(ignored, 0)[:, None]
     parts = _Rows(_logits(hidden, weight, bias), target, ignored, terms)
@@ -49,7 +49,7 @@ def whole_rows(hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | No
     """What `linear_cross_entropy_rows` computes; NotImplemented where that is better."""
     if _prefers_chunks(hidden, weight):
         return NotImplemented
-    terms = Terms(**options)
+    terms = LossTerms(**options)
     return _Rows(_logits(hidden, weight, bias), target, target == terms.ignore_index, terms).losses()
 
 
@@ -78,7 +78,7 @@ class _Rows:
         x: `[rows, V]`, logits scaled and capped, in the wide dtype.
     """
 
-    def __init__(self, logits: Tensor, target: Tensor, ignored: Tensor, terms: Terms) -> None:
+    def __init__(self, logits: Tensor, target: Tensor, ignored: Tensor, terms: LossTerms) -> None:
         scaled = logits.to(wide_dtype(logits.dtype)) * terms.logit_scale
         self.x = scaled if terms.softcap is None else terms.softcap * torch.tanh(scaled / terms.softcap)
         self._terms, self._ignored = terms, ignored

@@ -22,7 +22,7 @@ from torch.utils.flop_counter import register_flop_formula
 from dsgraph.inductor_ext.compat import never_merge
 from dsgraph.inductor_ext.ops import define_op
 
-from . import blocks, flex
+from . import block_attention, flex
 from .reading import codes_of, read_layout
 
 
@@ -94,7 +94,7 @@ def block_sparse_attention(
         return y.transpose(1, 2).contiguous().transpose(1, 2), sums.zero_(), seed
     if attention.dropout_p > 0:
         seed = torch.randint(2**62, (1,))
-    y, sums = blocks.forward(q, k, v, _seeded(attention, seed))
+    y, sums = block_attention.forward(q, k, v, _seeded(attention, seed))
     return y, sums, seed
 
 
@@ -131,15 +131,17 @@ def block_sparse_attention_backward(
         dq, dk, dv = (item.contiguous() for item in found)
         return dq, dk, dv, q.new_empty(0)
     attention = replace(_seeded(attention, seed), bias_needs_grad=bias_needs_grad)
-    dq, dk, dv, dbias = blocks.backward(grad, q, k, v, y, sums, attention)
+    dq, dk, dv, dbias = block_attention.backward(grad, q, k, v, y, sums, attention)
     return dq, dk, dv, q.new_empty(0) if dbias is None else dbias
 
 
-def _attention(mask: Tensor | None, bias: Tensor | None, layout: str, options: dict[str, Any]) -> blocks.Attention:
-    return blocks.Attention(text=layout, mask=mask, bias=bias, **options)
+def _attention(
+    mask: Tensor | None, bias: Tensor | None, layout: str, options: dict[str, Any]
+) -> block_attention.BlockAttention:
+    return block_attention.BlockAttention(text=layout, mask=mask, bias=bias, **options)
 
 
-def _seeded(attention: blocks.Attention, seed: Tensor) -> blocks.Attention:
+def _seeded(attention: block_attention.BlockAttention, seed: Tensor) -> block_attention.BlockAttention:
     return replace(attention, seed=int(seed)) if attention.dropout_p > 0 else attention
 
 

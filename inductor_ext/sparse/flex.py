@@ -14,14 +14,14 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
-from .blocks import Attention
+from .block_attention import BlockAttention
 from .layouts import SKIPPED, WHOLE
 from .reading import codes_of, read_layout
 
 _SMALLEST_BLOCK = 16
 
 
-def why_not(q: Tensor, attention: Attention) -> str | None:
+def why_not(q: Tensor, attention: BlockAttention) -> str | None:
     """Why FlexAttention does not compute it, or None."""
     block = read_layout(attention.text).block
     if q.device.type != "cuda":
@@ -35,7 +35,7 @@ def why_not(q: Tensor, attention: Attention) -> str | None:
     return None
 
 
-def flex(q: Tensor, k: Tensor, v: Tensor, attention: Attention, *, compiled: bool = True) -> Tensor:
+def flex(q: Tensor, k: Tensor, v: Tensor, attention: BlockAttention, *, compiled: bool = True) -> Tensor:
     """The result, which autograd can differentiate.
 
     Args:
@@ -51,7 +51,7 @@ def flex(q: Tensor, k: Tensor, v: Tensor, attention: Attention, *, compiled: boo
     return made
 
 
-def block_mask(attention: Attention, q: Tensor) -> BlockMask:
+def block_mask(attention: BlockAttention, q: Tensor) -> BlockMask:
     """The layout, with the mask, as FlexAttention takes it."""
     found = codes_of(attention.text, q.shape[1], q.shape[2], causal=attention.causal)
     codes, device, block = found.codes.to(q.device), q.device, found.block

@@ -18,7 +18,7 @@ from dsgraph.inductor_ext.compat import cpu_attention, cpu_attention_backward
 
 
 @dataclass(frozen=True)
-class Terms:
+class ScoreTerms:
     """What becomes of the scores of one product.
 
     Attributes:
@@ -52,7 +52,7 @@ def _nothing(dtype: torch.dtype) -> float:
     return -65504.0 if dtype == torch.float16 else -1e30
 
 
-def fused_forward(q: Tensor, k: Tensor, v: Tensor, terms: Terms) -> tuple[Tensor, Tensor]:
+def fused_forward(q: Tensor, k: Tensor, v: Tensor, terms: ScoreTerms) -> tuple[Tensor, Tensor]:
     """The result, and the logarithm of the sum of exponentials `[g, m]`."""
     y, sums = cpu_attention(q, k, v, added=terms.added(q.dtype), scale=terms.scale)
     empty = terms.empty_rows()
@@ -60,7 +60,7 @@ def fused_forward(q: Tensor, k: Tensor, v: Tensor, terms: Terms) -> tuple[Tensor
 
 
 def fused_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, sums: Tensor, terms: Terms
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, sums: Tensor, terms: ScoreTerms
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v."""
     empty = terms.empty_rows()
@@ -68,7 +68,7 @@ def fused_backward(
     return cpu_attention_backward(grad, q, k, v, y, sums, added=terms.added(q.dtype), scale=terms.scale)
 
 
-def written_forward(q: Tensor, k: Tensor, v: Tensor, terms: Terms) -> tuple[Tensor, Tensor]:
+def written_forward(q: Tensor, k: Tensor, v: Tensor, terms: ScoreTerms) -> tuple[Tensor, Tensor]:
     """As `fused_forward`, with all that `terms` may hold."""
     scores = _scores(q, k, terms)
     sums = scores.logsumexp(-1)
@@ -79,7 +79,7 @@ def written_forward(q: Tensor, k: Tensor, v: Tensor, terms: Terms) -> tuple[Tens
 
 
 def written_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, sums: Tensor, terms: Terms
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, sums: Tensor, terms: ScoreTerms
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of q, k, v and of the scores, to which a bias was added; the last one `[g, m, s]`."""
     probabilities = _scores(q, k, terms).sub_(sums[..., None]).exp_()
@@ -93,14 +93,14 @@ def written_backward(
     return (dscores @ k) * terms.scale, (dscores.mT @ q) * terms.scale, dv, dscores
 
 
-def _scores(q: Tensor, k: Tensor, terms: Terms) -> Tensor:
+def _scores(q: Tensor, k: Tensor, terms: ScoreTerms) -> Tensor:
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
     scores = (q.to(wide) @ k.to(wide).mT).mul_(terms.scale)
     added = terms.added(wide)
     return scores if added is None else scores.add_(added)
 
 
-def _dropped(values: Tensor, terms: Terms) -> Tensor:
+def _dropped(values: Tensor, terms: ScoreTerms) -> Tensor:
     if terms.kept is None:
         return values
     kept = terms.kept.to(values.dtype)

@@ -6,7 +6,7 @@ import errno
 import os
 from pathlib import Path
 
-from .buffers import Buffer
+from .buffer_pool import Buffer
 from .errors import TransferError
 
 

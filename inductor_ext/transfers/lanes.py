@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from .buffers import Buffer
+from .buffer_pool import Buffer
 
 
 class Mark(ABC):

@@ -11,7 +11,7 @@ from threading import Event
 from torch import Tensor
 from typing_extensions import override
 
-from .buffers import Buffer, BufferPool
+from .buffer_pool import Buffer, BufferPool
 from .errors import TransferError
 from .files import read_file, write_file
 from .lanes import Lane, Mark

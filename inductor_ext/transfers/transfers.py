@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from .buffers import BufferPool
+from .buffer_pool import BufferPool
 from .errors import TransferError
 from .folder import PrivateFolder, usual_root
 from .lanes import lane_of

@@ -17,7 +17,7 @@ from torch.fx import GraphModule, Node
 from .cost import CostModel
 from .memory import simulate
 from .pieces import GraphMemory
-from .schedule import Schedule, predict
+from .predicted_times import PredictedTimes, predict
 
 Found = TypeVar("Found")
 _Version = list[tuple[Any, ...]]
@@ -48,7 +48,7 @@ class Analyses:
         *,
         early: Collection[Node] = frozenset(),
         unwaited: Collection[Node] = frozenset(),
-    ) -> Schedule:
+    ) -> PredictedTimes:
         """The schedule of a graph as it is, see `predict`."""
         key = ("schedule", id(costs), frozenset(early), frozenset(unwaited))
         compute = lambda: (costs, predict(list(gm.graph.nodes), costs, early=early, unwaited=unwaited))  # noqa: E731

@@ -8,7 +8,7 @@ from dsgraph.passes.ir.coalesced import inputs_of, results_of
 from dsgraph.passes.ir.collectives import is_collective
 from dsgraph.passes.ir.graph import fake_value
 from dsgraph.passes.ir.parameters import ParameterSpec
-from dsgraph.passes.ir.sources import user_source
+from dsgraph.passes.ir.user_source import user_source
 
 from .context import PassContext
 

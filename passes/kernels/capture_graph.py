@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from dsgraph.inductor_ext.sizes import same_shape, same_size
+from dsgraph.inductor_ext.symbolic_sizes import same_shape, same_size
 from dsgraph.passes.compat import (
     HigherOrderOperator,
     OpOverload,

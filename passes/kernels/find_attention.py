@@ -9,7 +9,7 @@ from typing import Any
 import torch.nn.functional as F  # noqa: N812 - as users write it
 from torch.fx import Node
 
-from dsgraph.inductor_ext.sizes import same_size
+from dsgraph.inductor_ext.symbolic_sizes import same_size
 
 from .capture_graph import why_unsafe
 from .mask_terms import MaskTerms, mask_of_bias, terms_of

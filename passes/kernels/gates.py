@@ -6,7 +6,7 @@ from typing import Any
 
 from torch.fx import Node
 
-from dsgraph.inductor_ext.sizes import same_shape
+from dsgraph.inductor_ext.symbolic_sizes import same_shape
 
 from .matching import before_widening, dtype_of, value_of, with_narrowing
 from .spec import Match, NearMiss

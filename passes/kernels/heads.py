@@ -10,7 +10,7 @@ import torch
 from torch.fx import Node
 
 from dsgraph.inductor_ext.kernels.launch import wide_dtype
-from dsgraph.inductor_ext.sizes import same_size
+from dsgraph.inductor_ext.symbolic_sizes import same_size
 
 from .matching import Call, call_of, dtype_of, either_way, is_call, number_of, split_index, transpose_of, value_of
 from .spec import Derived, NearMiss

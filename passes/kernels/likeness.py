@@ -60,7 +60,7 @@ def cast(node: Any) -> Iterator[tuple[Any, ...]]:
 
 
 @dataclass(frozen=True)
-class Found:
+class Occurrence:
     """A place that is like a function: the node whose value the function returns, and the arguments by name."""
 
     end: Node
@@ -125,7 +125,7 @@ class Likeness:
         found = next(self.find(node), None)
         return Match(found.end, tuple(found.arguments.values())) if found is not None else None
 
-    def find(self, node: Any) -> Iterator[Found]:
+    def find(self, node: Any) -> Iterator[Occurrence]:
         """All places that are like the function, of which `node` is the anchor."""
         anchor = self.path[0]
         is_one = isinstance(node, Node) and (anchor.op == "placeholder" or self._may_be(anchor, node))
@@ -139,7 +139,7 @@ class Likeness:
             for bound in self._bind(self.path[-1], end, {anchor: node}):
                 found = {str(mine.target): theirs for mine, theirs in bound.items() if mine.op == "placeholder"}
                 if set(found) == set(self.kinds):
-                    yield Found(end, {name: found[name] for name in self.kinds})
+                    yield Occurrence(end, {name: found[name] for name in self.kinds})
 
     def _may_be(self, mine: Node, theirs: Node) -> bool:
         if isinstance(mine.target, Reading):

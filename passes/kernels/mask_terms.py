@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import torch
 from torch.fx import Node
 
-from dsgraph.inductor_ext.sizes import same_size
+from dsgraph.inductor_ext.symbolic_sizes import same_size
 
 from .masks import axis_of, constant_of, is_written, overwhelms, triangle_of, unwritten_call_of
 from .matching import Call, call_of, dtype_of, number_of, value_of

@@ -12,7 +12,7 @@ import torch
 from torch.fx import Node
 
 from dsgraph.inductor_ext.compat import share_memory
-from dsgraph.inductor_ext.sizes import same_size
+from dsgraph.inductor_ext.symbolic_sizes import same_size
 
 from .matching import Call, call_of, dtype_of, number_of, value_of, writes
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from dsgraph.inductor_ext.sizes import same_size
+from dsgraph.inductor_ext.symbolic_sizes import same_size
 
 from .likeness import Likeness
 from .matching import before_widening, call_of, either_way, is_call, is_last_dim, number_of, only_user, value_of

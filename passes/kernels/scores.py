@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from dsgraph.inductor_ext.sizes import same_shape, same_size
+from dsgraph.inductor_ext.symbolic_sizes import same_shape, same_size
 
 from .masks import OVERWHELMING, constant_of
 from .matching import Call, call_of, dtype_of, either_way, is_call, number_of, value_of

@@ -13,8 +13,8 @@ from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
 from dsgraph.inductor_ext.compat import size_hint
+from dsgraph.inductor_ext.sparse import block_attention, custom, layouts, patterns, products, reading, row_buckets
 from dsgraph.inductor_ext.sparse import block_sparse_attention as op
-from dsgraph.inductor_ext.sparse import blocks, custom, layouts, patterns, plan, products, reading
 from dsgraph.inductor_ext.sparse.layouts import Layout, SparseLayoutError
 from dsgraph.inductor_ext.sparse.patterns import Fixed
 from dsgraph.passes.compat import fake_mode_of
@@ -82,7 +82,14 @@ class SparsifyAttention(GraphPass):
         return PassResult(sum(done.values()), tuple(notes), tuple(lines))
 
     def fingerprint(self) -> str | None:
-        files: list[Any] = [op.supports, blocks.forward, plan.Bucket, products.Terms, layouts.Layout, patterns.Fixed]
+        files: list[Any] = [
+            op.supports,
+            block_attention.forward,
+            row_buckets.Bucket,
+            products.ScoreTerms,
+            layouts.Layout,
+            patterns.Fixed,
+        ]
         files += [custom.Custom, reading.layout_of, finding.find_attention, mask_terms.terms_of, why_not_self]
         prints = [source_fingerprint(code, self.layout.text) for code in (type(self), *files)]
         return None if None in prints else "".join(map(str, prints))

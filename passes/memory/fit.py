@@ -16,9 +16,9 @@ from dsgraph.passes.errors import PassError
 from dsgraph.passes.ir.graph import placeholders
 from dsgraph.passes.ir.save_plan import Choice, SavePlan
 
-from .plan import Plan, Planner
-from .policies import Transfers
+from .policies import TransferPolicy
 from .scratch import copy_graph, on_scratch, runnable, without_duplicates
+from .step_plan import Planner, StepPlan
 
 PLANNED = "plan_activations"
 """By which name the report knows what was planned."""
@@ -101,7 +101,7 @@ def fit(
     measure: Callable[[Pair], StepMemory],
     costs: CostModel,
     fuses: bool,
-    transfers: Transfers | None = None,
+    transfers: TransferPolicy | None = None,
     agree: Agree = alone,
     **how: Any,
 ) -> tuple[Pair, Proposal]:
@@ -158,7 +158,7 @@ class _Search:
     measure: Callable[[Pair], StepMemory]
     costs: CostModel
     fuses: bool
-    transfers: Transfers | None
+    transfers: TransferPolicy | None
     how: dict[str, Any]
     _done: dict[object, tuple[Pair, StepMemory]] = field(default_factory=dict)
 
@@ -213,7 +213,7 @@ class _Search:
             found = self._proposal(planner, least)
             yield found, self.attempt(found)[1]
 
-    def _proposal(self, planner: Planner, plan: Plan) -> Proposal:
+    def _proposal(self, planner: Planner, plan: StepPlan) -> Proposal:
         saved, repeated, offloaded = planner.names(plan)
         lines = tuple(map(str, planner.lines(plan)))
         tier = self.transfers.tier if self.transfers is not None else ""

@@ -59,7 +59,7 @@ class Value:
 
 
 @dataclass(frozen=True)
-class Part:
+class ForwardPart:
     """A stretch of the forward.
 
     Attributes:
@@ -89,7 +89,7 @@ class ForwardValues:
     memory: GraphMemory
     forward: tuple[Node, ...]
     results: tuple[Node, ...]
-    parts: tuple[Part, ...]
+    parts: tuple[ForwardPart, ...]
 
     @cached_property
     def values(self) -> dict[Node, Value]:
@@ -135,7 +135,7 @@ def read_forward_values(
     for name, nodes in _stretches(ahead, list(_part_names(ahead))):
         inside = frozenset(nodes)
         values = tuple(reader.value(node, inside) for node in nodes)
-        parts.append(Part(name, values, _kind(values)))
+        parts.append(ForwardPart(name, values, _kind(values)))
     return ForwardValues(gm, memory, tuple(ahead), results, tuple(parts))
 
 

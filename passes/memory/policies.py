@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .forward_values import Part
+from .forward_values import ForwardPart
 from .integer_program import Bounded, Vector, minimize, sparse_rows
 
 AMOUNTS = 8
@@ -23,7 +23,7 @@ _NODES = 2000
 
 
 @dataclass(frozen=True)
-class Transfers:
+class TransferPolicy:
     """How values reach memory besides the device's.
 
     Attributes:
@@ -54,7 +54,7 @@ class Policy:
     offloaded: frozenset[int] = frozenset()
 
 
-def policies_of(part: Part, transfers: Transfers | None = None) -> list[Policy]:
+def policies_of(part: ForwardPart, transfers: TransferPolicy | None = None) -> list[Policy]:
     """Policies of a part, from the most bytes to the least; none saves more in more time than another.
 
     Args:
@@ -79,7 +79,7 @@ def policies_of(part: Part, transfers: Transfers | None = None) -> list[Policy]:
 class _Programme:
     """Variables: for each value whether it is saved, offloaded, computed again; then seconds that transfers add."""
 
-    def __init__(self, part: Part, transfers: Transfers | None) -> None:
+    def __init__(self, part: ForwardPart, transfers: TransferPolicy | None) -> None:
         self._values = part.values
         count = len(part.values)
         number = {value.node: position for position, value in enumerate(part.values)}
@@ -138,7 +138,7 @@ class _Programme:
         return Policy(kept, size, seconds, away)
 
 
-def _bounds(part: Part, may_offload: bool) -> tuple[Vector, Vector]:
+def _bounds(part: ForwardPart, may_offload: bool) -> tuple[Vector, Vector]:
     count = len(part.values)
     low, high = np.zeros(3 * count + 1), np.ones(3 * count + 1)
     high[-1] = np.inf

@@ -30,7 +30,7 @@ _ENDS = frozenset({"cross_entropy"})
 
 
 @dataclass
-class Found:
+class FoundSlices:
     """What can be sliced.
 
     Attributes:
@@ -44,7 +44,7 @@ class Found:
 
 def find_slices(
     gm: GraphModule, names: Mapping[Node, str], *, ranks: int, given: Mapping[str, Slice] | None = None
-) -> Found:
+) -> FoundSlices:
     """Which parameters of a graph can be sliced.
 
     Args:
@@ -74,11 +74,11 @@ class _Search:
     parts: dict[str, int] = field(default_factory=dict)
     tried: dict[str, str] = field(default_factory=dict)
     whole: dict[str, str] = field(default_factory=dict)
-    found: Found = field(default_factory=Found)
+    found: FoundSlices = field(default_factory=FoundSlices)
 
     def walk(self) -> bool:
         """Follows slices through the graph; False when nothing more was learned."""
-        self.found = Found()
+        self.found = FoundSlices()
         known = Sliced(self.ranks)
         for node, name in self.names.items():
             if name in self.given:

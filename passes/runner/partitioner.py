@@ -35,7 +35,7 @@ from dsgraph.passes.ir.collectives import collectives
 from dsgraph.passes.ir.graph import emit, is_returned, is_wait, placeholders, replace_and_erase
 from dsgraph.passes.ir.random_calls import evaluate_random_calls
 from dsgraph.passes.memory.fit import PLANNED, Agree, alone, describe, fit
-from dsgraph.passes.memory.policies import Transfers
+from dsgraph.passes.memory.policies import TransferPolicy
 from dsgraph.passes.memory.scratch import copy_graph
 from dsgraph.passes.regions.saved_arguments import read_arguments_outside
 
@@ -139,12 +139,12 @@ class Partitioner(_HeldByReference, CustomPartitionerFn):
         runner.run(forward, context(forward, Phase.FORWARD, user_outputs=user_outputs))
         runner.run(backward, context(backward, Phase.BACKWARD))
 
-    def _transfers(self, costs: CostModel) -> Transfers | None:
+    def _transfers(self, costs: CostModel) -> TransferPolicy | None:
         tier = self._facts.offload_tier
         if tier is None:
             return None
         seconds = costs.tier_seconds(tier, _FAR_APART) / _FAR_APART
-        return Transfers(tier, seconds, hide=tier == "disk" or self._facts.device_type != "cpu")
+        return TransferPolicy(tier, seconds, hide=tier == "disk" or self._facts.device_type != "cpu")
 
     def _parts(
         self, gm: GraphModule, joint_inputs: Sequence[object], budget: MemoryBudget, how: dict[str, Any]

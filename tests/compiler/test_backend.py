@@ -12,10 +12,10 @@ import torch.distributed as dist
 from torch import nn
 
 import dsgraph
-from dsgraph.compiler import pipeline
+from dsgraph.compiler import build_pipeline as pipeline_module
+from dsgraph.compiler.build_pipeline import build_pipeline
 from dsgraph.compiler.codegen import Compilation
 from dsgraph.compiler.options import parse_options
-from dsgraph.compiler.pipeline import build_pipeline
 from dsgraph.passes import CaptureFacts
 from dsgraph.tools.cli.main import main
 from tests.models import build, tokens
@@ -154,8 +154,8 @@ def test_reading_ahead_without_parameters_on_disk_is_reported(one_rank, tmp_path
 
 def test_options_are_bound_once_for_each_graph(one_rank, monkeypatch):
     bound = []
-    built_in = pipeline._built_in
-    monkeypatch.setattr(pipeline, "_built_in", lambda options: bound.append(options) or built_in(options))
+    built_in = pipeline_module._built_in
+    monkeypatch.setattr(pipeline_module, "_built_in", lambda options: bound.append(options) or built_in(options))
     for model in (_net(), dsgraph.partition(_net(), stage=3)):
         torch.compile(model, backend="dsgraph", options=EAGER)(torch.randn(2, 4))
     assert len(bound) == 2

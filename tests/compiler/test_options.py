@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 import dsgraph
+from dsgraph.compiler.build_pipeline import bind_options
 from dsgraph.compiler.options import BackendOptions, parse_options
-from dsgraph.compiler.pipeline import bind_options
 from dsgraph.passes.kernels.registry import KERNELS
 from dsgraph.utils.byte_counts import on_device
 

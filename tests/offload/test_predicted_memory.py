@@ -10,7 +10,7 @@ import torch
 from torch import nn, optim
 
 import dsgraph
-from dsgraph.inductor_ext.transfers.buffers import Buffer
+from dsgraph.inductor_ext.transfers.buffer_pool import Buffer
 from dsgraph.offload.chunk_sizes import StateChunk, step_buffers
 from dsgraph.offload.stored_rows import stored_rows
 from dsgraph.optim.disk_optimizer import DiskOptimizer

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from dsgraph.parallel.planning.gpus import gpu_of
-from dsgraph.parallel.planning.layout import ModelShape, RankLayout, Training
-from dsgraph.parallel.planning.plan import Plan, plan
+from dsgraph.parallel.planning.layout import ModelShape, RankLayout, TrainingSetup
+from dsgraph.parallel.planning.layout_plan import LayoutPlan, plan
 
 GIB = 2**30
 TRILLION = ModelShape(params=10**12, layers=298, hidden=17408, seq=2048, vocab=51200, heads=136)
@@ -16,6 +16,6 @@ SMALL_OF_16_HEADS = ModelShape(params=1_300_000_000, layers=24, hidden=2048, seq
 
 def planned(
     model: ModelShape, *, tp: int, pp: int, dp: int, batch: int, gpu: str = "a100-40gb", **training: Any
-) -> Plan:
+) -> LayoutPlan:
     layout = RankLayout(tp, pp, dp)
-    return plan(model, layout, Training(batch=batch, **training), gpu=gpu_of(gpu), gpus=layout.gpus)
+    return plan(model, layout, TrainingSetup(batch=batch, **training), gpu=gpu_of(gpu), gpus=layout.gpus)

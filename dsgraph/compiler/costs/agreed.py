@@ -19,8 +19,8 @@ from dsgraph.passes.ir.collectives import collective_steps
 from dsgraph.ranks.agreement import Agreement
 from dsgraph.ranks.mesh import mesh_axes
 
+from .calibration_record import CalibrationRecord, LinkRecord, from_text, to_text
 from .host import device_name, host_name
-from .records import CalibrationRecord, LinkRecord, from_text, to_text
 from .store import CalibrationError, load
 
 DEFAULTS = "defaults"

@@ -9,7 +9,7 @@ from pathlib import Path
 from dsgraph.utils.files import write_whole
 from dsgraph.utils.json_records import RecordError
 
-from .records import CalibrationRecord, from_text, to_text
+from .calibration_record import CalibrationRecord, from_text, to_text
 
 _ADVICE = "measure anew with `dsgraph calibrate`, or delete it"
 

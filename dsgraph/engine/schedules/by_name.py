@@ -15,8 +15,8 @@ from torch.optim import Optimizer
 from dsgraph.utils.errors import ConfigError
 from dsgraph.utils.nearest import nearest
 
+from .learning_rate import LearningRateSchedule, Rates, check_steps
 from .one_cycle import OneCycle
-from .schedule import Rates, Schedule, check_steps
 
 
 def _warm(step: int, steps: int, kind: str) -> float:
@@ -31,7 +31,7 @@ def _check_warmup(steps: object, kind: object) -> int:
     return max(2, steps)
 
 
-class WarmupLR(Schedule):
+class WarmupLR(LearningRateSchedule):
     """From the least rate to the largest in `warmup_num_steps` steps, by logarithm or line; then that one."""
 
     def __init__(
@@ -73,7 +73,7 @@ class WarmupDecayLR(WarmupLR):
         return max(0.0, (self.total_steps - step) / max(1.0, self.total_steps - self.warmup_steps))
 
 
-class WarmupCosineLR(Schedule):
+class WarmupCosineLR(LearningRateSchedule):
     """The optimizer's own rate, times a warm-up and then half a wave of a cosine down to `cos_min_ratio`."""
 
     def __init__(
@@ -106,7 +106,7 @@ class WarmupCosineLR(Schedule):
         return self.cos_min_ratio + (1 - self.cos_min_ratio) * (1 + math.cos(math.pi * progress)) / 2
 
 
-class LRRangeTest(Schedule):
+class LRRangeTest(LearningRateSchedule):
     """A rate that grows all the time, to find the largest one that trains."""
 
     def __init__(
@@ -133,12 +133,12 @@ class LRRangeTest(Schedule):
         return [rate * (1 + self.step_rate * interval) for rate in self.least]
 
 
-SCHEDULES: Mapping[str, type[Schedule]] = {
+SCHEDULES: Mapping[str, type[LearningRateSchedule]] = {
     kind.__name__: kind for kind in (WarmupLR, WarmupDecayLR, WarmupCosineLR, LRRangeTest, OneCycle)
 }
 
 
-def schedule_class(kind: str, params: Mapping[str, Any]) -> type[Schedule]:
+def schedule_class(kind: str, params: Mapping[str, Any]) -> type[LearningRateSchedule]:
     """The class of schedule that a configuration's `scheduler` section names.
 
     Raises:
@@ -157,7 +157,7 @@ def schedule_class(kind: str, params: Mapping[str, Any]) -> type[Schedule]:
     return made
 
 
-def _parameters(kind: type[Schedule]) -> dict[str, bool]:
+def _parameters(kind: type[LearningRateSchedule]) -> dict[str, bool]:
     """The names that a schedule takes, each with whether it has to be given."""
     found: dict[str, bool] = {}
     for base in kind.__mro__[:-1]:

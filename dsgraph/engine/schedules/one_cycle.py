@@ -8,10 +8,10 @@ from torch.optim import Optimizer
 
 from dsgraph.utils.errors import ConfigError
 
-from .schedule import Rates, Schedule, check_steps
+from .learning_rate import LearningRateSchedule, Rates, check_steps
 
 
-class OneCycle(Schedule):
+class OneCycle(LearningRateSchedule):
     """Up to the largest rate and down again, with the momentum against it; then a decay.
 
     The momentum is the first of the optimizer's betas, where it has them; the second becomes 0.99, as in DeepSpeed.

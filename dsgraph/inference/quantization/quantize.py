@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from dsgraph.utils.errors import InferenceError
 
-from .calibrate import inputs_in_order, round_weight
+from .calibrated_rounding import inputs_in_order, round_weight
 from .quantized_linear import QuantizedLinear
 
 ModelT = TypeVar("ModelT", bound=nn.Module)

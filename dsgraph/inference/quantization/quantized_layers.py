@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from dsgraph.inductor_ext import slice_of
-from dsgraph.inference.sources import Source, find
+from dsgraph.inference.weight_sources import WeightSource, find
 from dsgraph.passes.parallel.slices import Slice
 
 from .quantize import Quantization, noted, weight_of
@@ -72,8 +72,8 @@ class Rounding:
         self._noted: set[str] = set()
 
     def source(
-        self, base: Source, *, dtype: torch.dtype | None, device: torch.device, prefix: str, folder: Path
-    ) -> Source:
+        self, base: WeightSource, *, dtype: torch.dtype | None, device: torch.device, prefix: str, folder: Path
+    ) -> WeightSource:
         """A source that has the layers' buffers as well.
 
         Args:
@@ -107,7 +107,7 @@ class Rounding:
             value: Tensor = getattr(self._last[1], name.rpartition(".")[2])
             return value if held is None else slice_of(value, held.dim, parts=held.parts, ranks=count, rank=rank)
 
-        return Source(shapes, read, files)
+        return WeightSource(shapes, read, files)
 
     def _round(self, layer: str, weight: Tensor) -> None:
         oriented = weight.t() if self._weights[layer].is_transposed else weight

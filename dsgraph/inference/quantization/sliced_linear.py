@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from dsgraph.inductor_ext import slice_of
-from dsgraph.inference.ranks import SlicingRanks
+from dsgraph.inference.slicing_ranks import SlicingRanks
 from dsgraph.passes.parallel.slices import Slice
 from dsgraph.utils.errors import InferenceError
 

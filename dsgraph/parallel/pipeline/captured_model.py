@@ -18,7 +18,7 @@ from dsgraph.compat.autograd import version_of
 from dsgraph.compat.dynamo import ignoring_log_messages, not_capturable
 from dsgraph.compat.tensors import flatten_tree, map_tensors
 from dsgraph.compiler.remedies import remedy
-from dsgraph.partitioning.transforms.slices import ParameterSlice
+from dsgraph.partitioning.transforms.parameter_slice import ParameterSlice
 from dsgraph.passes.analysis.cost import CostModel
 from dsgraph.passes.analysis.sizes import number_of, tensor_bytes
 from dsgraph.passes.compat import (

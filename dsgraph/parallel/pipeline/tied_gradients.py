@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Placement, Shard
 
 from dsgraph.optim.gradient_norm import GradientPart, LocalGradients
 from dsgraph.partitioning.rows import own_part
-from dsgraph.partitioning.transforms.slices import ParameterSlice
+from dsgraph.partitioning.transforms.parameter_slice import ParameterSlice
 
 from .sharded_stages import ShardedStages
 

@@ -75,7 +75,7 @@ def usual_heads(hidden: int) -> int:
 
 
 @dataclass(frozen=True)
-class Training:
+class TrainingSetup:
     """What is the same for all layouts that are compared.
 
     Attributes:
@@ -126,7 +126,7 @@ class RankLayout:
         return self.tp * self.pp * self.dp
 
 
-def refusal(layout: RankLayout, model: ModelShape, training: Training, *, gpu: NodeGpu, gpus: int) -> str | None:
+def refusal(layout: RankLayout, model: ModelShape, training: TrainingSetup, *, gpu: NodeGpu, gpus: int) -> str | None:
     """Why a layout cannot be, apart from memory; None if it can."""
     if layout.gpus != gpus:
         return f"tp {layout.tp} x pp {layout.pp} x dp {layout.dp} is {layout.gpus} GPUs, and gpus is {gpus}"

@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from sympy import divisors
 
 from .gpus import NodeGpu
-from .layout import ModelShape, RankLayout, Training, refusal
-from .plan import Plan, plan
+from .layout import ModelShape, RankLayout, TrainingSetup, refusal
+from .layout_plan import LayoutPlan, plan
 
 
 @dataclass(frozen=True)
-class Found:
+class SearchResult:
     """What a search found.
 
     Attributes:
@@ -23,12 +23,12 @@ class Found:
         refused: How many more there are, by the first word of the reason: the number that does not go.
     """
 
-    fitting: tuple[Plan, ...]
-    too_large: tuple[Plan, ...]
+    fitting: tuple[LayoutPlan, ...]
+    too_large: tuple[LayoutPlan, ...]
     refused: dict[str, int]
 
 
-def search(model: ModelShape, training: Training, *, gpu: NodeGpu, gpus: int) -> Found:
+def search(model: ModelShape, training: TrainingSetup, *, gpu: NodeGpu, gpus: int) -> SearchResult:
     """Tries every tp x pp x dp = gpus with tp inside a node."""
     plans = []
     refused: Counter[str] = Counter()
@@ -40,7 +40,7 @@ def search(model: ModelShape, training: Training, *, gpu: NodeGpu, gpus: int) ->
             refused[reason.split()[0]] += 1
     fitting = sorted((item for item in plans if item.fits), key=lambda item: (item.values["step"], item.fullest))
     too_large = sorted((item for item in plans if not item.fits), key=lambda item: item.fullest)
-    return Found(tuple(fitting), tuple(too_large), dict(refused))
+    return SearchResult(tuple(fitting), tuple(too_large), dict(refused))
 
 
 def _layouts(gpu: NodeGpu, gpus: int) -> Iterator[RankLayout]:

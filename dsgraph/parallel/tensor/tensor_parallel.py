@@ -17,8 +17,8 @@ from dsgraph.partitioning.refusals import (
 )
 from dsgraph.partitioning.rows import broadcast_from_first
 from dsgraph.partitioning.state_dict.full_state_dict import take_rows
-from dsgraph.partitioning.transforms.slices import ParameterSlice, sliced_parameter, slicing_class
-from dsgraph.passes.parallel.find_slices import Found, layer_pattern
+from dsgraph.partitioning.transforms.parameter_slice import ParameterSlice, sliced_parameter, slicing_class
+from dsgraph.passes.parallel.find_slices import FoundSlices, layer_pattern
 from dsgraph.ranks.agreement import Agreement
 from dsgraph.ranks.mesh import axis_group
 from dsgraph.utils.errors import PartitionError
@@ -69,7 +69,7 @@ def tensor_parallel(
     return model
 
 
-def _why_little(model: nn.Module, found: Found) -> str:
+def _why_little(model: nn.Module, found: FoundSlices) -> str:
     """Return a warning with reasons if most of a model stays replicated; empty if most is tensor-parallel."""
     tables = {name: param.numel() for name, param in model.named_parameters() if param.dim() > 1}
     whole = {name: size for name, size in tables.items() if name not in found.slices}
@@ -90,7 +90,7 @@ def _why_little(model: nn.Module, found: Found) -> str:
     )
 
 
-def slice_parameters(model: nn.Module, mesh: DeviceMesh, found: Found) -> None:
+def slice_parameters(model: nn.Module, mesh: DeviceMesh, found: FoundSlices) -> None:
     """Leaves this rank its slices of the parameters of `model`, in place, by a plan that was found.
 
     Args:
@@ -114,7 +114,7 @@ def slice_parameters(model: nn.Module, mesh: DeviceMesh, found: Found) -> None:
     _apply(model, found, parameters, mesh)
 
 
-def _find(model: nn.Module, ranks: int, plan: Any, example_inputs: Any) -> Found:
+def _find(model: nn.Module, ranks: int, plan: Any, example_inputs: Any) -> FoundSlices:
     inputs = example_inputs if example_inputs is not None else getattr(model, "dummy_inputs", None)
     if plan == "auto":
         if inputs is None:
@@ -127,12 +127,12 @@ def _find(model: nn.Module, ranks: int, plan: Any, example_inputs: Any) -> Found
         raise PartitionError(f"tensor_parallel: plan is {plan!r}; it takes 'auto' or a dict of names of modules")
     given = plan_by_names(model, plan)
     if inputs is None:
-        return Found(given)
+        return FoundSlices(given)
     pieces = plan_by_graph(model, inputs, ranks=ranks, given=given)
-    return Found(given | pieces.slices)
+    return FoundSlices(given | pieces.slices)
 
 
-def _check_sizes(found: Found, parameters: Mapping[str, nn.Parameter], ranks: int) -> None:
+def _check_sizes(found: FoundSlices, parameters: Mapping[str, nn.Parameter], ranks: int) -> None:
     for name, held in found.slices.items():
         if name not in parameters:
             continue
@@ -144,7 +144,7 @@ def _check_sizes(found: Found, parameters: Mapping[str, nn.Parameter], ranks: in
             )
 
 
-def _apply(model: nn.Module, found: Found, parameters: Mapping[str, nn.Parameter], mesh: DeviceMesh) -> None:
+def _apply(model: nn.Module, found: FoundSlices, parameters: Mapping[str, nn.Parameter], mesh: DeviceMesh) -> None:
     group = axis_group(mesh, 0).group_name
     held_by_id: dict[int, ParameterSlice] = {}
     made: dict[int, nn.Parameter] = {}

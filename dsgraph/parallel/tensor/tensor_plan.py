@@ -15,7 +15,7 @@ from torch.fx import GraphModule
 from dsgraph.compat.compiled import allowing_recompiles
 from dsgraph.compat.tensors import new_fake_mode
 from dsgraph.passes.ir.graph import placeholders
-from dsgraph.passes.parallel.find_slices import Found, find_slices
+from dsgraph.passes.parallel.find_slices import FoundSlices, find_slices
 from dsgraph.passes.parallel.slices import Slice
 from dsgraph.utils.errors import PartitionError
 
@@ -71,7 +71,7 @@ def _slices_of(name: str, module: nn.Module, *, is_row: bool) -> dict[str, Slice
     return found
 
 
-def plan_by_graph(model: nn.Module, inputs: Any, *, ranks: int, given: Mapping[str, Slice] | None) -> Found:
+def plan_by_graph(model: nn.Module, inputs: Any, *, ranks: int, given: Mapping[str, Slice] | None) -> FoundSlices:
     """What of a model can be sliced, found on its captured graphs. Nothing is computed, no memory taken.
 
     Args:
@@ -88,7 +88,7 @@ def plan_by_graph(model: nn.Module, inputs: Any, *, ranks: int, given: Mapping[s
         memo[id(tensor)] = nn.Parameter(fake, requires_grad=tensor.requires_grad) if is_parameter else fake
     twin = copy.deepcopy(model, memo)
     names = {id(param): name for name, param in twin.named_parameters()}
-    found = Found()
+    found = FoundSlices()
 
     def analyse(gm: GraphModule, values: list[Any]) -> Callable[..., Any]:
         nodes = zip(placeholders(gm), values, strict=True)

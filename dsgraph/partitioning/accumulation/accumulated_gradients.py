@@ -33,8 +33,8 @@ from dsgraph.partitioning.state import PartitionState
 from dsgraph.partitioning.step_phase import StepPhase
 from dsgraph.utils.errors import AccumulationError
 
-from .gradient_placeholder import GradState, StandIn
-from .reductions import deliver, reduce_replicated, reduce_split, used_anywhere
+from .gradient_placeholder import GradientPlaceholder, GradState
+from .reduce_accumulated import deliver, reduce_replicated, reduce_split, used_anywhere
 
 
 def enter_accumulation(state: PartitionState, *, reduce_once: bool) -> None:
@@ -216,7 +216,7 @@ def _on_local_gradient(entry: ParameterState, state: PartitionState) -> None:
             entry.accumulated_grad.add_(grad)
     entry.is_summed = True
     if entry.stand_in is None:
-        entry.stand_in = StandIn.put(entry.param, entry.name)
+        entry.stand_in = GradientPlaceholder.put(entry.param, entry.name)
     if state.accumulating:
         state.note_gradient()
     else:
@@ -226,7 +226,7 @@ def _on_local_gradient(entry: ParameterState, state: PartitionState) -> None:
 def _on_reduced_gradient(entry: ParameterState, state: PartitionState) -> None:
     """Note that a compiled graph has reduced the gradient: outside `accumulate`, this backward ends the step."""
     if entry.is_summed and entry.stand_in is None:  # the gradient bypassed the sum, as for a term over `parameters()`
-        entry.stand_in = StandIn.put(entry.param, entry.name)
+        entry.stand_in = GradientPlaceholder.put(entry.param, entry.name)
     if state.gradients_stay_local and not state.accumulating:
         _reduce_at_end_of_backward(state)
 

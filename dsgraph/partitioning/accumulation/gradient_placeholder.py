@@ -76,7 +76,7 @@ class _Unreduced(Tensor):
 
 
 @dataclass(frozen=True, eq=False)
-class StandIn:
+class GradientPlaceholder:
     """A placeholder in the `.grad` of one parameter.
 
     Attributes:
@@ -92,14 +92,14 @@ class StandIn:
     versions: tuple[int, int]
 
     @staticmethod
-    def put(param: DTensor, name: str) -> StandIn:
+    def put(param: DTensor, name: str) -> GradientPlaceholder:
         """Put a placeholder into the `.grad` of the parameter `name`."""
         local = param.to_local().detach()
         value = torch.full((), math.nan, dtype=local.dtype, device=local.device)
         shared = _Unreduced.of(value.expand(local.shape), name)
         grad = distributed_like(param.detach(), shared)  # type: ignore[arg-type]
         grad.__deepcopy__ = lambda memo: None  # type: ignore[method-assign]  # a copy of the model is not within a step
-        stand_in = StandIn(grad, value, param.grad, (version_of(grad), version_of(value)))
+        stand_in = GradientPlaceholder(grad, value, param.grad, (version_of(grad), version_of(value)))
         param.grad = grad
         return stand_in
 
@@ -111,12 +111,12 @@ class StandIn:
             return GradState.UNTOUCHED
         return GradState.ZEROS
 
-    def renew(self, param: DTensor, name: str) -> StandIn:
+    def renew(self, param: DTensor, name: str) -> GradientPlaceholder:
         """Replace a placeholder that was filled with zeros by a new one."""
         param.grad = self.covered
         if self.covered is not None:
             self.covered.zero_()
-        return StandIn.put(param, name)
+        return GradientPlaceholder.put(param, name)
 
     def take_away(self, param: DTensor) -> None:
         """Restore the earlier `.grad`, unless something else has replaced the placeholder."""

@@ -28,8 +28,8 @@ from dsgraph.passes.ir.graph import all_graph_modules, is_gather_marker, placeho
 from dsgraph.utils.errors import OptionError, RanksDisagreeError, on_one_line
 from dsgraph.utils.files import write_whole
 
-from .first_node import Parting, WatchedGraph, where
-from .replay import Replay, Tolerance, Values, compare
+from .first_node import NodeComparison, WatchedGraph, where
+from .recorded_call import RecordedCall, Tolerance, Values, compare
 
 SETTINGS = "settings.json"
 """The file of the folder that holds the tolerance: `{"rtol": 1e-5, "atol": null}`."""
@@ -120,7 +120,7 @@ class Bisection:
 
         def run(*args: Any) -> Any:
             if self._versions:
-                self._examine(Replay(args, names))
+                self._examine(RecordedCall(args, names))
                 self._versions = []
             return run_reference(*args)
 
@@ -189,7 +189,7 @@ class Bisection:
             except RanksDisagreeError as error:  # raised on all of them
                 version.problem, version.compiled = on_one_line(error), None
 
-    def _examine(self, replay: Replay) -> None:
+    def _examine(self, replay: RecordedCall) -> None:
         """Runs all versions on one call's inputs, until one is off."""
         self._result["called"] = True
         reference, *versions = self._versions
@@ -214,7 +214,7 @@ class Bisection:
             good = version if version is not repeated else reference
         self._write()
 
-    def _step(self, version: _Version, replay: Replay, expected: Values) -> dict[str, Any]:
+    def _step(self, version: _Version, replay: RecordedCall, expected: Values) -> dict[str, Any]:
         """Runs one version; what came of it, as it is written down."""
         step: dict[str, Any] = {"pass": version.name, "phase": version.phase, "codegen": version.codegen}
         if version.compiled is None:
@@ -236,9 +236,9 @@ class Bisection:
             "worst": None if worst is None else {"what": worst, **asdict(shown[worst])},
         }
 
-    def _search(self, before: _Version, after: _Version, replay: Replay) -> dict[str, Any] | None:
+    def _search(self, before: _Version, after: _Version, replay: RecordedCall) -> dict[str, Any] | None:
         retraced = after.phase == Phase.CAPTURE.value
-        parting = Parting(before.graphs, after.graphs, retraced, self._tolerance)
+        parting = NodeComparison(before.graphs, after.graphs, retraced, self._tolerance)
         run_before, run_after = before.compiled, after.compiled
         assert run_before is not None and run_after is not None
         parting.watch_before(lambda: replay.run(run_before))

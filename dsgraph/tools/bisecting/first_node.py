@@ -16,9 +16,9 @@ from dsgraph.passes.compat import OpOverload, is_tangent
 from dsgraph.passes.ir.coalesced import is_result
 from dsgraph.passes.ir.collectives import is_collective
 from dsgraph.passes.ir.graph import placeholders
-from dsgraph.passes.ir.sources import user_source
+from dsgraph.passes.ir.user_source import user_source
 
-from .replay import Difference, Tolerance, difference
+from .recorded_call import Difference, Tolerance, difference
 
 _MADE_AT_MOST = 8
 
@@ -83,7 +83,7 @@ class NodeFinding:
 
 
 @dataclass
-class Parting:
+class NodeComparison:
     """Compares two versions of a graph, while they run on the same inputs, node by node.
 
     Call the older version with `watch_before`, then the newer one with `watch_after`; `found` is the first node, in the

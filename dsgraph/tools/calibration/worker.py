@@ -10,9 +10,9 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from dsgraph.compiler.costs.records import to_text
+from dsgraph.compiler.costs.calibration_record import to_text
 
-from .ranks import measure_ranks
+from .measure_ranks import measure_ranks
 
 # How long one collective may take before the measurement fails.
 _TIMEOUT = timedelta(seconds=60)

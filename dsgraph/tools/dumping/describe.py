@@ -23,8 +23,8 @@ from dsgraph.passes.ir.coalesced import inputs_of, results_of
 from dsgraph.passes.ir.collectives import collective_group, collective_kind, is_collective
 from dsgraph.passes.ir.graph import aliased_arguments, fake_value, is_wait
 from dsgraph.passes.ir.regions import is_region_call, name_called
-from dsgraph.passes.ir.sources import user_source
 from dsgraph.passes.ir.transfers import moved_tensor, starts_transfer, tier_of
+from dsgraph.passes.ir.user_source import user_source
 
 from .history import history
 from .records import BodyRecord, CollectiveRecord, NodeRecord, PieceRecord, Size, TransferRecord, ValueRecord

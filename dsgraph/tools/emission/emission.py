@@ -25,13 +25,13 @@ from dsgraph.passes.analysis.hardware import GPUS, default_links
 from dsgraph.utils.errors import EmissionError, on_one_line
 from dsgraph.utils.files import write_whole
 
-from .attention import capture_cuda_attention, replace_cpu_attention
+from .cuda_attention import capture_cuda_attention, replace_cpu_attention
 from .harness import fake_device, fake_driver
 from .kernels import read_resources
 from .lowering import compile_module, lower, retarget, trace
 from .operators import refuse_cpu_operators
-from .record import Configuration, GraphRecord, KernelRecord, describe_kernel, merge_calls
-from .schedule import Lowered, ScheduledKernel
+from .record import Configuration, EmittedGraph, KernelRecord, describe_kernel, merge_calls
+from .scheduled_kernels import Lowered, ScheduledKernel
 
 SETTINGS = "settings.json"
 """The file of the folder that says what to emit, and where to: `{"archs": ["sm_90"], "out": "/somewhere"}`."""
@@ -153,7 +153,7 @@ class Emission:
             record = self._record(phase, arch, problem=on_one_line(error, unnamed=EmissionError))
         self._write(record)
 
-    def _save(self, lowered: Lowered, *, phase: str, arch: str) -> GraphRecord:
+    def _save(self, lowered: Lowered, *, phase: str, arch: str) -> EmittedGraph:
         """Writes the code of a graph and its kernels, compiled."""
         folder = Path(arch) / f"graph{self._number}-{phase}"
         code = folder.with_suffix(".py")
@@ -178,9 +178,9 @@ class Emission:
                 configurations.append(Configuration(binary.config, binary.warps, resources, f"{stem}.cubin"))
         return describe_kernel(kernel, configurations, GPUS[arch])
 
-    def _record(self, phase: str, arch: str, **found: Any) -> GraphRecord:
-        return GraphRecord(self._number, phase, arch, GPUS[arch].name, self._function, **found)
+    def _record(self, phase: str, arch: str, **found: Any) -> EmittedGraph:
+        return EmittedGraph(self._number, phase, arch, GPUS[arch].name, self._function, **found)
 
-    def _write(self, record: GraphRecord) -> None:
+    def _write(self, record: EmittedGraph) -> None:
         path = self._target.records / f"graph{record.graph}-{record.phase}-{record.arch}.json"
         write_whole(path, json.dumps(record.to_dict()).encode())

@@ -29,7 +29,7 @@ from dsgraph.passes.compat import CustomGraphPass, FakeTensorMode, detect_fake_m
 from dsgraph.passes.ir.graph import all_graph_modules
 
 from .harness import defined_kernels
-from .schedule import Lowered, Recorder, read_lowered
+from .scheduled_kernels import Lowered, Recorder, read_lowered
 
 _DEVICE = torch.device("cuda", 0)
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from torch.fx import Node
 
 from dsgraph.passes.compat import OpOverload
-from dsgraph.passes.ir.sources import user_source
+from dsgraph.passes.ir.user_source import user_source
 from dsgraph.utils.errors import EmissionError
 
 from .harness import has_kernel

@@ -13,7 +13,7 @@ from dsgraph.passes.analysis.sizes import number_of
 from dsgraph.passes.compat import OpOverload
 
 from .kernels import Resources
-from .schedule import ScheduledKernel
+from .scheduled_kernels import ScheduledKernel
 
 # What a kernel's loops execute besides arithmetic.
 _NO_ARITHMETIC = frozenset(
@@ -92,7 +92,7 @@ class KernelRecord:
 
 
 @dataclass(frozen=True)
-class GraphRecord:
+class EmittedGraph:
     """What became of one graph on one architecture.
 
     Attributes:

@@ -9,7 +9,7 @@ from types import FunctionType
 
 from torch import nn
 
-from dsgraph.compiler.frames import Span, is_torchs
+from dsgraph.compiler.frames import SourceLines, is_torchs
 from dsgraph.partitioning.state import PartitionState
 
 from .compile_log import CompileEntry, CompileLog
@@ -55,7 +55,7 @@ class Fallback:
 
 
 @dataclass(frozen=True)
-class NearMiss:
+class PassNote:
     """A note of a pass: what it left alone and why. `count` is how often it said so, in which `compiles`."""
 
     phase: str
@@ -137,14 +137,14 @@ def fallbacks_of(
     return tuple(found)
 
 
-def near_misses_of(records: Sequence[CompileEntry]) -> tuple[NearMiss, ...]:
+def near_misses_of(records: Sequence[CompileEntry]) -> tuple[PassNote, ...]:
     """The notes of all passes."""
     said: defaultdict[tuple[str, str, str], list[int]] = defaultdict(list)
     for record in records:
         for item in record.passes:
             for note in item.notes:
                 said[item.phase.value, item.name, note].append(record.number)
-    return tuple(NearMiss(*key, len(numbers), tuple(dict.fromkeys(numbers))) for key, numbers in said.items())
+    return tuple(PassNote(*key, len(numbers), tuple(dict.fromkeys(numbers))) for key, numbers in said.items())
 
 
 def regions_of(records: Sequence[CompileEntry]) -> tuple[Region, ...]:
@@ -175,11 +175,11 @@ def _eager_reads(states: Sequence[PartitionState]) -> dict[str, int]:
     return counts
 
 
-def _functions_of(model: nn.Module, records: Iterable[CompileEntry]) -> set[Span]:
+def _functions_of(model: nn.Module, records: Iterable[CompileEntry]) -> set[SourceLines]:
     """The model's own methods, and the functions of which its graphs are."""
     found = {span for record in records for span in record.capture.running[:1]}
     for kind in {base for module in model.modules() for base in type(module).__mro__}:
         for value in vars(kind).values():
             if isinstance(value, FunctionType) and not is_torchs(value.__code__.co_filename):
-                found.add(Span.of(value.__code__))
+                found.add(SourceLines.of(value.__code__))
     return found

@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from dsgraph.compat.compiled import compile_metrics
-from dsgraph.compiler.frames import Capture, Place, Span, first_sentences, guard_of, is_torchs
+from dsgraph.compiler.frames import Capture, SourceLine, SourceLines, first_sentences, guard_of, is_torchs
 from dsgraph.passes import PassRecord
 from dsgraph.passes.analysis.step_memory import PairMemory
 
@@ -86,13 +86,13 @@ class GivenUp:
         callers: File and line of each of the user's frames on the way there.
     """
 
-    function: Place
-    place: Place
+    function: SourceLine
+    place: SourceLine
     kind: str
     reason: str
     callers: tuple[tuple[str, int], ...]
 
-    def concerns(self, functions: Iterable[Span], callers: Iterable[Span] = ()) -> bool:
+    def concerns(self, functions: Iterable[SourceLines], callers: Iterable[SourceLines] = ()) -> bool:
         """Whether it is one of `functions` or was called by one, or is itself one of `callers`."""
         lines = [(self.function.file, self.function.line), *self.callers]
         if any(span.holds(file, line) for span in functions for file, line in lines):
@@ -184,7 +184,7 @@ class CompileLog:
         """The frames that Dynamo gave up on."""
         return list(self._given_up)
 
-    def restart_reason(self, function: Place) -> str:
+    def restart_reason(self, function: SourceLine) -> str:
         """Why Dynamo last began anew with a function, which it does at a graph break; empty when it is not known."""
         lines = {(function.file, function.line)}
         return next((why for file, line, why in reversed(self._restarts) if (file, line) in lines), "")
@@ -207,7 +207,7 @@ class CompileLog:
         if entry.living == 0:
             del self._entries[key]
 
-    def _owners_of(self, function: Place) -> list[object]:
+    def _owners_of(self, function: SourceLine) -> list[object]:
         for entry in reversed(list(self._entries.values())):
             if entry.record.capture.function == function:
                 living = (reference() for reference in entry.owners)
@@ -216,21 +216,21 @@ class CompileLog:
 
     def _given_up_frame(self, metric: Any) -> GivenUp:
         reason = first_sentences(metric.fail_reason or "")
-        function = Place(metric.co_filename or "", metric.co_firstlineno or 0, metric.co_name or "")
+        function = SourceLine(metric.co_filename or "", metric.co_firstlineno or 0, metric.co_name or "")
         if not function.file:  # refused before the frame was looked at: its limit is reached
-            function = self._function_compiled_as(str(metric.compile_id)) or Place("<unknown>", 0)
+            function = self._function_compiled_as(str(metric.compile_id)) or SourceLine("<unknown>", 0)
             reason += f"; the last guard to fail was {guard_of(metric.recompile_reason or 'unknown')}"
         file, line = metric.fail_user_frame_filename, metric.fail_user_frame_lineno
         stack = re.findall(r"Line: (\d+), Name: .+, Filename: (.+)", "\n".join(metric.stack_trace or ()))
         return GivenUp(
             function=function,
-            place=Place(file, line or 0, function.function) if file else function,
+            place=SourceLine(file, line or 0, function.function) if file else function,
             kind=str(metric.fail_type),
             reason=reason,
             callers=tuple((file, int(line)) for line, file in stack if not is_torchs(file)),
         )
 
-    def _function_compiled_as(self, compile_id: str) -> Place | None:
+    def _function_compiled_as(self, compile_id: str) -> SourceLine | None:
         frame = compile_id.partition("/")[0]
         for entry in reversed(list(self._entries.values())):
             if entry.record.capture.compile_id.partition("/")[0] == frame:

@@ -11,7 +11,7 @@ from torch.fx import GraphModule, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
 from dsgraph.compat.inductor import runs_as_it_is
-from dsgraph.compiler.frames import Place, user_line
+from dsgraph.compiler.frames import SourceLine, user_line
 from dsgraph.passes import CaptureFacts, PassContext, Phase
 from dsgraph.passes.analysis.step_memory import PairMemory, pair_memory
 from dsgraph.passes.compat import OpOverload, is_tangent
@@ -50,7 +50,7 @@ class IgnoredTag:
     """A value of a checkpoint region that is kept for the backward though the region asks to recompute it."""
 
     name: str
-    place: Place | None
+    place: SourceLine | None
     saved_bytes: int | None
 
 
@@ -102,7 +102,7 @@ class Measurements:
     memory: PairMemory | None = None
     ignored_tags: tuple[IgnoredTag, ...] = ()
     unlowered: Counter[str] = field(default_factory=Counter)
-    _tagged: dict[str, Place | None] = field(default_factory=dict)
+    _tagged: dict[str, SourceLine | None] = field(default_factory=dict)
     _forward: dict[str, tuple[object, bool, bool]] = field(default_factory=dict)
     _forward_graph: tuple[GraphModule, PassContext] | None = None
 
@@ -198,7 +198,7 @@ def _seen_from_backward(node: Node) -> tuple[object, bool, bool]:
     return node.target, is_input, is_wait(source) and is_gather(collective_behind(source))
 
 
-def _tags_of_regions(joint: GraphModule) -> Iterator[tuple[str, Place | None]]:
+def _tags_of_regions(joint: GraphModule) -> Iterator[tuple[str, SourceLine | None]]:
     """The values that checkpoint regions ask to recompute, less those that one region hands to the next."""
     for node in joint.graph.nodes:
         region = node.meta.get("ac_graph_id")

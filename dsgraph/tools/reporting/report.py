@@ -23,7 +23,7 @@ from .activity import (
     regions_of,
 )
 from .compile_log import CompileEntry, CompileLog
-from .records import Compile, Findings, Parameter, Pass
+from .report_record import Compile, Parameter, Pass, ReportRecord
 from .step import measure_step, predict_memory
 from .text import write_report
 from .traffic import nbytes
@@ -32,10 +32,10 @@ SCHEMA = 1
 
 
 @dataclass(frozen=True)
-class Report(Findings):
+class Report(ReportRecord):
     """What was done to a model and what was not. `print(report)` shows it, `to_dict()` gives it to programs.
 
-    Its attributes are those of `Findings`.
+    Its attributes are those of `ReportRecord`.
     """
 
     def __str__(self) -> str:

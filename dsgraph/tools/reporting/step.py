@@ -19,7 +19,7 @@ from .traffic import Traffic, accumulated_traffic, add_up, held_traffic, refresh
 
 
 @dataclass(frozen=True)
-class Part:
+class StepPart:
     """What one graph, or dsgraph outside any graph, sends in a step.
 
     Attributes:
@@ -34,7 +34,7 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Step:
+class StepTraffic:
     """What a rank sends in one training step: each graph of the newest compile of each function, run once.
 
     Attributes:
@@ -51,7 +51,7 @@ class Step:
     """
 
     sent_bytes: int | None
-    parts: tuple[Part, ...]
+    parts: tuple[StepPart, ...]
     accumulated_each_bytes: int | None
     accumulated_once_bytes: int | None
     accumulated_reduces_once: bool
@@ -137,17 +137,17 @@ def _renamed(pair: PairMemory, prefix: str) -> PairMemory:
     )
 
 
-def measure_step(model: nn.Module, states: Sequence[PartitionState], records: Sequence[CompileEntry]) -> Step:
+def measure_step(model: nn.Module, states: Sequence[PartitionState], records: Sequence[CompileEntry]) -> StepTraffic:
     """What a step sends, from a model's state and its compiles."""
     training = [record for record in records if record.training]
     if not training:
-        return Step(None, (), None, None, any(state.reduces_once for state in states))
+        return StepTraffic(None, (), None, None, any(state.reduces_once for state in states))
     at_step = _newest(training, accumulating=False)
     shared = _sharing(model, at_step)
     refreshed = add_up(item for state in states for item in refresh_traffic(state))
     parts = _parts(at_step, shared)
     if refreshed:
-        parts.append(Part("gathered copies, fetched after an optimizer step", 1, refreshed))
+        parts.append(StepPart("gathered copies, fetched after an optimizer step", 1, refreshed))
 
     keeps_local = any(state.reduces_once for state in states)
     held = held_traffic(states[0]) if len(states) == 1 else ()
@@ -155,7 +155,7 @@ def measure_step(model: nn.Module, states: Sequence[PartitionState], records: Se
     has_graphs_of_its_own = keeps_local or bool(held)
     each = _newest(training, accumulating=True) if has_graphs_of_its_own else at_step
     known = bool(states) and (not has_graphs_of_its_own or any(record.is_for_accumulation for record in each))
-    return Step(
+    return StepTraffic(
         sent_bytes=_bytes(at_step, parts),
         parts=tuple(parts),
         accumulated_each_bytes=_bytes(each, _parts(each, _sharing(model, each))) if known else None,
@@ -191,9 +191,9 @@ def _sharing(model: nn.Module, records: Sequence[CompileEntry]) -> dict[int, int
     return counts
 
 
-def _parts(records: Sequence[CompileEntry], times: dict[int, int]) -> list[Part]:
+def _parts(records: Sequence[CompileEntry], times: dict[int, int]) -> list[StepPart]:
     return [
-        Part(f"{graph.phase} of {_name(record)}", times[record.number], graph.traffic)
+        StepPart(f"{graph.phase} of {_name(record)}", times[record.number], graph.traffic)
         for record in records
         for graph in record.graphs
         if graph.traffic
@@ -205,7 +205,7 @@ def _name(record: CompileEntry) -> str:
     return capture.function.function + (f" after line {capture.resumes_at}" if capture.resumes_at else "")
 
 
-def _bytes(records: Sequence[CompileEntry], parts: Sequence[Part]) -> int | None:
+def _bytes(records: Sequence[CompileEntry], parts: Sequence[StepPart]) -> int | None:
     if any(record.from_cache for record in records):
         return None
     amounts = [(part.times, total(part.traffic)) for part in parts]

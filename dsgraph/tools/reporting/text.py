@@ -14,16 +14,16 @@ from dsgraph.passes.memory.fit import PLANNED
 from dsgraph.passes.memory.offload import OffloadActivations
 from dsgraph.tools.dumping.render import bytes_text
 
-from .activity import NearMiss
+from .activity import PassNote
 from .measure import Activations
-from .records import Compile, Findings, Parameter
+from .report_record import Compile, Parameter, ReportRecord
 from .step import Memory
 
 _WIDTH = 100
 _OFFLOADED = OffloadActivations().name
 
 
-def write_report(report: Findings) -> str:
+def write_report(report: ReportRecord) -> str:
     """All sections of a report that have something to say."""
     sections = [
         _head(report),
@@ -86,12 +86,12 @@ def _offloaded(item: Compile) -> list[str]:
     return [line for each in item.passes for line in each.done if each.name == _OFFLOADED]
 
 
-def _where(item: NearMiss) -> str:
+def _where(item: PassNote) -> str:
     numbers = ", ".join(map(str, item.compiles))
     return f"compile{'s' * (len(item.compiles) > 1)} {numbers}, {item.phase}, {item.pass_name}"
 
 
-def _head(report: Findings) -> str:
+def _head(report: ReportRecord) -> str:
     mesh = ", ".join(f"{name} {count}" for name, count in report.mesh.items())
     stages = ", ".join(str(stage) for stage in sorted(set(report.stages)))
     where = f" (ZeRO stage {stages}; mesh: {mesh})" if report.stages else ""
@@ -167,7 +167,7 @@ def _passes(compiles: Sequence[Compile]) -> str:
     return "\n".join(["passes", *lines]) if lines else ""
 
 
-def _step(report: Findings) -> str:
+def _step(report: ReportRecord) -> str:
     step = report.step
     rows = [
         (
@@ -213,7 +213,7 @@ def _activation_row(found: Activations) -> tuple[str, ...]:
     )
 
 
-def _memory(report: Findings) -> str:
+def _memory(report: ReportRecord) -> str:
     memory, limit = report.memory, report.memory_limit
     if memory is None:
         return "" if limit is None else _wrap(_limit(limit, None, report.limit_gaps))

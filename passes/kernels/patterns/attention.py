@@ -16,7 +16,7 @@ from torch.fx import Node
 
 from dsgraph.inductor_ext.compat import size_hint
 from dsgraph.inductor_ext.kernels import attention as kernel
-from dsgraph.inductor_ext.sizes import same_size
+from dsgraph.inductor_ext.symbolic_sizes import same_size
 from dsgraph.passes.kernels.masks import is_causal, is_causal_bias, is_finite, is_small, leaves_each_row_a_score
 from dsgraph.passes.kernels.matching import Call, call_of, dtype_of, is_call, is_last_dim, number_of, value_of
 from dsgraph.passes.kernels.scores import Scores, read_scores

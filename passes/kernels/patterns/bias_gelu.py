@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch.fx import Node
 
 from dsgraph.inductor_ext.kernels import bias_gelu as kernel
-from dsgraph.inductor_ext.sizes import same_size
+from dsgraph.inductor_ext.symbolic_sizes import same_size
 from dsgraph.passes.kernels.activations import gelu_of, is_gelu
 from dsgraph.passes.kernels.likeness import Likeness
 from dsgraph.passes.kernels.matching import before_widening, dtype_of, value_of, with_narrowing

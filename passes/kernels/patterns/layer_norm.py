@@ -10,7 +10,7 @@ import torch
 from torch.fx import Node
 
 from dsgraph.inductor_ext.kernels import layer_norm as kernel
-from dsgraph.passes.kernels.likeness import Found, Likeness
+from dsgraph.passes.kernels.likeness import Likeness, Occurrence
 from dsgraph.passes.kernels.matching import (
     Call,
     before_widening,
@@ -69,7 +69,7 @@ def match(node: Node) -> Match | NearMiss | None:
     return NearMiss(node, "what is divided by the root is not what has that variance, less its mean")
 
 
-def _is_unbiased(found: Found) -> bool:
+def _is_unbiased(found: Occurrence) -> bool:
     correction = found.arguments.get("correction")
     return found.arguments.get("unbiased", False) is not False if correction is None else correction != 0
 

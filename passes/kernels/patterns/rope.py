@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.fx import Node
 
 from dsgraph.inductor_ext.kernels import rope as kernel
-from dsgraph.inductor_ext.sizes import same_shape, same_size
-from dsgraph.passes.kernels.likeness import Found, Likeness, Reading
+from dsgraph.inductor_ext.symbolic_sizes import same_shape, same_size
+from dsgraph.passes.kernels.likeness import Likeness, Occurrence, Reading
 from dsgraph.passes.kernels.matching import (
     Call,
     before_widening,
@@ -139,14 +139,14 @@ def match(node: Node) -> Match | NearMiss | None:
     return None
 
 
-def _why_not_joined(found: Found) -> NearMiss | None:
+def _why_not_joined(found: Occurrence) -> NearMiss | None:
     apart, joined = (_WAYS[found[name]] for name in ("apart", "joined"))
     if apart == joined:
         return None
     return NearMiss(found.end, f"it takes its input apart by {apart} and puts it together by {joined}")
 
 
-def _match_turned(turned: Found, *, turns_back: bool) -> Match | NearMiss | None:
+def _match_turned(turned: Occurrence, *, turns_back: bool) -> Match | NearMiss | None:
     """`x * cos + turned * sin`."""
     other = None
     for is_less, rotation in _ROTATIONS.items():
@@ -157,7 +157,7 @@ def _match_turned(turned: Found, *, turns_back: bool) -> Match | NearMiss | None
     return NearMiss(other, "what is turned is not what is multiplied by the cosine") if other is not None else None
 
 
-def _match_halves(found: Found) -> Match | NearMiss:
+def _match_halves(found: Occurrence) -> Match | NearMiss:
     """`x1 * cos - x2 * sin` and `x2 * cos + x1 * sin`."""
     tables, signs = zip(*(found[name] for name in ("cos", "sin", "cos_2", "sin_2")), strict=True)
     if tables[0] is not tables[2] or tables[1] is not tables[3]:
@@ -168,7 +168,7 @@ def _match_halves(found: Found) -> Match | NearMiss:
 
 
 def _match(
-    end: Node, found: Found, tables: tuple[Any, ...], *, inverse: bool, columns_per_table: int = 1
+    end: Node, found: Occurrence, tables: tuple[Any, ...], *, inverse: bool, columns_per_table: int = 1
 ) -> Match | NearMiss:
     made, x, cos, sin = map(value_of, (end, found["x"], *tables))
     if made is None or x is None or cos is None or sin is None:

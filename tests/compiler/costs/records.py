@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from dsgraph.compiler.costs.records import FORMAT, VERSION, CalibrationRecord, LinkRecord
+from dsgraph.compiler.costs.calibration_record import FORMAT, VERSION, CalibrationRecord, LinkRecord
 
 LINK = LinkRecord(
     backend="gloo",

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from dsgraph.compiler.costs.records import VERSION, merge, to_text
+from dsgraph.compiler.costs.calibration_record import VERSION, merge, to_text
 from dsgraph.compiler.costs.store import CalibrationError, folder, load, load_all, path_of, save
 from tests.compiler.costs.records import LINK, calibration
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from dsgraph.engine.config.engine_config import EngineConfig
-from dsgraph.engine.config.options import backend_options
+from dsgraph.engine.config.options_of_config import backend_options
 from dsgraph.engine.config.other_keys import NOT_YET, WITHOUT_EFFECT
 from dsgraph.engine.config.read_config import read_config
 from dsgraph.utils.errors import ConfigError

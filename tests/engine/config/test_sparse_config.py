@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 import dsgraph
-from dsgraph.engine.config.options import backend_options
+from dsgraph.engine.config.options_of_config import backend_options
 from dsgraph.engine.config.read_config import read_config
 from dsgraph.sparse import BigBird, Fixed
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from dsgraph.engine.config.engine_config import OptimizerConfig
-from dsgraph.engine.optimizers.section import maker_of_section
+from dsgraph.engine.optimizers.optimizer_section import maker_of_section
 from dsgraph.engine.schedules.by_name import schedule_class
 from dsgraph.utils.errors import ConfigError
 

@@ -14,7 +14,7 @@ from torch.nn import functional
 from dsgraph.inductor_ext.kernels.cross_entropy_rows import (
     MAX_BLOCK,
     WARPS,
-    Terms,
+    LossTerms,
     cross_entropy_rows,
     cross_entropy_rows_kernel,
 )
@@ -22,14 +22,14 @@ from dsgraph.inductor_ext.kernels.launch import on_gpu
 
 ROOT = Path(__file__).resolve().parents[3]
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-PLAIN = Terms(ignore_index=-100, label_smoothing=0.0, z_loss=0.0, softcap=None, logit_scale=1.0)
+PLAIN = LossTerms(ignore_index=-100, label_smoothing=0.0, z_loss=0.0, softcap=None, logit_scale=1.0)
 OPTIONS = {
     "plain": PLAIN,
     "smoothed": PLAIN._replace(label_smoothing=0.1),
     "z_loss": PLAIN._replace(z_loss=0.05),
     "capped": PLAIN._replace(softcap=3.0),
     "scaled": PLAIN._replace(logit_scale=0.3),
-    "all": Terms(ignore_index=2, label_smoothing=0.2, z_loss=0.01, softcap=4.0, logit_scale=-1.7),
+    "all": LossTerms(ignore_index=2, label_smoothing=0.2, z_loss=0.01, softcap=4.0, logit_scale=-1.7),
 }
 # Vocabularies: odd, one class, one block of the Triton kernel, more than one.
 SHAPES = [(5, 7), (1, 1), (3, 8192), (2, 8192 + 5)]

@@ -7,7 +7,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import dsgraph
-from dsgraph.inductor_ext.sparse import blocks, flex, plan
+from dsgraph.inductor_ext.sparse import block_attention, flex, row_buckets
 from dsgraph.inductor_ext.sparse.block_sparse_attention import reference
 from dsgraph.sparse import (
     BigBird,
@@ -165,14 +165,14 @@ def test_a_mask_function_is_what_flex_attention_computes():
 def test_the_block_mask_for_a_gpu_means_the_same(name, masked):
     q, k, v = (item.detach() for item in _inputs(61, kv_heads=2))
     mask = torch.rand(2, 1, 1, 61) > 0.2 if masked else None
-    attention = blocks.Attention(LAYOUTS[name].text, mask, None, scale=0.3, dropout_p=0.0, causal=False)
+    attention = block_attention.BlockAttention(LAYOUTS[name].text, mask, None, scale=0.3, dropout_p=0.0, causal=False)
     y = dsgraph.ops.block_sparse_attention(q, k, v, LAYOUTS[name], mask=mask, scale=0.3)
     torch.testing.assert_close(flex.flex(q, k, v, attention, compiled=False), y, rtol=1e-5, atol=1e-5)
 
 
 def test_skipped_blocks_are_no_work():
     layout = Fixed(block=4, num_local_blocks=2, num_global_blocks=0)
-    (buckets,) = plan.buckets_of(layout.text, 1, 64, causal=False, most_scores=None)
+    (buckets,) = row_buckets.buckets_of(layout.text, 1, 64, causal=False, most_scores=None)
     scores = sum(item.rows.numel() * item.columns.shape[1] * 16 for item in buckets)
     assert scores == 64 * 8
     assert len(buckets) == 1  # all windows are one batched product

@@ -17,7 +17,7 @@ import torch
 from dsgraph.inductor_ext import TIERS, TransferError, Transfers, transfers_of
 from dsgraph.inductor_ext.transfers import stored
 from dsgraph.inductor_ext.transfers import transfers as module
-from dsgraph.inductor_ext.transfers.buffers import Buffer
+from dsgraph.inductor_ext.transfers.buffer_pool import Buffer
 from dsgraph.inductor_ext.transfers.lanes import CpuLane, Mark
 
 CPU = torch.device("cpu")

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from dsgraph.parallel.planning.gpus import gpu_of
-from dsgraph.parallel.planning.layout import RankLayout, Training, read_count, usual_heads
+from dsgraph.parallel.planning.layout import RankLayout, TrainingSetup, read_count, usual_heads
 from dsgraph.utils.errors import LayoutError
 from tests.parallel.layouts import SMALL, SMALL_OF_16_HEADS, planned
 
@@ -40,8 +40,8 @@ def test_numbers_of_no_model(change, said):
 @pytest.mark.parametrize(
     ("make", "said"),
     [
-        (lambda: Training(batch=0), "batch 0"),
-        (lambda: Training(batch=8, zero_stage=4), "zero_stage is 4; it takes 0, 1, 2 or 3"),
+        (lambda: TrainingSetup(batch=0), "batch 0"),
+        (lambda: TrainingSetup(batch=8, zero_stage=4), "zero_stage is 4; it takes 0, 1, 2 or 3"),
         (lambda: RankLayout(1, 0, 1), "pp is 0"),
         (lambda: usual_heads(100), "give --heads"),
         (lambda: gpu_of("a100-40"), "did you mean 'a100-40gb'"),

@@ -16,7 +16,7 @@ from dsgraph.passes.core.collective_order import collective_lines
 from dsgraph.passes.ir import collectives as table
 from dsgraph.passes.ir.collectives import TABLE, Collective, CollectiveTable, Role, collective_steps, collectives
 from dsgraph.passes.ir.graph import emit, is_wait, replace_and_erase
-from dsgraph.tools.calibration import transfers
+from dsgraph.tools.calibration import measure_collectives
 from dsgraph.tools.dumping.describe import Describer
 from tests.passes.tracing import SHARD, trace
 
@@ -144,9 +144,9 @@ def test_dumps_and_lines_that_ranks_compare_know_it(kind):
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_calibration_counts_as_the_cost_model_does(kind, ranks):
     part, whole = torch.ones(4, 2), torch.ones(4 * ranks, 2)
-    gm = trace(lambda p, w: c10d.wait_tensor(transfers.start(kind, p, w, ranks, "0")), part, whole)
+    gm = trace(lambda p, w: c10d.wait_tensor(measure_collectives.start(kind, p, w, ranks, "0")), part, whole)
     (started,) = collectives(gm)
-    assert transfers.sent_bytes(kind, part, whole, ranks) == sent_bytes(started, ranks)
+    assert measure_collectives.sent_bytes(kind, part, whole, ranks) == sent_bytes(started, ranks)
 
 
 def test_every_form_is_of_one_kind():

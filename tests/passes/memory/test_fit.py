@@ -13,7 +13,7 @@ from dsgraph.passes.analysis.step_memory import PhaseMemory, StepMemory
 from dsgraph.passes.ir.save_plan import Choice, must
 from dsgraph.passes.memory import fit as module
 from dsgraph.passes.memory.fit import MemoryLimitError, Proposal, decide, fit
-from dsgraph.passes.memory.plan import Plan
+from dsgraph.passes.memory.step_plan import StepPlan
 
 AS_ALWAYS = 1000
 """Bytes of a step where nothing is computed again."""
@@ -43,21 +43,21 @@ class _Planner:
     plans: dict[int, float]
     rooms: list[int | None] = field(default_factory=list)
 
-    def plan(self, room: int | None) -> Plan | None:
+    def plan(self, room: int | None) -> StepPlan | None:
         self.rooms.append(room)
         fitting = [size for size in self.plans if room is None or size <= room]
         if not fitting:
             return None
         size = min(fitting) if room is None else min(fitting, key=self.plans.__getitem__)
-        return Plan((size,), self.plans[size], size, size, *[frozenset[Node]()] * 3)
+        return StepPlan((size,), self.plans[size], size, size, *[frozenset[Node]()] * 3)
 
     def peak(self, saved: object) -> int:
         return AS_ALWAYS
 
-    def names(self, plan: Plan) -> tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]:
+    def names(self, plan: StepPlan) -> tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]:
         return (_name(plan.needs),), (), ()
 
-    def lines(self, plan: Plan) -> tuple[str, ...]:
+    def lines(self, plan: StepPlan) -> tuple[str, ...]:
         return ()
 
 

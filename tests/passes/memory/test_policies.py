@@ -9,12 +9,12 @@ from hypothesis import strategies as st
 from torch.fx import Graph, Node
 
 from dsgraph.passes.memory.assignment import Option, assign, needs
-from dsgraph.passes.memory.forward_values import Part, Value
+from dsgraph.passes.memory.forward_values import ForwardPart, Value
 from dsgraph.passes.memory.policies import policies_of
 
 
 @st.composite
-def _parts(draw: st.DrawFn) -> Part:
+def _parts(draw: st.DrawFn) -> ForwardPart:
     """A few values, each computed of some before it; the last one is read by the backward."""
     graph, nodes = Graph(), list[Node]()
     values = []
@@ -32,10 +32,10 @@ def _parts(draw: st.DrawFn) -> Part:
         )
         nodes.append(node)
         values.append(value)
-    return Part("", tuple(values), kind=None)
+    return ForwardPart("", tuple(values), kind=None)
 
 
-def _seconds(part: Part, saved: frozenset[int]) -> float:
+def _seconds(part: ForwardPart, saved: frozenset[int]) -> float:
     """What it takes to compute again what is needed and not saved."""
     number = {value.node: at for at, value in enumerate(part.values)}
     again: set[int] = set()
@@ -49,7 +49,7 @@ def _seconds(part: Part, saved: frozenset[int]) -> float:
     return sum(part.values[at].seconds for at in again)
 
 
-def _all_choices(part: Part) -> list[tuple[int, float]]:
+def _all_choices(part: ForwardPart) -> list[tuple[int, float]]:
     found = []
     for bits in product([False, True], repeat=len(part.values)):
         if any(value.saved not in (None, bit) for value, bit in zip(part.values, bits, strict=True)):

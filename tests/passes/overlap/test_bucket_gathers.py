@@ -12,7 +12,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 from dsgraph.passes import CostModel, MeshAxis, ParameterSpec, PassContext, PassError, Phase, Pipeline
 from dsgraph.passes.analysis.hardware import DEVICES, Device, Link
 from dsgraph.passes.analysis.memory import simulate
-from dsgraph.passes.analysis.schedule import predict
+from dsgraph.passes.analysis.predicted_times import predict
 from dsgraph.passes.analysis.sizes import tensor_bytes
 from dsgraph.passes.core.collective_order import collective_lines
 from dsgraph.passes.ir.coalesced import collective_behind, results_of, waits_of

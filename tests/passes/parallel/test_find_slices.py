@@ -6,12 +6,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dsgraph.passes.parallel.find_slices import Found, find_slices
+from dsgraph.passes.parallel.find_slices import FoundSlices, find_slices
 from dsgraph.passes.parallel.slices import Slice
 from tests.passes.parallel.capturing import capture, named
 
 
-def _find(function, *weights: Tensor, given=None, ranks: int = 2) -> Found:
+def _find(function, *weights: Tensor, given=None, ranks: int = 2) -> FoundSlices:
     gm = capture(function, torch.randn(3, 8), *weights)
     names = {number + 1: f"layers.0.w{number}" for number in range(len(weights))}
     return find_slices(gm, named(gm, names), ranks=ranks, given=given)
@@ -19,12 +19,12 @@ def _find(function, *weights: Tensor, given=None, ranks: int = 2) -> Found:
 
 def test_a_pair_is_a_column_and_a_row():
     found = _find(lambda x, up, down: F.linear(F.silu(F.linear(x, up)), down).mean(-1), *_pair())
-    assert found == Found({"layers.0.w0": Slice(0), "layers.0.w1": Slice(1)})
+    assert found == FoundSlices({"layers.0.w0": Slice(0), "layers.0.w1": Slice(1)})
 
 
 def test_a_product_that_is_normalised_stays_whole():
     found = _find(lambda x, up: F.layer_norm(F.linear(x, up), (12,)), torch.randn(12, 8))
-    assert found == Found({}, {"layers.0.w0": "layer_norm along the sliced dimension"})
+    assert found == FoundSlices({}, {"layers.0.w0": "layer_norm along the sliced dimension"})
 
 
 def test_three_heads_are_not_shared_by_two_ranks():

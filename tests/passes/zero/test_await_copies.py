@@ -10,7 +10,7 @@ from torch.testing import FileCheck
 from dsgraph.inductor_ext import c10d_functional
 from dsgraph.passes import CostModel, PassError, PassResult, graph_pass
 from dsgraph.passes.analysis.memory import simulate
-from dsgraph.passes.analysis.schedule import predict
+from dsgraph.passes.analysis.predicted_times import predict
 from dsgraph.passes.ir.collectives import collectives
 from dsgraph.passes.ir.graph import aliased_arguments, find_calls, is_arrival, replace_and_erase
 from dsgraph.passes.zero.await_copies import AwaitCopies

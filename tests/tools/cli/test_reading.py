@@ -16,8 +16,8 @@ import torch.distributed as dist
 import dsgraph
 from dsgraph.passes.ir.graph import emit, find_calls
 from dsgraph.passes.memory.fit import PLANNED
+from dsgraph.tools.cli.inspect.compare_graphs import compare
 from dsgraph.tools.cli.inspect.dumps import Dump
-from dsgraph.tools.cli.inspect.matching import compare
 from dsgraph.tools.cli.inspect.memory import PLANNED as SHOWN
 from dsgraph.tools.cli.inspect.timeline import critical_path, simulate
 from dsgraph.tools.cli.inspect.timeline_plot import overlaps

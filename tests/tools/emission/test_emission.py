@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from dsgraph.tools.emission.emission import SETTINGS
-from dsgraph.tools.emission.record import GraphRecord
+from dsgraph.tools.emission.record import EmittedGraph
 from tests.tools.emission.test_harness import _state
 from tests.tools.emission.test_operators import only_cpu
 
@@ -183,5 +183,5 @@ def test_constants_views_writes_and_dynamic_sizes(emitting):
 
 
 def test_a_record_is_plain_data():
-    record = GraphRecord(1, "forward", "sm_90", "H100", "model.py:3 (f)", problem="none")
+    record = EmittedGraph(1, "forward", "sm_90", "H100", "model.py:3 (f)", problem="none")
     assert json.loads(json.dumps(record.to_dict()))["problem"] == "none"

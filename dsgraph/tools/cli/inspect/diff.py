@@ -12,8 +12,8 @@ from dsgraph.tools.dumping.records import GraphRecord, NodeRecord
 from dsgraph.tools.dumping.render import listed, render_node
 from dsgraph.utils.json_records import to_json
 
+from .compare_graphs import Change, GraphDifference, compare
 from .dumps import GRAPH_HELP, Dump, add_dump_argument, add_most_argument
-from .matching import Change, Difference, compare
 
 
 def diff(args: argparse.Namespace) -> Answer:
@@ -33,7 +33,7 @@ def _name(graph: GraphRecord) -> str:
     return f"rank{graph.rank}/compile{graph.compile}/{graph.graph}"
 
 
-def describe(names: Sequence[str], difference: Difference, *, most: int) -> str:
+def describe(names: Sequence[str], difference: GraphDifference, *, most: int) -> str:
     """A difference in words, at most `most` lines of each kind."""
     counts = (
         f"{len(difference.removed)} nodes removed, {len(difference.added)} added, {len(difference.changed)} changed, "
@@ -62,7 +62,7 @@ def _some(lines: list[str], most: int) -> list[str]:
     return [*lines[:most], f"  ... {len(lines) - most} more (--most)"]
 
 
-def _data(difference: Difference) -> dict[str, object]:
+def _data(difference: GraphDifference) -> dict[str, object]:
     changed = [
         {"what": list(change.what), "before": to_json(change.before), "after": to_json(change.after)}
         for change in difference.changed

@@ -53,7 +53,7 @@ def _run(arguments: argparse.Namespace) -> Answer:
 
 def _own_passes() -> list[dict[str, Any]]:
     """Describe each built-in pass: those of the default pipeline in its order, then the others."""
-    from dsgraph.compiler.pipeline import built_in_passes, default_pipeline
+    from dsgraph.compiler.build_pipeline import built_in_passes, default_pipeline
 
     default = default_pipeline()
     used = {type(item) for item in default}
@@ -66,7 +66,7 @@ def _own_passes() -> list[dict[str, Any]]:
 
 def _users_passes(text: str) -> list[dict[str, Any]]:
     """The passes that `module:object` names."""
-    from dsgraph.compiler.pipeline import default_pipeline
+    from dsgraph.compiler.build_pipeline import default_pipeline
     from dsgraph.passes import GraphPass, PassError, Pipeline
 
     module_name, _, path = text.partition(":")

@@ -15,7 +15,7 @@ from .dumps import Dump, GraphName, add_dump_argument
 
 
 @dataclass(frozen=True)
-class Parting:
+class RankDifference:
     """Where a rank parts from the first."""
 
     rank: int
@@ -53,19 +53,19 @@ def ranks(args: argparse.Namespace) -> Answer:
     return Answer("\n".join(lines), data, code=1)
 
 
-def _compare(dump: Dump, first: int, other: int) -> tuple[Parting | None, int, int]:
+def _compare(dump: Dump, first: int, other: int) -> tuple[RankDifference | None, int, int]:
     """The first difference in meaning, how many nodes differ in sizes alone, how many graphs were compared."""
     sizes = seen = 0
     for mine, theirs in zip_longest(dump.compiles(first), dump.compiles(other)):
         if mine is None or theirs is None:
             there = (mine or theirs).compile
             texts = ["it is there" if record is not None else "nothing" for record in (mine, theirs)]
-            return Parting(other, f"compile {there}", *texts), sizes, seen
+            return RankDifference(other, f"compile {there}", *texts), sizes, seen
         for a, b in zip_longest(mine.steps, theirs.steps):
             where = f"compile {mine.compile}"
             if a is None or b is None or a.graph != b.graph:
                 texts = [step.graph if step is not None else "nothing more" for step in (a, b)]
-                return Parting(other, f"{where}: the passes", *texts), sizes, seen
+                return RankDifference(other, f"{where}: the passes", *texts), sizes, seen
             if (a.same_as and b.same_as) or a.left_out or b.left_out:
                 continue
             names = [GraphName(rank, mine.compile, a.graph) for rank in (first, other)]
@@ -77,7 +77,7 @@ def _compare(dump: Dump, first: int, other: int) -> tuple[Parting | None, int, i
             sizes += differing
             if parting is not None:
                 by = f", after pass {a.pass_name}" if a.pass_name else ", before any pass"
-                return Parting(other, f"{where}, {a.graph}, node {parting[0]}{by}", *parting[1:]), sizes, seen
+                return RankDifference(other, f"{where}, {a.graph}, node {parting[0]}{by}", *parting[1:]), sizes, seen
     return None, sizes, seen
 
 

@@ -30,7 +30,7 @@ def _configure(parser: argparse.ArgumentParser) -> None:
 
 def _run(arguments: argparse.Namespace) -> Answer:
     from dsgraph.engine.config.read_config import read_config
-    from dsgraph.engine.optimizers.section import check_config
+    from dsgraph.engine.optimizers.optimizer_section import check_config
     from dsgraph.utils.errors import ConfigError
 
     if arguments.ranks < 1:
@@ -55,9 +55,9 @@ def _run(arguments: argparse.Namespace) -> Answer:
 def _passes(resolved: ResolvedConfig) -> list[str]:
     import torch
 
+    from dsgraph.compiler.build_pipeline import build_pipeline
     from dsgraph.compiler.options import parse_options
-    from dsgraph.compiler.pipeline import build_pipeline
-    from dsgraph.engine.config.options import backend_options
+    from dsgraph.engine.config.options_of_config import backend_options
     from dsgraph.passes import CaptureFacts, ParameterSpec
 
     config = resolved.config

@@ -10,7 +10,7 @@ from dsgraph.utils.errors import LayoutError
 
 if TYPE_CHECKING:
     from dsgraph.parallel.planning.gpus import NodeGpu
-    from dsgraph.parallel.planning.layout import ModelShape, RankLayout, Training
+    from dsgraph.parallel.planning.layout import ModelShape, RankLayout, TrainingSetup
 
 _AXES = ("tp", "pp", "dp")
 
@@ -25,8 +25,8 @@ Exit code 1: the layout, or every layout, takes more memory than there is."""
 
 def _run(arguments: argparse.Namespace) -> Answer:
     from dsgraph.parallel.planning.gpus import gpu_of
-    from dsgraph.parallel.planning.layout import ModelShape, Training, usual_heads
-    from dsgraph.parallel.planning.plan import plan
+    from dsgraph.parallel.planning.layout import ModelShape, TrainingSetup, usual_heads
+    from dsgraph.parallel.planning.layout_plan import plan
     from dsgraph.parallel.planning.search import search
 
     from . import plan_text
@@ -38,7 +38,7 @@ def _run(arguments: argparse.Namespace) -> Answer:
             *(arguments.params, arguments.layers, arguments.hidden, arguments.seq, arguments.vocab),
             heads=arguments.heads or usual_heads(arguments.hidden),
         )
-        training = Training(
+        training = TrainingSetup(
             batch=arguments.batch or arguments.gpus,
             micro_batch=arguments.micro_batch,
             zero_stage=arguments.zero_stage,
@@ -59,9 +59,11 @@ def _run(arguments: argparse.Namespace) -> Answer:
         raise CommandError(str(error)) from None
 
 
-def _captured(model: ModelShape, layout: RankLayout, training: Training, *, gpu: NodeGpu) -> tuple[str, dict[str, Any]]:
+def _captured(
+    model: ModelShape, layout: RankLayout, training: TrainingSetup, *, gpu: NodeGpu
+) -> tuple[str, dict[str, Any]]:
     """What `--compile` adds, as text and as data."""
-    from dsgraph.tools.planning.captured import compare
+    from dsgraph.tools.planning.captured_layout import compare
 
     from . import plan_captured
 

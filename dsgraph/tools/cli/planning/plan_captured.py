@@ -7,7 +7,7 @@ from typing import Any
 
 from dsgraph.parallel.planning.gpus import GIB
 from dsgraph.tools.cli.table import table
-from dsgraph.tools.planning.captured import PARTS, Comparison
+from dsgraph.tools.planning.captured_layout import PARTS, Comparison
 
 _WHY = """\
 - gradients are held in float32, as the parameters that the optimizer steps on; publications count half precision

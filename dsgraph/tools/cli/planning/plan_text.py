@@ -6,9 +6,9 @@ from dataclasses import asdict
 from typing import Any
 
 from dsgraph.parallel.planning.gpus import GIB, NodeGpu
-from dsgraph.parallel.planning.layout import ModelShape, Training
-from dsgraph.parallel.planning.plan import ASSUMPTIONS, Plan, efficiency
-from dsgraph.parallel.planning.search import Found
+from dsgraph.parallel.planning.layout import ModelShape, TrainingSetup
+from dsgraph.parallel.planning.layout_plan import ASSUMPTIONS, LayoutPlan, efficiency
+from dsgraph.parallel.planning.search import SearchResult
 from dsgraph.tools.cli.table import table
 from dsgraph.tools.dumping.render import bytes_text
 
@@ -16,7 +16,7 @@ _PARTS = ("parameters", "gradients", "optimizer", "model_states", "activations",
 _SHOWN = 10
 
 
-def plan_text(item: Plan, model: ModelShape, training: Training, *, gpu: NodeGpu, explain: bool) -> str:
+def plan_text(item: LayoutPlan, model: ModelShape, training: TrainingSetup, *, gpu: NodeGpu, explain: bool) -> str:
     """One layout, with its assumptions."""
     parts = [
         f"{_head(model, training, gpu, item.layout.gpus)}\n{_layout_line(item, training)}",
@@ -28,7 +28,7 @@ def plan_text(item: Plan, model: ModelShape, training: Training, *, gpu: NodeGpu
     return "\n\n".join(parts + ([_explanation(item)] if explain else []))
 
 
-def search_text(found: Found, model: ModelShape, training: Training, *, gpu: NodeGpu, explain: bool) -> str:
+def search_text(found: SearchResult, model: ModelShape, training: TrainingSetup, *, gpu: NodeGpu, explain: bool) -> str:
     """The fastest layouts, and why others are not among them."""
     shown = found.fitting or found.too_large
     gpus = shown[0].layout.gpus if shown else 0
@@ -50,7 +50,7 @@ def search_text(found: Found, model: ModelShape, training: Training, *, gpu: Nod
     return "\n\n".join(parts + ([_explanation(shown[0])] if explain else []))
 
 
-def plan_data(item: Plan, *, explain: bool) -> dict[str, Any]:
+def plan_data(item: LayoutPlan, *, explain: bool) -> dict[str, Any]:
     """One layout, in bytes, seconds and FLOPs."""
     data: dict[str, Any] = {
         "layout": asdict(item.layout),
@@ -78,7 +78,7 @@ def plan_data(item: Plan, *, explain: bool) -> dict[str, Any]:
     return data
 
 
-def search_data(found: Found, *, explain: bool) -> dict[str, Any]:
+def search_data(found: SearchResult, *, explain: bool) -> dict[str, Any]:
     """All layouts; formulas of the first one alone."""
     return {
         "fitting": [plan_data(item, explain=explain and number == 0) for number, item in enumerate(found.fitting)],
@@ -87,7 +87,7 @@ def search_data(found: Found, *, explain: bool) -> dict[str, Any]:
     }
 
 
-def _head(model: ModelShape, training: Training, gpu: NodeGpu, gpus: int) -> str:
+def _head(model: ModelShape, training: TrainingSetup, gpu: NodeGpu, gpus: int) -> str:
     recomputed = "each layer computed again in the backward" if training.checkpointing else "all activations kept"
     return (
         f"{_count(model.params)} parameters: {model.layers:,} layers of {model.hidden:,}, {model.heads} heads, "
@@ -97,7 +97,7 @@ def _head(model: ModelShape, training: Training, gpu: NodeGpu, gpus: int) -> str
     )
 
 
-def _layout_line(item: Plan, training: Training) -> str:
+def _layout_line(item: LayoutPlan, training: TrainingSetup) -> str:
     layout = item.layout
     return (
         f"{layout.tp} tensor x {layout.pp} pipeline x {layout.dp} data; "
@@ -105,7 +105,7 @@ def _layout_line(item: Plan, training: Training) -> str:
     )
 
 
-def _memory(item: Plan, gpu: NodeGpu) -> str:
+def _memory(item: LayoutPlan, gpu: NodeGpu) -> str:
     sides = (item.even, item.first, item.last)
     rows = []
     for part in _PARTS:
@@ -122,7 +122,7 @@ def _memory(item: Plan, gpu: NodeGpu) -> str:
     )
 
 
-def _links(item: Plan) -> str:
+def _links(item: LayoutPlan) -> str:
     rows = [
         [
             *(link.axis, str(link.ranks), "inside a node" if link.inside else "across nodes"),
@@ -133,7 +133,7 @@ def _links(item: Plan) -> str:
     return table(rows, ["axis", "ranks", "link", "sent a GPU and step", "GB/s", "s"], right=(1, 3, 4, 5))
 
 
-def _times(item: Plan) -> str:
+def _times(item: LayoutPlan) -> str:
     values, stages = item.values, item.layout.pp
     computing = values["micro_batches"] * values["micro_compute"]
     sending = values["tp_time"] + values["pp_time"] + values["dp_time"]
@@ -158,7 +158,7 @@ def _times(item: Plan) -> str:
     return "\n".join(lines)
 
 
-def _parameters(item: Plan) -> list[str]:
+def _parameters(item: LayoutPlan) -> list[str]:
     """By how much the model's numbers differ: memory goes by one of them, computing by the others."""
     values = item.values
     counted = 12 * values["layers"] * values["hidden"] ** 2 + values["vocab"] * values["hidden"]
@@ -168,7 +168,7 @@ def _parameters(item: Plan) -> list[str]:
     ]
 
 
-def _explanation(item: Plan) -> str:
+def _explanation(item: LayoutPlan) -> str:
     lines = []
     heading = ""
     for of, step in item.steps:
@@ -192,7 +192,7 @@ def _value(value: float, unit: str) -> str:
     return f"{value:,.6g} {unit}".rstrip()
 
 
-def _row(item: Plan) -> list[str]:
+def _row(item: LayoutPlan) -> list[str]:
     values, layout = item.values, item.layout
     return [
         *(str(layout.tp), str(layout.pp), str(layout.dp), _gib(item.fullest), f"{values['efficiency']:.1%}"),

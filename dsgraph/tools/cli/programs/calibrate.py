@@ -9,7 +9,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from dsgraph.compiler.costs.records import CalibrationRecord, from_text, merge
+from dsgraph.compiler.costs.calibration_record import CalibrationRecord, from_text, merge
 from dsgraph.compiler.costs.store import CalibrationError, load, save
 from dsgraph.launch.processes import describe_exit
 from dsgraph.launch.script import Script, rank_count, run_script
@@ -48,7 +48,7 @@ def calibrate(arguments: argparse.Namespace) -> Answer:
 
 
 def _over_these_ranks(arguments: argparse.Namespace) -> list[CalibrationRecord]:
-    from dsgraph.tools.calibration.ranks import measure_ranks
+    from dsgraph.tools.calibration.measure_ranks import measure_ranks
     from dsgraph.tools.calibration.worker import process_group
 
     with process_group():

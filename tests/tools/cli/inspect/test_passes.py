@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 import dsgraph
-from dsgraph.compiler.pipeline import built_in_passes
+from dsgraph.compiler.build_pipeline import built_in_passes
 from dsgraph.passes import Phase
 from dsgraph.passes.zero.bucket_small_reductions import BucketSmallReductions
 from dsgraph.tools.cli.main import main

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from dsgraph.compiler.costs.records import from_text, to_text
+from dsgraph.compiler.costs.calibration_record import from_text, to_text
 from dsgraph.compiler.costs.store import load_all, save
 from dsgraph.tools.cli.programs.doctor import _calibration
 from tests.compiler.costs.records import LINK, calibration

@@ -4,8 +4,8 @@ import random
 
 import pytest
 
-from dsgraph.tools.calibration.fit import fit_line
-from dsgraph.tools.calibration.transfers import SIZES
+from dsgraph.tools.calibration.fit_line import fit_line
+from dsgraph.tools.calibration.measure_collectives import SIZES
 
 
 def _times(latency: float, rate: float) -> list[tuple[int, float]]:

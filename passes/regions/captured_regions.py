@@ -17,7 +17,7 @@ from dsgraph.passes.ir.regions import calls_by_name, region_calls, set_module
 
 
 @dataclass(frozen=True)
-class Captured:
+class CapturedRegions:
     """What became of the regions of a captured graph.
 
     Attributes:
@@ -29,7 +29,7 @@ class Captured:
     inlined: tuple[str, ...] = ()
 
 
-def open_regions(gm: GraphModule, *, write_out: str = "") -> Captured:
+def open_regions(gm: GraphModule, *, write_out: str = "") -> CapturedRegions:
     """Moves what is distributed out of regions: markers, and what they read, stand in the outer graph.
 
     A region whose markers cannot leave it is written out where it is called, with the reason; so is one that is called
@@ -61,7 +61,7 @@ def open_regions(gm: GraphModule, *, write_out: str = "") -> Captured:
     if found or inlined:
         gm.graph.lint()
         gm.recompile()
-    return Captured(tuple(found), tuple(dict.fromkeys(inlined)))
+    return CapturedRegions(tuple(found), tuple(dict.fromkeys(inlined)))
 
 
 def _drop_uncalled(gm: GraphModule) -> list[str]:

@@ -13,9 +13,9 @@ from dsgraph.compiler.costs.host import device_name, host_name
 from dsgraph.inductor_ext import c10d_functional
 from dsgraph.passes.analysis.cost import sent_bytes
 from dsgraph.passes.ir.collectives import TABLE, Collective, Role, collective_kind, collectives
-from dsgraph.tools.calibration import transfers
-from dsgraph.tools.calibration.ranks import _rank_groups, measure_ranks
-from dsgraph.tools.calibration.transfers import KINDS, SIZES, measure_collectives
+from dsgraph.tools.calibration import measure_collectives as calibration
+from dsgraph.tools.calibration.measure_collectives import KINDS, SIZES, measure_collectives
+from dsgraph.tools.calibration.measure_ranks import _rank_groups, measure_ranks
 from tests.passes.tracing import trace
 
 
@@ -32,10 +32,10 @@ def test_groups_are_all_ranks_and_those_of_each_host():
 @pytest.mark.parametrize("ranks", (2, 3))
 def test_bytes_sent_and_kinds_are_those_of_the_cost_model(kind, ranks):
     part, whole = torch.ones(8), torch.ones(8 * ranks)
-    gm = trace(lambda p, w: c10d_functional.wait_tensor(transfers.start(kind, p, w, ranks, "0")), part, whole)
+    gm = trace(lambda p, w: c10d_functional.wait_tensor(calibration.start(kind, p, w, ranks, "0")), part, whole)
     (started,) = collectives(gm)
     assert collective_kind(started) == kind.kind
-    assert sent_bytes(started, ranks) == transfers.sent_bytes(kind, part, whole, ranks)
+    assert sent_bytes(started, ranks) == calibration.sent_bytes(kind, part, whole, ranks)
     rounds = 2 if kind.kind == "all_reduce" else 1
     assert sent_bytes(started, ranks) == rounds * part.nbytes * (ranks - 1)
 

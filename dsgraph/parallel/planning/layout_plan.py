@@ -13,7 +13,7 @@ from dsgraph.utils.errors import LayoutError
 
 from . import memory_formulas, time_formulas
 from .gpus import NodeGpu
-from .layout import ModelShape, RankLayout, Training, refusal
+from .layout import ModelShape, RankLayout, TrainingSetup, refusal
 from .symbols import Formula
 
 # Large matrix products reach 0.7 (`passes/analysis/hardware.py`); the rest of a layer takes its part. With 0.6 the
@@ -46,7 +46,7 @@ _OF_A_LINK = ("bytes", "bytes_per_s", "time")
 
 
 @dataclass(frozen=True)
-class Link:
+class AxisTraffic:
     """What one axis of a layout sends.
 
     Attributes:
@@ -67,7 +67,7 @@ class Link:
 
 
 @dataclass(frozen=True)
-class Step:
+class FormulaValues:
     """A formula with its numbers.
 
     Attributes:
@@ -92,7 +92,7 @@ class Step:
 
 
 @dataclass(frozen=True)
-class Plan:
+class LayoutPlan:
     """A layout and what it takes.
 
     Attributes:
@@ -111,9 +111,9 @@ class Plan:
     first: Mapping[str, float]
     last: Mapping[str, float]
     values: Mapping[str, float]
-    links: tuple[Link, ...]
+    links: tuple[AxisTraffic, ...]
     usable: float
-    steps: tuple[tuple[str, Step], ...]
+    steps: tuple[tuple[str, FormulaValues], ...]
 
     @property
     def fits(self) -> bool:
@@ -126,7 +126,7 @@ class Plan:
         return max(self.first["total"], self.last["total"])
 
 
-def plan(model: ModelShape, layout: RankLayout, training: Training, *, gpu: NodeGpu, gpus: int) -> Plan:
+def plan(model: ModelShape, layout: RankLayout, training: TrainingSetup, *, gpu: NodeGpu, gpus: int) -> LayoutPlan:
     """What a layout takes.
 
     Raises:
@@ -156,11 +156,11 @@ def plan(model: ModelShape, layout: RankLayout, training: Training, *, gpu: Node
     even, first, last = holds
     steps += [("time", item) for item in _evaluate(time_formulas.TIMES, numbers)]
     links = tuple(
-        Link(_WORDS[axis], getattr(layout, axis), near, *(numbers[f"{axis}_{what}"] for what in _OF_A_LINK))
+        AxisTraffic(_WORDS[axis], getattr(layout, axis), near, *(numbers[f"{axis}_{what}"] for what in _OF_A_LINK))
         for axis, near in inside.items()
     )
     usable = SHARE_OF_MEMORY * gpu.memory_bytes
-    return Plan(layout, even, first, last, numbers, links, usable, tuple(steps))
+    return LayoutPlan(layout, even, first, last, numbers, links, usable, tuple(steps))
 
 
 def efficiency(stages: int, micro_batches: int) -> float:
@@ -174,12 +174,12 @@ def _inside(layout: RankLayout, gpu: NodeGpu) -> dict[str, bool]:
     return {axis: near[axis] <= gpu.per_node for axis in ("tp", "pp", "dp")}
 
 
-def _evaluate(formulas: Iterable[Formula], numbers: dict[str, float]) -> Iterator[Step]:
+def _evaluate(formulas: Iterable[Formula], numbers: dict[str, float]) -> Iterator[FormulaValues]:
     """Adds the value of each formula to the numbers of the next ones."""
     for formula in formulas:
         given = {symbol.name: numbers[symbol.name] for symbol in formula.value.free_symbols}
         value = numbers[formula.name] = float(_function(formula)(**given))
-        yield Step(formula, given, value)
+        yield FormulaValues(formula, given, value)
 
 
 @cache

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from dsgraph.inductor_ext import slice_of
-from dsgraph.inference.sources import find, open_source
+from dsgraph.inference.weight_sources import find, open_source
 from dsgraph.passes.parallel.slices import Slice
 from dsgraph.utils.errors import InferenceError
 from tests.inference.families import model

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 import dsgraph
 from dsgraph.inductor_ext.quant.weights import dequantize_groups, dequantize_rows
-from dsgraph.inference.quantization.calibrate import round_weight
+from dsgraph.inference.quantization.calibrated_rounding import round_weight
 from dsgraph.utils.errors import InferenceError
 from tests.inference.families import model, prompt
 

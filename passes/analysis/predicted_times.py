@@ -15,7 +15,7 @@ from .cost import CostModel
 
 
 @dataclass(frozen=True)
-class Schedule:
+class PredictedTimes:
     """Predicted times, in seconds from the start of a graph.
 
     Attributes:
@@ -35,7 +35,7 @@ def predict(
     *,
     early: Collection[Node] = frozenset(),
     unwaited: Collection[Node] = frozenset(),
-) -> Schedule:
+) -> PredictedTimes:
     """The schedule of a graph whose collectives share one link, in program order.
 
     Args:
@@ -60,4 +60,4 @@ def predict(
         begins[node] = now
         if not is_collective(node) and not is_wait(node):
             now += costs.seconds(node) or 0.0
-    return Schedule(begins, ends, seconds)
+    return PredictedTimes(begins, ends, seconds)

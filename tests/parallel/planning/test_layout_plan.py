@@ -6,7 +6,7 @@ import pytest
 
 from dsgraph.parallel.planning.gpus import NODE_GPUS
 from dsgraph.parallel.planning.layout import ModelShape
-from dsgraph.parallel.planning.plan import efficiency
+from dsgraph.parallel.planning.layout_plan import efficiency
 from tests.parallel.layouts import GIB, SMALL, SMALL_OF_16_HEADS, TRILLION, planned
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from dsgraph.engine.config.engine_config import EngineConfig
-from dsgraph.engine.config.options import backend_options, partition_options
+from dsgraph.engine.config.options_of_config import backend_options, partition_options
 
 
 def config(**sections):

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from dsgraph.passes.compat import invoke_subgraph
 from dsgraph.passes.ir.graph import find_calls, is_gather_marker
-from dsgraph.passes.regions.captured import Captured, open_regions
+from dsgraph.passes.regions.captured_regions import CapturedRegions, open_regions
 from tests.passes.regions.calling import Calling
 from tests.passes.tracing import code
 
@@ -59,7 +59,7 @@ def _calls(bodies: Sequence[tuple[str, GraphModule]]) -> GraphModule:
     return GraphModule(root, graph)
 
 
-def _open(gm: GraphModule, **how: Any) -> Captured:
+def _open(gm: GraphModule, **how: Any) -> CapturedRegions:
     """Opens the regions of a graph, which must go on computing what it computes."""
     inputs = [torch.randn(2, 4), *(_shard(4, 4) for node in gm.graph.nodes if node.name.startswith("param"))]
     (before,) = Calling(gm).run(*inputs)
@@ -72,14 +72,14 @@ def _open(gm: GraphModule, **how: Any) -> Captured:
 def test_markers_leave_a_region():
     body = _body(_plain)
     gm = _calls([("block", body), ("block", body), ("block", body)])
-    assert _open(gm) == Captured((("block", 3),))
+    assert _open(gm) == CapturedRegions((("block", 3),))
     assert len(find_calls(gm, MARKER)) == 3 and not find_calls(body, MARKER)
 
 
 def test_one_body_under_two_names_is_one_region():
     body = _body(_plain)
     gm = _calls([("block", body), ("again", body), ("block", body)])
-    assert _open(gm) == Captured((("block", 3),))
+    assert _open(gm) == CapturedRegions((("block", 3),))
     assert len(find_calls(gm, MARKER)) == 3 and "self.again" not in code(gm) and not hasattr(gm, "again")
 
 
@@ -93,14 +93,14 @@ def test_what_dynamo_wrote_out_is_told():
     body = _body(_plain)
     gm = _calls([("block", body), ("block", body)])
     gm.first = _body(_plain)
-    assert _open(gm) == Captured((("block", 2),), ("region first is written out: it is called once",))
+    assert _open(gm) == CapturedRegions((("block", 2),), ("region first is written out: it is called once",))
     assert not hasattr(gm, "first")
 
 
 def test_all_are_written_out_where_values_are_planned():
     body = _body(_plain)
     gm = _calls([("block", body), ("block", body)])
-    assert _open(gm, write_out="a plan") == Captured((), ("regions are written out: a plan",))
+    assert _open(gm, write_out="a plan") == CapturedRegions((), ("regions are written out: a plan",))
     assert find_calls(gm, invoke_subgraph) == []
 
 

@@ -26,7 +26,7 @@ _GATE = ".block_sparse_moe.gate.weight"
 
 
 @dataclass(frozen=True)
-class Source:
+class WeightSource:
     """Where weights come from.
 
     Attributes:
@@ -47,7 +47,7 @@ def engine_folder(folder: Path) -> Path | None:
     return path if (path / ABOUT).is_file() else None
 
 
-def open_source(folder: Path, stack: ExitStack) -> Source:
+def open_source(folder: Path, stack: ExitStack) -> WeightSource:
     """What a folder holds.
 
     Args:
@@ -65,7 +65,7 @@ def open_source(folder: Path, stack: ExitStack) -> Source:
         raise InferenceError(f"init_inference: checkpoint={str(path or folder)!r}: {error}") from error
 
 
-def find(source: Source, names: list[str], *, shape: tuple[int, ...], prefix: str, folder: Path) -> str:
+def find(source: WeightSource, names: list[str], *, shape: tuple[int, ...], prefix: str, folder: Path) -> str:
     """The name under which a source has a weight.
 
     Args:
@@ -108,7 +108,7 @@ class _Shards:
         return self._open[1]
 
 
-def _of_files(folder: Path, stack: ExitStack) -> Source:
+def _of_files(folder: Path, stack: ExitStack) -> WeightSource:
     shards = _Shards(stack)
     shapes: dict[str, tuple[int, ...]] = {}
     where: dict[str, Path] = {}
@@ -130,10 +130,10 @@ def _of_files(folder: Path, stack: ExitStack) -> Source:
         ahead: tuple[slice, ...] = (slice(None),) * held.dim
         return torch.cat([stored[ahead + (slice(start, start + size),)] for start in starts], held.dim)
 
-    return Source(shapes, read, {name: path.name for name, path in where.items()})
+    return WeightSource(shapes, read, {name: path.name for name, path in where.items()})
 
 
-def _with_experts(base: Source) -> Source:
+def _with_experts(base: WeightSource) -> WeightSource:
     """The same weights, also under names of Mixtral's layers, where files have those of single experts.
 
     gate_up_proj[e] = w1 of expert e above its w3        down_proj[e] = w2 of expert e
@@ -168,7 +168,7 @@ def _with_experts(base: Source) -> Source:
 
     files = base.files | {new: base.files[old] for new, old in renamed.items()}
     files |= {name: base.files[experts[0][0]] for name, experts in made.items()}
-    return Source(base.shapes | {new: base.shapes[old] for new, old in renamed.items()} | shapes, read, files)
+    return WeightSource(base.shapes | {new: base.shapes[old] for new, old in renamed.items()} | shapes, read, files)
 
 
 def _expert_number(pieces: list[str]) -> int:
@@ -177,7 +177,7 @@ def _expert_number(pieces: list[str]) -> int:
     return int(found[2])
 
 
-def _check_pieces(base: Source, experts: list[list[str]]) -> None:
+def _check_pieces(base: WeightSource, experts: list[list[str]]) -> None:
     """Sees whether the pieces of a layer's experts are there, all of one shape."""
     first = experts[0][0]
     for name in (piece for pieces in experts for piece in pieces):
@@ -189,7 +189,7 @@ def _check_pieces(base: Source, experts: list[list[str]]) -> None:
             )
 
 
-def _stacked_shape(base: Source, experts: list[list[str]]) -> tuple[int, ...]:
+def _stacked_shape(base: WeightSource, experts: list[list[str]]) -> tuple[int, ...]:
     rows, *rest = base.shapes[experts[0][0]]
     return (len(experts), rows * len(experts[0]), *rest)
 
@@ -201,7 +201,7 @@ def _of_piece(held: Slice, pieces: int) -> Slice | None:
     return Slice(0) if held == Slice(1, pieces) else None
 
 
-def _of_engine(path: Path) -> Source:
+def _of_engine(path: Path) -> WeightSource:
     about = read_about(path)
     prefix = "model."
     tied = (about.get("model") or {}).get("tied", {})
@@ -219,4 +219,4 @@ def _of_engine(path: Path) -> Source:
             return state[key]
         return slice_of(state[key], held.dim, parts=held.parts, ranks=count, rank=rank)
 
-    return Source({name: tuple(value.size) for name, value in saved.items()}, read, {})
+    return WeightSource({name: tuple(value.size) for name, value in saved.items()}, read, {})

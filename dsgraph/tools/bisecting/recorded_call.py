@@ -56,7 +56,7 @@ class Difference:
         return bool(self.note) or self.largest is None or self.largest > self.allowed
 
 
-class Replay:
+class RecordedCall:
     """One call of a graph, to be repeated: its inputs, the state of the random number generators, the cotangents.
 
     Each run gets copies of the inputs (those that share memory share it again), the same random numbers and the same

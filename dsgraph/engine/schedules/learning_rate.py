@@ -17,7 +17,7 @@ from dsgraph.utils.errors import ConfigError
 Rates = float | Sequence[float]
 
 
-class Schedule:
+class LearningRateSchedule:
     """A schedule that sets the rates of an optimizer's groups.
 
     Attributes:

@@ -12,7 +12,7 @@ from dsgraph.passes.analysis.memory import simulate
 
 from .assignment import Option, assign, needs
 from .forward_values import ForwardValues, read_forward_values
-from .policies import Policy, Transfers, policies_of
+from .policies import Policy, TransferPolicy, policies_of
 from .replay import Replay, replay
 
 _NAMED = 4
@@ -50,7 +50,7 @@ class PartPlan:
 
 
 @dataclass(frozen=True)
-class Plan:
+class StepPlan:
     """What is saved of each part.
 
     Attributes:
@@ -76,7 +76,7 @@ class Planner:
     """The choices for one joint graph, found once; a plan for each limit."""
 
     def __init__(
-        self, gm: GraphModule, costs: CostModel, *, outputs: int, fuses: bool, transfers: Transfers | None = None
+        self, gm: GraphModule, costs: CostModel, *, outputs: int, fuses: bool, transfers: TransferPolicy | None = None
     ) -> None:
         """Reads the graph and solves each kind of part.
 
@@ -101,7 +101,7 @@ class Planner:
         """Whether there is anything to choose."""
         return bool(self._policies) and all(self._policies)
 
-    def plan(self, limit: int | None) -> Plan | None:
+    def plan(self, limit: int | None) -> StepPlan | None:
         """The fastest plan under a limit of bytes that the graph itself has alive; None where none fits.
 
         Args:
@@ -110,11 +110,11 @@ class Planner:
         numbers = assign(self._choices, limit) if self.is_feasible else None
         return None if numbers is None else self._as_plan(numbers)
 
-    def _as_plan(self, numbers: Sequence[int]) -> Plan:
+    def _as_plan(self, numbers: Sequence[int]) -> StepPlan:
         chosen = [policies[number] for policies, number in zip(self._policies, numbers, strict=True)]
         saved, offloaded = _nodes(self.values, chosen)
         found = replay(self.values, saved, offloaded)
-        return Plan(
+        return StepPlan(
             numbers=tuple(numbers),
             seconds=sum(item.seconds for item in chosen),
             needs=needs([options[number] for options, number in zip(self._choices, numbers, strict=True)]),
@@ -128,21 +128,21 @@ class Planner:
         """The most bytes that the graph itself has alive at once where the named values are saved."""
         return replay(self.values, [node for node in self.values.forward if node.name in saved]).peak
 
-    def names(self, plan: Plan) -> tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]:
+    def names(self, plan: StepPlan) -> tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]:
         """The names of what is saved, of what is computed again, and of what is offloaded, in program order."""
         forward, values = self.values.forward, self.values.values
         saved = tuple(node.name for node in forward if node in plan.saved and values[node].bytes)
         repeated = tuple(node.name for node in forward if node in plan.repeated)
         return saved, repeated, tuple(node.name for node in forward if node in plan.offloaded)
 
-    def lines(self, plan: Plan) -> tuple[PartPlan, ...]:
+    def lines(self, plan: StepPlan) -> tuple[PartPlan, ...]:
         """The plan for the report: parts of one kind with the same policy together."""
         alike: dict[object, list[int]] = {}
         for number, (part, policy) in enumerate(zip(self.values.parts, plan.numbers, strict=True)):
             alike.setdefault((part.kind, policy), []).append(number)
         return tuple(self._line(plan, numbers) for numbers in alike.values())
 
-    def _line(self, plan: Plan, numbers: Sequence[int]) -> PartPlan:
+    def _line(self, plan: StepPlan, numbers: Sequence[int]) -> PartPlan:
         first = numbers[0]
         part, policy = self.values.parts[first], self._policies[first][plan.numbers[first]]
         names = tuple(part.values[at].node.name for at in sorted(policy.saved) if part.values[at].bytes)

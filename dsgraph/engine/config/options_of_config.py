@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
+from dsgraph.compiler.build_pipeline import bind_options
 from dsgraph.compiler.options import parse_options
-from dsgraph.compiler.pipeline import bind_options
 from dsgraph.utils.errors import ConfigError, OptionError
 
 from .engine_config import EngineConfig

@@ -11,7 +11,7 @@ from torch.fx import GraphModule
 from torch.utils._pytree import tree_leaves
 
 from dsgraph.passes.compat import detect_fake_mode
-from dsgraph.tools.emission.attention import capture_cuda_attention, replace_cpu_attention
+from dsgraph.tools.emission.cuda_attention import capture_cuda_attention, replace_cpu_attention
 from dsgraph.tools.emission.operators import refuse_cpu_operators
 from dsgraph.utils.errors import EmissionError
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 import dsgraph
+from dsgraph.compiler.build_pipeline import bind_options, build_pipeline
 from dsgraph.compiler.options import parse_options
-from dsgraph.compiler.pipeline import bind_options, build_pipeline
 from dsgraph.inductor_ext.sparse.patterns import Fixed
 from dsgraph.passes import KERNELS, CaptureFacts, GraphPass, ParameterSpec, PassResult, Phase, Pipeline
 from dsgraph.passes.kernels.sparsify_attention import SparsifyAttention

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from dsgraph.parallel.planning.gpus import gpu_of
-from dsgraph.parallel.planning.layout import ModelShape, RankLayout, Training
-from dsgraph.tools.planning.captured import compare
+from dsgraph.parallel.planning.layout import ModelShape, RankLayout, TrainingSetup
+from dsgraph.tools.planning.captured_layout import compare
 from dsgraph.utils.errors import LayoutError
 
 WIDTH, LAYERS, SEQ, HEADS = 512, 6, 64, 8
@@ -15,7 +15,7 @@ MODEL = ModelShape(PARAMS, LAYERS, WIDTH, SEQ, vocab=WIDTH, heads=HEADS)
 
 
 def _compare(stage: int, *, pp: int = 1, checkpointing: bool = True):
-    training = Training(batch=32, zero_stage=stage, micro_batch=2, checkpointing=checkpointing)
+    training = TrainingSetup(batch=32, zero_stage=stage, micro_batch=2, checkpointing=checkpointing)
     return compare(MODEL, RankLayout(1, pp, 4), training, gpu=gpu_of("a100-40gb"))
 
 
@@ -32,7 +32,7 @@ def test_activations_are_what_the_formulas_say(stage, pp, checkpointing):
 
 def test_sliced_layers_are_refused():
     with pytest.raises(LayoutError, match="tp is 2, and sliced layers cannot be compiled beside ZeRO yet; take tp 1"):
-        compare(MODEL, RankLayout(2, 1, 4), Training(batch=32), gpu=gpu_of("a100-40gb"))
+        compare(MODEL, RankLayout(2, 1, 4), TrainingSetup(batch=32), gpu=gpu_of("a100-40gb"))
 
 
 @pytest.mark.parametrize(

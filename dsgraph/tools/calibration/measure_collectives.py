@@ -15,7 +15,7 @@ from dsgraph.inductor_ext import c10d_functional
 from dsgraph.passes.ir.collectives import TABLE, Collective, Role
 
 from .device import synchronize
-from .fit import Fit, fit_line
+from .fit_line import Fit, fit_line
 
 # Bytes of the whole tensor: of all rows that are gathered, scattered, exchanged or summed up.
 SIZES = (1 << 10, 1 << 12, 1 << 14, 1 << 16, 1 << 18, 1 << 20, 1 << 22, 1 << 24, 1 << 25)

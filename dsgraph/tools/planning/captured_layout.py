@@ -19,13 +19,13 @@ from torch.fx import GraphModule
 
 from dsgraph.compiler.backend import Backend
 from dsgraph.parallel.planning.gpus import NodeGpu
-from dsgraph.parallel.planning.layout import ModelShape, RankLayout, Training
-from dsgraph.parallel.planning.plan import plan
+from dsgraph.parallel.planning.layout import ModelShape, RankLayout, TrainingSetup
+from dsgraph.parallel.planning.layout_plan import plan
 from dsgraph.partitioning.partition import partition
 from dsgraph.passes.analysis.states import shard_bytes
 from dsgraph.passes.analysis.step_memory import PairMemory, simulate_step
 from dsgraph.tools.emission.harness import fake_ranks
-from dsgraph.tools.reporting.observer import ReportObserver
+from dsgraph.tools.reporting.report_observer import ReportObserver
 from dsgraph.utils.errors import LayoutError
 
 from .stage import Stage
@@ -58,7 +58,7 @@ class Holding:
 
 
 @dataclass(frozen=True)
-class Captured:
+class CapturedLayout:
     """What compiling said.
 
     Attributes:
@@ -74,20 +74,20 @@ class Captured:
         return float(getattr(self.two, part) - getattr(self.one, part))
 
 
-def capture(model: ModelShape, layout: RankLayout, training: Training) -> Captured:
+def capture(model: ModelShape, layout: RankLayout, training: TrainingSetup) -> CapturedLayout:
     """Captures and compiles stages of one and of two layers for one rank of a layout.
 
     Raises:
         LayoutError: The memory of this machine does not take the parameters of two layers.
     """
-    return Captured(*(_hold(model, layout, training, layers=layers) for layers in (1, 2)))
+    return CapturedLayout(*(_hold(model, layout, training, layers=layers) for layers in (1, 2)))
 
 
 class _Compiled(BaseException):
     """Ends the forward behind its compilation."""
 
 
-def _hold(model: ModelShape, layout: RankLayout, training: Training, *, layers: int) -> Holding:
+def _hold(model: ModelShape, layout: RankLayout, training: TrainingSetup, *, layers: int) -> Holding:
     started = time.perf_counter()
     torch.compiler.reset()
     reports = ReportObserver()
@@ -159,10 +159,10 @@ class Comparison:
     captured: Mapping[str, float]
     formula: Mapping[str, float]
     layers: float
-    of: Captured
+    of: CapturedLayout
 
 
-def compare(model: ModelShape, layout: RankLayout, training: Training, *, gpu: NodeGpu) -> Comparison:
+def compare(model: ModelShape, layout: RankLayout, training: TrainingSetup, *, gpu: NodeGpu) -> Comparison:
     """Captures a stage of a layout, and compares what it holds with what the formulas say of it.
 
     Embeddings and head are left out on both sides, and the formulas count the parameters that such layers have.

@@ -6,14 +6,14 @@ import pytest
 import torch
 from torch import nn
 
-from dsgraph.tools.bisecting.replay import Replay, Tolerance, compare, difference
+from dsgraph.tools.bisecting.recorded_call import RecordedCall, Tolerance, compare, difference
 
 INF, NAN = math.inf, math.nan
 
 
 def test_inputs_outputs_and_gradients_of_a_call_are_named():
     weight, x = nn.Parameter(torch.tensor([2.0, 3.0])), torch.tensor([1.0, 10.0])
-    values = Replay([weight, x, 5], ["weight", "x", "number"]).run(lambda w, x, n: ((w * x).sum() * n, n))
+    values = RecordedCall([weight, x, 5], ["weight", "x", "number"]).run(lambda w, x, n: ((w * x).sum() * n, n))
     assert values["output 0"] == 160.0
     assert values["output 1"] == 5
     assert torch.equal(values["gradient of weight"], torch.tensor([5.0, 50.0]))
@@ -23,7 +23,7 @@ def test_inputs_outputs_and_gradients_of_a_call_are_named():
 
 def test_the_program_does_not_notice():
     buffer, x = torch.zeros(3), torch.randn(3, requires_grad=True)
-    replay = Replay([buffer, x * 1.0], ["buffer", "x"])
+    replay = RecordedCall([buffer, x * 1.0], ["buffer", "x"])
 
     def compiled(buffer, x):
         buffer.add_(1)
@@ -42,7 +42,7 @@ def test_the_program_does_not_notice():
 def test_copies_share_memory_where_the_inputs_do_and_have_their_strides():
     whole = torch.arange(12.0).reshape(3, 4)
     seen = []
-    Replay([whole, whole.t(), whole[1:, ::2]], ["a", "b", "c"]).run(lambda *args: [seen.extend(args)])
+    RecordedCall([whole, whole.t(), whole[1:, ::2]], ["a", "b", "c"]).run(lambda *args: [seen.extend(args)])
     assert [x.stride() for x in seen] == [(4, 1), (1, 4), (4, 2)]
     seen[0].zero_()
     assert not seen[1].any() and not seen[2].any()
@@ -51,9 +51,9 @@ def test_copies_share_memory_where_the_inputs_do_and_have_their_strides():
 
 def test_cotangents_differ_from_output_to_output_and_are_one_for_a_loss():
     x = torch.randn(4, requires_grad=True)
-    values = Replay([x], ["x"]).run(lambda x: (x * 1, x * 1))
+    values = RecordedCall([x], ["x"]).run(lambda x: (x * 1, x * 1))
     assert values["gradient of x"].unique().numel() == 4
-    assert torch.equal(Replay([x], ["x"]).run(lambda x: (x.sum(),))["gradient of x"], torch.ones(4))
+    assert torch.equal(RecordedCall([x], ["x"]).run(lambda x: (x.sum(),))["gradient of x"], torch.ones(4))
 
 
 @pytest.mark.parametrize(

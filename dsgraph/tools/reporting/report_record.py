@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .activity import Break, Fallback, NearMiss, Recompile, Region
+from .activity import Break, Fallback, PassNote, Recompile, Region
 from .measure import Activations, LoweredGraph
-from .step import Memory, Step
+from .step import Memory, StepTraffic
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ class Compile:
 
 
 @dataclass(frozen=True)
-class Findings:
+class ReportRecord:
     """What was done to a model and what was not.
 
     Attributes:
@@ -119,12 +119,12 @@ class Findings:
     costs: str
     parameters: tuple[Parameter, ...]
     compiles: tuple[Compile, ...]
-    step: Step
+    step: StepTraffic
     memory: Memory | None
     memory_limit: int | None
     limit_gaps: tuple[str, ...]
     graph_breaks: tuple[Break, ...]
     recompiles: tuple[Recompile, ...]
     fallbacks: tuple[Fallback, ...]
-    near_misses: tuple[NearMiss, ...]
+    near_misses: tuple[PassNote, ...]
     checkpoint_regions: tuple[Region, ...]

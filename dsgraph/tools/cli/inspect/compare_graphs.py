@@ -21,7 +21,7 @@ class Change:
 
 
 @dataclass(frozen=True)
-class Difference:
+class GraphDifference:
     """What tells two graphs apart.
 
     Attributes:
@@ -44,7 +44,7 @@ class Difference:
         return not (self.removed or self.added or self.changed or self.moved)
 
 
-def compare(first: Sequence[NodeRecord], second: Sequence[NodeRecord]) -> Difference:
+def compare(first: Sequence[NodeRecord], second: Sequence[NodeRecord]) -> GraphDifference:
     """Compares two graphs node by node."""
     matches = match(first, second)
     new_name = {before.name: after.name for before, after in matches}
@@ -57,7 +57,7 @@ def compare(first: Sequence[NodeRecord], second: Sequence[NodeRecord]) -> Differ
     places_before = {node.name: place for place, node in enumerate(first)}
     in_first_order = sorted(matches, key=lambda pair: places_before[pair[0].name])
     out = out_of_order([places[after.name] for _, after in in_first_order])
-    return Difference(
+    return GraphDifference(
         removed=tuple(node for node in first if node.name not in matched_before),
         added=tuple(node for node in second if node.name not in matched_after),
         changed=tuple(changes),

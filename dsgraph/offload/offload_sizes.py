@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from dsgraph.inductor_ext import chunk_rows
-from dsgraph.inductor_ext.transfers.buffers import rounded
+from dsgraph.inductor_ext.transfers.buffer_pool import rounded
 from dsgraph.passes import ParameterSpec
 from dsgraph.passes.analysis.states import master_state_bytes, shard_bytes, state_bytes
 from dsgraph.passes.memory.stream_parameters import StreamForwardParameters
@@ -28,7 +28,7 @@ _ANY_GROUP = "ranks"  # the model has no process group yet
 
 
 @dataclass(frozen=True)
-class Split:
+class OffloadSplit:
     """What leaves the device: so many pieces of the optimizer's state, and the first so many sharded parameters."""
 
     states: int
@@ -82,12 +82,12 @@ class Sizes:
         return state_chunks(self._trained, 1.0)
 
     @property
-    def splits(self) -> Iterator[Split]:
+    def splits(self) -> Iterator[OffloadSplit]:
         """All there are, those first that move less."""
         states = len(self._trained) if self.to_host else len(self._chunks)
-        yield from (Split(number, 0) for number in range(states + 1))
+        yield from (OffloadSplit(number, 0) for number in range(states + 1))
         if states:
-            yield from (Split(states, number) for number in range(1, len(self._movable) + 1))
+            yield from (OffloadSplit(states, number) for number in range(1, len(self._movable) + 1))
 
     @cached_property
     def least(self) -> int:
@@ -100,12 +100,12 @@ class Sizes:
             found = min(found, self.memory(split))
         return found
 
-    def within(self, limit: int) -> Split | None:
+    def within(self, limit: int) -> OffloadSplit | None:
         """The split that moves least of those that fit; None: none does."""
         fit = (split for split in self.splits if self._held(split) <= limit and self.memory(split) <= limit)
         return next(fit, None)
 
-    def shares(self, split: Split) -> tuple[float, float]:
+    def shares(self, split: OffloadSplit) -> tuple[float, float]:
         """What the stores are told: the share of the state, and that of parameters."""
         if self.to_host:
             pieces = [math.prod(param.shard_shape) for param in self._trained]
@@ -115,11 +115,11 @@ class Sizes:
             [shard_bytes(param) for param in self._movable], split.parameters
         )
 
-    def memory(self, split: Split) -> int:
+    def memory(self, split: OffloadSplit) -> int:
         """What is on the device."""
         return self._held(split) + self.buffers(split)
 
-    def _held(self, split: Split) -> int:
+    def _held(self, split: OffloadSplit) -> int:
         """What of it is there all the time."""
         return self.copies + self._states_left[split.states] + self._parameters_left[split.parameters]
 
@@ -142,7 +142,7 @@ class Sizes:
             return master_state_bytes(math.prod(param.shard_shape))
         return state_bytes(param)
 
-    def _split(self, split: Split) -> list[StateChunk]:
+    def _split(self, split: OffloadSplit) -> list[StateChunk]:
         if not split.parameters:
             found = enumerate(self._chunks)
             return [StateChunk(chunk.state, number < split.states, 0) for number, chunk in found]
@@ -150,7 +150,7 @@ class Sizes:
         trained = (replace(param, tier="disk" if param.name in leaving else "") for param in self._trained)
         return state_chunks(list(trained), 1.0)
 
-    def buffers(self, split: Split) -> int:
+    def buffers(self, split: OffloadSplit) -> int:
         """What of it is buffers: for the disk the most that a step can have at once, with a disk that falls behind."""
         if self.to_host or not split.states:
             return 0
@@ -165,7 +165,7 @@ class Sizes:
         copies = _FULL_COPIES * max(math.prod(param.shape) * param.dtype.itemsize for param in leaving)
         return step_buffers(self._split(split), 0) + ahead + on_way + copies
 
-    def below(self, split: Split) -> int:
+    def below(self, split: OffloadSplit) -> int:
         """What is in the tier below."""
         if not split.states:
             return 0

@@ -14,9 +14,9 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - as users write it
 from torch import Tensor
 
-from .plan import Bucket, buckets_of
-from .products import Terms, fused_backward, fused_forward, written_backward, written_forward
+from .products import ScoreTerms, fused_backward, fused_forward, written_backward, written_forward
 from .reading import read_layout
+from .row_buckets import Bucket, buckets_of
 
 # Bytes of keys and values that are gathered at once, and of copies of heads: a few times a core's cache.
 _GATHERED = 4 << 20
@@ -25,7 +25,7 @@ _MOST_SCORES = 1 << 20
 
 
 @dataclass(frozen=True)
-class Attention:
+class BlockAttention:
     """One attention: what does not depend on where in it a chunk is.
 
     Attributes:
@@ -101,7 +101,7 @@ class _Chunk:
     allowed: Tensor | None
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, attention: Attention) -> tuple[Tensor, Tensor]:
+def forward(q: Tensor, k: Tensor, v: Tensor, attention: BlockAttention) -> tuple[Tensor, Tensor]:
     """The result `[b, heads, length, e]`, and logarithms of sums of exponentials `[b, heads, padded length]`.
 
     Args:
@@ -133,7 +133,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, attention: Attention) -> tuple[Tens
 
 
 def backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, sums: Tensor, attention: Attention
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, sums: Tensor, attention: BlockAttention
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Gradients of q, k, v, contiguous, and of the bias if one is needed.
 
@@ -180,7 +180,7 @@ def backward(
     return dq, dk, dv, None if dbias is None or attention.bias is None else dbias.to(attention.bias.dtype)
 
 
-def _heads(q: Tensor, k: Tensor, attention: Attention, *, written: bool) -> Iterator[_Heads]:
+def _heads(q: Tensor, k: Tensor, attention: BlockAttention, *, written: bool) -> Iterator[_Heads]:
     """All heads in order, as many at a time as may be copied: one where they differ."""
     batch, heads, length = q.shape[:3]
     each = heads // k.shape[1]
@@ -237,9 +237,9 @@ def _units(rows: Tensor, at: Tensor, chunk: _Chunk) -> Tensor:
 
 
 def _terms(
-    attention: Attention, some: _Heads, chunk: _Chunk, block: int, length: int, generator: torch.Generator
-) -> Terms:
-    terms = Terms(attention.scale, chunk.allowed, dropout_p=attention.dropout_p)
+    attention: BlockAttention, some: _Heads, chunk: _Chunk, block: int, length: int, generator: torch.Generator
+) -> ScoreTerms:
+    terms = ScoreTerms(attention.scale, chunk.allowed, dropout_p=attention.dropout_p)
     if attention.mask is not None:
         mask = _picked(attention.mask, some, chunk, block, length)
         terms = replace(terms, allowed=mask if terms.allowed is None else mask & terms.allowed)

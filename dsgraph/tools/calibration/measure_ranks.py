@@ -12,12 +12,12 @@ import torch
 import torch.distributed as dist
 
 from dsgraph import __version__
+from dsgraph.compiler.costs.calibration_record import FORMAT, VERSION, CalibrationRecord, LinkRecord
 from dsgraph.compiler.costs.host import device_name, host_name
-from dsgraph.compiler.costs.records import FORMAT, VERSION, CalibrationRecord, LinkRecord
 from dsgraph.inductor_ext import backend_name
 
 from .device import DeviceFigures, measure_device
-from .transfers import measure_collectives
+from .measure_collectives import measure_collectives
 
 
 @dataclass(frozen=True)
