@@ -247,13 +247,29 @@ def _steps_of_replicas(folder: str) -> list[float]:
     return found
 
 
-def _engine_alone(folder: str) -> list[float]:
+def _engine_alone(firsts: tuple[int, ...]) -> list[float]:
     engine = _engine(1, 1, 1)
-    return [each for first in (0, 2, 4, 6) for each in _engine_steps(engine, first)]
+    return [each for first in firsts for each in _engine_steps(engine, first)]
 
 
+def _two_stages(folder: str) -> list[float]:
+    engine = _engine(1, 1, 2)
+    first = _engine_steps(engine, 0)
+    engine.save_checkpoint(folder, client_state={3: ("epoch", 0.5)})
+    resumed = _engine(1, 2, 1)
+    path, state = resumed.load_checkpoint(folder)
+    assert path.endswith("global_step2") and state == {3: ("epoch", 0.5)} and resumed.global_steps == 2
+    return first + _engine_steps(resumed, 2)
+
+
+def test_the_engine_trains_two_stages_and_goes_on_with_slices(ranks, tmp_path):
+    expected = ranks(1).run(_engine_alone, (0, 2))[0]
+    assert ranks(2).run(_two_stages, str(tmp_path))[0] == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.full  # two ranks above
 def test_the_engine_trains_what_the_section_parallel_divides(ranks, tmp_path):
-    expected = ranks(1).run(_engine_alone, str(tmp_path))[0]
+    expected = ranks(1).run(_engine_alone, (0, 2, 4, 6))[0]
     assert ranks(4).run(_by_engine, str(tmp_path))[0] == pytest.approx(expected, rel=1e-5)
     export_checkpoint(tmp_path, tmp_path / "weights", tag="global_step4", shard_bytes=10**9, dtype=None)
     model = _build("llama")

@@ -103,6 +103,7 @@ def _decode(lengths: tuple[int, ...], ways: list[dict[str, Any]]) -> None:
     assert engine.report().cache_bytes[2] * dist.get_world_size() == full, "each rank holds its heads alone"
 
 
+@pytest.mark.full  # an encoder and a decoder alone precede; tests/inference/test_encoders.py has both in one process
 def test_ranks_share_an_encoder_and_a_decoder(ranks):
     ranks(2).run(_decode, (3,), WAYS[:1])
 

@@ -81,7 +81,8 @@ def test_an_optimizer_of_the_caller_steps_as_in_one_process(ranks, stage):
 
 
 def _engine(settings: dict) -> dsgraph.Engine:
-    return dsgraph.initialize(model=build(CASE), config=config(3, **settings))[0]
+    """An engine of a model of several matrices, so that each of two ranks owns some."""
+    return dsgraph.initialize(model=build("gpt"), config=config(3, **settings))[0]
 
 
 def _train(engine: dsgraph.Engine, first: int, count: int) -> list[float]:
