@@ -35,7 +35,7 @@ from .activation_checkpointing import take_switches
 from .config.conditions import check_keys
 from .config.engine_config import EngineConfig
 from .config.options_of_config import backend_options, partition_options
-from .config.read_config import ResolvedConfig, load_config, read_config
+from .config.read_config import ResolvedConfig, has_parallel_section, read_config
 from .data import RankLoader
 from .engine import Engine
 from .integrations.mpu import ModelParallel, data_parallel_mesh
@@ -48,7 +48,7 @@ from .optimizers.binding import Binding, rebound
 from .optimizers.offloading import offload_notes, offloaded, planned
 from .optimizers.optimizer_section import check_float32
 from .optimizers.step_moment import beside_notes
-from .parallel_model import check_divided, data_rank, parallel_model
+from .parallel_model import check_parallel_arguments, data_rank, parallel_model
 from .pipeline_schedule import PipelineSchedule
 from .rank_setup import device_of_rank, join_ranks, place_in
 from .saving import Checkpoints
@@ -161,8 +161,8 @@ def resolve_ranks(given: Arguments) -> ResolvedRanks:
     """
     join_ranks()
     device = device_of_rank()
-    is_parallel = bool(load_config(given.source).get("parallel"))
-    check_weights(given.model, given.weights, is_divided=is_parallel)
+    is_parallel = has_parallel_section(given.source)
+    check_weights(given.model, given.weights, is_parallel=is_parallel)
     if not is_on_meta(given.model):
         given.model.to(device)
     mesh, shared = given.mesh, None
@@ -184,14 +184,14 @@ def resolve_config(ranks: ResolvedRanks) -> Resolved:
     config = read_config(given.source, ranks=size, device=ranks.device.type, sections=take_switches())
     data_ranks, rank = ranks.mesh.size(), place_in(ranks.mesh)
     if is_parallel:
-        check_divided(config.config, given.optimizer, given.model_parameters, given.mesh)
+        check_parallel_arguments(config.config, given.optimizer, given.model_parameters, given.mesh)
         data_ranks, rank = config.config.parallel.dp, data_rank(config.config)
     elif given.example is not None:
         raise ConfigError("initialize: example= has an effect only with the section `parallel`: remove it")
     settings, plan = planned(config.config, given.model, ranks.device, ranks=data_ranks)
     lines = dict.fromkeys([*config.notes, *check_keys(settings, ranks.device.type)])
     config, options = replace(config, config=settings, notes=tuple(lines)), backend_options(settings)
-    makers = resolve_makers(given.optimizer, given.lr_scheduler, settings, given.model, is_parallel=is_parallel)
+    makers = resolve_makers(given.optimizer, given.lr_scheduler, settings, given.model)
     loader = None
     if given.training_data is not None:
         loader = RankLoader(

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from dsgraph.optim.hooks import hooks_of
+from dsgraph.utils.errors import EngineError
 
 from .data import batches_of
 from .engine_info import EngineInfo
@@ -51,13 +52,40 @@ class Engine(EngineInfo):
         super().__init__(state, logger)
         self._strategy, self._checkpoints = strategy, checkpoints
 
+    def train(self, mode: bool = True) -> Engine:
+        """Set the engine and the model to training mode, or to evaluation mode.
+
+        Raises:
+            EngineError: With the section `parallel`: stages keep the mode in which the model was captured.
+        """
+        if not isinstance(self.module, nn.Module):
+            call = "engine.train" if mode else "engine.eval"
+            raise EngineError(
+                f"{call} is not supported with the section parallel: its stages keep the mode that the model had when "
+                "initialize was called. Set the mode of the model before"
+            )
+        return super().train(mode)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Load parameters and buffers of this rank, as `torch.nn.Module` does.
+
+        Raises:
+            EngineError: With the section `parallel`.
+        """
+        if not isinstance(self.module, nn.Module):
+            raise EngineError(
+                "engine.load_state_dict is not supported with the section parallel: save with engine.save_checkpoint, "
+                "and load with engine.load_checkpoint"
+            )
+        return super().load_state_dict(state_dict, strict, assign)
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model. In training, what follows belongs to a micro-batch of the current step.
 
         Raises:
             EngineError: With the section `parallel`, as `backward`, `step`, `no_sync` and `eval_batch`.
         """
-        return self._strategy.forward(*args, **kwargs)
+        return self._strategy.forward(args, kwargs, is_training=self.training)
 
     def backward(self, loss: Tensor, *, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
         """Add the gradients of a micro-batch.
@@ -111,11 +139,11 @@ class Engine(EngineInfo):
             EngineError: There is no data, or it ends within a step, which is dropped.
             OptionError: With the section `parallel`, a micro-batch is not like the example.
         """
-        return self._strategy.train_batch(batches_of(self.training_dataloader) if data is None else data)
+        return self._strategy.train_batch(batches_of(self.training_dataloader) if data is None else data, self)
 
     def eval_batch(self, data: Iterator[Any]) -> Any:
         """Return the model's output for one micro-batch, without gradients."""
-        return self._strategy.evaluate(next(data))
+        return self._strategy.evaluate(data, self)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop all gradients of the current step. The count of micro-batches goes on."""

@@ -1,4 +1,4 @@
-"""What an engine tells about itself: its parts, sizes, counts and rates, under DeepSpeed's names."""
+"""Read access to an engine: its parts, sizes, counts and rates, under DeepSpeed's names."""
 
 from __future__ import annotations
 
@@ -42,8 +42,12 @@ class EngineInfo(nn.Module):
 
     @property
     def lr_scheduler(self) -> Any:
-        """What steps after the optimizer; None without a schedule."""
+        """The schedule of learning rates, which steps after the optimizer; None without one."""
         return self._state.lr_scheduler
+
+    @lr_scheduler.setter
+    def lr_scheduler(self, schedule: Any) -> None:
+        self._state.lr_scheduler = schedule
 
     @property
     def resolved(self) -> ResolvedConfig:
@@ -57,7 +61,7 @@ class EngineInfo(nn.Module):
 
     @property
     def loss_scale(self) -> LossScale:
-        """What the loss is multiplied by."""
+        """The factor by which the loss is multiplied."""
         return self._state.loss_scale
 
     @property

@@ -42,8 +42,6 @@ def resolve_makers(
     lr_scheduler: Any,
     settings: EngineConfig,
     model: nn.Module,
-    *,
-    is_parallel: bool,
 ) -> Makers:
     """Choose how the optimizer and the scheduler are made.
 
@@ -52,14 +50,13 @@ def resolve_makers(
         lr_scheduler: See `initialize`.
         settings: The sections of the configuration.
         model: The model, not partitioned yet.
-        is_parallel: True with the section `parallel`.
 
     Raises:
         ConfigError: There is no optimizer, or the configuration does not fit it.
     """
     mine, make = _optimizer_or_maker(optimizer, settings, model)
     schedule = _schedule_maker(lr_scheduler, settings, mine)
-    notes = check_compression(settings, is_divided=is_parallel) if optimizer is None else []
+    notes = check_compression(settings) if optimizer is None else []
     return Makers(mine, make, schedule, notes)
 
 

@@ -21,6 +21,7 @@ from .model_outputs import Again, loss_of
 from .monitoring.step_logger import StepLogger
 from .optimizer_step import OptimizerStep
 from .optimizers.step_moment import stepping
+from .step_strategy import StepCalls
 from .techniques.eigenvalues import Gradients
 from .training_state import TrainingState
 
@@ -49,11 +50,11 @@ class MicroBatches:
         self._is_waiting = self._never_reduces = self._ran_backward = False
         self._again: Again | None = None
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, is_training: bool) -> Any:
         """Run the model. In training, what follows belongs to a micro-batch of the current step."""
         runs, state = self._runs, self._state
         args, kwargs = cast_floating((args, kwargs), self._dtype)
-        if not self._module.training or not torch.is_grad_enabled():
+        if not is_training or not torch.is_grad_enabled():
             return runs(*args, **kwargs)
         if state.layer_drop is not None:
             kwargs = {**kwargs, **state.layer_drop.begin(state.counts)}
@@ -120,7 +121,9 @@ class MicroBatches:
         """End a micro-batch; after the last one of a step, update the parameters."""
         state = self._state
         if self._never_reduces:
-            raise EngineError("step inside no_sync: call it behind, when a backward outside has reduced the gradients")
+            raise EngineError(
+                "step inside no_sync: call it after the block, when a backward outside has reduced the gradients"
+            )
         is_last = state.is_last_micro_batch()
         if is_last and not self._ran_backward and any(param.grad is not None for param in self._module.parameters()):
             raise EngineError(
@@ -145,7 +148,7 @@ class MicroBatches:
         assert self._again is not None
         return self._again.gradients_of(self._module, scale=self._state.loss_scale.scale)
 
-    def train_batch(self, data: Iterator[Any]) -> Tensor:
+    def train_batch(self, data: Iterator[Any], engine: StepCalls) -> Tensor:
         """Run all micro-batches of a step. Return the mean of their losses on this rank."""
         count = self._state.resolved.batch.micro_batches
         total = torch.zeros((), device=self._state.partition.parameters[0].param.device)
@@ -153,18 +156,18 @@ class MicroBatches:
             try:
                 batch = next_of_step(data, number, count)
             except EngineError:
-                self.discard()
+                engine.zero_grad()
                 self._state.counts.micro -= number
                 raise
-            loss = loss_of(call_with(self.forward, batch))
-            total += self.backward(loss).detach()
-            self.end_micro_batch()
+            loss = loss_of(call_with(engine, batch))
+            total += engine.backward(loss).detach()
+            engine.step()
         return total
 
-    def evaluate(self, batch: Any) -> Any:
-        """Return the model's output for a micro-batch, without gradients."""
+    def evaluate(self, data: Iterator[Any], engine: StepCalls) -> Any:
+        """Return the model's output for the next micro-batch, without gradients."""
         with torch.no_grad():
-            return call_with(self.forward, batch)
+            return call_with(engine, next(data))
 
     def discard(self, *, set_to_none: bool = True) -> None:
         """Drop all gradients of the current step. The count of micro-batches goes on."""

@@ -46,14 +46,14 @@ def is_on_meta(model: nn.Module) -> bool:
     return any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
 
 
-def check_weights(model: nn.Module, weights: Any, *, is_divided: bool) -> None:
+def check_weights(model: nn.Module, weights: Any, *, is_parallel: bool) -> None:
     """Refuses what could not be read, or divided, before anything is changed.
 
     Raises:
         ConfigError: Names the argument.
     """
     if is_on_meta(model):
-        if is_divided:
+        if is_parallel:
             raise ConfigError(
                 "initialize: the section parallel takes no model on the meta device yet: build it on the CPU"
             )

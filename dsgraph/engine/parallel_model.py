@@ -76,7 +76,7 @@ def data_rank(config: EngineConfig) -> int:
     return dist.get_rank() // config.parallel.tp % config.parallel.dp
 
 
-def check_divided(config: EngineConfig, optimizer: object, model_parameters: object, mesh: object) -> None:
+def check_parallel_arguments(config: EngineConfig, optimizer: object, model_parameters: object, mesh: object) -> None:
     """Raise an error for arguments that the section `parallel` does not support; `read_config` checks the keys.
 
     Raises:

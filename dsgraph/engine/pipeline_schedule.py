@@ -17,6 +17,7 @@ from dsgraph.utils.errors import EngineError
 from .data import next_of_step
 from .monitoring.step_logger import StepLogger
 from .optimizer_step import OptimizerStep
+from .step_strategy import StepCalls
 from .training_state import TrainingState
 
 
@@ -27,7 +28,7 @@ class PipelineSchedule:
         self._module, self._state, self._logger = module, state, logger
         self._update = OptimizerStep(state, logger)
 
-    def train_batch(self, data: Iterator[Any]) -> Tensor:
+    def train_batch(self, data: Iterator[Any], engine: StepCalls) -> Tensor:
         """Run all micro-batches of a step. Return the mean of their losses over all ranks."""
         state, count = self._state, self._state.resolved.batch.micro_batches
         args, kwargs = as_arguments(_joined([next_of_step(data, number, count) for number in range(count)]))
@@ -35,11 +36,12 @@ class PipelineSchedule:
         loss = self._module.step(*args, **kwargs)
         self._logger.take_loss(loss)
         self._update.run(self._module.local_gradients)
+        self._module.zero_grad()  # also of parameters that the optimizer does not update
         state.counts.micro += count
         self._logger.after_step(state)
         return loss
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, is_training: bool) -> Any:
         """Raise an error: no rank has the whole model."""
         _refuse("engine(...)")
 
@@ -55,13 +57,13 @@ class PipelineSchedule:
         """Raise an error, as `backward`."""
         _refuse("engine.no_sync")
 
-    def evaluate(self, batch: Any) -> Any:
-        """Raise an error: a schedule computes losses and gradients alone."""
+    def evaluate(self, data: Iterator[Any], engine: StepCalls) -> Any:
+        """Raise an error: a schedule computes only losses and gradients."""
         _refuse("engine.eval_batch")
 
     def discard(self, *, set_to_none: bool = True) -> None:
         """Drop all gradients."""
-        self._state.optimizer.zero_grad(set_to_none)
+        self._module.zero_grad()
 
     def close(self) -> None:
         """Keep the stages: they belong to the model."""

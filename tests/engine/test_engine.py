@@ -405,3 +405,57 @@ def test_data_that_ends_amid_a_step_is_named(one_rank):
         engine.step()
     assert engine.global_steps == 2 and not torch.equal(full(engine.module._parameters["weight"]), before)
     engine.close()
+
+
+def _uncompiled(**more: object) -> dict:
+    return {
+        "train_micro_batch_size_per_gpu": 1,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+        "dsgraph": {"compile": False},
+        **more,
+    }
+
+
+def test_a_model_in_evaluation_mode_trains_in_an_engine_in_training_mode(one_rank):
+    engine, *_ = dsgraph.initialize(model=_Mean(2, 1), config=_uncompiled(gradient_accumulation_steps=2))
+    engine.module.eval()
+    engine.backward(engine(torch.ones(1, 2)))
+    assert bool(full(engine.module._parameters["weight"].grad).isnan().all()), "the first micro-batch accumulates"
+
+
+class _Counted(dsgraph.Engine):
+    """Counts the calls of what `train_batch` and `eval_batch` are made of."""
+
+    calls: tuple[str, ...] = ()
+
+    def forward(self, *args, **kwargs):
+        self.calls += ("forward",)
+        return super().forward(*args, **kwargs)
+
+    def backward(self, *args, **kwargs):
+        self.calls += ("backward",)
+        return super().backward(*args, **kwargs)
+
+    def step(self):
+        self.calls += ("step",)
+        super().step()
+
+
+def test_whole_batches_call_the_methods_and_hooks_of_the_engine(one_rank):
+    engine, *_ = dsgraph.initialize(model=_Mean(2, 1), config=_uncompiled())
+    engine.__class__ = _Counted
+    seen = []
+    engine.register_forward_hook(lambda *_: seen.append(engine.training))
+    engine.train_batch(iter([torch.ones(1, 2)]))
+    assert engine.calls == ("forward", "backward", "step") and seen == [True]
+    engine.eval_batch(iter([torch.ones(1, 2)]))
+    assert engine.calls[3:] == ("forward",) and len(seen) == 2
+
+
+def test_the_schedule_can_be_replaced_and_the_optimizer_cannot(one_rank):
+    engine, optimizer, *_ = dsgraph.initialize(model=_Mean(2, 1), config=_uncompiled())
+    engine.lr_scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+    engine.train_batch(iter([torch.ones(1, 2)]))
+    assert engine.get_lr() == [0.05]
+    with pytest.raises(AttributeError, match="'optimizer' of 'Engine' object has no setter"):
+        engine.optimizer = optimizer

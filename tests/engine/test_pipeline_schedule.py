@@ -100,3 +100,44 @@ def _refusals() -> None:
 
 def test_what_only_a_program_can_do_is_refused(ranks):
     ranks(2).run(_refusals)
+
+
+_ONE = {**CONFIG, "parallel": {"pp": 1}}
+"""The section on one rank, without messages."""
+
+
+def test_gradients_that_the_optimizer_does_not_update_are_dropped(one_rank):
+    def of_the_first_layer(groups):
+        return torch.optim.SGD(groups[0]["params"][:2], lr=0.0)
+
+    config = {key: value for key, value in _ONE.items() if key != "optimizer"}
+    engine, *_ = dsgraph.initialize(
+        model=_model(), optimizer=of_the_first_layer, config=config, example=(torch.ones(2, 4),)
+    )
+    norms = []
+    for _ in range(2):
+        engine.train_batch(iter(_batches(2)))
+        norms.append(engine.get_global_grad_norm())
+        assert all(param.grad is None for _, param in engine.named_parameters())
+    assert norms[0] == norms[1], "the same batches and parameters"
+    for param in engine.module.parameters():
+        param.grad = torch.ones_like(param)
+    engine.zero_grad()
+    assert all(param.grad is None for _, param in engine.named_parameters())
+
+
+def test_the_mode_and_the_state_of_the_model_are_not_set_through_the_engine(one_rank):
+    engine, *_ = dsgraph.initialize(model=_model(), config=_ONE, example=(torch.ones(2, 4),))
+    for call in (engine.train, engine.eval, lambda: engine.load_state_dict({})):
+        with pytest.raises(dsgraph.EngineError, match=r"^engine\.\w+ is not supported with the section parallel: "):
+            call()
+    data = iter(_batches(1))
+    with pytest.raises(dsgraph.EngineError, match=r"^engine.eval_batch is not supported"):
+        engine.eval_batch(data)
+    assert len(list(data)) == 1, "no batch was taken"
+
+
+def test_auto_does_not_make_a_section_parallel(one_rank):
+    config = {**CONFIG, "parallel": {"dp": "auto"}, "memory_breakdown": True}
+    engine, *_ = dsgraph.initialize(model=_model(), config=config)
+    assert isinstance(engine.module, nn.Module) and not engine.config.is_parallel

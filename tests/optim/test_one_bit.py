@@ -413,7 +413,7 @@ def test_what_has_no_effect_is_said(one_rank, capsys):
     dsgraph.initialize(model=_Model(), config=config)
     said = capsys.readouterr().out
     assert "optimizer.params.cuda_aware has no effect" in said
-    assert "gradient_clipping 0.5 is of the warm-up of OneBitAdam" in said
+    assert "gradient_clipping 0.5 has an effect only during the warm-up of OneBitAdam" in said
     assert "freeze_step" not in said
 
 
@@ -425,7 +425,7 @@ def test_defaults_that_matter_are_said(one_rank, capsys):
     said = capsys.readouterr().out
     assert "freeze_step is not set: OneBitLamb trains as LAMB for 100,000 steps, the default" in said
     assert engine.optimizer.freeze_step == 100_000
-    assert "gradient_clipping, 1.0 by default, is of the warm-up of OneBitLamb" in said
+    assert "gradient_clipping, 1.0 by default, has an effect only during the warm-up of OneBitLamb" in said
 
 
 @pytest.mark.parametrize(

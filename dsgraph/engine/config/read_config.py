@@ -72,6 +72,15 @@ def read_config(
     return ResolvedConfig(config, batch, tuple(notes))
 
 
+def has_parallel_section(source: str | PathLike[str] | Mapping[str, Any]) -> bool:
+    """Return `EngineConfig.is_parallel` of a configuration, before its ranks are known.
+
+    Raises:
+        ConfigError: As `read_config`.
+    """
+    return _validated(load_config(source), []).is_parallel
+
+
 def check_section(name: str, section: Mapping[str, Any]) -> None:
     """Checks one section by itself.
 
@@ -164,7 +173,7 @@ def _is_off(where: str, value: object) -> bool:
     """Return True if a key that is not supported is switched off explicitly."""
     if isinstance(value, Mapping):
         return value.get("enabled") is False or value.get("device") == "none"
-    return value is None or value == OFF.get(where, False)
+    return value is False or value is None or (where in OFF and value == OFF[where])
 
 
 def _describe(error: ValidationError) -> str:

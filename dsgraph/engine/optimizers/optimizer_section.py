@@ -18,12 +18,11 @@ def maker_of_section(config: OptimizerConfig, model: nn.Module) -> MakesOptimize
     return maker_of(config.type, config.params, model, other_keys=EngineConfig.model_fields)
 
 
-def check_config(settings: EngineConfig, *, is_divided: bool) -> list[str]:
+def check_config(settings: EngineConfig) -> list[str]:
     """Check the section `optimizer` without a model; an empty module replaces it.
 
     Args:
         settings: The configuration.
-        is_divided: Whether several ranks run one copy of the model.
 
     Returns:
         As `check_compression`.
@@ -33,15 +32,14 @@ def check_config(settings: EngineConfig, *, is_divided: bool) -> list[str]:
     """
     if settings.optimizer is not None:
         maker_of_section(settings.optimizer, nn.Module())
-    return check_compression(settings, is_divided=is_divided)
+    return check_compression(settings)
 
 
-def check_compression(settings: EngineConfig, *, is_divided: bool) -> list[str]:
+def check_compression(settings: EngineConfig) -> list[str]:
     """Raise an error for settings that 1-bit compression does not support, before anything is changed.
 
     Args:
         settings: The configuration.
-        is_divided: Whether several ranks run one copy of the model.
 
     Returns:
         A line for each key without effect, and for `freeze_step` where it is left to its default.
@@ -63,7 +61,7 @@ def check_compression(settings: EngineConfig, *, is_divided: bool) -> list[str]:
             f"optimizer.type {name} with zero_optimization.offload_optimizer: compiled graphs read the momentum, so it "
             "must be on the device. Remove offload_optimizer"
         )
-    if is_divided:
+    if settings.is_parallel:
         raise ConfigError(f"optimizer.type {name} is not supported with the section parallel: remove one of the two")
     notes = [
         f"optimizer.params.{key} has no effect: {why}"
@@ -73,7 +71,7 @@ def check_compression(settings: EngineConfig, *, is_divided: bool) -> list[str]:
     if "freeze_step" not in optimizer.params:
         notes.append(
             f"optimizer.params.freeze_step is not set: {name} trains as {entry.warms_up_as} for {FREEZE_STEP:,} steps, "
-            "the default, before it compresses anything: set it to 15 to 25 % of the steps of the training, behind the "
+            "the default, before it compresses anything: set it to 15 to 25 % of the training steps, later than the "
             "warm-up of the learning rate"
         )
     if settings.gradient_clipping:
@@ -81,8 +79,8 @@ def check_compression(settings: EngineConfig, *, is_divided: bool) -> list[str]:
         is_set = "gradient_clipping" in settings.model_fields_set
         clipping = f"gradient_clipping {bound}" if is_set else f"gradient_clipping, {bound} by default,"
         notes.append(
-            f"{clipping} is of the warm-up of {name}: behind it no rank sees the averaged gradient, and nothing is "
-            "clipped"
+            f"{clipping} has an effect only during the warm-up of {name}: after it no rank has the averaged gradient, "
+            "and nothing is clipped"
         )
     return notes
 

@@ -38,7 +38,7 @@ def _run(arguments: argparse.Namespace) -> Answer:
     try:
         resolved = read_config(arguments.file, ranks=arguments.ranks)
         passes = _passes(resolved)
-        notes = [*resolved.notes, *check_config(resolved.config, is_divided=resolved.config.is_parallel)]
+        notes = [*resolved.notes, *check_config(resolved.config)]
     except ConfigError as error:
         raise CommandError(str(error)) from None
     data = {
