@@ -712,7 +712,7 @@ ENGINE = (
     ),
     Mutant(
         *("note-is-an-error", "dsgraph/engine/config/conditions.py", "wrong condition"),
-        *("check_keys", "problem and not needs.is_note", "problem"),
+        *("check_keys", "problem and not needs.note", "problem"),
         killers=("tests/engine/config/test_conditions.py",),
     ),
     Mutant(

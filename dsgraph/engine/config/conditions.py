@@ -1,4 +1,4 @@
-"""What keys of the configuration cannot be combined with, and what they have no effect without: see `Needs`."""
+"""Checks the conditions of configuration keys: combinations that are refused, and keys without effect; see `Needs`."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def check_keys(config: EngineConfig, device: str | None = None) -> list[str]:
             raise ConfigError(f"{path} is not supported with the section `parallel` yet: remove one of the two")
         for needs in entry.needs:
             problem = _problem(config, path, needs, device)
-            if problem and not needs.is_note:
+            if problem and not needs.note:
                 raise ConfigError(problem)
             if problem:
                 notes[problem] = None
@@ -45,11 +45,11 @@ def _problem(config: EngineConfig, path: str, needs: Needs, device: str | None) 
         return ""
     other = f"{path.rpartition('.')[0]}{needs.key}" if needs.key.startswith(".") else needs.key
     found = device if other == MODEL_DEVICE else value_at(config, other)
-    if (other == MODEL_DEVICE and device is None) or (found in needs.values if needs.values else found):
+    if (other == MODEL_DEVICE and device is None) or needs.holds_for(found):
         return ""
     state = f"is {json.dumps(found)}" if found is not None else "is not set"
-    if needs.is_note:
-        return f"{path} has no effect: {other} {state}, and {needs.why}"
+    if needs.note:
+        return f"{path} {needs.note}: {other} {state}, and {needs.why}"
     own = path if needs.only is None else f"{path} {json.dumps(value)}"
-    wanted = f"{needs.values_text}, and it {state}" if needs.values else "as well"
+    wanted = f"{needs.values_text}, and it {state}" if needs.values_text else "as well"
     return f"{own} needs {other} {wanted}: {needs.why}. Change one of the two"

@@ -16,6 +16,7 @@ Bytes = Annotated[int | float, BeforeValidator(read_bytes)]
 
 _STATE = "zero_optimization.offload_optimizer"
 _ALL_ON_HOST = "an update is delayed where all of the state is on the host"
+_BELOW_CPU = Needs(MODEL_DEVICE, (), "below the CPU is the disk: use dsgraph.offload_folder", other_than="cpu")
 _PLANNED = (
     Needs("dsgraph.memory_limit", (), "what does not fit into half of it is offloaded"),
     Needs(f"{_STATE}.device", ("none",), "the plan decides what is offloaded"),
@@ -45,7 +46,7 @@ class DsgraphConfig(Section):
         None,
         "for a model on CUDA: as much of the host's memory may hold what of the model's states does not "
         "fit into half of `memory_limit`",
-        needs=(Needs(MODEL_DEVICE, ("cuda",), "below the CPU is the disk: use dsgraph.offload_folder"), *_PLANNED),
+        needs=(_BELOW_CPU, *_PLANNED),
     )
     delayed_update: bool = key(
         False,

@@ -18,7 +18,7 @@ from .sparse_config import SparseAttentionConfig, layout_of_section
 from .zero_config import ZeroConfig
 
 _DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
-_PRINTED = Needs("steps_per_print", (), "it is printed with the lines of steps", is_note=True)
+_PRINTED = Needs("steps_per_print", (), "it is printed with the lines of steps", note="is not printed")
 
 
 def _compute_dtype(_: Any, config: EngineConfig) -> torch.dtype | None:
@@ -106,7 +106,7 @@ class FlopsProfilerConfig(Section):
         "whether a profile is made",
         needs=(Needs("dsgraph.compile", (True,), "it counts the operations of compiled graphs"),),
     )
-    profile_step: int = key(1, "it is made behind so many steps", ge=1)
+    profile_step: int = key(1, "number of steps after which it is made", ge=1)
     module_depth: int = key(-1, "how deep the table of each depth goes; -1: to the last", ge=-1)
     top_modules: int = key(1, "how many modules of each depth that table names", ge=1)
     detailed: bool = key(True, "whether the tree of all modules is shown")
@@ -140,7 +140,7 @@ class ActivationCheckpointingConfig(Section):
 
     cpu_checkpointing: bool = key(
         False,
-        "moves what the backward needs to the host's memory behind its last use in the forward, and back "
+        "moves what the backward needs to the host's memory after its last use in the forward, and back "
         "in time. Of what `torch.utils.checkpoint` or `dsgraph.checkpointing.checkpoint` marks, these are its inputs",
         option="activation_offload",
         value=lambda *_: "host",
@@ -178,6 +178,7 @@ class CheckpointConfig(Section):
         "Warn",
         "what happens where ranks give different tags: `Fail` is an error, `Warn` prints that the first "
         "rank's counts, with `Ignore` it counts silently",
+        parallel=True,
     )
 
 
@@ -218,9 +219,9 @@ class EngineConfig(Section):
     )
     dump_state: bool = key(False, "prints the resolved configuration when the engine is made", parallel=True)
     wall_clock_breakdown: bool = key(
-        False, "how long forward, backward and step take, behind each printed line", needs=(_PRINTED,)
+        False, "print the time of forward, backward and step after each printed line", needs=(_PRINTED,)
     )
-    memory_breakdown: bool = key(False, "what memory holds, behind each printed line", needs=(_PRINTED,))
+    memory_breakdown: bool = key(False, "print the content of memory after each printed line", needs=(_PRINTED,))
     optimizer: OptimizerConfig | None = None
     scheduler: SchedulerConfig | None = None
     fp16: Fp16Config = Fp16Config()

@@ -26,7 +26,8 @@ class Needs:
         values: The values it may have; empty for any that is set.
         why: The reason, which ends the message.
         only: The condition holds for this value of the key alone; None for every value but the default.
-        is_note: True for a line that is printed, False for an error.
+        note: What the key lacks otherwise, for a line that is printed; empty for an error.
+        other_than: The value that the other key may not have, in place of `values`.
         unless: The path of a key that the engine replaces by the other one: while it is set, nothing is checked.
     """
 
@@ -34,16 +35,28 @@ class Needs:
     values: tuple[Any, ...]
     why: str
     only: Any = None
-    is_note: bool = False
+    note: str = ""
+    other_than: str | None = None
     unless: str = ""
 
     @property
     def values_text(self) -> str:
         """The values, as the file has them."""
+        if self.other_than is not None:
+            return f"other than {json.dumps(self.other_than)}"
         return " or ".join(map(json.dumps, self.values))
 
+    def holds_for(self, found: Any) -> bool:
+        """Return True if the other key may have this value."""
+        if self.other_than is not None:
+            return bool(found != self.other_than)
+        return found in self.values if self.values else bool(found)
 
-COMPILED = Needs("dsgraph.compile", (True,), "it is an option of compiled graphs", is_note=True)
+
+NO_EFFECT = "has no effect"
+"""The usual `Needs.note`."""
+
+COMPILED = Needs("dsgraph.compile", (True,), "it is an option of compiled graphs", note=NO_EFFECT)
 """The condition of each key that sets a backend option, unless it has a stricter one."""
 
 
@@ -78,17 +91,18 @@ Auto = str | FromArguments | FromHiddenSize
 
 
 def name_of(auto: Auto) -> str:
-    """Return the words for what an `"auto"` follows from."""
+    """Return the name of the source of an `"auto"`."""
     return auto if isinstance(auto, str) else auto.name
 
 
 @dataclass(frozen=True)
 class Entry:
-    """What is known about a key besides its type, default, bounds and description.
+    """The properties of a key besides its type, default, bounds and description.
 
     Attributes:
         option: The backend option that the key sets where it differs from its default.
-        argument: Likewise, the argument of `partition`. A key without either takes effect in the engine.
+        argument: The argument of `partition` that the key sets where it differs from its default. A key without
+            `option` and `argument` takes effect in the engine.
         value: Converts the value of the key, given the configuration as well; None passes it on. A result of None is
             not passed.
         auto: What `"auto"` means under transformers' `Trainer`, which it is without the key too if it follows from

@@ -7,7 +7,7 @@ from typing import Any, Literal
 import torch
 from pydantic import AliasChoices
 
-from .key import MODEL_DEVICE, FromHiddenSize, Needs, key
+from .key import MODEL_DEVICE, NO_EFFECT, FromHiddenSize, Needs, key
 from .section import PathText, Section
 
 _BUFFERS, _BUFFER_ELEMENTS = 5, 10**8  # DeepSpeed's defaults of `offload_param`
@@ -15,7 +15,7 @@ _ELEMENT = 4  # bytes
 _TIERS = {"nvme": "disk", "cpu": "host"}
 
 _IS_SET = Needs(".device", ("cpu", "nvme"), "nothing is offloaded")
-_IS_READ = Needs(".device", ("nvme",), "nothing is read", is_note=True)
+_IS_READ = Needs(".device", ("nvme",), "nothing is read", note=NO_EFFECT)
 _DISK = (
     Needs(".nvme_path", (), "it is the folder on that disk", only="nvme"),
     Needs(MODEL_DEVICE, ("cpu",), "offloading from a GPU to a disk is not supported yet", only="nvme"),
@@ -73,7 +73,7 @@ class OffloadOptimizerConfig(_OffloadConfig):
     pin_memory: bool | None = key(
         None,
         'with "cpu" and a model on CUDA: whether copies are pinned; they are unless `false`',
-        needs=(_IS_SET, Needs(MODEL_DEVICE, ("cuda",), "nothing is copied to or from CUDA", is_note=True)),
+        needs=(_IS_SET, Needs(MODEL_DEVICE, (), "nothing is copied to a device", note=NO_EFFECT, other_than="cpu")),
     )
 
 

@@ -101,6 +101,7 @@ class QuantizedTraining:
         for name, module in model.named_modules():
             if not is_linear(module) or id(module.weight) in others or not module.weight.requires_grad:
                 continue
+            others.add(id(module.weight))  # a second layer with this weight reads the first one's rounded weight
             groups, size = self._config.quantize_groups, module.weight.numel()
             if groups and size % groups:
                 raise ConfigError(

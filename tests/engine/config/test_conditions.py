@@ -51,6 +51,14 @@ def test_a_condition_of_one_value_leaves_others_alone():
     assert check("cuda", **zero(offload_optimizer={"device": "cpu"})) == []
 
 
+def test_a_condition_on_accelerators_refuses_only_the_cpu():
+    own = {"host_memory_limit": "1GiB", "memory_limit": "1GiB"}
+    assert check("xpu", dsgraph=own) == check("cuda", dsgraph=own) == []
+    with pytest.raises(ConfigError, match=r'the device of the model other than "cpu", and it is "cpu": below the CPU'):
+        check("cpu", dsgraph=own)
+    assert check("xpu", **zero(offload_optimizer={"device": "cpu", "pin_memory": True})) == []
+
+
 def test_a_key_that_a_plan_will_set_is_not_missed():
     own = {"delayed_update": True, "host_memory_limit": "1GiB", "memory_limit": "1GiB"}
     assert check("cuda", dsgraph=own) == []
@@ -70,6 +78,7 @@ def test_the_section_parallel_refuses_keys_that_do_not_support_it():
     divided = {"parallel": {"pp": 2}}
     assert check(**divided, gradient_clipping=0.5, **zero(stage=1)) == []
     assert check(**divided, optimizer={"type": "AdamW", "params": {"lr": 1e-3}}) == []
+    assert check(**divided, checkpoint={"tag_validation": "Fail"}) == []
     assert check(parallel={}, bf16={"enabled": True}) == []
     with pytest.raises(ConfigError, match=r"^bf16.enabled is not supported with the section `parallel` yet"):
         check(**divided, bf16={"enabled": True})

@@ -39,7 +39,7 @@ def test_a_section_comes_before_its_keys():
 
 
 def test_a_backend_option_needs_a_compiled_model():
-    strict = replace(COMPILED, is_note=False)
+    strict = replace(COMPILED, note="")
 
     class Own(Section):
         plain: int = key(1, "does something", option="memory_limit")

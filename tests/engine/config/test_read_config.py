@@ -88,12 +88,17 @@ def test_what_is_not_there_yet_may_be_switched_off():
     zero = {"offload_param": {"device": "none"}, "zero_hpz_partition_size": 1}
     found = _read(amp={"enabled": False}, sparse_gradients=False, zero_optimization=zero)
     assert found.notes == ()
+    assert _read(zero_optimization={"zero_hpz_partition_size": False}).notes == ()
+    with pytest.raises(ConfigError, match="sparse gradients is not supported yet"):
+        _read(sparse_gradients=0)
 
 
 def test_a_breakdown_that_is_never_printed_is_said():
+    (note,) = _read(wall_clock_breakdown=True).notes  # it has an effect: `engine.timings`
+    assert note.startswith("wall_clock_breakdown is not printed: steps_per_print is not set")
     found = _read(memory_breakdown=True)
     assert found.notes == (
-        "memory_breakdown has no effect: steps_per_print is not set, and it is printed with the lines of steps",
+        "memory_breakdown is not printed: steps_per_print is not set, and it is printed with the lines of steps",
     )
     assert not _read(memory_breakdown=True, steps_per_print=1).notes
 

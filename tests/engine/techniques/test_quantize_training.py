@@ -296,3 +296,12 @@ def _refused(section: dict[str, Any], said: str) -> None:
 )
 def test_what_cannot_be_done_is_refused(ranks, section, said):
     ranks(1).run(_refused, section, said)
+
+
+def test_a_weight_of_two_layers_is_quantized_once(one_rank):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(_WIDTH, _WIDTH, bias=False), nn.Linear(_WIDTH, _WIDTH, bias=False))
+    model[1].weight = model[0].weight
+    config = _config(0, _FAST) | {"dsgraph": {"compile": False}}
+    engine, *_ = dsgraph.initialize(model=model, config=config)
+    assert list(engine.quantized_training.bits()) == ["0"]
