@@ -1,4 +1,4 @@
-"""What `torch.compile` returned, its backends and its records."""
+"""Access to compiled models of `torch.compile`, to its backends and to its records."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ MEMORY_SHARE = 0.9
 
 
 class BackendOptions(BaseModel):
-    """What `options=` may hold. The description of a field says what an error asks for.
+    """The options of the backend, which `options=` holds. The description of a field says what an error asks for.
 
     Attributes:
         codegen: "inductor" compiles kernels; "eager" runs the transformed graphs as they are, which starts quickly.

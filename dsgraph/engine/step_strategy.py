@@ -1,4 +1,4 @@
-"""How an engine computes the gradients of a step: what a strategy is."""
+"""The interface of strategies, which compute the gradients of a step for an engine."""
 
 from __future__ import annotations
 

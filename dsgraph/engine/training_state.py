@@ -1,4 +1,4 @@
-"""What an engine trains and how far it is: the one object that all parts of an engine share."""
+"""The state of training: the one object that all parts of an engine share."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from .techniques.quantize_training import QuantizedTraining
 
 @dataclass(eq=False)
 class TrainingState:
-    """What an engine trains, and how far it is.
+    """The model, the optimizer and the progress of training.
 
     Attributes:
         module: The partitioned model; with the section `parallel` a `PipelinedModel`, this rank's part.

@@ -1,1 +1,1 @@
-"""Where parts of a model are stored outside memory: files of fixed slots, parameters in them, their sizes."""
+"""Storage of parts of a model outside memory: files of fixed slots, parameters in them, their sizes."""

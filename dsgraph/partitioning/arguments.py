@@ -32,7 +32,7 @@ class OffloadArguments:
 
 @dataclass(frozen=True)
 class PartitionArguments:
-    """How the parameters of a model are partitioned: see `partition`, which is called with these."""
+    """The arguments of `partition`, which say how parameters are partitioned."""
 
     stage: int
     param_dtype: torch.dtype | None

@@ -64,7 +64,7 @@ class ParameterState:
         is_summed: Whether the sum contains a gradient that has not been reduced.
         was_trained: True if it had `requires_grad` in a micro-batch of this step; it may be frozen by now.
         withheld: Value of the sum, while a backward runs that must not add it.
-        stand_in: Placeholder in the parameter's `.grad` while there is a sum.
+        placeholder: Placeholder in the parameter's `.grad` while there is a sum.
         hooked_leaf: id of the leaf that reports its gradients.
         hooked_param: id of the parameter that does so.
         eager_reads: Number of times that it was read outside compiled graphs.
@@ -86,7 +86,7 @@ class ParameterState:
     is_summed: bool = False
     was_trained: bool = False
     withheld: Tensor | None = None
-    stand_in: GradientPlaceholder | None = None
+    placeholder: GradientPlaceholder | None = None
     hooked_leaf: int = 0
     hooked_param: int = 0
     eager_reads: int = 0
@@ -145,7 +145,7 @@ class ParameterState:
 
     @property
     def tier(self) -> str:
-        """Where its rows are stored: "disk", or "" for memory."""
+        """The place of its rows: "disk", or "" for memory."""
         return next((transform.tier for transform in self.transforms if transform.tier), "")
 
     @property
@@ -193,7 +193,7 @@ class ParameterState:
             "is_summed": False,
             "was_trained": False,
             "withheld": None,
-            "stand_in": None,
+            "placeholder": None,
             "reducer": None,
         }
         noted = {"hooked_leaf": 0, "hooked_param": 0, "noted_version": -1}

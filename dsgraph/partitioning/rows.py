@@ -13,7 +13,7 @@ from dsgraph.ranks.mesh import axis_roles, shard_dim
 
 
 def placements_for(spec: ParameterSpec, mesh: DeviceMesh) -> list[Placement]:
-    """Where a parameter lies on the mesh: rows split over the dimension for that, or replicated."""
+    """The placement of a parameter on the mesh: rows split over the dimension for that, or replicated."""
     is_split = bool(spec.group)
     return [Shard(0) if is_split and role is AxisRole.SHARD else Replicate() for role in axis_roles(mesh)]
 

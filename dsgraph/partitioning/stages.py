@@ -50,7 +50,7 @@ class ZeroStage:
 
     @property
     def may_replace_reduction(self) -> bool:
-        """Whether a transform may reduce gradients: it takes one a step, of full size on every rank."""
+        """True if a transform may reduce gradients: it takes one a step, of full size on every rank."""
         return not self.may_reduce_in_every_backward
 
     def allows(self, *, reduce_once: bool) -> bool:

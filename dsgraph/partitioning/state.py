@@ -78,7 +78,7 @@ class PartitionState:
 
     @property
     def zero(self) -> ZeroStage:
-        """What the stage does."""
+        """The properties of the ZeRO stage."""
         return STAGES[self.arguments.stage]
 
     def add(self, entry: ParameterState) -> None:
@@ -103,8 +103,8 @@ class PartitionState:
         """
         if self.accumulating or self.gradients_stay_local:
             raise PartitionError(
-                f"{doing} amid a step of micro-batches, whose gradients would be lost: first run the last micro-batch "
-                "outside dsgraph.accumulate(model), or call dsgraph.discard(model) there"
+                f"{doing} during a step of micro-batches, whose gradients would be lost: first run the last "
+                "micro-batch outside dsgraph.accumulate(model), or call dsgraph.discard(model) there"
             )
 
     def move_to(self, phase: StepPhase) -> None:
@@ -207,7 +207,7 @@ class PartitionState:
 
 @dataclass(eq=False)
 class PartitionedModule:
-    """What one module of a partitioned model needs to return its parameters.
+    """The parameters of one module of a partitioned model, as it returns them.
 
     Attributes:
         partition: The model that it is part of.

@@ -8,7 +8,7 @@ from types import MappingProxyType
 
 
 class StepPhase(Enum):
-    """Where a model stands between two optimizer steps; `FOLLOWING` says what may come next."""
+    """The phase of a model between two optimizer steps; `FOLLOWING` says which may come next."""
 
     IDLE = "idle"
     """Outside `accumulate`, nothing added up: each backward reduces its gradients."""

@@ -1,4 +1,4 @@
-"""How this rank's gradient of a full parameter becomes its part of the reduced one: by name, as gather markers say it.
+"""Reductions by name: each makes of a rank's gradient of a full parameter its part of the reduced gradient.
 
 `gather_param(..., kept, reduction=name)` calls the entry of `REDUCTIONS` in its derivative. An entry is a function
 

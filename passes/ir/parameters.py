@@ -42,7 +42,7 @@ class ParameterSpec:
 
     @property
     def placement(self) -> str:
-        """Where its rows are: "shard" (split over `group`) or "whole"."""
+        """The placement of its rows: "shard" (split over `group`) or "whole"."""
         return "shard" if self.group else "whole"
 
     def dtypes(self, master: torch.dtype) -> tuple[torch.dtype, torch.dtype]:

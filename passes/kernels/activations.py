@@ -54,7 +54,7 @@ class Gelu:
 
 
 def is_gelu(node: Node) -> bool:
-    """Whether a node calls `gelu`, or what one is written out with."""
+    """Return True if a node calls `gelu`, or an operator with which one is written out."""
     return is_call(node, "gelu", "erf", "tanh")
 
 

@@ -36,7 +36,7 @@ _BY_ROOT = (
 
 
 def quotients(root: Node) -> Iterator[tuple[Any, Node]]:
-    """What is divided by the root that a node is, or is one over, each with the quotient."""
+    """Yield each value that is divided by a root, with the quotient. The node is the root, or one over it."""
     for spelling in _BY_ROOT if is_call(root, "sqrt") else _BY_INVERSE:
         for found in spelling.find(root):
             if number_of(found.arguments.get("one", 1)) == 1:
@@ -60,7 +60,7 @@ def why_not_statistics(x: Node, *, what: str, dim: object, keepdim: object, eps:
 
 
 def why_not_called_so(x: object, shape: Any, eps: object) -> str | None:
-    """Why a kernel does not compute what torch's own norm does, or None; `eps` is None where torch's is a number."""
+    """Return why a kernel cannot compute torch's norm; None if it can. `eps` is None where torch's is a number."""
     if value_of(x) is None:
         return "nothing is known of its input"
     if len(shape) != 1:

@@ -195,7 +195,7 @@ def _hidden():
     [
         (_partitioned_otherwise, r"is partitioned already, with keep_whole_below=3.*leave keep_whole_below=0 out"),
         (_partitioned_apart, "holds 2 modules that were partitioned apart"),
-        (_amid_a_step, "partition amid a step of micro-batches, whose gradients would be lost"),
+        (_amid_a_step, "partition during a step of micro-batches, whose gradients would be lost"),
         (_with_max_norm, r"module '1' \(Embedding\) has max_norm=1.0: its forward writes to the weight"),
         (_with_sparse_gradients, r"module '1' \(EmbeddingBag\) has sparse=True"),
         (

@@ -1,4 +1,4 @@
-"""The section `dsgraph`: what DeepSpeed's file has no word for."""
+"""The section `dsgraph`: keys that DeepSpeed's file does not have."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _PLANNED = (
 
 
 class DsgraphConfig(Section):
-    """What DeepSpeed's file has no word for: options of the backend (docs/options.md), and the loader's processes."""
+    """Keys that DeepSpeed's file does not have: backend options (docs/options.md), and the loader's processes."""
 
     codegen: Literal["inductor", "eager"] = key(
         "inductor", "how graphs become programs", option="codegen", parallel=True

@@ -99,7 +99,7 @@ class Bf16Config(Section):
 
 
 class FlopsProfilerConfig(Section):
-    """What each module of the model computes, printed once: see docs/engine.md."""
+    """A profile of the operations of each module, printed once: see docs/engine.md."""
 
     enabled: bool = key(
         False,

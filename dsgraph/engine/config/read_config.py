@@ -98,7 +98,7 @@ def _validated(given: Mapping[str, Any], notes: list[str]) -> EngineConfig:
 
 
 def load_config(source: str | PathLike[str] | Mapping[str, Any]) -> dict[str, Any]:
-    """What stands in a configuration, before anything is checked.
+    """Return the content of a configuration, before anything is checked.
 
     Raises:
         ConfigError: It cannot be read.

@@ -31,7 +31,7 @@ class SparseAttentionConfig(Section):
     local_window_blocks: tuple[int, ...] | None = key(None, "variable: sizes of the windows")
     global_block_indices: tuple[int, ...] | None = key(None, "variable, bslongformer: blocks that all see")
     global_block_end_indices: tuple[int, ...] | None = key(
-        None, "variable, bslongformer: behind which block each of those ends"
+        None, "variable, bslongformer: the block after which each of those ends"
     )
     num_sliding_window_blocks: int | None = key(None, "bigbird, bslongformer, local: width of the window")
     seed: int | None = key(None, "variable, bigbird: of the random blocks")

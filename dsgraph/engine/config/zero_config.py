@@ -60,7 +60,7 @@ class _OffloadConfig(Section):
 
 
 class OffloadOptimizerConfig(_OffloadConfig):
-    """Where the optimizer's state is stored."""
+    """The place of the optimizer's state."""
 
     device: Literal["none", "cpu", "nvme"] = key(
         "none",
@@ -78,7 +78,7 @@ class OffloadOptimizerConfig(_OffloadConfig):
 
 
 class OffloadParamConfig(_OffloadConfig):
-    """Where parameters and their gradients are stored."""
+    """The place of parameters and their gradients."""
 
     device: Literal["none", "cpu", "nvme"] = key(
         "none",
@@ -114,7 +114,7 @@ class OffloadParamConfig(_OffloadConfig):
 
 
 class ZeroConfig(Section):
-    """What is split over ranks."""
+    """ZeRO: which states are split over ranks, and which are offloaded."""
 
     stage: Literal[0, 1, 2, 3] = key(0, "ZeRO stage, see `dsgraph.partition`", argument="stage", parallel=True)
     param_persistence_threshold: int | None = key(

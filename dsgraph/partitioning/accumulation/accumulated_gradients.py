@@ -122,16 +122,16 @@ def empty_sum(total: Tensor) -> None:
 
 def drop_if_zeroed(entry: ParameterState) -> None:
     """Drop a sum if `zero_grad` was called after the last addition, as it drops a gradient in one process."""
-    if entry.stand_in is None or entry.accumulated_grad is None:
+    if entry.placeholder is None or entry.accumulated_grad is None:
         return
-    state_of_grad = entry.stand_in.look(entry.param)
+    state_of_grad = entry.placeholder.look(entry.param)
     if state_of_grad is GradState.UNTOUCHED:
         return
     empty_sum(entry.accumulated_grad)
     if state_of_grad is GradState.ZEROS:  # which count as a gradient
-        entry.stand_in = entry.stand_in.renew(entry.param, entry.name)
+        entry.placeholder = entry.placeholder.renew(entry.param, entry.name)
     else:
-        entry.stand_in, entry.is_summed = None, False
+        entry.placeholder, entry.is_summed = None, False
 
 
 def withhold_sum(entry: ParameterState) -> None:
@@ -187,17 +187,17 @@ def _call_before_gradient(entry: ParameterState) -> None:
 
     def before_gradient(_: Tensor) -> None:
         living = weak_entry()
-        if living is not None and living.stand_in is not None and accumulates(autograd_node(living.param)):
+        if living is not None and living.placeholder is not None and accumulates(autograd_node(living.param)):
             drop_if_zeroed(living)
-            _take_stand_in(living)
+            _take_placeholder(living)
 
     entry.param.register_hook(before_gradient)
 
 
-def _take_stand_in(entry: ParameterState) -> None:
-    if entry.stand_in is not None:
-        entry.stand_in.take_away(entry.param)
-        entry.stand_in = None
+def _take_placeholder(entry: ParameterState) -> None:
+    if entry.placeholder is not None:
+        entry.placeholder.take_away(entry.param)
+        entry.placeholder = None
 
 
 def _on_local_gradient(entry: ParameterState, state: PartitionState) -> None:
@@ -215,8 +215,8 @@ def _on_local_gradient(entry: ParameterState, state: PartitionState) -> None:
         with torch.no_grad(), keeping_version((entry.accumulated_grad,)):  # a graph may have saved it
             entry.accumulated_grad.add_(grad)
     entry.is_summed = True
-    if entry.stand_in is None:
-        entry.stand_in = GradientPlaceholder.put(entry.param, entry.name)
+    if entry.placeholder is None:
+        entry.placeholder = GradientPlaceholder.put(entry.param, entry.name)
     if state.accumulating:
         state.note_gradient()
     else:
@@ -225,8 +225,10 @@ def _on_local_gradient(entry: ParameterState, state: PartitionState) -> None:
 
 def _on_reduced_gradient(entry: ParameterState, state: PartitionState) -> None:
     """Note that a compiled graph has reduced the gradient: outside `accumulate`, this backward ends the step."""
-    if entry.is_summed and entry.stand_in is None:  # the gradient bypassed the sum, as for a term over `parameters()`
-        entry.stand_in = GradientPlaceholder.put(entry.param, entry.name)
+    if (
+        entry.is_summed and entry.placeholder is None
+    ):  # the gradient bypassed the sum, as for a term over `parameters()`
+        entry.placeholder = GradientPlaceholder.put(entry.param, entry.name)
     if state.gradients_stay_local and not state.accumulating:
         _reduce_at_end_of_backward(state)
 
@@ -257,7 +259,7 @@ def _take_sum(entry: ParameterState) -> Tensor | None:
     """Return the sum, None if there is none. The entry and its leaf drop their references."""
     restore_sum(entry)
     drop_if_zeroed(entry)
-    _take_stand_in(entry)
+    _take_placeholder(entry)
     total = entry.accumulated_grad if entry.is_summed else None
     entry.accumulated_grad = entry.sum_for_graphs = None
     entry.is_summed = entry.was_trained = False

@@ -99,9 +99,9 @@ class GradientPlaceholder:
         shared = _Unreduced.of(value.expand(local.shape), name)
         grad = distributed_like(param.detach(), shared)  # type: ignore[arg-type]
         grad.__deepcopy__ = lambda memo: None  # type: ignore[method-assign]  # a copy of the model is not within a step
-        stand_in = GradientPlaceholder(grad, value, param.grad, (version_of(grad), version_of(value)))
+        placeholder = GradientPlaceholder(grad, value, param.grad, (version_of(grad), version_of(value)))
         param.grad = grad
-        return stand_in
+        return placeholder
 
     def look(self, param: DTensor) -> GradState:
         """Return how `.grad` has changed."""

@@ -1,4 +1,4 @@
-"""What is done to one parameter around its gather, besides what its ZeRO stage does."""
+"""A transform of one parameter around its gather, besides what its ZeRO stage does."""
 
 from __future__ import annotations
 
