@@ -57,7 +57,9 @@ ORDER = {
 }
 FLOORS = {floor: number for number, floor in enumerate(ORDER)}
 # What makes code for a device that is not there, with the versions on which it was checked: `harness.CHECKED`.
-EMISSION = [ROOT / "dsgraph" / "tools" / "emission" / f"{stem}.py" for stem in ("harness", "lowering", "scheduled_kernels")]
+EMISSION = [
+    ROOT / "dsgraph" / "tools" / "emission" / f"{stem}.py" for stem in ("harness", "lowering", "scheduled_kernels")
+]
 # Names that every part may ask the product for.
 FREE = {"dsgraph.__version__"}
 # Names of others that begin with an underscore and may be read outside compat.
