@@ -25,10 +25,12 @@ class Writing:
     """A checkpoint that is being written.
 
     Attributes:
+        agreement: The ranks that write it.
         doing: What an error says of it: `save checkpoints/global_step10`.
         ended: Done when this rank has no more to do; holds its error.
     """
 
+    agreement: Agreement
     doing: str
     ended: Future[Any] = field(default_factory=Future)
 
@@ -65,15 +67,15 @@ class Writer:
             self._group = group
         return self._group
 
-    def start(self, doing: str, act: Callable[[], Any]) -> None:
-        """Runs `act` in a thread; the one before has ended, see `wait`."""
+    def start(self, agreement: Agreement, doing: str, act: Callable[[], Any]) -> None:
+        """Run `act` in a thread; the one before has ended, see `wait`."""
         assert self._writing is None, self._writing
-        self._writing = Writing(doing)
+        self._writing = Writing(agreement, doing)
         atexit.register(self._writing.say_failure)  # called when all threads have ended
         threading.Thread(target=self._writing.run, args=(act,), name="dsgraph-checkpoint", daemon=False).start()
 
-    def wait(self, agreement: Agreement) -> None:
-        """Returns when all ranks have written what was started, if anything was.
+    def wait(self) -> None:
+        """Return when all ranks have written what was started; at once if nothing was.
 
         Raises:
             CheckpointError: It failed on a rank; all ranks raise.
@@ -81,12 +83,12 @@ class Writer:
         writing, self._writing = self._writing, None
         if writing is not None:
             atexit.unregister(writing.say_failure)
-            all_or_none(agreement, writing.doing, writing.ended.result)
+            all_or_none(writing.agreement, writing.doing, writing.ended.result)
 
-    def close(self, agreement: Agreement) -> None:
-        """Waits, and gives the process group back."""
+    def close(self) -> None:
+        """Wait, and destroy the process group."""
         try:
-            self.wait(agreement)
+            self.wait()
         finally:
             group, self._group = self._group, None
             if group is not None and dist.is_initialized():

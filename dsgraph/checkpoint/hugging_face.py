@@ -94,7 +94,7 @@ def load_pretrained(training: Training, folder: Path) -> None:
     all_or_none(agreement, doing, lambda: _check(wanted, there, names))
     # The reader converts dtypes itself.
     found = {names[name]: value for name, value in wanted.items()}
-    read_into(found, reader, tensors, doing=doing, optimizer=optimizer, module_only=True)
+    read_into(found, reader, tensors, doing=doing, optimizer=optimizer, module_only=True, in_place=in_place)
     if not in_place:
         tensors.put({name: wanted[tied.get(name, name)] for name in state})
 

@@ -63,12 +63,12 @@ def load(training: Training, folder: Path, tag: str | None, *, module_only: bool
         wanted.update(_model_to_read(tensors, known, in_place=in_place))
         if not module_only:
             wanted.update(_optimizer_to_read(tensors, optimizer, known))
-            random.update(_random_states(path, about))
+            random.update(_random_states(path, about, tensors))
 
     all_or_none(agreement, doing, lambda: about.update(_own_share(path)))
     all_or_none(agreement, doing, check)  # after all files have passed their checksums
     reader = dcp.FileSystemReader(path)
-    read_into(wanted, reader, tensors, doing=doing, optimizer=optimizer, module_only=module_only)
+    read_into(wanted, reader, tensors, doing=doing, optimizer=optimizer, module_only=module_only, in_place=in_place)
     if not module_only:
         all_or_none(agreement, doing, lambda: training.take_schedule(about["engine"]))
     if not in_place:
@@ -95,9 +95,9 @@ def _why_not(training: Training, about: dict[str, Any]) -> str:
     return f"{problem}: {MODEL_ALONE}" if problem else ""
 
 
-def _random_states(path: Path, about: dict[str, Any]) -> dict[str, Tensor]:
-    """Return the random states by device; empty if the number of ranks has changed, which makes them useless."""
-    if about["ranks"] != dist.get_world_size():
+def _random_states(path: Path, about: dict[str, Any], tensors: ModelTensors) -> dict[str, Tensor]:
+    """Return the random states by device; empty if the layout has changed: tensor-parallel ranks need equal ones."""
+    if about.get("layout", {"dp": about["ranks"], "tp": 1, "pp": 1}) != tensors.layout:
         return {}
     found: dict[str, Tensor] = torch.load(path / f"random-{dist.get_rank()}.pt", weights_only=True)
     return {device: state for device, state in found.items() if device != "cuda" or torch.cuda.is_available()}
@@ -116,15 +116,16 @@ def read_into(
     doing: str,
     optimizer: Optimizer | None,
     module_only: bool,
+    in_place: bool,
 ) -> None:
-    """Read tensors by name. All ranks call it together.
+    """Read tensors by name. All ranks call it together. `in_place` is the result of `is_on_disk`.
 
     Raises:
         CheckpointError: One could not be read. If they are copies, nothing was changed; if something is on disk, it
             is not trained any more until it has been loaded.
     """
     try:
-        if not is_on_disk(tensors, optimizer, module_only=module_only):
+        if not in_place:
             dcp.load(wanted, storage_reader=reader)
             return
         with loading_to_disk(list(tensors.parameters.values()), optimizer, module_only=module_only) as planner:
@@ -154,8 +155,8 @@ def _model_to_read(tensors: ModelTensors, known: dict[str, Any], *, in_place: bo
 
 
 def _empty(tensors: ModelTensors, name: str, value: Tensor) -> Tensor:
-    if name in tensors.slices:
-        return torch.empty(tensors.sizes[name], dtype=value.dtype, device=value.device)
+    if name in tensors.slices:  # in host memory: the device has no room for the full tensors
+        return torch.empty(tensors.sizes[name], dtype=value.dtype)
     return torch.empty_like(value)
 
 
@@ -186,7 +187,7 @@ def _state_to_read(
     for key, about in saved.items():
         empty = on_disk.get(key)
         if empty is None and tensors.is_sliced(name, about.size):
-            empty = torch.empty(about.size, dtype=about.properties.dtype, device=param.device)
+            empty = torch.empty(about.size, dtype=about.properties.dtype)  # as in `_empty`
         elif empty is None:
             empty = hooks.empty_state(param, key, about.size, about.properties.dtype)
         if empty is not None:

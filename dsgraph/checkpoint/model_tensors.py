@@ -7,11 +7,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 
 from dsgraph.inductor_ext import resolve_group
-from dsgraph.partitioning.rows import own_part
+from dsgraph.partitioning.rows import distributed_like, own_part, rows_like
 from dsgraph.partitioning.state import partition_states
 from dsgraph.partitioning.transforms.parameter_slice import ParameterSlice
 from dsgraph.utils.errors import CheckpointError
@@ -32,6 +33,7 @@ class ModelTensors:
         sizes: Full shape of each tensor that any rank saves; equal on all ranks.
         description: Result of `describe`, for the whole model.
         put: Copies loaded values, by name, into those of this rank.
+        layout: Number of ranks that share batches, operators and layers: `dp`, `tp` and `pp`; equal on all ranks.
         slices: The parameters of which tensor-parallel ranks hold a slice each.
         is_on_disk: True if parameters are on disk, also if this rank has no rows of them.
     """
@@ -41,6 +43,7 @@ class ModelTensors:
     sizes: Mapping[str, torch.Size]
     description: Mapping[str, Any]
     put: Callable[[dict[str, Tensor]], object]
+    layout: Mapping[str, int]
     slices: Mapping[str, ParameterSlice] = field(default_factory=dict)
     is_on_disk: bool = False
 
@@ -54,6 +57,7 @@ class ModelTensors:
             sizes={name: value.shape for name, value in values.items() if isinstance(value, Tensor)},
             description=describe(module),
             put=module.load_state_dict,
+            layout={"dp": dist.get_world_size(), "tp": 1, "pp": 1},
             is_on_disk=any(entry.tier == "disk" for part in partition_states(module) for entry in part.parameters),
         )
 
@@ -64,33 +68,45 @@ class ModelTensors:
         return tied
 
     def full(self, name: str, value: Tensor) -> Tensor:
-        """Return a value of a parameter's shape as it is saved. Tensor-parallel ranks call it together.
+        """Return a parameter, a buffer, or optimizer state as it is saved. Tensor-parallel ranks call it together."""
+        held = self.slices.get(name)
+        if held is None or value.shape != self.parameters[name].shape:
+            return value
+        return held.full(value.full_tensor() if isinstance(value, DTensor) else value.detach())
+
+    def check_state(self, name: str, key: str, value: Tensor) -> None:
+        """Check that a checkpoint can store the optimizer's state of a parameter for every layout.
+
+        A tensor of one element, such as a number of steps, is equal on all ranks.
 
         Raises:
-            CheckpointError: It belongs to a slice and has another shape, so no other layout could load it.
+            CheckpointError: The parameter is split, and the state has another shape: each rank has its own, of which
+                only one would be saved.
         """
-        held = self.slices.get(name)
-        if held is None or value.ndim == 0:
-            return value
-        own = self.parameters[name].shape
-        if value.shape != own:
+        param = self.parameters[name]
+        is_local = name in self.slices or (_is_split(param) and not isinstance(value, DTensor))
+        if is_local and value.numel() != 1 and value.shape != param.shape:
             raise CheckpointError(
-                f"the optimizer has state of shape {list(value.shape)} for the slice {list(own)} of {name!r}, which "
-                "other layouts cannot load: use an optimizer whose state has the shape of its parameter"
+                f"optimizer state {key!r} of {name!r} has shape {list(value.shape)}, and the parameter, which is split "
+                f"over ranks, {list(param.shape)}: use an optimizer whose state has the shape of its parameter"
             )
-        return held.full(value.full_tensor() if isinstance(value, DTensor) else value.detach())
 
     def is_sliced(self, name: str, size: torch.Size) -> bool:
         """Return True if a saved tensor is the full one of a slice of this rank, or state of its shape."""
         return name in self.slices and size == self.sizes[name]
 
     def own(self, name: str, full: Tensor) -> Tensor:
-        """Return this rank's part of a full tensor of which it has a slice."""
+        """Return this rank's part of a full tensor of which it has a slice. Only that part is moved to the device."""
         held, param = self.slices[name], self.parameters[name]
         piece = held.own(full, resolve_group(held.group).rank())
-        if not isinstance(param, DTensor):
-            return piece
-        return distribute_tensor(piece, param.device_mesh, param.placements, src_data_rank=None)
+        return distributed_like(param, rows_like(param, piece).to(own_part(param).device))
+
+
+def _is_split(param: Tensor) -> bool:
+    if not isinstance(param, DTensor):
+        return False
+    sizes = zip(param.placements, param.device_mesh.shape, strict=True)
+    return any(placement.is_shard() and size > 1 for placement, size in sizes)
 
 
 @torch.no_grad()

@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from dsgraph.compat.tensors import flatten_tree
+from dsgraph.optim.hooks import hooks_of
 from dsgraph.ranks.agreement import Agreement
 from dsgraph.ranks.joint_failure import all_or_none, on_first, reason
 from dsgraph.utils.errors import CheckpointError
@@ -39,7 +40,7 @@ from .model_tensors import ModelTensors
 
 
 class Training(Protocol):
-    """What a checkpoint stores: an engine, or a model with an optimizer."""
+    """The content of a checkpoint: an engine, or a model with an optimizer."""
 
     @property
     def agreement(self) -> Agreement:
@@ -115,7 +116,7 @@ def save(
             attempt.write(written.result)
             attempt.complete(about)  # dcp tells the first rank when the others have written
 
-    writer.start(doing, end)
+    writer.start(agreement, doing, end)
     return folder / tag
 
 
@@ -173,17 +174,22 @@ def _content(training: Training, doing: str, **given: Any) -> tuple[dict[str, An
     """Return the content of `engine.json` as JSON values, and this rank's tensors by name."""
     about, stored = dict[str, Any](), dict[str, Any]()
 
-    def look() -> None:
+    agreement, found = training.agreement, list[ModelTensors]()
+
+    def check() -> None:
         tensors = training.tensors()
         refuse_half(tensors.parameters.values(), training.optimizer)
         about.update(_about(training, tensors, **given))
-        stored.update(_stored(tensors, training.optimizer))
+        found.append(tensors)
 
-    all_or_none(training.agreement, doing, look)
-    plain = json.dumps(about["optimizer"])  # of this rank's parameters, and the first rank writes the file
-    for text in training.agreement.exchange("what the optimizer holds besides tensors", plain).values():
-        about["optimizer"].update(json.loads(text))
-    return about, stored
+    all_or_none(agreement, doing, check)  # before the next one, in which tensor-parallel ranks wait for each other
+    all_or_none(agreement, doing, lambda: stored.update(_stored(found[0], training.optimizer)))
+    # The first rank writes the file, and may lack parameters of other ranks.
+    known: dict[str, Any] = json.loads(str(on_first(agreement, doing, lambda: json.dumps(about["optimizer"]))))
+    missing = json.dumps({name: state for name, state in about["optimizer"].items() if name not in known})
+    for text in agreement.exchange("which other values the optimizer has", missing).values():
+        known = json.loads(text) | known
+    return {**about, "optimizer": known}, stored
 
 
 def _about(training: Training, tensors: ModelTensors, **given: Any) -> dict[str, Any]:
@@ -192,6 +198,7 @@ def _about(training: Training, tensors: ModelTensors, **given: Any) -> dict[str,
     about = encode_about(
         {
             "ranks": dist.get_world_size(),
+            "layout": dict(tensors.layout),
             **_plain_state(tensors, optimizer),
             "optimizer_class": class_of(optimizer),
             "model": dict(tensors.description),
@@ -232,7 +239,10 @@ def _plain_state(tensors: ModelTensors, optimizer: Optimizer | None) -> dict[str
             raise CheckpointError(f"{name} of the model is a {type(value).__name__}, which a checkpoint does not hold")
     plain: dict[str, dict[str, Any]] = {}
     for name, key, value in _optimizer_state(tensors, optimizer):
-        if not isinstance(value, Tensor):
+        if isinstance(value, Tensor):
+            if hooks_of(optimizer).owns(tensors.parameters[name]) is None:  # an owner stores all of it
+                tensors.check_state(name, key, value)
+        else:
             _refuse_tensors_within(value, f"optimizer state {key!r} of {name}")
             plain.setdefault(name, {})[key] = _plain(value, f"optimizer state {key!r} of {name}")
     groups = [

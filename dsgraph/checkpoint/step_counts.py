@@ -1,4 +1,4 @@
-"""How far training is: part of each checkpoint."""
+"""The progress of a training: part of each checkpoint."""
 
 from __future__ import annotations
 

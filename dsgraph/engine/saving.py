@@ -1,4 +1,4 @@
-"""How an engine is written to a checkpoint, and goes on from one."""
+"""Checkpoints of an engine: saving, loading, and the weights as safetensors."""
 
 from __future__ import annotations
 
@@ -52,23 +52,20 @@ class Checkpoints:
         """Return why no checkpoint can be written now; empty if one can."""
         if self._state.has_begun_step:
             return (
-                "save_checkpoint amid a step of micro-batches, whose gradients a checkpoint does not hold: call it "
-                "behind the step() of the last micro-batch"
+                "save_checkpoint between the micro-batches of a step, whose gradients a checkpoint does not contain: "
+                "call it after the step() of the last micro-batch"
             )
         if asynchronous and is_on_disk(self._state.tensors(), self._state.optimizer, module_only=False):
             return (
-                "save_checkpoint(asynchronous=True): it writes copies, and parameters or the optimizer's state lie on "
-                "disk: copies in memory would take what that spares, and a copy on the disk as long as the checkpoint "
-                "itself: leave asynchronous out"
+                "save_checkpoint(asynchronous=True) is not supported with parameters or optimizer state on disk, "
+                "because it would copy them into memory: remove asynchronous"
             )
         return ""
 
     def _refuse_slices(self) -> None:
-        """Ranks of an `mpu` hold slices under one name, of which a checkpoint would keep one."""
+        """Refuse a model with `mpu`: its ranks have slices of the same name, of which a checkpoint would keep one."""
         if self._state.shared is not None:
-            raise CheckpointError(
-                "checkpoints of a model that an mpu shares out are not there yet: save module.state_dict() of each rank"
-            )
+            raise CheckpointError("checkpoints with mpu= are not supported: save module.state_dict() of each rank")
 
     def load(self, folder: str | PathLike[str], tag: Any, *, module_only: bool) -> tuple[str | None, dict[str, Any]]:
         """Load a checkpoint; see `Engine.load_checkpoint`."""
@@ -85,11 +82,11 @@ class Checkpoints:
 
     def wait(self) -> None:
         """Return when the checkpoint that is being written is complete."""
-        self._writer.wait(self._state.agreement)
+        self._writer.wait()
 
     def close(self) -> None:
-        """Wait, and give the process group of the writing threads back."""
-        self._writer.close(self._state.agreement)
+        """Wait, and destroy the process group of the writing threads."""
+        self._writer.close()
 
     def export(self, folder: Path, *, shard_bytes: int, dtype: torch.dtype | None) -> None:
         """Write the model as safetensors; see `Engine.export`."""

@@ -37,6 +37,13 @@ def rows_in(full: Tensor, spec: ParameterSpec, mesh: DeviceMesh) -> Tensor:
     return full[_own_rows(len(full), mesh)]
 
 
+def rows_like(param: Tensor, full: Tensor) -> Tensor:
+    """Return this rank's rows of a full tensor, split as those of `param`; in memory of their own if it is split."""
+    if not isinstance(param, DTensor) or not any(placement.is_shard() for placement in param.placements):
+        return full
+    return full[_own_rows(len(full), param.device_mesh)].clone()
+
+
 def own_row_count(full: Tensor, mesh: DeviceMesh) -> int:
     """Return the number of this rank's rows of a parameter that is split."""
     return len(range(len(full))[_own_rows(len(full), mesh)])

@@ -193,10 +193,18 @@ def _odd_states(folder: str) -> None:
 
     engine = make()
     _losses(engine, 0, 2)
+    for state in engine.optimizer.state.values():
+        state["count"] += dist.get_rank()
     engine.save_checkpoint(folder)
     again = make()
     again.load_checkpoint(folder)
-    assert {state["count"] for state in again.optimizer.state.values()} == {2}
+    assert {state["count"] for state in again.optimizer.state.values()} == {2}, "of the first rank"
+    for state in again.optimizer.state.values():
+        state["rows"] = torch.ones(3)
+    with pytest.raises(
+        dsgraph.CheckpointError, match=r"state 'rows' of .* has shape \[3\], and the parameter, which is s"
+    ):
+        again.save_checkpoint(folder)
     engine.optimizer.kept = object()
     _losses(engine, 2, 3)
     with pytest.raises(dsgraph.CheckpointError, match=r"optimizer state 'count' of .* is a object, which"):
@@ -216,10 +224,10 @@ def _amid_a_step(folder: str) -> None:
     data = batches(0)
     engine.save_checkpoint(folder, "before")
     engine.backward(engine(*next(data)))
-    with pytest.raises(dsgraph.CheckpointError, match="save_checkpoint amid a step"):
+    with pytest.raises(dsgraph.CheckpointError, match="save_checkpoint between the micro-batches of a step"):
         engine.save_checkpoint(folder)
     engine.step()
-    with pytest.raises(dsgraph.CheckpointError, match="save_checkpoint amid a step"):
+    with pytest.raises(dsgraph.CheckpointError, match="save_checkpoint between the micro-batches of a step"):
         engine.save_checkpoint(folder)
     first = float(engine.backward(engine(*next(data))))
     engine.step()

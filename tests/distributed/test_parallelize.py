@@ -219,11 +219,19 @@ def _engine_steps(engine: Any, first: int) -> list[float]:
 def _by_engine(folder: str) -> list[float]:
     engine = _engine(2, 1, 2)
     first = _engine_steps(engine, 0)
+    torch.manual_seed(dist.get_rank())
     engine.save_checkpoint(folder, client_state={3: ("epoch", 0.5)})
     resumed = _engine(1, 2, 2)
+    torch.manual_seed(7)  # tensor-parallel ranks need the same random numbers
+    before = torch.get_rng_state()
     path, state = resumed.load_checkpoint(folder)
+    assert torch.equal(torch.get_rng_state(), before)
     assert path.endswith("global_step2") and state == {3: ("epoch", 0.5)} and resumed.global_steps == 2
     second = _engine_steps(resumed, 2)
+    resumed.optimizer.param_groups[0]["made_by"] = resumed if dist.get_rank() == 1 else ""
+    with pytest.raises(CheckpointError, match="rank 1: 'made_by' of the optimizer is a Engine"):
+        resumed.save_checkpoint(folder)  # the other ranks gather no slices meanwhile
+    del resumed.optimizer.param_groups[0]["made_by"]
     resumed.save_checkpoint(folder)
     third = _steps_of_replicas(folder)
     assert engine.load_checkpoint(folder)[0].endswith("global_step6") and engine.global_steps == 6

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.optim import lr_scheduler as torch_schedules
 
@@ -155,6 +156,16 @@ def _refused(folder: str) -> None:
 
 def test_what_cannot_be_kept_or_taken_is_refused_and_changes_nothing(ranks, tmp_path):
     ranks(1).run(_refused, str(tmp_path))
+
+
+def test_an_engine_that_writes_nothing_closes_after_the_process_group(one_rank):
+    engine = _engine()
+    dist.destroy_process_group()
+    try:
+        engine.wait_for_checkpoint()
+        engine.close()
+    finally:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # for the fixture to destroy
 
 
 def _pipeline(seed: int) -> dsgraph.Engine:

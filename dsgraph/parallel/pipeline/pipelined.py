@@ -237,12 +237,12 @@ class PipelinedModel:
     def load_checkpoint(
         self, folder: str | os.PathLike[str], optimizer: Optimizer | None = None, *, tag: str = "state"
     ) -> dict[str, Any]:
-        """Reads what `save_checkpoint` wrote, of this or any other layout. All ranks call it.
+        """Load a checkpoint of this or any other layout, converted to this model's dtypes. All ranks call it.
 
         Args:
             folder: Folder of checkpoints.
-            optimizer: An optimizer of `parameters()`, of the class that was saved; its state and options are loaded.
-                None: only the model is loaded.
+            optimizer: An optimizer of `parameters()`, of the class that was saved or one with no other options. Its
+                state and options are loaded, and in the same layout random states. None: only the model is loaded.
             tag: Name of the checkpoint in the folder.
 
         Returns:
@@ -267,14 +267,15 @@ class PipelinedModel:
         """Return this rank's parameters and buffers as a checkpoint stores them."""
         values: dict[str, Tensor] = {name: parameter.detach() for name, parameter in self.named_parameters()}
         for stage in self._stages.values():
-            buffers = stage.graph_module.named_buffers()
-            values.update((name, value) for name, value in buffers if name in self._sizes)
+            values.update(pair for pair in stage.graph_module.named_buffers() if pair[0] in self._sizes)
+        pp, dp = len(self.report.stages_of_ranks), self.data_parallel.size() if self.data_parallel else 1
         return ModelTensors(
             parameters=dict(self.named_parameters()),
             values=values,
             sizes=self._sizes,
             description=self._description,
             put=partial(copy_into, values),
+            layout={"dp": dp, "tp": dist.get_world_size() // (dp * pp), "pp": pp},
             slices=self._gradients.slices,
         )
 
