@@ -389,7 +389,11 @@ def test_a_limit_of_memory_says_what_lies_on_disk(one_rank, tmp_path, capfd):
     ("section", "zero", "said"),
     [
         ({"offload_folder": "/tmp"}, {}, "offload_folder needs dsgraph.memory_limit as well"),
-        ({"host_memory_limit": "1GB"}, {}, r'host_memory_limit needs the device of the model "cuda", and it is "cpu"'),
+        (
+            {"host_memory_limit": "1GB"},
+            {},
+            r'host_memory_limit needs the device of the model other than "cpu", and it is "cpu"',
+        ),
         (
             {"delayed_update": True},
             _offload("cpu", ratio=0.5),
