@@ -1,5 +1,9 @@
 """Floor 1, the compiler: passes, the runner that runs them and the partitioner that carries them."""
 
+import re
+from pathlib import Path
+from typing import NoReturn
+
 from .analysis.cost import CostModel
 from .core.capture_facts import CaptureFacts
 from .core.context import PassContext, Phase
@@ -48,3 +52,12 @@ __all__ = [
     "call_of",
     "graph_pass",
 ]
+
+
+def __getattr__(name: str) -> NoReturn:
+    """Name the module of a built-in pass, whose file has the name of its class."""
+    stem = re.sub(r"(?<!^)(?=[A-Z])", "_", name).lower()
+    for path in Path(__file__).parent.glob(f"*/{stem}.py"):
+        module = f"{__name__}.{path.parent.name}.{stem}"
+        raise ImportError(f"{__name__} does not export {name!r}: write `from {module} import {name}`")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -33,7 +33,7 @@ def load(training: Training, folder: Path, tag: str | None, *, module_only: bool
     """Load a checkpoint. All ranks call it together.
 
     Args:
-        training: What is loaded: the same model, in any layout, at any stage, on any number of ranks.
+        training: The engine or model to load into: the same model, in any layout, at any stage, on any number of ranks.
         folder: Folder of checkpoints.
         tag: Tag of the checkpoint; None: the latest.
         module_only: Whether to leave everything but the model as it is.

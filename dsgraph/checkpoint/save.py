@@ -78,7 +78,7 @@ def save(
     """Write a checkpoint. All ranks call it at the same point.
 
     Args:
-        training: What is saved.
+        training: The engine or model to save.
         folder: Folder of checkpoints.
         tag: Name of the checkpoint.
         client_state: Values that `load` returns.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from os import PathLike
 from pathlib import Path
@@ -44,7 +44,7 @@ class Engine(EngineInfo):
         """Put the parts together; `initialize` makes them.
 
         Args:
-            state: What is trained, shared by all parts.
+            state: The model, the optimizer and the progress, shared by all parts.
             strategy: Computes the gradients of a step.
             logger: Observes each step.
             checkpoints: Saves and loads the state.
@@ -58,12 +58,8 @@ class Engine(EngineInfo):
         Raises:
             EngineError: With the section `parallel`: stages keep the mode in which the model was captured.
         """
-        if not isinstance(self.module, nn.Module):
-            call = "engine.train" if mode else "engine.eval"
-            raise EngineError(
-                f"{call} is not supported with the section parallel: its stages keep the mode that the model had when "
-                "initialize was called. Set the mode of the model before"
-            )
+        call = "engine.train" if mode else "engine.eval"
+        self._refuse_stages(call, "its stages keep the mode of the model in initialize. Set that mode before")
         return super().train(mode)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
@@ -72,12 +68,26 @@ class Engine(EngineInfo):
         Raises:
             EngineError: With the section `parallel`.
         """
-        if not isinstance(self.module, nn.Module):
-            raise EngineError(
-                "engine.load_state_dict is not supported with the section parallel: save with engine.save_checkpoint, "
-                "and load with engine.load_checkpoint"
-            )
+        self._refuse_stages("engine.load_state_dict", "save with engine.save_checkpoint, load with load_checkpoint")
         return super().load_state_dict(state_dict, strict, assign)
+
+    def apply(self, fn: Callable[[nn.Module], None]) -> Engine:
+        """Call a function for each module, as `torch.nn.Module` does.
+
+        Raises:
+            EngineError: With the section `parallel`.
+        """
+        self._refuse_stages("engine.apply", "call model.apply before initialize")
+        return super().apply(fn)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Engine:
+        """Convert or move tensors, for `to`, `half`, `cuda` and others of `torch.nn.Module`."""
+        self._refuse_stages("moving or converting the engine", "convert the model before initialize")
+        return super()._apply(fn, recurse)
+
+    def _refuse_stages(self, call: str, remedy: str) -> None:
+        if not isinstance(self.module, nn.Module):
+            raise EngineError(f"{call} is not supported with the section parallel: {remedy}")
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model. In training, what follows belongs to a micro-batch of the current step.

@@ -39,7 +39,7 @@ class MicroBatches:
 
         Args:
             runs: The model, compiled if the configuration says so.
-            state: What is trained.
+            state: The model, the optimizer and the progress.
             logger: Observes each step.
             dtype: Dtype of floating-point inputs; None leaves them as they are.
         """

@@ -62,8 +62,13 @@ class PipelineSchedule:
         _refuse("engine.eval_batch")
 
     def discard(self, *, set_to_none: bool = True) -> None:
-        """Drop all gradients."""
-        self._module.zero_grad()
+        """Drop all gradients, or set them to 0."""
+        if set_to_none:
+            self._module.zero_grad()
+            return
+        for param in self._module.parameters():
+            if param.grad is not None:
+                param.grad.zero_()
 
     def close(self) -> None:
         """Keep the stages: they belong to the model."""

@@ -44,7 +44,7 @@ class InferenceReport:
         cache_bytes: Bytes of keys and values, by rows of the batch; overlapping calls have a cache each.
         quantization: Of the weights, with the error of each layer; None where they are as they were.
         whole_weights: Of a quantised model, the weights that are not of few bits: name -> bytes, largest first.
-        turned_weights: Of how many `Conv1D` the weight lies in memory by columns, for skinny matmuls on a CPU.
+        turned_weights: Number of `Conv1D` whose weight is stored by columns, for skinny matmuls on a CPU.
     """
 
     prompt: Counts

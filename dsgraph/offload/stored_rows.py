@@ -76,7 +76,7 @@ class StoredRows(StoredParameter):
         when_arrived: Is called amid a backward when the whole gradient is stored, and the backward reads the rows no
             more. It is not where that is not known: of a parameter that several graphs read, or eager code.
         held_for: Why nobody may read the rows; empty: all may.
-        stepped_amid: Whether an optimizer has stepped on them amid a backward.
+        stepped_during_backward: Whether an optimizer has stepped on them during a backward.
     """
 
     rows: Tensor
@@ -100,7 +100,7 @@ class StoredRows(StoredParameter):
         self._reading_ahead: list[Future[Buffer]] = []
         self.when_arrived: Callable[[], None] | None = None
         self.held_for = ""
-        self.stepped_amid = False
+        self.stepped_during_backward = False
 
     @property
     def file(self) -> SlotFile:

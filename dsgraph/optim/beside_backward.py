@@ -109,7 +109,7 @@ class BesideBackward:
             return
         for rows in self._trained(number):
             rows.held_for = _HELD
-            rows.stepped_amid = True
+            rows.stepped_during_backward = True
         self.begun.append(number)
         self._numbers.put(number)
         if self._thread is None:

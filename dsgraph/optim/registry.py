@@ -37,7 +37,7 @@ class OptimizerEntry:
         prepare: Takes the parameters of the section, which it may change, and the model; returns what makes the
             optimizer of groups and parameters.
         by_layer: True if an update needs the full parameters of a layer, which no stage of a pipeline has.
-        warms_up_as: Of a 1-bit optimizer, which uncompressed optimizer it is during its warm-up; empty for others.
+        warms_up_as: The optimizer that a 1-bit optimizer is during its warm-up; empty for others.
         without_effect: Parameters of DeepSpeed's optimizer that have no effect, with the reason.
         only_default: Parameters of DeepSpeed's optimizer that are accepted with this value only.
     """

@@ -52,7 +52,7 @@ class ParameterState:
         owners: The modules that hold it, each with its name there.
         zero: What its ZeRO stage does.
         replicated_because: Why every rank holds all of it; empty for a sharded parameter.
-        transforms: What is done to it around its gather, in this order.
+        transforms: The changes to it around its gather, in this order.
         reducer: The transform that reduces its gradient in place of the average, if there is one.
         gathered_copy: `[*shape]`, the gathered copy of stages 1 and 2, and of stage 3 while it is held for a step; None
             otherwise, and for replicated parameters.

@@ -122,6 +122,8 @@ def test_gradients_that_the_optimizer_does_not_update_are_dropped(one_rank):
     assert norms[0] == norms[1], "the same batches and parameters"
     for param in engine.module.parameters():
         param.grad = torch.ones_like(param)
+    engine.zero_grad(set_to_none=False)
+    assert all(not param.grad.any() for param in engine.module.parameters())
     engine.zero_grad()
     assert all(param.grad is None for _, param in engine.named_parameters())
 
@@ -130,6 +132,9 @@ def test_the_mode_and_the_state_of_the_model_are_not_set_through_the_engine(one_
     engine, *_ = dsgraph.initialize(model=_model(), config=_ONE, example=(torch.ones(2, 4),))
     for call in (engine.train, engine.eval, lambda: engine.load_state_dict({})):
         with pytest.raises(dsgraph.EngineError, match=r"^engine\.\w+ is not supported with the section parallel: "):
+            call()
+    for call in (engine.half, lambda: engine.to("meta"), lambda: engine.apply(print)):
+        with pytest.raises(dsgraph.EngineError, match=r"is not supported with the section parallel: \w+ .*initialize"):
             call()
     data = iter(_batches(1))
     with pytest.raises(dsgraph.EngineError, match=r"^engine.eval_batch is not supported"):

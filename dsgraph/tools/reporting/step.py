@@ -115,7 +115,7 @@ def _buffers(model: nn.Module, pairs: Sequence[PairMemory], graph_buffers: int) 
         trained = [rows for part in parts for rows in trained_parameters(part)]
         chunks = state_chunks(trained, parts[0].arguments.offload.optimizer_ratio)
     offloaded = [entry.find(OffloadedRows) for part in parts for entry in part.parameters]
-    if not any(rows.stored.stepped_amid for rows in offloaded if rows is not None):
+    if not any(rows.stored.stepped_during_backward for rows in offloaded if rows is not None):
         return step_buffers(chunks, graph_buffers)
     stores = [(_local(pair.params[moment.rows].name), moment.buffers) for pair in pairs[::-1] for moment in pair.stores]
     return step_buffers(chunks, graph_buffers, stores=stores)

@@ -20,7 +20,7 @@ from . import vectors_cpp
 from .skinny_source import SOURCE
 
 MOST_ROWS = 16
-"""Of x. With more, products are bound by arithmetic, which torch's do better."""
+"""Most rows of x. Products of more rows are bound by arithmetic, which torch's own do better."""
 
 FLOATING = (torch.float32, torch.bfloat16)
 """Dtypes of x, and of weights that have no scale."""
@@ -73,7 +73,7 @@ def skinny_product_groups(x: Tensor, packed: Tensor, scale: Tensor, least: Tenso
 
 
 def takes(x: Tensor, weight: Tensor, bias: Tensor | None, scale: Tensor | None) -> bool:
-    """Whether `skinny_product` computes with these in C++: on a CPU, its dtypes and shapes, all but x contiguous."""
+    """Return True if `skinny_product` runs in C++: on a CPU, for its dtypes and shapes, all but x contiguous."""
     if weight.ndim != 2 or weight.dtype not in (*FLOATING, torch.int8):
         return False
     n, k = weight.shape
@@ -83,7 +83,7 @@ def takes(x: Tensor, weight: Tensor, bias: Tensor | None, scale: Tensor | None) 
 
 
 def takes_groups(x: Tensor, packed: Tensor, scale: Tensor, least: Tensor) -> bool:
-    """Whether `skinny_product_groups` computes with these in C++, likewise."""
+    """Return True if `skinny_product_groups` runs in C++, as above."""
     if packed.ndim != 3 or packed.dtype != torch.uint8:
         return False
     n, groups, half = packed.shape
