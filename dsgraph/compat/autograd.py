@@ -54,7 +54,7 @@ def version_of(tensor: torch.Tensor) -> int:
 
 def in_transform() -> bool:
     """Return True inside a transform of `torch.func` (`vmap`, `grad`, ...); Dynamo knows the answer, too."""
-    return torch._C._functorch.get_dynamic_layer_stack_depth() > 0  # which Dynamo reads as a constant, with a guard
+    return torch._C._functorch.peek_interpreter_stack() is not None  # which Dynamo reads as a constant, with a guard
 
 
 def outside_transforms() -> Any:
