@@ -21,9 +21,9 @@ from dsgraph.partitioning.state import PartitionState, partition_states
 from dsgraph.passes.ir.graph import placeholders
 from dsgraph.passes.parallel.stage_graphs import StageGraphModule
 from dsgraph.passes.regions.captured_regions import open_regions
-from dsgraph.ranks.agreement import Agreements
+from dsgraph.ranks.agreement import Agreement, Agreements
 from dsgraph.ranks.rank_notes import Intent
-from dsgraph.utils.byte_counts import on_device
+from dsgraph.utils.byte_counts import default_limit_of_device, on_device
 from dsgraph.utils.errors import OptionError, StrictError
 
 from .build_pipeline import bind_options, build_pipeline
@@ -42,7 +42,7 @@ from .memory_limit.limit_scope import (
     with_unread,
 )
 from .memory_limit.spare_memory import spare_bytes
-from .options import MEMORY_SHARE, BackendOptions, parse_options
+from .options import BackendOptions, parse_options
 from .request import CompileObserver, CompilerChoice, CompileRequest, Watches
 from .runs import Communication
 from .transforms import move_markers_ahead
@@ -204,7 +204,7 @@ class Backend:
             communication_lines(gm, facts, names, training=training),
         )
         known = known_costs(agreement, mesh.device_type)
-        limit = _memory_limit(options, facts.device_type)
+        limit = _memory_limit(options, facts.device_type, agreement)
         gap = "" if options.memory_limit is None else limit_gap(request.capture, facts, request.module)
         keeps = options.memory_limit is not None and not gap
         if request.module is not None:
@@ -285,11 +285,10 @@ def _refuse_limit_without_parts(request: CompileRequest) -> None:
         )
 
 
-def _memory_limit(options: BackendOptions, device_type: str) -> int | None:
-    limit = options.memory_limit
-    if limit is None and device_type == "cuda":
-        limit = MEMORY_SHARE
-    return None if limit is None else on_device(limit, device_type)
+def _memory_limit(options: BackendOptions, device_type: str, agreement: Agreement) -> int | None:
+    if options.memory_limit is not None:
+        return on_device(options.memory_limit, device_type)
+    return agreement.least_memory(default_limit_of_device) if device_type == "cuda" else None
 
 
 def _reduces(inputs: Sequence[Any], parameters: Iterable[int]) -> bool:

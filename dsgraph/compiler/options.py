@@ -22,8 +22,6 @@ from dsgraph.utils.nearest import nearest
 
 PARTITION_ARGUMENTS = tuple(signature(partition).parameters)[1:]
 """The arguments of `dsgraph.partition` besides the model."""
-MEMORY_SHARE = 0.9
-"""How much of a GPU's memory a step may use unless the user says otherwise."""
 
 
 class BackendOptions(BaseModel):
@@ -54,8 +52,10 @@ class BackendOptions(BaseModel):
             plan that is found. It bounds what passes add to a graph for speed as well.
             Gathered parameters are kept for the backward as far as the rest of a step leaves room, see
             `SelectiveGather`; gathers more than one parameter ahead, and reductions under way besides the next, are as
-            many as keep the predicted peak of the graph, with the states of an optimizer, below it. Default: 90 % of a
-            CUDA device's memory; on the CPU there is no limit, and nothing but a loss's last parameter is kept.
+            many as keep the predicted peak of the graph, with the states of an optimizer, below it. Default on CUDA:
+            90 % of the device's memory, or what of it this process has and can still take, whichever is less, and of
+            that the least of all ranks at their first compile. On the CPU there is no limit, and nothing but a loss's
+            last parameter is kept.
         activation_offload: Where activations wait for the backward: "host" for host memory, "disk" for files in the
             folder for temporary files (TMPDIR), None for the device's memory. It moves every saved value of 64 KiB and
             more that is no parameter and no input of a graph, see `OffloadActivations`. Beside a `memory_limit` that

@@ -275,7 +275,8 @@ def build_engine(made: BuiltOptimizer) -> Engine:
         return Engine(state, strategy, built.logger, Checkpoints(state))
     state.loss_groups = tuple(axis.group for axis in state.partition.axes)
     dtype = resolved.settings.compute_dtype
-    batches = MicroBatches(_compiled(built, built.module), state, built.logger, dtype=dtype)
+    device = resolved.ranks.device
+    batches = MicroBatches(_compiled(built, built.module), state, built.logger, device=device, dtype=dtype)
     return Engine(state, batches, built.logger, Checkpoints(state))
 
 

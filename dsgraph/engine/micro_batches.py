@@ -13,7 +13,7 @@ from dsgraph.batches import call_with
 from dsgraph.optim.gradient_norm import LocalGradients, gradients_of
 from dsgraph.optim.hooks import hooks_of
 from dsgraph.partitioning.accumulation.accumulate import accumulate, discard
-from dsgraph.partitioning.forward_inputs import cast_floating
+from dsgraph.partitioning.forward_inputs import cast_floating, move_inputs
 from dsgraph.utils.errors import EngineError
 
 from .data import next_of_step
@@ -33,7 +33,13 @@ class MicroBatches:
     """
 
     def __init__(
-        self, runs: Callable[..., Any], state: TrainingState, logger: StepLogger, *, dtype: torch.dtype | None
+        self,
+        runs: Callable[..., Any],
+        state: TrainingState,
+        logger: StepLogger,
+        *,
+        device: torch.device,
+        dtype: torch.dtype | None,
     ) -> None:
         """Set up from parts.
 
@@ -41,9 +47,10 @@ class MicroBatches:
             runs: The model, compiled if the configuration says so.
             state: The model, the optimizer and the progress.
             logger: Observes each step.
+            device: Where the model lies; inputs on the CPU are moved there.
             dtype: Dtype of floating-point inputs; None leaves them as they are.
         """
-        self._runs, self._state, self._logger, self._dtype = runs, state, logger, dtype
+        self._runs, self._state, self._logger, self._device, self._dtype = runs, state, logger, device, dtype
         self._module: nn.Module = state.module
         self._update = OptimizerStep(state, logger)
         self._waiting = ExitStack()
@@ -53,7 +60,7 @@ class MicroBatches:
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, is_training: bool) -> Any:
         """Run the model. In training, what follows belongs to a micro-batch of the current step."""
         runs, state = self._runs, self._state
-        args, kwargs = cast_floating((args, kwargs), self._dtype)
+        args, kwargs = cast_floating(move_inputs((args, kwargs), self._device), self._dtype)
         if not is_training or not torch.is_grad_enabled():
             return runs(*args, **kwargs)
         if state.layer_drop is not None:

@@ -8,6 +8,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DeviceMesh
 
+from dsgraph.ranks.local_rank import local_rank
+
 
 def join_ranks() -> None:
     """Joins the process group that a launcher has named."""
@@ -16,10 +18,10 @@ def join_ranks() -> None:
 
 
 def device_of_rank() -> torch.device:
-    """Where this rank computes."""
+    """Return the device on which this rank computes, and make it the current one."""
     if not torch.cuda.is_available():
         return torch.device("cpu")
-    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    device = torch.device("cuda", local_rank(torch.cuda.device_count()))
     torch.cuda.set_device(device)
     return device
 

@@ -1,4 +1,4 @@
-"""Casts the floating-point inputs of a model to the dtype in which its forward sees parameters."""
+"""Brings the inputs of a model to its device, and to the dtype in which its forward sees parameters."""
 
 from __future__ import annotations
 
@@ -21,6 +21,18 @@ def cast_floating(inputs: Any, dtype: torch.dtype | None) -> Any:
     if dtype is None:
         return inputs
     return map_tensors(lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, inputs)
+
+
+def move_inputs(inputs: Any, device: torch.device) -> Any:
+    """Return inputs of a model with the tensors that lie on the CPU moved to `device`.
+
+    From pinned memory they are copied while the host goes on. Containers are those of `cast_floating`.
+    """
+    if device.type == "cpu":
+        return inputs
+    return map_tensors(
+        lambda tensor: tensor.to(device, non_blocking=True) if tensor.device.type == "cpu" else tensor, inputs
+    )
 
 
 def cast_inputs_of(root: nn.Module, dtype: torch.dtype) -> None:

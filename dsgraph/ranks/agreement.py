@@ -160,6 +160,19 @@ class Agreement:
 
         return self.remember(f"spare {_digest(lines)}", ask)
 
+    def least_memory(self, own: Callable[[], int]) -> int:
+        """Return the least memory that any rank has for a step, as it was when they first compiled.
+
+        Args:
+            own: Finds out what this rank has, bytes.
+
+        Raises:
+            RanksDisagreeError: A rank did not come in time.
+        """
+        return self.remember(
+            "memory", lambda: min(int(text) for text in self.exchange("how much memory they have", str(own())).values())
+        )
+
     def _meeting(self, store: dist.Store, rank: int) -> str:
         """Where the ranks' next meeting keeps its keys; each rank counts its own: the n-th meets the n-th."""
         members = hashlib.sha256(json.dumps(self.ranks).encode()).hexdigest()[:12]

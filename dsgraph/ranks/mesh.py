@@ -99,7 +99,21 @@ def _default_mesh(device: str | None) -> DeviceMesh:
         device = accelerator.type if accelerator is not None else "cpu"
     if not dist.is_initialized():
         _join_process_group(device)
+    _refuse_other_device(device)
     return init_device_mesh(device, (dist.get_world_size(),), mesh_dim_names=("shard",))
+
+
+def _refuse_other_device(device: str) -> None:
+    """Refuse a process group that cannot communicate tensors of the model's device.
+
+    Raises:
+        PartitionError: It is that of NCCL, and the model lies on the CPU.
+    """
+    if device == "cpu" and dist.get_backend() == "nccl":
+        raise PartitionError(
+            'the process group is of NCCL, which has no collectives of CPU tensors, and the model lies on "cpu": call '
+            "torch.cuda.set_device(int(os.environ['LOCAL_RANK'])) and move the model with model.cuda() before partition"
+        )
 
 
 def _join_process_group(device: str) -> None:

@@ -17,6 +17,13 @@ _UNITS = {
     **{f"{prefix}iB": 1024**power for power, prefix in enumerate(_PREFIXES, 1)},
 }
 
+MEMORY_SHARE = 0.9
+"""What a step may use of a device's memory where nobody has set a limit."""
+
+_OUTSIDE = 2**30  # bytes of a CUDA context, of NCCL's buffers and of libraries' workspaces that are still to come
+
+_STEP = 2**28  # a limit is a multiple of it, so that the same program finds the same limit when it is started again
+
 TAKES_BYTES = "a number of bytes (1 or more), a text such as '60GiB', or a share of the device such as 0.8"
 
 
@@ -58,3 +65,21 @@ def on_device(size: float, device_type: str, environ: Mapping[str, str] = os.env
         return int(size * torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory)
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return int(size * memory / int(environ.get("LOCAL_WORLD_SIZE", "1")))
+
+
+def default_limit(total: int, free: int, own: int) -> int:
+    """Return what a step may use of a device's memory where nobody has set a limit.
+
+    Args:
+        total: Bytes of the device.
+        free: Bytes of it that nobody has taken.
+        own: Bytes that this process's allocator has taken, in use or not.
+    """
+    within_reach = max(own, free + own - _OUTSIDE)
+    return int(min(MEMORY_SHARE * total, within_reach)) // _STEP * _STEP
+
+
+def default_limit_of_device() -> int:
+    """Return `default_limit` of the current CUDA device, as it is now."""
+    free, total = torch.cuda.mem_get_info()
+    return default_limit(total, free, torch.cuda.memory_reserved())

@@ -56,6 +56,7 @@ class Transfers:
             root: Where the folder of files is made; by default in the folder for temporary files.
             writing_bytes: See `WRITING_BYTES`.
         """
+        self._device = device
         pinned = device.type == "cuda"
         self.host, self.staging = BufferPool(pinned=pinned), BufferPool(pinned=pinned)
         self._lane = lane_of(device)
@@ -192,7 +193,9 @@ class Transfers:
 
     @cached_property
     def _threads(self) -> ThreadPoolExecutor:
-        return ThreadPoolExecutor(_THREADS, thread_name_prefix="dsgraph-disk")
+        # Their own current device would be the first one, on which a wait for an event would make a context.
+        enter = partial(torch.cuda.set_device, self._device) if self._device.type == "cuda" else None
+        return ThreadPoolExecutor(_THREADS, thread_name_prefix="dsgraph-disk", initializer=enter)
 
     def _check_writes(self) -> None:
         while self._writing and self._writing[0][0].done():

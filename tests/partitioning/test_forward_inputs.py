@@ -7,6 +7,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import dsgraph
+from dsgraph.partitioning.forward_inputs import move_inputs
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
@@ -63,3 +64,11 @@ def test_an_option_keeps_them():
     assert model.seen == [torch.float32, torch.float64, torch.int64]
     with pytest.raises(dsgraph.PartitionError, match="cast_forward_inputs has no effect without param_dtype"):
         dsgraph.partition(_Nested(), cast_forward_inputs=False)
+
+
+def test_tensors_on_the_cpu_come_to_the_models_device_and_others_stay():
+    there = torch.ones(2, device="meta")
+    (moved, kept), keywords = move_inputs((([torch.ones(2, dtype=torch.int64)], there), {"n": 3}), torch.device("meta"))
+    assert moved[0].device.type == "meta" and moved[0].dtype == torch.int64 and kept is there and keywords == {"n": 3}
+    inputs = [torch.ones(2)]
+    assert move_inputs(inputs, torch.device("cpu")) is inputs

@@ -105,7 +105,9 @@ def _same_random_numbers(mesh: DeviceMesh, device: torch.device) -> Iterator[Non
     """All ranks draw what the mesh's first rank draws; one that was seeded otherwise gets its own state back."""
     generators = [torch.default_generator]
     if device.type == "cuda":
-        generators.append(torch.cuda.default_generators[device.index or torch.cuda.current_device()])
+        torch.cuda.init()  # until then there are no generators
+        index = torch.cuda.current_device() if device.index is None else device.index
+        generators.append(torch.cuda.default_generators[index])
     own = [generator.get_state() for generator in generators]
     for generator, state in zip(generators, own, strict=True):
         shared = state.to(mesh.device_type)

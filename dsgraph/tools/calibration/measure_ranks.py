@@ -15,6 +15,7 @@ from dsgraph import __version__
 from dsgraph.compiler.costs.calibration_record import FORMAT, VERSION, CalibrationRecord, LinkRecord
 from dsgraph.compiler.costs.host import device_name, host_name
 from dsgraph.inductor_ext import backend_name
+from dsgraph.ranks.local_rank import local_rank
 
 from .device import DeviceFigures, measure_device
 from .measure_collectives import measure_collectives
@@ -59,10 +60,10 @@ def measure_ranks(device_types: Sequence[str] | None = None, *, seconds: float) 
 
 def _own_devices() -> tuple[str, ...]:
     accelerator = torch.accelerator.current_accelerator(check_available=True)
-    local, here = int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    if accelerator is None or here > torch.accelerator.device_count():
+    here, devices = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), torch.accelerator.device_count()
+    if accelerator is None or here > devices:
         return ("cpu",)
-    torch.accelerator.set_device_index(local)
+    torch.accelerator.set_device_index(local_rank(devices))
     return ("cpu", accelerator.type)
 
 

@@ -18,10 +18,11 @@ from typing import Any
 from torch.fx import GraphModule
 
 from dsgraph.compiler.codegen import Compilation, unidentified
-from dsgraph.compiler.options import MEMORY_SHARE, BackendOptions
+from dsgraph.compiler.options import BackendOptions
 from dsgraph.compiler.request import CompileOutcome, CompileRequest, CompileWatch
 from dsgraph.passes import CaptureFacts, CostModel, Pipeline
 from dsgraph.passes.analysis.hardware import GPUS, default_links
+from dsgraph.utils.byte_counts import MEMORY_SHARE
 from dsgraph.utils.errors import EmissionError, on_one_line
 from dsgraph.utils.files import write_whole
 
