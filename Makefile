@@ -11,7 +11,13 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist worksteal
 # Each rank and each program of a test imports the package: compiled once, it takes half a second less.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: train test test-all test-fast mutants lint bench clean
+# Where `make gpu` leaves its results, and tests at a time on one GPU.
+RESULTS ?= gpu-results
+GPU_WORKERS ?= 8
+GPU := OMP_NUM_THREADS=2 TORCHINDUCTOR_COMPILE_THREADS=2 TOKENIZERS_PARALLELISM=false PYTHONPATH="$(CURDIR):$$PYTHONPATH"
+GPU_PYTEST := $(PYTHON) -m pytest tests/gpu -p no:cacheprovider --timeout 120 --durations 10
+
+.PHONY: train test test-all test-fast gpu mutants lint bench clean
 
 train: $(VENV)/.installed
 	$(BIN)/python -m examples.train_gpt --nproc $(NPROC)
@@ -26,6 +32,14 @@ test-all: $(VENV)/.installed-trials lint
 
 test-fast: $(VENV)/.installed-test
 	$(PYTEST) -m "not gpu and not full and not distributed and not inductor and not packaging and not slow"
+
+# On a machine with PyTorch for CUDA, by its own Python: nothing is installed. DSGRAPH_GPU_DEVICE=cpu rehearses it.
+gpu:
+	@export $(GPU); \
+	DSGRAPH_GPU_RESULTS=$(RESULTS)/tests.json $(GPU_PYTEST) -m "gpu and not alone" -n $(GPU_WORKERS) --dist loadgroup; \
+	shared=$$?; \
+	DSGRAPH_GPU_RESULTS=$(RESULTS)/tests-alone.json $(GPU_PYTEST) -m "gpu and alone"; \
+	alone=$$?; [ $$shared = 0 ] && [ $$alone = 0 ]
 
 # Breaks the code in one place at a time; for a night.
 mutants: $(VENV)/.installed-trials

@@ -34,8 +34,9 @@ _PRELOADED = [
 class Processes:
     """The processes that play ranks, as many as the largest group so far has needed."""
 
-    def __init__(self) -> None:
-        self.pool = Pool(_Player, method="forkserver", preload=_PRELOADED)
+    def __init__(self, *, method: str = "forkserver") -> None:
+        """`method` starts them: "spawn" where they use CUDA, of which a forked process has nothing."""
+        self.pool = Pool(_Player, method=method, preload=_PRELOADED if method == "forkserver" else ())
         self._calls = 0
 
     def count_call(self) -> None:

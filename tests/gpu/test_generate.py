@@ -1,0 +1,64 @@
+"""The inference engine against transformers' own `generate`, on the same device."""
+
+from __future__ import annotations
+
+import copy
+import time
+from typing import Any
+
+import pytest
+import torch
+
+import dsgraph
+from tests.gpu.device import ON_CUDA, synchronize
+
+transformers = pytest.importorskip("transformers")
+
+pytestmark = [pytest.mark.gpu, pytest.mark.inductor, pytest.mark.usefixtures("one_rank")]
+
+SIZES = {
+    **{"vocab_size": 512, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2},
+    **{"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256},
+}
+PROMPT, NEW = 24, 16
+CASES: dict[str, tuple[dict[str, Any], float]] = {
+    "fp32": ({}, 1.0),
+    "fp32, eager": ({"options": {"codegen": "eager"}}, 1.0),
+    "kernels": ({"options": {"kernels": ["skinny_linear", "decode_attention", "rms_norm", "rope"]}}, 1.0),
+    "bf16": ({"dtype": torch.bfloat16}, 1.0),
+    "int8": ({"quantize": "int8"}, 0.0),
+    "int4": ({"quantize": "int4"}, 0.0),
+    "int8, bf16": ({"quantize": "int8", "dtype": torch.bfloat16}, 0.0),
+}
+"""What `init_inference` is given, and the least share of tokens that are transformers'."""
+
+
+def build() -> Any:
+    """A Llama of random weights, large enough that the most probable token is far ahead of the next one."""
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES)).eval()
+    with torch.no_grad():
+        model.lm_head.weight.mul_(20)
+    return model
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_tokens_are_those_of_transformers(case, device, record):
+    how, least = CASES[case]
+    model = build().to(device)
+    ids = torch.randint(0, SIZES["vocab_size"], (2, PROMPT), device=device)
+    greedy = {"max_new_tokens": NEW, "do_sample": False, "pad_token_id": 0}
+    own = copy.deepcopy(model).to(how.get("dtype", torch.float32))
+    engine = dsgraph.init_inference(copy.deepcopy(model), max_tokens=64, **how)
+    got, expected = engine.generate(ids, **greedy), own.generate(ids, **greedy)
+    same = float((got[:, PROMPT:] == expected[:, PROMPT:]).float().mean())
+    with torch.no_grad():
+        logits, truth = engine(ids).logits.float(), own(ids).logits.float()
+    record(same=same, logits_error=float((logits - truth).norm() / truth.norm()))
+    for name, run in (("ours", engine.generate), ("transformers", own.generate)):
+        started = time.perf_counter()
+        run(ids, **greedy)
+        synchronize()
+        record(**{f"{name}_ms_a_token": 1e3 * (time.perf_counter() - started) / NEW})
+    assert same >= least, (got[:, PROMPT:].tolist(), expected[:, PROMPT:].tolist())
+    assert ON_CUDA or got.device.type == "cpu"
