@@ -11,13 +11,13 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist worksteal
 # Each rank and each program of a test imports the package: compiled once, it takes half a second less.
 export PYTHONDONTWRITEBYTECODE :=
 
-# Where `make gpu` leaves its results, and tests at a time on one GPU.
+# Where `make gpu` and `make gpu-bench` leave their results, and tests at a time on one GPU.
 RESULTS ?= gpu-results
 GPU_WORKERS ?= 8
 GPU := OMP_NUM_THREADS=2 TORCHINDUCTOR_COMPILE_THREADS=2 TOKENIZERS_PARALLELISM=false PYTHONPATH="$(CURDIR):$$PYTHONPATH"
 GPU_PYTEST := $(PYTHON) -m pytest tests/gpu -p no:cacheprovider --timeout 120 --durations 10
 
-.PHONY: train test test-all test-fast gpu mutants lint bench clean
+.PHONY: train test test-all test-fast gpu gpu-bench mutants lint bench clean
 
 train: $(VENV)/.installed
 	$(BIN)/python -m examples.train_gpt --nproc $(NPROC)
@@ -40,6 +40,9 @@ gpu:
 	shared=$$?; \
 	DSGRAPH_GPU_RESULTS=$(RESULTS)/tests-alone.json $(GPU_PYTEST) -m "gpu and alone"; \
 	alone=$$?; [ $$shared = 0 ] && [ $$alone = 0 ]
+
+gpu-bench:
+	@export $(GPU); $(PYTHON) -m benchmarks.gpu --json $(RESULTS)/benchmarks.json
 
 # Breaks the code in one place at a time; for a night.
 mutants: $(VENV)/.installed-trials

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,10 @@ WIDTHS = (4096, 8192)
 ROWS = 4096
 HEAD = 128  # columns of a head
 REPEATS = 30
+_L2_BYTES = 2**28
+"""More than the L2 cache of any GPU."""
+_SLEEP_CYCLES = 4_000_000
+"""Some 2 ms, in which the host gets ahead: the device then never waits for it."""
 
 _Results = Tensor | tuple[Tensor, ...]
 
@@ -153,20 +157,18 @@ def _of_rows() -> list[Case]:
     ]
 
 
-def measure_kernels(*, device: str = "cuda", quick: bool = False) -> list[Row]:
-    """One row a kernel and width."""
-    rows = []
-    with torch.device(device):
-        bandwidth = _copy_bandwidth(2**20 if quick else 2**28, device)
-        for case in cases():
-            for width in (64,) if quick else WIDTHS:
-                rows.append(_measure(case, 32 if quick else ROWS, width, bandwidth, device))
-    return rows
+def measure_kernels(*, device: str = "cuda", quick: bool = False) -> Iterator[Row]:
+    """Yield one row for each kernel and width."""
+    bandwidth = copy_bandwidth(2**20 if quick else 2**28, device)
+    for case in cases():
+        for width in (64,) if quick else WIDTHS:
+            yield _measure(case, 32 if quick else ROWS, width, bandwidth, device)
 
 
 def _measure(case: Case, rows: int, width: int, bandwidth: float, device: str) -> Row:
     torch.manual_seed(0)
-    inputs = case.inputs(rows, width)
+    with torch.device(device):
+        inputs = case.inputs(rows, width)
     torch._dynamo.reset()
     systems = {"ours": case.ours, "inductor": torch.compile(case.plain), "plain": case.plain}
     liger = case.liger() if case.liger is not None and device == "cuda" else None
@@ -185,7 +187,7 @@ def _measure(case: Case, rows: int, width: int, bandwidth: float, device: str) -
 
 
 def _seconds(function: Callable[..., _Results], inputs: Sequence[Tensor], device: str) -> float:
-    """Median seconds of a forward and a backward."""
+    """Return the median seconds of a forward and a backward."""
     grads: list[Tensor] = []
 
     def step() -> None:
@@ -195,17 +197,25 @@ def _seconds(function: Callable[..., _Results], inputs: Sequence[Tensor], device
         grads = grads or [torch.ones_like(item) for item in outputs]
         torch.autograd.grad(outputs, [item for item in inputs if item.requires_grad], grads)
 
+    return median_seconds(step, device)
+
+
+def median_seconds(step: Callable[[], object], device: str) -> float:
+    """Return the median seconds of a call; on a GPU those of the device, with its L2 cache flushed."""
     for _ in range(3):
         step()
-    return statistics.median(_once(step, device) for _ in range(REPEATS))
+    flush = torch.empty(_L2_BYTES, dtype=torch.uint8, device=device) if device == "cuda" else None
+    return statistics.median(_once(step, flush) for _ in range(REPEATS))
 
 
-def _once(step: Callable[[], None], device: str) -> float:
-    if device != "cuda":
+def _once(step: Callable[[], object], flush: Tensor | None) -> float:
+    if flush is None:
         started = time.perf_counter()
         step()
         return time.perf_counter() - started
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    flush.zero_()
+    torch.cuda._sleep(_SLEEP_CYCLES)
     begin.record()
     step()
     end.record()
@@ -213,11 +223,10 @@ def _once(step: Callable[[], None], device: str) -> float:
     return begin.elapsed_time(end) / 1e3
 
 
-def _copy_bandwidth(elements: int, device: str) -> float:
-    """Bytes a second, read and written, of copying bfloat16."""
-    source, target = torch.empty(elements, dtype=torch.bfloat16), torch.empty(elements, dtype=torch.bfloat16)
-    seconds = statistics.median(_once(lambda: target.copy_(source), device) for _ in range(REPEATS))
-    return 2 * source.nbytes / seconds
+def copy_bandwidth(elements: int, device: str) -> float:
+    """Return the bytes a second, read and written, of copying bfloat16."""
+    source, target = (torch.empty(elements, dtype=torch.bfloat16, device=device) for _ in range(2))
+    return 2 * source.nbytes / median_seconds(lambda: target.copy_(source), device)
 
 
 def _random(*shape: int) -> Tensor:

@@ -9,8 +9,8 @@ Models are built from configs: transformers' Llama, Qwen3, Gemma and Mistral, an
                 rounding errors of the largest value
     steps       a training step under Inductor with every kernel asked for, over the plain model's under Inductor
     memory      forward and backward of a loss of 128 k words and 4 k tokens: bytes beyond inputs and gradients, at most
-    kernels     (cuda) forward and backward of each kernel over the faster of plain Inductor's and Liger-Kernel's, and
-                the share of the bandwidth of a copy
+
+`benchmarks.gpu` times each kernel on a GPU.
 """
 
 from __future__ import annotations
@@ -31,7 +31,6 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
-from benchmarks.kernel_rows import measure_kernels
 from benchmarks.memory import AllocationCounter, build_counter
 from benchmarks.report import MB, Check, Report, Row, add_arguments, table
 from dsgraph.passes import PassContext, Phase, Pipeline, Runner
@@ -77,14 +76,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         report.rows.append({"model": name, **coverage, **exact, **timed})
         print(table([report.rows[-1]]), flush=True)
         report.checks += _checks(report.rows[-1])
-    if options.device == "cuda":
-        rows = measure_kernels(quick=options.quick)
-        report.rows += rows
-        for row in rows:
-            name = f"{row['kernel']} at {row['width']}"
-            report.checks.append(Check(f"{name}: time over the fastest other", row["over_fastest"], 1.0, "lower"))
-            if row["copy_share"] is not None:
-                report.checks.append(Check(f"{name}: share of copy bandwidth", row["copy_share"], 0.85, "higher"))
     report.print()
     report.write(options.json)
     return 0

@@ -11,6 +11,7 @@ import json
 import math
 import os
 import platform
+import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
@@ -108,6 +109,17 @@ def machine(packages: Sequence[str] = ()) -> Row:
         **{name: _version(name) for name in ("torch", *packages)},
         "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
     }
+
+
+def describe_gpu() -> Row:
+    """Return name, driver and memory of the first GPU, asked of the driver's tool: no CUDA context is made."""
+    fields = {"gpu": "name", "driver": "driver_version", "gpu_memory": "memory.total"}
+    command = ["nvidia-smi", f"--query-gpu={','.join(fields.values())}", "--format=csv,noheader"]
+    try:
+        lines = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout.splitlines()
+    except (OSError, subprocess.SubprocessError):
+        return dict.fromkeys(fields)
+    return dict(zip(fields, lines[0].split(", "), strict=True))
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> str:

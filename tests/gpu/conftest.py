@@ -9,10 +9,7 @@ from __future__ import annotations
 import datetime
 import json
 import os
-import platform
-import subprocess
 from collections.abc import Callable, Iterator
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +17,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from benchmarks.report import describe_gpu, machine
 from tests.distributed.ranks import Processes, Ranks
-from tests.gpu.device import KIND, ON_CUDA, the_device
+from tests.gpu.device import ON_CUDA, the_device
 
 MESSAGE = 8000
 """Characters of a failure's message that the results keep: the last ones."""
@@ -58,10 +56,12 @@ class Results:
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Take in one phase (setup, call, teardown) of a test."""
-        row = self._tests.setdefault(report.nodeid, {"test": report.nodeid, "outcome": "passed", "seconds": 0.0})
+        row = self._tests.setdefault(report.nodeid, {"test": report.nodeid, "outcome": "began", "seconds": 0.0})
         row["seconds"] = round(row["seconds"] + report.duration, 2)
         row.update({name: value for name, value in report.user_properties if name == "figures"})
-        if report.outcome != "passed":
+        if report.when == "call" and report.passed:
+            row["outcome"] = "passed"
+        if not report.passed:
             row["outcome"] = report.outcome if report.when == "call" or report.skipped else "error"
             row["message"] = str(report.longrepr)[-MESSAGE:]
         if report.failed:
@@ -88,31 +88,8 @@ class Results:
 
 def describe_machine() -> dict[str, Any]:
     """Return the date, the device, its driver, and the versions of what computes."""
-    versions = {"python": platform.python_version(), "cuda": torch.version.cuda}
-    for name in ("torch", "triton", "transformers"):
-        try:
-            versions[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            versions[name] = None
-    versions["torch"] = torch.__version__
-    return {
-        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        "rehearsal": not ON_CUDA,
-        "device": KIND if not ON_CUDA else _nvidia_smi("name"),
-        "driver": _nvidia_smi("driver_version") if ON_CUDA else None,
-        "memory": _nvidia_smi("memory.total") if ON_CUDA else None,
-        "cpus": os.cpu_count(),
-        **versions,
-    }
-
-
-def _nvidia_smi(field: str) -> str | None:
-    """Return what the driver's tool answers, without a CUDA context in this process."""
-    command = ["nvidia-smi", f"--query-gpu={field}", "--format=csv,noheader"]
-    try:
-        return subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout.strip()
-    except (OSError, subprocess.SubprocessError) as error:
-        return f"unknown ({error})"
+    now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+    return {"rehearsal": not ON_CUDA, **machine(["triton", "transformers"]), **describe_gpu(), "date": now}
 
 
 @pytest.fixture

@@ -37,8 +37,8 @@ CASES: dict[str, dict[str, Any]] = {
     "host optimizer": {**BF16, **ON_HOST},
     "host optimizer, delayed": {**BF16, **ON_HOST, "gradient_clipping": 0.0, "dsgraph": {"delayed_update": True}},
     "OneBitAdam": {**_optimizer("OneBitAdam", freeze_step=2), "zero_optimization": {"stage": 0}},
-    "OneBitLamb": {**_optimizer("OneBitLamb", freeze_step=2), "zero_optimization": {"stage": 0}},
-    "Lamb": _optimizer("Lamb"),
+    "OneBitLamb": {**_optimizer("OneBitLamb", lr=1e-2, freeze_step=2), "zero_optimization": {"stage": 0}},
+    "Lamb": _optimizer("Lamb", lr=1e-2),
     "Muon": _optimizer("Muon"),
     "breakdown": {
         **ADAM,
@@ -50,6 +50,9 @@ CASES: dict[str, dict[str, Any]] = {
 }
 for _name in ("OneBitAdam", "OneBitLamb"):
     CASES[_name]["gradient_clipping"] = 0.0
+
+MOST_WAITS = {"fp32": 0, "fp32, clipped": 1, "fp16": 1, "stage 1": 1, "OneBitAdam": 1, "OneBitLamb": 1}
+"""How often the host may wait for the device in a step."""
 
 
 def config_of(own: dict[str, Any], **more: Any) -> dict[str, Any]:
@@ -91,22 +94,14 @@ def run(config: dict[str, Any], device: torch.device, record: Any) -> dict[str, 
 
 @pytest.mark.parametrize("case", CASES)
 def test_the_loss_falls(case, device, record):
-    run(config_of(CASES[case]), device, record)
+    waits = run(config_of(CASES[case]), device, record)
+    assert sum(waits.values()) <= MOST_WAITS.get(case, sum(waits.values())), waits
 
 
 @pytest.mark.inductor
 @pytest.mark.parametrize("own", [BF16, {**ADAM, "zero_optimization": {"stage": 1}}], ids=["bf16", "stage 1"])
 def test_the_loss_falls_under_inductor(own, device, record):
     run(config_of({**own, "dsgraph": {"codegen": "inductor"}}), device, record)
-
-
-@pytest.mark.cuda
-@pytest.mark.parametrize(
-    ("case", "most"), [("fp32", 0), ("fp32, clipped", 1), ("fp16", 1), ("OneBitAdam", 1)], ids=lambda value: str(value)
-)
-def test_host_waits_of_a_step(case, most, device, record):
-    waits = run(config_of(CASES[case]), device, record)
-    assert sum(waits.values()) <= most, waits
 
 
 @pytest.mark.parametrize("section", ["bf16", "fp16"])
