@@ -205,11 +205,24 @@ def _take_model(tensors: ModelTensors, state: dict[str, Any]) -> None:
     tensors.put(found)
 
 
+def _move_step(state: dict[str, Any]) -> None:
+    """Move the step count of a parameter to where the rest of its state lies: a fused optimizer reads it there."""
+    devices = [value.device for value in state.values() if isinstance(value, Tensor) and value.dim() > 0]
+    if devices and isinstance(state.get("step"), Tensor):
+        state["step"] = state["step"].to(devices[0])
+
+
 def _take_optimizer(
     tensors: ModelTensors, optimizer: Optimizer | None, state: dict[str, Any], about: dict[str, Any]
 ) -> None:
     assert optimizer is not None, "without one, only the model is loaded"
     hooks = hooks_of(optimizer)
+    on_device = {
+        param
+        for group in optimizer.param_groups
+        for param in group["params"]
+        if group.get("fused") or group.get("capturable")
+    }
     optimizer.state.clear()  # a checkpoint of an optimizer that has not stepped holds none
     for name, param in tensors.parameters.items():
         found = dict(about["optimizer"].get(name, {}))
@@ -218,6 +231,8 @@ def _take_optimizer(
             if key.startswith(prefix) and "." not in key[len(prefix) :]:
                 is_sliced = tensors.is_sliced(name, value.shape)
                 found[key[len(prefix) :]] = tensors.own(name, value) if is_sliced else value
+        if param in on_device:
+            _move_step(found)
         if found:
             hooks.take_state(optimizer.state, param, found)
     for group, saved in zip(optimizer.param_groups, about["groups"], strict=True):

@@ -62,11 +62,17 @@ def compile_with_aot(
     inference_compiler: Callable[..., Any],
     partition_fn: Callable[..., Any],
 ) -> Callable[..., Any]:
-    """Compile with AOTAutograd and our own compiler of the forward and the backward graph."""
+    """Compile with AOTAutograd and our own compiler of the forward and the backward graph.
+
+    A checkpointed region draws from the default generator, as it does uncompiled. For CUDA graphs, which these graphs
+    never become, AOTAutograd would have it draw from a generator of its own, which `torch.manual_seed` does not reach.
+    """
     from torch._dynamo.backends.common import aot_autograd
+    from torch._functorch import config as functorch_config
 
     backend = aot_autograd(fw_compiler=compiler, inference_compiler=inference_compiler, partition_fn=partition_fn)
-    return backend(gm, inputs)
+    with functorch_config.patch(graphsafe_rng_functionalization=False):
+        return backend(gm, inputs)
 
 
 def boxed(gm: GraphModule) -> Callable[..., Any]:

@@ -182,7 +182,8 @@ class CompressingOptimizer(OptimizerHooks, Optimizer):
             yield from group["params"]
 
     def _steps(self) -> int:
-        return max((int(state["step"]) for state in self.state.values() if "step" in state), default=0)
+        counts = [state["step"] for state in self.state.values() if "step" in state]
+        return int(torch.stack(counts).max()) if counts else 0  # the host waits once, not for each
 
     def _entries(self) -> dict[Tensor, ParameterState]:
         (model,) = self._model

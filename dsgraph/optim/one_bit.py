@@ -85,10 +85,8 @@ class OneBitAdam(CompressingOptimizer):
 
     def compressed_step(self, momenta: list[Momentum]) -> None:
         """See the module."""
-        for each in momenta:
+        for each, step in zip(momenta, count_steps(momenta), strict=True):
             here, group = own_part(each.param), each.group
-            each.state["step"] += 1
-            step = int(each.state["step"])
             each.before.copy_(each.now)
             divisor = own_part(each.state["exp_avg_sq"]).sqrt().add_(group["eps"])
             here.mul_(1 - group["lr"] * group["weight_decay"])
@@ -158,15 +156,15 @@ class OneBitLamb(CompressingOptimizer):
         """Keeps the variance, infinite where it is 0, and a fresh one that goes on from it."""
         variance = state["exp_avg_sq"]
         state["fresh_sq"] = variance.clone()
-        state["bias"] = torch.tensor(_bias(state, group))
+        state["bias"] = torch.tensor(_bias(int(state["step"]), group))
         state["factor"] = torch.ones_like(state["coefficient"])
         own_part(variance).masked_fill_(own_part(variance) == 0, math.inf)
 
     def compressed_step(self, momenta: list[Momentum]) -> None:
         """See the module."""
         directions, largest = [], []
+        steps = count_steps(momenta)
         for each in momenta:
-            each.state["step"] += 1
             beta1, beta2 = each.group["betas"]
             frozen, fresh = own_part(each.state["exp_avg_sq"]), own_part(each.state["fresh_sq"])
             divisor = frozen.sqrt().add_(each.group["eps"])
@@ -177,28 +175,36 @@ class OneBitLamb(CompressingOptimizer):
             direction = each.now / divisor
             directions.append((direction, direction + each.group["weight_decay"] * own_part(each.param)))
         lengths = norms_of([(each.param, *pair) for each, pair in zip(momenta, directions, strict=True)])
-        for each, (_, update), (alone, both), most in zip(
-            momenta, directions, lengths, _over_ranks(momenta, largest), strict=True
+        for each, step, (_, update), (alone, both), most in zip(
+            momenta, steps, directions, lengths, _over_ranks(momenta, largest), strict=True
         ):
-            self._update(each, update, share=(alone / both).clamp(max=1.0), factor=most)
+            self._update(each, step, update, share=(alone / both).clamp(max=1.0), factor=most)
 
-    def _update(self, each: Momentum, update: Tensor, *, share: Tensor, factor: Tensor) -> None:
+    def _update(self, each: Momentum, step: int, update: Tensor, *, share: Tensor, factor: Tensor) -> None:
         group, state = each.group, each.state
-        bias = _bias(state, group)
+        bias = _bias(step, group)
         factor = factor * (bias / float(state["bias"])) * share + 1 - share
         before, threshold = state["factor"], group["factor_threshold"]
         factor = factor.clamp(group["factor_min"], group["factor_max"])
         factor = factor.clamp(before * (1 - threshold), before * (1 + threshold))
         state["factor"].copy_(factor)
-        rate = group["lr"] * bias / (1 - group["betas"][0] ** int(state["step"]))
+        rate = group["lr"] * bias / (1 - group["betas"][0] ** step)
         each.before.copy_(each.now)
         own_part(each.param).sub_(update * (state["coefficient"] * factor * rate))
         torch.autograd.graph.increment_version(each.param)
 
 
-def _bias(state: dict[str, Any], group: dict[str, Any]) -> float:
-    """By how much the root of a variance is too small, so few steps after it began at 0."""
-    return math.sqrt(1 - group["betas"][1] ** int(state["step"]))
+def count_steps(momenta: list[Momentum]) -> list[int]:
+    """Count a step of each parameter; return their numbers, for which the host waits once."""
+    if not momenta:
+        return []
+    counts = [each.state["step"].add_(1) for each in momenta]
+    return [int(count) for count in torch.stack(counts).tolist()]
+
+
+def _bias(step: int, group: dict[str, Any]) -> float:
+    """Return by how much the root of a variance is too small at a step, because it began at 0."""
+    return math.sqrt(1 - group["betas"][1] ** step)
 
 
 def _over_ranks(momenta: list[Momentum], largest: list[Tensor]) -> list[Tensor]:

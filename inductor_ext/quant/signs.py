@@ -162,8 +162,8 @@ def launch_pack(x: Tensor, count: int) -> Tensor:
     """`reference` by the Triton kernel."""
     (rows, n), x = x.shape, x.contiguous()
     result = x.new_empty((rows, packed_bytes(n)), dtype=torch.uint8)
-    counts = [min(max(count - row * n, 1), n) for row in range(rows)]
-    roots = torch.tensor(counts, dtype=torch.float64, device=x.device).sqrt()
+    before = torch.arange(rows, device=x.device) * n  # made on the device, so that the host does not wait for it
+    roots = (count - before).clamp(1, n).double().sqrt()
     lengths = torch.linalg.vector_norm(x, dim=1, dtype=torch.float64)  # padding is zeros, and adds nothing
     scales = (lengths / roots).float()
     result[:, :SCALE_BYTES] = scales.unsqueeze(1).view(torch.uint8)
