@@ -14,8 +14,9 @@ export PYTHONDONTWRITEBYTECODE :=
 # Where `make gpu` and `make gpu-bench` leave their results, and tests at a time on one GPU.
 RESULTS ?= gpu-results
 GPU_WORKERS ?= 8
-GPU := OMP_NUM_THREADS=2 TORCHINDUCTOR_COMPILE_THREADS=2 TOKENIZERS_PARALLELISM=false PYTHONPATH="$(CURDIR):$$PYTHONPATH"
-GPU_PYTEST := $(PYTHON) -m pytest tests/gpu -p no:cacheprovider --timeout 120 --durations 10
+GPU_TIMEOUT ?= 120
+GPU := OMP_NUM_THREADS=$${OMP_NUM_THREADS:-2} TORCHINDUCTOR_COMPILE_THREADS=2 TOKENIZERS_PARALLELISM=false PYTHONPATH="$(CURDIR):$$PYTHONPATH"
+GPU_PYTEST := $(PYTHON) -m pytest tests/gpu -p no:cacheprovider --timeout $(GPU_TIMEOUT) --durations 10
 
 .PHONY: train test test-all test-fast gpu gpu-bench mutants lint bench clean
 

@@ -37,7 +37,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("case", CASES)
 def test_trains_as_one_process(case, two_ranks, record):
-    losses, expected, errors = two_ranks.run(compare, **CASES[case], limit_s=100)[0]
+    losses, expected, errors = two_ranks.run(compare, **CASES[case])[0]
     record(losses=losses, expected=expected, worst=errors[0])
     exact = "param_dtype" not in CASES[case]
     assert errors[0][0] < (5e-4 if exact else 5e-2), errors[:5]
