@@ -1,6 +1,6 @@
 """Every private torch API that the ops use, in one place.
 
-Checked on torch 2.11.0, 2.12.1 and 2.13.0.
+Written for torch 2.11 to 2.15.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
 """Private torch APIs that the product uses, by area.
 
-Checked on torch 2.11.0, 2.12.1 and 2.13.0.
+Written for torch 2.11 to 2.15; `torch_version.py` says what happens with other versions.
 """

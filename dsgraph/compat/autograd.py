@@ -66,9 +66,7 @@ def outside_transforms() -> Any:
 
 def without_transforms(tensor: Any) -> Any:
     """Return the tensor that transforms of `torch.func` map over or differentiate; `tensor` if none does."""
-    while isinstance(tensor, torch.Tensor) and torch._C._functorch.is_functorch_wrapped_tensor(tensor):
-        tensor = torch._C._functorch.get_unwrapped(tensor)
-    return tensor
+    return torch.func.debug_unwrap(tensor) if isinstance(tensor, torch.Tensor) else tensor
 
 
 @contextlib.contextmanager

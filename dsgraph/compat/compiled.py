@@ -58,9 +58,10 @@ def compile_metrics() -> list[Any]:
 
 def recompile_limit() -> int:
     """Return how often Dynamo compiles a function before it runs it uncompiled."""
-    return int(torch._dynamo.config.recompile_limit)
+    return int(torch.compiler.config.recompile_limit)
 
 
 def allowing_recompiles(functions: int = 256) -> Any:
     """Return a context in which Dynamo compiles a function that often: for each bucket and batch size of an engine."""
-    return torch._dynamo.config.patch(recompile_limit=functions, accumulated_recompile_limit=4 * functions)
+    config: Any = torch.compiler.config
+    return config.patch(recompile_limit=functions, accumulated_recompile_limit=4 * functions)

@@ -11,7 +11,13 @@ import torch
 from torch.fx import GraphModule
 
 from dsgraph.compat import inductor
-from dsgraph.compat.inductor import autograd_cache_hits, compile_with_aot, compile_with_inductor, uses_cudagraphs
+from dsgraph.compat.inductor import (
+    autograd_cache_hits,
+    compile_with_aot,
+    compile_with_inductor,
+    keeping_order,
+    uses_cudagraphs,
+)
 from dsgraph.inductor_ext import register_lowerings
 from dsgraph.passes import (
     CaptureFacts,
@@ -41,10 +47,6 @@ REGIONS = "captured_regions"
 
 # The hooks through which Inductor takes the passes; options["inductor"] cannot use them as well.
 _HOOKS = ("custom_partitioner_fn", "joint_custom_post_pass")
-
-# Inductor's search for an order of less memory knows nothing of the time that a transfer takes: it puts every wait
-# right behind its start again, which took 7 % longer a step (GPT of 27 M parameters, 2 ranks, gloo).
-_KEEP_ORDER = ("reorder_for_peak_memory", False)
 
 
 class _Partitioner(Partitioner):
@@ -139,7 +141,7 @@ class Compilation:
         register_kernels()
         patches = _settings(self.options, self._mode)
         if self._facts.params or self._facts.gathered_copies:
-            patches.setdefault(*_KEEP_ORDER)
+            patches = {**keeping_order(), **patches}
         # A dump holds every graph: of one that a cache has there would be none behind the capture.
         compile_graph = partial(
             self._inductor, gm, inputs, patches=patches, cache_tag=source_hash(), anew=self.options.dump is not None

@@ -18,13 +18,14 @@ from torch.fx import GraphModule
 
 from dsgraph.inductor_ext import chunk_rows
 from dsgraph.passes.compat import captured_gradients, captured_input, is_tangent
-from dsgraph.passes.ir.graph import placeholders
+from dsgraph.passes.ir.graph import fake_value, placeholders
 from dsgraph.passes.ir.mesh_axis import MeshAxis, shard_axis
 from dsgraph.passes.ir.parameters import ParameterSpec
 from dsgraph.passes.ir.roles import GraphInput, InputRole
 
 from .memory import simulate
 from .pieces import GraphMemory, MemoryKind, Piece
+from .sizes import tensor_bytes
 from .states import OPTIMIZER_STATES, below_bytes, held_bytes, state_bytes
 from .transfer_buffers import StoredGradient, stored_gradients, transfer_buffers
 
@@ -121,7 +122,7 @@ def pair_memory(
         saved=frozenset(roots.values()) - lasting,
         read_again=frozenset(roots.values()) & held,
         outputs=frozenset(outputs - held),
-        copy_bytes=_copy_bytes(gathered_copies, ahead, params, axes),
+        copy_bytes=_copy_bytes(gathered_copies, forward, params, axes),
         unread=unread,
         unread_copies=unread_copies,
         keeps_outputs=keeps_outputs,
@@ -167,15 +168,16 @@ def _gathered_copies(roles: Mapping[str, GraphInput], params: Mapping[str, Param
 
 def _copy_bytes(
     gathered_copies: Mapping[str, str],
-    memory: GraphMemory,
+    forward: GraphModule,
     params: Mapping[str, ParameterSpec],
     axes: Sequence[MeshAxis],
 ) -> dict[str, int]:
+    copies = {node.name: fake_value(node) for node in placeholders(forward) if node.name in gathered_copies}
     rows_of = {info.name: info.shape[0] for info in params.values() if info.placement == "shard"}
     axis = shard_axis(axes)
     world = axis.size if axis is not None else 1
     return {
-        node: memory.bytes_of([node]) // rows_of[name] * chunk_rows(rows_of[name], world) * world
+        node: tensor_bytes(copies[node]) // rows_of[name] * chunk_rows(rows_of[name], world) * world
         for node, name in gathered_copies.items()
     }
 

@@ -64,10 +64,15 @@ def checkout(tmp_path_factory) -> Path:
     return folder
 
 
-def test_a_checkout_installs(checkout, tmp_path):
+def test_a_built_wheel_is_pure_python_installs_and_finds_what_it_needs(checkout, tmp_path):
+    """With the present torch; `python -m tests.versions` does the same with the dependencies of each version."""
     python = _environment(tmp_path / "env")
-    _run(python, "-m", "pip", "install", "--quiet", "--no-deps", checkout, cwd=tmp_path)
+    _run(python, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", tmp_path, checkout, cwd=tmp_path)
+    (wheel,) = tmp_path.glob("*.whl")
+    assert wheel.name.endswith("-py3-none-any.whl")
+    _run(python, "-m", "pip", "install", "--quiet", "--no-deps", wheel, cwd=tmp_path)
     assert _run(python, "-c", CHECK, cwd=tmp_path).strip() == "works"
+    assert "dsgraph works here" in _run(python.parent / "dsgraph", "doctor", cwd=tmp_path)
 
 
 @pytest.mark.full
