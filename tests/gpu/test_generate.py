@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import dsgraph
-from tests.gpu.device import ON_CUDA, synchronize
+from tests.gpu.device import ON_CUDA, error_of, synchronize
 
 transformers = pytest.importorskip("transformers")
 
@@ -22,15 +22,15 @@ SIZES = {
 }
 PROMPT, NEW = 24, 16
 CASES: dict[str, tuple[dict[str, Any], float]] = {
-    "fp32": ({}, 1.0),
-    "fp32, eager": ({"options": {"codegen": "eager"}}, 1.0),
-    "kernels": ({"options": {"kernels": ["skinny_linear", "decode_attention", "rms_norm", "rope"]}}, 1.0),
-    "bf16": ({"dtype": torch.bfloat16}, 1.0),
-    "int8": ({"quantize": "int8"}, 0.0),
-    "int4": ({"quantize": "int4"}, 0.0),
-    "int8, bf16": ({"quantize": "int8", "dtype": torch.bfloat16}, 0.0),
+    "fp32": ({}, 1e-5),
+    "fp32, eager": ({"options": {"codegen": "eager"}}, 1e-5),
+    "kernels": ({"options": {"kernels": ["skinny_linear", "decode_attention", "rms_norm", "rope"]}}, 1e-5),
+    "bf16": ({"dtype": torch.bfloat16}, 2e-2),
+    "int8": ({"quantize": "int8"}, 3e-2),
+    "int4": ({"quantize": "int4"}, 4e-1),
+    "int8, bf16": ({"quantize": "int8", "dtype": torch.bfloat16}, 3e-2),
 }
-"""What `init_inference` is given, and the least share of tokens that are transformers'."""
+"""What `init_inference` is given, and the largest error of the logits; up to 1e-5 all tokens are transformers'."""
 
 
 def build() -> Any:
@@ -44,7 +44,7 @@ def build() -> Any:
 
 @pytest.mark.parametrize("case", CASES)
 def test_tokens_are_those_of_transformers(case, device, record):
-    how, least = CASES[case]
+    how, largest = CASES[case]
     model = build().to(device)
     ids = torch.randint(0, SIZES["vocab_size"], (2, PROMPT), device=device)
     greedy = {"max_new_tokens": NEW, "do_sample": False, "pad_token_id": 0}
@@ -54,11 +54,13 @@ def test_tokens_are_those_of_transformers(case, device, record):
     same = float((got[:, PROMPT:] == expected[:, PROMPT:]).float().mean())
     with torch.no_grad():
         logits, truth = engine(ids).logits.float(), own(ids).logits.float()
-    record(same=same, logits_error=float((logits - truth).norm() / truth.norm()))
+    error = error_of(logits, truth)
+    record(same=same, logits_error=error)
     for name, run in (("ours", engine.generate), ("transformers", own.generate)):
         started = time.perf_counter()
         run(ids, **greedy)
         synchronize()
         record(**{f"{name}_ms_a_token": 1e3 * (time.perf_counter() - started) / NEW})
-    assert same >= least, (got[:, PROMPT:].tolist(), expected[:, PROMPT:].tolist())
+    assert error <= largest
+    assert same == 1 or largest > 1e-5, (got[:, PROMPT:].tolist(), expected[:, PROMPT:].tolist())
     assert ON_CUDA or got.device.type == "cpu"
