@@ -12,7 +12,6 @@ from dsgraph.compat.dynamo import keep_static
 from dsgraph.inductor_ext import (
     GATHERS,
     Ranks,
-    backend_name,
     c10d_functional,
     chunk_rows,
     resolve_group,
@@ -160,8 +159,4 @@ def _start_gather(entry: ParameterState) -> None:
     shard = entry.rows
     own[: shard.shape[0]].copy_(shard)  # so that the shard may be written to while they travel
     ranks = Ranks(entry.spec.group, group.size())
-    kind = usual_gather(ranks, whole.device)
-    started = GATHERS[kind](own, ranks, out=whole)
-    if kind == "all_gather_into_tensor" and backend_name(group, whole.device.type) == "gloo":
-        # It sends no messages from elsewhere, and two of its own gathers must not overlap.
-        started.finish()
+    GATHERS[usual_gather(ranks, whole.device)](own, ranks, out=whole)

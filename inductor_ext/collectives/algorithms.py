@@ -22,7 +22,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from dsgraph.inductor_ext.compat import c10d_functional, resolve_group
+from dsgraph.inductor_ext.compat import backend_name, c10d_functional, resolve_group
 
 from .gather_by_messages import start_gather
 from .messages import sends_messages
@@ -131,9 +131,9 @@ REDUCE_SCATTERS: Mapping[str, ReduceScatter] = MappingProxyType(
 
 
 def usual_gather(ranks: Ranks, device: torch.device) -> str:
-    """What gathers where several may be under way at once and nobody chooses: on gloo messages."""
-    by_messages = sends_messages(resolve_group(ranks.group), device)
-    return "gather_by_messages" if by_messages else "all_gather_into_tensor"
+    """What gathers where several may be under way at once and nobody chooses: on gloo `gather_by_messages`."""
+    is_gloo = backend_name(resolve_group(ranks.group), device.type) == "gloo"
+    return "gather_by_messages" if is_gloo else "all_gather_into_tensor"
 
 
 def usual_reduce_scatter(ranks: Ranks, device: torch.device) -> str:

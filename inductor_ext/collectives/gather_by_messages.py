@@ -11,6 +11,10 @@ Like torch's functional collectives it starts the transfer and returns; `wait_te
   118 MB/s each way, where broadcasts reach 66 to 71. Over the loopback device there is little between them.
 - Rows land where they belong. gloo's own flattens and copies on the way.
 
+Messages come from the host's memory alone. gloo's own gather of CUDA tensors ends the process with a segmentation fault
+(seen on torch 2.11.0); the form that writes to a given tensor does not, and takes the place of messages there. It is
+waited for at once: on a GPU gloo is for trying out ranks that share one.
+
 The bytes on the wire are the least possible: each rank sends `n - 1` shards' worth.
 
 `dsgraph::gather_by_messages_coalesced` gathers several tensors at once, each into memory of its own, and each with a
@@ -24,7 +28,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from dsgraph.inductor_ext.compat import lower_as_collective, resolve_group
+from dsgraph.inductor_ext.compat import c10d_functional, lower_as_collective, resolve_group
 
 from .messages import Messages, start_messages
 
@@ -42,6 +46,10 @@ def _start_gathers(pairs: Iterable[tuple[Tensor, Tensor]], group_name: str) -> N
     tensors = []
     for shard, full in pairs:
         if shard.numel() == 0:
+            continue
+        if full.device.type != "cpu":
+            c10d_functional.all_gather_into_tensor_out(shard, group.size(), group_name, out=full)
+            c10d_functional.wait_tensor(full)
             continue
         rows_of = full.chunk(group.size())
         own = rows_of[group.rank()]

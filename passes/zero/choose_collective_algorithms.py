@@ -49,8 +49,8 @@ class ChooseCollectiveAlgorithms(GraphPass):
     order, and is chosen only between two ranks, of which a sum is the same in any order. Shapes, groups and costs
     decide: all ranks choose alike.
 
-    Left alone: NCCL and every other backend, all-reduces, tensors outside the host's memory (gloo sends no others by
-    messages), reductions other than "sum", and a user's own with sizes that vary.
+    Left alone: NCCL and every other backend, all-reduces, reductions of tensors outside the host's memory (gloo sends
+    no others by messages) or other than "sum", and a user's own with sizes that vary.
     """
 
     phase: ClassVar[Phase] = Phase.JOINT
@@ -64,6 +64,7 @@ class ChooseCollectiveAlgorithms(GraphPass):
         for started in gathers:
             _run_by(started, GATHERS["gather_by_messages"])
         reductions = _on_gloo(find_calls(gm, c10d_functional.reduce_scatter_tensor.default), ctx)
+        reductions = [node for node in reductions if fake_value(node).device.type == "cpu"]
         predicted = {started: _predicted(started, ctx) for started in reductions if _is_sum_of_known_size(started)}
         notes += _notes_on_reductions(predicted)
         rewritten = [started for started, seconds in predicted.items() if _fastest(seconds) != _OWN]
@@ -75,7 +76,7 @@ class ChooseCollectiveAlgorithms(GraphPass):
 def _on_gloo(nodes: Iterable[Node], ctx: PassContext) -> list[Node]:
     # A user's own collective may name a group outside the mesh: not ours to change.
     groups = {axis.group for axis in ctx.axes if axis.backend == "gloo"}
-    return [node for node in nodes if collective_group(node) in groups and fake_value(node).device.type == "cpu"]
+    return [node for node in nodes if collective_group(node) in groups]
 
 
 def _is_sum_of_known_size(started: Node) -> bool:
