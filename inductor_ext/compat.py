@@ -5,8 +5,8 @@ Written for torch 2.11 to 2.15.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from ctypes import CDLL
 from functools import cache
 from typing import Any, cast
@@ -175,18 +175,6 @@ def never_merge(op: OpOverloadPacket) -> None:
 def int8_product(x: torch.Tensor, packed: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     """Torch's own product of (m, k) with int8 (n, k), transposed, times `scale` (n,); made for bfloat16 on the CPU."""
     return torch.ops.aten._weight_int8pack_mm(x, packed, scale)
-
-
-@contextmanager
-def recording_gradients() -> Iterator[None]:
-    """Within it autograd records, also in the kernel of an op, where torch switches it off for the whole thread."""
-    excluded = torch._C._dispatch_tls_local_exclude_set()
-    keys = torch._C.DispatchKey
-    for key in (keys.AutogradFunctionality, keys.AutogradOther, keys.AutogradNestedTensor):
-        excluded = excluded.remove(key)
-    guard = torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), excluded)
-    with guard, torch.enable_grad():
-        yield
 
 
 def plain_tensors() -> AbstractContextManager[None]:

@@ -6,7 +6,7 @@ For q `[b, heads, l, d]`, k `[b, heads of keys, l, d]` and v `[b, heads of keys,
     y      = dropout(softmax(scores)) @ v   [b, heads, l, e]
 
 A query of which no key counts gets 0. `reference` computes it with all scores. On a CPU `blocks.py` computes it, on a
-GPU FlexAttention where it can (`flex.py`), otherwise `blocks.py` as well.
+GPU FlexAttention where it can (`flex.py`), otherwise `blocks.py` as well. The GPU's way has never been run.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch.nn.functional as F  # noqa: N812 - as users write it
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from dsgraph.inductor_ext.compat import never_merge, recording_gradients
+from dsgraph.inductor_ext.compat import never_merge
 from dsgraph.inductor_ext.ops import define_op
 
 from . import block_attention, flex
@@ -125,7 +125,7 @@ def block_sparse_attention_backward(
     options = {"scale": scale, "dropout_p": dropout_p, "causal": causal}
     attention = _attention(mask, bias, layout, options)
     if flex.why_not(q, attention) is None:
-        with recording_gradients():
+        with torch.enable_grad():
             inputs = [item.detach().requires_grad_() for item in (q, k, v)]
             found = torch.autograd.grad(flex.flex(inputs[0], inputs[1], inputs[2], attention), inputs, grad)
         dq, dk, dv = (item.contiguous() for item in found)

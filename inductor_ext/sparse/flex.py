@@ -1,8 +1,8 @@
 """Block-sparse attention on a GPU: torch's FlexAttention with the layout's blocks.
 
-FlexAttention knows which blocks to skip by its `BlockMask`; Inductor makes the Triton kernels, forward and backward,
-which skip blocks of 128 and more. It has no dropout, and a layout's blocks have to be 16 or larger: `why_not` says so,
-and such attentions are computed in blocks as on a CPU.
+FlexAttention knows which blocks to skip by its `BlockMask`; Inductor makes the Triton kernels, forward and backward. It
+has no dropout, and its blocks have to be 16 or larger: `why_not` says so, and such attentions are computed in blocks as
+on a CPU.
 """
 
 from __future__ import annotations
@@ -19,8 +19,6 @@ from .layouts import SKIPPED, WHOLE
 from .reading import codes_of, read_layout
 
 _SMALLEST_BLOCK = 16
-_KERNEL_BLOCK = 128
-"""The smallest blocks that all of its kernels take: several of a layout's make one, and the mask hides the rest."""
 
 
 def why_not(q: Tensor, attention: BlockAttention) -> str | None:
@@ -71,23 +69,10 @@ def block_mask(attention: BlockAttention, q: Tensor) -> BlockMask:
         return kept & mask[tuple(at)]
 
     whole = (codes == WHOLE) if mask is None else torch.zeros_like(codes, dtype=torch.bool)
-    tiles = max(1, _KERNEL_BLOCK // block)
-    computed = _tiled(codes != SKIPPED, tiles, outside=False).any(-1)
-    whole = _tiled(whole, tiles, outside=True).all(-1)
+    partial = (codes != SKIPPED) & ~whole
     return BlockMask.from_kv_blocks(
-        *_listed(computed & ~whole),
-        *_listed(whole),
-        BLOCK_SIZE=block * tiles,
-        mask_mod=counts,
-        seq_lengths=(q.shape[2], q.shape[2]),
+        *_listed(partial), *_listed(whole), BLOCK_SIZE=block, mask_mod=counts, seq_lengths=(q.shape[2], q.shape[2])
     )
-
-
-def _tiled(blocks: Tensor, tiles: int, *, outside: bool) -> Tensor:
-    """`[heads, n, n]` as `[heads, m, m, tiles * tiles]`: the blocks of each larger block; `outside` stands beyond n."""
-    missing = -blocks.shape[-1] % tiles
-    padded = torch.nn.functional.pad(blocks, (0, missing, 0, missing), value=outside)
-    return padded.unflatten(2, (-1, tiles)).unflatten(1, (-1, tiles)).transpose(2, 3).flatten(3)
 
 
 def _listed(chosen: Tensor) -> tuple[Tensor, Tensor]:

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.utils.checkpoint import checkpoint
 
 import dsgraph
 from dsgraph.inductor_ext.sparse import block_attention, flex, row_buckets
 from dsgraph.inductor_ext.sparse.block_sparse_attention import reference
-from dsgraph.inductor_ext.sparse.reading import codes_of
 from dsgraph.sparse import (
     BigBird,
     BSLongformer,
@@ -148,6 +146,8 @@ def test_a_query_without_keys_gives_nothing():
 
 
 def test_a_mask_function_is_what_flex_attention_computes():
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
     def near(b, h, q, k):
         return (q - k).abs() < 5
 
@@ -168,47 +168,6 @@ def test_the_block_mask_for_a_gpu_means_the_same(name, masked):
     attention = block_attention.BlockAttention(LAYOUTS[name].text, mask, None, scale=0.3, dropout_p=0.0, causal=False)
     y = dsgraph.ops.block_sparse_attention(q, k, v, LAYOUTS[name], mask=mask, scale=0.3)
     torch.testing.assert_close(flex.flex(q, k, v, attention, compiled=False), y, rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize("layout", [Fixed(block=16), BigBird(block=32), LocalSlidingWindow(block=64)], ids=repr)
-@pytest.mark.parametrize("length", [1000, 1024])
-def test_blocks_for_a_gpu_are_large_enough_and_hold_all_that_counts(layout, length):
-    q = torch.randn(1, HEADS, length, WIDTH)
-    attention = block_attention.BlockAttention(layout.text, None, None, scale=0.3, dropout_p=0.0, causal=True)
-    mask = flex.block_mask(attention, q)
-    assert mask.BLOCK_SIZE == (128, 128)
-    listed, whole = (_dense(counts, order)[0] for counts, order in _lists(mask))
-    kept = codes_of(layout.text, HEADS, length, causal=True).tokens(length)[..., :length, :length]
-    tiles = torch.nn.functional.pad(kept, (0, -length % 128, 0, -length % 128), value=False)
-    tiles = tiles.unflatten(-1, (-1, 128)).unflatten(-3, (-1, 128)).transpose(-3, -2)
-    inside = torch.nn.functional.pad(torch.ones(length, length, dtype=torch.bool), (0, -length % 128) * 2)
-    inside = inside.unflatten(-1, (-1, 128)).unflatten(-3, (-1, 128)).transpose(-3, -2)
-    assert torch.equal(listed | whole, tiles.any((-1, -2)))
-    assert torch.equal(whole, (tiles | ~inside).all((-1, -2)))
-    assert listed.any() and not (listed & whole).any()
-
-
-def _lists(mask):
-    return (mask.kv_num_blocks, mask.kv_indices), (mask.full_kv_num_blocks, mask.full_kv_indices)
-
-
-def _dense(counts, order):
-    """`[1, heads, n, n]`: which blocks are among the first `counts` of `order`."""
-    first = torch.arange(order.shape[-1]) < counts[..., None]
-    return torch.zeros(order.shape, dtype=torch.bool).scatter(-1, order.long(), first)
-
-
-def test_a_backward_of_a_gpu_may_use_autograd(monkeypatch):
-    """Torch switches autograd off in the kernel of an op; FlexAttention itself refuses gradients on a CPU."""
-
-    def dense(q, k, v, attention):
-        options = {"scale": attention.scale, "dropout_p": 0.0, "causal": attention.causal}
-        return reference(q, k, v, attention.mask, None, attention.text, **options)[0]
-
-    monkeypatch.setattr(flex, "why_not", lambda q, attention: None)
-    monkeypatch.setattr(flex, "flex", dense)
-    for one, other in zip(*_both(*_inputs(64), Fixed(block=16), causal=True), strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
 
 
 def test_skipped_blocks_are_no_work():
