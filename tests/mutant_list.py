@@ -627,7 +627,7 @@ COMPILER = (
     Mutant(
         *("regions-without-our-partitioner", "dsgraph/compiler/codegen.py", "missing check"),
         *("Compilation._compile_inductor", "and not any(region_calls(gm))", ""),
-        killers=("tests/distributed/test_regions.py",),
+        killers=("tests/distributed/test_captured_regions.py",),
     ),
     Mutant(
         *("region-hands-on-views", "passes/regions/saved_arguments.py", "missing check"),
@@ -1181,7 +1181,7 @@ PARALLEL = (
     Mutant(
         *("slices-counted-once", "dsgraph/parallel/pipeline/tied_gradients.py", "unsummed norm"),
         *("StepGradients.local", "if name in self.slices", "if False"),
-        killers=("tests/distributed/test_parallelize.py::test_two_by_two_by_two",),
+        killers=("tests/distributed/test_parallelize.py::test_two_by_two",),
     ),
     Mutant(
         *("mpu-slices-counted-once", "dsgraph/optim/gradient_norm.py", "unsummed norm"),

@@ -512,6 +512,7 @@ def _switch(stage: int, codegen: str | None, kind: str) -> None:
     torch.testing.assert_close(train(model, runs, dist.get_rank(), 1.0), expected)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("kind", list(FROZEN))
 @pytest.mark.parametrize(("stage", "codegen"), [(0, None), (1, None), (1, "eager")])
 def test_requires_grad_is_switched_between_micro_batches(ranks, stage, codegen, kind):

@@ -78,7 +78,7 @@ def _same_as_one_process(make: Callable[[], nn.Module], stage: int, codegen: str
     ("make", "stage", "codegen", "accumulates"),
     [
         (Branches, 3, "eager", False),
-        (Branches, 1, None, False),
+        pytest.param(Branches, 1, None, False, marks=pytest.mark.full),
         pytest.param(Branches, 1, "eager", True, marks=pytest.mark.full),
         pytest.param(Branches, 0, "eager", True, marks=pytest.mark.full),
         pytest.param(Branches, 3, None, False, marks=pytest.mark.full),

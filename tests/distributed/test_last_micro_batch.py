@@ -243,6 +243,7 @@ def test_gradients_are_those_of_a_reduction_at_the_end(ranks, stage, reduce_once
     ranks(2).run(_as_at_the_end, stage, reduce_once, "gpt", dtype, "eager")
 
 
+@pytest.mark.full  # test_stages.py has three ranks with micro-batches
 def test_so_are_those_of_three_ranks(ranks):
     ranks(3).run(_as_at_the_end, 2, True, "uneven", None, "eager")
 
@@ -252,6 +253,7 @@ def _compare_hybrid() -> None:
     compare(CASES["uneven"].build, CASES["uneven"].batches, **how)
 
 
+@pytest.mark.full  # test_stages.py has such a mesh with micro-batches
 def test_sums_are_averaged_over_both_axes_of_a_mesh(ranks):
     ranks(4).run(_compare_hybrid)
 

@@ -17,7 +17,7 @@ from tests.distributed.training import full
 pytestmark = pytest.mark.distributed
 
 SHAPE = GPTConfig(vocab=64, width=32, heads=2, layers=3)
-WIDE = GPTConfig(vocab=64, width=64, heads=2, layers=3)
+WIDE = GPTConfig(vocab=64, width=64, heads=2, layers=2)
 
 
 class _WithDropout(nn.Module):
@@ -25,7 +25,7 @@ class _WithDropout(nn.Module):
         super().__init__()
         self.embedding = nn.Embedding(64, 32)
         self.layers = nn.ModuleList(
-            nn.Sequential(nn.Linear(32, 128), nn.GELU(), nn.Dropout(0.3), nn.Linear(128, 32)) for _ in range(4)
+            nn.Sequential(nn.Linear(32, 128), nn.GELU(), nn.Dropout(0.3), nn.Linear(128, 32)) for _ in range(3)
         )
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:

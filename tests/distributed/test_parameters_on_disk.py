@@ -264,6 +264,7 @@ _KILLED = """
 """
 
 
+@pytest.mark.full  # tests/inductor_ext/transfers/test_ops.py kills a process
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "phase",

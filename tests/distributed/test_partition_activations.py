@@ -48,6 +48,7 @@ def _compare(layers: int, codegen: str = "eager") -> None:
     assert any("not proved alike" in note for note in record.notes), "slices of heads differ from rank to rank"
 
 
+@pytest.mark.full  # tests/passes/memory has the pass
 def test_gradients_are_the_same_bit_for_bit(ranks):
     ranks(2).run(_compare, 1)
 

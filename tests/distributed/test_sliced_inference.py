@@ -54,14 +54,13 @@ def _generate(family: str, dtype: torch.dtype, lengths: tuple[int, ...], heads: 
     assert len(said) > 3  # it says something
     warm = engine.report()
     assert warm.decode.compiles == (2 if ways == len(WAYS) else 1), "one for two rows, one for six"
-    collector = _Collector()
-    found = engine.generate(**prompt(1, lengths[0]), max_new_tokens=4, streamer=collector)
-    assert collector.seen == [*found[0].tolist(), -1]
-    if dist.get_rank() != 0:
-        return
-    whole = dsgraph.init_inference(model(family, heads=heads), dtype=dtype, max_tokens=64, options=EAGER)
-    whole.generate(**prompt(2, 3), max_new_tokens=2)
-    assert warm.cache_bytes[2] * ranks == whole.report().cache_bytes[2], "each rank holds its heads alone"
+    collector, given = _Collector(), prompt(2, lengths[0])
+    found = engine.generate(**given, max_new_tokens=4, streamer=collector)
+    new = found[:, lengths[0] :].T.flatten().tolist()
+    assert collector.seen == [*given["input_ids"].flatten().tolist(), *new, -1]
+    layers, rows, width = 2, 2, 8
+    full = layers * 2 * rows * heads * 64 * width * dtype.itemsize  # keys and values
+    assert warm.cache_bytes[2] * ranks == full, "each rank holds its heads alone"
 
 
 def test_two_ranks_generate_what_one_process_does(ranks):
@@ -130,6 +129,7 @@ def _encode(head: str, lengths: tuple[int, ...] = (3, 40)) -> None:
             torch.testing.assert_close(found[name], expected[name], atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.full  # a decoder precedes; tests/inference/test_encoders.py has one process
 def test_ranks_share_an_encoder(ranks):
     ranks(2).run(_encode, "BertForMaskedLM", (3,))
 

@@ -68,11 +68,13 @@ def _exists(case, stage, codegen, mesh, micro_batches, bucket_bytes, blocks) -> 
 # Sizes that vary are compiled more than once: of those, each way by itself.
 FIXED = {**WAYS, "case": [case for case in WAYS["case"] if "dynamic" not in case]}
 VARYING = {**WAYS, "case": ["dynamic", "marked_dynamic"]}
-# Of the model that compiles fastest, each pair of the others; of all models, each way by itself.
+# One of each kind of way: with and without replicas, micro-batches and buckets.
+_KINDS = {**FIXED, "mesh": (2, 3, (2, 2)), "micro_batches": WAYS["micro_batches"][1:], "bucket_bytes": (None, 0, 200)}
+# Of the model that compiles fastest, each pair of kinds; of all models, each way by itself.
 _FEW = [
-    *covering({**FIXED, "case": ["uneven"]}, where=_exists),
+    *covering({**_KINDS, "case": ["uneven"]}, where=_exists),
     *covering(FIXED, strength=1, where=_exists),
-    *covering(VARYING, strength=1, where=_exists),
+    *covering({**VARYING, "stage": (1, 3)}, strength=1, where=_exists),
 ]
 _FEW = list(dict.fromkeys(_FEW))
 _ALL = [*covering(FIXED, where=_exists), *covering(VARYING, where=_exists)]
@@ -94,12 +96,10 @@ def test_each_pair_of_ways_matches_one_process(ranks, case, stage, codegen, mesh
     ranks(mesh if isinstance(mesh, int) else mesh[0] * mesh[1]).run(_compare, case, steps=steps, **how)
 
 
-# All cases on all stages; the pairs of these with everything else are above.
-@pytest.mark.parametrize("stage", [*(pytest.param(stage, marks=pytest.mark.full) for stage in (0, 1, 2)), 3])
-@pytest.mark.parametrize(
-    ("case", "world"),
-    [pytest.param(*pair, marks=() if pair == ("gpt", 2) else pytest.mark.full) for pair in CASES_BY_WORLD],
-)
+# All cases on all stages; the pairs of these with everything else are above, and test_copies.py has bits compared.
+@pytest.mark.full
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize(("case", "world"), CASES_BY_WORLD)
 def test_matches_one_process(ranks, case, stage, world):
     # With two ranks nothing may differ, not even a bit: a sum of two is the same in any order, and halving is exact.
     exact, evaluate = case == "gpt" and world == 2, case in ALSO_EVALUATED and world == 2
@@ -211,6 +211,7 @@ def _restart(cache: str) -> tuple[int, int]:
     return counters["aot_autograd"]["autograd_cache_hit"], counters["inductor"]["fxgraph_cache_hit"]
 
 
+@pytest.mark.full  # tests/compiler/test_backend.py starts warm on one rank
 @pytest.mark.inductor
 def test_a_warm_start_gives_no_rank_the_graph_of_another(ranks, tmp_path):
     cold = ranks(2).run(_restart, str(tmp_path))

@@ -142,6 +142,7 @@ def test_trains_as_in_one_process(ranks, name):
     ranks(2).run(_train, name, sliced=SLICED[name])
 
 
+@pytest.mark.full  # a vocabulary is sliced below by such a plan
 def test_a_plan_of_the_users(ranks):
     plan = {"model.layers.*.mlp.up_proj": ColwiseParallel(), "model.layers.*.mlp.gate_proj": "colwise",
             "model.layers.*.mlp.down_proj": "rowwise"}  # fmt: skip

@@ -375,7 +375,7 @@ def _compare_losses(loss: Tensor, alone: nn.Module, x: Tensor, step: int) -> Non
 
 @pytest.mark.parametrize(
     ("backend", "stages"),
-    (("dsgraph", STAGES), ("inductor", (3,)), pytest.param("inductor", STAGES, marks=pytest.mark.full)),
+    (("dsgraph", STAGES), pytest.param("inductor", STAGES, marks=pytest.mark.full)),
 )
 def test_a_compiled_function_is_given_a_parameter(ranks, backend, stages):
     ranks(2).run(_compile_a_function, backend, stages)
