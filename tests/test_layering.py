@@ -82,6 +82,11 @@ def _files(floor: str) -> list[Path]:
 
 
 @cache
+def _tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
+@cache
 def _modules() -> dict[str, Path]:
     """Every module of the three floors, by its absolute name."""
     found = {}
@@ -98,7 +103,7 @@ def _imports(path: Path) -> Iterator[str]:
     floor = path.relative_to(ROOT).parts[0]
     package = ["dsgraph"] if floor == "dsgraph" else ["dsgraph", floor]
     package += list(path.relative_to(ROOT / floor).parts[:-1])
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(_tree(path)):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -158,7 +163,7 @@ def test_no_function_hides_a_module():
         if path.name != "__init__.py":
             continue
         offered = {name.rpartition(".")[2] for name in _imports(path)}
-        offered |= {node.name for node in ast.parse(path.read_text()).body if isinstance(node, ast.FunctionDef)}
+        offered |= {node.name for node in _tree(path).body if isinstance(node, ast.FunctionDef)}
         own = {module.rpartition(".")[2] for module in _modules() if module.rpartition(".")[0] == name}
         modules = {each.rpartition(".")[2] for each in _imported_modules(path) if each.rpartition(".")[0] == name}
         assert not (offered & own) - modules, f"{path.relative_to(ROOT)} hides modules: {offered & own}"
@@ -174,9 +179,7 @@ def test_bare_names_are_not_imported(floor):
 def _defines_passes(path: Path) -> list[str]:
     """The names of the built-in passes that a file defines."""
     known = {kind.__name__ for kind in built_in_passes()}
-    return [
-        node.name for node in ast.parse(path.read_text()).body if isinstance(node, ast.ClassDef) and node.name in known
-    ]
+    return [node.name for node in _tree(path).body if isinstance(node, ast.ClassDef) and node.name in known]
 
 
 def test_every_pass_is_in_the_list_of_passes():
@@ -224,7 +227,7 @@ def test_private_attributes_of_others_are_read_in_compat(floor):
     for path in _files(floor):
         if _place(path)[1] == "compat" or path in EMISSION:
             continue
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(_tree(path)):
             if isinstance(node, ast.Attribute) and re.fullmatch(r"_[a-zA-Z].*", node.attr):
                 is_op = ast.unparse(node.value).split(".")[-1] == "aten"
                 known = is_op or node.attr in KNOWN or node.attr in _private_members()
@@ -241,7 +244,7 @@ def _private_members() -> set[str]:
     """What the classes of this project have of their own that begins with an underscore."""
     found = set()
     for path in _modules().values():
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(_tree(path)):
             if isinstance(node, ast.ClassDef):
                 found |= {name for item in node.body for name in _bound(item)}
             elif (
@@ -264,7 +267,7 @@ def _bound(item: ast.stmt) -> Iterator[str]:
 
 def _attributes(path: Path) -> Iterator[str]:
     """Dotted names that a file reads off the `torch` module."""
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(_tree(path)):
         if isinstance(node, ast.Attribute):
             yield ast.unparse(node)
 
@@ -318,7 +321,7 @@ def test_functions_have_at_most_50_lines():
     found = set()
     for floor in FLOORS:
         for path in _files(floor):
-            for node in ast.walk(ast.parse(path.read_text())):
+            for node in ast.walk(_tree(path)):
                 if not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) or node.end_lineno is None:
                     continue
                 here = str(path.relative_to(ROOT)), node.name

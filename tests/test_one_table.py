@@ -15,7 +15,7 @@ from dsgraph.optim.registry import OPTIMIZERS
 from dsgraph.passes import KERNELS
 from dsgraph.passes.ir.collectives import TABLE
 from dsgraph.tools.cli.main import COMMANDS
-from tests.test_layering import FLOORS, ROOT, _files
+from tests.test_layering import FLOORS, ROOT, _files, _tree
 
 
 class Table(NamedTuple):
@@ -100,7 +100,7 @@ def _second_tables(kind: str) -> Iterator[tuple[str, list[str]]]:
 @cache
 def _files_read() -> list[tuple[str, list[set[str]], set[str]]]:
     """Each file of the product with its lists of names, and all its strings but docstrings."""
-    trees = [(path, ast.parse(path.read_text())) for floor in FLOORS for path in _files(floor)]
+    trees = [(path, _tree(path)) for floor in FLOORS for path in _files(floor)]
     return [(str(path.relative_to(ROOT)), list(_listed(tree)), _strings(tree)) for path, tree in trees]
 
 

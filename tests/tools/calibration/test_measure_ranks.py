@@ -46,6 +46,7 @@ def _measure(seconds: float) -> tuple[list[Any], float]:
     return records, time.perf_counter() - started
 
 
+@pytest.mark.full  # test_agreed.py has ranks that agree, and a known link is measured below
 @pytest.mark.distributed
 def test_two_ranks_have_one_calibration_between_them(ranks):
     (first, took), (other, _) = ranks(2).run(_measure, 0.5)

@@ -341,7 +341,7 @@ def test_a_pass_that_parts_ranks_is_named(call, tmp_path):
 
 
 def test_one_rank_alone_has_nothing_to_compare(call, tmp_path):
-    dump(tmp_path)
+    dump(tmp_path, lambda: build("small"))
     printed = call("ranks", tmp_path)
     assert printed.code == 2
     assert "rank 0 alone" in printed.err
@@ -363,7 +363,7 @@ def test_dot(call, gpt_dump, tmp_path):
 
 def test_paths_may_have_spaces_and_letters_of_any_kind(call, tmp_path):
     folder = Path(tmp_path) / "größe und Form"
-    dump(folder)
+    dump(folder, lambda: build("small"))
     assert call("ls", folder).code == 0
 
 

@@ -240,7 +240,7 @@ def test_what_an_earlier_run_left_goes_and_nothing_else(tmp_path):
 
 def test_a_folder_that_cannot_be_written_warns_once_and_training_goes_on(one_rank, tmp_path):
     (tmp_path / "file").write_text("in the way")
-    model = dsgraph.partition(build("gpt"), stage=3, keep_whole_below=0)
+    model = dsgraph.partition(build("small"), stage=3, keep_whole_below=0)
     compiled = torch.compile(model, backend="dsgraph", options={"codegen": "eager", "dump": tmp_path / "file"})
     with pytest.warns(UserWarning, match="cannot dump graphs") as caught:
         compiled(*tokens(0, 0)).backward()
@@ -252,6 +252,7 @@ def test_a_folder_that_cannot_be_written_warns_once_and_training_goes_on(one_ran
         torch.compile(model, backend="dsgraph", options=options)(*tokens(0, 0))
 
 
+@pytest.mark.full  # a folder that cannot be written warns alike
 @pytest.mark.slow
 def test_a_disk_that_fills_up_warns_once_and_leaves_nothing_half_written(tmp_path):
     program = f"""
@@ -272,7 +273,7 @@ print(len([w for w in caught if "cannot dump graphs" in str(w.message)]))
 
 
 def test_a_step_after_compiling_writes_nothing(one_rank, tmp_path):
-    model = dsgraph.partition(build("gpt"), stage=3, keep_whole_below=0)
+    model = dsgraph.partition(build("small"), stage=3, keep_whole_below=0)
     backend = dsgraph.api.new_backend()
     compiled = torch.compile(model, backend=backend, options={"codegen": "eager", "dump": tmp_path})
     compiled(*tokens(0, 0)).backward()

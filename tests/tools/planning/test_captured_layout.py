@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import pytest
 
 from dsgraph.parallel.planning.gpus import gpu_of
@@ -14,6 +16,7 @@ PARAMS = 12 * LAYERS * WIDTH**2
 MODEL = ModelShape(PARAMS, LAYERS, WIDTH, SEQ, vocab=WIDTH, heads=HEADS)
 
 
+@cache
 def _compare(stage: int, *, pp: int = 1, checkpointing: bool = True):
     training = TrainingSetup(batch=32, zero_stage=stage, micro_batch=2, checkpointing=checkpointing)
     return compare(MODEL, RankLayout(1, pp, 4), training, gpu=gpu_of("a100-40gb"))
@@ -39,12 +42,12 @@ def test_sliced_layers_are_refused():
     ("stage", "parameters", "gradients", "optimizer"),
     [
         pytest.param(0, 0, 4, 12, marks=pytest.mark.full),
-        (2, 2, 1, 3),
+        pytest.param(2, 2, 1, 3, marks=pytest.mark.full),
         pytest.param(1, 2, 1, 3, marks=pytest.mark.full),
-        pytest.param(3, 0, 1, 3, marks=pytest.mark.full),
+        (3, 0, 1, 3),
     ],
 )
 def test_states_are_split_as_the_stage_says(stage, parameters, gradients, optimizer):
-    held = _compare(stage).captured
+    held = _compare(stage, pp=1, checkpointing=stage != 3).captured
     for part, of_a_parameter in (("parameters", parameters), ("gradients", gradients), ("optimizer", optimizer)):
         assert held[part] == pytest.approx(of_a_parameter * PARAMS, rel=0.03), "biases and norms come on top"

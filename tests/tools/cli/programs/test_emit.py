@@ -133,10 +133,12 @@ def test_the_example_has_no_kernel_that_must_spill(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_script_that_compiles_nothing_is_bad_input(tmp_path):
+def test_a_script_that_compiles_nothing_is_bad_input(tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
     (tmp_path / "idle.py").write_text("print('idle')")
-    code, out, err = _emit("idle.py", cwd=tmp_path)
-    assert (code, out) == (2, "idle\n")
+    assert main(["emit", "idle.py"]) == 2
+    out, err = capfd.readouterr()
+    assert out == "idle\n"
     assert err == "dsgraph: nothing to emit: the script has compiled no graph with backend='dsgraph'\n"
 
 

@@ -245,7 +245,12 @@ def _wait_until(condition: Callable[[], bool], *, seconds: float) -> None:
 
 
 def test_ctrl_c_says_where_the_dump_is(script, tmp_path):
-    path = script(TRAIN.replace("sys.exit", "import time; print('dumped', flush=True); time.sleep(600); sys.exit"))
+    path = script("""
+import os, pathlib, time
+pathlib.Path(os.environ["DSGRAPH_DUMP"], "rank0", "compile1").mkdir(parents=True)
+print("dumped", flush=True)
+time.sleep(600)
+""")
     process = _start(path, "--dump", "d", cwd=tmp_path)
     assert process.stdout is not None
     assert process.stdout.readline() == "dumped\n"
