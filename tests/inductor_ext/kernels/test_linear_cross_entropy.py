@@ -271,7 +271,7 @@ def test_opcheck_of_the_ops_inside():
         torch.library.opcheck(grads[0], (*detached, torch.rand(9)), how)
 
 
-@pytest.mark.covering
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.inductor)])
 @pytest.mark.parametrize("dynamic", [False, True])
@@ -378,6 +378,7 @@ def test_rows_to_be_ignored_are_left_out():
     assert row_chunks(target[1:2], torch.zeros(7, 3), -100) == []
 
 
+@pytest.mark.full  # test_rows_per_chunk has what is in memory at once
 @pytest.mark.slow
 def test_peak_memory(tmp_path):
     library = build_counter(tmp_path)

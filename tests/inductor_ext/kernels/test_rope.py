@@ -1,12 +1,15 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from dsgraph.inductor_ext.kernels import rope as kernel
+from tests.covering import covering
 from tests.inductor_ext.kernels.checks import assert_as_near, gradients, run_interpreted, saved_bytes
 
 OP = torch.ops.dsgraph.rope
@@ -115,14 +118,30 @@ def test_tables_of_no_dimension_are_refused():
 
 
 @pytest.mark.slow
-def test_the_triton_kernels_give_the_same():
-    run_interpreted(__name__, "interpreted")
+@pytest.mark.parametrize("function", ["interpreted", pytest.param("interpreted_in_all_ways", marks=pytest.mark.full)])
+def test_the_triton_kernels_give_the_same(function):
+    run_interpreted(__name__, function)
+
+
+_EITHER = (False, True)
+_AXES: dict[str, Sequence[Any]] = {
+    **{"sizes": SHAPES, "interleaved": _EITHER, "inverse": _EITHER, "full": _EITHER},
+    "dtype": (torch.float32, torch.bfloat16),
+}
 
 
 def interpreted() -> None:
     """Runs in a process of its own."""
-    for (shape, leading), way, dtype in itertools.product(SHAPES, WAYS, (torch.float32, torch.bfloat16)):
-        interleaved, inverse, full = way
+    _check(covering(_AXES))
+
+
+def interpreted_in_all_ways() -> None:
+    """Runs in a process of its own."""
+    _check(itertools.product(*_AXES.values()))
+
+
+def _check(members: Iterable[tuple[Any, ...]]) -> None:
+    for (shape, leading), interleaved, inverse, full, dtype in members:
         x, cos, sin = _inputs(shape, leading, full, dtype)
         x, options = x.detach(), _options(interleaved, inverse, dtype)
         exact = {"rtol": 1e-6, "atol": 1e-6} if dtype == torch.float32 else {"rtol": 0.008, "atol": 1e-3}

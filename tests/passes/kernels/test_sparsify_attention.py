@@ -194,7 +194,7 @@ def test_it_runs_before_kernels_that_would_take_its_place():
     assert SparsifyAttention(Fixed()).fingerprint() != SparsifyAttention(Dense()).fingerprint()
 
 
-@pytest.mark.parametrize("layout", [LAYOUT, {"mode": "bslongformer", "block": 4}])
+@pytest.mark.parametrize("layout", [pytest.param(LAYOUT, marks=pytest.mark.full), {"mode": "bslongformer", "block": 4}])
 def test_the_option_adds_the_pass(layout):
     torch._dynamo.reset()
     model = torch.compile(

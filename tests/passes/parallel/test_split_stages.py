@@ -99,16 +99,16 @@ def test_named_split_points():
 
 
 @pytest.mark.parametrize("name", ("gpt", pytest.param("llama", marks=pytest.mark.full)))
-def test_twelve_layers_balance(name):
+def test_layers_balance(name):
     tokens = torch.zeros(2, 64, dtype=torch.long)
     kwargs = {}
     with torch.device("meta"):
         if name == "gpt":
-            model, args = GPT(GPTConfig(vocab=512, width=256, layers=12)), (tokens, tokens)
+            model, args = GPT(GPTConfig(vocab=512, width=256, layers=8)), (tokens, tokens)
         else:
             transformers = pytest.importorskip("transformers")
             sizes = {"vocab_size": 512, "hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4}
-            model = transformers.LlamaForCausalLM(transformers.LlamaConfig(num_hidden_layers=12, **sizes))
+            model = transformers.LlamaForCausalLM(transformers.LlamaConfig(num_hidden_layers=8, **sizes))
             args, kwargs = (), {"input_ids": tokens, "labels": tokens, "use_cache": False}
     captured = capture_model(model, args, kwargs=kwargs, device=CPU)
     for stages in (2, 4):

@@ -173,6 +173,7 @@ def test_tables_of_no_dimension_are_left_alone():
     assert torch.equal(result, function(*inputs))
 
 
+@pytest.mark.full  # tests/inductor_ext/kernels/test_rope.py has strides, test_every_kernel.py the fusion
 @pytest.mark.inductor
 def test_inductor_keeps_the_layout_of_heads_behind_time():
     from torch._inductor.utils import run_and_get_code
