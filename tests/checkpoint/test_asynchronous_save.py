@@ -34,6 +34,7 @@ def _run(folder: Path, script: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=120, env=os.environ, check=True)
 
 
+@pytest.mark.full  # one that fails has been waited for as well
 def test_a_script_that_ends_has_written_its_checkpoint(tmp_path):
     ran = _run(tmp_path, SCRIPT)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["final", "latest"], ran.stderr

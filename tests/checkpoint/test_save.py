@@ -155,6 +155,7 @@ def _load_latest(folder: str) -> str | None:
     return _engine(3, dsgraph={"compile": False}).load_checkpoint(folder)[0]
 
 
+@pytest.mark.full  # test_checkpoint_folder.py has every moment of a kill
 @pytest.mark.parametrize(
     "seconds", (0.13, *(pytest.param(seconds, marks=pytest.mark.full) for seconds in (0.05, 0.31)))
 )

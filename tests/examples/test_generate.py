@@ -28,6 +28,7 @@ generate.main()
 """
 
 
+@pytest.mark.full  # tests/engine trains and exports, tests/inference rounds and streams
 @pytest.mark.slow
 def test_a_smaller_model_is_trained_and_streams_text(tmp_path):
     command = [sys.executable, "-c", _SMALL, "--seconds", "0.1", "--tokens", "8", "--folder", str(tmp_path)]

@@ -9,6 +9,7 @@ import sys
 import pytest
 
 
+@pytest.mark.full  # tests/engine/optimizers/test_offloading.py has each part
 @pytest.mark.slow
 def test_it_trains_from_disk_and_leaves_nothing_there(tmp_path):
     sizes = ["--width", "64", "--layers", "1", "--steps", "4", "--batch", "4", "--time", "32"]

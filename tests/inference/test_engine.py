@@ -30,7 +30,7 @@ def _both(plain, engine, given, **arguments):
 
 
 @pytest.mark.parametrize(
-    "family", [pytest.param(name, marks=() if name in ("llama", "opt") else pytest.mark.full) for name in CONFIGS]
+    "family", [pytest.param(name, marks=() if name == "llama" else pytest.mark.full) for name in CONFIGS]
 )
 def test_greedy_and_sampled_tokens_are_those_of_transformers(family):
     plain = model(family)
@@ -58,6 +58,7 @@ def test_nothing_is_compiled_after_one_prompt_of_each_bucket():
     assert "decode: 1 compiled" in str(after)
 
 
+@pytest.mark.full  # test_encoders.py has beams
 def test_beams_are_those_of_transformers():
     plain = model("llama")
     engine = dsgraph.init_inference(plain, max_tokens=64, options=EAGER)
@@ -144,6 +145,7 @@ def test_forwards_that_no_graph_takes_are_the_models_own(arguments):
     assert "uncompiled: 8 calls of the model itself" in str(engine.report())
 
 
+@pytest.mark.full  # test_encoders.py reads such a folder, test_checkpoints.py a wrong one
 def test_a_folder_of_transformers_is_a_checkpoint(tmp_path):
     source = model("llama", seed=1)
     source.save_pretrained(tmp_path, max_shard_size="20KB")

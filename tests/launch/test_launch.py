@@ -150,7 +150,9 @@ def test_a_host_that_fails_ends_the_other_and_gives_its_code(launch, tmp_path):
     assert not job.left()
 
 
-@pytest.mark.parametrize(("number", "hosts"), [(signal.SIGKILL, ("one", "two")), (signal.SIGTERM, ())])
+@pytest.mark.parametrize(
+    ("number", "hosts"), [(signal.SIGKILL, ("one", "two")), pytest.param(signal.SIGTERM, (), marks=pytest.mark.full)]
+)
 def test_nothing_outlives_the_launcher(launch, tmp_path, number, hosts):
     job = launch(_WAIT, *(_meeting() if hosts else ()), "SCRIPT", str(tmp_path), hosts=hosts)
     job.wait_for_ranks()

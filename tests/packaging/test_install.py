@@ -64,6 +64,7 @@ def checkout(tmp_path_factory) -> Path:
     return folder
 
 
+@pytest.mark.full  # makes a virtual environment
 def test_a_built_wheel_is_pure_python_installs_and_finds_what_it_needs(checkout, tmp_path):
     """With the present torch; `python -m tests.versions` does the same with the dependencies of each version."""
     python = _environment(tmp_path / "env")

@@ -14,8 +14,8 @@ from dsgraph.compiler.memory_limit.spare_memory import spare_bytes
 from dsgraph.tools.reporting.report import Report
 from examples.gpt import GPT, GPTConfig
 
-CONFIG = GPTConfig(vocab=64, width=32, heads=2, layers=2)
-REPEATED = 9  # matrices of that model that the backward reads: all but the embedding's
+CONFIG = GPTConfig(vocab=64, width=32, heads=2, layers=1)
+REPEATED = 5  # matrices of that model that the backward reads: all but the embedding's
 
 pytestmark = pytest.mark.usefixtures("fake_ranks")
 
@@ -50,7 +50,7 @@ def test_with_memory_to_spare_all_are_kept():
 def test_the_predicted_peak_stays_within_the_limit():
     tight = _train(GPT(CONFIG), *_tokens(64), limit=None).memory.peak
     kept = []
-    for more in (0, 190_000, 220_000, 250_000, 600_000):  # bytes
+    for more in (0, 200_000, 220_000, 400_000):  # bytes
         report = _train(GPT(CONFIG), *_tokens(64), limit=tight + more)
         assert report.memory.peak <= tight + more
         kept.append(len(report.compiles[0].activations.kept_names))
@@ -58,7 +58,7 @@ def test_the_predicted_peak_stays_within_the_limit():
 
 
 def test_what_is_gathered_again_is_named():
-    report = _train(GPT(CONFIG), *_tokens(), limit=222_000)
+    report = _train(GPT(CONFIG), *_tokens(), limit=150_000)
     (miss,) = [item for item in report.near_misses if item.pass_name == "selective_gather"]
     assert miss.note.startswith(
         "gathered again, because 0 bytes are to spare for all: blocks.0.attention.qkv.weight (12,288 bytes"

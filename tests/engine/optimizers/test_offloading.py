@@ -87,7 +87,7 @@ def _growth(action: Callable[[], object]) -> int:
 
 def _check_memory_of_checkpoints(tmp_path: Path) -> None:
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-    width, depth = 1024, 12
+    width, depth = 1024, 6
     make = lambda: torch.nn.Sequential(*(torch.nn.Linear(width, width, bias=False) for _ in range(depth)))  # noqa: E731
     disk = {"device": "nvme", "nvme_path": str(tmp_path)}
     settings = config(3)
@@ -211,7 +211,8 @@ def _go_on(place: str) -> None:
         assert torch.equal(mine, theirs)
 
 
-@pytest.mark.parametrize(("saving", "loading"), [(2, 1), pytest.param(1, 2, marks=pytest.mark.full)])
+@pytest.mark.full  # tests/checkpoint/test_disk_planners.py has other ranks
+@pytest.mark.parametrize(("saving", "loading"), [(2, 1), (1, 2)])
 def test_other_ranks_and_another_ratio_go_on_from_a_checkpoint(ranks, tmp_path, saving, loading):
     ranks(saving).run(_save_on_disk, str(tmp_path))
     ranks(loading).run(_go_on, str(tmp_path))
@@ -377,6 +378,7 @@ def _planned(limit: str | None, folder: str) -> list[torch.Tensor]:
     return [full(param.detach()) for param in engine.module.parameters()]
 
 
+@pytest.mark.full  # tests/optim/test_plan_offload.py plans, and what cannot be planned is refused below
 def test_a_limit_of_memory_says_what_lies_on_disk(one_rank, tmp_path, capfd):
     expected = _planned(None, "")
     found = _planned("1500MB", str(tmp_path))  # of 805 MB of states

@@ -186,6 +186,7 @@ def _by_sensitivity(stage: int, **how: Any) -> dict[str, Any]:
     return {"bits": bits, "shares": shares}
 
 
+@pytest.mark.full  # bits by the period and the eigenvalue of a block are tried by themselves
 @pytest.mark.distributed
 def test_sensitive_blocks_keep_their_bits(ranks):
     alone = ranks(1).run(_by_sensitivity, 0, compile=False)[0]
