@@ -15,8 +15,8 @@ export PYTHONDONTWRITEBYTECODE :=
 RESULTS ?= gpu-results
 GPU_WORKERS ?= 8
 GPU_TIMEOUT ?= 120
-GPU := OMP_NUM_THREADS=$${OMP_NUM_THREADS:-2} TORCHINDUCTOR_COMPILE_THREADS=2 TOKENIZERS_PARALLELISM=false PYTHONPATH="$(CURDIR):$$PYTHONPATH"
-GPU_PYTEST := $(PYTHON) -m pytest tests/gpu -p no:cacheprovider --timeout $(GPU_TIMEOUT) --durations 10
+GPU := OMP_NUM_THREADS=$${OMP_NUM_THREADS:-2} TORCHINDUCTOR_COMPILE_THREADS=2 TOKENIZERS_PARALLELISM=false PYTHONFAULTHANDLER=1 PYTHONPATH="$(CURDIR):$$PYTHONPATH"
+GPU_PYTEST := $(PYTHON) -m pytest tests/gpu -p no:cacheprovider -p no:logging -p no:benchmark --timeout $(GPU_TIMEOUT) --durations 10
 
 .PHONY: train test test-all test-fast gpu gpu-bench mutants lint bench clean
 

@@ -65,7 +65,7 @@ class Results:
             row["outcome"] = report.outcome if report.when == "call" or report.skipped else "error"
             row["message"] = str(report.longrepr)[-MESSAGE:]
         if report.failed:
-            row["printed"] = "\n".join(text for _, text in report.sections)[-MESSAGE:]
+            row["printed"] = "\n".join(text for name, text in report.sections if "log" not in name)[-MESSAGE:]
         if report.when == "teardown" or report.outcome != "passed":
             self._write()
 

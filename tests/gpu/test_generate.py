@@ -14,7 +14,7 @@ from tests.gpu.device import ON_CUDA, error_of, synchronize
 
 transformers = pytest.importorskip("transformers")
 
-pytestmark = [pytest.mark.gpu, pytest.mark.inductor, pytest.mark.usefixtures("one_rank")]
+pytestmark = [pytest.mark.gpu, pytest.mark.inductor, pytest.mark.slow, pytest.mark.usefixtures("one_rank")]
 
 SIZES = {
     **{"vocab_size": 512, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2},

@@ -29,6 +29,7 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "disk": (3, {"activation_offload": "disk"}),
     "kernels": (3, {"kernels": KERNELS}),
     "kernels, eager": (3, {"kernels": KERNELS, "codegen": "eager"}),
+    "sparse attention of all blocks": (3, {"sparse_attention": {"mode": "dense", "block": 32}}),
     "kernels, host": (1, {"kernels": KERNELS, "activation_offload": "host"}),
 }
 
@@ -101,6 +102,40 @@ def test_a_plain_step_does_not_wait_for_the_device(device, record):
     waits = host_waits(step)
     record(host_waits=waits)
     assert waits == {}
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_an_evaluation_does_not_wait_for_the_device(stage, device, record):
+    model, data = partitioned(device, stage=stage), batch(device)
+    compiled = torch.compile(model, backend="dsgraph", options={"codegen": "eager"})
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    compiled(*data).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    model.eval()
+    with torch.no_grad():
+        for _ in range(2):
+            compiled(*data)
+        waits = host_waits(lambda: compiled(*data))
+    record(host_waits=waits)
+    assert waits == {}
+
+
+@pytest.mark.cuda
+@pytest.mark.alone
+def test_the_default_limit_is_below_what_is_free(device, record):
+    taken = torch.empty(4 * 2**30, dtype=torch.uint8, device=device)
+    del taken  # kept by the allocator: free to this process
+    free, total = torch.cuda.mem_get_info()
+    cached = torch.cuda.memory_reserved()
+    model = partitioned(device, stage=3)
+    compiled = torch.compile(model, backend="dsgraph", options={"codegen": "eager"})
+    compiled(*batch(device)).backward()
+    limit = dsgraph.report(model).memory_limit
+    record(limit=limit, free=free, cached=cached, total=total)
+    assert limit is not None
+    assert 0.5 * (free + cached) < limit <= free + cached
 
 
 @pytest.mark.parametrize("codegen", ["inductor", "eager"])
@@ -201,26 +236,29 @@ def _take_workspaces(device: torch.device) -> None:
     gc.collect()
 
 
-def assert_predicted(trained: Trained, record: Any, name: str) -> None:
+def assert_predicted(trained: Trained, record: Any, name: str, *, most: float) -> None:
     record(**{name: trained._asdict()})
     if trained.measured is not None:
         share = trained.measured / trained.predicted
         record(**{f"{name}, measured over predicted": share})
-        assert 0.7 < share < 1.05, trained.report
+        assert 0.7 < share < most, trained.report
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("codegen", ["inductor", "eager"])
 def test_memory_is_as_predicted_and_a_limit_is_kept(codegen, device, record):
     free = train_and_measure(device, codegen=codegen)
-    assert_predicted(free, record, "free")
+    most = 1.2 if codegen == "inductor" else 1.05  # fused kernels keep values that the graph has freed
+    assert_predicted(free, record, "free", most=most)
     limit = int(0.7 * free.predicted)
     limited = train_and_measure(device, codegen=codegen, memory_limit=limit)
-    assert_predicted(limited, record, "limited")
+    assert_predicted(limited, record, "limited", most=most)
     assert limited.predicted <= limit
     assert limited.measured is None or limited.measured <= 1.02 * limit, limited.report
     torch.testing.assert_close(torch.tensor(limited.losses), torch.tensor(free.losses), rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.slow
 def test_offload_to_the_host_lowers_the_peak(device, record):
     free, offloaded = train_and_measure(device), train_and_measure(device, activation_offload="host")
     record(free=free._asdict(), offloaded=offloaded._asdict())

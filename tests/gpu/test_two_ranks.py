@@ -15,10 +15,11 @@ import dsgraph
 from tests.gpu.device import ON_CUDA, error_of, the_device
 from tests.gpu.models import build, full
 
-# One worker of the tests starts the ranks once and calls them again and again.
-pytestmark = [pytest.mark.gpu, pytest.mark.distributed, pytest.mark.inductor, pytest.mark.xdist_group("ranks")]
+pytestmark = [pytest.mark.gpu, pytest.mark.distributed, pytest.mark.inductor, pytest.mark.slow]
 
 STEPS, ROWS, WORLD = 3, 2, 2
+WORKERS = 3
+"""So many workers of the tests start ranks, once each, and call them again and again."""
 CASES: dict[str, dict[str, Any]] = {
     **{f"stage {stage}": {"stage": stage} for stage in (0, 1, 2, 3)},
     **{f"stage {stage}, eager": {"stage": stage, "codegen": "eager"} for stage in (0, 1, 2, 3)},
@@ -35,7 +36,10 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, marks=pytest.mark.xdist_group(f"ranks{n % WORKERS}")) for n, case in enumerate(CASES)],
+)
 def test_trains_as_one_process(case, two_ranks, record):
     losses, expected, errors = two_ranks.run(compare, **CASES[case])[0]
     record(losses=losses, expected=expected, worst=errors[0])
@@ -98,6 +102,7 @@ def _losses(model: nn.Module, run: Any, batches: list[list[Tensor]]) -> list[flo
 
 
 @pytest.mark.cuda
+@pytest.mark.xdist_group("ranks0")
 def test_nccl_refuses_two_ranks_on_one_device(two_ranks, record):
     """Were it otherwise, these tests would use NCCL."""
     answers = two_ranks.run(_try_nccl, limit_s=60)
