@@ -627,7 +627,7 @@ COMPILER = (
     Mutant(
         *("regions-without-our-partitioner", "dsgraph/compiler/codegen.py", "missing check"),
         *("Compilation._compile_inductor", "and not any(region_calls(gm))", ""),
-        killers=("tests/distributed/test_captured_regions.py",),
+        killers=("tests/distributed/test_regions.py",),
     ),
     Mutant(
         *("region-hands-on-views", "passes/regions/saved_arguments.py", "missing check"),
