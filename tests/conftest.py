@@ -20,6 +20,9 @@ pytest_plugins = ["tests.families"]
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Leaves a covering array of each large product to the small tier; the longest tests come first."""
     mark_members(items)
+    for item in items:
+        if "ranks" in getattr(item, "fixturenames", ()):
+            item.add_marker("distributed")
     items.sort(key=lambda item: item.get_closest_marker("slow") is None)
 
 

@@ -9,6 +9,8 @@ import dsgraph
 from dsgraph.utils.errors import InferenceError
 from tests.inference.families import OTHERS, REFUSED, model, prompt
 
+pytestmark = pytest.mark.slow
+
 EAGER = {"codegen": "eager"}
 # Windows of 8 tokens: prompts and what is generated reach beyond them.
 _WAYS = [{"do_sample": False}, {"do_sample": True}, {"do_sample": False, "num_beams": 3}]

@@ -10,7 +10,7 @@ import dsgraph
 from dsgraph.compiler.memory_limit.limit_scope import refuse_memory_budget
 from dsgraph.utils.errors import OptionError
 
-pytestmark = pytest.mark.usefixtures("one_rank")
+pytestmark = [pytest.mark.usefixtures("one_rank"), pytest.mark.slow]
 
 WIDTH = 32
 

@@ -9,7 +9,7 @@ import dsgraph
 
 from .test_limit_scope import WIDTH, _Blocks, _compiled, _least, _step, _text
 
-pytestmark = pytest.mark.usefixtures("one_rank")
+pytestmark = [pytest.mark.usefixtures("one_rank"), pytest.mark.slow]
 ROWS = 256
 BYTES = 4 * sum(param.numel() for param in _Blocks().parameters())
 

@@ -17,7 +17,7 @@ from examples.gpt import GPT, GPTConfig
 CONFIG = GPTConfig(vocab=64, width=32, heads=2, layers=1)
 REPEATED = 5  # matrices of that model that the backward reads: all but the embedding's
 
-pytestmark = pytest.mark.usefixtures("fake_ranks")
+pytestmark = [pytest.mark.usefixtures("fake_ranks"), pytest.mark.slow]
 
 
 def _train(module: nn.Module, *inputs: torch.Tensor, limit: int | None, times: int = 1) -> Report:

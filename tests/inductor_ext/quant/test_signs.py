@@ -56,6 +56,7 @@ def test_what_is_not_finite_is_told():
     assert not unpack_signs(pack_signs(x, 3), 3).isfinite().any()
 
 
+@pytest.mark.slow
 def test_triton_packs_alike():
     run_interpreted(__name__, "interpreted")
 

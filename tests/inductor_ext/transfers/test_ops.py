@@ -178,6 +178,7 @@ STORE = """
 """
 
 
+@pytest.mark.slow
 def test_a_process_that_is_killed_leaves_nothing_behind_the_next_start(tmp_path: Path) -> None:
     killed = run(STORE + "    transfers._threads.shutdown()\n    os.kill(os.getpid(), signal.SIGKILL)\n", tmp_path)
     assert killed.returncode == -9, killed.stderr
@@ -218,6 +219,7 @@ def test_a_running_process_keeps_its_folder_when_another_starts(tmp_path: Path) 
     assert torch.equal(result, given)
 
 
+@pytest.mark.slow
 def test_a_full_disk_is_an_error_that_names_the_file_and_what_to_do(tmp_path: Path) -> None:
     limit = 2**19
 

@@ -85,6 +85,7 @@ def test_cross_attention_stays_dense_and_is_named(read):
     assert "as in cross-attention" in notes[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("same", [False, pytest.param(True, marks=pytest.mark.full)])
 def test_of_an_encoder_and_a_decoder_each_attends_to_itself_alone(same):
     model = transformers.BartForConditionalGeneration(transformers.BartConfig(**SIZES)).eval()

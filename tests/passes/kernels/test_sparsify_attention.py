@@ -16,6 +16,8 @@ from dsgraph.passes.kernels.sparsify_attention import SparsifyAttention
 from dsgraph.passes.kernels.substitute_kernels import SubstituteKernels
 from dsgraph.sparse import BSLongformer, Dense, Fixed, LocalSlidingWindow, from_block_mask
 
+pytestmark = pytest.mark.slow
+
 LENGTH, HEADS = 24, 4
 LAYOUT = Fixed(block=4, num_local_blocks=2)
 OP = torch.ops.dsgraph.block_sparse_attention.default

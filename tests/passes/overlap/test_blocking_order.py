@@ -107,7 +107,8 @@ def orders(found: Mapping[int, Sequence[Step]]) -> set[tuple[str, ...]]:
 @pytest.mark.parametrize(
     ("shape", "on_gloo", "stage"),
     [
-        *[((2, 2), True, 2), ((2, 2), False, 3)],
+        ((2, 2), True, 2),
+        pytest.param((2, 2), False, 3, marks=pytest.mark.full),  # with other batches below
         *[
             pytest.param(*member, marks=pytest.mark.full)
             for on_gloo, shape in ((False, (2, 2)), (True, (2, 4)))
@@ -150,6 +151,7 @@ def _swapped(good: Mapping[int, list[Step]], first: int, second: int) -> dict[in
     return {**good, 0: steps}
 
 
+@pytest.mark.slow
 def test_two_collectives_swapped_on_one_rank_are_a_deadlock(good):
     names = [step.name for step in good[0]]
     bad = _swapped(good, names.index("reduce_scatter_tensor_default"), names.index("all_reduce_default_1"))
@@ -163,6 +165,7 @@ def test_two_collectives_swapped_on_one_rank_are_a_deadlock(good):
             assert part in str(error.value)
 
 
+@pytest.mark.slow
 def test_groups_that_keep_their_own_orders_deadlock_all_the_same(good):
     bad = {**good, 0: sorted(good[0], key=lambda step: step.members != {0, 2})}
     for group in {step.members for step in good[0]}:
@@ -171,11 +174,13 @@ def test_groups_that_keep_their_own_orders_deadlock_all_the_same(good):
         blocking.run(bad)
 
 
+@pytest.mark.slow
 def test_every_swap_is_another_order_for_the_ranks_to_compare(good):
     count = len(good[0])
     assert all(len(orders(_swapped(good, *pair))) == 2 for pair in combinations(range(count), 2))
 
 
+@pytest.mark.slow
 def test_a_rank_that_ends_early_is_named(good):
     with pytest.raises(DeadlockError, match=r"rank 1 stands at .* for rank 0 at its end"):
         blocking.run({**good, 0: good[0][:-2]})

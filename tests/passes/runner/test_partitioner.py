@@ -17,6 +17,8 @@ from dsgraph.passes.ir.collectives import collective_kind, collectives, is_gathe
 from dsgraph.passes.ir.graph import placeholders
 from examples.gpt import GPT, GPTConfig
 
+pytestmark = pytest.mark.slow
+
 CONFIG = GPTConfig(vocab=64, width=32, heads=2, layers=1)
 
 

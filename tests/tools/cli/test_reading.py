@@ -26,6 +26,8 @@ from examples.gpt import GPT, GPTConfig
 from tests.models import build
 from tests.tools.dumping.dumps import dump
 
+pytestmark = pytest.mark.slow
+
 
 def test_reading_needs_no_torch(gpt_dump):
     program = (

@@ -23,6 +23,8 @@ from tests.passes.tracing import trace
 from tests.pipelines import without_buckets
 from tests.tools.dumping.dumps import dump, manifest, read
 
+pytestmark = pytest.mark.slow
+
 SCHEMA = Path(__file__).parents[3] / "docs" / "dump.schema.json"
 
 

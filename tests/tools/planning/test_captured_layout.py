@@ -22,6 +22,7 @@ def _compare(stage: int, *, pp: int = 1, checkpointing: bool = True):
     return compare(MODEL, RankLayout(1, pp, 4), training, gpu=gpu_of("a100-40gb"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("stage", "pp", "checkpointing"), [(3, 1, False), pytest.param(1, 3, True, marks=pytest.mark.full)]
 )
@@ -38,6 +39,7 @@ def test_sliced_layers_are_refused():
         compare(MODEL, RankLayout(2, 1, 4), TrainingSetup(batch=32), gpu=gpu_of("a100-40gb"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("stage", "parameters", "gradients", "optimizer"),
     [

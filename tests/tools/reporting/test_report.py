@@ -18,6 +18,8 @@ from examples.gpt import GPT, GPTConfig
 from tests.models import build, tokens
 from tests.pipelines import without_buckets
 
+pytestmark = pytest.mark.slow
+
 EAGER = {"codegen": "eager"}
 HERE = Path(__file__).name
 

@@ -22,6 +22,8 @@ from tests.tools.reporting.test_report import (
     keep_exp,
 )
 
+pytestmark = pytest.mark.slow
+
 STRICT = {**EAGER, "strict": True}
 
 

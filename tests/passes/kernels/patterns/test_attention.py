@@ -438,6 +438,7 @@ def test_sizes_that_change_and_checkpoint_regions():
     assert "causal = True" in gm.code and "spares 864 bytes" in record.done[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [pytest.param("llama", marks=pytest.mark.full), "gpt2", "bert"])
 def test_models_of_transformers_that_write_it_out(name):
     transformers = pytest.importorskip("transformers")

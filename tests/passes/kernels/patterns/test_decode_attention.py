@@ -45,6 +45,7 @@ def test_several_queries_are_none_of_its_business():
     assert record.changed == 0 and record.notes == ()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", [pytest.param("llama", marks=pytest.mark.full), "gpt2"])
 def test_an_engine_generates_the_same_tokens_with_it(family):
     import dsgraph
