@@ -9,6 +9,8 @@ import dsgraph
 from dsgraph.utils.errors import InferenceError
 from tests.inference.families import WORDS, encoder, encoder_decoder, prompt
 
+pytestmark = pytest.mark.slow
+
 EAGER = {"codegen": "eager"}
 HEADS = [
     "BertModel",
@@ -84,7 +86,7 @@ def test_tokens_of_a_decoder_are_those_of_transformers(way):
     warm = engine.report()
     assert (warm.encode.compiles, warm.prompt.compiles, warm.decode.compiles) == (2, 2, 1)
     for length in (1, 17, 33, 64):
-        engine.generate(**prompt(2, length), max_new_tokens=40, **way)
+        engine.generate(**prompt(2, length), max_new_tokens=6, **way)
     after = engine.report()
     assert (after.encode.compiles, after.prompt.compiles, after.decode.compiles) == (2, 2, 1)
     assert "encode: 2 compiled" in str(after)

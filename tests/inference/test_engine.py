@@ -12,6 +12,8 @@ import dsgraph
 from dsgraph.utils.errors import InferenceError
 from tests.inference.families import CONFIGS, model, prompt
 
+pytestmark = pytest.mark.slow
+
 EAGER = {"codegen": "eager"}
 
 
@@ -35,7 +37,7 @@ def _both(plain, engine, given, **arguments):
 def test_greedy_and_sampled_tokens_are_those_of_transformers(family):
     plain = model(family)
     engine = dsgraph.init_inference(plain, max_tokens=64, options=EAGER)
-    for length in (3, 11, 40):
+    for length in (3, 40):
         for sampled in (False, True):
             given = prompt(2, length, padded=2)
             expected, found = _both(plain, engine, given, max_new_tokens=12, do_sample=sampled)
@@ -50,10 +52,10 @@ def test_nothing_is_compiled_after_one_prompt_of_each_bucket():
     warm = engine.report()
     assert (warm.prompt.compiles, warm.decode.compiles, warm.buckets) == (2, 1, (32, 64))
     for length in (1, 17, 32, 33, 50):
-        engine.generate(**prompt(1, length), max_new_tokens=14)
+        engine.generate(**prompt(1, length), max_new_tokens=4)
     after = engine.report()
     assert (after.prompt.compiles, after.decode.compiles) == (2, 1)
-    assert after.decode.calls == 2 * 2 + 5 * 13
+    assert after.decode.calls == 2 * 2 + 5 * 3
     assert after.decode.tokens_per_second > 0
     assert "decode: 1 compiled" in str(after)
 
