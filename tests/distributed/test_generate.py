@@ -30,6 +30,7 @@ def _generate(synced: bool | None, stage: int = 3) -> tuple[list[int], list[int]
     return expected.tolist(), model.generate(**prompt, **wanted, synced_gpus=synced).tolist()
 
 
+@pytest.mark.full  # waits for a time-out; test_eager_agreement.py has ranks that part
 def test_without_synced_gpus_it_fails_and_says_so(ranks):
     with pytest.raises(AssertionError) as caught:
         ranks(2).run(_generate, False, timeout_s=4)
