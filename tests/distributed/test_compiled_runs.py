@@ -167,7 +167,7 @@ def _one_more_evaluation(stage: int) -> str:
     return _said(_step, model, 0)
 
 
-@pytest.mark.parametrize("stage", (1, 3))
+@pytest.mark.parametrize("stage", (pytest.param(1, marks=pytest.mark.full), 3))
 def test_a_rank_that_evaluates_one_batch_more(ranks, stage):
     first, second = ranks(2).run(_one_more_evaluation, stage)
     assert first == second and "they diverge here" in first

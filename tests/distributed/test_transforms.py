@@ -103,6 +103,7 @@ def test_transforms_of_a_model_match_one_process(ranks, how, stage, is_compiled)
     ranks(2).run(_around, how, stage, is_compiled)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("how", ("grad", "jvp"))
 @pytest.mark.parametrize("stage", (1, 3))
 def test_they_are_compiled_with_what_is_around_them(one_rank, how, stage):

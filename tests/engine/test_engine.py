@@ -361,7 +361,7 @@ def _own_backward(micro_batches: int) -> None:
     assert engine.global_steps == 1
 
 
-@pytest.mark.parametrize("micro_batches", (1, 2))
+@pytest.mark.parametrize("micro_batches", (pytest.param(1, marks=pytest.mark.full), 2))
 def test_gradients_that_the_engine_did_not_scale_are_refused(ranks, micro_batches):
     ranks(2).run(_own_backward, micro_batches)
 

@@ -60,9 +60,7 @@ def _check(stage: int, settings: dict, given, make_alone) -> None:
     engine.close()
 
 
-@pytest.mark.parametrize(
-    "stage", [pytest.param(0, marks=pytest.mark.full), 1, pytest.param(2, marks=pytest.mark.full), 3]
-)
+@pytest.mark.parametrize("stage", [*(pytest.param(stage, marks=pytest.mark.full) for stage in (0, 1, 2)), 3])
 def test_muon_steps_as_in_one_process(ranks, stage):
     ranks(2).run(_check, stage, MUON, None, _Pair)
 

@@ -99,7 +99,7 @@ def _compare(name: str, way: tuple[str, ...], stage: int, keep_whole_below: int)
 
 
 @pytest.mark.distributed
-@pytest.mark.covering
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("keep_whole_below", (0, 20))
 @pytest.mark.parametrize("stage", (0, 1, 2, 3))
 @pytest.mark.parametrize(("name", "way"), [(name, way) for name in OPTIMIZERS for way in WAYS if _takes(name, way)])

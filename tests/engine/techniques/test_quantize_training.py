@@ -126,7 +126,7 @@ def _compare(stage: int, codegen: str | None) -> None:
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize(("world", "stage"), [(1, 0), (2, 3)])
+@pytest.mark.parametrize(("world", "stage"), [pytest.param(1, 0, marks=pytest.mark.full), (2, 3)])
 def test_training_is_that_of_one_process(ranks, world, stage):
     ranks(world).run(_compare, stage, "eager")
 
