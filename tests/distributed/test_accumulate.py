@@ -177,7 +177,7 @@ def _train(
 ) -> list[Tensor]:
     """Losses, gradients and parameters of steps whose micro-batches before the last run in these ways."""
     rank = dist.get_rank()
-    model = dsgraph.partition(build("gpt"), stage=stage, keep_whole_below=20, param_dtype=dtype)
+    model = dsgraph.partition(build("small"), stage=stage, keep_whole_below=20, param_dtype=dtype)
     runs = (
         model if codegen is None else torch.compile(model, backend="dsgraph", options={"codegen": codegen, **options})
     )
@@ -299,7 +299,7 @@ def test_stage_2_reducing_once_computes_the_bits_of_stage_1(ranks, codegen, dtyp
 def _copy_in_mid_step(stage: int, reduce_once: bool | None, codegen: str | None) -> None:
     """A copy begins a step of its own, and the original goes on."""
     rank = dist.get_rank()
-    model = dsgraph.partition(build("gpt"), stage=stage, keep_whole_below=0)
+    model = dsgraph.partition(build("small"), stage=stage, keep_whole_below=0)
 
     def run(part: torch.nn.Module, number: int) -> None:
         runs = part if codegen is None else torch.compile(part, backend="dsgraph", options={"codegen": codegen})
@@ -436,7 +436,7 @@ def _late_backward(stage: int, reduce_once: bool | None) -> None:
     """The backward of a graph that was given sums, after they were dropped, gives the gradient of its own batch."""
     found = []
     for gives_up in (True, False):
-        model = dsgraph.partition(build("gpt"), stage=stage, keep_whole_below=20)
+        model = dsgraph.partition(build("small"), stage=stage, keep_whole_below=20)
         runs = torch.compile(model, backend="dsgraph", options={"codegen": "eager"})
         late = _discard("last_forward", model, runs, reduce_once) if gives_up else runs(*tokens(92, dist.get_rank()))
         assert late is not None

@@ -123,7 +123,7 @@ def test_all_ranks_raise_and_name_the_difference(ranks, function, parts):
 def _recompile_on_one_rank() -> None:
     """Another batch size on one rank alone changes no collective: nobody has to wait for anybody."""
     rank = dist.get_rank()
-    model = dsgraph.partition(build("gpt"), keep_whole_below=0)
+    model = dsgraph.partition(build("small"), keep_whole_below=0)
     compiled = torch.compile(model, backend="dsgraph", options=EAGER)
     for step in range(3):
         compiled(*tokens(step, rank, batch=2 + rank * step)).backward()
@@ -155,7 +155,7 @@ def _come_late_and_check() -> None:
 
 
 def _die() -> None:
-    model = dsgraph.partition(build("gpt"), keep_whole_below=0)
+    model = dsgraph.partition(build("small"), keep_whole_below=0)
     compiled = torch.compile(model, backend="dsgraph", options=EAGER)
     compiled(*tokens(0, dist.get_rank())).backward()
     if dist.get_rank() == 1:

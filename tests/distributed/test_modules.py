@@ -138,10 +138,10 @@ def _notice_updates(stage: int, codegen: str | None) -> None:
     """After any kind of update, with or without an evaluation in between, forward sees the new parameters."""
     rank = dist.get_rank()
     for evaluate_in_between in (False, True):
-        model = dsgraph.partition(build("gpt"), stage=stage, keep_whole_below=0)
+        model = dsgraph.partition(build("small"), stage=stage, keep_whole_below=0)
         runs = model if codegen is None else torch.compile(model, backend="dsgraph", options={"codegen": codegen})
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
-        alone = build("gpt")
+        alone = build("small")
         updates = (_fused_step, _update_data, _update_in_place, _step_without_backward, _fused_step)
         for step, update in enumerate(updates):
             runs(*tokens(step, rank)).backward()
@@ -192,9 +192,9 @@ def test_copies_follow_updates(ranks, stage, codegen):
 def _interleave(stage: int) -> None:
     """Backward passes in another order than the forwards, and two forwards for one backward."""
     rank = dist.get_rank()
-    model = dsgraph.partition(build("gpt"), stage=stage, keep_whole_below=0)
+    model = dsgraph.partition(build("small"), stage=stage, keep_whole_below=0)
     runs = torch.compile(model, backend="dsgraph", options={"codegen": "eager"})
-    alone = build("gpt")
+    alone = build("small")
     for f in (runs, alone):
         first, second = f(*tokens(0, rank)), f(*tokens(1, rank))
         first.backward()
