@@ -16,7 +16,7 @@ from dsgraph.engine.config.engine_config import ProgressiveLayerDropConfig
 from dsgraph.engine.techniques.layer_drop import ProgressiveLayerDrop
 from tests.distributed.training import full
 
-_BLOCKS, _WIDTH, _STEPS = 4, 8, 12
+_BLOCKS, _WIDTH, _STEPS = 4, 8, 8
 _SECTION = {"enabled": True, "theta": 0.3, "gamma": 0.5}
 
 
