@@ -128,19 +128,23 @@ def start_gathers(entries: list[ParameterState]) -> None:
 
 
 def were_written(entries: list[ParameterState]) -> bool:
-    """Whether the shards of any rank differ from what gathered copies were fetched from.
+    """Return True if the shards of any rank differ from what gathered copies were fetched from.
 
     That is how writes to `.data` are noticed, which leave no other trace. All ranks call it together: one number
-    travels, and the host waits for it.
+    travels, and the host waits for it once.
     """
-    differ = False
-    for entry in entries:
-        _, own = _whole_and_own(entry)
-        shard = entry.rows
-        differ = differ or not torch.equal(own[: shard.shape[0]], shard.detach().to(own.dtype))
-    found = torch.tensor(float(differ), device=entries[0].rows.device)
+    found = torch.stack([_differs(entry) for entry in entries]).any().float()
     groups = dict.fromkeys(entry.spec.group for entry in entries)
     return bool(sum_over(found, [Ranks.of(group) for group in groups]))
+
+
+def _differs(entry: ParameterState) -> Tensor:
+    """Return whether a shard differs from this rank's rows of its gathered copy, as a bool on its device."""
+    _, own = _whole_and_own(entry)
+    shard = entry.rows.detach().to(own.dtype)
+    if shard.device.type == "cpu":  # on a GPU the host would wait for each answer
+        return torch.tensor(not torch.equal(own[: shard.shape[0]], shard))
+    return (own[: shard.shape[0]] != shard).any()
 
 
 def _whole_and_own(entry: ParameterState) -> tuple[Tensor, Tensor]:

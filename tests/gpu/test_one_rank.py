@@ -105,8 +105,9 @@ def test_a_plain_step_does_not_wait_for_the_device(device, record):
 
 
 @pytest.mark.cuda
-@pytest.mark.parametrize("stage", [0, 1, 3])
-def test_an_evaluation_does_not_wait_for_the_device(stage, device, record):
+@pytest.mark.parametrize(("stage", "most"), [(0, 0), (1, 1), (3, 0)])
+def test_host_waits_of_an_evaluation(stage, most, device, record):
+    """At stage 1 one answer comes back: whether shards were written to through `.data`."""
     model, data = partitioned(device, stage=stage), batch(device)
     compiled = torch.compile(model, backend="dsgraph", options={"codegen": "eager"})
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
@@ -119,7 +120,7 @@ def test_an_evaluation_does_not_wait_for_the_device(stage, device, record):
             compiled(*data)
         waits = host_waits(lambda: compiled(*data))
     record(host_waits=waits)
-    assert waits == {}
+    assert sum(waits.values()) <= most, waits
 
 
 @pytest.mark.cuda
