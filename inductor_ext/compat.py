@@ -5,8 +5,8 @@ Written for torch 2.11 to 2.15.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from ctypes import CDLL
 from functools import cache
 from typing import Any, cast
@@ -182,6 +182,27 @@ def plain_tensors() -> AbstractContextManager[None]:
     from torch.utils._python_dispatch import _disable_current_modes
 
     return cast("AbstractContextManager[None]", _disable_current_modes())
+
+
+def allow_recompiles(count: int) -> AbstractContextManager[None]:
+    """Within it, Dynamo compiles a function for up to `count` kinds of arguments, before it gives up."""
+    import torch._dynamo.config
+
+    return cast("AbstractContextManager[None]", torch._dynamo.config.patch(recompile_limit=count))
+
+
+@contextmanager
+def autograd_in_kernel() -> Iterator[None]:
+    """Let autograd record what runs inside the kernel of a custom op.
+
+    The dispatcher calls such a kernel with autograd's keys excluded for the thread; `torch.enable_grad` alone has no
+    effect there.
+    """
+    key = torch._C.DispatchKey
+    with torch._C._PreserveDispatchKeyGuard(), torch.enable_grad():
+        for each in (key.AutogradFunctionality, key.AutogradOther, key.AutogradNestedTensor):
+            torch._C._dispatch_tls_set_dispatch_key_excluded(each, False)
+        yield
 
 
 def cpu_attention(q: Tensor, k: Tensor, v: Tensor, *, added: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:

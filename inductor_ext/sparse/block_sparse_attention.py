@@ -5,8 +5,8 @@ For q `[b, heads, l, d]`, k `[b, heads of keys, l, d]` and v `[b, heads of keys,
     scores = scale * (q @ k^T) + bias       where the layout, the mask and causality let a key count; else nothing
     y      = dropout(softmax(scores)) @ v   [b, heads, l, e]
 
-A query of which no key counts gets 0. `reference` computes it with all scores. On a CPU `blocks.py` computes it, on a
-GPU FlexAttention where it can (`flex.py`), otherwise `blocks.py` as well. The GPU's way has never been run.
+A query of which no key counts gets 0. `reference` computes it with all scores. On a CPU `block_attention.py` computes
+it, on a GPU FlexAttention where it can (`flex.py`), otherwise `block_attention.py` as well.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch.nn.functional as F  # noqa: N812 - as users write it
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from dsgraph.inductor_ext.compat import never_merge
+from dsgraph.inductor_ext.compat import autograd_in_kernel, never_merge
 from dsgraph.inductor_ext.ops import define_op
 
 from . import block_attention, flex
@@ -88,7 +88,7 @@ def block_sparse_attention(
     """
     attention = _attention(mask, bias, layout, options)
     sums, seed = _rest(q, layout, attention.dropout_p, q.new_empty)
-    if flex.why_not(q, attention) is None:
+    if flex.why_not(q, v, attention) is None:
         with torch.no_grad():
             y = flex.flex(q, k, v, attention)
         return y.transpose(1, 2).contiguous().transpose(1, 2), sums.zero_(), seed
@@ -124,8 +124,8 @@ def block_sparse_attention_backward(
     """Gradients of q, k, v and, if it needs one, of the bias, contiguous; otherwise nothing in its place."""
     options = {"scale": scale, "dropout_p": dropout_p, "causal": causal}
     attention = _attention(mask, bias, layout, options)
-    if flex.why_not(q, attention) is None:
-        with torch.enable_grad():
+    if flex.why_not(q, v, attention) is None:
+        with autograd_in_kernel():
             inputs = [item.detach().requires_grad_() for item in (q, k, v)]
             found = torch.autograd.grad(flex.flex(inputs[0], inputs[1], inputs[2], attention), inputs, grad)
         dq, dk, dv = (item.contiguous() for item in found)

@@ -21,7 +21,7 @@ assert dsgraph.partition  # registers the ops
 
 
 @pytest.mark.parametrize("dtype", SHARE, ids=str)
-@pytest.mark.parametrize("block", [32, 128])
+@pytest.mark.parametrize("block", [16, 32, 64, 128])
 def test_forward_and_backward(block, dtype, device, record):
     layout = sparse.Fixed(block=block).text
     options = {"scale": 0.125, "dropout_p": 0.0, "causal": True}
