@@ -174,7 +174,7 @@ def test_dynamic_sizes_compile_once(one_rank):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stage", (1, 3))
+@pytest.mark.parametrize("stage", (pytest.param(1, marks=pytest.mark.full), 3))
 def test_everything_dynamic_leaves_parameters_static(one_rank, stage):
     model, alone = dsgraph.partition(build("dynamic"), stage=stage, keep_whole_below=0), build("dynamic")
     compiled = torch.compile(model, backend="dsgraph", options=EAGER, fullgraph=True, dynamic=True)

@@ -14,7 +14,7 @@ import dsgraph
 from dsgraph.optim.disk_optimizer import DiskOptimizer
 from dsgraph.utils.errors import OffloadError
 from tests.distributed.training import full
-from tests.models import CASES, SMALLER, build
+from tests.models import CASES, build
 
 pytestmark = pytest.mark.distributed
 
@@ -35,7 +35,7 @@ def _train(case: str, folder: str, *, beside: bool, codegen: str = "eager", micr
         for number in range(micro_batches):
             is_last = number == micro_batches - 1
             with nullcontext() if is_last else dsgraph.accumulate(model):
-                loss = compiled(*{**CASES, **SMALLER}[case].batches(step * micro_batches + number, dist.get_rank()))
+                loss = compiled(*CASES[case].batches(step * micro_batches + number, dist.get_rank()))
                 with optimizer.beside_backward() if beside and is_last else nullcontext():
                     loss.backward()
             seen.append(loss.detach())
@@ -57,7 +57,7 @@ def _same(case: str, folder: str, codegen: str, micro_batches: int) -> None:
 @pytest.mark.parametrize(
     ("case", "world", "codegen", "micro_batches"),
     [
-        *(("small", 2, "eager", 2), ("graph_break", 2, "eager", 1)),
+        *(("tied", 2, "eager", 2), ("graph_break", 2, "eager", 1)),
         pytest.param("gpt", 2, "inductor", 2, marks=[pytest.mark.inductor, pytest.mark.full]),
         *(
             pytest.param(case, world, "eager", number, marks=pytest.mark.full)

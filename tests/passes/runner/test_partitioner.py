@@ -81,7 +81,7 @@ def test_small_tensors_travel_together(fake_ranks):
     assert [len(results_of(node)) for node in reductions] == [MATRICES - 1, 1, 1]
 
 
-@pytest.mark.parametrize("stage", (1, 2))
+@pytest.mark.parametrize("stage", (pytest.param(1, marks=pytest.mark.full), 2))
 def test_stages_1_and_2_gather_outside_the_graph(fake_ranks, stage):
     graphs = _graphs(stage)
     assert _count(graphs[Phase.FORWARD]) == {}
