@@ -102,11 +102,16 @@ def _layout_mask(
             i, j = (torch.div(at, block, rounding_mode="trunc") for at in (row, column))  # cheaper than //: no signs
             return patterns[codes[h if differs else 0, i, j], row - i * block, column - j * block] != 0
 
-        some, whole = _merged(found, length)
+        some, whole = (item.to(device) for item in _merged(found, length))
         if has_mask:
             whole = torch.zeros_like(whole)
-        lists = (item.to(device) for item in (*_listed(some & ~whole), *_listed(whole)))
-        return BlockMask.from_kv_blocks(*lists, BLOCK_SIZE=MASK_BLOCK, mask_mod=counts, seq_lengths=(length, length))
+        return BlockMask.from_kv_blocks(
+            *_listed(some & ~whole),
+            *_listed(whole),
+            BLOCK_SIZE=MASK_BLOCK,
+            mask_mod=counts,
+            seq_lengths=(length, length),
+        )
 
 
 def _merged(found: BlockCodes, length: int) -> tuple[Tensor, Tensor]:
