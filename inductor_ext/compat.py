@@ -185,10 +185,14 @@ def plain_tensors() -> AbstractContextManager[None]:
 
 
 def allow_recompiles(count: int) -> AbstractContextManager[None]:
-    """Within it, Dynamo compiles a function for up to `count` kinds of arguments, before it gives up."""
+    """Within it, Dynamo compiles a function for up to `count` kinds of arguments, and anew for each number among them.
+
+    Sizes of tensors become dynamic as always.
+    """
     import torch._dynamo.config
 
-    return cast("AbstractContextManager[None]", torch._dynamo.config.patch(recompile_limit=count))
+    settings = {"recompile_limit": count, "specialize_int": True}
+    return cast("AbstractContextManager[None]", torch._dynamo.config.patch(settings))
 
 
 @contextmanager
