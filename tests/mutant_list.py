@@ -894,7 +894,7 @@ ENGINE = (
     ),
     Mutant(
         *("number-of-own-rows", "dsgraph/partitioning/rules.py", "unsummed norm"),
-        *("_number", "value.full_tensor()", "local"),
+        *("_number", "replicated_value(value)", "local"),
         killers=("tests/partitioning/test_replicated.py",),
     ),
     Mutant(

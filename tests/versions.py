@@ -45,6 +45,9 @@ HEAD = (
 # torch -> Python: the oldest with the oldest, the newest with the newest that has wheels of both.
 PAIRS: Mapping[str, str] = {"2.11": "3.10", "2.12": "3.11", "2.13": "3.11", "2.14": "3.12", "2.15": "3.13"}
 
+# Triton 3.6, which torch 2.11 brings, interprets kernels with numpy up to 2.3.
+CONSTRAINTS: Mapping[str, tuple[str, ...]] = {"2.11": ("numpy<2.4",)}
+
 # What `make test` runs, less what measures, builds wheels, or runs whole programs of other frameworks.
 TIER = "not gpu and not full and not packaging"
 LEFT_OUT = ("tests/benchmarks", "tests/packaging", "tests/trials")
@@ -167,7 +170,7 @@ def check(torch: str, python: str, *, root: Path, wheel: Path, select: Sequence[
     """Install the wheel and one version of torch, run `dsgraph doctor` and the tests; return a row of the table."""
     environment = Environment(root / f"torch-{torch}-python-{python}", f"python{python}")
     environment.install(f"torch=={torch}.*")
-    environment.install(f"{wheel}[test]", f"torch=={environment.version('torch')}")
+    environment.install(f"{wheel}[test]", f"torch=={environment.version('torch')}", *CONSTRAINTS.get(torch, ()))
     works = environment.doctor()
     begin = time.monotonic()
     paths = select or ["tests", *(f"--ignore={path}" for path in LEFT_OUT)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from torch.distributed.tensor import DTensor, Placement
+from torch.distributed.tensor import DTensor, Placement, Replicate
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 
@@ -16,6 +16,20 @@ def distributed_like(like: DTensor, local: torch.Tensor) -> DTensor:
     meta = TensorMeta(like.shape, like.stride(), local.dtype)
     spec = DTensorSpec(like.device_mesh, like.placements, tensor_meta=meta)
     return DTensor(local, spec, requires_grad=False)
+
+
+def replicated_value(value: DTensor) -> torch.Tensor:
+    """Return the full tensor without autograd, also inside a rule for an op on a `DTensor`.
+
+    There, `DTensor.full_tensor` fails on 2.11, which has no rule for the `detach_` of autograd's output.
+    """
+    from torch.distributed._functional_collectives import AsyncCollectiveTensor
+    from torch.distributed.tensor._redistribute import redistribute_local_tensor
+
+    spec = value._spec
+    target = DTensorSpec(spec.mesh, (Replicate(),) * spec.mesh.ndim, tensor_meta=spec.tensor_meta)
+    full = redistribute_local_tensor(value._local_tensor, spec, target)
+    return full.wait() if isinstance(full, AsyncCollectiveTensor) else full
 
 
 def identity_of_parts(param: DTensor) -> tuple[int, int]:

@@ -9,7 +9,7 @@ import torch
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.experimental import register_sharding
 
-from dsgraph.compat.dtensor import distributed_like
+from dsgraph.compat.dtensor import distributed_like, replicated_value
 from dsgraph.compat.tensors import is_fake
 from dsgraph.ranks.eager_agreement import EagerAgreement, eager_agreements, is_outside
 from dsgraph.ranks.mesh import mesh_ranks
@@ -53,8 +53,8 @@ def _number(_: type, func: Any, types: Any, args: tuple[DTensor, ...] = (), kwar
         return func(local)
     outside = is_outside()
     intent = Intent("reads a number from shards, as .item() and float() do", outside)
-    with _agreement(value).on(intent, waits=outside), torch.no_grad():
-        return func(value.full_tensor())
+    with _agreement(value).on(intent, waits=outside):
+        return func(replicated_value(value))
 
 
 def _norms(_: type, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> list[torch.Tensor]:

@@ -16,6 +16,7 @@ _VECTORS = r"""
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
+#include <torch/headeronly/util/shim_utils.h>
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
@@ -122,7 +123,7 @@ static inline Tensor empty(const Tensor& x, const std::vector<Int>& sizes) {
   for (Int i = (Int)sizes.size() - 1; i >= 0; stride *= sizes[i--]) strides[i] = stride;
   bool is_float = x.scalar_type() == Type::Float;
   AtenTensorHandle handle;
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(
+  TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(
       sizes.size(), sizes.data(), strides.data(), is_float ? aoti_torch_dtype_float32() : aoti_torch_dtype_bfloat16(),
       aoti_torch_device_type_cpu(), 0, &handle));
   return Tensor(handle);
