@@ -196,15 +196,20 @@ def allow_recompiles(count: int) -> AbstractContextManager[None]:
 
 
 @contextmanager
-def autograd_in_kernel() -> Iterator[None]:
-    """Let autograd record what runs inside the kernel of a custom op.
+def transforms_in_kernel() -> Iterator[None]:
+    """Let autograd and `vmap` run inside the kernel of a custom op as they do outside.
 
-    The dispatcher calls such a kernel with autograd's keys excluded for the thread; `torch.enable_grad` alone has no
-    effect there.
+    The dispatcher calls such a kernel with autograd's keys excluded for the thread, and below a dispatch mode, such as
+    AOTAutograd's in the first run of a graph, with those of functorch; `torch.enable_grad` alone has no effect there.
     """
     key = torch._C.DispatchKey
-    with torch._C._PreserveDispatchKeyGuard(), torch.enable_grad():
-        for each in (key.AutogradFunctionality, key.AutogradOther, key.AutogradNestedTensor):
+    excluded = (
+        *(key.AutogradFunctionality, key.AutogradOther, key.AutogradNestedTensor, key.ADInplaceOrView),
+        *(key.FuncTorchDynamicLayerFrontMode, key.FuncTorchDynamicLayerBackMode),
+        *(key.FuncTorchBatched, key.FuncTorchVmapMode, key.FuncTorchGradWrapper),
+    )
+    with torch._C._PreserveDispatchKeyGuard():
+        for each in excluded:
             torch._C._dispatch_tls_set_dispatch_key_excluded(each, False)
         yield
 

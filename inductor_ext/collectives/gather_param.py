@@ -28,7 +28,7 @@ from torch import Tensor
 
 from dsgraph.inductor_ext.compat import share_memory
 
-from .algorithms import Ranks, start_gather_rows, start_reducing, usual_reduce_scatter
+from .algorithms import Ranks, start_gather_rows, start_reducing, usual_gather, usual_reduce_scatter
 from .reductions import AVERAGE, REDUCTIONS, reduction
 
 
@@ -77,7 +77,7 @@ def gather_param(
     ranks = Ranks.of(group)
     if ranks.size == 1:
         return shard.to(dtype, copy=True)
-    return start_gather_rows(shard, shape, ranks, dtype=dtype).finish()
+    return start_gather_rows(shard, shape, ranks, dtype=dtype, by=usual_gather(ranks, shard.device)).finish()
 
 
 @gather_param.register_fake

@@ -19,7 +19,7 @@ import torch.nn.functional as F  # noqa: N812 - as users write it
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from dsgraph.inductor_ext.compat import autograd_in_kernel, never_merge
+from dsgraph.inductor_ext.compat import never_merge, transforms_in_kernel
 from dsgraph.inductor_ext.ops import define_op
 
 from . import block_attention, flex
@@ -89,7 +89,7 @@ def block_sparse_attention(
     attention = _attention(mask, bias, layout, options)
     sums, seed = _rest(q, layout, attention.dropout_p, q.new_empty)
     if flex.why_not(q, v, attention) is None:
-        with torch.no_grad():
+        with transforms_in_kernel(), torch.no_grad():
             y = flex.flex(q, k, v, attention)
         return y.transpose(1, 2).contiguous().transpose(1, 2), sums.zero_(), seed
     if attention.dropout_p > 0:
@@ -125,7 +125,7 @@ def block_sparse_attention_backward(
     options = {"scale": scale, "dropout_p": dropout_p, "causal": causal}
     attention = _attention(mask, bias, layout, options)
     if flex.why_not(q, v, attention) is None:
-        with autograd_in_kernel():
+        with transforms_in_kernel(), torch.enable_grad():
             inputs = [item.detach().requires_grad_() for item in (q, k, v)]
             found = torch.autograd.grad(flex.flex(inputs[0], inputs[1], inputs[2], attention), inputs, grad)
         dq, dk, dv = (item.contiguous() for item in found)

@@ -6,8 +6,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 from torch.utils.checkpoint import checkpoint
 
 from examples.gpt import GPT, GPTConfig
@@ -49,8 +50,18 @@ def train(model: nn.Module, run: Callable[..., Tensor], data: tuple[Tensor, Tens
 
 
 def full(tensor: Tensor) -> Tensor:
-    """Return all rows of a parameter or a gradient."""
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()
+    """Return all rows of a parameter or a gradient, in host memory if ranks share them.
+
+    `full_tensor` of a CUDA tensor over gloo ends the process with a segmentation fault (torch 2.11.0).
+    """
+    if not isinstance(tensor, DTensor):
+        return tensor.detach()
+    own = tensor.to_local().detach().cpu()
+    if not any(isinstance(placement, Shard) for placement in tensor.placements):
+        return own
+    parts: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(parts, own)
+    return torch.cat(parts)
 
 
 def local(tensor: Tensor) -> Tensor:
