@@ -24,7 +24,10 @@ from benchmarks.report import Row, ratio
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
-PAGES = (ROOT / "README.md", *(ROOT / "docs" / name for name in ("benchmarks.md", "compressed.md", "moq.md")))
+PAGES = (
+    ROOT / "README.md",
+    *(ROOT / "docs" / name for name in ("benchmarks.md", "compressed.md", "gpus.md", "moq.md")),
+)
 
 Columns = Mapping[str, tuple[str, str]]  # head of the column -> name in the row, format of its values
 
@@ -240,6 +243,16 @@ _PIPELINES: Columns = {
     "loss": ("loss", ".6f"),
 }
 
+_GPU_KERNELS: Columns = {
+    "kernel": ("kernel", ""),
+    "width": ("width", ","),
+    "dsgraph, ms": ("ours_ms", ".3f"),
+    "Inductor, ms": ("inductor_ms", ".3f"),
+    "over Inductor": ("over_fastest", ".2f"),
+    "share of a copy's bandwidth": ("copy_share", ".2f"),
+}
+_GPU_DECODING: Columns = {"what": ("what", ""), "device, ms": ("ms", ".3f"), "host, ms": ("host_ms", ".3f")}
+
 _SPARSE: Columns = {
     "system": ("system", ""),
     "tokens": ("length", ","),
@@ -375,11 +388,21 @@ def _is_number(cell: str) -> bool:
 def _measured_on(file: str, page: Path) -> str:
     machine, path = _read(file)["machine"], RESULTS / f"{file}.json"
     deepspeed = f"DeepSpeed {machine['deepspeed']}, " if machine.get("deepspeed") else ""
+    gpu = f"{machine['gpu']}, " if machine.get("gpu") else ""
     link = Path(os.path.relpath(path, page.parent)).as_posix()
     return (
-        f"{machine['cpu']}, {machine['cores']} cores, {machine['memory_gb']} GB, torch {machine['torch']}, {deepspeed}"
-        f"{machine['date']}: [{path.name}]({link})."
+        f"{gpu}{machine['cpu']}, {machine['cores']} cores, {machine['memory_gb']} GB, torch {machine['torch']}, "
+        f"{deepspeed}{machine['date']}: [{path.name}]({link})."
     )
+
+
+def _gpu_tests(page: Path) -> str:
+    """How many tests of each file of tests/gpu passed and failed."""
+    counts: dict[str, list[int]] = {}
+    for test in _read("gpu-tests-h100")["tests"]:
+        counts.setdefault(Path(test["test"].partition("::")[0]).name, [0, 0])[test["outcome"] != "passed"] += 1
+    cells = [[f"`{name}`", str(passed), str(failed)] for name, (passed, failed) in sorted(counts.items())]
+    return f"{_measured_on('gpu-tests-h100', page)}\n\n{_table(cells, ['tests/gpu', 'passed', 'failed'])}"
 
 
 def _read(file: str) -> Row:
@@ -390,6 +413,9 @@ def _read(file: str) -> Row:
 _PEERS = ("fsdp2", "fsdp2-compile", "fsdp2-split", "deepspeed-3")
 
 TABLES: dict[str, Callable[[Path], str]] = {
+    "gpu: kernels": _rows("gpu-h100", _GPU_KERNELS, having="kernel"),
+    "gpu: decoding": _rows("gpu-h100", _GPU_DECODING, having="host_ms"),
+    "gpu: tests": _gpu_tests,
     "results": _headlines,
     "zero": _rows("zero-cpu", _SYSTEMS),
     "zero: ratios": _ratios("zero-cpu", ["dsgraph-3"], [*_PEERS, "fsdp2-split-compile"]),
