@@ -135,10 +135,11 @@ class Environment:
     def test(self, *arguments: str) -> Counts:
         """Run pytest in this checkout and return the counts."""
         report = self.folder / "junit.xml"
+        report.unlink(missing_ok=True)
         command = [self.python, "-m", "pytest", "-q", "-n", "2", "--dist", "worksteal", f"--junitxml={report}"]
         environment = {**_environment(), "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
         subprocess.run([*command, *arguments], cwd=ROOT, env=environment, check=False)
-        return read_junit(report)
+        return read_junit(report) if report.exists() else Counts(0, ("pytest did not start",), 0)
 
     def _run(self, *command: str) -> None:
         subprocess.run(command, env={**_environment(), "PIP_CONFIG_FILE": os.devnull}, check=True)

@@ -245,6 +245,8 @@ def _why_no_pattern(node: Node) -> str | None:
 def _why_not_bound(kinds: Mapping[str, Any]) -> str | None:
     """Why no argument of a graph is ever of a parameter's type, or None."""
     for name, kind in kinds.items():
+        if kind is Any:  # no class in Python 3.10
+            continue
         if not isinstance(kind, type) or get_origin(kind) is not None:
             return f"its parameter {name} is {kind}, and a pattern knows a Tensor or a number alone"
     return None
