@@ -10,6 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from dsgraph.compat.torch_version import why_no_regions
 from dsgraph.utils.errors import PartitionError
 from dsgraph.utils.nearest import nearest
 
@@ -40,10 +41,13 @@ def find_blocks(model: nn.Module, chosen: Blocks) -> RepeatedBlocks:
         chosen: The argument `regions` of `partition`.
 
     Raises:
-        PartitionError: A name is that of no list with two equal blocks, and the model has no blocks yet.
+        PartitionError: A name is that of no list with two equal blocks, and the model has no blocks yet; or torch is
+            older than 2.13.
     """
     if chosen == "none":
         return RepeatedBlocks()
+    if problem := why_no_regions():
+        raise PartitionError(problem)
     known = {module for module in model.modules() if "forward" in overrides(module)}
     found = dict(repeated_blocks(model))
     names = list(found) if chosen == "auto" else chosen

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import dsgraph
+from dsgraph.compat.torch_version import why_no_regions
 from dsgraph.compiler.codegen import REGIONS
 from dsgraph.utils.errors import PartitionError
 from examples.gpt import GPT, GPTConfig
@@ -19,7 +20,7 @@ from tests.distributed.test_transformers import DECODER, ENCODER, VOCAB
 from tests.distributed.training import compare, full
 from tests.models import tokens, tokens_of_any_length
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.skipif(bool(why_no_regions()), reason=why_no_regions())]
 
 SHAPE = GPTConfig(vocab=64, width=16, heads=2, layers=2)
 

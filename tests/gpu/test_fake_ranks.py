@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 import dsgraph
+from dsgraph.compat.torch_version import why_no_regions
 from tests.gpu.device import ON_CUDA, host_waits, synchronize
 from tests.gpu.models import build
 
@@ -68,6 +69,8 @@ def kernels_of(step: Callable[[], object]) -> dict[str, float]:
 @pytest.mark.parametrize("case", CASES)
 def test_figures(case, device, fake_ranks, record):
     sizes, how = LARGE if ON_CUDA else SMALL, CASES[case]
+    if how is not None and "regions" in how and why_no_regions():
+        pytest.skip(why_no_regions())
     tokens = torch.randint(0, sizes["vocab"], (2, 4, 1024 if ON_CUDA else 64), device=device)
     model = build(**sizes).to(device)
     started = time.perf_counter()

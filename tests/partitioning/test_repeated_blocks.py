@@ -9,11 +9,15 @@ import torch
 from torch import Tensor, nn
 
 import dsgraph
+from dsgraph.compat.torch_version import why_no_regions
 from dsgraph.partitioning.classes import overrides
 from dsgraph.partitioning.repeated_blocks import find_blocks
 from dsgraph.utils.errors import PartitionError
 
-pytestmark = pytest.mark.usefixtures("one_rank")
+pytestmark = [
+    pytest.mark.usefixtures("one_rank"),
+    pytest.mark.skipif(bool(why_no_regions()), reason=why_no_regions()),
+]
 
 
 class _Block(nn.Module):
