@@ -54,7 +54,8 @@ def version_of(tensor: torch.Tensor) -> int:
 
 def in_transform() -> bool:
     """Return True inside a transform of `torch.func` (`vmap`, `grad`, ...); Dynamo knows the answer, too."""
-    return torch._C._functorch.peek_interpreter_stack() is not None  # which Dynamo reads as a constant, with a guard
+    # Dynamo knows this call on all versions, and wraps its None: `is not None` would always hold there.
+    return isinstance(torch._C._functorch.peek_interpreter_stack(), torch._C._functorch.CInterpreter)
 
 
 def outside_transforms() -> Any:
