@@ -48,7 +48,7 @@ def _compare(case: str, **how: object) -> None:
     )  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(("stage", "micro_batches"), (pytest.param(0, 2, marks=pytest.mark.full), (3, 1)))
+@pytest.mark.parametrize(("stage", "micro_batches"), ((0, 2), pytest.param(3, 1, marks=pytest.mark.full)))
 def test_blocks_that_share_their_code_learn_as_one_process_does(ranks, stage, micro_batches):
     ranks(1).run(_compare, "gpt", stage=stage, micro_batches=micro_batches, steps=2)
 

@@ -57,7 +57,7 @@ def _same(case: str, folder: str, codegen: str, micro_batches: int) -> None:
 @pytest.mark.parametrize(
     ("case", "world", "codegen", "micro_batches"),
     [
-        *(("tied", 2, "eager", 2), ("graph_break", 2, "eager", 1)),
+        *(("gpt", 2, "eager", 2), ("graph_break", 2, "eager", 1)),
         pytest.param("gpt", 2, "inductor", 2, marks=[pytest.mark.inductor, pytest.mark.full]),
         *(
             pytest.param(case, world, "eager", number, marks=pytest.mark.full)
