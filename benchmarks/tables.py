@@ -397,7 +397,7 @@ def _measured_on(file: str, page: Path) -> str:
 
 
 def _gpu_tests(page: Path) -> str:
-    """How many tests of each file of tests/gpu passed and failed."""
+    """Return a table of the tests of each file of tests/gpu that passed and failed."""
     counts: dict[str, list[int]] = {}
     for test in _read("gpu-tests-h100")["tests"]:
         counts.setdefault(Path(test["test"].partition("::")[0]).name, [0, 0])[test["outcome"] != "passed"] += 1

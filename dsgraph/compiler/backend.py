@@ -286,9 +286,9 @@ def _refuse_limit_without_parts(request: CompileRequest) -> None:
 
 
 def _memory_limit(options: BackendOptions, device_type: str, agreement: Agreement) -> int | None:
-    if options.memory_limit is not None:
-        return on_device(options.memory_limit, device_type)
-    return agreement.least_memory(default_limit_of_device) if device_type == "cuda" else None
+    # Ranks exchange it even if some of them have a limit of their own: the n-th exchange of each meets the n-th.
+    least = agreement.least_memory(default_limit_of_device) if device_type == "cuda" else None
+    return least if options.memory_limit is None else on_device(options.memory_limit, device_type)
 
 
 def _reduces(inputs: Sequence[Any], parameters: Iterable[int]) -> bool:

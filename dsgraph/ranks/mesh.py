@@ -107,11 +107,11 @@ def _refuse_other_device(device: str) -> None:
     """Refuse a process group that cannot communicate tensors of the model's device.
 
     Raises:
-        PartitionError: It is that of NCCL, and the model lies on the CPU.
+        PartitionError: The process group uses NCCL, and the model is on the CPU.
     """
     if device == "cpu" and dist.get_backend() == "nccl":
         raise PartitionError(
-            'the process group is of NCCL, which has no collectives of CPU tensors, and the model lies on "cpu": call '
+            "the model is on the CPU, and the process group uses NCCL, which cannot communicate CPU tensors: call "
             "torch.cuda.set_device(int(os.environ['LOCAL_RANK'])) and move the model with model.cuda() before partition"
         )
 

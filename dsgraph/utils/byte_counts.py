@@ -18,7 +18,7 @@ _UNITS = {
 }
 
 MEMORY_SHARE = 0.9
-"""What a step may use of a device's memory where nobody has set a limit."""
+"""The share of a device's memory that a step may use if no limit is set."""
 
 _OUTSIDE = 2**30  # bytes of a CUDA context, of NCCL's buffers and of libraries' workspaces that are still to come
 
@@ -68,7 +68,7 @@ def on_device(size: float, device_type: str, environ: Mapping[str, str] = os.env
 
 
 def default_limit(total: int, free: int, own: int) -> int:
-    """Return what a step may use of a device's memory where nobody has set a limit.
+    """Return the bytes that a step may use of a device's memory if no limit is set.
 
     Args:
         total: Bytes of the device.

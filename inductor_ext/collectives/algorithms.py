@@ -131,7 +131,7 @@ REDUCE_SCATTERS: Mapping[str, ReduceScatter] = MappingProxyType(
 
 
 def usual_gather(ranks: Ranks, device: torch.device) -> str:
-    """What gathers where several may be under way at once and nobody chooses: on gloo `gather_by_messages`."""
+    """Return the kind of gather used by default, of which several may run at once: on gloo `gather_by_messages`."""
     is_gloo = backend_name(resolve_group(ranks.group), device.type) == "gloo"
     return "gather_by_messages" if is_gloo else "all_gather_into_tensor"
 

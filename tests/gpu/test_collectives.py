@@ -83,7 +83,7 @@ def test_two_gathers_in_place_that_are_waited_for_late(device):
 
 @pytest.mark.parametrize("form", ["all_gather", "reduce_scatter sum", "all_gather_coalesced", "all_to_all"])
 def test_an_input_that_is_freed_before_the_wait(form, device):
-    """What takes its memory afterwards must not be what is sent."""
+    """A tensor that gets the freed memory must not be sent in place of the input."""
     size = (64, 2**18) if ON_CUDA else (64, 64)
     wrong = 0
     for number in range(20):

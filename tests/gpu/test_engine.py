@@ -52,7 +52,7 @@ for _name in ("OneBitAdam", "OneBitLamb"):
     CASES[_name]["gradient_clipping"] = 0.0
 
 MOST_WAITS = {"fp32": 0, "fp32, clipped": 1, "fp16": 1, "stage 1": 1, "OneBitAdam": 1, "OneBitLamb": 1}
-"""How often the host may wait for the device in a step."""
+"""The most waits of the host for the device in a step."""
 
 
 def config_of(own: dict[str, Any], **more: Any) -> dict[str, Any]:

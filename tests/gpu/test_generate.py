@@ -30,7 +30,7 @@ CASES: dict[str, tuple[dict[str, Any], float]] = {
     "int4": ({"quantize": "int4"}, 4e-1),
     "int8, bf16": ({"quantize": "int8", "dtype": torch.bfloat16}, 3e-2),
 }
-"""What `init_inference` is given, and the largest error of the logits; up to 1e-5 all tokens are transformers'."""
+"""Arguments of `init_inference`, and the largest error of the logits. Up to 1e-5 the tokens must be transformers'."""
 
 
 def build() -> Any:
