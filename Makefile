@@ -5,6 +5,8 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 NPROC ?= 2
+# The release that tests, types and figures are checked with; docs/torch.md has the others. `TORCH=torch` takes the newest.
+TORCH ?= torch==2.13.0
 # Three tests at a time on two cores: while ranks of one wait for each other or a child starts, another one runs.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist worksteal
 
@@ -59,7 +61,7 @@ bench: $(VENV)/.installed-peers
 
 $(VENV)/.installed: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --editable .
+	$(BIN)/python -m pip install --quiet "$(TORCH)" --editable .
 	touch $@
 
 $(VENV)/.installed-test: $(VENV)/.installed
