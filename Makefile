@@ -5,7 +5,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 NPROC ?= 2
-# The release that tests, types and figures are checked with; docs/torch.md has the others. `TORCH=torch` takes the newest.
+# The release that tests, types and figures are checked with; docs/reference/torch.md has the others. `TORCH=torch` takes the newest.
 TORCH ?= torch==2.13.0
 # Three tests at a time on two cores: while ranks of one wait for each other or a child starts, another one runs.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist worksteal
@@ -20,7 +20,7 @@ GPU_TIMEOUT ?= 120
 GPU := OMP_NUM_THREADS=$${OMP_NUM_THREADS:-2} TORCHINDUCTOR_COMPILE_THREADS=2 TOKENIZERS_PARALLELISM=false PYTHONFAULTHANDLER=1 PYTHONPATH="$(CURDIR):$$PYTHONPATH"
 GPU_PYTEST := $(PYTHON) -m pytest tests/gpu -p no:cacheprovider -p no:logging -p no:benchmark --timeout $(GPU_TIMEOUT) --durations 10
 
-.PHONY: train test test-all test-fast gpu gpu-bench mutants lint bench clean
+.PHONY: train test test-all test-fast gpu gpu-bench mutants lint docs docs-serve bench clean
 
 train: $(VENV)/.installed
 	$(BIN)/python -m examples.train_gpt --nproc $(NPROC)
@@ -29,7 +29,7 @@ train: $(VENV)/.installed
 test: $(VENV)/.installed-test lint
 	$(PYTEST) -m "not gpu and not full"
 
-# The whole products, and the trials (docs/trials.md) with the frameworks that they use.
+# The whole products, and the trials (tests/trials/README.md) with the frameworks that they use.
 test-all: $(VENV)/.installed-trials lint
 	$(PYTEST) -m "not gpu"
 
@@ -55,6 +55,14 @@ lint: $(VENV)/.installed-test
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+	$(MAKE) --no-print-directory docs
+
+# Broken links, missing anchors and pages outside the navigation fail.
+docs: $(VENV)/.installed-test
+	$(BIN)/mkdocs build --strict --quiet
+
+docs-serve: $(VENV)/.installed-test
+	$(BIN)/mkdocs serve
 
 bench: $(VENV)/.installed-peers
 	$(BIN)/python -m benchmarks.zero --json out.json
@@ -65,7 +73,7 @@ $(VENV)/.installed: pyproject.toml
 	touch $@
 
 $(VENV)/.installed-test: $(VENV)/.installed
-	$(BIN)/python -m pip install --quiet --editable ".[test,lint]"
+	$(BIN)/python -m pip install --quiet --editable ".[test,lint,docs]"
 	touch $@
 
 $(VENV)/.installed-trials: $(VENV)/.installed-test

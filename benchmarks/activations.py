@@ -90,7 +90,7 @@ class Training:
 
         Args:
             model: One of `DEEP` or `LIMITED`.
-            codegen: See docs/options.md.
+            codegen: See docs/reference/options.md.
             how: `checkpoint`, `budget` or `limit`, `offload` beside it, or nothing.
             counter: From `build_counter`.
         """

@@ -1,6 +1,6 @@
 """Writes the tables of the figures that were measured into the pages that show them.
 
-    python -m benchmarks.tables README.md docs/benchmarks.md
+    python -m benchmarks.tables README.md docs/benchmarks/index.md
 
 The figures are those of the files under `benchmarks/results/`. A page marks where a table stands with the two lines
 `<!-- table: NAME -->` and `<!-- end -->`; whatever is between them is replaced. All else in the page is left alone.
@@ -12,7 +12,6 @@ import argparse
 import itertools
 import json
 import math
-import os
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -24,10 +23,7 @@ from benchmarks.report import Row, ratio
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
-PAGES = (
-    ROOT / "README.md",
-    *(ROOT / "docs" / name for name in ("benchmarks.md", "compressed.md", "gpus.md", "moq.md")),
-)
+PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
 
 Columns = Mapping[str, tuple[str, str]]  # head of the column -> name in the row, format of its values
 
@@ -389,10 +385,9 @@ def _measured_on(file: str, page: Path) -> str:
     machine, path = _read(file)["machine"], RESULTS / f"{file}.json"
     deepspeed = f"DeepSpeed {machine['deepspeed']}, " if machine.get("deepspeed") else ""
     gpu = f"{machine['gpu']}, " if machine.get("gpu") else ""
-    link = Path(os.path.relpath(path, page.parent)).as_posix()
     return (
         f"{gpu}{machine['cpu']}, {machine['cores']} cores, {machine['memory_gb']} GB, torch {machine['torch']}, "
-        f"{deepspeed}{machine['date']}: [{path.name}]({link})."
+        f"{deepspeed}{machine['date']}: `{path.relative_to(ROOT)}`."
     )
 
 

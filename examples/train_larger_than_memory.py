@@ -87,7 +87,9 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=8, help="windows a step, over all ranks")
     parser.add_argument("--time", type=int, default=256, help="bytes a window")
     parser.add_argument("--lr", type=float, default=3e-5, help="learning rate")
-    parser.add_argument("--codegen", default="eager", choices=("eager", "inductor"), help="see docs/options.md")
+    parser.add_argument(
+        "--codegen", default="eager", choices=("eager", "inductor"), help="see docs/reference/options.md"
+    )
     wanted = parser.parse_args()
     train(Place.join(alone=not ranks.started_by_torchrun()), wanted)
 

@@ -13,7 +13,7 @@ from dsgraph.compiler.options import BackendOptions
 from dsgraph.passes.kernels.registry import KERNELS
 
 ROOT = Path(__file__).parents[1]
-PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), ROOT / "tests" / "trials" / "README.md"])
 _LINK = re.compile(r"\]\((?!https?://|mailto:)([^)#\s]*)(?:#([^)\s]+))?\)")
 
 
@@ -65,12 +65,12 @@ def test_every_argument_is_described(function, first):
 
 
 def test_every_kernel_is_named():
-    text = (ROOT / "docs" / "options.md").read_text()
+    text = (ROOT / "docs" / "reference" / "options.md").read_text()
     assert not [spec.name for spec in KERNELS if f"`{spec.name}`" not in text]
 
 
 def test_a_listed_dump_has_the_default_passes():
-    text = (ROOT / "docs" / "seeing.md").read_text()
+    text = (ROOT / "docs" / "reference" / "dumps-and-reports.md").read_text()
     dumps = text[text.index("## Dumps") :].partition("\n## ")[0]
     listed = re.findall(r"^[a-z]+-[1-9]\d*-(\w+) ", dumps, flags=re.MULTILINE)
     assert listed == [item.name for item in dsgraph.default_pipeline()]
@@ -81,7 +81,7 @@ def test_readme_is_one_page():
 
 
 def _rows(heading: str) -> dict[str, str]:
-    """First and second column of the table under a heading of docs/options.md."""
-    text = (ROOT / "docs" / "options.md").read_text()
+    """First and second column of the table under a heading of docs/reference/options.md."""
+    text = (ROOT / "docs" / "reference" / "options.md").read_text()
     section = text[text.index(f"## {heading}") :].partition("\n## ")[0]
     return dict(re.findall(r"^\| `(\w+)` \| (.*?) \|", section, flags=re.MULTILINE))

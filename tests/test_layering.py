@@ -66,7 +66,7 @@ FREE = {"dsgraph.__version__"}
 KNOWN = {
     "_asdict": "documented: every named tuple has it",
     "_getframe": "documented, in `sys`",
-    "_actions": "argparse offers no other list of a parser's arguments; docs/cli.md alone is made of it",
+    "_actions": "argparse offers no other list of a parser's arguments; docs/reference/cli.md alone is made of it",
     "_print": "documented: how a printer of sympy's prints a part of what it prints",
     "_init_weights": "the hook by which transformers initialises a model",
     "_dsgraph": "the product's own, which it sets on modules",

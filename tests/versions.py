@@ -1,6 +1,6 @@
 """Does dsgraph work with each supported version of torch and Python? Runs the small tier of the tests with each.
 
-    python -m tests.versions --root FOLDER                     every pair, and the table of docs/torch.md
+    python -m tests.versions --root FOLDER                     every pair, and the table of docs/reference/torch.md
     python -m tests.versions --root FOLDER --only 2.15         one version of torch
     python -m tests.versions --root FOLDER --select tests/ops  these tests; the table names them
 
@@ -27,7 +27,7 @@ from pathlib import Path
 from tabulate import tabulate
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGE = ROOT / "docs" / "torch.md"
+PAGE = ROOT / "docs" / "reference" / "torch.md"
 MARK = ("<!-- versions -->", "<!-- /versions -->")
 HEAD = (
     "torch",

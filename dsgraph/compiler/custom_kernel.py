@@ -40,7 +40,7 @@ def kernel(
 
     Where a pattern is more than the calls of the reference, `anchor` says at which nodes of the captured graph to look,
     and `match` what is there: a `dsgraph.Match` with the node whose value the kernel gives and the arguments of the
-    reference in order, a `dsgraph.NearMiss` with the reason, or None. See docs/kernels.md.
+    reference in order, a `dsgraph.NearMiss` with the reason, or None. See docs/guides/write-a-kernel.md.
 
         @dsgraph.kernel(anchor=lambda node: node.target is torch.tanh, match=find_cap)
         def soft_cap(x: Tensor, cap: float) -> Tensor:

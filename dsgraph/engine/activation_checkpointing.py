@@ -58,7 +58,7 @@ def configure(
     Args:
         mpu_: Not there yet; None.
         deepspeed_config: A JSON file, or what would stand in it; its section `activation_checkpointing` counts.
-        partition_activations: See docs/config.md, as of the others.
+        partition_activations: See docs/reference/config.md, as of the others.
         contiguous_checkpointing: `contiguous_memory_optimization`.
         num_checkpoints: `number_checkpoints`.
         checkpoint_in_cpu: `cpu_checkpointing`.

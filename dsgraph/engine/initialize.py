@@ -38,7 +38,7 @@ def initialize(
 ) -> tuple[Engine, Optimizer, RankLoader | None, Any]:
     """Partition and compile a model, and put everything around it that a training step needs.
 
-    A script for `deepspeed.initialize` runs with it: the configuration is DeepSpeed's, see docs/config.md.
+    A script for `deepspeed.initialize` runs with it: the configuration is DeepSpeed's, see docs/reference/config.md.
 
     Args:
         args: What `add_config_arguments` has parsed; names the configuration where `config` does not.

@@ -184,5 +184,5 @@ def _refuse_averaging_twice(parent: nn.Module, name: str, model: nn.Module | Non
         f"DistributedDataParallel was given {type(model).__name__}, which dsgraph.partition has partitioned: its "
         "gradients are averaged over the ranks already. Use the model without DistributedDataParallel. Replace "
         "transformers.Trainer by DsgraphTrainer and Accelerator by DsgraphAccelerator, and give them the plain model. "
-        "Lightning's strategy 'ddp' has no replacement. See docs/frameworks.md"
+        "Lightning's strategy 'ddp' has no replacement. See docs/guides/frameworks.md"
     )

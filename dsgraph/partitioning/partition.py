@@ -82,7 +82,7 @@ def partition(
             and their gradients; from "disk" compiled graphs read each ahead of its use, and on "host" a model on the
             CPU lies anyway. "folder": on the disk; without it the one for temporary files. A file in it goes when the
             process ends. "ratio": the share of bytes, above 0 and up to 1, or one for each; the last parameters stay.
-            See docs/offload.md. None: nothing.
+            See docs/guides/larger-than-memory.md. None: nothing.
         cast_forward_inputs: Whether floating-point inputs of `model`, also inside lists and dicts,
             are cast to `param_dtype`, as FSDP2's `MixedPrecisionPolicy` does. None: True with a `param_dtype`.
 

@@ -306,7 +306,7 @@ def test_what_is_held_follows_the_shards(ranks):
 
 
 def _penalize(codegen: str | None) -> None:
-    """The two ways that docs/limits.md shows."""
+    """The two ways that docs/reference/limits.md shows."""
     for stage in STAGES:
         for penalty in (_penalty_by_parameters, _penalty_by_attributes):
             mine, alone = dsgraph.partition(_build(), stage=stage, keep_whole_below=60), _build()

@@ -36,7 +36,8 @@ def test_the_scripts_differ_in_their_import():
 
 
 # In bf16 masters begin as they are here and rounded there, and one rounding that falls otherwise goes on: stages 2 and
-# 3 of DeepSpeed's are 1.5e-3 apart. At stage 0 its optimizer has made a step before the first: docs/engine.md.
+# 3 of DeepSpeed's are 1.5e-3 apart. At stage 0 its optimizer has made a step before the first
+# (docs/guides/migrate-from-deepspeed.md).
 LIMITS = {"fp32": dict.fromkeys(losses.STAGES, 1e-4), "bf16": {0: 3e-2, 1: 3e-3, 2: 3e-3, 3: 3e-3}}
 
 

@@ -1,4 +1,4 @@
-"""The table of docs/trials.md: `python -m tests.trials.table docs/trials.md` writes it."""
+"""The table of tests/trials/README.md: `python -m tests.trials.table tests/trials/README.md` writes it."""
 
 from __future__ import annotations
 

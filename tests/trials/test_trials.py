@@ -1,4 +1,4 @@
-"""Each trial ends as docs/trials.md says: as in one process or with a clear error, never otherwise, never in a hang."""
+"""Each trial ends as tests/trials/README.md says: as in one process, or with a clear error; never in a hang."""
 
 from __future__ import annotations
 
@@ -36,5 +36,5 @@ def test_it_ends_as_the_table_says(ranks, name):
 
 
 def test_the_table_lists_all_trials():
-    assert table_of(TRIALS.values()) in PAGE.read_text(), "python -m tests.trials.table docs/trials.md"
+    assert table_of(TRIALS.values()) in PAGE.read_text(), "python -m tests.trials.table tests/trials/README.md"
     assert len(TRIALS) >= 40

@@ -25,7 +25,7 @@ _PLANNED = (
 
 
 class DsgraphConfig(Section):
-    """Keys that DeepSpeed's file does not have: backend options (docs/options.md), and the loader's processes."""
+    """Keys that DeepSpeed's file does not have: backend options (docs/reference/options.md) and loader processes."""
 
     codegen: Literal["inductor", "eager"] = key(
         "inductor", "how graphs become programs", option="codegen", parallel=True

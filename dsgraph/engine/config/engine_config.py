@@ -1,6 +1,6 @@
 """The configuration of the engine: sections, names and defaults of DeepSpeed's JSON file, and one section of our own.
 
-`docs/config.md` is written from these classes.
+`docs/reference/config.md` is written from these classes.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class OptimizerConfig(Section):
     type: str = key(
         ...,
         "`AdamW`, `Adam`, `Lamb`, `Muon` (with AdamW for what is no matrix inside the model), `OneBitAdam` "
-        "or `OneBitLamb` (docs/compressed.md), or the name of a class of `torch.optim`. `Adam` decouples the weight "
-        "decay as `AdamW` does unless its parameter `adam_w_mode` is false, as in DeepSpeed",
+        "or `OneBitLamb` (docs/guides/slow-networks.md), or the name of a class of `torch.optim`. `Adam` decouples the "
+        "weight decay as `AdamW` does unless its parameter `adam_w_mode` is false, as in DeepSpeed",
         parallel=True,
     )
     params: dict[str, Any] = key(
@@ -99,7 +99,7 @@ class Bf16Config(Section):
 
 
 class FlopsProfilerConfig(Section):
-    """A profile of the operations of each module, printed once: see docs/engine.md."""
+    """A profile of the operations of each module, printed once: see docs/guides/migrate-from-deepspeed.md."""
 
     enabled: bool = key(
         False,
@@ -149,7 +149,7 @@ class ActivationCheckpointingConfig(Section):
 
 
 class ParallelConfig(Section):
-    """The ranks that share a model, besides those that take parts of a batch: see docs/parallelism.md."""
+    """The ranks that share a model, besides those that take parts of a batch: see docs/guides/parallelism.md."""
 
     dp: int = key(1, "ranks that take parts of a batch, over which ZeRO shards", ge=1, parallel=True)
     tp: int = key(1, "neighbouring ranks that share every layer", ge=1, parallel=True)
@@ -161,7 +161,7 @@ class ParallelConfig(Section):
 
 
 class ProgressiveLayerDropConfig(Section):
-    """Blocks of the model are left out in training, at random: see docs/compressed.md."""
+    """Blocks of the model are left out in training, at random: see docs/guides/slow-networks.md."""
 
     enabled: bool = key(False, "whether they are")
     theta: float = key(0.5, "what the last block's probability to be kept goes down to", gt=0, le=1)

@@ -58,7 +58,7 @@ class EigenvalueConfig(Section):
 
 
 class QuantizeTrainingConfig(Section):
-    """Weights of linear layers lose bits while the model is trained (MoQ): see docs/moq.md."""
+    """Quantization-aware training of linear layers (MoQ), see docs/guides/quantization-aware-training.md."""
 
     enabled: bool = key(
         False,

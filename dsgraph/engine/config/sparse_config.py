@@ -13,7 +13,7 @@ from .section import Section
 
 
 class SparseAttentionConfig(Section):
-    """Which blocks of scores self-attention computes, see docs/sparse.md; each mode has keys of its own."""
+    """Blocks of scores that self-attention computes, see docs/guides/long-sequences.md; each mode has its own keys."""
 
     mode: Literal["dense", "fixed", "variable", "bigbird", "bslongformer", "local"] = key("fixed", "the layout")
     block: int | None = key(None, "queries and keys of a block; without it 16")

@@ -1,4 +1,4 @@
-"""Writes `docs/cli.md` from the commands' own help: `python -m dsgraph.tools.cli.document docs/cli.md`."""
+"""Writes `docs/reference/cli.md` from the help of the commands: `python -m dsgraph.tools.cli.document FILE`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .main import COMMANDS, build_parser, load, parser_of
 _HEAD = """\
 # The command line
 
-`python -m dsgraph.tools.cli.document docs/cli.md` writes this page from what `dsgraph COMMAND --help` says.
+`python -m dsgraph.tools.cli.document docs/reference/cli.md` writes this page from what `dsgraph COMMAND --help` says.
 `python -m dsgraph` is the same as `dsgraph`.
 """
 

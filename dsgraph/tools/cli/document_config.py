@@ -1,4 +1,4 @@
-"""Writes `docs/config.md`: `python -m dsgraph.tools.cli.document_config docs/config.md`."""
+"""Writes `docs/reference/config.md`: `python -m dsgraph.tools.cli.document_config docs/reference/config.md`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from dsgraph.engine.config.other_keys import NOT_YET, WITHOUT_EFFECT
 _HEAD = """\
 # The engine's configuration
 
-`python -m dsgraph.tools.cli.document_config docs/config.md` writes this page from the classes that read the file.
+`python -m dsgraph.tools.cli.document_config docs/reference/config.md` writes this page from the classes that read
+the file.
 
 `dsgraph.initialize(config=...)` takes the path of a JSON file, or a dict. Names, nesting and defaults are DeepSpeed's;
 the section `dsgraph` is our own. Two of the three batch sizes give the third: `train_batch_size` =

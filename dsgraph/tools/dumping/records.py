@@ -1,6 +1,6 @@
 """What a dump says of a compile and of its graphs: plain data, written as JSON and read back without torch.
 
-`docs/dump.schema.json` describes the files. A change that an old reader would misread raises `VERSION`.
+`docs/reference/dump.schema.json` describes the files. A change that an old reader would misread raises `VERSION`.
 """
 
 from __future__ import annotations

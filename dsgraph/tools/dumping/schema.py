@@ -1,4 +1,4 @@
-"""`python -m dsgraph.tools.dumping.schema > docs/dump.schema.json`: the JSON schemas of a dump's files."""
+"""`python -m dsgraph.tools.dumping.schema > docs/reference/dump.schema.json`: the JSON schemas of a dump's files."""
 
 import json
 

@@ -118,7 +118,7 @@ def _check_memory_of_checkpoints(tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_brings_no_state_into_memory(tmp_path, monkeypatch):
-    # In a process of its own, as docs/offload.md has it start: else what glibc keeps comes and goes with the load.
+    # In a new process, started as docs/guides/larger-than-memory.md says: what glibc keeps would change the figure.
     monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", "262144")
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as process:
         process.submit(_check_memory_of_checkpoints, tmp_path).result()

@@ -71,7 +71,9 @@ def test_the_command_line_starts_without_torch():
 
 
 def test_the_page_of_the_command_line_is_up_to_date():
-    assert (ROOT / "docs" / "cli.md").read_text() == page(), "run python -m dsgraph.tools.cli.document docs/cli.md"
+    assert (ROOT / "docs" / "reference" / "cli.md").read_text() == page(), (
+        "run python -m dsgraph.tools.cli.document docs/reference/cli.md"
+    )
 
 
 def test_the_page_does_not_depend_on_the_terminal(monkeypatch):

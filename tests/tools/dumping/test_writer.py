@@ -25,7 +25,7 @@ from tests.tools.dumping.dumps import dump, manifest, read
 
 pytestmark = pytest.mark.slow
 
-SCHEMA = Path(__file__).parents[3] / "docs" / "dump.schema.json"
+SCHEMA = Path(__file__).parents[3] / "docs" / "reference" / "dump.schema.json"
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +65,10 @@ def test_the_written_schema_is_that_of_the_records():
     assert json.loads(SCHEMA.read_text()) == {
         "compile": json_schema(CompileRecord),
         "graph": json_schema(GraphRecord),
-    }, "python -m dsgraph.tools.dumping.schema > docs/dump.schema.json; raise VERSION if old readers would misread"
+    }, (
+        "python -m dsgraph.tools.dumping.schema > docs/reference/dump.schema.json; "
+        "raise VERSION if old readers would misread"
+    )
 
 
 def test_text_reads_like_python(place):

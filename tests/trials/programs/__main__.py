@@ -25,7 +25,9 @@ def main() -> int:
     parser.add_argument(
         "--where", default="True", help='only those for which this holds: "p.stage == 3 and not p.parts"'
     )
-    parser.add_argument("--page", type=Path, help="write the table between the marks of this page, docs/trials.md")
+    parser.add_argument(
+        "--page", type=Path, help="write the table between the marks of this page, tests/trials/README.md"
+    )
     arguments = parser.parse_args()
     seeds = arguments.only or range(arguments.seed, arguments.seed + arguments.count)
     programs = [p for p in map(draw, seeds) if eval(arguments.where, {"p": p})]

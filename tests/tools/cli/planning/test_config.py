@@ -76,4 +76,4 @@ def test_it_says_what_the_optimizer_leaves_to_defaults(tmp_path, capsys):
 
 
 def test_the_page_is_what_the_program_writes():
-    assert (ROOT / "docs" / "config.md").read_text() == page()
+    assert (ROOT / "docs" / "reference" / "config.md").read_text() == page()

@@ -1,0 +1,40 @@
+"""Each block of code in README, getting-started and guides runs as it stands, and prints what the page shows."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.doc_blocks import ROOT, _shows, blocks_of, run_page
+
+FIRST = [ROOT / "README.md", *sorted((ROOT / "docs" / "getting-started").glob("*.md"))]
+GUIDES = sorted((ROOT / "docs" / "guides").glob("*.md"))
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    "page", [*FIRST, *(pytest.param(page, marks=pytest.mark.full) for page in GUIDES)], ids=lambda page: page.stem
+)
+def test_blocks_of_a_page_run(page, tmp_path):
+    run_page(page, tmp_path)
+
+
+@pytest.mark.parametrize("page", [*FIRST, *GUIDES], ids=lambda page: page.stem)
+def test_each_block_is_of_a_kind_that_is_run_or_shown(page):
+    """A fence without a language, or an indented one, would be left out in silence."""
+    text = page.read_text()
+    blocks = [block for block in blocks_of(text) if "hidden" not in text[block.span[0] - 20 : block.span[0]]]
+    assert {block.kind for block in blocks} <= {"python", "sh", "text", "json", "yaml", "diff"}
+    assert text.count("```") == 2 * len(blocks)
+
+
+def test_output_is_compared_without_its_numbers():
+    assert _shows("step 1: 0.25 s\n...\ndone\n", "step 7: 12.5 s\nanything\nat all\ndone\n")
+    assert not _shows("step 1: 0.25 s\n", "pass 1: 0.25 s\n")
+    assert not _shows("one\n", "one\ntwo\n")
+
+
+def test_a_block_that_fails_names_its_page(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text('```python title="a.py"\nprint(1 / 0)\n```\n\n```sh\npython a.py\n```\n')
+    with pytest.raises(AssertionError, match=r"page\.md: python a\.py"):
+        run_page(page, tmp_path)
