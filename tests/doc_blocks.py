@@ -9,8 +9,8 @@ A page is run from top to bottom in an empty folder:
 - all other `python` blocks of a page are one program, `page.py`, which runs on `<!-- ranks: N -->` ranks (default 1);
 - each `sh` block is run by `bash -e`; a `text` or `console` block right after one shows what it prints.
 
-Readers do not see a block `<!-- hidden python` ... `-->`. `<!-- not run: REASON -->` before a block leaves it out. Shown
-output is compared without its numbers, because times and memory vary; `...` alone on a line stands for any lines.
+Readers do not see a block `<!-- hidden python` ... `-->`. `<!-- not run: REASON -->` before a block leaves it out.
+Output is compared without its numbers, because they vary; `...` alone on a line stands for any lines.
 """
 
 from __future__ import annotations
