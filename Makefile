@@ -59,7 +59,7 @@ lint: $(VENV)/.installed-test
 
 # Broken links, missing anchors and pages outside the navigation fail.
 docs: $(VENV)/.installed-test
-	$(BIN)/mkdocs build --strict --quiet
+	$(BIN)/mkdocs build --strict
 
 docs-serve: $(VENV)/.installed-test
 	$(BIN)/mkdocs serve

@@ -282,9 +282,9 @@ def checks(rows: Sequence[Row]) -> list[Check]:
         found.append(Check(f"{where}: smallest limit over the peak with checkpointed blocks", value, 0.7, "lower"))
         limited = [row for row in own.values() if row["limit_mb"] is not None]
         over = max((row["peak_mb"] / row["limit_mb"] for row in limited), default=None)
-        found.append(Check(f"{where}: measured peak over the limit, the worst", over, 1.0, "lower"))
+        found.append(Check(f"{where}: largest measured peak over the limit", over, 1.0, "lower"))
         off = max((abs(row["peak_mb"] / row["predicted_mb"] - 1) for row in limited), default=None)
-        found.append(Check(f"{where}: measured peak off the simulated one, the worst", off, 0.1, "lower"))
+        found.append(Check(f"{where}: largest relative error of the simulated peak", off, 0.1, "lower"))
     return found
 
 

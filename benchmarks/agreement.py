@@ -47,7 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         report = Report()
         report.rows = rows
         report.checks = [
-            Check(f"step time with the agreement over without, stage {row['stage']}, {how}", row[key], LIMIT, "lower")
+            Check(f"step time with comparisons over without, stage {row['stage']}, {how}", row[key], LIMIT, "lower")
             for row in rows
             for key, how in (("ratio", "pairs of steps"), ("own_ratio", "time in comparisons"))
         ]

@@ -239,7 +239,7 @@ def _saving(size: int, world: int, folder: Path, errors: list[str]) -> Iterator[
     beside = statistics.median(max(total for _, total in found) for _, found in turns) / STEPS_BESIDE
     stall = statistics.median(max(stall for stall, _ in found) for _, found in turns)
     yield {
-        **{"case": f"a checkpoint beside steps, {size // MB} MB a rank", "world": world, "step_s": step},
+        **{"case": f"a checkpoint during steps, {size // MB} MB a rank", "world": world, "step_s": step},
         **{"stall_s": stall, "beside_s": beside, "over": beside / step},
     }
 
@@ -249,7 +249,7 @@ def checks(rows: Sequence[Row]) -> list[Check]:
     found = []
     for kind, what, limit in (
         ("engine", "engine over the bare loop, step time", 1.02),
-        ("dsgraph", "the DeepSpeed script, step time, dsgraph over DeepSpeed", 0.75),
+        ("dsgraph", "step time of one script, dsgraph over DeepSpeed", 0.75),
     ):
         over = [row["over"] for row in rows if row.get("system", "").startswith(kind) and row["over"] is not None]
         stages = [str(row["stage"]) for row in rows if row.get("system", "").startswith(kind)]
@@ -258,10 +258,12 @@ def checks(rows: Sequence[Row]) -> list[Check]:
     shares = [row["share"] for row in rows if "share" in row]
     size = next((row["case"].partition(", ")[2] for row in rows if "share" in row), "not measured")
     found.append(
-        Check(f"a checkpoint's rate over the disk's ({size})", min(shares) if shares else None, 0.80, "higher")
+        Check(f"checkpoint write rate over the disk's ({size})", min(shares) if shares else None, 0.80, "higher")
     )
     beside = [row["over"] for row in rows if "beside_s" in row]
-    found.append(Check("steps beside a checkpoint over steps", beside[0] if beside else None, 1.05, "lower"))
+    found.append(
+        Check("step time while a checkpoint is written, over step time", beside[0] if beside else None, 1.05, "lower")
+    )
     return found
 
 

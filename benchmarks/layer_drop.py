@@ -97,13 +97,13 @@ def checks(rows: Sequence[Row]) -> list[Check]:
     every, dropped = rows
     return [
         Check(
-            "layer dropping: time a sample, theta down, over all layers",
+            "layer dropping: time per sample, theta down, over all layers",
             dropped["late_s"] / every["late_s"],
             0.8,
             "lower",
         ),
         Check(
-            "layer dropping: time a sample, all steps, over all layers",
+            "layer dropping: time per sample, all steps, over all layers",
             dropped["mean_s"] / every["mean_s"],
             0.8,
             "lower",

@@ -8,7 +8,7 @@ furthest off:
                   what `dsgraph.passes.analysis.fusion` knows of its fusion
     unfused_mb    the same without, as if the graphs ran node by node
     measured_mb   most bytes of tensors alive at once in a step, counted at torch's allocator
-    error         predicted over measured, less 1
+    error         predicted over measured, minus 1
     where         the part of the step at the simulated peak
     compile_mb    bytes of tensors that the first forward and backward allocated beyond those of a later step
 

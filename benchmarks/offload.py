@@ -7,7 +7,7 @@
 One rank, stage 3, codegen "eager", checkpointed blocks, AdamW, 2,048 tokens a step. Columns:
 
     case        `disk`: all on disk, activations between blocks as well, the optimizer's step beside the backward;
-                `disk-behind`: the step behind it; `memory`: the same training in memory
+                `disk-after`: the step after the backward; `memory`: the same training in memory
     states_mb   16 bytes a parameter
     grown_mb    peak of the process's memory over what it took before the model was made
     ready_s     seconds until the parameters are initialised
@@ -64,7 +64,7 @@ READ, WRITTEN = (
     16,
 )  # bytes a parameter: read by forward, backward and step (4 numbers); gradient and step (3 numbers)
 STEPS = 4
-ON_DISK = ("disk", "disk-behind")
+ON_DISK = ("disk", "disk-after")
 SIZES = {"full": {"width": 1024, "layers": 32}, "quick": {"width": 128, "layers": 2}}
 BILLION = {"full": {"width": 1536, "layers": 36}, "quick": SIZES["quick"]}
 GIB = 2**30
@@ -170,7 +170,7 @@ def _case(case: str, folder: str, sizes: dict[str, int]) -> dict[str, Any]:
 
 
 def _around_backward(optimizer: optim.Optimizer, case: str) -> AbstractContextManager[None]:
-    if isinstance(optimizer, DiskOptimizer) and case != "disk-behind":
+    if isinstance(optimizer, DiskOptimizer) and case != "disk-after":
         return optimizer.beside_backward()
     return nullcontext()
 

@@ -108,7 +108,7 @@ def against_the_model(folder: str, *, quick: bool) -> tuple[list[Row], list[Chec
     with tempfile.TemporaryDirectory() as counting:
         counter = build_counter(Path(counting))
         for beside, ratio in product((False, True), RATIOS if counter is not None else ()):
-            case = f"{'beside' if beside else 'behind'} the backward, ratio {ratio:g}"
+            case = f"{'during' if beside else 'after'} the backward, ratio {ratio:g}"
             offload = {**all_on_disk, "ratio": ratio}
             found = _train(case, SMALL if quick else SIZES, offload, counter, beside, world=1)
             rows.append({"case": case, **found})
@@ -118,14 +118,14 @@ def against_the_model(folder: str, *, quick: bool) -> tuple[list[Row], list[Chec
     pairs = zip(one.pop("parameters"), two.pop("parameters"), strict=True)
     furthest = max((a - b).abs().max().item() for a, b in pairs)
     rows += [{"case": "one process, in memory", **one}, {"case": "2 ranks, a tenth on disk", **two}]
-    checks.append(Check("2 ranks: furthest parameter from one process", furthest, 1e-6, "lower"))
-    checks.append(Check("2 ranks: loss from one process", abs(one["loss"] - two["loss"]), 1e-6, "lower"))
+    checks.append(Check("2 ranks against one process: largest parameter difference", furthest, 1e-6, "lower"))
+    checks.append(Check("2 ranks against one process: loss difference", abs(one["loss"] - two["loss"]), 1e-6, "lower"))
     return rows, checks
 
 
 def _check(what: str, found: Row, predicted: str, measured: str) -> Check:
     error = abs(found[predicted] / found[measured] - 1)
-    return Check(f"{what}: predicted over measured, less 1", error, TENTH, "lower")
+    return Check(f"{what}: predicted over measured, minus 1", error, TENTH, "lower")
 
 
 def _train(

@@ -125,7 +125,7 @@ def checks(rows: Sequence[Row]) -> list[Check]:
     if share is not None:
         found.append(Check(f"communication passes over compile time, {DEEP} layers", share, 0.10, "lower"))
     if deep is not None and small is not None:
-        what = f"their seconds a node, {DEEP} layers over {SMALL}"
+        what = f"communication passes, seconds per node, {DEEP} layers over {SMALL}"
         found.append(Check(what, ratio(deep, [small]), 1.5, "lower"))
     largest = max((row["bucket_mb"] for row in rows), default=0.0)
     if largest:

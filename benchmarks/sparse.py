@@ -152,7 +152,7 @@ def checks(rows: Sequence[Row], length: int) -> list[Check]:
             Check(
                 f"{system}: times faster than dense attention at {length:,} tokens", own.get("speed-up"), 6, "higher"
             ),
-            Check(f"{system}: of the ideal, 1 / density", own.get("of ideal"), 0.6, "higher"),
+            Check(f"{system}: share of the ideal speed-up, 1 / density", own.get("of ideal"), 0.6, "higher"),
             Check(
                 f"{system}: memory over dense attention's",
                 ratio(own.get("peak_mb"), [found.get("dense", {}).get("peak_mb")]),

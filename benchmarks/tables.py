@@ -1,9 +1,9 @@
-"""Writes the tables of the figures that were measured into the pages that show them.
+"""Write tables of measurements into the pages that show them.
 
-    python -m benchmarks.tables README.md docs/benchmarks/index.md
+    python -m benchmarks.tables README.md docs/benchmarks/zero.md
 
-The figures are those of the files under `benchmarks/results/`. A page marks where a table stands with the two lines
-`<!-- table: NAME -->` and `<!-- end -->`; whatever is between them is replaced. All else in the page is left alone.
+The numbers come from the files under `benchmarks/results/`. A page marks the position of a table with the two lines
+`<!-- table: NAME -->` and `<!-- end -->`. The text between them is replaced; the rest of the page is unchanged.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
 
-Columns = Mapping[str, tuple[str, str]]  # head of the column -> name in the row, format of its values
+Columns = Mapping[str, tuple[str, str]]  # column header -> key in the row, format of the value
 
 _MARKED = re.compile(r"(<!-- table: (?P<name>.+?) -->\n)(?:.*?\n)??(<!-- end -->)", re.DOTALL)
 
@@ -33,9 +33,9 @@ _SYSTEMS: Columns = {
     "system": ("system", ""),
     "ranks": ("world", ""),
     "step, s": ("step_s", ".2f"),
-    "peak memory a rank, MB": ("peak_mb", ".0f"),
+    "peak memory per rank, MB": ("peak_mb", ".0f"),
     "first step, s": ("first_step_s", ".1f"),
-    "sent a step, MB": ("wire_mb", ".0f"),
+    "sent per step, MB": ("wire_mb", ".0f"),
     "loss": ("loss", ".6f"),
 }
 _LINKS: Columns = {
@@ -43,8 +43,8 @@ _LINKS: Columns = {
     "step, s": ("step_s", ".2f"),
     "bound, s": ("bound_s", ".2f"),
     "step / bound": ("step/bound", ".2f"),
-    "peak memory a rank, MB": ("peak_mb", ".0f"),
-    "sent a step, MB": ("wire_mb", ".0f"),
+    "peak memory per rank, MB": ("peak_mb", ".0f"),
+    "sent per step, MB": ("wire_mb", ".0f"),
     "left the host, MB": ("link_mb", ".0f"),
 }
 _SCALING: Columns = {
@@ -76,8 +76,8 @@ _LOSS: Columns = {
 _COMPILES: Columns = {
     "what": ("what", ""),
     "compile, s": ("compile_s", ".1f"),
-    "of that dumping, s": ("dump_s", ".1f"),
-    "of that verifying, s": ("verify_s", ".2f"),
+    "dumping, s": ("dump_s", ".1f"),
+    "verifying, s": ("verify_s", ".2f"),
     "dump, MB": ("dump_mb", ".0f"),
 }
 _COMMANDS: Columns = {"command": ("what", ""), "seconds": ("seconds", ".2f")}
@@ -94,7 +94,7 @@ _SAME_LOSSES: Columns = {
 
 _ENGINE: Columns = {
     "system": ("system", ""),
-    "s a step": ("step_s", ".3f"),
+    "step, s": ("step_s", ".3f"),
     "over": ("over", ".3f"),
     "loss": ("loss", ".4f"),
 }
@@ -104,10 +104,10 @@ _REGIONS: Columns = {
     "system": ("system", ""),
     "first step, s": ("first_step_s", ".1f"),
     "step, s": ("step_s", ".3f"),
-    "peak memory a rank, MB": ("peak_mb", ".0f"),
+    "peak memory per rank, MB": ("peak_mb", ".0f"),
 }
 
-_WARM: Columns = {**_REGIONS, "first step of a second start, s": ("warm_s", ".1f")}
+_WARM: Columns = {**_REGIONS, "first step, warm cache, s": ("warm_s", ".1f")}
 
 _ACTIVATIONS: Columns = {
     "model": ("model", ""),
@@ -123,28 +123,28 @@ _ACTIVATIONS: Columns = {
 
 _LIMITS: Columns = {
     "case": ("case", ""),
-    "saved without, MB": ("saved_mb", ".0f"),
+    "saved without a limit, MB": ("saved_mb", ".0f"),
     "limit, MB": ("limit_mb", ".1f"),
     "peak, MB": ("peak_mb", ".1f"),
     "step, s": ("step_s", ".2f"),
-    "step without, s": ("free_s", ".2f"),
-    "to disk and back, MB": ("moved_mb", ".0f"),
-    "a plain program, s": ("disk_s", ".2f"),
+    "step without a limit, s": ("free_s", ".2f"),
+    "moved to disk and back, MB": ("moved_mb", ".0f"),
+    "plain I/O, s": ("disk_s", ".2f"),
     "planning, s": ("plan_s", ".1f"),
 }
 
 _LIMITS_KEPT: Columns = {
     "model": ("model", ""),
     "codegen": ("codegen", ""),
-    "peak without, MB": ("free_mb", ".2f"),
+    "peak without a limit, MB": ("free_mb", ".2f"),
     "limit, MB": ("limit_mb", ".2f"),
     "peak, MB": ("measured_mb", ".2f"),
     "peak / limit": ("share", ".3f"),
-    "the report says": ("said", ""),
+    "warning in the report": ("said", ""),
 }
 _AGREEMENT: Columns = {
     "stage": ("stage", ""),
-    "step with, s": ("with_s", ".3f"),
+    "step with comparisons, s": ("with_s", ".3f"),
     "step without, s": ("without_s", ".3f"),
     "with / without": ("ratio", ".3f"),
     "comparisons, s": ("own_s", ".4f"),
@@ -160,22 +160,22 @@ _SPLITS: Columns = {
 _OFFLOAD: Columns = {
     "training": ("case", ""),
     "model states, MB": ("states_mb", ",.0f"),
-    "growth of memory, MB": ("grown_mb", ",.0f"),
+    "memory growth, MB": ("grown_mb", ",.0f"),
     "parameters ready, s": ("ready_s", ".1f"),
     "first step, s": ("first_s", ".1f"),
     "step, s": ("step_s", ".1f"),
     "bound, s": ("bound_s", ".1f"),
-    "read and written a step, MB": ("moved_mb", ",.0f"),
+    "read and written per step, MB": ("moved_mb", ",.0f"),
     "loss": ("loss", ".6f"),
 }
 _OFFLOAD_PEERS: Columns = {
     "system": ("system", ""),
-    "the rest lies on": ("tier", ""),
+    "offloaded to": ("tier", ""),
     "model states, MB": ("states_mb", ",.0f"),
-    "growth of memory, MB": ("grown_mb", ",.0f"),
+    "memory growth, MB": ("grown_mb", ",.0f"),
     "step, s": ("step_s", ".2f"),
     "loss": ("loss", ".6f"),
-    "or what became of it": ("error", ""),
+    "error": ("error", ""),
 }
 _COMPRESSED: Columns = {
     "training": ("system", ""),
@@ -189,7 +189,7 @@ _ONE_BIT_LINKS: Columns = {
     "link": ("rate", ""),
     "system": ("system", ""),
     "step, s": ("step_s", ".2f"),
-    "sent a step, MB": ("link_mb", ".2f"),
+    "sent per step, MB": ("link_mb", ".2f"),
     "peak, MB": ("peak_mb", ".0f"),
 }
 _ONE_BIT_LOSSES: Columns = {
@@ -200,16 +200,16 @@ _ONE_BIT_LOSSES: Columns = {
 _OFFLOAD_MODEL: Columns = {
     "training": ("case", ""),
     "memory predicted, MB": ("predicted_mb", ".1f"),
-    "measured, MB": ("counted_mb", ".1f"),
-    "growth of the process, MB": ("grown_mb", ".1f"),
+    "memory measured, MB": ("counted_mb", ".1f"),
+    "process growth, MB": ("grown_mb", ".1f"),
     "disk predicted, MB": ("predicted_disk_mb", ".1f"),
-    "its files, MB": ("disk_mb", ".1f"),
+    "measured on disk, MB": ("disk_mb", ".1f"),
     "loss": ("loss", ".6f"),
 }
 _BILLION: Columns = {
-    "states, MB": ("states_mb", ".0f"),
-    "peak of the process, MB": ("peak_mb", ".0f"),
-    "initialised after, s": ("ready_s", ".1f"),
+    "model states, MB": ("states_mb", ",.0f"),
+    "process peak, MB": ("peak_mb", ",.0f"),
+    "initialized after, s": ("ready_s", ".1f"),
     "first step done after, s": ("first_s", ".0f"),
 }
 _QUANTISATION: Columns = {
@@ -217,17 +217,17 @@ _QUANTISATION: Columns = {
     "held-out loss": ("loss", ".4f"),
     "over float32": ("over", ".4f"),
     "change of outputs": ("error", ".2%"),
-    "steps at the last bits": ("at_last", ""),
+    "steps at the final bits": ("at_last", ""),
 }
 _INFERENCE: Columns = {
     "system": ("system", ""),
-    "rows": ("rows", ""),
-    "prompt": ("prompt", ""),
+    "batch": ("rows", ""),
+    "prompt tokens": ("prompt", ""),
     "tokens/s": ("tokens_s", ".0f"),
     "step, ms": ("token_ms", ".1f"),
-    "prompt, ms": ("prompt_ms", ".0f"),
+    "prefill, ms": ("prompt_ms", ".0f"),
     "first token, s": ("first_s", ".1f"),
-    "token over reading the weights": ("bound", ".2f"),
+    "step / reading the weights": ("bound", ".2f"),
     "held-out loss": ("loss", ".4f"),
 }
 _PIPELINES: Columns = {
@@ -252,15 +252,15 @@ _GPU_DECODING: Columns = {"what": ("what", ""), "device, ms": ("ms", ".3f"), "ho
 _SPARSE: Columns = {
     "system": ("system", ""),
     "tokens": ("length", ","),
-    "share of scores": ("density", ".1%"),
+    "density": ("density", ".1%"),
     "forward, s": ("forward_s", ".2f"),
     "backward, s": ("backward_s", ".2f"),
-    "times faster": ("speed-up", ".1f"),
-    "of ideal": ("of ideal", ".2f"),
+    "speed-up": ("speed-up", ".1f"),
+    "share of ideal": ("of ideal", ".2f"),
     "memory, MB": ("peak_mb", ",.0f"),
 }
 
-_HEADLINES = {  # row of the README's table: file, how the check's name begins
+_HEADLINES = {  # row of the README's table: file, beginning of the check's name
     "step time, over the fastest of FSDP2 and DeepSpeed": ("zero-cpu", "dsgraph-3 step time"),
     "peak memory, over the smallest of them": ("zero-cpu", "dsgraph-3 peak memory"),
     "step time over a link of 1 Gbit/s, over the fastest": ("links-cpu", "1gbit: dsgraph-3 step time over the fastest"),
@@ -268,11 +268,119 @@ _HEADLINES = {  # row of the README's table: file, how the check's name begins
     "compile time, over `torch.compile` of one process": ("zero-cpu", "dsgraph-3 compile time"),
 }
 
+# Page under docs/benchmarks/ -> its question; label, file and beginning of the name of its best and its worst check.
+_QUESTIONS: Mapping[str, tuple[str, tuple[str, str, str], tuple[str, str, str]]] = {
+    "zero": (
+        "How fast is a ZeRO step, and how much memory does it take?",
+        ("stage 3, step time over the fastest peer", "zero-cpu", "dsgraph-3 step time"),
+        ("stage 3, peak memory over the smallest peer", "zero-cpu", "dsgraph-3 peak memory"),
+    ),
+    "engine": (
+        "Does the engine compute what DeepSpeed computes?",
+        ("float32, largest difference of 50 losses", "losses-cpu", "fp32"),
+        ("bfloat16, largest difference of 50 losses", "losses-cpu", "bf16"),
+    ),
+    "first-step": (
+        "How long does the first step take?",
+        ("4 layers, later steps with regions over without", "regions-cpu", "step time, 4 layers"),
+        ('codegen "eager", first step of 96 layers over 4', "regions-cpu", "regions-eager: first step, 96 layers"),
+    ),
+    "memory": (
+        "What does a memory limit cost?",
+        (
+            "GPT, step time at equal memory over torch's budget of 0.2",
+            "activations-cpu",
+            "gpt, eager: step at the memory of torch's budget 0.2",
+        ),
+        ("seconds of planning, 96 layers", "limits-cpu", "planning, 96 layers"),
+    ),
+    "links": (
+        "How fast is a step over a slow network?",
+        (
+            "1 Gbit/s, stage 3 with spare memory, step time over the fastest peer",
+            "links-cpu",
+            "1gbit: dsgraph-3-spare step time",
+        ),
+        ("1 Gbit/s, stage 2 with four micro-batches, step time over DDP", "links-cpu", "1gbit: dsgraph-2-x4 step time"),
+    ),
+    "parallel": (
+        "What does a pipeline gain over a slow network?",
+        ("100 Mbit/s, step time over DDP", "parallel-cpu", "100mbit: step of pipeline-x4 over"),
+        ("balance of four stages of a Llama", "parallel-cpu", "llama, 12 layers, 4 stages: balance"),
+    ),
+    "offload": (
+        "What does it cost to train from disk?",
+        ("step time over the bound", "offload-cpu", "disk: step over"),
+        (
+            "two ranks, largest parameter difference from one process",
+            "offload-model-cpu",
+            "2 ranks against one process: largest",
+        ),
+    ),
+    "inference": (
+        "How fast are inference engines?",
+        (
+            "tokens per second over compiled transformers",
+            "inference-cpu",
+            "decode: tokens/s over transformers compiled",
+        ),
+        (
+            "INT8, decoding speed of two ranks over one process",
+            "inference-cpu",
+            "int8, decode: speed of 2 ranks over 1 process, 2 threads",
+        ),
+    ),
+    "quantization": (
+        "What do quantized weights cost in accuracy?",
+        ("8 bits to nearest, held-out loss over float32", "quantisation-cpu", "held-out loss: 8 bits, to nearest"),
+        ("training from 16 to 8 bits, held-out loss over float32", "quantisation-cpu", "held-out loss: MoQ 16 to 8"),
+    ),
+    "sparse": (
+        "How fast is sparse attention?",
+        ("16,384 tokens, speed over dense attention", "sparse-cpu", "bslongformer: times faster"),
+        ("16,384 tokens, memory over dense attention", "sparse-cpu", "fixed: memory"),
+    ),
+    "one-bit": (
+        "What do 1-bit optimizers gain?",
+        ("100 Mbit/s, 1-bit Adam, step time over DDP", "compressed-cpu", "100mbit: step over DDP"),
+        ("time of a compression over a copy", "compressed-cpu", "compressing on one rank"),
+    ),
+    "layer-dropping": (
+        "What does layer dropping gain?",
+        ("time per sample at low theta, over all layers", "compressed-cpu", "layer dropping: time per sample, theta"),
+        ("time per sample over all steps, over all layers", "compressed-cpu", "layer dropping: time per sample, all"),
+    ),
+    "kernels": (
+        "What do the kernels gain?",
+        ("loss of a large vocabulary, memory over plain torch", "kernels-cpu", "linear_cross_entropy: bytes"),
+        ("bfloat16, additional error in roundings (Qwen3)", "kernels-cpu", "bfloat16 error"),
+    ),
+    "gpus": (
+        "How fast are the kernels on an H100?",
+        ("softmax_dropout, time over Inductor", "gpu-h100", "softmax_dropout at 4096: time"),
+        ("linear_cross_entropy, time over Inductor", "gpu-h100", "linear_cross_entropy at 4096: time"),
+    ),
+    "scaling": (
+        "How does compile time grow with layers and ranks?",
+        ("96 layers, share of communication passes", "scaling-cpu", "communication passes over compile time"),
+        ("largest bucket over its bound", "scaling-cpu", "largest bucket"),
+    ),
+    "checks": (
+        "What do dumps, the verifier and comparisons of ranks cost?",
+        ("share of the verifier in the compile time", "dumps-cpu", "time spent verifying"),
+        (
+            "step time with comparisons over without",
+            "agreement-cpu",
+            "step time with comparisons over without, stage 3, pairs",
+        ),
+    ),
+}
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Rewrites the pages that are named; returns the exit code."""
+    """Rewrite the given pages and return the exit code."""
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.tables", description="Writes the tables of measured figures into pages."
+        prog="python -m benchmarks.tables", description="Write the tables of measurements into pages."
     )
     parser.add_argument("pages", nargs="*", type=Path, default=PAGES, help="default: all that have tables")
     for page in parser.parse_args(arguments).pages:
@@ -282,60 +390,85 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def filled(text: str, page: Path) -> str:
-    """The text of a page with its tables as they are to be.
+    """Return the text of a page with up-to-date tables.
 
     Raises:
-        ValueError: The page marks the place of a table that there is not, or one whose end is not marked.
+        ValueError: The page names an unknown table, or a table has no end mark.
     """
     begun, found = text.count("<!-- table: "), list(_MARKED.finditer(text))
     if begun != len(found) or any("<!-- table: " in mark[0][len(mark[1]) :] for mark in found):
-        raise ValueError(f"{page}: a line <!-- table: ... --> has no <!-- end --> behind it")
+        raise ValueError(f"{page}: a line <!-- table: ... --> has no <!-- end --> after it")
     for mark in found:
         if mark["name"] not in TABLES:
             raise ValueError(f"{page}: no table is called {mark['name']!r}; there are {', '.join(TABLES)}")
-    return _MARKED.sub(lambda mark: f"{mark[1]}\n{TABLES[mark['name']](page)}\n\n{mark[3]}", text)
+    return _MARKED.sub(lambda mark: f"{mark[1]}\n{TABLES[mark['name']]()}\n\n{mark[3]}", text)
 
 
-def _rows(file: str, columns: Columns, *, having: str = "") -> Callable[[Path], str]:
-    """A table of the rows of a file that have a value called `having`, and what they were measured on."""
+def _rows(file: str, columns: Columns, *, having: str = "") -> Callable[[], str]:
+    """Return a writer of the rows of a file that contain the key `having`, with the machine and the date."""
 
-    def write(page: Path) -> str:
+    def write() -> str:
         rows = [row for row in _read(file)["rows"] if not having or row.get(having) is not None]
         cells = [[_cell(row.get(name), form) for name, form in columns.values()] for row in rows]
-        return f"{_measured_on(file, page)}\n\n{_table(cells, list(columns))}"
+        return f"{_measured_on(file)}\n\n{_table(cells, list(columns))}"
 
     return write
 
 
-def _ratios(file: str, ours: Sequence[str], peers: Sequence[str]) -> Callable[[Path], str]:
-    """A table of systems over others: step time, peak memory, bytes sent."""
+def _ratios(file: str, ours: Sequence[str], peers: Sequence[str]) -> Callable[[], str]:
+    """Return a writer of the ratios of step time, peak memory and bytes sent, of our systems over their peers."""
 
-    def write(page: Path) -> str:
+    def write() -> str:
         by_name = {row["system"]: row for row in _read(file)["rows"]}
         cells = []
         for name, peer in itertools.product(ours, peers):
             row, other = by_name.get(name, {}), by_name.get(peer, {})
             ratios = [ratio(row.get(figure), [other.get(figure)]) for figure in ("step_s", "peak_mb", "wire_mb")]
             cells.append([name, peer, *(_cell(value, ".2f") for value in ratios)])
-        return _table(cells, ["system", "over", "step", "peak memory a rank", "sent a step"])
+        return _table(cells, ["system", "over", "step time", "peak memory per rank", "sent per step"])
 
     return write
 
 
-def _figures(file: str) -> Callable[[Path], str]:
-    """A table of the figures to reach of a file; of those that several models share, the worst."""
+def _figures(file: str, *, about: str = "", without: str | None = None) -> Callable[[], str]:
+    """Return a writer of the targets of a file. For a target that several models share, the worst model is shown.
 
-    def write(page: Path) -> str:
+    Args:
+        file: Name of the file without its suffix.
+        about: Only targets whose names begin with this text.
+        without: Omit targets whose names begin with this text.
+    """
+
+    def write() -> str:
+        checks = [(name, check) for name, check in _checks(file) if name.startswith(about)]
         cells = [
-            [name, _cell(check["value"], ".3g"), f"{check['limit']:g}", _verdict(check)]
-            for name, check in _checks(file)
+            [name, _cell(check["value"], ".4g"), _target(check), _verdict(check)]
+            for name, check in checks
+            if without is None or not name.startswith(without)
         ]
-        return _table(cells, ["to reach", "measured", "limit", ""])
+        return _table(cells, ["metric", "measured", "target", "result"])
 
     return write
 
 
-def _headlines(page: Path) -> str:
+def _summary() -> str:
+    """Return one row per question: its page, its best result and its worst one."""
+    cells = []
+    for page, (question, best, worst) in _QUESTIONS.items():
+        cells.append([f"[{question}]({page}.md)", _one_line(*best), _one_line(*worst)])
+    return _table(cells, ["question", "best result", "worst result"])
+
+
+def _one_line(label: str, file: str, begins: str) -> str:
+    check = next(check for name, check in _checks(file) if name.startswith(begins))
+    return f"{label}: {_cell(check['value'], '.4g')} (target {_target(check)}, {_verdict(check)})"
+
+
+def _target(check: Row) -> str:
+    return f"{'≤' if check['better'] == 'lower' else '≥'} {check['limit']:.4g}"
+
+
+def _headlines() -> str:
     cells = []
     for what, (file, begins) in _HEADLINES.items():
         check = next(check for name, check in _checks(file) if name.startswith(begins))
@@ -344,7 +477,7 @@ def _headlines(page: Path) -> str:
 
 
 def _checks(file: str) -> Iterator[tuple[str, Row]]:
-    """The checks of a file by name; checks of models (`NAME: what is checked`) give way to the worst of them."""
+    """Yield the checks of a file by name. Of checks that models share (`MODEL: check`), only the worst is yielded."""
     data = _read(file)
     models = {row["model"]: None for row in data["rows"] if "model" in row}
     worst: dict[str, Row] = {}
@@ -381,23 +514,23 @@ def _is_number(cell: str) -> bool:
     return not cell or re.fullmatch(r"[-+.,\d]+(e[-+]\d+)?%?", cell) is not None
 
 
-def _measured_on(file: str, page: Path) -> str:
+def _measured_on(file: str) -> str:
     machine, path = _read(file)["machine"], RESULTS / f"{file}.json"
     deepspeed = f"DeepSpeed {machine['deepspeed']}, " if machine.get("deepspeed") else ""
     gpu = f"{machine['gpu']}, " if machine.get("gpu") else ""
     return (
         f"{gpu}{machine['cpu']}, {machine['cores']} cores, {machine['memory_gb']} GB, torch {machine['torch']}, "
-        f"{deepspeed}{machine['date']}: `{path.relative_to(ROOT)}`."
+        f"{deepspeed}{machine['date'][:10]}: `{path.relative_to(ROOT)}`."
     )
 
 
-def _gpu_tests(page: Path) -> str:
+def _gpu_tests() -> str:
     """Return a table of the tests of each file of tests/gpu that passed and failed."""
     counts: dict[str, list[int]] = {}
     for test in _read("gpu-tests-h100")["tests"]:
         counts.setdefault(Path(test["test"].partition("::")[0]).name, [0, 0])[test["outcome"] != "passed"] += 1
     cells = [[f"`{name}`", str(passed), str(failed)] for name, (passed, failed) in sorted(counts.items())]
-    return f"{_measured_on('gpu-tests-h100', page)}\n\n{_table(cells, ['tests/gpu', 'passed', 'failed'])}"
+    return f"{_measured_on('gpu-tests-h100')}\n\n{_table(cells, ['tests/gpu', 'passed', 'failed'])}"
 
 
 def _read(file: str) -> Row:
@@ -407,7 +540,8 @@ def _read(file: str) -> Row:
 
 _PEERS = ("fsdp2", "fsdp2-compile", "fsdp2-split", "deepspeed-3")
 
-TABLES: dict[str, Callable[[Path], str]] = {
+TABLES: dict[str, Callable[[], str]] = {
+    "summary": _summary,
     "gpu: kernels": _rows("gpu-h100", _GPU_KERNELS, having="kernel"),
     "gpu: decoding": _rows("gpu-h100", _GPU_DECODING, having="host_ms"),
     "gpu: tests": _gpu_tests,
@@ -439,7 +573,8 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "layer dropping": _rows("compressed-cpu", _COMPRESSED, having="early_s"),
     "one bit: links": _rows("compressed-cpu", _ONE_BIT_LINKS, having="link_mb"),
     "one bit: losses": _rows("compressed-cpu", _ONE_BIT_LOSSES, having="held_out"),
-    "compressed: figures": _figures("compressed-cpu"),
+    "one bit: figures": _figures("compressed-cpu", without="layer dropping"),
+    "layer dropping: figures": _figures("compressed-cpu", about="layer dropping"),
     "offload": _rows("offload-cpu", _OFFLOAD, having="first_s"),
     "offload: peers": _rows("offload-cpu", _OFFLOAD_PEERS, having="system"),
     "offload: figures": _figures("offload-cpu"),
@@ -467,7 +602,7 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "dumps: commands": _rows("dumps-cpu", _COMMANDS, having="seconds"),
     "dumps: figures": _figures("dumps-cpu"),
 }
-"""What a page may show, by the name in its mark."""
+"""The tables that a page can contain, by the name in the mark."""
 
 
 if __name__ == "__main__":

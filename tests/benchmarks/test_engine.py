@@ -15,7 +15,7 @@ ROWS = [
     {"system": "dsgraph-3", "stage": 3, "step_s": 0.8, "over": 0.8},
     {"system": "deepspeed-3", "stage": 3, "step_s": 1.0, "over": None},
     {"case": "a checkpoint, 1000 MB a rank", "share": 0.7},
-    {"case": "a checkpoint beside steps, 1000 MB a rank", "step_s": 2.0, "beside_s": 2.2, "over": 1.1},
+    {"case": "a checkpoint during steps, 1000 MB a rank", "step_s": 2.0, "beside_s": 2.2, "over": 1.1},
 ]
 
 
@@ -52,5 +52,5 @@ def test_a_smoke_run(tmp_path, monkeypatch):
     assert rows["engine-3"]["over"] == pytest.approx(rows["engine-3"]["step_s"] / rows["bare-3"]["step_s"])
     assert rows["engine-3"]["loss"] == pytest.approx(rows["bare-3"]["loss"], abs=1e-5)
     assert rows["a checkpoint, 10 MB a rank"]["share"] > 0
-    assert rows["a checkpoint beside steps, 10 MB a rank"]["stall_s"] > 0
+    assert rows["a checkpoint during steps, 10 MB a rank"]["stall_s"] > 0
     assert list(tmp_path.iterdir()) == [file]

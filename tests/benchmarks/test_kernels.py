@@ -17,8 +17,8 @@ def test_a_quick_run_reports_every_figure(tmp_path):
     report = json.loads((tmp_path / "kernels.json").read_text())
     figures = {check["name"]: check for check in report["checks"]}
     assert figures["llama: kernels substituted over present"]["value"] == 1.0
-    assert figures["llama: float32 differs at most"]["ok"]
-    assert figures["llama: bfloat16 is further from float32 than plain, roundings"]["ok"]
+    assert figures["llama: largest float32 difference"]["ok"]
+    assert figures["llama: bfloat16 error beyond plain bfloat16, in roundings"]["ok"]
     assert 0 < figures["llama: Inductor, step over plain"]["value"] < 10
 
 

@@ -15,7 +15,7 @@ def test_checks_hold_deep_models_against_shallow_ones_and_regions_against_none()
     rows = [_row(4, "regions", 20.0), _row(24, "regions", 30.0), _row(24, "flat", 60.0, step_s=0.5)]
     deep, step = regions.checks(rows)
     assert (deep.value, deep.limit, deep.ok) == (1.5, 1.3, False)
-    assert (step.name, step.value, step.limit) == ("regions: step_s, 24 layers, over flat", 2.0, 1.02)
+    assert (step.name, step.value, step.limit) == ("regions: step time, 24 layers, over flat", 2.0, 1.02)
 
 
 def test_warm_starts_are_held_against_those_of_the_same_system():

@@ -23,7 +23,7 @@ def test_checks_are_of_the_longest_sequence():
     assert found["fixed: memory over dense attention's"] == (1.3, False)
     assert found["fixed: held-out loss over dense"] == (1.05, False)
     assert found["bslongformer: times faster than dense attention at 16 tokens"] == (5.0, False)
-    assert found["bslongformer: of the ideal, 1 / density"] == (0.5, False)
+    assert found["bslongformer: share of the ideal speed-up, 1 / density"] == (0.5, False)
     assert found["bslongformer: held-out loss over dense"] == (1.0, True)
     assert found["longest sequence in 4 GiB over dense eager attention's"] == (12.0, True)
 

@@ -1,4 +1,4 @@
-"""Tables of figures in README and docs are those that the files under `benchmarks/results/` make."""
+"""Compare the tables of README and docs with the files under `benchmarks/results/`."""
 
 from __future__ import annotations
 
@@ -54,7 +54,16 @@ def test_wrong_marks_are_refused(text, message):
         filled(text, Path("page.md"))
 
 
-def test_of_figures_that_models_share_the_worst_is_shown():
-    text = TABLES["kernels: figures"](ROOT / "page.md")
-    assert "(worst of 5: qwen3) | 1.04 | 1 | missed" in text
+def test_the_worst_model_of_a_shared_check_is_shown():
+    text = TABLES["kernels: figures"]()
+    assert "(worst of 5: qwen3) | 1.043 | ≤ 1 | missed" in text
     assert text.count("worst of") == 4
+
+
+def test_the_summary_links_every_page_and_shows_missed_targets():
+    rows = re.findall(r"^\| \[.+?\]\((.+?)\) \| (.+) \| (.+) \|$", TABLES["summary"](), flags=re.MULTILINE)
+    pages = {path.name for path in (ROOT / "docs" / "benchmarks").glob("*.md")} - {"index.md"}
+    assert {page for page, *_ in rows} == pages
+    for page, best, worst in rows:
+        missed = "| missed |" in (ROOT / "docs" / "benchmarks" / page).read_text()
+        assert "reached" in best and ("missed" in worst or not missed), page
