@@ -161,7 +161,7 @@ class ParallelConfig(Section):
 
 
 class ProgressiveLayerDropConfig(Section):
-    """Blocks of the model are left out in training, at random: see docs/guides/slow-networks.md."""
+    """Blocks of the model are left out in training, at random: see docs/guides/layer-dropping.md."""
 
     enabled: bool = key(False, "whether they are")
     theta: float = key(0.5, "what the last block's probability to be kept goes down to", gt=0, le=1)
