@@ -5,7 +5,7 @@
 
 A page is run from top to bottom in an empty folder:
 
-- a `python` block with `title="train.py"` is written to that file;
+- a block with `title="train.py"` is written to that file;
 - all other `python` blocks of a page are one program, `page.py`, which runs on `<!-- ranks: N -->` ranks (default 1);
 - each `sh` block is run by `bash -e`; a `text` or `console` block right after one shows what it prints.
 
@@ -74,12 +74,11 @@ def run_page(page: Path, folder: Path, write: bool = False) -> None:
     blocks = blocks_of(text)
     program, replaced, printed = "", [], None
     for block in blocks:
-        if block.kind == "python" and not block.skipped:
-            if block.title:
-                (folder / block.title).parent.mkdir(parents=True, exist_ok=True)
-                (folder / block.title).write_text(block.code)
-            else:
-                program += block.code + "\n"
+        if block.title and not block.skipped:
+            (folder / block.title).parent.mkdir(parents=True, exist_ok=True)
+            (folder / block.title).write_text(block.code)
+        elif block.kind == "python" and not block.skipped:
+            program += block.code + "\n"
         elif block.kind in ("sh", "bash") and not block.skipped:
             printed = _run(block.code, folder, page)
             continue

@@ -38,3 +38,10 @@ def test_a_block_that_fails_names_its_page(tmp_path):
     page.write_text('```python title="a.py"\nprint(1 / 0)\n```\n\n```sh\npython a.py\n```\n')
     with pytest.raises(AssertionError, match=r"page\.md: python a\.py"):
         run_page(page, tmp_path)
+
+
+def test_the_first_dump_is_of_the_program_of_the_first_run():
+    started = ROOT / "docs" / "getting-started"
+    run, dump = (blocks_of((started / page).read_text())[0] for page in ("first-run.md", "first-dump.md"))
+    assert run.title == dump.title == "train.py"
+    assert run.code == dump.code

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
@@ -67,3 +68,12 @@ def test_the_summary_links_every_page_and_shows_missed_targets():
     for page, best, worst in rows:
         missed = "| missed |" in (ROOT / "docs" / "benchmarks" / page).read_text()
         assert "reached" in best and ("missed" in worst or not missed), page
+
+
+def test_the_readme_names_the_peer_that_its_ratio_is_to():
+    rows = {row["system"]: row for row in json.loads((RESULTS / "zero-cpu.json").read_text())["rows"]}
+    ratio = rows["dsgraph-3"]["peak_mb"] / rows["fsdp2-split-compile"]["peak_mb"]
+    assert (
+        f"| peak memory of a rank | {ratio:.2f} | FSDP2, embedding and head as groups, compiled |"
+        in TABLES["results"]()
+    )
