@@ -22,7 +22,7 @@ from dsgraph.utils.errors import PartitionError, RanksDisagreeError
 
 _marks: weakref.WeakKeyDictionary[PartitionState, SavedRows] = weakref.WeakKeyDictionary()
 _WHOLE = (
-    "For a file with full tensors call engine.save_16bit_model, model.save_pretrained or "
+    "For a file with full tensors call engine.export, model.save_pretrained or "
     "torch.distributed.checkpoint.state_dict.get_model_state_dict with full_state_dict=True on all ranks, or "
     "`dsgraph export` on a checkpoint"
 )
