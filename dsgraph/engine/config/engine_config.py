@@ -99,7 +99,7 @@ class Bf16Config(Section):
 
 
 class FlopsProfilerConfig(Section):
-    """A profile of the operations of each module, printed once: see docs/guides/migrate-from-deepspeed.md."""
+    """A profile of the operations of each module, printed once: see docs/reference/engine.md."""
 
     enabled: bool = key(
         False,

@@ -19,7 +19,8 @@ Predicts, by formulas and without a GPU, what training a transformer takes on a 
 that it sends over each axis and link, the pipeline's bubble, the time of a step and TFLOPS. --tp, --pp and --dp give
 the layout; --search tries all of them and ranks those that fit. --explain prints every formula with its symbols, with
 its numbers and with its source. --compile really captures and compiles the layers of one rank, on fake ranks and
-without computing them, and says how far their simulated memory is from the formulas. See docs/guides/parallelism.md.
+without computing them, and says how far their simulated memory is from the formulas. See
+docs/guides/choose-a-layout.md.
 Exit code 1: the layout, or every layout, takes more memory than there is."""
 
 

@@ -14,11 +14,12 @@ LAYOUT = ("--tp", "8", "--pp", "64", "--dp", "8")
 
 
 def test_the_page_shows_what_is_printed(call):
-    page = (ROOT / "docs" / "parallelism.md").read_text()
+    guides = ROOT / "docs" / "guides"
+    pages = (guides / "choose-a-layout.md").read_text() + (guides / "parallelism.md").read_text()
     shown = re.findall(
-        r"^```\n\$ dsgraph ((?:plan|schedule) [^\n]*)\n\n(.*?)^```", page, flags=re.DOTALL | re.MULTILINE
+        r"^```sh\ndsgraph ((?:plan|schedule) [^\n]*)\n```\n+```text\n(.*?)^```", pages, flags=re.DOTALL | re.MULTILINE
     )
-    assert len(shown) == 3
+    assert len(shown) == 4
     for command, output in shown:
         assert call(*command.split()).out == output
 
