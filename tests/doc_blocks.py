@@ -35,13 +35,14 @@ _NUMBER = re.compile(r"\d[\d,]*(\.\d+)?(e[-+]?\d+)?")
 
 @dataclass(frozen=True)
 class Block:
-    """One block of a page: its language, its file name if it has one, its text and where the text stands."""
+    """One block of a page: its language, its file name if it has one, its text and the position of the text."""
 
     kind: str
     title: str
     code: str
     span: tuple[int, int]
     skipped: bool
+    hidden: bool
 
 
 def blocks_of(text: str) -> list[Block]:
@@ -58,6 +59,7 @@ def blocks_of(text: str) -> list[Block]:
                 match["hidden"] if hidden else match["code"],
                 match.span("hidden" if hidden else "code"),
                 match["skip"] is not None,
+                hidden,
             )
         )
     return found
