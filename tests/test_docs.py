@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
 import re
 from pathlib import Path
@@ -74,6 +75,49 @@ def test_a_listed_dump_has_the_default_passes():
     dumps = text[text.index("## Dumps") :].partition("\n## ")[0]
     listed = re.findall(r"^[a-z]+-[1-9]\d*-(\w+) ", dumps, flags=re.MULTILINE)
     assert listed == [item.name for item in dsgraph.default_pipeline()]
+
+
+def test_every_public_name_is_in_the_api_reference_or_among_the_errors():
+    text = (ROOT / "docs" / "reference" / "api.md").read_text()
+    errors = {name for name in dsgraph.__all__ if name.endswith("Error")}
+    assert set(re.findall(r"^::: dsgraph\.(\w+)", text, flags=re.MULTILINE)) == set(dsgraph.__all__) - errors
+    listed = text[: text.index("## Partition a model")]
+    assert not [name for name in set(dsgraph.__all__) - errors if f"`{name}`" not in listed]
+
+
+def test_every_error_class_is_described():
+    rows = dict(
+        re.findall(
+            r"^\| `(\w+)` \((`dsgraph`, )?", (ROOT / "docs" / "reference" / "errors.md").read_text(), flags=re.MULTILINE
+        )
+    )
+    assert set(rows) == set(_exception_classes())
+    assert {name for name, public in rows.items() if public} == {
+        name for name in dsgraph.__all__ if name.endswith("Error")
+    }
+
+
+def test_every_environment_variable_is_described():
+    page = (ROOT / "docs" / "reference" / "environment.md").read_text()
+    described = set(re.findall(r"^\| `(DSGRAPH_\w+)` \|", page, flags=re.MULTILINE))
+    texts = [path.read_text() for path in (*_sources(), *(ROOT / "tests" / "gpu").rglob("*.py"), ROOT / "Makefile")]
+    assert described == {name for text in texts for name in re.findall(r"\bDSGRAPH_[A-Z_]+\b", text)}
+
+
+def _sources() -> list[Path]:
+    return [path for folder in ("dsgraph", "passes", "inductor_ext") for path in (ROOT / folder).rglob("*.py")]
+
+
+def _exception_classes() -> list[str]:
+    """Names of the public classes that derive from an exception, over all sources."""
+    defined = [node for path in _sources() for node in ast.walk(ast.parse(path.read_text()))]
+    return [
+        node.name
+        for node in defined
+        if isinstance(node, ast.ClassDef)
+        and not node.name.startswith("_")
+        and any(isinstance(base, ast.Name) and base.id.endswith(("Error", "Exception")) for base in node.bases)
+    ]
 
 
 def test_readme_is_one_page():
