@@ -1,1 +1,1 @@
-"""What looks at compiles and never decides: command line, dumps, reports, bisection, emission, calibration."""
+"""Tools that look at compiles and never decide: command line, dumps, reports, bisection, emission, calibration."""

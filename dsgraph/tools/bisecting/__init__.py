@@ -1,1 +1,1 @@
-"""`dsgraph bisect`: runs a graph with ever more of its passes, and finds the node at which results part."""
+"""`dsgraph bisect`: run a graph with one more pass each time, and find the node at which results differ."""

@@ -82,16 +82,16 @@ class Bisection:
 
     @property
     def may_hold_copies(self) -> bool:
-        """A recording would copy what lies elsewhere in each step."""
+        """True: a recording copies all tensors of a step."""
         return not records_cuda_graphs(self._options, self._mode)
 
     @property
     def outcome(self) -> CompileOutcome:
-        """Nothing that the program runs comes of the passes."""
+        """The outcome of the reference, which the program runs: it contains no passes."""
         return CompileOutcome(unidentified=unidentified(self._options, self._pipeline))
 
     def compile(self, gm: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        """Compiles all versions; the result compares them at its first call, and computes what the reference does.
+        """Compile all versions; the result compares them at its first call, and computes what the reference does.
 
         Ranks meet to compare. A graph that communicates like one before may be compiled by some of them alone, and is
         not bisected.
@@ -190,7 +190,7 @@ class Bisection:
                 version.problem, version.compiled = on_one_line(error), None
 
     def _examine(self, replay: RecordedCall) -> None:
-        """Runs all versions on one call's inputs, until one is off."""
+        """Run all versions on one call's inputs, until one is off."""
         self._result["called"] = True
         reference, *versions = self._versions
         assert reference.compiled is not None
@@ -215,7 +215,7 @@ class Bisection:
         self._write()
 
     def _step(self, version: _Version, replay: RecordedCall, expected: Values) -> dict[str, Any]:
-        """Runs one version; what came of it, as it is written down."""
+        """Run one version; what came of it, as it is written down."""
         step: dict[str, Any] = {"pass": version.name, "phase": version.phase, "codegen": version.codegen}
         if version.compiled is None:
             return {**step, "state": "failed", "problem": version.problem}
@@ -251,7 +251,7 @@ class Bisection:
             print(f"dsgraph bisect: graph {self._result['graph']}, {what}", file=sys.stderr, flush=True)
 
     def _say(self, what: str, text: str) -> dict[int, str]:
-        """What the ranks say that have something to say."""
+        """Return rank -> text, for the ranks that have a text to report."""
         if self._agreement is None:
             return {self._result["rank"]: text} if text else {}
         return {rank: words for rank, words in self._agreement.exchange(what, text).items() if words}
@@ -268,7 +268,7 @@ def _badness(apart: Any) -> float:
 
 
 def _input_names(gm: GraphModule, facts: CaptureFacts) -> list[str]:
-    """What the user calls the inputs of the captured graph: `block.weight`, `tokens`; each name once."""
+    """Return the user's names of the captured graph's inputs (`block.weight`, `tokens`); no name occurs twice."""
     names: list[str] = []
     for number, node in enumerate(placeholders(gm)):
         source = source_name(node)

@@ -1,4 +1,4 @@
-"""Whether a program is bisected: then the backend hands each captured graph to a `Bisection`."""
+"""The setting that selects bisection: with it, the backend hands each captured graph to a `Bisection`."""
 
 from __future__ import annotations
 
@@ -24,15 +24,18 @@ class Bisecting:
     folder: Path
 
     def facts(self, facts: CaptureFacts, options: BackendOptions) -> CaptureFacts:
-        """The graph runs where it was captured."""
+        """Return `facts` unchanged: the graph runs where it was captured."""
         return facts
 
     def compiler(self, request: CompileRequest, watch: CompileWatch) -> Bisection:
-        """What bisects the graph of `request`. Its versions are not the program's: `watch` sees none of them."""
+        """Return the bisection of the graph of `request`.
+
+        The program does not run its versions, so `watch` sees none of them.
+        """
         return Bisection(self.folder, request)
 
 
 def read_bisecting(environ: Mapping[str, str]) -> Bisecting | None:
-    """What DSGRAPH_BISECT asks for; None where it is not set."""
+    """Return the bisection that DSGRAPH_BISECT asks for, or None where it is not set."""
     folder = environ.get("DSGRAPH_BISECT")
     return Bisecting(Path(folder)) if folder else None

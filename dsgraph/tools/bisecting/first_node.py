@@ -37,7 +37,7 @@ class WatchedGraph:
         self._boxed_call = True  # AOTAutograd hands over a list of inputs, for them to be freed one by one
 
     def __call__(self, args: list[Any]) -> Any:
-        """Runs it; node by node, if somebody looks."""
+        """Run the graph; node by node if a watcher is set."""
         if self.look is None:
             return self._run(args)
         return _Observed(self.gm, self.kind, self.look).boxed_run(args)
@@ -63,13 +63,13 @@ class NodeFinding:
 
     Attributes:
         graph: "forward" or "backward".
-        node: Its name; "output" when the graph hands out another node than before, and all before it are right.
+        node: Its name; "output" if the graph returns another node than before and all earlier nodes are right.
         op: What it calls.
         where: The user's `file:line`; empty when unknown.
         code: The text of that line.
-        difference: Of its value from the value before the pass.
+        difference: Difference of its value from the value before the pass.
         arguments: Its arguments, where the pass has changed them: before and after.
-        made: The nodes that feed it and that were not there before the pass, nearest first.
+        made: The nodes that feed it and that the pass has created, nearest first.
     """
 
     graph: str
@@ -106,16 +106,19 @@ class NodeComparison:
     _partners: Mapping[Place, Place] = field(default_factory=dict)
 
     def watch_before(self, run: Callable[[], object]) -> None:
-        """Calls `run`, which runs the older version, and keeps the value of every node."""
+        """Call `run`, which runs the older version, and keep the value of every node."""
         self._partners = dict(_match(self.before, self.after, by_name=not self.retraced))
         _watch(self.before, self._keep, run)
 
     def watch_after(self, run: Callable[[], object]) -> None:
-        """Calls `run`, which runs the newer version, and compares."""
+        """Call `run`, which runs the newer version, and compare."""
         _watch(self.after, self._compare, run)
 
     def describe(self) -> NodeFinding | None:
-        """The first node that is off; None where all nodes that both versions have agree, and so do the outputs."""
+        """Return the first node that is off.
+
+        None where all nodes that both versions have agree, and so do the outputs.
+        """
         after = {(graph.kind, node.name): node for graph in self.after for node in graph.gm.graph.nodes}
         before = {(graph.kind, node.name): node for graph in self.before for node in graph.gm.graph.nodes}
         if self.found is None:
@@ -135,7 +138,7 @@ class NodeComparison:
         )
 
     def _other_output(self) -> NodeFinding | None:
-        """The first output that is a node of the pass's own making."""
+        """Return the first output that is a node of the pass's own making."""
         for graph in self.after:
             output = next(iter(graph.gm.graph.find_nodes(op="output")))
             made = [node for node in output.all_input_nodes if (graph.kind, node.name) not in self._partners]
@@ -181,7 +184,7 @@ def _watch(graphs: list[WatchedGraph], look: Callable[[Place, Any], None], run: 
 
 
 def _match(before: list[WatchedGraph], after: list[WatchedGraph], *, by_name: bool) -> Iterator[tuple[Place, Place]]:
-    """Pairs (node of `after`, the same node of `before`)."""
+    """Pair (node of `after`, the same node of `before`)."""
     for graph in after:
         mine = [node for node in graph.gm.graph.nodes if node.op != "output"]
         same = [(other, node) for other in before if other.kind == graph.kind for node in other.gm.graph.nodes]
@@ -207,7 +210,7 @@ def _match(before: list[WatchedGraph], after: list[WatchedGraph], *, by_name: bo
 
 
 def _signature(node: Node) -> tuple[str, ...]:
-    """What is the same of a node that was traced anew, whatever its name."""
+    """Return the properties of a node that stay the same when it is traced again, whatever its name."""
     value = node.meta.get("val")
     shape = f"{list(value.shape)} {value.dtype}" if isinstance(value, Tensor) else ""
     numbered = re.match(r"(primals|tangents)_\d+$", node.name)
@@ -215,7 +218,7 @@ def _signature(node: Node) -> tuple[str, ...]:
 
 
 def op_name(node: Node) -> str:
-    """What a node calls, as the user would write it: `aten.mm.default`; for an input, "input"."""
+    """Return the op of a node as the user would write it: `aten.mm.default`; for an input, "input"."""
     if node.op == "placeholder":
         return "input"
     if isinstance(node.target, (str, OpOverload)):
@@ -224,7 +227,7 @@ def op_name(node: Node) -> str:
 
 
 def where(node: Node) -> tuple[str, str]:
-    """The user's `file:line` that a node comes from, and the text of that line; empty when unknown."""
+    """Return the user's `file:line` that a node comes from, and the text of that line; empty when unknown."""
     return user_source(node.meta.get("stack_trace"))
 
 

@@ -31,7 +31,7 @@ class Tolerance:
     atol: float | None = None
 
     def of(self, dtype: torch.dtype) -> tuple[float, float]:
-        """Both, for a dtype."""
+        """Return (rtol, atol) for a dtype."""
         rtol, atol = default_tolerances(dtype)
         return (rtol if self.rtol is None else self.rtol), (atol if self.atol is None else self.atol)
 
@@ -52,7 +52,7 @@ class Difference:
 
     @property
     def is_off(self) -> bool:
-        """Whether it is more than allowed."""
+        """True if it is more than allowed."""
         return bool(self.note) or self.largest is None or self.largest > self.allowed
 
 
@@ -68,7 +68,7 @@ class RecordedCall:
         self._names = names
 
     def run(self, compiled: Callable[..., Any]) -> Values:
-        """Outputs, gradients of all inputs that require them, and inputs that the graph has written to."""
+        """Return outputs, gradients of all inputs that require them, and inputs that the graph has written to."""
         devices = [torch.cuda.current_device()] if torch.cuda.is_available() and torch.cuda.is_initialized() else []
         with torch.random.fork_rng(devices):
             return dict(self._run(compiled))
@@ -91,7 +91,7 @@ class RecordedCall:
                     yield f"{name} as the graph leaves it", _snapshot(after)
 
     def _copies(self) -> tuple[dict[str, Tensor], list[Any]]:
-        """Copies of the inputs: those that get a gradient by name, and what to call the graph with."""
+        """Return copies of the inputs: those that get a gradient by name, and what to call the graph with."""
         leaves: dict[str, Tensor] = {}
         arguments: list[Any] = []
         memory: dict[tuple[torch.device, int], torch.UntypedStorage] = {}
@@ -108,7 +108,7 @@ class RecordedCall:
 
 
 def compare(expected: Values, found: Values, tolerance: Tolerance) -> dict[str, Difference]:
-    """Each value's difference from what is expected, by name."""
+    """Return each value's difference from what is expected, by name."""
     gradients = [_largest(value) for name, value in expected.items() if name.startswith(_GRADIENT)]
     # Where a gradient is nought in exact numbers, what is left is the rounding of the numbers that it is a sum of.
     around = max(gradients, default=0.0)
@@ -120,7 +120,7 @@ def compare(expected: Values, found: Values, tolerance: Tolerance) -> dict[str, 
 
 
 def difference(expected: Any, found: Any, tolerance: Tolerance, *, around: float = 0.0) -> Difference:
-    """How `found` differs from `expected`.
+    """Return how `found` differs from `expected`.
 
     Args:
         expected: Usually a tensor; None counts as zeros, as it does for a gradient.
@@ -156,7 +156,7 @@ def _largest_difference(expected: Tensor, found: Tensor) -> float | None:
 
 
 def _largest(value: Any) -> float:
-    """The largest finite magnitude in a tensor; 0 for anything else."""
+    """Return the largest finite magnitude in a tensor; 0 for anything else."""
     if not isinstance(value, Tensor) or value.numel() == 0:
         return 0.0
     numbers = _numbers(value).abs()
@@ -169,7 +169,7 @@ def _numbers(value: Tensor) -> Tensor:
 
 
 def _cotangent(number: int, output: Tensor) -> Tensor:
-    """A gradient to begin the backward with: 1 for a loss, otherwise random numbers, other ones on each rank."""
+    """Return a gradient to begin the backward with: 1 for a loss, otherwise random numbers, other ones on each rank."""
     local = _local(output)
     if local.dim() == 0:
         values = torch.ones_like(local)
@@ -185,7 +185,7 @@ def _snapshot(value: Any) -> Any:
 
 
 def _local(value: Tensor) -> Tensor:
-    """This rank's part."""
+    """Return this rank's part."""
     if not isinstance(value, DTensor):
         return value
     with torch.no_grad():
@@ -199,7 +199,7 @@ def _like(local: Tensor, whole: DTensor) -> DTensor:
 
 
 def _copy(value: Tensor, memory: dict[tuple[torch.device, int], torch.UntypedStorage]) -> Tensor:
-    """A copy with the same strides that shares memory with the copies of what `value` shares memory with."""
+    """Return a copy with the same strides that shares memory with the copies of what `value` shares memory with."""
     if isinstance(value, DTensor):
         return _like(_copy(_local(value), memory), value)
     is_plain = type(value) is Tensor and value.layout is torch.strided and not value.is_conj() and not value.is_neg()

@@ -1,4 +1,4 @@
-"""What a device is called, and what it can do."""
+"""Names of devices, and measurements of what they can do."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _LAUNCHES = 500  # small kernels in one go, so that the clock and the wait for t
 
 @dataclass(frozen=True)
 class DeviceFigures:
-    """What a device can do, see `CalibrationRecord`."""
+    """Measured performance of a device, see `CalibrationRecord`."""
 
     flops_per_s: dict[str, float]
     bytes_per_s: float
@@ -31,13 +31,13 @@ class DeviceFigures:
 
 
 def synchronize(device_type: str) -> None:
-    """Waits until the device has done all that it was given."""
+    """Wait until the device has done all that it was given."""
     if device_type != "cpu":
         torch.accelerator.synchronize()
 
 
 def measure_device(device_type: str, *, together: Callable[[], object]) -> DeviceFigures:
-    """Measures this process's device.
+    """Measure this process's device.
 
     Args:
         device_type: "cpu", "cuda", ...
@@ -80,7 +80,7 @@ def _kernel_seconds(device_type: str) -> float:
 
 
 def _seconds(function: Callable[[], object], device_type: str) -> float:
-    """The median of how long a call takes."""
+    """Return the median of how long a call takes."""
     found: list[float] = []
     function()  # the first call brings memory and libraries
     synchronize(device_type)

@@ -1,4 +1,4 @@
-"""The alpha-beta model behind measured times."""
+"""The alpha-beta model of transfer times."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Fit:
 
 
 def fit_line(samples: Sequence[tuple[int, float]]) -> Fit:
-    """The line through (bytes, seconds) with the least squares of the relative errors.
+    """Return the line through (bytes, seconds) with the least squares of the relative errors.
 
     Relative, because sizes and times span orders of magnitude: by the absolute errors the largest sizes would decide
     alone, and the latency would be anything. It also makes a time that something has disturbed count for little: such

@@ -1,4 +1,4 @@
-"""How long collectives take: those that passes choose among, in the form in which graphs run them."""
+"""Measures the time of collectives: those that passes choose among, in the form in which graphs run them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ KINDS = tuple(kind for kind in TABLE.entries if kind.start is not None)
 
 @dataclass(frozen=True)
 class Measured:
-    """What was found out about a kind of collective.
+    """The measurements of one kind of collective.
 
     Attributes:
         fit: The alpha-beta model of it.
@@ -42,7 +42,7 @@ class Measured:
 def measure_collectives(
     group: dist.ProcessGroup, *, device_type: str, seconds: float, kinds: Sequence[Collective] = KINDS
 ) -> dict[str, Measured]:
-    """Measures kinds of collectives over a group, from small tensors to large ones until the time is over.
+    """Measure kinds of collectives over a group, from small tensors to large ones until the time is over.
 
     The kinds take turns, so that what disturbs the machine for a while disturbs them alike. All ranks of the default
     group call it, each with a group of its own; the first rank decides for all.
@@ -80,19 +80,19 @@ def measure_collectives(
 
 
 def start(kind: Collective, part: Tensor, whole: Tensor, ranks: int, group: str) -> Tensor:
-    """Starts a collective of this rank's part `[rows]`, or of the whole `[ranks * rows]`."""
+    """Start a collective of this rank's part `[rows]`, or of the whole `[ranks * rows]`."""
     assert kind.start is not None, f"{kind.kind} is not measured"
     return kind.start(part if kind.role is Role.GATHER else whole, ranks, group)
 
 
 def sent_bytes(kind: Collective, part: Tensor, whole: Tensor, ranks: int) -> int:
-    """Bytes that each rank sends for it."""
+    """Return the bytes that each rank sends for it."""
     counted = part if kind.role is Role.GATHER or kind.counts_result else whole
     return kind.sent_bytes(counted.nbytes, ranks) or 0
 
 
 def _seconds(kind: Collective, part: Tensor, whole: Tensor, group: dist.ProcessGroup) -> float:
-    """How long a collective takes from its start to its end."""
+    """Return how long a collective takes from its start to its end."""
     began = time.perf_counter()
     c10d_functional.wait_tensor(start(kind, part, whole, group.size(), group.group_name))
     synchronize(part.device.type)
@@ -100,14 +100,14 @@ def _seconds(kind: Collective, part: Tensor, whole: Tensor, group: dist.ProcessG
 
 
 def _agreed(number: int) -> int:
-    """The first rank's number."""
+    """Return the first rank's number."""
     value = torch.tensor([int(number)])
     dist.broadcast(value, src=0)
     return int(value.item())
 
 
 def _slowest(seconds: Sequence[float]) -> list[float]:
-    """Of each time the most that any rank of the default group has."""
+    """Return, for each time, the maximum over all ranks of the default group."""
     values = torch.tensor(seconds, dtype=torch.float64)
     dist.all_reduce(values, op=dist.ReduceOp.MAX)
     return [float(value) for value in values]

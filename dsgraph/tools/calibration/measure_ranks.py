@@ -1,4 +1,4 @@
-"""Measures over ranks that are there."""
+"""Measurements over the ranks of a running process group."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class _Place:
 
 
 def measure_ranks(device_types: Sequence[str] | None = None, *, seconds: float) -> list[CalibrationRecord]:
-    """Measures this process's devices and the links to the other ranks.
+    """Measure this process's devices and the links to the other ranks.
 
     All ranks of the default process group call it, which must be able to send what lies on the CPU. Links are measured
     over all ranks, and, where they are spread over hosts, also among those of one host.
@@ -68,7 +68,7 @@ def _own_devices() -> tuple[str, ...]:
 
 
 def _rank_groups(hosts: Sequence[str]) -> list[list[list[int]]]:
-    """The groups to measure: ways to part the ranks, the parts of one being measured at the same time."""
+    """Return the groups to measure: ways to part the ranks, the parts of one being measured at the same time."""
     if len(hosts) == 1:
         return []
     everyone = [list(range(len(hosts)))]
@@ -124,7 +124,7 @@ def _now() -> str:
 
 
 def _gathered(value: Any) -> list[Any]:
-    """Every rank's value, by rank."""
+    """Return every rank's value, by rank."""
     values: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return values

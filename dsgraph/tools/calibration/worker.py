@@ -19,7 +19,7 @@ _TIMEOUT = timedelta(seconds=60)
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Measures, and writes the calibrations of the first rank to a file, one a line."""
+    """Measure, and write the calibrations of the first rank to a file, one a line."""
     path, seconds, *device_types = arguments
     with process_group():
         records = measure_ranks(device_types, seconds=float(seconds))
@@ -29,7 +29,7 @@ def main(arguments: Sequence[str]) -> None:
 
 @contextmanager
 def process_group() -> Iterator[None]:
-    """The group of all ranks that torchrun has started. gloo: the ranks also have to talk of what lies on the CPU."""
+    """Create the group of all ranks that torchrun started. It uses gloo: ranks also exchange CPU tensors."""
     dist.init_process_group("gloo", timeout=_TIMEOUT)
     try:
         yield

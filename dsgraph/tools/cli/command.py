@@ -1,4 +1,4 @@
-"""What a command is, and what it answers with."""
+"""A command, and its answer."""
 
 from __future__ import annotations
 
@@ -9,15 +9,18 @@ from typing import Any
 
 
 class CommandError(Exception):
-    """Bad input. `main` prints the message as one line on stderr and exits with 2."""
+    """An error in the user's input; `main` prints its message as one line on stderr and exits with 2.
+
+    Fix: the message names the argument and what would be accepted.
+    """
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What a command found.
+    """The answer of a command.
 
     Attributes:
-        text: For people; what is printed without `--json`.
+        text: Human-readable text; printed without `--json`.
         data: The same for programs; what `--json` prints. Made of dicts, lists, strings, numbers, booleans and None.
             None itself: there is nothing to print, as on ranks other than the first.
         code: Exit code: 0, or 1 when the command looked for a difference and found one.
@@ -39,9 +42,9 @@ class Command:
         configure: Adds its arguments to a parser; `--json` is there already.
         run: Does it. Raises CommandError for bad input. Imports torch only if it must, and only here: reading a dump
             does not need it, and loading it takes longer than the rest.
-        takes_rest: Whether what stands behind `--` is for a script: `run` finds it as `rest`, a list.
-        script_ends_options: Whether the first argument that is no option is a script, and all behind it is for that:
-            `run` finds it as `rest`.
+        takes_rest: True if the arguments after `--` belong to a script: `run` finds them as `rest`, a list.
+        script_ends_options: True if the first argument that is no option is a script, and all later arguments belong to
+            it: `run` finds them as `rest`.
     """
 
     name: str

@@ -18,14 +18,14 @@ _HEAD = """\
 
 
 def main() -> None:
-    """Writes the page to the path given."""
+    """Write the page to the path given."""
     if len(sys.argv) != 2:
         sys.exit("usage: python -m dsgraph.tools.cli.document PATH")
     Path(sys.argv[1]).write_text(page(), encoding="utf-8")
 
 
 def page() -> str:
-    """The whole page, the same under every version of Python: argparse's own layout is not."""
+    """Return the whole page, the same under every version of Python: argparse's own layout is not."""
     commands = [load(name) for name in COMMANDS]
     rows = [f"| [`dsgraph {command.name}`](#dsgraph-{command.name}) | {_cell(command.help)} |" for command in commands]
     parts = [_HEAD, "\n".join(["| command | does |", "|---|---|", *rows]) + "\n", f"{build_parser().epilog or ''}\n"]
@@ -48,7 +48,7 @@ def _section(parser: argparse.ArgumentParser) -> Iterator[str]:
 
 
 def _spelling(action: argparse.Action) -> str:
-    """An argument as it is typed: `--nproc N`, `[NAME]`."""
+    """Return an argument as it is typed: `--nproc N`, `[NAME]`."""
     choices = "{" + ",".join(map(str, action.choices)) + "}" if action.choices is not None else ""
     value = str(action.metavar or choices or action.dest.upper())
     if action.option_strings:

@@ -38,14 +38,14 @@ The last column of a table says what a key sets and needs:
 
 
 def main() -> None:
-    """Writes the page to the path given."""
+    """Write the page to the path given."""
     if len(sys.argv) != 2:
         sys.exit("usage: python -m dsgraph.tools.cli.document_config PATH")
     Path(sys.argv[1]).write_text(page(), encoding="utf-8")
 
 
 def page() -> str:
-    """The whole page."""
+    """Return the whole page."""
     parts = [_HEAD, _table(EngineConfig)]
     parts += _sections(EngineConfig, "")
     parts += ["## Keys of DeepSpeed's that have no effect\n", "The engine prints the reason once.\n"]

@@ -40,7 +40,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one command; returns the exit code."""
+    """Run one command; returns the exit code."""
     try:
         code = _answer(sys.argv[1:] if arguments is None else arguments)
         sys.stdout.flush()
@@ -88,7 +88,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
 def _split(
     command: Command, parser: argparse.ArgumentParser, arguments: Sequence[str]
 ) -> tuple[Sequence[str], Sequence[str]]:
-    """A command's own arguments and those of its script: argparse would drop a `--` among the latter."""
+    """Return a command's own arguments and those of its script: argparse would drop a `--` among the latter."""
     if command.takes_rest:
         end = arguments.index("--") if "--" in arguments else len(arguments)
         return arguments[:end], arguments[end + 1 :]
@@ -103,14 +103,14 @@ def _split(
 
 
 def load(name: str) -> Command:
-    """The command of this name."""
+    """Return the command of this name."""
     module = f"{name}_" if iskeyword(name) else name
     command: Command = import_module(f"{__package__}.{COMMANDS[name]}.{module}").COMMAND
     return command
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The parser of `dsgraph` without a command, which only knows how to help."""
+    """Return the parser of `dsgraph` without a command, which only knows how to help."""
     listing = "\n".join(f"  {command.name:<12} {command.help}" for command in map(load, COMMANDS))
     parser = _Parser(
         prog="dsgraph",
@@ -126,7 +126,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def parser_of(command: Command) -> argparse.ArgumentParser:
-    """The parser of one command's arguments."""
+    """Return the parser of one command's arguments."""
     parser = _Parser(prog=f"dsgraph {command.name}", description=command.description, allow_abbrev=False)
     parser.add_argument("--json", action="store_true", help="print JSON")
     command.configure(parser)

@@ -1,4 +1,4 @@
-"""Tables for people."""
+"""Human-readable tables."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 
 
 def table(rows: Sequence[Sequence[str]], headers: Sequence[str] = (), *, right: Collection[int] = ()) -> str:
-    """Rows of text in columns. `dsgraph doctor` must print one where even tabulate is missing.
+    """Return the rows of text in columns. `dsgraph doctor` must print one where even tabulate is missing.
 
     Args:
         rows: One list of cells a row.

@@ -1,4 +1,4 @@
-"""The files of a dump: how they are written, and what they are. Nothing else is ever deleted, no link is followed."""
+"""The files of a dump: how they are written and recognized. No other file is ever deleted, no link is followed."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ _FILE = re.compile(r"(compile\.json|(capture|joint|forward|backward)-\d+-[^/]*\.
 
 
 def rank_folders(folder: Path) -> Iterator[tuple[int, Path]]:
-    """The ranks of a dump, each with its folder."""
+    """Yield the ranks of a dump, each with its folder."""
     yield from _folders(folder, _RANK)
 
 
 def compile_folders(place: Path) -> Iterator[tuple[int, Path]]:
-    """The compiles of a rank's folder, each with its own."""
+    """Yield the compiles of a rank's folder, each with its own."""
     yield from _folders(place, _COMPILE)
 
 
 def is_part(path: Path) -> bool:
-    """Whether a path in a compile's folder is a file that a dump writes."""
+    """Return whether a path in a compile's folder is a file that a dump writes."""
     return path.is_file() and not path.is_symlink() and _FILE.fullmatch(path.name) is not None
 
 
 def remove_compiles(place: Path) -> None:
-    """Removes what was dumped into a rank's folder, and the folders that are empty then.
+    """Remove what was dumped into a rank's folder, and the folders that are empty then.
 
     Raises:
         OSError: The file system refuses.
@@ -40,7 +40,7 @@ def remove_compiles(place: Path) -> None:
 
 
 def stranger(folder: Path) -> Path | None:
-    """Something in a folder that is no part of a dump, relative to it; None when all is."""
+    """Return a file in a folder that is no part of a dump, relative to the folder; None if all files are."""
     ranks = {path for _, path in rank_folders(folder)}
     for rank in sorted(folder.iterdir()):
         if rank not in ranks:

@@ -46,7 +46,10 @@ class Describer:
     _modules: dict[str, str] = field(default_factory=dict)
 
     def nodes(self, gm: GraphModule, ctx: PassContext) -> tuple[NodeRecord, ...]:
-        """The nodes of a graph, in program order. A node that no pass has touched keeps its record, the same object."""
+        """Return the nodes of a graph, in program order.
+
+        A node that no pass has touched keeps its record, the same object.
+        """
         around = _Around(
             ctx=ctx,
             reduced=_reduced_parameters(gm, ctx),
@@ -54,17 +57,17 @@ class Describer:
         return tuple(self._node(node, around) for node in gm.graph.nodes)
 
     def forget_nodes(self) -> None:
-        """Another phase's graph has other nodes."""
+        """Forget the nodes: the graph of another phase has other ones."""
         self._known.clear()
 
     def bodies(self, gm: GraphModule) -> tuple[BodyRecord, ...]:
-        """The graphs inside a graph."""
+        """Return the graphs inside a graph."""
         inner = [(name, module) for name, module in gm.named_modules() if name and isinstance(module, GraphModule)]
         calls = Counter(name_called(node) for node in gm.graph.nodes if is_region_call(node))
         return tuple(BodyRecord(name, tuple(map(self._alone, body.graph.nodes)), calls[name]) for name, body in inner)
 
     def _node(self, node: Node, around: _Around) -> NodeRecord:
-        """The record of a node, with what depends on the graph around it."""
+        """Return the record of a node, with what depends on the graph around it."""
         # What the record of these tells of the graph around them.
         waits = _waits(node) if is_collective(node) else []
         users = (*waits, around.reduced.get(node)) if is_collective(node) else ()
@@ -131,7 +134,7 @@ class Describer:
         return self._values[id(tensor)][1]
 
     def _place(self, stack_trace: str) -> tuple[str, str]:
-        """`file:line` of the innermost frame, and its text."""
+        """Return `file:line` of the innermost frame, and its text."""
         if stack_trace not in self._places:
             self._places[stack_trace] = user_source(stack_trace)
         return self._places[stack_trace]
@@ -148,7 +151,7 @@ class Describer:
 
 @dataclass(frozen=True)
 class _Around:
-    """What the record of a node needs to know besides the node."""
+    """Context of a node's record: what must be known besides the node."""
 
     ctx: PassContext
     reduced: Mapping[Node, tuple[str, ...]]
@@ -191,18 +194,18 @@ def _alias(node: Node) -> Node | None:
 
 
 def _waits(node: Node) -> list[Node]:
-    """The waits for a collective, in program order: of several tensors, one for each."""
+    """Return the waits for a collective, in program order: of several tensors, one for each."""
     return sorted(user for result in results_of(node) for user in result.users if is_wait(user))
 
 
 def _gathered_parameters(node: Node, ctx: PassContext) -> tuple[str, ...]:
-    """The parameters whose shards a collective sends; none when it sends what the graph has computed."""
+    """Return the parameters whose shards a collective sends; none when it sends what the graph has computed."""
     sources = [origin(source).name for result in results_of(node) for source in inputs_of(result)]
     return tuple(ctx.params[name].name for name in sources if name in ctx.params)
 
 
 def _reduced_parameters(gm: GraphModule, ctx: PassContext) -> dict[Node, tuple[str, ...]]:
-    """Each collective on the way to a gradient, with the parameters of those gradients."""
+    """Return each collective on the way to a gradient, with the parameters of those gradients."""
     found: dict[Node, tuple[str, ...]] = {}
     (output,) = gm.graph.find_nodes(op="output")
     values = output.args[0] if output.args and isinstance(output.args[0], (list, tuple)) else ()
@@ -221,17 +224,20 @@ def _reduced_parameters(gm: GraphModule, ctx: PassContext) -> dict[Node, tuple[s
 
 
 def _is_after_reduction(node: Node) -> bool:
-    """Whether a gradient may pass through the node between its (last) reduction and the output."""
+    """Return whether a gradient may pass through the node between its (last) reduction and the output."""
     return is_wait(node) or len(node.all_input_nodes) == 1
 
 
 def memory_of(gm: GraphModule, ctx: PassContext, *, fused: bool) -> GraphMemory | None:
-    """The memory of a graph; None for captured and joint graphs, which never run as they are. `fused`: by Inductor."""
+    """Return the memory of a graph; None for captured and joint graphs, which never run as they are.
+
+    `fused`: by Inductor.
+    """
     return ctx.analyses.memory(gm, fused=fused) if ctx.phase in _RUNNING else None
 
 
 def pieces(memory: GraphMemory) -> tuple[PieceRecord, ...]:
-    """What a graph allocates, and for how long."""
+    """Return the memory that a graph allocates, with its lifetime."""
     return tuple(
         PieceRecord(piece.node, piece.bytes, piece.kind.value, piece.first, piece.last, piece.owned)
         for piece in memory.pieces
@@ -270,7 +276,7 @@ def _call_text(node: Node) -> str:
 
 
 def _text(value: Any) -> str:
-    """An argument as Python text; `%name` for a node. Of a tensor or an unknown object, only what it is."""
+    """Return an argument as Python text; `%name` for a node. A tensor or an unknown object is only described."""
     if isinstance(value, Node):
         return f"%{value.name}"
     if isinstance(value, (list, tuple)):

@@ -21,10 +21,10 @@ class DumpObserver:
         self._folders: dict[Path, DumpFolder] = {}
 
     def captured(self, capture: Capture, options: BackendOptions) -> None:
-        """There is nothing to dump yet."""
+        """Do nothing: there is no graph to dump yet."""
 
     def begin(self, request: CompileRequest) -> CompileWatch:
-        """Dumps the graphs of one compile, if the options name a folder."""
+        """Dump the graphs of one compile, if the options name a folder."""
         if request.options.dump is None:
             return CompileWatch()
         path = request.options.dump.absolute()
@@ -32,7 +32,7 @@ class DumpObserver:
 
 
 class _Dumping(CompileWatch):
-    """One compile. It has no number in the folder before its first graph is there: not every compiler shows any."""
+    """One compile. It gets its number in the folder with its first graph: not every compiler shows graphs."""
 
     def __init__(self, folder: DumpFolder, request: CompileRequest) -> None:
         # Not the request: what is compiled keeps this, and would keep the model.
@@ -44,7 +44,7 @@ class _Dumping(CompileWatch):
         self._dump: GraphDump | None = None
 
     def write(self, gm: GraphModule, ctx: PassContext, *, number: int, record: PassRecord | None) -> None:
-        """Writes the graph, unless enough compiles were dumped."""
+        """Write the graph, unless enough compiles were dumped."""
         if not self._has_begun:
             self._has_begun = True
             self._dump = self._folder.begin(

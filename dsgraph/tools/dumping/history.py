@@ -1,4 +1,7 @@
-"""Which passes made, changed and moved a node: noted on the node, so that it goes along into later graphs."""
+"""The history of a node: which passes made, changed and moved it.
+
+It is noted on the node, so that later graphs keep it.
+"""
 
 from __future__ import annotations
 
@@ -16,14 +19,14 @@ _ACTIONS = ("made", "changed", "tagged", "moved")
 
 
 def history(node: Node) -> tuple[EventRecord, ...]:
-    """What passes did to the node, first things first."""
+    """Return what passes did to the node, in order."""
     events: tuple[EventRecord, ...] = node.meta.get(_HISTORY, ())
     return events
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """The nodes of a graph in order, each with what it calls on what; and which are to be recomputed or saved."""
+    """The nodes of a graph in order, each with its target and arguments, and which are to be recomputed or saved."""
 
     targets: dict[Node, Any]
     args: dict[Node, Any]
@@ -32,7 +35,7 @@ class Snapshot:
 
     @staticmethod
     def of(gm: GraphModule) -> Snapshot:
-        """Takes down a graph before a pass runs."""
+        """Take a snapshot of a graph before a pass runs."""
         nodes = list(gm.graph.nodes)
         return Snapshot(
             targets={node: node.target for node in nodes},
@@ -42,13 +45,13 @@ class Snapshot:
         )
 
     def has_call(self, node: Node) -> bool:
-        """Whether the node calls now what it called then."""
+        """Return whether the node still has the target and arguments of the snapshot."""
         then = (self.targets[node], self.args[node], self.kwargs.get(node, {}))
         return then == (node.target, node.args, node.kwargs)
 
 
 def note_changes(gm: GraphModule, before: Snapshot, *, phase: str, pass_name: str) -> int:
-    """Compares the graph with the snapshot and writes down on each node what the pass did to it.
+    """Compare the graph with the snapshot and write down on each node what the pass did to it.
 
     Returns:
         How many nodes the pass made, changed, moved or removed.

@@ -1,4 +1,4 @@
-"""Which items have changed places."""
+"""The search for items that have changed places."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 
 def out_of_order(places: Sequence[int]) -> list[int]:
-    """Indices of the fewest items that, taken out, leave the rest in ascending order.
+    """Return the indices of the fewest items that, taken out, leave the rest in ascending order.
 
     The rest is a longest increasing subsequence (Schensted 1961).
     """

@@ -1,4 +1,4 @@
-"""What a dump says of a compile and of its graphs: plain data, written as JSON and read back without torch.
+"""Records of a compile and of its graphs: plain data, written as JSON and read back without torch.
 
 `docs/reference/dump.schema.json` describes the files. A change that an old reader would misread raises `VERSION`.
 """
@@ -37,7 +37,7 @@ class ValueRecord:
 
 @dataclass(frozen=True, slots=True)
 class CollectiveRecord:
-    """What a node that starts a collective sends, and why.
+    """A collective: what the node that starts it sends, and why.
 
     Attributes:
         kind: Name of the op, without namespace and overload.
@@ -62,12 +62,12 @@ class CollectiveRecord:
 
 @dataclass(frozen=True, slots=True)
 class TransferRecord:
-    """What a node that starts a transfer moves between memory and a tier below it.
+    """A transfer that a node starts, between memory and a tier below it.
 
     Attributes:
         kind: Name of the op: "offload", "reload", "fetch_parameter" or "store_gradient".
         tier: "host" or "disk".
-        bytes: How much.
+        bytes: Its size.
         seconds: Predicted time.
         parameters: The parameter that it reads, or whose gradient it writes; none of an activation.
     """
@@ -81,7 +81,7 @@ class TransferRecord:
 
 @dataclass(frozen=True, slots=True)
 class EventRecord:
-    """What a pass did to a node: "made", "changed", "tagged" (for recomputation) or "moved"."""
+    """An event of a node: a pass has "made", "changed", "tagged" (for recomputation) or "moved" it."""
 
     phase: str
     pass_name: str

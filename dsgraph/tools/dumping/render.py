@@ -20,12 +20,12 @@ Paint = Callable[[str, str], str]
 
 
 def plain(kind: str, text: str) -> str:
-    """Leaves a text as it is."""
+    """Leave a text as it is."""
     return text
 
 
 def render_graph(record: GraphRecord, nodes: Sequence[NodeRecord] | None = None, *, paint: Paint = plain) -> str:
-    """A graph as a Python function. `nodes`: those to show; default: all."""
+    """Return a graph as a Python function. `nodes`: those to show; default: all."""
     render = partial(render_node, paint=paint)
     lines = [paint("comment", headline(record))]
     lines += render_function(record.phase, record.nodes, nodes, render=render, paint=paint)
@@ -35,14 +35,14 @@ def render_graph(record: GraphRecord, nodes: Sequence[NodeRecord] | None = None,
 
 
 def render_body(body: BodyRecord, *, render: Callable[[NodeRecord], str], paint: Paint = plain) -> list[str]:
-    """The lines of a graph inside a graph, under one that says how often it is called."""
+    """Return the lines of a graph inside a graph, under one that says how often it is called."""
     called = f"# a region of {len(body.nodes)} nodes, called {times(body.calls)}"
     lines = [paint("comment", called)] if body.calls else []
     return lines + render_function(body.name, body.nodes, render=render, paint=paint)
 
 
 def headline(record: GraphRecord) -> str:
-    """A comment that says which graph it is."""
+    """Return a comment that says which graph it is."""
     after = f"after pass {record.number}, {record.pass_name}" if record.pass_name else "before any pass"
     return f"# {record.phase} graph {after} (rank {record.rank}, compile {record.compile}): {len(record.nodes)} nodes"
 
@@ -55,7 +55,7 @@ def render_function(
     render: Callable[[NodeRecord], str],
     paint: Paint = plain,
 ) -> list[str]:
-    """The lines of a graph: its inputs, then one line a node, under the place in the user's model that it is from."""
+    """Return the lines of a graph: its inputs, then one line a node, under its place in the user's model."""
     inputs = [node.name for node in nodes if node.op == "placeholder"]
     listing = inputs if len(inputs) <= _MOST_INPUTS else [inputs[0], "...", inputs[-1]]  # each has a line of its own
     lines = [f"def {name}({', '.join(listing)}):" + (f"  # {len(inputs)} inputs" if listing is not inputs else "")]
@@ -70,7 +70,7 @@ def render_function(
 
 
 def render_node(node: NodeRecord, *, paint: Paint = plain) -> str:
-    """One line: `mm: "f32[2, 3] cpu" = torch.ops.aten.mm.default(x, w)  # made by ...`."""
+    """Return one line: `mm: "f32[2, 3] cpu" = torch.ops.aten.mm.default(x, w)  # made by ...`."""
     remark = ", ".join([node.recompute] * bool(node.recompute) + [f"{e.action} by {e.pass_name}" for e in node.history])
     if node.op == "placeholder" and node.parameter:
         remark = f"parameter {node.parameter}" + (f", {remark}" if remark else "")
@@ -86,13 +86,13 @@ def render_node(node: NodeRecord, *, paint: Paint = plain) -> str:
 
 
 def render_value(value: ValueRecord) -> str:
-    """`f32[2, 3] cpu`."""
+    """Return `f32[2, 3] cpu`."""
     sizes = ", ".join(map(str, value.shape))
     return f"{_SHORT.get(value.dtype, value.dtype)}[{sizes}] {value.device}"
 
 
 def without_marks(args: str) -> str:
-    """Arguments as Python has them: `%x` becomes `x`."""
+    """Return the arguments as Python has them: `%x` becomes `x`."""
     return re.sub(r"%(?=\w)", "", args)
 
 
@@ -107,7 +107,7 @@ def _arguments(node: NodeRecord) -> str:
 
 
 def bytes_text(size: float | None) -> str:
-    """`1.50 MB`, three digits, in powers of ten; "?" when unknown."""
+    """Return `1.50 MB`, three digits, in powers of ten; "?" when unknown."""
     if size is None:
         return "?"
     unit = next(unit for unit in ("B", "kB", "MB", "GB", "TB") if abs(size) < 999.5 * _UNITS[unit] or unit == "TB")
@@ -120,12 +120,12 @@ _UNITS = {"B": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 
 
 def times(number: int) -> str:
-    """`once`, or `3 times`."""
+    """Return `once`, or `3 times`."""
     return "once" if number == 1 else f"{number} times"
 
 
 def listed(items: Iterable[str], *, most: int = 3) -> str:
-    """`a, b, c and 4 more`."""
+    """Return `a, b, c and 4 more`."""
     found = list(items)
     text = ", ".join(found[:most])
     return f"{text} and {len(found) - most} more" if len(found) > most else text

@@ -63,7 +63,7 @@ class DumpFolder:
     _has_failed: bool = False
 
     def begin(self, facts: CaptureFacts, *, codegen: str, strict: bool, most: int, of: str = "") -> GraphDump | None:
-        """The dump of one more compile; None when enough were written, or when writing has failed before.
+        """Return the dump of one more compile; None when enough were written, or when writing has failed before.
 
         Args:
             facts: Of the captured graph.
@@ -96,13 +96,16 @@ class DumpFolder:
         return GraphDump(self, place / f"compile{self.compiles}", record, strict=strict)
 
     def _remove_older(self, rank: int, world: int) -> None:
-        """Removes what an earlier run has dumped for this rank; the first also for ranks that are no more."""
+        """Remove what an earlier run has dumped for this rank.
+
+        The first rank also removes ranks that no longer exist.
+        """
         for number, place in list(rank_folders(self.folder)):
             if number == rank or (rank == 0 and number >= world):
                 remove_compiles(place)
 
     def attempt(self, write: Callable[[], object], *, strict: bool) -> None:
-        """Calls `write`; when the file system refuses, warns once, and nothing is written any more.
+        """Call `write`; when the file system refuses, warns once, and nothing is written any more.
 
         Raises:
             StrictError: It refuses, and `strict`.
@@ -134,7 +137,7 @@ class GraphDump:
     _before: dict[str, Snapshot] = field(default_factory=dict)
 
     def write(self, gm: GraphModule, ctx: PassContext, *, number: int, record: PassRecord | None) -> None:
-        """Writes a graph and lists it."""
+        """Write a graph and list it."""
         started = time.perf_counter()
         pass_name = record.name if record is not None else ""
         touched = 0
@@ -178,7 +181,7 @@ class GraphDump:
         return replace(before, graph=graph, same_as=same_as, number=before.number + 1, **_about(record))
 
     def _write_graph(self, graph: GraphRecord) -> str:
-        """Writes both files; returns why they were left out, if they were."""
+        """Write both files; returns why they were left out, if they were."""
         texts = {".py": self._texts.python(graph).encode(), ".json": self._texts.json(graph).encode()}
         for suffix, text in texts.items():
             if len(text) > self.folder.largest:
@@ -190,7 +193,7 @@ class GraphDump:
 
 @dataclass
 class _Texts:
-    """A graph as text, of which one pass changes little: each node's part is made once."""
+    """The text of a graph of which one pass changes little: each node's part is made once."""
 
     _texts: dict[int, tuple[NodeRecord, str, str]] = field(default_factory=dict)
 
@@ -200,7 +203,7 @@ class _Texts:
         return "\n".join([headline(graph), *("\n".join(lines) + "\n" for lines in functions)])
 
     def json(self, graph: GraphRecord) -> str:
-        """One node a line."""
+        """Return one node a line."""
         head = to_json_text(replace(graph, nodes=()))
         nodes = ",\n".join(map(self._fragment, graph.nodes))
         return f"{head[:-1]}, {NODES_BEGIN}\n{nodes}\n]}}\n"

@@ -1,1 +1,1 @@
-"""Kernels for an NVIDIA device that is not there: their source, their cubins, and what they will cost."""
+"""Kernels for an NVIDIA device that this machine does not have: source, cubins and predicted costs."""

@@ -37,7 +37,7 @@ _ON_CUDA = (
 
 
 def capture_cuda_attention(gm: GraphModule) -> None:
-    """Lets a captured graph call CUDA's attention where it calls `F.scaled_dot_product_attention`.
+    """Let a captured graph call CUDA's attention where it calls `F.scaled_dot_product_attention`.
 
     So what follows is traced with the strides that CUDA's result has.
     """
@@ -58,7 +58,10 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """`F.scaled_dot_product_attention` as CUDA computes it; what no CUDA kernel takes, as it is."""
+    """Compute `F.scaled_dot_product_attention` as CUDA does.
+
+    Arguments that no CUDA kernel accepts are left to torch.
+    """
     if torch.is_autocast_enabled("cpu"):
         query, key, value = (x.to(torch.get_autocast_dtype("cpu")) for x in (query, key, value))
     op = _choose(query, key, value, attn_mask, is_causal=is_causal)
@@ -76,14 +79,14 @@ def _attention(
 
 
 def _as_bias(mask: Tensor, query: Tensor, key: Tensor) -> Tensor:
-    """A mask as memory-efficient attention takes it: added, one row for each query of each head."""
+    """Return a mask as memory-efficient attention expects it: added, one row for each query of each head."""
     if mask.dtype == torch.bool:
         mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill(~mask, float("-inf"))
     return mask.expand(*query.shape[:-1], key.shape[-2])
 
 
 def replace_cpu_attention(gm: GraphModule) -> None:
-    """Replaces the CPU's attention by CUDA's, in a joint or inference graph: Inductor has put it there.
+    """Replace the CPU's attention by CUDA's, in a joint or inference graph: Inductor has put it there.
 
     Left alone is what no CUDA kernel takes: head sizes that are no multiple of 16 bytes, masks whose rows are not.
 
@@ -107,7 +110,7 @@ def replace_cpu_attention(gm: GraphModule) -> None:
 
 
 def _carry_strides_on(gm: GraphModule) -> None:
-    """Works out anew what is computed from CUDA's attention, whose results have other strides than the CPU's."""
+    """Recompute the metadata of the nodes after CUDA's attention, whose results have other strides than the CPU's."""
     attention = {node for node in gm.graph.nodes if node.target in _ON_CUDA}
     changed = attention | {item for node in attention for item in node.users}
     for node in gm.graph.nodes:
@@ -131,7 +134,7 @@ def _strides(value: Any) -> list[Any]:
 
 
 def _choose(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *, is_causal: bool) -> Any:
-    """The op that takes these arguments on CUDA; None if there is none."""
+    """Return the op that takes these arguments on CUDA; None if there is none."""
     sizes = {tensor.shape[-1] for tensor in (query, key, value)}
     if any(size * query.element_size() % 16 for size in sizes) or any(x.stride(-1) != 1 for x in (query, key, value)):
         return None
@@ -145,7 +148,7 @@ def _choose(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *, i
 
 
 def _forward_of(backward: Node) -> Node | None:
-    """The forward call whose log-sum-exp a backward call reads."""
+    """Return the forward call whose log-sum-exp a backward call reads."""
     logsumexp = bound_arguments(backward)["logsumexp"]
     return logsumexp.args[0] if logsumexp.target is operator.getitem else None
 
@@ -195,7 +198,7 @@ def _replace_backward(backward: Node, op: Any, inputs: list[Node], results: dict
 
 
 def _bias(node: Node, call: dict[str, Any]) -> Node | None:
-    """The mask, one row for each query of each head."""
+    """Return the mask, one row for each query of each head."""
     mask: Node | None = call["attn_mask"]
     if mask is None:
         return None
@@ -211,7 +214,7 @@ def _item(before: Node, attention: Node, number: int) -> Node:
 
 
 def _inherit(old: Node, new: Node) -> None:
-    """Copies what autograd and checkpoint regions noted on a node."""
+    """Copy what autograd and checkpoint regions noted on a node."""
     new.meta = {**old.meta, **{"val": new.meta["val"]}}
     value = old.meta["val"]
     assert not isinstance(value, Tensor) or value.shape[:2] == new.meta["val"].shape[:2]

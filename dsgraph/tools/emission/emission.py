@@ -1,4 +1,4 @@
-"""Kernels of a program's graphs for devices that are not there, written while the program runs on the CPU.
+"""Kernels of a program's graphs for devices that this machine does not have, written while the program runs on the CPU.
 
 `dsgraph emit` sets DSGRAPH_EMIT to a folder; the backend then hands each captured graph to an `Emission`, by way of a
 `Target`.
@@ -37,17 +37,17 @@ from .scheduled_kernels import Lowered, ScheduledKernel
 SETTINGS = "settings.json"
 """The file of the folder that says what to emit, and where to: `{"archs": ["sm_90"], "out": "/somewhere"}`."""
 FRESH = "out"
-"""The folder in it where code and kernels go: what older ones are replaced by when the program is through."""
+"""The folder in it for new code and kernels; they replace the older ones when the program has ended."""
 
 
 @dataclass(frozen=True)
 class Target:
-    """What `dsgraph emit` was asked for.
+    """The settings of `dsgraph emit`.
 
     Attributes:
         archs: Of `GPUS`. Passes decide by the costs of the first.
-        out: Where code and kernels will lie in the end, which is what their debug information says.
-        records: Where what is known of each graph goes, one file a graph and architecture.
+        out: The final folder of code and kernels, which debug information refers to.
+        records: The folder of the records, one file a graph and architecture.
     """
 
     archs: tuple[str, ...]
@@ -56,11 +56,11 @@ class Target:
 
     @property
     def fresh(self) -> Path:
-        """Where code and kernels are written."""
+        """The folder to which code and kernels are written."""
         return self.records / FRESH
 
     def facts(self, facts: CaptureFacts, options: BackendOptions) -> CaptureFacts:
-        """The facts of a capture as they would be on the device."""
+        """Return the facts of a capture as they would be on the device."""
         gpu, limit = GPUS[self.archs[0]], options.memory_limit or MEMORY_SHARE
         links = {axis.group: default_links(axis.backend, device_type="cuda") for axis in facts.axes}
         return replace(
@@ -72,12 +72,15 @@ class Target:
         )
 
     def compiler(self, request: CompileRequest, watch: CompileWatch) -> Emission:
-        """What writes the kernels of a graph. Of what passes do to it, nothing runs: `watch` sees none of it."""
+        """Return the emission of a graph.
+
+        The program does not run what passes make of it, so `watch` sees none of it.
+        """
         return Emission(self, request)
 
 
 def read_target(environ: Mapping[str, str]) -> Target | None:
-    """What DSGRAPH_EMIT asks for; None where it is not set."""
+    """Return the settings that DSGRAPH_EMIT points to, or None where it is not set."""
     folder = environ.get("DSGRAPH_EMIT")
     if not folder:
         return None
@@ -88,8 +91,8 @@ def read_target(environ: Mapping[str, str]) -> Target | None:
 class Emission:
     """One captured graph, compiled twice.
 
-    What the program runs is the graph without any pass (codegen "eager"). Another copy goes through all passes and
-    Inductor, with costs and memory of the device, and of what comes of it the kernels are written to files.
+    The program runs the graph without any pass (codegen "eager"). Another copy goes through all passes and Inductor,
+    with costs and memory of the device, and its kernels are written to files.
     """
 
     awaits_copies = False
@@ -106,11 +109,11 @@ class Emission:
 
     @property
     def outcome(self) -> CompileOutcome:
-        """Nothing that the program runs comes of the passes."""
+        """The outcome of the graph that the program runs: it contains no passes."""
         return CompileOutcome(unidentified=unidentified(self._options, self._pipeline))
 
     def compile(self, gm: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        """Writes the kernels of all graphs that `gm` becomes; the result runs `gm` on the CPU.
+        """Write the kernels of all graphs that `gm` becomes; the result runs `gm` on the CPU.
 
         What cannot be emitted is written down as a problem of its graph; the program goes on.
         """
@@ -129,7 +132,7 @@ class Emission:
     def _trace(
         self, gm: GraphModule, inputs: Sequence[Any], *, patches: dict[str, Any], cache_tag: str, anew: bool
     ) -> Callable[..., Any]:
-        """In place of `compile_with_inductor`."""
+        """Write the kernels of a graph; used in place of `compile_with_inductor`."""
 
         def emit(graph: GraphModule, fakes: Sequence[Any], phase: str) -> None:
             for arch in self._target.archs:
@@ -155,7 +158,7 @@ class Emission:
         self._write(record)
 
     def _save(self, lowered: Lowered, *, phase: str, arch: str) -> EmittedGraph:
-        """Writes the code of a graph and its kernels, compiled."""
+        """Write the code of a graph and its kernels, compiled."""
         folder = Path(arch) / f"graph{self._number}-{phase}"
         code = folder.with_suffix(".py")
         write_whole(self._target.fresh / code, lowered.code.encode())

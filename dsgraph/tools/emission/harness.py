@@ -1,8 +1,7 @@
-"""Makes torch and Triton take an NVIDIA device to be there that is not, and process groups ranks that do not exist.
+"""Simulates an NVIDIA device for torch and Triton, and process groups with ranks that do not exist.
 
-Each function here is a context manager that leaves everything as it found it, also when an exception leaves it; nothing
-else in dsgraph replaces anything of torch. What is replaced was checked on the versions in `CHECKED`, others are
-refused.
+Each function here is a context manager that restores everything at its end, also after an exception; nothing else in
+dsgraph replaces functions of torch. The replacements were checked on the versions in `CHECKED`; others are refused.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ CHECKED: Mapping[str, tuple[str, ...]] = {"torch": ("2.13.",), "triton": ("3.9."
 
 
 def check_versions(torch_version: str, triton_version: str) -> None:
-    """Refuses versions whose internals this package does not know.
+    """Refuse versions whose internals this package does not know.
 
     Raises:
         EmissionError: A version is not among `CHECKED`.
@@ -42,7 +41,7 @@ def check_versions(torch_version: str, triton_version: str) -> None:
 
 @contextmanager
 def fake_device(arch: str) -> Iterator[None]:
-    """While it lasts, torch's Python code and Triton take a GPU of this architecture to be there, and nothing else.
+    """Simulate a GPU of this architecture for torch's Python code and Triton, and for nothing else.
 
     Everything is as it was afterwards, also when an exception leaves it.
 
@@ -82,7 +81,7 @@ def fake_device(arch: str) -> Iterator[None]:
 
 @contextmanager
 def fake_driver(arch: str) -> Iterator[None]:
-    """While it lasts, Triton compiles for this architecture, and torch does not know of it.
+    """Let Triton compile for this architecture; torch does not know of it.
 
     Args:
         arch: One of `GPUS`.
@@ -94,7 +93,7 @@ def fake_driver(arch: str) -> Iterator[None]:
 
 
 def _capability(arch: str) -> tuple[int, int]:
-    """`sm_90` -> 9, 0."""
+    """Return `sm_90` -> 9, 0."""
     return int(arch[3:-1]), int(arch[-1])
 
 
@@ -125,7 +124,7 @@ _NO_GUARD = "PyTorch is not linked with support for cuda devices"
 
 
 def _stand_in(value: Any, *, of: str, on: str) -> Any:
-    """A (fake) tensor like another, on another device."""
+    """Return a (fake) tensor like another, on another device."""
     if not isinstance(value, torch.Tensor) or value.device.type != of:
         return value
     return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=on)
@@ -133,7 +132,7 @@ def _stand_in(value: Any, *, of: str, on: str) -> Any:
 
 @contextmanager
 def defined_kernels(record: Callable[[str, Any, Any], None]) -> Iterator[None]:
-    """While it lasts, Inductor tells of each Triton kernel that it defines for CUDA devices.
+    """Call `record` for each Triton kernel that Inductor defines for CUDA devices.
 
     Args:
         record: Called with its name, the scheduler's nodes that it computes, and Inductor's object for it.
@@ -169,7 +168,7 @@ def defined_kernels(record: Callable[[str, Any, Any], None]) -> Iterator[None]:
 
 @contextmanager
 def fake_ranks(world: int) -> Iterator[None]:
-    """While it lasts, a process group of any backend is one of `world` ranks of which this is the first.
+    """Make every process group, whatever its backend, one of `world` ranks of which this is the first.
 
     The others do not exist: collectives return at once, and what they return is of no use.
     """
@@ -189,16 +188,16 @@ def fake_ranks(world: int) -> Iterator[None]:
 
 
 def has_kernel(op: Any, device: str) -> bool:
-    """Whether an op can run on a kind of device: "CPU" or "CUDA".
+    """Return whether an op can run on a kind of device: "CPU" or "CUDA".
 
-    What torch itself would bring for CUDA is not known where it was built without.
+    The CUDA kernels of torch itself are unknown where torch was built without CUDA.
     """
     keys = (device, "CompositeExplicitAutograd", "CompositeImplicitAutograd", "CompositeExplicitAutogradNonFunctional")
     return any(torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), key) for key in keys)
 
 
 def _properties(arch: str, capability: tuple[int, int]) -> SimpleNamespace:
-    """What `torch.cuda.get_device_properties` would say."""
+    """Return the device properties, as `torch.cuda.get_device_properties` would."""
     gpu = GPUS[arch]
     return SimpleNamespace(
         type="cuda",
@@ -219,7 +218,7 @@ def _properties(arch: str, capability: tuple[int, int]) -> SimpleNamespace:
 
 
 def _interface(usual: type[Any], stand_ins: Mapping[str, Callable[..., Any]]) -> type[Any]:
-    """What Dynamo and Inductor ask of CUDA, answered without it."""
+    """Return the interface by which Dynamo and Inductor query CUDA, answered without CUDA."""
 
     class Device:
         def __init__(self, device: Any) -> None: ...
@@ -240,7 +239,7 @@ def _interface(usual: type[Any], stand_ins: Mapping[str, Callable[..., Any]]) ->
 
 
 def _driver(capability: tuple[int, int]) -> Any:
-    """A driver for Triton that only knows what it compiles for."""
+    """Return a driver for Triton that only knows what it compiles for."""
     import triton
     from triton.backends.compiler import GPUTarget
 
@@ -260,7 +259,7 @@ def _driver(capability: tuple[int, int]) -> Any:
 
 
 def _forget_devices() -> None:
-    """Empties the caches in which torch remembers what devices there are, and what they can do."""
+    """Empty the caches in which torch remembers what devices there are, and what they can do."""
     import torch._inductor.comm_analysis
     import torch._inductor.runtime.hints
     import torch._inductor.utils
@@ -286,7 +285,7 @@ def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 @contextmanager
 def _kept(mapping: dict[Any, Any]) -> Iterator[None]:
-    """A dictionary has the entries that it has now afterwards."""
+    """Restore a dictionary's entries at the end."""
     before = dict(mapping)
     try:
         yield

@@ -1,4 +1,4 @@
-"""What a compiled Triton kernel takes of a GPU: registers, shared memory, spills."""
+"""Resources of a compiled Triton kernel: registers, shared memory, spills."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from dsgraph.utils.errors import EmissionError
 
 @dataclass(frozen=True)
 class Resources:
-    """What one launch of a kernel takes.
+    """The resources of one launch of a kernel.
 
     Attributes:
-        registers: Of a thread.
+        registers: Registers of a thread.
         shared_bytes: Shared memory of a block.
-        stack_bytes: Local memory of a thread: arrays that are indexed by what only the run knows, and spills.
-        spill_bytes: What of it is written because registers did not do.
+        stack_bytes: Local memory of a thread: arrays with indices that are only known at run time, and spills.
+        spill_bytes: The part of it that is written because registers did not suffice.
     """
 
     registers: int
@@ -29,12 +29,12 @@ class Resources:
 
 
 def read_resources(cubin: bytes, ptx: str, *, shared_bytes: int) -> Resources:
-    """What a compiled kernel takes, as NVIDIA's tools in Triton's wheel tell.
+    """Return the resources of a compiled kernel, as reported by NVIDIA's tools in Triton's wheel.
 
     Args:
         cubin: The kernel's binary.
-        ptx: What it was assembled from.
-        shared_bytes: What Triton asks for at each launch.
+        ptx: The assembly that it was made from.
+        shared_bytes: The shared memory that Triton asks for at each launch.
     """
     from triton import knobs
 
@@ -50,7 +50,7 @@ def read_resources(cubin: bytes, ptx: str, *, shared_bytes: int) -> Resources:
 
 
 def _spill_bytes(folder: Path, ptx: str) -> int:
-    """Bytes that are stored to local memory for want of registers; a stack alone may be an array."""
+    """Return the bytes that are stored to local memory for want of registers; a stack alone may be an array."""
     from triton.backends.nvidia.compiler import get_ptxas
 
     target = re.search(r"^\.target (sm_(\d+)\w*)", ptx, re.MULTILINE)
@@ -63,7 +63,7 @@ def _spill_bytes(folder: Path, ptx: str) -> int:
 
 
 def _said(command: list[str]) -> str:
-    """What a program prints.
+    """Return what a program prints.
 
     Raises:
         EmissionError: It fails.

@@ -1,11 +1,11 @@
-"""From a captured graph to Inductor's code for a device that is not there, and from that to binaries.
+"""Lowers a captured graph to Inductor's code for a device that this machine does not have, and to binaries.
 
 A graph is traced and partitioned on the CPU, because autograd on fake CUDA tensors ends a process whose torch was built
 without CUDA. Each graph that comes of it is then moved to `cuda:0`, as far as its metadata goes, and lowered within
 `harness.fake_device`. No kernel runs and nothing is measured, so what Inductor decides by a measurement
 (`max_autotune`, padding of matrix products) is left undone.
 
-The internals of torch that this takes were checked on the versions in `harness.CHECKED`.
+The internals of torch that this uses were checked on the versions in `harness.CHECKED`.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def trace(
     each_joint: Callable[[GraphModule], None],
     receive: Receive,
 ) -> None:
-    """Takes a captured graph through Inductor up to the point where it would be lowered; nothing is compiled.
+    """Take a captured graph through Inductor up to the point where it would be lowered; nothing is compiled.
 
     Args:
         gm: The captured graph; taken over.
@@ -117,10 +117,10 @@ class _Before(CustomGraphPass):
 
 
 def retarget(gm: GraphModule, inputs: Sequence[Any]) -> tuple[GraphModule, list[Any]]:
-    """A copy of a traced graph, and fake inputs for it, on the device that is not there.
+    """Return a copy of a traced graph, and fake inputs for it, on the simulated device.
 
-    Everything of the graph moves, also what a program would leave on the CPU. The graph's constants become inputs.
-    Call it within `fake_device`.
+    Everything of the graph moves, also what a program would leave on the CPU. The graph's constants become inputs. Call
+    it within `fake_device`.
     """
     from torch._inductor.compile_fx import fake_tensor_prop, view_to_reshape
     from torch._subclasses.fake_tensor import unset_fake_temporarily
@@ -180,7 +180,7 @@ class _Mover:
 
 
 def _take_out_constants(gm: GraphModule) -> list[torch.Tensor]:
-    """Makes numbers of a graph's constants, where they are 0-dimensional, and inputs of the others; returns these."""
+    """Turn a graph's 0-dimensional constants into numbers and the others into inputs; return the latter."""
     *_, last = [None, *gm.graph.find_nodes(op="placeholder")]
     taken: list[torch.Tensor] = []
     for node in gm.graph.find_nodes(op="get_attr"):
@@ -204,7 +204,7 @@ def _take_out_constants(gm: GraphModule) -> list[torch.Tensor]:
 
 
 def lower(gm: GraphModule, inputs: Sequence[Any], *, phase: str, patches: Mapping[str, Any]) -> Lowered:
-    """Inductor's code for a retargeted graph. Call it within `fake_device`.
+    """Return Inductor's code for a retargeted graph. Call it within `fake_device`.
 
     Args:
         gm: From `retarget`; taken over.
@@ -247,7 +247,7 @@ def lower(gm: GraphModule, inputs: Sequence[Any], *, phase: str, patches: Mappin
 
 
 def compile_module(source: str, name: str, *, path: Path) -> list[Binary]:
-    """Compiles a Triton kernel of Inductor's code, in each configuration that it would try. Within `fake_device`.
+    """Compile a Triton kernel of Inductor's code, in each configuration that it would try. Within `fake_device`.
 
     Args:
         source: The kernel's module.

@@ -1,4 +1,4 @@
-"""What of a graph can only run on the CPU."""
+"""Ops of a graph that can only run on the CPU."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _OF_TORCH = frozenset(
 
 
 def refuse_cpu_operators(nodes: Iterable[Node]) -> None:
-    """Refuses a graph in which an op is left that no CUDA device could run: its code would look right and be wrong.
+    """Refuse a graph that contains an op that no CUDA device can run: its code would look right and be wrong.
 
     Raises:
         EmissionError: There is such an op; the message names it, and the user's line.

@@ -26,7 +26,7 @@ class StepDone(SystemExit):
 
 @contextmanager
 def ends_after_a_step() -> Iterator[None]:
-    """The first optimizer step raises `StepDone`, which ends here."""
+    """End at the first optimizer step, which raises `StepDone`."""
 
     def stop(*_: Any) -> None:
         raise StepDone
@@ -41,7 +41,7 @@ def ends_after_a_step() -> Iterator[None]:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Runs the script in this process, as `python [-m] SCRIPT` would."""
+    """Run the script in this process, as `python [-m] SCRIPT` would."""
     world, until, *script = arguments
     with fake_ranks(int(world)), ends_after_a_step() if until == "step" else nullcontext():
         if script[0] == "-m":

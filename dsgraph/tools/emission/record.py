@@ -1,4 +1,4 @@
-"""What is written down of each kernel, as plain data: the rows of the table and of `kernels.json`."""
+"""The record of each kernel, as plain data: the rows of the table and of `kernels.json`."""
 
 from __future__ import annotations
 
@@ -93,18 +93,18 @@ class KernelRecord:
 
 @dataclass(frozen=True)
 class EmittedGraph:
-    """What became of one graph on one architecture.
+    """The result of one graph on one architecture.
 
     Attributes:
         graph: Number of the compile in its process.
-        phase: "forward", "backward" or "inference"; "capture" where it came to none of these.
+        phase: "forward", "backward" or "inference"; "capture" if it failed before these.
         arch: "sm_90".
         gpu: The device that costs are predicted of.
         function: What was compiled.
         code: Inductor's code, relative to the folder of the emission; None where there is none.
         problem: Why there is none; None where there is.
         kernels: In the order of their first calls.
-        collectives: Op -> how often the code calls it.
+        collectives: Op -> number of calls in the code.
     """
 
     graph: int
@@ -118,12 +118,12 @@ class EmittedGraph:
     collectives: dict[str, int] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, object]:
-        """As JSON has it."""
+        """Return the graph as plain data for JSON."""
         return asdict(self)
 
 
 def describe_kernel(kernel: ScheduledKernel, configurations: Sequence[Configuration], gpu: Gpu) -> KernelRecord:
-    """The record of a kernel, with what it is predicted to take on a GPU."""
+    """Return the record of a kernel, with what it is predicted to take on a GPU."""
     if kernel.is_triton:
         moved, counts = kernel.bytes or 0, kernel.counts
         operations = None
@@ -147,7 +147,7 @@ def describe_kernel(kernel: ScheduledKernel, configurations: Sequence[Configurat
 
 
 def _op_names(kernel: ScheduledKernel) -> tuple[str, ...]:
-    """The ops of a kernel that compute something, each once."""
+    """Return the ops of a kernel that compute something, each once."""
     targets = [node.target for node in kernel.ops]
     names = [target.overloadpacket.__name__ for target in targets if isinstance(target, OpOverload)]
     names = [name.removeprefix("_scaled_dot_product_") for name in names]
@@ -156,14 +156,14 @@ def _op_names(kernel: ScheduledKernel) -> tuple[str, ...]:
 
 
 def _library_name(called: str) -> str:
-    """`aten.mm.out` -> `cuBLAS mm`; what is in no known library goes by its own name."""
+    """Return the library's name: `aten.mm.out` -> `cuBLAS mm`; an op of no known library keeps its own name."""
     parts = called.split(".")
     name = parts[-2] if len(parts) > 2 else parts[-1]
     return _LIBRARIES.get(name, called)
 
 
 def merge_calls(kernels: Iterable[KernelRecord]) -> tuple[KernelRecord, ...]:
-    """One record for all calls of one library op with as much to do."""
+    """Merge the calls of one library op with the same amount of work into one record."""
     merged: dict[object, KernelRecord] = {}
     for kernel in kernels:
         key = (kernel.name, kernel.ops, kernel.bytes, kernel.flops, kernel.seconds, kernel.configurations)

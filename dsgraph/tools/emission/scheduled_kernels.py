@@ -1,4 +1,4 @@
-"""What Inductor has scheduled for a graph: its Triton kernels, what it leaves to libraries, and collectives.
+"""The kernels that Inductor has scheduled for a graph: Triton kernels, library calls, and collectives.
 
 The internals of torch that this reads were checked on the versions in `harness.CHECKED`.
 """
@@ -23,11 +23,11 @@ class ScheduledKernel:
     Attributes:
         name: Of the Triton kernel, or of what is called.
         ops: The nodes of the graph that it computes, in the graph's order.
-        is_triton: Whether it is a Triton kernel.
+        is_triton: True if it is a Triton kernel.
         bytes: That it reads and writes, each operand once; None where that is to be read off `ops`.
-        counts: Name of an elementwise operation -> how often the kernel executes it; None where that is to be read off
-            `ops`, or is not known.
-        calls: How often the graph calls it.
+        counts: Name of an elementwise operation -> number of times that the kernel executes it; None where that is to
+            be read off `ops`, or is not known.
+        calls: Number of calls in the graph.
     """
 
     name: str
@@ -40,13 +40,13 @@ class ScheduledKernel:
 
 @dataclass(frozen=True)
 class Lowered:
-    """What Inductor made of a graph.
+    """The result of Inductor for a graph.
 
     Attributes:
         code: The Python code that runs it.
         sources: Triton kernel -> what its module, which the code holds as text, calls it, and the module.
         kernels: What runs, in order of first calls; collectives and waits are left out.
-        collectives: What is called of each kind of collective.
+        collectives: Kind of collective -> number of calls.
     """
 
     code: str
@@ -63,7 +63,7 @@ class Recorder:
         self.of_node: dict[str, str] = {}  # scheduler node -> kernel
 
     def define(self, name: str, schedule: Iterable[Any], kernel: Any) -> None:
-        """Takes note of a kernel; for `harness.defined_kernels`."""
+        """Record a kernel; for `harness.defined_kernels`."""
         from torch._inductor.scheduler import BaseSchedulerNode
 
         nodes = [leaf for node in schedule if isinstance(node, BaseSchedulerNode) for leaf in node.get_nodes()]
@@ -76,7 +76,7 @@ class Recorder:
 
 
 def _bytes_of_kernel(kernel: Any) -> int:
-    """Bytes that a kernel of Inductor's reads and writes.
+    """Return the bytes that a kernel of Inductor's reads and writes.
 
     Inductor leaves out buffers that something else has written to in place (a collective, a user's kernel).
     """
@@ -95,7 +95,7 @@ def _bytes_of_kernel(kernel: Any) -> int:
 
 
 def _operations(nodes: Iterable[Any]) -> dict[str, int]:
-    """How often each elementwise operation is executed by the loops of some scheduler nodes."""
+    """Return how many times each elementwise operation is executed by the loops of some scheduler nodes."""
     from torch._inductor.virtualized import V
 
     found: dict[str, int] = {}
@@ -110,7 +110,7 @@ def _operations(nodes: Iterable[Any]) -> dict[str, int]:
 
 
 def read_lowered(code: str, recorder: Recorder, scheduled: Iterable[Any], graph_nodes: Sequence[Node]) -> Lowered:
-    """Puts together what is known of a graph that Inductor has just generated code for.
+    """Put together what is known of a graph that Inductor has just generated code for.
 
     Args:
         code: The code.
@@ -137,7 +137,7 @@ def read_lowered(code: str, recorder: Recorder, scheduled: Iterable[Any], graph_
 def _add_extern(
     op: Any, found: dict[str, ScheduledKernel], collectives: dict[str, int], own_kernels: Iterator[str]
 ) -> None:
-    """Adds what Inductor did not generate itself: calls of libraries, of a user's Triton kernels, of collectives."""
+    """Add what Inductor did not generate itself: calls of libraries, of a user's Triton kernels, of collectives."""
     from torch._inductor import ir
 
     if not isinstance(op, ir.ExternKernel) or isinstance(op, (ir.MultiOutput, ir._WaitKernel)):
@@ -160,7 +160,7 @@ def _add_extern(
 
 
 def _bytes_of(op: Any) -> int:
-    """Bytes of the buffers that a user's kernel is given, each counted once: what it does with them is not known."""
+    """Return the bytes of a user's kernel's buffers, each counted once: its use of them is not known."""
     from torch._inductor.virtualized import V
 
     buffers = {buffer.get_name(): buffer for buffer in op.inputs}.values()
@@ -169,7 +169,7 @@ def _bytes_of(op: Any) -> int:
 
 
 def _kernel_sources(tree: ast.AST) -> dict[str, tuple[str, str]]:
-    """The Triton kernels that stand in a wrapper's code as text, by the names that it gives them."""
+    """Return the Triton kernels that stand in a wrapper's code as text, by the names that it gives them."""
     found = {}
     for node in (node for node in ast.walk(tree) if isinstance(node, ast.Assign)):
         call = node.value
@@ -180,7 +180,7 @@ def _kernel_sources(tree: ast.AST) -> dict[str, tuple[str, str]]:
 
 
 def _runs_of_own_kernels(tree: ast.AST, sources: dict[str, tuple[str, str]]) -> list[str]:
-    """The user's own Triton kernels in the order in which the code runs them; it numbers them anew."""
+    """Return the user's own Triton kernels in the order in which the code runs them; it numbers them anew."""
     own = {name for name, (original, _) in sources.items() if name != original}
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)]
     runs = [(call.lineno, ast.unparse(cast("ast.Attribute", call.func).value)) for call in calls]

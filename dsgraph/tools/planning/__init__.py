@@ -1,1 +1,1 @@
-"""Layouts that no machine here could run, captured and compiled all the same."""
+"""Capture and compilation of layouts that no machine here could run."""

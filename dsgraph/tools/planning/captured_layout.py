@@ -1,4 +1,4 @@
-"""What one rank of a layout holds, read off graphs that were captured and compiled for it. Nothing is computed.
+"""Memory of one rank of a layout, read off graphs that were captured and compiled for it. Nothing is computed.
 
 A stage of one layer and one of two layers are compiled. All further layers are like the second one.
 """
@@ -43,7 +43,7 @@ class Holding:
         gradients: When the backward is over.
         optimizer: The parameters that it steps on, in float32, and Adam's averages.
         saved: Of one micro-batch, between its forward and its backward.
-        buffers: What comes and goes within a micro-batch: at the peak of a step, what is none of the above.
+        buffers: Temporary tensors of a micro-batch: the part of a step's peak that is none of the above.
         nodes: Of the forward and the backward.
         seconds: To capture and compile them.
     """
@@ -59,7 +59,7 @@ class Holding:
 
 @dataclass(frozen=True)
 class CapturedLayout:
-    """What compiling said.
+    """The results of compiling.
 
     Attributes:
         one: Of a stage of one layer.
@@ -70,12 +70,12 @@ class CapturedLayout:
     two: Holding
 
     def layer(self, part: str) -> float:
-        """Bytes that one more layer adds."""
+        """Return the bytes that one more layer adds."""
         return float(getattr(self.two, part) - getattr(self.one, part))
 
 
 def capture(model: ModelShape, layout: RankLayout, training: TrainingSetup) -> CapturedLayout:
-    """Captures and compiles stages of one and of two layers for one rank of a layout.
+    """Capture and compile stages of one and of two layers for one rank of a layout.
 
     Raises:
         LayoutError: The memory of this machine does not take the parameters of two layers.
@@ -84,7 +84,7 @@ def capture(model: ModelShape, layout: RankLayout, training: TrainingSetup) -> C
 
 
 class _Compiled(BaseException):
-    """Ends the forward behind its compilation."""
+    """Ends the forward after its compilation."""
 
 
 def _hold(model: ModelShape, layout: RankLayout, training: TrainingSetup, *, layers: int) -> Holding:
@@ -113,7 +113,7 @@ def _hold(model: ModelShape, layout: RankLayout, training: TrainingSetup, *, lay
 
 
 def _unwritten(stage: nn.Module) -> nn.Module:
-    """The stage with parameters that have addresses and no pages: what nobody writes to takes no memory.
+    """Return the stage with parameters that have addresses but no pages: memory that nobody writes to is not allocated.
 
     Raises:
         LayoutError: There are not even addresses.
@@ -142,17 +142,17 @@ def _holding(memory: PairMemory, *, nodes: int, seconds: float) -> Holding:
 
 
 PARTS = ("parameters", "gradients", "optimizer", "model_states", "activations", "buffers", "total")
-"""Of `Comparison.captured` and `Comparison.formula`, in the order in which they are printed."""
+"""Names of the parts in `Comparison.captured` and `Comparison.formula`, in the order in which they are printed."""
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """What a GPU holds of its layers, captured and by the formulas.
+    """The memory that a GPU holds for its layers, captured and by the formulas.
 
     Attributes:
         captured: Bytes by `PARTS`.
         formula: The same.
-        layers: Of a stage, if they could be divided evenly.
+        layers: Layers of a stage, if they could be divided evenly.
         of: What was compiled.
     """
 
@@ -163,12 +163,13 @@ class Comparison:
 
 
 def compare(model: ModelShape, layout: RankLayout, training: TrainingSetup, *, gpu: NodeGpu) -> Comparison:
-    """Captures a stage of a layout, and compares what it holds with what the formulas say of it.
+    """Capture a stage of a layout, and compare what it holds with what the formulas say of it.
 
     Embeddings and head are left out on both sides, and the formulas count the parameters that such layers have.
 
     Raises:
-        LayoutError: See `capture`, and `plan`; or layers are sliced, which cannot be compiled beside ZeRO yet.
+        LayoutError: See `capture`, and `plan`; or the layout is tensor-parallel, which cannot be compiled together with
+            ZeRO yet.
     """
     if layout.tp > 1:
         raise LayoutError(

@@ -13,7 +13,7 @@ from dsgraph.tools.emission.harness import fake_ranks
 
 
 def actions_on_paper(kind: str, *, ranks: int, stages: int, microbatches: int) -> dict[int, list[str]]:
-    """What each rank would do, in order: see `actions_of`.
+    """Return what each rank would do, in order: see `actions_of`.
 
     Raises:
         OptionError: The schedule does not support this number of stages or micro-batches.

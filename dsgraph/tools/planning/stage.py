@@ -13,7 +13,10 @@ _DROPOUT = 0.1
 
 
 class Attention(nn.Module):
-    """Causal attention. Its heads are told from the width of its products, which may be a slice of all."""
+    """Causal attention.
+
+    The number of heads follows from the width of its products, which may be a tensor-parallel shard.
+    """
 
     def __init__(self, hidden: int, heads: int) -> None:
         super().__init__()
@@ -21,7 +24,7 @@ class Attention(nn.Module):
         self.query, self.key, self.value, self.out = (nn.Linear(hidden, hidden) for _ in range(4))
 
     def forward(self, x: Tensor, later: Tensor) -> Tensor:
-        """[batch, time, hidden] -> the same. `later`: [time, time] bool, what a token must not see."""
+        """Map [batch, time, hidden] to the same shape. `later`: [time, time] bool, what a token must not see."""
         query, key, value = (
             part(x).unflatten(-1, (-1, self.size)).transpose(1, 2) for part in (self.query, self.key, self.value)
         )
@@ -40,7 +43,7 @@ class Layer(nn.Module):
         self.up, self.down = nn.Linear(hidden, 4 * hidden), nn.Linear(4 * hidden, hidden)
 
     def forward(self, x: Tensor, later: Tensor) -> Tensor:
-        """[batch, time, hidden] -> the same. `later`: see `Attention`."""
+        """Map [batch, time, hidden] to the same shape. `later`: see `Attention`."""
         x = x + F.dropout(self.attention(self.attention_norm(x), later), _DROPOUT, self.training)
         return x + F.dropout(self.down(F.gelu(self.up(self.feed_forward_norm(x)))), _DROPOUT, self.training)
 
@@ -54,7 +57,7 @@ class Stage(nn.Module):
         self.checkpointing = checkpointing
 
     def forward(self, x: Tensor) -> Tensor:
-        """[batch, time, hidden] -> the same."""
+        """Map [batch, time, hidden] to the same shape."""
         later = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool, device=x.device).triu(1)
         for layer in self.layers:
             x = checkpoint(layer, x, later, use_reentrant=False) if self.checkpointing else layer(x, later)

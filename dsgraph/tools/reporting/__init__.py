@@ -1,1 +1,1 @@
-"""What was done to a model and what was not: kept while compiling, told by `dsgraph.report`, refused by `strict`."""
+"""Record of what was done to a model and what was not: shown by `dsgraph.report`, refused by `strict`."""

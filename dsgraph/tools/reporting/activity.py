@@ -1,4 +1,4 @@
-"""What was not done as one would wish: graph breaks, recompiles, fallbacks, near misses, checkpoint regions."""
+"""Things that were not done as one would wish: graph breaks, recompiles, fallbacks, near misses, checkpoint regions."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Fallback:
 
 @dataclass(frozen=True)
 class PassNote:
-    """A note of a pass: what it left alone and why. `count` is how often it said so, in which `compiles`."""
+    """A note of a pass: what it left alone and why. `count` is the number of times, over these `compiles`."""
 
     phase: str
     pass_name: str
@@ -81,7 +81,7 @@ class Region:
 
 
 def graph_breaks_of(records: Sequence[CompileEntry], log: CompileLog) -> tuple[Break, ...]:
-    """Graph breaks, one entry a place: those that end a graph, and those with nothing to compile ahead of them."""
+    """Return the graph breaks, one entry a place: those that end a graph, and those with no graph before them."""
     counts: Counter[tuple[str, str]] = Counter()
     known: set[tuple[str, int | None]] = set()
     for record in records:
@@ -98,7 +98,7 @@ def graph_breaks_of(records: Sequence[CompileEntry], log: CompileLog) -> tuple[B
 
 
 def recompiles_of(records: Sequence[CompileEntry]) -> tuple[Recompile, ...]:
-    """Compiles of functions that had been compiled before."""
+    """Compile of functions that had been compiled before."""
     return tuple(
         Recompile(
             function=str(record.capture.function),
@@ -114,7 +114,7 @@ def recompiles_of(records: Sequence[CompileEntry]) -> tuple[Recompile, ...]:
 def fallbacks_of(
     model: nn.Module, states: Sequence[PartitionState], records: Sequence[CompileEntry], log: CompileLog
 ) -> tuple[Fallback, ...]:
-    """Everything that does not run as compiled code, or not from a cache."""
+    """Return everything that does not run as compiled code, or not from a cache."""
     found = [
         Fallback("parameter read eagerly", name, count, "", "outside any compiled graph")
         for name, count in _eager_reads(states).items()
@@ -138,7 +138,7 @@ def fallbacks_of(
 
 
 def near_misses_of(records: Sequence[CompileEntry]) -> tuple[PassNote, ...]:
-    """The notes of all passes."""
+    """Return the notes of all passes."""
     said: defaultdict[tuple[str, str, str], list[int]] = defaultdict(list)
     for record in records:
         for item in record.passes:
@@ -148,7 +148,7 @@ def near_misses_of(records: Sequence[CompileEntry]) -> tuple[PassNote, ...]:
 
 
 def regions_of(records: Sequence[CompileEntry]) -> tuple[Region, ...]:
-    """Checkpoint regions that keep what they should recompute, and those that run eagerly around a graph."""
+    """Return checkpoint regions that keep what they should recompute, and those that run eagerly around a graph."""
     found = []
     for record in records:
         for tag in record.ignored_tags:
@@ -176,7 +176,7 @@ def _eager_reads(states: Sequence[PartitionState]) -> dict[str, int]:
 
 
 def _functions_of(model: nn.Module, records: Iterable[CompileEntry]) -> set[SourceLines]:
-    """The model's own methods, and the functions of which its graphs are."""
+    """Return the model's own methods, and the functions of which its graphs are."""
     found = {span for record in records for span in record.capture.running[:1]}
     for kind in {base for module in model.modules() for base in type(module).__mro__}:
         for value in vars(kind).values():

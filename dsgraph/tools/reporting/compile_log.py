@@ -1,4 +1,4 @@
-"""What the backend remembers of its compiles for the report: plain data, for as long as the model lives."""
+"""Records of a backend's compiles for the report: plain data, kept while the model exists."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ class CompileEntry:
         module: id of the module that was being called; 0 where there was none.
         module_type: Its class; equal layers share one, and one graph.
         codegen: "inductor" or "eager".
-        training: Whether gradients were on and something needed one.
-        reduces: Whether it holds markers of parameters, so that its backward reduces their gradients.
-        reads_held: Whether it reads gathered copies that stage 3 holds for a step under `accumulate`.
-        from_cache: Whether AOTAutograd's cache had it, so that the passes after the capture did not run.
+        training: True if gradients were enabled and an input needed one.
+        reduces: True if it contains markers of parameters, so that its backward reduces their gradients.
+        reads_held: True if it reads gathered copies that stage 3 holds for a step under `accumulate`.
+        from_cache: True if it came from AOTAutograd's cache, so that the passes after the capture did not run.
         unidentified: Passes whose code cannot be identified, so that torch's caches were off.
         passes: What each pass did.
         graphs: The lowered graphs; empty when they came from the cache.
@@ -42,7 +42,7 @@ class CompileEntry:
         memory_limit: Bytes that a step may use; None without a limit.
         limit_gap: Why the limit cannot be promised; empty if it can, or if no limit was given.
         held_gradients: Bytes of gradients of earlier micro-batches that exist during a backward.
-        costs: Whether the costs that passes know are measured or defaults, in one line.
+        costs: One line that says if the costs that passes use are measured or defaults.
         ignored_tags: Where checkpoint regions were not honoured.
         unlowered: Op, calls: what Inductor runs as it is.
     """
@@ -70,7 +70,7 @@ class CompileEntry:
 
     @property
     def is_for_accumulation(self) -> bool:
-        """Whether a step without `accumulate` would have run another graph."""
+        """True if a step without `accumulate` would have run another graph."""
         return self.reads_held or not self.reduces
 
 
@@ -93,7 +93,7 @@ class GivenUp:
     callers: tuple[tuple[str, int], ...]
 
     def concerns(self, functions: Iterable[SourceLines], callers: Iterable[SourceLines] = ()) -> bool:
-        """Whether it is one of `functions` or was called by one, or is itself one of `callers`."""
+        """Return whether it is one of `functions` or was called by one, or is itself one of `callers`."""
         lines = [(self.function.file, self.function.line), *self.callers]
         if any(span.holds(file, line) for span in functions for file, line in lines):
             return True
@@ -125,7 +125,7 @@ class CompileLog:
         self._keys = itertools.count()
 
     def add(self, record: CompileEntry, owners: Sequence[object]) -> None:
-        """Keeps a record for as long as one of `owners` lives."""
+        """Keep a record for as long as one of `owners` lives."""
         function = record.capture.function
         if not owners:
             owners = self._owners_of(function)
@@ -139,7 +139,7 @@ class CompileLog:
             self._keep(waiting, owners)
 
     def of(self, objects: Iterable[object]) -> list[CompileEntry]:
-        """The records that belong to one of `objects`, in the order of compiling."""
+        """Return the records that belong to one of `objects`, in the order of compiling."""
         wanted = {id(item) for item in objects}
         found = []
         for entry in list(self._entries.values()):  # an owner may die meanwhile
@@ -152,7 +152,7 @@ class CompileLog:
         return len(self._entries) + len(self._ownerless)
 
     def look(self) -> list[GivenUp]:
-        """Takes down what Dynamo has noted since the last look; returns the frames that it gave up on meanwhile."""
+        """Record what Dynamo has noted since the last call; return the frames that it gave up on since then."""
         metrics = compile_metrics()
         new = metrics
         for number, metric in enumerate(metrics):
@@ -181,11 +181,14 @@ class CompileLog:
         return self._last_frame <= earlier
 
     def given_up(self) -> list[GivenUp]:
-        """The frames that Dynamo gave up on."""
+        """Return the frames that Dynamo gave up on."""
         return list(self._given_up)
 
     def restart_reason(self, function: SourceLine) -> str:
-        """Why Dynamo last began anew with a function, which it does at a graph break; empty when it is not known."""
+        """Return why Dynamo last began anew with a function, which it does at a graph break.
+
+        Empty when it is not known.
+        """
         lines = {(function.file, function.line)}
         return next((why for file, line, why in reversed(self._restarts) if (file, line) in lines), "")
 
@@ -239,7 +242,7 @@ class CompileLog:
 
 
 def owners_among(inputs: Iterable[object], module: nn.Module | None) -> list[object]:
-    """What a graph belongs to: parameters, gathered copies and leaves among its inputs, and the module being called."""
+    """Return a graph's owners: parameters, gathered copies and leaves among its inputs, and the called module."""
     found: list[object] = [
         value
         for value in inputs

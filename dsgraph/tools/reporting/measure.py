@@ -1,4 +1,4 @@
-"""What is read off the graphs of a compile for the report, as plain data."""
+"""Measurements of the graphs of a compile for the report, as plain data."""
 
 from __future__ import annotations
 
@@ -56,7 +56,9 @@ class IgnoredTag:
 
 @dataclass(frozen=True)
 class Activations:
-    """What the backward reads of the forward, and what it repeats. Bytes; None where a size is not known.
+    """The values that the backward reads from the forward, and those that it recomputes.
+
+    Bytes; None if a size is unknown.
 
     Attributes:
         saved: Values that are kept for the backward and are neither inputs, views of them, nor gathered parameters.
@@ -107,11 +109,11 @@ class Measurements:
     _forward_graph: tuple[GraphModule, PassContext] | None = None
 
     def take_regions(self, joint: GraphModule) -> None:
-        """Reads the checkpoint regions of a joint graph, before any pass."""
+        """Read the checkpoint regions of a joint graph, before any pass."""
         self._tagged = dict(_tags_of_regions(joint))
 
     def take(self, gm: GraphModule, ctx: PassContext) -> None:
-        """Reads a graph that has been through the passes of a phase."""
+        """Read a graph that has been through the passes of a phase."""
         phase = ctx.phase
         if phase not in (Phase.FORWARD, Phase.BACKWARD):
             return
@@ -174,7 +176,7 @@ class Measurements:
 
 
 def is_own_op(op: str) -> bool:
-    """Whether an op is torch's or dsgraph's."""
+    """Return whether an op is torch's or dsgraph's."""
     return op.partition("::")[0] in _OWN_OPS
 
 
@@ -188,7 +190,7 @@ def _sum(nodes: Iterable[Node]) -> int | None:
 
 
 def _seen_from_backward(node: Node) -> tuple[object, bool, bool]:
-    """Target, whether it is an input or shares an input's memory, whether it is a gathered parameter."""
+    """Return the target, whether it is an input or shares an input's memory, and whether it is a gathered parameter."""
     source = node
     while source.op == "call_function" and (is_view(source) or is_arrival(source)):
         source = source.all_input_nodes[0]
@@ -199,7 +201,7 @@ def _seen_from_backward(node: Node) -> tuple[object, bool, bool]:
 
 
 def _tags_of_regions(joint: GraphModule) -> Iterator[tuple[str, SourceLine | None]]:
-    """The values that checkpoint regions ask to recompute, less those that one region hands to the next."""
+    """Yield the values that checkpoint regions ask to recompute, less those that one region hands to the next."""
     for node in joint.graph.nodes:
         region = node.meta.get("ac_graph_id")
         if region is None or node.meta.get("recompute") not in _RECOMPUTE:

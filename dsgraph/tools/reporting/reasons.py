@@ -1,4 +1,4 @@
-"""Why Dynamo compiled a function again: its guards, in words where they are of what modules of ours hold."""
+"""Reasons why Dynamo compiled a function again: its guards, in words if they concern modules of dsgraph."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ _IN_WORDS = (
 
 
 def in_words(guard: str) -> str:
-    """What changed between two calls, from the guard that failed; a guard of the user's own values as it is."""
+    """Return what changed between two calls, from the guard that failed.
+
+    A guard of the user's own values is returned unchanged.
+    """
     if "._dsgraph" not in guard:
         return guard
     return next((words for pattern, words in _IN_WORDS if re.search(pattern, guard)), guard)

@@ -33,7 +33,9 @@ SCHEMA = 1
 
 @dataclass(frozen=True)
 class Report(ReportRecord):
-    """What was done to a model and what was not. `print(report)` shows it, `to_dict()` gives it to programs.
+    """A report of what was done to a model and what was not.
+
+    `print(report)` shows it, `to_dict()` gives it to programs.
 
     Its attributes are those of `ReportRecord`.
     """
@@ -42,13 +44,13 @@ class Report(ReportRecord):
         return write_report(self)
 
     def to_dict(self) -> dict[str, Any]:
-        """The same as dicts, lists, strings, numbers, booleans and None."""
+        """Return the same as dicts, lists, strings, numbers, booleans and None."""
         plain: dict[str, Any] = _plain(asdict(self))
         return plain
 
 
 def report_on(model: nn.Module, log: CompileLog) -> Report:
-    """The report of a model.
+    """Return the report of a model.
 
     Args:
         model: The module that was given to `partition` or `torch.compile`, or the compiled one.

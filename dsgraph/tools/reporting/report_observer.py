@@ -18,7 +18,7 @@ from .strict import refuse_capture, refuse_compile, refuse_given_up, refuse_with
 
 
 class ReportObserver:
-    """What `report` knows of a backend.
+    """The compiles of a backend that `report` knows.
 
     Attributes:
         log: The compiles of the models that are alive.
@@ -28,7 +28,7 @@ class ReportObserver:
         self.log = CompileLog()
 
     def captured(self, capture: Capture, options: BackendOptions) -> None:
-        """Takes down what Dynamo has noted meanwhile.
+        """Record what Dynamo has noted since the last capture.
 
         Raises:
             StrictError: Dynamo gave up on a function, broke a graph or compiles too often, and `strict`.
@@ -56,15 +56,15 @@ class _Measuring(CompileWatch):
         self._measured = Measurements(request.facts, with_inductor=request.options.codegen == "inductor")
 
     def joint(self, gm: GraphModule) -> None:
-        """Reads the checkpoint regions."""
+        """Read the checkpoint regions."""
         self._measured.take_regions(gm)
 
     def after_phase(self, gm: GraphModule, ctx: PassContext) -> None:
-        """Reads traffic, nodes and memory."""
+        """Read traffic, nodes and memory."""
         self._measured.take(gm, ctx)
 
     def finished(self, outcome: CompileOutcome) -> None:
-        """Adds the compile to the log.
+        """Add the compile to the log.
 
         Raises:
             StrictError: Something was asked for and not done, and `strict`.

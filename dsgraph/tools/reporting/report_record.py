@@ -1,4 +1,4 @@
-"""What a report holds, as plain data."""
+"""The contents of a report, as plain data."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ class Parameter:
         shape: Full shape.
         dtype: Master dtype.
         stage: ZeRO stage.
-        split_over: Mesh axis over which its rows are split; None for one that every rank holds whole.
+        split_over: Mesh axis over which its rows are sharded; None for a replicated one.
         averaged_over: Mesh axes over which its gradient is averaged.
-        replicated_because: Why it is whole; empty for a split one.
+        replicated_because: Why it is replicated; empty for a sharded one.
         bytes_full: All rows.
         bytes_here: The rows on this rank.
         bytes_copy: The gathered copy of stages 1 and 2, and what stage 3 holds of it now; 0 without one.
@@ -42,7 +42,7 @@ class Parameter:
 
 @dataclass(frozen=True)
 class Pass:
-    """What one pass did to one graph."""
+    """The effect of one pass on one graph."""
 
     phase: str
     name: str
@@ -89,7 +89,7 @@ class Compile:
 
 @dataclass(frozen=True)
 class ReportRecord:
-    """What was done to a model and what was not.
+    """A record of what was done to a model and what was not.
 
     Attributes:
         schema: Version of the keys of `to_dict()`.
@@ -97,7 +97,7 @@ class ReportRecord:
         status: In one sentence: compiled, not yet run, not partitioned.
         stages: ZeRO stage of each partitioned part.
         mesh: Axis name -> ranks.
-        costs: Whether the costs that passes decided by are measured or defaults; empty before the first compile.
+        costs: Says if the costs that passes decided by are measured or defaults; empty before the first compile.
         parameters: All partitioned parameters.
         compiles: Every graph that was compiled, in order.
         step: What a rank sends in a training step.

@@ -1,4 +1,4 @@
-"""What a rank sends and holds in one training step, from the graphs that such a step runs."""
+"""Traffic and memory of a rank in one training step, from the graphs that such a step runs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .traffic import Traffic, accumulated_traffic, add_up, held_traffic, refresh
 
 @dataclass(frozen=True)
 class StepPart:
-    """What one graph, or dsgraph outside any graph, sends in a step.
+    """The traffic of one graph, or of dsgraph outside any graph, in a step.
 
     Attributes:
         where: "forward" or "backward" and the function, or what happens outside the graphs.
@@ -35,7 +35,7 @@ class StepPart:
 
 @dataclass(frozen=True)
 class StepTraffic:
-    """What a rank sends in one training step: each graph of the newest compile of each function, run once.
+    """The traffic of a rank in one training step: each graph of the newest compile of each function, run once.
 
     Attributes:
         sent_bytes: With one forward and one backward. None where it is not known: nothing has run with gradients, a
@@ -46,8 +46,8 @@ class StepTraffic:
             other graphs for it, which are compiled when they first run.
         accumulated_once_bytes: Once in such a step, besides. A step of n micro-batches sends n times the former and
             once the latter.
-        accumulated_reduces_once: Whether gradients are reduced once in such a step, as in stages 0 and 1. Stage 2 does
-            what the last `accumulate` was told (`reduce_once`).
+        accumulated_reduces_once: True if gradients are reduced once in such a step, as in stages 0 and 1. Stage 2 does
+            what the last `accumulate` was given (`reduce_once`).
     """
 
     sent_bytes: int | None
@@ -66,8 +66,8 @@ class Memory:
         where: The part of the step at the peak: "forward of GPT.forward", "optimizer", ...
         node: The node at the peak; empty outside graphs.
         parts: What the peak is made of, in bytes.
-        buffers: Those among them through which what lies on disk passes, and which no `memory_limit` counts.
-        below: "host" or "disk" -> what lies there, in bytes by part.
+        buffers: Those among them that are buffers of transfers to and from disk, which no `memory_limit` counts.
+        below: "host" or "disk" -> bytes stored there, by part.
     """
 
     peak: int
@@ -79,9 +79,10 @@ class Memory:
 
 
 def predict_memory(model: nn.Module, records: Sequence[CompileEntry]) -> Memory | None:
-    """The memory of a step; None where nothing has run with gradients, or a graph came from torch's cache.
+    """Return the memory of a step; None if nothing has run with gradients, or a graph came from torch's cache.
 
-    Of graphs that read what stage 3 holds for a step if there are any: what they hold, others gather for a while.
+    Graphs that read the copies which stage 3 holds for a step are preferred: other graphs gather these copies for a
+    while.
     """
     training = [record for record in records if record.training]
     at_step = _newest(training, accumulating=any(record.reads_held for record in training))
@@ -108,7 +109,10 @@ def predict_memory(model: nn.Module, records: Sequence[CompileEntry]) -> Memory 
 
 
 def _buffers(model: nn.Module, pairs: Sequence[PairMemory], graph_buffers: int) -> int:
-    """Those of a step, which updates what lies on disk where the steps before did: amid the backward, or behind it."""
+    """Return the buffer bytes of a step.
+
+    The step updates parameters on disk when the earlier steps did: during the backward, or after it.
+    """
     parts = [part for part in partition_states(model) if part.arguments.offload.optimizer == "disk"]
     chunks = []
     if parts:
@@ -122,12 +126,12 @@ def _buffers(model: nn.Module, pairs: Sequence[PairMemory], graph_buffers: int) 
 
 
 def _local(name: str) -> str:
-    """A parameter's name as graphs know it, without what `_renamed` puts before it."""
+    """Return a parameter's name as graphs know it, without what `_renamed` puts before it."""
     return name.partition(": ")[2]
 
 
 def _renamed(pair: PairMemory, prefix: str) -> PairMemory:
-    """The same with other names: those of a captured graph are local to the module that was captured."""
+    """Return the same with other names: those of a captured graph are local to the module that was captured."""
     return replace(
         pair,
         params={node: replace(info, name=prefix + info.name) for node, info in pair.params.items()},
@@ -138,7 +142,7 @@ def _renamed(pair: PairMemory, prefix: str) -> PairMemory:
 
 
 def measure_step(model: nn.Module, states: Sequence[PartitionState], records: Sequence[CompileEntry]) -> StepTraffic:
-    """What a step sends, from a model's state and its compiles."""
+    """Return the traffic of a step, from a model's state and its compiles."""
     training = [record for record in records if record.training]
     if not training:
         return StepTraffic(None, (), None, None, any(state.reduces_once for state in states))
@@ -165,7 +169,7 @@ def measure_step(model: nn.Module, states: Sequence[PartitionState], records: Se
 
 
 def _newest(records: Sequence[CompileEntry], *, accumulating: bool) -> list[CompileEntry]:
-    """Of each function and module the newest compile, of those for `accumulate` or of the others if there are any."""
+    """Return the newest compile of each function and module: those for `accumulate`, or the others, if any."""
     found: dict[object, CompileEntry] = {}
     for record in records:
         capture = record.capture

@@ -1,4 +1,4 @@
-"""What `strict=True` turns into errors: things that were not done as the model or its options ask for."""
+"""The errors of `strict=True`: things that were not done as the model or its options ask for."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _WITHOUT = "or compile without strict=True; dsgraph.report(model) lists all of t
 
 
 def refuse_given_up(given_up: Iterable[GivenUp], capture: Capture) -> None:
-    """Refuses to go on where Dynamo has given up on a function that called the one at hand, or that it called.
+    """Refuse to continue if Dynamo has given up on a function that called this one or was called by it.
 
     Raises:
         StrictError: Names the function, the place and torch's reason.
@@ -36,7 +36,7 @@ def refuse_given_up(given_up: Iterable[GivenUp], capture: Capture) -> None:
 
 
 def refuse_capture(capture: Capture, options: BackendOptions, log: CompileLog) -> None:
-    """Refuses a graph that ends in a graph break or follows one, and a function that is compiled too often.
+    """Refuse a graph that ends in a graph break or follows one, and a function that is compiled too often.
 
     Raises:
         StrictError: Names the place, torch's reason and what to do.
@@ -63,7 +63,7 @@ def refuse_capture(capture: Capture, options: BackendOptions, log: CompileLog) -
 
 
 def refuse_without_effect(request: CompileRequest) -> None:
-    """Raise an error for options that change nothing in the graphs of this model.
+    """Refuse options that change nothing in the graphs of this model.
 
     Raises:
         StrictError: Names the option, what was found and what to do.
@@ -78,7 +78,7 @@ def refuse_without_effect(request: CompileRequest) -> None:
 
 
 def refuse_compile(record: CompileEntry) -> None:
-    """Refuses what was asked for and not done.
+    """Refuse what was asked for and not done.
 
     Checkpoint regions that were not honoured, ops without a lowering, kernels that were asked for and are found
     nowhere, passes that switch caches off.

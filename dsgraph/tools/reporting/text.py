@@ -24,7 +24,7 @@ _OFFLOADED = OffloadActivations().name
 
 
 def write_report(report: ReportRecord) -> str:
-    """All sections of a report that have something to say."""
+    """Return all sections of a report that have something to say."""
     sections = [
         _head(report),
         _parameters(report.parameters),
@@ -257,7 +257,7 @@ def _table(rows: Iterable[tuple[object, ...]], headers: Sequence[str]) -> str:
 
 
 def _short(place: str) -> str:
-    """`/home/me/project/model.py:12 (f)` -> `project/model.py:12 (f)`."""
+    """Return `/home/me/project/model.py:12 (f)` -> `project/model.py:12 (f)`."""
     head, separator, tail = place.partition(":")
     return str(Path(*Path(head).parts[-2:])) + separator + tail
 

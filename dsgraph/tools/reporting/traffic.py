@@ -39,7 +39,10 @@ class Traffic:
 
 
 def nbytes(value: object) -> int | None:
-    """Bytes of a tensor, or of all tensors of a list; dynamic sizes count as they are in the batch at hand."""
+    """Return the bytes of a tensor, or of all tensors of a list.
+
+    Dynamic sizes count as they are in the batch at hand.
+    """
     if isinstance(value, (list, tuple)):
         parts = [nbytes(item) for item in value]
         return None if None in parts else sum(part for part in parts if part is not None)
@@ -52,7 +55,7 @@ def nbytes(value: object) -> int | None:
 
 
 def graph_traffic(gm: GraphModule, axes: Iterable[MeshAxis]) -> tuple[Traffic, ...]:
-    """What a lowered graph sends each time it runs, by kind and axis, in the order of first use."""
+    """Return what a lowered graph sends each time it runs, by kind and axis, in the order of first use."""
     by_group = {axis.group: axis for axis in axes}
     found = []
     for node in collectives(gm):
@@ -66,7 +69,7 @@ def graph_traffic(gm: GraphModule, axes: Iterable[MeshAxis]) -> tuple[Traffic, .
 
 
 def _known(node: Node, size: Size) -> int | None:
-    """The number behind a size; None where only the data decide it."""
+    """Return the number for a size; None if it depends on the data."""
     try:
         return hint(size, size_hints([value.meta.get("val") for value in (node, *node.all_input_nodes)]))
     except PassError:
@@ -74,12 +77,12 @@ def _known(node: Node, size: Size) -> int | None:
 
 
 def refresh_traffic(state: PartitionState) -> tuple[Traffic, ...]:
-    """What fetching all gathered copies of stages 1 and 2 sends, which happens once after each optimizer step."""
+    """Return the traffic of refreshing all gathered copies of stages 1 and 2, once after each optimizer step."""
     return _gathers(state, state.copied()) if state.zero.copy_lifetime is CopyLifetime.ALWAYS else ()
 
 
 def held_traffic(state: PartitionState) -> tuple[Traffic, ...]:
-    """What stage 3 sends once in a step under `accumulate` to fetch the gathered copies that it holds."""
+    """Return the traffic by which stage 3 fetches the copies that it holds, once in a step under `accumulate`."""
     return _gathers(state, [entry for entry in state.parameters if entry.is_held_for_step])
 
 
@@ -91,7 +94,7 @@ def _gathers(state: PartitionState, entries: Iterable[ParameterState]) -> tuple[
 
 
 def accumulated_traffic(state: PartitionState) -> tuple[Traffic, ...]:
-    """What reducing local gradients sends at the end of an accumulated step."""
+    """Return the traffic of reducing local gradients at the end of an accumulated step."""
     trained = [entry for entry in state.parameters if entry.param.requires_grad]
     if not state.reduces_once or not trained:
         return ()
@@ -118,7 +121,7 @@ def accumulated_traffic(state: PartitionState) -> tuple[Traffic, ...]:
 
 
 def add_up(traffic: Iterable[Traffic]) -> tuple[Traffic, ...]:
-    """The same, one entry for each kind and axis."""
+    """Merge the entries of each kind and axis."""
     totals: dict[tuple[str, str], Traffic] = {}
     for item in traffic:
         key = (item.kind, item.axis)
@@ -130,7 +133,7 @@ def add_up(traffic: Iterable[Traffic]) -> tuple[Traffic, ...]:
 
 
 def total(traffic: Iterable[Traffic]) -> int | None:
-    """All bytes together; None when some are not known."""
+    """Return the sum of all bytes; None if some are unknown."""
     amounts = [item.sent_bytes for item in traffic]
     return None if None in amounts else sum(amount for amount in amounts if amount is not None)
 

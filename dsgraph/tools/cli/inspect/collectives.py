@@ -21,7 +21,7 @@ _NOTHING = TransferRecord(kind="", tier="", bytes=0, seconds=0.0)  # of a node t
 
 
 def collectives(args: argparse.Namespace) -> Answer:
-    """Each collective of the graphs that finally run, or of one graph."""
+    """Return each collective of the graphs that finally run, or of one graph."""
     if args.plot is not None:
         plots.check_path(args.plot)
     dump = Dump(args.dir)
@@ -60,7 +60,7 @@ def _describe(name: GraphName, graph: GraphRecord, timeline: Timeline) -> str:
 
 
 def _moves(timeline: Timeline) -> str:
-    """The transfers between memory and tiers below it."""
+    """Return the transfers between memory and tiers below it."""
     if not timeline.moves:
         return ""
     rows, total = [], 0
@@ -76,7 +76,7 @@ def _moves(timeline: Timeline) -> str:
 
 
 def _queue(timeline: Timeline) -> str:
-    """How much of the waiting is for others' transfers, before that which is waited for has begun."""
+    """Return how much of the waiting is queueing for other transfers, before the awaited one has begun."""
     queued = sum(transfer.queued for transfer in timeline.transfers)
     return f" ({_ms(queued)} ms of it in the queue behind other collectives)" if queued else ""
 
@@ -99,7 +99,7 @@ def _row(transfer: Transfer) -> list[str]:
 
 
 def _why(node: NodeRecord) -> str:
-    """The parameters that it serves; failing that, the pass that made it, or the user's line."""
+    """Return the parameters that it serves; if there are none, the pass that made it, or the user's line."""
     served = (node.collective or node.transfer or _NOTHING).parameters
     if served:
         return listed(served, most=2)
@@ -108,7 +108,7 @@ def _why(node: NodeRecord) -> str:
 
 
 def _overlaps(transfer: Transfer) -> str:
-    """The modules, or the ops, whose computation hides it; those that take longest first."""
+    """Return the modules, or the ops, whose computation hides it; those that take longest first."""
     seconds: Counter[str] = Counter()
     for node in transfer.behind:
         seconds[node.module or node.target] += node.seconds  # type: ignore[assignment]

@@ -1,4 +1,4 @@
-"""Which node of one graph is which of another, when names may have changed."""
+"""Matching of the nodes of two graphs whose names may have changed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from dsgraph.tools.dumping.records import NodeRecord
 
 @dataclass(frozen=True)
 class Change:
-    """A node that is in both graphs, and differs: what of it, before and after."""
+    """A node that is in both graphs and differs: the property that differs, before and after."""
 
     before: NodeRecord
     after: NodeRecord
@@ -22,14 +22,14 @@ class Change:
 
 @dataclass(frozen=True)
 class GraphDifference:
-    """What tells two graphs apart.
+    """The differences between two graphs.
 
     Attributes:
-        removed: Nodes of the first that the second has not.
-        added: Nodes of the second that the first has not.
+        removed: Nodes of the first that are not in the second.
+        added: Nodes of the second that are not in the first.
         changed: Nodes in both with another call, other arguments or another result.
-        moved: Nodes in both, with those of the first order that stand elsewhere: the fewest that explain the order.
-        same: How many nodes are the same but for their names.
+        moved: Nodes in both whose order differs: the fewest that explain the change of order.
+        same: Number of nodes that differ in their names at most.
     """
 
     removed: tuple[NodeRecord, ...]
@@ -40,12 +40,12 @@ class GraphDifference:
 
     @property
     def is_empty(self) -> bool:
-        """Whether the graphs are the same but for names."""
+        """True if the graphs are the same but for names."""
         return not (self.removed or self.added or self.changed or self.moved)
 
 
 def compare(first: Sequence[NodeRecord], second: Sequence[NodeRecord]) -> GraphDifference:
-    """Compares two graphs node by node."""
+    """Compare two graphs node by node."""
     matches = match(first, second)
     new_name = {before.name: after.name for before, after in matches}
     changes = [
@@ -67,7 +67,7 @@ def compare(first: Sequence[NodeRecord], second: Sequence[NodeRecord]) -> GraphD
 
 
 def match(first: Sequence[NodeRecord], second: Sequence[NodeRecord]) -> list[tuple[NodeRecord, NodeRecord]]:
-    """Pairs of nodes that are each other.
+    """Return the pairs of nodes that are each other.
 
     First those that are computed alike from the inputs on, then those whose results are used alike up to the outputs;
     of the rest those of the same call that read matched nodes, in program order, names deciding between equals.
@@ -114,7 +114,7 @@ class _Pairing:
         hashes_of_first: dict[str, int],
         hashes_of_second: dict[str, int],
     ) -> None:
-        """Pairs nodes of equal hash: those of one name, then the others in program order."""
+        """Pair nodes of equal hash: those of one name, then the others in program order."""
         waiting: dict[int, list[NodeRecord]] = defaultdict(list)
         for node in second:
             waiting[hashes_of_second[node.name]].append(node)
@@ -133,26 +133,26 @@ class _Pairing:
                 self.add(node, other)
 
     def likeness(self, node: NodeRecord, candidate: NodeRecord) -> tuple[int, int, bool]:
-        """How many inputs are matched, how much of the place in the user's model agrees, whether names agree."""
+        """Return how many inputs are matched, how much of the place in the user's model agrees, whether names agree."""
         inputs = sum(self.new_name.get(name) in candidate.inputs for name in node.inputs)
         place = (node.module == candidate.module) + (node.source == candidate.source)
         return (inputs, place, node.name == candidate.name)
 
 
 def _kind(node: NodeRecord) -> Hashable:
-    """What a node calls. Inputs are told apart by what they are, not by their number."""
+    """Return what identifies the call of a node. Inputs are told apart by what they are, not by their number."""
     if node.op == "placeholder":
         return (node.op, node.parameter, node.values if not node.parameter else ())
     return (node.op, node.target if node.op != "output" else "")
 
 
 def _call(node: NodeRecord, new_names: dict[str, str]) -> str:
-    """Its arguments with other names in it."""
+    """Return its arguments with other names in it."""
     return re.sub(r"%(\w+)", lambda found: "%" + new_names.get(found[1], f"?{found[1]}"), node.args)
 
 
 def _upstream(nodes: Sequence[NodeRecord]) -> dict[str, int]:
-    """A hash of how each node is computed from the graph's inputs."""
+    """Return a hash of how each node is computed from the graph's inputs."""
     hashes: dict[str, int] = {}
     seen: dict[Hashable, int] = defaultdict(int)
     for node in nodes:
@@ -167,7 +167,7 @@ def _upstream(nodes: Sequence[NodeRecord]) -> dict[str, int]:
 
 
 def _downstream(nodes: Sequence[NodeRecord]) -> dict[str, int]:
-    """A hash of what becomes of each node's result, up to the outputs."""
+    """Return a hash of what becomes of each node's result, up to the outputs."""
     uses: dict[str, list[Hashable]] = defaultdict(list)
     hashes: dict[str, int] = {}
     for node in reversed(nodes):
@@ -179,7 +179,7 @@ def _downstream(nodes: Sequence[NodeRecord]) -> dict[str, int]:
 
 
 def _place(output: NodeRecord, name: str) -> Hashable:
-    """Which of the outputs a node is."""
+    """Return which of the outputs a node is."""
     parts = re.findall(r"%(\w+)|None", output.args)
     return tuple(index for index, part in enumerate(parts) if part == name)
 

@@ -17,7 +17,7 @@ from .dumps import GRAPH_HELP, Dump, add_dump_argument, add_most_argument
 
 
 def diff(args: argparse.Namespace) -> Answer:
-    """Compares graph A with graph B, of the same dump or of `--with`."""
+    """Compare graph A with graph B, of the same dump or of `--with`."""
     dump = Dump(args.dir)
     first = dump.graph(args.a)
     second = (dump if args.other is None else Dump(args.other)).graph(args.b)
@@ -34,7 +34,7 @@ def _name(graph: GraphRecord) -> str:
 
 
 def describe(names: Sequence[str], difference: GraphDifference, *, most: int) -> str:
-    """A difference in words, at most `most` lines of each kind."""
+    """Return a difference in words, at most `most` lines of each kind."""
     counts = (
         f"{len(difference.removed)} nodes removed, {len(difference.added)} added, {len(difference.changed)} changed, "
         f"{len(difference.moved)} moved; {difference.same} are the same, whatever their names and places"

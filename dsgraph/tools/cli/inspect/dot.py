@@ -18,7 +18,7 @@ _COLLECTIVE, _WAIT, _COMPUTE = "#f4b183", "#f8d9c0", "#cfe2f3"
 
 
 def dot(args: argparse.Namespace) -> Answer:
-    """A graph, or the neighbourhood of a node, as Graphviz or GraphML text."""
+    """Return a graph, or the neighbourhood of a node, as Graphviz or GraphML text."""
     if args.radius < 0:
         raise CommandError(f"--radius is {args.radius}; it takes 0 or more")
     graph = Dump(args.dir).graph(args.graph)

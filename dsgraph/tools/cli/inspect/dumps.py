@@ -33,7 +33,7 @@ RecordT = TypeVar("RecordT", CompileRecord, GraphRecord)
 
 @dataclass(frozen=True)
 class GraphName:
-    """Which graph of a dump."""
+    """The name of a graph in a dump."""
 
     rank: int
     compile: int
@@ -68,11 +68,11 @@ class Dump:
         return sorted({rank for rank, _ in self._places})
 
     def compiles(self, rank: int) -> list[CompileRecord]:
-        """The compiles of a rank."""
+        """Return the compiles of a rank."""
         return [self.compile(rank, number) for other, number in sorted(self._places) if other == rank]
 
     def compile(self, rank: int, number: int) -> CompileRecord:
-        """One compile."""
+        """Return one compile."""
         key = (rank, number)
         if key not in self._places:
             known = ", ".join(f"rank{r}/compile{n}" for r, n in sorted(self._places))
@@ -82,7 +82,7 @@ class Dump:
         return self._compiles[key]
 
     def find(self, text: str) -> GraphName:
-        """The graph that a user means.
+        """Return the graph that a user means.
 
         Raises:
             CommandError: No graph is called so, or several are.
@@ -106,11 +106,11 @@ class Dump:
         return GraphName(rank, compile_number, matching[-1].graph)
 
     def step(self, name: GraphName) -> StepRecord:
-        """The line of a graph in its compile."""
+        """Return the line of a graph in its compile."""
         return next(step for step in self.compile(name.rank, name.compile).steps if step.graph == name.graph)
 
     def read(self, name: GraphName) -> GraphRecord:
-        """A graph.
+        """Return a graph.
 
         Raises:
             CommandError: Its file is missing, damaged or was left out.
@@ -123,7 +123,7 @@ class Dump:
         return record
 
     def has_same_nodes(self, first: GraphName, other: GraphName) -> bool:
-        """Whether the files of two graphs list the same nodes, letter for letter; False also when one is not there."""
+        """Return whether the files of two graphs list exactly the same nodes; False also when a file is missing."""
         texts = []
         for name in (first, other):
             step = self.step(name)
@@ -135,22 +135,22 @@ class Dump:
         return texts[0] == texts[1] and texts[0].rstrip().endswith(b"]}")
 
     def graph(self, text: str) -> GraphRecord:
-        """The graph that a user means, read."""
+        """Return the graph that a user means, read."""
         return self.read(self.find(text))
 
     def last_graphs(self, rank: int, compile_number: int) -> dict[str, GraphName]:
-        """Of each phase, the graph that its last pass has left."""
+        """Return phase -> the graph after its last pass."""
         steps = self.compile(rank, compile_number).steps
         return {step.phase: GraphName(rank, compile_number, step.graph) for step in steps}
 
 
 def add_dump_argument(parser: argparse.ArgumentParser) -> None:
-    """DIR, the folder of a dump."""
+    """Add the argument DIR, the folder of a dump."""
     parser.add_argument("dir", metavar="DIR", help="a dump: what DSGRAPH_DUMP or options={'dump': DIR} named")
 
 
 def add_graphs_argument(parser: argparse.ArgumentParser) -> None:
-    """GRAPH, one graph; by default all that run in the end."""
+    """Add the argument GRAPH, one graph; the default is all graphs that finally run."""
     parser.add_argument(
         "graph",
         metavar="GRAPH",
@@ -160,7 +160,7 @@ def add_graphs_argument(parser: argparse.ArgumentParser) -> None:
 
 
 def add_most_argument(parser: argparse.ArgumentParser, what: str, default: int) -> None:
-    """--most, how many lines to print."""
+    """Add the option --most, the largest number of lines to print."""
     parser.add_argument("--most", type=_count, default=default, metavar="N", help=f"{what} (default: {default})")
 
 
@@ -171,7 +171,7 @@ def _count(text: str) -> int:
 
 
 def chosen_graphs(dump: Dump, text: str | None) -> list[GraphName]:
-    """The graph that a user names, or all graphs of the first rank that run in the end."""
+    """Return the graph that a user names, or all graphs of the first rank that run in the end."""
     if text is not None:
         return [dump.find(text)]
     names = []
@@ -184,7 +184,7 @@ def chosen_graphs(dump: Dump, text: str | None) -> list[GraphName]:
 
 
 def find_node(graph: GraphRecord, name: str) -> NodeRecord:
-    """A node by its name, with or without the `%` of printed graphs.
+    """Return a node by its name, with or without the `%` of printed graphs.
 
     Raises:
         CommandError: There is none; offers the nearest.
@@ -198,7 +198,7 @@ def find_node(graph: GraphRecord, name: str) -> NodeRecord:
 
 
 def find_graph_of(dump: Dump, node: str) -> GraphName:
-    """The last graph, of any pass and compile of the first rank, that has a node of this name.
+    """Return the last graph, of any pass and compile of the first rank, that has a node of this name.
 
     Raises:
         CommandError: None has.
@@ -227,7 +227,7 @@ def _find_compiles(folder: Path) -> dict[tuple[int, int], Path]:
 
 
 def _inside_a_dump(folder: Path) -> str:
-    """A hint for who named a folder within a dump, or the dump of another tool."""
+    """Return a hint for a user who named a folder inside a dump, or the dump of another tool."""
     if (folder / "compile.json").is_file():
         return f"; did you mean {folder.parent.parent}?"
     if next(folder.glob("compile*/compile.json"), None):
@@ -238,7 +238,7 @@ def _inside_a_dump(folder: Path) -> str:
 
 
 def _take_apart(text: str, first_rank: int) -> tuple[int, int, str]:
-    """`rank1/compile2/joint` -> 1, 2, "joint"."""
+    """Split a name: `rank1/compile2/joint` -> 1, 2, "joint"."""
     rank, number, names = first_rank, 1, []
     for part in text.split("/"):
         if match := re.fullmatch(r"rank(\d+)", part):

@@ -14,7 +14,7 @@ from .lifetimes import pieces_of
 
 
 def explain(args: argparse.Namespace) -> Answer:
-    """Where a node comes from, what passes did to it, who uses it, how long it lives."""
+    """Return where a node comes from, what passes did to it, who uses it, how long it lives."""
     dump = Dump(args.dir)
     name = dump.find(args.graph) if args.graph else find_graph_of(dump, args.node)
     graph = dump.read(name)

@@ -1,4 +1,4 @@
-"""What memory is alive in a graph, and where it is from."""
+"""Live memory of a graph, and its origin."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from dsgraph.tools.dumping.records import GraphRecord, NodeRecord, PieceRecord
 
 
 def pieces_of(graph: GraphRecord, node: NodeRecord) -> list[PieceRecord]:
-    """The pieces of memory that a node's results lie in."""
+    """Return the pieces of memory that a node's results lie in."""
     holder = node.shares or node.name
     return [piece for piece in graph.memory if allocator(piece) == holder]
 
 
 def alive_at(graph: GraphRecord, place: int) -> list[PieceRecord]:
-    """What is alive while node number `place` runs, largest first."""
+    """Return the pieces of memory that are alive while node number `place` runs, largest first."""
     return sorted(
         (piece for piece in graph.memory if piece.first <= place <= piece.last), key=lambda piece: -piece.bytes
     )
 
 
 def by_origin(graph: GraphRecord, pieces: Iterable[PieceRecord]) -> list[tuple[str, int, int]]:
-    """Pieces by where in the user's model they are from: (place, bytes, number of pieces), largest first."""
+    """Return pieces by where in the user's model they are from: (place, bytes, number of pieces), largest first."""
     nodes = {node.name: node for node in graph.nodes}
     sums: dict[str, list[int]] = defaultdict(lambda: [0, 0])
     for piece in pieces:
@@ -33,7 +33,7 @@ def by_origin(graph: GraphRecord, pieces: Iterable[PieceRecord]) -> list[tuple[s
 
 
 def allocator(piece: PieceRecord) -> str:
-    """The node that allocates a piece."""
+    """Return the node that allocates a piece."""
     return piece.node.partition(":")[0]
 
 

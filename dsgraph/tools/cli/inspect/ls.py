@@ -1,4 +1,4 @@
-"""`dsgraph ls`: what a dump holds."""
+"""`dsgraph ls`: the contents of a dump."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _HEADERS = ["graph", "changed", "nodes", "coll.", "sent", "peak", "ms", "verify 
 
 
 def list_dump(folder: str | Path, *, rank: int | None = None) -> Answer:
-    """The compiles of one rank (default: the first), each with its passes.
+    """Return the compiles of one rank (default: the first), each with its passes.
 
     Raises:
         CommandError: `folder` is no dump, or has not that rank.
@@ -43,7 +43,7 @@ def _describe(record: CompileRecord) -> str:
 
 
 def _calls(record: CompileRecord) -> list[str]:
-    """A line for each region that a graph calls behind its last pass."""
+    """Return one line for each region that a graph calls after its last pass."""
     last = {step.phase: step for step in record.steps}
     return [
         f"{step.phase} calls {region.name} ({region.nodes} nodes) {times(region.calls)}"

@@ -1,4 +1,4 @@
-"""`dsgraph memory`: what is alive when."""
+"""`dsgraph memory`: the tensors that are alive at each moment."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PLANNED = "plan_activations"  # `dsgraph.passes.memory.fit.PLANNED`, read withou
 
 
 def memory(args: argparse.Namespace) -> Answer:
-    """Live bytes of the graphs that finally run, or of one graph."""
+    """Return live bytes of the graphs that finally run, or of one graph."""
     if args.plot is not None:
         plots.check_path(args.plot)
     dump = Dump(args.dir)
@@ -45,7 +45,7 @@ def memory(args: argparse.Namespace) -> Answer:
 
 
 def plan_of(compiled: CompileRecord) -> tuple[str, ...]:
-    """What was saved and what is computed again to keep a limit, a line each; empty without a limit."""
+    """Return which values were saved and which are recomputed to keep a limit, a line each; empty without a limit."""
     return next((step.done for step in compiled.steps if step.pass_name == PLANNED), ())
 
 
@@ -65,7 +65,7 @@ def _describe(name: GraphName, graph: GraphRecord, most: int) -> str:
 
 
 def _curve(graph: GraphRecord) -> str:
-    """Live bytes over the program, one bar for every so many nodes."""
+    """Return live bytes over the program, one bar for every so many nodes."""
     peak, count = max(graph.live), len(graph.live)
     lines = []
     rows = min(_ROWS, count)

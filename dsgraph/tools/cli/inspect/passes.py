@@ -1,4 +1,4 @@
-"""`dsgraph passes`: what passes there are."""
+"""`dsgraph passes`: the list of passes."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def _own_passes() -> list[dict[str, Any]]:
 
 
 def _users_passes(text: str) -> list[dict[str, Any]]:
-    """The passes that `module:object` names."""
+    """Return the passes that `module:object` names."""
     from dsgraph.compiler.build_pipeline import default_pipeline
     from dsgraph.passes import GraphPass, PassError, Pipeline
 
@@ -101,7 +101,7 @@ def _only_passes(found: object) -> Iterable[GraphPass]:
 
 
 def describe(kind: type[GraphPass], instance: GraphPass | None, *, origin: str) -> dict[str, Any]:
-    """All there is to know of a pass.
+    """Return all there is to know of a pass.
 
     Args:
         kind: Its class.
@@ -125,7 +125,7 @@ def describe(kind: type[GraphPass], instance: GraphPass | None, *, origin: str) 
 
 
 def _flags(kind: type) -> list[str]:
-    """The booleans that say what a pass does, those of `GraphPass` first: `reorders_collectives`, `needs_mesh`, ..."""
+    """Return the names of the boolean properties of a pass (`needs_mesh`, ...), those of `GraphPass` first."""
     names: dict[str, None] = {}
     for base in reversed(kind.__mro__):
         names.update(dict.fromkeys(name for name, value in vars(base).items() if isinstance(value, bool)))

@@ -1,4 +1,4 @@
-"""Pictures, by matplotlib, which is an optional package."""
+"""Pictures, drawn with matplotlib, which is an optional package."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ SUFFIXES = (".svg", ".png", ".pdf")
 
 
 def new_figure(*, rows: int, height: float) -> tuple[Any, list[Any]]:
-    """A figure with `rows` axes, one below the other, `height` inches each.
+    """Return a figure with `rows` axes, one below the other, `height` inches each.
 
     Raises:
         CommandError: matplotlib is not installed.
@@ -22,7 +22,7 @@ def new_figure(*, rows: int, height: float) -> tuple[Any, list[Any]]:
 
 
 def new_grid(*, rows: int, height: float, widths: Sequence[float] = (1.0,)) -> tuple[Any, list[list[Any]]]:
-    """A figure with rows of axes, `height` inches each, and columns whose widths are as `widths` to one another.
+    """Return a figure with rows of axes, `height` inches each, and columns whose widths are as `widths` to one another.
 
     Raises:
         CommandError: matplotlib is not installed.
@@ -43,7 +43,7 @@ def new_grid(*, rows: int, height: float, widths: Sequence[float] = (1.0,)) -> t
 
 
 def check_path(path: Path) -> None:
-    """Refuses a file that no picture can go to.
+    """Refuse a file that no picture can go to.
 
     Raises:
         CommandError: Its suffix is not one of SUFFIXES, or its folder does not exist.
@@ -55,7 +55,7 @@ def check_path(path: Path) -> None:
 
 
 def save(figure: Any, path: Path) -> None:
-    """Writes a figure to a file.
+    """Write a figure to a file.
 
     Raises:
         CommandError: The file cannot be written.

@@ -16,7 +16,7 @@ from .dumps import Dump, GraphName, add_dump_argument
 
 @dataclass(frozen=True)
 class RankDifference:
-    """Where a rank parts from the first."""
+    """The first place where a rank differs from the first rank."""
 
     rank: int
     where: str
@@ -25,7 +25,7 @@ class RankDifference:
 
 
 def ranks(args: argparse.Namespace) -> Answer:
-    """Compares each rank's graphs with the first rank's, in the order in which they came about."""
+    """Compare each rank's graphs with the first rank's, in the order in which they came about."""
     dump = Dump(args.dir)
     first, *others = dump.ranks
     if not others:
@@ -54,7 +54,7 @@ def ranks(args: argparse.Namespace) -> Answer:
 
 
 def _compare(dump: Dump, first: int, other: int) -> tuple[RankDifference | None, int, int]:
-    """The first difference in meaning, how many nodes differ in sizes alone, how many graphs were compared."""
+    """Return the first difference in meaning, how many nodes differ in sizes alone, how many graphs were compared."""
     sizes = seen = 0
     for mine, theirs in zip_longest(dump.compiles(first), dump.compiles(other)):
         if mine is None or theirs is None:
@@ -100,7 +100,7 @@ class _Item:
 
 
 def _meanings(graph: GraphRecord) -> Iterator[_Item]:
-    """What must be alike on all ranks: all but sizes, and what pads rows that do not divide evenly."""
+    """Yield what must be equal on all ranks: all but sizes, and padding of rows that do not divide evenly."""
     numbers: dict[str, int] = {}  # of nodes as all ranks count them, because names may differ
     count = 0
     for place, node in enumerate(graph.nodes):
@@ -117,7 +117,7 @@ def _meanings(graph: GraphRecord) -> Iterator[_Item]:
 
 
 def _only_fits_rows(node: NodeRecord) -> bool:
-    """Whether a pass put the node there to pad rows, or to cut padding off, which some ranks may not need."""
+    """Return whether a pass added the node to pad rows or to cut padding off, which some ranks may not need."""
     is_made = any(event.action == "made" for event in node.history)
     return is_made and node.target in ("aten.constant_pad_nd.default", "aten.slice.Tensor")
 

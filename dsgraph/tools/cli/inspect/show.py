@@ -18,7 +18,7 @@ _COLOURS = {"comment": "90", "type": "36", "op": "33", "name": "1"}
 
 
 def show(args: argparse.Namespace) -> Answer:
-    """A graph, or the nodes of it that the filters leave."""
+    """Return a graph, or the nodes of it that the filters leave."""
     dump = Dump(args.dir)
     name = dump.find(args.graph)
     graph = dump.read(name)

@@ -1,4 +1,4 @@
-"""When each node of a graph runs, by predicted times: computation in one lane, what moves bytes in others."""
+"""Predicted times of the nodes of a graph: computation in one lane, transfers in others."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ _WAITS = tuple(f".{name}.default" for name in ("wait_tensor", "wait_transfer", "
 
 @dataclass(frozen=True)
 class Transfer:
-    """A collective, or a transfer between memory and a tier below it, under way.
+    """A collective, or a transfer between memory and a tier below it, from its start to its end.
 
     Attributes:
-        node: That starts it.
-        start: When, seconds from the start of the graph.
-        end: When it is through.
-        exposed: How long the computation stands still for it. Seconds.
-        queued: For how much of that others are under way, and it has not begun. Seconds.
-        behind: The nodes that compute meanwhile.
+        node: The node that starts it.
+        start: Its start, in seconds from the start of the graph.
+        end: Its end, in seconds from the start of the graph.
+        exposed: Seconds for which the computation stands still for it.
+        queued: The part of `exposed` in which other transfers run and this one has not begun. Seconds.
+        behind: The nodes that compute during the transfer.
     """
 
     node: NodeRecord
@@ -35,12 +35,12 @@ class Transfer:
 
 @dataclass(frozen=True)
 class Timeline:
-    """What runs when.
+    """A predicted timeline of a graph.
 
     Attributes:
-        computed: Nodes that take time, with when each starts and ends. Seconds.
-        transfers: What moves bytes, in program order.
-        seconds: Until all is done.
+        computed: Nodes that take time, with start and end of each. Seconds.
+        transfers: Collectives and transfers between tiers, in program order.
+        seconds: Until everything is done.
     """
 
     computed: tuple[tuple[NodeRecord, float, float], ...]
@@ -49,22 +49,22 @@ class Timeline:
 
     @property
     def collectives(self) -> tuple[Transfer, ...]:
-        """Those of them between ranks."""
+        """Those transfers that are between ranks."""
         return tuple(transfer for transfer in self.transfers if transfer.node.collective is not None)
 
     @property
     def moves(self) -> tuple[Transfer, ...]:
-        """Those of them between memory and a tier below it."""
+        """Those transfers that are between memory and a tier below it."""
         return tuple(transfer for transfer in self.transfers if transfer.node.transfer is not None)
 
     @property
     def exposed(self) -> float:
-        """How long the computation stands still in all. Seconds."""
+        """Seconds for which the computation waits in total."""
         return sum(transfer.exposed for transfer in self.transfers)
 
 
 def simulate(graph: GraphRecord) -> Timeline:
-    """Runs through a graph: nodes one after the other, and beside them what each link carries, one after the other."""
+    """Simulate a graph: nodes run one after the other, and so do the transfers of each link beside them."""
     now = 0.0  # when the computation is ready for the next
     free: dict[str, float] = {}  # when each link is
     computed: list[tuple[NodeRecord, float, float]] = []
@@ -98,7 +98,7 @@ def simulate(graph: GraphRecord) -> Timeline:
 
 
 def critical_path(graph: GraphRecord) -> list[NodeRecord]:
-    """The nodes that decide how long the graph takes: the longest way through what must wait for what."""
+    """Return the critical path: the longest chain of nodes that wait for each other, which decides the graph's time."""
     by_name = {node.name: node for node in graph.nodes}
     network: nx.DiGraph[str] = nx.DiGraph()
     network.add_nodes_from(by_name)
@@ -120,7 +120,7 @@ def critical_path(graph: GraphRecord) -> list[NodeRecord]:
 
 
 def _link(node: NodeRecord) -> str | None:
-    """What carries the bytes that a node starts to move: the network (""), or the way to a tier. None: it computes."""
+    """Return the link that a node's transfer uses: the network (""), or the way to a tier. None: the node computes."""
     if node.collective is not None:
         return ""
     return node.transfer.tier if node.transfer is not None else None

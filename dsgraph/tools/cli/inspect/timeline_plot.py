@@ -13,7 +13,7 @@ from .dumps import GraphName
 from .timeline import Timeline, Transfer
 
 Span = tuple[float, float]
-"""From when to when, seconds."""
+"""Start and end, in seconds."""
 
 _NAMED = 3  # waits of a graph that are named in the picture: the longest
 _LEAST_NAMED = 0.02  # shorter ones, as a share of the whole time, would be named in a place that nobody sees
@@ -22,7 +22,7 @@ _LANE, _BAR = 10.0, 7.0
 
 
 def draw(timelines: Sequence[tuple[GraphName, Timeline]], why: Callable[[NodeRecord], str], path: Path) -> None:
-    """Draws each compile's graphs side by side, compiles one below the other.
+    """Draw each compile's graphs side by side, compiles one below the other.
 
     Args:
         timelines: With at least one transfer among them.
@@ -48,7 +48,7 @@ def draw(timelines: Sequence[tuple[GraphName, Timeline]], why: Callable[[NodeRec
 
 
 def overlaps(timeline: Timeline) -> list[Span]:
-    """When the device computes while something is being sent."""
+    """Return the spans in which the device computes while something is being sent."""
     computing = _merged((start, end) for _, start, end in timeline.computed)
     sending = _merged((transfer.start, transfer.end) for transfer in timeline.transfers)
     found, at = [], 0
@@ -110,7 +110,7 @@ def _lane(transfer: Transfer) -> str:
 
 
 def _widths(rows: Sequence[Sequence[tuple[GraphName, Timeline]]]) -> list[float]:
-    """Of each column: a millisecond is as long in one as in the other, if that is not too narrow."""
+    """Return the width of each column: a millisecond is equally long in each, unless a column would be too narrow."""
     columns = max(map(len, rows))
     longest = [
         max((row[column][1].seconds for row in rows if column < len(row)), default=0) for column in range(columns)

@@ -1,4 +1,4 @@
-"""`dsgraph config`: what a configuration of the engine comes to."""
+"""`dsgraph config`: the settings that result from a configuration of the engine."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def _passes(resolved: ResolvedConfig) -> list[str]:
 
 
 def _bytes(resolved: ResolvedConfig, parameters: float, ranks: int) -> dict[str, float]:
-    """What a rank holds between two steps, with the two averages of Adam in float32."""
+    """Return the bytes that a rank holds between two steps, with the two averages of Adam in float32."""
     from dsgraph.partitioning.stages import STAGES, CopyLifetime
 
     config = resolved.config

@@ -1,4 +1,4 @@
-"""`dsgraph plan`: what a layout of a model over GPUs takes, or which layout is the fastest."""
+"""`dsgraph plan`: the cost of a layout of a model over GPUs, or the fastest layout."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def _run(arguments: argparse.Namespace) -> Answer:
 def _captured(
     model: ModelShape, layout: RankLayout, training: TrainingSetup, *, gpu: NodeGpu
 ) -> tuple[str, dict[str, Any]]:
-    """What `--compile` adds, as text and as data."""
+    """Return what `--compile` adds to the answer, as text and as data."""
     from dsgraph.tools.planning.captured_layout import compare
 
     from . import plan_captured
@@ -73,7 +73,7 @@ def _captured(
 
 
 def _layout(arguments: argparse.Namespace) -> RankLayout | None:
-    """The layout that was given; None where it is to be searched.
+    """Return the layout that was given; None where it is to be searched.
 
     Raises:
         CommandError: Neither, or both.

@@ -1,4 +1,4 @@
-"""How `dsgraph plan --compile` shows what was captured beside what the formulas say."""
+"""The part of `dsgraph plan --compile` that compares the captured graphs with the formulas."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _WHY = """\
 
 
 def captured_text(found: Comparison) -> str:
-    """The table, and why its columns differ."""
+    """Return the table, and why its columns differ."""
     rows = [
         [part.replace("_", " "), _gib(found.captured[part]), _gib(found.formula[part]), _off(found, part)]
         for part in PARTS
@@ -30,7 +30,7 @@ def captured_text(found: Comparison) -> str:
 
 
 def captured_data(found: Comparison) -> dict[str, Any]:
-    """The same in bytes."""
+    """Return the same in bytes."""
     return asdict(found)
 
 

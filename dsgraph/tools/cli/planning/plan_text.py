@@ -17,7 +17,7 @@ _SHOWN = 10
 
 
 def plan_text(item: LayoutPlan, model: ModelShape, training: TrainingSetup, *, gpu: NodeGpu, explain: bool) -> str:
-    """One layout, with its assumptions."""
+    """Return one layout, with its assumptions."""
     parts = [
         f"{_head(model, training, gpu, item.layout.gpus)}\n{_layout_line(item, training)}",
         _memory(item, gpu),
@@ -29,7 +29,7 @@ def plan_text(item: LayoutPlan, model: ModelShape, training: TrainingSetup, *, g
 
 
 def search_text(found: SearchResult, model: ModelShape, training: TrainingSetup, *, gpu: NodeGpu, explain: bool) -> str:
-    """The fastest layouts, and why others are not among them."""
+    """Return the fastest layouts, and why others are not among them."""
     shown = found.fitting or found.too_large
     gpus = shown[0].layout.gpus if shown else 0
     refused = ", ".join(f"{count} for {reason}" for reason, count in found.refused.items()) or "none"
@@ -51,7 +51,7 @@ def search_text(found: SearchResult, model: ModelShape, training: TrainingSetup,
 
 
 def plan_data(item: LayoutPlan, *, explain: bool) -> dict[str, Any]:
-    """One layout, in bytes, seconds and FLOPs."""
+    """Return one layout, in bytes, seconds and FLOPs."""
     data: dict[str, Any] = {
         "layout": asdict(item.layout),
         "fits": item.fits,
@@ -79,7 +79,7 @@ def plan_data(item: LayoutPlan, *, explain: bool) -> dict[str, Any]:
 
 
 def search_data(found: SearchResult, *, explain: bool) -> dict[str, Any]:
-    """All layouts; formulas of the first one alone."""
+    """Return all layouts; formulas of the first one alone."""
     return {
         "fitting": [plan_data(item, explain=explain and number == 0) for number, item in enumerate(found.fitting)],
         "too_large": [plan_data(item, explain=False) for item in found.too_large],
@@ -159,7 +159,7 @@ def _times(item: LayoutPlan) -> str:
 
 
 def _parameters(item: LayoutPlan) -> list[str]:
-    """By how much the model's numbers differ: memory goes by one of them, computing by the others."""
+    """Describe the differences between the model's parameter counts: memory uses one, computation the others."""
     values = item.values
     counted = 12 * values["layers"] * values["hidden"] ** 2 + values["vocab"] * values["hidden"]
     return [

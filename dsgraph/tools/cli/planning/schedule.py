@@ -21,7 +21,7 @@ _LABELS = {"F": "forward", "B": "backward", "I": "gradients of inputs", "W": "gr
 
 
 def schedule(args: argparse.Namespace) -> Answer:
-    """The order of a schedule's actions, run through on paper."""
+    """Return the order of a schedule's actions, run through on paper."""
     from dsgraph.parallel.pipeline.schedule_order import bubble_share, check_order, stages_of_ranks
     from dsgraph.tools.planning.schedules import actions_on_paper
 
@@ -64,7 +64,7 @@ def schedule(args: argparse.Namespace) -> Answer:
 
 
 def _kind(text: str) -> str:
-    """The schedule whose name this is, or begins with; capitals do not count."""
+    """Return the schedule whose name this is, or begins with; capitals do not count."""
     from dsgraph.parallel.pipeline.schedule_order import SCHEDULES
 
     found = [kind for kind in SCHEDULES if kind.lower() == text.lower()]
@@ -75,14 +75,14 @@ def _kind(text: str) -> str:
 
 
 def _usual_ranks(kind: str, stages: int) -> int:
-    """Two stages a rank where the schedule takes several and they divide so."""
+    """Return two stages a rank where the schedule accepts several and they divide evenly."""
     from dsgraph.parallel.pipeline.schedule_order import SCHEDULES
 
     return stages // 2 if SCHEDULES[kind] and stages % 2 == 0 else stages
 
 
 def _line(slots: list[Slot], rank: int) -> str:
-    """One character a unit of time."""
+    """Return one character a unit of time."""
     line = ["."] * int(max(slot.end for slot in slots))
     for slot in slots:
         if slot.rank == rank:
@@ -114,7 +114,7 @@ def _draw(slots: list[Slot], kind: str, *, bubble: float, path: Path) -> None:
 
 
 def _spans(slot: Slot, wanted: str) -> Iterator[tuple[float, float]]:
-    """When an action begins with work of a kind, and how long that takes."""
+    """Yield when an action begins with work of a kind, and how long that takes."""
     start = slot.start
     for kind, cost in slot.kinds:
         if kind == wanted:

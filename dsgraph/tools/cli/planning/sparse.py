@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def sparse(args: argparse.Namespace) -> Answer:
-    """Density and operations of layouts at a length."""
+    """Return density and operations of layouts at a length."""
     from dsgraph.inductor_ext.sparse.layouts import SparseLayoutError
 
     if args.length < 1 or args.heads < 1:
@@ -48,7 +48,7 @@ def _layouts(given: list[str] | None) -> list[Layout]:
 
 
 def _section(text: str) -> dict[str, Any]:
-    """A layout's name, or its section as JSON."""
+    """Return a layout's name, or its section as JSON."""
     if not text.lstrip().startswith("{"):
         return {"mode": text}
     try:
@@ -65,7 +65,7 @@ def _row(layout: Layout, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _draw(layouts: list[Layout], args: argparse.Namespace) -> None:
-    """The blocks of the first head of each layout, keys to the right and queries downwards."""
+    """Draw the blocks of the first head of each layout, keys to the right and queries downwards."""
     columns = 3
     rows = -(-len(layouts) // columns)
     figure, axes = plots.new_grid(rows=rows, height=3.4, widths=(1.0,) * columns)

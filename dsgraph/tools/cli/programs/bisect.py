@@ -1,4 +1,4 @@
-"""`dsgraph bisect`: which pass, and which node, changes what a program computes."""
+"""`dsgraph bisect`: the pass, and the node, that changes what a program computes."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def _run(arguments: argparse.Namespace) -> Answer:
 
 
 def report(results: list[dict[str, Any]], code: int) -> Answer:
-    """What the ranks found.
+    """Return the findings of all ranks.
 
     Args:
         results: What each rank wrote of each graph.
@@ -114,7 +114,7 @@ def _describe_graph(results: list[dict[str, Any]]) -> list[str]:
 
 
 def _row(steps: list[dict[str, Any]]) -> list[str]:
-    """One pass on all ranks: the worst of them."""
+    """Return one pass on all ranks: the worst of them."""
     step = max(steps, key=_badness)
     state = {"ok": "", "off": "OFF ", "failed": "FAILED "}[step["state"]]
     worst = step.get("worst") or {"largest": 0.0, "allowed": 0.0, "what": ""}
@@ -132,7 +132,7 @@ def _badness(step: dict[str, Any]) -> tuple[int, float]:
 
 
 def _describe_first(result: dict[str, Any]) -> list[str]:
-    """What one rank has to say of the first pass that is off."""
+    """Describe what one rank found about the first failing pass."""
     first = result["first"]
     if first is None or result["unrepeatable"]:
         return []
@@ -156,7 +156,7 @@ def _describe_first(result: dict[str, Any]) -> list[str]:
 
 
 def _step_of(first: dict[str, Any], result: dict[str, Any]) -> dict[str, Any]:
-    """What one rank has written of the first pass that is off."""
+    """Return what one rank has recorded about the first failing pass."""
     key = ("pass", "phase", "codegen")
     return next(step for step in result["steps"] if all(step[name] == first[name] for name in key))
 

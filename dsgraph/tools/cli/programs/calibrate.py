@@ -32,7 +32,7 @@ Exit code 1: measuring failed, or the figures could not be written."""
 
 
 def calibrate(arguments: argparse.Namespace) -> Answer:
-    """Measures, writes and shows."""
+    """Measure, write and show."""
     is_rank = "RANK" in os.environ and "WORLD_SIZE" in os.environ  # set by torchrun
     if is_rank and arguments.nproc is not None:
         raise CommandError("--nproc says how many ranks to start, and torchrun has started them: leave it out")
@@ -56,7 +56,7 @@ def _over_these_ranks(arguments: argparse.Namespace) -> list[CalibrationRecord]:
 
 
 def _over_new_ranks(arguments: argparse.Namespace) -> list[CalibrationRecord]:
-    """Starts ranks for the CPU, then, where there are GPUs, one for each of them.
+    """Start ranks for the CPU, then, where there are GPUs, one for each of them.
 
     Raises:
         CalibrationError: They failed; they have written why.
@@ -84,7 +84,7 @@ def _over_new_ranks(arguments: argparse.Namespace) -> list[CalibrationRecord]:
 
 
 def _write(record: CalibrationRecord) -> tuple[CalibrationRecord, Path]:
-    """Keeps of an older calibration what has not been measured anew.
+    """Write a calibration, and keep those entries of an older one that were not measured again.
 
     Raises:
         CalibrationError: It cannot be written.

@@ -1,4 +1,4 @@
-"""`dsgraph doctor`: what of dsgraph works on this machine."""
+"""`dsgraph doctor`: the parts of dsgraph that work on this machine."""
 
 from __future__ import annotations
 
@@ -52,12 +52,12 @@ int main() { return omp_get_max_threads() < 1; }
 
 @dataclass(frozen=True)
 class Check:
-    """What was found out about one thing.
+    """The result of one check.
 
     Attributes:
-        name: The thing.
-        state: "ok", "missing", "broken", or "unknown" where it could not be looked at.
-        found: What is there.
+        name: What was checked.
+        state: "ok", "missing", "broken", or "unknown" where it could not be checked.
+        found: What was found, such as a version.
         advice: What is wrong, or where to get it.
     """
 
@@ -68,22 +68,22 @@ class Check:
 
     @property
     def is_ok(self) -> bool:
-        """Whether it can be used."""
+        """True if it can be used."""
         return self.state == "ok"
 
     @property
     def is_needed(self) -> bool:
-        """Whether dsgraph cannot do without it."""
+        """True if dsgraph cannot work without it."""
         return self.name not in _NOT_NEEDED
 
 
 @dataclass(frozen=True)
 class Ability:
-    """Something that dsgraph can do.
+    """An ability of dsgraph.
 
     Attributes:
-        name: What.
-        lacks: What is in the way here; empty where it works.
+        name: The ability.
+        lacks: What prevents it here; empty where it works.
     """
 
     name: str
@@ -115,7 +115,7 @@ def _run(arguments: argparse.Namespace) -> Answer:
 
 
 def _guarded(name: str, check: Callable[[], Check]) -> Check:
-    """The check, or that it failed: whatever is broken here, the other checks are made."""
+    """Return the check's result, or that it failed: the other checks run in any case."""
     try:
         return check()
     except Exception as error:
@@ -137,7 +137,7 @@ def _processors() -> Check:
 
 
 def _compiler() -> Check:
-    """Compiles what Inductor's kernels include."""
+    """Compile the headers that Inductor's kernels include."""
     name = os.environ.get("CXX") or ("clang++" if sys.platform == "darwin" else "g++")
     path = shutil.which(name.split()[0])
     if path is None:
@@ -158,7 +158,7 @@ def _compiler() -> Check:
 
 
 def _caches() -> Check:
-    """Writes where Inductor keeps what it has compiled."""
+    """Write to the folders of Inductor's caches."""
     folder = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
     if not folder:
         try:
@@ -186,7 +186,7 @@ def _graphviz() -> Check:
 
 
 def _calibration() -> Check:
-    """Which of this host's devices were calibrated, and when."""
+    """Return which of this host's devices were calibrated, and when."""
     from dsgraph.compiler.costs.store import CalibrationError, load_all
 
     try:
@@ -199,7 +199,7 @@ def _calibration() -> Check:
 
 
 def _optional(package: str) -> Check:
-    """Whether a package is installed; it is not imported, which may take long."""
+    """Return whether a package is installed; it is not imported, which may take long."""
     try:
         version = metadata.version(package)
     except metadata.PackageNotFoundError:
@@ -220,7 +220,7 @@ _CHECKS: Mapping[str, Callable[[], Check]] = {
 
 
 def _with_torch() -> list[Check]:
-    """What `dsgraph.tools.cli.programs.probe` finds."""
+    """Return what `dsgraph.tools.cli.programs.probe` finds."""
     lines, problem = _probe([sys.executable, "-c", f"from {probe.__name__} import main; main()"])
     expected = [*probe.REQUIRED, "torch", "two ranks", "process groups", "devices", "dsgraph", "torch.compile"]
     if sys.platform == "linux":
@@ -251,7 +251,7 @@ def _from_line(line: Mapping[str, Any]) -> Check:
 
 
 def _probe(command: list[str]) -> tuple[list[dict[str, Any]], str]:
-    """The lines that a process writes until it ends or its time is over, and what went wrong with it."""
+    """Return the lines that a process writes until it ends or its time is over, and what went wrong with it."""
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
         process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=out, stderr=err)
         problem = ""
@@ -272,7 +272,7 @@ def _probe(command: list[str]) -> tuple[list[dict[str, Any]], str]:
 
 
 def _abilities(checks: Mapping[str, Check]) -> Iterator[Ability]:
-    """What works, from what was found."""
+    """Yield the abilities that follow from the checks."""
 
     def lacks(*names: str) -> str:
         return ", ".join(f"{name} {checks[name].state}" for name in names if name in checks and not checks[name].is_ok)

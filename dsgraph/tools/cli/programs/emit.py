@@ -1,4 +1,4 @@
-"""`dsgraph emit`: the kernels of a program for a GPU that is not there."""
+"""`dsgraph emit`: the kernels of a program for a GPU that this machine does not have."""
 
 from __future__ import annotations
 
@@ -130,16 +130,16 @@ def _archs(text: str) -> list[str]:
 
 
 def _environment(folder: str, ranks: int) -> dict[str, str]:
-    """What the script finds: one rank of so many, and no GPU, so that it computes on the CPU."""
+    """Return the environment of the script: one rank of `ranks`, and no GPU, so that it computes on the CPU."""
     world = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
     return {**world, "CUDA_VISIBLE_DEVICES": "", "DSGRAPH_EMIT": folder, "DSGRAPH_DUMP": "", "DSGRAPH_BISECT": ""}
 
 
 def _make_room(out: Path, *, overwrite: bool) -> list[Path]:
-    """Makes sure that the folder can be written to; the result are the older kernels in it, which may be overwritten.
+    """Check that the folder can be written to, and return the older kernels in it, which may be overwritten.
 
     Raises:
-        CommandError: It cannot, or it holds older kernels, which may not be overwritten, or something else.
+        CommandError: It cannot be written to, or it contains older kernels that may not be overwritten, or other files.
     """
     if out.exists() and not out.is_dir():
         raise CommandError(f"--out {out} is a file; give a folder")
@@ -160,7 +160,7 @@ def _make_room(out: Path, *, overwrite: bool) -> list[Path]:
 
 
 def _replace(older: Sequence[Path], fresh: Path, out: Path) -> None:
-    """Moves what was emitted from the folder where it was written, if there is one, to where the older files are."""
+    """Replace the older files by the emitted ones, if there are any."""
     emitted = {out / path.relative_to(fresh): path for path in fresh.rglob("*") if path.is_file()}
     for target, path in emitted.items():
         write_whole(target, path.read_bytes())
@@ -173,12 +173,12 @@ def _replace(older: Sequence[Path], fresh: Path, out: Path) -> None:
 
 
 def report(index: Mapping[str, Any], *, folder: str, keeps_older: bool = False) -> Answer:
-    """What was emitted.
+    """Return the answer about what was emitted.
 
     Args:
-        index: What stands in the emission's `kernels.json`.
-        folder: Where that is, as the user calls it.
-        keeps_older: Whether older kernels are there instead, because nothing could be emitted.
+        index: The contents of the emission's `kernels.json`.
+        folder: Its folder, as the user calls it.
+        keeps_older: True if older kernels were kept, because nothing could be emitted.
     """
     graphs = index["graphs"]
     parts = [_describe_graph(graph) for graph in graphs]
@@ -206,7 +206,7 @@ def report(index: Mapping[str, Any], *, folder: str, keeps_older: bool = False) 
 
 
 def _describe_graph(graph: Mapping[str, Any]) -> str:
-    """One graph on one architecture: its kernels in the order in which they first run."""
+    """Return one graph on one architecture: its kernels in the order in which they first run."""
     head = f"graph {graph['graph']} {graph['phase']}, {graph['arch']} ({graph['gpu']}): {graph['function']}"
     if graph["problem"] is not None:
         return f"{head}\n  not emitted: {graph['problem']}"
@@ -243,12 +243,12 @@ def _row(kernel: Mapping[str, Any]) -> list[str]:
 
 
 def _figures(kernel: Mapping[str, Any], name: str) -> list[int]:
-    """What each of a kernel's configurations takes of something."""
+    """Return one resource of each of a kernel's configurations."""
     return [config["resources"][name] for config in kernel["configurations"]]
 
 
 def _short(name: str) -> str:
-    """`triton_poi_fused_add_mul_..._3`: the ops stand in a column of their own."""
+    """Return `triton_poi_fused_add_mul_..._3`: the ops stand in a column of their own."""
     if len(name) <= _NAME:
         return name
     end = f"..{name[name.rindex('_') :]}"
@@ -261,7 +261,7 @@ def _listed(ops: Sequence[str]) -> str:
 
 
 def _number(count: int | None) -> str:
-    """`1.5 M`, `24 G`."""
+    """Return `1.5 M`, `24 G`."""
     if count is None:
         return "?"
     for unit, size in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):

@@ -81,7 +81,7 @@ def _run(arguments: argparse.Namespace) -> Answer:
 
 
 def _hosts(arguments: argparse.Namespace) -> tuple[Host, ...]:
-    """The hosts and slots that the options choose."""
+    """Return the hosts and slots that the options choose."""
     named = arguments.include or arguments.exclude
     if named and (arguments.num_nodes or arguments.num_gpus):
         raise LaunchError("--include and --exclude choose hosts and slots: leave out --num_nodes and --num_gpus")

@@ -1,4 +1,7 @@
-"""What `dsgraph doctor` must load torch for, in a process of its own: it may crash or hang. One JSON object a line."""
+"""The checks of `dsgraph doctor` that load torch.
+
+They run in a process of their own, because they may crash or hang. One JSON object a line.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ _TIMEOUT = 8  # seconds
 
 
 def main() -> None:
-    """Makes one check after the other."""
+    """Make one check after the other."""
     sys.stdout = sys.stderr  # what packages print when they are imported is no part of the answer
     for package in REQUIRED:
         _report(package, partial(_imported, package))
@@ -35,7 +38,7 @@ def main() -> None:
 
 
 def two_ranks() -> str:
-    """Sums over a gloo group of two processes.
+    """Sum over a gloo group of two processes.
 
     Raises:
         RuntimeError: They do not finish in time, or with the wrong sum.

@@ -1,4 +1,4 @@
-"""`dsgraph run`: a script with dumping on."""
+"""`dsgraph run`: run a script with dumping on."""
 
 from __future__ import annotations
 
@@ -58,10 +58,10 @@ def _run(arguments: argparse.Namespace) -> Answer:
 
 
 def _make_room(folder: Path, *, overwrite: bool) -> None:
-    """Makes sure that the folder is empty or not there.
+    """Check that the folder is empty or does not exist.
 
     Raises:
-        CommandError: It holds an older dump, which may not be overwritten, or something else, which never may.
+        CommandError: It contains an older dump that may not be overwritten, or other files, which never may.
     """
     if folder.exists() and not folder.is_dir():
         raise CommandError(f"--dump {folder} is a file; give a folder")
