@@ -1,1 +1,1 @@
-"""What a model becomes: parameters as shards, their state during a step, and the seam that hands them out."""
+"""Partitioned models: parameters as shards, their state during a step, and the seam that returns them to modules."""

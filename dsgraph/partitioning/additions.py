@@ -1,4 +1,4 @@
-"""What has been put into a partitioned model since, and what is no longer in it."""
+"""Additions to a partitioned model since it was partitioned, and removals."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ Place = tuple[nn.Module, str]
 
 @dataclass(frozen=True)
 class Additions:
-    """What differs between a partitioned model and its table.
+    """The differences between a partitioned model and its table.
 
     Attributes:
         root: The outermost partitioned module.
-        parameters: Those that are no shards of the table, by name.
-        tied: Places where shards of the table stand besides.
-        gone: Places of the table where its shards no longer stand.
+        parameters: New parameters, which are no shards of the table, by name.
+        tied: Further places that hold shards of the table.
+        gone: Places of the table that no longer hold their shards.
     """
 
     root: nn.Module
@@ -36,10 +36,10 @@ class Additions:
 def part_to_extend(
     model: nn.Module, parts: list[PartitionState], given: Mapping[str, object], mesh: DeviceMesh | None
 ) -> PartitionState:
-    """The table that takes in what is new in a model.
+    """Return the table to which new parameters of a model are added.
 
     Raises:
-        PartitionError: There are several, or something else is asked for than the model was partitioned with.
+        PartitionError: There are several, or the arguments differ from those of the first call.
     """
     if len(parts) > 1:
         raise PartitionError(
@@ -59,7 +59,7 @@ def part_to_extend(
 
 
 def find_additions(model: nn.Module, part: PartitionState) -> Additions:
-    """Compares a partitioned model with its table.
+    """Compare a partitioned model with its table.
 
     Args:
         model: The model, a module inside it, or one that has been built around it.

@@ -29,13 +29,13 @@ Methods = Callable[[nn.Module], Mapping[str, Any]]
 
 
 def plain_class(module: nn.Module) -> type[nn.Module]:
-    """The class that a module had before it was partitioned."""
+    """Return the class that a module had before it was partitioned."""
     found = type(module)
     return cast("type[nn.Module]", found.__mro__[1]) if _SPECS in found.__dict__ else found
 
 
 def overrides(module: nn.Module) -> frozenset[str]:
-    """What the class that `partition` gave a module overrides besides parameters; nothing of any other class."""
+    """Return the names that the class made by `partition` overrides besides parameters; empty for any other class."""
     found: frozenset[str] = type(module).__dict__.get(_OVERRIDES, frozenset())
     return found
 
@@ -43,16 +43,17 @@ def overrides(module: nn.Module) -> frozenset[str]:
 def swap_classes(
     model: nn.Module, part: PartitionState, parameters: Iterable[ParameterState], methods: Methods
 ) -> None:
-    """Gives each module of `model` that holds parameters a subclass of its class with one property a parameter.
+    """Give each module of `model` that holds parameters a subclass of its class with one property a parameter.
 
-    Modules of one class that hold equal parameters, and override the same besides, share one. One that has it already
-    is left alone.
+    Modules of one class with equal parameters and equal other overrides share a subclass. A module that already has its
+    subclass is left alone.
 
     Args:
-        model: What has been partitioned.
+        model: The partitioned model.
         part: Its table.
         parameters: All that are in the table, or will be.
-        methods: What the subclass of a module overrides besides; such modules get one without parameters, too.
+        methods: Further overrides of a module's subclass; a module with such overrides gets a subclass even without
+            parameters.
     """
     entries: dict[nn.Module, dict[str, ParameterState]] = {}
     for entry in parameters:
@@ -103,7 +104,7 @@ def _class_for(
 
 
 def _flat_weights(self: Any) -> list[Any]:
-    """RNNs run on a flat list that their constructor fills; this one is read from the attributes at each use."""
+    """Return the flat list of an RNN's weights, read from the attributes at each use."""
     return [getattr(self, name, None) for name in self._flat_weights_names]
 
 
@@ -116,7 +117,10 @@ def _refuse_to_pickle(self: nn.Module, protocol: object) -> NoReturn:
 
 
 def _allowed(self: nn.Module, change: Callable[..., Any]) -> Callable[..., Any]:
-    """What a module applies to its parameters; `share_memory`, at which torch would crash, is refused."""
+    """Return the function that a module applies to its parameters.
+
+    Refuse `share_memory`, at which torch would crash.
+    """
     if getattr(change, "__qualname__", "").startswith("Module.share_memory."):
         raise PartitionError(
             f"{type(self).__name__} is part of a partitioned model, whose shards cannot be moved to shared memory: "
@@ -128,7 +132,7 @@ def _allowed(self: nn.Module, change: Callable[..., Any]) -> Callable[..., Any]:
 def _copy(
     module: nn.Module, original: type[nn.Module], memo: dict[int, Any], copied: Callable[[Any], Any]
 ) -> nn.Module:
-    """What `copy` does with an object that does not say how to copy it."""
+    """Copy a module as `copy` does with an object that defines no copying."""
     reduced: Any = original.__reduce_ex__(module, 4)
     make, arguments, state, *_ = reduced
     made: nn.Module = make(*copied(arguments))

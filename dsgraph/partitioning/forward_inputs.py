@@ -24,7 +24,7 @@ def cast_floating(inputs: Any, dtype: torch.dtype | None) -> Any:
 
 
 def move_inputs(inputs: Any, device: torch.device) -> Any:
-    """Return inputs of a model with the tensors that lie on the CPU moved to `device`.
+    """Return inputs of a model with CPU tensors moved to `device`.
 
     From pinned memory they are copied while the host goes on. Containers are those of `cast_floating`.
     """

@@ -116,7 +116,7 @@ def new_copy(entry: ParameterState) -> Tensor:
 
 
 def start_gathers(entries: list[ParameterState]) -> None:
-    """Starts to fetch gathered copies, in the order of the model's parameters, which is mostly that of their use."""
+    """Start to fetch gathered copies, in the order of the model's parameters, which is usually that of their use."""
     gathered_copies = tuple(entry.gathered_copy for entry in entries if entry.gathered_copy is not None)
     # What autograd saved of a gathered copy stays valid when the gathered copy is only fetched once more.
     with torch.no_grad(), keeping_version(gathered_copies):
@@ -130,8 +130,8 @@ def start_gathers(entries: list[ParameterState]) -> None:
 def were_written(entries: list[ParameterState]) -> bool:
     """Return True if the shards of any rank differ from what gathered copies were fetched from.
 
-    That is how writes to `.data` are noticed, which leave no other trace. All ranks call it together: one number
-    travels, and the host waits for it once.
+    This detects writes to `.data`, which leave no other trace. All ranks call it together: it sends one number, and the
+    host waits for it once.
     """
     found = torch.stack([_differs(entry) for entry in entries]).any().float()
     groups = dict.fromkeys(entry.spec.group for entry in entries)
@@ -148,7 +148,7 @@ def _differs(entry: ParameterState) -> Tensor:
 
 
 def _whole_and_own(entry: ParameterState) -> tuple[Tensor, Tensor]:
-    """The memory of a gathered copy with equally many rows of each rank, and this rank's of them."""
+    """Return the memory of a gathered copy with equally many rows of each rank, and this rank's rows of it."""
     gathered_copy, spec = entry.gathered_copy, entry.spec
     assert gathered_copy is not None
     group = resolve_group(spec.group)

@@ -1,6 +1,6 @@
 """The gather marker of a parameter, and the reduction of its gradient outside compiled graphs.
 
-A `ParameterSpec` says how; equal layers share one class and one graph, because nothing here depends on a name.
+A `ParameterSpec` defines both; equal layers share one class and one graph, because nothing here depends on a name.
 """
 
 from __future__ import annotations
@@ -78,5 +78,5 @@ def reduce_gradient(spec: ParameterSpec, grad: Tensor, shard: Tensor) -> Tensor:
 
 
 def start_reducing_gradient(spec: ParameterSpec, grad: Tensor, shard: Tensor) -> Callable[[], Tensor]:
-    """Start the same; the returned function waits for it."""
+    """Start the reduction of `reduce_gradient`; the returned function waits for it."""
     return start_reduction(grad, shard.shape, **reduction_options(spec, shard.dtype))

@@ -33,7 +33,7 @@ def not_taken_in(name: str) -> str:
 
 
 class Freshness(IntEnum):
-    """What is known about a gathered copy."""
+    """Knowledge about the values of a gathered copy."""
 
     STALE = 0
     """The shards have changed since."""
@@ -48,20 +48,20 @@ class ParameterState:
     """One parameter, shared by all modules that are tied to it.
 
     Attributes:
-        spec: What it was when it was partitioned; see `current_spec`.
+        spec: Its specification when it was partitioned; see `current_spec`.
         owners: The modules that hold it, each with its name there.
-        zero: What its ZeRO stage does.
-        replicated_because: Why every rank holds all of it; empty for a sharded parameter.
+        zero: Its ZeRO stage.
+        replicated_because: Why it is replicated; empty for a sharded parameter.
         transforms: The changes to it around its gather, in this order.
         reducer: The transform that reduces its gradient in place of the average, if there is one.
         gathered_copy: `[*shape]`, the gathered copy of stages 1 and 2, and of stage 3 while it is held for a step; None
             otherwise, and for replicated parameters.
-        is_held_for_step: Whether stage 3 holds a gathered copy from the first micro-batch of a step to the last.
-        freshness: What is known of the gathered copy.
+        is_held_for_step: True if stage 3 holds a gathered copy from the first micro-batch of a step to the last.
+        freshness: Knowledge about the gathered copy.
         leaf: What modules return while gradients are not reduced; see `accumulation`.
         accumulated_grad: `[*shape]` in the master dtype, the sum of the leaf's gradients, or zeros that wait for them.
         sum_for_graphs: `accumulated_grad` while graphs of the last micro-batch may read it; None otherwise.
-        is_summed: Whether the sum contains a gradient that has not been reduced.
+        is_summed: True if the sum contains a gradient that has not been reduced.
         was_trained: True if it had `requires_grad` in a micro-batch of this step; it may be frozen by now.
         withheld: Value of the sum, while a backward runs that must not add it.
         placeholder: Placeholder in the parameter's `.grad` while there is a sum.
@@ -179,7 +179,7 @@ class ParameterState:
 
     @property
     def copy_bytes(self) -> int:
-        """What a gathered copy takes in memory: equally many rows of each rank, of which some may be padding."""
+        """Bytes of a gathered copy in memory: equally many rows of each rank, some of which may be padding."""
         dtype, _ = self.spec.dtypes(self.param.dtype)
         return self.bytes_of_rank(dtype) * resolve_group(self.spec.group).size()
 
@@ -206,29 +206,29 @@ class ParameterState:
             self.gathered_copy.requires_grad_(False)
 
     def observe(self) -> Freshness:
-        """How fresh the gathered copy is with respect to the shard as it is now."""
+        """Return how fresh the gathered copy is compared with the current shard."""
         param = self.param
         if param is not self._gathered_from or version_of(param) != self._gathered_version:
             self.freshness = Freshness.STALE
         return self.freshness
 
     def note_version(self) -> None:
-        """Takes the present values of a replicated parameter for equal on all ranks."""
+        """Note that the present values of a replicated parameter are equal on all ranks."""
         if self.is_replicated:
             self.noted_version = version_of(self.param)
 
     @property
     def is_replicated(self) -> bool:
-        """Whether every rank holds all of it; not where another parameter has been put in its place."""
+        """True if it is replicated, and no other parameter has been put in its place."""
         return not self.spec.group and isinstance(self.param, DTensor)
 
     @property
     def is_written(self) -> bool:
-        """Whether anything was written to a replicated parameter since `note_version`."""
+        """True if anything was written to a replicated parameter since `note_version`."""
         return self.is_replicated and self.noted_version not in (-1, version_of(self.param))
 
     def mark_gathered(self, freshness: Freshness) -> None:
-        """Notes which state of the shard the gathered copy was gathered from."""
+        """Note which state of the shard the gathered copy was gathered from."""
         self._gathered_from = self.param
         self._gathered_version = version_of(self.param)
         self.freshness = freshness

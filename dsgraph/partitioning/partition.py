@@ -1,4 +1,4 @@
-"""`partition`: a plain model becomes one whose parameters are shards."""
+"""`partition`: turn the parameters of a plain model into shards."""
 
 from __future__ import annotations
 
@@ -53,44 +53,45 @@ def partition(
     offload: Mapping[str, Any] | None = None,
     cast_forward_inputs: bool | None = None,
 ) -> ModelT:
-    """Turns the parameters of `model` into `DTensor` shards, in place; nothing else about the model changes.
+    """Turn the parameters of `model` into `DTensor` shards, in place; nothing else about the model changes.
 
-    Every rank calls it with the same model; the values of the mesh's first rank count, of parameters and of buffers.
-    Make the optimizer afterwards, from `model.parameters()`. The model works eagerly from here on;
-    `torch.compile(model, backend="dsgraph")` makes it fast. Gradients are averaged over all ranks, as with
-    DistributedDataParallel.
+    Every rank calls it with the same model; parameters and buffers get the values of the mesh's first rank. Create the
+    optimizer afterwards, from `model.parameters()`. From now on the model works eagerly; `torch.compile(model,
+    backend="dsgraph")` makes it fast. Gradients are averaged over all ranks, as with DistributedDataParallel.
 
-    Call it again when something has been put into the model: a head, an adapter, `layer.weight = nn.Parameter(...)`. It
-    takes in what is new, in the way of the first call, and leaves the rest as it is. Arguments may be left out then.
+    Call it again after adding something to the model: a head, an adapter, `layer.weight = nn.Parameter(...)`. It
+    partitions the new parameters like the first call did, and leaves the others unchanged. The arguments may be omitted
+    then.
 
     Args:
         model: A module on one device, or on the `meta` device (see `materialize`).
-        mesh: One dimension (all ranks share one copy of the parameters) or two (replicate x shard: hybrid sharding).
-            None: one dimension over all ranks.
+        mesh: A device mesh with one dimension (parameters are sharded over all ranks) or two (replicate x shard: hybrid
+            sharding). None: one dimension over all ranks.
         stage: ZeRO stage; None: 3. 0: replicated. 1, 2: shards, gathered once a step; with `accumulate`, stage 1 adds
-            gradients up locally, as stage 2 does if asked to. 3: shards, gathered around each use.
+            gradients up locally, and so does stage 2 with `reduce_once=True`. 3: shards, gathered around each use.
         param_dtype: Dtype in which the forward sees floating-point parameters; shards keep theirs. None: the shard's.
         reduce_dtype: Dtype in which gradients are summed over ranks. None: the dtype in which the forward sees them.
         keep_whole_below: Parameters with fewer elements stay replicated; None: 16384. Empty and 0-dimensional ones
             always do.
-        regions: Which blocks Dynamo captures once, to be called for each: "auto" takes all blocks of a list of modules
-            that have equal classes and parameters, "none" none; a list names lists of modules, such as
+        regions: The repeated blocks that Dynamo captures once and calls for each: "auto" selects all blocks of a list
+            of modules that have equal classes and parameters, "none" none; a list names lists of modules, such as
             ["model.layers"]. None: "none".
-        offload: What lies elsewhere than on the model's device: {"optimizer": "host", "parameters": "disk", "folder":
-            "/scratch", "ratio": 0.5}. "optimizer", at every stage: where its state lies, "host" or "disk"; step what
-            `dsgraph.offload_optimizer` makes of it. "parameters", at stage 3: this rank's rows of sharded parameters,
-            and their gradients; from "disk" compiled graphs read each ahead of its use, and on "host" a model on the
-            CPU lies anyway. "folder": on the disk; without it the one for temporary files. A file in it goes when the
-            process ends. "ratio": the share of bytes, above 0 and up to 1, or one for each; the last parameters stay.
-            See docs/guides/larger-than-memory.md. None: nothing.
-        cast_forward_inputs: Whether floating-point inputs of `model`, also inside lists and dicts,
-            are cast to `param_dtype`, as FSDP2's `MixedPrecisionPolicy` does. None: True with a `param_dtype`.
+        offload: Tensors to store elsewhere than on the model's device: {"optimizer": "host", "parameters": "disk",
+            "folder": "/scratch", "ratio": 0.5}. "optimizer", at every stage: "host" or "disk", the place of the
+            optimizer's state; wrap the optimizer with `dsgraph.offload_optimizer`. "parameters", at stage 3: "host" or
+            "disk", the place of this rank's rows of sharded parameters and of their gradients; compiled graphs read
+            each from disk before its use. For a model on the CPU, "host" changes nothing. "folder": a folder on the
+            disk; default: that for temporary files. Its files are deleted when the process ends. "ratio": the share of
+            bytes, above 0 and up to 1, or one for each; the last parameters stay on the device. See
+            docs/guides/larger-than-memory.md. None: no offload.
+        cast_forward_inputs: True casts floating-point inputs of `model`, also inside lists and dicts, to `param_dtype`,
+            as FSDP2's `MixedPrecisionPolicy` does. None: True with a `param_dtype`.
 
     Returns:
         `model` itself.
 
     Raises:
-        PartitionError: An argument, the mesh or a part of the model cannot be taken; nothing was changed.
+        PartitionError: An argument, the mesh or a part of the model is not supported; nothing was changed.
         RanksDisagreeError: Ranks hold different models; nothing was changed.
     """
     refuse_model(model)
@@ -131,7 +132,7 @@ def _begin(model: nn.Module, mesh: DeviceMesh | None, given: Mapping[str, Any]) 
 
 
 def _take_in(model: nn.Module, part: PartitionState | None = None) -> None:
-    """Partitions what is new in a partitioned model."""
+    """Partition the new parameters of a partitioned model."""
     if part is None:
         (part,) = partition_states(model)
     additions = find_additions(model, part)
@@ -187,7 +188,7 @@ def _apply(additions: Additions, part: PartitionState) -> list[ParameterState]:
 
 
 def _methods(module: nn.Module, *, blocks: frozenset[nn.Module]) -> Mapping[str, Any]:
-    """What a partitioned module overrides."""
+    """Return the overrides of a partitioned module."""
     return {**methods_for(plain_class(module), take_in=_take_in), **region_methods(module, blocks)}
 
 
@@ -227,7 +228,7 @@ def _owners(model: nn.Module) -> dict[nn.Parameter, list[tuple[nn.Module, str]]]
 
 
 def _why_replicated(param: nn.Parameter, part: PartitionState) -> str:
-    """Why every rank holds all of a parameter; empty when it is split."""
+    """Return why a parameter is replicated; empty if it is sharded."""
     keep_whole_below = part.arguments.keep_whole_below
     if not part.zero.splits_parameters:
         return f"stage {part.zero.number}"

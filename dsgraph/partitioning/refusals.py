@@ -1,4 +1,4 @@
-"""What `partition` cannot take, refused by name before anything is changed."""
+"""Models that `partition` does not support, refused by name before anything is changed."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SENT_DTYPES = (
 
 
 def refuse_model(model: object) -> None:
-    """Refuses what is not a plain module.
+    """Refuse an object that is not a plain module.
 
     Raises:
         PartitionError: Names what was found.
@@ -64,7 +64,7 @@ def _refuse_embedding(module: nn.Module, where: str) -> None:
 
 
 def refuse_parameters(parameters: Mapping[str, nn.Parameter]) -> None:
-    """Refuses parameters of a kind that cannot be split into shards.
+    """Refuse parameters of a kind that cannot be split into shards.
 
     Raises:
         PartitionError: Names the first such parameter and the reason.
@@ -108,7 +108,7 @@ def _repeats(param: nn.Parameter) -> bool:
 
 
 def refuse_hidden_references(model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> None:
-    """Refuses modules that reach `parameters` past attribute access, where no shard could stand in.
+    """Refuse modules that hold `parameters` outside their attributes, where a shard could not replace them.
 
     Raises:
         PartitionError: Names the module, the attribute and the parameter.
@@ -138,7 +138,7 @@ def _contents(value: object) -> Iterable[object]:
 
 
 def refuse_early_optimizers(parameters: Iterable[nn.Parameter], *, doing: str) -> None:
-    """Refuses to replace parameters that a living optimizer holds: it would go on updating the old ones.
+    """Refuse to replace parameters that an existing optimizer holds: it would continue to update the old ones.
 
     Raises:
         PartitionError: Names the optimizer's class.

@@ -17,7 +17,7 @@ from dsgraph.utils.nearest import nearest
 from .classes import overrides, plain_class
 
 Blocks = Literal["auto", "none"] | tuple[str, ...]
-"""Which lists of modules hold blocks: all whose modules are alike, none, or those of these names."""
+"""Selection of the lists of modules that hold blocks: all lists of equal modules, none, or those of these names."""
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class RepeatedBlocks:
 
     Attributes:
         blocks: The modules that are captured as regions.
-        left_out: Which others are equal, and why they are not; one line a list of modules and reason.
+        left_out: Other equal modules, and why they are not captured; one line a list of modules and reason.
     """
 
     blocks: frozenset[nn.Module] = frozenset()
@@ -34,14 +34,14 @@ class RepeatedBlocks:
 
 
 def find_blocks(model: nn.Module, chosen: Blocks) -> RepeatedBlocks:
-    """Finds the modules that are captured as regions.
+    """Find the modules that are captured as regions.
 
     Args:
-        model: What is about to be partitioned; blocks of earlier calls stay blocks.
+        model: The model that is about to be partitioned; blocks of earlier calls stay blocks.
         chosen: The argument `regions` of `partition`.
 
     Raises:
-        PartitionError: A name is that of no list with two equal blocks, and the model has no blocks yet; or torch is
+        PartitionError: A name is not that of a list with two equal blocks, and the model has no blocks yet; or torch is
             older than 2.13.
     """
     if chosen == "none":
@@ -70,7 +70,7 @@ def find_blocks(model: nn.Module, chosen: Blocks) -> RepeatedBlocks:
 
 
 def repeated_blocks(model: nn.Module) -> Iterator[tuple[str, dict[str, nn.Module]]]:
-    """Lists of modules outside other such lists, with those of their modules, by name, that have an equal there."""
+    """Yield the outermost lists of modules, with those of their modules, by name, that have an equal in the list."""
     inside = ""
     for name, module in model.named_modules():
         if inside and name.startswith(inside):
@@ -88,12 +88,12 @@ def repeated_blocks(model: nn.Module) -> Iterator[tuple[str, dict[str, nn.Module
 
 
 def _computes(block: nn.Module) -> bool:
-    """Whether a block is one of a model: torch's own modules of one operation are too small."""
+    """Return whether a block is large enough: torch's own modules of one operation are too small."""
     return not type(block).__module__.startswith("torch.") or any(True for _ in block.children())
 
 
 def _why_not(block: nn.Module) -> str:
-    """Why a block cannot be captured as a region; empty if it can."""
+    """Return why a block cannot be captured as a region; empty if it can."""
     if "forward" in block.__dict__:
         return "a forward was put in place of its class's"
     for name, module in block.named_modules():
@@ -110,14 +110,17 @@ def _structure(block: nn.Module) -> Hashable:
 
 
 def region_methods(module: nn.Module, blocks: Collection[nn.Module]) -> Mapping[str, Any]:
-    """What a partitioned module overrides so that its forward is captured as a region, if it is one of `blocks`."""
+    """Return the overrides by which a module's forward is captured as a region, if it is one of `blocks`."""
     if module not in blocks:
         return {}
     return {"forward": _as_region(plain_class(module).forward)}
 
 
 def _as_region(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """`forward`, captured as a region. A region may not return what it was given: that is put back outside it."""
+    """Return `forward`, captured as a region.
+
+    A region must not return one of its arguments: such results are added again outside it.
+    """
 
     def compute(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return _without(forward(self, *args, **kwargs), (*args, *kwargs.values()))
@@ -133,7 +136,7 @@ def _as_region(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 @dataclass(frozen=True)
 class _Given:
-    """Stands for an argument that a block returns."""
+    """A placeholder of an argument that a block returns."""
 
     number: int
 
@@ -154,10 +157,10 @@ def _put_back(found: Any, given: tuple[Any, ...]) -> Any:
 
 
 def read_blocks(value: object) -> Blocks:
-    """Checks the argument `regions` of `partition`.
+    """Check the argument `regions` of `partition`.
 
     Raises:
-        PartitionError: It is none of what it takes.
+        PartitionError: The value is not supported.
     """
     if value in ("auto", "none"):
         return value

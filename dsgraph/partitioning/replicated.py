@@ -1,9 +1,9 @@
-"""Parameters that every rank holds whole stay equal, also where a script itself writes to `model.parameters()`.
+"""Checks that replicated parameters stay equal, also if a script itself writes to `model.parameters()`.
 
-An optimizer makes the same step on all ranks. A write of another kind may not: `nn.init.normal_(p)` and
-`p.add_(torch.randn_like(p))` draw the numbers of each rank's own generator. Such a write is seen by the versions of the
-tensors, and ahead of the next step the ranks compare what was written. Ahead of an optimizer's first step they compare
-all: what is written to `.data` leaves no trace.
+An optimizer makes the same step on all ranks. Another write may not: `nn.init.normal_(p)` and
+`p.add_(torch.randn_like(p))` draw the numbers of each rank's own generator. The versions of the tensors show such a
+write, and before the next step the ranks compare the written parameters. Before an optimizer's first step they compare
+all, because writes to `.data` leave no trace.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from .state import PartitionState
 
 
 def note_replicated(partition: PartitionState) -> None:
-    """Takes the present values of replicated parameters for equal on all ranks."""
+    """Note that the present values of replicated parameters are equal on all ranks."""
     for entry in partition.parameters:
         entry.note_version()
 
 
 def confirm_replicated(partition: PartitionState, *, is_first: bool) -> None:
-    """Compares what has been written since to replicated parameters. All ranks call it ahead of the same step.
+    """Compare the replicated parameters that were written to since. All ranks call it before the same step.
 
     Args:
         partition: The model.
-        is_first: Whether it is an optimizer's first step: then all are compared, as writes to `.data` leave no trace.
+        is_first: True for an optimizer's first step: then all are compared, as writes to `.data` leave no trace.
 
     Raises:
-        RanksDisagreeError: It differs from rank to rank; the error names the first such parameter.
+        RanksDisagreeError: The values differ between ranks; the error names the first such parameter.
     """
     replicated = [entry for entry in partition.parameters if entry.is_replicated]
     written = [entry for entry in replicated if is_first or entry.is_written]
@@ -57,13 +57,13 @@ def confirm_replicated(partition: PartitionState, *, is_first: bool) -> None:
 
 
 def holds_any(optimizer: Optimizer, partition: PartitionState) -> bool:
-    """Whether an optimizer holds parameters of a partitioned model."""
+    """Return whether an optimizer holds parameters of a partitioned model."""
     held = {id(param) for group in optimizer.param_groups for param in group["params"]}
     return any(id(entry.param) in held for entry in partition.parameters)
 
 
 def _differ(entries: Sequence[ParameterState], partition: PartitionState) -> list[bool]:
-    """Whether each parameter has other bits on another rank."""
+    """Return, for each parameter, whether another rank has different bits."""
     sums = torch.stack([_sum_of_bits(entry.rows) for entry in entries])
     extremes = torch.stack([sums, -sums])
     for dim in range(partition.mesh.ndim):

@@ -1,4 +1,4 @@
-"""Where the rows of a parameter lie on a mesh, and how all ranks come to hold the same values."""
+"""Placement of the rows of a parameter on a mesh, and broadcasts that give all ranks the same values."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from dsgraph.ranks.mesh import axis_roles, shard_dim
 
 
 def placements_for(spec: ParameterSpec, mesh: DeviceMesh) -> list[Placement]:
-    """The placement of a parameter on the mesh: rows split over the dimension for that, or replicated."""
+    """Return the placement of a parameter on the mesh: rows sharded over the sharding dimension, or replicated."""
     is_split = bool(spec.group)
     return [Shard(0) if is_split and role is AxisRole.SHARD else Replicate() for role in axis_roles(mesh)]
 
 
 def broadcast_from_first(tensor: Tensor, mesh: DeviceMesh) -> None:
-    """Overwrites `tensor` on every rank of the mesh with that of the first."""
+    """Overwrite `tensor` on every rank of the mesh with that of the first."""
     for dim in range(mesh.ndim):  # to the first rank of every row of the mesh, then along the rows
         group = mesh.get_group(dim)
         dist.broadcast(tensor, dist.get_global_rank(group, 0), group)
 
 
 def local_rows(full: Tensor, spec: ParameterSpec, mesh: DeviceMesh) -> Tensor:
-    """This rank's rows of a full parameter, in memory of their own."""
+    """Return this rank's rows of a full parameter, in memory of their own."""
     return rows_in(full, spec, mesh).clone()
 
 
 def rows_in(full: Tensor, spec: ParameterSpec, mesh: DeviceMesh) -> Tensor:
-    """The same in the memory of the full one."""
+    """Return this rank's rows of a full parameter, in the memory of the full one."""
     if not spec.group:
         return full
     return full[_own_rows(len(full), mesh)]
@@ -56,12 +56,12 @@ def _own_rows(rows: int, mesh: DeviceMesh) -> slice:
 
 
 def own_part(tensor: Tensor) -> Tensor:
-    """What this rank holds of a tensor: its part of a `DTensor`, a plain tensor itself."""
+    """Return this rank's part of a tensor: its part of a `DTensor`, or a plain tensor itself."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def distributed_like(like: Tensor, local: Tensor) -> Tensor:
-    """This rank's part of a tensor that is distributed as another is; `local` itself where that is a plain one.
+    """Return a tensor distributed like another from this rank's part; `local` itself if the other is a plain tensor.
 
     It may be on another device than the other's part.
     """

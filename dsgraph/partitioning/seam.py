@@ -1,7 +1,7 @@
-"""The seam: what a partitioned module hands out when its forward asks for a parameter.
+"""The seam: the values that a partitioned module returns when its forward reads a parameter.
 
-`partition` gives a module's class one property a parameter (`property_for`). While Dynamo captures, its answer is a
-`dsgraph::gather_param` marker for the passes to lower. Otherwise it is the parameter itself, fetched by real
+`partition` gives a module's class one property a parameter (`property_for`). While Dynamo captures, it returns a
+`dsgraph::gather_param` marker, which passes lower. Otherwise it returns the full parameter, fetched by real
 collectives, so that a partitioned model is correct wherever it runs.
 """
 
@@ -31,7 +31,7 @@ from .state import held_by
 
 
 def property_for(name: str, spec: ParameterSpec, zero: ZeroStage) -> property:
-    """The property through which a partitioned module's class hands out parameter `name`.
+    """Return the property by which a partitioned module's class returns parameter `name`.
 
     It gives the full parameter, differentiable with respect to its shard. A value that is not a `DTensor` (None, or
     what `torch.func.functional_call` put there) is returned as it is.
@@ -114,9 +114,9 @@ def _refuse_transformed(param: Any, name: str, module: nn.Module) -> None:
 def mark_outside_transforms(
     param: DTensor, gathered_copy: Tensor | None, shape: Sequence[int], *added: Any, **options: Any
 ) -> Tensor:
-    """A marker that is captured inside a transform of `torch.func`, to which parameters are constants.
+    """Return a marker that is captured inside a transform of `torch.func`, for which parameters are constants.
 
-    One call, because `to_local` cannot be captured there; the backend takes it apart ahead of the transform.
+    It is one call, because `to_local` cannot be captured there; the backend splits it up before the transform.
     """
     with outside_transforms():
         shard = param.to_local()
@@ -165,7 +165,7 @@ def _read_unseen(module: nn.Module, name: str, spec: ParameterSpec, *, is_kept: 
 
 
 def _read(module: nn.Module, name: str, spec: ParameterSpec, *, is_kept: bool = False) -> Tensor:
-    """A full parameter. With `is_kept` any number of backwards may go through it, and it may be written to."""
+    """Return a full parameter. With `is_kept`, several backwards may go through it, and it may be written to."""
     param: Any = module._parameters[name]
     partition, entry, shard = held_by(module).partition, held_by(module).parameters[name], param.to_local()
     if partition.gradients_stay_local:
@@ -193,7 +193,7 @@ def _read(module: nn.Module, name: str, spec: ParameterSpec, *, is_kept: bool = 
 
 
 class _HandOut(torch.autograd.Function):
-    """Hands out a full tensor in place of its shard; the gradient goes back to the shard.
+    """An autograd function that returns a full tensor in place of its shard; the gradient goes back to the shard.
 
     It spares eager mode the copy that `gather_param` must make of a tensor that is there already.
     """

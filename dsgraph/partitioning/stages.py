@@ -1,4 +1,4 @@
-"""The ZeRO stages: what each of them splits, how long its gathered copies live, and when it reduces gradients."""
+"""The ZeRO stages: what each shards, how long its gathered copies live, and when it reduces gradients."""
 
 from __future__ import annotations
 
@@ -9,26 +9,26 @@ from types import MappingProxyType
 
 
 class CopyLifetime(Enum):
-    """How long the gathered copy of a split parameter lives."""
+    """The lifetime of the gathered copy of a sharded parameter."""
 
     NONE = "none"
-    """There is none: every rank holds the parameter replicated."""
+    """There is no copy: the parameter is replicated."""
     ALWAYS = "always"
-    """As long as the model. It is gathered anew after each optimizer step."""
+    """As long as the model. It is gathered again after each optimizer step."""
     USE = "use"
-    """Around each use. Where memory is spare, `accumulate` lets some copies live for a step of micro-batches."""
+    """Around each use. If memory is spare, `accumulate` lets some copies live for a step of micro-batches."""
 
 
 @dataclass(frozen=True)
 class ZeroStage:
-    """One stage. Whatever depends on the stage asks for one of these fields, never for the number.
+    """One stage. Code that depends on the stage reads one of these fields, never the number.
 
     Attributes:
-        number: What users call it.
-        splits_parameters: Whether rows of a parameter are split over ranks, unless the parameter is too small.
-        copy_lifetime: How long the gathered copy of a split parameter lives.
-        may_reduce_once: Whether `accumulate` can add gradients up on each rank, at full size, and reduce the sum once.
-        may_reduce_in_every_backward: Whether `accumulate` can reduce in every backward instead. A stage that can do
+        number: Its number.
+        splits_parameters: True if rows of a parameter are sharded over ranks, unless the parameter is too small.
+        copy_lifetime: How long the gathered copy of a sharded parameter lives.
+        may_reduce_once: True if `accumulate` can add gradients up on each rank, at full size, and reduce the sum once.
+        may_reduce_in_every_backward: True if `accumulate` can reduce in every backward instead. A stage that supports
             both does so unless it is asked to reduce once.
     """
 
@@ -40,21 +40,21 @@ class ZeroStage:
 
     @property
     def gathers_each_use(self) -> bool:
-        """Whether a parameter is gathered around each use."""
+        """True if a parameter is gathered around each use."""
         return self.copy_lifetime is CopyLifetime.USE
 
     @property
     def reduces_once(self) -> bool:
-        """Whether `accumulate` reduces gradients once a step if nothing else is asked for."""
+        """True if `accumulate` reduces gradients once a step by default."""
         return not self.may_reduce_in_every_backward
 
     @property
     def may_replace_reduction(self) -> bool:
-        """True if a transform may reduce gradients: it takes one a step, of full size on every rank."""
+        """True if a transform may reduce gradients: it expects one full gradient a step on every rank."""
         return not self.may_reduce_in_every_backward
 
     def allows(self, *, reduce_once: bool) -> bool:
-        """Whether `accumulate(model, reduce_once=...)` can be had."""
+        """Return whether `accumulate(model, reduce_once=...)` is supported."""
         return self.may_reduce_once if reduce_once else self.may_reduce_in_every_backward
 
 

@@ -34,15 +34,15 @@ class PartitionState:
         root: The module that was partitioned: the outermost one, where that was done again.
         guard: Registers the checks of a model for its lifetime; a deep copy must register its own.
         parameters: One entry a parameter, in the order of `named_parameters()`; what was added later comes last.
-        no_regions: Which equal blocks are not captured as regions, and why.
+        no_regions: Equal blocks that are not captured as regions, and why.
         operations: The operations that its ranks compare.
         copies: Its gathered copies that are under way.
         phase: Where the step stands.
         accumulating: True inside `accumulate(model)`. Captured code reads this boolean and the next one.
         gradients_stay_local: True while gradients are added up instead of reduced.
-        sums_were_read: Whether a compiled graph has been given sums that it may add to its gradients.
+        sums_were_read: True if a compiled graph has been given sums that it may add to its gradients.
         step_room: Bytes that stage 3 may hold for a step of micro-batches; None while that is not known.
-        reduces_once: Whether `accumulate` reduces gradients once a step, as it did last; at first as the stage does.
+        reduces_once: True if the last `accumulate` reduced gradients once a step; at first the default of the stage.
         awaiting_last_backward: True from the first gradient under `accumulate` to the backward that ends the step.
         reducing_in: The backward that reduces what is left at its end, or was to and failed; -1 if there is none.
         open_forwards: Forwards under a memory limit whose backward has not begun.
@@ -96,7 +96,7 @@ class PartitionState:
         held_by(module).parameters.pop(attribute, None)
 
     def refuse_amid_step(self, doing: str) -> None:
-        """Refuse what would lose accumulated gradients.
+        """Refuse an action that would lose accumulated gradients.
 
         Raises:
             PartitionError: The model is inside `accumulate`, or its last backward is still to come.
@@ -169,7 +169,7 @@ class PartitionState:
             at_end_of_backward(self.release_copies)
 
     def give_up_step(self) -> None:
-        """Drop the micro-batches of a step. What follows may be an update of the shards, or another step."""
+        """Drop the micro-batches of a step. An update of the shards may follow, or another step."""
         self.copies.finish()
         self.awaiting_last_backward = False
         for entry in self.copied():

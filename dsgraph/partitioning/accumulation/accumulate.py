@@ -17,7 +17,7 @@ from .accumulated_gradients import discard_accumulated, enter_accumulation, leav
 
 @contextmanager
 def accumulate(model: nn.Module, *, reduce_once: bool | None = None) -> Iterator[None]:
-    """Marks micro-batches that are not the last of a step.
+    """Mark micro-batches that are not the last of a step.
 
     Run all micro-batches but the last inside it, forward and backward, and the last one outside:
 
@@ -29,29 +29,29 @@ def accumulate(model: nn.Module, *, reduce_once: bool | None = None) -> Iterator
 
     Gradients add up, as they always do in torch; scale the loss if they should be averaged. Stages 0 and 1 add them up
     locally and reduce the sum once, in the last backward. Stages 1 and 2 gather each parameter once a step. Stages 2
-    and 3 reduce in every backward, inside and outside; stage 2 does as stage 1 does if asked to, for links over which
-    bytes are dearer than memory. Stage 3 gathers in every micro-batch, except for the parameters that it has memory to
-    spare for (`memory_limit`): those it gathers once a step as well, and holds to the end of the last backward, or to
-    the optimizer's step where that comes first. Which those are is known once a graph of the whole model has been
-    compiled, and is in the report. Of a model in several partitioned parts it holds none.
+    and 3 reduce in every backward, inside and outside; stage 2 works like stage 1 with `reduce_once=True`, which suits
+    links where bandwidth is scarcer than memory. Stage 3 gathers in every micro-batch. Parameters for which
+    `memory_limit` leaves room are the exception: they are gathered once a step and held to the end of the last
+    backward, or to the optimizer's step if that comes first. They are chosen when a graph of the whole model has been
+    compiled, and the report lists them. A model with several partitioned parts holds none.
 
     Where gradients are reduced once, the compiled graphs of the last micro-batch do it: each sum travels with the last
     gradient of its parameter, while the backward computes. They are graphs of their own, compiled when they first run.
-    As in a step without `accumulate`, the ranks must run the same graphs in the last micro-batch. What no graph has
-    reduced is reduced when that backward is through: parameters that this micro-batch does not use, and those of
-    uncompiled code, which ranks may use differently.
+    As in a step without `accumulate`, the ranks must run the same graphs in the last micro-batch. At the end of that
+    backward the remaining sums are reduced: those of parameters that this micro-batch does not use, and those of
+    uncompiled code, which may differ between ranks.
 
-    Until that backward has ended, local sums are not in `.grad`: it is a `DTensor` of NaN, without
-    memory of its own. `zero_grad` of an optimizer or a module drops the sums of its parameters, as in one process; any
-    other write to `.grad`, such as clipping, is an error. Hooks of parameters are called once a step, with the whole
-    averaged gradient, where gradients are reduced once; otherwise in every backward.
+    Until that backward has ended, local sums are not in `.grad`: it is a `DTensor` of NaN, without memory of its own.
+    `zero_grad` of an optimizer or a module drops the sums of its parameters, as in one process; any other write to
+    `.grad`, such as clipping, is an error. Hooks of parameters are called once a step, with the whole averaged
+    gradient, where gradients are reduced once; otherwise in every backward.
 
     Args:
         model: A partitioned model, compiled or not, or a module that contains partitioned ones.
-        reduce_once: Whether gradients stay on each rank, at full size, until the last backward. None: as the stage
-            does, True in stages 0 and 1, False in 2 and 3. Stage 2 takes both. With True it holds from the first
-            backward of the step to the end of the last one a full gradient more, in the dtype of the shards, and sends
-            each gradient once a step. It is DDP's `no_sync`, FSDP2's `set_requires_gradient_sync(False)`. Once
+        reduce_once: True keeps gradients on each rank, at full size, until the last backward. None: the stage's
+            default, True in stages 0 and 1, False in 2 and 3. Stage 2 supports both. With True it holds one more full
+            gradient, in the dtype of the shards, from the first backward of the step to the end of the last one, and
+            sends each gradient once a step. It is DDP's `no_sync`, FSDP2's `set_requires_gradient_sync(False)`. Once
             gradients of a step have stayed on the ranks, those of its other micro-batches do as well.
 
     Raises:
@@ -76,18 +76,18 @@ def _enter(states: Sequence[PartitionState], reduce_once: bool | None) -> None:
 
 
 def discard(model: nn.Module) -> None:
-    """Gives up a step: drops what `accumulate` has added up on each rank since the last one.
+    """Abandon a step: drop the gradients that `accumulate` has added up on each rank since the last step.
 
-    The next step begins as if the micro-batches had not been. All ranks call it together, in place of the last backward
+    The next step begins as if the micro-batches had not run. All ranks call it together, in place of the last backward
     or after one that has failed, inside `accumulate` or outside:
 
         if overflow:  # on any rank: ranks must agree
             dsgraph.discard(model)
             optimizer.zero_grad()
 
-    Gradients that have been reduced stand in `.grad`, all of them where `accumulate` reduces in every backward: those
-    are left to `zero_grad`. It drops sums as well; `discard` also lets go of what was gathered for the step. Parameters
-    that stage 3 holds for the step are let go, inside `accumulate` when the next step is through.
+    Reduced gradients are in `.grad` (all of them if `accumulate` reduces in every backward); `zero_grad` drops those.
+    `zero_grad` drops sums as well; `discard` also releases the parameters that stage 3 holds for the step, inside
+    `accumulate` at the end of the next step.
 
     Args:
         model: As for `accumulate`.

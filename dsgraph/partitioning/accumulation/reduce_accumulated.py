@@ -1,4 +1,4 @@
-"""Reduces what no graph has: accumulated gradients, when the last backward of a step is through."""
+"""Reduces the accumulated gradients that no graph has reduced, at the end of a step's last backward."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _IN_FLIGHT_BYTES = 64 * 2**20
 
 
 def used_anywhere(used_here: list[bool], state: PartitionState) -> list[bool]:
-    """Which parameters have a gradient on any rank. All ranks call it together."""
+    """Return which parameters have a gradient on any rank. All ranks call it together."""
     if not used_here:
         return []
     device = state.parameters[0].param.device
@@ -50,7 +50,7 @@ def reduce_split(grads: dict[ParameterState, Tensor | None]) -> list[tuple[Param
 def reduce_replicated(
     bucket: Sequence[ParameterState], grads: Sequence[Tensor | None]
 ) -> list[tuple[ParameterState, Tensor]]:
-    """Reduces gradients of parameters that every rank holds whole, as one."""
+    """Reduce gradients of replicated parameters in one bucket."""
     flat = torch.cat([grad.reshape(-1) for grad in grads if grad is not None])
     averaged = reduce_gradient(bucket[0].spec, flat, flat.new_empty(flat.shape, dtype=bucket[0].param.dtype))
     parts = averaged.split([entry.param.numel() for entry in bucket])

@@ -1,9 +1,10 @@
-"""Stage 3 with memory to spare: which parameters `accumulate` gathers once a step, instead of in every micro-batch.
+"""Stage 3 with memory to spare: the parameters that `accumulate` gathers once a step, not in every micro-batch.
 
-What `SelectiveGather` keeps of a graph from its forward to its backward is in memory when a micro-batch has saved the
-most. To hold as much from the first micro-batch of a step to the last takes no more then, and spares all gathers but
-one. It is still there when the backward has gradients of full size under way: those are taken off the room. Whatever
-graph is captured while gathered copies are held counts them as taken.
+`SelectiveGather` keeps some gathered parameters from a graph's forward to its backward, so they are in memory at the
+moment when a micro-batch has saved the most. Holding as many bytes from the first micro-batch of a step to the last
+needs no more memory at that moment, and saves all gathers but one. They are still in memory while the backward holds
+gradients of full size, which are therefore subtracted from the room. A graph that is captured while copies are held
+counts their memory as used.
 """
 
 from __future__ import annotations
@@ -21,15 +22,15 @@ _GRADIENTS_UNDER_WAY = 3
 
 
 def choose_step_copies(facts: CaptureFacts, module: nn.Module | None) -> None:
-    """Notes for each parameter of stage 3 whether a gathered copy of it is held for a step of micro-batches.
+    """Decide for each parameter of stage 3 whether a gathered copy of it is held for a step of micro-batches.
 
     The knapsack of `SelectiveGather` over all of the model's parameters. Sizes and links are the same on every rank;
     the room is the least of all graphs so far. A rank that compiles alone, for another batch, compiles a graph that all
     ranks know, whose room is among them: the choice is the same everywhere.
 
     Args:
-        facts: Of a captured graph that reads every parameter of the model, and no gathered copy of stage 3; of others
-            `keep_bytes` is None, or says what is left beside the gathered copies, and nothing is noted.
+        facts: Those of a captured graph that reads every parameter of the model, and no gathered copy of stage 3. For
+            other graphs `keep_bytes` is None, or the room left beside the gathered copies, and nothing is decided.
         module: The model.
     """
     states = partition_states(module) if module is not None else []
@@ -50,7 +51,7 @@ def choose_step_copies(facts: CaptureFacts, module: nn.Module | None) -> None:
 
 
 def _seconds(entry: ParameterState, costs: CostModel) -> float:
-    """How long its gather takes."""
+    """Return the predicted seconds of its gather."""
     group = entry.spec.group
     world = resolve_group(group).size()
     sent = entry.copy_bytes * (world - 1) // world

@@ -18,7 +18,7 @@ from .accumulated_gradients import drop_if_zeroed, empty_sum, restore_sum, withh
 
 
 def watch_sums(compiled: Callable[..., Any], numbers: Sequence[int]) -> Callable[..., Any]:
-    """`compiled`, with an eye on its backwards, which add accumulated gradients.
+    """Return `compiled` with a watch on its backwards, which add accumulated gradients.
 
     Args:
         compiled: A compiled graph.
@@ -39,13 +39,13 @@ def watch_sums(compiled: Callable[..., Any], numbers: Sequence[int]) -> Callable
 
 @dataclass(frozen=True)
 class _Sum:
-    """An accumulated gradient that a graph was given. Whoever keeps the graph's outputs does not keep the sum."""
+    """An accumulated gradient that a graph was given. Keeping the graph's outputs does not keep the sum alive."""
 
     total: weakref.ref[Tensor]
     entry: weakref.ref[ParameterState]
 
     def current(self) -> tuple[Tensor, ParameterState] | None:
-        """The sum and its parameter; None when it is of an earlier step: then it is empty."""
+        """Return the sum and its parameter; None if it belongs to an earlier step, because it is empty then."""
         total, entry = self.total(), self.entry()
         if total is None or entry is None or entry.accumulated_grad is not total:
             return None
@@ -70,7 +70,7 @@ def _watch_backward(outputs: Sequence[Any], totals: Sequence[Tensor], before: se
 
 
 def _nodes_of(outputs: Sequence[Any], before: set[Any]) -> Iterator[Any]:
-    """The autograd nodes of one call, from its outputs to what was there before."""
+    """Yield the autograd nodes of one call, from its outputs to the nodes that existed before it."""
     frontier: list[Any] = [out.grad_fn for out in outputs if isinstance(out, Tensor)]
     seen = {None, *before}
     while frontier:

@@ -1,9 +1,9 @@
-"""What an uncompiled forward reads of a parameter: a plain tensor, but for what is written to it.
+"""Parameters as an uncompiled forward reads them: plain tensors, except that writes reach the shards.
 
     self.weight.data.clamp_(-1, 1)      # in a forward, or in a hook around it: the shards are clamped
 
-Nothing but writing goes through it: computing costs what it costs with a plain tensor, and torch takes the same fast
-paths. Methods that write, and methods that give views where no gradients are wanted, are those of a `FullTensor`.
+Only writes are intercepted: computing costs the same as with a plain tensor, and torch uses the same fast paths.
+Methods that write, and methods that return views where gradients are disabled, are those of a `FullTensor`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class ForwardParameter(Tensor):
     """A full parameter inside a forward.
 
     Attributes:
-        source: What it was gathered from.
+        source: The parameter that it was gathered from.
     """
 
     __slots__ = ("source",)
@@ -40,14 +40,14 @@ class ForwardParameter(Tensor):
 
     @classmethod
     def over(cls, plain: Tensor, source: Source) -> ForwardParameter:
-        """`plain`, whose writing methods reach `source`."""
+        """Return `plain` with writing methods that reach `source`."""
         self = plain.as_subclass(cls)
         self.source = source
         return self
 
     @property
     def written(self) -> FullTensor:
-        """The same, to be written to."""
+        """The same tensor, which can be written to."""
         with torch.no_grad():
             return FullTensor.over(self.source.plain.detach(), self.source)
 
@@ -62,11 +62,11 @@ class ForwardParameter(Tensor):
             self.written.copy_(value)
 
     def detach(self) -> Tensor:
-        """The same without gradients."""
+        """Return the same without gradients."""
         return self.written
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
-        """A plain tensor with the same values."""
+        """Return a plain tensor with the same values."""
         memo[id(self)] = copied = self.source.plain.detach().clone()
         return copied
 

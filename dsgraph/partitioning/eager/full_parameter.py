@@ -1,4 +1,4 @@
-"""What code outside any module's call reads of a parameter: the full tensor, which stands for the parameter itself."""
+"""Parameters as code outside any module's call reads them: the full tensor, which represents the parameter itself."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ _TAKES_PARAMETERS = inspect.unwrap(Optimizer.add_param_group).__code__
 
 
 class FullParameter(FullTensor):
-    """A full parameter; what belongs to a parameter (`.grad`, `.requires_grad`, hooks) is that of the shards."""
+    """A full parameter whose parameter attributes (`.grad`, `.requires_grad`, hooks) are those of the shards."""
 
     __slots__ = ()
 
     @property
     def _is_param(self) -> bool:  # type: ignore[override]
-        """Whether `isinstance` takes it for a parameter: it must not be registered, but `get_parameter` may give it."""
+        """True if `isinstance` accepts it as a parameter: `get_parameter` may return it; registering it fails."""
         asking = sys._getframe(2).f_code
         if asking is _REGISTERS_PARAMETERS:
             raise PartitionError(
@@ -42,7 +42,7 @@ class FullParameter(FullTensor):
 
     @classmethod
     def over(cls, plain: Tensor, source: Source) -> FullTensor:
-        """`plain`, which stands for the parameter that is `source`."""
+        """Return `plain` as a tensor that represents the parameter `source`."""
         self = super().over(plain, source)
         self.__dict__ = source.shards.__dict__  # what users note on a parameter
         return self
@@ -93,7 +93,7 @@ class FullParameter(FullTensor):
 
     @property
     def requires_grad(self) -> bool:
-        """Whether the parameter is trained."""
+        """True if the parameter is trained."""
         if is_tracing():
             return self.plain.requires_grad
         return self.source.shards.requires_grad
@@ -103,24 +103,24 @@ class FullParameter(FullTensor):
         self.source.shards.requires_grad = value
 
     def requires_grad_(self, requires_grad: bool = True) -> Tensor:
-        """Trains or freezes the parameter."""
+        """Train or freeze the parameter."""
         self.source.shards.requires_grad_(requires_grad)
         return self
 
     @property
     def is_leaf(self) -> bool:  # type: ignore[override]
-        """True, as of every parameter; an optimizer that asks is refused."""
+        """True, as for every parameter; an optimizer that asks is refused."""
         if sys._getframe(1).f_code is _TAKES_PARAMETERS:
             self._refuse("an optimizer was given {}, read as an attribute, of which it would update a copy")
         return not is_tracing() or self.plain.is_leaf
 
     @property
     def grad_fn(self) -> None:  # type: ignore[override]
-        """None, as of every parameter."""
+        """None, as for every parameter."""
         return None
 
     def register_hook(self, hook: Callable[[Tensor], Tensor | None]) -> Any:
-        """Calls `hook` with the full gradient, averaged over ranks, in every backward."""
+        """Call `hook` with the full gradient, averaged over ranks, in every backward."""
         spec, mesh = self.source.spec, self.source.partition.mesh
 
         def on_shards(grad: Any) -> Tensor | None:
@@ -135,11 +135,11 @@ class FullParameter(FullTensor):
         return self.source.shards.register_hook(on_shards)
 
     def register_post_accumulate_grad_hook(self, hook: Callable[[Tensor], None]) -> Any:
-        """Refused: such a hook is given the parameter itself."""
+        """Refuse the hook: it would be called with the parameter itself."""
         self._refuse("a hook that is called when a gradient was accumulated is given the parameter itself, not {}")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
-        """A parameter of its own, with the same values."""
+        """Return an independent parameter with the same values."""
         memo[id(self)] = copied = nn.Parameter(self.plain.detach().clone(), requires_grad=self.requires_grad)
         return copied
 

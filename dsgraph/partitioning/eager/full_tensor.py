@@ -1,13 +1,14 @@
-"""Full tensors outside any module's call: what is written to them takes effect on the shards.
+"""Full tensors outside any module's call: writes to them take effect on the shards.
 
     model.head.weight.data.clamp_(-1, 1)          # on every rank, in every ZeRO stage: the shards are clamped
     torch.nn.init.normal_(model.head.weight)      # the values that the mesh's first rank draws
     model.head.weight.grad[padding] = 0           # the gradients' shards
 
-A `FullTensor` computes as the plain tensor that it stands for: `__torch_function__` puts that in its place, and results
+A `FullTensor` computes like the plain tensor that it represents: `__torch_function__` substitutes that one, and results
 are plain. A result that shares its memory (a view, `.data`, `.detach()`) is a `FullTensor` of the same source. An op
-that writes runs on the source as it is now, in the dtype of the shards, and `Source.store` takes the result back. Ranks
-run the same program, so reading and writing may be collectives; where their values differ, the first rank's count.
+that writes runs on the current values of the source, in the dtype of the shards, and `Source.store` writes the result
+to the shards. Ranks run the same program, so reading and writing may be collectives; if values differ, those of the
+first rank are used.
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ class FullTensor(Tensor):
     """A part of a full parameter, or of its gradient, that shares its memory.
 
     Attributes:
-        plain: The tensor that it stands for.
-        source: What it was gathered from.
+        plain: The tensor that it represents.
+        source: The parameter or gradient that it was gathered from.
     """
 
     __slots__ = ("plain", "source")
@@ -45,18 +46,18 @@ class FullTensor(Tensor):
 
     @classmethod
     def over(cls, plain: Tensor, source: Source) -> FullTensor:
-        """`plain`, to which writes reach `source`."""
+        """Return `plain` as a tensor whose writes reach `source`."""
         self = plain.as_subclass(cls)
         self.plain, self.source = plain, source
         return self
 
     def read(self) -> Tensor:
-        """The same, gathered anew if the shards have changed since. All ranks call it together."""
+        """Return the tensor, gathered again if the shards have changed since. All ranks call it together."""
         self.source.refresh()
         return self.plain
 
     def part_of(self, full: Tensor) -> Tensor:
-        """The part of another full value, contiguous, that this is of its source."""
+        """Return the part of another full value, contiguous, that corresponds to this tensor's part of its source."""
         plain, whole = self.plain, self.source.plain
         if plain.dtype != whole.dtype:
             raise PartitionError(f"{self.source.name}: a view of it in another dtype cannot be written to")
@@ -67,7 +68,7 @@ class FullTensor(Tensor):
     def __torch_function__(
         cls, func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """Runs `func` on plain tensors, and takes back to the shards what it writes."""
+        """Run `func` on plain tensors, and write its writes back to the shards."""
         if torch.compiler.is_compiling():
             # Other backends look at the classes of their inputs; this one puts plain tensors in their place.
             if _writes(func, kwargs or {}) or compiling_backend() != "dsgraph":
@@ -85,23 +86,23 @@ class FullTensor(Tensor):
         raise PartitionError(f"{self.source.name}: `.data` of a part of it cannot be replaced; use `copy_`")
 
     def __iter__(self) -> Iterator[Tensor]:
-        """Row by row; rows are written through as well."""
+        """Yield row by row; writes to rows reach the shards as well."""
         return iter(self.unbind(0))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
-        """A plain tensor with the same values."""
+        """Return a plain tensor with the same values."""
         memo[id(self)] = copied = self.plain.detach().clone()
         return copied
 
     def set_(self, *_: object) -> NoReturn:
-        """Refused: the memory is that of the shards."""
+        """Refuse: the memory belongs to the shards."""
         raise PartitionError(
             f"{self.source.name} cannot be given other memory: write to it with copy_; parametrizations are registered "
             "and removed before dsgraph.partition"
         )
 
     def requires_grad_(self, requires_grad: bool = True) -> Tensor:
-        """A plain tensor over the same values, which is no part of the model."""
+        """Return a plain tensor over the same values, which is no part of the model."""
         if sys._getframe(1).f_code is nn.Parameter.__new__.__code__:
             raise PartitionError(
                 f"nn.Parameter(...) got the memory of {self.source.name}, which is split over ranks: "
@@ -126,7 +127,7 @@ def _run(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 
 
 def _written(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[FullTensor]:
-    """The full tensors that `func` writes to: its first argument, or what is given as `out`."""
+    """Return the full tensors that `func` writes to: its first argument, or what is given as `out`."""
     if not _writes(func, kwargs):
         return []
     return list(_full_tensors([kwargs["out"]] if "out" in kwargs else [args[:1] or kwargs]))
@@ -142,7 +143,7 @@ def _is_in_place(func: Callable[..., Any]) -> bool:
 
 
 def is_name_of_write(name: str) -> bool:
-    """Whether what is called so writes to its first argument, as torch's rule for names is.
+    """Return whether an op of this name writes to its first argument, by torch's naming rule.
 
     `mul_`, `mul_.Tensor`, `__imul__` and `imul` of the module `operator` do.
     """
@@ -174,7 +175,7 @@ def _write(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, An
 
 
 def _shared(value: Any, read: list[FullTensor]) -> Any:
-    """A result, as a full tensor where it shares memory with one that was read."""
+    """Return a result as a full tensor if it shares memory with one that was read."""
     if not isinstance(value, Tensor):
         return value
     for tensor in read:
@@ -186,12 +187,12 @@ def _shared(value: Any, read: list[FullTensor]) -> Any:
 
 
 def plain_of(value: Any) -> Any:
-    """What a full tensor stands for; anything else as it is."""
+    """Return the tensor that a full tensor represents; anything else unchanged."""
     return value.plain if isinstance(value, FullTensor) else value
 
 
 def _each(value: Any, change: Callable[[Any], Any]) -> Any:
-    """`value` with `change` made to whatever tuples, lists and dicts in it hold."""
+    """Return `value` with `change` applied to the contents of its tuples, lists and dicts."""
     if isinstance(value, tuple):
         changed = [_each(item, change) for item in value]
         return type(value)(*changed) if hasattr(value, "_fields") else type(value)(changed)

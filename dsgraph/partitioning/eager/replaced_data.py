@@ -1,4 +1,4 @@
-"""`param.data = tensor` of what `model.parameters()` gives: torch takes it, and the rows of the shard stay."""
+"""Detection of `param.data = tensor` on `model.parameters()`: torch accepts it, but the shard keeps its rows."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ _SEEN = "_dsgraph_memory"
 
 
 def refuse_replaced_data(param: Any, name: str) -> None:
-    """Refuses a shard whose `.data` has been replaced since it was last seen.
+    """Refuse a shard whose `.data` has been replaced since it was last checked.
 
-    Such a write leaves the rows, which are a tensor of their own, and exchanges what is around them. Where torch
-    exchanges both, as `model.to(dtype)` does, all is well.
+    Such a write replaces the wrapper and leaves the rows, which are a separate tensor. If torch replaces both, as
+    `model.to(dtype)` does, nothing is wrong.
 
     Args:
         param: The parameter as its module holds it.
-        name: What the error calls it.
+        name: Its name in the error.
 
     Raises:
         PartitionError: It names the parameter and what to write instead.
@@ -40,5 +40,5 @@ def refuse_replaced_data(param: Any, name: str) -> None:
 
 
 def forget_memory(param: Tensor) -> None:
-    """Forgets what a parameter was seen with, as of a copy."""
+    """Forget the memory that a parameter was seen with; for copies."""
     param.__dict__.pop(_SEEN, None)

@@ -1,4 +1,4 @@
-"""What a full tensor was gathered from: it can be gathered again, and what is written to it goes back to the shards."""
+"""Sources of full tensors: they can be gathered again, and writes go back to the shards."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from dsgraph.utils.errors import PartitionError
 
 @dataclass(eq=False)
 class Source:
-    """A parameter, or its gradient, of which the full value was handed out.
+    """A parameter, or its gradient, whose full value was returned to the user.
 
     Attributes:
-        name: What errors call it.
+        name: Its name in errors.
         shards: The parameter or the gradient.
-        plain: `[*shape]`, what was handed out, in the dtype that the forward sees.
+        plain: `[*shape]`, the returned value, in the dtype that the forward sees.
         spec: The parameter.
         partition: The model that it is part of.
         read: Reads the full value again, which may be `plain` itself, brought up to date.
@@ -42,7 +42,7 @@ class Source:
         self._seen = self._state()
 
     def refresh(self) -> None:
-        """Gathers anew, in place, if the shards have changed since. All ranks call it together."""
+        """Gather again, in place, if the shards have changed since. All ranks call it together."""
         self.partition.copies.arrived(self.plain)
         if self._seen != self._state():
             with torch.no_grad():
@@ -53,9 +53,9 @@ class Source:
 
     @torch.compiler.disable
     def open(self) -> Tensor:
-        """The full value as it is now, in the dtype of the shards, contiguous. All ranks call it together.
+        """Return the current full value, in the dtype of the shards, contiguous. All ranks call it together.
 
-        What is written to it takes effect with `store`; of a replicated parameter it may be the memory itself.
+        Writes to it take effect with `store`; for a replicated parameter it may be the memory itself.
         """
         with torch.inference_mode(False), torch.no_grad():
             shards = self.shards.detach()
@@ -64,7 +64,7 @@ class Source:
 
     @torch.compiler.disable
     def store(self, full: Tensor) -> None:
-        """Makes `full` of the mesh's first rank the value of the shards. All ranks call it together."""
+        """Set the shards to `full` of the mesh's first rank. All ranks call it together."""
         if tuple(full.shape) != self.spec.shape:
             raise PartitionError(
                 f"{self.name} is {list(self.spec.shape)}; {list(full.shape)} cannot be written to it, "

@@ -15,7 +15,7 @@ from dsgraph.partitioning.state import PartitionState, held_by, hold
 
 
 def new_buffers(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, Tensor]]:
-    """The buffers that have not taken the first rank's values yet: name, module, name there, buffer."""
+    """Yield the buffers that do not have the first rank's values yet: name, module, name there, buffer."""
     for prefix, module in model.named_modules():
         known = held_by(module).equal_buffers if "_dsgraph" in module.__dict__ else ()
         for attribute, buffer in module._buffers.items():
@@ -24,13 +24,16 @@ def new_buffers(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, Tensor]
 
 
 def describe_buffer(name: str, buffer: Tensor) -> str:
-    """What must be equal on all ranks ahead of `equalise_buffers`: of buffers that it cannot write to, the values."""
+    """Return what must be equal on all ranks before `equalise_buffers`.
+
+    This includes the values of buffers that it cannot write to.
+    """
     values = "" if can_be_sent(buffer) else f", values {_digest(buffer)}"
     return f"buffer {name}: {list(buffer.shape)} {buffer.dtype}{values}"
 
 
 def equalise_buffers(model: nn.Module, part: PartitionState) -> None:
-    """Gives all new buffers of `model` the first rank's values, in one message. All ranks call it together."""
+    """Give all new buffers of `model` the first rank's values, in one message. All ranks call it together."""
     found = list(new_buffers(model))
     send_buffers({id(buffer): buffer for *_, buffer in found}.values(), part.mesh)
     for _, module, attribute, _ in found:
@@ -38,7 +41,7 @@ def equalise_buffers(model: nn.Module, part: PartitionState) -> None:
 
 
 def send_buffers(buffers: Iterable[Tensor], mesh: DeviceMesh) -> None:
-    """Overwrites buffers on all ranks of the mesh with those of the first. They travel as bytes, of any dtype."""
+    """Overwrite buffers on all ranks of the mesh with those of the first. They travel as bytes, of any dtype."""
     sent = [buffer.detach() for buffer in buffers if can_be_sent(buffer)]
     values = [buffer.contiguous().reshape(-1).view(torch.uint8).to(mesh.device_type) for buffer in sent]
     if not values:
@@ -51,7 +54,7 @@ def send_buffers(buffers: Iterable[Tensor], mesh: DeviceMesh) -> None:
 
 
 def can_be_sent(buffer: Tensor) -> bool:
-    """Whether it is a plain tensor of which each element has a place of its own in memory."""
+    """Return whether it is a plain tensor whose elements do not share memory."""
     if type(buffer) is not Tensor or buffer.layout is not torch.strided:
         return False
     return all(stride > 0 or size <= 1 for size, stride in zip(buffer.shape, buffer.stride(), strict=True))

@@ -37,11 +37,11 @@ def materialize(
     weights: str | PathLike[str] | None = None,
     progress: Callable[[int, int], object] | None = None,
 ) -> ModelT:
-    """Allocates the shards of a partitioned model that lies on the `meta` device, and initialises them.
+    """Allocate the shards of a partitioned model on the `meta` device, and initialise them.
 
-    Modules are initialised in order, each with all its parameters at full size for as long as that takes; only this
+    Modules are initialised in order. Each has all its parameters at full size while it is initialised; then only this
     rank's rows are kept. So no rank ever holds the full model. All ranks draw the random numbers of the mesh's first
-    rank, so that the values are those of the same initialisation in one process. A tied parameter takes the values of
+    rank, so that the values are those of the same initialisation in one process. A tied parameter gets the values of
     the first module that holds it.
 
         with torch.device("meta"):
@@ -52,14 +52,15 @@ def materialize(
 
     Args:
         model: A model that was built under `torch.device("meta")` and then partitioned.
-        device: Where its shards and buffers go. None: the device type of its mesh.
+        device: The device of its shards and buffers. None: the device type of its mesh.
         init: Called with each module that holds parameters or buffers of its own, while these have their full size; it
             initialises them in place. None: the model's `_init_weights(module)` if it has one (transformers), else the
-            module's `reset_parameters()`. "empty": leave memory as it is, for a checkpoint to be loaded.
+            module's `reset_parameters()`. "empty": leave memory uninitialised, for a checkpoint to be loaded.
         weights: A folder of `*.safetensors` with the names of the model's `state_dict`, such as transformers' own.
-            Values come from there, and `init` gives buffers that no checkpoint holds. Of tied parameters one is
-            enough. Each rank reads each parameter whole, and keeps its rows.
-        progress: Called behind each module with the parameters that are done, and with those of the whole model.
+            Values come from there, and `init` sets buffers that no checkpoint contains. One of several tied parameters
+            is enough. Each rank reads each full parameter, and keeps its rows.
+        progress: Called after each module with the number of parameters that are done, and with that of the whole
+            model.
 
     Returns:
         `model` itself.
@@ -102,7 +103,7 @@ def materialize(
 
 @contextmanager
 def _same_random_numbers(mesh: DeviceMesh, device: torch.device) -> Iterator[None]:
-    """All ranks draw what the mesh's first rank draws; one that was seeded otherwise gets its own state back."""
+    """Let all ranks draw what the mesh's first rank draws; a rank with another seed gets its own state back."""
     generators = [torch.default_generator]
     if device.type == "cuda":
         torch.cuda.init()  # until then there are no generators
@@ -181,7 +182,7 @@ def _materialize_module(
 def _memory_for(
     param: Tensor, entries: dict[int, tuple[ParameterState, PartitionState]], device: torch.device
 ) -> Tensor:
-    """Memory of a parameter's full size; of one that goes to disk it is free again at once."""
+    """Return memory of a parameter's full size; for one that goes to disk it is freed at once."""
     known = entries.get(id(param))  # one that is tied to an earlier module's is there already
     if known is not None and known[0].tier == "disk" and device.type == "cpu":
         return room(param.shape, param.dtype)

@@ -18,11 +18,11 @@ _BUFFERS = ("position_ids", "token_type_ids")
 
 
 def extend_positions(model: ModelT, length: int) -> ModelT:
-    """Makes a model's table of position embeddings longer, in place, before it is partitioned or compiled.
+    """Extend a model's table of position embeddings, in place, before it is partitioned or compiled.
 
-    The rows that there are come again and again, as Beltagy et al. (arXiv 2004.05150) begin from a short model: a
-    trained model sees places that it knows. Rows ahead of the first place, as RoBERTa has for padding, stay once.
-    Models without a table, such as those with rotary embeddings, take any length: their configuration alone is changed.
+    The existing rows are repeated, as Beltagy et al. (arXiv 2004.05150) do to start from a short model: a trained model
+    sees positions that it knows. Rows before the first position, as RoBERTa has for padding, are not repeated. Models
+    without a table, such as those with rotary embeddings, support any length: only their configuration is changed.
 
     Args:
         model: A model of transformers, or one that has an `nn.Embedding` of one of the names position_embeddings, wpe,
@@ -33,7 +33,7 @@ def extend_positions(model: ModelT, length: int) -> ModelT:
         `model` itself.
 
     Raises:
-        PositionsError: There is no table and no configuration, the table is as long already, or the model is
+        PositionsError: There is no table and no configuration, the table is long enough already, or the model is
             partitioned; nothing was changed.
     """
     config = getattr(model, "config", None)
@@ -73,7 +73,7 @@ def _tables(model: nn.Module) -> list[tuple[nn.Module, str, nn.Embedding]]:
 
 
 def _offset(table: nn.Embedding) -> int:
-    """Rows ahead of that of the first place."""
+    """Return the number of rows before that of the first position."""
     return 0 if table.padding_idx is None else table.padding_idx + 1
 
 
@@ -87,7 +87,7 @@ def _longer(table: nn.Embedding, length: int, offset: int) -> nn.Embedding:
 
 
 def _extend_buffers(holder: nn.Module, rows: int) -> None:
-    """Makes the numbers of places, and the types of tokens, that a model keeps beside its table as many."""
+    """Extend the position numbers and token types that a model keeps beside its table to the same length."""
     for name in _BUFFERS:
         kept: Any = getattr(holder, name, None)
         if isinstance(kept, Tensor) and kept.ndim == 2 and kept.shape[1] < rows:

@@ -24,11 +24,11 @@ class WeightFolder:
     """
 
     def __init__(self, path: Path) -> None:
-        """Looks which tensor stands in which file.
+        """Find the file of each tensor.
 
         Raises:
             PartitionError: There are no such files.
-            CheckpointError: Their index is damaged, or names a file that is not there.
+            CheckpointError: Their index is damaged, or names a missing file.
         """
         self.path = path
         self._files: dict[str, Path] = {}
@@ -42,10 +42,10 @@ class WeightFolder:
             raise PartitionError(f"weights: there are no *.safetensors in {path}")
 
     def name_of(self, names: Iterable[str], shape: Iterable[int]) -> str:
-        """Under which of several names a tensor stands here.
+        """Return the name, of several, under which a tensor is stored here.
 
         Raises:
-            PartitionError: Under none, or it has another shape.
+            PartitionError: None of them is stored, or it has another shape.
         """
         names, shape = list(names), tuple(shape)
         found = next((name for name in names if name in self._files), None)
@@ -61,7 +61,7 @@ class WeightFolder:
         return found
 
     def read_into(self, name: str, tensor: Tensor) -> None:
-        """Copies a whole tensor, and brings it to the other's dtype."""
+        """Copy a full tensor, converted to the other's dtype."""
         # Opened anew for each: what is mapped of a file would stay in memory until it is closed.
         with safe_open(self._files[name], framework="pt") as opened:
             tensor.copy_(opened.get_tensor(name))
@@ -70,13 +70,13 @@ class WeightFolder:
 def weight_initialisers(
     model: nn.Module, path: Path, part: PartitionState, other: Callable[[nn.Module], Callable[[nn.Module], object]]
 ) -> dict[nn.Module, Callable[[nn.Module], object]]:
-    """What gives each module of a model on the meta device the values of a folder. All ranks call it together.
+    """Return the functions that load each module of a model on the meta device from a folder.
 
     Args:
         model: The partitioned model.
         path: The folder.
-        part: How the model is partitioned.
-        other: What initialises a module. It does so first where buffers of the module are in no checkpoint.
+        part: The table of the model.
+        other: Returns the initialiser of a module. It runs first if buffers of the module are in no checkpoint.
 
     Raises:
         PartitionError: A tensor is missing or has another shape, on some rank; all raise, and nothing was changed.

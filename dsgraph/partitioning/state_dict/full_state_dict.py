@@ -20,7 +20,7 @@ _WRITER = 0
 
 
 def take_rows(module: Any, state_dict: dict[str, Any], prefix: str, local_metadata: Any, *_: Any) -> None:
-    """Puts this rank's rows in the place of full tensors that are about to be loaded: a `load_state_dict` pre-hook.
+    """Replace full tensors that are about to be loaded by this rank's rows: a `load_state_dict` pre-hook.
 
     Tensors of another shape are left to torch, which names them.
 
@@ -50,7 +50,7 @@ def take_rows(module: Any, state_dict: dict[str, Any], prefix: str, local_metada
 
 
 def save_on_one_rank(model: nn.Module, save: Callable[[], Any]) -> Any:
-    """Calls `save` on rank 0 alone, while `model.state_dict()` gives full tensors there. All ranks call it together.
+    """Call `save` on rank 0 alone, while `model.state_dict()` gives full tensors there. All ranks call it together.
 
     Parameters are gathered one by one, and kept in the memory of that rank's host.
 
@@ -59,7 +59,7 @@ def save_on_one_rank(model: nn.Module, save: Callable[[], Any]) -> Any:
 
     Raises:
         PartitionError: Rank 0 has no part in the model, or could not save it.
-        RanksDisagreeError: Ranks hold different models, or some did not come.
+        RanksDisagreeError: Ranks hold different models, or some did not call it.
     """
     mesh = held_by(model).partition.mesh
     if _WRITER not in mesh_ranks(mesh):
@@ -85,7 +85,10 @@ def save_on_one_rank(model: nn.Module, save: Callable[[], Any]) -> Any:
 
 
 def _gather(sharded: dict[str, DTensor], *, keep: bool) -> dict[str, Tensor]:
-    """Full tensors in the host's memory, tied ones once; none where they are not kept. All ranks call it together."""
+    """Return full tensors in the host's memory, tied ones once; none if they are not kept.
+
+    All ranks call it together.
+    """
     full: dict[str, Tensor] = {}
     first_names: dict[int, str] = {}
     with torch.no_grad():

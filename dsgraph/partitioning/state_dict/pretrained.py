@@ -118,7 +118,7 @@ def _refuse(entries: list[ParameterState], part: PartitionState) -> None:
 
 
 def _make_whole(entries: list[ParameterState]) -> None:
-    """Puts full parameters in the place of shards. All ranks call it together."""
+    """Replace shards by full parameters. All ranks call it together."""
     for entry in entries:
         with torch.no_grad():
             full = entry.param.full_tensor().clone()

@@ -1,1 +1,1 @@
-"""Transforms of a parameter around its gather: compression, fake quantization, offload; and tensor slices."""
+"""Transforms of a parameter around its gather: compression, fake quantization, offload; and tensor-parallel slices."""

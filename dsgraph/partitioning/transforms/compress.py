@@ -1,4 +1,4 @@
-"""Which parameters' gradients can be compressed, and from when on they are."""
+"""Compressed gradients of parameters: which parameters support them, and when compression starts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .compression import Compression
 
 
 def why_not_compressed(entry: ParameterState) -> str:
-    """Why a parameter's gradient cannot be compressed, and what to do; empty where it can."""
+    """Return why a parameter's gradient cannot be compressed, and what to do; empty if it can."""
     spec = entry.spec
     if not entry.zero.may_replace_reduction:
         return (
@@ -32,13 +32,13 @@ def why_not_compressed(entry: ParameterState) -> str:
 
 
 def ranks_of(entry: ParameterState) -> Ranks:
-    """Over whom a parameter's gradient is reduced."""
+    """Return the ranks over which a parameter's gradient is reduced."""
     group, _ = one_group(entry.spec.group, entry.spec.outer_groups)
     return Ranks.of(group)
 
 
 def own_chunk(numbers: Tensor, ranks: Ranks) -> Tensor:
-    """This rank's chunk of `[numel]`."""
+    """Return this rank's chunk of `[numel]`."""
     rank = resolve_group(ranks.group).rank() if ranks.group else 0
     chunks = numbers.chunk(ranks.size)
     return chunks[rank] if rank < len(chunks) else numbers[:0]
@@ -50,11 +50,11 @@ def compress(
     coefficients: Tensor,
     errors: tuple[Tensor, Tensor] | None = None,
 ) -> Compression:
-    """From here on the gradient of a parameter is compressed.
+    """Compress the gradient of a parameter from now on.
 
     Args:
         entry: The parameter.
-        momentum: `[*shape]` of float32, equal on all ranks; it is kept, and written to.
+        momentum: `[*shape]` of float32, equal on all ranks; it is used in place, and written to.
         coefficients: See `Compression`.
         errors: Those of the rank and of its chunk; None: zeros.
 
@@ -85,7 +85,7 @@ def compress(
 
 
 def stop_compressing(entry: ParameterState) -> None:
-    """From here on the gradient of a parameter is reduced as it is."""
+    """Stop compressing the gradient of a parameter."""
     compression = entry.find(Compression)
     if compression is not None:
         for tensor in compression.kept:

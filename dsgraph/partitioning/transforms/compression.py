@@ -1,8 +1,8 @@
-"""Compressed gradients: what a rank keeps of each parameter while momentum travels as signs, and what it takes over.
+"""1-bit compression of gradients: the tensors that a rank keeps for each parameter, and their updates.
 
-Captured graphs read momentum, errors and coefficients as inputs (`seam.property_for`), and `reduce_compressed` gives
-new ones. Those come back as *gradients* of the inputs: nothing is written to before the optimizer steps. A step that is
-skipped drops them, and errors are as they were.
+Captured graphs read momentum, errors and coefficients as inputs (`seam.property_for`), and `reduce_compressed` returns
+new values. These come back as *gradients* of the inputs: nothing is written to before the optimizer steps. A skipped
+step drops them, and the errors stay unchanged.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from .parameter_transform import ParameterTransform
 
 @dataclass(eq=False)
 class Compression(ParameterTransform):
-    """Momentum takes the place of one parameter's gradient, and travels as signs.
+    """1-bit compression of one parameter: its momentum is sent as signs, in place of its gradient.
 
     Attributes:
         momentum: `[*shape]` of float32, equal on all ranks.
         worker_error: `[numel]` of float32: what this rank has not sent yet.
         owner_error: `[numbers of this rank's chunk]` of float32: what it has not sent of the average.
-        coefficients: `[2]` of float32, of all parameters alike: what momentum and gradient are multiplied by.
-        splits_rows: Whether each rank keeps its rows of the parameter.
+        coefficients: `[2]` of float32, the same for all parameters: the factors of momentum and gradient.
+        splits_rows: True if each rank keeps its rows of the parameter.
         name: The parameter's.
     """
 
@@ -51,7 +51,7 @@ class Compression(ParameterTransform):
 
     @property
     def kept(self) -> tuple[Tensor, ...]:
-        """What a reduction gives new values of."""
+        """The tensors for which a reduction gives new values."""
         errors = (self.worker_error, self.owner_error)
         return (self.momentum, *errors) if self.splits_rows else errors
 
@@ -61,14 +61,14 @@ class Compression(ParameterTransform):
         return super().reduce(grad, shard, **options)
 
     def has_news(self) -> bool:
-        """Whether a reduction has come since the last step."""
+        """Return whether a reduction has given new values since the last step."""
         return self.worker_error.grad is not None
 
     def note_arrival(self) -> None:
-        """Hears that a backward has given new values.
+        """Note that a backward has given new values.
 
         Raises:
-            PartitionError: For the second time since the last step.
+            PartitionError: It is the second time since the last step.
         """
         self._arrivals += 1
         if self._arrivals > 1:
@@ -79,7 +79,7 @@ class Compression(ParameterTransform):
             )
 
     def take_over(self) -> None:
-        """Takes what the reduction has given."""
+        """Take over the new values of the reduction."""
         with torch.no_grad():
             for tensor in self.kept:
                 if tensor.grad is not None:
@@ -87,7 +87,7 @@ class Compression(ParameterTransform):
         self.drop()
 
     def drop(self) -> None:
-        """Drops what the reduction has given."""
+        """Drop the new values of the reduction."""
         self._arrivals = 0
         for tensor in self.kept:
             tensor.grad = None

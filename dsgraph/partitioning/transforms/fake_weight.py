@@ -1,4 +1,4 @@
-"""A parameter that modules compute with as if it had few bits, while its shards stay as they are."""
+"""Fake quantization of a parameter: modules compute with the rounded weight, while its shards stay as they are."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from .parameter_transform import ParameterTransform
 
 @dataclass(frozen=True, eq=False)
 class FakeWeight(ParameterTransform):
-    """How a weight is rounded wherever its modules hand it out: see `fake_quantize`.
+    """Fake quantization of a weight wherever its modules read it: see `fake_quantize`.
 
     Attributes:
-        control: [3], which whoever trains writes to.
-        groups: As the next three, an argument of the op.
-        transposed: Likewise.
-        symmetric: Likewise.
-        stochastic: Likewise.
+        control: [3], written to by the training technique.
+        groups: Argument of the op.
+        transposed: Argument of the op.
+        symmetric: Argument of the op.
+        stochastic: Argument of the op.
     """
 
     is_copied: ClassVar[bool] = True

@@ -1,4 +1,4 @@
-"""What of a model lies elsewhere than on its device."""
+"""Offload of parts of a model to the host or to disk."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ _TIERS = ("host", "disk")
 
 
 def read_offload(offload: Mapping[str, Any], stage: int | None) -> OffloadArguments:
-    """What `partition(offload=...)` says.
+    """Check the argument `offload` of `partition`, and return it as a record.
 
     Raises:
-        PartitionError: Something in it cannot be done.
+        PartitionError: Something in it is not supported.
     """
     given = dict(offload) if isinstance(offload, Mapping) else {"": str(offload)}
     tiers = {what: given.pop(what, "") for what in ("parameters", "optimizer")}
@@ -67,7 +67,7 @@ def _is_share(ratio: object) -> bool:
 
 
 def refuse_other_devices(parameters: Mapping[str, nn.Parameter], offload: OffloadArguments) -> None:
-    """Refuses what is not on the CPU, or to be, where parameters leave it or something goes to disk.
+    """Refuse parameters that are not on the CPU, or will not be, if they are offloaded or something goes to disk.
 
     Raises:
         PartitionError: Names the first one.
@@ -77,15 +77,15 @@ def refuse_other_devices(parameters: Mapping[str, nn.Parameter], offload: Offloa
 
 
 def refuse_device(found: str, device: torch.device, offload: OffloadArguments) -> None:
-    """Refuses a device from which nothing goes to where `offload` has it yet.
+    """Refuse a device for which this offload is not supported yet.
 
     Args:
-        found: What is there, for the error.
-        device: Where it is.
-        offload: What `partition` was told.
+        found: Description of the tensors, for the error.
+        device: Their device.
+        offload: The argument of `partition`.
 
     Raises:
-        PartitionError: Nothing goes there yet.
+        PartitionError: The offload is not supported for this device.
     """
     if device.type in ("cpu", "meta"):
         return
@@ -101,7 +101,7 @@ def refuse_device(found: str, device: torch.device, offload: OffloadArguments) -
 
 
 def nothing_moved(part: PartitionState) -> str:
-    """What `partition(offload=...)` asked to be on the host of a model on the CPU, whose memory that is; or ""."""
+    """Return a note about offload to the host that has no effect, because the model is on the CPU; or ""."""
     offload, on_cpu = part.arguments.offload, part.mesh.device_type == "cpu"
     named = [what for what in ("parameters", "optimizer") if on_cpu and getattr(offload, what) == "host"]
     if not named:
@@ -110,7 +110,7 @@ def nothing_moved(part: PartitionState) -> str:
 
 
 def give_places(entries: Sequence[ParameterState], part: PartitionState) -> None:
-    """Reserves places on the disk for the sharded ones among new parameters, where the model's lie there.
+    """Reserve places on disk for the sharded ones among new parameters, if the model's parameters are on disk.
 
     Raises:
         OffloadError: The folder cannot be used, or the disk has too few bytes free.
@@ -139,7 +139,7 @@ def trained_parameters(part: PartitionState) -> list[ParameterSpec]:
 
 
 def state_share(part: PartitionState) -> float:
-    """How much of the optimizer's state lies elsewhere: its ratio, or the least more that whole pieces make it."""
+    """Return the share of the optimizer's state that is offloaded: its ratio, rounded up to full pieces."""
     offload, trained = part.arguments.offload, trained_parameters(part)
     if offload.optimizer == "disk":
         chunks = state_chunks(trained, offload.optimizer_ratio)

@@ -1,8 +1,8 @@
-"""What a tensor-parallel model's modules hand out: parameters of which each rank holds a slice.
+"""Parameters of a tensor-parallel model, of which each rank holds a slice.
 
-`tensor_parallel` gives a module's class one property a parameter. Its answer is a `dsgraph::gather_slices` of this
-rank's slice, which `SliceTensors` takes out of captured graphs wherever calls can work on slices. Run eagerly it is the
-gather itself: a tensor-parallel model is correct wherever it runs, and saves memory of computing where it is compiled.
+`tensor_parallel` gives a module's class one property a parameter. It returns a `dsgraph::gather_slices` of this rank's
+slice, which `SliceTensors` removes from captured graphs wherever calls can work on slices. Run eagerly it is the gather
+itself: a tensor-parallel model is correct wherever it runs, and saves activation memory if it is compiled.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ class ParameterSlice:
     """How a parameter is sliced over the ranks of a tensor-parallel axis.
 
     Attributes:
-        dim: Which dimension is sliced; -1: none, each rank holds all of it.
-        parts: Of how many equal pieces that dimension is made, each of which is sliced.
-        ranks: How many ranks share it.
+        dim: The sharded dimension; -1: none, the parameter is replicated.
+        parts: Number of equal pieces that this dimension consists of; each of them is sharded.
+        ranks: Number of ranks that share it.
         group: Name of their process group.
     """
 
@@ -37,26 +37,26 @@ class ParameterSlice:
     group: str
 
     def placement(self) -> Placement:
-        """The same in the terms of `DTensor`."""
+        """Return the slice as a placement of `DTensor`."""
         if self.dim < 0:
             return Replicate()
         return Shard(self.dim) if self.parts == 1 else strided_shard(self.dim, self.parts)
 
     def own(self, full: Tensor, rank: int) -> Tensor:
-        """A rank's slice of the full parameter, in memory of its own."""
+        """Return a rank's slice of the full parameter, in memory of its own."""
         if self.dim < 0:
             return full.clone()
         return slice_of(full, self.dim, parts=self.parts, ranks=self.ranks, rank=rank)
 
     def full(self, own: Tensor) -> Tensor:
-        """The full parameter: a marker in captured graphs, a gather elsewhere."""
+        """Return the full parameter: a marker in captured graphs, a gather elsewhere."""
         if self.dim < 0:
             return own
         return cast("Tensor", torch.ops.dsgraph.gather_slices(own, self.dim, self.parts, self.ranks, self.group))
 
 
 def sliced_parameter(param: nn.Parameter, held: ParameterSlice, mesh: DeviceMesh) -> nn.Parameter:
-    """The parameter of which this rank holds a slice, as a `DTensor` of the full shape."""
+    """Return the parameter of which this rank holds a slice, as a `DTensor` of the full shape."""
     full = param.detach().contiguous()
     value = DTensor.from_local(
         held.own(full, mesh.get_local_rank()),
@@ -72,7 +72,7 @@ def sliced_parameter(param: nn.Parameter, held: ParameterSlice, mesh: DeviceMesh
 
 
 def slicing_class(original: type[nn.Module], slices: Mapping[str, ParameterSlice]) -> type[nn.Module]:
-    """A subclass that hands out full parameters, by attribute name."""
+    """Return a subclass that returns full parameters, by attribute name."""
     body: dict[str, Any] = {name: _property_for(name, held) for name, held in slices.items()}
     body |= {"__module__": original.__module__, "__qualname__": original.__qualname__, "__doc__": original.__doc__}
     return cast("type[nn.Module]", type(original.__name__, (original,), body))

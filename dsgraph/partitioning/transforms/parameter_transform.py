@@ -14,8 +14,8 @@ from dsgraph.inductor_ext import AVERAGE, REDUCTIONS
 class ParameterTransform:
     """A change of one parameter around its gather; a transform overrides what it needs.
 
-    `ParameterState.register` adds it to a parameter. The seam, gather markers and initialization call these methods in
-    the place of knowing each transform:
+    `ParameterState.register` adds it to a parameter. The seam, gather markers and initialization call these methods
+    instead of knowing each transform:
 
         rows = store(rows); attach(param)                    when the rows get memory
         before_eager_gather()                                outside compiled graphs
@@ -48,7 +48,7 @@ class ParameterTransform:
         """Note that the rows are about to be gathered outside compiled graphs."""
 
     def after_gather(self, full: Tensor) -> Tensor:
-        """Return what modules compute with in place of the full parameter; graphs capture it."""
+        """Return the value that modules use in place of the full parameter; graphs capture it."""
         return full
 
     def reduce(self, grad: Tensor, shard: Tensor, **options: Any) -> Tensor:
