@@ -1,1 +1,1 @@
-"""Graph in, compiled graph out: the backend, what it knows of a capture, its options and code generators."""
+"""The backend: a graph in, a compiled graph out, with capture facts, options and code generators."""

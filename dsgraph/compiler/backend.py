@@ -68,12 +68,12 @@ class Backend:
         observers: Sequence[CompileObserver] = (),
         choices: Sequence[Callable[[], CompilerChoice | None]] = (),
     ) -> None:
-        """Puts a backend together.
+        """Create a backend.
 
         Args:
-            observers: They see each compile, in this order.
-            choices: Asked at each compile how to compile; the first that answers decides. If none does, the graph goes
-                through its passes and the code generator that the options name.
+            observers: Called for each compile, in this order.
+            choices: Called at each compile; the first one that returns a choice decides how to compile. If none does,
+                the graph goes through its passes and the code generator that the options name.
         """
         self.agreements = Agreements()
         self.observers = tuple(observers)
@@ -89,7 +89,7 @@ class Backend:
         options: Mapping[str, object] | None = None,
         mode: str | None = None,
     ) -> Callable[..., Any]:
-        """Compiles one captured graph.
+        """Compile one captured graph.
 
         Args:
             gm: Dynamo's graph; taken over.
@@ -99,7 +99,7 @@ class Backend:
 
         Raises:
             OptionError: An option is unknown or wrong.
-            PartitionError: The model is trained with a parameter that was put into it after it was partitioned.
+            PartitionError: The model is trained with a parameter that was added after it was partitioned.
             PassError: A pass failed or broke an invariant.
             RanksDisagreeError: Ranks are about to compile different collectives.
             StrictError: `strict=True` and something was not done that the options or the model asked for.
@@ -142,7 +142,7 @@ class Backend:
         return compiled
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Backend:
-        """Itself: a copy of a compiled model is compiled by the same backend."""
+        """Return the backend itself: a copy of a compiled model is compiled by the same backend."""
         return self
 
     def _request(
@@ -192,7 +192,7 @@ class Backend:
         return replace(request, facts=facts, pipeline=build_pipeline(options, facts, bound=passes), limit_gap=gap)
 
     def _agreed(self, request: CompileRequest, gm: GraphModule, choice: CompilerChoice) -> CompileRequest:
-        """The request, with what the ranks of the mesh know together."""
+        """Return the request, extended by what the ranks of the mesh agree on."""
         facts, inputs, options = request.facts, request.inputs, request.options
         mesh = partitioned_mesh(inputs, facts)
         assert mesh is not None
@@ -275,7 +275,7 @@ _PLANS_VALUES = "memory_limit is planned value by value"
 
 
 def _refuse_limit_without_parts(request: CompileRequest) -> None:
-    """A limit counts what a step holds of parameters, which `partition` knows."""
+    """Refuse a limit for a model that `partition` does not know: its parameters would not be counted."""
     if request.options.memory_limit is None or request.module is None or partition_states(request.module):
         return
     if request.trains and any(isinstance(x, nn.Parameter) for x in request.inputs):

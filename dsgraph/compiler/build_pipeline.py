@@ -163,7 +163,7 @@ def _by_name(item: GraphPass | str, plain: Mapping[str, GraphPass], bound: Mappi
 
 
 def _bound(item: GraphPass, bound: GraphPass | None) -> GraphPass:
-    """Return a pass of the user's list with what the options set of it; both may not set one field."""
+    """Return a pass of the user's list with its options set; list and options may not set the same field."""
     if bound is None or type(bound) is not type(item):
         return item
     plain = type(item)()

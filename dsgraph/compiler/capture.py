@@ -1,4 +1,4 @@
-"""What can be read off a captured graph: its parameters, the mesh they lie on, and what it will communicate."""
+"""Facts of a captured graph: its parameters, their mesh, and the communication of the graph."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from dsgraph.utils.errors import PartitionError
 
 
 def read_facts(gm: GraphModule, inputs: Sequence[Any], module: nn.Module | None = None) -> CaptureFacts:
-    """The facts that passes may use, from the markers in a captured graph and its inputs.
+    """Return the facts that passes may use, from the markers in a captured graph and its inputs.
 
     Args:
         gm: The captured graph.
@@ -77,7 +77,7 @@ def read_facts(gm: GraphModule, inputs: Sequence[Any], module: nn.Module | None 
 
 
 def _sliced_inputs(gm: GraphModule) -> dict[int, str]:
-    """Input number -> the group over whose ranks a parameter is sliced, of the parameters that the graph reads."""
+    """Return input number -> group of the ranks over which a parameter is sliced, for tensor-parallel parameters."""
     numbers = {node: number for number, node in enumerate(placeholders(gm))}
     found: dict[int, str] = {}
     for node, _, _, group in marked_slices(gm):
@@ -89,7 +89,7 @@ def _sliced_inputs(gm: GraphModule) -> dict[int, str]:
 
 
 def _tensor_axis(mesh: DeviceMesh, group: str) -> MeshAxis:
-    """The axis of a mesh over which operators are divided."""
+    """Return the axis of a mesh over which operators are tensor-parallel."""
     dim = next(dim for dim in range(mesh.ndim) if axis_group(mesh, dim).group_name == group)
     name = (mesh.mesh_dim_names or ("tensor",) * mesh.ndim)[dim]
     own = axis_group(mesh, dim)
@@ -105,7 +105,7 @@ def parameter_spec(param: DTensor, name: str) -> ParameterSpec:
 
 
 def _state_tier(state: PartitionState, *, device_type: str) -> dict[str, Any]:
-    """Where the optimizer's state of a model's parameters lies: on the CPU, the host's memory is the device's."""
+    """Return the tier of the optimizer's state: on the CPU, host memory is the device's memory."""
     tier = state.arguments.offload.optimizer
     if tier == "disk" or (tier and device_type != "cpu"):
         return {"state_tier": tier, "state_share": state_share(state)}
@@ -113,10 +113,10 @@ def _state_tier(state: PartitionState, *, device_type: str) -> dict[str, Any]:
 
 
 def input_roles(gm: GraphModule, inputs: Sequence[Any], module: nn.Module | None) -> dict[int, GraphInput]:
-    """What each input of a captured graph is, told by its identity: which entry of a partition's table holds it.
+    """Return the role of each input of a captured graph, by its identity: the table entry that holds it.
 
-    A parameter has the name that it has in `module`, so that equal layers give equal graphs equal names; elsewhere that
-    of the table. The place where Dynamo found it names only what is in neither: parameters of `functional_call`, and of
+    A parameter gets its name in `module`, so that equal layers have equal names in equal graphs; outside the module,
+    the name in the table. Dynamo's source is used only for other parameters: those of `functional_call`, and of
     functions that no module calls.
     """
     names = {id(param): name for name, param in module.named_parameters()} if module is not None else {}
@@ -139,7 +139,7 @@ def input_roles(gm: GraphModule, inputs: Sequence[Any], module: nn.Module | None
 
 
 def refuse_added_parameters(inputs: Sequence[Any], module: nn.Module | None) -> None:
-    """Refuses to train a partitioned model into which parameters have been put since.
+    """Refuse to train a partitioned model to which parameters were added since.
 
     Raises:
         PartitionError: Names the first one.
@@ -151,7 +151,7 @@ def refuse_added_parameters(inputs: Sequence[Any], module: nn.Module | None) -> 
 
 
 def _states(inputs: Sequence[Any], module: nn.Module | None) -> list[PartitionState]:
-    """The partitioned models that a graph can read."""
+    """Return the partitioned models that a graph can read."""
     states = partition_states(module) if module is not None else []
     for value in inputs:
         sum_of = getattr(value, "dsgraph_sum_of", None)
@@ -162,7 +162,7 @@ def _states(inputs: Sequence[Any], module: nn.Module | None) -> list[PartitionSt
 
 
 def _tensors_of(entry: ParameterState) -> Iterator[tuple[InputRole, Tensor]]:
-    """What a graph may read of a parameter."""
+    """Yield the tensors of a parameter that a graph may read, with their roles."""
     yield InputRole.SHARD, entry.param
     if entry.gathered_copy is not None:
         yield InputRole.GATHERED_COPY, entry.gathered_copy
@@ -175,7 +175,7 @@ def _tensors_of(entry: ParameterState) -> Iterator[tuple[InputRole, Tensor]]:
 
 
 def _device_type(inputs: Sequence[Any]) -> str:
-    """The accelerator that the graph computes on, if any of its inputs lies on one."""
+    """Return the accelerator of the graph, if any of its inputs is on one."""
     kinds = (value.device.type for value in inputs if isinstance(value, torch.Tensor))
     return next((kind for kind in kinds if kind != "cpu"), "cpu")
 
@@ -242,7 +242,10 @@ def communication_lines(
 
 
 def parameter_name(source: str) -> str:
-    """`L['self']._modules['block']._parameters['weight']` -> `block.weight`; empty when it is no parameter's source."""
+    """Return the parameter's name: `L['self']._modules['block']._parameters['weight']` -> `block.weight`.
+
+    Empty if it is not a parameter's source.
+    """
     if not re.search(r"_parameters\['[^']*'\]$", source):
         return ""
     return ".".join(re.findall(r"_(?:modules|parameters)\['([^']*)'\]", source))
@@ -278,7 +281,7 @@ def _shape(node: Node) -> str:
 
 
 def normalize_markers(gm: GraphModule) -> None:
-    """Writes markers alike, whatever torch captured them, and prints them under the user's line.
+    """Give markers one form, whatever version of torch captured them, and print them under the user's line.
 
     The shard is read by a plain `to_local()`, which caches can hold; dsgraph's own frames come off stack traces.
     """

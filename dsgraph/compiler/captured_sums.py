@@ -1,7 +1,7 @@
-"""Which accumulated gradients a captured graph reduces together with its own: those that its markers alone read.
+"""Accumulated gradients that a captured graph reduces together with its own: those that only its markers read.
 
 While a step waits for its last backward, captured markers carry the accumulated gradient of their parameter
-(`seam.property_for`), and do nothing with it: another compiler than this backend would not say when it was added.
+(`seam.property_for`), and do nothing with it: a compiler other than this backend would not report when it was added.
 """
 
 from __future__ import annotations
@@ -19,10 +19,11 @@ CHECKPOINT_REGION = torch.ops.higher_order.tag_activation_checkpoint
 
 
 def add_sums(gm: GraphModule, inputs: Sequence[Any]) -> tuple[int, ...]:
-    """Has the markers of a captured graph add the sums that they read.
+    """Let the markers of a captured graph add the sums that they read.
 
-    If such a graph gives a parameter any gradient, the sum is in it: so only markers that are all that reads their
-    parameter, in the graph itself or in checkpoint regions, which run whatever the data are, do so.
+    If such a graph computes a gradient of a parameter, the gradient contains the sum. Therefore a marker adds it only
+    if nothing else reads its parameter, and if it is in the graph itself or in a checkpoint region, which run for all
+    data.
 
     Args:
         gm: The captured graph, as Dynamo wrote it.
@@ -48,7 +49,7 @@ def add_sums(gm: GraphModule, inputs: Sequence[Any]) -> tuple[int, ...]:
 
 
 def _readers(parameter: Node) -> list[Node]:
-    """The markers that read a parameter; none if anything else does, or something of which it is not known."""
+    """Return the markers that read a parameter; none if anything else reads it, or might."""
     found: list[Node] = []
     for user in parameter.users:
         if is_to_local(user):
@@ -64,7 +65,7 @@ def _readers(parameter: Node) -> list[Node]:
 
 
 def _in_region(call: Node, operand: Node) -> Iterator[Node]:
-    """What a checkpoint region calls one of its operands."""
+    """Yield the nodes of a checkpoint region that represent one of its operands."""
     body, *operands = call.args
     assert isinstance(body, Node) and call.graph.owning_module is not None
     region = call.graph.owning_module.get_submodule(str(body.target))

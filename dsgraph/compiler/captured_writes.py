@@ -19,7 +19,7 @@ from .frames import user_line
 
 
 def refuse_writes(gm: GraphModule, facts: CaptureFacts) -> None:
-    """Refuses a graph that writes to a full parameter (what a marker has given, or a leaf), or to a view of it.
+    """Refuse a graph that writes to a full parameter (the result of a marker, or a leaf), or to a view of it.
 
     Raises:
         PartitionError: Names the parameter and the line.
@@ -39,7 +39,7 @@ def refuse_writes(gm: GraphModule, facts: CaptureFacts) -> None:
 
 
 def _roles_in_regions(gm: GraphModule, roles: Mapping[Node, GraphInput]) -> dict[Node, GraphInput]:
-    """What the operands of checkpoint regions are, by what the regions call them; regions in regions as well."""
+    """Return the roles of the operands of checkpoint regions, by node inside the regions, nested ones included."""
     found: dict[Node, GraphInput] = {}
     for call in gm.graph.nodes:
         if call.target is not CHECKPOINT_REGION:
@@ -57,7 +57,7 @@ def _roles_in_regions(gm: GraphModule, roles: Mapping[Node, GraphInput]) -> dict
 
 
 def _full_parameters(module: GraphModule, roles: Mapping[Node, GraphInput]) -> list[tuple[Tensor, str]]:
-    """The full parameters that a graph, or a region of it, reads."""
+    """Return the full parameters that a graph, or a region of it, reads."""
     names = {node: f"parameter {role.parameter!r}" for node, role in roles.items()}
     found = []
     for node in module.graph.nodes:
@@ -73,7 +73,7 @@ def _full_parameters(module: GraphModule, roles: Mapping[Node, GraphInput]) -> l
 
 
 def _written(node: Node) -> Tensor | None:
-    """What a node writes to: its first argument, or what it is given as `out`."""
+    """Return the tensor that a node writes to: its first argument, or the argument `out`."""
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
     is_in_place = node.op in ("call_method", "call_function") and is_name_of_write(name)
     out = node.kwargs.get("out")

@@ -69,11 +69,11 @@ class Compilation:
 
     Attributes:
         options: The user's.
-        awaits_copies: Whether the compiled graph waits for its gathered copies; otherwise its caller must.
-        records_cuda_graphs: Whether Inductor records CUDA graphs and replays them.
+        awaits_copies: True if the compiled graph waits for its gathered copies; otherwise its caller must.
+        records_cuda_graphs: True if Inductor records CUDA graphs and replays them.
         collectives: One line a collective of the lowered graphs; None until they are lowered, and for good when torch's
             cache had the compiled graph.
-        from_cache: Whether AOTAutograd's cache had the graph, so that no pass after the capture ran.
+        from_cache: True if AOTAutograd's cache had the graph, so that no pass after the capture ran.
         unidentified: Passes whose code cannot be identified, so that torch's caches were off.
     """
 
@@ -114,19 +114,19 @@ class Compilation:
 
     @property
     def outcome(self) -> CompileOutcome:
-        """What came of `compile`."""
+        """The outcome of `compile`."""
         peak = self._partitioner.step_peak if self._partitioner is not None else None
         return CompileOutcome(tuple(self._runner.records), self.from_cache, self.unidentified, peak)
 
     def note_regions(self, found: CapturedRegions) -> None:
-        """Takes down which regions the graph came with."""
+        """Record the regions that the graph came with."""
         if found.calls or found.inlined:
             done = tuple(f"{name} is captured once and called {calls} times" for name, calls in found.calls)
             calls = sum(calls for _, calls in found.calls)
             self._runner.records.append(PassRecord(REGIONS, Phase.CAPTURE, calls, found.inlined, done))
 
     def compile(self, gm: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        """Rewrites and compiles `gm`; the result takes the inputs that `gm` takes."""
+        """Rewrite and compile `gm`; the result takes the inputs that `gm` takes."""
         normalize_markers(gm)
         self._runner.run(gm, self._facts.context(gm, Phase.CAPTURE, inference=not torch.is_grad_enabled()))
         if self.options.codegen == "eager":
@@ -186,17 +186,17 @@ class Compilation:
 
 
 def records_cuda_graphs(options: BackendOptions, mode: str | None) -> bool:
-    """Whether Inductor records CUDA graphs under these options."""
+    """Return whether Inductor records CUDA graphs under these options."""
     return options.codegen == "inductor" and uses_cudagraphs(_settings(options, mode))
 
 
 def unidentified(options: BackendOptions, pipeline: Pipeline) -> tuple[str, ...]:
-    """Passes whose code cannot be identified: with one, nothing may come from torch's caches."""
+    """Return the passes whose code cannot be identified: with one, torch's caches must be off."""
     if options.codegen != "inductor":
         return ()
     return tuple(item.name for item in pipeline if item.fingerprint() is None)
 
 
 def _settings(options: BackendOptions, mode: str | None) -> dict[str, Any]:
-    """What the mode and the options change of Inductor's configuration."""
+    """Return the changes to Inductor's configuration by the mode and the options."""
     return {**mode_settings(mode), **options.inductor}

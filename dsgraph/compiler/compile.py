@@ -21,7 +21,7 @@ _TORCH_OPTIONS = ("fullgraph", "dynamic", "mode")
 
 
 def compile(model: nn.Module, mesh: DeviceMesh | None = None, stage: int | None = None, **options: Any) -> nn.Module:
-    """Partitions a model and compiles it with this backend.
+    """Partition a model and compile it with this backend.
 
     Args:
         model: See `partition`.
@@ -68,7 +68,7 @@ def _check_torch_options(given: Mapping[str, Any]) -> None:
 
 
 def _with_mode(mode: str, options: BackendOptions) -> dict[str, Any]:
-    """Inductor's configuration for a mode, and the user's own besides."""
+    """Return Inductor's configuration for a mode, updated by the user's own."""
     settings = mode_settings(mode)
     if options.codegen != "inductor":
         raise OptionError(f"mode {mode!r} has no effect with codegen={options.codegen!r}: remove one of the two")

@@ -1,4 +1,4 @@
-"""`@dsgraph.kernel`: a kernel of one's own, from a reference in plain torch."""
+"""`@dsgraph.kernel`: the user's own kernels, from a reference in plain torch."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ def kernel(
     anchor: Callable[[Node], bool] | None = None,
     namespace: str = "dsgraph_user",
 ) -> Callable[[Callable[..., Tensor]], KernelSpec]:
-    """Makes a kernel of a function in plain torch, its reference: for `options={"kernels": [...]}`.
+    """Make a kernel from a function in plain torch, its reference: for `options={"kernels": [...]}`.
 
-    It becomes the op `namespace::<name of the function>`, and stands in wherever a model makes the same calls as the
-    reference, or where `match` says. On the CPU, and without `triton`, the op is the reference: it is differentiated
-    and compiled as if it stood there itself. On a GPU `triton` computes it.
+    It becomes the op `namespace::<name of the function>`, and replaces the same calls in a model, or the places that
+    `match` finds. On the CPU, and without `triton`, the op is the reference: it is differentiated and compiled as if it
+    were written in the model. On a GPU `triton` computes it.
 
         @dsgraph.kernel(triton=launch)
         def squared_relu(x: Tensor) -> Tensor:
             return torch.relu(x).square()
 
-    Where a pattern is more than the calls of the reference, `anchor` says at which nodes of the captured graph to look,
-    and `match` what is there: a `dsgraph.Match` with the node whose value the kernel gives and the arguments of the
-    reference in order, a `dsgraph.NearMiss` with the reason, or None. See docs/guides/write-a-kernel.md.
+    If a pattern is more than the calls of the reference, `anchor` selects the nodes of the captured graph to examine,
+    and `match` returns what is found: a `dsgraph.Match` with the node whose value the kernel computes and the arguments
+    of the reference in order, a `dsgraph.NearMiss` with the reason, or None. See docs/guides/write-a-kernel.md.
 
         @dsgraph.kernel(anchor=lambda node: node.target is torch.tanh, match=find_cap)
         def soft_cap(x: Tensor, cap: float) -> Tensor:
@@ -143,7 +143,7 @@ def _define(
     triton: Callable[..., Tensor] | None,
     backward: Callable[..., Sequence[Tensor | None]] | None,
 ) -> Any:
-    """Registers the op: the reference on the CPU, and on a GPU another op, which nothing looks into."""
+    """Register the op: the reference on the CPU, and on a GPU another op, which nothing traces into."""
     space, _, stem = name.partition("::")
     if hasattr(getattr(torch.ops, space), stem):
         raise KernelError(f"kernel {stem}: there is an op {name} already: rename the function, or give namespace=")
@@ -202,7 +202,7 @@ def _define_opaque(
 def _derivative(
     reference: Callable[..., Tensor], grad: Tensor, args: Sequence[Any], needed: Sequence[bool]
 ) -> tuple[Tensor | None, ...]:
-    """Gradients of the arguments that need one, by the reference once more."""
+    """Return the gradients of the arguments that need one, by differentiating the reference."""
     with torch.enable_grad():
         own = [x.detach().requires_grad_() if need else x for x, need in zip(args, needed, strict=True)]
         wanted = [x for x, need in zip(own, needed, strict=True) if need]

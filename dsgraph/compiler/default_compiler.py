@@ -1,4 +1,4 @@
-"""How a graph is compiled unless a tool was chosen: its passes, and the code generator that the options name."""
+"""The default compiler: the passes of a graph, then the code generator that the options name."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from .request import CompileOutcome, CompileRequest, CompileWatch
 
 @dataclass(frozen=True)
 class Usual:
-    """The choice of those who choose nothing."""
+    """The default choice: run the passes, then generate code."""
 
     def facts(self, facts: CaptureFacts, options: BackendOptions) -> CaptureFacts:
-        """The graph runs where it was captured."""
+        """Return `facts` unchanged: the graph runs where it was captured."""
         return facts
 
     def compiler(self, request: CompileRequest, watch: CompileWatch) -> UsualCompiler:
-        """What compiles the graph of `request`."""
+        """Return the compiler of the graph of `request`."""
         agree: Agree = alone
         facts = request.facts
         if facts.keeps_limit and request.agreement is not None and len(request.agreement.ranks) > 1:
@@ -43,7 +43,7 @@ class Usual:
 
 
 def _agree(agreement: Agreement, lines: str, propose: Callable[[], Proposal]) -> Proposal:
-    """One plan for all ranks, found when these lines are first compiled: later ones a rank compiles alone."""
+    """Return one plan for all ranks. It is found when these lines are first compiled; later a rank compiles alone."""
 
     def ask() -> Proposal:
         said = agreement.exchange("how they keep the memory limit", to_json_text(propose()))
@@ -61,21 +61,21 @@ class UsualCompiler:
 
     @property
     def awaits_copies(self) -> bool:
-        """Whether the compiled graph waits for the gathered copies that it reads."""
+        """True if the compiled graph waits for the gathered copies that it reads."""
         return self.compilation.awaits_copies
 
     @property
     def may_hold_copies(self) -> bool:
-        """A recording would copy what lies elsewhere in each step."""
+        """False with CUDA graphs: a recording would copy tensors that are at another address in each step."""
         return not self.compilation.records_cuda_graphs
 
     @property
     def outcome(self) -> CompileOutcome:
-        """What came of `compile`."""
+        """The outcome of `compile`."""
         return self.compilation.outcome
 
     def compile(self, gm: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        """Runs the passes over `gm` and generates code.
+        """Run the passes over `gm` and generate code.
 
         Raises:
             RanksDisagreeError: Ranks are about to run different collectives.

@@ -15,9 +15,9 @@ from dsgraph.passes.compat import FakeTensorMode
 
 @contextlib.contextmanager
 def on_fakes(inputs: Sequence[Any]) -> Iterator[list[Any]]:
-    """A context in which tensors are fake; it gives fakes of `inputs`.
+    """Enter a context in which tensors are fake, and return fakes of `inputs`.
 
-    Gradients and autocast are left as they were: a graph that fails may have switched gradients off, or entered a
+    The modes of gradients and autocast are restored: a graph that fails may have switched gradients off, or entered a
     region of autocast.
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
@@ -28,7 +28,7 @@ def on_fakes(inputs: Sequence[Any]) -> Iterator[list[Any]]:
 
 @contextlib.contextmanager
 def _keeping_autocast() -> Iterator[None]:
-    """A context that leaves autocast as it was, also when regions that were entered inside are not left."""
+    """Restore autocast at the end, also if regions that were entered inside are not left."""
     kinds = ["cpu", *([accelerator.type] if (accelerator := torch.accelerator.current_accelerator()) else [])]
     before = {kind: (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds}
     depth = _autocast_depth()

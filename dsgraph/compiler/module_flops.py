@@ -1,7 +1,7 @@
 """The floating-point operations of a captured graph, module by module.
 
-The graph is run on fake tensors, forward and backward, by the formulas of `torch.utils.flop_counter`. What stands in it
-is the model as its author wrote it: no pass has seen it yet, so that nothing is counted that the backward repeats.
+The graph is run on fake tensors, forward and backward, by the formulas of `torch.utils.flop_counter`. It contains the
+model as its author wrote it: no pass has seen it yet, so that recomputation in the backward is not counted.
 """
 
 from __future__ import annotations
@@ -46,21 +46,21 @@ class ModuleFlops:
 
     @property
     def total(self) -> int:
-        """Of both."""
+        """Operations of forward and backward."""
         return sum(self.forward.values()) + sum(self.backward.values())
 
 
 def module_flops(gm: GraphModule, inputs: Sequence[Any]) -> ModuleFlops:
-    """Counts a captured graph.
+    """Count the operations of a captured graph.
 
     The backward is that of the scalars among its outputs, or of all outputs where there are none.
 
     Args:
-        gm: As Dynamo gives it: its nodes say which modules were being called. It is left as it is.
+        gm: The graph from Dynamo, whose nodes say which modules were being called. It is not changed.
         inputs: Its inputs.
 
     Raises:
-        Exception: The graph cannot run on fake tensors, as where the data decide sizes.
+        Exception: The graph cannot run on fake tensors, as with data-dependent sizes.
     """
     counting = _Counting()
     with on_fakes(inputs) as fakes, counting:
@@ -86,7 +86,7 @@ class _Counting(TorchDispatchMode):
 
     @contextmanager
     def of(self, modules: Modules) -> Iterator[None]:
-        """Inside, what runs belongs to these modules."""
+        """Assign the ops that run inside the block to these modules."""
         before, self._modules = self._modules, modules
         self._note(modules)
         try:
@@ -122,7 +122,7 @@ class _Counting(TorchDispatchMode):
 
 
 class _Running(Interpreter):
-    """Runs a graph node by node. Regions of checkpointing run once, as if they were not there."""
+    """Runs a graph node by node. Checkpoint regions run once, as if they were not there."""
 
     def __init__(self, gm: GraphModule, counting: _Counting) -> None:
         super().__init__(gm)
@@ -138,7 +138,7 @@ class _Running(Interpreter):
 
 
 def _modules_of(node: Node) -> Modules:
-    """Dynamo names modules by their `id`; of one that is called again it adds the number of the call."""
+    """Return the modules of a node. Dynamo names them by their `id`, and adds a number if one is called again."""
     stack = node.meta.get("nn_module_stack") or {}
     return tuple(int(number) for key in stack if (number := str(key).partition("@")[0]).isdigit())
 

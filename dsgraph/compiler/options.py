@@ -25,53 +25,52 @@ PARTITION_ARGUMENTS = tuple(signature(partition).parameters)[1:]
 
 
 class BackendOptions(BaseModel):
-    """The options of the backend, which `options=` holds. The description of a field says what an error asks for.
+    """The options of the backend, the keys of `options=`. The description of a field is its type in error messages.
 
     Attributes:
         codegen: "inductor" compiles kernels; "eager" runs the transformed graphs as they are, which starts quickly.
         pipeline: A `Pipeline`, or a list of passes and of names of built-in passes. None: `default_pipeline()`. Other
             options set their passes in it, and add optional passes such as `OffloadActivations`.
-        gather_bucket_bytes: The most bytes of gathered parameters in one bucket, see `BucketForwardGathers`. None: as
-            the passes have it.
-        reduce_bucket_bytes: The most bytes of gradients in one bucket, see `BucketReductions`. None: as the passes
-            have it.
+        gather_bucket_bytes: The most bytes of gathered parameters in one bucket, see `BucketForwardGathers`. None: the
+            default of the passes.
+        reduce_bucket_bytes: The most bytes of gradients in one bucket, see `BucketReductions`. None: the default of the
+            passes.
         overlap_comm: Start gathers before they are needed and wait for reductions after other work, see
             `PrefetchForwardGathers` and `DelayReductionWaits`. False leaves these passes out.
-        read_ahead_bytes: The most bytes of parameters on disk that are being read, or are read and not used, see
-            `StreamForwardParameters`. None: as the passes have it.
-        verify: Check every graph after every pass, and name the pass that broke something. It takes 1 to 2 % of
-            the time of a compile without Inductor.
-        strict: Turn what was not done into errors: warnings, graph breaks, too many recompiles, functions that Dynamo
-            gave up on, ops that Inductor has no lowering of, passes that switch torch's caches off, and values of
-            checkpoint regions that are kept all the same. Without it they are in `dsgraph.report(model)` only.
-        recompile_limit: With `strict`, how often one function may be compiled. Dynamo itself stops at
+        read_ahead_bytes: The most bytes of parameters on disk that are being read, or are read and not used yet, see
+            `StreamForwardParameters`. None: the default of the passes.
+        verify: Check every graph after every pass, and name the pass that broke something. It takes 1 to 2 % of the
+            time of a compile without Inductor.
+        strict: Turn into errors what is otherwise only in `dsgraph.report(model)`: warnings, graph breaks, too many
+            recompiles, functions that Dynamo gave up on, ops that Inductor has no lowering of, passes that switch
+            torch's caches off, and values of checkpoint regions that are kept all the same.
+        recompile_limit: With `strict`, the number of times that one function may be compiled. Dynamo itself stops at
             torch._dynamo.config.recompile_limit (8) and runs the function uncompiled from then on, without asking a
             backend: so the last compile that Dynamo allows is an error as well, and this number cannot exceed that one.
-        memory_limit: What of the device's memory a step may use: a number of bytes, a text such as "60GiB", or a share
-            such as 0.8. One that is given is kept: what of activations does not fit is computed again, by the fastest
-            plan that is found. It bounds what passes add to a graph for speed as well.
-            Gathered parameters are kept for the backward as far as the rest of a step leaves room, see
-            `SelectiveGather`; gathers more than one parameter ahead, and reductions under way besides the next, are as
-            many as keep the predicted peak of the graph, with the states of an optimizer, below it. Default on CUDA:
-            90 % of the device's memory, or what of it this process has and can still take, whichever is less, and of
-            that the least of all ranks at their first compile. On the CPU there is no limit, and nothing but a loss's
-            last parameter is kept.
-        activation_offload: Where activations wait for the backward: "host" for host memory, "disk" for files in the
-            folder for temporary files (TMPDIR), None for the device's memory. It moves every saved value of 64 KiB and
-            more that is no parameter and no input of a graph, see `OffloadActivations`. Beside a `memory_limit` that
-            is kept, it moves as much as the fastest plan says.
-        partition_activations: Whether each tensor-parallel rank saves its slice of what all would save alike, and the
-            backward gathers it, see `PartitionActivations`. It needs a model of `tensor_parallel`.
-        kernels: Which kernels stand in for what a model spells out, see `SubstituteKernels`: "auto" takes those that
-            are expected to gain, "none" none, a list exactly these, by name or as `KernelSpec` (`dsgraph.kernel` makes
-            one of your own); with "auto" in it, the automatic ones as well. With `strict`, one that was asked for and
-            is found nowhere in a graph is an error, unless the graph calls torch's function that does the same.
+        memory_limit: Device memory that a step may use: a number of bytes, a text such as "60GiB", or a share such as
+            0.8. A given limit is kept: activations that do not fit are recomputed; the planner picks the fastest plan
+            that fits. It also bounds the memory that passes use for speed. Gathered parameters are kept for the
+            backward as far as the rest of a step leaves room, see `SelectiveGather`. The number of gathers that start
+            early, and of reductions that run late, is limited so that the predicted peak of the graph, with the states
+            of an optimizer, stays below the limit. Default on CUDA: 90 % of the device's memory, or what this process
+            has and can still allocate, whichever is less; the least of all ranks at their first compile. On the CPU
+            there is no limit, and only the loss's last parameter is kept.
+        activation_offload: Where activations are stored until the backward: "host" for host memory, "disk" for files in
+            the folder for temporary files (TMPDIR), None for the device's memory. It moves every saved value of at
+            least 64 KiB that is no parameter and no input of a graph, see `OffloadActivations`. With a given
+            `memory_limit`, it moves as much as the fastest plan contains.
+        partition_activations: True lets each tensor-parallel rank save only a slice of each activation that all ranks
+            have alike; the backward gathers it, see `PartitionActivations`. It needs a model of `tensor_parallel`.
+        kernels: The kernels that replace sequences of ops, see `SubstituteKernels`: "auto" uses those that are expected
+            to be faster, "none" none, a list exactly these, by name or as `KernelSpec` (`dsgraph.kernel` makes one of
+            your own); with "auto" in the list, the automatic ones as well. With `strict`, a listed kernel that matches
+            nowhere in a graph is an error, unless the graph calls torch's function that does the same.
         sparse_attention: A layout of `dsgraph.sparse`, or a dict such as `{"mode": "fixed", "block": 16}`: every
-            self-attention computes the blocks of the layout alone, see `SparsifyAttention`. None: all of them. With
+            self-attention computes only the blocks of the layout, see `SparsifyAttention`. None: all of them. With
             `strict`, a graph without any is an error.
         dump: Folder for a readable copy of every graph before and after every pass. Default: the environment variable
             DSGRAPH_DUMP, or nowhere.
-        dump_compiles: How many compiles of a process are dumped into the folder; later ones are not.
+        dump_compiles: Number of compiles of a process that are dumped into the folder; later ones are not.
         inductor: Inductor configuration for this model, by the names of `torch._inductor.config`.
     """
 
@@ -135,10 +134,10 @@ class BackendOptions(BaseModel):
 
 
 def parse_options(given: Mapping[str, Any] | None, environ: Mapping[str, str] = os.environ) -> BackendOptions:
-    """Checks the user's options.
+    """Check the user's options.
 
     Args:
-        given: What stood in `options=`.
+        given: The value of `options=`.
         environ: The environment, by default this process's; DSGRAPH_DUMP is the default of `dump`.
 
     Raises:
@@ -190,7 +189,7 @@ def _kernel(item: object) -> KernelSpec | Literal["auto"]:
 
 
 def _refuse_namesakes(kernels: tuple[KernelSpec | Literal["auto"], ...]) -> tuple[KernelSpec | Literal["auto"], ...]:
-    """The kernels, each once; notes, errors and the report call a kernel by its name."""
+    """Return the kernels, each once; refuse two of one name, because notes, errors and the report use names."""
     takes_automatic = "auto" in kernels
     found = {spec.name: spec for spec in KERNELS} if takes_automatic else {}
     asked = [spec for spec in kernels if isinstance(spec, KernelSpec)]
@@ -221,7 +220,7 @@ def _refuse_without_effect(options: BackendOptions, given: Mapping[str, Any]) ->
 
 
 def mode_settings(mode: str | None) -> dict[str, Any]:
-    """Inductor's configuration for a mode of `torch.compile`.
+    """Return Inductor's configuration for a mode of `torch.compile`.
 
     Raises:
         OptionError: There is no such mode.

@@ -1,4 +1,4 @@
-"""Ranks compare each run of a compiled graph, forward and backward, before its collectives."""
+"""Comparison of each run of a compiled graph between ranks, forward and backward, before its collectives."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Markers that were captured inside transforms of `torch.func`, moved ahead of the transforms."""
+"""Markers that were captured inside transforms of `torch.func`, moved before the transforms."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from dsgraph.passes.kernels.capture_graph import transforms_begun
 
 
 def move_markers_ahead(gm: GraphModule) -> None:
-    """Writes what a transform reads of parameters as everything else reads it, ahead of the outermost transform.
+    """Move the markers that a transform reads before the outermost transform, in their normal form.
 
-    before:  vmap begins; x = add_batch_dim(...); w = mark_outside_transforms(p, ...); y = x @ w; ...; vmap ends
-    after:   a = p.to_local(); w = gather_param(a, ...); vmap begins; x = add_batch_dim(...); y = x @ w; ...; vmap ends
+    before:  vmap begins; x = add_batch_dim(...); w = mark_outside_transforms(p, ...); y = x @ w; ...; vmap ends after:
+    a = p.to_local(); w = gather_param(a, ...); vmap begins; x = add_batch_dim(...); y = x @ w; ...; vmap ends
     """
     for module in all_graph_modules(gm):
         moved, depth = False, 0

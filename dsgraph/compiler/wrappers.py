@@ -1,4 +1,4 @@
-"""What is done around each call of a compiled graph."""
+"""Wrappers around each call of a compiled graph."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Compiled = Callable[..., Any]
 
 
 def refresh_copies(compiled: Compiled, request: CompileRequest, compiler: GraphCompiler) -> Compiled:
-    """`compiled`, preceded by a refresh of the gathered copies that it reads, if it reads any."""
+    """Return `compiled`, preceded by a refresh of the gathered copies that it reads, if it reads any."""
     numbers = tuple(partitions_among(request.inputs).values())
     if not numbers:
         return compiled
@@ -58,12 +58,12 @@ def compare_ranks(compiled: Compiled, request: CompileRequest, _: GraphCompiler)
 
 
 def watch_added_sums(compiled: Compiled, request: CompileRequest, _: GraphCompiler) -> Compiled:
-    """`compiled`, with an eye on the accumulated gradients that its backward adds, if it adds any."""
+    """Return `compiled` with a watch on the accumulated gradients that its backward adds, if it adds any."""
     return watch_sums(compiled, request.sums)
 
 
 def read_full_tensors(compiled: Compiled, request: CompileRequest, _: GraphCompiler) -> Compiled:
-    """`compiled`, given plain tensors in place of the full parameters that a function was called with."""
+    """Return `compiled`, called with plain tensors in place of the full parameters that a function was given."""
     numbers = [number for number, value in enumerate(request.inputs) if isinstance(value, FullTensor)]
     if not numbers:
         return compiled
@@ -78,7 +78,7 @@ def read_full_tensors(compiled: Compiled, request: CompileRequest, _: GraphCompi
 
 
 def refuse_replaced(compiled: Compiled, request: CompileRequest, _: GraphCompiler) -> Compiled:
-    """`compiled`, which looks at the memory of its parameters before it runs."""
+    """Return `compiled` with a check of its parameters' memory before it runs."""
     names = {number: info.name for number, info in request.facts.params.items()}
     if not names:
         return compiled
@@ -146,7 +146,7 @@ WRAPPERS: tuple[Callable[[Compiled, CompileRequest, GraphCompiler], Compiled], .
 
 
 def partitions_among(inputs: Sequence[Any]) -> dict[PartitionState, int]:
-    """The partitions of which inputs are gathered copies, each with the number of one such input."""
+    """Return the partitions whose gathered copies are among the inputs, each with the number of one such input."""
     found: dict[PartitionState, int] = {}
     for number, value in enumerate(inputs):
         partition = getattr(value, "dsgraph_partition", None)

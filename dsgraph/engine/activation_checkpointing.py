@@ -1,7 +1,7 @@
-"""DeepSpeed's way to checkpoint activations: a function that marks a region, and switches for the whole process.
+"""DeepSpeed's API for activation checkpointing: a function that marks a region, and settings for the whole process.
 
-The switches are those of the configuration's section `activation_checkpointing`. DeepSpeed's scripts set them by a call
-before they make their engine; the next engine takes them from here.
+The settings are those of the configuration's section `activation_checkpointing`. DeepSpeed's scripts set them by a call
+before they make their engine; the next engine reads them from here.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ SECTION = "activation_checkpointing"
 
 
 class _Switches:
-    """What `configure` was given."""
+    """The values that `configure` was given."""
 
     def __init__(self) -> None:
         self.given: dict[str, Any] | None = None
@@ -31,14 +31,14 @@ _SWITCHES = _Switches()
 
 
 def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Calls a function whose inner values are computed again in the backward, instead of kept.
+    """Call a function whose activations are recomputed in the backward, instead of kept.
 
-    Random numbers are drawn again as they were. The region is one of `torch.utils.checkpoint`, without reentrance.
+    The same random numbers are drawn again. It is a region of `torch.utils.checkpoint` with `use_reentrant=False`.
 
     Args:
-        function: What to call, such as a layer.
+        function: The function to call, such as a layer.
         args: Its arguments.
-        kwargs: More of them.
+        kwargs: Its keyword arguments.
     """
     return torch.utils.checkpoint.checkpoint(function, *args, use_reentrant=False, **kwargs)
 
@@ -53,12 +53,12 @@ def configure(
     synchronize: bool | None = None,
     profile: bool | None = None,
 ) -> None:
-    """Sets how the engine that is made next treats what the backward needs. An argument goes before the configuration.
+    """Set how the next engine checkpoints activations. Arguments override the configuration.
 
     Args:
-        mpu_: Not there yet; None.
-        deepspeed_config: A JSON file, or what would stand in it; its section `activation_checkpointing` counts.
-        partition_activations: See docs/reference/config.md, as of the others.
+        mpu_: Not supported yet; must be None.
+        deepspeed_config: A JSON file, or its content; its section `activation_checkpointing` is used.
+        partition_activations: See docs/reference/config.md, as for the others.
         contiguous_checkpointing: `contiguous_memory_optimization`.
         num_checkpoints: `number_checkpoints`.
         checkpoint_in_cpu: `cpu_checkpointing`.
@@ -66,7 +66,7 @@ def configure(
         profile: `profile`.
 
     Raises:
-        ConfigError: A value is wrong, what it asks for is not there yet, or an engine was made since the last `reset`.
+        ConfigError: A value is wrong or not supported yet, or an engine was made since the last `reset`.
     """
     if _SWITCHES.are_taken:
         raise ConfigError(
@@ -90,16 +90,16 @@ def configure(
 
 
 def take_switches() -> dict[str, dict[str, Any]]:
-    """The section that goes before the configuration's, for an engine that is about to be made."""
+    """Return the section that overrides the configuration's, for an engine that is about to be made."""
     _SWITCHES.are_taken = True
     return {} if _SWITCHES.given is None else {SECTION: _SWITCHES.given}
 
 
 def is_configured() -> bool:
-    """Whether `configure` was called, and not `reset` since."""
+    """Return whether `configure` was called, and not `reset` since."""
     return _SWITCHES.given is not None
 
 
 def reset() -> None:
-    """Forgets what `configure` was given."""
+    """Forget the values that `configure` was given."""
     _SWITCHES.given, _SWITCHES.are_taken = None, False

@@ -1,9 +1,9 @@
-"""The five steps of `initialize`. Each takes what the step before has returned.
+"""The five steps of `initialize`. Each takes the result of the step before.
 
     Arguments -> resolve_ranks -> ResolvedRanks -> resolve_config -> Resolved -> build_model -> BuiltModel
               -> build_optimizer -> BuiltOptimizer -> build_engine -> Engine
 
-Whatever is refused because of the configuration is refused before `build_model`, which changes the model.
+Errors of the configuration are raised before `build_model`, which changes the model.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class ResolvedRanks:
         given: The arguments of `initialize`.
         device: The device of this rank.
         mesh: The ranks over which the model is partitioned.
-        shared: The ranks that share a model which its own code has sliced; None without `mpu`.
+        shared: The ranks that share a model which its own code has made tensor-parallel; None without `mpu`.
         is_parallel: True with the section `parallel`: several ranks hold one copy of the model.
     """
 
@@ -174,7 +174,7 @@ def resolve_ranks(given: Arguments) -> ResolvedRanks:
 
 
 def resolve_config(ranks: ResolvedRanks) -> Resolved:
-    """Read and complete the configuration, and print what it comes to on the first rank.
+    """Read and complete the configuration, and print the result on the first rank.
 
     Raises:
         ConfigError: The configuration or an argument is not supported; the message names it.
@@ -281,7 +281,7 @@ def build_engine(made: BuiltOptimizer) -> Engine:
 
 
 def _compiled(built: BuiltModel, model: nn.Module) -> Callable[..., Any]:
-    """Return what runs the model: compiled as one, compiled in blocks, or itself."""
+    """Return the function that runs the model: compiled as one, compiled in blocks, or itself."""
     compiles = partial(
         torch.compile,
         backend=built.logger.graphs or "dsgraph",

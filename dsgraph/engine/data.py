@@ -1,7 +1,7 @@
-"""A dataset becomes a loader of this rank's micro-batches, which knows how many samples all ranks have had.
+"""The loader of this rank's micro-batches, which counts the samples that all ranks have used.
 
-That number and a seeded order say which sample comes next, on any number of ranks. The state of a loader's workers
-(torchdata's `StatefulDataLoader`) would say it only on as many ranks, and workers, as wrote it.
+This count and a seeded order determine the next sample on any number of ranks. The state of a loader's workers
+(torchdata's `StatefulDataLoader`) would do so only for the same numbers of ranks and workers.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ _SEED = 0  # as that of torch's DistributedSampler, whose order this is
 class EpochOrder(Sampler[int]):
     """The numbers of the samples that one rank has yet to load in an epoch.
 
-    Of the epoch's order, which is the same on all ranks, this rank takes one of every `ranks`. So the samples of a
-    micro-batch of all ranks stand beside each other, and what is left is a tail of the order.
+    The order of an epoch is the same on all ranks, and this rank takes one of every `ranks` samples. So the samples of
+    a micro-batch of all ranks are neighbours in the order, and the remaining samples are its tail.
 
     Attributes:
         epoch: From 0; each has an order of its own.
-        drawn: Samples of it that all ranks have had together.
+        drawn: Number of its samples that all ranks together have used.
     """
 
     def __init__(self, samples: int, *, micro: int, ranks: int, rank: int, drop_last: bool) -> None:
-        """Begins with the first epoch; see `RankLoader` for the arguments."""
+        """Start with the first epoch; see `RankLoader` for the arguments."""
         self.epoch = self.drawn = 0
         self._samples, self._ranks, self._rank, self._drop_last = samples, ranks, rank, drop_last
         self._each = micro * ranks
 
     def __len__(self) -> int:
-        """Samples of this rank in a whole epoch."""
+        """Return the number of samples of this rank in a full epoch."""
         if self._drop_last:
             return self._samples // self._each * self._each // self._ranks
         return -(-self._samples // self._ranks)
@@ -52,35 +52,35 @@ class EpochOrder(Sampler[int]):
 
     @property
     def seed(self) -> int:
-        """A number that no other rank and no other place of the order has: for the random numbers of workers."""
+        """A number that is unique to the rank and the position in the order: the seed of workers."""
         return (self.epoch * self._samples + self.drawn) * self._ranks + self._rank
 
     def advance(self) -> None:
-        """All ranks have had another micro-batch."""
+        """Advance by one micro-batch on all ranks."""
         self.drawn = min(self.drawn + self._each, self._samples)
 
     def leave_finished_epoch(self) -> None:
-        """Turns to the next epoch, if nothing is left of this one."""
+        """Go to the next epoch, if nothing is left of this one."""
         left = self._samples - self.drawn
         if left < (self._each if self._drop_last else 1):
             self.epoch, self.drawn = self.epoch + 1, 0
 
     def why_not(self, state: Mapping[str, Any]) -> str:
-        """Why the order cannot go on from a state; empty where it can."""
+        """Return why the order cannot continue from a state; empty if it can."""
         if state["samples"] != self._samples or state["seed"] != _SEED:
             return f"its loader had {state['samples']} samples in another order, this one has {self._samples}"
         return ""
 
     def state_dict(self) -> dict[str, int]:
-        """Where the order stands, for any number of ranks."""
+        """Return the position in the order, valid for any number of ranks."""
         return {"epoch": self.epoch, "drawn": self.drawn, "samples": self._samples, "seed": _SEED}
 
 
 class RankLoader(DataLoader[Any]):
-    """Micro-batches of one rank: each epoch draws another order, the same on all ranks, of which each takes its share.
+    """The micro-batches of one rank: its share of each epoch, whose order is the same on all ranks.
 
-    One loop runs at a time; a new one ends the one before. What a loop was given counts as used: one that begins in the
-    middle of an epoch goes on with what is left of it, after a `break` as after `load_state_dict`.
+    One loop runs at a time; a new one ends the one before. Micro-batches that a loop has returned count as used: a loop
+    that begins in the middle of an epoch continues with the rest of it, after a `break` as after `load_state_dict`.
     """
 
     def __init__(
@@ -94,17 +94,17 @@ class RankLoader(DataLoader[Any]):
         drop_last: bool = False,
         num_workers: int = 0,
     ) -> None:
-        """Makes the loader.
+        """Create the loader.
 
         Args:
-            dataset: Has a length.
+            dataset: A dataset with a length.
             micro: Samples of a micro-batch.
             ranks: Data-parallel ranks.
-            rank: Which of them this is.
-            collate_fn: Makes a batch of samples; None: torch's own way.
-            drop_last: Whether samples that do not fill a micro-batch on every rank are left out of an epoch. Otherwise
-                the last micro-batch is smaller, and some samples come twice so that all ranks have as many.
-            num_workers: Processes that load data for this rank; 0: its own does.
+            rank: Number of this rank among them.
+            collate_fn: Makes a batch of samples; None: torch's default.
+            drop_last: True drops samples of an epoch that do not fill a micro-batch on every rank. Otherwise the last
+                micro-batch is smaller, and some samples are repeated so that all ranks have equally many.
+            num_workers: Number of processes that load data for this rank; 0: its own process loads.
 
         Raises:
             ConfigError: The dataset has no length, or too few samples for a micro-batch.
@@ -137,23 +137,26 @@ class RankLoader(DataLoader[Any]):
         return self._open
 
     def next_batch(self) -> Any:
-        """The next micro-batch of the loop that runs, or of a new one when there is none: epochs follow each other."""
+        """Return the next micro-batch of the running loop, or of a new one if there is none.
+
+        Epochs follow each other.
+        """
         for batch in self._open or ():
             return batch
         return next(iter(self))
 
     def state_dict(self) -> dict[str, int]:
-        """Which sample comes next, as JSON values; any number of ranks can go on from there."""
+        """Return the position, as JSON values; any number of ranks can continue from there."""
         return self._order.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
-        """Goes on where another loader of the same dataset stood; a loop that runs is over.
+        """Continue from the position of another loader of the same dataset; a running loop is ended.
 
         Args:
-            state: What `state_dict` gave there; None leaves the position.
+            state: A result of its `state_dict`; None keeps the position.
 
         Raises:
-            ConfigError: It had another dataset.
+            ConfigError: The state belongs to another dataset.
         """
         problem = self.why_not(state)
         if problem:
@@ -163,11 +166,11 @@ class RankLoader(DataLoader[Any]):
             self._order.epoch, self._order.drawn = int(state["epoch"]), int(state["drawn"])
 
     def why_not(self, state: Mapping[str, Any] | None) -> str:
-        """Why `load_state_dict` would refuse a state; empty where it would not."""
+        """Return why `load_state_dict` would refuse a state; empty if it would not."""
         return "" if state is None else self._order.why_not(state)
 
     def end_loop(self) -> None:
-        """Ends the loop that runs, and its workers; the position stays."""
+        """End the running loop and its workers; the position stays."""
         if self._open is not None:
             self._open.close()
             self._open = None
@@ -184,7 +187,7 @@ class RankLoader(DataLoader[Any]):
 
 
 def batches_of(loader: RankLoader | None) -> Iterator[Any]:
-    """The micro-batches of a loader, epoch after epoch, from where it stands.
+    """Yield the micro-batches of a loader, epoch after epoch, from its current position.
 
     Raises:
         EngineError: There is no loader.
@@ -198,9 +201,9 @@ def next_of_step(data: Iterator[Any], number: int, count: int) -> Any:
     """Return the next micro-batch of a step.
 
     Args:
-        data: Gives a micro-batch at a time.
-        number: How many micro-batches of the step it has given.
-        count: How many there are in a step.
+        data: Yields one micro-batch at a time.
+        number: Number of micro-batches of the step so far.
+        count: Number of micro-batches in a step.
 
     Raises:
         EngineError: The data ends within the step.

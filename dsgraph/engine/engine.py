@@ -22,20 +22,20 @@ from .step_strategy import StepStrategy
 from .training_state import TrainingState
 
 SHARD_BYTES = 5 * 10**9
-"""Largest file of weights in bytes, unless the caller says otherwise: what transformers writes."""
+"""Largest size of a weights file in bytes, by default: that of transformers."""
 
 
 class Engine(EngineInfo):
-    """Runs forward, backward and step of a model as a configuration says.
+    """A training engine: forward, backward and step of a model, as a configuration says.
 
         for batch in loader:
             loss = engine(batch)
             engine.backward(loss)
             engine.step()
 
-    `step` is called for each micro-batch; the optimizer steps at the last one of a step. Until then gradients wait as
-    `dsgraph.accumulate` has it. `train_batch` runs all micro-batches of a step. With the section `parallel` of the
-    configuration it is the only way to train: the schedule of the pipeline decides what runs when.
+    `step` is called for each micro-batch; the optimizer steps at the last one of a step. Until then gradients are
+    accumulated as by `dsgraph.accumulate`. `train_batch` runs all micro-batches of a step. With the section `parallel`
+    of the configuration it is the only way to train: the schedule of the pipeline decides what runs when.
     """
 
     def __init__(
@@ -103,7 +103,8 @@ class Engine(EngineInfo):
         Args:
             loss: A number, the mean over the micro-batch's samples.
             retain_graph: As for `torch.autograd.backward`.
-            scale_wrt_gas: Whether to divide the loss by the micro-batches of a step; if not, its caller has.
+            scale_wrt_gas: True divides the loss by the number of micro-batches of a step; with False the caller has
+                done so.
 
         Returns:
             The loss, divided.
@@ -138,7 +139,7 @@ class Engine(EngineInfo):
         """Run all micro-batches of one step.
 
         Args:
-            data: Gives a micro-batch at a time: the model's argument, a tuple of them, or a dict of keywords. None:
+            data: Yields one micro-batch at a time: the model's argument, a tuple of them, or a dict of keywords. None:
                 those of `training_dataloader`, epoch after epoch. With the section `parallel`, micro-batches are equal
                 on all ranks but those of `dp`.
 
@@ -169,7 +170,7 @@ class Engine(EngineInfo):
     ) -> bool:
         """Write model, optimizer, schedule, scale, counts and random numbers. All ranks call it at the same point.
 
-        Whatever interrupts it, the checkpoint before stays complete, and the latest.
+        If it is interrupted, the checkpoint before stays complete, and the latest.
 
         Args:
             save_dir: Folder of checkpoints, the same on all ranks.
@@ -177,7 +178,7 @@ class Engine(EngineInfo):
                 all ranks raise, see `checkpoint.tag_validation` in the configuration.
             client_state: A dict of values that `load_checkpoint` returns with their types: numbers, text, bytes, paths,
                 tensors, arrays, and dicts, lists, tuples and sets of them. The first rank's values are saved.
-            asynchronous: Whether to return when the tensors are copied, and write the copies while training goes on.
+            asynchronous: True returns when the tensors are copied, and writes the copies while training continues.
                 The checkpoint is complete when `wait_for_checkpoint` returns, which the next save or load calls, or
                 when the program has ended.
 
@@ -188,7 +189,7 @@ class Engine(EngineInfo):
             CheckpointError: It could not be written, and what was written is removed; or the one before it that is
                 asynchronous; all ranks raise. Or a step is not over, whose gradients no checkpoint holds; another job
                 writes the same checkpoint; `client_state` holds what a checkpoint does not keep; `asynchronous` with
-                something on disk; or a load or step that failed has left on disk what is neither old nor new.
+                something on disk; or a failed load or step has left tensors on disk that are partly old and partly new.
             RanksDisagreeError: Other ranks do not save.
         """
         self._checkpoints.save(save_dir, tag, client_state, asynchronous=asynchronous)
@@ -197,7 +198,7 @@ class Engine(EngineInfo):
     def wait_for_checkpoint(self) -> None:
         """Return when the checkpoint that is being written is complete, at once if there is none.
 
-        All ranks call it at the same point: at the end of training, before the process group is given up.
+        All ranks call it at the same point: at the end of training, before the process group is destroyed.
 
         Raises:
             CheckpointError: It could not be written, and all ranks raise; the checkpoint before stays the latest.
@@ -207,12 +208,12 @@ class Engine(EngineInfo):
     def load_checkpoint(
         self, load_dir: str | PathLike[str], tag: str | int | float | None = None, *, load_module_only: bool = False
     ) -> tuple[str | None, dict[str, Any]]:
-        """Go on from a checkpoint, which another stage, layout or number of ranks may have written.
+        """Load a checkpoint, which another stage, layout or number of ranks may have written.
 
         Args:
             load_dir: Folder of checkpoints.
             tag: Which one; None: the latest.
-            load_module_only: Whether to leave optimizer, schedule, scale and counts as they are.
+            load_module_only: True leaves optimizer, schedule, scale and counts unchanged.
 
         Returns:
             The checkpoint's folder and the client's state; None and an empty dict if there is no checkpoint yet.
@@ -231,8 +232,8 @@ class Engine(EngineInfo):
     ) -> None:
         """Write the model as safetensors, and `config.json` of a transformers model. All ranks call it.
 
-        `transformers.AutoModel*.from_pretrained(folder)` loads it. No rank gathers the whole model: files take turns
-        among ranks. Of tied weights one is written; buffers are those of the rank that writes them.
+        `transformers.AutoModel*.from_pretrained(folder)` loads it. No rank gathers the whole model: the ranks take
+        turns to write files. One of several tied weights is written; buffers are those of the rank that writes them.
 
         Args:
             folder: Folder that does not exist yet, or is empty.
@@ -240,8 +241,8 @@ class Engine(EngineInfo):
             dtype: Dtype of floating-point weights; None: that of the shards, which are the masters.
 
         Raises:
-            CheckpointError: The folder is not empty, a rank could not write, or a load or step that failed has left on
-                disk what is neither old nor new; all ranks raise.
+            CheckpointError: The folder is not empty, a rank could not write, or a failed load or step has left tensors
+                on disk that are partly old and partly new; all ranks raise.
         """
         self._checkpoints.export(Path(folder), shard_bytes=shard_bytes, dtype=dtype)
 
@@ -251,11 +252,11 @@ class Engine(EngineInfo):
         Each rank reads only its rows. Optimizer, schedule and counts stay as they are.
 
         Args:
-            folder: Has `*.safetensors`, with the names of the model's `state_dict`.
+            folder: A folder of `*.safetensors`, with the names of the model's `state_dict`.
 
         Raises:
-            CheckpointError: A weight is missing or has another shape; all ranks raise, and the model is as it was. Or
-                a disk failed while reading: with parameters on disk the model runs no more until it has loaded.
+            CheckpointError: A weight is missing or has another shape; all ranks raise, and the model is as it was. Or a
+                disk failed while reading: a model with parameters on disk cannot run until a load succeeds.
         """
         self._checkpoints.load_pretrained(Path(folder))
 

@@ -22,7 +22,7 @@ from .training_state import TrainingState
 
 
 class EngineInfo(nn.Module):
-    """The part of an engine that changes nothing.
+    """The read-only part of an engine.
 
     Attributes:
         module: The partitioned model; with the section `parallel` a `PipelinedModel`, this rank's part.
@@ -168,5 +168,5 @@ class EngineInfo(nn.Module):
         return self._logger.timings()
 
     def flops_profile(self) -> tuple[ModuleProfile, ...]:
-        """Return what each module computes, if `flops_profiler` is on and its step is over; the model comes first."""
+        """Return the profile of each module, if `flops_profiler` is on and its step is over; the model comes first."""
         return self._logger.profiler.modules if self._logger.profiler is not None else ()

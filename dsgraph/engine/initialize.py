@@ -36,26 +36,26 @@ def initialize(
     example: Any = None,
     weights: str | PathLike[str] | None = None,
 ) -> tuple[Engine, Optimizer, RankLoader | None, Any]:
-    """Partition and compile a model, and put everything around it that a training step needs.
+    """Create the engine of a model: partition and compile it, with everything that a training step needs.
 
     A script for `deepspeed.initialize` runs with it: the configuration is DeepSpeed's, see docs/reference/config.md.
 
     Args:
-        args: What `add_config_arguments` has parsed; names the configuration where `config` does not.
-        model: A plain model, on the CPU or on this rank's device; or on the meta device, then it gets values module by
-            module, where the configuration says that they lie. It is changed in place.
-        optimizer: An optimizer of the model's parameters that has not stepped, which is taken over to the shards; a
-            function of parameters that makes one; None: as the configuration says.
-        model_parameters: Which parameters the configured optimizer updates, as `torch.optim` takes them.
-        training_data: A dataset, of which a loader of this rank's micro-batches is made.
-        lr_scheduler: A scheduler of `optimizer`, or a function of the optimizer that makes one; None: as the
-            configuration says.
-        mpu: Tells, by Megatron's getters, which ranks share a model that its own code has sliced: ZeRO shards over
-            `get_data_parallel_group()`, and norms count slices over `get_model_parallel_group()`.
+        args: Arguments parsed with `add_config_arguments`; they name the configuration if `config` is None.
+        model: A plain model, on the CPU or on this rank's device. A model on the meta device gets values module by
+            module, on the device or disk that the configuration names. It is changed in place.
+        optimizer: An optimizer of the model's parameters that has not stepped, which will step the shards; a function
+            of parameters that makes one; None: the configuration's.
+        model_parameters: The parameters that the configured optimizer updates, as for `torch.optim`.
+        training_data: A dataset, for the loader of this rank's micro-batches.
+        lr_scheduler: A scheduler of `optimizer`, or a function of the optimizer that makes one; None: the
+            configuration's.
+        mpu: An object with Megatron's getters, for a model that its own code has made tensor-parallel: ZeRO shards over
+            `get_data_parallel_group()`, and norms are summed over `get_model_parallel_group()`.
         collate_fn: Makes a batch of samples of `training_data`.
-        config: The path of a JSON file, or what would stand in it.
+        config: The path of a JSON file, or its content as a dict.
         mesh: As for `dsgraph.partition`.
-        example: For the section `parallel` without `training_data`: one micro-batch, as the data gives it.
+        example: For the section `parallel` without `training_data`: one micro-batch like those of the data.
         weights: For a model on the meta device: a folder of `*.safetensors` from which its values come, see
             `dsgraph.materialize`; None: modules initialise themselves.
 
@@ -63,7 +63,7 @@ def initialize(
         The engine, the optimizer, the loader (None without `training_data`) and the scheduler (None without one).
 
     Raises:
-        ConfigError: The configuration or an argument cannot be taken; the model is as it was.
+        ConfigError: The configuration or an argument is not supported; the model is unchanged.
         PartitionError: See `partition`.
     """
     _check(model, optimizer, model_parameters)
@@ -87,7 +87,7 @@ def initialize(
 
 
 def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Adds the flags that name a configuration to a script's parser.
+    """Add the flags that name a configuration to a script's parser.
 
     Args:
         parser: The script's own.

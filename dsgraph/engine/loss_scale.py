@@ -1,4 +1,4 @@
-"""The scale of the loss in float16: Micikevicius et al., "Mixed Precision Training" (arXiv 1710.03740), section 3.2."""
+"""The loss scale of float16: Micikevicius et al., "Mixed Precision Training" (arXiv 1710.03740), section 3.2."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ _MOVES = ("scale", "overflows_left", "steps", "last_overflow")
 
 @dataclass
 class LossScale:
-    """What the loss is multiplied by, so that small gradients do not become zero in float16.
+    """The factor of the loss, which keeps small gradients from becoming zero in float16.
 
     A dynamic scale halves at the `hysteresis`-th overflow, and doubles after `window` steps without one.
 
     Attributes:
-        scale: The scale now.
-        dynamic: Whether it changes.
+        scale: The current scale.
+        dynamic: True if it changes.
         window: Steps without overflow until it doubles.
         hysteresis: Overflows until it halves.
-        refills: Whether a step without overflow makes the count of overflows begin anew; else doubling does.
+        refills: True if a step without overflow resets the count of overflows; otherwise doubling does.
         minimum: The least scale.
         overflows_left: Overflows until it halves, from here.
         steps: Steps so far, the skipped ones included.
@@ -45,7 +45,7 @@ class LossScale:
 
     @classmethod
     def of(cls, config: Fp16Config) -> LossScale:
-        """The scale that a configuration asks for; 1 where float16 is not used."""
+        """Return the scale of a configuration; 1 without float16."""
         if not config.enabled:
             return cls()
         return cls(
@@ -58,10 +58,10 @@ class LossScale:
         )
 
     def update(self, *, overflow: bool) -> None:
-        """Hears how a step went.
+        """Update the scale after a step.
 
         Raises:
-            LossScaleError: An overflow at the least scale: training would skip steps for ever.
+            LossScaleError: There was an overflow at the least scale: training would skip steps for ever.
         """
         if not self.dynamic:
             return
@@ -92,7 +92,7 @@ class LossScale:
             self.scale *= 2
 
     def state_dict(self) -> dict[str, float | int]:
-        """Where a dynamic scale stands; empty for one that does not change."""
+        """Return the state of a dynamic scale; empty for a static one."""
         return {name: getattr(self, name) for name in _MOVES} if self.dynamic else {}
 
     def why_not(self, state: Mapping[str, object]) -> str:
@@ -101,6 +101,6 @@ class LossScale:
         return f"its loss scale has no {lacks[0]!r}" if lacks else ""
 
     def load_state_dict(self, state: dict[str, float | int]) -> None:
-        """Goes on from there, if this scale is dynamic as well. The rule stays the configuration's."""
+        """Continue from a state, if this scale is dynamic as well. The rule stays the configuration's."""
         for name in _MOVES if state and self.dynamic else ():
             setattr(self, name, state[name])

@@ -1,4 +1,4 @@
-"""How the optimizer and the scheduler of an engine are made: the caller's own, or by the configuration."""
+"""Construction of the optimizer and the scheduler of an engine: the caller's own, or by the configuration."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .schedules.by_name import schedule_class
 
 @dataclass(frozen=True)
 class Makers:
-    """How the optimizer and the scheduler are made, once there are shards.
+    """Functions that make the optimizer and the scheduler, once there are shards.
 
     Attributes:
         given: The caller's optimizer; None if it is to be made.

@@ -29,7 +29,7 @@ from .training_state import TrainingState
 class MicroBatches:
     """Runs forward and backward of each micro-batch, and the optimizer after the last one of a step.
 
-    Until then gradients wait as `dsgraph.accumulate` has it.
+    Until then gradients are accumulated as by `dsgraph.accumulate`.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class MicroBatches:
             runs: The model, compiled if the configuration says so.
             state: The model, the optimizer and the progress.
             logger: Observes each step.
-            device: Where the model lies; inputs on the CPU are moved there.
+            device: The device of the model; inputs on the CPU are moved there.
             dtype: Dtype of floating-point inputs; None leaves them as they are.
         """
         self._runs, self._state, self._logger, self._device, self._dtype = runs, state, logger, device, dtype
@@ -72,7 +72,7 @@ class MicroBatches:
             return runs(*args, **kwargs)
 
     def _wait_if_needed(self) -> None:
-        """Enter `accumulate` for a micro-batch that is not the last; leave that of a forward without a backward."""
+        """Enter `accumulate` for a micro-batch that is not the last; leave it for a forward without a backward."""
         waits = self._never_reduces or not self._state.is_last_micro_batch()
         if self._is_waiting and not waits:
             self._leave()

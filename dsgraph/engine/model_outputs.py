@@ -13,7 +13,7 @@ from dsgraph.utils.errors import EngineError
 
 
 def loss_of(output: Any) -> Tensor:
-    """The loss in what a model gives: the value itself, its `loss`, or the first of several."""
+    """Return the loss in a model's output: the value itself, its `loss`, or the first of several."""
     if isinstance(output, Tensor):
         return output
     loss = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None)
@@ -29,7 +29,7 @@ def loss_of(output: Any) -> Tensor:
 
 @dataclass(frozen=True)
 class Again:
-    """A micro-batch whose gradients are computed again, at other values of the parameters.
+    """A micro-batch whose gradients are recomputed at other values of the parameters.
 
     Attributes:
         run: Its forward.
@@ -38,11 +38,11 @@ class Again:
     run: Callable[[], Any]
 
     def gradients_of(self, model: nn.Module, *, scale: float) -> Callable[[], Mapping[str, Tensor]]:
-        """What computes them: always with the same random numbers. Buffers stay as they are.
+        """Return a function that recomputes the gradients with the same random numbers; buffers do not change.
 
         Args:
-            model: The module whose parameters they are of; it holds no gradients meanwhile.
-            scale: Of the loss, by which gradients are divided again.
+            model: The module whose parameters' gradients are computed; it holds no gradients during the call.
+            scale: The loss scale, by which gradients are divided.
         """
         state = torch.get_rng_state()
 

@@ -1,4 +1,4 @@
-"""A model that lies on the meta device gets memory and values, module by module, where its configuration says."""
+"""Memory and values for a model on the meta device, module by module, as its configuration says."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from dsgraph.utils.errors import ConfigError
 from .monitoring.memory_breakdown import peak_bytes, status_bytes
 
 MOMENT = 2.0
-"""Seconds behind which a bar appears."""
+"""Seconds after which a bar appears."""
 _WIDTH = 40  # characters
 
 
 class ProgressBar:
-    """A bar on stderr, of what takes more than a moment."""
+    """A progress bar on stderr, for work that takes more than a moment."""
 
     def __init__(self, doing: str) -> None:
-        """Of nothing done yet."""
+        """Create a bar at 0."""
         self._doing, self._started, self._shown = doing, time.perf_counter(), -1
 
     def __call__(self, done: int, count: int) -> None:
-        """Shows how many of how many parameters are done, once a character of the bar."""
+        """Show how many of `count` parameters are done; the bar is drawn once for each of its characters."""
         full = _WIDTH * done // max(count, 1)
         if time.perf_counter() - self._started < MOMENT or full == self._shown:
             return
@@ -42,12 +42,12 @@ class ProgressBar:
 
 
 def is_on_meta(model: nn.Module) -> bool:
-    """Whether something of a model has no memory."""
+    """Return whether some tensor of a model has no memory."""
     return any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
 
 
 def check_weights(model: nn.Module, weights: Any, *, is_parallel: bool) -> None:
-    """Refuses what could not be read, or divided, before anything is changed.
+    """Refuse weights that cannot be read, or sharded, before anything is changed.
 
     Raises:
         ConfigError: Names the argument.
@@ -67,11 +67,11 @@ def check_weights(model: nn.Module, weights: Any, *, is_parallel: bool) -> None:
 
 
 def give_values(model: nn.Module, device: torch.device, weights: Any) -> None:
-    """Does it, with a bar on the first rank, and prints what memory it took. A model that has values is left alone.
+    """Give a model memory and values, with a progress bar on the first rank, and print the memory used.
 
     Args:
         model: The partitioned model.
-        device: Where what stays in memory goes.
+        device: The device of tensors that stay in memory.
         weights: A folder of safetensors; None: modules initialise themselves.
 
     Raises:

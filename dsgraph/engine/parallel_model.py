@@ -72,7 +72,7 @@ def parallel_model(
 
 
 def data_rank(config: EngineConfig) -> int:
-    """Which of the data-parallel ranks this is."""
+    """Return the number of this rank among the data-parallel ranks."""
     return dist.get_rank() // config.parallel.tp % config.parallel.dp
 
 

@@ -1,4 +1,4 @@
-"""Where a rank stands: its device, and its number in a mesh."""
+"""The device of a rank, and its number in a mesh."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dsgraph.ranks.local_rank import local_rank
 
 
 def join_ranks() -> None:
-    """Joins the process group that a launcher has named."""
+    """Join the process group that a launcher has named."""
     if not dist.is_initialized() and "RANK" in os.environ:
         dist.init_process_group()
 
@@ -27,7 +27,7 @@ def device_of_rank() -> torch.device:
 
 
 def place_in(mesh: DeviceMesh) -> int:
-    """This rank's number in the mesh, row by row."""
+    """Return this rank's number in the mesh, row by row."""
     place = 0
     for dim in range(mesh.ndim):
         place = place * mesh.size(dim) + mesh.get_local_rank(dim)

@@ -38,10 +38,10 @@ class TrainingState:
         loader: Loader of the training data; None without data.
         layer_drop: Leaves out blocks in training; None if the configuration does not ask for it.
         quantized: Quantizes weights in training; None if the configuration does not ask for it.
-        shared: The ranks that share a model which its own code has sliced; None without `mpu`.
+        shared: The ranks that share a model which its own code has made tensor-parallel; None without `mpu`.
         loss_groups: Names of the process groups whose ranks compute losses of their own.
         boundary: Says whether the running micro-batch is the last one of its step; None: the counts say it.
-        loss_scale: What the loss is multiplied by.
+        loss_scale: The factor of the loss.
         counts: Micro-batches and steps so far.
         norm: Global gradient norm of the last step before clipping; None if nothing asked for it.
         was_skipped: True if the last step updated nothing, since gradients were not finite.

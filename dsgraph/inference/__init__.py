@@ -1,1 +1,1 @@
-"""Generation with a static cache and compiled graphs, and weights of few bits."""
+"""Generation with a static cache and compiled graphs, and quantized weights."""

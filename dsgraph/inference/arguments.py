@@ -16,7 +16,7 @@ DEFAULTS: Mapping[str, Any] = MappingProxyType(
         **{"replace_with_kernel_inject": True, "options": None, "verify": True},
     }
 )
-"""What holds where nothing is said."""
+"""The default of each argument."""
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 _SAME = {
@@ -48,15 +48,15 @@ _REFUSED = {
 
 
 def merged(own: Mapping[str, Any], config: Mapping[str, Any] | None, others: Mapping[str, Any]) -> dict[str, Any]:
-    """What the arguments say together, under our names.
+    """Return all arguments, under the names of `init_inference`.
 
     Args:
-        own: Name -> what was given, all of `DEFAULTS`.
+        own: Name -> given value, for all of `DEFAULTS`.
         config: DeepSpeed's dict; None: there is none.
         others: Arguments with other names.
 
     Raises:
-        InferenceError: Two say the same, or one is not known.
+        InferenceError: Two set the same argument, or one is unknown.
     """
     if config is not None and not isinstance(config, Mapping):
         raise InferenceError(f"init_inference: config is {config!r}; it takes a dict of arguments")

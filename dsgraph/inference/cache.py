@@ -17,15 +17,15 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from .slicing_ranks import SlicingRanks
 
 CACHE_NAMES = ("cache", "past_key_values")
-"""What transformers calls a cache, as an argument and in outputs: from 5.24 on, and before."""
+"""Names of a cache in transformers, as an argument and in outputs: from 5.24 on, and before."""
 
 _fields = {field.name for field in dataclasses.fields(CausalLMOutputWithPast)}
 CACHE_NAME = next(name for name in CACHE_NAMES if name in _fields)
-"""That of `CACHE_NAMES` which the installed transformers uses."""
+"""The one of `CACHE_NAMES` that the installed transformers uses."""
 
 
 class RewindableCache(StaticCache):
-    """transformers' static cache, which keeps its memory and drops what the padding of a prompt wrote.
+    """A static cache of transformers that keeps its memory and drops the entries of a prompt's padding.
 
     Every layer keeps all positions, also with a sliding window: the mask hides positions outside the window, and a
     padded prompt cannot push tokens out of it.
@@ -38,17 +38,17 @@ class RewindableCache(StaticCache):
     filled: int = 0
 
     def rewind(self, length: int) -> None:
-        """Lets the first `length` positions count; what stands behind them is written over before it is read."""
+        """Keep the first `length` positions; later ones are overwritten before they are read."""
         for layer in self.layers:
             layer.cumulative_length.fill_(length)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Reorders the rows of the batch in place, so that compiled graphs find the same memory."""
+        """Reorder the rows of the batch in place, so that compiled graphs find the same memory."""
         for memory in self.memory():
             memory.copy_(memory.index_select(0, beam_idx))
 
     def memory(self) -> list[Tensor]:
-        """Keys and values as this rank holds them, layer by layer."""
+        """Return keys and values as this rank holds them, layer by layer."""
         return [tensor for layer in self.layers for tensor in _held(layer)]
 
 
@@ -59,11 +59,11 @@ def _held(layer: Any) -> tuple[Tensor, Tensor]:
 
 
 class EncoderDecoderMemory(EncoderDecoderCache):
-    """Static caches of a decoder: of its own tokens, and of what the encoder gave.
+    """Static caches of a decoder: of its own tokens, and of the encoder's output.
 
     Attributes:
-        self_attention_cache: Of the decoder's own tokens.
-        cross_attention_cache: Of the encoder's hidden states.
+        self_attention_cache: The cache of the decoder's own tokens.
+        cross_attention_cache: The cache of the encoder's hidden states.
         filled: Decoder tokens per row that the call which owns the cache has written.
         of_encoder: Arguments of the forward that mask the encoder's positions.
     """
@@ -74,19 +74,19 @@ class EncoderDecoderMemory(EncoderDecoderCache):
     of_encoder: dict[str, Any]
 
     def rewind(self, length: int) -> None:
-        """Lets the first `length` tokens of the decoder count; 0: what the encoder gave is written anew as well."""
+        """Keep the first `length` tokens of the decoder; 0: the encoder's part is written again as well."""
         self.self_attention_cache.rewind(length)
         if length == 0:
             self.cross_attention_cache.rewind(0)
             self.is_updated = dict.fromkeys(self.is_updated, False)
 
     def memory(self) -> list[Tensor]:
-        """Keys and values of both."""
+        """Return keys and values of both caches."""
         return self.self_attention_cache.memory() + self.cross_attention_cache.memory()
 
 
 class FullLayer(StaticLayer):
-    """transformers' static layer, whose memory is an input of graphs, so that one graph serves every cache."""
+    """A static layer of transformers whose memory is an input of graphs, so that one graph serves every cache."""
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Allocate keys and values for the rows, heads and widths of `key_states` and `value_states`."""
@@ -101,28 +101,28 @@ class FullLayer(StaticLayer):
 
 
 class SlicedLayer(StaticLayer):
-    """A layer of which this rank holds its heads; the model's code writes and reads those of all.
+    """A tensor-parallel layer of a cache: this rank holds its heads; the model's code writes and reads all heads.
 
     Attributes:
         own_keys: (rows, heads / ranks, positions, width).
-        own_values: Likewise.
+        own_values: (rows, heads / ranks, positions, width).
     """
 
     own_keys: Tensor
     own_values: Tensor
 
     def __init__(self, max_cache_len: int, ranks: SlicingRanks) -> None:
-        """An empty one.
+        """Create an empty layer.
 
         Args:
             max_cache_len: Positions.
-            ranks: Those that share the heads.
+            ranks: The ranks that share the heads.
         """
         self._ranks = ranks
         super().__init__(max_cache_len)
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Takes memory for this rank's heads, of which there are as many as in `key_states`."""
+        """Allocate memory for this rank's heads, of which there are as many as in `key_states`."""
         plain: Any = FullLayer(self.max_cache_len)
         plain.lazy_initialization(key_states, value_states)
         self.own_keys, self.own_values = plain.keys, plain.values
@@ -131,7 +131,7 @@ class SlicedLayer(StaticLayer):
         self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Writes keys and values of all heads behind those that count; gives those of all heads and positions."""
+        """Append keys and values of all heads; return those of all heads and positions."""
         count = key_states.shape[-2]
         positions = torch.arange(count, device=self.device) + self.cumulative_length
         self.cumulative_length.add_(count)
@@ -144,7 +144,7 @@ class SlicedLayer(StaticLayer):
 
     @property
     def keys(self) -> Tensor:
-        """Those of all heads, which T5 reads where it attends to what was encoded before."""
+        """The keys of all heads, which T5 reads to attend to the encoder's output."""
         return self._all_heads(self.own_keys)
 
     @keys.setter
@@ -153,7 +153,7 @@ class SlicedLayer(StaticLayer):
 
     @property
     def values(self) -> Tensor:
-        """Likewise."""
+        """The values of all heads."""
         return self._all_heads(self.own_values)
 
     @values.setter
@@ -175,15 +175,15 @@ def new_cache(
     device: torch.device,
     ranks: SlicingRanks | None,
 ) -> RewindableCache:
-    """A cache of zeros for a decoder.
+    """Return a cache of zeros for a decoder.
 
     Args:
         config: The model's.
-        rows: Sequences at once.
+        rows: Number of sequences.
         max_tokens: Positions of each.
         dtype: Of keys and values.
-        device: Where they lie.
-        ranks: Those that share the heads; None: this one holds all.
+        device: Their device.
+        ranks: The ranks that share the heads; None: this one holds all.
     """
     text: Any = config.get_text_config(decoder=True)
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads

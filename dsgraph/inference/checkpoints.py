@@ -1,4 +1,4 @@
-"""Reads the weights of a model from a folder, one at a time; of ranks that share it each reads its slices."""
+"""Reading of a model's weights from a folder, one at a time; each tensor-parallel rank reads only its slices."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ def load_weights(
     device: torch.device,
     ranks: SlicingRanks | None,
 ) -> None:
-    """Reads the weights of a model into it, one at a time; one on the meta device gets memory for what it holds.
+    """Read the weights of a model into it, one at a time; a model on the meta device gets memory.
 
     Args:
-        model: Sliced already, if it is to be.
-        source: Where they are read from.
-        folder: That of the source, for messages.
-        dtype: Of floating-point weights; None: as they were saved.
-        device: Where they go.
-        ranks: Those that share the model.
+        model: The model, already tensor-parallel if it shall be.
+        source: The source of the weights.
+        folder: The folder of the source, for messages.
+        dtype: Dtype of floating-point weights; None: as they were saved.
+        device: The device of the weights.
+        ranks: The ranks that share the model.
 
     Raises:
         InferenceError: As `find_weights`; no weight was changed.
@@ -59,8 +59,8 @@ def from_transformers(model: Any, folder: Path) -> Any:
     """Return a new model with the weights of a folder, read by transformers, which also maps renamed weights.
 
     Args:
-        model: Gives class and configuration; it is not changed.
-        folder: As `save_pretrained` writes it.
+        model: A model of the wanted class and configuration; it is not changed.
+        folder: A folder as `save_pretrained` writes it.
 
     Raises:
         InferenceError: A file is damaged or missing, or weights are missing or have other shapes.
@@ -86,13 +86,13 @@ def from_transformers(model: Any, folder: Path) -> Any:
 
 
 def find_weights(model: nn.Module, source: WeightSource, *, folder: Path, ranks: SlicingRanks | None) -> dict[str, str]:
-    """First name of each weight -> the name under which the source has it. The model is only looked at.
+    """Return first name of each weight -> its name in the source. The model is not changed.
 
     Args:
-        model: Sliced, or not yet.
-        source: Where weights should be.
-        folder: That of the source, for messages.
-        ranks: Those among which the model is sliced; None: it is not.
+        model: The model, tensor-parallel or not yet.
+        source: The source of the weights.
+        folder: The folder of the source, for messages.
+        ranks: The ranks that share a tensor-parallel model; None: it is not tensor-parallel.
 
     Raises:
         InferenceError: A weight is missing or has another shape, or nothing fills a buffer on the meta device.
@@ -107,12 +107,12 @@ def find_weights(model: nn.Module, source: WeightSource, *, folder: Path, ranks:
 
 
 def prefix_of(model: nn.Module) -> str:
-    """Of names of a model with a head, such as "transformer."; see `find`."""
+    """Return the prefix of weight names of a model with a head, such as "transformer."; see `find`."""
     return f"{getattr(model, 'base_model_prefix', '')}."
 
 
 def names_of_weights(model: nn.Module) -> dict[str, list[str]]:
-    """First name of each weight -> all names that share it."""
+    """Return first name of each weight -> all names that share it."""
     firsts: dict[int, str] = {}
     found: dict[str, list[str]] = {}
     pairs = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
@@ -122,7 +122,7 @@ def names_of_weights(model: nn.Module) -> dict[str, list[str]]:
 
 
 def _slices(model: nn.Module) -> dict[str, Slice]:
-    """How weights and buffers are sliced, by name."""
+    """Return the slices of weights and buffers, by name."""
     plan = getattr(model, "tensor_plan", None)
     parameters = dict(model.named_parameters())  # a plan names weights and biases of layers of few bits as well
     found = {name: held for name, held in plan.slices.items() if name in parameters} if plan is not None else {}
@@ -133,20 +133,20 @@ def _slices(model: nn.Module) -> dict[str, Slice]:
 
 
 def _full(value: Tensor, held: Slice | None, count: int) -> tuple[int, ...]:
-    """The shape of all ranks' slices."""
+    """Return the shape of all ranks' slices."""
     if held is None or isinstance(value, DTensor):
         return tuple(value.shape)
     return tuple(size * count if dim == held.dim else size for dim, size in enumerate(value.shape))
 
 
 def _float32(model: nn.Module) -> set[str]:
-    """Scales and minima, with which weights were rounded."""
+    """Return the names of scales and minima of quantized weights, which stay float32."""
     layers = [name for name, layer in model.named_modules() if isinstance(layer, QuantizedLinear)]
     return {f"{name}.{key}" for name in layers for key in ("scale", "least")}
 
 
 def _wanted(model: nn.Module) -> dict[str, Tensor]:
-    """The weights, and the buffers that checkpoints hold, by first name."""
+    """Return the weights, and the buffers that checkpoints contain, by first name."""
     saved = model.state_dict(keep_vars=True)
     return {
         **dict(model.named_parameters()),
@@ -155,7 +155,7 @@ def _wanted(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _put(model: nn.Module, names: list[str], value: Tensor, own: Tensor) -> None:
-    """Puts a weight in the place of another, wherever that is held."""
+    """Replace a weight by another, in all modules that hold it."""
     made: Any = own
     if isinstance(value, DTensor):
         made = DTensor.from_local(
@@ -170,7 +170,7 @@ def _put(model: nn.Module, names: list[str], value: Tensor, own: Tensor) -> None
 
 
 def _fill_other_buffers(model: Any, device: torch.device) -> None:
-    """Gives the buffers that no checkpoint holds, such as rotary frequencies, what the model gives them."""
+    """Give the buffers that no checkpoint contains, such as rotary frequencies, the values that the model computes."""
     for module, lost in _other_buffers(model):
         for key in lost:
             module._buffers[key] = torch.empty_like(module._buffers[key], device=device)
@@ -179,10 +179,10 @@ def _fill_other_buffers(model: Any, device: torch.device) -> None:
 
 
 def _other_buffers(model: nn.Module) -> list[tuple[Any, list[str]]]:
-    """Modules with buffers on the meta device that no checkpoint holds, and these buffers' names.
+    """Return modules with buffers on the meta device that no checkpoint contains, and these buffers' names.
 
     Raises:
-        InferenceError: Nothing fills them.
+        InferenceError: The model has no way to fill them.
     """
     found: list[tuple[Any, list[str]]] = []
     for name, module in model.named_modules():

@@ -20,11 +20,11 @@ from .padding import mask_of_all
 
 
 class EncoderDecoderEngine(InferenceEngine):
-    """What `init_inference` returns for an encoder and a decoder.
+    """The engine of a model with an encoder and a decoder.
 
     transformers' `generate` calls the encoder once, which is a graph for each padded length, then the decoder. The
-    decoder's first call writes keys and values of what was encoded into a cache of their own. `max_tokens` holds for
-    what is encoded and for what is generated, apart.
+    decoder's first call writes keys and values of the encoder's output into a separate cache. `max_tokens` limits
+    encoder input and generated tokens separately.
     """
 
     _prefix = "decoder_"
@@ -45,11 +45,11 @@ class EncoderDecoderEngine(InferenceEngine):
             attention_mask: (rows, length): 0 where a token is padding. None: none is.
             decoder_input_ids: (rows, length of the decoder), of at most `max_tokens` tokens. None: they are made of the
                 labels.
-            labels: (rows, length of the decoder): tokens for the loss, -100 where none counts. None: no loss.
+            labels: (rows, length of the decoder): tokens for the loss, -100 for ignored positions. None: no loss.
             **others: `use_cache=False`, `return_dict=True`, and arguments that are None.
 
         Returns:
-            `logits` (rows, length of the decoder, words) of the model, and `loss` where there are labels.
+            `logits` (rows, length of the decoder, vocabulary) of the model, and `loss` if labels are given.
 
         Raises:
             InferenceError: The sequences are too long, the decoder has none, or an argument is not supported.
@@ -110,7 +110,7 @@ class EncoderDecoderEngine(InferenceEngine):
         decoder_attention_mask: Tensor | dict[str, Tensor] | None = None,
         **others: Any,
     ) -> Any:
-        """The forward that `generate` calls: the decoder's first tokens, then one token a row."""
+        """Return the output of a forward that `generate` calls: the decoder's first tokens, then one token a row."""
         cache = others.pop(CACHE_NAME, None)
         given: dict[str, Any] = {
             **{"decoder_input_ids": decoder_input_ids, "encoder_outputs": encoder_outputs},
@@ -138,5 +138,5 @@ class EncoderDecoderEngine(InferenceEngine):
         return EncoderDecoderMemory(super()._new_cache(rows), super()._new_cache(rows))
 
     def _padded(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """A decoder begins with one token, mostly, which is not padded."""
+        """Return the padded arguments; the one token with which a decoder usually begins is not padded."""
         return dict(given) if given["decoder_input_ids"].shape[1] == 1 else super()._padded(given)

@@ -18,18 +18,18 @@ _OF_TOKENS = ("token_type_ids", "position_ids")
 
 
 class EncoderEngine(InferenceEngine):
-    """What `init_inference` returns for an encoder: `engine(input_ids)` runs one graph for each padded length."""
+    """The engine of an encoder: `engine(input_ids)` runs one graph for each padded length."""
 
     def __init__(
         self, module: Any, *, max_tokens: int, options: Mapping[str, Any], ranks: SlicingRanks | None = None
     ) -> None:
-        """Computes one token and two, to learn which of the outputs have one entry a token; compiles nothing yet.
+        """Run one token and two, to find the outputs that have one entry a token; nothing is compiled yet.
 
         Args:
             module: An encoder of transformers, in `eval()`.
-            max_tokens: Of a sequence.
-            options: Of the backend.
-            ranks: Those that share each layer of `module`; None: this one has all of it.
+            max_tokens: Largest number of tokens of a sequence.
+            options: Options of the backend.
+            ranks: The ranks that share each layer of `module`; None: this one has all of it.
         """
         super().__init__(module, max_tokens=max_tokens, options=options, ranks=ranks)
         self._made, self._lengthwise = _dimensions(module)
@@ -37,7 +37,7 @@ class EncoderEngine(InferenceEngine):
     def __call__(  # type: ignore[override]  # token types and positions are among the others
         self, input_ids: Tensor, attention_mask: Tensor | None = None, **others: Any
     ) -> Any:
-        """What the model returns for whole sequences, which are padded to a bucket and cut off behind.
+        """Return the model's output for whole sequences; the graph pads them to a bucket, and the padding is removed.
 
         Args:
             input_ids: (rows, length), of at most `max_tokens` tokens.
@@ -80,7 +80,7 @@ class EncoderEngine(InferenceEngine):
 
 
 def _dimensions(module: Any) -> tuple[type[Any], dict[str, int]]:
-    """The type of outputs, and for each that has an entry a token: in which dimension."""
+    """Return the type of outputs, and the dimension of tokens of each output that has an entry a token."""
     (device,) = {param.device for param in module.parameters()}
     with torch.no_grad():
         one, two = (module(torch.ones(1, length, dtype=torch.long, device=device)) for length in (1, 2))

@@ -41,8 +41,8 @@ class InferenceEngine(ModelAttributes):
     `generate` owns a key-value cache, which it takes from a pool, so that threads may call an engine at once; their
     graphs run in turn. Where ranks share the layers, whole calls wait for each other, in the same order on each rank.
 
-    A forward that brings other arguments than the next token, such as the second one of `guidance_scale`, is computed
-    by the model itself, uncompiled; the report counts these.
+    A forward with other arguments than the next token, such as the second one of `guidance_scale`, is computed by the
+    model itself, uncompiled; the report counts these.
 
     Attributes:
         module: The model.
@@ -50,9 +50,9 @@ class InferenceEngine(ModelAttributes):
     """
 
     _prefix = ""
-    """What stands before the names of the arguments that are tokens to go on from."""
+    """Prefix of the names of the arguments that hold the tokens to continue from."""
     _outputs: type[Any] = CausalLMOutputWithPast
-    """What transformers' `generate` takes from a forward."""
+    """The type of output that transformers' `generate` expects from a forward."""
 
     def __init__(
         self, module: Any, *, max_tokens: int, options: Mapping[str, Any], ranks: SlicingRanks | None = None
@@ -60,10 +60,10 @@ class InferenceEngine(ModelAttributes):
         """Create the engine; graphs are compiled on first use.
 
         Args:
-            module: Of transformers, in `eval()`: a causal one; subclasses take others.
-            max_tokens: Positions of the cache.
-            options: Of the backend.
-            ranks: Those that share each layer of `module`; None: this one has all of it.
+            module: A causal model of transformers, in `eval()`; subclasses support others.
+            max_tokens: Number of positions of the cache.
+            options: Options of the backend.
+            ranks: The ranks that share each layer of `module`; None: this one has all of it.
         """
         self.module = module
         self.max_tokens = max_tokens
@@ -88,12 +88,12 @@ class InferenceEngine(ModelAttributes):
         Args:
             input_ids: (rows, length), of at most `max_tokens` tokens.
             attention_mask: (rows, length): 0 where a token is padding. None: none is.
-            position_ids: (rows, length). None: those that the model gives tokens without them.
-            labels: (rows, length): tokens for the loss, -100 where none counts. None: no loss is computed.
+            position_ids: (rows, length). None: the model's default.
+            labels: (rows, length): tokens for the loss, -100 for ignored positions. None: no loss is computed.
             **others: `use_cache=False`, `return_dict=True`, and arguments that are None.
 
         Returns:
-            The model's output, with `logits` (rows, length, words), and with `loss` if labels are given.
+            The model's output, with `logits` (rows, length, vocabulary), and with `loss` if labels are given.
 
         Raises:
             InferenceError: The sequences are too long, or an argument is not supported.
@@ -141,7 +141,7 @@ class InferenceEngine(ModelAttributes):
         return found
 
     def report(self) -> InferenceReport:
-        """Compiles, calls and tokens a second so far, and what the weights became."""
+        """Return the compiles, calls and tokens per second so far, and how the weights are stored."""
         quantization = getattr(self.module, "quantization", None)
         counts = {kind: copy.copy(of_kind) for kind, of_kind in self._graphs.counts.items()}
         return InferenceReport(
@@ -185,7 +185,7 @@ class InferenceEngine(ModelAttributes):
         return found
 
     def _drawn_from(self, input_ids: Tensor, arguments: Mapping[str, Any], config: Any) -> dict[str, Any]:
-        """What decides which tokens are generated."""
+        """Return everything that determines the generated tokens."""
         found = {"input_ids": input_ids, **arguments, "generation_config": config.to_dict()}
         if arguments.get("do_sample", config.do_sample):
             is_cuda = input_ids.is_cuda
@@ -193,7 +193,7 @@ class InferenceEngine(ModelAttributes):
         return found
 
     def _with_own_forward(self, module: Any) -> Any:
-        """A shallow copy, which shares all parts and parameters. So the user's model keeps its forward."""
+        """Return a shallow copy, which shares all parts and parameters, so that the user's model keeps its forward."""
 
         @functools.wraps(module.forward)  # transformers reads the names of its arguments
         def forward(*args: Any, **kwargs: Any) -> Any:
@@ -204,7 +204,7 @@ class InferenceEngine(ModelAttributes):
         return serving
 
     def _prompt_length(self, input_ids: Tensor, arguments: Mapping[str, Any]) -> int:
-        """Tokens of the cache that are filled ahead of the first generated one."""
+        """Return the number of tokens in the cache before the first generated one."""
         del arguments
         return input_ids.shape[1]
 
@@ -215,7 +215,7 @@ class InferenceEngine(ModelAttributes):
         position_ids: Tensor | None = None,
         **others: Any,
     ) -> Any:
-        """The forward that `generate` calls: a prompt first, then one token a row."""
+        """Return the output of a forward that `generate` calls: a prompt first, then one token a row."""
         cache = others.pop(CACHE_NAME, None)
         given: dict[str, Any] = {
             "input_ids": input_ids,
@@ -262,7 +262,7 @@ class InferenceEngine(ModelAttributes):
             raise InferenceError(f"generate: more than max_tokens={self.max_tokens}: give init_inference a larger one")
 
     def _step(self, given: dict[str, Any], cache: Any) -> Any:
-        """Runs one of the two graphs: of a prompt, if there was none yet, or of one token a row."""
+        """Run one of the two graphs: that of a prompt, if there was none yet, or that of one token a row."""
         rows, length = given[f"{self._prefix}input_ids"].shape
         if cache.filled:
             logits = self._graphs.run("decode", {**given, CACHE_NAME: cache}, tokens=rows)
@@ -275,7 +275,7 @@ class InferenceEngine(ModelAttributes):
         return self._outputs(**{"logits": logits, CACHE_NAME: cache})
 
     def _padded(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Pads a prompt on its right. Padding sees what the last token sees; the last token does not see padding."""
+        """Pad a prompt on its right. Padding sees what the last token sees; the last token does not see padding."""
         ids, mask = (given[self._prefix + name] for name in ("input_ids", "attention_mask"))
         behind = self._bucket(ids.shape[1]) - ids.shape[1]
         found = {
@@ -289,7 +289,7 @@ class InferenceEngine(ModelAttributes):
         return found
 
     def _behind(self, whole: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Pads tensors (rows, length) with zeros to a bucket."""
+        """Pad tensors (rows, length) with zeros to a bucket."""
         return {
             name: functional.pad(value, (0, self._bucket(value.shape[1]) - value.shape[1]))
             for name, value in whole.items()

@@ -1,4 +1,4 @@
-"""The compiled graphs of an engine: what is encoded, prompts, single tokens, and whole sequences without a cache."""
+"""The compiled graphs of an engine: encoder inputs, prompts, single tokens, and whole sequences without a cache."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from .inference_report import Counts
 
 
 class Graphs:
-    """Compiles a model's forward for each kind of call, and counts.
+    """The compiled forwards of a model, one for each kind of call, with counts.
 
     Attributes:
         counts: Calls by kind: "encode", "prompt", "decode", "forward", and "uncompiled" for calls without a graph.
     """
 
     def __init__(self, model: Any, options: Mapping[str, Any]) -> None:
-        """Compiles nothing yet.
+        """Create the graphs; nothing is compiled yet.
 
         Args:
-            model: Of transformers.
-            options: Of the backend.
+            model: A model of transformers.
+            options: Options of the backend.
         """
         self._model = model
         self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
@@ -58,8 +58,8 @@ class Graphs:
 
         Args:
             kind: One of `counts`.
-            *arguments: Of the method of that name.
-            tokens: What counts for tokens a second.
+            *arguments: Arguments of the method of that name.
+            tokens: Number of tokens, for the tokens per second.
 
         Raises:
             InferenceError: The model's forward cannot be captured as one graph.
@@ -105,21 +105,21 @@ class Graphs:
         return found
 
     def _encode(self, given: dict[str, Any]) -> Tensor:
-        """Hidden states (rows, length, width) of an encoder whose decoder generates."""
+        """Return hidden states (rows, length, width) of an encoder whose decoder generates."""
         return self._model.get_encoder()(**given).last_hidden_state
 
     def _prompt(self, given: dict[str, Any], last: Tensor) -> Tensor:
-        """Logits (rows, 1, words) behind position `last`, an index (1,)."""
+        """Return logits (rows, 1, vocabulary) after position `last`, an index (1,)."""
         if self._keeps_logits:
             return self._model(**given, use_cache=True, logits_to_keep=last).logits
         return self._model(**given, use_cache=True).logits[:, last]
 
     def _decode(self, given: dict[str, Any]) -> Tensor:
-        """Logits (rows, 1, words) behind one token a row."""
+        """Return logits (rows, 1, vocabulary) after one token a row."""
         return self._model(**given, use_cache=True).logits
 
     def _forward(self, given: dict[str, Any]) -> dict[str, Tensor]:
-        """The tensors that the model returns for whole sequences, by name."""
+        """Return the tensors that the model returns for whole sequences, by name."""
         found = self._model(**given)
         return {name: found[name] for name in found.keys() if isinstance(found[name], Tensor)}  # noqa: SIM118
 

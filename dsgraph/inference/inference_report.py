@@ -1,4 +1,4 @@
-"""What an inference engine tells of its graphs and its speed."""
+"""The report of an inference engine about its graphs and its speed."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ class Counts:
     Attributes:
         compiles: Graphs that were compiled.
         calls: Calls of these graphs.
-        tokens: Tokens that calls without a compile computed, rows of the batch counted, padding not.
-        seconds: What these calls took.
+        tokens: Tokens computed by calls without a compile, over all rows of the batch, without padding.
+        seconds: Time of these calls.
     """
 
     compiles: int = 0
@@ -25,13 +25,13 @@ class Counts:
 
     @property
     def tokens_per_second(self) -> float:
-        """Of calls without a compile; 0 where there was none."""
+        """Tokens per second of calls without a compile; 0 if there was none."""
         return self.tokens / self.seconds if self.seconds else 0.0
 
 
 @dataclass(frozen=True)
 class InferenceReport:
-    """What an engine has done so far.
+    """The calls, memory and quantization of an engine.
 
     Attributes:
         prompt: Prompts of `generate`.
@@ -40,11 +40,11 @@ class InferenceReport:
         encode: Sequences that `generate` encodes, of models with encoder and decoder.
         uncompiled: Forwards that ran uncompiled in the model itself, such as the second one of
             `guidance_scale`.
-        buckets: Lengths to which prompts, and what is encoded, are padded.
+        buckets: Lengths to which prompts and encoder inputs are padded.
         cache_bytes: Bytes of keys and values, by rows of the batch; overlapping calls have a cache each.
-        quantization: Of the weights, with the error of each layer; None where they are as they were.
-        whole_weights: Of a quantised model, the weights that are not of few bits: name -> bytes, largest first.
-        turned_weights: Number of `Conv1D` whose weight is stored by columns, for skinny matmuls on a CPU.
+        quantization: Quantization of the weights, with the error of each layer; None without quantization.
+        whole_weights: The weights of a quantized model that are not quantized: name -> bytes, largest first.
+        turned_weights: Number of `Conv1D` layers whose weight is stored by columns, for skinny matmuls on a CPU.
     """
 
     prompt: Counts

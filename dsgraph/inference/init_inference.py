@@ -1,4 +1,4 @@
-"""`init_inference`: a model of transformers becomes an engine with compiled graphs."""
+"""`init_inference`: an engine with compiled graphs from a model of transformers."""
 
 from __future__ import annotations
 
@@ -54,28 +54,29 @@ def init_inference(
     verify: bool = True,
     **others: Any,
 ) -> InferenceEngine:
-    """Puts a model of transformers into an engine that generates with a static cache and compiled graphs, or encodes.
+    """Return an engine that generates with a static cache and compiled graphs, or encodes, for a transformers model.
 
     The model goes to `eval()`; `dtype`, `quantize`, `mp_size` and `checkpoint` may change it in place. On a CPU without
-    other ranks the weights of its `Conv1D`, unless of float16, move to new memory, in which they lie by columns.
+    other ranks the weights of its `Conv1D` layers, unless float16, are stored by columns in new memory.
 
     Args:
-        model: Of transformers, unmodified: a causal one whose layers keep keys and values, T5 or BERT; on the meta
-            device, if there is a checkpoint.
-        config: A dict of arguments, as DeepSpeed takes it; each may stand in it or beside it.
-        mp_size: Ranks that share each layer: all ranks of the run, which make the same calls of the engine.
+        model: An unmodified model of transformers: a causal one with a key-value cache, T5 or BERT; it may be on the
+            meta device if there is a checkpoint.
+        config: A dict of arguments, as in DeepSpeed; each may be given in it or as an argument.
+        mp_size: Number of ranks that share each layer: all ranks of the run, which make the same calls of the engine.
         dtype: torch.float32, torch.bfloat16 or torch.float16, or a name such as "fp16". None: that of the model, or of
             the checkpoint.
-        checkpoint: A folder of safetensors, transformers' own, sharded or not, or that of `save_quantized`; or of a
-            training engine's checkpoints. Ranks that share layers read their slices alone.
-        quantize: Weights of 8 or of 4 bits, see `dsgraph.quantize`, which takes more arguments.
-        max_tokens: Positions of the key-value cache: prompt and generated tokens together; of T5 each of both; of BERT
-            tokens of a sequence. Default: 1024, or as many as the model has positions, if these are fewer.
-        replace_with_kernel_inject: Whether dsgraph's kernels stand in for what the model spells out in small ops.
-        options: Of the backend, such as {"codegen": "eager"}, see `BackendOptions`.
+        checkpoint: A folder of safetensors from transformers, in one or several files, or from `save_quantized`; or of
+            a training engine's checkpoints. Ranks that share layers read only their slices.
+        quantize: "int8" or "int4" quantizes the weights, see `dsgraph.quantize`, which has more arguments.
+        max_tokens: Positions of the key-value cache: prompt and generated tokens together. For T5, the limit of encoder
+            input and generated tokens separately; for BERT, of a sequence. Default: 1024, or the model's number of
+            positions if that is less.
+        replace_with_kernel_inject: True replaces sequences of small ops by dsgraph's kernels.
+        options: Options of the backend, such as {"codegen": "eager"}, see `BackendOptions`.
         verify: Generate three tokens with the model and with the engine, and compare the logits, before the model is
             changed. Nothing is compiled for it. A model on the meta device is compared once it has weights, and not at
-            all where ranks share it.
+            all if ranks share it.
         **others: DeepSpeed's names: `tensor_parallel={"tp_size": n}` or `tp=` for mp_size, `max_out_tokens` for
             max_tokens, `kernel_inject` for replace_with_kernel_inject.
 
@@ -157,7 +158,7 @@ def _fill(
     device: torch.device,
     ranks: SlicingRanks | None,
 ) -> None:
-    """Reads a folder into a model, one weight at a time."""
+    """Read a folder into a model, one weight at a time."""
     rounding = None
     with ExitStack() as stack:
         source = open_source(folder, stack)
@@ -176,7 +177,7 @@ def _fill(
 
 
 def _few_bits(model: Any, folder: Path | None, quantized: Literal["int8", "int4"] | None) -> Quantization | None:
-    """Which layers have, or will have, few bits."""
+    """Return which layers are quantized, or will be."""
     own: Quantization | None = getattr(model, "quantization", None)
     if own is not None or (folder is not None and (folder / DESCRIPTION).exists()):
         return own if folder is None else read_description(model, folder)
@@ -189,7 +190,7 @@ def _few_bits(model: Any, folder: Path | None, quantized: Literal["int8", "int4"
 
 
 def _is_ours(folder: Path) -> bool:
-    """Whether a folder was written by `save_quantized` or a training engine."""
+    """Return whether a folder was written by `save_quantized` or a training engine."""
     return (folder / DESCRIPTION).exists() or engine_folder(folder) is not None
 
 
@@ -207,7 +208,7 @@ def _engine_type(model: Any) -> type[InferenceEngine]:
 
 
 def _device(model: nn.Module, folder: Path | None) -> torch.device:
-    """Where the model computes; that of one on the meta device is the current one."""
+    """Return the device on which the model computes; for a model on the meta device, the current one."""
     (device,) = {param.device for param in model.parameters()}
     if device.type != "meta":
         return device

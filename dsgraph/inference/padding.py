@@ -14,7 +14,7 @@ _LEAST_BUCKET = 32
 
 
 def buckets(max_tokens: int) -> tuple[int, ...]:
-    """Return powers of two up to `max_tokens`, which is the last."""
+    """Return the bucket lengths: powers of two up to `max_tokens`, which is the last."""
     found = []
     size = _LEAST_BUCKET
     while size < max_tokens:

@@ -1,4 +1,4 @@
-"""Which slices of a model's layers each rank holds: found on the captured model, then taken."""
+"""The slices of a model's layers on each rank: found on the captured model, then taken."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ _EXAMPLE = 8  # tokens
 
 
 def plan_layers(model: Any, ranks: SlicingRanks, few: Quantization | None) -> FoundSlices:
-    """How the parameters of a model can be sliced. Nothing is computed, no memory taken, and nothing changed.
+    """Return how the parameters of a model can be sliced.
 
     Args:
-        model: Of transformers.
-        ranks: Those that will share its layers.
-        few: Which layers have, or will have, few bits; None: none. Their weights are planned under the names
+        model: A model of transformers.
+        ranks: The ranks that will share its layers.
+        few: The layers that are, or will be, quantized; None: none. Their weights are planned under the names
             "<layer>.weight", as (out_features, in_features).
 
     Raises:
-        InferenceError: A layer of few bits cannot be shared.
+        InferenceError: A quantized layer cannot be shared.
     """
     twin: Any = copy.deepcopy(model, {id(each): each for each in (*model.parameters(), *model.buffers())}).eval()
     for name in few.errors if few is not None else ():
@@ -54,7 +54,7 @@ def plan_layers(model: Any, ranks: SlicingRanks, few: Quantization | None) -> Fo
 
 
 def _plain(layer: Any, model: nn.Module) -> nn.Linear:
-    """A linear layer of the same sizes without memory of its own."""
+    """Return a linear layer of the same sizes without memory of its own."""
     like = next(model.parameters())
     is_few = isinstance(layer, QuantizedLinear)
     shape = (layer.out_features, layer.in_features) if is_few else tuple(weight_of(layer).shape)
@@ -67,12 +67,12 @@ def _plain(layer: Any, model: nn.Module) -> nn.Linear:
 
 
 def slice_layers(model: nn.Module, ranks: SlicingRanks, found: FoundSlices) -> None:
-    """Leaves this rank its slices of the layers, in place; values of the first rank count.
+    """Replace the layers by this rank's slices, in place, with the values of the first rank.
 
     Args:
-        model: With the layers of few bits that were planned.
-        ranks: Those that share it.
-        found: What `plan_layers` gave.
+        model: The model, with the planned quantized layers.
+        ranks: The ranks that share it.
+        found: The result of `plan_layers`.
 
     Raises:
         PartitionError: A part of the model is not supported; nothing was changed.

@@ -20,39 +20,39 @@ class SlicingRanks:
     """Ranks that share each layer. All of them make the same calls of an engine, with the same arguments.
 
     Attributes:
-        mesh: They, of one dimension.
-        count: How many.
+        mesh: Their mesh, of one dimension.
+        count: Number of ranks.
         group: Name of their process group.
     """
 
     def __init__(self, mesh: DeviceMesh) -> None:
-        """Sends nothing.
+        """Create the group, without communication.
 
         Args:
-            mesh: Of one dimension.
+            mesh: A mesh of one dimension.
         """
         self.mesh, self.count = mesh, mesh.size()
         self.group = axis_group(mesh, 0).group_name
         self._agreement = Agreement.over(mesh)
 
     def confirm(self, would: str, arguments: Mapping[str, Any]) -> None:
-        """Compares what is given to a call, and the state from which random numbers are drawn.
+        """Compare the arguments of a call, and the state of the random number generator, between ranks.
 
         Args:
-            would: What ranks are about to do if they differ, for the message.
+            would: What the ranks would do if they differ, for the message.
             arguments: Name -> value.
 
         Raises:
-            RanksDisagreeError: They differ, or a rank did not come; all ranks raise.
+            RanksDisagreeError: They differ, or a rank did not arrive; all ranks raise.
         """
         self._agreement.confirm(would, [f"{name}: {_said(value)}" for name, value in arguments.items()])
 
 
 def all_ranks(count: int, device: torch.device) -> SlicingRanks:
-    """The ranks of this run, which are to be `count`.
+    """Return the ranks of this run, which must be `count`.
 
     Raises:
-        InferenceError: There are others, or none that could talk.
+        InferenceError: Their number differs, or there is no process group.
     """
     if not dist.is_available() or not dist.is_initialized():
         raise InferenceError(
@@ -67,7 +67,7 @@ def all_ranks(count: int, device: torch.device) -> SlicingRanks:
 
 
 def _said(value: Any) -> str:
-    """Equal for equal arguments, also of other processes."""
+    """Return a text that is equal for equal arguments, also in other processes."""
     if isinstance(value, Tensor):
         content = value.detach().cpu().contiguous().view(torch.uint8) if value.numel() else value.cpu()
         return f"{value.dtype} {list(value.shape)} {hashlib.sha256(content.numpy().tobytes()).hexdigest()[:16]}"

@@ -1,4 +1,4 @@
-"""How weights lie in memory while an engine generates."""
+"""Memory layouts of weights for generation."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from torch import nn
 
 
 def turn_weights(model: nn.Module) -> None:
-    """Lays out the weights of transformers' `Conv1D` by columns, so that each output's numbers are neighbours.
+    """Store the weights of transformers' `Conv1D` layers by columns, so that each output's numbers are neighbours.
 
-    Their shapes, numbers and names stay. A skinny matmul then reads them as those of `nn.Linear`. One weight is
-    in memory twice at a time. Those of float16, which no such product reads, stay as they are.
+    Shapes, values and names do not change. A skinny matmul then reads them as those of `nn.Linear`. One weight at a
+    time is in memory twice. Float16 weights, which skinny matmuls do not use, are not changed.
     """
     for module in _of_columns(model):
         if module.weight.dtype == torch.float16:
@@ -22,7 +22,7 @@ def turn_weights(model: nn.Module) -> None:
 
 
 def turned_weights(model: nn.Module) -> int:
-    """How many weights lie as `turn_weights` leaves them."""
+    """Return the number of weights that are stored as by `turn_weights`."""
     return sum(module.weight.t().is_contiguous() for module in _of_columns(model))
 
 

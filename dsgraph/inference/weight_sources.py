@@ -1,4 +1,4 @@
-"""Where weights are read from, whole or a rank's slice: files of transformers, or a training engine's checkpoint."""
+"""Sources of weights, full or a rank's slice: files of transformers, or a training engine's checkpoint."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ _GATE = ".block_sparse_moe.gate.weight"
 
 @dataclass(frozen=True)
 class WeightSource:
-    """Where weights come from.
+    """A source of weights.
 
     Attributes:
         shapes: Name -> full shape.
-        read: Gives a weight, or this rank's slice of it, from name, slice, rank and number of ranks.
-        files: Name -> the file in which it is; empty: all are in one place.
+        read: Returns a weight, or this rank's slice of it, from name, slice, rank and number of ranks.
+        files: Name -> its file; empty if there is only one.
     """
 
     shapes: dict[str, tuple[int, ...]]
@@ -41,17 +41,17 @@ class WeightSource:
 
 
 def engine_folder(folder: Path) -> Path | None:
-    """The checkpoint of a training engine that a folder is, or the latest that it holds; None: neither."""
+    """Return the training engine's checkpoint that a folder is, or the latest that it contains; None for neither."""
     tag = find_tag(folder)
     path = folder if tag is None else folder / tag
     return path if (path / ABOUT).is_file() else None
 
 
 def open_source(folder: Path, stack: ExitStack) -> WeightSource:
-    """What a folder holds.
+    """Open the weights in a folder.
 
     Args:
-        folder: Of `*.safetensors`, or of a training engine's checkpoints.
+        folder: A folder of `*.safetensors`, or of a training engine's checkpoints.
         stack: Closes what is read.
 
     Raises:
@@ -66,18 +66,18 @@ def open_source(folder: Path, stack: ExitStack) -> WeightSource:
 
 
 def find(source: WeightSource, names: list[str], *, shape: tuple[int, ...], prefix: str, folder: Path) -> str:
-    """The name under which a source has a weight.
+    """Return the name of a weight in a source.
 
     Args:
-        source: Where it should be.
-        names: Those that it has in the model, the first one for messages.
-        shape: That of the model.
+        source: The source.
+        names: Its names in the model; messages use the first one.
+        shape: Its shape in the model.
         prefix: Of the names of a model with a head, such as "transformer."; files may be of the model without, or of
             one with another head.
         folder: For messages.
 
     Raises:
-        InferenceError: It is not there, or has another shape.
+        InferenceError: It is missing, or has another shape.
     """
     others = [name.removeprefix(prefix) if name.startswith(prefix) else prefix + name for name in names]
     there = next((each for each in (*names, *others) if each in source.shapes), None)
@@ -95,7 +95,7 @@ def find(source: WeightSource, names: list[str], *, shape: tuple[int, ...], pref
 
 
 class _Shards:
-    """Files of which one is open at a time."""
+    """Files of weights, of which one is open at a time."""
 
     def __init__(self, stack: ExitStack) -> None:
         self._open: tuple[Path, Any] | None = None
@@ -134,7 +134,7 @@ def _of_files(folder: Path, stack: ExitStack) -> WeightSource:
 
 
 def _with_experts(base: WeightSource) -> WeightSource:
-    """The same weights, also under names of Mixtral's layers, where files have those of single experts.
+    """Return a source that also has the names of Mixtral's layers, if the files contain single experts.
 
     gate_up_proj[e] = w1 of expert e above its w3        down_proj[e] = w2 of expert e
     """
@@ -178,7 +178,7 @@ def _expert_number(pieces: list[str]) -> int:
 
 
 def _check_pieces(base: WeightSource, experts: list[list[str]]) -> None:
-    """Sees whether the pieces of a layer's experts are there, all of one shape."""
+    """Check that the pieces of a layer's experts are all there, with one shape."""
     first = experts[0][0]
     for name in (piece for pieces in experts for piece in pieces):
         if name not in base.shapes:
@@ -195,7 +195,7 @@ def _stacked_shape(base: WeightSource, experts: list[list[str]]) -> tuple[int, .
 
 
 def _of_piece(held: Slice, pieces: int) -> Slice | None:
-    """How each piece of an expert's weight is sliced; None: slices do not follow pieces."""
+    """Return the slice of each piece of an expert's weight; None if slices do not follow pieces."""
     if held.dim > 1:
         return Slice(held.dim - 1, held.parts)
     return Slice(0) if held == Slice(1, pieces) else None

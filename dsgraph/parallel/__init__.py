@@ -1,1 +1,1 @@
-"""Parallelism of a model over ranks: what a layout of tensor, pipeline and data parallelism takes, by formulas."""
+"""Parallelism of a model over ranks, and the cost of tensor, pipeline and data parallel layouts by formulas."""

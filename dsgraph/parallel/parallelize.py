@@ -40,35 +40,35 @@ def parallelize(
     materialize: Materialize | None = None,
     options: Mapping[str, Any] | None = None,
 ) -> PipelinedModel:
-    """Divides an unmodified model over dp x tp x pp ranks: ZeRO, slices of operators, stages.
+    """Distribute an unmodified model over dp x tp x pp ranks: ZeRO, tensor parallelism, pipeline stages.
 
-    Every rank calls it with the same model. Neighbouring ranks share operators (tp), which sends most; then come the
-    ranks that share batches (dp); stages (pp) are farthest apart. A launcher that numbers ranks node by node so keeps
-    tensor slicing inside nodes and has stages across them.
+    Every rank calls it with the same model. Neighbouring ranks are tensor-parallel, which sends most; then come
+    data-parallel ranks; pipeline stages are farthest apart. A launcher that numbers ranks node by node thus keeps
+    tensor parallelism inside nodes and places stages on different nodes.
 
     Args:
-        model: On one device. What `pipeline` and, with `tp`, `tensor_parallel` take.
+        model: A model on one device that `pipeline` and, with `tp`, `tensor_parallel` support.
         example_inputs: Positional arguments of one micro-batch.
-        dp: Over how many ranks batches are divided.
-        tp: Over how many ranks operators are divided.
-        pp: Over how many ranks layers are divided.
-        zero_stage: How parameters are sharded over the `dp` ranks, 0 to 3.
-        microbatches: How many make a step; None: as many as stages.
+        dp: Number of data-parallel ranks.
+        tp: Number of tensor-parallel ranks.
+        pp: Number of pipeline ranks.
+        zero_stage: ZeRO stage over the `dp` ranks, 0 to 3.
+        microbatches: Number of micro-batches of a step; None: the number of stages.
         example_kwargs: Named arguments of one micro-batch.
         schedule: See `pipeline`.
         split: See `pipeline`.
         plan: See `tensor_parallel`.
         loss_fn: See `pipeline`.
         keep_whole_below: See `partition`.
-        materialize: See `pipeline`; with `tp` the model has to have values already.
+        materialize: See `pipeline`; with `tp` the model must have values already.
         options: See `pipeline`.
 
     Returns:
         This rank's part of the model: `step(...)` with this rank's batch, equal on all ranks but those of `dp`.
 
     Raises:
-        OptionError: The sizes do not make up the number of ranks, or an option does not fit.
-        PartitionError: A part of the model cannot be taken.
+        OptionError: dp x tp x pp is not the number of ranks, or an option does not fit.
+        PartitionError: A part of the model is not supported.
     """
     _check(dp=dp, tp=tp, pp=pp)
     devices = parameter_devices(model)

@@ -1,4 +1,4 @@
-"""From calibrations to the cost model, the same on every rank of a mesh."""
+"""The cost model from calibrations, the same on every rank of a mesh."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ DEFAULTS = "defaults"
 
 @dataclass(frozen=True)
 class KnownCosts:
-    """What the ranks of a mesh know of what time costs, the same on all of them.
+    """The cost data of a mesh, the same on all its ranks.
 
     Attributes:
         calibration: Of the first rank's host and device; None when there is none.
-        threads: On how many threads the first rank computes on a CPU.
+        threads: Number of threads on which the first rank computes on a CPU.
         hosts: Rank -> host. Ranks that do not exist have none.
     """
 
@@ -42,12 +42,12 @@ class KnownCosts:
 
     @staticmethod
     def of(agreement: Agreement, device_type: str) -> KnownCosts:
-        """Asks the first rank of an agreement. All its ranks call it.
+        """Return the costs that the first rank of an agreement knows. All its ranks call it.
 
-        A calibration that cannot be used is a warning of the first rank, and as good as none.
+        A calibration that cannot be used is ignored with a warning on the first rank.
 
         Raises:
-            RanksDisagreeError: A rank did not come in time.
+            RanksDisagreeError: A rank did not arrive in time.
         """
         leader = agreement.ranks[0]
         mine = {"host": host_name(), "threads": torch.get_num_threads(), "calibration": None}
@@ -63,7 +63,7 @@ class KnownCosts:
         )
 
     def model(self, mesh: DeviceMesh, axes: Sequence[MeshAxis]) -> CostModel | None:
-        """The cost model for a mesh: what is measured of the first rank's device and groups, defaults for the rest.
+        """Return the cost model for a mesh: measurements of the first rank's device and groups, else defaults.
 
         Args:
             mesh: The mesh.
@@ -80,7 +80,7 @@ class KnownCosts:
         return CostModel(self._device(record), tuple(axes), MappingProxyType(links), tiers)
 
     def describe(self, mesh: DeviceMesh, axes: Sequence[MeshAxis]) -> str:
-        """In one line, whether costs are measured, where and when; names the axes whose links are not."""
+        """Return one line that says if costs are measured, where and when, and names the axes whose links are not."""
         record = self.calibration
         if record is None:
             host = next(iter(self.hosts.values()))
@@ -107,26 +107,29 @@ class KnownCosts:
         return LinkTable(table.usual, tuple(sorted(kinds.items())))
 
     def _measured(self, record: CalibrationRecord, mesh: DeviceMesh, axis: MeshAxis) -> list[LinkRecord]:
-        """What was measured of the groups most like the axis's: same backend, within hosts or not, nearest in size."""
+        """Return the measurements of the groups most like the axis's: same backend, spread alike, nearest in size."""
         is_spread = self._is_spread(mesh, axis)
         alike = [link for link in record.links if link.backend == axis.backend and (link.hosts > 1) == is_spread]
         groups = sorted({link.group for link in alike}, key=lambda group: (_distance(group[1], axis.size), group))
         return [link for link in alike if link.group == groups[0]]
 
     def _is_spread(self, mesh: DeviceMesh, axis: MeshAxis) -> bool:
-        """Whether the first rank's group of an axis is spread over several hosts."""
+        """Return whether the first rank's group of an axis spans several hosts."""
         number = [found.group for found in mesh_axes(mesh)].index(axis.group)
         first_along = mesh.mesh.movedim(number, 0).flatten(1)[:, 0] if mesh.ndim > 1 else mesh.mesh
         return len({self.hosts[rank] for rank in first_along.tolist() if rank in self.hosts}) > 1
 
 
 def known_costs(agreement: Agreement, device_type: str) -> KnownCosts:
-    """What the ranks of an agreement know of a type of device. They learn it together, before their first compile."""
+    """Return the costs of a type of device that the ranks of an agreement know.
+
+    They exchange them before their first compile.
+    """
     return agreement.remember(f"costs of {device_type}", lambda: KnownCosts.of(agreement, device_type))
 
 
 def _own_calibration(device_type: str) -> str | None:
-    """This rank's calibration as text; None where there is none that can be used."""
+    """Return this rank's calibration as text; None if there is none that can be used."""
     try:
         record = load(host_name(), device_name(device_type))
     except CalibrationError as error:

@@ -1,4 +1,4 @@
-"""What a calibration says: plain data, written as JSON and read back without torch."""
+"""The record of a calibration: plain data, written as JSON and read back without torch."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ VERSION = 1
 
 @dataclass(frozen=True, slots=True)
 class LinkRecord:
-    """How one kind of collective does over one kind of group: n bytes sent take `latency_s + n / bytes_per_s`.
+    """The speed of one kind of collective over one kind of group: n bytes sent take `latency_s + n / bytes_per_s`.
 
     Attributes:
         backend: "gloo", "nccl", ...
-        ranks: How many the group has.
-        hosts: Over how many hosts they are spread.
+        ranks: Number of ranks of the group.
+        hosts: Number of hosts of these ranks.
         kind: Name of the op, without namespace and overload.
         latency_s: Seconds that a collective of no bytes takes, from its start to its end.
         bytes_per_s: Bytes that each rank sends a second.
-        error: By how much the seconds measured are off that line: the median, as a share of them.
+        error: Median relative deviation of the measured seconds from that line.
         samples: Bytes that each rank sent, and the seconds (a median) that it took the slowest rank.
         time: When it was measured, ISO 8601.
     """
@@ -46,7 +46,7 @@ class LinkRecord:
 
 @dataclass(frozen=True, slots=True)
 class CalibrationRecord:
-    """What one kind of device on one host can do, and the links between such devices.
+    """The measured speed of one kind of device on one host, and of the links between such devices.
 
     Attributes:
         format: FORMAT.
@@ -57,7 +57,7 @@ class CalibrationRecord:
         time: When the device was measured, ISO 8601.
         dsgraph: Version.
         torch: Version.
-        threads: On how many threads a rank computed, on a CPU; 0 elsewhere.
+        threads: Number of threads of a rank, on a CPU; 0 on other devices.
         flops_per_s: Dtype -> floating-point operations a second of a large matrix product.
         bytes_per_s: Bytes a second that a large copy reads and writes.
         kernel_s: Seconds of a kernel that does next to nothing.
@@ -80,15 +80,15 @@ class CalibrationRecord:
 
 
 def to_text(record: CalibrationRecord) -> str:
-    """A calibration as JSON."""
+    """Return a calibration as JSON."""
     return to_json_text(record)
 
 
 def from_text(text: str | bytes) -> CalibrationRecord:
-    """The calibration that a JSON text stands for.
+    """Return the calibration in a JSON text.
 
     Raises:
-        RecordError: It is not one, is of another version, or holds a figure that cannot be.
+        RecordError: It is not one, is of another version, or contains an impossible number.
     """
     head = from_json_text(HeadRecord, text)
     if head.format != FORMAT:
@@ -103,14 +103,14 @@ def from_text(text: str | bytes) -> CalibrationRecord:
 
 
 def merge(new: CalibrationRecord, old: CalibrationRecord | None) -> CalibrationRecord:
-    """`new`, with the links of `old` between groups that `new` has not measured."""
+    """Return `new`, with the links of `old` between groups that `new` has not measured."""
     measured = {link.group for link in new.links}
     kept = tuple(link for link in (old.links if old is not None else ()) if link.group not in measured)
     return replace(new, links=new.links + kept)
 
 
 def _figures(record: CalibrationRecord) -> Iterator[tuple[str, float, float]]:
-    """Name, value and least value of all that is measured."""
+    """Yield name, value and least value of all measurements."""
     least = 1e-12  # rates and times above nothing
     yield "bytes_per_s", record.bytes_per_s, least
     yield "kernel_s", record.kernel_s, 0.0

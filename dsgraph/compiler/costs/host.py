@@ -1,4 +1,4 @@
-"""What this machine and its devices are called, in calibrations."""
+"""Names of this machine and its devices in calibrations."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import torch
 
 
 def host_name() -> str:
-    """The name of this machine."""
+    """Return the name of this machine."""
     return socket.gethostname()
 
 
 def device_name(device_type: str) -> str:
-    """The name of this process's device of a type; of its processor for "cpu"."""
+    """Return the name of this process's device of a type; of its processor for "cpu"."""
     if device_type == "cpu":
         return _processor()
     module = torch.get_device_module(device_type)
@@ -24,7 +24,7 @@ def device_name(device_type: str) -> str:
 
 
 def _processor() -> str:
-    """The processor's model as Linux tells it, elsewhere as Python does."""
+    """Return the processor's model as Linux reports it, on other systems as Python does."""
     with suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text(errors="replace").splitlines():
             name, _, value = line.partition(":")

@@ -1,4 +1,4 @@
-"""Where calibrations lie: one file for each host and device, in the user's cache folder."""
+"""Storage of calibrations: one file for each host and device, in the user's cache folder."""
 
 from __future__ import annotations
 
@@ -15,11 +15,14 @@ _ADVICE = "measure anew with `dsgraph calibrate`, or delete it"
 
 
 class CalibrationError(Exception):
-    """A calibration cannot be read or written. The message names the file and says what to do."""
+    """A calibration that cannot be read or written.
+
+    Fix: the message names the file and what to do; `dsgraph calibrate` writes a new one.
+    """
 
 
 def folder() -> Path | None:
-    """`dsgraph/calibration` in XDG_CACHE_HOME or ~/.cache; None for a user who has neither."""
+    """Return `dsgraph/calibration` in XDG_CACHE_HOME or ~/.cache; None for a user who has neither."""
     chosen = Path(os.environ.get("XDG_CACHE_HOME", ""))
     if not chosen.is_absolute():  # which the XDG specification says to ignore
         try:
@@ -30,13 +33,13 @@ def folder() -> Path | None:
 
 
 def path_of(host: str, device: str) -> Path | None:
-    """The file of a host and device; None where there is no folder for it."""
+    """Return the file of a host and device; None where there is no folder for it."""
     place = folder()
     return None if place is None else place / f"{_word(host)}-{_word(device)}.json"
 
 
 def load(host: str, device: str) -> CalibrationRecord | None:
-    """The calibration of a host and device; None when there is none.
+    """Return the calibration of a host and device; None when there is none.
 
     Raises:
         CalibrationError: The file is damaged, of another version or cannot be read.
@@ -53,7 +56,7 @@ def load(host: str, device: str) -> CalibrationRecord | None:
 
 
 def load_all(host: str) -> list[CalibrationRecord]:
-    """The calibrations of all devices of a host.
+    """Return the calibrations of all devices of a host.
 
     Raises:
         CalibrationError: One of the files is damaged, of another version or cannot be read.
@@ -65,7 +68,7 @@ def load_all(host: str) -> list[CalibrationRecord]:
 
 
 def save(record: CalibrationRecord) -> Path:
-    """Writes a calibration in place of the one before, all at once; returns where it lies.
+    """Replace the earlier calibration atomically, and return the path of the file.
 
     Raises:
         CalibrationError: It cannot be written.
@@ -94,5 +97,5 @@ def _read(path: Path) -> CalibrationRecord | None:
 
 
 def _word(name: str) -> str:
-    """A name as part of a file's name."""
+    """Return a name as part of a file's name."""
     return re.sub(r"[^A-Za-z0-9._]+", "_", name) or "_"

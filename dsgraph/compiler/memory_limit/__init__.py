@@ -1,1 +1,1 @@
-"""Where a `memory_limit` can be promised, and what it leaves."""
+"""`memory_limit`: when it can be promised, and how much memory it leaves."""

@@ -1,4 +1,4 @@
-"""How much of a device's memory a training step leaves, from a captured graph and the sizes of its inputs."""
+"""The memory that a training step leaves on a device, from a captured graph and the sizes of its inputs."""
 
 from __future__ import annotations
 
@@ -25,23 +25,22 @@ _PARAMETERS_ALIVE = 3
 
 
 def spare_bytes(gm: GraphModule, inputs: Sequence[Any], *, facts: CaptureFacts, module: nn.Module | None) -> int | None:
-    """What the memory limit leaves besides a step of training, if nothing that the graph gathers is kept.
+    """Return the memory that the limit leaves besides a training step, if no gathered parameter is kept.
 
-    The graph is run on fake tensors, and what plain autograd would save is added up. A compiled graph saves less, so
-    this is on the safe side; what a checkpoint region computes again, and other graphs of the model, are not known.
-    It is an estimate that a step can do without: whatever keeps the graph from running on fake tensors, nothing is
-    known.
+    The graph is run on fake tensors, and the bytes that plain autograd would save are added up. A compiled graph saves
+    less, so this is a safe estimate. It does not know what a checkpoint region recomputes, nor other graphs of the
+    model. The estimate is optional: if the graph cannot run on fake tensors, there is none.
 
     Args:
         gm: The captured graph.
         inputs: Its inputs.
-        facts: What is known of it.
-        module: Whose forward it is.
+        facts: The facts of the graph.
+        module: The module whose forward it is.
 
     Returns:
-        Bytes, 0 or more; None where nothing can be kept (no gathers in the graph, no gradients) or said: without a
-        limit, for a part of a model, for a graph that cannot run on fake tensors, as with sizes that only the data
-        decide.
+        Bytes, 0 or more. None if nothing can be kept (no gathers in the graph, no gradients), and if nothing is known:
+            without a limit, for a part of a model, for a graph that cannot run on fake tensors, as with data-dependent
+            sizes.
     """
     if facts.memory_limit is None or not torch.is_grad_enabled() or not _gathers(gm):
         return None
@@ -62,32 +61,32 @@ def spare_bytes(gm: GraphModule, inputs: Sequence[Any], *, facts: CaptureFacts, 
 
 
 def _gathers(gm: GraphModule) -> bool:
-    """Whether the graph fetches parameters, instead of reading gathered copies or whole ones."""
+    """Return whether the graph fetches parameters, instead of reading gathered copies or replicated ones."""
     markers = (node for module in all_graph_modules(gm) for node in module.graph.nodes if is_gather_marker(node))
     return any(marker.args[1] is None and marker.kwargs["group"] for marker in markers)
 
 
 def is_whole_model(facts: CaptureFacts, module: nn.Module | None) -> bool:
-    """Whether the graph reads every parameter of the model: no other graph needs memory then."""
+    """Return whether the graph reads every parameter of the model: then no other graph needs memory."""
     entries = [entry for state in partition_states(module) for entry in state.parameters] if module is not None else []
     return bool(entries) and len(entries) == len(facts.params)
 
 
 @dataclass
 class _Saved:
-    """Tensors that autograd saves, each storage once, but for gathered parameters and inputs."""
+    """Tensors that autograd saves, each storage once, without gathered parameters and inputs."""
 
     known: dict[int, object] = field(default_factory=dict)  # storage -> what keeps it alive, lest its id is used again
     total: int = 0
     largest: int = 0
 
     def leave_out(self, value: object) -> None:
-        """Does not count what a value holds."""
+        """Leave the storage of a value out of the count."""
         if isinstance(value, Tensor):
             self.known[storage_id(value)] = value
 
     def add(self, value: Tensor) -> Tensor:
-        """Counts a tensor unless it was counted before."""
+        """Count a tensor unless it was counted before."""
         if storage_id(value) not in self.known:
             self.known[storage_id(value)] = value
             size = value.untyped_storage().nbytes()

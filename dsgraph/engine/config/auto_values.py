@@ -1,4 +1,4 @@
-"""`"auto"` in a configuration, filled from transformers' `TrainingArguments` as in its DeepSpeed integration."""
+"""Replacement of `"auto"` in a configuration by transformers' `TrainingArguments`, as in its DeepSpeed integration."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from .key import Auto, FromHiddenSize, entries_of, name_of, spellings_of
 def filled(
     source: str | PathLike[str] | Mapping[str, Any], args: Any, *, hidden_size: int | None, steps: int
 ) -> dict[str, Any]:
-    """A configuration without `"auto"`s that the arguments answer.
+    """Return a configuration in which `"auto"` values that follow from the arguments are replaced.
 
     Args:
-        source: A JSON file, or what would stand in it.
+        source: A JSON file, or its content.
         args: `transformers.TrainingArguments`.
-        hidden_size: The model's, of which bucket sizes follow.
+        hidden_size: The model's, from which bucket sizes follow.
         steps: Optimizer steps of the training.
 
     Raises:

@@ -23,10 +23,10 @@ class BatchSizes:
 
     @classmethod
     def solve(cls, step: int | None, micro: int | None, micro_batches: int | None, *, ranks: int) -> BatchSizes:
-        """Computes what is missing; of `micro` and `micro_batches` the latter is 1 where only the step is given.
+        """Compute the missing sizes; if only the step is given, `micro_batches` is 1.
 
         Raises:
-            ConfigError: Nothing is given of which the rest follows, or the numbers contradict each other.
+            ConfigError: Too few sizes are given, or they contradict each other.
         """
         if step is None:
             if micro is None:

@@ -26,7 +26,7 @@ def _compute_dtype(_: Any, config: EngineConfig) -> torch.dtype | None:
 
 
 class OptimizerConfig(Section):
-    """Which optimizer is made, unless the caller brings one."""
+    """The optimizer that is made, unless the caller passes one."""
 
     type: str = key(
         ...,
@@ -51,7 +51,7 @@ class OptimizerConfig(Section):
 
 
 class SchedulerConfig(Section):
-    """Which schedule of learning rates is made, unless the caller brings one."""
+    """The learning rate schedule that is made, unless the caller passes one."""
 
     type: str = key(..., "`WarmupLR`, `WarmupDecayLR`, `WarmupCosineLR`, `LRRangeTest` or `OneCycle`", parallel=True)
     params: dict[str, Any] = key(
@@ -86,7 +86,7 @@ class Fp16Config(Section):
 
 
 class Bf16Config(Section):
-    """Training in bfloat16, which needs no scale."""
+    """Training in bfloat16, which needs no loss scale."""
 
     enabled: bool = key(
         False,
@@ -120,7 +120,7 @@ class _ScalarFilesConfig(Section):
 
 
 class TensorboardConfig(_ScalarFilesConfig):
-    """Scalars of each step for TensorBoard, which `pip install dsgraph[tensorboard]` brings."""
+    """Scalars of each step for TensorBoard; `pip install dsgraph[tensorboard]` installs it."""
 
 
 class CsvMonitorConfig(_ScalarFilesConfig):
@@ -136,7 +136,7 @@ class DataTypesConfig(Section):
 
 
 class ActivationCheckpointingConfig(Section):
-    """What becomes of activations between the forward and the backward."""
+    """The storage of activations between the forward and the backward."""
 
     cpu_checkpointing: bool = key(
         False,
@@ -149,7 +149,10 @@ class ActivationCheckpointingConfig(Section):
 
 
 class ParallelConfig(Section):
-    """The ranks that share a model, besides those that take parts of a batch: see docs/guides/parallelism.md."""
+    """The ranks that share one model (tensor and pipeline parallel), besides the data-parallel ranks.
+
+    See docs/guides/parallelism.md.
+    """
 
     dp: int = key(1, "ranks that take parts of a batch, over which ZeRO shards", ge=1, parallel=True)
     tp: int = key(1, "neighbouring ranks that share every layer", ge=1, parallel=True)
@@ -161,7 +164,7 @@ class ParallelConfig(Section):
 
 
 class ProgressiveLayerDropConfig(Section):
-    """Blocks of the model are left out in training, at random: see docs/guides/layer-dropping.md."""
+    """Blocks of the model are skipped at random in training: see docs/guides/layer-dropping.md."""
 
     enabled: bool = key(False, "whether they are")
     theta: float = key(0.5, "what the last block's probability to be kept goes down to", gt=0, le=1)

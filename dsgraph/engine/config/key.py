@@ -41,7 +41,7 @@ class Needs:
 
     @property
     def values_text(self) -> str:
-        """The values, as the file has them."""
+        """The values, as written in the file."""
         if self.other_than is not None:
             return f"other than {json.dumps(self.other_than)}"
         return " or ".join(map(json.dumps, self.values))
@@ -54,7 +54,7 @@ class Needs:
 
 
 NO_EFFECT = "has no effect"
-"""The usual `Needs.note`."""
+"""The default `Needs.note`."""
 
 COMPILED = Needs("dsgraph.compile", (True,), "it is an option of compiled graphs", note=NO_EFFECT)
 """The condition of each key that sets a backend option, unless it has a stricter one."""
@@ -105,8 +105,9 @@ class Entry:
             `option` and `argument` takes effect in the engine.
         value: Converts the value of the key, given the configuration as well; None passes it on. A result of None is
             not passed.
-        auto: What `"auto"` means under transformers' `Trainer`, which it is without the key too if it follows from
-            arguments: these would have no effect otherwise. For a free section, what it means for names in it.
+        auto: The meaning of `"auto"` under transformers' `Trainer`. If it follows from arguments, it is also the
+            default without the key: the arguments would have no effect otherwise. For a free section, the meaning for
+            names in it.
         needs: The conditions of the key.
         parallel: True if the key is supported with the section `parallel`.
     """

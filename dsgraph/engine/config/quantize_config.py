@@ -1,4 +1,4 @@
-"""The configuration's section `quantize_training`, and what stands in it."""
+"""The configuration's section `quantize_training` and its subsections."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from .section import Section
 
 
 class QuantizeBitsConfig(Section):
-    """How many bits weights have in training."""
+    """The number of bits of weights in training."""
 
     start_bits: int = key(16, "bits with which quantisation begins", ge=3, le=16)
     target_bits: int = key(16, "bits with which it ends", ge=3, le=16)
 
 
 class QuantizeScheduleConfig(Section):
-    """When weights lose bits."""
+    """The schedule by which weights lose bits."""
 
     quantize_period: int = key(
         100, "quantised steps until the first bit is lost; the number doubles with every bit that is lost", ge=1
@@ -25,14 +25,14 @@ class QuantizeScheduleConfig(Section):
 
 
 class QuantizeAlgoConfig(Section):
-    """DeepSpeed's other place for `quantize_type` and `quantize_rounding`."""
+    """DeepSpeed's other section for `quantize_type` and `quantize_rounding`."""
 
     q_type: Literal["symmetric", "asymmetric"] | None = key(None, "as `quantize_type`")
     rounding: Literal["nearest", "stochastic"] | None = key(None, "as `quantize_rounding`")
 
 
 class MixedQuantizeConfig(Section):
-    """Weights pass from one number of bits to the next bit by bit."""
+    """A gradual change of weights from one number of bits to the next."""
 
     enabled: bool = key(False, "whether they do")
     quantize_change_ratio: float = key(
@@ -41,7 +41,7 @@ class MixedQuantizeConfig(Section):
 
 
 class EigenvalueConfig(Section):
-    """Blocks to whose weights the loss is more sensitive keep their bits longer."""
+    """A slower schedule for blocks to whose weights the loss is more sensitive."""
 
     enabled: bool = key(False, "whether they do")
     verbose: bool = key(False, "whether the first rank prints each block's eigenvalue")

@@ -1,4 +1,4 @@
-"""Reads the engine's configuration: a file or a dict becomes an `EngineConfig`, and what it says is accounted for."""
+"""Reads the engine's configuration: a file or a dict becomes an `EngineConfig`, and ineffective keys are reported."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from .other_keys import NOT_YET, OFF, WITHOUT_EFFECT
 
 @dataclass(frozen=True)
 class ResolvedConfig:
-    """A configuration that can be run.
+    """A checked configuration.
 
     Attributes:
-        config: What the file says, with defaults.
+        config: The values of the file, with defaults.
         batch: The three batch sizes.
         notes: One line for each key that has no effect, and for each `"auto"` that was left to its default.
     """
@@ -45,13 +45,13 @@ def read_config(
     device: str | None = None,
     sections: Mapping[str, Mapping[str, Any]] = MappingProxyType({}),
 ) -> ResolvedConfig:
-    """Reads and checks a configuration.
+    """Read and check a configuration.
 
     Args:
-        source: A JSON file, or what would stand in it.
-        ranks: Data-parallel ranks, over which `train_batch_size` counts; None: those of the section `parallel`.
+        source: A JSON file, or its content.
+        ranks: Number of data-parallel ranks, for `train_batch_size`; None: those of the section `parallel`.
         device: The type of the device of the model; None checks no conditions on it.
-        sections: Sections whose keys go before those of the source.
+        sections: Sections whose keys override those of the source.
 
     Raises:
         ConfigError: A file that cannot be read, a key or a value that is wrong, keys that cannot be
@@ -82,7 +82,7 @@ def has_parallel_section(source: str | PathLike[str] | Mapping[str, Any]) -> boo
 
 
 def check_section(name: str, section: Mapping[str, Any]) -> None:
-    """Checks one section by itself.
+    """Check one section by itself.
 
     Raises:
         ConfigError: As `read_config`.
@@ -136,9 +136,9 @@ def _kept(
     """Return the keys that have an effect, and note each of the others.
 
     Args:
-        given: What the file has in a section.
+        given: The keys of a section of the file.
         notes: Extended by a line for each key that is left out.
-        section: Its class; None where any key may stand, as for the parameters of an optimizer.
+        section: Its class; None if any key is allowed, as for the parameters of an optimizer.
         path: The path of the section, with a dot at its end.
     """
     kept: dict[str, Any] = {}

@@ -1,4 +1,4 @@
-"""What every section of the configuration is."""
+"""The base class of all sections of the configuration."""
 
 from __future__ import annotations
 

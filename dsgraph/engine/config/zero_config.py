@@ -25,7 +25,7 @@ _STAGE_3 = Needs("zero_optimization.stage", (3,), "other stages keep parameters 
 
 
 def _partition_offload(_: Any, config: Any) -> dict[str, Any] | None:
-    """Return the argument `offload` of `partition`: what is stored where."""
+    """Return the argument `offload` of `partition`."""
     zero = config.zero_optimization
     wanted = {"optimizer": zero.offload_optimizer, "parameters": zero.offload_param}
     tiers = {what: _TIERS[section.device] for what, section in wanted.items() if section.device in _TIERS}
@@ -107,14 +107,14 @@ class OffloadParamConfig(_OffloadConfig):
 
     @property
     def read_ahead(self) -> int | None:
-        """Bytes of parameters that may be on their way, or read and not used; None: as the passes have it."""
+        """Bytes of parameters that may be in transfer, or read and not used; None: the default of the passes."""
         if self.device != "nvme" or (self.buffer_count is None and self.buffer_size is None):
             return None
         return (self.buffer_count or _BUFFERS) * (self.buffer_size or _BUFFER_ELEMENTS) * _ELEMENT
 
 
 class ZeroConfig(Section):
-    """ZeRO: which states are split over ranks, and which are offloaded."""
+    """ZeRO: the states that are sharded over ranks, and those that are offloaded."""
 
     stage: Literal[0, 1, 2, 3] = key(0, "ZeRO stage, see `dsgraph.partition`", argument="stage", parallel=True)
     param_persistence_threshold: int | None = key(

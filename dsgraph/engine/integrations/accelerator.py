@@ -1,4 +1,4 @@
-"""`DsgraphAccelerator`: an `Accelerator` with the engine underneath. It needs accelerate, which is optional."""
+"""`DsgraphAccelerator`: an `Accelerator` that trains with the engine. It needs accelerate, which is optional."""
 
 from __future__ import annotations
 
@@ -25,25 +25,25 @@ _TAG = "engine"
 
 
 class EngineOptimizer(AcceleratedOptimizer):
-    """The optimizer of an engine, which has stepped in `Accelerator.backward` already."""
+    """The optimizer of an engine, which has already stepped in `Accelerator.backward`."""
 
     def __init__(self, engine: Engine) -> None:
-        """Shows the optimizer of `engine`."""
+        """Create the view of the optimizer of `engine`."""
         super().__init__(engine.optimizer, device_placement=False, scaler=None)
         self._engine = engine
         self._is_accelerate_prepared = True
 
     def step(self, closure: Callable[[], float] | None = None) -> None:
-        """The engine has stepped."""
+        """Do nothing: the engine has stepped."""
         if closure is not None:
             raise EngineError("step: the engine has stepped in Accelerator.backward: a closure would never be called")
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
-        """The engine drops gradients behind its step."""
+        """Do nothing: the engine drops gradients after its step."""
 
     @property
     def step_was_skipped(self) -> bool:
-        """Whether the last step was skipped, since its gradients were not finite."""
+        """True if the last step was skipped, because its gradients were not finite."""
         return self._engine.was_step_skipped()
 
 
@@ -61,19 +61,19 @@ class DsgraphAccelerator(Accelerator):
     `backward` steps as well, at the last micro-batch of a step, as with DeepSpeed.
 
     Attributes:
-        dsgraph_config: As `dsgraph.initialize` takes it.
-        engine: The engine, once there is one.
+        dsgraph_config: The configuration, as for `dsgraph.initialize`.
+        engine: The engine; None before `prepare`.
     """
 
     def __init__(
         self, *args: Any, dsgraph_config: str | PathLike[str] | Mapping[str, Any] | None = None, **kwargs: Any
     ) -> None:
-        """Makes an accelerator.
+        """Create an accelerator.
 
         Args:
-            *args: As `Accelerator` takes them.
-            dsgraph_config: The engine's configuration; it says which precision is used.
-            **kwargs: As `Accelerator` takes them.
+            *args: Arguments of `Accelerator`.
+            dsgraph_config: The engine's configuration; it defines the precision.
+            **kwargs: Arguments of `Accelerator`.
         """
         super().__init__(*args, **kwargs)
         self.dsgraph_config = dsgraph_config
@@ -82,10 +82,10 @@ class DsgraphAccelerator(Accelerator):
         self.native_amp, self.scaler = False, None
 
     def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
-        """As `Accelerator.prepare`: what is a model becomes an engine, what is an optimizer the engine's.
+        """Prepare like `Accelerator.prepare`: a model becomes an engine, an optimizer becomes the engine's.
 
         Raises:
-            EngineError: A second model.
+            EngineError: There is a second model.
             ConfigError: See `initialize`.
         """
         models = [value for value in args if isinstance(value, nn.Module) and not isinstance(value, Engine)]
@@ -107,13 +107,13 @@ class DsgraphAccelerator(Accelerator):
         return super().prepare(*ours)
 
     def _of_engine(self, value: Any, optimizer: EngineOptimizer) -> Any:
-        """The engine for its model, and for its optimizer, or for None, the engine's."""
+        """Return the engine for its model, and the engine's optimizer for its optimizer or for None."""
         if isinstance(value, nn.Module):
             return self.engine
         return optimizer if value is None or isinstance(value, Optimizer) else value
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
-        """Adds gradients, and steps at the last micro-batch of a step."""
+        """Add gradients, and step at the last micro-batch of a step."""
         if self.engine is None:
             raise EngineError("backward: no model was given to prepare")
         self.engine.backward(loss / self.gradient_accumulation_steps, scale_wrt_gas=False, **kwargs)
@@ -121,14 +121,14 @@ class DsgraphAccelerator(Accelerator):
 
     @contextlib.contextmanager
     def no_sync(self, model: nn.Module) -> Iterator[None]:
-        """The engine knows which micro-batch is the last."""
+        """Do nothing: the engine knows which micro-batch is the last."""
         yield
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Tensor | None:
-        """The norm of the step's gradients; the engine has clipped them to `gradient_clipping`.
+        """Return the global gradient norm of the step; the engine has clipped to `gradient_clipping`.
 
         Raises:
-            EngineError: Another bound, or another norm.
+            EngineError: Another bound, or another norm than the 2-norm.
         """
         assert self.engine is not None
         bound = self.engine.config.gradient_clipping or math.inf
@@ -141,7 +141,7 @@ class DsgraphAccelerator(Accelerator):
         return None if norm is None else torch.tensor(norm)
 
     def unwrap_model(self, model: nn.Module, **kwargs: Any) -> nn.Module:
-        """The model inside an engine."""
+        """Return the model inside an engine."""
         unwrapped: nn.Module = super().unwrap_model(model.module if isinstance(model, Engine) else model, **kwargs)
         return unwrapped
 

@@ -1,4 +1,4 @@
-"""Megatron-style objects that tell which ranks share a model that its own code has sliced."""
+"""Megatron-style objects that define which ranks share a model that its own code has made tensor-parallel."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ _SLICED = ("tensor_model_parallel", "model_parallel")
 
 @dataclass(frozen=True)
 class ModelParallel:
-    """The ranks that share a model which its own code has sliced.
+    """The ranks that share a model which its own code has made tensor-parallel.
 
     Attributes:
-        group: They.
-        sliced: Names of the parameters of which each of them holds a slice: the model's code has marked these with
-            `tensor_model_parallel` or `model_parallel`, as Megatron's does. They hold all others alike.
+        group: Their process group.
+        sliced: Names of the tensor-parallel parameters: the model's code has marked these with `tensor_model_parallel`
+            or `model_parallel`, as Megatron's does. All others are replicated.
     """
 
     group: dist.ProcessGroup
@@ -31,7 +31,7 @@ class ModelParallel:
 
     @classmethod
     def of(cls, mpu: Any, model: nn.Module) -> ModelParallel | None:
-        """What an object tells; None where nobody shares a model.
+        """Return the ranks that an object defines; None if no ranks share a model.
 
         Raises:
             ConfigError: It lacks a getter, or there are pipeline stages.
@@ -53,7 +53,7 @@ def _is_sliced(param: nn.Parameter) -> bool:
 
 
 def data_parallel_mesh(mpu: Any, device_type: str) -> DeviceMesh:
-    """The ranks that hold the same slices, over which ZeRO shards.
+    """Return the mesh of the ranks that hold the same slices, over which ZeRO shards.
 
     Raises:
         ConfigError: The object lacks a getter.

@@ -1,4 +1,4 @@
-"""`DsgraphTrainer`: transformers' `Trainer` with the engine underneath. It needs transformers and accelerate."""
+"""`DsgraphTrainer`: transformers' `Trainer` that trains with the engine. It needs transformers and accelerate."""
 
 from __future__ import annotations
 
@@ -24,22 +24,22 @@ _SCHEDULE = "scheduler.pt"
 
 
 class DsgraphMixin(_Base):
-    """What makes a `Trainer` train by the engine: `class MyTrainer(DsgraphMixin, Trainer)`.
+    """A mixin that makes a `Trainer` train with the engine: `class MyTrainer(DsgraphMixin, Trainer)`.
 
-    Its checkpoints hold the model as `from_pretrained` reads it, beside the engine's own, from which training goes on
-    with any number of ranks.
+    Its checkpoints contain the model as `from_pretrained` reads it, and the engine's own checkpoint, from which
+    training continues with any number of ranks.
     """
 
     def __init__(
         self, *args: Any, dsgraph_config: str | PathLike[str] | Mapping[str, Any] | None = None, **kwargs: Any
     ) -> None:
-        """Makes a trainer.
+        """Create a trainer.
 
         Args:
-            *args: As `Trainer` takes them.
-            dsgraph_config: The engine's configuration; `"auto"` values are those of `TrainingArguments`. None: nothing
-                but what the arguments say.
-            **kwargs: As `Trainer` takes them.
+            *args: Arguments of `Trainer`.
+            dsgraph_config: The engine's configuration; `"auto"` values are those of `TrainingArguments`. None:
+                everything follows from the arguments.
+            **kwargs: Arguments of `Trainer`.
         """
         self._given_config = {} if dsgraph_config is None else dsgraph_config
         self._accelerator_args: dict[str, Any] = {}
@@ -54,7 +54,7 @@ class DsgraphMixin(_Base):
         return self._accelerator_args
 
     def create_accelerator_and_postprocess(self) -> None:
-        """As `Trainer` does, with an accelerator of ours."""
+        """Create the accelerator like `Trainer` does, but a `DsgraphAccelerator`."""
         super().create_accelerator_and_postprocess()
         self.accelerator = DsgraphAccelerator(**self._accelerator_args)
 
@@ -74,13 +74,13 @@ class DsgraphMixin(_Base):
         return super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
 
     def create_optimizer(self, model: nn.Module | None = None) -> Any:
-        """The `Trainer`'s own, unless the configuration names one."""
+        """Return the `Trainer`'s own optimizer, unless the configuration names one."""
         if self._names_optimizer:
             return self.optimizer
         return super().create_optimizer(model)
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
-        """The `Trainer`'s own, unless the configuration names one, which the engine steps."""
+        """Return the `Trainer`'s own scheduler, unless the configuration names one, which the engine steps."""
         if self.engine is not None and self.engine.lr_scheduler is not None:
             schedule: Any = _EngineSchedule(self.engine)
             self.lr_scheduler = schedule
@@ -112,11 +112,11 @@ class DsgraphMixin(_Base):
             self.lr_scheduler.load_state_dict(torch.load(Path(checkpoint) / _SCHEDULE, weights_only=True))
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        """Nothing: the engine reads its own checkpoint when there is one."""
+        """Do nothing if there is an engine checkpoint: the engine reads it."""
 
 
 class DsgraphTrainer(DsgraphMixin, Trainer):
-    """transformers' `Trainer` with the engine underneath, see `DsgraphMixin`.
+    """A `Trainer` of transformers that trains with the engine, see `DsgraphMixin`.
 
     trainer = DsgraphTrainer(model, TrainingArguments(...), train_dataset=data, dsgraph_config="ds.json")
     """
@@ -129,15 +129,15 @@ class _EngineSchedule:
         self._engine = engine
 
     def step(self) -> None:
-        """The engine has stepped it."""
+        """Do nothing: the engine has stepped the schedule."""
 
     def get_last_lr(self) -> list[float]:
-        """The learning rate of each group."""
+        """Return the learning rate of each group."""
         return self._engine.get_lr()
 
 
 def _whole(model: nn.Module, *, keep: bool) -> dict[str, Tensor]:
-    """The state of a partitioned model with full tensors on the CPU, where `keep`; tied ones are one tensor."""
+    """Return the state of a partitioned model as full tensors on the CPU if `keep`; tied ones are one tensor."""
     found: dict[str, Tensor] = {}
     made: dict[int, Tensor] = {}
     for name, value in model.state_dict(keep_vars=True).items():

@@ -1,1 +1,1 @@
-"""What an engine reports about its steps: logs, metrics, times, memory, the FLOPS profiler."""
+"""Logs, metrics, times, memory and FLOPS profile of an engine's steps."""

@@ -1,7 +1,7 @@
-"""How long gathers and reductions take beside the computation: the two of `wall_clock_breakdown` that graphs hold.
+"""Times of gathers and reductions, which run beside the computation: the part of `wall_clock_breakdown` inside graphs.
 
-They run inside compiled graphs, where nothing of an engine stands. So torch's profiler watches one step, and the times
-of what it saw are added up by kind:
+They run inside compiled graphs, where the engine has no code. So torch's profiler watches one step, and its events are
+added up by kind:
 
     op on the CPU         its transfers           kernels on a GPU
     dsgraph::gather_...   gloo:send, gloo:recv    ncclDevKernel_AllGather_...
@@ -30,24 +30,24 @@ _KERNELS = "nccl"
 
 
 class CollectiveTimes:
-    """Watches one step at a time."""
+    """A timer of collectives, for one step at a time."""
 
     def __init__(self, device: torch.device) -> None:
-        """Makes one for a device; nothing is watched yet."""
+        """Create a timer for a device; nothing is measured yet."""
         self._activities = [ProfilerActivity.CPU]
         if device.type == "cuda":
             self._activities.append(ProfilerActivity.CUDA)
         self._watching: profile | None = None
 
     def begin(self) -> None:
-        """Watches from now on, unless it does or another profiler runs."""
+        """Start to measure, unless it does already or another profiler runs."""
         if self._watching is None and not profiler_runs():
             self._watching = profile(activities=self._activities)
             with without_library_output():
                 self._watching.__enter__()
 
     def end(self) -> dict[str, float]:
-        """Milliseconds in which a gather was under way, and a reduction; nothing where `begin` did not watch."""
+        """Return the milliseconds in which a gather was running, and a reduction; empty if `begin` did not start."""
         watched, self._watching = self._watching, None
         if watched is None:
             return {}
@@ -57,7 +57,7 @@ class CollectiveTimes:
 
 
 def busy(events: Iterable[Any]) -> dict[str, float]:
-    """Milliseconds in which there was a gather under way, and a reduction, by the events of a profile."""
+    """Return the milliseconds in which a gather was running, and a reduction, by the events of a profile."""
     ops: list[tuple[float, str]] = []
     transfers, kernels = [], []
     for event in events:
@@ -85,7 +85,7 @@ def _kind(name: str) -> str | None:
 
 
 def _covered(spans: list[tuple[float, float]]) -> float:
-    """How long at least one of them lasts."""
+    """Return how long at least one of the spans lasts."""
     total, reached = 0.0, float("-inf")
     for start, end in sorted(spans):
         total += max(0.0, end - max(start, reached))

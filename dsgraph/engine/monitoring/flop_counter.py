@@ -1,4 +1,4 @@
-"""The backend of an engine that counts what its graphs compute."""
+"""The backend of an engine that counts the operations of its graphs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class CountedGraph:
 
     Attributes:
         flops: Of one run, forward and backward.
-        runs: How often it has run.
+        runs: Number of runs.
     """
 
     flops: ModuleFlops
@@ -28,11 +28,11 @@ class CountedGraph:
 
 @dataclass(eq=False)
 class CountedGraphs:
-    """The backend "dsgraph", with an account of the graphs that one engine runs.
+    """The backend "dsgraph" with a count of the operations of one engine's graphs.
 
     Attributes:
-        graphs: Those that were captured, in this order.
-        unknown: Why some graph could not be counted; empty where all were.
+        graphs: The captured graphs, in order.
+        unknown: Why a graph could not be counted; empty if all were.
     """
 
     graphs: list[CountedGraph] = field(default_factory=list)
@@ -40,7 +40,7 @@ class CountedGraphs:
     __name__ = "dsgraph"
 
     def __call__(self, gm: GraphModule, inputs: Sequence[Any], **options: Any) -> Callable[..., Any]:
-        """Counts a graph, and has it compiled."""
+        """Count a graph's operations, and have it compiled."""
         graph = self._counted(gm, inputs)
         compiled = backend_named("dsgraph")(gm, inputs, **options)
         if graph is None:
@@ -62,19 +62,19 @@ class CountedGraphs:
         return graph
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CountedGraphs:
-        """Itself: a copy of a compiled model is compiled by the same backend."""
+        """Return the backend itself: a copy of a compiled model is compiled by the same backend."""
         return self
 
     def total(self) -> int | None:
-        """Operations of all runs so far; None where some graph could not be counted."""
+        """Return the operations of all runs so far; None if a graph could not be counted."""
         return None if self.unknown else sum(graph.runs * graph.flops.total for graph in self.graphs)
 
     def runs(self) -> list[int]:
-        """How often each graph has run."""
+        """Return the number of runs of each graph."""
         return [graph.runs for graph in self.graphs]
 
     def since(self, runs: Sequence[int]) -> ModuleFlops:
-        """Operations of the runs since `runs` were all."""
+        """Return the operations of the runs since an earlier result of `runs`."""
         found = ModuleFlops()
         before = [*runs, *[0] * (len(self.graphs) - len(runs))]
         for graph, earlier in zip(self.graphs, before, strict=True):

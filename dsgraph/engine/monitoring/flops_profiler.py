@@ -1,7 +1,7 @@
-"""The FLOPS profiler: what each module of a model holds, computes and takes, in one micro-batch of one rank.
+"""The FLOPS profiler: parameters, operations and time of each module, for one micro-batch of one rank.
 
-Operations are counted in the captured graphs (`dsgraph.compiler.module_flops`). Compiled code has no borders of
-modules, so latency is that of a forward which runs uncompiled besides, without gradients.
+Operations are counted in the captured graphs (`dsgraph.compiler.module_flops`). Compiled code has no module boundaries,
+so latency is measured in an additional uncompiled forward, without gradients.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class ModuleProfile:
         parameters: Elements of its parameters, each once.
         forward: Floating-point operations of its forward, a multiplication and an addition counted as two.
         backward: Those of its derivative.
-        seconds: How long its calls took, uncompiled.
+        seconds: Time of its calls, uncompiled.
     """
 
     name: str
@@ -50,7 +50,7 @@ class ModuleProfile:
 
     @property
     def macs(self) -> int:
-        """Multiplications with an addition each, of the forward."""
+        """Multiply-add operations of the forward."""
         return self.forward // 2
 
     @property
@@ -60,14 +60,14 @@ class ModuleProfile:
 
 
 class FlopsProfiler:
-    """Makes the profile of one step.
+    """A profiler of one step.
 
     Attributes:
         modules: The profile, in the order of `named_modules()`; empty before its step.
     """
 
     def __init__(self, section: FlopsProfilerConfig, graphs: CountedGraphs, *, is_first: bool) -> None:
-        """Makes a profiler.
+        """Create a profiler.
 
         Raises:
             ConfigError: The output file cannot be written.
@@ -87,17 +87,17 @@ class FlopsProfiler:
             raise ConfigError(f"flops_profiler.output_file: {path} cannot be written: {error.strerror}") from error
 
     def is_due(self, counts: StepCounts, micro_batches: int) -> bool:
-        """Whether the micro-batch that begins is the first one of the step of which the profile is."""
+        """Return whether the micro-batch that begins is the first one of the profiled step."""
         is_step = counts.steps == self._section.profile_step and counts.micro % micro_batches == 0
         return is_step and self._seconds is None
 
     def measure(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Runs the model once more, uncompiled; random numbers and buffers are as before. All ranks call it."""
+        """Run the model once more, uncompiled; random numbers and buffers are restored. All ranks call it."""
         self._runs = self._graphs.runs()
         self._seconds = latencies(model, args, kwargs)
 
     def step_is_over(self, model: nn.Module, partition: PartitionState, micro_batches: int) -> None:
-        """Makes and writes the profile, if the step was its."""
+        """Make and write the profile, if this was its step."""
         if self._seconds is None or self.modules:
             return
         flops = self._graphs.since(self._runs)
@@ -121,12 +121,12 @@ class FlopsProfiler:
 
 
 def _kind(module: nn.Module) -> str:
-    """The class that the user wrote: `partition` derives one of the same name from it."""
+    """Return the name of the user's class: `partition` derives a class of the same name from it."""
     return type(module).__name__
 
 
 def _outer(name: str) -> Iterator[str]:
-    """A module and all that it is in: "a.b" -> "", "a", "a.b"."""
+    """Yield a module and all modules that contain it: "a.b" -> "", "a", "a.b"."""
     yield ""
     parts = name.split(".") if name else []
     for count in range(1, len(parts) + 1):
@@ -154,7 +154,7 @@ def _parameters(model: nn.Module, partition: PartitionState) -> dict[str, int]:
 
 
 def latencies(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, float]:
-    """Seconds of each module in one uncompiled forward, by name; random numbers and buffers are as before."""
+    """Return the seconds of each module in one uncompiled forward, by name; random numbers and buffers are restored."""
     device = next(model.parameters()).device
     wait: Callable[[], None] = torch.cuda.synchronize if device.type == "cuda" else lambda: None
     found: dict[str, float] = defaultdict(float)
@@ -183,7 +183,7 @@ def latencies(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 
 @contextmanager
 def _as_before(model: nn.Module, device: torch.device) -> Iterator[None]:
-    """Random numbers and buffers are the same behind it."""
+    """Restore random numbers and buffers at the end."""
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
     indices = [torch.cuda.current_device()] if device.type == "cuda" else []
     with torch.random.fork_rng(devices=indices):
@@ -195,7 +195,7 @@ def _as_before(model: nn.Module, device: torch.device) -> Iterator[None]:
 
 
 def _with_containers(seconds: Mapping[str, float], model: nn.Module) -> dict[str, float]:
-    """Modules that are never called, as a `ModuleList`, take as long as what is in them."""
+    """Return the times, extended by modules that are never called, as a `ModuleList`: the sum of their children."""
     found = dict(seconds)
     for name, module in reversed(list(model.named_modules())):
         if name not in found:

@@ -1,4 +1,4 @@
-"""What `initialize` prints, on the first rank."""
+"""Lines that `initialize` prints, on the first rank."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dsgraph.ranks.first_rank import print_notes
 
 
 def overruled(optimizer: object, lr_scheduler: object, settings: EngineConfig) -> list[str]:
-    """A line for each section of the file that an argument stands in for."""
+    """Return a line for each section of the file that an argument replaces."""
     given = {"optimizer": (optimizer, settings.optimizer), "scheduler": (lr_scheduler, settings.scheduler)}
     return [
         f"{name} of the configuration has no effect: initialize was given one"
@@ -20,7 +20,7 @@ def overruled(optimizer: object, lr_scheduler: object, settings: EngineConfig) -
 
 
 def say(resolved: ResolvedConfig, more: list[str]) -> None:
-    """Prints a configuration's notes and further ones, and the configuration itself where it asks for that."""
+    """Print the notes of a configuration and further ones, and the configuration itself if it asks for that."""
     print_notes(*resolved.notes, *more)
     if dist.get_rank() == 0 and resolved.config.dump_state:
         print(resolved.config.model_dump_json(indent=1), flush=True)

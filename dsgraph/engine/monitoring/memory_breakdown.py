@@ -1,4 +1,4 @@
-"""What the memory of a rank holds: `memory_breakdown`."""
+"""Memory of a rank by use: `memory_breakdown`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from dsgraph.partitioning.state import PartitionState
 
 
 def memory_use(partition: PartitionState, optimizer: Optimizer) -> dict[str, int]:
-    """Bytes of a rank: of what outlives a step, and the most that there was."""
+    """Return the bytes of a rank: those that outlive a step, and the peak."""
     entries = partition.parameters
     copies = (getattr(entry, "gathered_copy", None) for entry in entries)
     state = (value for held in optimizer.state.values() for value in held.values() if isinstance(value, Tensor))
@@ -31,7 +31,7 @@ def memory_use(partition: PartitionState, optimizer: Optimizer) -> dict[str, int
 
 
 def peak_bytes(device: torch.device) -> int:
-    """The most memory that there was: of torch's allocator on a GPU, else what the process had resident."""
+    """Return the peak of memory: of torch's allocator on a GPU, otherwise of the process's resident memory."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -40,13 +40,13 @@ def peak_bytes(device: torch.device) -> int:
 
 
 def status_bytes(which: Literal["VmRSS", "VmHWM"]) -> int:
-    """What the process has resident now, or had at most; 0 where the system does not say."""
+    """Return the resident memory of the process, or its peak; 0 where the system does not report it."""
     status = Path("/proc/self/status")
     lines = status.read_text().splitlines() if status.exists() else []
     return next((1024 * int(line.split()[1]) for line in lines if line.startswith(f"{which}:")), 0)
 
 
 def _bytes(tensors: Iterable[Tensor]) -> int:
-    """Of this rank's rows, each storage once."""
+    """Return the bytes of this rank's rows, each storage once."""
     local = [own_part(tensor) for tensor in tensors]
     return sum({tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in local}.values())

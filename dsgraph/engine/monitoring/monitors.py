@@ -1,4 +1,4 @@
-"""Where the scalars of each step are written: TensorBoard, CSV files, JSON lines."""
+"""Writers of the scalars of each step: TensorBoard, CSV files, JSON lines."""
 
 from __future__ import annotations
 
@@ -15,38 +15,38 @@ from dsgraph.utils.errors import ConfigError
 
 
 class Monitor(Protocol):
-    """Takes the scalars of each step, on the first rank."""
+    """A writer of the scalars of each step, on the first rank."""
 
     def write(self, scalars: Mapping[str, float], *, step: int, samples: int) -> None:
-        """Writes them.
+        """Write the scalars of a step.
 
         Args:
             scalars: By their names, which are DeepSpeed's.
             step: Steps so far.
-            samples: Samples so far: the abscissa, as DeepSpeed has it.
+            samples: Samples so far: the x axis, as in DeepSpeed.
         """
 
     def close(self) -> None:
-        """Nothing more follows."""
+        """Close the writer."""
 
 
 class TensorBoard:
     """Event files for TensorBoard."""
 
     def __init__(self, folder: Path) -> None:
-        """Begins a file in `folder`."""
+        """Start a file in `folder`."""
         from torch.utils.tensorboard import SummaryWriter
 
         self._writer = SummaryWriter(str(folder))
 
     def write(self, scalars: Mapping[str, float], *, step: int, samples: int) -> None:
-        """Adds the scalars."""
+        """Add the scalars of a step."""
         for name, value in scalars.items():
             self._writer.add_scalar(name, value, samples)
         self._writer.flush()
 
     def close(self) -> None:
-        """Writes what is left."""
+        """Write the rest."""
         self._writer.close()
 
 
@@ -54,12 +54,12 @@ class CsvFiles:
     """One file a scalar, `Train_Samples_lr.csv`, with lines of samples and value."""
 
     def __init__(self, folder: Path) -> None:
-        """Writes into `folder`, behind what is there."""
+        """Append to the files in `folder`."""
         folder.mkdir(parents=True, exist_ok=True)
         self._folder = folder
 
     def write(self, scalars: Mapping[str, float], *, step: int, samples: int) -> None:
-        """Adds a line to each file."""
+        """Add a line to each file."""
         for name, value in scalars.items():
             path = self._folder / f"{name.replace('/', '_')}.csv"
             is_new = not path.exists()
@@ -70,30 +70,30 @@ class CsvFiles:
                 rows.writerow((samples, value))
 
     def close(self) -> None:
-        """Each line is in its file already."""
+        """Do nothing: each line is in its file already."""
 
 
 class JsonLines:
-    """One JSON object a step; what is not finite is null."""
+    """One JSON object a step; a value that is not finite is null."""
 
     def __init__(self, path: Path) -> None:
-        """Opens the file, behind what it holds."""
+        """Open the file, to append to it."""
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file = path.open("a")
 
     def write(self, scalars: Mapping[str, float], *, step: int, samples: int) -> None:
-        """Adds a line."""
+        """Add a line."""
         said = {name: value if math.isfinite(value) else None for name, value in scalars.items()}
         self._file.write(json.dumps({"step": step, "samples": samples, **said}) + "\n")
         self._file.flush()
 
     def close(self) -> None:
-        """Closes the file."""
+        """Close the file."""
         self._file.close()
 
 
 def check_monitors(config: EngineConfig) -> None:
-    """Refuses what cannot be written to; every rank calls it.
+    """Refuse a configuration whose scalars cannot be written; every rank calls it.
 
     Raises:
         ConfigError: TensorBoard is asked for and not installed.
@@ -105,7 +105,7 @@ def check_monitors(config: EngineConfig) -> None:
 
 
 def monitors_of(config: EngineConfig) -> list[Monitor]:
-    """What a configuration asks for; the first rank calls it.
+    """Return the writers of a configuration; the first rank calls it.
 
     Raises:
         ConfigError: A file or a folder cannot be written.

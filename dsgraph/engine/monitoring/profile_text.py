@@ -39,19 +39,19 @@ class Profiled(Protocol):
 
     @property
     def seconds(self) -> float:
-        """How long it took."""
+        """Seconds of its calls."""
 
     @property
     def depth(self) -> int:
-        """How deep in the model."""
+        """Its depth in the model."""
 
 
 def profile_text(modules: Sequence[Profiled], section: FlopsProfilerConfig, *, unknown: str = "") -> str:
-    """The whole profile.
+    """Return the complete profile.
 
     Args:
-        modules: The model first.
-        section: What to show.
+        modules: The modules, the model first.
+        section: The settings of the profile.
         unknown: Why some operations could not be counted.
     """
     model = modules[0]
@@ -76,7 +76,7 @@ def profile_text(modules: Sequence[Profiled], section: FlopsProfilerConfig, *, u
 
 
 def _of_depths(modules: Sequence[Profiled], section: FlopsProfilerConfig) -> str:
-    """For each depth, the modules with the most parameters, operations and time."""
+    """Return, for each depth, the modules with the most parameters, operations and time."""
     deepest = max(module.depth for module in modules)
     last = deepest if section.module_depth == -1 else min(section.module_depth, deepest)
     rows = []
@@ -120,7 +120,7 @@ def _rate(module: Profiled) -> str:
 
 
 def number(value: int) -> str:
-    """A number with a prefix of powers of ten: 124439808 -> "124.4 M"."""
+    """Return a number with a prefix of powers of ten: 124439808 -> "124.4 M"."""
     for size, prefix in ((10**15, "P"), (10**12, "T"), (10**9, "G"), (10**6, "M"), (10**3, "k")):
         if value >= size:
             return f"{value / size:.4g} {prefix}"

@@ -12,11 +12,11 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Work:
-    """What was done so far.
+    """The amount of work done so far.
 
     Attributes:
-        samples: Over all ranks.
-        tokens: Over all ranks; 0 where batches show none.
+        samples: Number of samples, over all ranks.
+        tokens: Number of tokens, over all ranks; 0 if batches contain none.
         flops: Floating-point operations of one rank; None where they are not known.
     """
 
@@ -27,13 +27,13 @@ class Work:
 
 @dataclass
 class Speed:
-    """Measures how fast work is done from one look to the next."""
+    """A meter of the speed of training between two calls of `look`."""
 
     _then: float = field(default_factory=time.perf_counter)
     _before: Work = Work()
 
     def look(self, now: Work) -> dict[str, float]:
-        """What was done a second since the last look: `samples_per_s`, and `tokens_per_s` and `tflops` where known."""
+        """Return the work per second since the last call: `samples_per_s`; `tokens_per_s` and `tflops` if known."""
         at, before = time.perf_counter(), self._before
         seconds, self._then, self._before = at - self._then, at, now
         found = {"samples_per_s": (now.samples - before.samples) / seconds}
@@ -45,7 +45,10 @@ class Speed:
 
 
 def tokens_in(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-    """The tokens of a micro-batch: elements of `input_ids`, or of the first whole numbers of two dimensions or more."""
+    """Return the number of tokens of a micro-batch.
+
+    These are the elements of `input_ids`, or of the first integer tensor of two or more dimensions.
+    """
     values = [kwargs["input_ids"]] if "input_ids" in kwargs else [*args, *kwargs.values()]
     for value in values:
         if isinstance(value, Tensor) and value.dim() >= 2 and value.dtype in (torch.int64, torch.int32):

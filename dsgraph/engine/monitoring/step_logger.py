@@ -1,4 +1,7 @@
-"""What an engine shows of its steps: printed lines, scalars in files, times, memory, the profile. It changes none."""
+"""Output of an engine about its steps: printed lines, scalars in files, times, memory, the profile.
+
+It changes no step.
+"""
 
 from __future__ import annotations
 
@@ -29,13 +32,13 @@ _SCALARS = "Train/Samples/"
 class StepLogger:
     """Observes each step of an engine.
 
-    The loss that is shown is the mean over all ranks, for which one number travels; it is read, which waits for the
-    device, in steps of which something is shown.
+    The loss that is shown is the mean over all ranks, for which one number is sent. It is read, which waits for the
+    device, only in steps that are shown.
 
     Attributes:
         stopwatch: Times the parts of a step.
-        graphs: Counts what compiled graphs compute; None where nobody asks.
-        profiler: Makes the profile; None where nobody asks.
+        graphs: Counts the operations of compiled graphs; None if nothing needs them.
+        profiler: Makes the profile; None if it is off.
     """
 
     def __init__(self, resolved: ResolvedConfig, device: torch.device) -> None:
@@ -169,7 +172,7 @@ class StepLogger:
         return "\n".join(lines)
 
     def close(self) -> None:
-        """Writes what is left."""
+        """Write the rest."""
         for monitor in self._monitors:
             monitor.close()
         self._monitors = []

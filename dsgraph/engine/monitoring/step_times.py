@@ -1,4 +1,4 @@
-"""How long the parts of a step take: `wall_clock_breakdown`."""
+"""Times of the parts of a step: `wall_clock_breakdown`."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from typing import Any
 import torch
 
 _MOST_WAITING = 512
-"""Events that wait to be read, at most: by then the device is far behind the first ones."""
+"""Largest number of events that wait to be read: by then the device has long passed the first ones."""
 
 
 class Stopwatch:
-    """Adds up the time of forward, backward and step.
+    """A stopwatch that adds up the time of forward, backward and step.
 
-    On a GPU events are recorded and read when somebody asks: nothing waits for the device in a step. There, the time of
-    a part is that of its kernels; on the CPU, that of the call.
+    On a GPU events are recorded, and read when the times are needed: nothing waits for the device in a step. There, the
+    time of a part is that of its kernels; on the CPU, that of the call.
     """
 
     def __init__(self, device: torch.device, *, is_on: bool) -> None:
-        """Makes a stopwatch; one that is off does nothing at all."""
+        """Create a stopwatch; one that is off does nothing at all."""
         self._is_on, self._on_gpu = is_on, device.type == "cuda"
         self._waiting: dict[str, list[tuple[Any, Any]]] = defaultdict(list)
         self._sums: dict[str, float] = defaultdict(float)
@@ -30,7 +30,7 @@ class Stopwatch:
         self._last: dict[str, float] = {}
 
     def part(self, name: str) -> AbstractContextManager[None]:
-        """Around a part of a step."""
+        """Return a context that times a part of a step."""
         return self._measured(name) if self._is_on else nullcontext()
 
     @contextmanager
@@ -51,18 +51,18 @@ class Stopwatch:
         return event
 
     def step_is_over(self) -> None:
-        """Counts a step."""
+        """Count a step."""
         self._steps += 1
 
     def finish_window(self) -> dict[str, float]:
-        """The means of the steps since the last call, which `means` gives from now on."""
+        """Return the means of the steps since the last call; `means` returns them from now on."""
         self._last = self._means()
         self._sums.clear()
         self._steps = 0
         return self._last
 
     def means(self) -> dict[str, float]:
-        """Milliseconds a step: of the steps up to the last printed line, or of all so far where there was none."""
+        """Return milliseconds a step: of the steps up to the last printed line, or of all so far if there was none."""
         return dict(self._last or self._means())
 
     def _means(self) -> dict[str, float]:

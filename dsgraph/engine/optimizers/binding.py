@@ -24,7 +24,7 @@ class Binding:
             wanted: Parameters, or groups as `torch.optim` takes them; None: all that are trained.
 
         Raises:
-            ConfigError: One that is no parameter of the model.
+            ConfigError: One of them is no parameter of the model.
         """
         names = {id(param): name for name, param in model.named_parameters()}
         if wanted is None:

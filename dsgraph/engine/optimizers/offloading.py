@@ -23,10 +23,10 @@ from dsgraph.utils.errors import ConfigError, OffloadError
 def planned(
     settings: EngineConfig, model: nn.Module, device: torch.device, *, ranks: int
 ) -> tuple[EngineConfig, list[str]]:
-    """The settings with what has to lie elsewhere, and what is printed of it.
+    """Return the settings with the offload that the model needs, and lines about it to print.
 
-    `dsgraph.offload_folder` asks for that on the CPU, and `dsgraph.host_memory_limit` on CUDA. Half of
-    `dsgraph.memory_limit` is for the model's states, the other half is left to activations.
+    `dsgraph.offload_folder` enables it on the CPU, and `dsgraph.host_memory_limit` on CUDA. Half of
+    `dsgraph.memory_limit` is for the model's states, the other half is left for activations.
 
     Raises:
         ConfigError: The model does not fit.
@@ -65,10 +65,10 @@ def planned(
 
 
 def offloaded(optimizer: Optimizer, settings: EngineConfig) -> Optimizer:
-    """The optimizer itself, or, if its state is to lie elsewhere, what runs it so.
+    """Return the optimizer itself, or a wrapper that offloads its state.
 
     Raises:
-        OffloadError: It is no optimizer whose state can lie there, or the disk has too few bytes free.
+        OffloadError: The state of such an optimizer cannot be offloaded, or the disk has too few bytes free.
     """
     wanted = settings.zero_optimization.offload_optimizer
     if wanted.device == "none":
@@ -103,7 +103,7 @@ def _all_of(optimizer: Optimizer) -> Iterator[Optimizer]:
 
 
 def offload_notes(settings: EngineConfig, device: torch.device) -> list[str]:
-    """What is printed of it."""
+    """Return the lines that are printed about offload."""
     optimizer = settings.zero_optimization.offload_optimizer
     param = settings.zero_optimization.offload_param
     notes = []

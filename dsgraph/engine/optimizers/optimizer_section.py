@@ -14,7 +14,7 @@ from dsgraph.utils.errors import ConfigError
 
 
 def maker_of_section(config: OptimizerConfig, model: nn.Module) -> MakesOptimizer:
-    """Return what makes the optimizer of the section; see `maker_of`."""
+    """Return a function that makes the optimizer of the section; see `maker_of`."""
     return maker_of(config.type, config.params, model, other_keys=EngineConfig.model_fields)
 
 

@@ -1,4 +1,4 @@
-"""When an optimizer that is elsewhere steps: beside the last backward, when the norm is known, or a step late."""
+"""When an offloaded optimizer steps: during the last backward, when the norm is known, or one step late."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dsgraph.optim.hooks import hooks_of
 
 
 def needs_all_gradients(settings: EngineConfig) -> str:
-    """The key of the configuration for which a step waits for all gradients; empty where none does."""
+    """Return the key of the configuration for which a step waits for all gradients; empty if none does."""
     if settings.gradient_clipping:
         return "gradient_clipping"
     if settings.fp16.enabled:
@@ -20,14 +20,17 @@ def needs_all_gradients(settings: EngineConfig) -> str:
 
 
 def stepping(optimizer: Optimizer, settings: EngineConfig, *, is_last: bool) -> AbstractContextManager[None]:
-    """Around a backward: of the last one of a step, the optimizer takes gradients as they arrive, if it can."""
+    """Return a context for a backward.
+
+    In a step's last one, the optimizer takes gradients as they arrive, if it can.
+    """
     if not is_last or needs_all_gradients(settings):
         return nullcontext()
     return hooks_of(optimizer).beside_backward()
 
 
 def beside_notes(settings: EngineConfig) -> list[str]:
-    """What is printed of it."""
+    """Return the lines that are printed about the moment of the step."""
     zero = settings.zero_optimization
     if zero.offload_optimizer.device != "nvme" or zero.offload_param.device != "nvme":
         return []

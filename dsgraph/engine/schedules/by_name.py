@@ -32,7 +32,7 @@ def _check_warmup(steps: object, kind: object) -> int:
 
 
 class WarmupLR(LearningRateSchedule):
-    """From the least rate to the largest in `warmup_num_steps` steps, by logarithm or line; then that one."""
+    """Warm-up from the least rate to the largest in `warmup_num_steps` steps, logarithmic or linear; then constant."""
 
     def __init__(
         self,
@@ -63,7 +63,7 @@ class WarmupLR(LearningRateSchedule):
 
 
 class WarmupDecayLR(WarmupLR):
-    """As `WarmupLR`, and from the largest rate by a line to the least one at `total_num_steps`."""
+    """`WarmupLR`, followed by a linear decay from the largest rate to the least one at `total_num_steps`."""
 
     def __init__(self, optimizer: Optimizer, *, total_num_steps: int, warmup_max_lr: Rates = 0.001, **how: Any) -> None:
         self.total_steps = total_num_steps
@@ -74,7 +74,7 @@ class WarmupDecayLR(WarmupLR):
 
 
 class WarmupCosineLR(LearningRateSchedule):
-    """The optimizer's own rate, times a warm-up and then half a wave of a cosine down to `cos_min_ratio`."""
+    """The optimizer's own rate times a warm-up, then times half a cosine wave down to `cos_min_ratio`."""
 
     def __init__(
         self,
@@ -139,10 +139,10 @@ SCHEDULES: Mapping[str, type[LearningRateSchedule]] = {
 
 
 def schedule_class(kind: str, params: Mapping[str, Any]) -> type[LearningRateSchedule]:
-    """The class of schedule that a configuration's `scheduler` section names.
+    """Return the class of schedule that a configuration's `scheduler` section names.
 
     Raises:
-        ConfigError: An unknown schedule or parameter, or one that is missing.
+        ConfigError: The schedule or a parameter is unknown, or a parameter is missing.
     """
     if kind not in SCHEDULES:
         raise ConfigError(f"scheduler.type is {kind!r}{nearest(kind, SCHEDULES)}; known: {', '.join(SCHEDULES)}")
@@ -158,7 +158,7 @@ def schedule_class(kind: str, params: Mapping[str, Any]) -> type[LearningRateSch
 
 
 def _parameters(kind: type[LearningRateSchedule]) -> dict[str, bool]:
-    """The names that a schedule takes, each with whether it has to be given."""
+    """Return the parameter names of a schedule, each with True if it is required."""
     found: dict[str, bool] = {}
     for base in kind.__mro__[:-1]:
         for name, parameter in inspect.signature(base).parameters.items():

@@ -1,7 +1,7 @@
-"""What a schedule of the learning rate is.
+"""The base class of learning rate schedules.
 
-The rates of step k, counted from 0, are `rates(k - 1)`: a schedule steps behind the optimizer, and `rates(-1)` is set
-when it is made.
+The rates of step k, counted from 0, are `rates(k - 1)`: a schedule steps after the optimizer, and `rates(-1)` is set
+when it is created.
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ class LearningRateSchedule:
             self._set()
 
     def rates(self, step: int) -> list[float]:
-        """The rate of each group when `step` is the last step taken."""
+        """Return the rate of each group when `step` is the last step taken."""
         return self._rates(step)
 
     def _rates(self, step: int) -> list[float]:
         raise NotImplementedError
 
     def get_lr(self) -> list[float]:
-        """The rates that hold now."""
+        """Return the current rates."""
         return self.rates(self.last_batch_iteration)
 
     get_last_lr = get_lr
 
     def step(self, last_batch_iteration: int | None = None) -> None:
-        """Goes on by one step, or to a given one."""
+        """Advance by one step, or to a given one."""
         self.last_batch_iteration = (
             self.last_batch_iteration + 1 if last_batch_iteration is None else last_batch_iteration
         )
@@ -60,11 +60,11 @@ class LearningRateSchedule:
                 group["lr"] = rate
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the schedule stands."""
+        """Return the position of the schedule."""
         return {"last_batch_iteration": self.last_batch_iteration}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on from there; the optimizer brings its rates itself."""
+        """Continue from a state; the optimizer brings its rates itself."""
         self.last_batch_iteration = state["last_batch_iteration"]
 
     def _of_groups(self, value: Rates, name: str) -> list[float]:
@@ -77,10 +77,10 @@ class LearningRateSchedule:
 
 
 def check_steps(steps: object, name: str, *, least: int) -> None:
-    """A number of steps that a configuration gives.
+    """Check a number of steps in a configuration.
 
     Raises:
-        ConfigError: It is no whole number, or less than `least`.
+        ConfigError: It is not an integer, or less than `least`.
     """
     if not isinstance(steps, int) or steps < least:
         raise ConfigError(f"scheduler: {name} is {steps!r}; it takes a number of steps, {least} or more")

@@ -12,10 +12,10 @@ from .learning_rate import LearningRateSchedule, Rates, check_steps
 
 
 class OneCycle(LearningRateSchedule):
-    """Up to the largest rate and down again, with the momentum against it; then a decay.
+    """The 1Cycle schedule: up to the largest rate and down again, with opposite momentum; then a decay.
 
-    The momentum is the first of the optimizer's betas, where it has them; the second becomes 0.99, as in DeepSpeed.
-    With a count of stairs, both stay what they are for so many equal parts of that half of the cycle.
+    The momentum is the first of the optimizer's betas, if it has them; the second becomes 0.99, as in DeepSpeed. With a
+    count of stairs, rate and momentum change in that number of equal steps in that half of the cycle.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class OneCycle(LearningRateSchedule):
         super().__init__(optimizer, last_batch_iteration=last_batch_iteration)
 
     def _share(self, step: int) -> float:
-        """How far the rate is up, from 0 to 1."""
+        """Return how far the rate is up, from 0 to 1."""
         place = (step + 1) % self.cycle
         upwards = place <= self.first
         way, size = (place, self.first) if upwards else (self.cycle - place, self.second)
@@ -69,7 +69,7 @@ class OneCycle(LearningRateSchedule):
         return math.floor(way * stairs / size) / stairs if stairs else way / size
 
     def _decayed(self, step: int, rate: float) -> float:
-        """How much what follows the cycle has grown by."""
+        """Return the factor of the decay after the cycle."""
         return 1 + rate * (step - self.cycle + 1) / self.decay_steps if self.decay_steps else 1.0
 
     def _rates(self, step: int) -> list[float]:
@@ -81,7 +81,7 @@ class OneCycle(LearningRateSchedule):
         return [low / self._decayed(step, self.decay_lr_rate) for low in self.low]
 
     def momenta(self, step: int) -> list[float]:
-        """The first of each group's betas when `step` is the last step taken."""
+        """Return the first of each group's betas when `step` is the last step taken."""
         if step < 0:
             return self.low_momenta
         if step < self.cycle:

@@ -1,7 +1,7 @@
 """The largest eigenvalue of the loss's Hessian with respect to the weights of one block, by power iteration.
 
-Products with the Hessian are central differences of gradients, so that they need no second derivative of a compiled
-graph, and take what a backward takes at any ZeRO stage:
+Products with the Hessian are central differences of gradients. So they need no second derivative of a compiled graph,
+and cost as much as a backward at any ZeRO stage:
 
     H v ~ (g(w + e v) - g(w - e v)) / 2e        e = cube root of the dtype's precision, times |w|, for v of length 1
 """
@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 Gradients = Callable[[], Mapping[str, Tensor]]
-"""Computes gradients of the same loss, by parameter; those of DTensors are DTensors."""
+"""A function that computes gradients of the same loss, by parameter; those of DTensors are DTensors."""
 
 
 def largest_eigenvalue(
@@ -28,17 +28,17 @@ def largest_eigenvalue(
     stability: float,
     precision: float = torch.finfo(torch.float32).eps,
 ) -> float:
-    """The eigenvalue of largest magnitude; NaN where the iteration gives no finite number.
+    """Return the eigenvalue of largest magnitude; NaN if the iteration gives no finite number.
 
-    It starts in the direction of the gradient, which ranks agree about. All ranks call it together. The parameters are
-    moved meanwhile, and end with the values that they had.
+    It starts in the direction of the gradient, which is equal on all ranks. All ranks call it together. The parameters
+    are changed during the call, and restored at its end.
 
     Args:
         parameters: Of one block.
-        gradients: See `Gradients`; of all of these.
+        gradients: See `Gradients`; for all of these.
         max_iter: Iterations, at most.
-        tol: Relative change of the eigenvalue at which it is taken.
-        stability: Added to the norm that a vector is divided by.
+        tol: Relative change of the eigenvalue at which the iteration ends.
+        stability: Added to the norm by which a vector is divided.
         precision: Of the dtype in which gradients are computed.
     """
     names = list(parameters)
@@ -66,7 +66,7 @@ def largest_eigenvalue(
 
 
 def shares_of_largest(eigenvalues: Sequence[float]) -> list[float]:
-    """Magnitudes over the largest one; 1 for those that are 0 or not finite, as DeepSpeed has it."""
+    """Return magnitudes divided by the largest one; 1 for those that are 0 or not finite, as in DeepSpeed."""
     magnitudes = [abs(value) for value in eigenvalues]
     largest = max((value for value in magnitudes if math.isfinite(value)), default=0.0)
     return [value / largest if math.isfinite(value) and value else 1.0 for value in magnitudes]

@@ -1,4 +1,4 @@
-"""The configuration's `progressive_layer_drop`: in training, blocks are left out at random, more and more of them.
+"""The configuration's `progressive_layer_drop`: in training, more and more blocks are skipped at random.
 
 Zhang and He, "Accelerating Training of Transformer-Based Language Models with Progressive Layer Dropping" (arXiv
 2010.13369). At step t, block i = 1 ... L of a list is kept with probability p_i(t):
@@ -6,8 +6,8 @@ Zhang and He, "Accelerating Training of Transformer-Based Language Models with P
     theta(t) = (1 - theta) * exp(-gamma * t) + theta
     p_i(t) = 1 - i / L * (1 - theta(t))
 
-A kept block gives x + (block(x) - x) / p_i, so that what it adds has the size that it has without dropping; one that is
-left out gives x. For blocks that add to their input (Pre-LN).
+A kept block returns x + (block(x) - x) / p_i, so that its contribution has the expected size; a skipped one returns x.
+It is for blocks that add to their input (Pre-LN).
 """
 
 from __future__ import annotations
@@ -29,25 +29,25 @@ from dsgraph.utils.errors import ConfigError, EngineError
 from dsgraph.utils.nearest import nearest
 
 _OWN = ("progressive_layer_drop", "pld_theta")
-"""Keyword arguments of models that drop layers by themselves."""
+"""Keyword arguments of models that drop layers themselves."""
 
 
 class ProgressiveLayerDrop:
-    """The blocks of a model that may be left out, and the schedule.
+    """The blocks of a model that may be skipped, and the schedule.
 
     Attributes:
-        blocks: Each block with its name; none where the model drops layers by itself.
+        blocks: Each block with its name; none if the model drops layers itself.
     """
 
     def __init__(self, config: ProgressiveLayerDropConfig, model: nn.Module) -> None:
-        """Finds the blocks.
+        """Find the blocks.
 
         Args:
             config: The section of the file.
             model: Not yet partitioned.
 
         Raises:
-            ConfigError: There are no equal blocks, or none of a name; or one is checkpointed.
+            ConfigError: There are no equal blocks, or none of a given name; or one is checkpointed.
         """
         self._config = config
         self._theta = 1.0
@@ -56,15 +56,15 @@ class ProgressiveLayerDrop:
         self.blocks = [] if self.is_own else _blocks(config, model)
 
     def get_theta(self) -> float:
-        """The share of blocks that the last block's probability of being kept goes down to, as of the last forward."""
+        """Return theta(t) at the last forward: the limit of the last block's probability of being kept."""
         return self._theta
 
     def get_state(self) -> dict[str, Any]:
-        """The keyword arguments of a model that drops layers by itself."""
+        """Return the keyword arguments of a model that drops layers itself."""
         return dict(zip(_OWN, (True, self._theta), strict=True))
 
     def note(self, *, compiles: bool) -> str:
-        """What is printed of it."""
+        """Return the line that is printed about layer dropping."""
         if self.is_own:
             uncompiled = ", and runs uncompiled, so that options of graphs have no effect" if compiles else ""
             return f"progressive_layer_drop: the model drops its layers itself{uncompiled}"
@@ -74,21 +74,21 @@ class ProgressiveLayerDrop:
         return f"progressive_layer_drop: {count} may be left out{how}"
 
     def take_over(self, compiled: Callable[[Any], Any] | None) -> None:
-        """Puts itself before the forward of each block.
+        """Wrap the forward of each block.
 
         Args:
-            compiled: Compiles a function; None where nothing is compiled.
+            compiled: Compiles a function; None if nothing is compiled.
         """
         for block in self.blocks:
             block.take_over(compiled)
 
     def let_go(self) -> None:
-        """Gives the blocks their own forward back."""
+        """Restore the forward of each block."""
         for block in self.blocks:
             block.let_go()
 
     def begin(self, counts: StepCounts) -> Mapping[str, Any]:
-        """Draws what the next micro-batch in training leaves out: on all ranks alike, and again after a checkpoint.
+        """Draw the blocks that the next training micro-batch skips: equal on all ranks, and after a checkpoint.
 
         Returns:
             Keyword arguments for the model.
@@ -112,7 +112,7 @@ class _Block:
         module: The block.
         depth: Its place in the list over the list's length, in (0, 1].
         keep: The probability with which it is kept.
-        is_left_out: Whether the micro-batch that runs leaves it out.
+        is_left_out: True if the running micro-batch skips it.
     """
 
     of: str
@@ -159,7 +159,7 @@ class _Block:
         return found
 
     def _check(self, found: Any, hidden: Tensor) -> None:
-        """Takes down what the block gives, which has to be hidden states like those that it is given."""
+        """Check the output of the block, which must be hidden states of the same shape as its input."""
         parts = found if isinstance(found, tuple) else (found,)
         first, *rest = parts
         if rest or not isinstance(first, Tensor) or first.shape != hidden.shape or first.dtype != hidden.dtype:
@@ -193,7 +193,10 @@ def _blocks(config: ProgressiveLayerDropConfig, model: nn.Module) -> list[_Block
 
 
 def _with_scale(forward: Callable[..., Any], name: str) -> Callable[..., Any]:
-    """A block's forward with what it adds scaled. It has code of its own: Dynamo keeps what it compiled by code."""
+    """Return a block's forward with a scaled contribution.
+
+    It has a code object of its own, because Dynamo keeps compiled code by code object.
+    """
 
     def run(module: nn.Module, scale: Tensor, hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
         found = forward(module, *args, **kwargs)

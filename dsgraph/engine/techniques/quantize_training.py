@@ -1,8 +1,8 @@
-"""The configuration's `quantize_training` (MoQ): weights of linear layers lose bits while the model is trained.
+"""The configuration's `quantize_training` (MoQ): quantization-aware training with fewer and fewer bits.
 
-With period P and offset O, of the steps that update weights those from number O on compute with rounded weights. A
-weight has `start_bits` first. Behind P of these steps it loses a bit, and P doubles; so on until `target_bits`. With
-`eigenvalue`, P grows besides by 1 + floor(4 s), where s is the block's largest eigenvalue over the largest of all.
+Weights of linear layers are rounded from update number O (the offset) on. A weight has `start_bits` first. After P such
+steps (the period) it loses a bit, and P doubles; so on until `target_bits`. With `eigenvalue`, P is also multiplied by
+1 + floor(4 s), where s is the block's largest eigenvalue over the largest of all.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from dsgraph.utils.nearest import nearest
 from .eigenvalues import Gradients, largest_eigenvalue, shares_of_largest
 
 Collect = Callable[[], Gradients]
-"""Gives what computes gradients of the last micro-batch's loss."""
+"""A function that returns one which computes gradients of the last micro-batch's loss."""
 
 
 @dataclass
 class Progress:
-    """Where the schedule of one weight stands, as JSON values.
+    """The position of one weight in the schedule, as JSON values.
 
     Attributes:
-        bits: That it has.
-        period: Quantised steps behind which it loses the next one.
-        share: Of the unrounded weight in what the forward sees.
+        bits: Its number of bits.
+        period: Number of quantized steps after which it loses the next bit.
+        share: Share of the unrounded weight in the weight of the forward.
     """
 
     bits: int
@@ -55,15 +55,15 @@ class _Weight:
 
 
 class QuantizedTraining:
-    """The weights that lose bits, and the schedule.
+    """The quantized weights, and the schedule of their bits.
 
     Attributes:
-        steps: Quantised steps so far.
+        steps: Quantized steps so far.
         eigenvalues: Name of a block -> its eigenvalue over the largest one, as far as they were computed.
     """
 
     def __init__(self, settings: EngineConfig, model: nn.Module) -> None:
-        """Finds the weights.
+        """Find the weights.
 
         Args:
             settings: The configuration.
@@ -118,7 +118,7 @@ class QuantizedTraining:
         return 1.0 if self._config.fp16_mixed_quantize.enabled else 0.0
 
     def take_over(self, partition: PartitionState) -> None:
-        """Lets the modules of a partitioned model hand out rounded weights."""
+        """Let the modules of a partitioned model return rounded weights."""
         device = partition.parameters[0].param.device
         for weight in self._weights.values():
             weight.control = weight.control.to(device)
@@ -127,7 +127,7 @@ class QuantizedTraining:
             held_by(weight.module).parameters["weight"].register(fake)
 
     def note(self) -> str:
-        """What is printed of it."""
+        """Return the line that is printed about quantization."""
         bits, schedule = self._config.quantize_bits, self._config.quantize_schedule
         return (
             f"quantize_training: {len(self._weights)} weights of linear layers, {bits.start_bits} to "
@@ -136,11 +136,11 @@ class QuantizedTraining:
         )
 
     def bits(self) -> dict[str, int]:
-        """Name of a layer -> bits that its weight has once quantisation has begun."""
+        """Return name of a layer -> bits that its weight has once quantization has begun."""
         return {name: weight.progress.bits for name, weight in self._weights.items()}
 
     def after_step(self, collect: Collect) -> None:
-        """Hears that the optimizer has updated the weights. All ranks call it together."""
+        """Update the schedule after the optimizer has updated the weights. All ranks call it together."""
         self._past_offset += 1
         self.steps = max(self._past_offset - self._config.quantize_schedule.schedule_offset, 0)
         if self.steps:
@@ -173,7 +173,7 @@ class QuantizedTraining:
             )
 
     def _write(self) -> None:
-        """Tells the graphs."""
+        """Write the number of bits to the tensors that graphs read."""
         begun = self._past_offset >= self._config.quantize_schedule.schedule_offset
         for number, weight in enumerate(self._weights.values()):
             now = weight.progress
@@ -182,7 +182,7 @@ class QuantizedTraining:
             weight.control.copy_(torch.tensor([levels, now.share if begun else 1.0, seed]))
 
     def _look(self, gradients: Gradients) -> None:
-        """Computes the eigenvalues, of the weights as they are without rounding, which has no slope."""
+        """Compute the eigenvalues of the weights without rounding, which has no slope."""
         config = self._config.eigenvalue
         for weight in self._weights.values():
             weight.control[1] = 1.0
@@ -205,18 +205,18 @@ class QuantizedTraining:
                 print_notes(f"eigenvalue: {name}: {value:.4g}, {self.eigenvalues[name]:.3f} of the largest")
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the schedule stands, as JSON values."""
+        """Return the position of the schedule, as JSON values."""
         weights = {name: asdict(weight.progress) for name, weight in self._weights.items()}
         return {"past_offset": self._past_offset, "weights": weights, "eigenvalues": self.eigenvalues}
 
     def why_not(self, state: Mapping[str, Any] | None) -> str:
-        """Why `load_state_dict` cannot take over what `state_dict` gave; empty where it can."""
+        """Return why `load_state_dict` cannot load a result of `state_dict`; empty if it can."""
         if state is None:
             return "it holds no schedule of quantize_training, which the engine has"
         return "" if set(state["weights"]) == set(self._weights) else "it has quantised other weights"
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on where another run left off."""
+        """Continue from the state of another run."""
         self._past_offset, self.eigenvalues = state["past_offset"], dict(state["eigenvalues"])
         self.steps = max(self._past_offset - self._config.quantize_schedule.schedule_offset, 0)
         for name, weight in self._weights.items():

@@ -1,16 +1,16 @@
-"""Weights of few bits, rounded so that a layer's outputs change little on given inputs, rather than its weight.
+"""Quantized weights that are rounded so that a layer's outputs, rather than its weight, change little.
 
 Frantar et al., "GPTQ: Accurate Post-Training Quantization for Generative Pre-trained Transformers" (arXiv 2210.17323).
 With inputs x of a layer of weight W `(n, k)`, the outputs of a changed weight W' differ by
 
     sum over x of |(W - W') x|^2 = tr((W - W') H (W - W')^T)        H = sum x x^T, `(k, k)`
 
-Columns are rounded one after the other. What rounding column j has changed, the columns behind it make up for:
+Columns are rounded one after the other. The later columns compensate for the error of column j:
 
     U = upper Cholesky factor of H^-1        e = (w_j - rounded w_j) / U[j, j]        w_i -= e U[j, i]    for i > j
 
-H gets 1 % of its mean diagonal added, ten times as much where it still has no factor. Scales are those of
-`quantize_rows`, of the weight as it was, or of `quantize_groups`, of each group as it is when its turn comes.
+1 % of its mean diagonal is added to H, ten times as much if it still has no factor. Scales are those of `quantize_rows`
+for the original weight, or of `quantize_groups` for each group with the compensation of the columns before it.
 """
 
 from __future__ import annotations
@@ -35,19 +35,19 @@ from dsgraph.inductor_ext.quant.weights import (
 
 _DAMPING = 0.01
 _BLOCK = 128
-"""Columns after which the columns of the rest hear of their errors, in one product."""
+"""Number of columns after which the other columns are updated with their errors, in one product."""
 
 
 @dataclass(frozen=True)
 class Rounded:
-    """A rounded weight, and what rounding does to the layer's outputs.
+    """A rounded weight, and the error of the layer's outputs.
 
     Attributes:
-        packed: As `QuantizedLinear` has it.
-        scale: Likewise.
-        least: Likewise; None for 8 bits.
+        packed: As in `QuantizedLinear`.
+        scale: As in `QuantizedLinear`.
+        least: As in `QuantizedLinear`; None for 8 bits.
         error: Norm of the outputs' change over the norm of the outputs.
-        error_to_nearest: The same of the weight rounded to nearest.
+        error_to_nearest: The same for the weight rounded to nearest.
     """
 
     packed: Tensor
@@ -59,13 +59,13 @@ class Rounded:
 
 @torch.no_grad()
 def round_weight(weight: Tensor, products: Tensor, *, bits: int, group: int) -> Rounded:
-    """Rounds a weight for given inputs; to nearest where that changes the outputs less.
+    """Round a weight for given inputs; to nearest if that changes the outputs less.
 
     Args:
         weight: Floating point, (n, k).
         products: H above, float32 (k, k).
         bits: 8 or 4.
-        group: Neighbours in a row that share a scale, for 4 bits.
+        group: Number of neighbours in a row that share a scale, for 4 bits.
     """
     weight = weight.detach().float()
     packed, scale, least = nearest = _to_nearest(weight, bits=bits, group=group)
@@ -80,7 +80,7 @@ def round_weight(weight: Tensor, products: Tensor, *, bits: int, group: int) -> 
 
 
 def _size(weight: Tensor, products: Tensor) -> float:
-    """Norm of the outputs of a weight."""
+    """Return the norm of the outputs of a weight."""
     return float(((weight @ products) * weight).sum().clamp_min(1e-30).sqrt())
 
 
@@ -123,7 +123,7 @@ def _calibrated(weight: Tensor, products: Tensor, *, bits: int, group: int) -> _
 
 
 class _Columns:
-    """A block of columns that are rounded one after the other: `left[at]` is read, then set to what it was rounded to.
+    """A block of columns that are rounded one after the other: `left[at]` is read, then set to the rounded column.
 
     Attributes:
         errors: (n, columns): e above.
@@ -158,7 +158,7 @@ def _blocks(weight: Tensor, factor: Tensor, *, columns: int) -> Iterator[tuple[i
 
 
 def _factor(products: Tensor) -> Tensor | None:
-    """U above; None where no damping gives one, as for inputs that are not finite."""
+    """Return U above; None if no damping gives one, as for inputs that are not finite."""
     diagonal = products.diagonal()
     # Inputs that are always 0 leave their columns without a say: 1 keeps them apart from the others.
     silent = diagonal == 0
@@ -174,24 +174,24 @@ def _factor(products: Tensor) -> Tensor | None:
 
 
 class _ReachedError(Exception):
-    """What is left of a forward is not needed."""
+    """Ends a forward whose rest is not needed."""
 
 
 def inputs_in_order(
     model: nn.Module, layers: Mapping[str, nn.Module], batches: Sequence[Any]
 ) -> Iterator[tuple[tuple[str, ...], Tensor]]:
-    """Runs the model again and again, up to one layer after the other.
+    """Run the model repeatedly, up to one layer after the other.
 
-    Whoever takes a step may change the layers that it was given: what comes next sees the model as it is then. One
-    matrix of products is in memory at a time. The model runs as often as there are different inputs of layers.
+    The caller may change the yielded layers between two steps: later steps see the changed model. One matrix of
+    products is in memory at a time. The model runs once for each different input of layers.
 
     Args:
-        model: In `eval`.
-        layers: By name.
+        model: The model, in `eval()`.
+        layers: Its layers by name.
         batches: See `call_with`.
 
     Yields:
-        Names of layers that are given the same inputs, and H above of these. Layers that never run are left out.
+        Names of layers that have the same inputs, and the matrix H of these inputs. Layers that never run are left out.
     """
     for names, is_once in _together(model, layers, batches):
         first = layers[names[0]]
@@ -214,7 +214,7 @@ def inputs_in_order(
 def _together(
     model: nn.Module, layers: Mapping[str, nn.Module], batches: Sequence[Any]
 ) -> list[tuple[tuple[str, ...], bool]]:
-    """Layers that are given the same tensor, in the order in which they run; and whether they run once a forward."""
+    """Return the layers that have the same input, in the order in which they run, and if they run once a forward."""
     groups: dict[str, list[str]] = {}
     runs: dict[str, int] = {}
     latest: list[Any] = [None, ""]

@@ -1,4 +1,4 @@
-"""`quantize`: the linear layers of a model get weights of few bits; and how such a model is written and read."""
+"""`quantize`: quantization of a model's linear layers, and the files of such a model."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ ModelT = TypeVar("ModelT", bound=nn.Module)
 DESCRIPTION = "dsgraph_quantization.json"
 WEIGHTS = "model.safetensors"
 GROUP = 128
-"""Neighbours that share a scale, of 4 bits, unless a user says otherwise."""
+"""Default number of neighbours that share a scale, for 4 bits."""
 
 
 @dataclass(frozen=True)
 class Quantization:
-    """How a model was quantised, and what it cost.
+    """The quantization of a model, with its errors.
 
     Attributes:
         bits: 8 or 4.
-        group: Neighbours that share a scale, of 4 bits; 0 for 8 bits, which have one scale a row.
+        group: Number of neighbours that share a scale, for 4 bits; 0 for 8 bits, which have one scale a row.
         errors: Name of a layer -> norm of its weight's change over the norm of its weight.
-        bytes_before: Of these weights.
-        bytes_after: Of these weights, with scales and minima.
+        bytes_before: Bytes of these weights before.
+        bytes_after: Bytes of these weights after, with scales and minima.
         output_errors: With data, name of a layer -> norm of its outputs' change over the norm of its outputs. Layers
             that no batch reached are not in it: they are rounded to nearest.
         output_errors_to_nearest: The same if these weights had been rounded to nearest.
@@ -59,28 +59,28 @@ def quantize(
     skip: Sequence[str] = (),
     data: Iterable[Any] | None = None,
 ) -> ModelT:
-    """Replaces the linear layers of a model by such with weights of few bits, in place.
+    """Replace the linear layers of a model by quantized ones, in place.
 
-    It is for inference: such layers take no gradients. Embeddings, norms, and weights of what is no linear
-    layer, such as Mixtral's experts, stay as they are; the report of an engine names the largest. Of a head that is
-    tied to the embedding, the head gets a rounded copy.
+    It is for inference: quantized layers have no gradients. Embeddings, norms, and weights outside linear layers, such
+    as Mixtral's experts, are not changed; the report of an engine names the largest. If the head is tied to the
+    embedding, the head gets a rounded copy.
 
-    Weights are rounded to nearest; with `data`, so that the outputs of each layer change little, as GPTQ does it (arXiv
-    2210.17323): one layer after the other, each for the inputs that layers rounded before it give. The model then runs
-    on all batches as often as its layers have different inputs.
+    Weights are rounded to nearest. With `data` they are rounded by GPTQ (arXiv 2210.17323), so that the outputs of each
+    layer change little: one layer after the other, each for its inputs from the layers that are already rounded. The
+    model then runs on all batches once for each different input of its layers.
 
     Args:
-        model: A module; its `nn.Linear` and transformers' `Conv1D` count.
+        model: A module; its `nn.Linear` and transformers' `Conv1D` layers are quantized.
         bits: 8, with one scale a row of a weight, or 4, with one scale and minimum a group.
-        group: How many neighbours in a row share a scale, for 4 bits; an even number, by default 128.
-        skip: Names of layers to leave, as in `named_modules`; `*` stands for anything.
+        group: Number of neighbours in a row that share a scale, for 4 bits; even, by default 128.
+        skip: Names of layers to leave unchanged, as in `named_modules`; `*` matches anything.
         data: Batches: each a dict of the model's keywords, a tuple of its arguments, or its one argument.
 
     Returns:
-        `model`, with a `quantization` that tells the error of each layer.
+        `model`, with an attribute `quantization` that contains the error of each layer.
 
     Raises:
-        InferenceError: An argument is wrong, nothing is left to quantise, or a layer cannot be divided in groups;
+        InferenceError: An argument is wrong, nothing is left to quantize, or a layer cannot be divided into groups;
             nothing was changed.
     """
     if bits not in (8, 4):
@@ -105,7 +105,7 @@ def quantize(
 
 
 def _put(model: nn.Module, name: str, made: QuantizedLinear, how: Quantization) -> Quantization:
-    """Puts a layer into the place of another one."""
+    """Replace a layer by a quantized one, and return `how` with its error."""
     weight = weight_of(model.get_submodule(name))
     parent, _, leaf = name.rpartition(".")
     setattr(model.get_submodule(parent), leaf, made)
@@ -113,7 +113,7 @@ def _put(model: nn.Module, name: str, made: QuantizedLinear, how: Quantization) 
 
 
 def noted(how: Quantization, name: str, made: QuantizedLinear, weight: Tensor) -> Quantization:
-    """`how`, with what a layer has cost whose weight (out_features, in_features) was rounded."""
+    """Return `how`, extended by the error of a layer whose weight (out_features, in_features) was rounded."""
     size = sum(t.numel() * t.element_size() for t in (made.packed, made.scale, made.least) if t is not None)
     return replace(
         how,
@@ -124,7 +124,7 @@ def noted(how: Quantization, name: str, made: QuantizedLinear, weight: Tensor) -
 
 
 def _calibrate(model: nn.Module, found: dict[str, Any], batches: list[Any], how: Quantization) -> Quantization:
-    """Rounds the layers that the batches reach."""
+    """Round the layers that the batches reach."""
     for names, products in inputs_in_order(model, found, batches):
         for name in names:
             layer = found[name]
@@ -161,16 +161,16 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
 
 
 def save_quantized(model: nn.Module, folder: str | os.PathLike[str]) -> None:
-    """Writes a quantised model: safetensors, and how it was quantised.
+    """Write a quantized model as safetensors, with a description of its quantization.
 
     `init_inference(model, checkpoint=folder)` reads it into a model of the same configuration.
 
     Args:
-        model: What `quantize` returned, or the module of an engine.
-        folder: Is made if it is not there.
+        model: The result of `quantize`, or the module of an engine.
+        folder: A folder; it is created if it does not exist.
 
     Raises:
-        InferenceError: The model is not quantised, or ranks share its layers.
+        InferenceError: The model is not quantized, or ranks share its layers.
     """
     how = getattr(model, "quantization", None)
     if not isinstance(how, Quantization):
@@ -188,10 +188,10 @@ def save_quantized(model: nn.Module, folder: str | os.PathLike[str]) -> None:
 
 
 def read_description(model: nn.Module, folder: Path) -> Quantization:
-    """How the model was quantised that `save_quantized` wrote into a folder.
+    """Return the quantization of the model that `save_quantized` wrote into a folder.
 
     Raises:
-        InferenceError: The folder is of another model.
+        InferenceError: The folder belongs to another model.
     """
     how = Quantization(**json.loads((folder / DESCRIPTION).read_text()))
     missing = sorted(set(how.errors) - {name for name, _ in model.named_modules()})
@@ -203,7 +203,7 @@ def read_description(model: nn.Module, folder: Path) -> Quantization:
 
 
 def linear_layers(model: nn.Module, skip: Sequence[str] = ()) -> dict[str, Any]:
-    """The layers that `quantize` replaces, by name; `skip` as there."""
+    """Return the layers that `quantize` replaces, by name; see its argument `skip`."""
     if isinstance(skip, str):
         raise InferenceError(f"quantize: skip is {skip!r}; it takes a list of names, such as [{skip!r}]")
     linear = {name: module for name, module in model.named_modules() if name and is_linear(module)}
@@ -219,7 +219,10 @@ def linear_layers(model: nn.Module, skip: Sequence[str] = ()) -> dict[str, Any]:
 
 
 def whole_weights(model: nn.Module) -> dict[str, int]:
-    """The weights that are not of few bits, such as embeddings and Mixtral's experts: name -> bytes, largest first."""
+    """Return the weights that are not quantized, such as embeddings and Mixtral's experts.
+
+    Name -> bytes, largest first.
+    """
     sizes = {
         name: param.numel() * param.element_size()
         for name, param in model.named_parameters()
@@ -229,7 +232,7 @@ def whole_weights(model: nn.Module) -> dict[str, int]:
 
 
 def is_linear(module: nn.Module) -> bool:
-    """Whether a module computes what a layer of few bits computes."""
+    """Return whether a module computes what a quantized layer computes."""
     # A class of nn.Linear's may compute otherwise. Conv1D of transformers is a linear layer of a transposed weight.
     return type(module) is nn.Linear or (
         type(module).__name__ == "Conv1D" and type(module).__module__ == "transformers.pytorch_utils"
@@ -237,12 +240,12 @@ def is_linear(module: nn.Module) -> bool:
 
 
 def weight_of(layer: Any) -> Tensor:
-    """(out_features, in_features)."""
+    """Return the weight as (out_features, in_features)."""
     return layer.weight.detach() if type(layer) is nn.Linear else layer.weight.detach().t()
 
 
 def check_groups(found: Mapping[str, Any], *, bits: int, group: int) -> None:
-    """Sees whether groups divide the rows of the layers' weights.
+    """Check that groups divide the rows of the layers' weights.
 
     Raises:
         InferenceError: They do not.

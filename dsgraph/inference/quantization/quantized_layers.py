@@ -1,4 +1,4 @@
-"""Layers of few bits for weights that are read from a folder: as they were saved, or rounded while they are read."""
+"""Quantized layers whose weights are read from a folder: as they were saved, or rounded while they are read."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .quantized_linear import QuantizedLinear
 
 
 def put_empty_layers(model: nn.Module, how: Quantization) -> None:
-    """Puts layers of few bits, their buffers on the meta device, into the places of those that `how.errors` names."""
+    """Replace the layers that `how.errors` names by quantized ones with buffers on the meta device."""
     for name in how.errors:
         layer: Any = model.get_submodule(name)
         weight = torch.empty_like(weight_of(layer), device="meta")
@@ -31,7 +31,7 @@ def put_empty_layers(model: nn.Module, how: Quantization) -> None:
 
 
 def with_empty_layers(model: nn.Module, how: Quantization) -> nn.Module:
-    """A copy of a model, with the same parameters and buffers, to which `put_empty_layers` was done."""
+    """Return a copy of a model, with the same parameters and buffers, after `put_empty_layers`."""
     twin = copy.deepcopy(model, {id(each): each for each in (*model.parameters(), *model.buffers())})
     put_empty_layers(twin, how)
     return twin
@@ -39,7 +39,7 @@ def with_empty_layers(model: nn.Module, how: Quantization) -> nn.Module:
 
 @dataclass(frozen=True)
 class _Weight:
-    """A layer's weight as the model had it; transposed it is (in_features, out_features)."""
+    """A layer's weight as the model stored it; transposed it is (in_features, out_features)."""
 
     names: list[str]
     shape: tuple[int, ...]
@@ -47,18 +47,18 @@ class _Weight:
 
 
 class Rounding:
-    """Rounds the weights of layers to nearest while they are read, so that one at a time is whole.
+    """Rounding of layers' weights to nearest while they are read, so that only one unrounded weight is in memory.
 
     Attributes:
-        how: Bits and group of the layers that its `errors` name; what each cost, once it was read.
+        how: Bits and group of the layers that its `errors` name; the error of each, once it was read.
     """
 
     def __init__(self, model: nn.Module, how: Quantization, names: Mapping[str, list[str]]) -> None:
-        """Reads nothing yet.
+        """Create the rounding; nothing is read yet.
 
         Args:
-            model: It has these layers' weights still, maybe on the meta device.
-            how: Which layers get how many bits.
+            model: The model, which still has these layers' weights, maybe on the meta device.
+            how: The layers and their bits.
             names: First name of each weight of `model` -> all names that share it.
         """
         self.how = how
@@ -74,13 +74,13 @@ class Rounding:
     def source(
         self, base: WeightSource, *, dtype: torch.dtype | None, device: torch.device, prefix: str, folder: Path
     ) -> WeightSource:
-        """A source that has the layers' buffers as well.
+        """Return a source that contains the quantized layers' buffers as well.
 
         Args:
-            base: It has their weights.
-            dtype: To which weights are converted before they are rounded; None: as they are.
-            device: Where they are rounded.
-            prefix: As `find` takes it.
+            base: The source of their weights.
+            dtype: The dtype to which weights are converted before they are rounded; None: unchanged.
+            device: The device on which they are rounded.
+            prefix: As for `find`.
             folder: For messages.
 
         Raises:

@@ -18,7 +18,7 @@ from dsgraph.inductor_ext.quant.weights import (
 
 
 class QuantizedLinear(nn.Module):
-    """`x @ weight.t() + bias` with a weight of few bits; it takes no gradients.
+    """A linear layer with a quantized weight: `x @ weight.t() + bias`; it has no gradients.
 
     Attributes:
         in_features: Columns of the weight.
@@ -31,7 +31,7 @@ class QuantizedLinear(nn.Module):
     least: Tensor | None
     bias: Tensor | None
     weight = None
-    """There is none: models that ask for its dtype, as T5 does, see that no floating-point weight is there."""
+    """Always None: models that read its dtype, as T5 does, see that there is no floating-point weight."""
 
     def __init__(
         self,
@@ -42,13 +42,13 @@ class QuantizedLinear(nn.Module):
         group: int,
         rounded: tuple[Tensor, Tensor, Tensor | None] | None = None,
     ) -> None:
-        """Rounds a weight.
+        """Round a weight.
 
         Args:
             weight: Floating point, (out_features, in_features).
-            bias: (out_features,), kept as it is.
+            bias: (out_features,), not rounded.
             bits: 8: one scale a row. 4: one scale and minimum a group.
-            group: Neighbours in a row that share a scale, for 4 bits.
+            group: Number of neighbours in a row that share a scale, for 4 bits.
             rounded: The packed weight, scales and minima (None for 8 bits); None: it is rounded to nearest.
         """
         super().__init__()
@@ -67,7 +67,7 @@ class QuantizedLinear(nn.Module):
         self.register_buffer("bias", None if bias is None else bias.detach())
 
     def forward(self, x: Tensor) -> Tensor:
-        """(..., in_features) to (..., out_features)."""
+        """Map (..., in_features) to (..., out_features)."""
         rows = x.reshape(-1, self.in_features)
         if self.least is None:
             result = multiply_rows(rows, self.packed, self.scale)
@@ -78,7 +78,7 @@ class QuantizedLinear(nn.Module):
         return result.reshape(*x.shape[:-1], self.out_features)
 
     def dequantized(self) -> Tensor:
-        """The weight that is computed with, float32 (out_features, in_features)."""
+        """Return the weight as it is used, float32 (out_features, in_features)."""
         if self.least is None:
             return dequantize_rows(self.packed, self.scale)
         return dequantize_groups(self.packed, self.scale, self.least)
@@ -93,5 +93,5 @@ class QuantizedLinear(nn.Module):
         return self
 
     def extra_repr(self) -> str:
-        """What `print(model)` shows."""
+        """Return the text for `print(model)`."""
         return f"in_features={self.in_features}, out_features={self.out_features}, bits={self.bits}"

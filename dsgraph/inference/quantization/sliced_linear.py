@@ -1,4 +1,4 @@
-"""A linear layer of few bits that several ranks share, and which slice of its weight each rank holds."""
+"""A quantized linear layer that several ranks share, and the slice of its weight on each rank."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from .quantized_linear import QuantizedLinear
 
 
 class SlicedQuantizedLinear(QuantizedLinear):
-    """`x @ weight.t() + bias` of full `x` and full result, with a slice of the weight on each rank.
+    """A tensor-parallel quantized layer: `x @ weight.t() + bias` of full `x`, with a slice of the weight on each rank.
 
-    Run eagerly it gathers, or sums over ranks; where a graph is compiled, `SliceTensors` keeps slices.
+    Run eagerly it gathers, or sums over ranks; in compiled graphs `SliceTensors` keeps slices.
 
     Attributes:
-        held: Which dimension of the weight (out_features, in_features) is sliced, and in how many parts.
+        held: The sliced dimension of the weight (out_features, in_features), and the number of parts.
     """
 
     def __init__(self, whole: QuantizedLinear, held: Slice, ranks: SlicingRanks) -> None:
-        """Keeps this rank's slices; sends nothing.
+        """Keep this rank's slices, without communication.
 
         Args:
-            whole: The layer, which may lie on the meta device.
-            held: A dimension that `check_slices` has let through.
-            ranks: Those that share it.
+            whole: The layer, which may be on the meta device.
+            held: A dimension that `check_slices` accepts.
+            ranks: The ranks that share it.
         """
         nn.Module.__init__(self)
         self.out_features, self.in_features, self.bits = whole.out_features, whole.in_features, whole.bits
@@ -42,7 +42,7 @@ class SlicedQuantizedLinear(QuantizedLinear):
             self.register_buffer(name, buffer)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(..., in_features) to (..., out_features)."""
+        """Map (..., in_features) to (..., out_features)."""
         held, ranks = self.held, self._ranks
         multiply = torch.ops.dsgraph.multiply_sliced_weight
         result: Tensor = multiply(
@@ -51,7 +51,7 @@ class SlicedQuantizedLinear(QuantizedLinear):
         return result if self.bias is None else result + self.bias.to(result.dtype)
 
     def dequantized(self) -> Tensor:
-        """The weight of all ranks, which all of them ask for: float32 (out_features, in_features)."""
+        """Return the weight of all ranks, float32 (out_features, in_features). All of them call it together."""
         held, ranks = self.held, self._ranks
         own = super().dequantized()
         full: Tensor = torch.ops.dsgraph.gather_slices(own, held.dim, held.parts, ranks.count, ranks.group)
@@ -59,7 +59,7 @@ class SlicedQuantizedLinear(QuantizedLinear):
 
 
 def slices_of_buffers(layer: QuantizedLinear, held: Slice) -> dict[str, Slice]:
-    """How the buffers of a layer are sliced where its weight is; others are replicated.
+    """Return the slices of a layer's buffers, if its weight is sliced like this; other buffers are replicated.
 
     Rows of the weight have scales of their own, and so have groups of 4 bits; a row of 8 bits has one scale for all
     ranks.
@@ -69,17 +69,17 @@ def slices_of_buffers(layer: QuantizedLinear, held: Slice) -> dict[str, Slice]:
 
 
 def check_slices(name: str, held: Slice, *, inputs: int, group: int, ranks: int) -> None:
-    """Sees whether ranks can share a layer.
+    """Check that ranks can share a layer.
 
     Args:
-        name: The layer's.
-        held: How its weight (out_features, in_features) is sliced.
-        inputs: Columns of the weight.
-        group: Neighbours in a row that share a scale; 0: all of the row.
-        ranks: How many share it.
+        name: Name of the layer.
+        held: The slice of its weight (out_features, in_features).
+        inputs: Number of columns of the weight.
+        group: Number of neighbours in a row that share a scale; 0: all of the row.
+        ranks: Number of ranks that share it.
 
     Raises:
-        InferenceError: A group would have numbers on several ranks.
+        InferenceError: A group would be split between ranks.
     """
     if held.dim == 1 and group and inputs // group % (held.parts * ranks):
         raise InferenceError(

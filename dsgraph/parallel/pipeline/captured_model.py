@@ -1,4 +1,4 @@
-"""A model's forward as one graph, with what its nodes cost."""
+"""The forward of a model as one graph, with the costs of its nodes."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def fake_values(gm: GraphModule, device: torch.device) -> dict[Node, Any]:
 
     Args:
         gm: Graph of a `CapturedModel`, whose parameters may be freed already.
-        device: Where the stages run.
+        device: The device of the stages.
     """
     run = _FakeRun(gm, device, CostModel.default(device_type=device.type))
     return run.values_of([node.meta["val"] for node in gm.graph.find_nodes(op="placeholder")])
@@ -82,14 +82,14 @@ def capture_model(
     device: torch.device,
     costs: CostModel | None = None,
 ) -> CapturedModel:
-    """Captures a model's forward by Dynamo, under fake tensors.
+    """Capture a model's forward by Dynamo, under fake tensors.
 
     Args:
-        model: Unmodified; may lie on the meta device.
+        model: An unmodified model; it may be on the meta device.
         args: Positional arguments of one micro-batch.
-        kwargs: Named ones.
-        device: Where the stages will run.
-        costs: What nodes take; None: by the figures that stand for every device of its type.
+        kwargs: Keyword arguments of one micro-batch.
+        device: The device of the stages.
+        costs: The cost model; None: the defaults of the device type.
 
     Raises:
         PartitionError: The forward has a graph break, writes to a buffer, or reads a tensor that is neither input nor
@@ -143,7 +143,7 @@ def _install_hooks(model: nn.Module, kwargs: Mapping[str, Any]) -> None:
 def _origins(
     gm: GraphModule, values: Sequence[Any], *, model: nn.Module, leaves: Sequence[Any]
 ) -> tuple[dict[str, tuple[str, Tensor]], dict[str, int]]:
-    """Where each placeholder comes from: the model, or the arguments."""
+    """Return the origin of each placeholder: the model, or the arguments."""
     names = {id(tensor): name for name, tensor in [*model.named_parameters(), *model.named_buffers()]}
     numbers = {id(leaf): number for number, leaf in enumerate(leaves) if isinstance(leaf, Tensor)}
     state, inputs = {}, {}
@@ -161,7 +161,7 @@ def _origins(
 
 
 def _slices(gm: GraphModule, state: Mapping[str, tuple[str, Tensor]]) -> dict[str, ParameterSlice]:
-    """The sliced parameters that a graph reads."""
+    """Return the tensor-parallel parameters that a graph reads."""
     found = {}
     for marker, held, ranks, group in marked_slices(gm):
         (source,) = marker.all_input_nodes
@@ -173,7 +173,7 @@ def _slices(gm: GraphModule, state: Mapping[str, tuple[str, Tensor]]) -> dict[st
 def _own_slices(
     gm: GraphModule, values: Sequence[Any], state: Mapping[str, tuple[str, Tensor]]
 ) -> tuple[list[Any], dict[str, tuple[str, Tensor]]]:
-    """Of a tensor-parallel model: lets the graph compute with this rank's slices, which take the parameters' places."""
+    """Let the graph of a tensor-parallel model compute with this rank's slices, which replace the parameters."""
     if not any(isinstance(value, DTensor) for value in values):
         return list(values), dict(state)
     SliceTensors().run(gm, PassContext(Phase.CAPTURE))
@@ -191,7 +191,7 @@ def _own_slices(
 
 
 def _place(gm: GraphModule, source: torch.device, device: torch.device) -> None:
-    """Tensors that the graph makes are made where the stages run."""
+    """Create tensors that the graph makes on the device of the stages."""
     if source == device:
         return
 

@@ -3,7 +3,7 @@
 Torch splits a stage's backward by walking autograd's graph, which fails for residual models ("saved tensor that has
 been detached in-place") and where a parameter is used twice. Here the backward of a stage is one backward. Its linear
 layers put the gradients of their weights into a queue, which the schedule's weight action computes; all other gradients
-are computed at once. The schedules are those of Qi et al.: Zero Bubble Pipeline Parallelism, arXiv 2401.10241.
+are computed immediately. The schedules are those of Qi et al.: Zero Bubble Pipeline Parallelism, arXiv 2401.10241.
 """
 
 from __future__ import annotations

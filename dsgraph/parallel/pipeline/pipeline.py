@@ -1,4 +1,4 @@
-"""`dsgraph.pipeline`: splits a model into stages and gives each rank its own."""
+"""`dsgraph.pipeline`: pipeline parallelism, a stage of the model on each rank."""
 
 from __future__ import annotations
 
@@ -51,30 +51,30 @@ def pipeline(
     keep_whole_below: int | None = None,
     options: Mapping[str, Any] | None = None,
 ) -> PipelinedModel:
-    """Splits an unmodified model into pipeline stages.
+    """Split an unmodified model into pipeline stages.
 
     The stages are run by `torch.distributed.pipelining`'s schedules. All ranks of the mesh call it with the same model.
 
     Args:
-        model: Its forward must be captured by `torch.compile(fullgraph=True)`. It may lie on the meta device.
-        mesh: Of one dimension: the ranks of the pipeline.
+        model: A model whose forward `torch.compile(fullgraph=True)` can capture. It may be on the meta device.
+        mesh: A mesh of one dimension: the ranks of the pipeline.
         example_inputs: Positional arguments of one micro-batch.
-        microbatches: How many make a step; at least as many as stages.
+        microbatches: Number of micro-batches of a step; at least the number of stages.
         example_kwargs: Named arguments of one micro-batch.
         schedule: "GPipe", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble" or "DualPipeV".
-        stages: By default one a rank, two where the schedule takes several.
+        stages: Number of stages; by default one a rank, two if the schedule supports several.
         split: "auto" balances the predicted cost; or the paths of the modules with which the second and later stages
             begin: `["layers.8"]`.
         loss_fn: `loss_fn(output, target)`, a mean over rows. By default the model returns its loss: the first scalar
             with a gradient.
-        materialize: Gives values to a parameter or buffer on the meta device, from its name and itself. Called for
-            those of this rank alone.
-        data_parallel: Of one dimension: the ranks that hold the same stages. Gradients are averaged over them once a
-            step.
-        zero_stage: How parameters are sharded over those ranks, 0 to 3, as `partition` has it. They are gathered once a
-            step, and gradients reduced once a step.
-        keep_whole_below: As `partition` has it.
-        options: Options of the backend, which then compiles each stage; {} takes their defaults. None: stages run
+        materialize: Returns the values of a parameter or buffer on the meta device, from its name and itself. Called
+            only for those of this rank.
+        data_parallel: A mesh of one dimension: the ranks that hold the same stages. Gradients are averaged over them
+            once a step.
+        zero_stage: ZeRO stage over those ranks, 0 to 3, as for `partition`. Parameters are gathered once a step, and
+            gradients reduced once a step.
+        keep_whole_below: As for `partition`.
+        options: Options of the backend, which then compiles each stage; {} uses their defaults. None: stages run
             eagerly. Schedules that split the backward of a stage in two ("InterleavedZeroBubble", "ZBVZeroBubble",
             "DualPipeV") run eagerly only.
 
@@ -84,7 +84,7 @@ def pipeline(
     Raises:
         OptionError: The schedule, stages and micro-batches do not fit each other, or an option is wrong.
         PartitionError: The model cannot be captured, or writes to a buffer.
-        PassError: The graph cannot be cut so.
+        PassError: The graph cannot be cut there.
         RanksDisagreeError: The ranks would run different pipelines.
     """
     if mesh.ndim != 1:
@@ -185,7 +185,7 @@ def _slicing_agreement(captured: CapturedModel, device: torch.device) -> Agreeme
 
 
 def _check_options(options: Mapping[str, Any]) -> None:
-    """A wrong one is an error before the model is captured, not when the first stage is compiled."""
+    """Check the options now: otherwise a wrong one would be an error only when the first stage is compiled."""
     if parse_options(options).memory_limit is not None:
         raise OptionError("pipeline: the option 'memory_limit' is not there yet for stages: remove it")
 
@@ -201,20 +201,23 @@ def _agreement(mesh: DeviceMesh) -> Agreement:
 
 
 def _costs(agreement: Agreement, mesh: DeviceMesh) -> CostModel:
-    """What computing and sending take: as it was measured, or the defaults."""
+    """Return the costs of computing and sending: measured, or the defaults."""
     axes = mesh_axes(mesh)
     measured = known_costs(agreement, mesh.device_type).model(mesh, axes)
     return measured or CostModel.default(axes, device_type=mesh.device_type)
 
 
 def _seconds_per_byte(costs: CostModel) -> float:
-    """Of the link between stages; of the kinds that are measured an all-gather is most like a message."""
+    """Return seconds per byte of the link between stages.
+
+    Of the measured kinds an all-gather is most like a message.
+    """
     (link,) = costs.links.values()
     return 1 / link.of("all_gather").bytes_per_s
 
 
 def _result(captured: CapturedModel, is_loss: bool) -> Node:
-    """What the last stage returns: the loss, or what `loss_fn` takes."""
+    """Return the result of the last stage: the loss, or the input of `loss_fn`."""
     results = [node for node in captured.results if isinstance(node, Node)]
     if not is_loss:
         if len(results) != 1:
@@ -229,7 +232,7 @@ def _result(captured: CapturedModel, is_loss: bool) -> Node:
 
 
 def _lines(plan: StagePlan, schedule: str, *, microbatches: int, graphs: Sequence[StageGraph]) -> list[str]:
-    """What the ranks must have in common."""
+    """Return the lines that must be equal on all ranks."""
     lines = [f"{schedule}, {len(plan.stages)} stages, {microbatches} micro-batches"]
     for number, graph in enumerate(graphs):
         values = [node.meta["val"] for node in graph.sent]

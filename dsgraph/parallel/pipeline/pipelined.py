@@ -1,4 +1,4 @@
-"""A model whose layers lie on several ranks: `PipelinedModel`, made by `dsgraph.pipeline`."""
+"""`PipelinedModel`: a model whose layers are on several ranks, made by `dsgraph.pipeline`."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from .tied_gradients import StepGradients
 
 @dataclass(frozen=True)
 class PipelineReport:
-    """What a pipeline was made of.
+    """A report on the stages of a pipeline.
 
     Attributes:
         schedule: Its name.
@@ -57,7 +57,7 @@ class PipelineReport:
 
     @staticmethod
     def of(plan: StagePlan, **facts: Any) -> PipelineReport:
-        """The report on a plan."""
+        """Return the report on a plan."""
         return PipelineReport(costs=plan.costs, cut_bytes=plan.cut_bytes, balance=plan.balance, **facts)
 
 
@@ -66,8 +66,7 @@ class PipelinedModel:
 
     Attributes:
         report: How the model was split.
-        data_parallel: The ranks that hold the same stages, each of which takes rows of its own of a batch; None without
-            data parallelism.
+        data_parallel: The ranks that hold the same stages, each with a batch of its own; None without data parallelism.
     """
 
     def __init__(
@@ -95,14 +94,14 @@ class PipelinedModel:
         self._leaves = [leaf.detach().to("meta") if isinstance(leaf, Tensor) else leaf for leaf in leaves]
 
     def step(self, *args: Any, target: Tensor | None = None, **kwargs: Any) -> Tensor:
-        """Runs forward and backward of all micro-batches, and adds the gradients of the mean loss to `.grad`.
+        """Run forward and backward of all micro-batches, and add the gradients of the mean loss to `.grad`.
 
         Every rank of the pipeline calls it with the same batch; ranks of `data_parallel` each with their own.
 
         Args:
-            *args: The model's arguments, of a whole batch: each tensor's first dimension is `microbatches` times that
-                of the example.
-            target: For `loss_fn`; split along its first dimension like the inputs.
+            *args: The model's arguments, for the complete batch: each tensor's first dimension is `microbatches` times
+                that of the example.
+            target: The target of `loss_fn`; split along its first dimension like the inputs.
             **kwargs: The model's named arguments.
 
         Returns:
@@ -140,12 +139,12 @@ class PipelinedModel:
         )
 
     def measured_bubble(self) -> float:
-        """The share of the pipeline's time in which its ranks did not compute, in the last step: they waited, and sent.
+        """Return the share of the last step's time in which the pipeline's ranks waited or sent instead of computing.
 
         All ranks of the pipeline call it together. `dsgraph schedule` predicts it.
 
         Raises:
-            OptionError: No step has run; or on a GPU, where the host's clock does not tell when kernels run.
+            OptionError: No step has run; or the device is a GPU, where the host's clock does not show when kernels run.
         """
         if not self._seconds:
             raise OptionError("pipeline.measured_bubble: no step has run: call it behind step()")
@@ -157,7 +156,7 @@ class PipelinedModel:
         return 1 - self._gradients.sum_over_pipeline(busy) / self._gradients.sum_over_pipeline(self._seconds)
 
     def _checked(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Tensor]:
-        """The root inputs by name, whole batches."""
+        """Return the root inputs of the complete batch, by name."""
         leaves, spec = flatten_tree((args, dict(kwargs)))
         if spec != self._spec:
             raise OptionError(f"pipeline.step: the arguments are {spec}, those of the example were {self._spec}")
@@ -177,7 +176,7 @@ class PipelinedModel:
         return {name: leaves[number].to(self._device) for name, number in self._inputs.items()}
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """This rank's parameters under the names that they have in the model; each once. With ZeRO its shards."""
+        """Yield this rank's parameters under their names in the model, each once. With ZeRO these are its shards."""
         if self._gradients.sharded is not None:
             yield from self._gradients.sharded.shards.named_parameters()
             return
@@ -189,18 +188,18 @@ class PipelinedModel:
                     yield name, parameter
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """This rank's parameters."""
+        """Return this rank's parameters."""
         return (parameter for _, parameter in self.named_parameters())
 
     def state_dict(self) -> dict[str, Tensor]:
-        """This rank's parameters (with ZeRO its shards) and buffers under their names in the model, detached."""
+        """Return this rank's parameters (with ZeRO its shards) and buffers under their names in the model, detached."""
         found: dict[str, Tensor] = {}
         for stage in self._stages.values():
             found.update(stage.graph_module.state_dict())
         return found | {name: parameter.detach() for name, parameter in self.named_parameters()}
 
     def full_parameters(self) -> dict[str, Tensor]:
-        """The full values of this rank's stages' parameters, under their names in the model, in memory of their own.
+        """Return the full parameters of this rank's stages, by their names in the model, in memory of their own.
 
         The ranks that hold the same stages call it together.
         """
@@ -220,12 +219,12 @@ class PipelinedModel:
     ) -> None:
         """Save parameters, buffers and an optimizer, for any layout. All ranks call it.
 
-        The format is that of an engine's checkpoints. A rank holds the full tensors of its tensor-parallel slices
-        meanwhile. A checkpoint of the same tag is replaced when the new one is complete.
+        The format is that of an engine's checkpoints. During the call a rank holds the full tensors of its
+        tensor-parallel slices. A checkpoint of the same tag is replaced when the new one is complete.
 
         Args:
-            folder: Where, on a file system that all ranks see.
-            optimizer: Made of `parameters()`.
+            folder: A folder on a file system that all ranks share.
+            optimizer: An optimizer of `parameters()`.
             tag: Name of the checkpoint in the folder.
             more: Values that `load_checkpoint` returns, of the types that `client_state` of an engine keeps.
 
@@ -258,7 +257,7 @@ class PipelinedModel:
 
     @property
     def agreement(self) -> Agreement:
-        """The ranks that save and load together: all."""
+        """The ranks that save and load together: all ranks."""
         world = dist.group.WORLD
         assert world is not None
         return Agreement(tuple(range(dist.get_world_size())), group_timeout(world, self._device.type))
@@ -280,7 +279,7 @@ class PipelinedModel:
         )
 
     def zero_grad(self) -> None:
-        """Sets this rank's gradients to None."""
+        """Set this rank's gradients to None."""
         for parameter in self.parameters():
             parameter.grad = None
 

@@ -1,4 +1,4 @@
-"""Pipeline schedules: which rank holds which stage, and whether the order of their actions can be run."""
+"""Pipeline schedules: the stages of each rank, and a check that the order of their actions can be run."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ _COSTS = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}
 
 
 def stages_of_ranks(kind: str, *, ranks: int, stages: int) -> list[list[int]]:
-    """The stages of each rank.
+    """Return the stages of each rank.
 
     Raises:
-        OptionError: The schedule does not run on so many stages.
+        OptionError: The schedule does not support this number of stages.
     """
     if kind not in SCHEDULES:
         raise OptionError(f"pipeline: schedule={kind!r} is unknown; known are {', '.join(SCHEDULES)}")
@@ -73,7 +73,7 @@ def check_microbatches(kind: str, *, ranks: int, stages: int, microbatches: int)
 
 
 def _fills_rounds(microbatches: int, ranks: int) -> bool:
-    """Return the number of rounds as torch's interleaved schedules count them."""
+    """Return True if micro-batches fill the rounds of torch's interleaved schedules."""
     return microbatches % max(1, microbatches // ranks) == 0
 
 
@@ -82,10 +82,10 @@ def _counts_beside(microbatches: int, step: int, ranks: int) -> Iterator[int]:
 
 
 def actions_of(schedule: Any, kind: str, *, stages: int, microbatches: int) -> dict[int, list[str]]:
-    """What each rank computes, in order, as torch writes it: `0F3` is the forward of stage 0 for micro-batch 3.
+    """Return the actions of each rank, in order, in torch's notation: `0F3` is stage 0's forward of micro-batch 3.
 
-    Schedules of several stages a rank are read off torch's object. Those of one stage do not run by a list, and the
-    list that torch 2.13 gives for 1F1B leaves out the last rank's first forward: theirs is written here.
+    Schedules of several stages a rank are read off torch's object. Those of one stage do not use a list, and torch
+    2.13's list for 1F1B lacks the last rank's first forward: their lists are made here.
 
     Args:
         schedule: One of `torch.distributed.pipelining`.
@@ -101,7 +101,7 @@ def actions_of(schedule: Any, kind: str, *, stages: int, microbatches: int) -> d
 
 
 def _one_stage(stage: int, count: int, *, ahead: int) -> list[str]:
-    """Forwards ahead, then one backward and one forward in turn, then the other backwards."""
+    """Return `ahead` forwards, then one backward and one forward in turn, then the other backwards."""
     order = [f"{stage}F{batch}" for batch in range(min(ahead, count))]
     for batch in range(count):
         order.append(f"{stage}B{batch}")
@@ -112,13 +112,13 @@ def _one_stage(stage: int, count: int, *, ahead: int) -> list[str]:
 
 @dataclass(frozen=True)
 class Slot:
-    """When a rank runs one of its actions.
+    """The time of one action of a rank.
 
     Attributes:
-        rank: Of the pipeline.
-        action: As torch writes it.
-        start: In units of one forward of a stage.
-        end: In the same units.
+        rank: Rank in the pipeline.
+        action: The action as torch writes it.
+        start: Its start, in units of one forward of a stage.
+        end: Its end, in the same units.
     """
 
     rank: int
@@ -128,22 +128,22 @@ class Slot:
 
     @property
     def kinds(self) -> list[tuple[str, float]]:
-        """What it does, in order, and how long each takes: "F" forward, "B" backward, "I" and "W" halves of that."""
+        """Its parts in order, with their durations: "F" forward, "B" backward, "I" and "W" halves of the backward."""
         return [(kind, _COSTS[kind]) for kind, _, _ in _parts(self.action)]
 
 
 def check_order(actions: Mapping[int, Sequence[str]], *, stages: int) -> list[Slot]:
-    """Runs the actions of all ranks, each rank in its order, every action after those whose results it reads.
+    """Simulate the actions of all ranks, each rank in its order, every action after those whose results it reads.
 
-    A forward takes 1, a whole backward 2, the gradients of inputs or of weights alone 1 each. Sending takes no time.
+    A forward takes 1, a full backward 2, the gradients of only inputs or only weights 1. Sending takes no time.
 
     Args:
-        actions: Actions of each rank, as torch writes them: `1F0` forward, `1B0` whole backward, `1I0` its input
+        actions: Actions of each rank, as torch writes them: `1F0` forward, `1B0` full backward, `1I0` its input
             gradients, `1W0` its weight gradients; two joined are written `(1F0;0B2)OVERLAP_F_B`.
         stages: Number of stages.
 
     Returns:
-        When each action runs.
+        The time of each action.
 
     Raises:
         OptionError: The ranks wait for each other; names what each of them waits for.
@@ -174,7 +174,7 @@ def check_order(actions: Mapping[int, Sequence[str]], *, stages: int) -> list[Sl
 
 
 def bubble_share(slots: Sequence[Slot]) -> float:
-    """The share of all ranks' time in which they wait, from the first action to the last, 0 to 1."""
+    """Return the share of all ranks' time in which they wait, from the first action to the last, 0 to 1."""
     ranks, seconds = {slot.rank for slot in slots}, max(slot.end for slot in slots)
     return 1 - sum(slot.end - slot.start for slot in slots) / (len(ranks) * seconds)
 

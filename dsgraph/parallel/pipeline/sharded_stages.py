@@ -17,11 +17,11 @@ from dsgraph.passes.parallel.stage_graphs import put
 
 @dataclass(frozen=True)
 class Copies:
-    """The ranks that hold the same stages.
+    """The data-parallel ranks, which hold the same stages.
 
     Attributes:
-        mesh: They, in one dimension.
-        stage: ZeRO stage of what they share.
+        mesh: Their mesh, of one dimension.
+        stage: ZeRO stage of their parameters.
         keep_whole_below: See `partition`.
     """
 
@@ -31,17 +31,17 @@ class Copies:
 
 
 class ShardedStages:
-    """This rank's parameters as shards over its data-parallel ranks, and as the full ones that its stages compute with.
+    """This rank's parameters: shards over its data-parallel ranks, and the full ones that its stages use.
 
     A step gathers each parameter once and reduces each gradient once, whatever the number of micro-batches. Stages 1
-    and 2 keep the full parameters between steps, stage 3 lets them go.
+    and 2 keep the full parameters between steps, stage 3 releases them.
 
     Attributes:
         shards: A module with the parameters under their names in the model, partitioned.
     """
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], copies: Copies) -> None:
-        """Divides parameters, by name those that this rank's stages compute with."""
+        """Shard the parameters that this rank's stages use, given by name."""
         root = nn.Module()
         for name, param in parameters.items():
             put(root, name, nn.Parameter(param.detach(), requires_grad=param.requires_grad))
@@ -51,7 +51,7 @@ class ShardedStages:
         self._lets_go()
 
     def begin(self) -> None:
-        """Gathers the full parameters. All ranks of the mesh call it together."""
+        """Gather the full parameters. All ranks of the mesh call it together."""
         if self._state.zero.gathers_each_use:
             for entry in self._full:
                 entry.is_held_for_step = bool(entry.spec.group)
@@ -62,14 +62,14 @@ class ShardedStages:
             full.data = entry.rows.detach() if entry.gathered_copy is None else entry.gathered_copy.detach()
 
     def finish(self) -> None:
-        """Averages the full parameters' gradients over the ranks, and adds them to the shards' `.grad`."""
+        """Average the full parameters' gradients over the ranks, and add them to the shards' `.grad`."""
         for entry, full in self._full.items():
             entry.accumulated_grad, entry.is_summed, full.grad = full.grad, full.grad is not None, None
         self._lets_go()
         reduce_accumulated(self._state)
 
     def _lets_go(self) -> None:
-        """Stage 3 has no full parameters between steps."""
+        """Release the full parameters at stage 3, which has none between steps."""
         if not self._state.zero.gathers_each_use:
             return
         self._state.release_copies()

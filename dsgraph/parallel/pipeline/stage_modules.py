@@ -16,16 +16,16 @@ from .deferred_weights import WeightQueue, defer_weights
 
 
 class LossOf:
-    """What torch's schedules call as `loss_fn`: the mean's part of one micro-batch."""
+    """The `loss_fn` of torch's schedules: the share of one micro-batch in the mean loss."""
 
     def __init__(self, loss_fn: Callable[[Any, Any], Tensor] | None, microbatches: int) -> None:
         self._loss_fn, self.microbatches = loss_fn, microbatches
 
     def __call__(self, output: Any, target: Any) -> Tensor:
-        """A scalar.
+        """Return the share as a scalar.
 
         Args:
-            output: What the last stage returned.
+            output: The output of the last stage.
             target: The micro-batch's rows of `target`.
         """
         loss: Tensor = output if self._loss_fn is None else self._loss_fn(output, target)
@@ -51,25 +51,25 @@ class StageModule(nn.Module):
         self._hooked = WeakIdKeyDictionary()
 
     def compile_graph(self, options: Mapping[str, Any]) -> None:
-        """Lets the backend compile the stage, when it first runs."""
+        """Let the backend compile the stage when it first runs."""
         self._run = torch.compile(self.graph_module, backend="dsgraph", fullgraph=True, options=dict(options))
 
     def forward(self, *received: Tensor, **inputs: Tensor) -> Any:
-        """The sent values, contiguous as gloo wants them; the last stage's one result by itself."""
+        """Return the sent values, contiguous as gloo requires; the last stage returns its one result by itself."""
         for value in received:
             self._gradient_contiguous(value)
         sent = self._run(*received, *[inputs[root] for root in self._roots])
         return sent[0] if self._single else tuple(value.contiguous() for value in sent)
 
     def _gradient_contiguous(self, received: Tensor) -> None:
-        """Its gradient is sent back, and an autograd formula may give it any strides."""
+        """Make the gradient of a received value contiguous: it is sent back, and autograd may give it any strides."""
         if received.requires_grad and received not in self._hooked:  # torch receives into the same tensor every step
             received.register_hook(lambda grad: None if grad is None else grad.contiguous())
             self._hooked[received] = True
 
 
 class TimedStage(PipelineStage):
-    """One stage for torch's schedules, which adds up how long it computes.
+    """One stage for torch's schedules, with a timer of its computation.
 
     Attributes:
         busy: Seconds by the host's clock since it was set to 0.
@@ -78,16 +78,19 @@ class TimedStage(PipelineStage):
     busy = 0.0
 
     def forward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
-        """See torch."""
+        """Run the forward of a micro-batch, timed; see torch."""
         return self._timed(super().forward_one_chunk, *args, **kwargs)
 
     def backward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
-        """See torch. A step may run inside `torch.autocast`, but a backward must run outside it."""
+        """Run the backward of a micro-batch, timed; see torch.
+
+        A step may run inside `torch.autocast`, but a backward must run outside it.
+        """
         with torch.autocast(self.device.type, enabled=False):
             return self._timed(super().backward_one_chunk, *args, **kwargs)
 
     def backward_weight_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
-        """See torch."""
+        """Compute the weight gradients of a micro-batch, timed; see torch."""
         with torch.autocast(self.device.type, enabled=False):
             return self._timed(super().backward_weight_one_chunk, *args, **kwargs)
 
@@ -100,7 +103,7 @@ class TimedStage(PipelineStage):
 
 
 def stage_buffers(values: Sequence[Tensor], device: torch.device) -> tuple[Tensor, ...]:
-    """Empty tensors like fake ones, which tell torch's schedules what neighbours send."""
+    """Return empty tensors like fake ones, which tell torch's schedules the values that neighbours send."""
     return tuple(
         torch.empty(value.shape, dtype=value.dtype, device=device).requires_grad_(value.requires_grad)
         for value in values

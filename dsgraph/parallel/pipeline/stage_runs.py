@@ -35,8 +35,8 @@ class StageRun:
 class StageRuns:
     """Stages and schedule for each state of `torch.autocast`, which changes the dtypes that stages send.
 
-    Torch's schedules receive into buffers that are made once, of the dtypes that the capture has seen. Bytes of another
-    dtype would be read as numbers of that one.
+    Torch's schedules receive into buffers that are made once, with the dtypes of the capture. Values of another dtype
+    would be misread.
     """
 
     def __init__(

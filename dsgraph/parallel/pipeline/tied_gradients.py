@@ -1,4 +1,4 @@
-"""What is done with a pipeline's gradients once a step: tied parameters, data-parallel copies, the norm."""
+"""Gradients of a pipeline at the end of a step: tied parameters, data-parallel copies, the norm."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class StepGradients:
     _before: dict[str, Tensor | None] = field(default_factory=dict)
 
     def begin(self) -> None:
-        """Puts aside what steps before have added up: it is reduced already. Gathers what is sharded."""
+        """Set aside the gradients of earlier steps, which are reduced already, and gather sharded parameters."""
         if self.sharded is not None:
             self.sharded.begin()
         self._before = {name: parameter.grad for name, parameter in self.parameters.items()}
@@ -51,7 +51,7 @@ class StepGradients:
             parameter.grad = None
 
     def finish(self, loss: Tensor) -> Tensor:
-        """Sums tied gradients over their holders, averages over the copies, adds what was put aside.
+        """Sum tied gradients over their holders, average over data-parallel ranks, and add what was set aside.
 
         Args:
             loss: This rank's part of the loss; 0 unless it holds the last stage.
@@ -79,7 +79,7 @@ class StepGradients:
         return loss
 
     def sum_over_pipeline(self, value: float) -> float:
-        """The sum of a number over the ranks of the pipeline."""
+        """Return the sum of a number over the ranks of the pipeline."""
         total = torch.tensor(value, dtype=torch.float64, device=self.device)
         dist.all_reduce(total, group=self.pipeline)
         return total.item()

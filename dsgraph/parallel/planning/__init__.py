@@ -1,1 +1,1 @@
-"""What a layout of tensor, pipeline and data parallelism takes, by formulas. Without torch."""
+"""The cost of a layout of tensor, pipeline and data parallelism, by formulas. Without torch."""

@@ -1,4 +1,4 @@
-"""GPUs and the nodes that they usually stand in, by their makers' data sheets. Without torch, for the command line."""
+"""GPUs and their usual nodes, by their makers' data sheets. Without torch, for the command line."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class NodeGpu:
     """A GPU in a node of its usual kind.
 
     Attributes:
-        name: As `dsgraph plan --gpu` takes it.
+        name: Its name for `dsgraph plan --gpu`.
         memory_bytes: Its memory.
         peak_flops: Dense bf16 or fp16 operations a second of its tensor cores, without sparsity.
         per_node: GPUs of a node.
@@ -51,7 +51,7 @@ NODE_GPUS: Mapping[str, NodeGpu] = MappingProxyType({gpu.name: gpu for gpu in _A
 
 
 def gpu_of(name: str) -> NodeGpu:
-    """The GPU of this name.
+    """Return the GPU of this name.
 
     Raises:
         LayoutError: There is none.

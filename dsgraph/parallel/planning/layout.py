@@ -15,10 +15,10 @@ _USUAL_HEADS = (128, 64)  # widths of a head, in the order in which they are tri
 
 
 def read_count(text: str) -> int:
-    """A number such as `1T`, `175B`, `1.5b`, `350M` or `1_000_000`; B is 10**9, as for parameters.
+    """Return the number in a text such as `1T`, `175B`, `1.5b`, `350M` or `1_000_000`; B is 10**9.
 
     Raises:
-        LayoutError: It is none, or not above 0.
+        LayoutError: It is no number, or not above 0.
     """
     found = re.fullmatch(r"(\d[\d_]*(?:\.\d+)?(?:E\d+)?)([KMBT]?)", text.strip().upper())
     value = Decimal(found[1]) * _SUFFIXES[found[2]] if found else Decimal(0)
@@ -29,7 +29,7 @@ def read_count(text: str) -> int:
 
 @dataclass(frozen=True)
 class ModelShape:
-    """A transformer whose layers are all alike.
+    """A transformer with equal layers.
 
     Attributes:
         params: Parameters, embeddings among them.
@@ -63,7 +63,7 @@ class ModelShape:
 
 
 def usual_heads(hidden: int) -> int:
-    """Heads of 128 numbers, or of 64 where 128 do not divide `hidden`.
+    """Return the number of heads of width 128, or of 64 if 128 does not divide `hidden`.
 
     Raises:
         LayoutError: Neither divides it.
@@ -76,13 +76,13 @@ def usual_heads(hidden: int) -> int:
 
 @dataclass(frozen=True)
 class TrainingSetup:
-    """What is the same for all layouts that are compared.
+    """The training settings that all compared layouts share.
 
     Attributes:
         batch: Sequences of a step, over all GPUs.
         micro_batch: Sequences that a pipeline takes at once.
         zero_stage: 0 to 3, over the data-parallel ranks.
-        checkpointing: Whether a layer keeps its input alone, and computes the rest again for the backward.
+        checkpointing: True if a layer keeps only its input, and recomputes the rest for the backward.
 
     Raises:
         LayoutError: A number is out of range.
@@ -102,7 +102,7 @@ class TrainingSetup:
 
 @dataclass(frozen=True)
 class RankLayout:
-    """How ranks are divided: `tp` next to each other, `pp` farthest apart.
+    """The division of ranks: `tp` next to each other, `pp` farthest apart.
 
     Attributes:
         tp: Ranks that share every layer (tensor parallelism).
@@ -122,12 +122,12 @@ class RankLayout:
 
     @property
     def gpus(self) -> int:
-        """GPUs that it takes."""
+        """Number of GPUs."""
         return self.tp * self.pp * self.dp
 
 
 def refusal(layout: RankLayout, model: ModelShape, training: TrainingSetup, *, gpu: NodeGpu, gpus: int) -> str | None:
-    """Why a layout cannot be, apart from memory; None if it can."""
+    """Return why a layout is impossible, apart from memory; None if it is possible."""
     if layout.gpus != gpus:
         return f"tp {layout.tp} x pp {layout.pp} x dp {layout.dp} is {layout.gpus} GPUs, and gpus is {gpus}"
     if layout.tp > gpu.per_node:

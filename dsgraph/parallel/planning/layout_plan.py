@@ -1,4 +1,4 @@
-"""What a layout takes: the formulas with the numbers put in."""
+"""The cost of a layout: the formulas with numbers."""
 
 from __future__ import annotations
 
@@ -47,15 +47,15 @@ _OF_A_LINK = ("bytes", "bytes_per_s", "time")
 
 @dataclass(frozen=True)
 class AxisTraffic:
-    """What one axis of a layout sends.
+    """The traffic of one axis of a layout.
 
     Attributes:
         axis: "tensor", "pipeline" or "data".
-        ranks: Of a group.
-        inside: Whether a group stands in one node.
+        ranks: Number of ranks of a group.
+        inside: True if a group is inside one node.
         sent: Bytes that a GPU sends in a step.
-        bytes_per_s: What the link carries of them in a second.
-        seconds: How long that takes.
+        bytes_per_s: Bytes per second of the link.
+        seconds: Time of the traffic.
     """
 
     axis: str
@@ -73,7 +73,7 @@ class FormulaValues:
     Attributes:
         formula: The formula.
         given: The value of each of its symbols.
-        value: What it comes to.
+        value: Its result.
     """
 
     formula: Formula
@@ -93,17 +93,17 @@ class FormulaValues:
 
 @dataclass(frozen=True)
 class LayoutPlan:
-    """A layout and what it takes.
+    """A layout and its cost.
 
     Attributes:
         layout: The layout.
-        even: Bytes of a GPU by part, if stages could be divided evenly: how publications count.
+        even: Bytes of a GPU by part, if stages could be divided evenly, as publications assume.
         first: Bytes of a GPU of the first stage, by part.
         last: Bytes of a GPU of the last stage, by part.
         values: Every other quantity, by its formula's name.
-        links: What each axis sends.
-        usable: Bytes of a GPU's memory that the model may take.
-        steps: How all of that was computed.
+        links: The traffic of each axis.
+        usable: Bytes of a GPU's memory that the model may use.
+        steps: The computation of all values.
     """
 
     layout: RankLayout
@@ -117,20 +117,20 @@ class LayoutPlan:
 
     @property
     def fits(self) -> bool:
-        """Whether the fullest GPU has the memory."""
+        """True if the memory suffices on the fullest GPU."""
         return self.fullest <= self.usable
 
     @property
     def fullest(self) -> float:
-        """Bytes of the GPU that holds most."""
+        """Bytes of the fullest GPU."""
         return max(self.first["total"], self.last["total"])
 
 
 def plan(model: ModelShape, layout: RankLayout, training: TrainingSetup, *, gpu: NodeGpu, gpus: int) -> LayoutPlan:
-    """What a layout takes.
+    """Compute the cost of a layout.
 
     Raises:
-        LayoutError: The layout cannot be; memory is no reason, `Plan.fits` says so.
+        LayoutError: The layout is impossible, for other reasons than memory; see `LayoutPlan.fits` for that.
     """
     reason = refusal(layout, model, training, gpu=gpu, gpus=gpus)
     if reason is not None:
@@ -164,18 +164,18 @@ def plan(model: ModelShape, layout: RankLayout, training: TrainingSetup, *, gpu:
 
 
 def efficiency(stages: int, micro_batches: int) -> float:
-    """Share of the time in which a stage of a pipeline computes, by the formula of the plan."""
+    """Return the share of the time in which a pipeline stage computes, by the formula of the plan."""
     return _function(time_formulas.EFFICIENCY)(micro_batches=micro_batches, pp=stages)
 
 
 def _inside(layout: RankLayout, gpu: NodeGpu) -> dict[str, bool]:
-    """Which axes stay in a node: tensor-parallel ranks stand next to each other, then data-parallel ones."""
+    """Return which axes stay in a node: tensor-parallel ranks are next to each other, then data-parallel ones."""
     near = {"tp": layout.tp, "dp": layout.tp * layout.dp, "pp": layout.gpus}
     return {axis: near[axis] <= gpu.per_node for axis in ("tp", "pp", "dp")}
 
 
 def _evaluate(formulas: Iterable[Formula], numbers: dict[str, float]) -> Iterator[FormulaValues]:
-    """Adds the value of each formula to the numbers of the next ones."""
+    """Yield the value of each formula, and add it to the numbers of the next ones."""
     for formula in formulas:
         given = {symbol.name: numbers[symbol.name] for symbol in formula.value.free_symbols}
         value = numbers[formula.name] = float(_function(formula)(**given))
@@ -189,7 +189,7 @@ def _function(formula: Formula):  # type: ignore[no-untyped-def]
 
 
 class _Printer(StrPrinter):
-    """Prints cases as Python does, and, if given, numbers in place of symbols: sympy would multiply them out."""
+    """Prints cases as Python does, and optionally numbers in place of symbols: sympy would multiply them out."""
 
     def __init__(self, given: Mapping[str, float] | None = None) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Bytes that one GPU holds. Each stage of a pipeline evaluates them with its own number of layers and parameters."""
+"""Formulas of the bytes on one GPU. Each pipeline stage evaluates them with its own layers and parameters."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _bytes = partial(Formula, unit="bytes")
 
 
 def _split_from(stage: int) -> Expr:
-    """Over how many ranks ZeRO splits what it splits from a stage on."""
+    """Return the number of ranks over which ZeRO shards a state that is sharded from a stage on."""
     return Piecewise((dp, zero_stage >= stage), (Integer(1), True))
 
 

@@ -15,12 +15,12 @@ from .layout_plan import LayoutPlan, plan
 
 @dataclass(frozen=True)
 class SearchResult:
-    """What a search found.
+    """The result of a search.
 
     Attributes:
         fitting: Layouts whose memory fits, by predicted time of a step, then by memory.
-        too_large: Layouts that could be but for their memory, by memory.
-        refused: How many more there are, by the first word of the reason: the number that does not go.
+        too_large: Layouts that only need too much memory, by memory.
+        refused: Number of impossible layouts, by the first word of the reason: the number that does not fit.
     """
 
     fitting: tuple[LayoutPlan, ...]
@@ -29,7 +29,7 @@ class SearchResult:
 
 
 def search(model: ModelShape, training: TrainingSetup, *, gpu: NodeGpu, gpus: int) -> SearchResult:
-    """Tries every tp x pp x dp = gpus with tp inside a node."""
+    """Try every tp x pp x dp = gpus with tp inside a node."""
     plans = []
     refused: Counter[str] = Counter()
     for layout in _layouts(gpu, gpus):

@@ -1,4 +1,4 @@
-"""The letters of the formulas of a layout, and what each stands for."""
+"""The symbols of the formulas of a layout, and their meaning."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ class Formula:
 
     Attributes:
         name: Its symbol, for later formulas.
-        value: What it is; symbols are inputs, or names of earlier formulas.
+        value: The expression; symbols are inputs, or names of earlier formulas.
         unit: "bytes", "seconds", "FLOPs" or "".
-        what: What it is, in words.
-        source: Where it is published, or "by counting".
+        what: Its description.
+        source: Its publication, or "by counting".
     """
 
     name: str
@@ -46,5 +46,5 @@ class Formula:
 
     @property
     def symbol(self) -> sympy.Symbol:
-        """What later formulas call it."""
+        """The symbol that later formulas use."""
         return sympy.Symbol(self.name, nonnegative=True)

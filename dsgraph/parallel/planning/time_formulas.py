@@ -1,4 +1,4 @@
-"""Bytes that a GPU sends over each axis in a step, and how long the step takes."""
+"""Formulas of the bytes that a GPU sends over each axis in a step, and of the time of a step."""
 
 from __future__ import annotations
 

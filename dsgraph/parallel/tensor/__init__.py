@@ -1,1 +1,1 @@
-"""Tensor parallelism: layers of which each rank holds slices."""
+"""Tensor parallelism: layers that are sharded over ranks."""

@@ -1,4 +1,4 @@
-"""`tensor_parallel`: layers divided among ranks, each of which holds its slices of their parameters."""
+"""`tensor_parallel`: layers that are sharded over ranks, each with its slices of the parameters."""
 
 from __future__ import annotations
 
@@ -35,27 +35,28 @@ _REASONS = 5
 def tensor_parallel(
     model: ModelT, mesh: DeviceMesh, *, plan: Literal["auto"] | Mapping[str, Any] = "auto", example_inputs: Any = None
 ) -> ModelT:
-    """Divides the layers of `model` over the ranks of `mesh`, in place: each holds its slices of their parameters.
+    """Make `model` tensor-parallel over the ranks of `mesh`, in place: each rank holds its slices of the parameters.
 
-    Every rank calls it with the same model; the values of the mesh's first rank count. Make the optimizer afterwards.
-    Then `torch.compile(model, backend="dsgraph")` computes with slices. Ranks of the mesh are to be given the same
-    batches, and the same random seeds. Run eagerly, the model gathers its parameters and computes what it did before.
+    Every rank calls it with the same model; parameters get the values of the mesh's first rank. Create the optimizer
+    afterwards. Then `torch.compile(model, backend="dsgraph")` computes with slices. Give all ranks of the mesh the same
+    batches and the same random seeds. Run eagerly, the model gathers its parameters and computes the same as before.
 
-    Column and row slices, and where their sums stand, are those of Shoeybi et al.: Megatron-LM, arXiv 1909.08053.
+    Column and row slices, and the places of their sums, are those of Shoeybi et al.: Megatron-LM, arXiv 1909.08053.
 
     Args:
         model: A module on one device.
-        mesh: One dimension, such as `mesh["tp"]`.
-        plan: "auto": every product that can be sliced, found on the captured graph. Otherwise patterns of names of
-            modules (`*` for a number of a layer) -> "colwise", "rowwise", or the DTensor styles of that name.
-        example_inputs: Arguments of the forward, of which the shapes count: a dict or a tuple. None: the model's
-            `dummy_inputs`, as models of transformers have them.
+        mesh: A mesh of one dimension, such as `mesh["tp"]`.
+        plan: "auto" shards every matrix product that can be sharded, found on the captured graph. Otherwise a dict:
+            pattern of module names (`*` for the number of a layer) -> "colwise", "rowwise", or the DTensor styles of
+            that name.
+        example_inputs: Arguments of the forward, of which only the shapes are used: a dict or a tuple. None: the
+            model's `dummy_inputs`, which models of transformers have.
 
     Returns:
-        `model` itself. `model.tensor_plan` says what is sliced, and what is not and why.
+        `model` itself. `model.tensor_plan` lists the sharded parameters, and the others with reasons.
 
     Raises:
-        PartitionError: An argument or a part of the model cannot be taken; nothing was changed.
+        PartitionError: An argument or a part of the model is not supported; nothing was changed.
         RanksDisagreeError: Ranks hold different models; nothing was changed.
     """
     refuse_model(model)
@@ -91,15 +92,15 @@ def _why_little(model: nn.Module, found: FoundSlices) -> str:
 
 
 def slice_parameters(model: nn.Module, mesh: DeviceMesh, found: FoundSlices) -> None:
-    """Leaves this rank its slices of the parameters of `model`, in place, by a plan that was found.
+    """Replace the parameters of `model` by this rank's slices, in place, by a plan.
 
     Args:
         model: A module on one device.
-        mesh: One dimension.
-        found: Parameters that it names and the model lacks are passed over.
+        mesh: A mesh of one dimension.
+        found: The plan; parameters that the model lacks are ignored.
 
     Raises:
-        PartitionError: A part of the model cannot be taken; nothing was changed.
+        PartitionError: A part of the model is not supported; nothing was changed.
         RanksDisagreeError: Ranks hold different models; nothing was changed.
     """
     parameters = dict(model.named_parameters())

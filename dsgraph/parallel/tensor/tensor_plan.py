@@ -1,4 +1,4 @@
-"""The plan of a tensor-parallel model: which parameter is sliced how."""
+"""The plan of a tensor-parallel model: the slice of each parameter."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ _ROW = ("rowwise", "row", "rowwise_rep")
 
 
 def plan_by_names(model: nn.Module, plan: Mapping[str, Any]) -> dict[str, Slice]:
-    """The slices of a user's plan.
+    """Return the slices of a user's plan.
 
     Args:
         model: The model.
-        plan: Pattern of names of modules, in which `*` stands for one part of a name, -> style.
+        plan: Pattern of module names, in which `*` matches one part of a name, -> style.
 
     Raises:
-        PartitionError: A style is unknown, a pattern fits no module, or a module has no weight that could be sliced.
+        PartitionError: A style is unknown, a pattern matches no module, or a module has no weight that can be sharded.
     """
     found: dict[str, Slice] = {}
     for pattern, style in plan.items():
@@ -72,13 +72,13 @@ def _slices_of(name: str, module: nn.Module, *, is_row: bool) -> dict[str, Slice
 
 
 def plan_by_graph(model: nn.Module, inputs: Any, *, ranks: int, given: Mapping[str, Slice] | None) -> FoundSlices:
-    """What of a model can be sliced, found on its captured graphs. Nothing is computed, no memory taken.
+    """Find the parameters of a model that can be sharded, on its captured graphs.
 
     Args:
         model: The model.
         inputs: Keyword arguments of its forward, or a tuple of positional ones.
-        ranks: Over how many ranks.
-        given: A user's slices, of which the number of pieces is found; None: all that can be sliced.
+        ranks: Number of ranks.
+        given: A user's slices, whose number of pieces is determined; None: all that can be sharded.
     """
     mode = new_fake_mode()
     memo: dict[int, Any] = {}

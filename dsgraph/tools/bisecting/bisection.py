@@ -82,7 +82,7 @@ class Bisection:
 
     @property
     def may_hold_copies(self) -> bool:
-        """True: a recording copies all tensors of a step."""
+        """False with CUDA graphs: a recording would copy tensors that are at another address in each step."""
         return not records_cuda_graphs(self._options, self._mode)
 
     @property
