@@ -1,4 +1,4 @@
-"""Puts the product together: importing this module registers the ops and the backend, with the tools that watch it."""
+"""The parts put together: importing this module registers the ops and the backend, with the tools that watch it."""
 
 import os
 from functools import partial
@@ -20,10 +20,10 @@ from .tools.reporting.report_observer import ReportObserver
 
 
 def new_backend(reports: ReportObserver | None = None) -> Backend:
-    """A backend with what sees its compiles, and with the tools that may compile instead.
+    """Return a backend with its observers, and with the tools that may compile instead.
 
     Args:
-        reports: Keeps the log of its compiles; by default one that nobody asks.
+        reports: Keeps the log of its compiles; by default a new one.
     """
     return Backend(
         observers=[reports or ReportObserver(), DumpObserver()],
@@ -38,11 +38,11 @@ register_rules()
 
 
 def report(model: Module) -> Report:
-    """What dsgraph did to a model and what it did not.
+    """Return a report of what dsgraph did to a model and what it did not.
 
     Call it after the first step: graphs are compiled when they first run. Graphs are found by the parameters that they
-    read and by the module that was being called. Two models of one class that are compiled by one torch function share
-    their entries for frames that Dynamo gave up on, since Dynamo names the code and not the model.
+    read and by the module that was being called. Two models of one class that are compiled by one `torch.compile` call
+    share their entries for frames that Dynamo gave up on, because Dynamo identifies the code and not the model.
 
     Args:
         model: The module that was given to `partition` or `torch.compile`, or the compiled one.

@@ -1,4 +1,4 @@
-"""What a batch is to a model."""
+"""The arguments of a model in a batch."""
 
 from __future__ import annotations
 

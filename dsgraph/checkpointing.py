@@ -1,4 +1,4 @@
-"""DeepSpeed's functions for activation checkpointing, as `deepspeed.checkpointing` has them."""
+"""DeepSpeed's functions for activation checkpointing, with the names of `deepspeed.checkpointing`."""
 
 from .engine.activation_checkpointing import checkpoint, configure, is_configured, reset
 

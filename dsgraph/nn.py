@@ -1,4 +1,4 @@
-"""Modules that stand on dsgraph's ops."""
+"""Modules that use dsgraph's ops."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ __all__ = ["SparseSelfAttention"]
 
 
 class SparseSelfAttention(nn.Module):
-    """Attention between queries, keys and values of one sequence, of which the blocks of a layout are computed.
+    """Self-attention that computes only the blocks of a layout.
 
     It has no parameters: projections belong to the model.
 
     Attributes:
-        layout: Which blocks are computed.
+        layout: The computed blocks.
         dropout: The share of probabilities that is dropped in training.
-        causal: Whether queries see no later keys, whatever the layout says.
+        causal: True if queries see no later keys, whatever the layout says.
         scale: The factor of the scores; None: 1 / sqrt(width).
     """
 
@@ -35,7 +35,7 @@ class SparseSelfAttention(nn.Module):
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, *, mask: Tensor | None = None, bias: Tensor | None = None
     ) -> Tensor:
-        """The arguments and the result of `dsgraph.ops.block_sparse_attention`."""
+        """Return the attention; arguments and result are those of `dsgraph.ops.block_sparse_attention`."""
         return block_sparse_attention(
             query,
             key,
@@ -49,5 +49,5 @@ class SparseSelfAttention(nn.Module):
         )
 
     def extra_repr(self) -> str:
-        """The layout, and what is not as usual."""
+        """Return the layout, and the settings that differ from the defaults."""
         return f"{self.layout}, dropout={self.dropout}, causal={self.causal}"

@@ -1,4 +1,4 @@
-"""Functions that stand on dsgraph's ops: for those who call them themselves instead of letting a pass find places."""
+"""Functions on dsgraph's ops, for code that calls them directly instead of letting a pass insert them."""
 
 from __future__ import annotations
 
@@ -25,25 +25,25 @@ def block_sparse_attention(
     dropout: float = 0.0,
     causal: bool = False,
 ) -> Tensor:
-    """Attention of which only the blocks of a layout are computed, forward and backward.
+    """Compute attention for only the blocks of a layout, forward and backward.
 
     Args:
         q: Queries `[batch, heads, length, width]` in float32, bfloat16, float16 or float64.
         k: Keys `[batch, heads of keys, length, width]`; the heads divide those of `q`.
         v: Values `[batch, heads of keys, length, width of values]`.
-        layout: Which blocks are computed, see `dsgraph.sparse`.
+        layout: The computed blocks, see `dsgraph.sparse`.
         scale: The factor of the scores; 1 / sqrt(width) unless given.
-        mask: bool, True where a key counts: `[batch, length]` for keys that are padding, or broadcast over
-            `[batch, heads, length, length]`. None: all count.
+        mask: bool, True where a key is visible: `[batch, length]` for padding, or broadcast over `[batch, heads,
+            length, length]`. None: all are visible.
         bias: Added to the scores, broadcast over `[batch, heads, length, length]`; it may need a gradient.
         dropout: The share of probabilities that is dropped; the backward drops the same.
-        causal: Whether queries see no later keys, whatever the layout says.
+        causal: True if queries see no later keys, whatever the layout says.
 
     Returns:
-        `[batch, heads, length, width of values]` in the dtype of `q`; 0 for a query of which no key counts.
+        `[batch, heads, length, width of values]` in the dtype of `q`; 0 for a query without visible keys.
 
     Raises:
-        SparseLayoutError: What was given cannot be taken, or does not fit the layout.
+        SparseLayoutError: An argument is not supported, or does not fit the layout.
     """
     if not isinstance(layout, Layout):
         raise SparseLayoutError(f"block_sparse_attention: layout is {layout!r}; it takes one of dsgraph.sparse")

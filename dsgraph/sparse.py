@@ -1,7 +1,7 @@
-"""Layouts of block-sparse attention: which blocks of queries see which blocks of keys.
+"""Layouts of block-sparse attention: the blocks of keys that each block of queries sees.
 
-They are what the option `sparse_attention`, `dsgraph.ops.block_sparse_attention` and `dsgraph.nn.SparseSelfAttention`
-take; docs/guides/long-sequences.md says what each looks like.
+They are arguments of the option `sparse_attention`, `dsgraph.ops.block_sparse_attention` and
+`dsgraph.nn.SparseSelfAttention`; docs/guides/long-sequences.md shows each.
 """
 
 from dsgraph.inductor_ext.sparse.custom import Custom, from_block_mask, from_mask_mod

@@ -1,4 +1,4 @@
-"""Checkpoints that are written while training goes on: their tensors are copied first, and a thread writes the copies.
+"""Checkpoints that are written while training continues: tensors are copied first, and a thread writes the copies.
 
 The threads of all ranks meet in a process group of their own, so that no step waits for them. A program does not end
 before its thread has: it is no daemon thread. If writing failed and nobody called `wait`, the exit prints the error.
@@ -26,8 +26,8 @@ class Writing:
 
     Attributes:
         agreement: The ranks that write it.
-        doing: What an error says of it: `save checkpoints/global_step10`.
-        ended: Done when this rank has no more to do; holds its error.
+        doing: Its description in errors: `save checkpoints/global_step10`.
+        ended: Done when this rank has finished; contains its error.
     """
 
     agreement: Agreement
@@ -53,14 +53,14 @@ class Writing:
 
 
 class Writer:
-    """Writes one checkpoint at a time beside the training. All ranks call its methods at the same points."""
+    """A writer of one checkpoint at a time during training. All ranks call its methods at the same points."""
 
     def __init__(self) -> None:
         self._group: dist.ProcessGroup | None = None
         self._writing: Writing | None = None
 
     def group(self) -> dist.ProcessGroup:
-        """The process group of the writing threads: of all ranks, over gloo, and made when it is asked for first."""
+        """Return the process group of the writing threads: of all ranks, over gloo, created at the first call."""
         if self._group is None:
             group = dist.new_group(backend="gloo")
             assert group is not None, "it is of all ranks"
@@ -68,7 +68,7 @@ class Writer:
         return self._group
 
     def start(self, agreement: Agreement, doing: str, act: Callable[[], Any]) -> None:
-        """Run `act` in a thread; the one before has ended, see `wait`."""
+        """Run `act` in a thread; the one before must have ended, see `wait`."""
         assert self._writing is None, self._writing
         self._writing = Writing(agreement, doing)
         atexit.register(self._writing.say_failure)  # called when all threads have ended

@@ -51,7 +51,7 @@ def why_no_client_state(value: object) -> str:
 
 
 def other_optimizer(optimizer: Optimizer | None, about: Mapping[str, Any]) -> str:
-    """Return how the optimizer of a checkpoint differs from one in what it takes; empty if it does not."""
+    """Return how the optimizer of a checkpoint differs in its arguments; empty if it does not."""
     saved, mine = about.get("optimizer_class"), class_of(optimizer)  # of an import the class is not known
     own = set() if optimizer is None else optimizer.param_groups[0].keys() - {"params", "initial_lr"}
     if saved in (None, mine) or (about["groups"] and own <= about["groups"][0].keys()):
@@ -62,13 +62,13 @@ def other_optimizer(optimizer: Optimizer | None, about: Mapping[str, Any]) -> st
 def other_model(tensors: ModelTensors, known: Mapping[str, Any], *, module_only: bool) -> tuple[str, list[str]]:
     """Return how the model of a checkpoint differs.
 
-    If only the model is loaded, tensors that the model does not have may stay in the checkpoint: files of weights
-    hold buffers that the model has lost since.
+    If only the model is loaded, tensors that the model does not have may stay in the checkpoint: files of weights may
+    contain buffers that the model no longer has.
 
     Args:
         tensors: The tensors of the model.
-        known: What the checkpoint says of each of its tensors.
-        module_only: Whether only the model is loaded.
+        known: The metadata of each tensor in the checkpoint.
+        module_only: True if only the model is loaded.
 
     Returns:
         Why it cannot be loaded, empty if it can; and the names of the tensors that stay there.

@@ -1,6 +1,7 @@
-"""Checkpoints become other checkpoints, in one process and without the model.
+"""Conversion of checkpoints, in one process and without the model.
 
-An engine's becomes Hugging Face's files; Hugging Face's files, or a ZeRO checkpoint of DeepSpeed's, become an engine's.
+An engine's checkpoint becomes Hugging Face's files; Hugging Face's files, or a ZeRO checkpoint of DeepSpeed, become an
+engine's checkpoint.
 """
 
 from __future__ import annotations
@@ -26,13 +27,13 @@ from .weight_files import WeightFiles, begin, dtype_in_file, finish
 
 
 def export_checkpoint(folder: Path, out: Path, *, tag: str | None, shard_bytes: int, dtype: torch.dtype | None) -> Path:
-    """Writes the weights of an engine's checkpoint as safetensors, a file's worth in memory at a time.
+    """Write the weights of an engine's checkpoint as safetensors, with one file in memory at a time.
 
     Args:
-        folder: Of one checkpoint, or of several.
-        out: Where to; not there yet, or empty.
-        tag: Which one of several; None: the latest.
-        shard_bytes: Bytes of a file, at most.
+        folder: The folder of one checkpoint, or of several.
+        out: The folder to write; it does not exist yet, or is empty.
+        tag: The tag of one of several; None: the latest.
+        shard_bytes: Largest size of a file in bytes.
         dtype: Dtype of floating-point weights; None: as they were saved.
 
     Returns:
@@ -67,10 +68,10 @@ def export_checkpoint(folder: Path, out: Path, *, tag: str | None, shard_bytes: 
 
 
 def import_checkpoint(source: Path, out: Path, *, tag: str | None) -> tuple[Path, dict[str, Any]]:
-    """Makes a checkpoint of an engine of Hugging Face's safetensors, or of a ZeRO checkpoint of DeepSpeed's.
+    """Convert Hugging Face's safetensors, or a ZeRO checkpoint of DeepSpeed, to an engine's checkpoint.
 
-    Of safetensors it has the weights alone: `engine.load_checkpoint(out, load_module_only=True)` takes them. Of
-    DeepSpeed's it has masters, optimizer, schedule, loss scale and counts.
+    From safetensors it has only the weights: `engine.load_checkpoint(out, load_module_only=True)` loads them. From
+    DeepSpeed's checkpoint it has masters, optimizer, schedule, loss scale and counts.
 
     Args:
         source: The folder.
@@ -78,10 +79,10 @@ def import_checkpoint(source: Path, out: Path, *, tag: str | None) -> tuple[Path
         tag: Name of the new one; None: `global_step<N>`.
 
     Returns:
-        Its folder, and what it holds, for people.
+        Its folder, and a human-readable description of its content.
 
     Raises:
-        CheckpointError: The source is neither, or cannot be read; `out` is as it was.
+        CheckpointError: The source is neither, or cannot be read; `out` is unchanged.
     """
     if is_deepspeed(source):
         found = read_deepspeed(source)
@@ -104,7 +105,7 @@ def import_checkpoint(source: Path, out: Path, *, tag: str | None) -> tuple[Path
 
 
 def _checked(folder: Path, tag: str | None) -> tuple[Path, dict[str, Any]]:
-    """The checkpoint that is meant, and what it says of itself, when all its files are as they were written."""
+    """Return the checkpoint and its `engine.json`, after checking that all its files are as they were written."""
     tag = find_tag(folder, tag)
     path = folder if tag is None else folder / tag
     if not (path / ABOUT).is_file():
@@ -113,7 +114,7 @@ def _checked(folder: Path, tag: str | None) -> tuple[Path, dict[str, Any]]:
 
 
 def _about(steps: StepCounts, **more: Any) -> dict[str, Any]:
-    """What stands in `engine.json` of a checkpoint that no rank wrote: none goes on with its random numbers."""
+    """Return the content of `engine.json` for a checkpoint that no rank wrote; it has no random states."""
     return {
         **{"ranks": 0, "engine": {**progress_at(steps), **more.pop("engine", {})}, "groups": []},
         **{"optimizer": {}, "client_state": {}, "config": {}, "model": {"configs": {}, "tied": {}}, **more},
@@ -121,7 +122,7 @@ def _about(steps: StepCounts, **more: Any) -> dict[str, Any]:
 
 
 def _of_safetensors(source: Path) -> tuple[dict[str, Tensor], dict[str, Any], dict[str, Any]]:
-    """All weights, which are mapped and not yet read."""
+    """Return all weights, which are mapped and not read yet."""
     state: dict[str, Tensor] = {}
     for file in weight_paths(source):
         try:

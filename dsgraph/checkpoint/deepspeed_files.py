@@ -1,17 +1,18 @@
-"""Reads DeepSpeed's ZeRO checkpoints, stages 1 to 3, without DeepSpeed and without running anything they hold.
+"""Reads DeepSpeed's ZeRO checkpoints, stages 1 to 3, without DeepSpeed and without running code from them.
 
 The files are pickles. Only tensors, plain values and the four classes of DeepSpeed's that are listed here are read, and
 these become plain values: torch's `weights_only` refuses all else.
 
-What the files hold, of rank r (source: DeepSpeed 0.19.8, `utils/zero_to_fp32.py` and `state_dict` of its optimizers):
+The content of the files of rank r (source: DeepSpeed 0.19.8, `utils/zero_to_fp32.py` and `state_dict` of its
+optimizers):
 
-    stages 1, 2   each group of parameters is one flat vector: `param_shapes` says in which order, with
-                  `param_alignment_paddings` behind each parameter. Rank r has the r-th of as many equal parts, the
+    stages 1, 2   each group of parameters is one flat vector: `param_shapes` has the order, with
+                  `param_alignment_paddings` after each parameter. Rank r has the r-th of as many equal parts, the
                   last of them padded
     stage 3       each parameter is one flat vector of which rank r has the r-th of as many equal parts, the last of
                   them padded; rank r's parts of all parameters follow each other over its `fp32_flat_groups`
 
-The averages of Adam lie as the masters do.
+The averages of Adam are stored like the masters.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ _GROUP_KEYS = {"lr", "betas", "eps", "weight_decay", "initial_lr", "amsgrad", "m
 
 
 class _Fields:
-    """Stands for an object of DeepSpeed's: what it held, as attributes."""
+    """A placeholder for an object of DeepSpeed's, with its contents as attributes."""
 
     def __init__(self, *values: Any, **fields: Any) -> None:
         self.__dict__.update(fields, values=values)
@@ -58,19 +59,19 @@ _STAND_INS = [
 
 @dataclass
 class DeepSpeedCheckpoint:
-    """What a ZeRO checkpoint of DeepSpeed's holds, put together.
+    """The content of a ZeRO checkpoint of DeepSpeed, assembled.
 
     Attributes:
         stage: Its ZeRO stage.
-        ranks: How many ranks wrote it.
-        masters: Parameters and buffers by name, whole; masters are float32.
+        ranks: Number of ranks that wrote it.
+        masters: Full parameters and buffers by name; masters are float32.
         averages: State of the optimizer for each parameter: tensors of its shape, and `step`.
         groups: Options of each group of parameters.
-        tied: For each name that shares its parameter with another, that one.
+        tied: For each name that shares its parameter with another, the other name.
         steps, skipped, micro_batches: How far training was; `micro_batches` are those of a step.
         schedule: State of the schedule, if there was one.
-        loss_scale: State of a dynamic loss scale, as `LossScale` has it; empty for any other.
-        client: What else the saver put into it.
+        loss_scale: State of a dynamic loss scale, in the form of `LossScale`; empty for any other.
+        client: Further values that were saved with it.
     """
 
     stage: int
@@ -88,18 +89,18 @@ class DeepSpeedCheckpoint:
 
 
 def is_deepspeed(folder: Path) -> bool:
-    """Whether a folder is a ZeRO checkpoint of DeepSpeed's, or holds one that its file `latest` names."""
+    """Return whether a folder is a ZeRO checkpoint of DeepSpeed's, or contains one that its file `latest` names."""
     return _tag_folder(folder) is not None
 
 
 def read_deepspeed(folder: Path) -> DeepSpeedCheckpoint:
-    """Puts a checkpoint together. Files are mapped, and what is written into no other order is not copied.
+    """Assemble a checkpoint. Files are mapped, and tensors that keep their order are not copied.
 
     Args:
-        folder: Of one checkpoint, or of several with a file `latest`.
+        folder: The folder of one checkpoint, or of several with a file `latest`.
 
     Raises:
-        CheckpointError: Files are missing or cannot be read, or it is one of a kind that is not read here.
+        CheckpointError: Files are missing or cannot be read, or its kind is not supported.
     """
     path = _tag_folder(folder)
     if path is None:
@@ -168,10 +169,10 @@ def _flat_key(stage: int) -> str:
 
 
 def _loaded(file: Path) -> dict[str, Any]:
-    """One file, of which nothing is run.
+    """Load one file without running code from it.
 
     Raises:
-        CheckpointError: It is missing or damaged, or holds something besides tensors and plain values.
+        CheckpointError: It is missing or damaged, or contains something besides tensors and plain values.
     """
     try:
         with torch.serialization.safe_globals(_STAND_INS):  # type: ignore[arg-type]
@@ -188,7 +189,7 @@ def _loaded(file: Path) -> dict[str, Any]:
 
 
 def _averaged(base: dict[str, Any], path: Path) -> list[str]:
-    """The tensors that the optimizer keeps for each element."""
+    """Return the names of the tensors that the optimizer keeps for each element."""
     if not isinstance(base.get("state"), dict):
         raise CheckpointError(f"{path} was saved with elastic_checkpoint, which is not read here")
     first: dict[str, Any] = next(iter(base["state"].values()), {})
@@ -196,7 +197,7 @@ def _averaged(base: dict[str, Any], path: Path) -> list[str]:
 
 
 def _steps(base: dict[str, Any], groups: int) -> list[float | None]:
-    """The count of steps of each group, which some optimizers keep for each flat tensor and others for each group."""
+    """Return the step count of each group; some optimizers store it for each flat tensor, others for each group."""
     found = [state.get("step") for _, state in sorted(base["state"].items())]
     if not any(step is not None for step in found):
         found = [group.get("step") for group in base["param_groups"]]
@@ -206,7 +207,7 @@ def _steps(base: dict[str, Any], groups: int) -> list[float | None]:
 def _read_groups(
     flat: Sequence[Sequence[Tensor]], shapes: Sequence[dict[str, Any]], *, paddings: Sequence[Sequence[int]] | None
 ) -> Iterator[tuple[str, Tensor]]:
-    """Parameters of stages 1 and 2, from each rank's part of each group."""
+    """Yield parameters of stages 1 and 2, from each rank's part of each group."""
     for group, names in enumerate(shapes):
         whole = torch.cat([parts[group].flatten() for parts in flat])
         behind = paddings[group] if paddings is not None else [0] * len(names)  # older versions have none
@@ -218,7 +219,7 @@ def _read_groups(
 
 
 def _read_rows(flat: Sequence[Sequence[Tensor]], shapes: Sequence[dict[str, Any]]) -> Iterator[tuple[str, Tensor]]:
-    """Parameters of stage 3, from each rank's parts of all parameters."""
+    """Yield parameters of stage 3, from each rank's parts of all parameters."""
     mine = [torch.cat([part.flatten() for part in parts]) if len(parts) > 1 else parts[0].flatten() for parts in flat]
     offset = 0
     for name, shape in chain.from_iterable(names.items() for names in shapes):
@@ -229,7 +230,7 @@ def _read_rows(flat: Sequence[Sequence[Tensor]], shapes: Sequence[dict[str, Any]
 
 
 def _others(models: Sequence[dict[str, Any]], masters: dict[str, Tensor], stage: int) -> Iterator[tuple[str, Tensor]]:
-    """Buffers and frozen parameters."""
+    """Yield buffers and frozen parameters."""
     about = models[0]
     for name, value in about["module"].items():
         is_whole = stage < 3 or name in about["buffer_names"]
@@ -241,7 +242,7 @@ def _others(models: Sequence[dict[str, Any]], masters: dict[str, Tensor], stage:
 
 
 def _micro_batches(config: Any) -> int:
-    """Micro-batches of a step; the files hold the configuration, or its path."""
+    """Return the micro-batches of a step; the files contain the configuration, or its path."""
     return int(config.get("gradient_accumulation_steps") or 1) if isinstance(config, dict) else 1
 
 

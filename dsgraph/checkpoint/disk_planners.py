@@ -1,4 +1,4 @@
-"""Checkpoints of what lies on disk, without bringing it into memory."""
+"""Saving and loading of tensors on disk without bringing all of them into memory."""
 
 from __future__ import annotations
 
@@ -25,20 +25,19 @@ _HALF = "was not read to its end from a checkpoint, and is neither the old one n
 
 
 class SavePlannerFromDisk(DefaultSavePlanner):
-    """Reads each tensor on disk when it is written: `dcp.save(..., planner=...)`.
+    """A save planner that reads each tensor from disk when it is written: `dcp.save(..., planner=...)`.
 
-    Without it tensors are mapped: the kernel drops pages when it needs memory, and ends the process where the disk
-    fails.
+    Without it tensors are mapped: the kernel drops pages when it needs memory, and ends the process if the disk fails.
     """
 
     def __init__(self, optimizer: Optimizer | None, *, frees_written: bool = False) -> None:
-        """For a state dict with the state of an optimizer, and parameters.
+        """Create a planner for a state dict with the state of an optimizer, and parameters.
 
         Args:
             optimizer: The optimizer whose state is written; None: only parameters are.
-            frees_written: Whether the memory of a tensor is freed when the same thread asks for the next one, so that
-                each thread has one in memory. The writer must have written it by then: one that holds several, as
-                those of safetensors do and torch's with one thread beside CUDA, would write zeros.
+            frees_written: True frees the memory of a tensor when the same thread asks for the next one, so that each
+                thread has one in memory. The writer must have written it by then: one that holds several, like that of
+                safetensors, and torch's with one thread and CUDA, would write zeros.
         """
         super().__init__()
         self._state = None if optimizer is None else optimizer.state
@@ -62,17 +61,17 @@ class SavePlannerFromDisk(DefaultSavePlanner):
 
 
 class LoadPlannerToDisk(DefaultLoadPlanner):
-    """Writes each tensor to the disk when it is read: `dcp.load(..., planner=...)`.
+    """A load planner that writes each tensor to disk when it is read: `dcp.load(..., planner=...)`.
 
-    So one tensor is in memory at a time. It is for those of the optimizer's state dict and for parameters; what is
-    in memory is read as ever. Without it, what is read of the state goes to memory alone.
+    So one tensor is in memory at a time. It is for parameters and the tensors of the optimizer's state dict; tensors in
+    memory are read as usual. Without it, the state would be read to memory only.
 
     Attributes:
-        has_begun: Whether the ranks have begun to read.
+        has_begun: True if the ranks have begun to read.
     """
 
     def __init__(self, optimizer: Optimizer | None) -> None:
-        """For a state dict with the state of an optimizer, and parameters."""
+        """Create a planner for a state dict with the state of an optimizer, and parameters."""
         super().__init__()
         self._state = None if optimizer is None else optimizer.state
         self.has_begun = False
@@ -101,7 +100,7 @@ class LoadPlannerToDisk(DefaultLoadPlanner):
 
 
 def stored_tensor(value: Tensor, state: object) -> StoredTensor | None:
-    """Where a tensor lies that is a parameter's rows on disk, or in an optimizer's state; None: in memory."""
+    """Return the place of a tensor that is a parameter's rows on disk, or in an optimizer's state; None: in memory."""
     rows = stored_rows(value)
     if rows is not None:
         return rows.stored
@@ -112,15 +111,15 @@ def stored_tensor(value: Tensor, state: object) -> StoredTensor | None:
 def loading_to_disk(
     params: Sequence[nn.Parameter], optimizer: Optimizer | None, *, module_only: bool
 ) -> Iterator[LoadPlannerToDisk]:
-    """Around a `dcp.load` with the planner that it gives, into the very tensors of a model and its optimizer.
+    """Enter a context for a `dcp.load`, with the returned planner, into the tensors of a model and its optimizer.
 
-    Where it fails when something was read already, nobody trains with that: forwards are refused, and where state was
-    read steps, until another load of as much comes to its end.
+    If it fails after something was read, the result cannot be used for training: forwards are refused, and steps as
+    well if state was read, until another load of as much succeeds.
 
     Args:
         params: The parameters of the partitioned model.
         optimizer: The optimizer of these.
-        module_only: Whether nothing is read into the optimizer.
+        module_only: True if nothing is read into the optimizer.
 
     Raises:
         OffloadError: A backward has begun a step; nothing was read.
@@ -146,7 +145,7 @@ def loading_to_disk(
 
 
 def refuse_half(params: Iterable[nn.Parameter], optimizer: Optimizer | None) -> None:
-    """Refuses to write down what a failed load or step has left: some of it is old, and some new.
+    """Refuse to save tensors after a failed load or step: some of them are old, and some new.
 
     Raises:
         OffloadError: Parameters on disk, or the state of the optimizer there, are in such a state; or a backward has

@@ -1,4 +1,4 @@
-"""A partitioned model out to and in from Hugging Face's files. No rank holds the whole model."""
+"""Export of a partitioned model to Hugging Face's files, and import. No rank holds the whole model."""
 
 from __future__ import annotations
 
@@ -29,20 +29,20 @@ from .weight_files import WeightFiles, begin, dtype_in_file, finish, unfinished
 
 
 def export(training: Training, folder: Path, *, shard_bytes: int, dtype: torch.dtype | None) -> None:
-    """Writes the weights of a partitioned model. All ranks call it together.
+    """Write the weights of a partitioned model. All ranks call it together.
 
-    Parameters are gathered one by one. Files take turns among ranks, and a rank keeps what goes into the file that it
-    is to write next: `shard_bytes` at most.
+    Parameters are gathered one by one. Ranks take turns to write files, and a rank keeps the weights of its next file:
+    `shard_bytes` at most.
 
     Args:
-        training: Its model is written.
-        folder: Where to; not there yet, or empty. All ranks see the same file system.
-        shard_bytes: Bytes of a file, at most.
+        training: The training whose model is written.
+        folder: The folder to write; it does not exist yet, or is empty. All ranks share the file system.
+        shard_bytes: Largest size of a file in bytes.
         dtype: Dtype of floating-point weights; None: that of the shards.
 
     Raises:
-        CheckpointError: The folder is not empty, a rank could not write, or a failed load or step has left nothing to
-            write; all ranks raise.
+        CheckpointError: The folder is not empty, a rank could not write, or the model is incomplete after a failed load
+            or step; all ranks raise.
     """
     agreement, tensors, doing = training.agreement, training.tensors(), f"export {folder}"
     all_or_none(agreement, doing, lambda: refuse_half(tensors.parameters.values(), training.optimizer))
@@ -74,15 +74,16 @@ def export(training: Training, folder: Path, *, shard_bytes: int, dtype: torch.d
 
 
 def load_pretrained(training: Training, folder: Path) -> None:
-    """Reads Hugging Face's safetensors into a partitioned model: each rank its rows, file by file. All ranks call it.
+    """Read Hugging Face's safetensors into a partitioned model: each rank its rows, file by file. All ranks call it.
 
     Args:
-        training: Its model is read.
-        folder: Has `*.safetensors`, whose names are those of the model's `state_dict`. Of tied weights one is enough.
+        training: The training whose model is read.
+        folder: A folder of `*.safetensors` with the names of the model's `state_dict`. One of several tied weights is
+            enough.
 
     Raises:
         CheckpointError: There are no such files, their index is damaged, or a weight is missing or has another shape.
-            The model is as it was, see `read_into`.
+            The model is unchanged, see `read_into`.
     """
     agreement, tensors, optimizer = training.agreement, training.tensors(), training.optimizer
     doing, reader, there = f"load {folder}", _ReaderByTensor(folder), dict[str, Any]()
@@ -100,7 +101,7 @@ def load_pretrained(training: Training, folder: Path) -> None:
 
 
 class _FilesByIndex(FileSystem):
-    """Shows a reader the files of a folder that count."""
+    """A file system that shows a reader only the files of a folder that belong to the model."""
 
     @override
     def ls(self, path: str | os.PathLike[str]) -> list[str]:
@@ -108,7 +109,7 @@ class _FilesByIndex(FileSystem):
 
 
 class _ReaderByTensor(HuggingFaceStorageReader):
-    """Opens a file anew for each tensor: what is mapped of it would stay in memory until it is closed."""
+    """A reader that opens a file again for each tensor: mapped memory would stay allocated until the file is closed."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(str(folder))
@@ -130,7 +131,7 @@ def _weights_in(folder: Path, reader: HuggingFaceStorageReader) -> dict[str, Any
 
 
 def _name_in(there: dict[str, Any], name: str, tied: Mapping[str, str]) -> str:
-    """Under which name a file has a parameter: its own, or that of one tied to it."""
+    """Return the name of a parameter in a file: its own, or that of one tied to it."""
     others = [other for other, first in tied.items() if first == name]
     return next((candidate for candidate in (name, *others) if candidate in there), name)
 

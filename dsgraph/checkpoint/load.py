@@ -1,8 +1,8 @@
 """Load a checkpoint into an engine, or into a model; `save.py` defines its content.
 
-Everything is read and checked, on all ranks, before anything changes: files by their checksums, what `engine.json`
-says, then tensors, which are read into copies. Where parameters or the optimizer's state are on disk, no copies are
-made: what can be known of a checkpoint is checked first, and then each tensor is read into its place.
+Everything is read and checked, on all ranks, before anything changes: files by their checksums, the content of
+`engine.json`, then tensors, which are read into copies. If parameters or the optimizer's state are on disk, no copies
+are made: the metadata of the checkpoint is checked first, and then each tensor is read into its place.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def load(training: Training, folder: Path, tag: str | None, *, module_only: bool
         training: The engine or model to load into: the same model, in any layout, at any stage, on any number of ranks.
         folder: Folder of checkpoints.
         tag: Tag of the checkpoint; None: the latest.
-        module_only: Whether to leave everything but the model as it is.
+        module_only: True loads only the model.
 
     Returns:
         The checkpoint's folder and the client's state; None if there is no checkpoint and no tag was given.
@@ -121,8 +121,8 @@ def read_into(
     """Read tensors by name. All ranks call it together. `in_place` is the result of `is_on_disk`.
 
     Raises:
-        CheckpointError: One could not be read. If they are copies, nothing was changed; if something is on disk, it
-            is not trained any more until it has been loaded.
+        CheckpointError: One could not be read. If they are copies, nothing was changed; if something is on disk,
+            training is refused until a load succeeds.
     """
     try:
         if not in_place:
@@ -135,7 +135,7 @@ def read_into(
 
 
 def _known(path: Path, tensors: ModelTensors, *, module_only: bool) -> dict[str, Any]:
-    """Return what a checkpoint says of each of its tensors, if they are those of the model."""
+    """Return the metadata of each tensor of a checkpoint, if they are those of the model."""
     known = dict(dcp.FileSystemReader(path).read_metadata().state_dict_metadata)
     problem, left = other_model(tensors, known, module_only=module_only)
     if problem:
@@ -146,7 +146,7 @@ def _known(path: Path, tensors: ModelTensors, *, module_only: bool) -> dict[str,
 
 
 def _model_to_read(tensors: ModelTensors, known: dict[str, Any], *, in_place: bool) -> dict[str, Tensor]:
-    """Return what the model is read into: its own tensors if something is on disk, else copies."""
+    """Return the tensors that the model is read into: its own if something is on disk, otherwise copies."""
     found: dict[str, Tensor] = {}
     for name, value in tensors.values.items():
         if isinstance(value, Tensor) and (name not in tensors.tied or f"model.{name}" in known):
@@ -161,7 +161,7 @@ def _empty(tensors: ModelTensors, name: str, value: Tensor) -> Tensor:
 
 
 def _optimizer_to_read(tensors: ModelTensors, optimizer: Optimizer | None, known: dict[str, Any]) -> dict[str, Tensor]:
-    """Return what the optimizer's state is read into."""
+    """Return the tensors that the optimizer's state is read into."""
     found: dict[str, Tensor] = {}
     for name, param in tensors.parameters.items():
         prefix = f"optimizer.{name}."
@@ -175,7 +175,7 @@ def _optimizer_to_read(tensors: ModelTensors, optimizer: Optimizer | None, known
 def _state_to_read(
     tensors: ModelTensors, optimizer: Optimizer | None, name: str, param: Tensor, saved: dict[str, Any]
 ) -> dict[str, Tensor]:
-    """Return what the state of a parameter is read into, by key."""
+    """Return the tensors that the state of a parameter is read into, by key."""
     hooks = hooks_of(optimizer)
     if hooks.owns(param) is False:  # another rank stores it
         return {}
@@ -206,7 +206,7 @@ def _take_model(tensors: ModelTensors, state: dict[str, Any]) -> None:
 
 
 def _move_step(state: dict[str, Any]) -> None:
-    """Move the step count of a parameter to where the rest of its state lies: a fused optimizer reads it there."""
+    """Move the step count of a parameter to the device of the rest of its state: a fused optimizer reads it there."""
     devices = [value.device for value in state.values() if isinstance(value, Tensor) and value.dim() > 0]
     if devices and isinstance(state.get("step"), Tensor):
         state["step"] = state["step"].to(devices[0])

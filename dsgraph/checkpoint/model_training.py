@@ -21,7 +21,7 @@ from .step_counts import StepCounts, progress_at
 
 @dataclass(frozen=True)
 class ModelTraining:
-    """A model and its optimizer, whose checkpoints say nothing of schedule, loss scale and data."""
+    """A model and its optimizer, whose checkpoints have no schedule, loss scale and data."""
 
     agreement: Agreement
     tensors: Callable[[], ModelTensors]
@@ -46,7 +46,7 @@ class ModelTraining:
         return progress_at(StepCounts())
 
     def why_not(self, progress: Mapping[str, Any]) -> str:
-        """Return an empty text: nothing of the progress is loaded."""
+        """Return an empty text: no progress is loaded."""
         return ""
 
     def take_schedule(self, progress: Mapping[str, Any]) -> None:

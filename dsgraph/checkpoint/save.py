@@ -1,4 +1,4 @@
-"""Checkpoints of every layout: written beside the last good one and renamed, so that no interruption loses it.
+"""Checkpoints of every layout: written next to the last good one and renamed, so that no interruption loses it.
 
 A checkpoint is a folder `<dir>/<tag>`. torch.distributed.checkpoint writes the tensors, each rank its own rows, and
 reads them on any number of ranks, at any stage. `engine.json` has everything else as JSON that keeps types, and a
@@ -83,14 +83,14 @@ def save(
         tag: Name of the checkpoint.
         client_state: Values that `load` returns.
         config: The configuration, as JSON values; it is not loaded.
-        writer: Writes the checkpoint while training goes on; None: it is complete on return.
+        writer: Writes the checkpoint while training continues; None: it is complete on return.
 
     Returns:
         The checkpoint's folder.
 
     Raises:
-        CheckpointError: The tag or the client's state cannot be written, a rank's disk refused, or a failed load or
-            step has left nothing to write; the checkpoint before stays the latest.
+        CheckpointError: The tag or the client's state cannot be written, a rank's disk refused, or the model is
+            incomplete after a failed load or step; the checkpoint before stays the latest.
     """
     doing, agreement = f"save {folder / tag}", training.agreement
     about, stored = _content(training, doing, client_state=dict(client_state), config=dict(config))
@@ -163,9 +163,10 @@ class _Attempt:
 
 
 def _writing(folder: Path) -> dcp.FileSystemWriter:
-    """Writes one file while it serializes the other.
+    """Return a writer that writes one file while it serializes the other.
 
-    A thread of several asks for a tensor when it has written the one before, also beside CUDA: see `frees_written`.
+    With several threads, each asks for a tensor when it has written the one before, also with CUDA: see
+    `frees_written`.
     """
     return dcp.FileSystemWriter(folder, thread_count=2)
 
@@ -210,7 +211,7 @@ def _about(training: Training, tensors: ModelTensors, **given: Any) -> dict[str,
 
 
 def _write_rank(folder: Path) -> None:
-    """Write what is each rank's own: the state of its random numbers."""
+    """Write the state that each rank has of its own: its random numbers."""
     states = {"cpu": torch.get_rng_state()}
     if torch.cuda.is_available():
         states["cuda"] = torch.cuda.get_rng_state()
@@ -229,7 +230,7 @@ def _stored(tensors: ModelTensors, optimizer: Optimizer | None) -> dict[str, Any
 
 
 def _plain_state(tensors: ModelTensors, optimizer: Optimizer | None) -> dict[str, Any]:
-    """Return what the optimizer holds besides tensors: for its parameters, and in its groups.
+    """Return the optimizer's state that is not tensors: for its parameters, and in its groups.
 
     Raises:
         CheckpointError: The model or the optimizer holds something that a checkpoint does not keep.

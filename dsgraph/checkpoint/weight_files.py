@@ -1,6 +1,6 @@
 """Weights in the files of Hugging Face: `*.safetensors` of a bounded size, their index, and `config.json`.
 
-Every folder that is written here comes into being whole: it is written under another name and renamed.
+Every folder that is written here appears complete: it is written under another name and renamed.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 @dataclass(frozen=True)
 class WeightFiles:
-    """Which tensor goes into which file.
+    """The assignment of tensors to files.
 
     Attributes:
         names: The tensors of each file, in order.
-        bytes: Of all tensors.
+        bytes: Bytes of all tensors.
     """
 
     names: tuple[tuple[str, ...], ...]
@@ -37,11 +37,11 @@ class WeightFiles:
 
     @classmethod
     def plan(cls, sizes: Mapping[str, int], *, limit: int) -> WeightFiles:
-        """Fills files one after the other, in the order given.
+        """Fill files one after the other, in the given order.
 
         Args:
             sizes: Bytes of each tensor.
-            limit: Bytes of a file, at most; a tensor that is larger has a file of its own.
+            limit: Largest size of a file in bytes; a larger tensor has a file of its own.
         """
         files: list[list[str]] = [[]]
         filled = 0
@@ -54,28 +54,28 @@ class WeightFiles:
         return cls(tuple(map(tuple, files)), sum(sizes.values()))
 
     def file(self, number: int) -> str:
-        """The name of a file, as transformers looks for it."""
+        """Return the name of a file, as transformers expects it."""
         count = len(self.names)
         return "model.safetensors" if count == 1 else f"model-{number + 1:05}-of-{count:05}.safetensors"
 
     def write(self, folder: Path, number: int, tensors: Mapping[str, Tensor]) -> None:
-        """Writes one file.
+        """Write one file.
 
         Args:
-            folder: Where to.
-            number: Which file.
-            tensors: Those of the file, whole, in the host's memory.
+            folder: The folder.
+            number: The number of the file.
+            tensors: The full tensors of the file, in host memory.
         """
         mine = {name: tensors[name].contiguous() for name in self.names[number]}
         save_file(mine, folder / self.file(number), metadata={"format": "pt"})
 
     def write_rest(self, folder: Path, about: Mapping[str, Any], *, dtype: torch.dtype | None) -> None:
-        """Writes the index of several files, and the model's configuration.
+        """Write the index of several files, and the model's configuration.
 
         Args:
-            folder: Where to.
-            about: What `describe` said of the model.
-            dtype: What the weights were cast to; None: they were not.
+            folder: The folder.
+            about: The result of `describe` for the model.
+            dtype: The dtype that the weights were cast to; None: they were not.
         """
         if len(self.names) > 1:
             places = {name: self.file(number) for number, names in enumerate(self.names) for name in names}
@@ -87,10 +87,10 @@ class WeightFiles:
 
 
 def describe(module: nn.Module) -> dict[str, Any]:
-    """What weights alone do not say of a model, as JSON values.
+    """Return the description of a model besides its weights, as JSON values.
 
     Returns:
-        `configs`: what the files of a transformers model besides its weights hold; empty for another model.
+        `configs`: the contents of a transformers model's other files; empty for another model.
         `tied`: for each name that shares its parameter with an earlier one, the earlier name.
     """
     tied: dict[str, str] = {}
@@ -109,10 +109,10 @@ def describe(module: nn.Module) -> dict[str, Any]:
 
 
 def begin(folder: Path) -> Path:
-    """Makes the folder in which a new one is written.
+    """Create the folder in which a new one is written.
 
     Raises:
-        CheckpointError: There is something in `folder` already.
+        CheckpointError: `folder` is not empty.
     """
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise CheckpointError(f"{folder} is not empty: choose another folder")
@@ -123,18 +123,18 @@ def begin(folder: Path) -> Path:
 
 
 def finish(folder: Path) -> None:
-    """Gives what was written its name."""
+    """Rename the written folder to its final name."""
     if folder.exists():
         folder.rmdir()
     unfinished(folder).rename(folder)
 
 
 def unfinished(folder: Path) -> Path:
-    """Where a folder is written until it is complete."""
+    """Return the path where a folder is written until it is complete."""
     folder = folder.absolute()
     return folder.with_name(f".{folder.name}.unfinished")
 
 
 def dtype_in_file(dtype: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
-    """In which dtype a weight is written: as it is, or, if it is a floating-point one, as `wanted`."""
+    """Return the dtype in which a weight is written: unchanged, or `wanted` if it is floating-point."""
     return dtype if wanted is None or not dtype.is_floating_point else wanted

@@ -57,11 +57,11 @@ def compile_metrics() -> list[Any]:
 
 
 def recompile_limit() -> int:
-    """Return how often Dynamo compiles a function before it runs it uncompiled."""
+    """Return the number of times that Dynamo compiles a function before it runs it uncompiled."""
     return int(torch.compiler.config.recompile_limit)
 
 
 def allowing_recompiles(functions: int = 256) -> Any:
-    """Return a context in which Dynamo compiles a function that often: for each bucket and batch size of an engine."""
+    """Return a context in which Dynamo compiles a function so many times: for each bucket and batch size."""
     config: Any = torch.compiler.config
     return config.patch(recompile_limit=functions, accumulated_recompile_limit=4 * functions)

@@ -10,8 +10,8 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 def distributed_like(like: DTensor, local: torch.Tensor) -> DTensor:
     """Return a `DTensor` with the layout of `like`, of which `local` is this rank's part.
 
-    `DTensor.from_local` would bring it to the device of the mesh; what is offloaded to the host is not there, as with
-    FSDP's `CPUOffloadPolicy`, which makes its parameters so.
+    `DTensor.from_local` would move it to the device of the mesh, but offloaded parts are on the host, as with FSDP's
+    `CPUOffloadPolicy`.
     """
     meta = TensorMeta(like.shape, like.stride(), local.dtype)
     spec = DTensorSpec(like.device_mesh, like.placements, tensor_meta=meta)
@@ -33,7 +33,7 @@ def replicated_value(value: DTensor) -> torch.Tensor:
 
 
 def identity_of_parts(param: DTensor) -> tuple[int, int]:
-    """Return what identifies the memory of a `DTensor` itself, and its local tensor."""
+    """Return the identity of the memory of a `DTensor` itself, and of its local tensor."""
     return param.untyped_storage()._cdata, id(param._local_tensor)
 
 

@@ -136,8 +136,8 @@ class TracedFrame:
         name: The frame's own name; it holds the line of the graph break where the frame is what follows one.
         receiver: Its local `self`, if it has one.
         compile_id: Dynamo's name for this compile, such as "0/1".
-        times: How often Dynamo has compiled the frame, this time included: for this call of `torch.compile`, where that
-            counts for itself (`isolated`), or for all.
+        times: Number of times that Dynamo has compiled the frame, this time included: for this call of `torch.compile`
+            if it is counted separately (`isolated`), or for all.
         recompile_reason: The guard that failed; empty at the first compile.
     """
 
@@ -188,7 +188,10 @@ def is_marked_with_maximum(tensor: torch.Tensor) -> bool:
 
 
 def _isolated_compiles(code: CodeType) -> int:
-    """Return how often the running call of `torch.compile` compiled `code`, with this time; 0 if it counts all."""
+    """Return how many times the running call of `torch.compile` compiled `code`, including this time.
+
+    0 if it counts all.
+    """
     if not isolated():
         return 0
     from torch._dynamo.convert_frame import _get_cache_entries_for_region, get_eval_frame_isolate_recompiles_id

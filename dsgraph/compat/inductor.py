@@ -16,7 +16,7 @@ def compile_with_inductor(
 ) -> Callable[..., Any]:
     """Compile with AOTAutograd and Inductor; configuration patches hold for the backward, too.
 
-    With `anew` AOTAutograd's cache is not asked, so that all passes run.
+    With `anew` AOTAutograd's cache is not used, so that all passes run.
     """
     from torch._functorch import config as functorch_config
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner

@@ -1,4 +1,4 @@
-"""Modules: calls, hooks and what `module.to` does."""
+"""Modules: calls, hooks and `module.to`."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ def device_and_dtype(*args: Any, **kwargs: Any) -> tuple[torch.device | None, to
 def apply_to_tensors(
     kind: type[torch.nn.Module], module: torch.nn.Module, change: Callable[..., Any], recurse: bool = True
 ) -> torch.nn.Module:
-    """Do what `module.to`, `.double` and their like call, as class `kind` does it.
+    """Apply `change` to a module's tensors like class `kind` does, for `module.to`, `.double` and similar methods.
 
-    Where nothing changes, such as on the device where all is, nothing is done: torch would swap each `DTensor` even so,
-    and could not once a compiled graph knows it.
+    If nothing would change, such as on the same device, nothing is done: torch would swap each `DTensor` even so, and
+    could not once a compiled graph refers to it.
     """
     own = [value for value in (*module._parameters.values(), *module._buffers.values()) if value is not None]
     with torch.no_grad():

@@ -13,7 +13,7 @@ OLDEST_TORCH = (2, 11)
 NEWEST_TORCH = (2, 15)
 
 OLDEST_TORCH_FOR_REGIONS = (2, 13)
-"""Before, Dynamo does not take blocks that read sharded parameters as regions."""
+"""Before this release, Dynamo cannot capture blocks that read sharded parameters as regions."""
 
 # One name from each private module without which no graph can be compiled, as `pkgutil.resolve_name` takes it.
 PRIVATE_APIS = (

@@ -1,1 +1,1 @@
-"""Starts ranks: one launcher for the command line, examples, benchmarks and tests."""
+"""Starting of ranks: one launcher for the command line, examples, benchmarks and tests."""

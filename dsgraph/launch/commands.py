@@ -1,4 +1,4 @@
-"""What starts the ranks of a job on each of its hosts."""
+"""The commands that start the ranks of a job on each of its hosts."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from .hosts import LOCAL, Host, check_name
 from .script import OF_RANKS
 
 PORT = 29500
-"""Where ranks meet, unless one says otherwise; torchrun's and DeepSpeed's number."""
+"""Default port where ranks meet: that of torchrun and DeepSpeed."""
 
 _DEVICES = "CUDA_VISIBLE_DEVICES"
 
 
 @dataclass(frozen=True)
 class Job:
-    """What runs on every host, with the same Python and in the same folder as this process.
+    """A job that runs on every host, with the same Python and in the same folder as this process.
 
     Attributes:
-        script: What `dsgraph.launch.on_host` is told to run: a path, or "-m" and a module; then its arguments.
+        script: The script for `dsgraph.launch.on_host`: a path, or "-m" and a module; then its arguments.
         exports: Environment variables of all ranks.
-        sets_devices: Whether a host's slots are numbers of GPUs, of which its ranks are to see these alone.
-        max_restarts: How often torchrun starts all ranks anew when one fails.
-        master_addr: Address of the first host, where ranks meet. None: its name; for a single host, whatever is free.
-        master_port: Port there. None: the usual one.
+        sets_devices: True if a host's slots are numbers of GPUs, and its ranks shall see only these.
+        max_restarts: Number of times that torchrun restarts all ranks after a failure.
+        master_addr: Address of the first host, where ranks meet. None: its name; for a single host, a free address.
+        master_port: Port there. None: the default.
         ssh_port: Port of ssh on all hosts. None: ssh's own settings.
     """
 
@@ -46,12 +46,12 @@ class Job:
 
 @dataclass(frozen=True)
 class HostCommand:
-    """What to start here for one host.
+    """The command to start here for one host.
 
     Attributes:
         host: The host's name.
         command: Program and arguments; the program ends its ranks when its standard input is closed.
-        environment: Variables that it needs besides those of this process.
+        environment: Its variables besides those of this process.
     """
 
     host: str
@@ -59,19 +59,19 @@ class HostCommand:
     environment: Mapping[str, str]
 
     def __str__(self) -> str:
-        """As one would type it into a shell."""
+        """Return the command as one would type it into a shell."""
         return shlex.join(_with_variables(self.environment, self.command))
 
 
 def commands_of(hosts: Sequence[Host], job: Job) -> tuple[HostCommand, ...]:
-    """The command of each host.
+    """Return the command of each host.
 
     Args:
         hosts: At least one; ranks are numbered in their order.
-        job: What they run.
+        job: The job.
 
     Raises:
-        LaunchError: `job` asks for what has no meaning on these hosts.
+        LaunchError: A setting of `job` has no meaning on these hosts.
     """
     if job.ssh_port is not None and all(host.name == LOCAL for host in hosts):
         raise LaunchError("--ssh_port: no host is reached by ssh: leave it out, or give a hostfile")
@@ -92,10 +92,10 @@ def commands_of(hosts: Sequence[Host], job: Job) -> tuple[HostCommand, ...]:
 
 
 def _torchrun_options(hosts: Sequence[Host], number: int, job: Job) -> list[str]:
-    """How torchrun finds the other hosts.
+    """Return the options by which torchrun finds the other hosts.
 
-    Without restarts each host has its place, which is that of the hostfile. What is started anew has to meet anew,
-    which only torchrun's "c10d" can; it orders hosts by their addresses.
+    Without restarts each host has the position that it has in the hostfile. Restarted ranks must meet again, which only
+    torchrun's "c10d" supports; it orders hosts by their addresses.
     """
     restarts = [f"--max-restarts={job.max_restarts}"] if job.max_restarts else []
     if len(hosts) == 1 and job.master_addr is None and job.master_port is None:
@@ -125,7 +125,7 @@ def _address(hosts: Sequence[Host], job: Job) -> str:
 
 
 def _by_ssh(name: str, command: Sequence[str], variables: Mapping[str, str], port: int | None) -> tuple[str, ...]:
-    """By ssh, which hands its last argument to a shell over there: all of it is quoted."""
+    """Return the command for ssh, whose last argument is interpreted by a remote shell: all of it is quoted."""
     there = shlex.join(_with_variables(variables, command))
     options = ["-T", "-o", "BatchMode=yes", "-o", "ServerAliveInterval=15"]
     if port is not None:
@@ -138,7 +138,7 @@ def _with_variables(variables: Mapping[str, str], command: Sequence[str]) -> lis
 
 
 def read_export(text: str) -> tuple[str, str]:
-    """A variable `NAME=VALUE`, or `NAME` alone, whose value is that of this process.
+    """Return the name and value in `NAME=VALUE`, or in `NAME`, whose value is that of this process.
 
     Raises:
         LaunchError: It is neither, or there is no such variable.

@@ -1,6 +1,6 @@
-"""Hosts and their slots: what a hostfile says, and the filters that choose among them.
+"""Hosts and their slots: hostfiles, and the filters that choose among them.
 
-A slot is what one rank runs on: a GPU by its number, or a part of a machine without one. The grammar is DeepSpeed's.
+A slot is the place of one rank: a GPU by its number, or a part of a machine without one. The grammar is DeepSpeed's.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Host:
     """A machine that runs ranks.
 
     Attributes:
-        name: As ssh takes it.
+        name: Its name for ssh.
         slots: One for each rank, in the order of its local ranks.
     """
 
@@ -34,7 +34,7 @@ class Host:
 
 
 def read_hostfile(path: str) -> tuple[Host, ...]:
-    """The hosts of a file, in its order.
+    """Return the hosts of a file, in its order.
 
     Raises:
         LaunchError: It cannot be read, or see `parse_hostfile`.
@@ -47,14 +47,14 @@ def read_hostfile(path: str) -> tuple[Host, ...]:
 
 
 def parse_hostfile(text: str, path: str = "hostfile") -> tuple[Host, ...]:
-    """The hosts of a hostfile: a line `worker-1 slots=4` for each; `#` begins a comment.
+    """Return the hosts of a hostfile: a line `worker-1 slots=4` for each; `#` begins a comment.
 
     Args:
-        text: What stands in the file.
+        text: The content of the file.
         path: Its name, for errors.
 
     Raises:
-        LaunchError: A line is none of these, a host stands there twice or has no slot, or there is no host.
+        LaunchError: A line has another form, a host occurs twice or has no slot, or there is no host.
     """
     found: dict[str, Host] = {}
     for number, line in enumerate(text.splitlines(), start=1):
@@ -76,7 +76,7 @@ def parse_hostfile(text: str, path: str = "hostfile") -> tuple[Host, ...]:
 
 
 def check_name(name: str, where: str) -> str:
-    """The name of a host, if it is one that ssh and a shell take for nothing else.
+    """Return the name of a host after checking that ssh and a shell take it for nothing else.
 
     Raises:
         LaunchError: It is not.
@@ -90,7 +90,7 @@ def check_name(name: str, where: str) -> str:
 
 
 def include(hosts: Sequence[Host], text: str) -> tuple[Host, ...]:
-    """The hosts and slots that a filter names, hosts in the order of the hostfile.
+    """Return the hosts and slots that a filter names, hosts in the order of the hostfile.
 
     Args:
         hosts: All there are.
@@ -104,7 +104,7 @@ def include(hosts: Sequence[Host], text: str) -> tuple[Host, ...]:
 
 
 def exclude(hosts: Sequence[Host], text: str) -> tuple[Host, ...]:
-    """The hosts and slots that a filter does not name; a host without slots is left out.
+    """Return the hosts and slots that a filter does not name; a host without slots is left out.
 
     Args:
         hosts: All there are.
@@ -124,10 +124,10 @@ def exclude(hosts: Sequence[Host], text: str) -> tuple[Host, ...]:
 
 
 def first(hosts: Sequence[Host], *, nodes: int | None, slots: int | None) -> tuple[Host, ...]:
-    """The first hosts and of each the first slots; None takes all.
+    """Return the first hosts, with the first slots of each; None means all.
 
     Raises:
-        LaunchError: There are not so many.
+        LaunchError: There are fewer.
     """
     if nodes is not None and nodes > len(hosts):
         names = ", ".join(host.name for host in hosts)
@@ -139,10 +139,10 @@ def first(hosts: Sequence[Host], *, nodes: int | None, slots: int | None) -> tup
 
 
 def _parse_filter(hosts: Sequence[Host], text: str, option: str) -> dict[str, tuple[int, ...]]:
-    """The slots that a filter names of each host, in its order; none where it names the host alone.
+    """Return the slots of each host that a filter names, in its order; none if it names only the host.
 
     Raises:
-        LaunchError: It names a host or a slot that is not there, a host twice, or is no filter.
+        LaunchError: It names an unknown host or slot, or a host twice, or is no filter.
     """
     known = {host.name: host.slots for host in hosts}
     found: dict[str, tuple[int, ...]] = {}

@@ -1,9 +1,9 @@
-"""Runs a host's ranks until they end, or until whoever started them is gone.
+"""Runs a host's ranks until they end, or until the process that started them has ended.
 
     python -m dsgraph.launch.on_host COUNT [options of torchrun] -- (SCRIPT | -m MODULE) [arguments]
 
-Its standard input is the leash: it is never read for anything but its end. ssh closes it over there when ssh ends over
-here, and a pipe closes when its other process dies, however it dies. So no rank outlives `dsgraph launch`.
+Its standard input is the leash: it is only read to notice its end. ssh closes it on the remote host when ssh ends here,
+and a pipe closes when its other process dies, however it dies. So no rank outlives `dsgraph launch`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .script import find_script, run_under_torchrun
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Runs the ranks; the exit code is that of the one that failed first, 2 where there is no such script."""
+    """Run the ranks; the exit code is that of the one that failed first, 2 if there is no such script."""
     end = arguments.index("--")
     (count, *options), rest = arguments[:end], arguments[end + 1 :]
     try:

@@ -1,4 +1,4 @@
-"""Processes that stay alive and do what they are asked: ranks of tests and of benchmarks."""
+"""A pool of processes that stay alive and run calls: ranks of tests and of benchmarks."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from .processes import Answers, collect, environment_set
 
 
 class Pool:
-    """Processes on this machine, each of which makes one object and then calls its methods on request.
+    """Processes on this machine, each with one object whose methods are called on request.
 
-    A process that waits does so on a pipe, and uses no processor time. It leaves when this process is gone.
+    A waiting process waits on a pipe, and uses no processor time. It ends when this process has ended.
     """
 
     def __init__(
@@ -29,15 +29,16 @@ class Pool:
         environ: Mapping[str, str] | None = None,
         logs: Path | None = None,
     ) -> None:
-        """Says what the processes will be; `start` starts them.
+        """Define the processes; `start` starts them.
 
         Args:
-            make: Called with a process's number and `args`, in the process. Importable by name, such as a class.
-            *args: Picklable.
-            method: How processes are started, see `multiprocessing`.
+            make: Makes the object; called with a process's number and `args`, in the process. Importable by name, such
+                as a class.
+            *args: Picklable arguments.
+            method: The start method, see `multiprocessing`.
             preload: Modules that "forkserver" imports once for all of them.
             environ: Environment variables that must be set before a process imports anything.
-            logs: Folder that receives what they print, a file each; by default they print where this process does.
+            logs: Folder of their output, a file each; by default they print where this process does.
         """
         self._make = (make, args)
         self._context: Any = multiprocessing.get_context(method)
@@ -49,12 +50,12 @@ class Pool:
         self._pipes: list[Connection] = []
 
     def start(self, count: int, *, limit: float, grace: float) -> Answers:
-        """Has at least `count` of them alive; where one has died, all start anew.
+        """Start processes until at least `count` are alive; if one has died, restart all.
 
         Args:
-            count: How many.
-            limit: How long `make` may take, seconds.
-            grace: The same once it has failed in one of them.
+            count: Number of processes.
+            limit: Longest time of `make`, seconds.
+            grace: Longest time once it has failed in one of them, seconds.
 
         Returns:
             The answers of those that were started now.
@@ -75,14 +76,14 @@ class Pool:
         return collect(self._pipes[old:], limit=limit, grace=grace)
 
     def call(self, method: str, *args: Any, count: int, limit: float, grace: float) -> Answers:
-        """Calls a method of the objects of the first `count` processes.
+        """Call a method of the objects of the first `count` processes.
 
         Args:
             method: Its name.
-            *args: Picklable.
-            count: How many are called.
-            limit: How long to wait for the next answer, seconds.
-            grace: The same once one has failed, which the others should notice.
+            *args: Picklable arguments.
+            count: Number of called processes.
+            limit: Longest time until the next answer, seconds.
+            grace: The limit once one has failed, which the others should notice.
         """
         pipes = self._pipes[:count]
         for pipe in pipes:
@@ -91,19 +92,19 @@ class Pool:
         return collect(pipes, limit=limit, grace=grace)
 
     def last_words(self, number: int, *, patience: float) -> str:
-        """How a process died, and what it printed last."""
+        """Return how a process died, and its last output."""
         process, log = self._processes[number], self._log(number)
         process.join(patience)
         printed = log.read_text(errors="replace").splitlines() if log is not None and log.is_file() else []
         return "\n".join([f"died with exit code {process.exitcode}; it had printed:", *printed[-20:]])
 
     def dismiss(self) -> None:
-        """Lets them go without waiting: of several pools, dismiss all before you stop the first."""
+        """Tell the processes to end without waiting: with several pools, dismiss all before you stop the first."""
         for pipe in self._pipes:
             pipe.close()  # at which a process that waits leaves
 
     def stop(self, *, patience: float = 0) -> None:
-        """Ends them; what has not left after `patience` seconds is killed."""
+        """End the processes; those still alive after `patience` seconds are killed."""
         self.dismiss()
         for process in self._processes:
             if patience:

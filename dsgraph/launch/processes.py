@@ -25,13 +25,13 @@ _PATIENCE = (1.0, 5.0)
 def run_to_end(
     command: Sequence[str], environment: Mapping[str, str], *, quiet: bool = False, stdin: int | None = None
 ) -> int:
-    """Runs a command, its output passed through, and returns its exit code; what ends this process ends it as well.
+    """Run a command, pass its output through, and return its exit code; it ends with this process.
 
     Args:
         command: Program and arguments.
         environment: All of its variables.
         quiet: Write its output to stderr, because stdout is for something else.
-        stdin: As `subprocess` takes it; None for that of this process.
+        stdin: As for `subprocess`; None for that of this process.
     """
     mark = uuid.uuid4().hex
     marked = {**environment, _MARK: mark}
@@ -47,7 +47,7 @@ def run_to_end(
 
 @contextmanager
 def ended_by_signals() -> Iterator[None]:
-    """Lets SIGTERM and SIGHUP end this process the way Ctrl-C does: by an exception, after which one can tidy up."""
+    """Let SIGTERM and SIGHUP end this process like Ctrl-C does: by an exception, after which it can clean up."""
 
     def stop(number: int, _: FrameType | None) -> NoReturn:
         raise SystemExit(128 + number)
@@ -65,7 +65,7 @@ def ended_by_signals() -> Iterator[None]:
 
 @contextmanager
 def undisturbed() -> Iterator[None]:
-    """Inside, a second Ctrl-C, SIGTERM or SIGHUP does not stop what tidies up after the first."""
+    """Ignore further Ctrl-C, SIGTERM or SIGHUP during the block, which cleans up after the first one."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -79,7 +79,7 @@ def undisturbed() -> Iterator[None]:
 
 
 def describe_exit(code: int) -> str:
-    """How a program ended, in words: "exit code 3", "killed by SIGKILL"."""
+    """Return how a program ended, in words: "exit code 3", "killed by SIGKILL"."""
     number = -code if code < 0 else code - 128
     with suppress(ValueError):
         if code < 0 or code > 128:
@@ -89,7 +89,7 @@ def describe_exit(code: int) -> str:
 
 @contextmanager
 def environment_set(variables: Mapping[str, str]) -> Iterator[None]:
-    """The environment in which processes start, put back afterwards."""
+    """Set the environment in which processes start, and restore it at the end."""
     before = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)
     try:
@@ -104,10 +104,10 @@ def environment_set(variables: Mapping[str, str]) -> Iterator[None]:
 
 @dataclass
 class Answers:
-    """What processes answered, each by its number.
+    """The answers of processes, by their number.
 
     Attributes:
-        values: What those returned that did not fail.
+        values: Results of those that did not fail.
         errors: Tracebacks of those that failed.
         dead: Those that closed their pipe without an answer.
         silent: Those that have not answered in time.
@@ -120,17 +120,17 @@ class Answers:
 
     @property
     def are_complete(self) -> bool:
-        """Whether all returned."""
+        """True if all returned."""
         return not (self.errors or self.dead or self.silent)
 
 
 def collect(pipes: Sequence[Connection], *, limit: float, grace: float) -> Answers:
-    """Waits for one answer of each process: a pair, True and a value, or False and a traceback.
+    """Wait for one answer of each process: a pair, True and a value, or False and a traceback.
 
     Args:
-        pipes: To the processes.
-        limit: How long to wait for the next answer, seconds.
-        grace: The same once one has failed, which the others should notice.
+        pipes: Pipes to the processes.
+        limit: Longest time until the next answer, seconds.
+        grace: The limit once one has failed, which the others should notice.
     """
     answers = Answers()
     waiting = {pipe: number for number, pipe in enumerate(pipes)}
@@ -152,7 +152,7 @@ def collect(pipes: Sequence[Connection], *, limit: float, grace: float) -> Answe
 
 
 def _end(child: subprocess.Popen[bytes], mark: str) -> None:
-    """Ends a command and all that it has started."""
+    """End a command and all processes that it has started."""
     with undisturbed():
         for patience, then in zip(_PATIENCE, (child.terminate, child.kill), strict=True):
             # First without a word: a terminal has told the script of Ctrl-C already, and torchrun is ending its ranks.
@@ -165,7 +165,7 @@ def _end(child: subprocess.Popen[bytes], mark: str) -> None:
 
 
 def _kill_marked(mark: str) -> None:
-    """Kills what still carries the mark in its environment: ranks have sessions of their own. Linux only."""
+    """Kill all processes with the mark in their environment: ranks have sessions of their own. Linux only."""
     wanted = f"{_MARK}={mark}".encode()
     for _ in range(20):
         left = []

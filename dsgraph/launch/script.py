@@ -1,4 +1,4 @@
-"""Runs a Python script alone or on several ranks, and leaves no process behind."""
+"""Runs a Python script in one process or on several ranks, and leaves no process running."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ OF_RANKS = {
     *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE"),
     *("ROLE_RANK", "ROLE_NAME", "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
 }
-"""What torchrun tells a rank. None of it is passed on from where `dsgraph` itself was started."""
+"""Environment variables that torchrun sets for a rank. They are not passed on from the process of `dsgraph` itself."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Script:
     """A script to run.
 
     Attributes:
-        arguments: What stands behind `python`: the path, or "-m" and the module.
+        arguments: The arguments of `python`: the path, or "-m" and the module.
         root: A folder that must be importable; None for no particular one.
     """
 
@@ -38,7 +38,7 @@ class Script:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments that say what to run and on how many ranks."""
+    """Add the arguments for the script and the number of ranks."""
     add_script_arguments(parser)
     parser.add_argument(
         "--nproc", type=rank_count, default=1, metavar="N", help="ranks to start on this machine (default: 1)"
@@ -46,24 +46,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_script_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments that say what to run."""
+    """Add the arguments for the script."""
     parser.usage = f"{parser.prog} [options] (SCRIPT | -m MODULE) [-- ARGUMENTS]"
     parser.add_argument("script", metavar="SCRIPT", nargs="?", help="path of a Python script")
     parser.add_argument("-m", dest="module", metavar="MODULE", help="a module to run, as python -m does")
 
 
 def rank_count(text: str) -> int:
-    """The type of an argument `--nproc`."""
+    """Return the number in an argument `--nproc`."""
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"is {text!r}; it takes a whole number above 0")
     return int(text)
 
 
 def find_script(path: str | None, module: str | None) -> Script:
-    """What to run.
+    """Return the script to run.
 
-    A script that lies in a package and uses relative imports is run as a module of that package, which is how Python
-    runs such a script at all.
+    A script in a package that uses relative imports is run as a module of that package, because Python cannot run it
+    otherwise.
 
     Raises:
         LaunchError: There is no such script or module, both are given, or neither.
@@ -98,15 +98,15 @@ def run_script(
     quiet: bool = False,
     runner: Sequence[str] = (),
 ) -> int:
-    """Runs a script to its end, its output passed through, and returns its exit code.
+    """Run a script to its end, pass its output through, and return its exit code.
 
     Args:
-        script: What to run.
+        script: The script.
         arguments: Its arguments.
-        nproc: How many ranks. A single one is started without torchrun, and may form a process group all the same.
-        environment: Variables to set besides ours.
+        nproc: Number of ranks. A single one is started without torchrun, and may form a process group all the same.
+        environment: Variables to set besides those of this process.
         quiet: Write its output to stderr, because stdout is for something else.
-        runner: What runs a single rank's script in its own process, behind `python`: "-m", a module, its arguments.
+        runner: Arguments of `python` before a single rank's script: "-m", a module that runs it, its arguments.
     """
     if nproc > 1:
         return run_under_torchrun(
@@ -126,16 +126,16 @@ def run_under_torchrun(
     quiet: bool = False,
     stdin: int | None = None,
 ) -> int:
-    """Runs this machine's ranks of a script under torchrun, and returns the exit code of the one that failed first.
+    """Run this machine's ranks of a script under torchrun, and return the exit code of the one that failed first.
 
     Args:
-        script: What to run.
+        script: The script.
         arguments: Its arguments.
-        nproc: How many ranks.
-        options: Of torchrun, which say how the ranks find each other.
-        environment: Variables to set besides ours.
+        nproc: Number of ranks.
+        options: Options of torchrun, by which the ranks find each other.
+        environment: Variables to set besides those of this process.
         quiet: Write its output to stderr, because stdout is for something else.
-        stdin: As `subprocess` takes it; None for that of this process.
+        stdin: As for `subprocess`; None for that of this process.
     """
     command = [sys.executable, "-u", "-m", "dsgraph.launch.torchrun", str(nproc), *options, "--"]
     variables = _inherited(script)
@@ -144,7 +144,7 @@ def run_under_torchrun(
 
 
 def _inherited(script: Script) -> dict[str, str]:
-    """The environment of this process, without what makes it a rank itself."""
+    """Return the environment of this process, without the variables that make it a rank itself."""
     variables = {
         name: value
         for name, value in os.environ.items()
@@ -157,7 +157,7 @@ def _inherited(script: Script) -> dict[str, str]:
 
 
 def _check_module(module: str) -> None:
-    """Looks a module up without importing anything of it, as its package may do anything when it is imported."""
+    """Find a module without importing anything of it, because its package may do anything when it is imported."""
     first, *rest = module.split(".")
     here = str(Path.cwd())
     sys.path.insert(0, here)  # as `python -m` does
@@ -191,7 +191,7 @@ def _imports_relatively(file: Path) -> bool:
 
 
 def _alone() -> dict[str, str]:
-    """What a group of one rank needs to find itself."""
+    """Return the environment variables of a group of one rank."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

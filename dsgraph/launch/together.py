@@ -1,4 +1,4 @@
-"""Runs the commands of several hosts, shows what they print, and ends all when one fails."""
+"""Runs the commands of several hosts, shows their output, and ends all when one fails."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ _LINE = re.compile(rb"[^\r\n]*(?:\r?\n|\r(?=[^\n]))")
 
 
 def run_together(commands: Sequence[HostCommand], *, quiet: bool = False) -> int:
-    """Runs the commands until all have ended or one has failed, which ends the others.
+    """Run the commands until all have ended or one has failed, which ends the others.
 
-    What they print is passed through, with the host's name ahead of each line if there are several. What ends this
-    process ends them: Ctrl-C and SIGTERM in good order, and anything else because their standard input closes.
+    Their output is passed through, with the host's name before each line if there are several. They end with this
+    process: after Ctrl-C and SIGTERM in good order, otherwise because their standard input closes.
 
     Args:
         commands: One for each host.
@@ -55,7 +55,7 @@ def run_together(commands: Sequence[HostCommand], *, quiet: bool = False) -> int
 
 
 class _Running:
-    """A command that runs, and what passes its output through."""
+    """A running command, and the threads that pass its output through."""
 
     def __init__(self, command: HostCommand, *, is_named: bool, quiet: bool) -> None:
         self.host = command.host
@@ -82,13 +82,13 @@ class _Running:
             relay.start()
 
     def release(self) -> None:
-        """Lets go of the leash, at which the command ends its ranks."""
+        """Close the leash, upon which the command ends its ranks."""
         assert self.process.stdin is not None
         with suppress(OSError):
             self.process.stdin.close()
 
     def end(self, deadline: float) -> None:
-        """Waits until the command has ended, and kills it when it has not by then."""
+        """Wait until the command has ended, and kill it at the deadline."""
         try:
             self.process.wait(max(0.0, deadline - time.monotonic()))
         except subprocess.TimeoutExpired:
@@ -98,7 +98,7 @@ class _Running:
         self.flush()
 
     def flush(self) -> None:
-        """Waits until all is shown that a command has printed that has ended."""
+        """Wait until all output of an ended command is shown."""
         for relay in self._relays:
             relay.join(_FLUSH)
 
@@ -128,7 +128,7 @@ def _end(running: Sequence[_Running]) -> None:
 
 
 def _relay(source: IO[bytes], sink: IO[bytes], host: str) -> None:
-    """Passes lines on, with the host ahead of each. A carriage return ends a line as well: progress bars write it."""
+    """Pass lines on, with the host before each. A carriage return ends a line as well: progress bars write it."""
     prefix, rest = f"[{host}] ".encode(), b""
     try:
         while chunk := os.read(source.fileno(), 65536):

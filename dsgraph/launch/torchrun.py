@@ -1,4 +1,4 @@
-"""Starts the ranks of a script under torchrun.
+"""Runs the ranks of a script under torchrun.
 
 python -m dsgraph.launch.torchrun COUNT [options of torchrun] -- (SCRIPT | -m MODULE) [arguments]
 """
@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Runs the script under torchrun; the exit code is that of the rank that failed first."""
+    """Run the script under torchrun; the exit code is that of the rank that failed first."""
     from torch.distributed import run as torchrun
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError

@@ -1,4 +1,4 @@
-"""Which state of an optimizer is read and written together, and how much of it lies on disk: by sizes alone."""
+"""Chunks of an optimizer's state that are read and written together, and the share on disk: from sizes only."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _ALIGNMENT = 64  # bytes between tensors of a slot, as vector instructions like 
 
 @dataclass(frozen=True)
 class ChunkSpan:
-    """Neighbours that are one chunk: those from `first` up to, not including, `end`, in `size` bytes."""
+    """Neighbouring parameters in one chunk: those from `first` up to, not including, `end`, in `size` bytes."""
 
     first: int
     end: int
@@ -27,7 +27,7 @@ class ChunkSpan:
 
 
 def place(sizes: Sequence[int], start: int) -> tuple[list[int], int]:
-    """Where tensors of so many bytes begin in a slot, one behind the other from `start`, and where the next may."""
+    """Return the offsets of tensors of these sizes in a slot, from `start`, and the offset after them."""
     found = []
     for size in sizes:
         found.append(start)
@@ -36,11 +36,11 @@ def place(sizes: Sequence[int], start: int) -> tuple[list[int], int]:
 
 
 def pack(kept: Sequence[Sequence[int]], chunk_bytes: int) -> list[ChunkSpan]:
-    """Chunks of neighbouring parameters.
+    """Return chunks of neighbouring parameters.
 
     Args:
         kept: The bytes of each tensor of state, by parameter.
-        chunk_bytes: Of a chunk, at most; a parameter whose state takes more is one of its own.
+        chunk_bytes: Largest size of a chunk; a parameter with larger state is a chunk of its own.
     """
     found: list[ChunkSpan] = []
     first = start = 0
@@ -55,13 +55,13 @@ def pack(kept: Sequence[Sequence[int]], chunk_bytes: int) -> list[ChunkSpan]:
 
 @dataclass(frozen=True)
 class StateChunk:
-    """Bytes of a chunk of Adam's, as files and buffers have them.
+    """The bytes of a chunk of Adam's state, in files and buffers.
 
     Attributes:
-        state: Of the state.
-        on_disk: Whether the state lies there.
-        rows: Of its parameters that lie on disk, and of their gradients there; 0 where they are in memory.
-        names: Of its parameters.
+        state: Bytes of the state.
+        on_disk: True if the state is on disk.
+        rows: Bytes of its parameters on disk, and of their gradients there; 0 if they are in memory.
+        names: Names of its parameters.
     """
 
     state: int
@@ -71,16 +71,16 @@ class StateChunk:
 
     @property
     def buffer(self) -> int:
-        """Bytes through which its state passes: none where it stays in memory."""
+        """Bytes of the buffer for its state: 0 if it stays in memory."""
         return self.state if self.on_disk else 0
 
 
 def state_chunks(trained: Sequence[ParameterSpec], ratio: float, chunk_bytes: int = CHUNK_BYTES) -> list[StateChunk]:
-    """The chunks of `DiskOptimizer` around Adam, in order.
+    """Return the chunks of a `DiskOptimizer` with Adam, in order.
 
     Args:
         trained: The parameters, in the order of the optimizer's groups.
-        ratio: The share of the state that is to lie on disk: 0 for none.
+        ratio: The share of the state on disk: 0 for none.
         chunk_bytes: See `CHUNK_BYTES`.
     """
     found: list[StateChunk] = []
@@ -97,17 +97,18 @@ def state_chunks(trained: Sequence[ParameterSpec], ratio: float, chunk_bytes: in
 def step_buffers(
     chunks: Sequence[StateChunk], graph_buffers: int, *, stores: Sequence[tuple[str, int]] | None = None
 ) -> int:
-    """Bytes of buffers through which what lies on disk passes in a step, past torch's allocator.
+    """Return the bytes of buffers for transfers to and from disk in a step, outside torch's allocator.
 
-    A step has two chunks at once: it steps on one while the next is read. Beside the backward it has one, from the
-    moment when the last of its gradients is stored, and this is taken to be written before the next one's gradients
-    are. The last two come together, since nothing computes between them.
+    A step has two chunks at once: it steps on one while the next is read. During the backward it has one, from the
+    moment when the last of its gradients is stored; it is assumed to be written before the next chunk's gradients are
+    stored. The last two coincide, because nothing is computed between them.
 
     Args:
-        chunks: Of the optimizer.
-        graph_buffers: Those of the graphs, see `StepMemory`; rows and gradients have the same pool.
-        stores: Where parameters on disk are stepped on amid the backward: their names in the order in which their
-            gradients are stored, each with the most that graphs have from there to the next. None: behind it.
+        chunks: The chunks of the optimizer.
+        graph_buffers: Buffers of the graphs, see `StepMemory`; rows and gradients have the same pool.
+        stores: If parameters on disk are stepped during the backward: their names in the order in which their gradients
+            are stored, each with the peak of the graphs' buffers from there to the next. None: they are stepped after
+            it.
     """
     if stores is None:
         return _most(chunks, "buffer") + max(graph_buffers, _most(chunks, "rows"))
@@ -128,6 +129,6 @@ def step_buffers(
 
 
 def _most(chunks: Sequence[StateChunk], what: str) -> int:
-    """The most that two neighbours take."""
+    """Return the largest sum of two neighbours."""
     sizes = [getattr(chunk, what) for chunk in chunks]
     return max(sum(sizes[at : at + 2]) for at in range(len(sizes))) if sizes else 0

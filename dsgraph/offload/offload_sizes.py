@@ -1,4 +1,4 @@
-"""What a model's states take, and where, by formulas: of Adam, and in the pieces in which the stores move them."""
+"""The sizes of a model's states with Adam, and their places, by formulas, in the pieces that the stores move."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _ANY_GROUP = "ranks"  # the model has no process group yet
 
 @dataclass(frozen=True)
 class OffloadSplit:
-    """What leaves the device: so many pieces of the optimizer's state, and the first so many sharded parameters."""
+    """A split of the states: the numbers of offloaded pieces of the optimizer's state and of sharded parameters."""
 
     states: int
     parameters: int
@@ -40,10 +40,11 @@ class Sizes:
     """Bytes of one rank, for each way in which a model's states can be split between the device and the tier below.
 
     Attributes:
-        params: In order.
-        copies: Gathered copies that stay.
-        moves_parameters: Whether sharded parameters can leave the device.
-        to_host: Whether the host lies below, where pieces are parameters; else the disk, where they are chunks.
+        params: The parameters, in order.
+        copies: Bytes of gathered copies, which stay.
+        moves_parameters: True if sharded parameters can leave the device.
+        to_host: True if the tier below is the host, where pieces are parameters; otherwise it is the disk, where they
+            are chunks.
     """
 
     params: tuple[ParameterSpec, ...]
@@ -53,7 +54,7 @@ class Sizes:
 
     @classmethod
     def of(cls, model: nn.Module, stage: int, ranks: int, keep_whole_below: int, *, to_host: bool) -> Sizes:
-        """The sizes of a model that will be partitioned so, below which lies the host or the disk."""
+        """Return the sizes of a model that will be partitioned like this; the tier below is the host or the disk."""
         params, copies = [], 0
         for name, param in model.named_parameters():
             sharded = stage > 0 and param.dim() > 0 and param.numel() >= max(1, keep_whole_below)
@@ -78,12 +79,12 @@ class Sizes:
 
     @cached_property
     def _chunks(self) -> list[StateChunk]:
-        """Those of the state while all parameters are in memory."""
+        """The chunks of the state while all parameters are in memory."""
         return state_chunks(self._trained, 1.0)
 
     @property
     def splits(self) -> Iterator[OffloadSplit]:
-        """All there are, those first that move less."""
+        """All splits, those that move less first."""
         states = len(self._trained) if self.to_host else len(self._chunks)
         yield from (OffloadSplit(number, 0) for number in range(states + 1))
         if states:
@@ -91,7 +92,7 @@ class Sizes:
 
     @cached_property
     def least(self) -> int:
-        """The smallest limit of the device's memory that would do."""
+        """The smallest limit of the device's memory that suffices."""
         nothing, *rest = self.splits
         found = self.memory(nothing)
         for split in reversed(rest):  # what stays grows from here on
@@ -101,12 +102,12 @@ class Sizes:
         return found
 
     def within(self, limit: int) -> OffloadSplit | None:
-        """The split that moves least of those that fit; None: none does."""
+        """Return the split that moves least among those that fit; None if none does."""
         fit = (split for split in self.splits if self._held(split) <= limit and self.memory(split) <= limit)
         return next(fit, None)
 
     def shares(self, split: OffloadSplit) -> tuple[float, float]:
-        """What the stores are told: the share of the state, and that of parameters."""
+        """Return the ratios for the stores: the share of the state, and that of parameters."""
         if self.to_host:
             pieces = [math.prod(param.shard_shape) for param in self._trained]
         else:
@@ -116,16 +117,19 @@ class Sizes:
         )
 
     def memory(self, split: OffloadSplit) -> int:
-        """What is on the device."""
+        """Return the bytes on the device."""
         return self._held(split) + self.buffers(split)
 
     def _held(self, split: OffloadSplit) -> int:
-        """What of it is there all the time."""
+        """Return the bytes that are on the device all the time."""
         return self.copies + self._states_left[split.states] + self._parameters_left[split.parameters]
 
     @cached_property
     def _states_left(self) -> list[int]:
-        """By how many pieces leave; once one does, the others are as wide."""
+        """The bytes that stay, by the number of pieces that leave.
+
+        Once one leaves, the others are padded to its width.
+        """
         pieces = (
             [self._state(param) for param in self._trained] if self.to_host else [item.state for item in self._chunks]
         )
@@ -151,7 +155,7 @@ class Sizes:
         return state_chunks(list(trained), 1.0)
 
     def buffers(self, split: OffloadSplit) -> int:
-        """What of it is buffers: for the disk the most that a step can have at once, with a disk that falls behind."""
+        """Return the bytes of buffers on the device: for the disk the peak of a step, with a disk that falls behind."""
         if self.to_host or not split.states:
             return 0
         leaving = self._movable[: split.parameters]
@@ -166,7 +170,7 @@ class Sizes:
         return step_buffers(self._split(split), 0) + ahead + on_way + copies
 
     def below(self, split: OffloadSplit) -> int:
-        """What is in the tier below."""
+        """Return the bytes in the tier below."""
         if not split.states:
             return 0
         if self.to_host:
@@ -181,7 +185,7 @@ class Sizes:
 
 
 def _left(pieces: Sequence[int]) -> list[int]:
-    """What stays of pieces without the first 0, 1, ... of them."""
+    """Return the bytes that stay of pieces without the first 0, 1, ... of them."""
     return [sum(pieces) - gone for gone in (0, *accumulate(pieces))]
 
 

@@ -1,4 +1,4 @@
-"""A file of fixed places for tensors, read and written past the page cache by threads."""
+"""A file of fixed slots for tensors, read and written by threads without the page cache."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from dsgraph.inductor_ext.transfers.folder import PrivateFolder, folder_below
 from dsgraph.utils.errors import OffloadError
 
 CHECKSUMS = "DSGRAPH_OFFLOAD_CHECKSUMS"
-"""The environment variable that asks for a checksum of all that is read, if it is neither empty nor "0"."""
+"""The environment variable that enables a checksum of everything that is read, if it is neither empty nor "0"."""
 _THREADS = 2  # one reads ahead while the other writes behind
 
 
 def first_of(sizes: Sequence[int], ratio: float) -> int:
-    """How many of the first pieces have this share of all bytes, or the least more that whole pieces make it."""
+    """Return how many of the first pieces have this share of all bytes, rounded up to full pieces."""
     before = [0, *accumulate(sizes)]
     return sum(start < ratio * before[-1] for start in before[:-1])
 
 
 def share_of(sizes: Sequence[int], count: int) -> float:
-    """The share of all bytes that so many of the first pieces have, of which `first_of` makes as many again."""
+    """Return the share of all bytes in the first `count` pieces, for which `first_of` returns `count`."""
     if not 0 < count < len(sizes):
         return float(count > 0)
     return (sum(sizes[:count]) - 0.5) / sum(sizes)  # half a byte less: no rounding makes it one piece more
@@ -41,7 +41,7 @@ def share_of(sizes: Sequence[int], count: int) -> float:
 class SlotFile:
     """A preallocated file in a folder of this process, removed by `close`, with this object, or with the process.
 
-    A process that is killed leaves its folder behind; the next one that makes such a file there removes it.
+    A killed process leaves its folder on disk; the next process that makes such a file there removes it.
 
     Attributes:
         path: The file.
@@ -49,12 +49,12 @@ class SlotFile:
     """
 
     def __init__(self, sizes: Sequence[int], *, below: Path, name: str) -> None:
-        """Reserves the file's bytes on the disk.
+        """Reserve the file's space on disk.
 
         Args:
-            sizes: Bytes that each slot is to hold.
+            sizes: Bytes of each slot.
             below: A folder on the disk; the private folder is made in it.
-            name: The file's.
+            name: Name of the file.
 
         Raises:
             OffloadError: The folder cannot be used, or the disk has too few bytes free.
@@ -96,36 +96,36 @@ class SlotFile:
             raise OffloadError(f"{self.path} was closed, by engine.close() for example: what it held is gone")
 
     def take(self, slot: int) -> Buffer:
-        """A buffer of a slot's size; what it holds is not defined."""
+        """Return a buffer of a slot's size, with undefined contents."""
         return self._buffers.take(self.sizes[slot])
 
     def give_back(self, buffer: Buffer) -> None:
-        """Lets a buffer be used again."""
+        """Return a buffer to the pool."""
         self._buffers.give_back(buffer)
 
     def read(self, slot: int) -> Future[Buffer]:
-        """Starts to read a slot into a buffer, which the caller gives back."""
+        """Start to read a slot into a buffer, which the caller gives back."""
         self._refuse_closed()
         return self._threads.submit(self._read, slot, self.take(slot))
 
     def write(self, slot: int, buffer: Buffer) -> Future[None]:
-        """Starts to write a buffer to a slot; then the buffer is given back."""
+        """Start to write a buffer to a slot; then the buffer is given back."""
         self._refuse_closed()
         return self._threads.submit(self._write, slot, buffer)
 
     def map(self, slot: int) -> mmap.mmap:
-        """The slot as memory, which the kernel reads and writes as it is used; like the file, it goes with the process.
+        """Return the slot as memory, which the kernel reads and writes as it is used; it ends with the process.
 
-        An error of the disk ends the process there: `read` and `write` are for what happens in every step.
+        An error of the disk ends the process there: use `read` and `write` for accesses in every step.
         """
         self._mapped.add(slot)
         return self._map(slot, mmap.ACCESS_WRITE)
 
     def map_copy(self, slot: int) -> mmap.mmap:
-        """The slot as memory that shows what is in the file, later writes as well; who writes there writes to a copy.
+        """Return the slot as memory that shows the file, also later writes to it; writes to this memory go to a copy.
 
         Raises:
-            OffloadError: The file is lost, cut off, or, where checksums are asked for, not what was written.
+            OffloadError: The file is lost, truncated, or, with checksums enabled, not what was written.
         """
         if self._sums is not None:
             self.give_back(self._read(slot, self.take(slot)))
@@ -143,13 +143,13 @@ class SlotFile:
             os.close(handle)
 
     def read_part(self, slot: int, start: int, size: int) -> tuple[mmap.mmap, int]:
-        """Bytes of a slot, `start` bytes behind its beginning, in memory of their own.
+        """Return bytes of a slot, from offset `start`, in memory of their own.
 
         Returns:
-            The memory, and where in it they begin.
+            The memory, and their offset in it.
 
         Raises:
-            OffloadError: The file cannot be read, or, where checksums are asked for, it is not what was written.
+            OffloadError: The file cannot be read, or, with checksums enabled, it is not what was written.
         """
         if self._sums is not None and slot in self._sums:
             self.give_back(self._read(slot, self.take(slot)))
@@ -159,7 +159,7 @@ class SlotFile:
         return memory, begin
 
     def write_part(self, slot: int, start: int, data: memoryview) -> None:
-        """Writes bytes to a slot, `start` bytes behind its beginning, and leaves the rest as it is.
+        """Write bytes to a slot at offset `start`, and leave the rest unchanged.
 
         Raises:
             OffloadError: The file cannot be read or written.
@@ -189,7 +189,7 @@ class SlotFile:
 
     @property
     def buffer_bytes(self) -> int:
-        """Bytes of memory that buffers take."""
+        """Bytes of memory for buffers."""
         return self._buffers.held
 
     def _read(self, slot: int, buffer: Buffer) -> Buffer:
@@ -223,12 +223,12 @@ def _let_go(folder: PrivateFolder, threads: ThreadPoolExecutor) -> None:
 
 
 def anonymous(size: int) -> mmap.mmap:
-    """Private memory of so many bytes: its pages can be dropped."""
+    """Return private memory of this size: its pages can be dropped."""
     return mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
 
 
 def _buffer_in(memory: mmap.mmap) -> Buffer:
-    """A buffer of no pool, which would keep it."""
+    """Return a buffer over memory that belongs to no pool, which would keep it."""
     return Buffer(torch.frombuffer(memory, dtype=torch.uint8), len(memory))
 
 

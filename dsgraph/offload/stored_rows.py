@@ -1,4 +1,4 @@
-"""Parameters that lie in a file: their rows, and behind them the gradient."""
+"""Parameters in a file: their rows, followed by the gradient."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ from .stored_tensor import StoredTensor
 _CPU = torch.device("cpu")
 _MANY = 2  # reads: more than the one whose gradient is the whole gradient
 WRITING_BYTES = 64 * 2**20
-"""Bytes of gradients that may wait to be written: who wants to add more waits for the oldest."""
+"""Bytes of gradients that may wait to be written; a caller that adds more waits for the oldest."""
 
 
 class ParameterFile:
     """A file with places for the rows of parameters and for their gradients."""
 
     def __init__(self, row_bytes: Sequence[int], *, below: Path) -> None:
-        """Reserves the file's bytes on the disk.
+        """Reserve the file's space on disk.
 
         Args:
-            row_bytes: Of each parameter.
+            row_bytes: Bytes of the rows of each parameter.
             below: A folder on the disk.
 
         Raises:
@@ -49,11 +49,11 @@ class ParameterFile:
         self._lock = Lock()  # a backward stores gradients while an optimizer's thread stores rows
 
     def place(self, number: int) -> StoredRows:
-        """Where the rows of a parameter lie, of which there are none yet."""
+        """Return the place of the rows of a parameter, which is empty."""
         return StoredRows(self, 2 * number)
 
     def write(self, slot: int, buffer: Buffer) -> Future[None]:
-        """Starts to write a slot; waits first where too many bytes are on their way."""
+        """Start to write a slot; wait first if too many bytes are being written."""
         with self._lock:
             self._writing = [item for item in self._writing if not item[0].done()]
             while self._writing and buffer.size + sum(size for _, size in self._writing) > WRITING_BYTES:
@@ -66,28 +66,28 @@ class ParameterFile:
 class StoredRows(StoredParameter):
     """Rows of a parameter in a file, and the gradient beside them.
 
-    Code that knows nothing of it reads and writes `rows` and `grad`, memory that is mapped from the file: the kernel
-    loads pages as they are touched, and may drop them at any time. What happens in every step goes past that, by whole
-    reads and writes: `start`, `add_gradient`, `read`, `write_rows`.
+    Other code reads and writes `rows` and `grad`, memory that is mapped from the file: the kernel loads pages as they
+    are touched, and may drop them at any time. Accesses in every step avoid that and read or write the whole slot:
+    `start`, `add_gradient`, `read`, `write_rows`.
 
     Attributes:
         rows: `[r, *]`, mapped, once there are any.
         grad: `[r, *]`, mapped.
-        when_arrived: Is called amid a backward when the whole gradient is stored, and the backward reads the rows no
-            more. It is not where that is not known: of a parameter that several graphs read, or eager code.
-        held_for: Why nobody may read the rows; empty: all may.
-        stepped_during_backward: Whether an optimizer has stepped on them during a backward.
+        when_arrived: Called during a backward when the complete gradient is stored, and the backward no longer reads
+            the rows. It is not called if that is unknown: for a parameter that several graphs, or eager code, read.
+        held_for: Why the rows must not be read; empty if they may.
+        stepped_during_backward: True if an optimizer has stepped on them during a backward.
     """
 
     rows: Tensor
     grad: Tensor
 
     def __init__(self, file: ParameterFile, slot: int) -> None:
-        """A place that is not filled yet.
+        """Create an empty place.
 
         Args:
-            file: Where it is.
-            slot: Of the rows; the gradient has the next one.
+            file: The file.
+            slot: The slot of the rows; the gradient has the next one.
         """
         self._file, self._slot = file, slot
         self._maps = [file.slots.map(number) for number in (slot, slot + 1)]
@@ -104,16 +104,16 @@ class StoredRows(StoredParameter):
 
     @property
     def file(self) -> SlotFile:
-        """Where its bytes lie."""
+        """The file of its bytes."""
         return self._file.slots
 
     @property
     def stored(self) -> StoredTensor:
-        """Where the rows lie, for those who read and write parts of them."""
+        """The place of the rows, to read and write parts of them."""
         return StoredTensor(self.file, self._slot, 0, self.rows.dtype, self.rows.shape)
 
     def fill(self, rows: Tensor) -> Tensor:
-        """Stores the first rows, a contiguous tensor on the CPU; returns them in mapped memory."""
+        """Store the first rows, a contiguous tensor on the CPU; return them in mapped memory."""
         self.rows, self.grad = (_tensor_over(memory, rows) for memory in self._maps)
         self.write_rows(rows).result()
         if rows.numel():
@@ -121,7 +121,7 @@ class StoredRows(StoredParameter):
         return self.rows
 
     def belongs_to(self, param: DTensor) -> None:
-        """Watches the gradient of the parameter whose rows these are."""
+        """Watch the gradient of the parameter with these rows."""
         if self._param is not None and self._param() is param and (self._node is not None or not param.requires_grad):
             return
         self._param = weakref.ref(param)
@@ -139,20 +139,20 @@ class StoredRows(StoredParameter):
         return _Fetch(self._file.slots, reading, self._forget)
 
     def _forget(self, reading: Future[Buffer]) -> None:
-        """Lets go of a read that is through, and so of its buffer: the pool may give up its memory."""
+        """Release a finished read, and so its buffer: the pool may free its memory."""
         self._reading_ahead = [future for future in self._reading_ahead if future is not reading]
 
     def note_eager_read(self) -> None:
-        """Code outside compiled graphs reads the rows: nobody tells when it reads them for the last time."""
+        """Note that code outside compiled graphs reads the rows: their last read is unknown then."""
         self.refuse_held()
         self._reads += _MANY
 
     def forget_reads(self) -> None:
-        """What was read until now has no backward any more."""
+        """Forget the reads so far: they have no backward any more."""
         self._reads = 0
 
     def refuse_held(self) -> None:
-        """Refuses what comes too late, or too early.
+        """Refuse an access that is too late, or too early.
 
         Raises:
             OffloadError: The rows are held.
@@ -186,47 +186,47 @@ class StoredRows(StoredParameter):
 
     @property
     def holds_gradient(self) -> bool:
-        """Whether the parameter's gradient is here, and nowhere else."""
+        """True if the parameter's gradient is here, and nowhere else."""
         param = self._param() if self._param is not None else None
         grad = param.grad if param is not None else None
         return isinstance(grad, DTensor) and grad.to_local().data_ptr() == self.grad.data_ptr()
 
     @property
     def has_gradient(self) -> bool:
-        """Whether there is a gradient here: also amid the backward that has stored it."""
+        """True if there is a gradient here: also during the backward that has stored it."""
         return self._has_arrived or self.holds_gradient
 
     @property
     def holds_gradient_as_stored(self) -> bool:
-        """Whether nobody has written to the parameter's gradient since it arrived."""
+        """True if nobody has written to the parameter's gradient since it arrived."""
         param = self._param() if self._param is not None else None
         grad = param.grad if param is not None else None
         return self.holds_gradient and grad is not None and version_of(grad) == self._given
 
     def read(self) -> tuple[Future[Buffer], Future[Buffer]]:
-        """Starts to read the rows and the gradient, each into a buffer that the caller gives back."""
+        """Start to read the rows and the gradient, each into a buffer that the caller gives back."""
         self._settle()
         return self._file.slots.read(self._slot), self._file.slots.read(self._slot + 1)
 
     def write_rows(self, rows: Tensor) -> Future[None]:
-        """Starts to store other rows; they may be written over afterwards."""
+        """Start to store other rows; they may be overwritten afterwards."""
         buffer = self._file.slots.take(self._slot)
         view_in(buffer, rows).copy_(rows)
         return self.write_buffer(buffer)
 
     def write_buffer(self, buffer: Buffer) -> Future[None]:
-        """Starts to store the rows that a buffer of `read` holds; then the buffer is given back."""
+        """Start to store the rows in a buffer of `read`; then the buffer is given back."""
         for reading in self._reading_ahead:
             reading.exception()  # until it is through; who asked for it hears of an error
         return self._file.write(self._slot, buffer)
 
     def give_back(self, *buffers: Buffer) -> None:
-        """Lets buffers of `read` be used again."""
+        """Return buffers of `read` to the pool."""
         for buffer in buffers:
             self._file.slots.give_back(buffer)
 
     def accumulated(self) -> None:
-        """Makes the mapped gradient the parameter's, when autograd has put something in its `.grad`."""
+        """Set the parameter's gradient to the mapped one, after autograd has put something into its `.grad`."""
         param = self._param() if self._param is not None else None
         found = param.grad if param is not None else None
         if param is None or not isinstance(found, DTensor):
@@ -248,7 +248,7 @@ class StoredRows(StoredParameter):
         self._has_arrived = False  # last: an optimizer's thread may ask `has_gradient` at any time
 
     def drop_pages(self) -> None:
-        """Gives the kernel back what memory the mapped pages take. What was written to them is kept."""
+        """Return the memory of mapped pages to the kernel. Written data is kept."""
         for memory in self._maps:
             memory.flush()
             memory.madvise(mmap.MADV_DONTNEED)
@@ -263,7 +263,7 @@ class StoredRows(StoredParameter):
             self.give_back(buffer)
 
     def _settle(self) -> None:
-        """Waits for the gradient's write."""
+        """Wait for the gradient's write."""
         writing = self._writing
         if writing is not None:
             writing.result()
@@ -271,7 +271,7 @@ class StoredRows(StoredParameter):
 
 
 class _Fetch(Reload):
-    """Rows on their way into memory."""
+    """A running read of rows into memory."""
 
     def __init__(
         self, slots: SlotFile, reading: Future[Buffer], when_through: Callable[[Future[Buffer]], None]
@@ -296,7 +296,7 @@ class _Fetch(Reload):
 
 
 def stored_rows(rows: Tensor) -> StoredRows | None:
-    """Where a parameter lies whose rows these are; None if they are in memory."""
+    """Return the place of a parameter with these rows; None if they are in memory."""
     found = transfers_of(rows.device).parameter(rows) if rows.device.type == "cpu" and rows.numel() else None
     return found if isinstance(found, StoredRows) else None
 
@@ -315,5 +315,5 @@ def _tensor_over(memory: mmap.mmap, like: Tensor) -> Tensor:
 
 
 def view_in(buffer: Buffer, like: Tensor) -> Tensor:
-    """The beginning of a buffer as a contiguous tensor of the shape and dtype of `like`."""
+    """Return the beginning of a buffer as a contiguous tensor of the shape and dtype of `like`."""
     return buffer.data[: like.numel() * like.element_size()].view(like.dtype).view(like.shape)

@@ -1,4 +1,4 @@
-"""A tensor in a slot of a file, read and written by whole reads and writes: no page of it is mapped for that."""
+"""A tensor in a slot of a file, read and written explicitly: none of its pages is mapped for that."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .slots import SlotFile, anonymous
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """Where a tensor lies: in a slot of a file, `start` bytes from its beginning."""
+    """The place of a tensor: `start` bytes from the beginning of a slot of a file."""
 
     file: SlotFile
     slot: int
@@ -24,7 +24,7 @@ class StoredTensor:
     shape: torch.Size
 
     def read(self) -> Tensor:
-        """The tensor, `[*shape]`, in memory of its own.
+        """Return the tensor, `[*shape]`, in memory of its own.
 
         Raises:
             OffloadError: The file cannot be read.
@@ -32,16 +32,16 @@ class StoredTensor:
         return self.read_memory()[0]
 
     def read_memory(self) -> tuple[Tensor, mmap.mmap]:
-        """The same, and the memory; it is private, so that its pages can be dropped."""
+        """Return the tensor, and its memory, which is private, so that its pages can be dropped."""
         memory, begin = self.file.read_part(self.slot, self.start, self.shape.numel() * self.dtype.itemsize)
         return _over(memory, begin, self.dtype, self.shape), memory
 
     def write(self, part: Tensor, offsets: Sequence[int]) -> None:
-        """Writes a part of the tensor, and leaves the rest as it is.
+        """Write a part of the tensor, and leave the rest unchanged.
 
         Args:
-            part: As many dimensions as the tensor.
-            offsets: Where it begins, in each dimension.
+            part: A tensor with the same number of dimensions.
+            offsets: Its first index in each dimension.
 
         Raises:
             OffloadError: The file cannot be read or written.
@@ -58,18 +58,18 @@ class StoredTensor:
 
 
 def room(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """Memory for a tensor, `[*shape]`, which the system has back as soon as nobody uses it."""
+    """Return memory for a tensor, `[*shape]`, which is returned to the system as soon as it is unused."""
     # Not of torch's allocator: glibc keeps much of what is freed between tensors of some megabytes.
     return _over(anonymous(max(1, math.prod(shape) * dtype.itemsize)), 0, dtype, shape)
 
 
 def _bytes(tensor: Tensor) -> memoryview:
-    """The memory of a contiguous tensor."""
+    """Return the memory of a contiguous tensor."""
     return tensor.view(-1).view(torch.uint8).numpy().data
 
 
 def _over(memory: mmap.mmap, begin: int, dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
-    """A tensor whose storage is no more than its bytes: what saves it copies nothing."""
+    """Return a tensor whose storage is no larger than its bytes: saving it copies nothing."""
     count = math.prod(shape)
     flat = torch.frombuffer(memory, dtype=dtype, count=count, offset=begin) if count else torch.empty(0, dtype=dtype)
     return flat.view(tuple(shape))

@@ -1,10 +1,10 @@
-"""Steps on chunks of parameters while the backward that brings their gradients still runs.
+"""Optimizer steps on chunks of parameters while the backward that computes their gradients still runs.
 
     backward    dY3 | dW3, stored | dY2 | dW2, stored | dY1 ...
     thread                        | read, step, write chunk 3 | read, step, write chunk 2 ...
 
-A chunk is stepped on when the op in the graph has stored the last of its gradients (`store_gradient`): of a model that
-is one graph, autograd's hooks would tell of all of them at the end. What is left is the optimizer's `step()`.
+A chunk is stepped when the op in the graph has stored the last of its gradients (`store_gradient`): autograd's hooks
+would report all gradients of one graph at its end. The rest is left to the optimizer's `step()`.
 """
 
 from __future__ import annotations
@@ -33,21 +33,21 @@ _LOST = "was updated, and others were not, when a backward or a step failed: loa
 
 
 class Numbers:
-    """Numbers of chunks that are to be stepped on, in order; more of them may come."""
+    """A queue of the numbers of chunks to step; more may be added."""
 
     def __init__(self, numbers: Iterable[int | None] = ()) -> None:
-        """Some; more come by `put`."""
+        """Create a queue with some numbers; `put` adds more."""
         self._queue: SimpleQueue[int | None] = SimpleQueue()
         self._ended = False
         for number in numbers:
             self._queue.put(number)
 
     def put(self, number: int | None) -> None:
-        """Adds one; None: that was the last."""
+        """Add a number; None: that was the last."""
         self._queue.put(number)
 
     def next(self, *, wait: bool) -> int | None:
-        """The next one; None if there will be none, or, without `wait`, there is none yet."""
+        """Return the next number; None if there will be none or, without `wait`, if there is none yet."""
         if self._ended:
             return None
         try:
@@ -59,18 +59,18 @@ class Numbers:
 
 
 class BesideBackward:
-    """The chunks that are stepped on amid one backward.
+    """The chunks that are stepped during one backward.
 
     Attributes:
-        begun: The numbers of those on which stepping has begun.
-        is_listening: Whether the backward runs.
+        begun: Numbers of the chunks whose step has begun.
+        is_listening: True while the backward runs.
     """
 
     def __init__(self, chunks: Sequence[Chunk], groups: Sequence[Mapping[str, Any]]) -> None:
-        """Nothing has begun.
+        """Create the state of a backward that has not begun.
 
         Args:
-            chunks: Of the optimizer.
+            chunks: The chunks of the optimizer.
             groups: Its groups, whose learning rates and the like are used.
         """
         self.begun: list[int] = []
@@ -84,7 +84,7 @@ class BesideBackward:
 
     @contextmanager
     def listening(self, step: Callable[[Numbers], None]) -> Iterator[None]:
-        """Inside, chunks whose gradients arrive are given to `step`, which runs in a thread."""
+        """Call `step` in a thread, during the block, with the chunks whose gradients arrive."""
         watched = []
         for number, chunk in enumerate(self._chunks):
             trained = self._trained(number)
@@ -117,11 +117,11 @@ class BesideBackward:
             self._stepping = self._thread.submit(step, self._numbers)
 
     def finish(self) -> None:
-        """Returns when all that has begun is done, and the rows may be read again.
+        """Return when all steps that have begun are done, and the rows may be read again.
 
         Raises:
-            OffloadError: The file could not be read or written; or, after a gradient was used, it or a learning rate
-                was changed.
+            OffloadError: The file could not be read or written; or a gradient or learning rate was changed after its
+                use.
         """
         try:
             if self._stepping is not None:
@@ -133,7 +133,7 @@ class BesideBackward:
         self._end(because="")
 
     def give_up(self) -> None:
-        """Stops, and lets nobody read the rows any more: some are updated, and others are not."""
+        """Stop, and refuse reads of the rows from now on: some are updated, and others are not."""
         if self._stepping is not None:
             self._stepping.exception()
         self._end(because=_LOST)

@@ -1,4 +1,4 @@
-"""Which state of an optimizer lies where: chunks of neighbouring parameters, and places in them."""
+"""Places of an optimizer's state: chunks of neighbouring parameters, and offsets in them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from dsgraph.partitioning.rows import own_part
 
 @dataclass(frozen=True)
 class StateLocation:
-    """Where a tensor of state lies: in the slot of its chunk, `size` bytes from `start`."""
+    """The place of a tensor of state: `size` bytes from `start` in the slot of its chunk."""
 
     key: str
     dtype: torch.dtype
@@ -28,7 +28,7 @@ class StateLocation:
     size: int
 
     def view(self, buffer: Buffer, like: Tensor) -> Tensor:
-        """The tensor in a buffer of its slot, of the shape of `like`."""
+        """Return the tensor in a buffer of its slot, with the shape of `like`."""
         return buffer.data[self.start : self.start + self.size].view(self.dtype).view(like.shape)
 
 
@@ -43,14 +43,14 @@ class Chunk:
 
     @cached_property
     def stored(self) -> tuple[StoredRows | None, ...]:
-        """Where the parameters lie; None for those in memory."""
+        """The places of the parameters; None for those in memory."""
         return tuple(stored_rows(own_part(param)) for param in self.params)
 
 
 def chunks_of(inner: Optimizer, chunk_bytes: int) -> list[Chunk]:
-    """Neighbouring parameters, with the places of what the optimizer keeps of each.
+    """Return chunks of neighbouring parameters, with the places of their optimizer state.
 
-    Those that lie on disk come first, in chunks of their own: amid a backward gradients of others do not arrive.
+    Parameters on disk come first, in chunks of their own: gradients of the others do not arrive during a backward.
     """
     on_disk: list[_Held] = []
     in_memory: list[_Held] = []
@@ -64,7 +64,7 @@ def chunks_of(inner: Optimizer, chunk_bytes: int) -> list[Chunk]:
 
 @dataclass(frozen=True)
 class _Held:
-    """A parameter, its group's number, and the tensors of its size that are kept of it."""
+    """A parameter, its group's number, and its state tensors of the same size."""
 
     param: Tensor
     group: int
@@ -76,7 +76,7 @@ class _Held:
         return [elements * dtype.itemsize for dtype in self.kept.values()]
 
     def places(self, start: int) -> tuple[tuple[StateLocation, ...], int]:
-        """Where they lie from `start`, and where the next parameter's may begin."""
+        """Return their places from `start`, and the start of the next parameter's."""
         starts, end = place(self.sizes, start)
         found = zip(self.kept.items(), starts, self.sizes, strict=True)
         return tuple(StateLocation(key, dtype, at, size) for (key, dtype), at, size in found), end
@@ -108,7 +108,7 @@ class _AdagradState(defaultdict[Tensor, dict[str, Any]]):
 
 
 def new_state(inner: Optimizer) -> defaultdict[Tensor, dict[str, Any]]:
-    """The state of an optimizer before its first step; each parameter's state is made at its first step."""
+    """Return the state of an optimizer before its first step; each parameter's state is made at its first step."""
     if isinstance(inner, optim.Adagrad):
         return _AdagradState(inner.defaults["initial_accumulator_value"])
     return defaultdict(dict)
@@ -122,7 +122,7 @@ def has_stepped(inner: Optimizer) -> bool:
 
 
 def _kept(inner: Optimizer, group: Mapping[str, Any], dtype: torch.dtype) -> dict[str, torch.dtype]:
-    """What an optimizer keeps of a parameter's size, seen by letting it step on a small one of the same group."""
+    """Return the dtypes of the state tensors that have a parameter's size, found by a step on a small one."""
     groups = inner.param_groups
     probe = torch.zeros(2, 3, dtype=dtype)
     probe.grad = torch.zeros_like(probe)

@@ -1,4 +1,4 @@
-"""An optimizer whose gradients, after a warm-up, are momenta that travel as signs: what 1-bit Adam and LAMB share."""
+"""The base of 1-bit Adam and LAMB: after a warm-up, gradients are momenta that are sent as signs."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ from .hooks import OptimizerHooks, evaluated
 
 _ERRORS = ("worker_error", "owner_error")
 FREEZE_STEP = 100_000
-"""Steps of the warm-up where nobody sets them: DeepSpeed's default."""
+"""Default number of warm-up steps: DeepSpeed's default."""
 NOT_THERE = {"eps_inside_sqrt": False, "amsgrad": False, "bias_correction": True, "max_grad_norm": 0.0}
 
 
 @dataclass(frozen=True)
 class Momentum:
-    """A parameter whose gradient is the averaged momentum, in a step behind the warm-up.
+    """A parameter whose gradient is the averaged momentum, in a step after the warm-up.
 
     Attributes:
         param: The parameter.
         group: Its group.
         state: Its state.
-        before: `[r, *]`, this rank's rows of the momentum before.
-        now: `[r, *]`, of the momentum now.
+        before: `[r, *]`, this rank's rows of the previous momentum.
+        now: `[r, *]`, this rank's rows of the current momentum.
     """
 
     param: Tensor
@@ -48,9 +48,9 @@ class Momentum:
 
 
 class CompressingOptimizer(OptimizerHooks, Optimizer):
-    """The warm-up, the change to compression, and what a checkpoint takes of it.
+    """An optimizer with a warm-up followed by 1-bit compression.
 
-    Subclasses call `prepare` when they are made.
+    Subclasses call `prepare` in their constructor.
 
     Attributes:
         freeze_step: Steps of the warm-up.
@@ -59,15 +59,15 @@ class CompressingOptimizer(OptimizerHooks, Optimizer):
     freeze_step: int
 
     def prepare(self, model: nn.Module, freeze_step: int, others: dict[str, Any]) -> None:
-        """Takes down what all of them need.
+        """Store the common arguments.
 
         Args:
-            model: Whose parameters are updated; it is partitioned when the optimizer steps.
-            freeze_step: Steps of the warm-up, a whole number, 1 or more.
-            others: What DeepSpeed's optimizers take besides.
+            model: The model whose parameters are updated; it is partitioned when the optimizer steps.
+            freeze_step: Number of warm-up steps, an integer, 1 or more.
+            others: Further arguments of DeepSpeed's optimizers.
 
         Raises:
-            ValueError: One of them asks for what is not there, or `freeze_step` is no such number.
+            ValueError: One of them is not supported, or `freeze_step` is not such a number.
         """
         for key, usual in NOT_THERE.items():
             if others.get(key, usual) != usual:
@@ -86,30 +86,30 @@ class CompressingOptimizer(OptimizerHooks, Optimizer):
 
     @abstractmethod
     def warm_step(self) -> None:
-        """A step of the warm-up."""
+        """Make a step of the warm-up."""
 
     @abstractmethod
     def freeze(self, state: dict[str, Any], group: dict[str, Any]) -> None:
-        """Takes down what the variance of a parameter is from here on."""
+        """Store the variance of a parameter, which no longer changes."""
 
     @abstractmethod
     def compressed_step(self, momenta: list[Momentum]) -> None:
-        """A step behind the warm-up: updates parameters. Momenta and errors are taken over behind it."""
+        """Update parameters in a step after the warm-up; momenta and errors are taken over afterwards."""
 
     def set_scale(self, scale: float) -> None:
-        """From here on losses are multiplied by `scale`; averaged momenta are not."""
+        """Note that losses are multiplied by `scale` from now on; averaged momenta are not."""
         self._scale = scale
         self._write_coefficients()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drops gradients and new errors: those of the last step stay."""
+        """Drop gradients and new errors; the errors of the last step stay."""
         super().zero_grad(set_to_none)
         for compression in self._compressed.values():
             compression.drop()
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Updates every parameter that has a gradient. All ranks call it together.
+        """Update every parameter that has a gradient. All ranks call it together.
 
         Raises:
             EngineError: A parameter's gradients cannot be compressed, or one has not been.
@@ -136,7 +136,7 @@ class CompressingOptimizer(OptimizerHooks, Optimizer):
         return loss
 
     def after_load(self) -> None:
-        """Compresses or not, as its state says, which was read from a checkpoint. All ranks call it together."""
+        """Start or stop compression as the loaded state says. All ranks call it together."""
         entries = self._entries()
         for param in self._compressed:
             stop_compressing(entries[param])
@@ -149,12 +149,12 @@ class CompressingOptimizer(OptimizerHooks, Optimizer):
                 )
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As of every optimizer; it goes on where the state left off."""
+        """Load the state, like every optimizer, and continue from it."""
         super().load_state_dict(state_dict)
         self.after_load()
 
     def empty_state(self, param: Tensor, key: str, size: torch.Size, dtype: torch.dtype) -> Tensor | None:
-        """As of every optimizer; None for errors of another number of ranks."""
+        """Return memory for a saved tensor, like every optimizer; None for errors of another number of ranks."""
         if key not in _ERRORS:
             return super().empty_state(param, key, size, dtype)
         errors = _as_state(self._entries()[param], *self._no_errors(param))
@@ -190,7 +190,7 @@ class CompressingOptimizer(OptimizerHooks, Optimizer):
         return {entry.param: entry for state in partition_states(model) for entry in state.parameters}
 
     def _start(self) -> bool:
-        """Has gradients compressed; whether errors were there to go on from."""
+        """Start compression; return whether there were errors to continue from."""
         entries, params = self._entries(), list(self._params())
         self._coefficients, self._written = torch.zeros(2, device=params[0].device), (0.0, 0.0)
         self._write_coefficients()
@@ -238,7 +238,7 @@ class CompressingOptimizer(OptimizerHooks, Optimizer):
 
 
 def _as_state(entry: ParameterState, worker_error: Tensor, owner_error: Tensor) -> dict[str, Tensor]:
-    """Errors as a checkpoint takes them: each rank has a part of one tensor."""
+    """Return errors as a checkpoint stores them: each rank has a part of one tensor."""
     mesh, numel = entry.param.device_mesh, entry.param.numel()
     shape = torch.Size([mesh.size(), numel])
     return {

@@ -30,16 +30,16 @@ _WARNING = (
 
 
 class DelayedHostOptimizer(HostOptimizer):
-    """Computes the update of a step while the next one's forward and backward run, and applies it at their end.
+    """An optimizer that computes an update during the next step's forward and backward, and applies it at their end.
 
-    Groups are changed, by a schedule for example, through this optimizer and not through the inner one.
+    Change groups, by a schedule for example, through this optimizer and not through the inner one.
 
     Attributes:
-        state: Is there when the update that is under way is computed.
+        state: The state; reading it waits for the running update.
     """
 
     def __init__(self, inner: Optimizer, *, pin_memory: bool = True) -> None:
-        """Takes over an optimizer, and warns; see `HostOptimizer`. All of the state is on the host."""
+        """Take over an optimizer, and warn; see `HostOptimizer`. All of the state is on the host."""
         self._under_way: Future[list[dict[str, Any]]] | None = None
         self._stepping: list[tuple[Tensor, Tensor]] = []
         self._due: set[Tensor] = set()
@@ -64,7 +64,7 @@ class DelayedHostOptimizer(HostOptimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Applies the update of the step before, and starts to compute that of this step."""
+        """Apply the update of the step before, and start to compute that of this step."""
         loss = evaluated(closure)
         self._apply()
         chunk = [pair for pairs in self._chunks() for pair in pairs]
@@ -80,12 +80,12 @@ class DelayedHostOptimizer(HostOptimizer):
         return loss
 
     def finish(self) -> None:
-        """Applies the update that is under way, behind the last step for example."""
+        """Apply the running update, after the last step for example."""
         with torch.no_grad():
             self._apply()
 
     def _wait(self) -> None:
-        """Takes over the state when the update that is under way is computed."""
+        """Wait for the running update, and take over its state."""
         if self._under_way is None:
             return
         under_way, self._under_way = self._under_way, None
@@ -96,7 +96,7 @@ class DelayedHostOptimizer(HostOptimizer):
         self._due |= {param for param, _ in self._stepping}
 
     def _apply(self) -> None:
-        """Makes parameters what their masters say, unless somebody else has written to them since."""
+        """Copy masters to their parameters, except those that somebody else has written to since."""
         applied = []
         for param, state in self.state.items():
             kept, known = state.get(MASTER), self._masters.get(param)

@@ -1,4 +1,4 @@
-"""An optimizer whose state lies on disk, and comes into memory some parameters at a time.
+"""An optimizer whose state is on disk, and in memory for a few parameters at a time.
 
     step    read chunk 0 | read chunk 1 | read chunk 2 ...
                          | step chunk 0 | step chunk 1 ...
@@ -35,29 +35,29 @@ _AHEAD = 2  # chunks whose state is read before anybody steps
 
 
 class DiskOptimizer(WrappedOptimizer):
-    """Steps another optimizer, whose state of the size of parameters lies in a file. Groups are the other's own.
+    """A wrapper of an optimizer whose large state tensors are in a file. Groups are those of the inner optimizer.
 
     Attributes:
         inner: The optimizer that steps. It holds no state between steps.
-        state: Reads and writes the file, see `StoredState`.
-        tier: Where the state lies.
+        state: The state in the file, see `StoredState`.
+        tier: The place of the state.
     """
 
     tier: ClassVar[str] = "disk"
     has_state_on_disk = True
 
     def __init__(self, inner: Optimizer, *, folder: Path, ratio: float = 1.0, chunk_bytes: int = CHUNK_BYTES) -> None:
-        """Takes over an optimizer, and reserves the disk's bytes for its state.
+        """Take over an optimizer, and reserve space on disk for its state.
 
         Args:
-            inner: Of parameters on the CPU; it has not stepped.
-            folder: On the disk.
-            ratio: The share of the state's bytes that lies there; that of the last parameters stays in memory.
+            inner: An optimizer of parameters on the CPU that has not stepped.
+            folder: A folder on the disk.
+            ratio: The share of the state's bytes on disk; the state of the last parameters stays in memory.
             chunk_bytes: See `CHUNK_BYTES`; a parameter whose state takes more is a chunk of its own.
 
         Raises:
-            OffloadError: `ratio` is no share, not an optimizer of elements, parameters elsewhere, or the disk has too
-                few bytes free.
+            OffloadError: `ratio` is not a share, the optimizer is not element-wise, parameters are not on the CPU, or
+                the disk has too few bytes free.
         """
         params = [param for group in inner.param_groups for param in group["params"]]
         _check(inner, params)
@@ -81,7 +81,7 @@ class DiskOptimizer(WrappedOptimizer):
 
     @property
     def begun(self) -> int:
-        """How many chunks the backward has begun to update, of a step that is not over."""
+        """Number of chunks whose update the backward has begun, in a step that is not over."""
         return 0 if self._beside is None else len(self._beside.begun)
 
     @property
@@ -91,12 +91,12 @@ class DiskOptimizer(WrappedOptimizer):
 
     @property
     def buffer_bytes(self) -> int:
-        """Bytes of memory that state takes: what stays there, and what the other passes through."""
+        """Bytes of memory for state: that of the state that stays there, and the buffers for the rest."""
         return self._store.memory_bytes
 
     @property  # type: ignore[override]
     def state(self) -> StoredState:
-        """See the class."""
+        """The state by parameter, partly on disk."""
         return self._stored
 
     @state.setter
@@ -107,7 +107,7 @@ class DiskOptimizer(WrappedOptimizer):
                 self._stored[param] = found
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Takes what `load_state_dict` has read."""
+        """Load the result of `load_state_dict`."""
         found = dict(state)
         stored = found.pop("state")
         super().__setstate__(found)
@@ -116,14 +116,14 @@ class DiskOptimizer(WrappedOptimizer):
 
     @contextmanager
     def beside_backward(self) -> Iterator[None]:
-        """Around the last backward of a step: what lies on disk is updated as soon as its gradients have arrived.
+        """Update parameters on disk as soon as their gradients arrive, in the last backward of a step.
 
             with optimizer.beside_backward():
                 loss.backward()
             optimizer.step()  # waits, and does the rest
 
-        `step` must follow, with gradients, learning rates and the like as they were: then numbers are the same. The
-        rest are parameters in memory, and those that several graphs, or code outside graphs, read in the forward.
+        `step` must follow, with unchanged gradients, learning rates and other options: then the results are the same.
+        The rest are parameters in memory, and those that several graphs, or code outside graphs, read in the forward.
 
         Raises:
             OffloadError: The optimizer waits for its `step`, or an earlier one has failed.
@@ -145,14 +145,14 @@ class DiskOptimizer(WrappedOptimizer):
             self._beside = None
 
     def start_reading(self) -> None:
-        """Reads the first chunks' state, which the next `step` needs, while others compute a norm of the gradients."""
+        """Start to read the state of the first chunks for the next `step`, while the gradient norm is computed."""
         if self._failure is None and self._beside is None:
             for number in [at for at, chunk in enumerate(self.chunks) if _has_gradients(chunk)][:_AHEAD]:
                 self._stored.read_ahead(number)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Updates every parameter that has a gradient.
+        """Update every parameter that has a gradient.
 
         Raises:
             OffloadError: The file could not be read or written. Some parameters may be updated and others not; every
@@ -176,10 +176,10 @@ class DiskOptimizer(WrappedOptimizer):
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forgets gradients.
+        """Drop the gradients.
 
         Raises:
-            OffloadError: A backward has begun the step, which cannot be given up any more.
+            OffloadError: A backward has begun the step, which can no longer be abandoned.
         """
         if self._beside is not None and self._beside.begun:
             raise OffloadError(
@@ -201,11 +201,11 @@ class DiskOptimizer(WrappedOptimizer):
             raise OffloadError("the backward has begun to update parameters: call optimizer.step() before loading")
 
     def refuse_steps(self, failure: BaseException | None) -> None:
-        """Refuses every later step because of a failure; None: parameters and state were loaded since."""
+        """Refuse every later step because of a failure; None: parameters and state were loaded since."""
         self._failure = failure
 
     def refuse_failed(self) -> None:
-        """Refuses what a failure has left.
+        """Refuse to use parameters and state after a failure.
 
         Raises:
             OffloadError: An earlier step or load has failed, and nothing was loaded since.
@@ -245,7 +245,7 @@ class DiskOptimizer(WrappedOptimizer):
 
     @contextmanager
     def _holding(self, number: int, buffer: Buffer, parameters: Mapping[Tensor, ReadRows]) -> Iterator[list[Tensor]]:
-        """Inside, the inner optimizer holds a chunk alone: this rank's rows, with gradients and state."""
+        """Let the inner optimizer hold only one chunk during the block: this rank's rows, with gradients and state."""
         chunk, groups = self.chunks[number], self.inner.param_groups
         leaves = [
             parameters[param].rows() if param in parameters else own_part(param).detach() for param in chunk.params

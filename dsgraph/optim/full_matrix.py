@@ -1,9 +1,9 @@
-"""Optimizers that compute with a parameter as a whole, run on shards: each parameter is whole on one rank, its owner.
+"""Optimizers that need full matrices, run on shards: each parameter is complete on one rank, its owner.
 
-Muon orthogonalises a matrix; rows alone have other singular values. So at each step the ranks that share the rows of a
-parameter send gradient and rows to its owner, the owner steps, and the new rows travel back. Both ways are one
-all-to-all of everything. Owners are chosen so that all have about equally much to compute, and the optimizer's state
-of a parameter is on its owner alone.
+Muon orthogonalizes a matrix; only some of its rows have other singular values. So at each step the ranks that share the
+rows of a parameter send gradient and rows to its owner, the owner steps, and sends the new rows back. Each direction is
+one all-to-all of all parameters. Owners are chosen so that all have about equally much to compute, and only its owner
+has the optimizer's state of a parameter.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from .hooks import WrappedOptimizer, evaluated, hooks_of
 
 @dataclass(frozen=True)
 class _Share:
-    """How the rows of one parameter are shared.
+    """The sharing of the rows of one parameter.
 
     Attributes:
         param: The shard.
         group: The ranks that share its rows.
-        owner: The rank of `group` on which it is whole.
+        owner: The rank of `group` that computes with the full parameter.
     """
 
     param: DTensor
@@ -43,48 +43,48 @@ class _Share:
 
     @property
     def is_mine(self) -> bool:
-        """Whether this rank owns it."""
+        """True if this rank owns it."""
         return self.owner == self.group.rank()
 
     def rows_of(self, rank: int) -> int:
-        """Rows that a rank of the group holds."""
+        """Return the number of rows on a rank of the group."""
         rows, each = self.param.shape[0], chunk_rows(self.param.shape[0], self.group.size())
         return max(0, min(each, rows - rank * each))
 
     def elements_of(self, rank: int) -> int:
-        """Elements that a rank of the group holds."""
+        """Return the number of elements on a rank of the group."""
         return self.rows_of(rank) * math.prod(self.param.shape[1:])
 
 
 class FullMatrixOptimizer(WrappedOptimizer):
-    """Steps another optimizer on whole parameters. Groups and their options are the other's own.
+    """A wrapper that steps an optimizer on full parameters. Groups and options are those of the inner optimizer.
 
     Attributes:
         inner: The optimizer that steps, which holds shards between steps.
     """
 
     def __init__(self, inner: Optimizer) -> None:
-        """Takes over an optimizer of shards.
+        """Take over an optimizer of shards.
 
         Args:
-            inner: Has not stepped.
+            inner: An optimizer that has not stepped.
         """
         super().__init__(inner)
         self._owners: dict[int, int] = {}
         self._sharing()
 
     def holds(self, param: Tensor) -> bool:
-        """Whether this optimizer updates a parameter."""
+        """Return whether this optimizer updates a parameter."""
         return any(param is held for group in self.param_groups for held in group["params"])
 
     def owns(self, param: Tensor) -> bool | None:
-        """Whether this rank keeps the state of a parameter: its owner does, and all ranks where it is not split."""
+        """Return whether this rank stores the state of a parameter: its owner does, or all if it is replicated."""
         group = _group_of(param)
         return group is None or self._owners[id(param)] == group.rank()
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Updates every parameter that has a gradient. All ranks call it together."""
+        """Update every parameter that has a gradient. All ranks call it together."""
         loss = evaluated(closure)
         held = [param for group in self.param_groups for param in group["params"] if param.grad is not None]
         shares = [share for share in self._sharing() if share.param.grad is not None]
@@ -99,13 +99,13 @@ class FullMatrixOptimizer(WrappedOptimizer):
         return loss
 
     def _sharing(self) -> list[_Share]:
-        """The parameters whose rows are split, each with its owner."""
+        """Return the sharded parameters, each with its owner."""
         split = [param for group in self.param_groups for param in group["params"] if _group_of(param) is not None]
         self._owners = _balanced(split, self._owners)
         return [_Share(param, _group_of(param), self._owners[id(param)]) for param in split]  # type: ignore[arg-type]
 
     def _step_inner(self, whole: dict[int, Tensor]) -> None:
-        """Steps the inner optimizer on the whole parameters that this rank has."""
+        """Step the inner optimizer on the full parameters that this rank has."""
         groups = self.inner.param_groups
         held = {id(param): param for group in groups for param in group["params"]}
         self.inner.param_groups = [
@@ -125,7 +125,7 @@ class FullMatrixOptimizer(WrappedOptimizer):
 
 
 def whole_where_needed(optimizer: Optimizer) -> Optimizer:
-    """The optimizer itself, or, if it computes with whole parameters and holds split ones, what runs it right."""
+    """Return the optimizer itself, or a wrapper if it needs full parameters and holds sharded ones."""
     if not (isinstance(optimizer, NEED_ALL_ROWS) or hooks_of(optimizer).needs_full_matrices):
         return optimizer
     is_split = any(_group_of(param) is not None for group in optimizer.param_groups for param in group["params"])
@@ -133,7 +133,7 @@ def whole_where_needed(optimizer: Optimizer) -> Optimizer:
 
 
 def _group_of(param: Tensor) -> dist.ProcessGroup | None:
-    """The ranks over which the rows of a parameter are split; None for one that each rank holds whole."""
+    """Return the ranks over which the rows of a parameter are sharded; None for a replicated one."""
     if isinstance(param, DTensor):
         for dim, placement in enumerate(param.placements):
             if isinstance(placement, Shard):
@@ -148,9 +148,9 @@ def _leaf(weight: Tensor, grad: Tensor) -> Tensor:
 
 
 def _balanced(params: Iterable[Tensor], known: Mapping[int, int]) -> dict[int, int]:
-    """The owner of each parameter: the dearest first, each to the rank that has least so far. The same on all ranks.
+    """Return the owner of each parameter: the most expensive first, each to the rank with the least work so far.
 
-    Those that are known stay, since the optimizer's state is with them.
+    The result is the same on all ranks. Known owners stay, because they have the optimizer's state.
     """
     loads: dict[dist.ProcessGroup, list[int]] = {}
     owners = {}
@@ -164,12 +164,12 @@ def _balanced(params: Iterable[Tensor], known: Mapping[int, int]) -> dict[int, i
 
 
 def _cost(param: Tensor) -> int:
-    """Products of a matrix with its transpose, which is what Muon spends its time on."""
+    """Return the cost of a matrix times its transpose, which dominates Muon's time."""
     return param.numel() * min(param.shape)
 
 
 def _by_group(shares: Sequence[_Share]) -> list[list[_Share]]:
-    """Those that can travel together: of one group of ranks and one dtype."""
+    """Return groups of parameters that can be sent together: of one group of ranks and one dtype."""
     found: dict[Any, list[_Share]] = defaultdict(list)
     for share in shares:
         found[share.group, share.param.dtype].append(share)
@@ -177,7 +177,7 @@ def _by_group(shares: Sequence[_Share]) -> list[list[_Share]]:
 
 
 def _exchange(mine: Sequence[Sequence[Tensor]], sizes: Sequence[int], like: _Share) -> list[Tensor]:
-    """Sends `mine[rank]` to each rank; what each rank sent, of so many elements, flat."""
+    """Send `mine[rank]` to each rank; return what each rank has sent, flat, with the given sizes."""
     local = own_part(like.param)
     flat = [torch.cat([part.reshape(-1) for part in parts]) if parts else local.new_empty(0) for parts in mine]
     received = local.new_empty(sum(sizes))
@@ -186,7 +186,7 @@ def _exchange(mine: Sequence[Sequence[Tensor]], sizes: Sequence[int], like: _Sha
 
 
 def _gather(shares: Sequence[_Share]) -> list[tuple[_Share, Tensor, Tensor]]:
-    """The whole parameters of which this rank is the owner, each with its gradient."""
+    """Return the full parameters that this rank owns, each with its gradient."""
     ranks = range(shares[0].group.size())
     owned = [share for share in shares if share.is_mine]
     sends = [
@@ -213,7 +213,7 @@ def _gather(shares: Sequence[_Share]) -> list[tuple[_Share, Tensor, Tensor]]:
 
 
 def _scatter(shares: Sequence[_Share], whole: dict[int, Tensor]) -> None:
-    """Sends the rows of whole parameters from their owners to where they belong."""
+    """Send the rows of full parameters from their owners to the ranks that store them."""
     ranks = range(shares[0].group.size())
     sends = [[_rows(share, whole[id(share.param)], rank) for share in shares if share.is_mine] for rank in ranks]
     mine = shares[0].group.rank()

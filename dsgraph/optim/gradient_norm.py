@@ -73,7 +73,7 @@ class LocalGradients:
         All ranks of the groups call it together. If a gradient is not finite, all gradients stay as they are.
 
         Args:
-            scale: What the loss was multiplied by.
+            scale: The loss scale.
             max_norm: The largest norm; 0 disables clipping.
 
         Returns:
@@ -99,7 +99,7 @@ def gradients_of(
 
     Args:
         partition: The model.
-        sliced: Names of the parameters that its own code has sliced over the ranks of `slicing`.
+        sliced: Names of the parameters that the model's own code has made tensor-parallel over the ranks of `slicing`.
         slicing: Name of their process group; empty if there is none.
     """
     groups = dict.fromkeys(entry.spec.group for entry in partition.parameters if entry.spec.group)

@@ -15,7 +15,7 @@ from dsgraph.utils.errors import OffloadError
 from .chunks import has_stepped
 
 Groups = list[dict[str, Any]]
-"""Groups of parameters with their options, as `torch.optim` takes them."""
+"""Groups of parameters with their options, as for `torch.optim`."""
 
 # They update each element by itself, so steps on rows, or on some parameters first, give the same result.
 ELEMENTWISE = (

@@ -1,11 +1,11 @@
-"""An optimizer whose state, and the float32 masters of 16-bit parameters, are in the host's memory.
+"""An optimizer whose state, and the float32 masters of 16-bit parameters, are in host memory.
 
     device    grad 0 | grad 1 | grad 2 ...
     host              | step 0 | step 1 ...
     device                     | rows 0 | rows 1 ...
 
-It steps there with the arithmetic of the optimizer that is wrapped, on some neighbouring parameters after the other.
-Where parameters are on the host themselves nothing is copied, and it steps on them in place.
+It steps there with the arithmetic of the wrapped optimizer, on one chunk of neighbouring parameters after the other. If
+parameters are on the host themselves nothing is copied, and it steps on them in place.
 
 After ZeRO-Offload (Ren et al., 2021, arXiv:2101.06840).
 """
@@ -46,11 +46,11 @@ _CHOICES = ("fused", "foreach", "capturable", "differentiable")  # of how torch 
 
 @dataclass(frozen=True)
 class Master:
-    """What is stepped on in a parameter's stead.
+    """The master of a parameter, which is stepped in its place.
 
     Attributes:
         value: `[r, *]`, on the host or where the parameter is.
-        versions: Those of the parameter whose value it last was.
+        versions: Versions of the parameter when it last had this value.
     """
 
     value: Tensor
@@ -58,11 +58,11 @@ class Master:
 
 
 class HostOptimizer(WrappedOptimizer):
-    """Steps another optimizer on the host. Groups are the other's own.
+    """A wrapper that steps an optimizer on the host. Groups are those of the inner optimizer.
 
     Attributes:
         inner: The optimizer that steps. It holds no state between steps.
-        tier: Where the state lies.
+        tier: The place of the state.
     """
 
     tier: ClassVar[str] = "host"
@@ -70,16 +70,17 @@ class HostOptimizer(WrappedOptimizer):
     def __init__(
         self, inner: Optimizer, *, ratio: float = 1.0, pin_memory: bool = True, chunk_bytes: int = CHUNK_BYTES
     ) -> None:
-        """Takes over an optimizer.
+        """Take over an optimizer.
 
         Args:
-            inner: Of parameters on the CPU or on CUDA; it has not stepped.
+            inner: An optimizer of parameters on the CPU or on CUDA that has not stepped.
             ratio: The share of elements whose state is on the host; that of the last parameters is on the device.
-            pin_memory: Whether what is copied to and from CUDA is pinned. Without, copies and steps do not overlap.
-            chunk_bytes: Bytes of parameters that travel and are stepped on together, or one parameter.
+            pin_memory: True uses pinned memory for copies to and from CUDA. Without it, copies and steps do not
+                overlap.
+            chunk_bytes: Bytes of parameters that are copied and stepped together, or one parameter.
 
         Raises:
-            OffloadError: `ratio` is no share, not an optimizer of elements, or it has stepped.
+            OffloadError: `ratio` is not a share, or the optimizer is not element-wise or has stepped.
         """
         check_elementwise(inner)
         if not 0 < ratio <= 1:
@@ -96,7 +97,7 @@ class HostOptimizer(WrappedOptimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Updates every parameter that has a gradient.
+        """Update every parameter that has a gradient.
 
         Raises:
             OffloadError: Parameters on disk could not be read or written.
@@ -123,9 +124,9 @@ class HostOptimizer(WrappedOptimizer):
         return loss
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes over what `state_dict` gave, of this class or of the inner one.
+        """Load a result of `state_dict`, of this class or of the inner one.
 
-        Torch would round each number to the parameter's dtype, and bring it to its device.
+        Torch would round each number to the parameter's dtype, and move it to its device.
         """
         super().load_state_dict({**state_dict, "state": {}})
         numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
@@ -136,7 +137,7 @@ class HostOptimizer(WrappedOptimizer):
                 self.state[param] = {key: v.clone() if isinstance(v, Tensor) else v for key, v in found.items()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Takes what `load_state_dict` has read."""
+        """Load the result of `load_state_dict`."""
         found = dict(state)
         stored = found.pop("state")
         super().__setstate__(found)
@@ -144,7 +145,7 @@ class HostOptimizer(WrappedOptimizer):
         self.state = defaultdict(dict, stored)
 
     def _chunks(self) -> list[list[tuple[Tensor, int]]]:
-        """Neighbouring parameters with a gradient, each with its group's number."""
+        """Return chunks of neighbouring parameters with a gradient, each with its group's number."""
         chunks: list[list[tuple[Tensor, int]]] = []
         room = 0
         for number, group in enumerate(self.param_groups):
@@ -160,7 +161,7 @@ class HostOptimizer(WrappedOptimizer):
         return chunks
 
     def _device_of(self, param: Tensor) -> torch.device:
-        """Where a parameter's state is."""
+        """Return the device of a parameter's state."""
         return _CPU if param in self._on_host else own_part(param).device
 
     def _move(self, param: Tensor) -> Move:
@@ -172,15 +173,15 @@ class HostOptimizer(WrappedOptimizer):
         return FromDisk(stored) if stored is not None and stored.holds_gradient else InPlace(param)
 
     def _has_master(self, param: Tensor) -> bool:
-        """Whether something else than the parameter is stepped on."""
+        """Return whether a master is stepped in place of the parameter."""
         return own_part(param).device != self._device_of(param) or self._keeps_master(param)
 
     def _keeps_master(self, param: Tensor) -> bool:
-        """Whether that holds what the parameter does not say, so that it belongs to the state."""
+        """Return whether the master is more precise than the parameter, so that it belongs to the state."""
         return param.dtype in _LOW
 
     def _leaf(self, param: Tensor, move: Move) -> Tensor:
-        """What is stepped on."""
+        """Return the tensor that is stepped: the parameter's rows, or its master."""
         kept = self.state[param].get(MASTER) if param in self.state else None
         if not self._has_master(param):
             rows = move.rows()
@@ -198,7 +199,7 @@ class HostOptimizer(WrappedOptimizer):
         return known.value
 
     def _is_known(self, param: Tensor, kept: Tensor) -> bool:
-        """Whether a master in the state is the one that was put there, and was not loaded."""
+        """Return whether a master in the state is the one that was put there, and was not loaded."""
         known = self._masters.get(param)
         return known is not None and own_part(kept).data_ptr() == known.value.data_ptr()
 
@@ -217,7 +218,7 @@ class HostOptimizer(WrappedOptimizer):
         groups: Sequence[Mapping[str, Any]],
         states: Sequence[Mapping[str, Any]],
     ) -> list[dict[str, Any]]:
-        """Steps on the leaves of a chunk, whose state is `states`; the state that they have then."""
+        """Step on the leaves of a chunk with the state `states`; return the new state."""
         made = [self._has_master(param) for param, _ in chunk]
         kinds: dict[tuple[int, bool], list[Tensor]] = defaultdict(list)
         for leaf, (_, number), has_master in zip(leaves, chunk, made, strict=True):
@@ -232,7 +233,7 @@ class HostOptimizer(WrappedOptimizer):
             return [self.inner.state.get(leaf, {}) for leaf in leaves]
 
     def _state_of(self, param: Tensor) -> dict[str, Any]:
-        """The state as the inner optimizer has it."""
+        """Return the state in the form of the inner optimizer."""
         device = self._device_of(param)
         found = {}
         for key, value in self.state.get(param, {}).items():
@@ -242,7 +243,7 @@ class HostOptimizer(WrappedOptimizer):
         return found
 
     def _how(self, group: Mapping[str, Any]) -> dict[str, Any]:
-        """By torch's fused kernel, where the caller has not chosen."""
+        """Return the options of a group; torch's fused kernel is used unless the caller has chosen."""
         chosen = any(group.get(key) for key in _CHOICES) or group.get("foreach") is False or group.get("fused") is False
         return {"fused": True} if isinstance(self.inner, _FUSED) and not chosen else {}
 
@@ -261,7 +262,7 @@ class HostOptimizer(WrappedOptimizer):
         return distributed_like(param, torch.empty(own_part(param).shape, dtype=own, device=self._device_of(param)))
 
     def _note(self, params: Sequence[Tensor]) -> None:
-        """The parameters are what their masters say."""
+        """Note that the parameters are equal to their masters."""
         torch.autograd.graph.increment_version(params)
         for param in params:
             if param in self._masters:
@@ -269,13 +270,13 @@ class HostOptimizer(WrappedOptimizer):
 
 
 def is_large(value: object) -> bool:
-    """Whether a value of the state may be as large as the parameter."""
+    """Return whether a value of the state may be as large as the parameter."""
     return isinstance(value, Tensor) and value.dim() > 0
 
 
 @contextmanager
 def holding(inner: Optimizer, groups: list[dict[str, Any]]) -> Iterator[None]:
-    """Inside, an optimizer holds these groups."""
+    """Let an optimizer hold these groups during the block."""
     own = inner.param_groups
     inner.param_groups = groups
     try:
@@ -286,5 +287,5 @@ def holding(inner: Optimizer, groups: list[dict[str, Any]]) -> Iterator[None]:
 
 
 def versions_of(param: Tensor) -> tuple[int, int]:
-    """Numbers that change when somebody writes to a parameter."""
+    """Return numbers that change when somebody writes to a parameter."""
     return version_of(param), version_of(own_part(param))

@@ -7,7 +7,7 @@ For each parameter p with gradient g, at step t = 1, 2, ...:
     r = clip(|p| / |u|, min_coeff, max_coeff), or 1 where one of the norms is 0
     p = p - lr * sqrt(1 - beta2^t) / (1 - beta1^t) * r * u
 
-The norms are of the whole parameter: squares of shards are summed over ranks, of all parameters at once.
+The norms are those of the full parameter: squares of shards are summed over ranks, for all parameters at once.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Lamb(Optimizer):
     """LAMB over plain parameters and shards.
 
     Attributes:
-        ratios: Of each parameter, r of the last step: a number on its device.
+        ratios: r of the last step for each parameter: a number on its device.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class Lamb(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Updates every parameter that has a gradient."""
+        """Update every parameter that has a gradient."""
         loss = evaluated(closure)
         work = [
             (param, group, self._direction(param, group))
@@ -74,7 +74,7 @@ class Lamb(Optimizer):
         return loss
 
     def _direction(self, param: Tensor, group: dict[str, Any]) -> Tensor:
-        """Updates the averages; this rank's part of the update, without its rate."""
+        """Update the averages, and return this rank's part of the update, without its rate."""
         here, grad = own_part(param), own_part(param.grad)  # type: ignore[arg-type]
         state = self.state[param]
         if not state:
@@ -97,7 +97,7 @@ class Lamb(Optimizer):
 
 
 def norms_of(parts: list[tuple[Tensor, Tensor, Tensor]]) -> list[tuple[Tensor, Tensor]]:
-    """Norms of each whole parameter and its update, from what this rank holds of them: one reduction a group."""
+    """Return the norms of each full parameter and its update, from this rank's parts: one reduction a group."""
     squares = [torch.stack([part.square().sum(dtype=torch.float32) for part in pair]) for _, *pair in parts]
     split: dict[dist.ProcessGroup, list[int]] = defaultdict(list)
     for number, (param, *_) in enumerate(parts):

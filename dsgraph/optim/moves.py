@@ -1,4 +1,4 @@
-"""How a parameter and its gradient come to where an optimizer steps on them, and how the parameter goes back."""
+"""Transfers of a parameter and its gradient to the place of the optimizer step, and back."""
 
 from __future__ import annotations
 
@@ -17,27 +17,27 @@ from dsgraph.partitioning.rows import own_part
 
 
 class Move(ABC):
-    """One parameter's way for one step. It starts when it is made."""
+    """The transfer of one parameter for one step. It starts when it is created."""
 
     @abstractmethod
     def rows(self) -> Tensor:
-        """This rank's rows, `[r, *]`."""
+        """Return this rank's rows, `[r, *]`."""
 
     @abstractmethod
     def grad(self) -> Tensor:
-        """Their gradient, `[r, *]`. It is read before the next micro-batch."""
+        """Return their gradient, `[r, *]`. It is read before the next micro-batch."""
 
     @abstractmethod
     def put(self, value: Tensor) -> None:
-        """Starts to make `value` the parameter, rounded to its dtype. It may be `rows` itself, which is changed."""
+        """Start to set the parameter to `value`, rounded to its dtype. It may be `rows` itself, which is changed."""
 
     @abstractmethod
     def settle(self) -> None:
-        """Returns when `value` of `put` may be written over."""
+        """Return when `value` of `put` may be overwritten."""
 
 
 class InPlace(Move):
-    """The optimizer steps where the parameter is."""
+    """No transfer: the optimizer steps where the parameter is."""
 
     def __init__(self, param: Tensor) -> None:
         self._param = param
@@ -63,7 +63,7 @@ class InPlace(Move):
 
 
 class FromDisk(Move):
-    """The parameter lies in a file, and so does its gradient."""
+    """The transfer of a parameter and its gradient in a file."""
 
     def __init__(self, stored: StoredRows) -> None:
         self._read = ReadRows(stored)
@@ -91,15 +91,15 @@ class FromDisk(Move):
 
 
 class FromDevice(Move):
-    """The parameter lies on a device with memory of its own; the gradient leaves it at once."""
+    """The transfer of a parameter on a device with memory of its own; its gradient is copied immediately."""
 
     def __init__(self, param: Tensor, *, lane: Lane, pool: BufferPool) -> None:
-        """Starts to copy the gradient.
+        """Start to copy the gradient.
 
         Args:
-            param: Has a gradient, and elements.
-            lane: Of its device.
-            pool: Of host memory for what is under way.
+            param: A parameter with a gradient, not empty.
+            lane: The lane of its device.
+            pool: The pool of host memory for running transfers.
         """
         assert param.grad is not None
         self._rows = own_part(param).detach()
@@ -149,10 +149,10 @@ class FromDevice(Move):
 
 
 def _flat(tensor: Tensor) -> Tensor:
-    """The bytes of a contiguous tensor."""
+    """Return the bytes of a contiguous tensor."""
     return tensor.view(-1).view(torch.uint8)
 
 
 def _seen_as(buffer: Buffer, like: Tensor) -> Tensor:
-    """The beginning of a buffer as a tensor of the shape and dtype of `like`."""
+    """Return the beginning of a buffer as a tensor of the shape and dtype of `like`."""
     return buffer.data[: like.nbytes].view(like.dtype).view(like.shape)

@@ -33,20 +33,20 @@ class MuonAndAdamW(OptimizerHooks, Optimizer):
         model: nn.Module,
         muon: Collection[str],
     ) -> None:
-        """Makes both.
+        """Create both optimizers.
 
         Args:
-            groups: As `torch.optim` takes them.
-            lr: Learning rate of both.
-            muon_lr: Of Muon alone.
-            adam_lr: Of AdamW alone.
-            momentum: Of Muon.
-            weight_decay: Of both.
-            betas: Of AdamW.
-            eps: Of AdamW.
+            groups: Groups as for `torch.optim`.
+            lr: Default learning rate of both.
+            muon_lr: Learning rate of Muon.
+            adam_lr: Learning rate of AdamW.
+            momentum: Momentum of Muon.
+            weight_decay: Weight decay of both.
+            betas: Betas of AdamW.
+            eps: Epsilon of AdamW.
             ns_steps: Steps of Muon's Newton-Schulz iteration.
-            model: Whose parameters these are.
-            muon: Names of those that Muon updates.
+            model: The model of these parameters.
+            muon: Names of the parameters that Muon updates.
         """
         names = {id(param): name for name, param in model.named_parameters()}
         chosen = {key for key, name in names.items() if name in muon}
@@ -67,13 +67,13 @@ class MuonAndAdamW(OptimizerHooks, Optimizer):
         self._is_made = True
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Takes groups while it is made, and none later."""
+        """Add groups in the constructor, and refuse later ones."""
         if self._is_made:
             raise ConfigError("MuonAndAdamW: groups cannot be added: make a new engine")
         super().add_param_group(param_group)
 
     def owns(self, param: Tensor) -> bool | None:
-        """As `FullMatrixOptimizer.owns`; None for what AdamW updates."""
+        """Return `FullMatrixOptimizer.owns`; None for parameters that AdamW updates."""
         for part in self._parts:
             if isinstance(part, FullMatrixOptimizer) and part.holds(param):
                 return part.owns(param)
@@ -81,7 +81,7 @@ class MuonAndAdamW(OptimizerHooks, Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Steps both. All ranks call it together."""
+        """Step both optimizers. All ranks call it together."""
         loss = evaluated(closure)
         for part in self._parts:
             part.step()
@@ -89,7 +89,7 @@ class MuonAndAdamW(OptimizerHooks, Optimizer):
 
 
 def inner_matrices(model: nn.Module) -> set[str]:
-    """Names of the parameters that Muon updates.
+    """Return the names of the parameters that Muon updates.
 
     A parameter's attribute `use_muon` decides; without it, matrices that are neither embeddings nor heads.
     """
@@ -103,6 +103,6 @@ def inner_matrices(model: nn.Module) -> set[str]:
 
 
 def _part(groups: Groups, belongs: Callable[[int], bool]) -> Groups:
-    """Of each group the parameters that belong, by their id; groups that have some."""
+    """Return the groups with only the parameters that belong, by their id; empty groups are left out."""
     found = [{**group, "params": [param for param in group["params"] if belongs(id(param))]} for group in groups]
     return [group for group in found if group["params"]]

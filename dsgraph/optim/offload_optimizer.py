@@ -1,4 +1,4 @@
-"""`offload_optimizer`: an optimizer's state goes to where `partition(offload=...)` says."""
+"""`offload_optimizer`: move an optimizer's state to the place that `partition(offload=...)` names."""
 
 from __future__ import annotations
 
@@ -19,21 +19,22 @@ from .host_optimizer import HostOptimizer
 def offload_optimizer(
     optimizer: Optimizer, model: nn.Module, *, delayed: bool = False, pin_memory: bool = True
 ) -> Optimizer:
-    """What steps an optimizer as `partition(model, offload={"optimizer": ...})` asks for.
+    """Return an optimizer whose state is stored as `partition(model, offload={"optimizer": ...})` says.
 
-    A schedule of learning rates, `state_dict` and `zero_grad` are those of what is returned.
+    Use the returned optimizer for learning rate schedules, `state_dict` and `zero_grad`.
 
     Args:
-        optimizer: Of the model's parameters; it has not stepped.
-        model: It was partitioned so.
-        delayed: With "host": computes each update while the next step's gradients are, and applies it one step late.
-        pin_memory: With "host": whether what is copied to and from CUDA is pinned.
+        optimizer: An optimizer of the model's parameters that has not stepped.
+        model: A model that was partitioned with this argument.
+        delayed: With "host": True computes each update during the next step's forward and backward, and applies it one
+            step late.
+        pin_memory: With "host": True uses pinned memory for copies to and from CUDA.
 
     Returns:
         The optimizer to step.
 
     Raises:
-        OffloadError: The model's optimizer was not to be offloaded, not to the host if it is to be delayed, or see
+        OffloadError: The model was partitioned without this argument, or not with "host" if `delayed` is True; see also
             `HostOptimizer` and `DiskOptimizer`.
     """
     found = {part.arguments.offload for part in partition_states(model)}
@@ -50,7 +51,7 @@ def offload_optimizer(
 def offloaded_to(
     wanted: OffloadArguments, optimizer: Optimizer, *, delayed: bool = False, pin_memory: bool = True
 ) -> Optimizer:
-    """The same, by what `partition` has written down of its `offload`."""
+    """Return the same, by the arguments that `partition` has stored."""
     if wanted.optimizer == "disk":
         if delayed:
             raise OffloadError('delayed: the optimizer is on "disk"; an update is delayed on the "host" alone')

@@ -14,13 +14,12 @@ those of Adam or LAMB. Then the variance v is frozen, and the gradient of a para
             f = f clipped to [factor_min, factor_max], then to f_before * (1 -+ factor_threshold)
             p = p - lr * sqrt(1 - beta2^t) / (1 - beta1^t) * c * f * u
 
-c is the average of LAMB's ratio over the warm-up, that of `coeff_beta`. Averages begin at 0, which makes a variance
-too small by 1 - beta2^t. LAMB's rate corrects that, and goes on as in the warm-up; f compares variances without it.
-Otherwise w / v would grow for that alone, and f would shrink steps after a short warm-up.
+c is the average of LAMB's ratio over the warm-up, with decay `coeff_beta`. Averages begin at 0, which makes a variance
+too small by the factor 1 - beta2^t. LAMB's rate corrects that, as in the warm-up; f compares variances without this
+bias. Otherwise the bias alone would make w / v grow, and f would shrink steps after a short warm-up.
 
-Momenta need no common scale over layers, as the paper has it: each parameter is compressed with scales of its own.
-Where v is 0 at T, no gradient has ever come. Such numbers stay as they are, because their momentum would be signs
-divided by nothing.
+Momenta need no common scale over layers, unlike in the paper: each parameter is compressed with scales of its own. If v
+is 0 at T, all gradients were 0 so far. Such elements are not updated, because their momentum would be divided by 0.
 """
 
 from __future__ import annotations
@@ -54,17 +53,17 @@ class OneBitAdam(CompressingOptimizer):
         weight_decay: float = 0.0,
         **others: Any,
     ) -> None:
-        """Takes parameters as `torch.optim.AdamW` does.
+        """Create the optimizer; parameters are given as for `torch.optim.AdamW`.
 
         Args:
-            params: As `torch.optim` takes them.
-            model: Whose they are.
+            params: Parameters as for `torch.optim`.
+            model: The model of these parameters.
             lr: The learning rate.
             freeze_step: Steps of the warm-up.
             betas: Decay of momentum and variance.
             eps: Added to the root of the variance.
             weight_decay: Decoupled from the gradient.
-            others: What DeepSpeed's takes besides; see `CompressingOptimizer.prepare`.
+            others: Further arguments of DeepSpeed's optimizer; see `CompressingOptimizer.prepare`.
         """
         self._warm = torch.optim.AdamW(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, fused=True)
         super().__init__(self._warm.param_groups, {})
@@ -73,18 +72,18 @@ class OneBitAdam(CompressingOptimizer):
         self.prepare(model, freeze_step, others)
 
     def warm_step(self) -> None:
-        """A step of AdamW."""
+        """Make a step of AdamW."""
         self._warm.param_groups, self._warm.state = self.param_groups, self.state
         self._warm.step()
 
     def freeze(self, state: dict[str, Any], group: dict[str, Any]) -> None:
-        """Keeps the variance without its bias; infinite where it is 0, so that nothing is divided by it."""
+        """Keep the variance without its bias; infinite where it is 0, so that nothing is divided by it."""
         variance = own_part(state["exp_avg_sq"])
         variance.div_(1 - group["betas"][1] ** int(state["step"]))
         variance.masked_fill_(variance == 0, math.inf)
 
     def compressed_step(self, momenta: list[Momentum]) -> None:
-        """See the module."""
+        """Update the parameters by the formula in the module's docstring."""
         for each, step in zip(momenta, count_steps(momenta), strict=True):
             here, group = own_part(each.param), each.group
             each.before.copy_(each.now)
@@ -114,11 +113,11 @@ class OneBitLamb(CompressingOptimizer):
         factor_threshold: float = 0.1,
         **others: Any,
     ) -> None:
-        """Takes parameters as `Lamb` does.
+        """Create the optimizer; parameters are given as for `Lamb`.
 
         Args:
-            params: As `torch.optim` takes them.
-            model: Whose they are.
+            params: Parameters as for `torch.optim`.
+            model: The model of these parameters.
             lr: The learning rate.
             freeze_step: Steps of the warm-up.
             betas: Decay of momentum and variance.
@@ -127,10 +126,10 @@ class OneBitLamb(CompressingOptimizer):
             max_coeff: The largest ratio of the warm-up.
             min_coeff: The smallest one.
             coeff_beta: Decay of the average of ratios.
-            factor_max: The largest factor of the ratio behind the warm-up.
+            factor_max: The largest factor of the ratio after the warm-up.
             factor_min: The smallest one.
-            factor_threshold: By which part of it the factor may change in a step.
-            others: What DeepSpeed's takes besides; see `CompressingOptimizer.prepare`.
+            factor_threshold: Largest relative change of the factor in a step.
+            others: Further arguments of DeepSpeed's optimizer; see `CompressingOptimizer.prepare`.
         """
         how = {"lr": lr, "betas": tuple(betas), "eps": eps, "weight_decay": weight_decay}
         ratios = {"max_coeff": max_coeff, "min_coeff": min_coeff}
@@ -140,7 +139,7 @@ class OneBitLamb(CompressingOptimizer):
         self.prepare(model, freeze_step, others)
 
     def warm_step(self) -> None:
-        """A step of LAMB, whose ratios are averaged."""
+        """Make a step of LAMB, whose ratios are averaged."""
         self._warm.param_groups, self._warm.state = self.param_groups, self.state
         self._warm.step()
         for group in self.param_groups:
@@ -153,7 +152,7 @@ class OneBitLamb(CompressingOptimizer):
                 average.copy_(torch.where(ratio == 1, average, beta * average + (1 - beta) * ratio))
 
     def freeze(self, state: dict[str, Any], group: dict[str, Any]) -> None:
-        """Keeps the variance, infinite where it is 0, and a fresh one that goes on from it."""
+        """Keep the variance, infinite where it is 0, and a second one that is updated further."""
         variance = state["exp_avg_sq"]
         state["fresh_sq"] = variance.clone()
         state["bias"] = torch.tensor(_bias(int(state["step"]), group))
@@ -161,7 +160,7 @@ class OneBitLamb(CompressingOptimizer):
         own_part(variance).masked_fill_(own_part(variance) == 0, math.inf)
 
     def compressed_step(self, momenta: list[Momentum]) -> None:
-        """See the module."""
+        """Update the parameters by the formula in the module's docstring."""
         directions, largest = [], []
         steps = count_steps(momenta)
         for each in momenta:
@@ -203,12 +202,12 @@ def count_steps(momenta: list[Momentum]) -> list[int]:
 
 
 def _bias(step: int, group: dict[str, Any]) -> float:
-    """Return by how much the root of a variance is too small at a step, because it began at 0."""
+    """Return the factor by which the root of a variance is too small at a step, because it began at 0."""
     return math.sqrt(1 - group["betas"][1] ** step)
 
 
 def _over_ranks(momenta: list[Momentum], largest: list[Tensor]) -> list[Tensor]:
-    """The largest value over all rows of each parameter; of a split one over ranks, of all at once."""
+    """Return the largest value over all rows of each parameter; for sharded ones over ranks, in one reduction."""
     if not momenta:
         return []
     together = torch.stack(largest)

@@ -1,4 +1,4 @@
-"""What of a model's states is to lie on the host or on disk, so that the rest fits into the device's memory."""
+"""The choice of states to store on the host or on disk, so that the rest fits into the device's memory."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from .offload_optimizer import offloaded_to
 
 @dataclass(frozen=True)
 class OffloadPlan:
-    """Where the states of a model lie, on each rank.
+    """The places of the states of a model, on each rank.
 
     Attributes:
-        tier: Where what does not stay lies: "disk" below memory, "host" below a device with memory of its own.
-        parameters_ratio: The share of sharded parameters and their gradients that lies there.
-        optimizer_ratio: The share of the optimizer's state that lies there.
-        folder: On the disk; None where nothing goes there.
-        memory_bytes: What stays, with the buffers through which the other passes; activations are no part.
-        below_bytes: What lies in the tier, with buffers that are there.
-        buffer_bytes: Those that are not.
+        tier: The place of offloaded states: "disk" below memory, "host" below a device with memory of its own.
+        parameters_ratio: The offloaded share of sharded parameters and their gradients.
+        optimizer_ratio: The offloaded share of the optimizer's state.
+        folder: A folder on the disk; None if nothing goes there.
+        memory_bytes: Bytes of the device, with the buffers of transfers, without activations.
+        below_bytes: Bytes of the tier, with buffers that are there.
+        buffer_bytes: Bytes of buffers on the device.
     """
 
     tier: str
@@ -43,14 +43,14 @@ class OffloadPlan:
 
     @property
     def offload(self) -> dict[str, Any] | None:
-        """For `partition(offload=...)`, with `take` or `dsgraph.offload_optimizer` afterwards."""
+        """The argument `partition(offload=...)`; call `take` or `dsgraph.offload_optimizer` afterwards."""
         shares = {"optimizer": self.optimizer_ratio, "parameters": self.parameters_ratio}
         wanted = {what: share for what, share in shares.items() if share}
         folder = {} if self.folder is None else {"folder": str(self.folder)}
         return {**dict.fromkeys(wanted, self.tier), **folder, "ratio": wanted} if wanted else None
 
     def take(self, optimizer: Optimizer) -> Optimizer:
-        """The optimizer itself, or, if its state is to lie elsewhere, what runs it so.
+        """Return the optimizer itself, or a wrapper that offloads its state.
 
         Raises:
             OffloadError: See `DiskOptimizer` and `HostOptimizer`.
@@ -62,9 +62,9 @@ class OffloadPlan:
         return offloaded_to(wanted, optimizer)
 
     def limit_of_graphs(self, limit: int) -> int:
-        """The backend's `memory_limit` with which a step takes no more than `limit` bytes.
+        """Return the backend's `memory_limit` with which a step uses at most `limit` bytes.
 
-        The backend knows by `partition(offload=...)` what lies elsewhere. It does not count the buffers.
+        The backend knows from `partition(offload=...)` which states are offloaded. It does not count the buffers.
         """
         return limit - self.buffer_bytes
 
@@ -92,27 +92,27 @@ def plan_offload(
     ranks: int | None = None,
     keep_whole_below: int = KEEP_WHOLE_BELOW,
 ) -> OffloadPlan:
-    """Says what of a model's states has to leave the device. Nothing is allocated, and the model may lie on `meta`.
+    """Plan which of a model's states must leave the device.
 
-    On the CPU, memory is the device and the disk lies below it. Below CUDA lies the host, where the optimizer's state
-    alone can go yet.
+    On the CPU, memory is the device and the disk is the tier below it. On CUDA the host is the tier below; only the
+    optimizer's state can be offloaded there yet.
 
-    The optimizer's state goes first: of each byte that it spares on disk, a step reads one and writes one. Of each byte
-    of parameters and gradients, three are read or written.
+    The optimizer's state is offloaded first: for each of its bytes, a step reads one and writes one. For each byte of
+    parameters and gradients, three are read or written.
 
     Args:
-        model: It is not partitioned yet.
-        memory_limit: What parameters, gradients, an optimizer's two averages and buffers may take of a rank's share of
-            the device: bytes, a text such as "3GiB", or a share. Activations come on top.
-        folder: On the disk. On the CPU something can leave memory with it alone.
-        host_memory_limit: The same of the host's memory, for CUDA. None: all that there is for a rank.
-        device: Where the model will be trained; it need not be there.
-        stage: Of ZeRO, with which the model will be partitioned.
-        ranks: How many there will be; None: as many as there are.
-        keep_whole_below: That of `partition`.
+        model: A model that is not partitioned yet.
+        memory_limit: The memory for parameters, gradients, an optimizer's two averages and buffers on a rank's share of
+            the device: bytes, a text such as "3GiB", or a share. Activations are not included.
+        folder: A folder on the disk. On the CPU nothing can be offloaded without it.
+        host_memory_limit: The limit of the host's memory, for CUDA. None: a rank's share of all memory.
+        device: The device on which the model will be trained; it need not exist here.
+        stage: The ZeRO stage with which the model will be partitioned.
+        ranks: The future number of ranks; None: the current one.
+        keep_whole_below: The argument of `partition`.
 
     Raises:
-        OffloadError: It does not fit; the error names the smallest limits that would do. Or a limit has no effect.
+        OffloadError: It does not fit; the error names the smallest limits that suffice. Or a limit has no effect.
     """
     device = torch.device(device)
     if ranks is None:
@@ -158,7 +158,7 @@ def _bytes_of(name: str, limit: float | str, device_type: str) -> int:
 
 
 def _check_host(sizes: Sizes, below: int, limit: int, host_limit: int) -> None:
-    """Refuses what the host cannot hold, with the least limits: of the host, or of the device for that host."""
+    """Refuse a plan that the host's memory cannot hold, with the smallest limits: of the host, or of the device."""
     if below <= host_limit:
         return
     least = min(sizes.memory(split) for split in sizes.splits if sizes.below(split) <= host_limit)

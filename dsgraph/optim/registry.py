@@ -1,7 +1,7 @@
 """Optimizers by name, as the section `optimizer` of a configuration names them.
 
-A new optimizer is one file in this folder and one entry here. If its update is element by element, or needs all rows of
-a parameter, its class derives from `OptimizerHooks` and says so.
+A new optimizer is one file in this folder and one entry here. If its update is element-wise, or needs all rows of a
+parameter, its class derives from `OptimizerHooks` and sets the flag for that.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class OptimizerEntry:
 
     Attributes:
         name: Its name; upper and lower case are equal.
-        prepare: Takes the parameters of the section, which it may change, and the model; returns what makes the
-            optimizer of groups and parameters.
+        prepare: Takes the parameters of the section, which it may change, and the model; returns a function that makes
+            the optimizer from groups and parameters.
         by_layer: True if an update needs the full parameters of a layer, which no stage of a pipeline has.
         warms_up_as: The optimizer that a 1-bit optimizer is during its warm-up; empty for others.
         without_effect: Parameters of DeepSpeed's optimizer that have no effect, with the reason.
@@ -120,7 +120,7 @@ def entry_of(name: str) -> OptimizerEntry:
 
 
 def maker_of(name: str, given: Mapping[str, Any], model: nn.Module, *, other_keys: Mapping[str, Any]) -> MakesOptimizer:
-    """Return what makes the optimizer that a configuration names.
+    """Return a function that makes the optimizer that a configuration names.
 
     Args:
         name: `optimizer.type`.
@@ -129,7 +129,7 @@ def maker_of(name: str, given: Mapping[str, Any], model: nn.Module, *, other_key
         other_keys: Keys of the configuration outside the section, for hints.
 
     Raises:
-        ConfigError: An unknown name or parameter, or a value that the optimizer refuses.
+        ConfigError: The name or a parameter is unknown, or the optimizer refuses a value.
     """
     entry, params = entry_of(name), dict(given)
     make = entry.prepare(params, model)

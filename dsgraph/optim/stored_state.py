@@ -1,4 +1,4 @@
-"""An optimizer's state by parameter, of which the large tensors lie in chunks on disk or in memory."""
+"""An optimizer's state by parameter; large tensors are stored in chunks on disk or in memory."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ _T = TypeVar("_T")
 
 
 class ChunkStore:
-    """A buffer for each chunk: the first ones pass through memory from a file and back, the others stay in memory.
+    """A buffer for each chunk: the first ones are stored in a file, the others stay in memory.
 
     Attributes:
         file: The file.
     """
 
     def __init__(self, sizes: Sequence[int], *, ratio: float, folder: Path) -> None:
-        """Reserves the bytes of both.
+        """Reserve the space on disk and in memory.
 
         Args:
             sizes: Bytes of each chunk.
-            ratio: The share of all bytes that lies in the file, or the least more that whole chunks make it.
-            folder: On the disk.
+            ratio: The share of all bytes in the file, rounded up to full chunks.
+            folder: A folder on the disk.
 
         Raises:
             OffloadError: See `SlotFile`.
@@ -50,40 +50,40 @@ class ChunkStore:
         return None if number < self._on_disk else self._kept[number - self._on_disk]
 
     def take(self, number: int) -> Buffer:
-        """A buffer of a chunk that holds anything."""
+        """Return a buffer of a chunk, with undefined contents."""
         return self._kept_one(number) or self.file.take(number)
 
     def read(self, number: int) -> Future[Buffer]:
-        """Starts to read a chunk into a buffer, which is to be given back or written."""
+        """Start to read a chunk into a buffer, which must be given back or written."""
         kept = self._kept_one(number)
         return self.file.read(number) if kept is None else _done(kept)
 
     def write(self, number: int, buffer: Buffer) -> Future[None]:
-        """Starts to write a chunk's buffer, which is given back then."""
+        """Start to write a chunk's buffer, which is then given back."""
         return self.file.write(number, buffer) if self._kept_one(number) is None else _done(None)
 
     def memory(self, number: int) -> mmap.mmap | memoryview:
-        """A chunk as memory: mapped from the file, see `SlotFile.map_copy`, or that in which it stays."""
+        """Return a chunk as memory: mapped from the file, see `SlotFile.map_copy`, or the memory in which it stays."""
         kept = self._kept_one(number)
         return self.file.map_copy(number) if kept is None else kept.view()
 
     def give_back(self, number: int, buffer: Buffer) -> None:
-        """Lets a buffer of `take` or `read` be used again."""
+        """Return a buffer of `take` or `read` to the pool."""
         if self._kept_one(number) is None:
             self.file.give_back(buffer)
 
     @property
     def memory_bytes(self) -> int:
-        """Bytes of memory that state takes: that which stays, and the buffers through which the other passes."""
+        """Bytes of memory for state: that of the chunks in memory, and the buffers for the others."""
         return self.file.buffer_bytes + sum(buffer.size for buffer in self._kept)
 
 
 class StoredState(MutableMapping[Tensor, dict[str, Any]]):
     """State by parameter: tensors of its size in a file, everything else in memory.
 
-    What is read shares memory with what is stored, as the state of torch's optimizers does: nothing is copied, and what
-    is held over a step is that of after the step. Tensors in the file are mapped from it, so that the kernel loads and
-    drops their pages; what is written to them goes nowhere. What is set is copied.
+    Tensors that are read share memory with the stored ones, like the state of torch's optimizers: nothing is copied,
+    and a tensor that is kept over a step has the values after the step. Tensors in the file are mapped from it, so that
+    the kernel loads and drops their pages; writes to them are lost. Assigned tensors are copied.
     """
 
     def __init__(self, chunks: Sequence[Chunk], file: ChunkStore) -> None:
@@ -95,12 +95,12 @@ class StoredState(MutableMapping[Tensor, dict[str, Any]]):
         self._mapped: WeakKeyDictionary[mmap.mmap, dict[int, StoredTensor]] = WeakKeyDictionary()
 
     def stored(self, value: Tensor) -> StoredTensor | None:
-        """Where a tensor lies that was read here and is mapped from the file; None for any other tensor."""
+        """Return the place of a tensor that was read here and is mapped from the file; None for any other tensor."""
         memory = self._maps.get(value.data_ptr())
         return None if memory is None else self._mapped[memory][value.data_ptr()]
 
     def tensors(self, param: Tensor) -> dict[str, Tensor]:
-        """What of a parameter's state lies in its chunk, by key; it holds anything, where none was stored yet."""
+        """Return the tensors of a parameter's state in its chunk, by key; undefined if none was stored yet."""
         number, of = self._where[param]
         memory, shape, found = self._file.memory(number), own_part(param).shape, dict[str, Tensor]()
         for place in self._chunks[number].places[of]:
@@ -113,17 +113,17 @@ class StoredState(MutableMapping[Tensor, dict[str, Any]]):
         return found
 
     def take_rest(self, param: Tensor, state: Mapping[str, Any]) -> None:
-        """Hears that the tensors of a parameter's state were written to where they lie, and takes the rest of it."""
+        """Note that the tensors of a parameter's state were written to their places, and store the rest of it."""
         number, of = self._where[param]
         kept = {place.key for place in self._chunks[number].places[of]}
         self._small[param] = {key: _copied(value) for key, value in state.items() if key not in kept}
 
     def small(self, param: Tensor) -> dict[str, Any] | None:
-        """What of a parameter's state is in memory; None where there is none at all yet."""
+        """Return the part of a parameter's state in memory; None if there is no state yet."""
         return self._small.get(param)
 
     def start_read(self, number: int) -> Future[Buffer]:
-        """A buffer with the state of a chunk; with anything, where none was stored yet."""
+        """Return a buffer with the state of a chunk; undefined if none was stored yet."""
         if number in self._ahead:
             return self._ahead.pop(number)
         if any(param in self._small for param in self._chunks[number].params):
@@ -131,12 +131,12 @@ class StoredState(MutableMapping[Tensor, dict[str, Any]]):
         return _done(self._file.take(number))
 
     def read_ahead(self, number: int) -> None:
-        """Does now what the next `start_read` of a chunk is to give."""
+        """Start the next `start_read` of a chunk now."""
         if number not in self._ahead:
             self._ahead[number] = self.start_read(number)
 
     def take_over(self, number: int, buffer: Buffer, states: Sequence[Mapping[str, Any]]) -> None:
-        """Sees to it that a buffer holds the state of a chunk, as a step has left it."""
+        """Copy the state of a chunk after a step into its buffer."""
         chunk = self._chunks[number]
         for param, places, state in zip(chunk.params, chunk.places, states, strict=True):
             if state:
@@ -172,7 +172,7 @@ class StoredState(MutableMapping[Tensor, dict[str, Any]]):
         del self._small[param]
 
     def clear(self) -> None:
-        """Forgets all state."""
+        """Forget all state."""
         for number in list(self._ahead):
             self._forget_read(number)
         self._small.clear()
@@ -195,7 +195,7 @@ def _done(value: _T) -> Future[_T]:
 
 
 def _tensor_in(memory: mmap.mmap | memoryview, place: StateLocation) -> Tensor:
-    """The elements of a place, `[n]`, as a tensor over no more than their bytes: what saves it copies nothing."""
+    """Return the elements of a place as a tensor `[n]` whose storage is no larger: saving it copies nothing."""
     if not place.size:
         return torch.empty(0, dtype=place.dtype)
     count = place.size // place.dtype.itemsize

@@ -1,4 +1,4 @@
-"""Ranks agree before they talk: they compare what they are about to do, and raise together instead of hanging."""
+"""Agreement of ranks before they communicate: they compare their next action, and raise together instead of hanging."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ _SAME_MODEL = "Every rank must build the same model with the same options"
 class Agreement:
     """A place where the ranks of a mesh compare lists of lines.
 
-    It talks through the store that the process group met at, not through the group, so that it can neither be mixed up
-    with collectives under way nor hang longer than `timeout`. `dist.all_gather_object` is a collective of the group,
-    needs a GPU under NCCL, and does not say who is absent; `dist.monitored_barrier` does, but is of gloo alone and
-    carries no values; the `synchronize` of torch's elastic agent takes all ranks of a store, not those of a mesh.
+    It communicates through the store of the process group, not through the group, so that it can neither be mixed up
+    with running collectives nor hang longer than `timeout`. `dist.all_gather_object` is a collective of the group,
+    needs a GPU under NCCL, and does not name absent ranks; `dist.monitored_barrier` does, but supports only gloo and
+    carries no values; the `synchronize` of torch's elastic agent involves all ranks of a store, not those of a mesh.
 
     Attributes:
         ranks: Global ranks that take part.
-        timeout: How long to wait for the slowest of them.
-        agreed: Hashes that all of them are known to have confirmed.
+        timeout: Longest wait for the slowest of them.
+        agreed: Hashes that all of them have confirmed.
         runs: Checks that all ranks reach this point, and not another collective; None if the other ranks are fake.
     """
 
@@ -50,7 +50,7 @@ class Agreement:
 
     @staticmethod
     def over(mesh: DeviceMesh) -> Agreement:
-        """An agreement of all ranks of a mesh; of this rank alone where the others are not real."""
+        """Return an agreement of all ranks of a mesh; of this rank alone if the others are not real."""
         group = axis_group(mesh, shard_dim(mesh))
         if backend_name(group, mesh.device_type) == "fake":
             return Agreement((dist.get_rank(),), timedelta())
@@ -59,7 +59,7 @@ class Agreement:
         return Agreement(ranks, group_timeout(group, mesh.device_type), runs=runs)
 
     def knows(self, lines: Sequence[str]) -> bool:
-        """Whether exactly these lines were agreed on before."""
+        """Return whether exactly these lines were agreed on before."""
         return _digest(lines) in self.agreed
 
     def announce(self, intent: Intent, lines: Sequence[str]) -> None:
@@ -84,17 +84,17 @@ class Agreement:
     def confirm(
         self, would: str, lines: Sequence[str] | None, *, steps: Sequence[str] = (), advice: str = _SAME_MODEL
     ) -> None:
-        """Compares `lines` with those of all other ranks.
+        """Compare `lines` with those of all other ranks.
 
         Args:
-            would: What the ranks are about to do if they differ, for the message: "run different collectives".
-            lines: What this rank does, in order; None when it does not know (a cached graph), which agrees with all.
-            steps: How it came to that; where lines differ, the first step that differs is named as well.
+            would: What the ranks would do if they differ, for the message: "run different collectives".
+            lines: The actions of this rank, in order; None if they are unknown (a cached graph), which agrees with all.
+            steps: The steps that led to the lines; if lines differ, the first step that differs is named as well.
             advice: What to do if lines differ.
 
         Raises:
             RanksDisagreeError: On every rank, naming the first rank that differs and its first differing line, or the
-                ranks that did not come in time.
+                ranks that did not arrive in time.
         """
         if len(self.ranks) > 1:
             self._compare(would, lines, steps, advice)
@@ -102,14 +102,14 @@ class Agreement:
             self.agreed.add(_digest(lines))
 
     def exchange(self, what: str, text: str) -> dict[int, str]:
-        """Every rank's `text`, by rank. All ranks call it.
+        """Return every rank's `text`, by rank. All ranks call it.
 
         Args:
             what: What is exchanged, for the message: "how a pass did".
-            text: This rank's.
+            text: The text of this rank.
 
         Raises:
-            RanksDisagreeError: A rank did not come in time.
+            RanksDisagreeError: A rank did not arrive in time.
         """
         if len(self.ranks) == 1:
             return {self.ranks[0]: text}
@@ -125,11 +125,13 @@ class Agreement:
         return {other: store.get(key).decode() for other, key in keys.items()}
 
     def remember(self, key: str, make: Callable[[], _Known]) -> _Known:
-        """What `make` gave when `key` was first asked for. All ranks ask for the same keys in the same order.
+        """Return the result of `make` at the first call with `key`.
+
+        All ranks use the same keys in the same order.
 
         Args:
-            key: What it is.
-            make: Finds it out, together with the other ranks.
+            key: Name of the value.
+            make: Computes it, together with the other ranks.
         """
         if key not in self._known:
             self._known[key] = make()
@@ -137,20 +139,20 @@ class Agreement:
         return found
 
     def least_spare(self, lines: Sequence[str], own: Callable[[], int | None]) -> int | None:
-        """The least that any rank has to spare, as it was when these lines were first compiled.
+        """Return the least spare memory of any rank when these lines were first compiled.
 
-        Later batches may leave more or less; a rank that compiles for one of them compiles alone, and must come to
-        the same collectives as the others.
+        Later batches may leave more or less; a rank that compiles for one of them compiles alone, and must get the same
+        collectives as the others.
 
         Args:
-            lines: What the ranks are about to compile, equal on all of them.
-            own: Finds out what this rank has, bytes; None when it does not know.
+            lines: Description of the compile, equal on all ranks.
+            own: Returns the bytes of this rank; None if unknown.
 
         Returns:
-            Bytes; None when a rank does not know.
+            Bytes; None if a rank does not know.
 
         Raises:
-            RanksDisagreeError: A rank did not come in time.
+            RanksDisagreeError: A rank did not arrive in time.
         """
 
         def ask() -> int | None:
@@ -164,17 +166,20 @@ class Agreement:
         """Return the least memory that any rank has for a step, as it was when they first compiled.
 
         Args:
-            own: Finds out what this rank has, bytes.
+            own: Returns the bytes of this rank.
 
         Raises:
-            RanksDisagreeError: A rank did not come in time.
+            RanksDisagreeError: A rank did not arrive in time.
         """
         return self.remember(
             "memory", lambda: min(int(text) for text in self.exchange("how much memory they have", str(own())).values())
         )
 
     def _meeting(self, store: dist.Store, rank: int) -> str:
-        """Where the ranks' next meeting keeps its keys; each rank counts its own: the n-th meets the n-th."""
+        """Return the prefix of the keys of the ranks' next meeting.
+
+        Each rank counts its own: the n-th meets the n-th.
+        """
         members = hashlib.sha256(json.dumps(self.ranks).encode()).hexdigest()[:12]
         return f"dsgraph/{members}/{store.add(f'dsgraph/{members}/meetings/{rank}', 1)}"
 
@@ -195,7 +200,7 @@ class Agreement:
             raise RanksDisagreeError(verdict)
 
     def _judge(self, presence: Presence, prefix: str, would: str, advice: str) -> str:
-        """What is wrong, in words; empty when all agree. The leader's part."""
+        """Return a description of the disagreement, empty if all agree. The leader calls it."""
         store, keys = presence.store, {rank: f"{prefix}/digest/{rank}" for rank in self.ranks}
         absence = self._absence(presence, keys, f"the others compare whether they {would}")
         if absence:
@@ -211,7 +216,7 @@ class Agreement:
         return ""
 
     def _absence(self, presence: Presence, keys: Mapping[int, str], where: str) -> str:
-        """Waits for the ranks to set their keys. Which have not in time, or never will, in words; empty if all have."""
+        """Wait for the ranks to set their keys; return a description of absent ranks, empty if all have set theirs."""
         absent = list(keys)
 
         def come() -> bool:
@@ -246,7 +251,7 @@ class Agreements:
         self._known: dict[tuple[int, ...], tuple[weakref.ref[dist.ProcessGroup], Agreement]] = {}
 
     def over(self, mesh: DeviceMesh) -> Agreement:
-        """What this mesh's ranks agreed on."""
+        """Return the agreement of this mesh's ranks."""
         fresh, world = Agreement.over(mesh), dist.group.WORLD
         assert world is not None
         known = self._known.get(fresh.ranks)
@@ -277,7 +282,7 @@ def _first_step_apart(first: int, other: int, mine: list[str], theirs: list[str]
 
 
 def _first_apart(mine: list[str], theirs: list[str]) -> tuple[int, str, str]:
-    """The number of the first entry that differs, and what stands there on either side."""
+    """Return the number of the first entry that differs, and both entries."""
     index = next((i for i, (a, b) in enumerate(zip(mine, theirs, strict=False)) if a != b), min(len(mine), len(theirs)))
     a, b = (lines[index] if index < len(lines) else "nothing more" for lines in (mine, theirs))
     return index, a, b

@@ -136,7 +136,7 @@ class EagerAgreement:
             between: True after the backwards of a step and before the next forward.
 
         Raises:
-            RanksDisagreeError: Another rank would do something else, has ended, or did not come in time.
+            RanksDisagreeError: Another rank would do something else, has ended, or did not arrive in time.
         """
         if not self.patience:
             yield
@@ -180,7 +180,7 @@ class EagerAgreement:
             self._notes.own = replace(self._notes.own, history=())
 
     def _compare(self, notes: Notes, intent: Intent) -> tuple[str, list[int]]:
-        """Return a description of the difference, empty if there is none; and the ranks that did not come in time."""
+        """Return a description of the difference, empty if there is none; and the ranks that did not arrive in time."""
         absent, found = [rank for rank in self.ranks if rank != notes.rank], [""]
         mine, number = f"rank {notes.rank} {intent}", notes.own.number
 

@@ -13,7 +13,7 @@ def local_rank(devices: int, environ: Mapping[str, str] = os.environ) -> int:
     host after the other.
 
     Args:
-        devices: How many devices this host has, 1 or more.
+        devices: Number of devices of this host, 1 or more.
         environ: The environment variables.
     """
     if "LOCAL_RANK" in environ:

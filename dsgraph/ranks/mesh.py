@@ -17,10 +17,10 @@ from dsgraph.utils.errors import PartitionError
 
 
 def resolve_mesh(mesh: DeviceMesh | None, model: nn.Module) -> DeviceMesh:
-    """The mesh to partition over: the given one, checked, or one dimension over all ranks.
+    """Return the mesh to partition over: the given one, checked, or one dimension over all ranks.
 
     Raises:
-        PartitionError: The mesh has more than two dimensions, lies on other devices than the model, or this rank is
+        PartitionError: The mesh has more than two dimensions, is on other devices than the model, or this rank is
             not part of it.
     """
     devices = parameter_devices(model)
@@ -50,7 +50,7 @@ def resolve_mesh(mesh: DeviceMesh | None, model: nn.Module) -> DeviceMesh:
 
 
 def mesh_axes(mesh: DeviceMesh) -> tuple[MeshAxis, ...]:
-    """The axes of a mesh as plain data."""
+    """Return the axes of a mesh as plain data."""
     roles = axis_roles(mesh)
     names = mesh.mesh_dim_names or tuple(role.value for role in roles)
     axes = []
@@ -61,31 +61,31 @@ def mesh_axes(mesh: DeviceMesh) -> tuple[MeshAxis, ...]:
 
 
 def axis_roles(mesh: DeviceMesh) -> tuple[AxisRole, ...]:
-    """What each dimension of a mesh is for: one is shard, two are replicate and shard, whatever their names are."""
+    """Return the role of each dimension of a mesh: one is shard, two are replicate and shard, whatever their names."""
     return (*[AxisRole.REPLICATE] * (mesh.ndim - 1), AxisRole.SHARD)
 
 
 def shard_dim(mesh: DeviceMesh) -> int:
-    """The dimension of a mesh over which rows are split."""
+    """Return the dimension of a mesh over which rows are sharded."""
     return axis_roles(mesh).index(AxisRole.SHARD)
 
 
 def axis_group(mesh: DeviceMesh, dim: int) -> dist.ProcessGroup:
-    """The process group of one dimension of a mesh.
+    """Return the process group of one dimension of a mesh.
 
-    By its name, as the ops find it: torch keeps meshes of captured inputs and hands them out for equal ones, also when
-    the process group has been destroyed and made anew since.
+    It is found by its name, as in the ops: torch keeps meshes of captured inputs and reuses them for equal ones, even
+    after the process group was destroyed and created again.
     """
     return resolve_group(mesh.get_group(dim).group_name)
 
 
 def mesh_ranks(mesh: DeviceMesh) -> list[int]:
-    """The global ranks of a mesh, in order."""
+    """Return the global ranks of a mesh, in order."""
     return [int(rank) for rank in mesh.mesh.flatten().tolist()]
 
 
 def parameter_devices(model: nn.Module) -> list[str]:
-    """Kinds of device on which the parameters lie, "meta" left out."""
+    """Return the device types of the parameters, "meta" left out."""
     return sorted(_kinds(model.parameters()) - {"meta"})
 
 

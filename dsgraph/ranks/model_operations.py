@@ -38,7 +38,7 @@ class ModelOperations:
         """Compare a gather outside compiled graphs with those of the other ranks.
 
         Args:
-            what: Name of what is gathered.
+            what: Name of the gathered tensor.
             waits: Wait for all ranks even if the operation followed the same one before. A gather outside a forward
                 always waits.
             outside: True outside a forward; None: detect it.

@@ -1,4 +1,4 @@
-"""Bytes as people write them: a number, "60GiB", or a share of a device."""
+"""Byte counts as users write them: a number, "60GiB", or a share of a device."""
 
 from __future__ import annotations
 
@@ -52,12 +52,12 @@ def read_bytes(value: object) -> object:
 
 
 def on_device(size: float, device_type: str, environ: Mapping[str, str] = os.environ) -> int:
-    """Bytes as such, and a share as that of the memory that this rank has of its device.
+    """Return a number of bytes unchanged, and a share as bytes of this rank's part of its device.
 
     Args:
         size: A number of bytes, or a float up to 1.
-        device_type: "cuda": of the current device. "cpu": of the machine, divided among its ranks.
-        environ: Says how many ranks the machine has (LOCAL_WORLD_SIZE); without it, one.
+        device_type: "cuda": the current device. "cpu": the machine, divided among its ranks.
+        environ: Environment with the number of ranks of the machine (LOCAL_WORLD_SIZE); without it, one.
     """
     if isinstance(size, int):
         return size

@@ -1,4 +1,4 @@
-"""Files that a reader sees whole or not at all."""
+"""Files that a reader sees complete or not at all."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from pathlib import Path
 
 
 def write_whole(path: Path, content: bytes) -> None:
-    """Writes a file so that a reader sees the whole of it, or none.
+    """Write a file so that a reader sees all of it, or nothing.
 
     Raises:
-        OSError: The file system refuses; nothing is left behind.
+        OSError: The file system refuses; no partial file is left.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(f"{path.name}.{os.getpid()}.tmp")

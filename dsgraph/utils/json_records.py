@@ -11,31 +11,34 @@ from pydantic import TypeAdapter, ValidationError
 
 @dataclass(frozen=True, slots=True)
 class HeadRecord:
-    """What every file begins with, whatever its version."""
+    """The first entries of every file, whatever its version."""
 
     format: str
     version: int
 
 
 class RecordError(ValueError):
-    """A JSON text is not the record that it should be."""
+    """A JSON text that is not the expected record.
+
+    Fix: create the file that the message names again, with this version of dsgraph.
+    """
 
 
 RecordT = TypeVar("RecordT")
 
 
 def to_json(record: Any) -> Any:
-    """A record, or a tuple of records, as JSON values. What equals its default is left out."""
+    """Return a record, or a tuple of records, as JSON values. Fields equal to their defaults are left out."""
     return _adapter(Any).dump_python(record, mode="json", exclude_defaults=True)
 
 
 def to_json_text(record: Any) -> str:
-    """The same as text on one line."""
+    """Return a record as JSON text on one line."""
     return _adapter(type(record)).dump_json(record, exclude_defaults=True).decode()
 
 
 def from_json_text(kind: type[RecordT], text: str | bytes) -> RecordT:
-    """The record that a JSON text stands for. Keys that this version does not know are skipped.
+    """Return the record in a JSON text. Keys that this version does not know are skipped.
 
     Raises:
         RecordError: It is no JSON, or a value is missing or of another type; the message names it.
@@ -50,7 +53,7 @@ def from_json_text(kind: type[RecordT], text: str | bytes) -> RecordT:
 
 
 def json_schema(kind: type) -> dict[str, Any]:
-    """The JSON schema of a kind of record."""
+    """Return the JSON schema of a kind of record."""
     return _adapter(kind).json_schema()
 
 

@@ -1,4 +1,4 @@
-"""Finds the known name that a user meant by an unknown one. Imports no torch, for the command line."""
+"""The search for the known name that a user meant by an unknown one. Imports no torch, for the command line."""
 
 from __future__ import annotations
 

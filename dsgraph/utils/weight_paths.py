@@ -1,4 +1,4 @@
-"""Which files of a folder hold the weights of a model: those that an index names, or all."""
+"""The files of a folder that hold the weights of a model: those that an index names, or all."""
 
 from __future__ import annotations
 
@@ -11,18 +11,19 @@ INDEX = "model.safetensors.index.json"
 
 
 def weight_paths(folder: Path) -> list[Path]:
-    """The safetensors files of a folder that count.
+    """Return the safetensors files of a folder that belong to the model.
 
-    Beside an index there may be older weights, or the same ones under other names: its files alone count then.
+    A folder with an index may also contain older weights, or the same ones under other names: then only the files of
+    the index are used.
 
     Args:
-        folder: As `save_pretrained` of transformers writes it.
+        folder: A folder as `save_pretrained` of transformers writes it.
 
     Returns:
         The files that the index names, or all `*.safetensors` where there is none, by name.
 
     Raises:
-        CheckpointError: The index is damaged, or names a file that is not there.
+        CheckpointError: The index is damaged, or names a missing file.
     """
     index = folder / INDEX
     if not index.is_file():
