@@ -7,7 +7,8 @@ import pytest
 from tests.doc_blocks import ROOT, _shows, blocks_of, run_page
 
 FIRST = [ROOT / "README.md", *sorted((ROOT / "docs" / "getting-started").glob("*.md"))]
-GUIDES = sorted((ROOT / "docs" / "guides").glob("*.md"))
+REFERENCE = [ROOT / "docs" / "reference" / "dumps-and-reports.md"]
+GUIDES = [*sorted((ROOT / "docs" / "guides").glob("*.md")), *REFERENCE]
 
 
 @pytest.mark.distributed
