@@ -12,7 +12,7 @@ from tests.trials.rooms import TRIALS
 from tests.trials.table import table_of
 from tests.trials.trial import run
 
-PAGE = Path(__file__).parents[2] / "docs" / "trials.md"
+PAGE = Path(__file__).with_name("README.md")
 
 
 def _try(name: str) -> list[str]:
