@@ -107,7 +107,7 @@ def prompts(user: User) -> None:
         _train(user, model, user.compile(model), steps=2)
 
 
-@trial("PEFT: adapters added, switched, disabled and deleted amid training", needs=("peft",))
+@trial("PEFT: adapters added, switched, disabled and deleted during training", needs=("peft",))
 def adapters(user: User) -> None:
     import peft
 
@@ -279,7 +279,7 @@ def static_cache(user: User) -> None:
             user.note(word, f"word {step}")
 
 
-@trial("transformers: `gradient_checkpointing_enable()`, eager attention, label smoothing of one's own")
+@trial("transformers: `gradient_checkpointing_enable()`, eager attention, custom label smoothing")
 def checkpointed(user: User) -> None:
     model = user.partition(_llama(attn_implementation="eager"))
     model.gradient_checkpointing_enable()

@@ -150,7 +150,7 @@ class Cells(nn.Module):
         return self.gru(self.rnn(state[0])[None])[0][0]
 
 
-@trial("recurrent cells in a loop over time, and a GRU of two layers behind them")
+@trial("recurrent cells in a loop over time, and a GRU of two layers after them")
 def cells(user: User) -> None:
     _train(user, Cells(), lambda step: (user.numbers(step, 4, 3, 6),))
 
@@ -237,12 +237,12 @@ class Losses(nn.Module):
         return self.adaptive(hidden, words[:, 0]).loss + 0.1 * ctc + triplet
 
 
-@trial("losses with parameters of their own: adaptive softmax, CTC, triplets, on the same batch on each rank")
+@trial("losses with parameters: adaptive softmax, CTC, triplets, on the same batch on each rank")
 def losses(user: User) -> None:
     _train(user, Losses(), lambda step: (everybody(step, 4, 6), tokens(step, 4, 3)))
 
 
-@trial("the same with other words on each rank, so that ranks use other parts of the adaptive softmax",
+@trial("the same with different words on each rank, so that ranks use different parts of the adaptive softmax",
        refused=r"they diverge here|Every rank must run the same parts")  # fmt: skip
 def parted(user: User) -> None:
     words = torch.tensor([[0, 1, 2], [5, 1, 2], [20, 2, 1], [21, 0, 1]])
@@ -270,7 +270,9 @@ class Shared(nn.Module):
         return (x * sum(self.vectors)) @ self.matrices["a"]
 
 
-@trial("one layer under two names and used often, experts by turns, early exits, lists and dicts of parameters")
+@trial(
+    "one layer under two names and used several times, alternating experts, early exits, lists and dicts of parameters"
+)
 def shared(user: User) -> None:
     _train(user, Shared(), lambda step: (user.numbers(step, 4, 6), step), steps=5)
 
@@ -291,7 +293,7 @@ class Kinds(nn.Module):
         return torch.cat([x, self.empty]) @ self.table.float()
 
 
-@trial("parameters of integers and booleans, of no dimension, of no element")
+@trial("integer and boolean parameters, parameters without dimensions or elements")
 def kinds(user: User) -> None:
     _train(user, Kinds(), lambda step: (user.numbers(step, 4, 6),))
 

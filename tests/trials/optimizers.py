@@ -62,7 +62,7 @@ def groups(user: User) -> None:
     user.parameters(model)
 
 
-@trial("`optimizer.state_dict()` into a new optimizer amid training, through `torch.save` as well")
+@trial("`optimizer.state_dict()` into a new optimizer during training, through `torch.save` as well")
 def optimizer_state(user: User) -> None:
     model = user.partition(MLP())
     run = user.compile(model)
@@ -239,7 +239,7 @@ def step_in_backward(user: User) -> None:
     user.parameters(model)
 
 
-@trial("an optimizer of one's own: signs of gradients, trust ratios of layers")
+@trial("a custom optimizer: signs of gradients, trust ratios of layers")
 def own_optimizer(user: User) -> None:
     class Own(optim.Optimizer):
         def __init__(self, params: Any) -> None:
@@ -310,10 +310,10 @@ _DRIFT = r"which every rank holds whole, was written to since the last step, and
 
 
 @trial(
-    "`nn.init` and `p.data.uniform_()` of `model.parameters()`, by other seeds on other ranks",
+    "`nn.init` and `p.data.uniform_()` of `model.parameters()`, with different seeds on different ranks",
     ways=UNCOMPILED,
     refused=_DRIFT,
-    was="what every rank holds whole differed from rank to rank, silently",
+    was="replicated parameters differed between ranks, silently",
 )
 def own_init(user: User) -> None:
     model = user.partition(MLP())
@@ -324,10 +324,10 @@ def own_init(user: User) -> None:
 
 
 @trial(
-    "noise added between steps, `p.add_(torch.randn_like(p))`, by other seeds on other ranks",
+    "noise added between steps, `p.add_(torch.randn_like(p))`, with different seeds on different ranks",
     ways=UNCOMPILED,
     refused=_DRIFT,
-    was="what every rank holds whole differed from rank to rank, silently",
+    was="replicated parameters differed between ranks, silently",
 )
 def noise(user: User) -> None:
     model = user.partition(MLP())

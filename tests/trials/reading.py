@@ -14,7 +14,7 @@ from tests.trials.user import User
 
 
 @trial(
-    "figures of parameters and gradients for a log: `.norm().item()`, `.mean()`, `.sum()`, `float(p.abs().max())`",
+    "statistics of parameters and gradients for a log: `.norm().item()`, `.mean()`, `.sum()`, `float(p.abs().max())`",
     was="those of the rank's own rows, silently",
 )
 def figures(user: User) -> None:
@@ -42,7 +42,7 @@ def _spoil_last_row(user: User, grad: Any) -> None:
 
 @trial(
     "checks for NaN that decide: `if torch.isnan(p.grad).any():`, `if not p.isfinite().all():`",
-    was="each rank asked its own rows, silently, and went its own way",
+    was="each rank checked only its own rows, silently",
 )
 def checks(user: User) -> None:
     model = user.partition(MLP())
@@ -139,7 +139,7 @@ def counts(user: User) -> None:
 @trial(
     "`model.get_parameter(name)`, `get_submodule`, `named_parameters(remove_duplicate=False)`",
     ways=UNCOMPILED,
-    was="torch's words: `is not an nn.Parameter`",
+    was="torch's error: `is not an nn.Parameter`",
 )
 def get_parameter(user: User) -> None:
     model = user.partition(MLP())

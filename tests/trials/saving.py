@@ -33,7 +33,7 @@ def _folder(user: User) -> Path:
     return Path(name[0])
 
 
-@trial("model and optimizer saved by `torch.distributed.checkpoint` amid training, loaded into new ones")
+@trial("model and optimizer saved by `torch.distributed.checkpoint` during training, loaded into new ones")
 def distributed_checkpoint(user: User) -> None:
     folder = _folder(user)
     model = user.partition(MLP())

@@ -38,7 +38,7 @@ class Symmetric(nn.Module):
         return weight.triu() + weight.triu(1).transpose(-1, -2)
 
 
-@trial("a parametrization of one's own before `partition`, inside `parametrize.cached()` as well")
+@trial("a custom parametrization before `partition`, inside `parametrize.cached()` as well")
 def own_parametrization(user: User) -> None:
     model = MLP()
     parametrize.register_parametrization(model.between, "weight", Symmetric())
@@ -80,7 +80,7 @@ def pruned(user: User) -> None:
 @trial(
     "`prune.l1_unstructured` on a partitioned model",
     refused=r"cannot be registered in a module.*torch.nn.utils.prune .* before dsgraph.partition",
-    was="torch's words: `cannot assign 'torch.FloatTensor' object to parameter 'weight_orig'`",
+    was="torch's error: `cannot assign 'torch.FloatTensor' object to parameter 'weight_orig'`",
 )
 def late_pruning(user: User) -> None:
     model = user.partition(MLP())
@@ -99,7 +99,7 @@ def old_norms(user: User) -> None:
     _trained(user, user.partition(model))
 
 
-@trial("forward hooks that keep features and change results, hooks ahead of a forward")
+@trial("forward hooks that keep features and change results, forward pre-hooks")
 def forward_hooks(user: User) -> None:
     model = user.partition(MLP())
     kept: list[Tensor] = []
@@ -182,7 +182,7 @@ def to_bfloat16(user: User) -> None:
 
 
 @trial(
-    "`model.double()` of a partitioned model amid training",
+    "`model.double()` of a partitioned model during training",
     refused=r"Couldn't swap Linear.weight",
     refused_in=COMPILED,
 )
@@ -282,7 +282,7 @@ def traced(user: User) -> None:
     "`torch.jit.trace` of a partitioned model",
     ways=UNCOMPILED,
     refused=r"torch.jit.trace of Linear, which is part of a partitioned model",
-    was="torch's words: `unsupported input list type: str`",
+    was="torch's error: `unsupported input list type: str`",
 )
 def jit_traced(user: User) -> None:
     model = user.partition(MLP())

@@ -180,7 +180,7 @@ def grads(user: User) -> None:
     user.parameters(model)
 
 
-@trial("freezing and unfreezing layers amid training, `requires_grad` flipped between batches")
+@trial("freezing and unfreezing layers during training, `requires_grad` flipped between batches")
 def freezing(user: User) -> None:
     model = user.partition(MLP())
     run = user.compile(model)
@@ -303,7 +303,7 @@ def loader(user: User) -> None:
     user.parameters(model)
 
 
-@trial("a whole training step compiled, with `backward()` and `optimizer.step()` inside")
+@trial("a compiled training step, with `backward()` and `optimizer.step()` inside")
 def whole_step(user: User) -> None:
     model = user.partition(MLP())
     optimizer = optim.AdamW(model.parameters(), lr=0.01)
