@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import inspect
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -98,10 +99,43 @@ def test_every_error_class_is_described():
 
 
 def test_every_environment_variable_is_described():
-    page = (ROOT / "docs" / "reference" / "environment.md").read_text()
-    described = set(re.findall(r"^\| `(DSGRAPH_\w+)` \|", page, flags=re.MULTILINE))
+    described = set(re.findall(r"^\| `(DSGRAPH_\w+)` \|", _page("environment"), flags=re.MULTILINE))
     texts = [path.read_text() for path in (*_sources(), *(ROOT / "tests" / "gpu").rglob("*.py"), ROOT / "Makefile")]
     assert described == {name for text in texts for name in re.findall(r"\bDSGRAPH_[A-Z_]+\b", text)}
+
+
+def test_messages_of_the_page_of_limits_are_those_of_the_sources():
+    """Compare runs of four words that contain no value: most of them must occur in one text of the sources."""
+    texts = "\n".join(_texts())
+    stale = []
+    for error in re.findall(r"^\| .+? \| (.+?) \| [^|]+ \|$", _page("limits"), flags=re.MULTILINE):
+        quoted = re.match(r'`([^`]+)`|"([^"]+)"', error)
+        message = (quoted[1] or quoted[2]) if quoted else ""
+        runs = [run for part in _VALUE.split(message) for run in _runs(part.split())]
+        if runs and sum(run in texts for run in runs) < len(runs) / 2:
+            stale.append(message)
+    assert [message for message in stale if not message.startswith("ranks 0 and 1 would")] == []
+
+
+_VALUE = re.compile(r"'[^']*'|\d+|\.\.\.|\([^)]*\)|\[[^\]]*\]|\b\w*[A-Z_=]\w*\b|[:;,.]")
+
+
+def _runs(words: list[str]) -> list[str]:
+    return [" ".join(words[first : first + 4]) for first in range(max(1, len(words) - 3)) if len(words) > 1]
+
+
+def _page(name: str) -> str:
+    return (ROOT / "docs" / "reference" / f"{name}.md").read_text()
+
+
+def _texts() -> Iterator[str]:
+    """Yield the strings of the sources with single spaces; a value in an f-string is a bracket."""
+    for node in (node for path in _sources() for node in ast.walk(ast.parse(path.read_text()))):
+        if isinstance(node, ast.JoinedStr):
+            parts = (part.value if isinstance(part, ast.Constant) else "[]" for part in node.values)
+            yield " ".join("".join(map(str, parts)).split())
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield " ".join(node.value.split())
 
 
 def _sources() -> list[Path]:
