@@ -15,8 +15,15 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from dsgraph.compat.autograd import in_transform, outside_selective_checkpoints, outside_transforms, without_transforms
+from dsgraph.compat.autograd import (
+    LOSES_GRAPH_OF_GRADIENTS,
+    in_transform,
+    outside_selective_checkpoints,
+    outside_transforms,
+    without_transforms,
+)
 from dsgraph.compat.dynamo import compiling_backend, leave_control_flow, only_inlined, return_to_control_flow
+from dsgraph.inductor_ext.collectives.gather_param import SECOND_DERIVATIVES
 from dsgraph.passes import ParameterSpec
 from dsgraph.ranks.eager_agreement import is_outside
 from dsgraph.utils.errors import PartitionError
@@ -214,6 +221,8 @@ class _HandOut(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        if LOSES_GRAPH_OF_GRADIENTS and grad.requires_grad and torch.is_grad_enabled():
+            raise NotImplementedError(SECOND_DERIVATIVES)
         if ctx.note_gradient is not None:
             ctx.note_gradient()
         return ctx.reduce(grad), None, None, None, None

@@ -117,13 +117,13 @@ def _place(node: object) -> tuple[int, tuple[tuple[object, ...], object, float]]
         return None
     plain = axis_of(node)
     if plain is not None:
-        return plain  # type: ignore[return-value]
+        return plain
     call = unwritten_call_of(node)
     if call is None or call.kind != "getitem" or not isinstance(call["index"], tuple) or not call["index"]:
         return None
     axis = axis_of(call["index"][-1]) if isinstance(call["index"][-1], Node) else None
     numbers = _range(call.input)
-    if axis is None or numbers is None or axis[1][-1] != 0 or len(axis[1][0]) != 1:  # type: ignore[index]
+    if axis is None or numbers is None or axis[1][-1] != 0 or len(axis[1][0]) != 1:
         return None
     return axis[0], numbers
 

@@ -99,8 +99,24 @@ def is_small(node: object) -> bool:
 _SMALL = 1e3
 
 
+def _is_true_everywhere(node: object) -> bool:
+    """Return True for a mask of ones, and for `place >= 0` where places count from 0, which is no mask either."""
+    if constant_of(node) == 1:
+        return True
+    call = unwritten_call_of(node)
+    if call is None:
+        return False
+    if call.kind != "ge":
+        return call.kind in _MOVES and _is_true_everywhere(call.input)
+    axis, least = axis_of(call["input"]), number_of(call["other"])
+    if axis is None or least is None:
+        return False
+    arguments, _, offset = axis[1]
+    return len(arguments) == 1 and least <= offset
+
+
 def _is_true_on_the_diagonal(node: object, steps: int = _MOST_STEPS) -> bool:
-    if constant_of(node) == 1 or triangle_of(node) is True:
+    if _is_true_everywhere(node) or triangle_of(node) is True:
         return True
     call = unwritten_call_of(node)
     if call is None or steps == 0:
@@ -135,8 +151,11 @@ def _is_same_on_the_diagonal(one: object, other: object) -> bool:
     )
 
 
-def axis_of(node: Node) -> tuple[int, object] | None:
-    """The dimension, counted from the last as 1, along which a tensor holds the numbers of a range, and the range."""
+def axis_of(node: Node) -> tuple[int, tuple[tuple[object, ...], object, float]] | None:
+    """Return the dimension along which a tensor holds the numbers of a range, from the last as 1, and the range.
+
+    The range is given by the arguments of `arange` and the number that is added to it.
+    """
     call = unwritten_call_of(node)
     if call is None or call.kind != "getitem" or not isinstance(call["index"], tuple):
         return None

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from dsgraph.compat.dynamo import break_graph, compiling_backend, only_inlined
 from dsgraph.compat.tensors import without_overrides
 from dsgraph.inductor_ext import share_memory
+from dsgraph.passes.compat import detect_fake_mode
 from dsgraph.utils.errors import PartitionError
 
 from .source import Source
@@ -120,8 +121,9 @@ def _run(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     if written:
         return _write(func, args, kwargs, written)
     read = list(_full_tensors((args, kwargs)))
-    for tensor in read:
-        tensor.source.refresh()
+    if detect_fake_mode() is None:  # a compiler reads metadata
+        for tensor in read:
+            tensor.source.refresh()
     result = func(*_each(args, plain_of), **_each(kwargs, plain_of))
     return _each(result, lambda value: _shared(value, read))
 

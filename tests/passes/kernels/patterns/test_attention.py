@@ -74,9 +74,18 @@ def _filled_positions(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return (q @ k.mT * 0.3).masked_fill(~far, -math.inf).softmax(-1) @ v
 
 
+def _from_a_place(q: Tensor, least: int) -> Tensor:
+    mask = (torch.arange(6)[None, None, :, None] >= least).expand(2, -1, 6, 6)
+    return torch.where(mask, torch.zeros((), dtype=q.dtype), torch.finfo(q.dtype).min)
+
+
+def _all_places(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return (q @ k.mT * 0.3 + _from_a_place(q, 0)).softmax(-1) @ v
+
+
 EVERYWHERE_THE_SAME = [
     *(_plain, _upcast, _upcast_before, _scaled_queries, _scaled_both, _without_scale, _three_dimensions),
-    *(_two_dimensions, _dropout_in_inference, _positions, _filled_positions),
+    *(_two_dimensions, _dropout_in_inference, _positions, _filled_positions, _all_places),
 ]
 
 
@@ -220,6 +229,13 @@ def test_rows_without_a_score_are_where_it_says_and_nowhere_else():
         else:
             torch.testing.assert_close(result, plain, rtol=1e-5, atol=1e-6)
             assert not torch.allclose(_gradients(plain[..., 2, :], inputs)[0], _gradients(result[..., 2, :], inputs)[0])
+
+
+def test_places_from_a_later_one_leave_a_row_without_a_score():
+    _, record, _ = substitute(
+        lambda q, k, v: (q @ k.mT * 0.3 + _from_a_place(q, 1)).softmax(-1) @ v, *_inputs(), kernels=[SPEC], asked=False
+    )
+    assert record.changed == 0 and "a row without one passes on another gradient" in record.notes[0]
 
 
 def test_without_a_gradient_there_is_no_other_one():
