@@ -6,6 +6,9 @@ import torch
 from torch.distributed.tensor import DTensor, Placement, Replicate
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
+DETACH_REDUCES_NORMS = torch.__version__ >= "2.15"
+"""The result of `aten.detach` has no partial norm (`_NormPartial`): torch reduces it first."""
+
 
 def distributed_like(like: DTensor, local: torch.Tensor) -> DTensor:
     """Return a `DTensor` with the layout of `like`, of which `local` is this rank's part.

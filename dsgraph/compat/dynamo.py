@@ -12,6 +12,9 @@ from typing import Any, cast
 import torch
 from torch.fx import GraphModule, Node
 
+LOSES_GRADIENTS_OF_WRITTEN_RESULTS = torch.__version__ < "2.12"
+"""A captured `autograd.Function` gets zeros as its gradient if its forward returns a tensor that it writes to."""
+
 
 def not_capturable() -> type[Exception]:
     """Return the error that Dynamo raises if `fullgraph=True` meets a graph break."""

@@ -29,7 +29,7 @@ from dsgraph.utils.errors import OptionError, StrictError
 from .build_pipeline import bind_options, build_pipeline
 from .capture import communication_lines, full_names, partitioned_mesh, read_facts, refuse_added_parameters
 from .captured_sums import add_sums
-from .captured_writes import refuse_writes
+from .captured_writes import refuse_lost_gradients, refuse_writes
 from .costs.agreed import known_costs
 from .default_compiler import Usual
 from .frames import read_capture
@@ -115,6 +115,7 @@ class Backend:
         self, gm: GraphModule, example_inputs: Sequence[Any], *, options: Mapping[str, object] | None, mode: str | None
     ) -> Callable[..., Any]:
         refuse_memory_budget()
+        refuse_lost_gradients(gm)
         move_markers_ahead(gm)
         chosen = parse_options(options)
         regions = open_regions(gm, write_out="" if chosen.memory_limit is None else _PLANS_VALUES)

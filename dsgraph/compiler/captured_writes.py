@@ -1,13 +1,17 @@
-"""Writes to parameters inside a captured forward, which are refused: they would be lost with the gathered tensor."""
+"""Refusals of captured graphs whose writes in place would be lost, or would lose gradients."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import operator
+from collections.abc import Mapping, Sequence
+from typing import Any
 
+import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.fx import GraphModule, Node
 
+from dsgraph.compat.dynamo import LOSES_GRADIENTS_OF_WRITTEN_RESULTS
 from dsgraph.inductor_ext import share_memory
 from dsgraph.partitioning.eager.full_tensor import is_name_of_write
 from dsgraph.passes import CaptureFacts, GraphInput, InputRole
@@ -35,6 +39,30 @@ def refuse_writes(gm: GraphModule, facts: CaptureFacts) -> None:
                 raise PartitionError(
                     f"the forward writes to {name} ({user_line(node.stack_trace) or node}), of which it has a gathered "
                     "copy alone: write to it outside the forward, or make it a buffer"
+                )
+
+
+def refuse_lost_gradients(gm: GraphModule) -> None:
+    """Refuse an `autograd.Function` whose gradient torch loses without an error.
+
+    Raises:
+        PartitionError: Names the line that applies the function.
+    """
+    for module in all_graph_modules(gm) if LOSES_GRADIENTS_OF_WRITTEN_RESULTS else ():
+        for call in module.graph.find_nodes(op="call_function", target=torch.ops.higher_order.autograd_function_apply):
+            body: Any = call.args[0]
+            forward = module.get_submodule(str(body.target))
+            assert isinstance(forward, GraphModule)
+            results: Any = forward.graph.output_node().args[0]
+            returned: Sequence[Node] = results[0]
+            places: list[Any] = [item.args[1] for item in call.users if item.target is operator.getitem]
+            read = [returned[place] for place in places]
+            writes = [node for node in returned if isinstance(node.target, str) and is_name_of_write(node.target)]
+            if any(node in read or node.args[0] in read for node in writes):
+                raise PartitionError(
+                    f"torch {torch.__version__} compiles an autograd.Function with a gradient of zeros if its forward "
+                    f"returns a tensor that it writes to in place ({user_line(call.stack_trace) or call}): return a "
+                    "clone of that tensor, or use torch 2.12 or newer"
                 )
 
 

@@ -238,7 +238,8 @@ class StoredRows(StoredParameter):
         self._settle()
         if not self._has_arrived:
             self.grad.copy_(local)
-        elif any(local.stride()):  # of code outside compiled graphs, in the same backward
+        elif any(local.stride()) and local.any():  # of code outside compiled graphs, in the same backward
+            # What a graph returns in place of a stored gradient is an expanded zero, which torch 2.14 and newer copy.
             self.refuse_held()
             self.grad.add_(local)
         param.grad = DTensor.from_local(

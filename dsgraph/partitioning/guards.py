@@ -35,7 +35,9 @@ NEED_ALL_ROWS = (optim.Adafactor, optim.Muon, optim.Rprop)
 # State that torch's optimizers store as a plain number for a parameter of any shape.
 _NUMBERS = frozenset({"step", "mu_product", "eta", "mu"})
 # Options for steps on many parameters at once that torch does not support for shards.
-_UNKNOWN_ON_SHARDS = ((optim.Adagrad, "fused"), (optim.SGD, "fused"), (optim.Rprop, "foreach"))
+_UNKNOWN_ON_SHARDS = [(optim.Adagrad, "fused"), (optim.SGD, "fused"), (optim.Rprop, "foreach")]
+if torch.__version__ < "2.13":
+    _UNKNOWN_ON_SHARDS.append((optim.Adafactor, "foreach"))
 
 
 def guard(state: PartitionState) -> None:

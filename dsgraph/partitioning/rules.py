@@ -9,7 +9,7 @@ import torch
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.experimental import register_sharding
 
-from dsgraph.compat.dtensor import distributed_like, replicated_value
+from dsgraph.compat.dtensor import DETACH_REDUCES_NORMS, distributed_like, replicated_value
 from dsgraph.compat.tensors import is_fake
 from dsgraph.ranks.eager_agreement import EagerAgreement, eager_agreements, is_outside
 from dsgraph.ranks.mesh import mesh_ranks
@@ -27,6 +27,7 @@ def register_rules() -> None:
       returns the result of each rank's own rows.
     - `_foreach_norm`: `clip_grad_norm_` calls it. Torch sums the norms over ranks in a collective, in which ranks would
       wait silently for a rank that runs something else.
+    - `detach`: autograd calls it for what it saves. Torch 2.15 reduces partial norms for it, in a silent collective.
     """
     aten = torch.ops.aten
     register_sharding(aten._is_any_true.default)(_any_true)
@@ -43,6 +44,14 @@ def _any_true(values: torch.Tensor) -> list[Rule]:
 def _register_dispatch() -> None:
     torch.library.register_torch_dispatch("aten::_local_scalar_dense", DTensor, _number)
     torch.library.register_torch_dispatch("aten::_foreach_norm.Scalar", DTensor, _norms)
+    if DETACH_REDUCES_NORMS:
+        torch.library.register_torch_dispatch("aten::detach", DTensor, _detached)
+
+
+def _detached(_: type, func: Any, types: Any, args: tuple[DTensor, ...] = (), kwargs: Any = None) -> DTensor:
+    """Return the same shards, or the same partial values, without autograd."""
+    (value,) = args
+    return distributed_like(value, func(value.to_local()))
 
 
 def _number(_: type, func: Any, types: Any, args: tuple[DTensor, ...] = (), kwargs: Any = None) -> Any:

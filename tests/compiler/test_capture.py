@@ -131,3 +131,31 @@ def test_a_model_that_is_not_partitioned(fake_ranks):
     assert not ctx.params
     assert by_role(ctx, InputRole.SHARD) == NAMES
     assert by_role(ctx, InputRole.BUFFER) == by_role(ctx, InputRole.DATA) == [""]
+
+
+class Doubled(torch.autograd.Function):
+    """Doubles in place, as Megatron's functions sum over ranks in place."""
+
+    @staticmethod
+    def forward(ctx, x, copies):
+        x = x.clone()
+        x.mul_(2)
+        return x.clone() if copies else x
+
+    @staticmethod
+    def backward(ctx, grad):
+        return 2 * grad, None
+
+
+@pytest.mark.parametrize("copies", [False, True])
+def test_gradients_of_functions_that_write_to_their_result_are_right_or_refused(one_rank, copies):
+    weight = torch.ones(3, requires_grad=True)
+    run = torch.compile(
+        lambda: Doubled.apply(weight * 3, copies).sum(), backend="dsgraph", options={"codegen": "eager"}
+    )
+    if torch.__version__ < "2.12" and not copies:
+        with pytest.raises(dsgraph.PartitionError, match=r"gradient of zeros .*test_capture\.py:\d+.*torch 2\.12"):
+            run()
+    else:
+        run().backward()
+        assert weight.grad.tolist() == [6.0] * 3

@@ -48,6 +48,8 @@ def _takes(name: str, way: tuple[str, ...]) -> bool:
 def _is_refused(name: str, way: tuple[str, ...], stage: int) -> bool:
     if name in NEED_ALL_ROWS and stage > 0:
         return True
+    if (name, *way) == ("Adafactor", "foreach"):
+        return torch.__version__ < "2.13"
     return (name, *way) in [("SGD", "fused"), ("Adagrad", "fused"), ("Rprop", "foreach")]
 
 

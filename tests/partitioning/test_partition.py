@@ -279,7 +279,9 @@ def test_second_derivatives_in_parameters_are_refused(stage):
     model = dsgraph.partition(_net(), stage=stage, keep_whole_below=0)
     loss = model(torch.randn(3, 4)).tanh().sum()
     with pytest.raises(NotImplementedError, match="second derivatives in the parameters of a partitioned model"):
-        gradients = torch.autograd.grad(loss, list(model.parameters()), create_graph=True)  # torch 2.11 loses their graph
+        gradients = torch.autograd.grad(
+            loss, list(model.parameters()), create_graph=True
+        )  # torch 2.11 loses their graph
         sum(gradient.pow(2).sum() for gradient in gradients).backward()
 
 

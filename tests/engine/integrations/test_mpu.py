@@ -115,7 +115,12 @@ def _alone() -> list[float]:
     return _train(engine, 0, 1)
 
 
-@pytest.mark.parametrize("compiles", [pytest.param(False, marks=pytest.mark.full), True])
+LOST = pytest.mark.skipif(
+    torch.__version__ < "2.12", reason="torch loses the gradients: tests/compiler/test_capture.py"
+)
+
+
+@pytest.mark.parametrize("compiles", [pytest.param(False, marks=pytest.mark.full), pytest.param(True, marks=LOST)])
 def test_losses_and_norms_are_those_of_one_process(ranks, compiles):
     expected = ranks(1).run(_alone)[0]
     for found in ranks(4).run(_sliced, compiles):

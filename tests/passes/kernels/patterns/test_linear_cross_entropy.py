@@ -339,6 +339,7 @@ def test_near_misses_are_left_alone_and_named(function, reason):
     torch.testing.assert_close(result, function(*inputs))
 
 
+@pytest.mark.skipif(torch.__version__ < "2.12", reason="Dynamo does not capture this loss")
 def test_rows_whose_number_the_data_decide():
     """Picked by a mask they are counted: the count reads the logits. Without `fullgraph` the graph breaks before it."""
 
