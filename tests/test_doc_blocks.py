@@ -7,8 +7,8 @@ import pytest
 from tests.doc_blocks import ROOT, _shows, blocks_of, run_page
 
 FIRST = [ROOT / "README.md", *sorted((ROOT / "docs" / "getting-started").glob("*.md"))]
-REFERENCE = [ROOT / "docs" / "reference" / "dumps-and-reports.md"]
-GUIDES = [*sorted((ROOT / "docs" / "guides").glob("*.md")), *REFERENCE]
+OTHERS = [ROOT / "docs" / name for name in ("reference/dumps-and-reports.md", "concepts/verifier.md")]
+GUIDES = [*sorted((ROOT / "docs" / "guides").glob("*.md")), *OTHERS]
 
 
 @pytest.mark.distributed
