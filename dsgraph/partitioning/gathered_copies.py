@@ -48,7 +48,7 @@ class GatheredCopies:
             eagerly: True if eager code reads them: then the ranks compare what they gather.
             read: The gathered copy that the eager code of a forward reads.
         """
-        stale = [entry for entry in copied if entry.observe() is not Freshness.FRESH]
+        stale = [entry for entry in copied if self._needs_gather(entry, read)]
         if not in_step and not torch.is_grad_enabled():
             stale += self._written_without_trace(copied, read, eagerly=eagerly)
         if not stale:
@@ -63,6 +63,16 @@ class GatheredCopies:
             # `.data`): trust the gathered copy only within an accumulated step, where nothing is updated.
             trusted = in_step or entry.param.grad is None
             entry.mark_gathered(Freshness.FRESH if trusted else Freshness.SUSPECT)
+
+    def _needs_gather(self, entry: ParameterState, read: Tensor | None) -> bool:
+        """Return True if a copy is stale, or if it is suspect and about to be read.
+
+        Copies stay suspect while there is a gradient. Eager code reads one parameter at a time, so if each read
+        gathered all suspect copies, a forward would gather each of them once a parameter.
+        """
+        freshness = entry.observe()
+        is_read = read is None or entry.gathered_copy is read
+        return freshness is Freshness.STALE or (freshness is Freshness.SUSPECT and is_read)
 
     def _written_without_trace(
         self, copied: list[ParameterState], read: Tensor | None, *, eagerly: bool

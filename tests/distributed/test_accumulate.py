@@ -80,6 +80,28 @@ def test_collectives_of_a_step(ranks, stage, reduce_once, codegen):
         assert gathers == (MATRICES if codegen is None else 2 * MATRICES - 2) * MICRO_BATCHES
 
 
+def _gathers_with_gradients(stage: int) -> int:
+    """Gathers of an uncompiled forward while there are gradients, after a write that leaves no trace."""
+    rank = dist.get_rank()
+    model = dsgraph.partition(build("gpt"), stage=stage, keep_whole_below=20)
+    model(*tokens(0, rank)).backward()
+    for param in model.parameters():
+        param.data.to_local().mul_(0.5)
+    expected = build("gpt")
+    with torch.no_grad():
+        for param in expected.parameters():
+            param.mul_(0.5)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        loss = model(*tokens(1, rank))
+    assert torch.equal(loss, expected(*tokens(1, rank)))
+    return _collectives(profile)["all_gather_into_tensor"]
+
+
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.full), 2])
+def test_an_uncompiled_forward_gathers_each_parameter_once_while_there_are_gradients(ranks, stage):
+    assert ranks(2).run(_gathers_with_gradients, stage) == [MATRICES, MATRICES]
+
+
 @pytest.mark.parametrize(("stage", "reduce_once"), REDUCING_ONCE)
 def test_low_precision_sums_are_kept_in_the_master_dtype(ranks, stage, reduce_once):
     ranks(2).run(_sum_of_many, stage, reduce_once)
