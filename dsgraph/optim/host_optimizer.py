@@ -104,7 +104,7 @@ class HostOptimizer(WrappedOptimizer):
         """
         loss = evaluated(closure)
         chunks = self._chunks()
-        moves: list[Move] = []
+        leaving: list[Move] = []
         coming = [self._move(param) for param, _ in chunks[0]] if chunks else []
         for number, chunk in enumerate(chunks):
             following = [self._move(param) for param, _ in chunks[number + 1]] if number + 1 < len(chunks) else []
@@ -116,9 +116,10 @@ class HostOptimizer(WrappedOptimizer):
                 leaf.grad = None
                 move.put(leaf)
                 self._take_over(param, leaf, state)
-            moves += coming
-            coming = following
-        for move in moves:
+            for move in leaving:  # while the device takes this chunk; all at once would hold all in pinned memory
+                move.settle()
+            leaving, coming = coming, following
+        for move in leaving:
             move.settle()
         self._note([param for chunk in chunks for param, _ in chunk])
         return loss

@@ -119,7 +119,8 @@ def new_copy(entry: ParameterState) -> Tensor:
     dtype, _ = spec.dtypes(shard.dtype)
     rows, *rest = spec.shape
     world = resolve_group(spec.group).size()
-    gathered_copy = torch.zeros((chunk_rows(rows, world) * world, *rest), dtype=dtype, device=shard.device)
+    gathered_copy = torch.empty((chunk_rows(rows, world) * world, *rest), dtype=dtype, device=shard.device)
+    gathered_copy[rows:].zero_()
     gathered_copy.resize_(spec.shape)  # which leaves the memory as it is
     keep_static(gathered_copy)
     return gathered_copy

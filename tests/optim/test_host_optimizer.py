@@ -9,9 +9,11 @@ import pytest
 import torch
 from torch import Tensor, nn, optim
 
+from dsgraph.inductor_ext.transfers.lanes import CpuLane
 from dsgraph.optim.delayed import DelayedHostOptimizer
 from dsgraph.optim.hooks import ELEMENTWISE
 from dsgraph.optim.host_optimizer import MASTER, HostOptimizer
+from dsgraph.optim.moves import FromDevice, Move
 from dsgraph.utils.errors import OffloadError
 
 OPTIONS = {optim.SGD: {"momentum": 0.9}, optim.AdamW: {"amsgrad": True}, optim.RMSprop: {"momentum": 0.5}}
@@ -187,3 +189,26 @@ def test_what_cannot_be_on_the_host_is_refused():
     stepped = optim.AdamW(net.parameters())
     _train(net, stepped, 1)
     _refused(lambda: HostOptimizer(stepped), "AdamW has stepped already")
+
+
+class _ByCopies(HostOptimizer):
+    """Takes parameters on the CPU for a device's: the moves of CUDA, over copies."""
+
+    def _move(self, param: Tensor) -> Move:
+        self.most = max(getattr(self, "most", 0), self._pool.used)
+        return FromDevice(param, lane=CpuLane(), pool=self._pool)
+
+
+def test_host_memory_of_transfers_is_that_of_some_chunks():
+    net, alone = (nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(12))).bfloat16() for _ in range(2))
+    alone.load_state_dict(net.state_dict())
+    optimizer = _ByCopies(optim.AdamW(net.parameters()), chunk_bytes=2 * 64 * 64)  # one parameter each
+    plain = HostOptimizer(optim.AdamW(alone.parameters()))
+    for _ in range(2):
+        for model, each in ((net, optimizer), (alone, plain)):
+            model(torch.ones(1, 64, dtype=torch.bfloat16)).sum().backward()
+            each.step()
+            each.zero_grad()
+    assert _same(net, alone)
+    assert optimizer.most <= 3 * 2 * 2 * 64 * 64  # three chunks, each a gradient and rounded parameters
+    assert optimizer._pool.used == 0
