@@ -13,8 +13,8 @@ from dsgraph.passes.kernels.capture_graph import transforms_begun
 def move_markers_ahead(gm: GraphModule) -> None:
     """Move the markers that a transform reads before the outermost transform, in their normal form.
 
-    before:  vmap begins; x = add_batch_dim(...); w = mark_outside_transforms(p, ...); y = x @ w; ...; vmap ends after:
-    a = p.to_local(); w = gather_param(a, ...); vmap begins; x = add_batch_dim(...); y = x @ w; ...; vmap ends
+    before:  vmap begins; x = add_batch_dim(...); w = mark_outside_transforms(p, ...); y = x @ w; ...; vmap ends
+    after:   a = p.to_local(); w = gather_param(a, ...); vmap begins; x = add_batch_dim(...); y = x @ w; ...; vmap ends
     """
     for module in all_graph_modules(gm):
         moved, depth = False, 0

@@ -1,8 +1,8 @@
-"""What passes ask about a graph, computed once for each version of it.
+"""Analyses of graphs, computed once for each version of a graph.
 
-An analysis is a function of a graph that changes nothing. What it found holds until the graph changes. The runner says
-so when a pass reports a change. Besides, every question compares the graph with what it was at the question before, so
-that a pass may ask, rewrite and ask again, and a pass that reports no change though it made one misleads nobody.
+An analysis is a function of a graph that changes nothing. Its result is valid until the graph changes. The runner drops
+results when a pass reports a change. In addition, every request compares the graph with its last version, so that a
+pass may ask, rewrite and ask again, and a pass that does not report its change does no harm.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ _Version = list[tuple[Any, ...]]
 
 @dataclass
 class _Known:
-    """One version of a graph, and what was found out about it."""
+    """One version of a graph, and the analyses of it."""
 
     version: _Version
     found: dict[Hashable, Any] = field(default_factory=dict)
 
 
 class Analyses:
-    """What is known of the graphs of one compile."""
+    """The analyses of the graphs of one compile."""
 
     def __init__(self) -> None:
         self._graphs: WeakKeyDictionary[GraphModule, _Known] = WeakKeyDictionary()
 
     def memory(self, gm: GraphModule, *, fused: bool = False) -> GraphMemory:
-        """The memory of a graph as it is, see `simulate`."""
+        """Return the memory of a graph, see `simulate`."""
         return self.get(simulate, gm, fused=fused)
 
     def schedule(
@@ -49,22 +49,22 @@ class Analyses:
         early: Collection[Node] = frozenset(),
         unwaited: Collection[Node] = frozenset(),
     ) -> PredictedTimes:
-        """The schedule of a graph as it is, see `predict`."""
+        """Return the predicted times of a graph, see `predict`."""
         key = ("schedule", id(costs), frozenset(early), frozenset(unwaited))
         compute = lambda: (costs, predict(list(gm.graph.nodes), costs, early=early, unwaited=unwaited))  # noqa: E731
         _, schedule = self._get(key, gm, compute)  # the costs are kept alive, lest another's get their id
         return schedule
 
     def get(self, analysis: Callable[..., Found], gm: GraphModule, **how: Hashable) -> Found:
-        """`analysis(gm, **how)`, as it was found for this version of the graph."""
+        """Return `analysis(gm, **how)`, cached for this version of the graph."""
         return self._get((analysis, frozenset(how.items())), gm, lambda: analysis(gm, **how))
 
     def drop(self, gm: GraphModule) -> None:
-        """Forgets a graph that has changed."""
+        """Forget a graph that has changed."""
         self._graphs.pop(gm, None)
 
     def clear(self) -> None:
-        """Forgets all graphs: what is known of one keeps its nodes alive."""
+        """Forget all graphs: a cached analysis keeps its graph's nodes alive."""
         self._graphs.clear()
 
     def _get(self, key: Hashable, gm: GraphModule, compute: Callable[[], Found]) -> Found:
@@ -82,7 +82,10 @@ def _version(gm: GraphModule) -> _Version:
 
 
 def _is_same(was: _Version, now: _Version) -> bool:
-    """Whether the same nodes stand in the same order with the same arguments; objects that are kept, so by identity."""
+    """Return whether two versions have the same nodes in the same order with the same arguments.
+
+    Objects are compared by identity, because they are kept alive.
+    """
     if len(was) != len(now):
         return False
     return all(

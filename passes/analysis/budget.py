@@ -1,7 +1,6 @@
-"""The memory of a step: what it needs, part by part, and what passes have taken of the rest.
+"""The memory budget of a step: its needs by part, and the reservations of passes in the rest.
 
-It stands beside the analyses, below the passes, because both the facts that passes get and the compiler that makes them
-hold one.
+It is in this package, below the passes, because both the facts for passes and the compiler use it.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ Entry = TypeVar("Entry")
 
 
 class MemoryPart(Enum):
-    """What the memory of a step is for."""
+    """The purpose of a part of a step's memory."""
 
     PARAMETERS = "parameters"
     OPTIMIZER_STATE = "optimizer state"
@@ -30,23 +29,22 @@ class MemoryPart(Enum):
     GATHERED_COPIES = "gathered copies"
     """Parameters of full size that outlive their use: kept for the backward, or held for a step."""
     ACTIVATIONS = "activations"
-    """What the forward saves and the backward computes with."""
+    """Values that the forward saves and the backward uses."""
     COMMUNICATION = "communication"
-    """What collectives under way read and write."""
+    """Inputs and outputs of running collectives."""
 
 
 @dataclass
 class MemoryBudget:
-    """How much of a device's memory a step may use, and for what. Bytes.
+    """The device memory that a step may use, by purpose. Bytes.
 
-    What passes take is written down with its taker, so that it is not there for the next, and taking it again changes
-    nothing. What a graph shows by itself, such as gathers under way, is not written down: `left_beside` counts it by
-    the graph's own memory.
+    Reservations are stored by owner, so that later passes see them, and repeating one changes nothing. Memory that the
+    graph itself shows, such as running gathers, is not reserved: `left_beside` counts it by the graph's memory.
 
     Attributes:
-        limit: What a step may use; None when nothing is known of it.
-        needs: What a step needs, whatever passes do.
-        to_keep: How much may be gathered copies that passes keep, the same on every rank; None when nothing is known.
+        limit: The bytes that a step may use; None if unknown.
+        needs: The bytes that a step needs, whatever passes do.
+        to_keep: The bytes of gathered copies that passes may keep, the same on every rank; None if unknown.
     """
 
     limit: int | None = None
@@ -56,30 +54,30 @@ class MemoryBudget:
 
     @property
     def left(self) -> int | None:
-        """What the limit leaves besides all that is needed and taken, 0 or more; None without a limit."""
+        """The bytes that the limit leaves besides needs and reservations, 0 or more; None without a limit."""
         if self.limit is None:
             return None
         return max(0, self.limit - sum(self.needs.values()) - sum(map(self.taken, MemoryPart)))
 
     @property
     def left_to_keep(self) -> int | None:
-        """What of `to_keep` nobody has taken, 0 or more; None when nothing is known of it."""
+        """The bytes of `to_keep` that are not reserved, 0 or more; None if unknown."""
         return None if self.to_keep is None else max(0, self.to_keep - self.taken(MemoryPart.GATHERED_COPIES))
 
     def taken(self, part: MemoryPart) -> int:
-        """What passes have taken for one part."""
+        """Return the bytes that passes have reserved for one part."""
         return sum(self._taken.get(part, {}).values())
 
     def take(self, part: MemoryPart, taker: str, size: int) -> None:
-        """Writes down that a value takes room."""
+        """Reserve memory for a value."""
         self._taken.setdefault(part, {})[taker] = size
 
     def left_beside(self, memory: GraphMemory, params: Collection[ParameterSpec]) -> int:
-        """What the limit leaves beside a graph as it is: parameters and optimizer state lie in memory all the time.
+        """Return the bytes that the limit leaves beside a graph; parameters and optimizer state are always in memory.
 
         Args:
-            memory: Of the graph, in which what was kept for it is alive already.
-            params: The parameters that come into the graph, which its own memory counts.
+            memory: The memory of the graph, in which kept values are alive already.
+            params: The parameters that are inputs of the graph, which its own memory includes.
         """
         assert self.limit is not None, "without a limit nothing is short"
         held = sum(self.needs.get(part, 0) for part in (MemoryPart.PARAMETERS, MemoryPart.OPTIMIZER_STATE))
@@ -89,9 +87,9 @@ class MemoryBudget:
 
 
 def parameter_needs(params: Iterable[ParameterSpec]) -> dict[MemoryPart, int]:
-    """What a step needs for parameters: shards, and for those that are trained gradients and an optimizer's state.
+    """Return the bytes that a step needs for parameters: shards, and gradients and optimizer state of trained ones.
 
-    What lies elsewhere is not counted, nor are the buffers through which it passes.
+    Offloaded tensors are not counted, nor are the buffers of their transfers.
     """
     known = list(params)
     return {
@@ -102,12 +100,12 @@ def parameter_needs(params: Iterable[ParameterSpec]) -> dict[MemoryPart, int]:
 
 
 def choose(entries: Sequence[Entry], sizes: Sequence[int], seconds: Sequence[float], room: int) -> list[Entry]:
-    """The entries that fit into `room` together and spare most seconds, in order.
+    """Return the entries that fit into `room` together and save the most seconds, in order.
 
     Args:
-        entries: What asks for room.
-        sizes: How much each takes, bytes.
-        seconds: How much time each spares. Equal on every rank where the choice has to be.
+        entries: The candidates.
+        sizes: Bytes of each.
+        seconds: Time that each saves. Equal on all ranks if the choice must be.
         room: Bytes.
     """
     return [entries[number] for number in most_valuable(sizes, seconds, room=room)]

@@ -1,7 +1,7 @@
-"""What a node costs: floating-point operations, bytes that a kernel moves, bytes on the wire, and seconds of these.
+"""The costs of a node: floating-point operations, bytes moved by a kernel, bytes sent, and their times.
 
 Everything is read off fake tensors: nothing is run and nothing is measured. Where sizes are symbolic, operations and
-bytes are sympy expressions over the symbols of the graph; `sizes.hint` gives the number behind one.
+bytes are sympy expressions over the symbols of the graph; `sizes.hint` evaluates one.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ aten = torch.ops.aten
 
 
 def flops(node: Node) -> Size:
-    """Floating-point operations of a node, a multiplication and an addition counted as two.
+    """Return the floating-point operations of a node, a multiplication and an addition counted as two.
 
     By torch's formulas (`torch.utils.flop_counter`), which know matrix products, convolutions and attention; 0 for
     everything else.
@@ -58,7 +58,10 @@ def flops(node: Node) -> Size:
 
 
 def flop_formula(target: Any) -> Any:
-    """Torch's formula for an op's floating-point operations, given its arguments and `out_val`; None without one."""
+    """Return torch's formula for an op's floating-point operations, of its arguments and `out_val`.
+
+    None without one.
+    """
     packet = target.overloadpacket if isinstance(target, OpOverload) else target
     return flop_registry.get(_SAME_FORMULA.get(packet, packet))
 
@@ -71,7 +74,7 @@ _SAME_FORMULA = {
 
 
 def _as_expressions(value: Any, *, of_shapes: bool) -> Any:
-    """`value` with shapes in place of tensors, or objects that have one where a formula asks for tensors."""
+    """Return `value` with shapes in place of tensors, or objects with a shape if a formula needs tensors."""
     if isinstance(value, Tensor):
         shape = tuple(map(expression_of, value.shape))
         return shape if of_shapes else SimpleNamespace(shape=shape)
@@ -83,9 +86,9 @@ def _as_expressions(value: Any, *, of_shapes: bool) -> Any:
 
 
 def moved_bytes(node: Node) -> Size:
-    """Bytes that a node's kernel reads and writes, each operand once, as if nothing were in a cache.
+    """Return the bytes that a node's kernel reads and writes, each operand once, without caches.
 
-    0 for what runs no kernel (views, waits, inputs, uninitialised memory), and for collectives, see `sent_bytes`.
+    0 for nodes without a kernel (views, waits, inputs, uninitialised memory), and for collectives, see `sent_bytes`.
     """
     if node.op != "call_function" or not isinstance(node.target, OpOverload):
         return 0  # a higher-order op is no kernel; getitem and arithmetic of sizes move nothing
@@ -122,7 +125,7 @@ _LOOK_UP = (aten.embedding, aten.index, aten.index_select, aten.gather)
 
 
 def _read_bytes(source: Node) -> Size:
-    """Bytes of an operand in memory: an expanded dimension is read once."""
+    """Return the bytes of an operand in memory: an expanded dimension is read once."""
     value = source.meta.get("val")
     if not isinstance(value, Tensor) or value.layout is not torch.strided:
         return tensor_bytes(value)
@@ -132,12 +135,12 @@ def _read_bytes(source: Node) -> Size:
 
 
 def sent_bytes(node: Node, size: int) -> Size | None:
-    """Bytes that each of `size` ranks must send for a collective, see `Collective.shares`.
+    """Return the bytes that each of `size` ranks must send for a collective, see `Collective.shares`.
 
     Fractions of a byte count as one.
 
     Returns:
-        0 for a node that is no collective, None for a collective of a kind that is not known here.
+        0 for a node that is no collective, None for a collective of an unknown kind.
     """
     found = collective_of(node)
     if found is None:
@@ -153,13 +156,13 @@ def sent_bytes(node: Node, size: int) -> Size | None:
 
 @dataclass(frozen=True)
 class CostModel:
-    """Seconds of nodes on a device and over links.
+    """A model of the times of nodes on a device and over links.
 
     Attributes:
-        device: What computes.
+        device: The device.
         axes: The mesh axes that collectives may run over.
         links: Process group -> its link, for all kinds of collectives or one for each.
-        tiers: Tier of offloaded tensors -> the way there.
+        tiers: Tier of offloaded tensors -> the link to it.
     """
 
     device: Device
@@ -169,21 +172,21 @@ class CostModel:
 
     @staticmethod
     def default(axes: Sequence[MeshAxis] = (), *, device_type: str = "cpu") -> CostModel:
-        """A model with the figures of `DEVICES` and `LINKS`.
+        """Return a model with the values of `DEVICES` and `LINKS`.
 
-        Those of "cuda" stand for every accelerator that is not listed.
+        Those of "cuda" are used for every accelerator that is not listed.
         """
         links = {axis.group: default_links(axis.backend, device_type=device_type) for axis in axes}
         device, tiers = DEVICES.get(device_type, DEVICES["cuda"]), TIERS.get(device_type, TIERS["cuda"])
         return CostModel(device, tuple(axes), MappingProxyType(links), tiers)
 
     def seconds(self, node: Node) -> float | None:
-        """How long a node takes by itself: a kernel by its roofline, a collective from its start to its end.
+        """Return the time of a node by itself: a kernel by its roofline, a collective from its start to its end.
 
-        A wait takes no time of its own. Sizes that only the data decide count as `UNKNOWN_SIZE`.
+        A wait takes no time of its own. Data-dependent sizes count as `UNKNOWN_SIZE`.
 
         Returns:
-            Seconds; None for a collective that is not known: of another kind, or of a group outside the mesh.
+            Seconds; None for an unknown collective: of another kind, or of a group outside the mesh.
         """
         if is_collective(node):
             return self._transfer_seconds(node)
@@ -194,32 +197,32 @@ class CostModel:
         return self.kernel_seconds(operations, moved, dtype=computed_dtype(node))
 
     def kernel_seconds(self, operations: int, moved: int, *, dtype: torch.dtype | None = None) -> float:
-        """How long a kernel takes that does so many operations and moves so many bytes; 0 if there is none.
+        """Return the time of a kernel with these operations and moved bytes; 0 if there are none.
 
         Args:
             operations: Floating-point operations.
             moved: Bytes read and written.
-            dtype: What it computes with, see `computed_dtype`.
+            dtype: The dtype in which it computes, see `computed_dtype`.
         """
         if not operations and not moved:
             return 0.0
         return self.device.kernel_s + max(operations / self.device.rate(dtype), moved / self.device.bytes_per_s)
 
     def tier_seconds(self, tier: str, size: int) -> float:
-        """How long so many bytes take to a tier ("host", "disk") or back."""
+        """Return the time to move `size` bytes to a tier ("host", "disk") or back."""
         link = self.tiers[tier]
         return link.latency_s + size / link.bytes_per_s
 
     def transfer_seconds(self, kind: str, group: str, sent: int) -> float | None:
-        """How long a collective takes from its start to its end.
+        """Return the time of a collective from its start to its end.
 
         Args:
-            kind: As `collective_kind` names it: "all_reduce".
+            kind: Its name by `collective_kind`: "all_reduce".
             group: Name of the process group.
             sent: Bytes that each rank sends, see `sent_bytes`.
 
         Returns:
-            Seconds; None for a kind that is not known, or a group outside the mesh.
+            Seconds; None for an unknown kind, or a group outside the mesh.
         """
         links = self.links.get(group)
         sizes = [axis.size for axis in self.axes if axis.group == group]
@@ -237,7 +240,7 @@ class CostModel:
 
 
 def computed_dtype(node: Node) -> torch.dtype | None:
-    """The dtype of a node's (first) result, which decides how fast a device computes it; None where there is none."""
+    """Return the dtype of a node's (first) result, which decides the device's speed; None if there is none."""
     value = node.meta.get("val")
     first = value[0] if isinstance(value, (tuple, list)) and value else value
     return first.dtype if isinstance(first, Tensor) else None

@@ -1,4 +1,4 @@
-"""What of a graph depends on what."""
+"""Dependencies between the nodes of a graph."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def dependencies(gm: GraphModule) -> nx.DiGraph[Node]:
-    """An arrow from each node to each that reads it."""
+    """Return a graph with an edge from each node to each of its readers."""
     import networkx as nx  # as torch does, when it is needed: it takes a third of a second
 
     graph: nx.DiGraph[Node] = nx.DiGraph()
@@ -22,7 +22,7 @@ def dependencies(gm: GraphModule) -> nx.DiGraph[Node]:
 
 
 def computed_from(graph: nx.DiGraph[Node], sources: Iterable[Node]) -> set[Node]:
-    """The sources, and all that depends on one of them."""
+    """Return the sources, and all nodes that depend on one of them."""
     import networkx as nx
 
     found = set(sources)
@@ -30,7 +30,7 @@ def computed_from(graph: nx.DiGraph[Node], sources: Iterable[Node]) -> set[Node]
 
 
 def readers(graph: nx.DiGraph[Node], value: Node, *, through: Callable[[Node], bool]) -> set[Node]:
-    """The nodes that read a value, or what a chain of nodes that answer to `through` makes of it."""
+    """Return the nodes that read a value, directly or through a chain of nodes for which `through` is true."""
     import networkx as nx
 
     chains = nx.subgraph_view(graph, filter_node=lambda node: node is value or through(node))

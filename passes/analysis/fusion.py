@@ -1,10 +1,10 @@
-"""What Inductor's fusion spares: results that are computed where they are read, and results written over an operand.
+r"""The memory that Inductor's fusion saves: inlined results, and results written over an operand.
 
-A model of few rules, which are those of Inductor's lowering (torch 2.13) before its scheduler fuses any further:
+A model with a few rules of Inductor's lowering (torch 2.13) before its scheduler fuses further:
 
-- A pointwise result is part of the kernels that read it, unless something that is no such kernel (a matrix product, a
-  collective, the caller) needs it in memory, or computing it takes too many reads: more than
-  `realize_acc_reads_threshold` where one kernel needs it, more than `realize_reads_threshold` where several do.
+- A pointwise result is part of the kernels that read it, unless another reader (a matrix product, a collective, the
+  caller) needs it in memory, or computing it takes too many reads: more than `realize_acc_reads_threshold` for one
+  reading kernel, more than `realize_reads_threshold` for several.
 - A kernel writes its result over an operand of the same size that nothing needs afterwards.
 - What such kernels compute for a concatenation they write into its result, which is allocated for the first of them.
 """
@@ -72,7 +72,7 @@ _VIEWS = {aten._unsafe_view, aten.reshape}  # besides those that say so
 
 
 def inlined(nodes: Sequence[Node]) -> frozenset[Node]:
-    """The nodes of a graph whose results are never in memory."""
+    """Return the nodes of a graph whose results are never in memory."""
     found: set[Node] = set()
     reads: dict[Node, int] = {}  # how many values in memory it takes to compute a value, where that is not one
     for node in nodes:
@@ -89,17 +89,17 @@ def inlined(nodes: Sequence[Node]) -> frozenset[Node]:
 
 
 def writes_over_operands(node: Node) -> bool:
-    """Whether a node's kernel may write its result where one of its operands lies."""
+    """Return whether a node's kernel may write its result over one of its operands."""
     return _computes_what_it_reads(node)
 
 
 def is_concatenation(node: Node) -> bool:
-    """Whether a node joins its operands, so that they may be computed where they end up."""
+    """Return whether a node joins its operands, so that they may be computed directly in its result."""
     return isinstance(node.target, OpOverload) and node.target.overloadpacket is aten.cat
 
 
 def _readers(node: Node) -> list[Node]:
-    """What reads a node's result, through views."""
+    """Return the readers of a node's result, also through views."""
     return [reader for user in node.users for reader in (_readers(user) if _is_view(user) else [user])]
 
 

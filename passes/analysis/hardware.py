@@ -1,4 +1,4 @@
-"""How fast devices compute and links carry: what is documented here, or what `dsgraph calibrate` has measured."""
+"""The speed of devices and links: documented values, or measurements of `dsgraph calibrate`."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ class Link:
     bytes_per_s: float
 
     def of(self, kind: str) -> Link:
-        """Itself: the same for every kind of collective."""
+        """Return the link itself: it is the same for every kind of collective."""
         return self
 
     def has(self, kind: str) -> bool:
-        """Whether there are figures of this kind by itself: there are not."""
+        """Return False: there are no separate values for single kinds."""
         return False
 
 
@@ -30,31 +30,31 @@ class LinkTable:
     """A connection that a backend uses better for some kinds of collectives than for others.
 
     Attributes:
-        usual: For every kind that is not listed.
-        kinds: Kind of collective (as `collective_kind` names it), its link; each kind once.
+        usual: The link for every kind that is not listed.
+        kinds: Kind of collective (by `collective_kind`) and its link; each kind once.
     """
 
     usual: Link
     kinds: tuple[tuple[str, Link], ...] = ()
 
     def of(self, kind: str) -> Link:
-        """The link that a kind of collective sees."""
+        """Return the link for a kind of collective."""
         return next((link for name, link in self.kinds if name == kind), self.usual)
 
     def has(self, kind: str) -> bool:
-        """Whether there are figures of this kind by itself."""
+        """Return whether there are separate values for this kind."""
         return any(name == kind for name, _ in self.kinds)
 
 
 @dataclass(frozen=True)
 class Device:
-    """What computes.
+    """A device that computes.
 
     Attributes:
-        flops_per_s: Floating-point operations a second that a large matrix product reaches.
-        bytes_per_s: Bytes a second that a large copy reads and writes.
-        kernel_s: Seconds that a kernel takes which does nothing.
-        of_dtype: Name of a dtype (without `torch.`), its operations a second where they are others than `flops_per_s`.
+        flops_per_s: Floating-point operations per second of a large matrix product.
+        bytes_per_s: Bytes per second that a large copy reads and writes.
+        kernel_s: Seconds of an empty kernel.
+        of_dtype: Name of a dtype (without `torch.`) and its operations per second, if they differ from `flops_per_s`.
     """
 
     flops_per_s: float
@@ -63,7 +63,7 @@ class Device:
     of_dtype: tuple[tuple[str, float], ...] = ()
 
     def rate(self, dtype: torch.dtype | None) -> float:
-        """Floating-point operations a second on a dtype; None for one that is not known."""
+        """Return the floating-point operations per second for a dtype; None means an unknown dtype."""
         name = str(dtype).removeprefix("torch.")
         return next((rate for listed, rate in self.of_dtype if listed == name), self.flops_per_s)
 
@@ -93,10 +93,10 @@ class Gpu:
     """A GPU that code can be generated for without having it.
 
     Attributes:
-        name: As its maker calls it.
-        device: How fast it is.
-        multiprocessors: How many it has.
-        shared_bytes: Shared memory that one block may use, at most.
+        name: Its product name.
+        device: Its speed.
+        multiprocessors: Number of multiprocessors.
+        shared_bytes: Largest shared memory of one block.
         l2_bytes: Its second cache.
         memory_bytes: Its memory.
     """
@@ -110,12 +110,12 @@ class Gpu:
 
 
 def _of_peaks(tensor_core: float, bandwidth: float, **others: float) -> Device:
-    """A device from the peaks of its data sheet, of which kernels reach a part: products 0.7, copies 0.85.
+    """Return a device from the peaks of its data sheet; kernels reach a share of them: products 0.7, copies 0.85.
 
     Args:
-        tensor_core: Dense bf16 and fp16 operations a second.
-        bandwidth: Bytes a second of its memory.
-        others: Dtype -> operations a second.
+        tensor_core: Dense bf16 and fp16 operations per second.
+        bandwidth: Bytes per second of its memory.
+        others: Dtype -> operations per second.
     """
     rates = tuple((dtype, 0.7 * rate) for dtype, rate in sorted(others.items()))
     return Device(0.7 * tensor_core, 0.85 * bandwidth, kernel_s=5e-6, of_dtype=rates)
@@ -160,5 +160,5 @@ LINKS: Mapping[str, LinkTable] = MappingProxyType(
 
 
 def default_links(backend: str, *, device_type: str) -> LinkTable:
-    """The links of `LINKS`; a backend that is not listed has what is usual on the device: on the CPU gloo's."""
+    """Return the links of `LINKS`; an unlisted backend gets the default of the device: gloo's on the CPU."""
     return LINKS.get(backend, LINKS["gloo" if device_type == "cpu" else "nccl"])

@@ -1,4 +1,4 @@
-"""Scratch memory: what a CPU kernel allocates and frees while it runs, besides its results.
+"""Scratch memory: the bytes that a CPU kernel allocates and frees while it runs, besides its results.
 
 Neither graphs nor schemas show it. Each bound was measured at torch's allocator (torch 2.13, oneDNN with AVX-512, one
 and four threads):
@@ -9,7 +9,7 @@ and four threads):
     upsampling      a contiguous copy of both sides; in the backward of the gradient
     dropout         its mask in the type of its operand
     losses          the loss of each element, before it is averaged
-    pointwise       a copy of each operand that is converted to the type that is computed in
+    pointwise       a copy of each operand that is converted to the compute type
     backwards       a contiguous copy of an expanded gradient
     repeated draws  the generator's own state, beside what the op itself uses
 """

@@ -1,4 +1,4 @@
-"""The 0-1 knapsack: what is worth most of what fits."""
+"""The 0-1 knapsack problem: the most valuable items that fit."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ _PARTS = 1000
 
 
 def most_valuable(sizes: Sequence[int], values: Sequence[float], *, room: int) -> list[int]:
-    """The items that fit into `room` together and are worth most, as nearly as two ways of choosing find them.
+    """Return the most valuable items that fit into `room` together, as nearly as two heuristics find them.
 
-    Dynamic programming over room (Bellman, 1957) finds the best of few items. Of hundreds it rounds away too much: an
-    item smaller than a part takes a whole one. There the items of the highest value a byte, one after the other
-    (Dantzig, 1957), are often worth more. The better of the two is taken.
+    Dynamic programming over room (Bellman, 1957) finds the best of few items. For hundreds its rounding loses too much:
+    an item smaller than a part takes a full part. Then a greedy choice by value per byte (Dantzig, 1957) is often
+    better. The better of the two is returned.
 
     Args:
-        sizes: Of the items, in the unit of `room`.
-        values: What they are worth.
-        room: What they share.
+        sizes: Sizes of the items, in the unit of `room`.
+        values: Their values.
+        room: The available room.
 
     Returns:
-        Their numbers, ascending; of two sets that are worth the same always the same.
+        Their numbers, ascending; deterministic among sets of equal value.
     """
     candidates = by_parts(sizes, values, room=room), by_density(sizes, values, room=room)
     return max(candidates, key=lambda chosen: math.fsum(values[number] for number in chosen))
 
 
 def by_parts(sizes: Sequence[int], values: Sequence[float], *, room: int) -> list[int]:
-    """Dynamic programming over room in thousandths; then the most valuable items into what rounding up has left."""
+    """Solve by dynamic programming over thousandths of room; then fill the rest with the most valuable items."""
     part = max(1, -(-room // _PARTS))
     parts = max(0, room // part)
     best = [0.0] * (parts + 1)  # by the parts that may be used
@@ -50,7 +50,7 @@ def by_parts(sizes: Sequence[int], values: Sequence[float], *, room: int) -> lis
 
 
 def by_density(sizes: Sequence[int], values: Sequence[float], *, room: int) -> list[int]:
-    """The items in the order of their value a byte, each that still fits."""
+    """Choose items in the order of their value per byte, each that still fits."""
     ordered = sorted(range(len(sizes)), key=lambda number: (-values[number] / max(1, sizes[number]), number))
     return _fill((), ordered, sizes, room=room)
 

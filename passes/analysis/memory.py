@@ -1,8 +1,8 @@
-"""How much memory a graph needs: live bytes at every node, as the eager code generator runs it.
+"""The memory of a graph: live bytes at every node, as the eager code generator runs it.
 
-Nodes run in program order. A node's results are allocated when it runs, and a piece of memory is freed behind the last
-use of the last value that lies in it: views, waits and in-place results lie in their argument's. Nothing is run: sizes
-and aliases are read off fake tensors and schemas.
+Nodes run in program order. A node's results are allocated when it runs, and a piece of memory is freed after the last
+use of the last value in it: views, waits and in-place results share their argument's memory. Nothing is run: sizes and
+aliases are read off fake tensors and schemas.
 """
 
 from __future__ import annotations
@@ -36,22 +36,22 @@ def simulate(
     roots: Mapping[str, str] = MappingProxyType({}),
     fused: bool = False,
 ) -> GraphMemory:
-    """The memory of `gm` as the eager code generator runs it, or, `fused`, about as Inductor does.
+    """Return the memory of `gm` as the eager code generator runs it, or, with `fused`, roughly as Inductor does.
 
-    Besides what the graph shows, two things are known of kernels: a collective reads its argument until its wait,
-    unless it works on a copy; and kernels of the CPU have scratch memory while they run, see `kernel_scratch`.
+    Two properties of kernels are included that the graph does not show: a collective reads its argument until its wait,
+    unless it works on a copy; and CPU kernels use scratch memory, see `kernel_scratch`.
 
     Args:
         gm: A graph of ATen ops with fake values on its nodes.
-        owned: Names of inputs that the caller holds: alive all the time. Others are freed behind their last use. By
-            default those that were inputs of the captured graph, so that what is freed are tangents and saved values.
-        roots: For inputs that are results of another graph, the piece of memory in which each lies there: inputs in
-            the same piece are counted once. Of other inputs, fake tensors tell.
-        fused: By the rules of `fusion`: what is computed where it is read takes no memory, and what it is made of lives
-            until then; and a result may lie where an operand lay.
+        owned: Names of inputs that the caller holds: alive all the time. Others are freed after their last use. By
+            default those that were inputs of the captured graph, so that tangents and saved values are freed.
+        roots: For inputs that are results of another graph, their piece of memory there: inputs in the same piece are
+            counted once. For other inputs, fake tensors show it.
+        fused: Use the rules of `fusion`: inlined results take no memory, and their operands live until they are read;
+            and a result may be written over an operand.
 
     Returns:
-        Bytes, in which a size that only the data decide counts as `UNKNOWN_SIZE`.
+        Bytes; data-dependent sizes count as `UNKNOWN_SIZE`.
     """
     nodes = list(gm.graph.nodes)
     table = _Table(roots, inlined=inlined(nodes) if fused else frozenset(), fused=fused)
@@ -82,10 +82,10 @@ def simulate(
 
 
 class _Table:
-    """In which pieces of memory each value lies.
+    """The pieces of memory of each value.
 
     Attributes:
-        pieces: All pieces, in the order in which they come to life; `last` is not known yet.
+        pieces: All pieces, in the order of allocation; `last` is not known yet.
     """
 
     def __init__(self, given_roots: Mapping[str, str], *, inlined: Collection[Node], fused: bool) -> None:
@@ -99,11 +99,11 @@ class _Table:
         self._inputs: dict[str | int, str] = {}  # piece of another graph, or storage -> piece
 
     def names(self, node: Node) -> tuple[str, ...]:
-        """The pieces in which a node's value lies, in order, each once."""
+        """Return the pieces of a node's value, in order, each once."""
         return self._names.get(node, ())
 
     def place(self, node: Node, number: int) -> None:
-        """Notes where a node's results lie. Nodes come in program order."""
+        """Assign pieces to a node's results. Nodes come in program order."""
         places = self._places_of(node, number)
         body = body_called(node) if is_region_call(node) else None
         inside = scratch_bytes(node, fused=self._fused) if body is None else self._inside(body)
@@ -113,7 +113,7 @@ class _Table:
         self._names[node] = tuple(dict.fromkeys(chain(*places)))
 
     def _inside(self, body: GraphModule) -> int:
-        """What a region has alive at its peak besides what it is given and returns."""
+        """Return the peak bytes inside a region, without its arguments and results."""
         if body not in self._bodies:
             memory = simulate(body, owned=[n.name for n in body.graph.find_nodes(op="placeholder")], fused=self._fused)
             own = [piece for piece in memory.pieces if not piece.owned]
@@ -184,7 +184,7 @@ def _outputs(nodes: Sequence[Node]) -> list[Node | None]:
 
 
 def _last_uses(nodes: Sequence[Node], table: _Table) -> list[int]:
-    """For each piece, the number of the node behind which it can be freed."""
+    """Return, for each piece, the number of the node after which it can be freed."""
     last = {piece.node: piece.first for piece in table.pieces}
     for number, node in enumerate(nodes):
         if node.op == "placeholder" and not node.users:
@@ -199,7 +199,7 @@ def _last_uses(nodes: Sequence[Node], table: _Table) -> list[int]:
 
 
 def _read_until(wait: Node, table: _Table) -> list[str]:
-    """The pieces that the collective which `wait` ends reads meanwhile."""
+    """Return the pieces that the collective which `wait` ends reads until then."""
     started = collective_of(collective_behind(wait))
     if started is None or not started.is_read_until_wait:
         return []
@@ -215,7 +215,7 @@ def _live_bytes(pieces: Sequence[Piece], count: int) -> tuple[int, ...]:
 
 
 def _written_over(nodes: Sequence[Node], table: _Table, ends: Sequence[int], staying: Collection[str]) -> list[int]:
-    """`ends` with each operand that a kernel writes its result over freed ahead of that result."""
+    """Return `ends`, with an operand that a kernel overwrites by its result freed before that result."""
     changed = list(ends)
     number_of = {piece.node: number for number, piece in enumerate(table.pieces)}
     for result in table.pieces:
@@ -233,7 +233,7 @@ def _written_over(nodes: Sequence[Node], table: _Table, ends: Sequence[int], sta
 
 
 def _written_into(nodes: Sequence[Node], table: _Table) -> list[Piece]:
-    """The pieces, with what loops compute for a concatenation as parts of its result, which is there from the first."""
+    """Return the pieces, with results of a concatenation's loops as parts of its result, allocated with the first."""
     changed = list(table.pieces)
     number_of = {piece.node: number for number, piece in enumerate(table.pieces)}
     for result, piece in enumerate(table.pieces):

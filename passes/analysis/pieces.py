@@ -1,4 +1,4 @@
-"""Pieces of memory, and what a graph has of them: what `memory.simulate` finds."""
+"""Pieces of memory, and the memory of a graph as `memory.simulate` finds it."""
 
 from __future__ import annotations
 
@@ -9,29 +9,29 @@ from functools import cached_property
 
 
 class MemoryKind(Enum):
-    """What a piece of memory is for."""
+    """The purpose of a piece of memory."""
 
     INPUT = "input"
-    """It comes into the graph."""
+    """An input of the graph."""
     COMMUNICATION = "communication"
     """A collective's result, such as a gathered parameter."""
     OUTPUT = "output"
-    """It leaves the graph."""
+    """An output of the graph."""
     OTHER = "other"
-    """What is computed in between."""
+    """An intermediate result."""
 
 
 @dataclass(frozen=True)
 class Piece:
-    """A piece of memory that one node allocates, or that comes in with an input.
+    """A piece of memory that one node allocates, or that belongs to an input.
 
     Attributes:
         node: The node or input; `name:i` for the i-th result of a node that gives several.
         bytes: Its size.
-        kind: What it is for.
-        first: Number of the node at which it comes to life; 0 for an input.
-        last: Number of the node that uses it last; the number of nodes for what stays alive.
-        owned: Whether the caller holds it, so that it outlives the graph.
+        kind: Its purpose.
+        first: Number of the node that allocates it; 0 for an input.
+        last: Number of the node that uses it last; the number of nodes if it stays alive.
+        owned: True if the caller holds it, so that it outlives the graph.
     """
 
     node: str
@@ -48,10 +48,10 @@ class GraphMemory:
 
     Attributes:
         nodes: Names of the nodes, in program order.
-        live: For each node, bytes alive while it runs: what it reads, what it writes and what later nodes need.
-        pieces: All pieces of memory, in the order in which they come to life.
-        roots: Node name -> the pieces in which its value lies, by their names. A node without tensors has none.
-        outputs: For each of the graph's outputs the node that gives it; None for an output that is a constant.
+        live: For each node, bytes alive while it runs: its arguments, its results and values that later nodes need.
+        pieces: All pieces of memory, in the order of allocation.
+        roots: Node name -> names of the pieces of its value. A node without tensors has none.
+        outputs: For each of the graph's outputs its node; None for a constant output.
     """
 
     nodes: tuple[str, ...]
@@ -72,19 +72,19 @@ class GraphMemory:
 
     @property
     def peak_index(self) -> int:
-        """Number of the first node at which that is so."""
+        """Number of the first node at the peak."""
         return self.live.index(self.peak) if self.live else 0
 
     @property
     def peak_node(self) -> str:
-        """Its name; empty for a graph without nodes."""
+        """Name of the first node at the peak; empty for a graph without nodes."""
         return self.nodes[self.peak_index] if self.nodes else ""
 
     def bytes_of(self, names: Collection[str]) -> int:
-        """Bytes of the named pieces."""
+        """Return the bytes of the named pieces."""
         return sum(self.by_name[name].bytes for name in names)
 
     def alive_at(self, index: int) -> list[Piece]:
-        """What is alive while the node of this number runs, largest first."""
+        """Return the pieces that are alive while the node of this number runs, largest first."""
         found = [piece for piece in self.pieces if piece.first <= index <= piece.last]
         return sorted(found, key=lambda piece: -piece.bytes)

@@ -1,4 +1,4 @@
-"""When each node of a graph is predicted to run: the computation in one lane, transfers in another, one by one."""
+"""Predicted times of the nodes of a graph: computation in one lane, transfers one by one in another."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ class PredictedTimes:
     """Predicted times, in seconds from the start of a graph.
 
     Attributes:
-        begins: When the computation comes to each node; to a wait: when it gets past it.
-        ends: When each collective is through.
-        seconds: How long each collective takes by itself.
+        begins: When the computation reaches each node; for a wait: when it passes it.
+        ends: When each collective ends.
+        seconds: Time of each collective by itself.
     """
 
     begins: Mapping[Node, float]
@@ -36,13 +36,13 @@ def predict(
     early: Collection[Node] = frozenset(),
     unwaited: Collection[Node] = frozenset(),
 ) -> PredictedTimes:
-    """The schedule of a graph whose collectives share one link, in program order.
+    """Return the schedule of a graph whose collectives share one link, in program order.
 
     Args:
-        nodes: In program order.
-        costs: A collective whose time is not known counts as nothing.
-        early: Collectives that are taken to have been asked for at the very start, wherever they stand.
-        unwaited: Collectives whose waits are taken to cost nothing.
+        nodes: The nodes, in program order.
+        costs: The cost model; a collective of unknown time counts as 0.
+        early: Collectives that are assumed to start at the beginning, wherever they are.
+        unwaited: Collectives whose waits are assumed to cost nothing.
     """
     now = free = 0.0
     begins: dict[Node, float] = {}

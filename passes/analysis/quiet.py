@@ -1,4 +1,4 @@
-"""Silences libraries that write to stdout and stderr directly and have no option against it."""
+"""Silencing of libraries that write to stdout and stderr directly and have no option against it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which values of a graph are the same on every rank of a group, as far as the graph proves it."""
+"""Values of a graph that are the same on every rank of a group, as far as the graph proves it."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ _DETERMINISTIC_NAMESPACES = frozenset({"aten", "prims", "dsgraph", _c10d.name})
 
 
 def replicated_values(gm: GraphModule, group: str, *, replicated_inputs: Collection[Node]) -> set[Node]:
-    """The nodes whose values are equal, bit for bit, on all ranks of a group.
+    """Return the nodes whose values are equal, bit for bit, on all ranks of a group.
 
-    Inputs are replicated as the caller says. A sum, a gather or a broadcast over the group makes any value so. An op
-    that is deterministic makes replicated values of replicated ones. Random ops, ops of unknown libraries, higher-order
-    ops and what hangs on the rank do not.
+    The caller names the replicated inputs. A sum, a gather or a broadcast over the group makes any value replicated. A
+    deterministic op has replicated results if its arguments are replicated. Random ops, ops of unknown libraries,
+    higher-order ops and ops that depend on the rank do not.
 
     Args:
         gm: A graph of ATen ops.
@@ -51,7 +51,7 @@ def _is_replicated(node: Node, group: str, known: set[Node]) -> bool:
 
 
 def _is_deterministic(target: Any, call: dict[str, Any], group: str) -> bool:
-    """Whether an op makes equal results of equal operands on every rank of the group."""
+    """Return whether an op gives equal results for equal operands on every rank of the group."""
     if not isinstance(target, OpOverload):
         return getattr(target, "__module__", "") in ("_operator", "operator")  # an item of a tuple, a sum of sizes
     if target.namespace not in _DETERMINISTIC_NAMESPACES or target is _own.own_slice.default:

@@ -1,4 +1,4 @@
-"""Sizes of fake tensors: bytes, as numbers or as sympy expressions, and the numbers behind symbols."""
+"""Sizes of fake tensors: bytes, as numbers or as sympy expressions, and the values of symbols."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ UNKNOWN_SIZE = 8192
 
 
 def tensor_bytes(value: object) -> Size:
-    """Bytes of a (fake) tensor's elements; of all tensors in a tuple or list; 0 for anything else."""
+    """Return the bytes of a (fake) tensor's elements; of all tensors in a tuple or list; 0 for anything else."""
     if isinstance(value, (tuple, list)):
         return sum((tensor_bytes(item) for item in value), 0)
     if not isinstance(value, Tensor):
@@ -31,7 +31,7 @@ def tensor_bytes(value: object) -> Size:
 
 
 def size_hints(value: object) -> Mapping[sympy.Symbol, int]:
-    """The numbers behind the symbols in the sizes of a fake tensor, or of tensors in a tuple or list."""
+    """Return the values of the symbols in the sizes of a fake tensor, or of tensors in a tuple or list."""
     if isinstance(value, (tuple, list)):
         return {symbol: number for item in value for symbol, number in size_hints(item).items()}
     sizes: Sequence[object] = value.shape if isinstance(value, Tensor) else (value,)
@@ -49,12 +49,12 @@ def hint(
     *,
     unknown: int | None = None,
 ) -> int:
-    """The number behind a size: that of the run for which the graph was traced.
+    """Return the value of a size in the run for which the graph was traced.
 
     Args:
         size: A number, an expression, or a symbolic size of a fake tensor, which knows its own symbols.
         hints: Symbol -> number, from `size_hints`.
-        unknown: What stands for a symbol that has no number.
+        unknown: The value of a symbol without a number.
 
     Raises:
         PassError: A symbol has no number, and `unknown` is None.
@@ -74,7 +74,7 @@ def hint(
 
 
 def number_of(node: Node, size: Size) -> int:
-    """The number behind a size that was worked out for a node; what only the data decide counts as `UNKNOWN_SIZE`."""
+    """Return the value of a size that belongs to a node; data-dependent sizes count as `UNKNOWN_SIZE`."""
     if not isinstance(size, sympy.Expr):
         return int(size)
     hints = size_hints([value.meta.get("val") for value in (node, *node.all_input_nodes)])

@@ -1,11 +1,11 @@
-"""How much memory a step of training needs: forwards, backwards and the optimizer, from the memory of their graphs.
+"""The memory of a training step: forwards, backwards and the optimizer, from the memory of their graphs.
 
 A step goes like this; its caller holds parameters, gathered copies, optimizer state, buffers and the batch.
 
     refresh        gathered copies are gathered in place
-    forward 0..n   one a captured graph; adds what is saved for the backward, and hands its outputs to the next
-    backward n..0  each frees what its forward saved, and leaves gradients
-    optimizer      gradients beside parameters and state; it is taken to need nothing else, as fused ones do
+    forward 0..n   one per captured graph; adds saved values for the backward, and passes its outputs to the next
+    backward n..0  each frees the values that its forward saved, and leaves gradients
+    optimizer      gradients beside parameters and state; it is assumed to need nothing else, like fused ones
 """
 
 from __future__ import annotations
@@ -38,20 +38,20 @@ class PairMemory:
     """The memory of one captured graph.
 
     Attributes:
-        forward: Of its forward.
-        backward: Of its backward; None where nothing needs a gradient.
+        forward: Memory of its forward.
+        backward: Memory of its backward; None if nothing needs a gradient.
         params: Input of the forward -> parameter.
         gathered_copies: Inputs of the forward that are gathered copies of parameters -> the parameter's name.
-        gradients: Parameter's name -> the piece of the backward in which its gradient lies.
+        gradients: Parameter's name -> the piece of the backward that holds its gradient.
         saved: Pieces that the forward allocates and the backward reads.
-        read_again: Pieces that come into the forward and that the backward reads as well.
-        outputs: Pieces that the forward allocates and hands to its caller.
-        copy_bytes: What they hold: as many rows of each rank, of which some may be padding.
+        read_again: Inputs of the forward that the backward reads as well, as pieces.
+        outputs: Pieces that the forward allocates and returns to its caller.
+        copy_bytes: Bytes of gathered copies: equally many rows of each rank, some of which may be padding.
         unread: Parameters of the model that the graph does not read, which the step still keeps in memory.
         unread_copies: Bytes of their gathered copies.
         keeps_outputs: True if the caller is assumed to keep the model's outputs, which `saved` does not include then.
-        buffers: Of each graph, the most bytes through which parameters on disk, and their gradients, pass at once.
-        stores: Of the backward, by input of the forward: when the gradients of parameters on disk are stored.
+        buffers: For each graph, the peak bytes of buffers for parameters on disk and their gradients.
+        stores: Moments of the backward, by input of the forward, when gradients of parameters on disk are stored.
         random_states: The states of random number generators among `saved`.
     """
 
@@ -84,17 +84,17 @@ def pair_memory(
     unread: tuple[ParameterSpec, ...] = (),
     unread_copies: int = 0,
 ) -> PairMemory:
-    """The memory of a captured graph, from its graphs as the code generator gets them.
+    """Return the memory of a captured graph, from its graphs as the code generator gets them.
 
     Args:
-        forward: What the passes of the forward phase left.
-        backward: The same of the backward phase; None where nothing needs a gradient.
+        forward: The graph after the passes of the forward phase.
+        backward: The graph after the passes of the backward phase; None if nothing needs a gradient.
         params: Placeholders of the forward -> parameters, see `PassContext`.
-        roles: Placeholders of the forward -> what they are, see `PassContext`.
-        axes: Of the mesh.
+        roles: Placeholders of the forward -> their roles, see `PassContext`.
+        axes: Axes of the mesh.
         fused: For Inductor, see `simulate`.
-        keeps_outputs: Whether the caller keeps the model's outputs during the backward, such as logits, also
-            where the backward reads it and would free it.
+        keeps_outputs: True if the caller keeps the model's outputs, such as logits, during the backward, even if the
+            backward reads them and would free them.
         unread: See `PairMemory`.
         unread_copies: See `PairMemory`.
     """
@@ -160,7 +160,7 @@ def _gradients(
 
 
 def _gathered_copies(roles: Mapping[str, GraphInput], params: Mapping[str, ParameterSpec]) -> dict[str, str]:
-    """Those whose shards come into the graph as well: under `accumulate` a graph may read copies alone."""
+    """Return the gathered copies, by input; under `accumulate` a graph may read copies without their shards."""
     split = {info.name for info in params.values() if info.placement == "shard"}
     copies = {node: item.parameter for node, item in roles.items() if item.role is InputRole.GATHERED_COPY}
     return {node: parameter for node, parameter in copies.items() if parameter in split}
@@ -189,7 +189,7 @@ class PhaseMemory:
     Attributes:
         name: "refresh", "forward 0", "backward 0", "optimizer".
         node: The node at the peak; empty outside graphs.
-        composition: What it is made of, bytes by `PARTS`.
+        composition: Its bytes by `PARTS`.
     """
 
     name: str
@@ -208,9 +208,9 @@ class StepMemory:
 
     Attributes:
         phases: Its phases, in order.
-        below: "host" or "disk" -> what lies there all the time, bytes by `PARTS`.
-        buffers: Of memory past the device's allocator, through which graphs read and write what lies on disk: the most
-            at once. Phases leave them out.
+        below: "host" or "disk" -> bytes stored there all the time, by `PARTS`.
+        buffers: Peak bytes of buffers outside the device's allocator for transfers to and from disk. Phases do not
+            include them.
     """
 
     phases: tuple[PhaseMemory, ...]
@@ -219,7 +219,7 @@ class StepMemory:
 
     @property
     def at_peak(self) -> PhaseMemory:
-        """The (first) phase that needs most."""
+        """The (first) phase with the highest peak."""
         return max(self.phases, key=lambda phase: phase.bytes)
 
     @property
@@ -235,24 +235,25 @@ def simulate_step(
     keeps_outputs: bool = False,
     other_bytes: int = 0,
 ) -> StepMemory:
-    """The memory of a step that runs the given graphs, one after the other, and then the optimizer.
+    """Return the memory of a step that runs the given graphs, one after the other, and then the optimizer.
 
-    Gradients are set to None before each step, and there is no accumulation. Between graphs, an input that is as large
-    as an earlier graph's output is taken to be that output.
+    Gradients are set to None before each step, and there is no accumulation. An input with the size of an earlier
+    graph's output is assumed to be that output.
 
     Args:
         pairs: The captured graphs of the model's forward, in the order in which they run.
-        optimizer_state: How many tensors of the shape of its shard the optimizer keeps for each trainable parameter.
-        keeps_outputs: Whether the program keeps all outputs of the model, such as logits, instead of only the loss:
-            while the backward runs, and while the next forward does, since `out = model(batch)` lets go of the old
-            outputs when it has new ones.
-        other_bytes: Whatever the program holds besides.
+        optimizer_state: Number of tensors of the shape of its shard that the optimizer keeps for each trained
+            parameter.
+        keeps_outputs: True if the program keeps all outputs of the model, such as logits, instead of only the loss:
+            during the backward, and during the next forward, because `out = model(batch)` frees the old outputs when it
+            has new ones.
+        other_bytes: Bytes of the program's other tensors.
     """
     return _Step(pairs, optimizer_state, keeps_outputs, other_bytes).result()
 
 
 class _Step:
-    """The phases of a step, one after the other, with what is alive between them."""
+    """The phases of a step, one after the other, with the values that are alive between them."""
 
     def __init__(
         self, pairs: Sequence[PairMemory], optimizer_state: int, keeps_outputs: bool, other_bytes: int
@@ -282,7 +283,7 @@ class _Step:
         return StepMemory(tuple(phases), self._below, buffers)
 
     def _hand_over(self) -> None:
-        """Tells what graphs get from one another, by size, from what the caller gives them."""
+        """Distinguish, by size, inputs that graphs get from one another from those that the caller provides."""
         handed: list[tuple[int, bool]] = []  # what no later graph has taken yet: bytes, and whether it is saved
         for number, pair in enumerate(self._pairs):
             for piece in pair.forward.pieces:

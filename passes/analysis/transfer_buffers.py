@@ -1,4 +1,4 @@
-"""How much memory parameters on disk take on their way through a graph, past what the device's allocator counts."""
+"""Memory of transfer buffers for parameters on disk, which the device's allocator does not count."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .sizes import number_of, tensor_bytes
 
 @dataclass(frozen=True)
 class StoredGradient:
-    """A moment of a backward: the gradient of a parameter is on its way to the disk.
+    """A moment of a backward when the gradient of a parameter is being written to disk.
 
     Attributes:
         rows: The node of the parameter's rows.
@@ -27,10 +27,10 @@ class StoredGradient:
 
 
 def transfer_buffers(gm: GraphModule) -> int:
-    """The most bytes of buffers in use at once.
+    """Return the peak bytes of buffers in use.
 
-    A read takes its buffer from its start to the node that takes what was read. A write is taken to be through when
-    the next one starts: the disk keeps up with the backward.
+    A read uses its buffer from its start to the node that takes the result. A write is assumed to end when the next one
+    starts: the disk keeps up with the backward.
 
     Args:
         gm: A graph with `fetch_parameter`, `take_parameter` and `store_gradient`.
@@ -42,7 +42,7 @@ def transfer_buffers(gm: GraphModule) -> int:
 
 
 def stored_gradients(gm: GraphModule) -> tuple[StoredGradient, ...]:
-    """When the gradients of parameters on disk are stored, and what of buffers is in use meanwhile; see above."""
+    """Return the moments when gradients of parameters on disk are stored, with the buffers in use; see above."""
     found: list[StoredGradient] = []
     for node, used in _uses(gm):
         if is_stored_gradient(node):
@@ -53,7 +53,7 @@ def stored_gradients(gm: GraphModule) -> tuple[StoredGradient, ...]:
 
 
 def _uses(gm: GraphModule) -> Iterator[tuple[Node, int]]:
-    """Each node, and the bytes in use from it on."""
+    """Yield each node, and the bytes in use from it on."""
     reading = writing = 0
     for node in gm.graph.nodes:
         if is_taken(node):

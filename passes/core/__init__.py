@@ -1,1 +1,1 @@
-"""What a pass is, the facts that it may use, and the order in which passes stand."""
+"""The base class of passes, the facts that they may use, and their order."""

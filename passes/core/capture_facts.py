@@ -23,20 +23,20 @@ from .graph_pair import GraphPair
 
 @dataclass(frozen=True)
 class CaptureFacts:
-    """What the backend knows of a captured graph.
+    """The facts that the backend knows of a captured graph.
 
     Attributes:
         axes: The mesh axes of its parameters.
         params: Input number of the captured graph -> parameter.
-        roles: Input number of the captured graph -> what it is.
-        costs: How long computing and communicating takes; None for the defaults of the device.
+        roles: Input number of the captured graph -> its role.
+        costs: The cost model; None for the defaults of the device.
         memory_limit: See `MemoryBudget.limit`.
         keep_bytes: See `MemoryBudget.to_keep`.
-        device_type: Where the parameters lie: "cpu", "cuda", ...
-        gathered_copies: Input numbers of gathered copies that are on their way when the graph begins to run.
+        device_type: Device type of the parameters: "cpu", "cuda", ...
+        gathered_copies: Input numbers of gathered copies that may still be gathering when the graph begins.
         fuses: See `PassContext`.
-        keeps_limit: Whether a step is to stay under `memory_limit`, whatever it takes.
-        offload_tier: Where activations may be offloaded to for that; None for nowhere.
+        keeps_limit: True if a step must stay under `memory_limit`, at any cost.
+        offload_tier: The tier to which activations may be offloaded for that; None for none.
         unread: Parameters of the model that the graph does not read, which a step still keeps in memory.
         unread_copies: Bytes of their gathered copies.
         held_gradients: Bytes of gradients of earlier micro-batches that exist during a backward.
@@ -63,7 +63,7 @@ class CaptureFacts:
         return bool(self.params or self.gathered_copies)
 
     def budget(self) -> MemoryBudget:
-        """What a step needs for parameters, and what it may use; nothing is taken of it yet."""
+        """Return the memory that a step needs for parameters, and the limit; nothing is reserved yet."""
         needs = parameter_needs([*self.params.values(), *self.unread])
         needs[MemoryPart.PARAMETERS] += self.unread_copies
         needs[MemoryPart.GRADIENTS] += self.held_gradients
@@ -78,14 +78,14 @@ class CaptureFacts:
         user_outputs: int | None = None,
         budget: MemoryBudget | None = None,
     ) -> PassContext:
-        """The facts as passes over `gm` see them: parameters by the names of its placeholders.
+        """Return the facts as passes over `gm` see them: parameters by the names of its placeholders.
 
         Args:
             gm: The graph.
-            phase: Which passes will see it.
+            phase: The phase of the passes.
             inference: See `PassContext`.
             user_outputs: See `PassContext`.
-            budget: That of earlier phases of the same compile, of which passes have taken; None for a fresh one.
+            budget: The budget of earlier phases of the same compile, with their reservations; None for a new one.
         """
         params, gathered_copies, roles = {}, set[str](), {}
         for number, node in enumerate(placeholders(gm)):
@@ -115,7 +115,7 @@ class CaptureFacts:
         )
 
     def pair_context(self, pair: GraphPair, *, budget: MemoryBudget) -> PassContext:
-        """The facts as passes over both graphs see them, by the names of placeholders of either."""
+        """Return the facts as passes over both graphs see them, by the names of placeholders of either."""
         ahead = self.context(pair.forward, Phase.FORWARD, user_outputs=pair.user_outputs, budget=budget)
         behind = self.context(pair.backward, Phase.BACKWARD, budget=budget)
         return replace(

@@ -1,4 +1,4 @@
-"""In which order a graph communicates, in words that are equal on all ranks."""
+"""The order of a graph's collectives, as text that is equal on all ranks."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ _REACH = 64  # nodes looked at on the way from a collective to a gradient
 
 
 def collective_lines(gm: GraphModule, ctx: PassContext) -> list[str]:
-    """One line for each collective of a lowered graph: op, axis, shape, dtype, and of which parameter it is.
+    """Return a line for each collective of a lowered graph: op, axis, shape, dtype and parameter.
 
-    Two of one shape that are mixed up would run without a complaint: hence the parameter, as far as it can be seen.
+    Two collectives of one shape that are swapped would run without an error: hence the parameter, if it is known.
     """
     names = {axis.group: axis.name for axis in ctx.axes}
     (output,) = gm.graph.find_nodes(op="output")
@@ -38,20 +38,20 @@ def collective_lines(gm: GraphModule, ctx: PassContext) -> list[str]:
 
 
 def name_on_all_ranks(group: str, names: dict[str, str]) -> str:
-    """What a process group is called on every rank that runs the same graph.
+    """Return a name of a process group that is equal on every rank that runs the same graph.
 
-    Ranks that share a mesh may each be of another group outside it, as those of a model that its own code has sliced:
-    such groups are numbered as they appear.
+    Ranks of one mesh may belong to different groups outside it, as in a model that its own code has made
+    tensor-parallel: such groups are numbered as they appear.
 
     Args:
         group: Its name in torch.
-        names: Groups that are known so far, with what they are called; the new one is added.
+        names: Names of the groups so far; the new one is added.
     """
     return names.setdefault(group, f"another group, number {len(names)}")
 
 
 def describe_order(gm: GraphModule, ctx: PassContext) -> str:
-    """The number of collectives of a lowered graph, and a digest of their order."""
+    """Return the number of collectives of a lowered graph, and a digest of their order."""
     lines = collective_lines(gm, ctx)
     digest = hashlib.sha256("\0".join(lines).encode()).hexdigest()[:12]
     return f"{len(lines)} collectives in the order {digest}"

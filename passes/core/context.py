@@ -20,14 +20,14 @@ from dsgraph.passes.ir.roles import GraphInput
 
 
 class Phase(Enum):
-    """Where a pass runs, in the order in which the phases follow each other."""
+    """The phase in which a pass runs. Phases follow each other in this order."""
 
     CAPTURE = "capture"
     """The graph that Dynamo captured: torch functions, forward only."""
     JOINT = "joint"
     """ATen ops, forward and backward in one graph; the whole graph when nothing needs a gradient."""
     PAIR = "pair"
-    """The forward and the backward after partitioning, both at once: what crosses between them."""
+    """The forward and the backward after partitioning, both at once, with the values that cross between them."""
     FORWARD = "forward"
     """The forward after partitioning; the whole graph when nothing needs a gradient."""
     BACKWARD = "backward"
@@ -46,19 +46,19 @@ class PassContext:
         phase: The phase of the graph at hand.
         axes: The mesh axes whose groups the graph may name.
         params: Placeholder name -> parameter, for the parameters that `partition` manages.
-        roles: Placeholder name -> what it is, for every input of the captured graph.
+        roles: Placeholder name -> its role, for every input of the captured graph.
         gradients: Output number -> name of the parameter whose gradient it is, in joint and backward graphs.
         inference: True when no backward follows; for a captured graph, when it starts with gradients switched off.
-        user_outputs: How many of a forward graph's outputs, which come first, are the model's: those behind them are
-            saved for the backward. None when nothing is saved, or where it is not known.
-        costs: How long computing and communicating takes; of the first rank's host, the same on every rank.
-        budget: How much of the device's memory a step may use, and what of it is taken; one for all phases of a
-            compile, so that what one pass takes is not there for the next.
-        gathered_copies: Placeholders of gathered copies that are on their way when the graph begins to run.
-        fuses: Whether a code generator behind the passes fuses pointwise ops and reductions, as Inductor does.
-        part: Which graph of a pair this is: "forward" or "backward"; empty for the pair, and in other phases.
-        analyses: Answers to questions about graphs, each computed once for each version of a graph. No fact: what it
-            answers follows from the graph.
+        user_outputs: Number of a forward graph's outputs that are the model's; they come first, and the others are
+            saved for the backward. None if nothing is saved, or if it is unknown.
+        costs: The cost model of the first rank's host, the same on every rank.
+        budget: The memory that a step may use, with reservations; one for all phases of a compile, so that a pass
+            cannot use what an earlier one has reserved.
+        gathered_copies: Placeholders of gathered copies that may still be gathering when the graph begins.
+        fuses: True if the code generator fuses pointwise ops and reductions, as Inductor does.
+        part: The graph of a pair: "forward" or "backward"; empty for the pair, and in other phases.
+        analyses: Analyses of graphs, each computed once for each version of a graph. It adds no facts: its results
+            follow from the graph.
     """
 
     phase: Phase
@@ -77,22 +77,22 @@ class PassContext:
 
     @property
     def graph(self) -> str:
-        """What the graph at hand is called in messages and dumps: its phase, and which graph of a pair it is."""
+        """Name of the graph in messages and dumps: its phase, and the graph of a pair."""
         return f"{self.phase.value}-{self.part}" if self.part else self.phase.value
 
     @property
     def memory_limit(self) -> int | None:
-        """How much of the device's memory a step may use, bytes; None when nothing is known of it."""
+        """Bytes of the device's memory that a step may use; None if unknown."""
         return self.budget.limit
 
     def memory_left(self, gm: GraphModule) -> int:
-        """Bytes that the limit leaves beside what a graph needs as it is, and what lies in memory all the time."""
+        """Return the bytes that the limit leaves beside a graph's needs and permanent tensors."""
         if self.budget.limit is None:
             return sys.maxsize
         return self.budget.left_beside(self.analyses.memory(gm), self.params.values())
 
     def axis(self, group: str) -> MeshAxis:
-        """The axis of a process group that a node names.
+        """Return the axis of a process group that a node names.
 
         Raises:
             PassError: The group is not one of the mesh's.

@@ -1,4 +1,4 @@
-"""A forward and its backward, and what crosses between them."""
+"""A forward and its backward, and the values that cross between them."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from .context import PassContext
 
 @dataclass(frozen=True)
 class GraphPair:
-    """The two graphs of a joint one, as passes of `Phase.PAIR` get them.
+    """The two graphs of a joint graph, for passes of `Phase.PAIR`.
 
-    forward(inputs...)                          -> what the model returns..., what is saved...
-    backward(what is saved..., gradients...)    -> gradients...
+    forward(inputs...)                        -> the model's outputs..., saved values...
+    backward(saved values..., gradients...)   -> gradients...
 
-    The code generators count on an order. The forward returns saved tensors, then opaque objects (a `DTensor`'s mesh),
-    then sizes; the backward takes sizes, then tensors, then opaque objects. `save` and `drop` keep both sides so.
+    The code generators require an order. The forward returns saved tensors, then opaque objects (a `DTensor`'s mesh),
+    then sizes; the backward takes sizes, then tensors, then opaque objects. `save` and `drop` keep this order.
 
     Attributes:
         forward: The forward.
         backward: The backward.
-        user_outputs: How many of the forward's outputs, which come first, are the model's.
+        user_outputs: Number of the forward's outputs that are the model's; they come first.
     """
 
     forward: GraphModule
@@ -49,17 +49,17 @@ class GraphPair:
 
     @property
     def expected(self) -> list[Node]:
-        """The same in the order in which the backward takes them."""
+        """The forward's nodes whose values cross, in the order in which the backward takes them."""
         return [*filter(_is_size, self.saved), *(node for node in self.saved if not _is_size(node))]
 
     def crossing(self) -> Iterator[tuple[Node, Node]]:
-        """The forward's node and the backward's input of each value that crosses."""
+        """Yield the forward's node and the backward's input of each value that crosses."""
         yield from zip(self.expected, placeholders(self.backward), strict=False)
 
     def save(self, value: Node) -> Node:
-        """Lets a tensor of the forward cross, and returns the backward's input.
+        """Let a tensor of the forward cross, and return the backward's input.
 
-        Where the backward computes it again, under the name that it has in the forward, it reads the input instead.
+        If the backward recomputes it, under the name that it has in the forward, it reads the input instead.
 
         Raises:
             PassError: The value is no tensor.
@@ -67,7 +67,7 @@ class GraphPair:
         return self.save_all([value])[0]
 
     def save_all(self, values: Sequence[Node]) -> list[Node]:
-        """Lets several tensors cross, as `save` does with each.
+        """Let several tensors cross, like `save` for each.
 
         Raises:
             PassError: One is no tensor.
@@ -85,7 +85,7 @@ class GraphPair:
         return [known[value] for value in values]
 
     def _take(self, value: Node, first: Node, again: Node | None) -> Node:
-        """The backward's input of a new saved value, ahead of `first`; `again` has the value's name there."""
+        """Add the backward's input of a new saved value before `first`; `again` has the value's name there."""
         if again is not None and _call(again) != _call(value):  # a pass has made another of that name
             value.name, again = self._free_name(value.name), None
         with self.backward.graph.inserting_before(first):
@@ -97,7 +97,7 @@ class GraphPair:
         return node
 
     def drop(self, value: Node) -> None:
-        """No longer saves a value of the forward.
+        """Stop saving a value of the forward.
 
         Raises:
             PassError: It does not cross, or the backward still reads it.
@@ -105,7 +105,7 @@ class GraphPair:
         self.drop_all([value])
 
     def drop_all(self, values: Sequence[Node]) -> None:
-        """No longer saves several values.
+        """Stop saving several values.
 
         Raises:
             PassError: One does not cross, or the backward still reads it.
@@ -124,7 +124,7 @@ class GraphPair:
             self.backward.graph.erase_node(known[value])
 
     def parts(self, ctx: PassContext) -> tuple[tuple[GraphModule, PassContext], ...]:
-        """Each graph, with what of the pair's context holds of it."""
+        """Return each graph, with the part of the pair's context that applies to it."""
         ahead = replace(ctx, part="forward", gradients=MappingProxyType({}), user_outputs=self.user_outputs)
         return (self.forward, ahead), (self.backward, replace(ctx, part="backward", user_outputs=None))
 
@@ -144,7 +144,7 @@ def _outputs(gm: GraphModule) -> tuple[Node, ...]:
 
 
 def _call(node: Node) -> object:
-    """What a node calls on what, in words that are the same in both graphs."""
+    """Return the call of a node in a form that is equal in both graphs."""
     return node.op, node.target, map_arg((node.args, node.kwargs), lambda argument: argument.name)
 
 

@@ -1,4 +1,4 @@
-"""What a pass is: a frozen dataclass from graph and facts to graph."""
+"""The base class of passes: a frozen dataclass that maps a graph and facts to a graph."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from .context import PassContext, Phase
 
 @dataclass(frozen=True)
 class PassResult:
-    """What a pass did.
+    """The result of a pass.
 
     Attributes:
-        changed: How many places it changed.
-        notes: What it left alone and why, for the report.
-        done: What it did, where a number does not say enough, for the report.
+        changed: Number of changed places.
+        notes: Places that it left unchanged and why, for the report.
+        done: Descriptions of its changes, if a number is not enough, for the report.
     """
 
     changed: int = 0
@@ -41,14 +41,14 @@ class GraphPass(ABC):
     `Phase.PAIR` gets a `GraphPair` in place of a graph.
 
     Attributes:
-        phase: When it runs.
+        phase: The phase in which it runs.
         requires: Facts that an earlier pass must have provided.
         provides: Facts that hold after it.
         conflicts: Facts after which it must not run.
-        reorders_collectives: Whether it may change the order of collectives within a group.
-        changes_collectives: Whether it may add, remove or change collectives and markers.
-        keeps_gathers: Whether it may keep a gathered parameter for the backward, which would gather it again otherwise.
-        needs_mesh: Whether it has nothing to do in a model that is not partitioned.
+        reorders_collectives: True if it may change the order of collectives within a group.
+        changes_collectives: True if it may add, remove or change collectives and markers.
+        keeps_gathers: True if it may keep a gathered parameter for the backward, which would otherwise gather it again.
+        needs_mesh: True if it has nothing to do in a model that is not partitioned.
     """
 
     phase: ClassVar[Phase]
@@ -67,14 +67,16 @@ class GraphPass(ABC):
 
     @abstractmethod
     def run(self, gm: Any, ctx: PassContext) -> PassResult:
-        """Rewrites `gm.graph` in place; of a `GraphPair`, both graphs."""
+        """Rewrite `gm.graph` in place; for a `GraphPair`, both graphs."""
 
     def applies(self, facts: CaptureFacts) -> bool:
         """Return True if the pass has something to do in graphs with these facts; otherwise it is left out."""
         return facts.is_partitioned or not self.needs_mesh
 
     def fingerprint(self) -> str | None:
-        """Identifies code and options in torch's caches; None when the source cannot be read, and nothing is cached.
+        """Return an identifier of code and options for torch's caches.
+
+        None if the source cannot be read: no caching then.
 
         It covers the file that defines the pass. A pass that lives in several files overrides this.
         """
@@ -128,10 +130,10 @@ def graph_pass(
     changes_collectives: bool = False,
     keeps_gathers: bool = False,
 ) -> Callable[[Callable[[Any, PassContext], PassResult | int | None]], GraphPass]:
-    """Makes a pass of a function `(gm, ctx) -> int | PassResult`, the number of places it changed.
+    """Make a pass from a function `(gm, ctx) -> int | PassResult`; a number counts changed places.
 
     Args:
-        phase: A `Phase` or its name: "capture", "joint", "pair", "forward" or "backward"; of "pair" passes, `gm` is a
+        phase: A `Phase` or its name: "capture", "joint", "pair", "forward" or "backward"; for "pair", `gm` is a
             `GraphPair`.
         requires: See `GraphPass`.
         provides: See `GraphPass`.
@@ -164,7 +166,7 @@ def graph_pass(
 
 
 def source_fingerprint(code: Callable[..., object] | type, options: str) -> str | None:
-    """Hash of the options and of the whole file that defines `code`, so that a changed helper counts as well."""
+    """Return a hash of the options and of the complete file that defines `code`, so that helpers count as well."""
     try:
         path = inspect.getsourcefile(code)
         source = Path(path).read_text() if path and Path(path).is_file() else inspect.getsource(code)

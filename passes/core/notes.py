@@ -1,4 +1,4 @@
-"""What the notes of passes share: names that a user knows."""
+"""Helpers for the notes of passes: names that a user knows."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from .context import PassContext
 
 
 def user_line(node: Node) -> str:
-    """` (file.py:12)` of the user's innermost line that a node comes from; empty where it is not known."""
+    """Return ` (file.py:12)`, the user's innermost line that a node comes from; empty if unknown."""
     place, _ = user_source(node.meta.get("stack_trace"))
     return f" ({place.rpartition('/')[2]})" if place else ""
 
 
 def parameter_behind(node: Node, ctx: PassContext) -> ParameterSpec | None:
-    """The parameter that a node is made of, and of nothing else; None where there is no such parameter."""
+    """Return the only parameter that a node is computed from; None if there is none, or more than that."""
     return ctx.params.get(origin(node).name)
 
 
 def parameter_of(node: Node, ctx: PassContext) -> str:
-    """The parameter that a node is made of, by its name in the model; else the node itself, by its name.
+    """Return the name of the parameter that a node is computed from, otherwise the node's name.
 
-    Of a collective of several tensors, the parameters.
+    For a coalesced collective, return all parameters.
     """
     made_of = [item for result in results_of(node) for item in inputs_of(result)] if is_collective(node) else [node]
     found = [parameter_behind(item, ctx) for item in made_of]
@@ -38,14 +38,14 @@ def parameter_of(node: Node, ctx: PassContext) -> str:
 
 
 def origin(node: Node) -> Node:
-    """What a node is made of, as far back as each step has one argument: of a bucket's result, its own."""
+    """Return the origin of a node, following nodes with one argument; for a result of a bucket, its own argument."""
     while node.op != "placeholder" and len(inputs_of(node)) == 1:
         (node,) = inputs_of(node)
     return node
 
 
 def described(node: Node) -> str:
-    """A node by name, shape and dtype: `reduce_grad_3 [64, 32] float32`."""
+    """Describe a node by name, shape and dtype: `reduce_grad_3 [64, 32] float32`."""
     value = fake_value(node)
     values = value if isinstance(value, (list, tuple)) else [value]
     kinds = [f"{list(item.shape)} {str(item.dtype).removeprefix('torch.')}" for item in values]

@@ -1,4 +1,4 @@
-"""A pipeline: which passes run, checked for a valid order when it is built."""
+"""A pipeline: the passes to run, checked for a valid order when it is built."""
 
 from __future__ import annotations
 
@@ -44,11 +44,11 @@ class Pipeline:
         return len(self.passes)
 
     def __add__(self, more: Iterable[GraphPass] | GraphPass) -> Pipeline:
-        """This pipeline with a pass or several added; each runs last in its phase."""
+        """Return this pipeline with one or several passes added; each runs last in its phase."""
         return Pipeline((*self.passes, *(more if isinstance(more, Iterable) else (more,))))
 
     def without(self, name: str) -> Pipeline:
-        """This pipeline less the pass called `name`.
+        """Return this pipeline without the pass called `name`.
 
         Raises:
             PassError: There is no such pass.
@@ -59,15 +59,15 @@ class Pipeline:
 
     @property
     def ends_with_capture(self) -> bool:
-        """Whether no pass sees what autograd makes of the captured graph."""
+        """True if no pass sees the graphs that autograd makes of the captured graph."""
         return all(item.phase is Phase.CAPTURE for item in self.passes)
 
     def of(self, phase: Phase) -> tuple[GraphPass, ...]:
-        """The passes of one phase, in order."""
+        """Return the passes of one phase, in order."""
         return tuple(item for item in self.passes if item.phase is phase)
 
     def fingerprint(self) -> tuple[str, ...] | None:
-        """Identifies the passes for torch's caches; None when one of them cannot be identified."""
+        """Return identifiers of the passes for torch's caches; None if one of them cannot be identified."""
         prints = []
         for item in self.passes:
             one = item.fingerprint()

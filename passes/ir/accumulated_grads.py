@@ -1,4 +1,4 @@
-"""Sums of gradients that were added up locally: in a joint graph, what is added ahead of a reduction."""
+"""Accumulated gradients in a joint graph, which are added before a reduction."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ aten = torch.ops.aten
 
 
 def write_accumulated_grads(gm: GraphModule) -> int:
-    """Writes the sums that markers add as plain additions, each once; returns how many.
+    """Write the sums that markers add as plain additions, each once; return their number.
 
     before:  ga = reduce_grad(a, [3, 8], total, ...); gb = reduce_grad(b, [3, 8], total, ...)
     after:   ga = reduce_grad(add(total, a), [3, 8], ...); gb = reduce_grad(b, [3, 8], ...)
 
-    A parameter has several reductions where its markers were not merged, as those of two checkpoint regions. Each of
-    its markers was given the sum, because only the joint graph tells which of them receive a gradient. The first
-    reduction takes it. It is no pass: every pipeline counts on it.
+    A parameter has several reductions if its markers were not merged, as those of two checkpoint regions. Each of its
+    markers was given the sum, because only the joint graph shows which of them receive a gradient. The first reduction
+    adds it. This is not a pass, because every pipeline depends on it.
     """
     added: set[Node] = set()
     ops = torch.ops.dsgraph

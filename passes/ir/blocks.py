@@ -1,4 +1,4 @@
-"""Repeated blocks of a model, as nodes tell of them; and which nodes compute the same whenever they run."""
+"""Repeated blocks of a model, found from nodes; and nodes that compute the same whenever they run."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ def is_plain(node: Node) -> bool:
 
 
 def block_of(path: str) -> tuple[str, str] | None:
-    """`layers.3.norm` -> `("layers", "3")`: the outermost list on a module's path, and where the module is in it."""
+    """Split a path at its outermost list: `layers.3.norm` -> `("layers", "3")`; None without a list."""
     match = re.match(r"(.*?)\.(\d+)(?:\.|$)", path)
     return (match[1], match[2]) if match else None
 
 
 def module_of(node: Node) -> str | None:
-    """The path of the module that a node, or the forward's node that it is the derivative of, was called in."""
+    """Return the path of the module in which a node, or the forward node that it differentiates, was called."""
     stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack")
     if not stack:
         return None
@@ -57,7 +57,7 @@ def module_of(node: Node) -> str | None:
 
 
 def _repeats(node: Node) -> bool:
-    """Whether an op gives the same result for the same arguments."""
+    """Return whether an op gives the same result for the same arguments."""
     target: Any = node.target
     if not isinstance(target, OpOverload) or target in _MARKERS or target.name().partition(".")[0] in _SEEDS:
         return False

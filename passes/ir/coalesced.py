@@ -1,10 +1,10 @@
-"""Collectives of several tensors at once: one start, and for each tensor a result that is waited for by itself.
+"""Coalesced collectives: one start for several tensors, and a separate wait for the result of each.
 
     started = all_gather_into_tensor_coalesced([shard_a, shard_b], 2, "0")
     a = wait_tensor(getitem(started, 0)); b = wait_tensor(getitem(started, 1))
 
-Nothing is copied together or apart. What is said here of results holds for collectives of one tensor as well: such a
-one is its own only result.
+Nothing is copied into one buffer. The functions here also support collectives of one tensor: such a collective is its
+own only result.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from .save_plan import inherit
 
 
 def is_result(node: Node) -> bool:
-    """Whether the node is one of the results of a collective of several tensors."""
+    """Return whether the node is one of the results of a coalesced collective."""
     return node.target is operator.getitem and is_collective(node.all_input_nodes[0])
 
 
 def results_of(started: Node) -> list[Node]:
-    """What is to be waited for: the collective itself, or each result of one of several tensors, in their order."""
+    """Return the results to wait for: the collective itself, or each result of a coalesced one, in order."""
     if not isinstance(started.meta.get("val"), (list, tuple)):
         return [started]
     return sorted(filter(is_result, started.users), key=_index)
 
 
 def inputs_of(result: Node) -> list[Node]:
-    """What a collective reads for one of its `results_of`: one tensor, where it says which."""
+    """Return the inputs of a collective for one of its `results_of`: one tensor if that is known."""
     if not is_result(result):
         return result.all_input_nodes
     started = result.all_input_nodes[0]
@@ -45,13 +45,13 @@ def inputs_of(result: Node) -> list[Node]:
 
 
 def collective_behind(wait: Node) -> Node:
-    """The collective that a wait ends; what else it reads where there is none, such as an input of the graph."""
+    """Return the collective that a wait ends; otherwise what the wait reads, such as an input of the graph."""
     source = wait.all_input_nodes[0]
     return source.all_input_nodes[0] if is_result(source) else source
 
 
 def waits_of(started: Node) -> list[Node]:
-    """The waits for a collective, one for each result, in program order.
+    """Return the waits for a collective, one for each result, in program order.
 
     Raises:
         ValueError: Something else reads a result as well, or nothing waits for it.
@@ -60,11 +60,11 @@ def waits_of(started: Node) -> list[Node]:
 
 
 def coalesce(members: Sequence[Node], place: Node) -> Node:
-    """Replaces collectives of one tensor by one of all their tensors, ahead of `place`; their waits stay.
+    """Replace collectives of one tensor by one of all their tensors, before `place`; their waits stay.
 
     Args:
-        members: Of one kind, group and, where they reduce, operation.
-        place: Behind the arguments of all of them.
+        members: Collectives of one kind, group and reduce operation.
+        place: A node after the arguments of all of them.
     """
     (tensor, _), *others = bound_arguments(members[0]).items()
     rest = [value for _, value in others]

@@ -1,6 +1,6 @@
-"""Every collective that is known, in one table: what a verifier, a cost model, a simulation and a dump ask of it.
+"""The table of all known collectives, with the properties that verifier, cost model, simulation and dump need.
 
-A collective starts when its node runs and is through when `wait_tensor` of its result returns. To add one, write its op
+A collective starts when its node runs and has ended when `wait_tensor` of its result returns. To add one, write its op
 on floor 0 and one `Collective` into `TABLE`.
 """
 
@@ -25,50 +25,50 @@ from .graph import bound_arguments
 
 
 class Role(Enum):
-    """What a collective is for."""
+    """The role of a collective."""
 
     GATHER = "gather"
-    """Every rank gets the rows of all ranks. A sum over ranks stays the same sum."""
+    """Every rank gets the rows of all ranks. A partial sum stays a partial sum."""
     REDUCE_SCATTER = "reduce-scatter"
     """Every rank gets its rows of the sum."""
     ALL_REDUCE = "all-reduce"
-    """Every rank gets the whole sum."""
+    """Every rank gets the full sum."""
     EXCHANGE = "exchange"
-    """Every rank gets its rows of each rank's input, one behind the other: added up, a reduce-scatter."""
+    """Every rank gets its rows of each rank's input, concatenated: added up, they are a reduce-scatter."""
     BROADCAST = "broadcast"
     """Every rank gets the input of one."""
     MESSAGE = "message"
     """Some ranks send, others receive."""
     OTHER = "other"
-    """It is in no table."""
+    """It is not in the table."""
 
 
 _REDUCES = frozenset({Role.REDUCE_SCATTER, Role.ALL_REDUCE})
 
 Start = Callable[[Tensor, int, str], Tensor]
-"""Starts a collective of a tensor, the number of ranks and the group's name."""
+"""A function that starts a collective of a tensor, for a number of ranks and a group name."""
 
 
 @dataclass(frozen=True)
 class Collective:
-    """What is known of a kind of collective.
+    """The properties of a kind of collective.
 
     Attributes:
         op: Its form for one tensor, whose result is new memory.
-        role: What it is for.
+        role: Its role.
         coalesced: Its form for several tensors at once, each with a result and a wait of its own; passes build it.
-        other_forms: Those that passes meet and do not build: in place, into an argument.
+        other_forms: Further forms that passes do not build: in place, into an argument.
         shares: Given n ranks, how many n-ths of the counted bytes each sends: the least that any algorithm must send;
-            where ranks differ, the mean. None where that is not known.
-        steps: Given n ranks, after how many transfers, one after the other, the last rank has everything.
-        counts_result: Whether the result's bytes are counted, otherwise the first argument's.
-        counted: Given a node, the tensors that are counted, where they are neither.
-        is_read_until_wait: Whether its input may be written to only behind the wait; otherwise when the start returns.
-        alone_on: Backends on which no two may be under way at once.
-        coalesces_on: Backends that are known to start several at once; empty for all on which it runs.
-        only_on: The backend for which it is made; empty for every one.
-        start: Starts one, so that it can be measured: a gather of this rank's rows, any other of all ranks' rows. None
-            for what is not measured.
+            if ranks differ, the mean. None if unknown.
+        steps: Given n ranks, the number of sequential transfers until the last rank has everything.
+        counts_result: True if the result's bytes are counted, otherwise the first argument's.
+        counted: Given a node, the tensors that are counted, if they are neither.
+        is_read_until_wait: True if its input may be written to only after the wait; otherwise when the start returns.
+        alone_on: Backends on which two of them may not run at once.
+        coalesces_on: Backends that can start several at once; empty for all on which it runs.
+        only_on: The only backend that supports it; empty for all.
+        start: Starts one, for measurements: a gather of this rank's rows, any other of all ranks' rows. None if it is
+            not measured.
     """
 
     op: OpOverload
@@ -87,7 +87,7 @@ class Collective:
 
     @property
     def kind(self) -> str:
-        """What dumps, reports and calibrations call it, in whatever form: `all_reduce`."""
+        """Its name in dumps, reports and calibrations, for all of its forms: `all_reduce`."""
         name: str = self.op.overloadpacket.__name__
         return name
 
@@ -103,11 +103,11 @@ class Collective:
 
     @property
     def reduces(self) -> bool:
-        """Whether its result is a sum over the ranks, or what else its `reduce_op` says."""
+        """True if its result is a sum over the ranks, or another reduction by its `reduce_op`."""
         return self.role in _REDUCES
 
     def sent_bytes(self, counted: int, ranks: int) -> int | None:
-        """Bytes that each of so many ranks sends, of the bytes that are counted; a part of a byte counts as one."""
+        """Return the bytes that each of `ranks` ranks sends, for `counted` bytes, rounded up."""
         return None if self.shares is None else -(-counted * self.shares(ranks) // ranks)
 
 
@@ -135,7 +135,7 @@ def _tree_depth(ranks: int) -> int:
 
 
 def _there(name: str) -> tuple[OpOverload, ...]:
-    """An op that torch may be too old to have, as a tuple of one or none."""
+    """Return an op in a tuple, empty if this torch does not have it."""
     return (getattr(c10d_functional, name).default,) if hasattr(c10d_functional, name) else ()
 
 
@@ -227,7 +227,7 @@ TABLE = CollectiveTable(
 
 
 def collective_of(node: Node) -> Collective | None:
-    """What is known of the collective that a node starts; None for any other node."""
+    """Return the properties of the collective that a node starts; None for any other node."""
     target = node.target
     if node.op != "call_function" or not isinstance(target, OpOverload):
         return None
@@ -236,44 +236,44 @@ def collective_of(node: Node) -> Collective | None:
 
 @cache
 def _unlisted(target: OpOverload) -> Collective | None:
-    """A functional collective of torch's that is in no table; None for any other op."""
+    """Return a functional collective of torch that is not in the table; None for any other op."""
     if target.namespace != c10d_functional.name or target is c10d_functional.wait_tensor.default:
         return None
     return Collective(target, Role.OTHER)
 
 
 def is_collective(node: Node) -> bool:
-    """Whether the node starts a collective that `wait_tensor` ends."""
+    """Return whether the node starts a collective that `wait_tensor` ends."""
     return collective_of(node) is not None
 
 
 def is_gather(node: Node) -> bool:
-    """Whether the node starts a gather as passes of ours make them, of one tensor or of several."""
+    """Return whether the node starts a gather in a form that passes build, of one tensor or of several."""
     found = collective_of(node)
     return found is not None and found.role is Role.GATHER and node.target in found.built
 
 
 def is_reduction(node: Node) -> bool:
-    """Whether the node starts a collective that reduces, or that does with a sum on this rank behind it."""
+    """Return whether the node starts a reduction, or an exchange whose results are summed on this rank."""
     found = collective_of(node)
     return found is not None and (found.reduces or found.role is Role.EXCHANGE) and node.target in found.built
 
 
 def has_role(node: Node, role: Role) -> bool:
-    """Whether the node starts a collective of a role, in whatever form."""
+    """Return whether the node starts a collective of a role, in any form."""
     found = collective_of(node)
     return found is not None and found.role is role
 
 
 def collective_kind(node: Node) -> str:
-    """What kind of collective a node starts, such as `all_reduce`: in place, into an argument or coalesced as well."""
+    """Return the kind of the collective that a node starts, such as `all_reduce`, for all of its forms."""
     found = collective_of(node)
     assert found is not None
     return found.kind
 
 
 def collective_steps(kind: str, ranks: int) -> int | None:
-    """After how many transfers, one after the other, a kind of collective of so many ranks is through.
+    """Return the number of sequential transfers of a kind of collective over `ranks` ranks.
 
     Returns:
         None for a kind that is not known.
@@ -283,10 +283,10 @@ def collective_steps(kind: str, ranks: int) -> int | None:
 
 
 def collective_group(node: Node) -> str:
-    """The process group that a collective names."""
+    """Return the process group that a collective names."""
     return str(bound_arguments(node)["group_name"])
 
 
 def collectives(gm: GraphModule) -> list[Node]:
-    """The collectives of `gm`, in program order."""
+    """Return the collectives of `gm`, in program order."""
     return [node for node in gm.graph.nodes if is_collective(node)]

@@ -1,4 +1,4 @@
-"""Gathers that can start at any time, because they are made of inputs of the graph alone."""
+"""Gathers that can start at any time, because they depend only on inputs of the graph."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from .mesh_axis import MeshAxis
 aten = torch.ops.aten
 
 Gather = tuple[Node, list[Node]]
-"""The node that starts a gather, and what its arguments are made of, in program order."""
+"""The node that starts a gather, and the nodes that compute its arguments, in program order."""
 
 # What may stand between a shard and its gather, besides views.
 PREPARATIONS = (aten._to_copy.default, aten.constant_pad_nd.default, torch.ops.prims.convert_element_type.default)
 
 
 def gathered_parameters(gm: GraphModule, axes: Sequence[MeshAxis]) -> list[Gather]:
-    """Each gather that can start at any time, of one tensor or of several, and what it is made of, in program order."""
+    """Return each gather that can start at any time, with the nodes that compute its arguments, in program order."""
     found = []
     for started in collectives(gm):
         if started.target not in kinds_in(axes, collective_group(started)):
@@ -34,7 +34,7 @@ def gathered_parameters(gm: GraphModule, axes: Sequence[MeshAxis]) -> list[Gathe
 
 
 def kinds_in(axes: Sequence[MeshAxis], group: str) -> tuple[object, ...]:
-    """The gathers of a group of which several may be under way at once."""
+    """Return the kinds of gathers of a group of which several may run at once."""
     backends = {axis.backend for axis in axes if axis.group == group}
     if not backends:
         return ()  # a user's own group
@@ -43,7 +43,7 @@ def kinds_in(axes: Sequence[MeshAxis], group: str) -> tuple[object, ...]:
 
 
 def _preparations(source: Node) -> list[Node] | None:
-    """What stands between an input of the graph and its gather; None where that is more than a cast or padding."""
+    """Return the nodes between an input of the graph and its gather; None if they are more than a cast or padding."""
     found = []
     while source.op == "call_function" and (is_view(source) or source.target in PREPARATIONS):
         found.append(source)

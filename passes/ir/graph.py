@@ -1,4 +1,4 @@
-"""What passes share: finding, binding, inserting and replacing nodes of FX graphs."""
+"""Functions that passes share: finding, binding, inserting and replacing nodes of FX graphs."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ _PROVENANCE = (
 
 
 def find_calls(gm: GraphModule, target: Callable[..., Any]) -> list[Node]:
-    """The nodes of `gm.graph` that call `target`, in program order."""
+    """Return the nodes of `gm.graph` that call `target`, in program order."""
     return [node for node in gm.graph.nodes if node.op == "call_function" and node.target is target]
 
 
 def all_graph_modules(gm: GraphModule) -> Iterator[GraphModule]:
-    """`gm` and the graph modules nested in it (bodies of checkpoint regions and other higher-order ops)."""
+    """Yield `gm` and the graph modules nested in it (bodies of checkpoint regions and other higher-order ops)."""
     for module in gm.modules():
         if isinstance(module, GraphModule):
             yield module
@@ -47,18 +47,18 @@ KEPT = "dsgraph_kept"
 
 
 def is_gathered_again(started: Node) -> bool:
-    """Whether the backward repeats a gather of a joint graph, unless its wait is kept."""
+    """Return whether the backward repeats a gather of a joint graph, unless its wait is kept."""
     return must(started, Choice.RECOMPUTE)
 
 
 def is_gather_marker(node: Node) -> bool:
-    """Whether the node is a `dsgraph::gather_param`, as Dynamo (packet) or AOTAutograd (overload) writes it."""
+    """Return whether the node is a `dsgraph::gather_param`, as written by Dynamo (packet) or AOTAutograd (overload)."""
     packet = torch.ops.dsgraph.gather_param
     return node.op == "call_function" and (node.target is packet or node.target is packet.default)
 
 
 def bound_arguments(node: Node) -> dict[str, Any]:
-    """Arguments of a call to a torch op by their names in its schema, defaults filled in."""
+    """Return the arguments of a call to a torch op by their names in its schema, defaults filled in."""
     target = node.target
     if not isinstance(target, OpOverload):
         raise TypeError(f"{node} calls {target}, which has no schema to bind its arguments by")
@@ -72,12 +72,12 @@ def bound_arguments(node: Node) -> dict[str, Any]:
 
 
 def fake_value(node: Node) -> Any:
-    """The fake tensor (or tuple, or number) that `node` stands for."""
+    """Return the fake tensor (or tuple, or number) that `node` stands for."""
     return node.meta["val"]
 
 
 def emit(before: Node, target: Callable[..., Any], *args: Any, **kwargs: Any) -> Node:
-    """Inserts a call ahead of `before`, with its fake value computed and the provenance of `before`."""
+    """Insert a call before `before`, with its fake value and the provenance of `before`."""
     graph: Graph = before.graph
     with graph.inserting_before(before):
         node = graph.call_function(target, args, kwargs)
@@ -87,7 +87,7 @@ def emit(before: Node, target: Callable[..., Any], *args: Any, **kwargs: Any) ->
 
 
 def come_from(node: Node, original: Node) -> Node:
-    """Gives a node that stands for a part of another's work that one's provenance, and returns it."""
+    """Give a node that replaces a part of another one's work the provenance of that one, and return it."""
     node.meta.update({key: original.meta[key] for key in _PROVENANCE if key in original.meta})
     return node
 
@@ -103,7 +103,7 @@ def evaluate(target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str
 
 
 def cast(before: Node, value: Node, dtype: torch.dtype) -> Node:
-    """`value` in another dtype, computed ahead of `before`; `value` itself where it has that dtype."""
+    """Return `value` in another dtype, computed before `before`; `value` itself if it has that dtype."""
     if fake_value(value).dtype == dtype:
         return value
     return emit(before, torch.ops.prims.convert_element_type.default, value, dtype)
@@ -116,17 +116,17 @@ def replace_and_erase(node: Node, replacement: Node) -> None:
 
 
 def is_wait(node: Node) -> bool:
-    """Whether the node waits for a functional collective."""
+    """Return whether the node waits for a functional collective."""
     return node.op == "call_function" and node.target is c10d_functional.wait_tensor.default
 
 
 def is_arrival(node: Node) -> bool:
-    """Whether the node waits for an input of the graph that is under way, see `AwaitCopies`."""
+    """Return whether the node waits for an input of the graph that is still being gathered, see `AwaitCopies`."""
     return is_wait(node) and node.all_input_nodes[0].op == "placeholder"
 
 
 def wait_of(started: Node) -> Node:
-    """The one wait for a collective, or for one result of a collective of several tensors.
+    """Return the only wait for a collective, or for one result of a coalesced collective.
 
     Raises:
         ValueError: Something else reads the collective's result as well, or nothing does.
@@ -141,18 +141,18 @@ def wait_of(started: Node) -> Node:
 
 
 def mutates_arguments(node: Node) -> bool:
-    """Whether the node may write to one of its arguments, so that reads must not move across it."""
+    """Return whether the node may write to one of its arguments, so that reads must not move across it."""
     known = traits(node)
     return bool(known.writes) or known.writes_anything
 
 
 def is_barrier(node: Node) -> bool:
-    """Whether nothing that communicates may move across the node: it writes to an argument, or may do anything."""
+    """Return whether no communication may move across the node: it writes to an argument, or is an unknown op."""
     return mutates_arguments(node) or is_unknown(node)
 
 
 def barrier_between(first: Node, last: Node) -> Node | None:
-    """The first barrier between two nodes, in program order; None when there is none."""
+    """Return the first barrier between two nodes, in program order; None when there is none."""
     node = first.next
     while node is not last:
         if is_barrier(node):
@@ -162,14 +162,14 @@ def barrier_between(first: Node, last: Node) -> Node | None:
 
 
 def is_view(node: Node) -> bool:
-    """Whether the node calls an op whose result shares its argument's memory."""
+    """Return whether the node calls an op whose result shares its argument's memory."""
     return isinstance(node.target, OpOverload) and node.target.is_view
 
 
 def aliased_arguments(node: Node) -> list[Node | None]:
-    """In whose memory a node's results lie: for each of its tensors an argument of the node; None for new memory.
+    """Return the argument whose memory each result of a node shares; None for new memory.
 
-    What the op's schema says counts. Where it says nothing, as for `reshape` and `_unsafe_view`, the fake tensors do.
+    The op's schema decides; if it says nothing, as for `reshape` and `_unsafe_view`, the fake tensors do.
     """
     value = node.meta.get("val")
     results = list(value) if isinstance(value, (tuple, list)) else [value]
@@ -184,7 +184,7 @@ def aliased_arguments(node: Node) -> list[Node | None]:
 
 
 def _declared_aliases(node: Node) -> list[Node | None]:
-    """For each result in the op's schema, the argument that it is said to alias."""
+    """Return, for each result in the op's schema, the argument that it aliases."""
     if not isinstance(node.target, OpOverload):
         return []
     return [next(argument_nodes(node, arguments), None) for arguments in result_aliases(node.target)]
@@ -206,7 +206,7 @@ def _has_storage(value: Any) -> TypeGuard[torch.Tensor]:
 
 
 def is_returned(node: Node) -> bool:
-    """Whether the graph returns the node, or a view of it."""
+    """Return whether the graph returns the node, or a view of it."""
     frontier = [node]
     for node in frontier:
         for user in node.users:
@@ -218,15 +218,15 @@ def is_returned(node: Node) -> bool:
 
 
 def placeholders(gm: GraphModule) -> list[Node]:
-    """The inputs of `gm`, in order."""
+    """Return the inputs of `gm`, in order."""
     return [node for node in gm.graph.nodes if node.op == "placeholder"]
 
 
 def sort_topologically(graph: Graph) -> None:
-    """Moves nodes that stand ahead of their inputs behind them, and no further; all others keep their order.
+    """Move nodes that precede their inputs directly after them; all others keep their order.
 
     Raises:
-        ValueError: Nodes depend on each other in a circle.
+        ValueError: Nodes depend on each other in a cycle.
     """
     nodes = list(graph.nodes)
     number_of = {node: number for number, node in enumerate(nodes)}

@@ -1,4 +1,4 @@
-"""What passes know of an axis of the device mesh."""
+"""An axis of the device mesh, as passes see it."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from enum import Enum
 
 
 class AxisRole(Enum):
-    """What the ranks along an axis of the mesh share out among themselves."""
+    """The distribution of work among the ranks along an axis of the mesh."""
 
     REPLICATE = "replicate"
-    """Batches. Each rank has the same rows of every parameter."""
+    """Data parallel with replicated parameters: each rank has the same rows of every parameter."""
     SHARD = "shard"
-    """Batches, and the rows of every split parameter."""
+    """Data parallel, with the rows of parameters sharded."""
     TENSOR = "tensor"
-    """Slices of single operators."""
+    """Tensor parallel: slices of single operators."""
     PIPELINE = "pipeline"
-    """Layers."""
+    """Pipeline parallel: layers."""
     EXPERT = "expert"
-    """Experts."""
+    """Expert parallel: experts."""
 
 
 @dataclass(frozen=True)
@@ -27,11 +27,11 @@ class MeshAxis:
     """One axis of the device mesh.
 
     Attributes:
-        name: Its name, for people.
-        size: How many ranks it spans.
+        name: Its human-readable name.
+        size: Number of ranks that it spans.
         group: Its process group.
         backend: That group's backend: "gloo", "nccl", ...
-        role: What it is for.
+        role: Its role.
     """
 
     name: str
@@ -42,5 +42,5 @@ class MeshAxis:
 
 
 def shard_axis(axes: Iterable[MeshAxis]) -> MeshAxis | None:
-    """The axis over which rows are split; None where no axis is for that."""
+    """Return the axis over which rows are sharded; None if there is none."""
     return next((axis for axis in axes if axis.role is AxisRole.SHARD), None)

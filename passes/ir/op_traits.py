@@ -1,4 +1,4 @@
-"""What is known of an op without running it: what it writes to, whose memory its result shares, what it may do."""
+"""Properties of an op without running it: the arguments that it writes to, aliases of its results, its effects."""
 
 from __future__ import annotations
 
@@ -71,21 +71,21 @@ _CARRIES_SUMS = frozenset(
 )
 
 Argument = tuple[int, str]
-"""Where an argument stands: its position, and its name where it is passed by name."""
+"""An argument of an op: its position, and its name if it is passed by name."""
 
 
 @dataclass(frozen=True)
 class OpTraits:
-    """What is known of an op.
+    """The properties of an op.
 
     Attributes:
         writes: Arguments that it writes to.
         shares: Arguments whose memory its results may share.
-        reads: Whether it reads its arguments' data: not a view, and not a mere look at the shape.
-        knowledge: "known"; "wraps" if that depends on the op that the call hands it; "unknown" if it may do anything.
-        writes_anything: Whether it may write to any argument, because nothing says what it writes to.
-        carries_sums: Whether a sum over ranks of its arguments is the same sum of its result (views, casts,
-            pointwise). Of collectives, `Collective.role` says.
+        reads: True if it reads its arguments' data, unlike a view or a query of the shape.
+        knowledge: "known"; "wraps" if it depends on the op in the call's arguments; "unknown" if it may do anything.
+        writes_anything: True if it may write to any argument, because its schema does not say.
+        carries_sums: True if a partial sum as argument gives a partial sum as result (views, casts, pointwise). For
+            collectives, see `Collective.role`.
     """
 
     writes: tuple[Argument, ...] = ()
@@ -97,7 +97,7 @@ class OpTraits:
 
 
 def traits(node: Node) -> OpTraits:
-    """What is known of the op that a node calls; a call of a module or a method may do anything."""
+    """Return the properties of the op that a node calls; a call of a module or a method may do anything."""
     if is_region_call(node):
         return _traits_of_region(node)
     if node.op == "call_function":
@@ -109,7 +109,7 @@ def traits(node: Node) -> OpTraits:
 
 @lru_cache(maxsize=2048)
 def result_aliases(target: OpOverload) -> tuple[tuple[Argument, ...], ...]:
-    """For each result in an op's schema, the arguments whose memory it is said to share."""
+    """Return, for each result in an op's schema, the arguments whose memory it shares."""
     schema = schema_of(target)
     sets = [frozenset(result.alias_info.before_set) if result.alias_info else () for result in schema.returns]
     owned = [
@@ -121,7 +121,7 @@ def result_aliases(target: OpOverload) -> tuple[tuple[Argument, ...], ...]:
 
 
 def argument_nodes(node: Node, arguments: tuple[Argument, ...]) -> Iterator[Node]:
-    """The nodes that a call passes for some of its op's arguments."""
+    """Yield the nodes that a call passes for some of its op's arguments."""
     for position, name in arguments:
         value = node.args[position] if position < len(node.args) else node.kwargs.get(name)
         if isinstance(value, Node):
@@ -131,7 +131,7 @@ def argument_nodes(node: Node, arguments: tuple[Argument, ...]) -> Iterator[Node
 
 
 def written_nodes(node: Node) -> Iterator[Node]:
-    """The nodes whose memory a call is known to write to."""
+    """Yield the nodes whose memory a call is known to write to."""
     known = traits(node)
     if known.writes:
         yield from argument_nodes(node, known.writes)
@@ -140,7 +140,7 @@ def written_nodes(node: Node) -> Iterator[Node]:
 
 
 def is_unknown(node: Node) -> bool:
-    """Whether a call may do anything at all: write, communicate, count on what has run before."""
+    """Return whether a call may do anything at all: write, communicate, depend on earlier calls."""
     known = traits(node).knowledge
     if known != "wraps":
         return known == "unknown"
@@ -149,7 +149,7 @@ def is_unknown(node: Node) -> bool:
 
 
 def releases(node: Node) -> Node | None:
-    """The node whose memory a call gives back; None for any other call."""
+    """Return the node whose memory a call releases; None for any other call."""
     if node.op != "call_function":
         return None
     target = node.target
@@ -164,7 +164,7 @@ def releases(node: Node) -> Node | None:
 
 
 def allocates(node: Node) -> Node | None:
-    """The node to which a call gives memory again, after `releases`; None for any other call."""
+    """Return the node that a call allocates again, after `releases`; None for any other call."""
     if node.op != "call_function" or releases(node) is not None:
         return None
     if node.target is _RESIZE_STORAGE:
@@ -185,7 +185,7 @@ _BODY_TRAITS = "dsgraph_traits"  # in a body's `meta`
 
 
 def _traits_of_region(call: Node) -> OpTraits:
-    """A region computes if all of its ops do, and writes to no argument then."""
+    """Return the properties of a region: plain computation if all of its ops are, which then writes to no argument."""
     body = body_called(call)
     if body is None:
         return _UNKNOWN

@@ -9,20 +9,20 @@ import torch
 
 @dataclass(frozen=True)
 class ParameterSpec:
-    """A parameter on one rank: plain data, which a `ParameterState` refers to and a captured graph is told.
+    """A parameter on one rank: plain data, for a `ParameterState` and for captured graphs.
 
     Attributes:
         name: Its name in the module that was called, or else in the model that was partitioned.
         shape: Full shape.
-        shard_shape: Shape of this rank's rows. It belongs into torch's cache keys: torch itself (2.13) tells DTensors
-            apart by their full shapes alone, and a warm start would hand one rank the graph of another.
+        shard_shape: Shape of this rank's rows. It is part of torch's cache keys: torch itself (2.13) distinguishes
+            DTensors only by their full shapes, so that a warm start would give one rank the graph of another.
         dtype: Master dtype.
-        group: Process group over which its rows are split; "" when every rank holds all of it.
+        group: Process group over which its rows are sharded; "" if it is replicated.
         requires_grad: False for a frozen parameter.
         tier: "disk" where the rows are stored there, "" in memory.
-        state_tier: "host" or "disk", where some of the optimizer's state of it is stored; "" for the device.
-        state_share: How much of the state that is, from 0 to 1.
-        outer_groups: Process groups over which its gradient is averaged besides.
+        state_tier: "host" or "disk" if a part of its optimizer state is stored there; "" for the device.
+        state_share: That share of the state, from 0 to 1.
+        outer_groups: Further process groups over which its gradient is averaged.
         param_dtype: Dtype in which the forward sees it; None for the master dtype.
         reduce_dtype: Dtype in which its gradient is summed; None for the dtype in which the forward sees it.
     """
@@ -42,7 +42,7 @@ class ParameterSpec:
 
     @property
     def placement(self) -> str:
-        """The placement of its rows: "shard" (split over `group`) or "whole"."""
+        """The placement of its rows: "shard" (sharded over `group`) or "whole" (replicated)."""
         return "shard" if self.group else "whole"
 
     def dtypes(self, master: torch.dtype) -> tuple[torch.dtype, torch.dtype]:

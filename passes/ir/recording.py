@@ -1,4 +1,4 @@
-"""From a function of tensors to nodes: what runs eagerly is traced into a graph."""
+"""Recording of functions of tensors as nodes: code that runs eagerly is traced into a graph."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ aten = torch.ops.aten
 
 
 class Recording:
-    """Functions that were run on the values of nodes, as nodes of their graph.
+    """A recorder that writes functions, run on the values of nodes, as nodes of their graph.
 
         recording = Recording(node)
-        twice = recording.run(lambda x: x + x, node.args[0])       # a node ahead of `node`
+        twice = recording.run(lambda x: x + x, node.args[0])       # a node before `node`
 
     Attributes:
-        place: Ahead of which node what runs is written; it may be moved on in between.
-        made: The nodes that were written.
+        place: The node before which calls are written; it may be changed between calls.
+        made: The written nodes.
     """
 
     def __init__(self, place: Node) -> None:
@@ -36,24 +36,24 @@ class Recording:
         self._nodes: dict[int, Node] = {}  # of a fake value, by its identity, which the node keeps alive
 
     def value(self, node: Node) -> Tensor:
-        """The fake value of a node, for a function to be run on."""
+        """Return the fake value of a node, as input of a function."""
         value: Tensor = fake_value(node)
         self._nodes[id(value)] = node
         return value
 
     def node(self, value: Tensor) -> Node:
-        """The node behind a value that a function gave back."""
+        """Return the node of a value that a recorded function returned."""
         return self._nodes[id(value)]
 
     def run(self, function: Callable[..., Any], *inputs: Node) -> Any:
-        """Runs a function on the values of nodes, writes each op that it calls, and gives back what it does."""
+        """Run a function on the values of nodes, write each op that it calls, and return its result."""
         values = [self.value(node) for node in inputs]
         # What it makes without a tensor, such as a range, must be as fake as they are.
         with torch.no_grad(), detect_fake_mode(values) or nullcontext(), _Recorder(self):
             return function(*values)
 
     def write(self, target: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | tuple[Tensor, ...]:
-        """Writes a call, and gives back its fake value; of several results, each is a node of its own."""
+        """Write a call, and return its fake value; each of several results is a node of its own."""
         if target is aten._to_copy.default and set(kwargs) == {"dtype"}:  # as casts are written in graphs
             target, args, kwargs = torch.ops.prims.convert_element_type.default, (*args, kwargs["dtype"]), {}
         args, kwargs = map_aggregate(

@@ -1,4 +1,4 @@
-"""Collectives that reduce, and what is made of their results."""
+"""Reductions, and the nodes computed from their results."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ from .transfers import is_stored_gradient
 
 
 def made_of(started: Node) -> list[Node] | str:
-    """The waits and all that is made of them, in program order; the reason where that must stay where it is."""
+    """Return the waits and all nodes computed from them, in program order.
+
+    Or the reason why these must stay in place.
+    """
     waits = waits_of(started)
     found, frontier = set(waits), list(waits)
     while frontier:

@@ -11,29 +11,29 @@ from dsgraph.passes.compat import invoke_subgraph
 
 
 def is_region_call(node: Node) -> bool:
-    """Whether a node calls a region."""
+    """Return whether a node calls a region."""
     return node.op == "call_function" and node.target is invoke_subgraph
 
 
 def name_called(call: Node) -> str:
-    """The name of the region that a node calls."""
+    """Return the name of the region that a node calls."""
     callee: Any = call.args[0]
     return str(callee.target)
 
 
 def body_called(call: Node) -> GraphModule | None:
-    """The region that a node calls; None where the graph stands in no module that holds it."""
+    """Return the region that a node calls; None if the graph is in no module that contains it."""
     body = getattr(call.graph.owning_module, name_called(call), None)
     return body if isinstance(body, GraphModule) else None
 
 
 def region_calls(gm: GraphModule) -> Iterator[Node]:
-    """The calls of regions in a graph, in its order."""
+    """Yield the calls of regions in a graph, in its order."""
     yield from gm.graph.find_nodes(op="call_function", target=invoke_subgraph)
 
 
 def calls_by_name(gm: GraphModule) -> dict[str, list[Node]]:
-    """The calls of each region of a graph. A region that has several names keeps the first, in the graph as well."""
+    """Return the calls of each region of a graph. A region with several names keeps the first, also in the graph."""
     first: dict[int, str] = {}
     found: dict[str, list[Node]] = {}
     others = set[str]()
@@ -51,7 +51,7 @@ def calls_by_name(gm: GraphModule) -> dict[str, list[Node]]:
 
 
 def set_module(node: Node, *, of: Node, to: Node) -> None:
-    """Lets a node of a region, which was captured at one call, say that it stands in the module of another one."""
+    """Set the module of a region's node, which was captured at one call, to that of another call."""
     stacks = [call.meta.get("nn_module_stack") or {} for call in (of, to)]
     if not all(stacks):
         return

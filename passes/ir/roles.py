@@ -1,4 +1,4 @@
-"""What the inputs of a graph are."""
+"""Roles of the inputs of a graph."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ from enum import Enum
 
 
 class InputRole(Enum):
-    """What an input of a captured graph is. The backend tells it once; nobody guesses it from shapes or names."""
+    """The role of an input of a captured graph. The backend sets it; it is never guessed from shapes or names."""
 
     SHARD = "shard"
-    """This rank's rows of a parameter: all of them where every rank holds it replicated."""
+    """This rank's rows of a parameter: all of them if it is replicated."""
     GATHERED_COPY = "gathered copy"
-    """All rows of a split parameter, gathered before the graph runs."""
+    """All rows of a sharded parameter, gathered before the graph runs."""
     ACCUMULATED_GRADIENT = "accumulated gradient"
-    """What this rank has added up of a parameter's gradient, not reduced yet."""
+    """The sum of a parameter's gradients on this rank, not reduced yet."""
     BUFFER = "buffer"
     """A buffer of a module."""
     OPTIMIZER_STATE = "optimizer state"
-    """What an optimizer keeps of a parameter, such as the momentum into which a graph takes its gradient."""
+    """A state of the optimizer for a parameter, such as the momentum to which a graph adds its gradient."""
     DATA = "data"
-    """Anything else: the batch, what an earlier graph has returned, sizes."""
+    """Anything else: the batch, results of an earlier graph, sizes."""
 
 
 @dataclass(frozen=True)
@@ -28,10 +28,9 @@ class GraphInput:
     """One input of a captured graph.
 
     Attributes:
-        role: What it is.
-        parameter: The parameter that it belongs to, as `ParameterSpec.name` has it; empty where it belongs to none.
-        slice_group: The tensor-parallel group of whose ranks each holds a slice of the parameter; empty where all hold
-            the same.
+        role: Its role.
+        parameter: The `ParameterSpec.name` of the parameter that it belongs to; empty if it belongs to none.
+        slice_group: The group of a tensor-parallel parameter; empty for others.
     """
 
     role: InputRole

@@ -1,8 +1,8 @@
-"""What becomes of each value that the backward reads: saved by the forward, or computed again.
+"""The save plan: each value that the backward reads is saved by the forward, or recomputed.
 
-The plan of a joint graph lies on its nodes, in `meta["recompute"]`, where torch's partitioner reads it, and checkpoint
-regions of the model write it. What is to be offloaded is saved as far as the partitioner knows; the tier lies in a key
-beside it, from which `OffloadActivations` reads it. Passes never touch these keys: they call the functions below.
+The plan of a joint graph is stored on its nodes, in `meta["recompute"]`, where torch's partitioner reads it, and
+checkpoint regions of the model write it. For the partitioner, values to offload are saved; the tier is in a separate
+key, from which `OffloadActivations` reads it. Passes never touch these keys: they call the functions below.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ _TIER = "dsgraph_offload_tier"
 
 
 class Choice(Enum):
-    """What becomes of one value."""
+    """The choice for one value."""
 
     SAVE = "save"
     """The forward returns it, and it stays in the device's memory until the backward has read it."""
     RECOMPUTE = "recompute"
-    """The backward computes it again, or gathers it again."""
+    """The backward recomputes it, or gathers it again."""
     OFFLOAD = "offload"
     """The forward returns it, and it leaves the device's memory for a tier until the backward needs it."""
 
@@ -46,12 +46,12 @@ _WISHES = {CheckpointPolicy.PREFER_SAVE: Choice.SAVE, CheckpointPolicy.PREFER_RE
 
 @dataclass(frozen=True)
 class SavePlan:
-    """The choices made for a joint graph. What stands in neither mapping, the splitting chooses.
+    """The choices for a joint graph. The partitioner decides about values in neither mapping.
 
     Attributes:
-        choices: Node name -> what must become of its value.
-        wishes: Node name -> what a checkpoint region would rather have become of it.
-        tiers: Node name -> "host" or "disk", for each that is to be offloaded.
+        choices: Node name -> the choice for its value.
+        wishes: Node name -> the choice that a checkpoint region prefers.
+        tiers: Node name -> "host" or "disk", for each value to offload.
     """
 
     choices: Mapping[str, Choice]
@@ -60,7 +60,7 @@ class SavePlan:
 
     @classmethod
     def of(cls, gm: GraphModule) -> SavePlan:
-        """The plan that lies on the nodes of a joint graph."""
+        """Return the plan that is stored on the nodes of a joint graph."""
         tagged = [node for node in gm.graph.nodes if _KEY in node.meta]
         found = {node.name: choice for node in tagged for choice in Choice if must(node, choice)}
         wishes = {node.name: _WISHES[node.meta[_KEY]] for node in tagged if node.meta[_KEY] in _WISHES}
@@ -68,7 +68,7 @@ class SavePlan:
         return cls(choices=found, wishes=wishes, tiers=tiers)
 
     def write(self, gm: GraphModule) -> None:
-        """Writes the choices onto the nodes of a joint graph; other nodes keep what they have.
+        """Write the choices onto the nodes of a joint graph; other nodes keep theirs.
 
         Raises:
             KeyError: A choice is of a node that is not in the graph.
@@ -79,12 +79,12 @@ class SavePlan:
 
 
 def decide(node: Node, choice: Choice, *, tier: str | None = None) -> None:
-    """Notes what must become of a node's value.
+    """Set the choice for a node's value.
 
     Args:
         node: The node.
-        choice: What.
-        tier: "host" or "disk", for what is to be offloaded; the host unless given.
+        choice: The choice.
+        tier: "host" or "disk", for a value to offload; the default is the host.
     """
     node.meta[_KEY] = _POLICIES[choice]
     node.meta.pop(_TIER, None)
@@ -93,7 +93,7 @@ def decide(node: Node, choice: Choice, *, tier: str | None = None) -> None:
 
 
 def recompute_with_users(nodes: Iterable[Node]) -> None:
-    """Notes that nodes must be computed again, and what the forward computes cheaply from such nodes alone."""
+    """Mark nodes for recomputation, and nodes that the forward computes cheaply from only such nodes."""
     chosen_nodes = set(nodes)
     for node in chosen_nodes:
         decide(node, Choice.RECOMPUTE)
@@ -116,29 +116,29 @@ def _is_cheap(node: Node) -> bool:
 
 
 def must(node: Node, choice: Choice) -> bool:
-    """Whether that must become of a node's value."""
+    """Return whether this is the choice for a node's value."""
     return node.meta.get(_KEY) is _POLICIES[choice] and (_TIER in node.meta) is (choice is Choice.OFFLOAD)
 
 
 def tier_of(node: Node) -> str | None:
-    """Where a node's value must be offloaded to; None where it need not. It holds in the split graphs as well."""
+    """Return the tier to which a node's value is offloaded; None if it is not. It also holds in the split graphs."""
     return node.meta.get(_TIER)
 
 
 def is_recomputed(node: Node) -> bool:
-    """Whether a node's value must be computed again, or a checkpoint region would rather have it so."""
+    """Return whether a node's value must be recomputed, or a checkpoint region prefers that."""
     return must(node, Choice.RECOMPUTE) or node.meta.get(_KEY) is CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def inherit(node: Node, original: Node) -> None:
-    """Takes over what was chosen for a node that `node` replaces, if anything was."""
+    """Copy the choice for a node that `node` replaces, if there is one."""
     for key in (_KEY, _TIER):
         if key in original.meta:
             node.meta[key] = original.meta[key]
 
 
 def chosen(node: Node) -> Hashable:
-    """What was chosen for a node, or wished, to compare with that of another; None for nothing."""
+    """Return the choice or wish for a node, to compare with that of another; None if there is none."""
     choice, tier = node.meta.get(_KEY), tier_of(node)
     found: Hashable = choice if tier is None else (choice, tier)
     return found
