@@ -1,4 +1,4 @@
-"""Floor 1, the compiler: passes, the runner that runs them and the partitioner that carries them."""
+"""The compiler: passes, the runner that runs them and the partitioner that calls it."""
 
 import re
 from pathlib import Path
@@ -55,7 +55,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> NoReturn:
-    """Name the module of a built-in pass, whose file has the name of its class."""
+    """Raise an error that names the module of a built-in pass, whose file has the name of its class."""
     stem = re.sub(r"(?<!^)(?=[A-Z])", "_", name).lower()
     for path in Path(__file__).parent.glob(f"*/{stem}.py"):
         module = f"{__name__}.{path.parent.name}.{stem}"

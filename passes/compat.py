@@ -1,4 +1,4 @@
-"""Every private torch API that the compiler uses, in one place.
+"""Private torch APIs that the compiler uses, in one place.
 
 Written for torch 2.11 to 2.15.
 """
@@ -71,32 +71,32 @@ invoke_subgraph = torch.ops.higher_order.invoke_subgraph
 
 
 def compiled_when_run() -> contextlib.AbstractContextManager[None]:
-    """Within, graph modules that torch's partitioners and `make_graph_module` make become Python code when they run."""
+    """Return a context in which graph modules of torch's partitioners are compiled when they run."""
     return _use_lazy_graph_module(True)
 
 
 def merge_equal_nodes(graph: Graph) -> Graph:
-    """A copy of a joint graph in which torch's partitioner has merged what is computed twice, as it does by default."""
+    """Return a copy of a joint graph with equal nodes merged, as torch's partitioner does by default."""
     return fx_graph_cse(graph)
 
 
 def is_compiled_when_run(gm: GraphModule) -> bool:
-    """Whether a module was made within `compiled_when_run`."""
+    """Return whether a module was made within `compiled_when_run`."""
     return isinstance(gm, _LazyGraphModule)
 
 
 def make_graph_module(root: torch.nn.Module, graph: Graph) -> GraphModule:
-    """A module of a graph, as torch's partitioners make theirs: see `compiled_when_run`."""
+    """Return a module of a graph, made as torch's partitioners do: see `compiled_when_run`."""
     return _make_graph_module(root, graph)
 
 
 def autograd_count() -> int:
-    """How many autograd nodes this thread has made so far: each gets the next number."""
+    """Return the number of autograd nodes that this thread has made so far: each gets the next number."""
     return int(torch.autograd._get_sequence_nr())
 
 
 def running_autograd_node() -> int | None:
-    """The number of the autograd node that is running; None outside a backward."""
+    """Return the number of the running autograd node; None outside a backward."""
     node: Any = torch._C._current_autograd_node()
     return None if node is None else int(node._sequence_nr())
 
@@ -106,10 +106,10 @@ set_grad_enabled = torch._C._set_grad_enabled
 
 
 def put_opaque_values_last(forward: GraphModule, backward: GraphModule, *, num_fwd_outputs: int) -> None:
-    """Restores the order of saved values that AOTAutograd counts on: tensors, then opaque objects, then symbolic sizes.
+    """Restore the order of saved values that AOTAutograd requires: tensors, then opaque objects, then symbolic sizes.
 
-    Where a checkpoint region draws random numbers, torch's partitioner appends the generators' states behind the opaque
-    objects (a `DTensor`'s mesh), in the forward's outputs as well as in the backward's inputs (2.11.0 to 2.13.0).
+    If a checkpoint region draws random numbers, torch's partitioner appends the generators' states after the opaque
+    objects (a `DTensor`'s mesh), in the forward's outputs and in the backward's inputs (2.11.0 to 2.13.0).
     """
     (output,) = forward.graph.find_nodes(op="output")
     values = list(output.args[0])
@@ -128,7 +128,7 @@ def put_opaque_values_last(forward: GraphModule, backward: GraphModule, *, num_f
 
 
 def kind_of_saved_value(node: Node) -> int:
-    """By which the forward's saved values are sorted: 0 for a tensor, 1 for an opaque object, 2 for a size."""
+    """Return the sort key of a saved value: 0 for a tensor, 1 for an opaque object, 2 for a size."""
     value = node.meta.get("val")
     if isinstance(value, FakeScriptObject):
         return 1
@@ -136,13 +136,13 @@ def kind_of_saved_value(node: Node) -> int:
 
 
 def describe_saved(output: Node, num_fwd_outputs: int, *, added: int = 0, removed: Collection[int] = ()) -> None:
-    """Keeps AOTAutograd's descriptions of a forward's outputs true to what is saved.
+    """Update AOTAutograd's descriptions of a forward's outputs after a change of the saved values.
 
     Args:
         output: The forward's output node.
-        num_fwd_outputs: How many outputs, which come first, are the model's.
-        added: How many saved values stand behind these that were not there.
-        removed: Which outputs are no longer there, by the numbers that they had.
+        num_fwd_outputs: Number of outputs that are the model's; they come first.
+        added: Number of new saved values after these.
+        removed: Former numbers of the removed outputs.
     """
     known = output.meta.get("desc")
     if known is None:
@@ -155,7 +155,10 @@ def describe_saved(output: Node, num_fwd_outputs: int, *, added: int = 0, remove
 
 
 def is_to_local(node: Node) -> bool:
-    """Whether a node of a captured graph takes a `DTensor`'s local tensor; torch 2.11 wraps it in a function a call."""
+    """Return whether a node of a captured graph takes a `DTensor`'s local tensor.
+
+    Torch 2.11 wraps it in a function call.
+    """
     if node.op == "call_method":
         return node.target == "to_local"
     name = getattr(node.target, "__qualname__", "")
@@ -163,14 +166,14 @@ def is_to_local(node: Node) -> bool:
 
 
 def is_tangent(placeholder: Node) -> bool:
-    """Whether a placeholder of a joint or backward graph is the gradient of one of the forward's outputs."""
+    """Return whether a placeholder of a joint or backward graph is the gradient of one of the forward's outputs."""
     return "tangents" in placeholder.name  # as AOTAutograd names them
 
 
 def captured_input(placeholder: Node) -> int | None:
-    """Which input of the captured graph a placeholder of the joint graph came from; None for tangents and the like.
+    """Return the number of the captured graph's input of a joint graph's placeholder; None for tangents and others.
 
-    AOTAutograd takes a `DTensor` input apart into its shard and its mesh; both come from the same input.
+    AOTAutograd splits a `DTensor` input into its shard and its mesh; both have the same number.
     """
     return _input_number(placeholder.meta.get("desc"))
 
@@ -182,13 +185,13 @@ def _input_number(desc: AOTInput | None) -> int | None:
 
 
 def symbolic_expression(size: torch.SymInt) -> int | sympy.Expr:
-    """A symbolic size as an expression over the symbols of its graph, or the number that it is known to be."""
+    """Return a symbolic size as an expression over the symbols of its graph, or as a number if it is known."""
     expression: sympy.Expr = size.node.expr
     return int(expression) if expression.is_number else expression
 
 
 def known_sizes(size: torch.SymInt) -> Mapping[sympy.Symbol, int]:
-    """The symbols of a symbolic size with the numbers that they had when the graph was traced."""
+    """Return the symbols of a symbolic size with their values when the graph was traced."""
     shapes: Any = size.node.shape_env
     numbers = shapes.backed_var_to_val if hasattr(shapes, "backed_var_to_val") else shapes.var_to_val  # before 2.12
     symbols = size.node.expr.free_symbols
@@ -196,17 +199,17 @@ def known_sizes(size: torch.SymInt) -> Mapping[sympy.Symbol, int]:
 
 
 def fake_mode_of(value: object) -> Any:
-    """The mode of a fake tensor, in which more of its kind are made; a context that does nothing for other values."""
+    """Return the mode of a fake tensor, in which more fake tensors are made; an empty context for other values."""
     return value.fake_mode if isinstance(value, FakeTensor) else contextlib.nullcontext()
 
 
 def schema_of(op: OpOverload) -> torch.FunctionSchema:
-    """Names, defaults and aliases of an op's arguments and results."""
+    """Return the schema of an op: names, defaults and aliases of its arguments and results."""
     return op._schema
 
 
 def storage_id(tensor: torch.Tensor) -> int:
-    """Equal for fake tensors that share memory; of use while they live."""
+    """Return a number that is equal for fake tensors that share memory; it is valid while they live."""
     return int(tensor.untyped_storage()._cdata)
 
 
@@ -223,9 +226,9 @@ def written_inputs(output: Node) -> set[int]:
 
 
 def captured_gradients(output: Node) -> dict[int, int]:
-    """Output number of a joint or backward graph -> the input of the captured graph whose gradient it is.
+    """Return output number of a joint or backward graph -> input of the captured graph whose gradient it is.
 
-    Of a `DTensor`'s gradient, the shard's output; a forward or inference graph has none.
+    For a `DTensor`'s gradient, this is the shard's output; a forward or inference graph has none.
     """
     found = {}
     for number, desc in enumerate(output.meta.get("desc") or ()):

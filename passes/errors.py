@@ -2,4 +2,7 @@
 
 
 class PassError(RuntimeError):
-    """A pass, a pipeline or a graph breaks a rule; the message names which, what was found and what to do."""
+    """A pass, a pipeline or a graph that breaks a rule of the compiler.
+
+    Fix: change or leave out the pass that the message names; for a built-in pass, report the message.
+    """

@@ -1,1 +1,1 @@
-"""Kernels in place of what a model spells out: the pass, how it reads captured graphs, and the patterns."""
+"""The pass that substitutes kernels for sequences of ops: how it reads captured graphs, and the patterns."""

@@ -1,10 +1,9 @@
-"""Reading GELU: as torch's call, or written out, by erf or by tanh.
+"""Recognition of GELU: as torch's call, or written out with erf or tanh.
 
 This walks the graph instead of comparing it with functions: factors come in any order, and the argument is any
 polynomial of the right coefficients, so there are too many spellings to list.
 
-0.5 * x * (1 + erf(x / sqrt(2)))
-0.5 * x * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 * x ** 3)))
+0.5 * x * (1 + erf(x / sqrt(2))) 0.5 * x * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 * x ** 3)))
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ class Gelu:
         end: Its value.
         x: Its argument.
         approximate: "none" or "tanh".
-        why_not: What makes it another function than a GELU, or None.
+        why_not: Why it is not exactly a GELU, or None.
     """
 
     end: Node
@@ -59,7 +58,7 @@ def is_gelu(node: Node) -> bool:
 
 
 def gelu_of(node: Node) -> Gelu | None:
-    """The GELU whose anchor is `node`, a call of `gelu`, `erf` or `tanh`."""
+    """Return the GELU whose anchor is `node`, a call of `gelu`, `erf` or `tanh`."""
     call = call_of(node)
     if call is None:
         return None
@@ -92,7 +91,7 @@ def _written_out(kind: str, argument: Any, one_plus: Node) -> Gelu | None:
 
 
 def _multiplied(node: Node, argument: Any) -> tuple[Node, Node, float] | None:
-    """`number * x * node`, x and the number, where `argument` is a polynomial in x. With 0.5 once it is met."""
+    """Return `number * x * node`, x and the number, for a polynomial `argument`, times 0.5 if it follows."""
     end, x, factor = node, None, 1.0
     while x is None or not _is_close(factor, 0.5):
         step = _next_factor(end)
@@ -109,7 +108,7 @@ def _multiplied(node: Node, argument: Any) -> tuple[Node, Node, float] | None:
 
 
 def _next_factor(node: Node) -> tuple[Node, Any] | None:
-    """The product that alone reads a node, and the other factor."""
+    """Return the product that is the only reader of a node, and its other factor."""
     user = only_user(node)
     call = call_of(user)
     if call is None:
@@ -123,7 +122,7 @@ def _next_factor(node: Node) -> tuple[Node, Any] | None:
 
 
 def _scaled(node: Any) -> tuple[float, Node | None]:
-    """A factor as a number times a node."""
+    """Return a factor as a number times a node."""
     number = number_of(node)
     if number is not None:
         return number, None
@@ -141,7 +140,7 @@ def _scaled(node: Any) -> tuple[float, Node | None]:
 
 
 def _polynomial(node: Any, x: Any) -> _Polynomial | None:
-    """What a node computes as a polynomial in x; None where it is none, or has no x."""
+    """Return the polynomial in x that a node computes; None if it is none, or has no x."""
     found = _terms(node, x)
     return found if found is not None and set(found) - {0} else None
 

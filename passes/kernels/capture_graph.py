@@ -1,4 +1,4 @@
-"""What is known of the graph that Dynamo captured: torch functions, some of which write to their arguments."""
+"""Properties of the graph that Dynamo captured: torch functions, some of which write to their arguments."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _READING_MODULES = ("torch", "_operator", "operator", "builtins", "math")
 
 
 def interior(node: Node, inputs: Sequence[Node]) -> list[Node]:
-    """What computes `node` from `inputs`, in program order, `node` last; the inputs and sizes are left out."""
+    """Return the nodes that compute `node` from `inputs`, in program order, `node` last, without inputs and sizes."""
     seen = {node}
     frontier = [node]
     while frontier:
@@ -45,7 +45,7 @@ def interior(node: Node, inputs: Sequence[Node]) -> list[Node]:
 
 
 def _computed_from(inputs: Sequence[Node], inside: Sequence[Node]) -> set[Node]:
-    """Those of `inside`, nodes in program order, that depend on an input."""
+    """Return the nodes of `inside`, which is in program order, that depend on an input."""
     found = set(inputs)
     for item in inside:
         if not found.isdisjoint(item.all_input_nodes):
@@ -58,9 +58,9 @@ def _is_size(node: Node) -> bool:
 
 
 def why_unsafe(node: Node, inputs: Sequence[Node], *, others: Sequence[Node] = ()) -> str | None:
-    """Why what computes `node` from `inputs` must not be done at once where `place_of` says, or None.
+    """Return why the computation of `node` from `inputs` must not move to `place_of`; None if it may.
 
-    `others` are computed on the way and are given as `node` is: whoever reads them reads what is given.
+    `others` are intermediate results that the kernel returns as well: their readers read the kernel's results.
     """
     inside = interior(node, inputs)
     first, computed = inside[0], _computed_from(inputs, inside)
@@ -88,7 +88,7 @@ def why_unsafe(node: Node, inputs: Sequence[Node], *, others: Sequence[Node] = (
 
 
 def place_of(node: Node, inputs: Sequence[Node], *, others: Sequence[Node] = ()) -> Node:
-    """Before which node `node` and `others` are computed at once: the first of what reads them, or `node`."""
+    """Return the node before which `node` and `others` are computed together: their first reader, or `node`."""
     inside = interior(node, inputs)
     stays: set[Node] = set()
     for item in reversed(inside):
@@ -99,7 +99,7 @@ def place_of(node: Node, inputs: Sequence[Node], *, others: Sequence[Node] = ())
 
 
 def _why_nowhere(node: Node, inputs: Sequence[Node], *, others: Sequence[Node]) -> str | None:
-    """Why there is no place behind all inputs and before all that reads what is computed, or None."""
+    """Return why there is no place after all inputs and before all readers; None if there is."""
     inside, place = interior(node, inputs), place_of(node, inputs, others=others)
     for item in others:
         if item not in inside:
@@ -109,9 +109,9 @@ def _why_nowhere(node: Node, inputs: Sequence[Node], *, others: Sequence[Node]) 
 
 
 def _why_not_kept(node: Node, inputs: Sequence[Node], *, others: Sequence[Node]) -> str | None:
-    """Why what a kernel may keep for its backward must not be kept, or None: autograd refuses it once it is written to.
+    """Return why the inputs of a kernel must not be saved for its backward; None if they may.
 
-    Where the graph keeps it as well, autograd refuses that too, and nothing is lost.
+    If the original graph saves them as well, autograd refuses that too, and nothing is lost.
     """
     if not any(value.requires_grad for value in _tensors(node)):
         return None
@@ -130,7 +130,7 @@ def _why_not_kept(node: Node, inputs: Sequence[Node], *, others: Sequence[Node])
 
 
 def _views_of_one_memory(node: Node) -> set[Node]:
-    """A node, what it is a view of, and the views of both, as far as the graph shows it."""
+    """Return a node, the tensor that it is a view of, and the views of both, as far as the graph shows them."""
     storages, frontier, seen = _storages(node), [node], {node}
     while frontier:
         item = frontier.pop()
@@ -142,7 +142,7 @@ def _views_of_one_memory(node: Node) -> set[Node]:
 
 
 def _keeps_nothing_of(item: Node, reader: Node) -> bool:
-    """Whether the derivative of what reads an item does without the item."""
+    """Return whether the derivative of an item's reader does not need the item."""
     call = call_of(reader)
     if call is None:
         return False
@@ -150,7 +150,7 @@ def _keeps_nothing_of(item: Node, reader: Node) -> bool:
 
 
 def same_layout(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors are known to have the same shape, and strides where a dimension has more than one row."""
+    """Return whether two tensors are known to have the same shape, and strides in dimensions of more than one row."""
     if not same_shape(one, other):
         return False
     strides = zip(one.shape, one.stride(), other.stride(), strict=True)
@@ -158,7 +158,7 @@ def same_layout(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def reader_of_layout(node: Node) -> Node | None:
-    """A node that asks for strides of what `node` computes, of a view of it, or of what takes its layout over."""
+    """Return a node that depends on the strides of `node`, of a view of it, or of a result with its layout."""
     frontier, seen = [node], {node}
     while frontier:
         item = frontier.pop()
@@ -172,7 +172,7 @@ def reader_of_layout(node: Node) -> Node | None:
 
 
 def _takes_layout_over(node: Node, source: Node) -> bool:
-    """Whether a node is a view of its argument, or may be laid out in memory as that is because that is."""
+    """Return whether a node is a view of its argument, or may get its memory layout from it."""
     call = call_of(node)
     if call is not None and call.kind == "contiguous":
         return False
@@ -182,13 +182,13 @@ def _takes_layout_over(node: Node, source: Node) -> bool:
 
 
 def transforms_begun(node: Node) -> int:
-    """1 where a transform of `torch.func` (`vmap`, `grad`, ...) begins, -1 where one ends, otherwise 0."""
+    """Return 1 if a transform of `torch.func` (`vmap`, `grad`, ...) begins at a node, -1 if one ends, otherwise 0."""
     name = getattr(node.target, "__name__", "") if node.op == "call_function" else ""
     return name.endswith("_increment_nesting") - name.endswith("_decrement_nesting")
 
 
 def _disturbs(node: Node, storages: set[int]) -> str | None:
-    """Why nothing that reads `storages` may move across a node, or None."""
+    """Return why no reader of `storages` may move across a node, or None."""
     if node.target is set_grad_enabled:
         return "gradients are switched on or off inside it"
     name = getattr(node.target, "__name__", "")
@@ -203,7 +203,7 @@ def _disturbs(node: Node, storages: set[int]) -> str | None:
 
 
 def _written(node: Node) -> list[Node] | None:
-    """What a node writes to; None where that is not known."""
+    """Return the nodes that a node writes to; None if unknown."""
     if node.op not in ("call_function", "call_method"):
         return []
     target: Any = node.target

@@ -1,4 +1,4 @@
-"""Attention in captured graphs: calls of torch's function, and what models write out."""
+"""Attention in captured graphs: calls of torch's function, and attention written out in models."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ class FoundAttention:
     """An attention.
 
     Attributes:
-        node: Whose value it is.
+        node: The node of its value.
         q: Queries `[b, heads, l, d]`.
         k: Keys `[b, heads of keys, l, d]`.
         v: Values `[b, heads of keys, l, e]`.
-        keys_are_transposed: Whether `k` is `[..., d, l]`, as it stands in a product.
-        mask: Where a key counts: as terms of an `and`; without terms where all do.
-        hidden: A mask that is True where a key does not count; None: there is none.
-        bias: Added to the scores; None: nothing.
+        keys_are_transposed: True if `k` is `[..., d, l]`, as in a product.
+        mask: True for visible keys: as terms of an `and`; without terms if all are.
+        hidden: A mask that is True for hidden keys; None if there is none.
+        bias: Added to the scores; None for none.
         scale: The factor of the scores.
         dropout_p: The share of probabilities that is dropped.
     """
@@ -50,7 +50,7 @@ class FoundAttention:
 
 
 def find_attention(node: Node) -> FoundAttention | NearMiss | None:
-    """The attention of which a node is the call of torch's function, or the softmax; why not; None for other nodes."""
+    """Return the attention whose call of torch's function, or softmax, is `node`; or why not; None for other nodes."""
     if node.op == "call_function" and node.target is F.scaled_dot_product_attention:
         return _of_function(node)
     if node.op == "call_function" and node.target is F.multi_head_attention_forward:
@@ -62,7 +62,7 @@ def find_attention(node: Node) -> FoundAttention | NearMiss | None:
 
 
 def before_repeating(node: Node) -> Node:
-    """Heads of keys before each was repeated for the heads of queries that share it, or the node."""
+    """Return the heads of keys before they were repeated for several heads of queries, or the node itself."""
     call = call_of(node)
     expanded = call_of(call.input) if call is not None and call.kind == "reshape" else None
     lifted = call_of(expanded.input) if expanded is not None and expanded.kind == "expand" else None
@@ -125,7 +125,7 @@ def _of_match(match: Match) -> FoundAttention | NearMiss:
 
 
 def _taken_apart(given: object) -> tuple[MaskTerms, Node | None, Node | None]:
-    """Terms of a mask, a mask of what does not count, and a bias: what an argument of either kind says."""
+    """Return the terms of a mask, a mask of hidden keys, and a bias, for an argument of either kind."""
     value = value_of(given)
     if not isinstance(given, Node) or value is None:
         return MaskTerms(), None, None

@@ -1,4 +1,4 @@
-"""What SubstituteKernels found in a graph, kernel by kernel, and how it tells."""
+"""The results of SubstituteKernels for a graph, kernel by kernel, and their notes."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from dsgraph.passes.ir.graph import all_graph_modules, find_calls
 from .spec import Gain, KernelSpec
 
 NOWHERE = "was asked for and is substituted nowhere in this graph"
-"""How the note on a kernel ends that was looked for in vain."""
+"""The end of the note on a requested kernel that matches nowhere."""
 
 
 @dataclass
 class Findings:
-    """What was found in a graph, kernel by kernel."""
+    """The results for a graph, kernel by kernel."""
 
     substituted: Counter[str] = field(default_factory=Counter)
     gains: dict[str, Gain] = field(default_factory=dict)
@@ -67,7 +67,7 @@ class Findings:
 
 
 def _calls_already(spec: KernelSpec, gm: GraphModule) -> str:
-    """Where the graph calls torch's function for what the kernel does, as the end of a note; empty if nowhere."""
+    """Return where the graph calls torch's function for the same, as the end of a note; empty if nowhere."""
     if spec.already is None:
         return ""
     calls = sum(len(find_calls(module, spec.already)) for module in all_graph_modules(gm))

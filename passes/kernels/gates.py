@@ -1,4 +1,4 @@
-"""Gates, `activation(gate) * up`: what the patterns of the gated kernels share."""
+"""Gates, `activation(gate) * up`: code shared by the patterns of the gated kernels."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .spec import Match, NearMiss
 
 
 def match_gate(end: Node, gate: Any, up: Any, **options: Any) -> Match | NearMiss | None:
-    """The product `end` of an activated gate with `up`, as large a tensor; options are those besides `dtype`."""
+    """Match the product `end` of an activated gate with `up` of the same size; options are those besides `dtype`."""
     ours, theirs = value_of(gate), value_of(up)
     if ours is None or theirs is None:
         return None

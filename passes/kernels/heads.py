@@ -1,4 +1,4 @@
-"""Reading the head of a language model: from what a loss takes back to the product of hidden states and weight."""
+"""Recognition of a language model's head: from the input of a loss back to the product of hidden states and weight."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .spec import Derived, NearMiss
 
 
 def has_head(logits: object) -> bool:
-    """Whether there is a linear layer among what has as many columns as there are classes."""
+    """Return whether a linear layer computes the logits, found among values with as many columns as classes."""
     value = value_of(logits)
     if value is None or value.ndim == 0:
         return False
@@ -38,15 +38,15 @@ def has_head(logits: object) -> bool:
 
 @dataclass
 class Path:
-    """What lies between the loss and the head, added to from the loss on; at the head it ends as arguments.
+    """The calls between the loss and the head, collected from the loss on; at the head they become arguments.
 
     Attributes:
-        reader: What reads the node that is looked at next.
-        rows: Indices that pick rows and classes, last first, with how many dimensions they apply to; None for a
+        reader: The reader of the next node.
+        rows: Indices of rows and classes, last first, with the number of dimensions that they apply to; None for a
             reshape to one dimension of rows.
-        scale: By what logits are multiplied before a soft cap.
+        scale: The factor of logits before a soft cap.
         softcap: The cap, once its `tanh` has been met.
-        dtypes: To which logits are cast.
+        dtypes: The dtypes to which logits are cast.
     """
 
     reader: Node
@@ -60,7 +60,7 @@ class Path:
 
 
 def with_classes_last(logits: Any, path: Path) -> Any:
-    """Logits `[..., classes]` behind what the loss reads: itself, or `[N, classes, rows]` before it was transposed."""
+    """Return the logits `[..., classes]`: the loss's input itself, or `[N, classes, rows]` before its transpose."""
     value = value_of(logits)
     assert value is not None
     if value.ndim <= 2:
@@ -77,7 +77,7 @@ def with_classes_last(logits: Any, path: Path) -> Any:
 
 
 def follow(node: Node, path: Path) -> NearMiss | None:
-    """Goes from `node` to the head; why it cannot."""
+    """Follow the calls from `node` to the head; return why it is impossible, or None."""
     while True:
         reason = _read_elsewhere(node, path.reader)
         if reason is not None:
@@ -94,7 +94,7 @@ def follow(node: Node, path: Path) -> NearMiss | None:
 
 
 def _read_elsewhere(node: Node, reader: Node) -> str | None:
-    """Whoever reads the logits besides the loss needs them in memory."""
+    """Return the reader of the logits besides the loss, which needs them in memory; None if there is none."""
     other = next((user for user in node.users if user is not reader), None)
     if other is None:
         return None
@@ -104,7 +104,7 @@ def _read_elsewhere(node: Node, reader: Node) -> str | None:
 
 
 def _step(node: Node, call: Call, path: Path) -> Node | str:
-    """What `node` is computed of, its effect noted in `path`; or why it does not belong there."""
+    """Return the input of `node`, with its effect noted in `path`; or why it does not belong there."""
     if call.kind == "cast":
         path.dtypes.append(dtype_of(node))
     elif call.kind == "reshape":
@@ -149,7 +149,7 @@ def _reshape(node: Node, call: Call, path: Path) -> Node | str:
 
 
 def _bias_of(call: Call) -> tuple[Any, Any] | None:
-    """`h @ w.t() + b` as the product and b."""
+    """Return `h @ w.t() + b` as the product and b; None for other calls."""
     if call.kind == "add":
         for product, bias in either_way(call):
             value = value_of(bias)
@@ -166,7 +166,7 @@ def _bare_head(node: Any) -> Call | None:
 
 
 def _end(node: Node, call: Call, path: Path) -> NearMiss | None:
-    """Makes the op's arguments of the head and of what lies before the loss."""
+    """Turn the head and the calls before the loss into the op's arguments."""
     added = _bias_of(call)
     if added is not None:
         product, path.bias = added
@@ -204,7 +204,7 @@ def _transposed(matrix: Any) -> Node | Derived | None:
 
 
 def _pick(head: Node, path: Path) -> NearMiss | None:
-    """Does to hidden what is done to the rows of logits, and to the weight and bias what is done to their classes."""
+    """Apply the selection of logits' rows to hidden states, and that of classes to weight and bias."""
     for index, dims in reversed(path.rows):
         if index is None:
             path.hidden = Derived("flatten", (path.hidden, 0, -2))

@@ -1,12 +1,12 @@
-"""A pattern that is a function itself: where a captured graph makes the same calls as the function does.
+"""Patterns given as functions: they match where a captured graph makes the same calls as the function.
 
-The function is traced without values, by torch.fx. A place of a graph is like it when it makes the same calls of the
-same numbers on whatever tensors: then it computes the same, whatever their shapes and dtypes. Spellings that `call_of`
-knows for the same are, `x.square()` and `x ** 2` are, and so are the orders of a sum and of a product; reshapes,
-copies, `and`, `or` and `not` must be spelled alike.
+The function is traced without values, by torch.fx. A place of a graph matches if it makes the same calls with the same
+numbers on any tensors: then it computes the same, whatever their shapes and dtypes. Spellings that `call_of` treats as
+equal match, so do `x.square()` and `x ** 2`, and the orders of a sum and of a product; reshapes, copies, `and`, `or`
+and `not` must be spelled the same.
 
-The built-in kernels name an anchor besides, the call or the parameter at which the search starts, and read by a
-`Reading` what has too many spellings for calls, such as a cast that may be there or not.
+The built-in kernels also name an anchor, the call or the parameter at which the search starts, and use a `Reading` for
+parts with too many spellings, such as an optional cast.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ _Bound = Mapping[Node, Any]
 
 
 class Reading:
-    """A call in a spelling that stands for whatever its function reads out of a graph.
+    """A call in a pattern that matches whatever its function reads from a graph.
 
-    The function takes a node and gives the arguments of the call, once for each way to read the node.
+    The function takes a node and yields the arguments of the call, once for each way to read the node.
     """
 
     __name__: str
@@ -43,7 +43,7 @@ class Reading:
         update_wrapper(self, read)
 
     def reads(self, part: Node, node: Node) -> bool:
-        """Whether `part` is an argument of the call for which a node stands."""
+        """Return whether `part` is an argument of the call that a node represents."""
         return any(item is part for parts in self.read(node) for item in parts)
 
     def __call__(self, *args: Any) -> Any:
@@ -61,7 +61,7 @@ def cast(node: Any) -> Iterator[tuple[Any, ...]]:
 
 @dataclass(frozen=True)
 class Occurrence:
-    """A place that is like a function: the node whose value the function returns, and the arguments by name."""
+    """A match of a function: the node whose value the function returns, and the arguments by name."""
 
     end: Node
     arguments: Mapping[str, Any]
@@ -72,13 +72,13 @@ class Occurrence:
 
 @dataclass(frozen=True, repr=False)
 class Likeness:
-    """What is like a function.
+    """A pattern that matches a function.
 
     Attributes:
-        kinds: Of its parameters, in order: Tensor, the type of a number, or Any.
+        kinds: Types of its parameters, in order: Tensor, the type of a number, or Any.
         calls: The nodes of the function, and their calls as `call_of` reads them.
         path: The nodes from the anchor to the last call.
-        is_exact: Whether a parameter that is read twice is one node of a graph; else it may be cast twice.
+        is_exact: True if a parameter that is read twice must be one node of a graph; otherwise it may be cast twice.
     """
 
     kinds: Mapping[str, Any]
@@ -88,15 +88,15 @@ class Likeness:
 
     @classmethod
     def of(cls, function: Callable[..., Tensor], *, anchor: str | None = None) -> Likeness:
-        """Traces a function.
+        """Trace a function.
 
         Args:
             function: Plain torch. Its parameters are annotated as Tensor or as numbers; others may be anything.
             anchor: The kind of call, the reading or the parameter at which the search starts; default: the last call.
 
         Raises:
-            ValueError: It cannot be traced without values, returns what it was given, or not one tensor; a parameter is
-                unread, or may be something other than a tensor or a number; it writes, or reads a tensor of its own.
+            ValueError: It cannot be traced without values, returns an argument, or not one tensor; a parameter is
+                unused, or may be something other than a tensor or a number; it writes, or reads a tensor of its own.
         """
         signature = inspect.signature(function, eval_str=True)
         try:
@@ -117,16 +117,16 @@ class Likeness:
         return cls(kinds, calls, _path(graph, calls, end, anchor), is_exact=anchor is None)
 
     def is_anchor(self, node: Node) -> bool:
-        """Whether a node may be the function's anchor."""
+        """Return whether a node may be the function's anchor."""
         return self._may_be(self.path[0], node)
 
     def match(self, node: Node) -> Match | None:
-        """Finds what is like the function and has `node` as anchor; its inputs are the function's arguments."""
+        """Match the function with `node` as anchor; the inputs are the function's arguments."""
         found = next(self.find(node), None)
         return Match(found.end, tuple(found.arguments.values())) if found is not None else None
 
     def find(self, node: Any) -> Iterator[Occurrence]:
-        """All places that are like the function, of which `node` is the anchor."""
+        """Yield all matches of the function with the anchor `node`."""
         anchor = self.path[0]
         is_one = isinstance(node, Node) and (anchor.op == "placeholder" or self._may_be(anchor, node))
         ends = [node] if is_one else []
@@ -153,7 +153,7 @@ class Likeness:
         return mine.op == theirs.op and mine.target == theirs.target
 
     def _bind(self, mine: object, theirs: Any, bound: _Bound) -> Iterator[_Bound]:
-        """`bound` and what else the function's parameters have to be for the two to be alike, in every way there is."""
+        """Yield each extension of `bound` with which the two arguments match."""
         if isinstance(mine, Node):
             if mine.op == "placeholder":
                 yield from self._bind_parameter(mine, theirs, bound)
@@ -206,7 +206,7 @@ class Likeness:
 
 
 def _path(graph: Graph, calls: Mapping[Node, Call | None], end: Node, anchor: str | None) -> tuple[Node, ...]:
-    """The nodes from the last one of the anchor's name to the end, each an argument of the next."""
+    """Return the nodes from the last one with the anchor's name to the end, each an argument of the next."""
 
     def name(node: Node) -> str:
         call = calls[node]
@@ -219,7 +219,7 @@ def _path(graph: Graph, calls: Mapping[Node, Call | None], end: Node, anchor: st
 
 
 def _call_of(node: Node) -> Call | None:
-    """`call_of`, with a square as torch computes it: as the power of the integer 2."""
+    """Return `call_of`, with a square as torch computes it: as the power of the integer 2."""
     call = call_of(node)
     if call is not None and call.kind == "square":
         return Call("pow", {"input": call.input, "exponent": 2})
@@ -227,7 +227,7 @@ def _call_of(node: Node) -> Call | None:
 
 
 def _is_same(one: object, other: object) -> bool:
-    """Whether two arguments that are no tensors are the same; 2 and 2.0 make other dtypes."""
+    """Return whether two arguments that are no tensors are equal; 2 and 2.0 differ, because they give other dtypes."""
     return not isinstance(one, Node) and type(one) is type(other) and bool(one == other)
 
 
@@ -243,7 +243,7 @@ def _why_no_pattern(node: Node) -> str | None:
 
 
 def _why_not_bound(kinds: Mapping[str, Any]) -> str | None:
-    """Why no argument of a graph is ever of a parameter's type, or None."""
+    """Return why no argument of a graph ever has a parameter's type, or None."""
     for name, kind in kinds.items():
         if kind is Any:  # no class in Python 3.10
             continue

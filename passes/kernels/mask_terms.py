@@ -1,7 +1,7 @@
-"""Of which terms a boolean mask is made: what keeps later keys away, and what says of single keys whether they count.
+"""The terms of a boolean mask: causality, and masks of single keys.
 
-transformers writes a mask out as `causal & padding`, expanded to all queries and keys. Where the terms are known, a
-kernel that skips blocks needs no mask of all scores.
+transformers writes a mask as `causal & padding`, expanded to all queries and keys. If the terms are known, a kernel
+that skips blocks needs no mask of all scores.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class MaskTerms:
     """A mask as `and` of its terms.
 
     Attributes:
-        causal: Whether one of them leaves query i the keys 0 to i.
+        causal: True if one of them is causal: query i sees the keys 0 to i.
         terms: The others, boolean nodes that are broadcast over the scores.
     """
 
@@ -34,7 +34,7 @@ class MaskTerms:
 
 
 def terms_of(mask: Node) -> MaskTerms:
-    """The terms of a mask that is True where a key counts; the mask itself where nothing is known of it."""
+    """Return the terms of a mask that is True for visible keys; the mask itself if they are unknown."""
     found = MaskTerms()
     _add(mask, found, _MOST_STEPS)
     if any(is_written(term) for term in found.terms):
@@ -43,7 +43,7 @@ def terms_of(mask: Node) -> MaskTerms:
 
 
 def mask_of_bias(bias: Node) -> tuple[Node, bool] | None:
-    """The mask that adding a bias of 0 and overwhelming numbers means, and whether it is True for what counts."""
+    """Return the mask that a bias of 0 and hugely negative numbers means, and if it is True for visible keys."""
     call = unwritten_call_of(bias)
     if call is None:
         return None
@@ -90,7 +90,7 @@ def _same_dims(one: Node, other: Node) -> bool:
 
 
 def _is_causal(call: Call) -> bool:
-    """Whether it is `key <= query` or `query >= key` of places."""
+    """Return whether it is `key <= query` or `query >= key` of positions."""
     if call.kind not in ("le", "ge"):
         return False
     smaller, larger = (call["input"], call["other"]) if call.kind == "le" else (call["other"], call["input"])
@@ -99,7 +99,7 @@ def _is_causal(call: Call) -> bool:
 
 
 def _holds_always(call: Call) -> bool:
-    """Whether it is `place >= 0`, or asks whether a place is in the same sequence as another where there is one."""
+    """Return whether it is always true: `position >= 0`, or a comparison of sequences if there is only one."""
     if call.kind == "ge":
         place, least = _place(call["input"]), number_of(call["other"])
         return place is not None and least is not None and least <= place[1][-1] and len(place[1][0]) == 1
@@ -112,7 +112,7 @@ def _holds_always(call: Call) -> bool:
 
 
 def _place(node: object) -> tuple[int, tuple[tuple[object, ...], object, float]] | None:
-    """The dimension, from the last as 1, along which a tensor holds numbers of a range, and the range."""
+    """Return the dimension, from the last as 1, along which a tensor holds the numbers of a range, and the range."""
     if not isinstance(node, Node):
         return None
     plain = axis_of(node)
@@ -129,7 +129,7 @@ def _place(node: object) -> tuple[int, tuple[tuple[object, ...], object, float]]
 
 
 def _range(node: object) -> tuple[tuple[object, ...], object, float] | None:
-    """The range that each row of a tensor holds."""
+    """Return the range that each row of a tensor holds."""
     offset = 0.0
     while isinstance(node, Node):
         if node.target is torch.arange:
@@ -147,7 +147,7 @@ def _range(node: object) -> tuple[tuple[object, ...], object, float] | None:
 
 
 def _is_one_sequence(node: object) -> bool:
-    """Whether it counts the places at which positions do not go on by one, of positions that always do."""
+    """Return whether it counts the sequences in positions that are known to be contiguous."""
     if not isinstance(node, Node) or node.target != "cumsum" or is_written(node):
         return False
     call = unwritten_call_of(node.args[0])

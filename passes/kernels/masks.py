@@ -1,6 +1,6 @@
-"""What can be proved of a mask from how a captured graph makes it.
+"""Proofs about a mask, from the calls of a captured graph that make it.
 
-Nothing is proved of what the graph writes to: `bias = zeros(...); bias[mask] = -inf` is not finite.
+Nothing is proved about tensors that the graph writes to: `bias = zeros(...); bias[mask] = -inf` is not finite.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ OVERWHELMING = 1e30
 
 
 def is_causal(mask: object, *, keeps: bool) -> bool:
-    """Whether a boolean mask is that of query i and keys 0 to i.
+    """Return whether a boolean mask is causal: query i and keys 0 to i.
 
     Args:
         mask: A node; its last two dimensions are those of the queries and of the keys.
-        keeps: Whether it is True for what counts, or for what does not.
+        keeps: True if the mask is True for visible keys, False if for hidden ones.
     """
     return triangle_of(mask) is keeps
 
 
 def is_causal_bias(bias: object) -> bool:
-    """Whether adding `bias` leaves query i the scores of the keys 0 to i, as they are."""
+    """Return whether adding `bias` is a causal mask: query i keeps the scores of the keys 0 to i unchanged."""
     call = unwritten_call_of(bias)
     if call is None:
         return False
@@ -49,7 +49,7 @@ _MOST_STEPS = 16
 
 
 def is_finite(node: object, steps: int = _MOST_STEPS) -> bool:
-    """Whether a tensor or a number is proved to hold no infinity and no nan, by at most so many calls."""
+    """Return whether a tensor or a number is proved to contain no infinity and no NaN, by at most `steps` calls."""
     number = constant_of(node)
     if number is not None:
         return math.isfinite(number)
@@ -69,11 +69,11 @@ _MOVES = ("contiguous", "reshape", "transpose", "getitem", "expand")
 
 
 def leaves_each_row_a_score(node: object, *, keeps: bool | None = None) -> bool:
-    """Whether it is proved that query i keeps the score of key i.
+    """Return whether it is proved that query i keeps the score of key i.
 
     Args:
-        node: A mask or a bias; its last two dimensions are those of the queries and of the keys, as many of both.
-        keeps: Of a mask, whether it is True for what counts, or for what does not. None for a bias, which leaves a
+        node: A mask or a bias; its last two dimensions are queries and keys, equally many.
+        keeps: For a mask, True if it is True for visible keys, False if for hidden ones. None for a bias, which keeps a
             score where it is small.
     """
     call = unwritten_call_of(node)
@@ -91,7 +91,7 @@ def leaves_each_row_a_score(node: object, *, keeps: bool | None = None) -> bool:
 
 
 def is_small(node: object) -> bool:
-    """Whether it is proved that a score to which this is added everywhere is a score like others."""
+    """Return whether it is proved that adding this to a score does not hide it."""
     number = constant_of(node)
     return number is not None and abs(number) <= _SMALL
 
@@ -134,7 +134,7 @@ def _is_true_on_the_diagonal(node: object, steps: int = _MOST_STEPS) -> bool:
 
 
 def _is_same_on_the_diagonal(one: object, other: object) -> bool:
-    """Whether two tensors are equal wherever the last two indices are: `x[i]` and `x[j]`, or i and j themselves."""
+    """Return whether two tensors are equal where the last two indices are: `x[i]` and `x[j]`, or i and j themselves."""
     if not isinstance(one, Node) or not isinstance(other, Node):
         return False
     axes = axis_of(one), axis_of(other)
@@ -174,12 +174,12 @@ def axis_of(node: Node) -> tuple[int, tuple[tuple[object, ...], object, float]] 
 
 
 def unwritten_call_of(node: object) -> Call | None:
-    """As `call_of`, but None for what the graph writes to later."""
+    """Return `call_of`, but None for tensors that the graph writes to later."""
     return None if isinstance(node, Node) and is_written(node) else call_of(node)
 
 
 def is_written(node: Node) -> bool:
-    """Whether a graph writes to what a node computes, or to a view of it."""
+    """Return whether a graph writes to a node's result, or to a view of it."""
     value, seen = value_of(node), {node}
     frontier = [node]
     while frontier:
@@ -194,7 +194,7 @@ def is_written(node: Node) -> bool:
 
 
 def constant_of(node: object) -> float | None:
-    """The number that an argument is, or that a tensor holds everywhere; None where that is not known."""
+    """Return the number that an argument is, or that fills a tensor; None if unknown."""
     if not isinstance(node, Node):
         return number_of(node)
     if is_written(node):
@@ -217,13 +217,13 @@ _FILLED: dict[Any, int] = {torch.full: 1, torch.full_like: 1, "new_full": 2}
 
 
 def overwhelms(node: object) -> bool:
-    """Whether a number, or a tensor that holds it everywhere, leaves nothing of a score to which it is added."""
+    """Return whether a number, or a tensor filled with it, hides every score to which it is added."""
     number = constant_of(node)
     return number is not None and number <= -OVERWHELMING
 
 
 def triangle_of(mask: object) -> bool | None:
-    """True for ones on and below the diagonal alone, False for ones above it alone, None for everything else."""
+    """Return True for a lower triangle of ones with the diagonal, False for ones above it, None for everything else."""
     call = unwritten_call_of(mask)
     if call is None:
         return None
@@ -245,7 +245,7 @@ def triangle_of(mask: object) -> bool | None:
 
 
 def _is_view(node: object, call: Call) -> bool:
-    """Whether a call adds leading dimensions, or cuts the ends off, and does nothing else."""
+    """Return whether a call only adds leading dimensions, or cuts off ends."""
     if call.kind in ("contiguous", "reshape", "expand"):
         before, after = value_of(call.input), value_of(node)
         if before is None or after is None or before.ndim < 2 or after.ndim < 2:
@@ -266,6 +266,6 @@ def _is_beginning(item: object) -> bool:
 
 
 def _widens(node: object, call: Call) -> bool:
-    """Whether a cast loses nothing."""
+    """Return whether a cast loses no precision."""
     before, after = dtype_of(call.input), dtype_of(node)
     return before is not None and after is not None and torch.promote_types(before, after) == after

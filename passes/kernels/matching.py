@@ -1,8 +1,8 @@
-"""Reading captured graphs: one name and one set of arguments for each way to spell a call.
+"""Reading of captured graphs: one name and one set of arguments for each way to spell a call.
 
-A graph that Dynamo captured holds what the user wrote: `x * y`, `torch.mul(x, y)`, `x.mul(y)`. `call_of` reads all of
-them as `mul(input, other)`, so that a pattern is written once. What changes a result is never dropped: a cast is a
-call, an `alpha` is an argument. Calls that write to their arguments are read as none.
+A graph that Dynamo captured contains the user's calls: `x * y`, `torch.mul(x, y)`, `x.mul(y)`. `call_of` reads all of
+them as `mul(input, other)`, so that a pattern is written once. Nothing that changes a result is dropped: a cast is a
+call, an `alpha` is an argument. Calls that write to their arguments are not read.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Call:
 
     Attributes:
         kind: Its name: "mul", "mean", "linear", ...
-        arguments: By name, defaults filled in.
+        arguments: Its arguments by name, defaults filled in.
     """
 
     kind: str
@@ -42,15 +42,15 @@ class Call:
 
     @property
     def input(self) -> Any:
-        """The first argument, mostly the tensor that the call works on."""
+        """The first argument, usually the tensor that the call works on."""
         return next(iter(self.arguments.values()))
 
 
 def call_of(node: object) -> Call | None:
-    """What a node calls; None for what is no call, is not known here, or writes to an argument.
+    """Return the call of a node; None if it is no call, is unknown, or writes to an argument.
 
-    Besides the names of `SIGNATURES`: "cast" (input; another dtype, nothing else), "contiguous" (input), "reshape"
-    and "expand" (input; the new shape is that of the node's value).
+    Besides the names of `SIGNATURES`: "cast" (input; another dtype, nothing else), "contiguous" (input), "reshape" and
+    "expand" (input; the new shape is that of the node's value).
     """
     if not isinstance(node, Node) or node.op not in ("call_function", "call_method"):
         return None
@@ -68,7 +68,7 @@ def call_of(node: object) -> Call | None:
 
 
 def is_call(node: object, *kinds: str) -> bool:
-    """Whether a node calls one of `kinds`."""
+    """Return whether a node calls one of `kinds`."""
     kind = KINDS.get(node.target) if isinstance(node, Node) else None
     if kind is not None and kind not in kinds and kind != "softmax_method":
         return False  # its arguments are not looked at
@@ -77,7 +77,10 @@ def is_call(node: object, *kinds: str) -> bool:
 
 
 def writes(node: Node) -> bool:
-    """Whether a call says that it writes to an argument: `add_`, `+=`, `out=`, `inplace=True`, by position as well."""
+    """Return whether a call writes to an argument by its name or arguments.
+
+    `add_`, `+=`, `out=` and `inplace=True` do, also by position.
+    """
     if node.op not in ("call_function", "call_method"):
         return False
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
@@ -99,7 +102,7 @@ def _is_in_place_by_position(node: Node) -> bool:
 
 
 def either_way(call: Call) -> Iterator[tuple[Any, Any]]:
-    """The two operands of a commutative call, in both orders. Empty for an addition that scales one of them."""
+    """Yield the two operands of a commutative call, in both orders; nothing for an addition that scales one of them."""
     if call.arguments.get("alpha", 1) == 1:
         first, second = call["input"], call["other"]
         yield first, second
@@ -107,19 +110,19 @@ def either_way(call: Call) -> Iterator[tuple[Any, Any]]:
 
 
 def value_of(node: object) -> Tensor | None:
-    """The fake tensor that stands for what a node computes."""
+    """Return the fake tensor of a node's result."""
     found = node.meta.get("example_value", node.meta.get("val")) if isinstance(node, Node) else None
     return found if isinstance(found, Tensor) else None
 
 
 def dtype_of(node: object) -> torch.dtype | None:
-    """Of what a node computes; None where that is no tensor."""
+    """Return the dtype of a node's result; None if it is no tensor."""
     value = value_of(node)
     return value.dtype if value is not None else None
 
 
 def before_widening(node: Any) -> Any:
-    """What a node is cast to float32 from, or the node: a kernel that computes in float32 may read that instead."""
+    """Return the node before a cast to float32, or the node: a kernel that computes in float32 may read either."""
     call = call_of(node)
     if call is None or call.kind != "cast":
         return node
@@ -128,21 +131,21 @@ def before_widening(node: Any) -> Any:
 
 
 def with_narrowing(node: Node) -> Node:
-    """The cast to a narrower float that alone reads a node, or the node: a kernel rounds its result to any dtype."""
+    """Return the cast to a narrower float that alone reads a node, or the node: a kernel rounds to any dtype."""
     user, dtype = only_user(node), dtype_of(node)
     narrower = is_call(user, "cast") and dtype in (torch.float32, torch.float64) and dtype_of(user) in FIT_FLOAT32
     return user if narrower else node
 
 
 def only_user(node: Node) -> Any:
-    """The node that reads another, if it is the only one; else None."""
+    """Return the reader of a node, if there is only one; else None."""
     return next(iter(node.users)) if len(node.users) == 1 else None
 
 
 def same_value(one: object, other: object) -> bool:
-    """Whether two nodes are the same, or the same cast or difference of the same, written twice.
+    """Return whether two nodes are the same, or the same cast, difference or mean of the same, written twice.
 
-    What writes to their inputs in between is not looked for here.
+    Writes to their inputs in between are not considered here.
     """
     if one is other:
         return True
@@ -157,7 +160,7 @@ def same_value(one: object, other: object) -> bool:
 
 
 def is_last_dim(dim: object, value: Tensor) -> bool:
-    """Whether `dim`, a number or a sequence of one, is the last of `value`."""
+    """Return whether `dim`, a number or a sequence of one, is the last dimension of `value`."""
     if isinstance(dim, (tuple, list)):
         if len(dim) != 1:
             return False
@@ -166,7 +169,7 @@ def is_last_dim(dim: object, value: Tensor) -> bool:
 
 
 def transpose_of(matrix: Node) -> Node | None:
-    """What a matrix is the transpose of, as a view; None if it is none."""
+    """Return the matrix whose transpose, as a view, a matrix is; None if it is none."""
     call = call_of(matrix)
     if call is not None:
         is_transpose = call.kind == "transpose" and {call["dim0"] % 2, call["dim1"] % 2} == {0, 1}
@@ -179,11 +182,11 @@ def transpose_of(matrix: Node) -> Node | None:
 
 
 def split_index(index: Any, dims: int) -> tuple[tuple[Any, ...], Any] | None:
-    """What an index of a tensor of so many dimensions does to all but the last, and where it cuts off the last.
+    """Split the index of a tensor with `dims` dimensions into that of all but the last, and the cut of the last.
 
     Returns:
-        An index that takes all of the last dimension, and how many of its elements the given index takes from the
-        start (None: all); None for an index that takes others of them, or adds a dimension.
+        An index that takes all of the last dimension, and the number of its first elements that the given index takes
+            (None: all); None for an index that takes other elements, or adds a dimension.
     """
     items = list(index) if isinstance(index, tuple) else [index]
     if any(item is None or isinstance(item, list) for item in items):
@@ -205,13 +208,13 @@ def _dims_indexed(item: object) -> int:
 
 
 def number_of(argument: object) -> float | None:
-    """A Python number as float; None for tensors and everything else."""
+    """Return a Python number as float; None for tensors and everything else."""
     is_number = isinstance(argument, (int, float)) and not isinstance(argument, bool)
     return float(argument) if is_number else None  # type: ignore[arg-type]
 
 
 def _cast(node: Node) -> Call | None:
-    """`x.to(dtype)` and its like, unless they also move or copy."""
+    """Return the call of `x.to(dtype)` and similar, unless they also move or copy."""
     source, made = value_of(node.args[0]) if node.args else None, value_of(node)
     if source is None or made is None or source.device != made.device or source.layout != made.layout:
         return None

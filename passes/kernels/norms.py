@@ -1,4 +1,4 @@
-"""Norms that are written out: what the patterns of RMSNorm and LayerNorm share."""
+"""Norms that are written out: code shared by the patterns of RMSNorm and LayerNorm."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .spec import Match, NearMiss
 
 
 def is_root(node: Node) -> bool:
-    """Whether a node is the root, or one over the root, of a sum."""
+    """Return whether a node is the root, or the reciprocal root, of a sum."""
     call = call_of(node) if is_call(node, "rsqrt", "sqrt", "pow") else None
     return call is not None and call.arguments.get("exponent", -0.5) == -0.5 and is_call(call.input, "add")
 
@@ -26,7 +26,7 @@ SQUARES = (
     Likeness.of(lambda x, power, dim, keepdim, eps: x.pow(power).mean(dim, keepdim) + eps, anchor="add"),
     Likeness.of(lambda x, dim, keepdim, eps: (x * x).mean(dim, keepdim) + eps, anchor="add"),
 )
-"""A mean of squares, or of another `power`, and an epsilon."""
+"""Patterns of the mean of squares, or of another `power`, plus an epsilon."""
 _BY_INVERSE = (Likeness.of(lambda x, root: x * root, anchor="root"),)
 _BY_ROOT = (
     Likeness.of(lambda x, root: x / root, anchor="root"),
@@ -44,7 +44,7 @@ def quotients(root: Node) -> Iterator[tuple[Any, Node]]:
 
 
 def why_not_statistics(x: Node, *, what: str, dim: object, keepdim: object, eps: object) -> str | None:
-    """Why a kernel's statistics of rows are not those of a graph, or None; `what` is "mean" or "variance"."""
+    """Return why a kernel's statistics of rows are not those of a graph, or None; `what` is "mean" or "variance"."""
     value = value_of(x)
     if value is None:
         return "nothing is known of its input"
@@ -60,7 +60,7 @@ def why_not_statistics(x: Node, *, what: str, dim: object, keepdim: object, eps:
 
 
 def why_not_called_so(x: object, shape: Any, eps: object) -> str | None:
-    """Return why a kernel cannot compute torch's norm; None if it can. `eps` is None where torch's is a number."""
+    """Return why a kernel cannot compute torch's norm; None if it can. `eps` is None if torch's is a number."""
     if value_of(x) is None:
         return "nothing is known of its input"
     if len(shape) != 1:
@@ -69,7 +69,7 @@ def why_not_called_so(x: object, shape: Any, eps: object) -> str | None:
 
 
 def with_vector(node: Node, kind: str) -> tuple[Node, Node] | None:
-    """A vector of as many elements as a row, and the call of `kind` that alone reads `node` and combines the two."""
+    """Return a vector of a row's size, and the call of `kind` that combines the two and alone reads `node`."""
     user, value = only_user(node), value_of(node)
     call = call_of(user)
     if call is None or call.kind != kind or value is None or value.ndim == 0:
@@ -82,13 +82,13 @@ def with_vector(node: Node, kind: str) -> tuple[Node, Node] | None:
 
 
 def of_sum(norm: Match | NearMiss | None) -> Match | NearMiss | None:
-    """The match of a norm that adds a residual first; None where there is no norm, or its input is not a sum.
+    """Return the match of a norm that adds a residual first; None if there is no norm, or its input is not a sum.
 
     Args:
-        norm: What the pattern of the norm alone found; the first of its inputs is what is normalised.
+        norm: The match of the norm itself; the first of its inputs is normalised.
 
     Returns:
-        The same norm with the two that are added in place of the sum, which becomes the second result.
+        The same norm with the two terms in place of the sum, which becomes the second result.
     """
     if not isinstance(norm, Match):
         return None  # the norm's own kernel says why

@@ -26,20 +26,23 @@ KERNELS: tuple[KernelSpec, ...] = (
 )
 """All built-in kernels, in the order in which the graph is searched for them at a node.
 
-What a LayerNorm divides by is the root mean square of a difference, what a norm takes may be a sum with a residual,
-what GEGLU lets through a sum with a bias, and an attention may drop what its softmax computes: the larger pattern comes
-first.
+Some patterns contain others: a LayerNorm divides by the root mean square of a difference, the input of a norm may be a
+sum with a residual, that of GEGLU a sum with a bias, and an attention may contain the dropout of its softmax. The
+larger pattern comes first.
 """
 
 
 def largest_first(kernels: tuple[KernelSpec, ...]) -> tuple[KernelSpec, ...]:
-    """Kernels in an order in which none takes the place of a larger one; those that are not of `KERNELS` stay."""
+    """Return kernels in an order in which none replaces a part of a larger one.
+
+    Those that are not in `KERNELS` stay.
+    """
     ordered = iter(sorted((spec for spec in kernels if spec in KERNELS), key=KERNELS.index))
     return tuple(next(ordered) if spec in KERNELS else spec for spec in kernels)
 
 
 def register_kernels() -> None:
-    """Tells Inductor of kernels that it can fuse with their neighbours."""
+    """Register the kernels that Inductor can fuse with their neighbours."""
     for kernel in KERNELS:
         if kernel.register is not None:
             kernel.register()

@@ -1,4 +1,4 @@
-"""Reading the scores of an attention: from what the softmax takes back to the product of queries and keys."""
+"""Recognition of an attention's scores: from the input of the softmax back to the product of queries and keys."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ class Scores:
         q: Queries, before they are scaled.
         keys: Keys, transposed, before they are scaled.
         scale: The factor of the scores.
-        bias: What is added to them.
-        mask: Which of them are replaced.
-        keeps: Whether the mask is True for the others.
-        fill: By what they are replaced.
+        bias: The tensor that is added to them.
+        mask: The mask of the replaced scores.
+        keeps: True if the mask is True for the other scores.
+        fill: The value that replaces them.
     """
 
     product: Node
@@ -45,11 +45,11 @@ class Scores:
 
     @property
     def is_masked(self) -> bool:
-        """Whether it has a bias or a mask."""
+        """True if it has a bias or a mask."""
         return self.bias is not None or self.mask is not None
 
     def why_not(self) -> str | None:
-        """Why the kernel does not compute them, as far as they go, or None."""
+        """Return why the kernel does not compute these scores, or None."""
         q, keys, product = value_of(self.q), value_of(self.keys), value_of(self.product)
         if q is None or keys is None or product is None:
             return "nothing is known of its queries and keys"
@@ -69,14 +69,14 @@ class Scores:
 
 
 def read_scores(node: object, steps: int = _MOST_STEPS) -> Scores | NearMiss | None:
-    """Reads scores from their end to the product that they begin with.
+    """Read scores from their end to the product at their beginning.
 
     Args:
-        node: What the softmax takes.
-        steps: How many calls may lie between.
+        node: The input of the softmax.
+        steps: Largest number of calls in between.
 
     Returns:
-        None where it does not begin with a product.
+        The scores, or a near miss; None if they do not begin with a product.
     """
     call = call_of(node)
     if not isinstance(node, Node) or call is None:
@@ -117,7 +117,7 @@ def _cast(node: Node, scores: Scores | NearMiss | None) -> Scores | NearMiss | N
 
 
 def _unknown(node: object) -> NearMiss | None:
-    """A near miss where what is not known works on a product."""
+    """Return a near miss if an unknown call works on a product."""
     if not isinstance(node, Node) or is_call(node, "softmax", "dropout", "linear") or node.op == "placeholder":
         return None
     if any(is_call(item, "matmul") for item in node.all_input_nodes[:1]):
@@ -140,7 +140,7 @@ def _without_scale(node: Node) -> tuple[Node, float]:
 
 
 def _factor(call: Call) -> tuple[Node, float] | None:
-    """What a call multiplies by a number, and the number."""
+    """Return the tensor that a call multiplies by a number, and the number."""
     if call.kind == "mul":
         for item, number in either_way(call):
             if isinstance(item, Node) and (factor := number_of(number)) is not None and math.isfinite(factor):

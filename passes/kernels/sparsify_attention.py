@@ -1,4 +1,4 @@
-"""SparsifyAttention: the attention of a model that knows nothing of it computes the blocks of a layout alone."""
+"""SparsifyAttention: block-sparse attention for a model without changes to its code."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ class SparsifyAttention(GraphPass):
     before:  y = scaled_dot_product_attention(q, k, v, attn_mask=(key <= query) & padding[:, None, None])
     after:   y = block_sparse_attention(q, k, v, padding[:, None, None], None, '{"mode": "fixed"}', causal=True)[0]
 
-    What models write out with a softmax is found as well. What the model masks stays masked: a key counts where the
-    layout and the model's mask let it. Heads of keys that are repeated for several heads of queries are read once.
-    Left alone, with a note: attention whose keys come from other tokens than its queries, such as that of a decoder
-    over an encoder, also where both have equally many; attention over another number of keys than of queries, such as
-    over a cache; heads whose scores something else reads as well.
+    Attention written out with a softmax is found as well. The model's mask still applies: a key is visible if both the
+    layout and the mask allow it. Heads of keys that are repeated for several heads of queries are read once. Left
+    alone, with a note: attention whose keys come from other tokens than its queries, such as that of a decoder over an
+    encoder, also where both have equally many; attention over another number of keys than of queries, such as over a
+    cache; heads whose scores something else reads as well.
 
     Attributes:
-        layout: Which blocks are computed, at any length.
+        layout: The computed blocks, at any length.
     """
 
     layout: Layout = field(default_factory=Fixed)
@@ -96,7 +96,7 @@ class SparsifyAttention(GraphPass):
 
 
 def _sparsified(found: FoundAttention, layout: Layout) -> str | NearMiss:
-    """Puts the op in place of an attention; in which blocks it computes, in words, or why it does not."""
+    """Replace an attention by the op; return a description of its blocks, or why it is left alone."""
     node, graph = found.node, found.node.graph
     q, k, v = found.q, found.k if found.keys_are_transposed else before_repeating(found.k), before_repeating(found.v)
     sizes = _value(q).shape
@@ -126,7 +126,7 @@ def _sparsified(found: FoundAttention, layout: Layout) -> str | NearMiss:
 
 
 def _erase(node: Node, erased: set[Node]) -> None:
-    """Erases a call that nobody reads any more, and what was computed for it alone, noted in `erased`."""
+    """Erase a call without readers, and the calls only for it; add them to `erased`."""
     frontier = [node]
     while frontier:
         item = frontier.pop()
@@ -175,7 +175,7 @@ class _Emit:
 
 
 def _mask(found: FoundAttention, emit: _Emit) -> Node | None:
-    """The mask of what counts, besides causality, with four dimensions; None where all does."""
+    """Return the mask of visible keys, without causality, with four dimensions; None if all are visible."""
     terms = list(found.mask.terms)
     if found.hidden is not None:
         terms.append(emit(torch.logical_not, found.hidden))

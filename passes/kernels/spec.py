@@ -1,4 +1,4 @@
-"""What a kernel is to the compiler: an op, the pattern that it replaces, and when it pays."""
+"""The description of a kernel for the compiler: an op, the pattern that it replaces, and when it pays off."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from dsgraph.inductor_ext.compat import decompose
 
 @dataclass(frozen=True)
 class Derived:
-    """What a kernel reads and the graph does not compute, as a call to be added: the rows of a tensor, say.
+    """An input of a kernel that the graph does not compute, as a call to add, such as the rows of a tensor.
 
     Attributes:
         target: A function, or the name of a method; it writes to nothing.
@@ -29,16 +29,16 @@ class Derived:
 
 @dataclass(frozen=True)
 class Match:
-    """Where a graph computes what a kernel computes.
+    """A place where a graph computes the same as a kernel.
 
     Attributes:
-        node: Whose value the kernel gives.
+        node: The node whose value the kernel computes.
         inputs: Arguments of the kernel's op, in order: nodes, numbers, None, `Derived`.
         options: Its keyword arguments.
-        caveat: What is not proved to be the same, as a sentence that stands for itself; empty where all is. Then the
-            kernel is substituted only where it was asked for by name.
-        others: What the graph computes on the way and the kernel gives as well, which the rest of the graph may read:
-            number of the result -> whose value it is.
+        caveat: A complete sentence about what is not proved to be equal; empty if everything is. With a caveat the
+            kernel is substituted only if it was requested by name.
+        others: Intermediate results that the kernel returns as well, which the rest of the graph may read: number of
+            the result -> the node of its value.
     """
 
     node: Node
@@ -50,11 +50,11 @@ class Match:
 
 @dataclass(frozen=True)
 class NearMiss:
-    """Where a graph nearly computes what a kernel computes.
+    """A place where a graph computes nearly the same as a kernel.
 
     Attributes:
-        node: Where the difference is.
-        reason: What differs, as the end of a sentence: "its weight has 8 elements and its input 16 columns".
+        node: The node of the difference.
+        reason: The difference, as the end of a sentence: "its weight has 8 elements and its input 16 columns".
     """
 
     node: Node
@@ -63,12 +63,12 @@ class NearMiss:
 
 @dataclass(frozen=True)
 class Setting:
-    """For what a graph is compiled.
+    """The target for which a graph is compiled.
 
     Attributes:
-        fuses: Whether a code generator behind the passes fuses pointwise ops and reductions, as Inductor does.
-        device_type: Where the graph computes: "cpu", "cuda", ...
-        training: Whether a backward follows.
+        fuses: True if the code generator fuses pointwise ops and reductions, as Inductor does.
+        device_type: The device type of the graph: "cpu", "cuda", ...
+        training: True if a backward follows.
     """
 
     fuses: bool
@@ -78,12 +78,12 @@ class Setting:
 
 @dataclass(frozen=True)
 class Gain:
-    """What a kernel is expected to spare in one place, by counting.
+    """The expected gain of a kernel in one place, by counting.
 
     Attributes:
-        kernels: Launches, forward and backward.
-        bytes: Of memory that is not taken, or not moved.
-        why: In words, for the report: how it comes about, or why there is none.
+        kernels: Saved launches, forward and backward.
+        bytes: Saved bytes of memory, or of memory traffic.
+        why: The reason in words, for the report.
     """
 
     kernels: int
@@ -92,7 +92,7 @@ class Gain:
 
     @property
     def is_worth_it(self) -> bool:
-        """Whether it spares something."""
+        """True if it saves something."""
         return self.kernels > 0 or self.bytes > 0
 
 
@@ -101,23 +101,23 @@ class KernelSpec:
     """A kernel that the compiler may substitute.
 
     A pattern is found from its anchor, the one op without which it would be something else: the `rsqrt` of an RMSNorm,
-    the `cross_entropy` of a loss. `match` is called for each node for which `is_anchor` holds and answers with the
-    `Match`, or with the `NearMiss` that says what was different, or None where the op is used for something else.
+    the `cross_entropy` of a loss. `match` is called for each node for which `is_anchor` is true. It returns a `Match`,
+    or a `NearMiss` with the difference, or None if the op is used for something else.
 
     Attributes:
-        name: As in `options={"kernels": [name]}`.
+        name: Its name in `options={"kernels": [name]}`.
         op: The op, an overload such as `torch.ops.dsgraph.swiglu.default`; it takes `Match.inputs` and `Match.options`.
-        results: How many tensors it gives. Of several, the first is the value; see `Match.others`.
+        results: Number of tensors that it returns. The first is the value; see `Match.others`.
         reference: The same in plain differentiable torch, with the op's arguments: the specification.
-        is_anchor: Whether to look for the pattern at a node.
-        match: Looks for it.
+        is_anchor: True for nodes at which to search for the pattern.
+        match: Searches for the pattern.
         supports: Given the fake values of `Match.inputs` and the options: why the op cannot take them, or None.
-        gain: What is expected of it in one place.
-        register: Tells Inductor how to lower the op; None where the op is called as it is.
+        gain: Its expected gain in one place.
+        register: Registers the op's lowering with Inductor; None if the op is called as it is.
         triton: The Triton functions that it launches on a GPU.
-        already: torch's function by which the op computes: a graph that calls it has no need of the kernel. None where
-            there is none.
-        takes_from: Names of kernels whose places it may take because it computes more: those count as found then.
+        already: torch's function that the op uses: a graph that calls it does not need the kernel. None if there is
+            none.
+        takes_from: Names of kernels that it may replace because it computes more: those count as found then.
     """
 
     name: str
@@ -143,12 +143,12 @@ class KernelSpec:
 
 
 def _built_in(module: str) -> KernelSpec | None:
-    """Return the kernel whose pattern a module holds; None for other modules."""
+    """Return the kernel whose pattern a module contains; None for other modules."""
     return getattr(import_module(module), "SPEC", None)
 
 
 def gain_of_fusion(setting: Setting, *, forward: int, backward: int) -> Gain:
-    """What one pointwise or reduction kernel each way spares where `forward` and `backward` are called otherwise."""
+    """Return the gain of one pointwise or reduction kernel each way in place of `forward` and `backward` calls."""
     if setting.fuses:
         return Gain(0, 0, "Inductor makes one kernel of it as well")
     if setting.device_type == "cpu":
@@ -157,7 +157,7 @@ def gain_of_fusion(setting: Setting, *, forward: int, backward: int) -> Gain:
 
 
 def gain_by_fusing(*, forward: int, backward: int) -> Callable[[Match, Setting], Gain]:
-    """`gain_of_fusion` as the gain of a kernel, whatever the place."""
+    """Return `gain_of_fusion` as the gain of a kernel, whatever the place."""
     return lambda match, setting: gain_of_fusion(setting, forward=forward, backward=backward)
 
 
@@ -173,10 +173,10 @@ def traced_kernel(
     takes_from: tuple[str, ...] = (),
     traced: tuple[Callable[..., Any], Callable[..., Any]] | None = None,
 ) -> KernelSpec:
-    """A kernel that Inductor traces through, so that it fuses with its neighbours.
+    """Return a kernel that Inductor traces through, so that it fuses with its neighbours.
 
     Args:
-        name: Of the op `dsgraph::<name>`; its derivative is `dsgraph::<name>_backward`.
+        name: The name of the op `dsgraph::<name>`; its derivative is `dsgraph::<name>_backward`.
         kernel: Its file, with `reference`, `backward_reference` and `supports`.
         is_anchor: See `KernelSpec`.
         match: See `KernelSpec`.
@@ -184,7 +184,7 @@ def traced_kernel(
         triton: See `KernelSpec`.
         results: See `KernelSpec`.
         takes_from: See `KernelSpec`.
-        traced: What stands for the two ops under Inductor; their references unless given.
+        traced: Replacements of the two ops under Inductor; by default their references.
     """
     ops = [getattr(torch.ops.dsgraph, stem).default for stem in (name, f"{name}_backward")]
 

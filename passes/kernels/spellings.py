@@ -1,4 +1,4 @@
-"""How torch's calls are spelled, and which arguments they take: the tables that `matching` reads graphs by."""
+"""Tables of the spellings of torch's calls, and of their arguments, by which `matching` reads graphs."""
 
 from __future__ import annotations
 

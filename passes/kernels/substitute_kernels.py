@@ -1,4 +1,4 @@
-"""SubstituteKernels: what a graph spells out in small ops is computed by one kernel."""
+"""SubstituteKernels: one kernel computes what a graph writes as several small ops."""
 
 from __future__ import annotations
 
@@ -27,23 +27,22 @@ _TRANSFORMED = "it is inside a transform of torch.func, which does not know the 
 
 @dataclass(frozen=True)
 class SubstituteKernels(GraphPass):
-    """Let a kernel compute what a graph spells out, where that is the same in exact arithmetic, with no more roundings.
+    """Replace sequences of ops by a kernel that is equal in exact arithmetic and does not round more often.
 
     before:  wide = x.float(); root = rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)
              y = weight * (wide * root).to(bfloat16)
     after:   y = getitem(rms_norm(x, weight, 1e-6, offset=0.0, norm_dtype=bfloat16, dtype=bfloat16), 0)
 
     It runs before autograd, so each kernel brings its own derivative. Patterns are `KernelSpec.match`. A match is left
-    alone, with a note, where an intermediate result that the kernel does not give is read by others, where the graph
-    writes to what it reads before it is through, where gradients are switched on or off inside it, where the kernel
-    cannot take its shapes or dtypes. Unless the kernel was asked for by name, also where nothing is to gain (Inductor
-    derives kernels of pointwise ops and of reductions itself), and where a `Match.caveat` says what would not be the
-    same.
+    alone, with a note, if an intermediate result that the kernel does not return has other readers, if the graph writes
+    to its inputs before its end, if gradients are switched on or off inside it, or if the kernel does not support its
+    shapes or dtypes. Unless the kernel was requested by name, also if there is no gain (Inductor generates kernels of
+    pointwise ops and of reductions itself), and if there is a `Match.caveat`.
 
     Attributes:
         kernels: The kernels to look for.
-        asked: Names of those that were asked for: they are substituted where nothing is to gain as well, and one that
-            is found nowhere is noted, with the calls of torch's own function that does the same.
+        asked: Names of requested kernels: they are substituted even without a gain, and one that matches nowhere is
+            noted, with the calls of torch's own function that does the same.
     """
 
     kernels: tuple[KernelSpec, ...] = KERNELS
@@ -109,7 +108,7 @@ class SubstituteKernels(GraphPass):
 
 
 def _takes_place_of(spec: KernelSpec, other: KernelSpec, node: Node) -> bool:
-    """Whether a kernel that is substituted at an anchor takes the place of another, which it contains."""
+    """Return whether a kernel that is substituted at an anchor replaces another one, which it contains."""
     return other.name in spec.takes_from and other.is_anchor(node) and isinstance(other.match(node), Match)
 
 
@@ -121,7 +120,7 @@ def _why_not(spec: KernelSpec, match: Match) -> str | None:
 
 
 def _why_not_differentiated_so(match: Match) -> str | None:
-    """Why a result must not need a gradient because another does, or None: all that an op gives do, or none."""
+    """Return why a result must not need a gradient because another does, or None: all results of an op do, or none."""
     for node in match.others.values():
         if _value(node).requires_grad != _value(match.node).requires_grad:
             return f"{node.name}, which the kernel gives as well, needs no gradient, and with the kernel would need one"
@@ -129,7 +128,7 @@ def _why_not_differentiated_so(match: Match) -> str | None:
 
 
 def _why_not_laid_out_so(spec: KernelSpec, match: Match, made: Any) -> str | None:
-    """Why the kernel's results must not lie in memory as they do, or None: a `view` may ask for other strides."""
+    """Return why the kernel's results must not have their memory layout, or None: a `view` may need other strides."""
     for number, node in {0: match.node, **match.others}.items():
         result, plain = made[number] if spec.results > 1 else made, _value(node)
         if not isinstance(plain, torch.Tensor) or same_layout(result, plain):
@@ -145,14 +144,14 @@ def _others(match: Match) -> list[Node]:
 
 
 def _nodes(match: Match) -> list[Node]:
-    """The nodes that the kernel reads, at once or through what is derived of them."""
+    """Return the nodes that the kernel reads, directly or through derived inputs."""
     found: list[Node] = []
     _resolve(match.inputs, found.append, lambda target, args: None)
     return found
 
 
 def _resolve(item: Any, node: Callable[[Node], Any], call: Callable[[Any, tuple[Any, ...]], Any]) -> Any:
-    """An argument, or a container of arguments, with `node` done to its nodes and `call` to what is derived."""
+    """Return an argument, or a container of arguments, with `node` applied to nodes and `call` to derived inputs."""
 
     def leaf(value: Any) -> Any:
         if isinstance(value, Derived):
@@ -163,7 +162,7 @@ def _resolve(item: Any, node: Callable[[Node], Any], call: Callable[[Any, tuple[
 
 
 def _values(match: Match) -> Any:
-    """Fake values of the inputs."""
+    """Return the fake values of the inputs."""
     with fake_mode_of(_value(match.node)), torch.no_grad():
         return _resolve(match.inputs, _value, _run)
 
@@ -182,9 +181,9 @@ def _device_type(match: Match) -> str:
 
 
 def _substitute(spec: KernelSpec, match: Match, made: Any) -> list[Node]:
-    """Puts the op where the match's value was computed, or before what reads one of the others earlier.
+    """Insert the op in place of the match's value, or before an earlier reader of one of the others.
 
-    Erases what computed them: the nodes that are returned. `made` is what the op gives, fake.
+    Return the nodes that computed them, which are erased. `made` is the op's fake result.
     """
     node, graph = match.node, match.node.graph
     numbers = {node: 0, **{other: number for number, other in match.others.items()}}
@@ -203,7 +202,7 @@ def _substitute(spec: KernelSpec, match: Match, made: Any) -> list[Node]:
 
 
 def _result(spec: KernelSpec, call: Node, old: Node, number: int) -> Node:
-    """The node for one of the op's results, in place of `old`."""
+    """Return the node of one of the op's results, in place of `old`."""
     if spec.results == 1:
         return call
     with call.graph.inserting_after(call):
@@ -213,13 +212,13 @@ def _result(spec: KernelSpec, call: Node, old: Node, number: int) -> Node:
 
 
 def _meta_like(node: Node, value: Any) -> dict[str, Any]:
-    """What is known of a node, of another value."""
+    """Return the metadata of a node, for another value."""
     kept = {key: item for key, item in node.meta.items() if key not in ("example_value", "val")}
     return {**kept, "example_value": value}
 
 
 def _emit(match: Match) -> Any:
-    """The inputs, with nodes for what is derived where the graph inserts."""
+    """Return the inputs, with nodes for derived ones at the graph's insertion point."""
     graph = match.node.graph
 
     def call(target: Any, args: tuple[Any, ...]) -> Node:
@@ -242,5 +241,5 @@ def _evaluate(spec: KernelSpec, match: Match) -> Any:
 
 
 def _with_gradient_as(plain: Any, made: Any) -> Any:
-    """`made`, which was computed without gradients, needing one if the graph's own value does: other matches ask."""
+    """Return `made` with `requires_grad` if the graph's own value needs a gradient: other matches read it."""
     return made.detach().requires_grad_(plain.requires_grad) if isinstance(plain, torch.Tensor) else made

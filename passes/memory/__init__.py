@@ -1,1 +1,1 @@
-"""The memory of activations: what the backward reads of the forward is saved, or computed again, under one limit."""
+"""The memory of activations: values that the backward reads are saved, or recomputed, under one limit."""

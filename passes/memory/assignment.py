@@ -1,4 +1,4 @@
-"""Which policy each part of a forward takes, so that a step fits into a limit and takes the least time."""
+"""The assignment of a policy to each part of a forward, so that a step fits into a limit in the least time."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ class Option:
     """One policy of one part. Bytes.
 
     Attributes:
-        seconds: What computing again takes.
-        saved: What it saves.
-        forward: What the part needs in the forward beside what earlier parts save.
-        backward: What it needs in the backward beside what it and earlier parts save.
+        seconds: Time of recomputation.
+        saved: Bytes that it saves for the backward.
+        forward: Bytes that the part needs in the forward beside the saved bytes of earlier parts.
+        backward: Bytes that it needs in the backward beside the saved bytes of it and of earlier parts.
     """
 
     seconds: float
@@ -33,17 +33,17 @@ class Option:
 
 
 def assign(choices: Sequence[Sequence[Option]], limit: int | None) -> list[int] | None:
-    """A choice for each part.
+    """Return the choice for each part.
 
-    In the forward of a part there is what earlier parts have saved; in its backward that, and what it has saved itself:
-    later parts are done with.
+    In the forward of a part, the saved values of earlier parts are in memory; in its backward also its own: later parts
+    are finished.
 
     Args:
-        choices: Of each part, in program order.
+        choices: The options of each part, in program order.
         limit: Bytes; None for the least memory that can be reached, in the least time.
 
     Returns:
-        For each part the number of its choice; None where nothing fits.
+        For each part the number of its choice; None if nothing fits.
     """
     width = sum(map(len, choices))
     time = max(1e-12, sum(max(item.seconds for item in part) for part in choices))
@@ -71,7 +71,7 @@ def assign(choices: Sequence[Sequence[Option]], limit: int | None) -> list[int] 
 
 
 def needs(options: Sequence[Option]) -> int:
-    """The bytes that a step takes in which each part, in program order, takes the given option."""
+    """Return the bytes of a step with the given option for each part, in program order."""
     saved, most = 0, 0
     for option in options:
         most = max(most, saved + option.forward, saved + option.saved + option.backward)
@@ -80,7 +80,7 @@ def needs(options: Sequence[Option]) -> int:
 
 
 def _rows(choices: Sequence[Sequence[Option]], unit: float) -> Any:
-    """For each part one row for its forward and one for its backward; the last variable is what a step may take."""
+    """Return for each part one row for its forward and one for its backward; the last variable is the step's limit."""
     entries: list[tuple[int, int, float]] = []
     width = sum(map(len, choices))
     before: list[tuple[int, float]] = []

@@ -1,4 +1,4 @@
-"""Sizes that change from batch to batch, as nodes of a backward: what the backward knows of them, it computes with."""
+"""Dynamic sizes as nodes of a backward: they are computed from the sizes that the backward knows."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from dsgraph.passes.ir.graph import emit, placeholders
 
 
 class BackwardSizes:
-    """Makes nodes of a backward for sizes of the forward's tensors.
+    """Nodes of a backward for sizes of the forward's tensors.
 
-    A symbol is known by a size that comes in, or by the shape of a gradient that comes in. Sums, products and powers
-    are computed of those.
+    A symbol is known if a size, or the shape of a gradient, is an input. Sums, products and powers are computed from
+    those.
     """
 
     def __init__(self, backward: GraphModule, *, saved: set[str]) -> None:
-        """Looks at the inputs of a backward.
+        """Read the inputs of a backward.
 
         Args:
             backward: The graph.
-            saved: Names of inputs that were saved; of these, tensors may go.
+            saved: Names of saved inputs; tensors among them may be removed.
         """
         self._first = next(node for node in backward.graph.nodes if node.op != "placeholder")
         self._known: dict[sympy.Symbol, tuple[Node, int | None]] = {}
@@ -40,14 +40,14 @@ class BackwardSizes:
                     self._note(size, node, number)
 
     def knows(self, size: Any) -> bool:
-        """Whether a size can be computed; numbers can."""
+        """Return whether a size can be computed; numbers can."""
         if not isinstance(size, torch.SymInt):
             return True
         expression = symbolic_expression(size)
         return isinstance(expression, int) or (_is_simple(expression) and expression.free_symbols <= self._known.keys())
 
     def node(self, size: Any) -> Any:
-        """The size as an argument of a node: a number, or a node at the start of the backward."""
+        """Return the size as an argument of a node: a number, or a node at the start of the backward."""
         if not isinstance(size, torch.SymInt):
             return size
         expression = symbolic_expression(size)
@@ -79,7 +79,7 @@ class BackwardSizes:
 
 
 def _is_simple(expression: sympy.Expr) -> bool:
-    """Whether an expression is made of numbers, symbols, sums, products and powers of whole numbers."""
+    """Return whether an expression consists of numbers, symbols, sums, products and powers with integer exponents."""
     if isinstance(expression, (sympy.Symbol, sympy.Integer)):
         return True
     if isinstance(expression, sympy.Pow):

@@ -1,4 +1,4 @@
-"""Splits a joint graph so that a step stays under `memory_limit`."""
+"""Splitting of a joint graph so that a step stays under `memory_limit`."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from .scratch import copy_graph, on_scratch, runnable, without_duplicates
 from .step_plan import Planner, StepPlan
 
 PLANNED = "plan_activations"
-"""By which name the report knows what was planned."""
+"""The name of the plan in the report."""
 
 _ROUNDS = 6
 
 _UNSEEN = 4096
-"""Bytes that a step holds besides what is simulated, such as an optimizer's counts of steps."""
+"""Bytes of a step that are not simulated, such as an optimizer's step counts."""
 
 _FUSED = 6
 """One part in this many of a limit stays free for Inductor, which fuses and reorders kernels after the plan."""
@@ -35,22 +35,25 @@ Pair = tuple[GraphModule, GraphModule]
 
 
 class MemoryLimitError(PassError):
-    """No plan keeps a step under its limit."""
+    """A memory limit under which no plan keeps a step.
+
+    Fix: use at least the limit that the message names, a smaller micro-batch, a higher ZeRO stage, or more ranks.
+    """
 
 
 @dataclass(frozen=True)
 class Proposal:
-    """What one rank would do. Ranks must do alike: where a gather stands in the backward hangs on what is repeated.
+    """The plan of one rank. All ranks must use the same one: the places of gathers in the backward depend on it.
 
     Attributes:
-        saved: Names of the values to save; None to split as always.
-        repeated: Names of the values to compute again.
-        seconds: What that takes, predicted.
+        saved: Names of the values to save; None for the default split.
+        repeated: Names of the values to recompute.
+        seconds: Predicted time of recomputation.
         peak: The memory of a step on that rank, bytes.
-        refusal: Why no plan will do; empty where one does.
-        lines: What was chosen, part by part.
-        offloaded: Names of the values that wait elsewhere.
-        tier: Where they do, see `SavePlan.tiers`.
+        refusal: Why no plan fits; empty if one does.
+        lines: The choices, part by part.
+        offloaded: Names of the offloaded values.
+        tier: Their tier, see `SavePlan.tiers`.
     """
 
     saved: tuple[str, ...] | None
@@ -63,7 +66,7 @@ class Proposal:
     tier: str = ""
 
     def save_plan(self, gm: GraphModule) -> SavePlan:
-        """As a plan for a graph: of another batch's, some values may be missing."""
+        """Return it as a plan for a graph; in the graph of another batch, some values may be missing."""
         names = {node.name for node in gm.graph.nodes}
         choices = {name: Choice.RECOMPUTE for name in self.repeated if name in names}
         choices |= {name: Choice.OFFLOAD for name in self.offloaded if name in names}
@@ -72,16 +75,16 @@ class Proposal:
 
 
 Agree = Callable[[Callable[[], Proposal]], Proposal]
-"""Gives what the ranks do: what they agreed on for such graphs before, or else of what each would do one thing."""
+"""A function that returns the plan of all ranks: the one agreed on before, or one of the ranks' proposals."""
 
 
 def alone(propose: Callable[[], Proposal]) -> Proposal:
-    """What a rank does that has no others to ask."""
+    """Return the plan of a rank without other ranks."""
     return propose()
 
 
 def decide(proposals: Mapping[int, Proposal]) -> Proposal:
-    """The proposal of the rank that has to compute most again, or the refusal of the one that needs most memory."""
+    """Return the proposal of the rank that has to recompute most, or the refusal of the one that needs most memory."""
     refusing = [found for _, found in sorted(proposals.items()) if found.refusal]
     if refusing:
         return max(refusing, key=lambda found: found.peak)
@@ -105,28 +108,28 @@ def fit(
     agree: Agree = alone,
     **how: Any,
 ) -> tuple[Pair, Proposal]:
-    """Splits a joint graph as always if a step fits then, and otherwise by the fastest plan with which it does.
+    """Split a joint graph by default if a step fits, and otherwise by the fastest plan with which it does.
 
-    A plan goes by a replay of the joint graph. What it left out shows when the graph is split: then the next plan has
-    so much less.
+    A plan is based on a replay of the joint graph. Memory that the replay misses is known after the split: the next
+    plan gets that much less.
 
     Args:
-        gm: A joint graph behind its passes; it stays as it is.
+        gm: A joint graph after its passes; it is not changed.
         inputs: Its inputs.
-        split: As torch's partitioners.
+        split: A function like torch's partitioners.
         limit: Bytes of a step.
-        measure: The memory of a step with these graphs.
-        costs: How long computing takes.
+        measure: Returns the memory of a step with these graphs.
+        costs: The cost model.
         fuses: See `PassContext`.
         transfers: How values may be offloaded; None if they may not.
         agree: Asks the other ranks.
-        how: For `split`.
+        how: Arguments of `split`.
 
     Returns:
-        The forward and the backward, and what they are split by, with this rank's memory.
+        The forward and the backward, and their plan, with this rank's memory.
 
     Raises:
-        MemoryLimitError: No plan does.
+        MemoryLimitError: No plan fits.
     """
     search = _Search(
         gm=gm,
@@ -149,7 +152,7 @@ def fit(
 
 @dataclass(kw_only=True)
 class _Search:
-    """One rank's way to its proposal."""
+    """The search of one rank for its proposal."""
 
     gm: GraphModule
     inputs: Sequence[object]
@@ -164,11 +167,11 @@ class _Search:
 
     @cached_property
     def merged(self) -> GraphModule:
-        """The graph that is planned on. A plan for values of which there are two would not come true."""
+        """The merged graph that is planned on: equal nodes would be merged later, against the plan."""
         return without_duplicates(self.gm)
 
     def attempt(self, proposal: Proposal) -> tuple[Pair, StepMemory]:
-        """The graph, split by a proposal, and the memory of a step with it."""
+        """Return the graph, split by a proposal, and the memory of a step with it."""
         key = proposal.saved, proposal.repeated, proposal.offloaded
         if key not in self._done:
             part = copy_graph(self.gm if proposal.saved is None else self.merged)
@@ -178,7 +181,7 @@ class _Search:
         return self._done[key]
 
     def propose(self) -> Proposal:
-        """The fastest plan that meets the limit."""
+        """Return the fastest plan that meets the limit."""
         as_always = Proposal(None, (), 0.0, 0)
         usual, memory = self.attempt(as_always)
         usable = _usable(self.limit, fuses=self.fuses)
@@ -196,9 +199,9 @@ class _Search:
         return replace(as_always, peak=memory.peak, refusal=_refusal(self.limit, memory, fuses=self.fuses))
 
     def _plans(self, planner: Planner, room: int, *, usable: int) -> Iterator[tuple[Proposal, StepMemory]]:
-        """The fastest plan, then each so much smaller as the one before was over; at last the smallest.
+        """Yield the fastest plan, then smaller ones, each by the excess of the one before; at last the smallest.
 
-        It is less than the plan before needs, not than the room that it had: a plan may leave much of its room.
+        The reference is the need of the plan before, not its room: a plan may leave much of its room unused.
         """
         for _ in range(_ROUNDS):
             plan = planner.plan(room)
@@ -221,13 +224,13 @@ class _Search:
 
 
 def _usable(limit: int, *, fuses: bool) -> int:
-    """How many bytes a step may take in the simulation, to stay under a limit when it runs."""
+    """Return the bytes that a step may use in the simulation, to stay under a limit when it runs."""
     left = limit - _UNSEEN
     return left - left // _FUSED if fuses else left
 
 
 def _refusal(limit: int, memory: StepMemory, *, fuses: bool) -> str:
-    """Says what would do, and what memory holds at the peak."""
+    """Return an error message with the limit that would suffice, and the parts of memory at the peak."""
     least = memory.peak + _UNSEEN
     if fuses:
         least += memory.peak // (_FUSED - 1)
@@ -241,7 +244,7 @@ def _refusal(limit: int, memory: StepMemory, *, fuses: bool) -> str:
 
 
 def describe(found: Proposal, limit: int) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """What the report says of it: `done` and `notes` of a pass."""
+    """Return the report on it: `done` and `notes` of a pass."""
     takes = f"a step takes {found.peak:,} bytes of {limit:,}"
     if found.saved is None:
         done: tuple[str, ...] = (takes,)

@@ -1,7 +1,7 @@
-"""What the backward of a joint graph needs of the forward, and what repeating it takes.
+"""The forward's values that the backward of a joint graph needs, and the cost of recomputing them.
 
-part 0    embedding                    A part is a stretch of the forward: a block of a list of modules, or what
-part 1    layers.0                     stands between two. Its border is what later parts read of it, and is always
+part 0    embedding                    A part is a stretch of the forward: a block of a list of modules, or the code
+part 1    layers.0                     between two. Its border are the values that later parts read, which are always
 part 2    layers.1                     saved, so that each part can be repeated by itself.
 part 3    head, loss
 """
@@ -30,22 +30,22 @@ LEAST_OFFLOADED = 64 * 1024
 """Bytes of the smallest value that is worth a transfer."""
 
 _FUSED_SHARE = 0.5
-"""Of the time of an elementwise op, what is left of it where the op is a part of the kernel that reads it."""
+"""Share of the time of an elementwise op that remains if the op is fused into the kernel that reads it."""
 
 
 @dataclass(frozen=True)
 class Value:
-    """A value of the forward that can be saved, or computed again.
+    """A value of the forward that can be saved or recomputed.
 
     Attributes:
-        node: Which one.
-        bytes: What saving it takes; 0 for a view, and for what has no memory of its own.
-        seconds: What computing it again takes.
-        sources: The values of the same part of which it is computed. Of others it takes what is always there.
-        saved: True or False where that is settled already; None where there is a choice.
-        may_repeat: Whether it may be computed again.
-        needed: Whether the backward reads it, or a later part.
-        may_offload: Whether it may wait elsewhere between its last use in the forward and its first in the backward.
+        node: Its node.
+        bytes: Bytes if it is saved; 0 for a view, and for values without memory of their own.
+        seconds: Time of recomputing it.
+        sources: The values of the same part from which it is computed. Those of other parts are always in memory.
+        saved: True or False if that is fixed; None if there is a choice.
+        may_repeat: True if it may be recomputed.
+        needed: True if the backward or a later part reads it.
+        may_offload: True if it may be offloaded between its last use in the forward and its first in the backward.
     """
 
     node: Node
@@ -64,7 +64,7 @@ class ForwardPart:
 
     Attributes:
         name: The list of modules and the number in it, such as "layers.3"; empty between blocks.
-        values: In program order.
+        values: Its values, in program order.
         kind: Equal for parts that compute the same thing.
     """
 
@@ -79,10 +79,10 @@ class ForwardValues:
 
     Attributes:
         gm: The joint graph.
-        memory: Of the joint graph, which says where values lie.
-        forward: Nodes that are computed of no gradient, in program order.
+        memory: The memory of the joint graph, with the pieces of its values.
+        forward: Nodes that do not depend on a gradient, in program order.
         results: Those of them that the model returns.
-        parts: Stretches of the former.
+        parts: Stretches of the forward.
     """
 
     gm: GraphModule
@@ -115,13 +115,13 @@ class ForwardValues:
 def read_forward_values(
     gm: GraphModule, memory: GraphMemory, costs: CostModel, *, outputs: int, fuses: bool
 ) -> ForwardValues:
-    """Reads a joint graph, behind all joint passes.
+    """Read a joint graph, after all joint passes.
 
     Args:
         gm: A graph of ATen ops with fake values.
-        memory: Of that graph.
-        costs: How long computing takes.
-        outputs: How many of its outputs, which come first, are the model's.
+        memory: The memory of that graph.
+        costs: The cost model.
+        outputs: Number of its outputs that are the model's; they come first.
         fuses: See `PassContext`.
     """
     (output,) = gm.graph.find_nodes(op="output")
@@ -140,7 +140,7 @@ def read_forward_values(
 
 
 def of_gradients(gm: GraphModule) -> set[Node]:
-    """The nodes of a joint graph that are computed of gradients of its outputs: all others can run in the forward."""
+    """Return the nodes of a joint graph that depend on gradients of its outputs: all others can run in the forward."""
     found: set[Node] = set()
     for node in gm.graph.nodes:
         is_first = node.op == "placeholder" and is_tangent(node)
@@ -150,7 +150,7 @@ def of_gradients(gm: GraphModule) -> set[Node]:
 
 
 def sources_of(nodes: Iterable[Node]) -> set[Node]:
-    """Nodes, and all that they are computed of."""
+    """Return nodes, and all nodes that they depend on."""
     found = set(nodes)
     frontier = list(found)
     for node in frontier:
@@ -161,7 +161,7 @@ def sources_of(nodes: Iterable[Node]) -> set[Node]:
 
 
 def _part_names(nodes: Sequence[Node]) -> Iterator[str]:
-    """The block that each node is in; what was called in no module is in that of the node before."""
+    """Yield the block of each node; a node outside all modules belongs to the block of the node before."""
     name = ""
     for node in nodes:
         path = module_of(node)
@@ -172,9 +172,9 @@ def _part_names(nodes: Sequence[Node]) -> Iterator[str]:
 
 
 def _stretches(nodes: Sequence[Node], names: Sequence[str]) -> Iterator[tuple[str, list[Node]]]:
-    """Nodes of one block, and of what follows one up to the next; gathers of parameters may stand anywhere.
+    """Yield the nodes of each block, and those between two blocks; gathers of parameters may be anywhere.
 
-    What the backward alone reads, such as a dropout's mask, stands behind the whole forward.
+    Values that only the backward reads, such as a dropout's mask, come after the whole forward.
     """
     found: dict[tuple[str, bool], list[Node]] = {}
     key = ("", False)
@@ -212,7 +212,7 @@ class _Reader:
     once: frozenset[Node]  # readers of an input that is written to later: the backward would read the new value
 
     def value(self, node: Node, part: frozenset[Node]) -> Value:
-        """A node of a part as a value."""
+        """Return a node of a part as a value."""
         is_border = any(user in self.forward and user not in part for user in node.users)
         is_read = any(user not in self.forward and user.op != "output" for user in node.users)
         size = self._own_bytes(node)
@@ -275,7 +275,7 @@ def _readers_of_written(gm: GraphModule, forward: Sequence[Node]) -> frozenset[N
 
 
 def _may_leave(node: Node) -> bool:
-    """Whether a value is the graph's own and fills its memory, so that it can be stored as it is."""
+    """Return whether a value belongs to the graph and fills its memory, so that it can be stored as it is."""
     value = node.meta.get("val")
     if not isinstance(value, torch.Tensor) or is_collective(node) or is_wait(node) or is_recomputed(node):
         return False
@@ -285,14 +285,17 @@ def _may_leave(node: Node) -> bool:
 
 
 def _is_alias(node: Node) -> bool:
-    """Whether a node's memory is that of another value; a result of an op of several is one of its own."""
+    """Return whether a node's memory is that of another value; a result of an op with several has its own memory."""
     if node.target is operator.getitem:
         return not isinstance(node.all_input_nodes[0].meta.get("val"), (tuple, list))
     return isinstance(node.meta.get("val"), torch.Tensor) and None not in aliased_arguments(node)
 
 
 def _may_repeat(node: Node) -> bool:
-    """Of random ops torch's splitting saves the generator's state, so that they draw the same numbers again."""
+    """Return whether a value may be recomputed.
+
+    Random ops may: torch's partitioner saves the generator's state, so that they draw the same numbers again.
+    """
     source = node.all_input_nodes[0] if node.target is operator.getitem else node
     op = source.target if isinstance(source.target, OpOverload) else None
     is_random = op is not None and op.namespace == "aten" and torch.Tag.nondeterministic_seeded in op.tags

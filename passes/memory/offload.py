@@ -1,4 +1,4 @@
-"""OffloadActivations: what the forward saves leaves the device's memory until the backward needs it."""
+"""OffloadActivations: saved activations leave the device's memory until the backward needs them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ops = torch.ops.dsgraph
 
 @dataclass(frozen=True)
 class OffloadActivations(GraphPass):
-    """Move saved activations to host memory or to disk, and back ahead of their first use in the backward.
+    """Move saved activations to host memory or to disk, and back before their first use in the backward.
 
     forward before:   x = f(a); y = g(x); z = h(y)                                      # x is saved
     forward after:    x = f(a); y = g(x); started = offload(x, "host"); z = h(y)
@@ -35,22 +35,22 @@ class OffloadActivations(GraphPass):
     backward before:  dy = dh(dz); dx = dg(dy, x)
     backward after:   result = reload(saved, ...); dy = dh(dz); x = wait_transfer(result); dx = dg(dy, x)
 
-    What leaves is memory: a saved view takes what it is a view of along, and the backward makes the view again. The
-    offload starts behind the last node of the forward that uses the memory, and ends when the transfer is predicted to
-    be through; on the CPU, where the copy is made at once, right away. A reload starts as late as it can and still be
-    in time by the cost model, with transfers one behind the other over one link, but no earlier than the bytes that
-    are on their way allow.
+    Complete pieces of memory are offloaded: for a saved view the tensor that it is a view of, and the backward makes
+    the view again. The offload starts after the last node of the forward that uses the memory, and ends when the
+    transfer is predicted to end; on the CPU, where the copy is synchronous, immediately. A reload starts as late as the
+    cost model allows, with transfers one after the other over one link, but no earlier than the limit on running
+    transfers allows.
 
-    Sizes that change from batch to batch are computed in the backward of those that it knows.
+    Dynamic sizes are computed in the backward from those that it knows.
 
-    Left alone: inputs, parameters, what the model or the backward returns, what a node writes to, memory that no one
-    tensor fills, sizes that the backward does not know.
+    Left alone: inputs, parameters, results of the model or of the backward, tensors that a node writes to, memory that
+    no single tensor fills, sizes that the backward does not know.
 
     Attributes:
-        tier: Where everything goes that is saved, "host" or "disk"; None to move what the plan says alone.
-        least_bytes: Values of fewer bytes stay, unless the plan names them.
-        ahead_bytes: How much may be on its way, in each direction: a value is not there yet, or there and not used.
-            Bytes; and no more than an eighth of all that leaves, or the largest value.
+        tier: The tier of all saved values, "host" or "disk"; None to move only those of the plan.
+        least_bytes: Smaller values stay, unless the plan names them.
+        ahead_bytes: Bytes that may be in transfer, in each direction, or have arrived and are not used yet; at most an
+            eighth of all offloaded bytes, or the largest value.
     """
 
     tier: str | None = None
@@ -80,7 +80,7 @@ def _totals(found: Sequence[StoredValue]) -> list[str]:
 
 
 def _leave(pair: GraphPair, found: Sequence[StoredValue], ctx: PassContext, room: int) -> dict[Node, Node]:
-    """Offloads each value in the forward. Returns what crosses in its place, by the value's base."""
+    """Offload each value in the forward. Return the values that cross in its place, by the value's base."""
     nodes = list(pair.forward.graph.nodes)
     number_of = {node: number for number, node in enumerate(nodes)}
     ordered = sorted(found, key=lambda item: number_of[item.forward_place])
@@ -118,7 +118,7 @@ def _come_back(
     handles: dict[Node, Node],
     places: Sequence[Node],
 ) -> None:
-    """Reloads each value in the backward ahead of its first use, and makes of it what was saved."""
+    """Reload each value in the backward before its first use, and recreate the saved values from it."""
     inputs = pair.save_all([handles[item.base] for item in found])
     for item, saved, place in zip(found, inputs, places, strict=True):
         value = fake_value(item.base)
@@ -131,7 +131,7 @@ def _come_back(
 
 
 def _reload_places(pair: GraphPair, found: Sequence[StoredValue], ctx: PassContext, room: int) -> list[Node]:
-    """Ahead of which node of the backward each reload starts."""
+    """Return the node of the backward before which each reload starts."""
     nodes = [node for node in pair.backward.graph.nodes if node.op != "placeholder"]
     number_of = {node: number for number, node in enumerate(nodes)}
     begins = ctx.analyses.schedule(pair.backward, ctx.costs).begins

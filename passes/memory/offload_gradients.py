@@ -1,4 +1,4 @@
-"""OffloadGradients: the gradient of a parameter that lies on disk goes there as soon as it is reduced."""
+"""OffloadGradients: gradients of parameters on disk are written there as soon as they are reduced."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ ops = torch.ops.dsgraph
 
 @dataclass(frozen=True)
 class OffloadGradients(GraphPass):
-    """Write each gradient of a parameter that lies on disk to its place there, instead of returning it.
+    """Write each gradient of a parameter on disk to its place there, instead of returning it.
 
     before:  g = wait_tensor(reduce_scatter_tensor(dw, ...));                              return ..., g
     after:   g = wait_tensor(reduce_scatter_tensor(dw, ...)); n = store_gradient(g, rows); return ..., n
 
-    What is returned in its place is one zero, expanded. So no more than a few gradients are in memory at once. Left
-    alone: gradients of parameters in memory.
+    One expanded zero is returned in its place. So only a few gradients are in memory at once. Left alone: gradients of
+    parameters in memory.
     """
 
     phase: ClassVar[Phase] = Phase.JOINT

@@ -1,4 +1,4 @@
-"""PartitionActivations: of what all tensor-parallel ranks would save alike, each saves its slice."""
+"""PartitionActivations: each tensor-parallel rank saves its slice of the activations that all ranks have alike."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _SLICE = "slice"
 
 @dataclass(frozen=True)
 class PartitionActivations(GraphPass):
-    """Save a slice of each activation that the ranks of a tensor-parallel group hold alike; gather it for the backward.
+    """Save a slice of each activation that is equal on all tensor-parallel ranks; gather it for the backward.
 
     forward before:   x = f(a); y = g(x)                                            # x is saved
     forward after:    x = f(a); y = g(x); own = own_slice(x.view(-1), ..., "tp")    # own is saved
@@ -38,17 +38,17 @@ class PartitionActivations(GraphPass):
     backward after:   start = all_gather_into_tensor(own, "tp"); dy = dh(dz); x = wait_tensor(start).view(...)
                       dx = dg(dy, x)
 
-    What leaves is memory: a saved view takes what it is a view of along, and the backward makes the view again. That
-    all ranks hold the same is proved on the forward, see `replicated_values`: the batch and what is computed of it by
-    deterministic ops, behind each sum over the group as well. A gather starts behind the collective ahead of its first
-    use, at the same place on every rank. Gradients are those without the pass, bit for bit. This is the partitioning of
-    activations of Rajbhandari et al.: ZeRO, arXiv 1910.02054, section 6.1.
+    Complete pieces of memory are sliced: for a saved view the tensor that it is a view of, and the backward makes the
+    view again. Equality on all ranks is proved on the forward, see `replicated_values`: it holds for the batch and for
+    results of deterministic ops on it, also after each sum over the group. A gather starts after the collective before
+    its first use, at the same place on every rank. Gradients equal those without the pass, bit for bit. This is the
+    partitioning of activations of Rajbhandari et al.: ZeRO, arXiv 1910.02054, section 6.1.
 
-    Left alone: what differs from rank to rank, inputs, parameters, what a node writes to or the model returns, what the
-    ranks are not known to share evenly, and graphs without a tensor-parallel axis.
+    Left alone: values that differ between ranks, inputs, parameters, values that a node writes to or the model returns,
+    values that may not divide evenly, and graphs without a tensor-parallel axis.
 
     Attributes:
-        least_bytes: Values of fewer bytes stay.
+        least_bytes: Smaller values stay.
     """
 
     least_bytes: int = 64 * 2**10
@@ -79,7 +79,7 @@ class PartitionActivations(GraphPass):
 
 
 def _replicated_inputs(pair: GraphPair, ctx: PassContext, group: str) -> list[Node]:
-    """The forward's inputs that all ranks of the group hold alike: all of known roles but slices."""
+    """Return the forward's inputs that are equal on all ranks of the group: all of known roles but slices."""
     roles = ((node, ctx.roles.get(node.name)) for node in placeholders(pair.forward))
     return [node for node, known in roles if known is not None and known.slice_group != group]
 
@@ -91,7 +91,7 @@ def _reason_to_stay(item: StoredValue, axis: MeshAxis) -> str:
 
 
 def _split(pair: GraphPair, taken: Sequence[StoredValue], sizes: BackwardSizes, axis: MeshAxis) -> None:
-    """Saves slices in the forward, and gathers them in the backward."""
+    """Save slices in the forward, and gather them in the backward."""
     own = [_own_slice(item, axis) for item in taken]
     number_of = {node: number for number, node in enumerate(pair.backward.graph.nodes)}
     known = [node for node in collectives(pair.backward) if node in number_of]
@@ -105,7 +105,7 @@ def _split(pair: GraphPair, taken: Sequence[StoredValue], sizes: BackwardSizes, 
 
 
 def _by_stride(item: StoredValue) -> list[int]:
-    """The dimensions of a value as they lie in its memory, the slowest first."""
+    """Return the dimensions of a value in the order of its memory, the slowest first."""
     value = fake_value(item.base)
     known = [
         (hint(value.stride(dim), unknown=UNKNOWN_SIZE), hint(value.shape[dim], unknown=UNKNOWN_SIZE))
@@ -115,7 +115,7 @@ def _by_stride(item: StoredValue) -> list[int]:
 
 
 def _own_slice(item: StoredValue, axis: MeshAxis) -> Node:
-    """This rank's slice of a value's memory, behind the value's last use in the forward."""
+    """Insert this rank's slice of a value's memory after the value's last use in the forward."""
     before = item.forward_place.next
     lying = emit(before, aten.permute.default, item.base, _by_stride(item))
     flat = emit(before, aten.view.default, lying, [-1])
@@ -123,7 +123,7 @@ def _own_slice(item: StoredValue, axis: MeshAxis) -> Node:
 
 
 def _shaped(item: StoredValue, flat: Node, sizes: BackwardSizes) -> Node:
-    """The value, as it was, of its memory."""
+    """Return the original value from its flat memory."""
     order, shape = _by_stride(item), fake_value(item.base).shape
     lying = emit(item.backward_place, aten.view.default, flat, [sizes.node(shape[dim]) for dim in order])
     return emit(item.backward_place, aten.permute.default, lying, [order.index(dim) for dim in range(len(order))])

@@ -1,8 +1,8 @@
-"""For a part of a forward: what to save of it, at several amounts of memory, each the fastest of its amount.
+"""Policies for a part of a forward: the values to save, at several amounts of memory, each the fastest of its amount.
 
-Per part a mixed-integer programme, as in Jain et al., "Checkmate: Breaking the memory wall with optimal tensor
-rematerialization" (MLSys 2020), without its order of execution: a value that the backward needs is saved or computed
-again, and what is computed again needs its sources in one of these ways. HiGHS solves it (`scipy.optimize.milp`).
+Each part is a mixed-integer program, as in Jain et al., "Checkmate: Breaking the memory wall with optimal tensor
+rematerialization" (MLSys 2020), without its order of execution: a value that the backward needs is saved or recomputed,
+and a recomputed value needs its sources in one of these ways. HiGHS solves it (`scipy.optimize.milp`).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from .forward_values import ForwardPart
 from .integer_program import Bounded, Vector, minimize, sparse_rows
 
 AMOUNTS = 8
-"""How many amounts of memory are tried between the least and the most that a part can save."""
+"""Number of amounts of memory that are tried between the least and the most that a part can save."""
 
 _GAP = 1e-3
 _NODES = 2000
@@ -24,12 +24,12 @@ _NODES = 2000
 
 @dataclass(frozen=True)
 class TransferPolicy:
-    """How values reach memory besides the device's.
+    """The way values are offloaded.
 
     Attributes:
         tier: "host" or "disk".
-        seconds_per_byte: Of one way.
-        hide: Whether they run while the device computes.
+        seconds_per_byte: Time of one direction.
+        hide: True if transfers run while the device computes.
     """
 
     tier: str
@@ -39,13 +39,13 @@ class TransferPolicy:
 
 @dataclass(frozen=True)
 class Policy:
-    """What becomes of the values of a part.
+    """A policy for the values of a part.
 
     Attributes:
-        saved: Positions in the part of what is saved.
+        saved: Positions in the part of the saved values.
         bytes: Their bytes.
-        seconds: What computing the rest again takes, and what transfers take that nothing hides.
-        offloaded: Positions of what waits elsewhere.
+        seconds: Time of recomputing the rest, and of transfers that nothing hides.
+        offloaded: Positions of the offloaded values.
     """
 
     saved: frozenset[int]
@@ -55,10 +55,10 @@ class Policy:
 
 
 def policies_of(part: ForwardPart, transfers: TransferPolicy | None = None) -> list[Policy]:
-    """Policies of a part, from the most bytes to the least; none saves more in more time than another.
+    """Return policies of a part, from the most bytes to the least; none is worse than another in both bytes and time.
 
     Args:
-        part: The values.
+        part: The part.
         transfers: How values may be offloaded; None if they may not.
     """
     programme = _Programme(part, transfers)
@@ -77,7 +77,10 @@ def policies_of(part: ForwardPart, transfers: TransferPolicy | None = None) -> l
 
 
 class _Programme:
-    """Variables: for each value whether it is saved, offloaded, computed again; then seconds that transfers add."""
+    """An integer program with variables for each value: saved, offloaded, recomputed.
+
+    And for the seconds of transfers.
+    """
 
     def __init__(self, part: ForwardPart, transfers: TransferPolicy | None) -> None:
         self._values = part.values
@@ -107,7 +110,7 @@ class _Programme:
         self._bounds = _bounds(part, transfers is not None)
 
     def solve(self, *, room: int | None = None, fewest_bytes: bool = False) -> Policy | None:
-        """The fastest policy within `room`, or the one of fewest bytes; None where there is none."""
+        """Return the fastest policy within `room`, or the one of fewest bytes; None if there is none."""
         count = len(self._values)
         total = max(1.0, float(self._bytes.sum()))
         # What is of second rank counts a thousandth.

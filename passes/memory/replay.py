@@ -22,9 +22,9 @@ class Replay:
         forward: Bytes alive while each node of the forward runs.
         backward: The same of the backward.
         forward_parts: The number of the part of each node of the forward.
-        backward_parts: Of each of the backward: the part of which it is the derivative, or which it repeats.
+        backward_parts: For each node of the backward: the part that it differentiates or recomputes.
         saved: Bytes that each part saves.
-        repeated: What the backward computes again.
+        repeated: The values that the backward recomputes.
     """
 
     forward: tuple[int, ...]
@@ -41,12 +41,12 @@ class Replay:
 
 
 def replay(values: ForwardValues, saved: Collection[Node], offloaded: Collection[Node] = ()) -> Replay:
-    """Goes through a step: the backward repeats what is not saved, each value right ahead of its first use.
+    """Simulate a step: the backward recomputes what is not saved, each value directly before its first use.
 
     Args:
         values: The forward of a joint graph.
-        saved: Which values are saved.
-        offloaded: Which values wait elsewhere from their last use in the forward to their first in the backward.
+        saved: The saved values.
+        offloaded: The values that are offloaded from their last use in the forward to their first in the backward.
     """
     kept = frozenset((*saved, *offloaded))
     ahead = _ahead(values, kept)
@@ -69,7 +69,7 @@ def replay(values: ForwardValues, saved: Collection[Node], offloaded: Collection
 
 
 def _backward(values: ForwardValues, saved: frozenset[Node]) -> Iterator[tuple[Node, bool]]:
-    """The backward's nodes, and ahead of each what it takes besides gradients: with True what is computed again."""
+    """Yield the backward's nodes, each preceded by the forward nodes that it needs: with True the recomputed ones."""
     forward = values.part_of
     done = set(saved)
     behind, inputs = values.gradients, values.inputs
@@ -95,14 +95,14 @@ def _backward(values: ForwardValues, saved: frozenset[Node]) -> Iterator[tuple[N
 
 
 def _ahead(values: ForwardValues, saved: frozenset[Node]) -> list[Node]:
-    """What the forward runs: what its results and what is saved are computed of."""
+    """Return the nodes of the forward: those that its results and saved values depend on."""
     needed = sources_of((*values.results, *saved))
     return [node for node in values.forward if node in needed]
 
 
 @dataclass
 class _Memory:
-    """Where values lie while nodes run, one after the other."""
+    """The places of values while nodes run, one after the other."""
 
     values: ForwardValues
     kept: frozenset[Node]
@@ -116,7 +116,7 @@ class _Memory:
     _time: int = 0
 
     def leave(self, offloaded: Collection[Node]) -> None:
-        """Ends the forward: what is offloaded has memory again where the backward first reads it."""
+        """End the forward: offloaded values have memory again where the backward first reads them."""
         self._away.update(offloaded)
 
     def run(self, node: Node) -> None:
@@ -154,7 +154,7 @@ class _Memory:
         return len(self._bytes) - 1
 
     def live(self) -> list[int]:
-        """Bytes alive at each moment; results of the backward stay."""
+        """Return the bytes alive at each moment; results of the backward stay."""
         leaving = {
             name for node in self.values.memory.outputs if node for name in self.values.memory.roots.get(node, ())
         }
@@ -167,7 +167,7 @@ class _Memory:
         return list(accumulate(changes[: self._time]))
 
     def saved(self, border: int) -> list[int]:
-        """Bytes of each part that outlive the forward, which ends at `border`."""
+        """Return the bytes of each part that outlive the forward, which ends at `border`."""
         found = [0] * len(self.values.parts)
         for piece, size in enumerate(self._bytes):
             if self._first[piece] < border <= self._last[piece]:
@@ -176,9 +176,9 @@ class _Memory:
 
 
 def _parts_behind(values: ForwardValues, steps: list[tuple[Node, bool]]) -> Iterator[int]:
-    """The part of each step of the backward, which goes through parts from the last to the first.
+    """Yield the part of each step of the backward, which goes through parts from the last to the first.
 
-    A node that stands ahead of its part, such as one that two blocks share, belongs to the part at hand.
+    A node before its part, such as one that two blocks share, belongs to the current part.
     """
     numbers = {part.name: number for number, part in enumerate(values.parts) if part.name}
     found: list[int] = []

@@ -1,4 +1,4 @@
-"""Planning on graphs that are looked at and never run."""
+"""Planning on graphs that are only read, never run."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from dsgraph.passes.compat import compiled_when_run, is_compiled_when_run, make_
 
 @contextmanager
 def on_scratch() -> Iterator[None]:
-    """What is planned within takes a third of the time: of a deep model, many graphs are made and thrown away.
+    """Speed up planning by a factor of three: for a deep model, many graphs are made and dropped.
 
-    Graphs that are made within become Python code when they are run, see `runnable`; as a rule they never are. And the
-    garbage collector, which would go through millions of nodes time and again, rests: it finds what was thrown away
-    when it next looks at everything.
+    Graphs that are made in the block become Python code when they are run, see `runnable`; usually they never are. The
+    garbage collector, which would visit millions of nodes again and again, is paused: it finds the dropped graphs at
+    its next full collection.
     """
     was_enabled = gc.isenabled()
     gc.disable()
@@ -34,7 +34,7 @@ def on_scratch() -> Iterator[None]:
 
 
 def copy_graph(gm: GraphModule) -> GraphModule:
-    """The same nodes once more, for whoever changes what he is given."""
+    """Return a copy of the nodes, for a caller that changes them."""
     graph = Graph()
     copied: Any = graph.graph_copy(gm.graph, {}, return_output_node=True)
     result, old = copied
@@ -44,9 +44,9 @@ def copy_graph(gm: GraphModule) -> GraphModule:
 
 
 def without_duplicates(gm: GraphModule) -> GraphModule:
-    """A copy of a joint graph in which everything is computed once.
+    """Return a copy of a joint graph without duplicate nodes.
 
-    Torch's partitioners compute it once as well. Of two equal nodes they keep what was chosen for the first.
+    Torch's partitioners merge duplicates as well, and keep the choice for the first of two equal nodes.
     """
     found = copy_graph(gm)
     found.graph.eliminate_dead_code()
@@ -55,5 +55,5 @@ def without_duplicates(gm: GraphModule) -> GraphModule:
 
 
 def runnable(gm: GraphModule) -> GraphModule:
-    """The module of a graph that was made `on_scratch`, as it would be had it been made elsewhere."""
+    """Return the module of a graph that was made `on_scratch`, as if it had been made elsewhere."""
     return GraphModule(gm, gm.graph) if is_compiled_when_run(gm) else gm

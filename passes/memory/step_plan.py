@@ -1,4 +1,4 @@
-"""The plan of a step's activations under `memory_limit`: found before a joint graph is split, checked behind it."""
+"""The plan of a step's activations under `memory_limit`: found before a joint graph is split, checked after it."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from .policies import Policy, TransferPolicy, policies_of
 from .replay import Replay, replay
 
 _NAMED = 4
-"""So many parts are named one by one."""
+"""Number of parts that are named one by one."""
 
 
 @dataclass(frozen=True)
 class PartPlan:
-    """What becomes of one kind of part, for the report.
+    """The plan of one kind of part, for the report.
 
     Attributes:
         parts: Names of the parts.
         saved: Names of the nodes of the first of them that are saved.
         bytes: Bytes that one part saves.
-        seconds: What computing the rest of it again takes, and what transfers take that nothing hides.
-        offloaded: Names of the nodes of the first of them that wait elsewhere.
+        seconds: Time of recomputing the rest of it, and of transfers that nothing hides.
+        offloaded: Names of the nodes of the first of them that are offloaded.
         offloaded_bytes: Their bytes.
     """
 
@@ -51,16 +51,16 @@ class PartPlan:
 
 @dataclass(frozen=True)
 class StepPlan:
-    """What is saved of each part.
+    """The plan for all parts.
 
     Attributes:
         numbers: The policy of each part.
-        seconds: What computing the rest again takes, predicted.
+        seconds: Predicted time of recomputing the rest.
         needs: Bytes of the least limit under which this plan is found.
         peak: The most bytes that the graph itself has alive at once, predicted.
-        saved: What is saved.
-        repeated: What is computed again.
-        offloaded: What waits elsewhere.
+        saved: The saved values.
+        repeated: The recomputed values.
+        offloaded: The offloaded values.
     """
 
     numbers: tuple[int, ...]
@@ -78,12 +78,12 @@ class Planner:
     def __init__(
         self, gm: GraphModule, costs: CostModel, *, outputs: int, fuses: bool, transfers: TransferPolicy | None = None
     ) -> None:
-        """Reads the graph and solves each kind of part.
+        """Read the graph and solve each kind of part.
 
         Args:
-            gm: A joint graph behind its passes.
-            costs: How long computing takes, the same on every rank.
-            outputs: How many outputs are the model's.
+            gm: A joint graph after its passes.
+            costs: The cost model, the same on every rank.
+            outputs: Number of outputs that are the model's.
             fuses: See `PassContext`.
             transfers: How values may be offloaded; None if they may not.
         """
@@ -98,11 +98,11 @@ class Planner:
 
     @property
     def is_feasible(self) -> bool:
-        """Whether there is anything to choose."""
+        """True if there is anything to choose."""
         return bool(self._policies) and all(self._policies)
 
     def plan(self, limit: int | None) -> StepPlan | None:
-        """The fastest plan under a limit of bytes that the graph itself has alive; None where none fits.
+        """Return the fastest plan under a limit of bytes that the graph itself has alive; None if none fits.
 
         Args:
             limit: None for the plan that needs the least memory.
@@ -125,18 +125,18 @@ class Planner:
         )
 
     def peak(self, saved: Collection[str]) -> int:
-        """The most bytes that the graph itself has alive at once where the named values are saved."""
+        """Return the peak bytes of the graph itself if the named values are saved."""
         return replay(self.values, [node for node in self.values.forward if node.name in saved]).peak
 
     def names(self, plan: StepPlan) -> tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]:
-        """The names of what is saved, of what is computed again, and of what is offloaded, in program order."""
+        """Return the names of saved, recomputed and offloaded values, in program order."""
         forward, values = self.values.forward, self.values.values
         saved = tuple(node.name for node in forward if node in plan.saved and values[node].bytes)
         repeated = tuple(node.name for node in forward if node in plan.repeated)
         return saved, repeated, tuple(node.name for node in forward if node in plan.offloaded)
 
     def lines(self, plan: StepPlan) -> tuple[PartPlan, ...]:
-        """The plan for the report: parts of one kind with the same policy together."""
+        """Return the plan for the report: parts of one kind with the same policy together."""
         alike: dict[object, list[int]] = {}
         for number, (part, policy) in enumerate(zip(self.values.parts, plan.numbers, strict=True)):
             alike.setdefault((part.kind, policy), []).append(number)
@@ -152,7 +152,7 @@ class Planner:
         return PartPlan(parts, names, policy.bytes, policy.seconds, *left)
 
     def _measured(self) -> list[list[Option]]:
-        """What each policy of each part needs: steps in which all parts take one of about the same rank."""
+        """Return the needs of each policy of each part, from steps in which all parts use one of similar rank."""
         most = max(map(len, self._policies), default=0)
         choices: list[list[Option]] = [[] for _ in self._policies]
         for rank in range(most):
@@ -167,7 +167,7 @@ class Planner:
 
 
 def _needs(found: Replay, parts: int) -> Mapping[int, tuple[int, int]]:
-    """What each part needs in the forward and in the backward, beside what is saved until then."""
+    """Return the bytes that each part needs in the forward and in the backward, beside the values saved until then."""
     before = [sum(found.saved[:number]) for number in range(parts + 1)]
     forward, backward = [0] * parts, [0] * parts
     for live, number in zip(found.forward, found.forward_parts, strict=True):
@@ -178,7 +178,7 @@ def _needs(found: Replay, parts: int) -> Mapping[int, tuple[int, int]]:
 
 
 def _nodes(values: ForwardValues, policies: Sequence[Policy]) -> tuple[frozenset[Node], frozenset[Node]]:
-    """What is saved, and what is offloaded."""
+    """Return the saved and the offloaded nodes."""
     pairs = list(zip(values.parts, policies, strict=True))
     saved = frozenset(part.values[at].node for part, policy in pairs for at in policy.saved)
     return saved, frozenset(part.values[at].node for part, policy in pairs for at in policy.offloaded)

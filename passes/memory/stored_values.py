@@ -1,4 +1,4 @@
-"""Which saved values can leave the device's memory, and what the backward needs of each."""
+"""Saved values that can leave the device's memory, and the nodes by which the backward needs them."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ class StoredValue:
 
     Attributes:
         base: The node of the forward whose value fills the piece.
-        views: For each saved value that lies in it, the backward's input and the steps from the base to it, in order.
+        views: For each saved value in it, the backward's input and the steps from the base to it, in order.
         forward_place: The forward's last node that uses the piece.
         backward_place: The backward's first node that uses it.
         size: Bytes.
-        tier: "host" or "disk"; or what `find_stored` was asked for.
+        tier: "host" or "disk"; or the argument of `find_stored`.
     """
 
     base: Node
@@ -45,14 +45,15 @@ class StoredValue:
 def find_stored(
     pair: GraphPair, ctx: PassContext, sizes: BackwardSizes, *, tier: str | None, least_bytes: int
 ) -> tuple[list[StoredValue], list[str]]:
-    """The pieces that are to leave, in the order in which the backward needs them, and why others stay.
+    """Return the pieces to offload, in the order in which the backward needs them, and why others stay.
 
     Args:
         pair: The graphs.
         ctx: Their facts.
-        sizes: What the backward knows of sizes.
-        tier: For every piece of `least_bytes` that is no parameter and no input; None for what the plan says alone.
-        least_bytes: Pieces of fewer stay, unless the plan names them.
+        sizes: The sizes that the backward knows.
+        tier: The tier of every piece of `least_bytes` that is no parameter and no input; None for only those of the
+            plan.
+        least_bytes: Smaller pieces stay, unless the plan names them.
     """
     ahead, _ = pair.parts(ctx)
     memory = ctx.analyses.memory(pair.forward)
@@ -78,7 +79,7 @@ def find_stored(
 
 
 def make_views(item: StoredValue, base: Node, sizes: BackwardSizes) -> None:
-    """Lets the backward read a piece, and what lies in it, from `base`, its own node for the piece's base."""
+    """Let the backward read a piece, and its views, from `base`, its own node for the piece's base."""
     made: dict[Node, Node] = {item.base: base}
     for ours, theirs, steps in item.views:
         for step in steps:
@@ -95,16 +96,16 @@ def _repeat(before: Node, step: Node, made: dict[Node, Node], sizes: BackwardSiz
 
 
 def drop_stored(pair: GraphPair, found: Sequence[StoredValue]) -> None:
-    """No longer saves pieces that the backward makes of something else."""
+    """Stop saving pieces that the backward makes from something else."""
     pair.drop_all([ours for item in found for ours, _, _ in item.views])
 
 
 class _Uses:
-    """Who uses each piece of the forward's memory.
+    """The uses of each piece of the forward's memory.
 
     Attributes:
-        inside: Piece -> the nodes whose values lie in it, in program order.
-        last: Piece -> the last node that has it as an argument or lies in it.
+        inside: Piece -> the nodes whose values are in it, in program order.
+        last: Piece -> the last node that reads it or is in it.
         returned: The pieces that the model returns.
     """
 
@@ -122,7 +123,7 @@ class _Uses:
 
 
 def _by_piece(pair: GraphPair, memory: GraphMemory) -> dict[str, list[tuple[Node, Node]]]:
-    """The saved tensors that lie in each piece, as nodes of the forward and inputs of the backward."""
+    """Return the saved tensors in each piece, as nodes of the forward and inputs of the backward."""
     found: dict[str, list[tuple[Node, Node]]] = {}
     for ours, theirs in pair.crossing():
         if isinstance(ours.meta.get("val"), torch.Tensor):
@@ -138,7 +139,7 @@ def _is_parameter(saved: list[tuple[Node, Node]], ctx: PassContext) -> bool:
 def _reason_to_stay(
     uses: _Uses, memory: GraphMemory, piece: str, saved: list[tuple[Node, Node]], sizes: BackwardSizes
 ) -> tuple[str, Node | None]:
-    """Why a piece cannot leave, or the node whose value fills it."""
+    """Return why a piece cannot leave, or the node whose value fills it."""
     inside = uses.inside[piece]
     if inside[0].op == "placeholder":
         return "it is an input of the graph", None
@@ -160,7 +161,7 @@ def _reason_to_stay(
 
 
 def _fills(node: Node, piece: str, memory: GraphMemory) -> bool:
-    """Whether a node's value is the whole piece, without gaps or overlaps."""
+    """Return whether a node's value fills the piece, without gaps or overlaps."""
     value = node.meta.get("val")
     if is_collective(node) or memory.roots[node.name] != (piece,) or not isinstance(value, torch.Tensor):
         return False
@@ -181,7 +182,7 @@ def _is_dense(value: torch.Tensor) -> bool:
 
 
 def _steps(base: Node, value: Node, sizes: BackwardSizes) -> tuple[Node, ...] | None:
-    """The views that lead from a piece's base to a value that lies in it; None where a step needs anything else."""
+    """Return the views that lead from a piece's base to a value in it; None if a step needs anything else."""
     steps = list[Node]()
     while value is not base:
         inputs = value.all_input_nodes

@@ -1,4 +1,4 @@
-"""StreamForwardParameters, StreamBackwardParameters: parameters that lie on disk are read ahead of their use."""
+"""StreamForwardParameters, StreamBackwardParameters: parameters on disk are read before their use."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ops = torch.ops.dsgraph
 
 @dataclass(frozen=True)
 class StreamForwardParameters(GraphPass):
-    """Read each parameter that lies on disk while what comes before it computes.
+    """Read each parameter on disk during the computation before its use.
 
     before:  w = all_gather_into_tensor(rows_a, ...); y = mm(x, w); v = all_gather_into_tensor(rows_b, ...); ...
     after:   started_a = fetch_parameter(rows_a)
@@ -29,13 +29,12 @@ class StreamForwardParameters(GraphPass):
              w = all_gather_into_tensor(a, ...); y = mm(x, w)
              b = take_parameter(started_b, rows_b); v = all_gather_into_tensor(b, ...); ...
 
-    A parameter is taken ahead of the first node that reads it. Reads are asked for in the order in which they are
-    taken, each as early as `ahead_bytes` allows; the next one always while the one before is used. What was read is let
-    go of behind its last use. Left alone: parameters in memory, and what is handed on to the backward, which reads the
-    file again.
+    A parameter is taken before the first node that reads it. Reads start in the order of use, each as early as
+    `ahead_bytes` allows; the next one always during the use of the one before. A parameter is released after its last
+    use. Left alone: parameters in memory, and values for the backward, which reads the file again.
 
     Attributes:
-        ahead_bytes: How much may be on its way, or read and not used. Bytes; or the next parameter.
+        ahead_bytes: Bytes that may be in transfer, or read and not used yet; or the next parameter.
     """
 
     ahead_bytes: int = 64 * 2**20
@@ -71,15 +70,15 @@ class StreamForwardParameters(GraphPass):
 
 @dataclass(frozen=True)
 class StreamBackwardParameters(StreamForwardParameters):
-    """Read each parameter that the backward needs again, likewise.
+    """Read each parameter on disk that the backward needs again, before its use.
 
     before:  n = store_gradient(g, rows_b)
              w = all_gather_into_tensor(rows_b, ...); dy = mm(dz, t(w)); ...
     after:   started_b = fetch_parameter(rows_b); n = store_gradient(g, rows_b, started_b)
              b = take_parameter(started_b, rows_b); w = all_gather_into_tensor(b, ...); dy = mm(dz, t(w)); ...
 
-    All else as in `StreamForwardParameters`. What `store_gradient` takes of a parameter is its place in the file, not
-    what is there. An optimizer may update the parameter from then on: so it stands behind the read, and depends on it.
+    Everything else is as in `StreamForwardParameters`. `store_gradient` uses a parameter's place in the file, not its
+    values. An optimizer may update the parameter from then on: therefore it comes after the read, and depends on it.
     """
 
     phase: ClassVar[Phase] = Phase.BACKWARD
@@ -101,12 +100,12 @@ def _is_on_disk(node: Node, ctx: PassContext) -> bool:
 
 
 def _readers(rows: Node) -> list[Node]:
-    """What reads a parameter's numbers."""
+    """Return the nodes that read a parameter's values."""
     return [user for user in rows.users if user.op != "output" and not is_transfer(user)]
 
 
 def _first_together(sizes: Sequence[int], number: int, *, room: int) -> int:
-    """The first of the reads before `number` that may be there as well; the one just before always may."""
+    """Return the first of the reads before `number` that may be in memory as well; the one just before always may."""
     first = max(number - 1, 0)
     while first > 0 and sum(sizes[first - 1 : number + 1]) <= room:
         first -= 1

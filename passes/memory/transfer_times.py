@@ -1,4 +1,4 @@
-"""When transfers must start and when they are through: plain numbers, no graphs."""
+"""Start and end times of transfers: plain numbers, no graphs."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from collections.abc import Sequence
 
 
 def latest_starts(needed: Sequence[float], seconds: Sequence[float]) -> list[float]:
-    """The latest times at which transfers over one link can start, so that each is there in time.
+    """Return the latest start times of transfers over one link, so that each arrives in time.
 
     Args:
         needed: When each is needed, in ascending order, which is that of the transfers.
-        seconds: How long each takes by itself.
+        seconds: Time of each by itself.
 
     Returns:
-        Times, in the same order; negative where even the start of the graph is too late.
+        Times, in the same order; negative if even the start of the graph is too late.
     """
     starts = list[float]()
     free = float("inf")
@@ -24,7 +24,7 @@ def latest_starts(needed: Sequence[float], seconds: Sequence[float]) -> list[flo
 
 
 def earliest_ends(asked: Sequence[float], seconds: Sequence[float]) -> list[float]:
-    """When transfers over one link are through that are asked for at the given times, in ascending order."""
+    """Return the end times of transfers over one link that are requested at the given times, in ascending order."""
     ends, free = list[float](), 0.0
     for time, takes in zip(asked, seconds, strict=True):
         free = max(time, free) + takes
@@ -33,7 +33,7 @@ def earliest_ends(asked: Sequence[float], seconds: Sequence[float]) -> list[floa
 
 
 def first_together(sizes: Sequence[int], number: int, *, room: int) -> int:
-    """The first of the transfers up to `number` that may be under way together with it in so much room.
+    """Return the first of the transfers up to `number` that may run together with it within `room`.
 
     A transfer by itself may be larger than the room.
     """

@@ -1,1 +1,1 @@
-"""Communication behind computation: buckets, early gathers, late waits; one file a pass."""
+"""Overlap of communication with computation: buckets, early gathers, late waits; one file a pass."""

@@ -1,4 +1,4 @@
-"""BucketForwardGathers, BucketBackwardGathers: parameters that follow each other travel together."""
+"""BucketForwardGathers, BucketBackwardGathers: neighbouring small parameters are gathered together."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .buckets import Bucketing, fill
 
 @dataclass(frozen=True)
 class BucketForwardGathers(Bucketing):
-    """Gather small parameters that are used one after the other at once, where the latency saved is worth it.
+    """Gather small parameters that are used one after the other together, if the saved latency is worth it.
 
     before:  a = wait_tensor(all_gather_into_tensor(shard_a)); y = mm(x, a)
              b = wait_tensor(all_gather_into_tensor(shard_b)); z = mm(y, b)
@@ -29,15 +29,15 @@ class BucketForwardGathers(Bucketing):
              a = wait_tensor(started_a); y = mm(x, a)
              b = wait_tensor(started_b); z = mm(y, b)
 
-    Each parameter has its own memory before and after, so nothing is copied together or apart. Buckets follow the order
-    of use: only neighbours share one, of one group, dtype and kind. It starts where its first member started, each is
-    waited for where it was. Casts and padding of a shard move along. See `buckets` for what is worth it. Left alone:
-    gathers of what the graph computes, of a group outside the mesh, of sizes that vary, gloo's own (see
-    `gather_by_messages`), backends that are not known to start several at once; nothing moves across a barrier (an op
-    that writes to an argument, or an unknown one).
+    Each parameter has its own memory before and after, so nothing is copied into one buffer. Buckets follow the order
+    of use: only neighbours of one group, dtype and kind share one. A bucket starts where its first member started, and
+    each member is waited for where it was. Casts and padding of a shard move along. See `buckets` for the decision.
+    Left alone: gathers of computed tensors, of a group outside the mesh, of dynamic sizes, gloo's own (see
+    `gather_by_messages`), backends that may not start several at once; nothing moves across a barrier (an op that
+    writes to an argument, or an unknown one).
 
-    A bucket takes at most `bucket_bytes` of gathered parameters, and grows while a latency is at least `latency_share`
-    of the time that it travels.
+    A bucket holds at most `bucket_bytes` of gathered parameters, and grows while a latency is at least `latency_share`
+    of its transfer time.
     """
 
     phase: ClassVar[Phase] = Phase.FORWARD
@@ -66,7 +66,7 @@ class BucketForwardGathers(Bucketing):
 
 @dataclass(frozen=True)
 class BucketBackwardGathers(BucketForwardGathers):
-    """The same for the gathers that the backward repeats, in the order in which the backward uses them.
+    """Gather small parameters together in the backward, in the order in which the backward uses them.
 
     before:  b = wait_tensor(all_gather_into_tensor(shard_b)); dy = mm(dz, t(b))
              a = wait_tensor(all_gather_into_tensor(shard_a)); dx = mm(dy, t(a))
@@ -80,5 +80,5 @@ class BucketBackwardGathers(BucketForwardGathers):
 
 
 def _first_use(started: Node) -> Node:
-    """The first wait for a gather."""
+    """Return the first wait for a gather."""
     return min((user for result in results_of(started) for user in result.users if is_wait(user)), default=started)

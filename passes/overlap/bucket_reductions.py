@@ -1,4 +1,4 @@
-"""BucketReductions: gradients that are there one after the other are reduced together."""
+"""BucketReductions: neighbouring small gradients are reduced together."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .buckets import Bucketing, fill
 
 @dataclass(frozen=True)
 class BucketReductions(Bucketing):
-    """Reduce and scatter small gradients that follow each other at once, where the latency saved is worth it.
+    """Reduce and scatter neighbouring small gradients together, if the saved latency is worth it.
 
     before:  da = mm(x, dy); own_a = wait_tensor(reduce_scatter_tensor(da))
              db = mm(u, dv); own_b = wait_tensor(reduce_scatter_tensor(db))
@@ -29,15 +29,15 @@ class BucketReductions(Bucketing):
              started_a = getitem(started, 0); started_b = getitem(started, 1)
              own_a = wait_tensor(started_a); own_b = wait_tensor(started_b)
 
-    Gradients are read from where they are, so nothing is copied together or apart, and each sum is the same bit for
-    bit. Only neighbours share a bucket, of one group, dtype and kind; it starts where the last one's gradient is there,
-    and what is made of the others' results alone (waits, sums over ranks, averages, slices) follows it. See `buckets`
-    for what is worth it. Left alone: all-reduces (see `BucketSmallReductions`), a result that the backward computes
-    with or communicates again, as in hybrid sharding, unless it is the last of its bucket; backends that are not known
-    to start several at once. Nothing moves across a barrier (an op that writes to an argument, or an unknown one).
+    Gradients are read from their own memory, so nothing is copied into one buffer, and each sum is the same bit for
+    bit. Only neighbours of one group, dtype and kind share a bucket; it starts when the last gradient is ready, and
+    nodes that depend only on the others' results (waits, sums over ranks, averages, slices) move after it. See
+    `buckets` for the decision. Left alone: all-reduces (see `BucketSmallReductions`), a result that the backward
+    computes with or communicates again, as in hybrid sharding, unless it is the last of its bucket; backends that may
+    not start several at once. Nothing moves across a barrier (an op that writes to an argument, or an unknown one).
 
-    A bucket takes at most `bucket_bytes` of gradients, and grows while a latency is at least `latency_share` of the
-    time that it travels.
+    A bucket holds at most `bucket_bytes` of gradients, and grows while a latency is at least `latency_share` of its
+    transfer time.
     """
 
     phase: ClassVar[Phase] = Phase.BACKWARD

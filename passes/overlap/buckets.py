@@ -1,9 +1,9 @@
-"""Which collectives share a bucket: neighbours of one kind, where the latency that they save is worth their wait.
+"""The choice of buckets: neighbouring collectives of one kind, if the latency that they save is worth their wait.
 
 A bucket starts once and pays the latency of one collective, and its members arrive together. So a collective joins its
-neighbours while a latency is at least a share of the time that the bucket, it included, takes to travel: small tensors
-travel together, large ones alone. All figures here are equal on all ranks: sizes of parameters and links' latencies and
-rates. Predicted times of computation are not, and ranks that form different buckets wait for each other for ever.
+neighbours while a latency is at least a share of the transfer time of the bucket, including it: small tensors are sent
+together, large ones alone. All numbers here are equal on all ranks: sizes of parameters and links' latencies and rates.
+Predicted times of computation are not, and ranks with different buckets would wait for each other for ever.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from dsgraph.passes.ir.graph import bound_arguments, fake_value
 from dsgraph.passes.ir.save_plan import chosen
 
 Obstacle = Callable[[Sequence[Node], Node], "str | None"]
-"""Given a bucket and a collective that may join it, why it must not."""
+"""Returns why a collective must not join a bucket, or None."""
 
 
 @dataclass(frozen=True)
 class Bucketing(GraphPass):
-    """A pass that fills buckets, and what bounds one.
+    """A pass that fills buckets, with their limits.
 
     Attributes:
-        bucket_bytes: The most bytes of full tensors (gathered parameters, whole gradients) in a bucket. A larger tensor
-            goes alone.
-        latency_share: A bucket grows while a latency is at least this share of the time that it takes to travel.
+        bucket_bytes: The most bytes of full tensors (gathered parameters, full gradients) in a bucket. A larger tensor
+            is sent alone.
+        latency_share: A bucket grows while a latency is at least this share of its transfer time.
     """
 
     bucket_bytes: int = 25 * 2**20
@@ -47,12 +47,12 @@ class Bucketing(GraphPass):
 
 @dataclass(frozen=True)
 class _Member:
-    """A collective and what decides with whom it travels.
+    """A collective, with the properties that decide about its bucket.
 
     Attributes:
-        node: That starts it.
-        alike: What the members of a bucket have in common.
-        bytes: Of what it reads or of what it makes, whichever is more.
+        node: The node that starts it.
+        alike: The properties that all members of a bucket share.
+        bytes: Bytes of its input or output, whichever is more.
         sent: Bytes that each rank sends.
     """
 
@@ -65,14 +65,14 @@ class _Member:
 def fill(
     ordered: Sequence[Node], ctx: PassContext, limits: Bucketing, *, obstacle: Obstacle
 ) -> tuple[list[list[Node]], tuple[str, ...]]:
-    """Buckets of two collectives or more, in order, and notes on what was left apart.
+    """Return buckets of two or more collectives, in order, and notes on those left alone.
 
     Args:
-        ordered: Collectives in the order in which buckets follow them. Only neighbours share one; what can be in no
-            bucket stands among them.
+        ordered: All collectives in the order of the buckets. Only neighbours share one; those that cannot be in a
+            bucket are included.
         ctx: The facts; of them, links and sizes of groups.
-        limits: The pass, with what bounds its buckets.
-        obstacle: What else may be in the way.
+        limits: The pass, with the limits of its buckets.
+        obstacle: Returns further reasons against a member.
     """
     members = [_member(node, ctx) for node in ordered]
     backends = sorted({_backend_that_cannot(node, ctx) for node in ordered} - {""})
@@ -87,7 +87,7 @@ def fill(
 def _grow(
     members: Sequence[_Member | None], ctx: PassContext, limits: Bucketing, *, obstacle: Obstacle
 ) -> tuple[list[list[_Member]], list[str]]:
-    """The buckets, and for what was stopped by an obstacle, the reason. None for what can be in no bucket."""
+    """Return the buckets, and the reasons of obstacles. None stands for a collective that cannot be in a bucket."""
     buckets: list[list[_Member]] = [[]]
     reasons = []
     for member in members:
@@ -126,13 +126,13 @@ def _member(node: Node, ctx: PassContext) -> _Member | None:
 
 
 def _is_bucketed(node: Node) -> bool:
-    """Whether a collective is of one tensor, and of a kind that has a form for several."""
+    """Return whether a collective is of one tensor, and of a kind with a coalesced form."""
     kind = collective_of(node)
     return kind is not None and kind.coalesced is not None and node.target is kind.op
 
 
 def _backend_that_cannot(node: Node, ctx: PassContext) -> str:
-    """The backend that would have to start several of a collective, and may not know how to; empty if there is none."""
+    """Return the backend that may not be able to start several of a collective at once; empty if it can."""
     group = collective_group(node)
     backend = next((axis.backend for axis in ctx.axes if axis.group == group), "")
     kind = collective_of(node)
@@ -140,7 +140,7 @@ def _backend_that_cannot(node: Node, ctx: PassContext) -> str:
 
 
 def _seconds(node: Node, sent: int, ctx: PassContext) -> float:
-    """How long a collective of the kind and group of `node` takes; 0 where nothing is known of its link."""
+    """Return the time of a collective of the kind and group of `node`; 0 if its link is unknown."""
     return ctx.costs.transfer_seconds(collective_kind(node), collective_group(node), sent) or 0.0
 
 

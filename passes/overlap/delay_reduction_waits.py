@@ -1,4 +1,4 @@
-"""DelayReductionWaits: a gradient travels while the backward computes on."""
+"""DelayReductionWaits: gradients are reduced while the backward continues."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from dsgraph.passes.ir.reduced_values import made_of
 
 @dataclass(frozen=True)
 class DelayReductionWaits(GraphPass):
-    """Wait for each reduction when the next one is about to start, or later, when it is through; the last at the end.
+    """Wait for each reduction when the next one starts, or later, when it has ended; for the last one at the end.
 
     before:  da = mm(x, dy); own_a = wait_tensor(reduce_scatter_tensor(da))
              db = mm(u, dv); own_b = wait_tensor(reduce_scatter_tensor(db))
@@ -28,14 +28,14 @@ class DelayReductionWaits(GraphPass):
              db = mm(u, dv); own_a = wait_tensor(started_a); started_b = reduce_scatter_tensor(db)
              own_b = wait_tensor(started_b)
 
-    On a fast link one reduction is under way during compute, and one more gradient than before is alive; on a slow one,
-    as the predicted times say, several. What is made of the result alone (sums over ranks, averages, slices) moves
+    On a fast link one reduction runs during computation, and one more gradient than before is alive; on a slow one
+    several, by the predicted times. Nodes that depend only on the result (sums over ranks, averages, slices) move
     along. Left alone: a result that the backward computes with or communicates again, as in hybrid sharding. Nothing
-    moves across a barrier (an op that writes to an argument, or an unknown one): ahead of one the wait stays.
+    moves across a barrier (an op that writes to an argument, or an unknown one): the wait stays before it.
 
     Attributes:
-        in_flight_bytes: How much reductions under way may read and write together; less where the memory limit
-            leaves less. A larger one goes alone. Bytes.
+        in_flight_bytes: Bytes that running reductions may read and write together; less if the memory limit leaves
+            less. A larger one runs alone.
     """
 
     in_flight_bytes: int = 64 * 2**20
@@ -58,7 +58,7 @@ class DelayReductionWaits(GraphPass):
         return PassResult(changed=changed, notes=tuple(notes))
 
     def _places(self, gm: GraphModule, reductions: Sequence[Node], end: Node, ctx: PassContext) -> list[Node]:
-        """Ahead of which node each reduction is waited for."""
+        """Return the node before which each reduction is waited for."""
         if not reductions:
             return []
         nodes = list(gm.graph.nodes)
@@ -82,12 +82,12 @@ class DelayReductionWaits(GraphPass):
 
 
 def _bytes(started: Node) -> int:
-    """Bytes that a reduction reads and writes."""
+    """Return the bytes that a reduction reads and writes."""
     return number_of(started, tensor_bytes([fake_value(node) for node in (started, *started.all_input_nodes)]))
 
 
 def _move_ahead(nodes: list[Node], place: Node) -> bool:
-    """Moves `nodes` down to right ahead of `place`, or of the first barrier on the way; False when nothing moves."""
+    """Move `nodes` down to directly before `place`, or the first barrier on the way; return False if nothing moves."""
     if place < nodes[0]:
         return False
     place = barrier_between(nodes[0], place) or place

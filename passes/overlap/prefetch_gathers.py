@@ -1,4 +1,4 @@
-"""PrefetchForwardGathers, PrefetchBackwardGathers: the next parameter travels while this one computes."""
+"""PrefetchForwardGathers, PrefetchBackwardGathers: the next parameter is gathered while this one is used."""
 
 from __future__ import annotations
 
@@ -25,26 +25,26 @@ from dsgraph.passes.ir.graph import KEPT, barrier_between, fake_value, is_view, 
 
 @dataclass(frozen=True)
 class PrefetchForwardGathers(GraphPass):
-    """Start each parameter's gather when the parameter before has arrived; earlier where it would come too late.
+    """Start each parameter's gather when the parameter before has arrived; earlier if it would arrive too late.
 
     before:  a = wait_tensor(all_gather_into_tensor(shard_a)); y = mm(x, a)
              b = wait_tensor(all_gather_into_tensor(shard_b)); z = mm(y, b)
     after:   a = wait_tensor(all_gather_into_tensor(shard_a)); started_b = all_gather_into_tensor(shard_b); y = mm(x, a)
              b = wait_tensor(started_b); z = mm(y, b)
 
-    How much earlier, the predicted times decide. The graph is timed as if all gathers had been asked for at its start:
+    The predicted times decide how much earlier. The graph is timed as if all gathers had been requested at its start:
     no schedule is faster. Then, from the last to the first, each gets the latest start with which its parameter, and
-    those that follow on the link, still arrive by the time at which they are needed. A fast link gathers one parameter
-    ahead; on a slow one transfers follow each other without a gap. No gather overtakes another collective then: times
-    differ from rank to rank, and the order of collectives must not.
+    the next ones on the link, still arrive when they are needed. On a fast link, one parameter is gathered early; on a
+    slow one transfers follow each other without a gap. No gather overtakes another collective: times differ between
+    ranks, and the order of collectives must not.
 
     A bucket (see `BucketForwardGathers`) starts when the first of the bucket before has arrived. Casts and padding of
-    the shard move along. Left alone: gathers of what the graph computes, of a group outside the mesh, behind a barrier
-    (an op that writes to an argument, or an unknown one), and gloo's own, see `gather_by_messages`.
+    the shard move along. Left alone: gathers of computed tensors, of a group outside the mesh, after a barrier (an op
+    that writes to an argument, or an unknown one), and gloo's own, see `gather_by_messages`.
 
     Attributes:
-        ahead_bytes: How much may be gathered, or under way, ahead of its use, besides the next parameter; less where
-            the memory limit leaves less. Bytes.
+        ahead_bytes: Bytes that may be gathered, or in transfer, before their use, besides the next parameter; less if
+            the memory limit leaves less.
     """
 
     ahead_bytes: int = 64 * 2**20
@@ -73,15 +73,15 @@ class PrefetchForwardGathers(GraphPass):
         return PassResult(changed=len(moved), notes=tuple(notes))
 
     def _first_place(self, gm: GraphModule, first: Gather) -> Node:
-        """Behind which node the first gather starts: here it stays where it is."""
+        """Return the node after which the first gather starts: here it stays where it is."""
         return first[0]
 
     def _place_behind(self, previous: Sequence[Node], needed: Node) -> Node:
-        """Behind which node a gather starts, given the waits for the one before it, and the first one for itself."""
+        """Return the node after which a gather starts, from the waits for the one before, and its own first wait."""
         return previous[0]
 
     def _start_in_time(self, gm: GraphModule, gathers: Sequence[Gather], ctx: PassContext) -> set[Node]:
-        """Starts gathers earlier that would arrive too late; the nodes that were moved."""
+        """Start gathers earlier that would arrive too late; return the moved nodes."""
         room = _Room(gathers, min(self.ahead_bytes, ctx.memory_left(gm)))
         started = collectives(gm)
         before = dict(zip(started[1:], started, strict=False))
@@ -95,7 +95,7 @@ class PrefetchForwardGathers(GraphPass):
 
 @dataclass(frozen=True)
 class PrefetchBackwardGathers(PrefetchForwardGathers):
-    """Start each gather that the backward repeats when the parameter before it is done with; or earlier, likewise.
+    """Start each gather of the backward when the parameter before it is no longer used; or earlier if needed.
 
     before:  b = wait_tensor(all_gather_into_tensor(shard_b)); dy = mm(dz, t(b)); da = mm(t(y), dy)
              a = wait_tensor(all_gather_into_tensor(shard_a)); dx = mm(dy, t(a))
@@ -103,10 +103,10 @@ class PrefetchBackwardGathers(PrefetchForwardGathers):
              started_a = all_gather_into_tensor(shard_a); da = mm(t(y), dy); a = wait_tensor(started_a)
              dx = mm(dy, t(a))
 
-    A parameter's own gradient is computed meanwhile, so that no two gathered parameters are alive. The first gather
-    starts when what the forward has kept, and is read before it, is done with; without that, at the beginning. Where
-    nothing but pointwise ops stands in between (a frozen layer), a gather starts when the parameter before has arrived.
-    All else, and what is left alone, as in `PrefetchForwardGathers`.
+    A parameter's own gradient is computed during the gather, so that only one gathered parameter is alive. The first
+    gather starts after the last use of parameters that the forward has kept; without those, at the beginning. If there
+    are only pointwise ops in between (a frozen layer), a gather starts when the parameter before has arrived.
+    Everything else is as in `PrefetchForwardGathers`.
     """
 
     phase: ClassVar[Phase] = Phase.BACKWARD
@@ -137,7 +137,7 @@ class PrefetchBackwardGathers(PrefetchForwardGathers):
 
 
 def _latest_places(gm: GraphModule, gathers: Sequence[Gather], ctx: PassContext) -> list[Node]:
-    """Behind which node each gather must start at the latest, so that nothing waits longer than it has to."""
+    """Return the node after which each gather must start at the latest, so that no wait is longer than necessary."""
     nodes = list(gm.graph.nodes)
     schedule = ctx.analyses.schedule(gm, ctx.costs, early={started for started, _ in gathers})
     times = [schedule.begins[node] for node in nodes]
@@ -151,7 +151,7 @@ def _latest_places(gm: GraphModule, gathers: Sequence[Gather], ctx: PassContext)
 
 
 class _Room:
-    """Keeps what is gathered ahead of its use within bounds."""
+    """The limit on bytes that are gathered before their use."""
 
     def __init__(self, gathers: Sequence[Gather], most: int) -> None:
         self._waits = [waits_of(started)[-1] for started, _ in gathers]
@@ -160,7 +160,7 @@ class _Room:
         self._oldest = 0  # the first gather that may not have been waited for
 
     def at_or_after(self, place: Node, number: int) -> Node:
-        """`place`, or the first wait behind it at which there is room for the gather of this number."""
+        """Return `place`, or the first later wait at which there is room for the gather of this number."""
         while self._oldest < number and self._waits[self._oldest] <= place:
             self._oldest += 1
         while self._oldest < number and sum(self._bytes[self._oldest : number + 1]) > self._most:
@@ -170,7 +170,7 @@ class _Room:
 
 
 def _notes_on_others(gm: GraphModule, ctx: PassContext) -> list[str]:
-    """The gathers that cannot start at any time, and why."""
+    """Return notes on the gathers that cannot start at any time, with reasons."""
     movable = {started for started, _ in gathered_parameters(gm, ctx.axes)}
     notes = []
     for started in collectives(gm):
@@ -192,14 +192,14 @@ def _is_read_before(value: Node, place: Node) -> bool:
 
 
 def _takes_long(node: Node) -> bool:
-    """Whether a transfer can hide behind the node."""
+    """Return whether the node computes long enough to hide a transfer."""
     if node.op != "call_function" or not isinstance(node.target, OpOverload) or is_collective(node) or is_wait(node):
         return False
     return not (is_view(node) or torch.Tag.pointwise in node.target.tags)
 
 
 def _start_after(place: Node, gather: Gather) -> bool:
-    """Moves a gather up to behind `place`; False where it stands there or before already, or may not move."""
+    """Move a gather up to directly after `place`; return False if it is there or before already, or must not move."""
     started, preparations = gather
     nodes = [node for node in (*preparations, started) if place < node]
     if not nodes or barrier_between(place, nodes[-1]) is not None:

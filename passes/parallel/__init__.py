@@ -1,1 +1,1 @@
-"""Passes that divide a model among ranks: its operators, or the captured graph as stages."""
+"""Passes that distribute a model over ranks: tensor-parallel operators, or pipeline stages."""

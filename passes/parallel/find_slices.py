@@ -1,9 +1,10 @@
-"""Finds which parameters of a model can be sliced, on its captured graph.
+"""Finds the parameters of a model that can be tensor-parallel, on its captured graph.
 
-Every product with a weight is taken for one whose weight can be sliced: along its inputs where what it reads is sliced
-along them already, along its outputs otherwise. Slices are followed from there. Where they meet a call that cannot work
-on them, the parameters from which they came stay whole, those of equal name in all layers together, and the search
-begins anew. So it ends with pairs of products between which nothing needs to be gathered, or with whole parameters.
+Every product with a weight is first assumed to have a weight that can be sliced: along its inputs if its operand is
+sliced along them already, otherwise along its outputs. Slices are followed from there. If they reach a call that does
+not support them, the parameters from which they came stay replicated, those of equal name in all layers together, and
+the search restarts. So it ends with pairs of products between which nothing needs to be gathered, or with replicated
+parameters.
 """
 
 from __future__ import annotations
@@ -31,11 +32,11 @@ _ENDS = frozenset({"cross_entropy"})
 
 @dataclass
 class FoundSlices:
-    """What can be sliced.
+    """The result of the search.
 
     Attributes:
-        slices: Name of a parameter -> how it is sliced.
-        whole: Name of a parameter of a product -> why it stays whole.
+        slices: Name of a parameter -> its slice.
+        whole: Name of a parameter of a product -> why it stays replicated.
     """
 
     slices: dict[str, Slice] = field(default_factory=dict)
@@ -45,14 +46,14 @@ class FoundSlices:
 def find_slices(
     gm: GraphModule, names: Mapping[Node, str], *, ranks: int, given: Mapping[str, Slice] | None = None
 ) -> FoundSlices:
-    """Which parameters of a graph can be sliced.
+    """Return the parameters of a graph that can be sliced.
 
     Args:
-        gm: A captured graph that has `example_value`s.
+        gm: A captured graph with `example_value`s.
         names: Placeholders of parameters -> their names.
-        ranks: Over how many ranks.
-        given: How parameters are sliced; then no others are, and only the number of their pieces is found. None: all
-            that can be.
+        ranks: Number of ranks.
+        given: The sliced parameters; then no others are, and only the number of their pieces is found. None: all that
+            can be.
     """
     search = _Search(gm, names, ranks, dict(given or {}), is_given=given is not None)
     while search.walk():
@@ -61,7 +62,7 @@ def find_slices(
 
 
 class _AgainError(Exception):
-    """Something was learned."""
+    """Restarts the search after something was learned."""
 
 
 @dataclass
@@ -77,7 +78,7 @@ class _Search:
     found: FoundSlices = field(default_factory=FoundSlices)
 
     def walk(self) -> bool:
-        """Follows slices through the graph; False when nothing more was learned."""
+        """Follow slices through the graph; return False if nothing more was learned."""
         self.found = FoundSlices()
         known = Sliced(self.ranks)
         for node, name in self.names.items():
@@ -105,7 +106,7 @@ class _Search:
             self._learn(outcome, frozenset().union(*(known.origins[operand] for operand in blamed)))
 
     def _decide(self, product: Product, known: Sliced) -> None:
-        """Slices the weight of a product, unless it is known to stay whole."""
+        """Slice the weight of a product, unless it is known to stay replicated."""
         chain = self._chain(product.weight)
         name = self.names.get(chain[-1])
         if name is None or any(known.slice_of(node) is not None for node in chain):
@@ -131,7 +132,7 @@ class _Search:
             self._hold([product.bias], Slice(0, parts), frozenset({name}), known)
 
     def _decide_table(self, node: Node, known: Sliced) -> None:
-        """Slices the rows of a vocabulary's table, and with it an output layer that shares it."""
+        """Slice the rows of a vocabulary's table, and with it an output layer that shares it."""
         table = node.args[1]
         name = self.names.get(table)  # type: ignore[arg-type]
         if name is None or known.slice_of(table) is not None or known.shape_of(table)[0] < VOCABULARY:
@@ -149,7 +150,7 @@ class _Search:
         self._hold([table], Slice(0), frozenset({name}), known)
 
     def _hold(self, chain: list[Node], held: Slice, origins: frozenset[str], known: Sliced) -> None:
-        """Notes the slice of a weight, of what it is a transpose of, and so on to the parameter."""
+        """Note the slice of a weight, of the tensor that it is a transpose of, and so on up to the parameter."""
         known.hold(chain[0], held, origins)
         for made, source in pairwise(chain):
             held = Slice(_before_transpose(made, held.dim, len(known.shape_of(source))), held.parts)
@@ -163,7 +164,7 @@ class _Search:
         return chain
 
     def _learn(self, refusal: Refusal, origins: frozenset[str]) -> None:
-        """Notes what a refused call says of the parameters from which its slices come."""
+        """Note the consequences of a refused call for the parameters from which its slices come."""
         patterns = {layer_pattern(name) for name in origins}
         if refusal.parts and any(self.parts.get(pattern, 1) == 1 for pattern in patterns):
             self.parts.update(dict.fromkeys(patterns, refusal.parts))
@@ -190,5 +191,5 @@ def _before_transpose(node: Node, dim: int, dims: int) -> int:
 
 
 def layer_pattern(name: str) -> str:
-    """A parameter's name without the numbers of layers."""
+    """Return a parameter's name without the numbers of layers."""
     return re.sub(r"(?<=\.)\d+(?=\.)", "*", name)

@@ -1,4 +1,4 @@
-"""What writing to a key-value cache makes of states that are sliced by heads."""
+"""The rule for writing states that are sliced by heads to a key-value cache."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _HEADS = Slice(1)
 
 
 def write_heads(node: Node, values: Values) -> Outcome | Refusal:
-    """Each rank writes the heads that it has computed into the cache that it holds."""
+    """Let each rank write the heads that it has computed into its own cache."""
     own, states, positions = node.args[:3]
     if values.slice_of(states) != _HEADS:
         return Refusal("a cache is written in slices that are not those of heads")

@@ -1,4 +1,4 @@
-"""What products with weights of few bits, of which each rank holds a slice, make of what they are multiplied with."""
+"""The rule for products with quantized weights of which each rank holds a slice."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .slices import Outcome, Refusal, Slice, Values
 
 
 def multiply_sliced_weight(node: Node, values: Values) -> Outcome | Refusal:
-    """Columns of the result where outputs are sliced, a term of the sum over ranks where inputs are."""
+    """Return columns of the result if outputs are sliced, or a term of the sum over ranks if inputs are."""
     rest: Any = node.args
     x, packed, scale, least, dim, parts = rest[:6]
     held, own = values.slice_of(x), Slice(len(values.shape_of(x)) - 1, parts)

@@ -1,4 +1,4 @@
-"""What products make of sliced operands.
+"""Rules for products with sliced operands.
 
 column:  y_r = x @ W_r           W sliced along its outputs: each rank has its columns of y
 row:     y   = sum_r x_r @ W_r   W sliced along its inputs, as x is: the sum over ranks
@@ -29,8 +29,8 @@ class Product:
         x: `[..., inputs]`.
         weight: `[outputs, inputs]` or the other way round, with leading dimensions of experts.
         bias: `[outputs]`, or None.
-        inputs: Which dimension of the weight holds the inputs, 0 or more.
-        outputs: Which holds the outputs.
+        inputs: The dimension of the weight's inputs, 0 or more.
+        outputs: The dimension of its outputs.
     """
 
     node: Node
@@ -42,7 +42,7 @@ class Product:
 
 
 def product_of(node: Node, values: Values) -> Product | None:
-    """The product with a weight that a node is; None for any other call."""
+    """Return the product with a weight that a node computes; None for any other call."""
     name = getattr(node.target, "__name__", "") if node.op == "call_function" else ""
     call = call_of(node)
     if call is not None and call.kind == "linear":
@@ -58,7 +58,7 @@ def product_of(node: Node, values: Values) -> Product | None:
 
 
 def weight_product(node: Node, values: Values) -> Outcome | Refusal:
-    """`linear`, `addmm`, and products of groups of rows with experts."""
+    """Apply the rule of `linear`, `addmm`, and products of groups of rows with experts."""
     product = product_of(node, values)
     if product is None:
         return Refusal("a product that cannot be read")
@@ -99,7 +99,7 @@ def _row(node: Node, product: Product, held: Any, weight: Slice, last: int) -> O
 
 
 def matmul(node: Node, values: Values) -> Outcome | Refusal:
-    """A product of two values: sliced in a leading dimension, in rows of one, in columns of the other, or summed."""
+    """Apply the rule of a product of two values: sliced in a leading dimension, rows or columns, or summed."""
     call = call_of(node)
     assert call is not None
     one, other = call.input, call["other"]
@@ -138,7 +138,7 @@ def _from_end(held: Slice | None, dims: int) -> int | None:
 
 
 def attention(node: Node, values: Values) -> Outcome | Refusal:
-    """Scaled dot-product attention, sliced by heads: `[batch, heads, time, width]`."""
+    """Apply the rule of scaled dot-product attention, sliced by heads: `[batch, heads, time, width]`."""
     names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
     call: dict[str, Any] = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
     operands: list[Node] = [call[name] for name in names[:3]]

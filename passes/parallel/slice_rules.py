@@ -1,7 +1,7 @@
-"""What calls of a captured graph make of sliced operands: one rule a kind of call.
+"""Rules for calls of a captured graph with sliced operands, one for each kind of call.
 
-A rule gets a node of which at least one operand is sliced, and answers with an `Outcome`, or with a `Refusal`: then the
-operands are gathered, and the call runs on full values. So a call that is in no table is slow and never wrong.
+A rule gets a node with at least one sliced operand, and returns an `Outcome`, or a `Refusal`: then the operands are
+gathered, and the call runs on full values. So a call without a rule is slow but never wrong.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ POINTWISE = frozenset(_POINTWISE.split())
 
 
 def outcome_of(node: Node, values: Values) -> Outcome | Refusal:
-    """What a call makes of its operands, at least one of which is sliced."""
+    """Return the outcome of a call with at least one sliced operand."""
     if writes(node) and name_of(node) not in CACHE:
         return Refusal(f"{name_of(node)} writes to it")
     if transpose_of(node) is not None:
@@ -45,18 +45,18 @@ def outcome_of(node: Node, values: Values) -> Outcome | Refusal:
 
 
 def name_of(node: Node) -> str:
-    """What a node calls, for people."""
+    """Return the human-readable name of a node's function."""
     target: Any = node.target
     return target if isinstance(target, str) else str(getattr(target, "__name__", target))
 
 
 def tensors_of(node: Node, values: Values) -> list[Node]:
-    """The operands of a call that are tensors."""
+    """Return the operands of a call that are tensors."""
     return [operand for operand in node.all_input_nodes if values.shape_of(operand) is not None]
 
 
 def pointwise(node: Node, values: Values, dims: int | None = None) -> Outcome | Refusal:
-    """Broadcast operands: what is sliced lies at one place of the result, everywhere."""
+    """Apply the rule of pointwise calls: all operands are sliced at the same place of the result."""
     count = len(values.shape_of(node)) if dims is None else dims
     held: Slice | None = None
     for operand in tensors_of(node, values):
@@ -107,7 +107,7 @@ def _expand(node: Node, values: Values) -> Outcome | Refusal:
 
 
 def _with_local_size(node: Node, held: Slice, values: Values) -> Outcome | Refusal:
-    """The call with the size of the sliced dimension, if it is written down, divided by the ranks."""
+    """Return the call with the size of the sliced dimension, if it is an argument, divided by the ranks."""
     sizes = _sizes(node)
     if sizes is None:
         return Refusal(f"{name_of(node)} whose sizes cannot be read")
@@ -150,7 +150,7 @@ def _getitem(node: Node, values: Values) -> Outcome | Refusal:
 
 
 def _divide(node: Node, values: Values) -> Outcome | Refusal:
-    """`split` and `chunk`."""
+    """Apply the rule of `split` and `chunk`."""
     held, call = _only_slice(node, values), call_of(node)
     assert call is not None
     source = values.shape_of(call.input)
@@ -185,7 +185,7 @@ def _cat(node: Node, values: Values) -> Outcome | Refusal:
 
 
 def _along(node: Node, values: Values) -> Outcome | Refusal:
-    """Reductions, and what is normalised along dimensions."""
+    """Apply the rule of reductions and normalisations along dimensions."""
     call, held = call_of(node), _only_slice(node, values)
     assert call is not None
     dims = len(values.shape_of(call.input))

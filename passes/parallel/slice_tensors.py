@@ -1,4 +1,4 @@
-"""SliceTensors: tensor parallelism, on the graph of the model that knows nothing of it."""
+"""SliceTensors: tensor parallelism on the graph of an unmodified model."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ _NARROW = (torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True)
 class SliceTensors(GraphPass):
-    """Let each tensor-parallel rank compute with its slices of parameters, wherever calls can work on slices.
+    """Let each tensor-parallel rank compute with its slices of parameters, wherever calls support slices.
 
     before:  w = gather_slices(own_w, 0, 1, 2, "tp"); v = gather_slices(own_v, 1, 1, 2, "tp")
              h = linear(x, w).view(8, 16, 4, 32)...; y = linear(h, v)
     after:   e = enter_slices(x, "tp")                     identity; sums the gradient in the backward
              h = linear(e, own_w).view(8, 16, 2, 32)...    half of the heads
-             y = sum_slices(linear(h, own_v), "tp")        sum; hands the gradient through in the backward
+             y = sum_slices(linear(h, own_v), "tp")        sum; passes the gradient through in the backward
 
-    Sizes that are written into views are divided. Random numbers for a sliced value are drawn for the whole of it, on
-    every rank the same, and each keeps its part: the model draws what it draws in one process. A call that no rule
-    knows gets its operands gathered, and a note says so. Left alone: graphs without sliced parameters.
+    Sizes in views are divided. Random numbers of a sliced value are drawn for the full value, equal on every rank, and
+    each rank keeps its part: the model draws the same numbers as in one process. A call without a rule gets gathered
+    operands, and a note says so. Left alone: graphs without sliced parameters.
     """
 
     phase: ClassVar[Phase] = Phase.CAPTURE
@@ -59,7 +59,7 @@ class SliceTensors(GraphPass):
 
 @dataclass
 class _Rewriting:
-    """A graph while it is rewritten, from its inputs on."""
+    """A graph that is rewritten, from its inputs on."""
 
     gm: GraphModule
     known: Sliced
@@ -71,7 +71,7 @@ class _Rewriting:
     _touched: set[Node] = field(default_factory=set)
 
     def visit(self, node: Node) -> None:
-        """Rewrites one call."""
+        """Rewrite one call."""
         if self.known.slice_of(node) is not None:  # a marker: the slice itself stands for it
             self._local[node] = node.args[0]  # type: ignore[assignment]
             return
@@ -87,7 +87,7 @@ class _Rewriting:
             node.replace_input_with(operand, self._gathered(operand, node))
 
     def _slice(self, node: Node, outcome: Outcome) -> None:
-        """Makes a call work on slices."""
+        """Make a call work on slices."""
         is_sliced = outcome.out is not None or outcome.is_partial
         for operand in node.all_input_nodes:
             if self.known.slice_of(operand) is not None:
@@ -121,9 +121,11 @@ class _Rewriting:
         return self._local.get(operand) or self._made.get((operand, "enter")) or operand
 
     def _widened(self, node: Node) -> torch.dtype | None:
-        """Makes a product without gradients, of 16 bits, one of 32; gives its dtype, to which the sum is rounded once.
+        """Widen a 16-bit product without gradients to 32 bits.
 
-        Rounded before the sum as well, it would not be what one process computes.
+        Return its dtype, to which the sum is rounded once.
+
+        Rounding before the sum as well would give another result than one process.
         """
         value = node.meta.get("example_value")
         if not isinstance(value, Tensor) or value.requires_grad or value.dtype not in _NARROW:
@@ -155,7 +157,7 @@ class _Rewriting:
             user.replace_input_with(node, last)
 
     def _draw(self, node: Node) -> None:
-        """Dropout: the numbers of the whole value, of which this rank keeps its slice."""
+        """Draw the numbers of dropout for the full value, of which this rank keeps its slice."""
         held, operand = self.known.slice_of(node), node.args[0]
         assert isinstance(operand, Node)
         rest = {"p": node.args[1] if len(node.args) > 1 else node.kwargs.get("p", 0.5), "training": True}
@@ -182,7 +184,7 @@ class _Rewriting:
         return operand
 
     def _gathered(self, operand: Node, before: Node) -> Node:
-        """The full value of what is sliced; of a parameter, its marker."""
+        """Return the full value of a sliced operand; for a parameter, its marker."""
         if operand.target in (_own.gather_slices, _own.gather_slices.default):
             return operand
         held, key = self.known.slice_of(operand), (operand, "gather")
@@ -199,7 +201,7 @@ class _Rewriting:
         return node
 
     def refresh_values(self) -> None:
-        """Computes the fake values of what has changed, in the order of the graph."""
+        """Recompute the fake values of changed nodes, in the order of the graph."""
         stale = set(self._touched)
         for node in self.gm.graph.nodes:
             if node.op not in ("call_function", "call_method"):

@@ -1,4 +1,4 @@
-"""What lookups in tables and losses over classes make of sliced operands."""
+"""Rules for lookups in tables and losses over classes with sliced operands."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _CROSS_ENTROPY = (
 
 
 def embedding(node: Node, values: Values) -> Outcome | Refusal:
-    """A table sliced along its width, or along its rows: then each rank looks up its own, and the sum is all."""
+    """Apply the rule of a table sliced along its width, or along its rows: then the ranks' own lookups are summed."""
     call = _bound(node, _EMBEDDING)
     held = values.slice_of(call["weight"])
     if held is None or values.slice_of(call["input"]) is not None:
@@ -33,7 +33,7 @@ def embedding(node: Node, values: Values) -> Outcome | Refusal:
 
 
 def cross_entropy(node: Node, values: Values) -> Outcome | Refusal:
-    """A loss over classes that are sliced: no rank gathers the logits."""
+    """Apply the rule of a loss over sliced classes: no rank gathers the logits."""
     call = _bound(node, _CROSS_ENTROPY)
     held = values.slice_of(call["input"])
     shape = values.shape_of(call["input"])

@@ -1,4 +1,4 @@
-"""Follows slices through a captured graph."""
+"""Propagation of slices through a captured graph."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from .slices import Outcome, Refusal, Slice
 
 @dataclass
 class Sliced:
-    """What of a graph is sliced, as far as it has been followed.
+    """The slices of a graph, as far as they have been followed.
 
     Attributes:
-        ranks: Over how many ranks.
-        slices: Node -> how its value is sliced.
+        ranks: Number of ranks.
+        slices: Node -> the slice of its value.
         origins: Node -> names of the parameters from which its slices come.
     """
 
@@ -32,27 +32,27 @@ class Sliced:
     origins: dict[Node, frozenset[str]] = field(default_factory=dict)
 
     def slice_of(self, node: object) -> Any:
-        """A `Slice`, None for what is replicated, a tuple for several values."""
+        """Return a `Slice`, None for a replicated value, a tuple for several values."""
         return self.slices.get(node) if isinstance(node, Node) else None
 
     def shape_of(self, node: object) -> Any:
-        """The full shape; None for what is no tensor, and a tuple of shapes for several values."""
+        """Return the full shape; None if it is no tensor, a tuple of shapes for several values."""
         value = node.meta.get("example_value", node.meta.get("val")) if isinstance(node, Node) else None
         if isinstance(value, (tuple, list)):
             return tuple(tuple(each.shape) for each in value if isinstance(each, Tensor))
         return tuple(value.shape) if isinstance(value, Tensor) else None
 
     def hold(self, node: Node, held: Any, origins: frozenset[str]) -> None:
-        """Notes how a value is sliced."""
+        """Note the slice of a value."""
         self.slices[node] = held
         self.origins[node] = origins
 
     def operands(self, node: Node) -> list[Node]:
-        """The operands of a node that are sliced."""
+        """Return the sliced operands of a node."""
         return [operand for operand in node.all_input_nodes if self.slices.get(operand) is not None]
 
     def follow(self, node: Node) -> Outcome | Refusal | None:
-        """What a node makes of its operands, noted; None where none is sliced, and the node's weight neither."""
+        """Return the outcome of a node, and note it; None if no operand is sliced, nor the node's weight."""
         operands = self.operands(node)
         if not (operands or name_of(node) in FEW_BITS) or node.op not in ("call_function", "call_method"):
             return None
@@ -63,7 +63,7 @@ class Sliced:
 
 
 def marked_slices(gm: GraphModule) -> Iterator[tuple[Node, Slice, int, str]]:
-    """The sliced parameters that a graph reads: marker, slice, number of ranks, group."""
+    """Yield the sliced parameters that a graph reads: marker, slice, number of ranks, group."""
     marker = torch.ops.dsgraph.gather_slices  # Dynamo captures what was called: the op, or its overload
     for node in [*find_calls(gm, marker), *find_calls(gm, marker.default)]:
         rest: Any = node.args[1:]
@@ -72,7 +72,7 @@ def marked_slices(gm: GraphModule) -> Iterator[tuple[Node, Slice, int, str]]:
 
 
 def sharing_ranks(gm: GraphModule) -> tuple[int, str] | None:
-    """How many ranks share the weights that a graph reads, and the name of their group; None: each is replicated."""
+    """Return the number of ranks that share the graph's weights, and their group; None if weights are replicated."""
     for _, _, ranks, group in marked_slices(gm):
         return ranks, group
     for node in gm.graph.nodes:

@@ -1,4 +1,4 @@
-"""What is known of a sliced value, and how a slice goes through a change of shape."""
+"""Slices of values, and the effect of a reshape on a slice."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from torch.fx import Node
 
 @dataclass(frozen=True)
 class Slice:
-    """How a value is sliced over the ranks.
+    """The slice of a value on each rank.
 
     Attributes:
         dim: The dimension, 0 or more.
-        parts: Of how many equal pieces the dimension is made, each of which is sliced: see `tensor_slices.py`.
+        parts: Number of equal pieces of the dimension, each of which is sliced: see `tensor_slices.py`.
     """
 
     dim: int
@@ -25,12 +25,12 @@ class Slice:
 
 @dataclass(frozen=True)
 class Refusal:
-    """Why a call cannot work on slices.
+    """The reason why a call does not support slices.
 
     Attributes:
-        reason: For people.
-        parts: Of how many pieces the sliced dimension would have to be made for it to work; 0: it would not.
-        blamed: The operands that are sliced wrongly; empty: all that are sliced.
+        reason: Human-readable text.
+        parts: Number of pieces of the sliced dimension with which it would work; 0: it would not.
+        blamed: The operands with wrong slices; empty: all sliced ones.
     """
 
     reason: str
@@ -40,17 +40,17 @@ class Refusal:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a call makes of slices.
+    """The outcome of a call with slices.
 
     Attributes:
-        out: How its result is sliced; None: it is replicated. A tuple for a call that gives several.
+        out: The slice of its result; None: it is replicated. A tuple for a call with several results.
         takes: Replicated operands of which it reads this rank's slice.
-        args: Its positional arguments on slices; None: as they are.
-        kwargs: Likewise.
-        is_partial: Whether its result is to be summed over ranks.
-        added: What is added behind that sum: a bias.
-        draws: Whether it draws random numbers for its elements.
-        target: A function that is called in its place, with the name of the process group behind `args`.
+        args: Its positional arguments on slices; None: unchanged.
+        kwargs: Its keyword arguments on slices; None: unchanged.
+        is_partial: True if its result must be summed over ranks.
+        added: A value to add after that sum: a bias.
+        draws: True if it draws random numbers for its elements.
+        target: A function to call in its place, with the name of the process group after `args`.
     """
 
     out: Slice | tuple[Slice | None, ...] | None
@@ -64,29 +64,29 @@ class Outcome:
 
 
 class Values(Protocol):
-    """What rules ask of the graph."""
+    """The graph as rules see it."""
 
     ranks: int
 
     def slice_of(self, node: object) -> Any:
-        """A `Slice`, None for what is replicated, a tuple for several values."""
+        """Return a `Slice`, None for a replicated value, a tuple for several values."""
 
     def shape_of(self, node: object) -> tuple[Any, ...]:
-        """The full shape."""
+        """Return the full shape."""
 
 
 def same(one: Any, other: Any) -> bool:
-    """Whether two sizes are equal; of symbolic ones, whether they are written alike, so that nothing is assumed."""
+    """Return whether two sizes are equal; symbolic ones must be the same expression, so that nothing is assumed."""
     if isinstance(one, int) and isinstance(other, int):
         return one == other
     return str(one) == str(other)
 
 
 def through_reshape(before: Sequence[Any], after: Sequence[Any], held: Slice, ranks: int) -> Slice | Refusal:
-    """How a value is sliced after `reshape`.
+    """Return the slice of a value after `reshape`.
 
-    The sliced dimension must lead among those that it is merged with, and what it is split into must begin with a
-    size that divides by the ranks: the number of heads.
+    The sliced dimension must be the first of those that it is merged with, and the first size of its split must be
+    divisible by the ranks: the number of heads.
     """
     behind = len(before) - held.dim
     if all(map(same, before[: held.dim + 1], after)) and len(after) > held.dim:

@@ -1,4 +1,4 @@
-"""Where to cut a captured graph into pipeline stages."""
+"""The choice of cuts between pipeline stages in a captured graph."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _WRITERS = frozenset({"setitem", "iadd", "isub", "imul", "itruediv"})
 
 @dataclass(frozen=True)
 class StagePlan:
-    """Which nodes are of which stage.
+    """The nodes of each stage.
 
     Attributes:
         stages: The nodes of each stage, in the graph's order; neither inputs, attributes nor the output.
@@ -54,14 +54,14 @@ class SplitStages:
     before:  a = layers_0(x);  b = layers_1(a);  c = layers_2(b);  d = layers_3(c)
     after:   stage 0: a, b     stage 1: c, d     (stages=2)
 
-    A dynamic programme over the boundaries of repeated blocks, as in PipeDream (arXiv 1806.03377, section 3.1); over
-    all legal places where the blocks do not balance.
+    A dynamic program over the boundaries of repeated blocks, as in PipeDream (arXiv 1806.03377, section 3.1); over all
+    legal places if the blocks do not balance.
 
     Attributes:
-        stages: How many.
+        stages: Number of stages.
         split: "auto", or the paths of the modules with which the second and later stages begin.
-        seconds_per_byte: Of the link between stages, if costs are seconds: what a stage sends and receives then counts
-            as part of its cost. 0: it does not count.
+        seconds_per_byte: Time per byte of the link between stages, if costs are seconds: sending and receiving are then
+            part of a stage's cost. 0: they are not.
     """
 
     stages: int
@@ -69,11 +69,11 @@ class SplitStages:
     seconds_per_byte: float = 0.0
 
     def plan(self, graph: Graph, costs: Mapping[Node, float], repeated: Collection[Node] = ()) -> StagePlan:
-        """The stages of a graph.
+        """Return the stages of a graph.
 
         Args:
             graph: A captured forward; each node's `meta["val"]` holds its fake value.
-            costs: Cost of each node, in any unit; a node that is absent costs nothing.
+            costs: Cost of each node, in any unit; a missing node costs nothing.
             repeated: Nodes that each stage that reads them computes locally: they cross no boundary.
 
         Raises:
@@ -104,16 +104,16 @@ class SplitStages:
         return plan
 
     def _slowest(self, cuts: Sequence[int], before: Sequence[float], crossing: Sequence[float]) -> float:
-        """What the most loaded stage costs, with what it sends and receives."""
+        """Return the cost of the most loaded stage, with its sending and receiving."""
         bounds = [0, *cuts, len(before) - 1]
         prices = self._sending([0.0, *(crossing[cut] for cut in cuts), 0.0])
         spans = pairwise(zip(bounds, prices, strict=True))
         return max(before[end] - before[start] + paid + due for (start, paid), (end, due) in spans)
 
     def _sending(self, sizes: Sequence[float]) -> list[float]:
-        """The cost of sending so many bytes and as many back, as a share of a forward.
+        """Return the cost of sending these bytes and as many back, as a share of a forward.
 
-        Costs are those of forwards, and a backward costs twice as much: two sendings go with three costs.
+        Costs are those of forwards, and a backward costs twice as much: there are two transfers for three costs.
         """
         return [2 / 3 * size * self.seconds_per_byte for size in sizes]
 
@@ -134,7 +134,7 @@ class SplitStages:
         return starts
 
     def _choose(self, cuts: Sequence[int], before: Sequence[float], crossing: Sequence[float]) -> list[int] | None:
-        """The cuts of least bytes among those whose bottleneck is the least, but for the slack; None if too few."""
+        """Return the cuts of least bytes among those with the least bottleneck, within the slack; None if too few."""
         if len(cuts) < self.stages - 1:
             return None
         places = [0, *cuts, len(before) - 1]
@@ -149,7 +149,7 @@ class SplitStages:
 def _best(
     sums: Sequence[float], sizes: Sequence[float], prices: Sequence[float], stages: int, limit: float
 ) -> tuple[float, list[int]]:
-    """The least bottleneck, or under a finite limit on it the fewest bytes; and the cuts that give it."""
+    """Return the least bottleneck, or under a finite limit on it the fewest bytes; and the cuts for it."""
     last = len(sums) - 1
     best, come_from = [0.0] + [math.inf] * last, []
     for _ in range(stages):
@@ -183,7 +183,7 @@ def _planned(
 
 
 def _crossing_bytes(order: Sequence[Node], repeated: Collection[Node]) -> list[float]:
-    """For each place the bytes that cross a cut before that node; infinite where a cut is illegal."""
+    """Return for each place the bytes that cross a cut before that node; infinite if a cut is illegal."""
     at = {node: place for place, node in enumerate(order)}
     crossing = [0.0] * (len(order) + 1)
     for span in regions(order[0].graph) if order else ():
@@ -214,7 +214,7 @@ def _block(node: Node) -> tuple[str, str] | None:
 
 
 def _thinned(cuts: Sequence[int], before: Sequence[float]) -> list[int]:
-    """At most `MOST_CUTS` of them, evenly by cost."""
+    """Return at most `MOST_CUTS` of the cuts, evenly by cost."""
     step = before[-1] / MOST_CUTS
     kept: dict[int, int] = {}
     for cut in cuts:

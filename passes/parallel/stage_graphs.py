@@ -22,7 +22,7 @@ class StageGraph:
     """One stage.
 
     Attributes:
-        module: Takes the received values, then the root inputs; returns a tuple of the sent values.
+        module: The graph: takes the received values, then the root inputs; returns a tuple of the sent values.
         received: Nodes of the captured graph whose values come from the previous stage.
         sent: Nodes whose values go to the next stage; for the last stage its results.
         roots: Names of the placeholders of the captured graph that it reads.
@@ -44,16 +44,16 @@ def stage_graphs(
     results: Sequence[Node],
     repeated: Collection[Node] = (),
 ) -> list[StageGraph]:
-    """Cuts a graph into its stages.
+    """Cut a graph into its stages.
 
-    A value that a later stage reads is relayed by all stages between, so that only neighbours talk. What each stage can
-    compute from the inputs alone is repeated instead.
+    A value that a later stage reads is relayed by all stages in between, so that only neighbours communicate. Values
+    that each stage can compute from only the inputs are repeated instead.
 
     Args:
         gm: The captured graph.
         plan: Its stages.
         state: Placeholder of a parameter or buffer -> its name and itself.
-        results: What the last stage returns.
+        results: The results of the last stage.
         repeated: Nodes that each stage that reads them computes locally.
     """
     of = {node: index for index, nodes in enumerate(plan.stages) for node in nodes}
@@ -122,13 +122,13 @@ def _stage_graph(
 
 
 def _gathers_for_nobody(node: Node, sent: Sequence[Node]) -> bool:
-    """Whether a node gathers slices of what the model returned besides its result: logits."""
+    """Return whether a node gathers slices of an output besides the model's result, such as logits."""
     is_gather = node.target in (torch.ops.dsgraph.gather_slices, torch.ops.dsgraph.gather_slices.default)
     return is_gather and node not in sent and all(user.op == "output" for user in node.users)
 
 
 def put(root: nn.Module, name: str, tensor: Tensor) -> None:
-    """Registers a parameter or buffer under a dotted name, with the modules on the way."""
+    """Register a parameter or buffer under a dotted name, with the modules on its path."""
     *path, leaf = name.split(".")
     for part in path:
         if part not in root._modules:

@@ -1,1 +1,1 @@
-"""Regions that Dynamo captured: distributed ops are hoisted, and saved arguments are read outside."""
+"""Regions that Dynamo captured: distributed ops are moved out of them, and saved arguments are read outside."""

@@ -18,11 +18,11 @@ from dsgraph.passes.ir.regions import calls_by_name, region_calls, set_module
 
 @dataclass(frozen=True)
 class CapturedRegions:
-    """What became of the regions of a captured graph.
+    """The regions of a captured graph after processing.
 
     Attributes:
-        calls: Name of each region, and how often it is called.
-        inlined: Why others are no regions any more.
+        calls: Name of each region, and its number of calls.
+        inlined: Why other regions were inlined.
     """
 
     calls: tuple[tuple[str, int], ...] = ()
@@ -30,14 +30,13 @@ class CapturedRegions:
 
 
 def open_regions(gm: GraphModule, *, write_out: str = "") -> CapturedRegions:
-    """Moves what is distributed out of regions: markers, and what they read, stand in the outer graph.
+    """Move distributed ops out of regions: markers and their inputs go to the outer graph.
 
-    A region whose markers cannot leave it is written out where it is called, with the reason; so is one that is called
-    once.
+    A region whose markers cannot leave it is inlined, with the reason; so is one that is called once.
 
     Args:
         gm: A captured graph.
-        write_out: Why all are to be written out; empty if they are not.
+        write_out: Why all regions are inlined; empty if they are not.
     """
     found, inlined = [], _drop_uncalled(gm)
     for module in list(all_graph_modules(gm)):
@@ -65,7 +64,7 @@ def open_regions(gm: GraphModule, *, write_out: str = "") -> CapturedRegions:
 
 
 def _drop_uncalled(gm: GraphModule) -> list[str]:
-    """Drops bodies of regions that Dynamo has written out, which are those that it called once."""
+    """Drop bodies of regions that Dynamo has inlined because they are called once."""
     named = {node.target for node in gm.graph.find_nodes(op="get_attr")}
     left = [name for name, module in gm.named_children() if isinstance(module, GraphModule) and name not in named]
     for name in left:
@@ -74,7 +73,7 @@ def _drop_uncalled(gm: GraphModule) -> list[str]:
 
 
 def _why_not(body: GraphModule) -> str:
-    """Why a region cannot be called: a marker did not leave it. Empty if all did."""
+    """Return why a region cannot be called: a marker did not leave it. Empty if all did."""
     for module in all_graph_modules(body):
         for node in module.graph.nodes:
             if is_gather_marker(node) or (node.op == "call_method" and node.target == "to_local"):
@@ -143,7 +142,7 @@ def _inline(gm: GraphModule, name: str, sites: list[Node]) -> None:
 
 
 def _taken_over(gm: GraphModule, name: str, *, attribute: str) -> str:
-    """The name under which a graph holds what its region `name` holds as `attribute`."""
+    """Return the name under which a graph holds the attribute `attribute` of its region `name`."""
     own = f"{name}_{attribute.replace('.', '_')}"
     if not hasattr(gm, own):
         setattr(gm, own, operator.attrgetter(attribute)(getattr(gm, name)))

@@ -1,9 +1,10 @@
-"""What a region saves of its own arguments, read from the outer graph instead.
+"""Saved arguments of regions, read from the outer graph instead.
 
-AOTAutograd differentiates a region and splits its body by itself; the backward gets all from the region's forward:
+AOTAutograd differentiates a region and splits its body separately; the backward gets everything from the region's
+forward:
 
-before   y, s, v = forward(x, w);  dx, dw = backward(s, v, dy)               forward: x, w -> x @ w, f(x), w.t()
-behind   y, s = forward(x, w);  v = w.t();  dx, dw = backward(s, v, dy)      forward: x, w -> x @ w, f(x)
+before:  y, s, v = forward(x, w);  dx, dw = backward(s, v, dy)               forward: x, w -> x @ w, f(x), w.t()
+after:   y, s = forward(x, w);  v = w.t();  dx, dw = backward(s, v, dy)      forward: x, w -> x @ w, f(x)
 """
 
 from __future__ import annotations
@@ -20,16 +21,16 @@ from dsgraph.passes.ir.regions import calls_by_name, set_module
 
 
 def read_arguments_outside(gm: GraphModule) -> int:
-    """Lets the backward take a region's arguments and views of them from the outer graph, not from the region.
+    """Let the backward read a region's arguments and views of them from the outer graph, not from the region.
 
-    So passes see what is saved: a gathered parameter is gathered again, and Inductor, which takes what a region returns
-    for memory of its own, frees nothing that others read.
+    So passes see the saved values: a gathered parameter is gathered again, and Inductor, which assumes that a region
+    returns new memory, frees nothing that others read.
 
     Args:
         gm: A joint graph whose regions are split.
 
     Returns:
-        How many results of calls were replaced.
+        The number of replaced results of calls.
     """
     changed = 0
     for name, sites in calls_by_name(gm).items():
@@ -62,7 +63,7 @@ def read_arguments_outside(gm: GraphModule) -> int:
 
 
 def _views_of_inputs(body: GraphModule) -> set[Node]:
-    """The inputs of a region, and what lies in their memory."""
+    """Return the inputs of a region, and the nodes that share their memory."""
     views = set(placeholders(body))
     for node in body.graph.nodes:
         is_view = isinstance(node.target, OpOverload) and not mutates_arguments(node)
@@ -72,7 +73,7 @@ def _views_of_inputs(body: GraphModule) -> set[Node]:
 
 
 def _alone(result: Node, earlier: list[Node], *, before: Node) -> Node:
-    """A result, or a copy of it where an earlier one lies in the same memory: Inductor writes over what it frees."""
+    """Return a result, or a copy if an earlier one shares its memory: Inductor overwrites memory that it frees."""
     if not isinstance(result, Node) or _memory_of(result) not in [_memory_of(node) for node in earlier]:
         return result
     with result.graph.inserting_before(before):
@@ -82,7 +83,7 @@ def _alone(result: Node, earlier: list[Node], *, before: Node) -> Node:
 
 
 def _memory_of(node: Node) -> Node | None:
-    """The node that made the memory in which a node's result lies."""
+    """Return the node that allocated the memory of a node's result."""
     while isinstance(node, Node) and node.op == "call_function":
         source = aliased_arguments(node)[0] if node.target is not operator.getitem else _origin(node)
         if source is None:
@@ -92,7 +93,7 @@ def _memory_of(node: Node) -> Node | None:
 
 
 def _origin(item: Node) -> Node | None:
-    """Of a result of a call with several ones, the argument in whose memory it lies."""
+    """Return the argument whose memory a result of a call with several results shares."""
     call, at = item.args
     if not isinstance(call, Node) or call.op != "call_function" or not isinstance(at, int):
         return None
@@ -101,7 +102,7 @@ def _origin(item: Node) -> Node | None:
 
 
 def _copied(node: Node, known: dict[Node, Any], *, of: Node, to: Node) -> Any:
-    """A view of a region's arguments, made again at the call `to`; `of` is the call at which it was captured."""
+    """Copy a view of a region's arguments to the call `to`; `of` is the call at which it was captured."""
     if node not in known:
         for source in node.all_input_nodes:
             _copied(source, known, of=of, to=to)

@@ -1,1 +1,1 @@
-"""Runs passes over graphs, checks what they did, and carries them into code generators."""
+"""The runner: it runs passes over graphs, checks them, and passes the graphs to code generators."""

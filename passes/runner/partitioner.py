@@ -1,4 +1,4 @@
-"""The objects that carry the passes into a code generator: one for training graphs, one for inference graphs."""
+"""The objects that call the passes in a code generator: one for training graphs, one for inference graphs."""
 
 from __future__ import annotations
 
@@ -42,33 +42,34 @@ from dsgraph.passes.regions.saved_arguments import read_arguments_outside
 from .runner import PassRecord, Runner
 
 _FAR_APART = 2**26
-"""Bytes of a transfer beside which its latency is nothing."""
+"""Bytes of a transfer for which the latency is negligible."""
 
 
 class Split(Protocol):
-    """How a joint graph becomes a forward and a backward: what the backward needs of the forward is saved, or repeated.
+    """A function that splits a joint graph into a forward and a backward.
 
-    The conventions are those of torch's partitioners, of which each is one: placeholders keep their names; the forward
-    returns the joint graph's first `num_fwd_outputs` outputs, then what is saved; the backward takes sizes that are
-    saved, then all else that is, under the names that it has in the forward, and then the tangents.
+    The conventions are those of torch's partitioners: placeholders keep their names; the forward returns the joint
+    graph's first `num_fwd_outputs` outputs, then saved values; the backward takes saved sizes, then all other saved
+    values under their names in the forward, and then the tangents.
     """
 
     def __call__(self, *args: Any, **kwargs: Any) -> tuple[GraphModule, GraphModule]:
-        """Returns the forward and the backward graph of a joint graph.
+        """Return the forward and the backward graph of a joint graph.
 
-        It is called with the graph and its inputs, and by name with `num_fwd_outputs` and what else AOTAutograd gives.
+        It is called with the graph and its inputs, and by name with `num_fwd_outputs` and further arguments of
+        AOTAutograd.
         """
 
 
 class _HeldByReference:
-    """What Inductor's configuration holds: copied as a reference, and pickled, into cache keys, as its identity."""
+    """A value of Inductor's configuration: copied by reference, and pickled into cache keys as its identity."""
 
     def __init__(self, runner: Runner, facts: CaptureFacts) -> None:
         self._runner = runner
         self._facts = facts
 
     def uuid(self) -> object | None:
-        """Identifies passes, options and facts in torch's cache keys."""
+        """Return an identifier of passes, options and facts for torch's cache keys."""
         return _identity(self._runner, self._facts)
 
     def __deepcopy__(self, memo: dict[int, object]) -> Self:
@@ -79,7 +80,7 @@ class _HeldByReference:
 
 
 class Partitioner(_HeldByReference, CustomPartitionerFn):
-    """Splits a joint graph: joint passes, the splitting, then passes of both graphs, of the forward, of the backward.
+    """The partitioner: joint passes, the split, then passes of both graphs, of the forward, of the backward.
 
     Inductor takes it as `custom_partitioner_fn`, AOTAutograd as `partition_fn`, so that every code generator runs
     exactly the same passes.
@@ -112,7 +113,7 @@ class Partitioner(_HeldByReference, CustomPartitionerFn):
     def __call__(
         self, gm: GraphModule, joint_inputs: Sequence[object], **kwargs: Any
     ) -> tuple[GraphModule, GraphModule]:
-        """Returns the forward and the backward graph of a joint graph."""
+        """Return the forward and the backward graph of a joint graph."""
         if is_body(gm):  # of a region: AOTAutograd splits it ahead of the graph that calls it
             return self._split(gm, joint_inputs, **kwargs)
         read_arguments_outside(gm)
@@ -128,7 +129,7 @@ class Partitioner(_HeldByReference, CustomPartitionerFn):
     def _finish(
         self, forward: GraphModule, backward: GraphModule, user_outputs: int, budget: MemoryBudget, runner: Runner
     ) -> None:
-        """What comes behind the splitting: passes of both graphs, of the forward, of the backward."""
+        """Run the passes after the split: those of both graphs, of the forward, of the backward."""
         for part in (forward, backward):
             evaluate_random_calls(part)
             _merge_waits(part)
@@ -149,7 +150,7 @@ class Partitioner(_HeldByReference, CustomPartitionerFn):
     def _parts(
         self, gm: GraphModule, joint_inputs: Sequence[object], budget: MemoryBudget, how: dict[str, Any]
     ) -> tuple[GraphModule, GraphModule]:
-        """The joint graph, split; under the memory limit where one is to be kept."""
+        """Split the joint graph, under the memory limit if one must be kept."""
         facts, limit = self._facts, self._facts.memory_limit
         if not facts.keeps_limit or limit is None:
             return self._split(gm, joint_inputs, **how)
@@ -197,13 +198,13 @@ class Partitioner(_HeldByReference, CustomPartitionerFn):
 
 
 class InferenceLowering(_HeldByReference, CustomGraphPass):
-    """Runs the joint and forward passes over a graph that has no backward, which no partitioner ever sees.
+    """The joint and forward passes for a graph without a backward, which no partitioner ever sees.
 
     Inductor calls it for joint graphs of training as well; those it leaves to the partitioner.
     """
 
     def __call__(self, graph: Graph) -> None:
-        """Rewrites an inference graph in place."""
+        """Rewrite an inference graph in place."""
         gm = graph.owning_module
         inputs = graph.find_nodes(op="placeholder")
         if gm is None or any(map(is_tangent, inputs)) or is_body(gm):
@@ -215,16 +216,16 @@ class InferenceLowering(_HeldByReference, CustomGraphPass):
 
 
 def is_body(gm: GraphModule) -> bool:
-    """Whether a graph is the body of a region: none of its inputs is one of the captured graph."""
+    """Return whether a graph is the body of a region: none of its inputs is one of the captured graph."""
     inputs = placeholders(gm)
     return bool(inputs) and all(captured_input(node) is None for node in inputs)
 
 
 def _merge_waits(gm: GraphModule) -> None:
-    """Leaves each collective one wait.
+    """Leave only one wait for each collective.
 
-    Where a parameter is gathered twice, once in a checkpoint region and once to be returned, torch's partitioner makes
-    one gather of the two, but not one wait, because it leaves alone what is returned.
+    If a parameter is gathered twice, once in a checkpoint region and once as a result, torch's partitioner merges the
+    two gathers, but not the waits, because it does not merge results.
     """
     merged = 0
     for result in (result for started in collectives(gm) for result in results_of(started)):
@@ -259,7 +260,7 @@ def _kept(facts: CaptureFacts) -> tuple[object, ...]:
 
 @cache
 def source_hash() -> str:
-    """Hash of every source file of the compiler and of the ops, for torch's cache keys."""
+    """Return a hash of every source file of the compiler and of the ops, for torch's cache keys."""
     here = Path(__file__).resolve().parent.parent
     digest = hashlib.sha256()
     for folder in (here, here.parent / "inductor_ext"):

@@ -24,10 +24,9 @@ from dsgraph.passes.verify.verifier import Verifier
 
 @dataclass(frozen=True)
 class PassRecord:
-    """What one pass did to one graph.
+    """The effect of one pass on one graph.
 
-    `verify_seconds` is the time that checking its result took; for a phase's first pass, that of checking what it was
-    given as well.
+    `verify_seconds` is the time of checking its result; for a phase's first pass, also of checking its input.
     """
 
     name: str
@@ -45,20 +44,20 @@ class GraphSink(Protocol):
     """Receives each graph before and after each pass."""
 
     def write(self, gm: GraphModule, ctx: PassContext, *, number: int, record: PassRecord | None) -> None:
-        """Keeps a copy of `gm`, as the `number`-th pass of the phase left it; 0 and no record: before the first."""
+        """Store a copy of `gm` after the `number`-th pass of the phase; 0 and no record: before the first."""
 
 
 @dataclass
 class Runner:
-    """Runs one pipeline over the graphs of one compile and keeps a record of it.
+    """A runner of one pipeline over the graphs of one compile, with a record of it.
 
     Attributes:
         pipeline: The passes.
-        sink: Where graphs are dumped; None for nowhere.
-        after_phase: Called with each graph that has been through a phase, and its context; of a pair, with each.
-        records: What each pass did so far.
+        sink: Receives graphs for a dump; None for none.
+        after_phase: Called with each graph after a phase, and its context; for a pair, with each of the two.
+        records: The effects of the passes so far.
         orders: The order of collectives at the start of each phase, and after each pass that may have changed it.
-        verify: Whether to check each graph after each pass, see `passes/verify/verifier.py`.
+        verify: True checks each graph after each pass, see `passes/verify/verifier.py`.
     """
 
     pipeline: Pipeline
@@ -75,9 +74,9 @@ class Runner:
         self._pair_verifier = PairVerifier(self._verifier)
 
     def run(self, gm: GraphModule | GraphPair, ctx: PassContext) -> None:
-        """Runs the passes of `ctx.phase` over a graph, or over both of a pair, in place.
+        """Run the passes of `ctx.phase` over a graph, or over both of a pair, in place.
 
-        A pair is looked at where there are passes for it alone.
+        A pair is only checked if there are passes for it.
 
         Raises:
             PassError: A pass failed or broke an invariant; the message names it.
@@ -108,12 +107,12 @@ class Runner:
                 self.after_phase(graph, facts)
 
     def note(self, gm: GraphModule, ctx: PassContext, record: PassRecord) -> None:
-        """Takes down what was decided on a graph behind the passes of its phase, such as how it is split."""
+        """Record a decision on a graph after the passes of its phase, such as the choice of its split."""
         self.records.append(record)
         self._dump(gm, ctx, len(self.pipeline.of(ctx.phase)) + 1, record)
 
     def end(self) -> None:
-        """Lets go of all graphs, after the last phase of a compile."""
+        """Release all graphs, after the last phase of a compile."""
         self._analyses.clear()
 
     def _run_one(self, item: GraphPass, gm: GraphModule | GraphPair, ctx: PassContext) -> PassRecord:
@@ -143,7 +142,7 @@ class Runner:
         )
 
     def _verify(self, gm: GraphModule | GraphPair, item: GraphPass | None, ctx: PassContext) -> float:
-        """Checks a graph after a pass, or before the first one; returns the seconds that it took."""
+        """Check a graph after a pass, or before the first one; return the seconds that it took."""
         started = time.perf_counter()
         verifier: Any = self._pair_verifier if isinstance(gm, GraphPair) else self._verifier
         if self.verify and item is None:
@@ -172,7 +171,7 @@ class Runner:
 
 
 def _parts(gm: GraphModule | GraphPair, ctx: PassContext) -> tuple[tuple[GraphModule, PassContext], ...]:
-    """Each graph with its facts."""
+    """Return each graph with its facts."""
     return gm.parts(ctx) if isinstance(gm, GraphPair) else ((gm, ctx),)
 
 
@@ -181,7 +180,7 @@ def _size(gm: GraphModule | GraphPair, ctx: PassContext) -> int:
 
 
 def _describe(error: Exception) -> str:
-    """What went wrong and where: Dynamo cuts off the traceback of what a backend raises."""
+    """Describe an error and its place: Dynamo cuts off the traceback of a backend's exception."""
     if isinstance(error, PassError):
         return str(error)
     innermost = traceback.extract_tb(error.__traceback__)[-1]

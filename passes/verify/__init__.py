@@ -1,1 +1,1 @@
-"""What must hold of a graph after every pass."""
+"""Rules that a graph must meet after every pass."""

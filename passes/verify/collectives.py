@@ -1,4 +1,4 @@
-"""What a pass must keep of a graph's communication: waits, kinds, order, and what is gathered when."""
+"""Rules for a graph's communication: waits, kinds, order, and the moments of gathers."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ class CollectiveFacts:
     """The communication of a graph.
 
     Attributes:
-        signatures: Each collective and marker with what it does: op, group, reduce op, sizes.
+        signatures: Each collective and marker with its properties: op, group, reduce op, sizes.
         per_group: Per process group, the collectives in program order.
         gathers: Per input, the groups over which it is gathered.
-        recomputed: Inputs all of whose gathers are tagged to be repeated in the backward; of joint graphs, as all tags.
-        tagged: Gathered parameters and views of them that are tagged to be computed again in the backward.
-        untagged: Views of tagged nodes that are not tagged, though they are the forward's.
-        violations: Rules that this graph breaks whatever it was before.
+        recomputed: Inputs all of whose gathers are tagged for recomputation; only in joint graphs, as for all tags.
+        tagged: Gathered parameters and views of them that are tagged for recomputation.
+        untagged: Untagged views of tagged nodes, in the forward.
+        violations: Rules that this graph breaks, whatever it was before.
     """
 
     signatures: Mapping[Node, str] = field(default_factory=dict)
@@ -52,7 +52,7 @@ class CollectiveFacts:
 
 
 def observe(gm: GraphModule, memory: MemoryFacts, outputs: list[object], ctx: PassContext) -> CollectiveFacts:
-    """Takes down the communication of one graph."""
+    """Return the communication of one graph."""
     started = [node for node in memory.ordered if is_collective(node)]
     markers = [
         *gm.graph.find_nodes(op="call_function", target=torch.ops.dsgraph.gather_param.default),
@@ -114,7 +114,7 @@ def _gathers(
 
 
 def _inputs_of(node: Node) -> list[str]:
-    """The inputs that a shard ready to be gathered is made of; none if it is made of anything else as well."""
+    """Return the inputs that a shard is computed from; none if it depends on anything else as well."""
     found, frontier = [], [node]
     while frontier:
         node = frontier.pop()
@@ -189,10 +189,11 @@ def _saved_gathers(
 
 
 def check(before: CollectiveFacts, after: CollectiveFacts, graph_pass: GraphPass, memory: MemoryFacts) -> None:
-    """Compares the communication of a graph before and after a pass; `memory` is that after it.
+    """Compare the communication of a graph before and after a pass; `memory` is that after it.
 
     Raises:
-        PassError: A collective came, went, changed or moved, or a gather is no longer repeated, without a declaration.
+        PassError: A collective was added, removed, changed or moved, or a gather is no longer repeated, without a
+            declaration.
     """
     if not graph_pass.changes_collectives:
         _check_signatures(before, after, graph_pass)

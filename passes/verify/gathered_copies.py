@@ -1,4 +1,4 @@
-"""What a pass must keep of the waits for gathered copies, which are on their way when a graph begins to run."""
+"""Rules for the waits for gathered copies, which may still be gathering when a graph begins."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dsgraph.passes.errors import PassError
 from dsgraph.passes.ir.graph import is_arrival, placeholders
 
 Violation = tuple[str, str]
-"""What identifies a broken rule, and the sentence that says it."""
+"""The identity of a broken rule, and the sentence for it."""
 
 
 @dataclass(frozen=True)
@@ -21,8 +21,8 @@ class CopyFacts:
 
     Attributes:
         awaited: Their names.
-        used: Names of all gathered copies that the graph reads or hands on.
-        violations: Rules that this graph breaks whatever it was before.
+        used: Names of all gathered copies that the graph reads or passes on.
+        violations: Rules that this graph breaks, whatever it was before.
     """
 
     awaited: frozenset[str] = frozenset()
@@ -31,7 +31,7 @@ class CopyFacts:
 
 
 def observe(gm: GraphModule, ctx: PassContext) -> CopyFacts:
-    """Takes down the waits for gathered copies of one graph."""
+    """Return the waits for gathered copies of one graph."""
     if not ctx.gathered_copies:
         return CopyFacts()
     gathered_copies = [node for node in placeholders(gm) if node.name in ctx.gathered_copies]
@@ -56,7 +56,7 @@ def _early_reads(gm: GraphModule, awaited: frozenset[str]) -> Iterator[Violation
 
 
 def check(before: CopyFacts, after: CopyFacts, who: str) -> None:
-    """Compares the waits for gathered copies before and after a pass.
+    """Compare the waits for gathered copies before and after a pass.
 
     Raises:
         PassError: A gathered copy that is still used is no longer waited for.

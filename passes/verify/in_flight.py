@@ -1,4 +1,4 @@
-"""What nothing may touch while a collective is under way: what it reads, and what it writes to."""
+"""Tensors that nothing may touch while a collective runs: its inputs and outputs."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from dsgraph.passes.ir.op_traits import traits, written_nodes
 from .memory import MemoryFacts, Roots
 
 Violation = tuple[str, str]
-"""What identifies a broken rule, and the sentence that says it."""
+"""The identity of a broken rule, and the sentence for it."""
 
 
 def writes_in_flight(gm: GraphModule, memory: MemoryFacts) -> Iterator[Violation]:
-    """Each op that touches what a collective under way reads or writes."""
+    """Yield each op that touches inputs or outputs of a running collective."""
     if not memory.writers:
         return
     reading: dict[Node, list[Node]] = {}
@@ -39,7 +39,7 @@ def writes_in_flight(gm: GraphModule, memory: MemoryFacts) -> Iterator[Violation
 
 
 def _land(buffers: dict[Node, list[Node]], result: Roots) -> None:
-    """Takes what a wait ends out of the buffers in flight: `result` is one of its results, or what it writes to."""
+    """Remove the buffers of an ended wait: `result` is one of its results, or its output buffer."""
     for root, nodes in list(buffers.items()):
         nodes[:] = [node for node in nodes if node not in result and root not in result]
         if not nodes:

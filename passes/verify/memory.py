@@ -1,4 +1,4 @@
-"""What a pass must keep of a graph's memory: writes, the order of reads and writes, barriers, releases."""
+"""Rules for a graph's memory: writes, the order of reads and writes, barriers, releases."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ _NONE: Roots = frozenset()
 
 @dataclass(frozen=True)
 class MemoryFacts:
-    """Who shares memory with whom in a graph, and who writes to it.
+    """The sharing of memory in a graph, and the writes to it.
 
     Attributes:
-        single_roots: For each node, the one whose memory its value may be: itself, if it is a tensor of its own.
-        joint_roots: For nodes whose value may be the memory of several, these.
+        single_roots: For each node, the one whose memory it uses: itself, if it is a tensor of its own.
+        joint_roots: For nodes that may use the memory of several nodes, these.
         input_writes: Per input that the graph writes to, the calls that write to it, in program order.
         ordered: Barriers, collectives and waits, in program order.
         accesses: Per root that is written to, the nodes that read or write it, in program order.
         writers: Nodes that write to something.
-        released: Nodes that read memory which was given back, each with the node that had given it back.
+        released: Nodes that read released memory, each with the node that had released it.
     """
 
     single_roots: Mapping[Node, Node] = field(default_factory=dict)
@@ -40,16 +40,16 @@ class MemoryFacts:
     released: tuple[tuple[Node, Node], ...] = ()
 
     def __contains__(self, node: object) -> bool:
-        """Whether the node is in the graph."""
+        """Return whether the node is in the graph."""
         return node in self.single_roots
 
     def roots(self, node: Node) -> Roots:
-        """The nodes whose memory the value of `node` may be."""
+        """Return the nodes whose memory the value of `node` may use."""
         return self.joint_roots.get(node) or frozenset((self.single_roots[node],))
 
 
 def observe(gm: GraphModule) -> MemoryFacts:
-    """Takes down the facts about one graph."""
+    """Return the facts of one graph."""
     single: dict[Node, Node] = {}
     joint: dict[Node, Roots] = {}
     sharing = MemoryFacts(single, joint)  # grows below
@@ -80,7 +80,7 @@ def observe(gm: GraphModule) -> MemoryFacts:
 
 
 def _is_new_result(node: Node) -> bool:
-    """Whether the node is a tensor of its own, of several that a collective makes at once."""
+    """Return whether the node is a new tensor, one of several that a coalesced collective makes."""
     return is_result(node) and not traits(node.all_input_nodes[0]).shares
 
 
@@ -133,7 +133,7 @@ def _reads_after_release(gm: GraphModule, memory: MemoryFacts) -> Iterator[tuple
 
 
 def check(before: MemoryFacts, after: MemoryFacts, who: str) -> None:
-    """Compares the facts of a graph before and after a pass.
+    """Compare the facts of a graph before and after a pass.
 
     Raises:
         PassError: A write to an input was lost or doubled, or something moved across a barrier or a write.
@@ -188,7 +188,7 @@ def _check_reads(before: MemoryFacts, after: MemoryFacts, who: str) -> None:
 def _first_crossing(
     was: tuple[Node, ...], now: tuple[Node, ...], is_fence: Callable[[Node], bool], is_stopped: Callable[[Node], bool]
 ) -> tuple[Node, Node] | None:
-    """A node that stood on another side of a fence before, and that fence; of the nodes that stand in both lists."""
+    """Return a node that was on another side of a fence before, and that fence; for nodes in both lists."""
     common = set(was) & set(now)
     sides_before = dict(_sides(was, common, is_fence))
     sides_after = dict(_sides(now, common, is_fence))
@@ -205,7 +205,7 @@ def _first_crossing(
 def _sides(
     nodes: Iterable[Node], common: set[Node], is_fence: Callable[[Node], bool]
 ) -> Iterator[tuple[Node, tuple[int, int]]]:
-    """For each node how many fences stand ahead of it, and a sum that tells sets of as many fences apart."""
+    """Yield for each node the number of fences before it, and a sum that distinguishes sets of as many fences."""
     count = total = 0
     for node in nodes:
         if node in common:

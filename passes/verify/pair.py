@@ -1,4 +1,4 @@
-"""What must hold of a forward and its backward together: what crosses, by name, kind and order."""
+"""Rules for a forward and its backward together: the values that cross, by name, kind and order."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ _HOW = "GraphPair.save and GraphPair.drop change both graphs"
 
 @dataclass
 class PairVerifier:
-    """Checks the two graphs of one compile, pass by pass.
+    """A verifier of the two graphs of one compile, pass by pass.
 
     Attributes:
-        verifier: That of each graph by itself; what it takes for the model's own is held against nobody here.
+        verifier: The verifier of single graphs; violations of the model itself are ignored here as well.
     """
 
     verifier: Verifier
@@ -35,7 +35,7 @@ class PairVerifier:
     _names: Mapping[str, str] = field(default_factory=dict)  # of values that had two names from the first
 
     def begin(self, pair: GraphPair, ctx: PassContext) -> None:
-        """Looks at a pair before the first pass.
+        """Record a pair before the first pass.
 
         Raises:
             PassError: The partitioner has made a graph that breaks a rule.
@@ -48,7 +48,7 @@ class PairVerifier:
             self.verifier.check_violations(facts, "the partitioner")
 
     def check(self, pair: GraphPair, graph_pass: GraphPass, ctx: PassContext) -> None:
-        """Compares a pair with what it was before the pass that has just run.
+        """Compare a pair with its state before the pass that has just run.
 
         Raises:
             PassError: An invariant broke; the message names the pass, the node, and what was expected.
@@ -73,7 +73,7 @@ class PairVerifier:
         self._before = after
 
     def end(self) -> None:
-        """Lets go of both graphs."""
+        """Release both graphs."""
         self._before = None
 
     def _observe(self, pair: GraphPair, ctx: PassContext) -> tuple[GraphFacts, GraphFacts]:
@@ -81,7 +81,7 @@ class PairVerifier:
         return forward, backward
 
     def _lasting(self, facts: GraphFacts, ctx: PassContext) -> GraphFacts:
-        """The facts less what is the pair's own affair: the forward's saved outputs, the backward's saved inputs."""
+        """Return the facts without those of the pair: the forward's saved outputs, the backward's saved inputs."""
         if ctx.part == "backward":
             return replace(facts, inputs=tuple(item for item in facts.inputs if item[0] in self._own_inputs))
         count = ctx.user_outputs

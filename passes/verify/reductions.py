@@ -1,8 +1,8 @@
-"""What a pass must keep of gradients: each is summed once over each of its groups, neither twice nor not at all.
+"""Rules for gradients: each is summed exactly once over each of its groups.
 
-A *history* is the list of groups over which a value was summed on its way from an op that mixes values (a matrix
-product, say) to where it stands. It is followed through views, casts, pointwise ops, cats, slices and waits. A value
-has several histories where values of several meet. Followed are the values that depend on a tangent: gradients.
+A *history* is the list of groups over which a value was summed since an op that mixes values (such as a matrix
+product). It is followed through views, casts, pointwise ops, cats, slices and waits. A value has several histories if
+it combines values with different ones. Only values that depend on a tangent are followed: gradients.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _SPLITS = frozenset({aten.split_with_sizes.default, aten.split.Tensor, aten.spli
 
 @dataclass(frozen=True)
 class _Value:
-    """The histories of a value; of each part along its first dimension, where it was put together of several."""
+    """The histories of a value; of each part along its first dimension, if it was concatenated."""
 
     histories: Histories
     parts: tuple[tuple[int, Histories], ...] = ()
@@ -49,7 +49,7 @@ _NEW = _Value(_EMPTY)
 
 
 def observe(gm: GraphModule, outputs: Iterable[object], ctx: PassContext) -> tuple[Histories, ...]:
-    """The histories of each of a graph's outputs; empty for those that are no gradients."""
+    """Return the histories of each of a graph's outputs; empty for those that are no gradients."""
     sizes = {axis.group: axis.size for axis in ctx.axes}
     values: dict[Node, _Value] = {}
     for node in gm.graph.nodes:
@@ -68,7 +68,7 @@ def observe(gm: GraphModule, outputs: Iterable[object], ctx: PassContext) -> tup
 
 
 def check(before: tuple[Histories, ...], after: tuple[Histories, ...], who: str, ctx: PassContext) -> None:
-    """Compares the histories of a graph's outputs before and after a pass.
+    """Compare the histories of a graph's outputs before and after a pass.
 
     Raises:
         PassError: An output is summed over other groups than before.
@@ -121,7 +121,7 @@ def _follow(node: Node, sources: list[_Value], values: Mapping[Node, _Value], si
 
 
 def _of_compressed(result: Node, gradient: _Value, sizes: Mapping[str, int]) -> _Value:
-    """A result of `reduce_compressed`: all but the rank's own error are of all ranks."""
+    """Return a result of `reduce_compressed`: all but the rank's own error are sums over all ranks."""
     group = bound_arguments(result.all_input_nodes[0])["group"]
     is_of_all = group and sizes.get(group) != 1 and result.args[1] != _WORKER_ERROR
     return _summed(gradient, [_event(group, "sum")] if is_of_all else [])
@@ -154,7 +154,7 @@ def _summed(source: _Value, events: Iterable[str]) -> _Value:
 
 
 def _added_up(source: _Value) -> _Value:
-    """A sum on this rank: what every rank had sent is a reduction once it is added up."""
+    """Return a sum on this rank: values that every rank has sent are reduced once they are added up."""
     if source is _NEW:
         return source
     return _Value(
@@ -177,7 +177,7 @@ def _joined(node: Node, sources: list[_Value], values: Mapping[Node, _Value]) ->
 
 
 def _part(node: Node, source: _Value) -> _Value:
-    """What becomes of parts in an op with one input: they are cut out, stay, or are no longer told apart."""
+    """Return the parts after an op with one input: they are cut, stay, or are no longer distinguished."""
     target = node.target
     if target is aten.slice.Tensor:
         call = bound_arguments(node)

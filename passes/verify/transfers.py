@@ -1,4 +1,4 @@
-"""What nothing may touch while a tensor is on its way out of the device's memory or back."""
+"""Tensors that nothing may touch during a transfer out of the device's memory or back."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from dsgraph.passes.ir.transfers import (
 from .memory import MemoryFacts, Roots
 
 Violation = tuple[str, str]
-"""What identifies a broken rule, and the sentence that says it."""
+"""The identity of a broken rule, and the sentence for it."""
 
 
 def wrong_transfers(gm: GraphModule, memory: MemoryFacts) -> Iterator[Violation]:
-    """Each offload and reload that is not ended as it must be, and each write to a tensor that is on its way out."""
+    """Yield each offload and reload without a correct end, and each write to a tensor that is being offloaded."""
     leaving: dict[Node, Roots] = {}
     for node in gm.graph.nodes:
         if is_offload(node):
@@ -82,7 +82,7 @@ def _wrong_take(fetch: Node) -> Iterator[Violation]:
 
 
 def _wrong_place(store: Node) -> Iterator[Violation]:
-    """An optimizer may update a parameter when its gradient is stored: no read may start from then on."""
+    """Yield reads that start after the gradient is stored: an optimizer may update the parameter from then on."""
     rows = store.args[1]
     assert isinstance(rows, Node)
     for fetch in (user for user in rows.users if is_fetch(user)):

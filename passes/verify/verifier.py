@@ -1,4 +1,4 @@
-"""The verifier: what must hold of a graph after every pass, whatever the pass does."""
+"""The verifier: rules that a graph must meet after every pass, whatever the pass does."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ _NO_MARKERS = "zero-collectives"
 
 @dataclass(frozen=True)
 class GraphFacts:
-    """What is known of a graph at one moment.
+    """The facts of a graph at one moment.
 
     Attributes:
         inputs: Names of the placeholders, in order, each with the fake value it stands for.
-        outputs: What the graph returns, in order: nodes and constants.
+        outputs: The results of the graph, in order: nodes and constants.
         values: Fake values of `outputs`; None for a constant.
         aliases: For each output the names of the inputs that it may share memory with; a constant stands for itself.
         unknown_values: Calls without a fake value.
-        memory: Who shares memory with whom. Of ATen graphs alone, as all that follows.
+        memory: The sharing of memory. Only for ATen graphs, as all following attributes.
         collectives: Collectives and markers.
-        reductions: For each output that is a gradient, what it is summed over.
+        reductions: For each output that is a gradient, the groups over which it is summed.
         gathered_copies: The gathered copies that it waits for.
         transfers: Rules on transfers that this graph breaks.
     """
@@ -71,7 +71,7 @@ class GraphFacts:
 
 
 def observe(gm: GraphModule, ctx: PassContext) -> GraphFacts:
-    """Takes down the facts about one graph; O(number of nodes)."""
+    """Return the facts of one graph, in O(number of nodes)."""
     outputs = _output_values(gm)
     inputs = tuple((node.name, node.meta.get("val")) for node in placeholders(gm))
     values = tuple(value.meta.get("val") if isinstance(value, Node) else None for value in outputs)
@@ -95,9 +95,9 @@ def observe(gm: GraphModule, ctx: PassContext) -> GraphFacts:
 
 @dataclass
 class Verifier:
-    """Checks the graphs of one compile, pass by pass.
+    """A verifier of the graphs of one compile, pass by pass.
 
-    What a graph breaks before the first pass has seen it is the model's own, and held against nobody.
+    Rules that a graph breaks before the first pass belong to the model itself, and are ignored.
     """
 
     _before: GraphFacts | None = None
@@ -106,7 +106,7 @@ class Verifier:
     _has_no_markers: bool = False
 
     def begin(self, gm: GraphModule, ctx: PassContext) -> None:
-        """Looks at a graph before the first pass of its phase.
+        """Record a graph before the first pass of its phase.
 
         Raises:
             PassError: The partitioner has made a graph that breaks a rule.
@@ -121,7 +121,7 @@ class Verifier:
             invariants_reductions.check(gradients, facts.reductions, "the partitioner", ctx)
 
     def check(self, gm: GraphModule, graph_pass: GraphPass, ctx: PassContext) -> None:
-        """Compares a graph with what it was before the pass that has just run.
+        """Compare a graph with its state before the pass that has just run.
 
         Raises:
             PassError: An invariant broke; the message names the pass, the node, and what was expected.
@@ -140,7 +140,7 @@ class Verifier:
         self._note(after, ctx)
 
     def end(self) -> None:
-        """Lets go of the graph, after the last pass of its phase."""
+        """Release the graph, after the last pass of its phase."""
         self._before = None
 
     def _note(self, facts: GraphFacts, ctx: PassContext) -> GraphFacts:
@@ -150,7 +150,7 @@ class Verifier:
         return facts
 
     def check_violations(self, facts: GraphFacts, who: str, *, allows_saved_gathers: bool = False) -> None:
-        """Refuses a graph that breaks a rule by itself.
+        """Refuse a graph that breaks a rule by itself.
 
         Raises:
             PassError: It does, and the model itself did not.
@@ -162,7 +162,7 @@ class Verifier:
                 raise PassError(f"after {who}, {sentence}")
 
     def check_markers(self, gm: GraphModule, graph_pass: GraphPass) -> None:
-        """Refuses markers in a graph behind the pass that lowers them.
+        """Refuse markers in a graph after the pass that lowers them.
 
         Raises:
             PassError: There is one.
@@ -180,7 +180,7 @@ class Verifier:
 
 
 def check_interface(before: GraphFacts, after: GraphFacts, who: str) -> None:
-    """Compares what a graph takes and returns before and after a pass.
+    """Compare the inputs and outputs of a graph before and after a pass.
 
     Raises:
         PassError: Inputs or outputs have changed.
@@ -258,7 +258,7 @@ def _describe_alias(alias: object) -> str:
 
 
 def is_like(was: Any, now: Any) -> bool:
-    """Whether two fake values have the same shape, dtype and device, as far as sizes are known."""
+    """Return whether two fake values have the same shape, dtype and device, as far as sizes are known."""
     if was is now or not isinstance(was, torch.Tensor):
         return True
     if not isinstance(now, torch.Tensor):
@@ -275,7 +275,7 @@ def _may_be_equal(was: Any, now: Any) -> bool:
 
 
 def describe_value(value: object) -> str:
-    """A fake value by dtype, shape and device."""
+    """Describe a fake value by dtype, shape and device."""
     if isinstance(value, torch.Tensor):
         return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)} on {value.device}"
     return f"{type(value).__name__}"

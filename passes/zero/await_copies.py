@@ -1,4 +1,4 @@
-"""AwaitCopies: a gathered copy, which is on its way when a graph begins to run, is waited for where it is used."""
+"""AwaitCopies: gathered copies that may still be gathering are waited for before their use."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from dsgraph.passes.ir.graph import emit, is_wait, placeholders
 
 @dataclass(frozen=True)
 class AwaitCopies(GraphPass):
-    """Wait for each gathered copy ahead of its first use, instead of for all of them ahead of the graph.
+    """Wait for each gathered copy before its first use, instead of for all of them before the graph.
 
     before:  y = mm(x, permute(gathered_copy, [1, 0]));                            return y, gathered_copy
     after:   w = wait_tensor(gathered_copy); y = mm(x, permute(w, [1, 0]));        return y, gathered_copy
 
-    All gathered copies are on their way when the graph begins to run. Those that are needed later travel while it
-    computes. The wait is for whatever transfer is under way to the copy's memory; where none is, it costs a call. What
-    is saved for the backward stays the input itself: when the forward is through, it has arrived. Left alone: copies
-    that the graph neither reads nor hands on, and those that are waited for already.
+    All gathered copies may still be gathering when the graph begins. Those that are needed later arrive while it
+    computes. The wait is for the running transfer to the copy's memory; without one, it costs only a call. For the
+    backward the input itself is saved: at the end of the forward it has arrived. Left alone: copies that the graph
+    neither reads nor passes on, and those that are waited for already.
     """
 
     phase: ClassVar[Phase] = Phase.FORWARD

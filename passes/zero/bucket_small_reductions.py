@@ -20,7 +20,7 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class BucketSmallReductions(GraphPass):
-    """Concatenate small gradients that every rank needs whole, and reduce them together.
+    """Concatenate small gradients of replicated parameters, and reduce them together.
 
     before:  ga = reduce_grad(a, [8], group="", outer_groups=["0"])
              gb = reduce_grad(b, [2, 2], group="", outer_groups=["0"])
@@ -28,10 +28,10 @@ class BucketSmallReductions(GraphPass):
              sums = reduce_grad(flat, [12], group="", outer_groups=["0"])
              ga = view(clone(slice(sums, 0, 8)), [8]); gb = view(clone(slice(sums, 8, 12)), [2, 2])
 
-    Each gradient gets memory of its own: torch neither saves nor copies a `DTensor` that begins amid another's memory.
-    Gradients of one bucket agree in groups and dtypes. Left alone: sharded parameters, gradients above `small_bytes`
-    (their copy would cost more than the collective that it saves), a gradient without a partner, and one that the rest
-    of the graph goes on computing with.
+    Each gradient gets memory of its own: torch neither saves nor copies a `DTensor` that begins inside another's
+    memory. Gradients of one bucket agree in groups and dtypes. Left alone: sharded parameters, gradients above
+    `small_bytes` (their copy would cost more than the collective that it saves), a gradient without a partner, and one
+    that the rest of the graph uses further.
 
     Attributes:
         small_bytes: Gradients of at most this size take part. Bytes.
@@ -91,7 +91,7 @@ def _bytes(node: Node) -> int:
 
 
 def _leads_to_outputs_only(node: Node) -> bool:
-    """Whether the reduced gradient is at most viewed and cast on its way to the graph's outputs."""
+    """Return whether the reduced gradient is only viewed and cast on its way to the graph's outputs."""
     for user in node.users:
         if user.op == "output":
             continue

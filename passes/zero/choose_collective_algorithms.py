@@ -1,4 +1,4 @@
-"""ChooseCollectiveAlgorithms: each collective in the form that its backend runs fastest."""
+"""ChooseCollectiveAlgorithms: each collective in the form that is fastest on its backend."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _MESSAGES, _ALL_TO_ALL, _OWN = "exchange_by_messages", "all_to_all_single", "red
 
 @dataclass(frozen=True)
 class ChooseCollectiveAlgorithms(GraphPass):
-    """On gloo, gather by messages and reduce in the form that is predicted to be fastest; elsewhere keep what is there.
+    """On gloo, gather by messages and reduce in the form that is predicted to be fastest.
 
     before:  w = wait_tensor(all_gather_into_tensor(shard, 2, "0"))
     after:   w = wait_tensor(gather_by_messages(shard, 2, "0"))
@@ -42,15 +42,14 @@ class ChooseCollectiveAlgorithms(GraphPass):
              own = sum(view(rows, [2, r, ...]), [0])
     or:      rows = wait_tensor(all_to_all_single(grad, [r, r], [r, r], "0")); own = sum(view(rows, [2, r, ...]), [0])
 
-    Gathers go by messages whatever is predicted, because gloo's own break when two are under way at once, see
-    `gather_by_messages`. Reductions take the form with the least seconds by `ctx.costs` (measured, where there is a
-    calibration), adding up on this rank included; where two take equally long, or there is no figure, messages. All
-    forms give the same numbers: what arrives is added in the order of ranks. gloo's own reduce-scatter adds in another
-    order, and is chosen only between two ranks, of which a sum is the same in any order. Shapes, groups and costs
-    decide: all ranks choose alike.
+    Gathers always use messages, because gloo's own fail when two run at once, see `gather_by_messages`. Reductions use
+    the form with the least seconds by `ctx.costs` (measured, if there is a calibration), including the sum on this
+    rank; messages if two are equal or there is no measurement. All forms give the same numbers: received values are
+    added in the order of ranks. gloo's own reduce-scatter adds in another order, and is chosen only between two ranks,
+    where a sum is the same in any order. Shapes, groups and costs decide: all ranks choose the same.
 
-    Left alone: NCCL and every other backend, all-reduces, reductions of tensors outside the host's memory (gloo sends
-    no others by messages) or other than "sum", and a user's own with sizes that vary.
+    Left alone: NCCL and every other backend, all-reduces, reductions of tensors outside host memory (gloo sends only
+    those by messages) or other than "sum", and the user's own with dynamic sizes.
     """
 
     phase: ClassVar[Phase] = Phase.JOINT
@@ -85,7 +84,10 @@ def _is_sum_of_known_size(started: Node) -> bool:
 
 
 def _predicted(started: Node, ctx: PassContext) -> dict[str, float]:
-    """Seconds of a reduction in each form that gives the same numbers; messages alone where theirs are not known."""
+    """Return the seconds of a reduction in each form that gives the same numbers.
+
+    Only messages if those are unknown.
+    """
     ranks = bound_arguments(started)["group_size"]
     found = {}
     for kind in (_MESSAGES, _ALL_TO_ALL, _OWN) if ranks == 2 else (_MESSAGES, _ALL_TO_ALL):
@@ -100,7 +102,7 @@ def _predicted(started: Node, ctx: PassContext) -> dict[str, float]:
 
 
 def _seconds(started: Node, kind: str, ctx: PassContext) -> float | None:
-    """Seconds of a gather or reduce-scatter if it is run as another kind of collective, which sends as much."""
+    """Return the seconds of a gather or reduce-scatter if it runs as another kind of collective with the same bytes."""
     group = collective_group(started)
     links = ctx.costs.links.get(group)
     sent = number_of(started, sent_bytes(started, ctx.axis(group).size) or 0)
@@ -114,7 +116,7 @@ def _fastest(predicted: Mapping[str, float]) -> str:
 
 
 def _notes_on_gathers(gathers: Sequence[Node], ctx: PassContext) -> list[str]:
-    """That gloo's own would be faster, where it is predicted to be."""
+    """Return a note that gloo's own gather would be faster, if it is predicted to be."""
     pairs = [[_seconds(started, kind, ctx) for kind in ("gather_by_messages", _GATHER)] for started in gathers]
     slower = [(messages, own) for messages, own in pairs if messages is not None and own is not None and own < messages]
     if not slower:
@@ -127,7 +129,7 @@ def _notes_on_gathers(gathers: Sequence[Node], ctx: PassContext) -> list[str]:
 
 
 def _notes_on_reductions(predicted: Mapping[Node, Mapping[str, float]]) -> list[str]:
-    """How many reductions take each form other than messages, and what that is predicted to save."""
+    """Return notes on the number of reductions in other forms than messages, with the predicted saving."""
     chosen: dict[str, list[Mapping[str, float]]] = defaultdict(list)
     for seconds in predicted.values():
         chosen[_fastest(seconds)].append(seconds)
@@ -145,7 +147,7 @@ def _milliseconds(seconds: float) -> str:
 
 
 def _run_by(started: Node, algorithm: Gather | ReduceScatter) -> None:
-    """Replaces a collective by another algorithm for the same: it starts and ends where that one did."""
+    """Replace a collective by another algorithm for the same: it starts and ends where the old one did."""
     call, wait, recording = bound_arguments(started), wait_of(started), Recording(started)
     ranks = Ranks(call["group_name"], call["group_size"])
     under_way = recording.run(lambda given: algorithm(given, ranks), call["input"])

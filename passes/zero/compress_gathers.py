@@ -1,4 +1,4 @@
-"""CompressGathers: what the model casts down after it was gathered is cast down first, and fewer bytes travel."""
+"""CompressGathers: parameters that are cast down after their gather are cast before it, and fewer bytes are sent."""
 
 from __future__ import annotations
 
@@ -18,15 +18,16 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class CompressGathers(GraphPass):
-    """Gather a parameter in the lower precision in which alone it is used.
+    """Gather a parameter in a lower precision if it is only used in that.
 
     before:  w = gather_param(shard, None, [4, 4], dtype=float32, ...); low = convert_element_type(w, bfloat16)
     after:   low = gather_param(shard, None, [4, 4], dtype=bfloat16, ...)
 
-    As autocast casts the weights of matrix products: half the bytes on the wire, half the memory, and the same numbers
-    bit for bit, because a cast takes no notice of its neighbours. Gradients travel as before. Left alone: a parameter
-    that is used in its own precision as well, or in two lower ones; one of which the graph returns two casts, which are
-    two tensors; gathered copies, which are gathered outside the graph; parameters that every rank holds whole.
+    This is the case under autocast for weights of matrix products: half the bytes are sent, half the memory is used,
+    and the numbers are the same bit for bit, because a cast works element by element. Gradients are sent as before.
+    Left alone: a parameter that is used in its own precision as well, or in two lower ones; one of which the graph
+    returns two casts, which are two tensors; gathered copies, which are gathered outside the graph; replicated
+    parameters.
     """
 
     phase: ClassVar[Phase] = Phase.JOINT
@@ -59,7 +60,7 @@ class CompressGathers(GraphPass):
 
 
 def _lower_dtype(users: Sequence[Node], dtype: torch.dtype) -> torch.dtype | None:
-    """The one dtype to which all users of a parameter cast it, if that is a lower precision."""
+    """Return the only dtype to which all users of a parameter cast it, if that is a lower precision."""
     dtypes = {fake_value(user).dtype if _is_cast(user) else None for user in users}
     low: torch.dtype | None = dtypes.pop() if len(dtypes) == 1 else None
     is_lower = low is not None and low.is_floating_point and low.itemsize < dtype.itemsize

@@ -1,4 +1,4 @@
-"""CompressReductions: momentum travels as signs while the backward computes."""
+"""CompressReductions: momentum is sent as signs while the backward computes."""
 
 from __future__ import annotations
 
@@ -48,18 +48,18 @@ class CompressReductions(GraphPass):
     """Lower every `reduce_compressed` to momentum, signs, an exchange with the owners of chunks, and a gather.
 
     before:  new = reduce_compressed(grad, [8], m, e, f, c, group="0", splits_rows=False); g = getitem(new, 0)
-    after:   x = m * c[0] + grad * c[1] + e                                 e, f: what is still to be made up for
+    after:   x = m * c[0] + grad * c[1] + e                                 e, f: errors to compensate
              sent = pack_signs(view(x, [2, 4]), 8)                          4 numbers a chunk, a bit each, and a scale
              received = wait_tensor(exchange_by_messages(sent, 2, "0"))
              y = sum(unpack_signs(received, 4), [0]) / 2 + f
              all = wait_tensor(gather_by_messages(pack_signs(y, 4), 2, "0"))
              g = view(unpack_signs(all, 4), [8])
 
-    Messages of neighbours travel together, in one exchange and one gather a bucket: side by side, each with scales of
-    its own, so that buckets change no number. The exchange starts where the bucket's last gradient is there, the
-    gather where that of the next bucket is, and it is waited for at the end: both travel while the backward computes.
-    Gradients of one parameter that were reduced apart (it is read in several checkpoint regions) are added first,
-    because its momentum takes in one. On one rank nothing travels. Left alone: nothing.
+    Messages of neighbours are sent together, in one exchange and one gather a bucket: side by side, each with scales of
+    its own, so that buckets change no number. The exchange starts when the bucket's last gradient is ready, the gather
+    when that of the next bucket is, and it is waited for at the end: both run while the backward computes. Gradients of
+    one parameter that were reduced separately (it is read in several checkpoint regions) are added first, because its
+    momentum accepts one. On one rank nothing is sent. Left alone: nothing.
 
     Attributes:
         bucket_bytes: Gradients of a bucket have at most this size, before they are compressed. Bytes.
@@ -93,7 +93,7 @@ class CompressReductions(GraphPass):
         return PassResult(changed=len(markers), done=(done,))
 
     def _fill(self, markers: list[Node], ctx: PassContext) -> list[_Bucket]:
-        """Buckets in the order in which they are full."""
+        """Return buckets in the order in which they are full."""
         filled: dict[str, list[_Bucket]] = defaultdict(list)
         for marker in markers:
             group = bound_arguments(marker)["group"]
@@ -105,7 +105,7 @@ class CompressReductions(GraphPass):
 
 
 def _one_each(markers: list[Node]) -> list[Node]:
-    """One marker for each momentum, of the sum of all gradients that it is to take in; it stands where the last did."""
+    """Return one marker for each momentum, with the sum of all its gradients, at the place of the last one."""
     same: dict[Node, list[Node]] = defaultdict(list)
     for marker in markers:
         same[bound_arguments(marker)["momentum"]].append(marker)
@@ -121,7 +121,7 @@ def _one_each(markers: list[Node]) -> list[Node]:
 
 
 def _give_nothing(marker: Node) -> None:
-    """Takes out a marker whose gradient another one takes in: autograd adds up the results of both."""
+    """Remove a marker whose gradient another one includes: autograd adds the results of both."""
     for result in list(marker.users):
         value = fake_value(result)
         how = {"dtype": value.dtype, "device": value.device}
@@ -136,16 +136,16 @@ def _bytes(marker: Node) -> int:
 
 @dataclass
 class _Bucket:
-    """Gradients that travel together: what each phase gives the next.
+    """Gradients that are sent together, with the state between the phases.
 
     Attributes:
-        ranks: Over whom.
-        by_messages: Whether gloo's messages carry them.
+        ranks: The ranks of the reduction.
+        by_messages: True if gloo's messages are used.
         recording: Writes the phases.
         markers: One a parameter, in program order.
-        sent: Of each, what this rank sends.
-        averaged: Of each, what the owner of a chunk sends.
-        travels: Ends the collective that is under way.
+        sent: For each, the tensor that this rank sends.
+        averaged: For each, the tensor that the owner of a chunk sends.
+        travels: Ends the running collective.
     """
 
     ranks: Ranks
@@ -158,7 +158,7 @@ class _Bucket:
 
     @staticmethod
     def over(group: str, first: Node, ctx: PassContext) -> _Bucket:
-        """An empty one, which `first` is about to join."""
+        """Return an empty bucket, which `first` will join."""
         axis = ctx.axis(group) if group else None
         is_on_host = fake_value(bound_arguments(first)["momentum"]).device.type == "cpu"
         by_messages = axis is not None and axis.backend == "gloo" and is_on_host
@@ -166,7 +166,7 @@ class _Bucket:
 
     @property
     def last(self) -> Node:
-        """Where its last gradient is there."""
+        """The node of its last gradient."""
         return self.markers[-1]
 
     @property
@@ -180,7 +180,7 @@ class _Bucket:
         return [int(each.packed.shape[1]) for each in self.sent]
 
     def send(self) -> None:
-        """Compresses each gradient where it is there, and starts the exchange behind the last."""
+        """Compress each gradient when it is ready, and start the exchange after the last."""
         for marker in self.markers:
             self.recording.place = marker
             inputs = [bound_arguments(marker)[name] for name in ("grad", "momentum", "worker_error", "coefficients")]
@@ -190,7 +190,7 @@ class _Bucket:
         self._start(start, self.sent)
 
     def average(self, place: Node) -> None:
-        """Averages what has arrived at the owner of a chunk, and starts the gather."""
+        """Average the received values at the owner of a chunk, and start the gather."""
         for marker, received in zip(self.markers, self._arrived(place), strict=True):
             n, error = self._chunk(marker), bound_arguments(marker)["owner_error"]
             made = self.recording.run(lambda own, rows=received, n=n: average_chunk(rows, own, n), error)
@@ -198,7 +198,7 @@ class _Bucket:
         self._start(GATHERS["gather_by_messages" if self.by_messages else "all_gather_into_tensor"], self.averaged)
 
     def finish(self, place: Node) -> None:
-        """Puts the averaged momenta together. Whatever read the markers' results reads them, and the errors."""
+        """Assemble the averaged momenta. Readers of the markers' results read them, and the errors."""
         for number, (marker, gathered) in enumerate(zip(self.markers, self._arrived(place), strict=True)):
             call, n = bound_arguments(marker), self._chunk(marker)
             shape, splits = fake_value(call["momentum"]).shape, call["splits_rows"]
@@ -219,7 +219,7 @@ class _Bucket:
         return chunk_rows(int(fake_value(bound_arguments(marker)["momentum"]).numel()), self.ranks.size)
 
     def _start(self, start: Exchange | Gather, compressed: list[Compressed]) -> None:
-        """Starts a collective of messages that stand side by side."""
+        """Start a collective of messages that are side by side."""
 
         def begin() -> Callable[[], Tensor]:
             messages = [each.packed for each in compressed]
@@ -229,7 +229,7 @@ class _Bucket:
         self.travels = self.recording.run(begin)
 
     def _arrived(self, place: Node) -> list[Tensor]:
-        """Waits for it ahead of `place`; the messages of each gradient."""
+        """Wait for it before `place`; return the messages of each gradient."""
         self.recording.place = place
         together = self.recording.run(self.travels)
         if len(self._sizes) == 1:

@@ -26,7 +26,7 @@ class InsertZeroCollectives(GraphPass):
     stage 3, before:  w = gather_param(shard, None, [5, 8], group="0")
     stage 3, after:   padded = constant_pad_nd(shard, [0, 0, 0, 1])        only when rows do not divide
                       wait = wait_tensor(all_gather_into_tensor(padded, 2, "0"))
-                      w = slice(wait, 0, 0, 5)                             likewise
+                      w = slice(wait, 0, 0, 5)                             only when rows do not divide
     stage 2, 1:       w = gathered copy                                          gathered once a step; see AwaitCopies
     stage 0, whole:   w = shard
 
@@ -34,11 +34,10 @@ class InsertZeroCollectives(GraphPass):
     after:   own = wait_tensor(reduce_scatter_tensor(pad(grad), "sum", 2, "0"))         only with a group
              g = wait_tensor(all_reduce(own, "sum", "1"))[:3] / (2 * size of "1")       once an outer group
 
-    A parameter gathered here, and whatever is cheaply computed from such parameters alone (casts, transposes), is
-    tagged for recomputation: the backward gathers it again, and nothing of full size is kept in between. A marker's
-    result is a tensor of its own: where the graph returns it, or a view of it, an input that took its place is cloned,
-    lest whoever writes to what the model returned writes to its parameters. Left alone: nothing; after this pass no
-    marker remains.
+    A parameter gathered here, and values cheaply computed from only such parameters (casts, transposes), are tagged for
+    recomputation: the backward gathers it again, and nothing of full size is kept in between. A marker's result is a
+    tensor of its own: if the graph returns it, or a view of it, an input that replaced it is cloned, so that writes to
+    the model's output do not change its parameters. Left alone: nothing; after this pass no marker remains.
     """
 
     phase: ClassVar[Phase] = Phase.JOINT
@@ -62,7 +61,7 @@ class InsertZeroCollectives(GraphPass):
 
 
 def _own_if_returned(node: Node, lowered: Node) -> Node:
-    """`lowered`, or a clone of it where it is an input and the graph returns the marker `node` or a view of it."""
+    """Return `lowered`, or a clone if it is an input and the graph returns the marker `node` or a view of it."""
     source = lowered
     while is_view(source):
         source = source.all_input_nodes[0]
@@ -98,7 +97,7 @@ def _ranks(group: str, ctx: PassContext) -> Ranks:
 
 
 def _tag_for_recomputation(gathered: Iterable[Node]) -> None:
-    """Tags the chains that end in `gathered`, and what is cheaply computed from tagged nodes alone."""
+    """Tag the chains that end in `gathered`, and values cheaply computed from only tagged nodes."""
     tagged: set[Node] = set()
     for full in gathered:
         node = full

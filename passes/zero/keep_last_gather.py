@@ -1,4 +1,4 @@
-"""KeepLastGather, ReleaseKeptGather: what the forward gathers last, the backward reads first."""
+"""KeepLastGather, ReleaseKeptGather: the parameter that the forward gathers last is kept for the backward."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ class KeepLastGather(GraphPass):
     before:  last = wait_tensor(all_gather_into_tensor(shard)); loss = f(x, last)      # gathered again
     after:   last = wait_tensor(all_gather_into_tensor(shard)); loss = f(x, last)      # last: MUST_SAVE
 
-    The backward of a loss begins where the forward ends, mostly with the output layer's weight: gathering it again
-    would be waited for with nothing to compute meanwhile. Left alone: graphs without an output of one element to
+    The backward of a loss begins where the forward ends, usually with the output layer's weight: gathering it again
+    would have to be waited for with nothing to compute. Left alone: graphs without an output of one element to
     differentiate, such as one block of a model that is compiled block by block, whose backward may be far away.
     """
 
@@ -69,14 +69,14 @@ def _why_nothing(gathers: list[Node], ctx: PassContext) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class ReleaseKeptGather(GraphPass):
-    """Compute with the kept parameter as soon as its operands are there, so that it can be freed.
+    """Use the kept parameter as soon as its operands are ready, so that it can be freed.
 
     before:  dw = mm(t(dy), x); own = wait_tensor(reduce_scatter_tensor(dw)); dx = mm(dy, kept)
     after:   dx = mm(dy, kept); dw = mm(t(dy), x); own = wait_tensor(reduce_scatter_tensor(dw))
 
     The largest parameter of many models, its gradient and that gradient's transfer would be alive at once otherwise.
-    Left alone: what would have to move across a barrier (an op that writes to an argument, or an unknown one), and
-    collectives.
+    Left alone: nodes that would have to move across a barrier (an op that writes to an argument, or an unknown one),
+    and collectives.
     """
 
     phase: ClassVar[Phase] = Phase.BACKWARD
@@ -95,7 +95,7 @@ class ReleaseKeptGather(GraphPass):
 
 
 def _hoist(node: Node) -> bool:
-    """Moves `node` up to right behind its operands; False when it stands there already or must stay."""
+    """Move `node` up to directly after its operands; return False if it is there already or must stay."""
     if node.op != "call_function" or is_collective(node) or is_barrier(node):
         return False
     place = max(node.all_input_nodes)

@@ -1,4 +1,4 @@
-"""LowerFakeWeights: a weight that is trained with few bits is rounded again for the backward."""
+"""LowerFakeWeights: a fake-quantized weight is rounded again for the backward."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from dsgraph.passes.ir.save_plan import recompute_with_users
 
 @dataclass(frozen=True)
 class LowerFakeWeights(GraphPass):
-    """Write out `fake_quantize`, and compute it again for the backward.
+    """Write `fake_quantize` as small ops, and recompute them for the backward.
 
     before:  w = wait_tensor(all_gather_into_tensor(shard)); q = fake_quantize(w, control, ...); y = mm(x, t(q))
     after:   w = ...; levels, share, _ = unbind(control); scale = div(amax(abs(w), [1]), levels)
              made = mul(minimum(maximum(round(div(w, scale)), neg(levels)), levels), scale)
              q = add(mul(share, w), mul(add(neg(share), 1), made)); y = mm(x, t(q))
 
-    Code generators fuse the small ops. All of them, and views of the result, are tagged for recomputation: what of the
-    forward is kept for the backward stays as without it, and at stage 3 that is no full parameter. Left alone: nothing.
+    Code generators fuse the small ops. All of them, and views of the result, are tagged for recomputation: the saved
+    values are the same as without it, and at stage 3 no full parameter is saved. Left alone: nothing.
     """
 
     phase: ClassVar[Phase] = Phase.JOINT

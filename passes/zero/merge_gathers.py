@@ -25,7 +25,7 @@ class MergeGathers(GraphPass):
              b = p.to_local(); w2 = gather_param(b); z = linear(y, w2)
     after:   a = p.to_local(); w1 = gather_param(a); y = linear(x, w1); z = linear(y, w1)
 
-    It runs before autograd, which then adds up the two gradients ahead of the one reduction. Left alone: markers in
+    It runs before autograd, which then adds up the two gradients before the one reduction. Left alone: markers in
     different checkpoint regions (each region gathers again in the backward), markers under different grad modes (one of
     the two must not receive a gradient), arguments of control flow, which must not be one tensor twice, and parameters
     that the graph may write to.
@@ -46,7 +46,7 @@ class MergeGathers(GraphPass):
 
 
 def _notes_on_uses(gm: GraphModule, ctx: PassContext) -> list[str]:
-    """Which parameters the graph gathers more than once all the same."""
+    """Return notes on parameters that the graph gathers more than once all the same."""
     uses: dict[Node, list[Node]] = {}
     for node in gm.graph.nodes:
         if is_gather_marker(node):
@@ -61,7 +61,7 @@ def _notes_on_uses(gm: GraphModule, ctx: PassContext) -> list[str]:
 
 
 def _notes_on_regions(gm: GraphModule) -> list[str]:
-    """How many gathers stand in checkpoint regions."""
+    """Return notes on the number of gathers in checkpoint regions."""
     counts = [sum(map(is_gather_marker, module.graph.nodes)) for module in all_graph_modules(gm) if module is not gm]
     inside = [count for count in counts if count]
     if not inside:
@@ -70,7 +70,7 @@ def _notes_on_regions(gm: GraphModule) -> list[str]:
 
 
 def _notes_on_sums(gm: GraphModule, ctx: PassContext) -> list[str]:
-    """Which parameters' accumulated gradients are not reduced together with the gradients of this graph."""
+    """Return notes on accumulated gradients that are not reduced together with the gradients of this graph."""
     markers = [
         node
         for module in all_graph_modules(gm)
@@ -89,7 +89,7 @@ def _notes_on_sums(gm: GraphModule, ctx: PassContext) -> list[str]:
 
 
 def _sources(marker: Node) -> list[Node]:
-    """What a marker reads: accumulated gradient and gathered copy, if any, shard, and last the shard's parameter."""
+    """Return the inputs of a marker: accumulated gradient and gathered copy, if any, shard, and its parameter."""
     shard = marker.all_input_nodes[0]
     return [*marker.all_input_nodes[:0:-1], shard, *shard.all_input_nodes]
 
@@ -121,7 +121,7 @@ def _takes_each_once(node: Node) -> bool:
 
 
 def _is_only_read(node: Node) -> bool:
-    """Whether all uses of a parameter, a shard or a gathered copy are known to leave it as it is."""
+    """Return whether all uses of a parameter, a shard or a gathered copy are known not to change it."""
     return all(
         is_to_local(user) or is_gather_marker(user) or isinstance(user.target, HigherOrderOperator)
         for user in node.users

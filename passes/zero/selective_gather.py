@@ -1,4 +1,4 @@
-"""SelectiveGather: with memory to spare, what the forward has gathered is kept for the backward."""
+"""SelectiveGather: with memory to spare, gathered parameters are kept for the backward."""
 
 from __future__ import annotations
 
@@ -25,15 +25,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class SelectiveGather(GraphPass):
-    """Keep the parameters whose second gather would take longest, as many as the memory to spare can hold.
+    """Keep the parameters whose second gather would take longest, as many as fit into the spare memory.
 
     before:  a = wait_tensor(all_gather_into_tensor(shard_a)); y = f(x, a)      # gathered again by the backward
     after:   a = wait_tensor(all_gather_into_tensor(shard_a)); y = f(x, a)      # a: MUST_SAVE
 
     A knapsack: the weight of a parameter is its size, its value the seconds that its gather takes by the cost model.
-    Sizes and links are the same on every rank, and so is the memory to spare, `MemoryBudget.to_keep`: so is the
-    choice. Left alone: everything, where nothing is known to be to spare, as on a CPU without the option
-    `memory_limit`.
+    Sizes and links are the same on every rank, and so is the spare memory, `MemoryBudget.to_keep`: so is the choice.
+    Left alone: everything, if no spare memory is known, as on a CPU without the option `memory_limit`.
     """
 
     phase: ClassVar[Phase] = Phase.JOINT
@@ -69,13 +68,13 @@ class SelectiveGather(GraphPass):
 
 
 def _is_gathered_again(started: Node, ctx: PassContext) -> bool:
-    """Whether the backward repeats the gather of a parameter; a user's own gathers depend on the batch."""
+    """Return whether the backward repeats the gather of a parameter; a user's own gathers depend on the batch."""
     of_parameter = is_gather(started) and parameter_behind(started, ctx) is not None
     return of_parameter and is_gathered_again(started)
 
 
 def _is_read_by(backward: Set[Node], value: Node, graph: nx.DiGraph[Node]) -> bool:
-    """Whether the backward reads a value, another form of it, or what it computes from it again."""
+    """Return whether the backward reads a value, another form of it, or a recomputed result of it."""
     return not backward.isdisjoint(readers(graph, value, through=lambda node: is_view(node) or is_recomputed(node)))
 
 

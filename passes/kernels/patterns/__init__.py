@@ -1,1 +1,1 @@
-"""How each kernel is recognised in a captured graph: a file each, of the name of its kernel."""
+"""Recognition of each kernel in a captured graph: one file each, with the name of its kernel."""

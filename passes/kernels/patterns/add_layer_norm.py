@@ -1,4 +1,4 @@
-"""LayerNorm of a sum with a residual, as transformers that normalise before or behind each layer spell it.
+"""LayerNorm of a sum with a residual, as in transformers that normalise before or after each layer.
 
 total = residual + x;  layer_norm(total), in every spelling of `layer_norm`   # the anchor is the norm's
 others may read the sum
@@ -18,7 +18,7 @@ from . import layer_norm
 
 
 def match(node: Node) -> Match | NearMiss | None:
-    """Finds the norm of which `node` is the root, and the sum that it takes."""
+    """Match the norm with the root `node`, and the sum that is its input."""
     return of_sum(layer_norm.match(node))
 
 

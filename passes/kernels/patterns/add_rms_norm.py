@@ -1,4 +1,4 @@
-"""RMSNorm of a sum with a residual, as transformers that normalise before each layer spell it.
+"""RMSNorm of a sum with a residual, as in transformers that normalise before each layer.
 
 total = residual + x;  rms_norm(total), in every spelling of `rms_norm`       # the anchor is the norm's
 others may read the sum
@@ -17,7 +17,7 @@ from . import rms_norm
 
 
 def match(node: Node) -> Match | NearMiss | None:
-    """Finds the norm of which `node` is the root, and the sum that it takes."""
+    """Match the norm with the root `node`, and the sum that is its input."""
     return of_sum(rms_norm.match(node))
 
 

@@ -28,12 +28,12 @@ _GRADIENT = "nothing proves that its mask leaves each row a score, and a row wit
 
 
 def is_anchor(node: Node) -> bool:
-    """A softmax."""
+    """Return whether a node is a softmax."""
     return is_call(node, "softmax")
 
 
 def match(node: Node) -> Match | NearMiss | None:
-    """Finds the attention of which `node` is the softmax."""
+    """Match the attention with the softmax `node`."""
     behind = _behind(node)
     call = call_of(node)
     scores = read_scores(call.input) if behind is not None and call is not None else None
@@ -47,7 +47,7 @@ def match(node: Node) -> Match | NearMiss | None:
 
 @dataclass(frozen=True)
 class _Behind:
-    """What follows the softmax: `dropout(probabilities).to(dtype) @ v`."""
+    """The calls after the softmax: `dropout(probabilities).to(dtype) @ v`."""
 
     product: Node
     v: Node
@@ -126,14 +126,14 @@ def _is_causal(scores: Scores, product: Tensor) -> bool:
 
 
 def _is_square(scores: Scores, product: Tensor) -> bool:
-    """Whether its mask or bias has as many queries as keys, and tells them all apart."""
+    """Return whether its mask or bias has one row for each query and one column for each key."""
     value = value_of(scores.bias if scores.mask is None else scores.mask)
     sizes = value.shape[-2:] if value is not None and value.ndim > 1 else ()
     return len(sizes) == 2 and all(same_size(size, product.shape[-1]) for size in (*sizes, product.shape[-2]))
 
 
 def _caveats_of_the_mask(scores: Scores, product: Tensor) -> list[str]:
-    """What happens to a row of which the mask leaves nothing, unless it is proved that there is none."""
+    """Return the caveats about rows without visible keys, unless it is proved that there are none."""
     if not scores.is_masked:
         return []
     if _is_square(scores, product):
@@ -151,7 +151,7 @@ def _caveats_of_the_mask(scores: Scores, product: Tensor) -> list[str]:
 
 
 def _reads_any_layout(node: Node) -> bool:
-    """Whether all that reads it copies it into an order of its own anyway, as `transpose(1, 2).contiguous()` does."""
+    """Return whether all readers copy it into another order anyway, as `transpose(1, 2).contiguous()` does."""
     return all(
         is_call(user, "transpose")
         and all(next_.target in ("contiguous", "reshape", torch.reshape) for next_ in user.users)
@@ -173,7 +173,7 @@ def _gain(match: Match, setting: Setting) -> Gain:
 
 
 def _why_not_fused(q: Tensor, v: Tensor, bias: Tensor | None, match: Match, setting: Setting) -> str | None:
-    """Why torch (2.11 to 2.13) has no kernel for it that stores no scores, or None."""
+    """Return why torch (2.11 to 2.13) has no kernel for it that stores no scores, or None."""
     if setting.device_type not in ("cpu", "cuda"):
         return f"what torch does on {setting.device_type} is not known here"
     if setting.device_type == "cpu" and match.options["dropout_p"] > 0:

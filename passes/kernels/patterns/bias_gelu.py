@@ -1,4 +1,4 @@
-"""GELU of a sum with a bias, as Megatron spells it. The bias inside a call of `linear` is not looked at."""
+"""GELU of a sum with a bias, as in Megatron. The bias inside a call of `linear` is not considered."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _BIASED = Likeness.of(lambda x, bias: x + bias, anchor="add")
 
 
 def match(node: Node) -> Match | NearMiss | None:
-    """Finds the sum that `node`, a GELU or part of one, takes."""
+    """Match the sum that is the input of `node`, a GELU or part of one."""
     gelu = gelu_of(node)
     if gelu is None:
         return None

@@ -18,12 +18,12 @@ _LEAST_BYTES = 8 << 20
 
 
 def is_anchor(node: Node) -> bool:
-    """A call of torch's fused attention."""
+    """Return whether a node calls torch's fused attention."""
     return is_call(node, "fused_attention")
 
 
 def match(node: Node) -> Match | NearMiss | None:
-    """Takes an attention of one query a sequence, over more keys than one."""
+    """Match an attention with one query a sequence, over more than one key."""
     call, value = call_of(node), value_of(node)
     q = value_of(call.input) if call is not None else None
     keys = value_of(call["key"]) if call is not None else None

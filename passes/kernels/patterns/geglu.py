@@ -14,7 +14,7 @@ _GATED = Likeness.of(lambda activated, up: cast(activated) * up, anchor="activat
 
 
 def match(node: Node) -> Match | NearMiss | None:
-    """Finds the product with what `node`, a GELU or part of one, lets through."""
+    """Match the product with the result of `node`, a GELU or part of one."""
     gelu = gelu_of(node)
     if gelu is None:
         return None

@@ -41,12 +41,12 @@ _VARIANCE = Likeness.of(
 
 
 def is_anchor(node: Node) -> bool:
-    """A call of `layer_norm`, or a root of a sum."""
+    """Return whether a node calls `layer_norm`, or is a root of a sum."""
     return is_root(node) or is_call(node, "layer_norm")
 
 
 def match(node: Node) -> Match | NearMiss | None:
-    """Finds the norm of which `node` is the root."""
+    """Match the norm with the root `node`."""
     call = call_of(node)
     if call is not None and call.kind == "layer_norm":
         return _match_call(node, call)
@@ -75,7 +75,7 @@ def _is_unbiased(found: Occurrence) -> bool:
 
 
 def _uncentred(node: Node) -> Node | None:
-    """The x of which a node is `x - x.mean(-1, keepdim=True)`, or None."""
+    """Return the x for which a node is `x - x.mean(-1, keepdim=True)`, or None."""
     for found in _CENTRED.find(node):
         value = value_of(found["x"])
         if value is not None and is_last_dim(found["dim"], value) and found["keepdim"] is True:
@@ -101,7 +101,7 @@ def _with_cast(node: Node) -> Node:
 
 
 def _is_no_wider(node: Node, than: Node) -> bool:
-    """Whether a result is in a float in which the kernel computes: float64 only if that is what it computes in."""
+    """Return whether a result has a dtype in which the kernel computes: float64 only if that is the input's."""
     dtype = dtype_of(node)
     return dtype in (torch.float32, torch.bfloat16, torch.float16) or (dtype == dtype_of(than) == torch.float64)
 

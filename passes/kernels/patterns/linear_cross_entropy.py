@@ -24,12 +24,12 @@ from dsgraph.passes.kernels.spec import Derived, Gain, KernelSpec, Match, NearMi
 
 
 def is_anchor(node: Node) -> bool:
-    """A call of `cross_entropy`."""
+    """Return whether a node calls `cross_entropy`."""
     return is_call(node, "cross_entropy")
 
 
 def match(node: Node) -> Match | NearMiss | None:
-    """Finds the head behind the cross-entropy `node`; None where there is none."""
+    """Match the head before the cross-entropy `node`; None if there is none."""
     loss = call_of(node)
     if loss is None or not has_head(loss.input):
         return None

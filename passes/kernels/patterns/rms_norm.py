@@ -39,12 +39,12 @@ _OFFSET = Likeness.of(lambda weight, offset: weight + offset, anchor="add")
 
 
 def is_anchor(node: Node) -> bool:
-    """A call of `rms_norm`, or a root of a sum."""
+    """Return whether a node calls `rms_norm`, or is a root of a sum."""
     return is_root(node) or is_call(node, "rms_norm")
 
 
 def match(node: Node) -> Match | NearMiss | None:
-    """Finds the norm of which `node` is the root."""
+    """Match the norm with the root `node`."""
     call = call_of(node)
     if call is not None and call.kind == "rms_norm":
         return _match_call(node, call)
@@ -79,7 +79,7 @@ def _with_weight(end: Node, x: Node, eps: float | None) -> Match:
 
 
 def _product(normalised: Node) -> tuple[Node | None, float, Node | None]:
-    """Weight, offset, and the product with them that is the only use of a node; None where there is none."""
+    """Return weight, offset, and the product with them that is the only reader of a node; None if there is none."""
     scale, product = with_vector(normalised, "mul") or (None, normalised)
     made, norm_dtype = dtype_of(product), dtype_of(normalised)
     if scale is None or made is None or norm_dtype is None:
@@ -94,7 +94,7 @@ def _product(normalised: Node) -> tuple[Node | None, float, Node | None]:
 
 
 def _offset(scale: Node) -> tuple[Any, float]:
-    """`1 + weight` as weight and 1; the kernel does not round the sum, so it must be of the product's dtype."""
+    """Return `1 + weight` as weight and 1; the kernel does not round the sum, so it must have the product's dtype."""
     for found in _OFFSET.find(scale):
         offset = number_of(found["offset"])
         if offset is not None and dtype_of(found["weight"]) == dtype_of(scale):
@@ -103,7 +103,7 @@ def _offset(scale: Node) -> tuple[Any, float]:
 
 
 def _is_exact(weight: object, norm_dtype: torch.dtype, product: torch.dtype) -> bool:
-    """Whether the kernel widens a weight as the graph does before it multiplies."""
+    """Return whether the kernel widens a weight before the multiplication like the graph does."""
     dtype = dtype_of(weight)
     return (
         dtype in FIT_FLOAT32 and product in (torch.float32, dtype) and torch.promote_types(norm_dtype, dtype) == product

@@ -52,14 +52,14 @@ def _half(node: Any) -> Iterator[tuple[Node, int, bool]]:
 
 
 def _columns(index: Any, n: int) -> Any:
-    """Those that an index takes of the last dimension, n columns."""
+    """Return the columns, of n, that an index of the last dimension takes."""
     last = index[-1] if isinstance(index, tuple) else index
     ends = (last.start, last.stop, last.step) if isinstance(last, slice) else (...,)
     return range(n)[last] if all(end is None or isinstance(end, int) for end in ends) else None
 
 
 def _piece(pieces: Call, index: int, value: Tensor) -> range | None:
-    """The columns of a piece into which a tensor was cut; those of one half if it is one of two halves."""
+    """Return the columns of a piece into which a tensor was cut; those of one half if it is one of two halves."""
     if not is_last_dim(pieces["dim"], value):
         return None
     n = value.shape[-1]
@@ -70,7 +70,7 @@ def _piece(pieces: Call, index: int, value: Tensor) -> range | None:
 
 @Reading
 def _join(node: Any) -> Iterator[tuple[Any, Any, bool]]:
-    """Read `_join(first, second, in_pairs)`: two tensors one behind the other, or column by column."""
+    """Read `_join(first, second, in_pairs)`: two tensors concatenated, or interleaved column by column."""
     call, value = call_of(node), value_of(node)
     if call is None or value is None:
         return
@@ -130,7 +130,7 @@ is_anchor = _BY_HALVES.is_anchor
 
 
 def match(node: Node) -> Match | NearMiss | None:
-    """Finds the rotation whose halves `node` joins."""
+    """Match the rotation whose halves `node` joins."""
     for turns_back, turn in _TURNS.items():
         for found in turn.find(node):
             return _why_not_joined(found) or _match_turned(found, turns_back=turns_back)
@@ -147,7 +147,7 @@ def _why_not_joined(found: Occurrence) -> NearMiss | None:
 
 
 def _match_turned(turned: Occurrence, *, turns_back: bool) -> Match | NearMiss | None:
-    """`x * cos + turned * sin`."""
+    """Match `x * cos + turned * sin`."""
     other = None
     for is_less, rotation in _ROTATIONS.items():
         for found in rotation.find(turned.end):
@@ -158,7 +158,7 @@ def _match_turned(turned: Occurrence, *, turns_back: bool) -> Match | NearMiss |
 
 
 def _match_halves(found: Occurrence) -> Match | NearMiss:
-    """`x1 * cos - x2 * sin` and `x2 * cos + x1 * sin`."""
+    """Match `x1 * cos - x2 * sin` and `x2 * cos + x1 * sin`."""
     tables, signs = zip(*(found[name] for name in ("cos", "sin", "cos_2", "sin_2")), strict=True)
     if tables[0] is not tables[2] or tables[1] is not tables[3]:
         return NearMiss(found.end, "its halves are not multiplied by the same cosine and sine")

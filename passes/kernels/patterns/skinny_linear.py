@@ -24,12 +24,12 @@ _MOST_ROWS = {torch.float32: kernel.MOST_ROWS, torch.bfloat16: kernel.MOST_ROWS 
 
 
 def is_anchor(node: Node) -> bool:
-    """A call of `linear` or of `addmm`."""
+    """Return whether a node calls `linear` or `addmm`."""
     return is_call(node, "linear", "addmm")
 
 
 def match(node: Node) -> Match | None:
-    """Takes the layer if its batch is small, it has no gradients, and a matrix for a weight."""
+    """Match the layer if its batch is small, it has no gradients, and its weight is a matrix."""
     layer = _layer(call_of(node))
     x = value_of(layer[0]) if layer is not None else None
     if layer is None or x is None or value_of(node) is None:
@@ -43,7 +43,7 @@ def match(node: Node) -> Match | None:
 
 
 def _layer(call: Call | None) -> tuple[Any, Any, Any] | None:
-    """Input, weight of rows, and bias; None where a weight of columns lies in memory as such: torch reads it better."""
+    """Return input, weight by rows, and bias; None if the weight is stored by columns: torch reads that faster."""
     if call is None or call.kind == "linear":
         found = call and (call["input"], call["weight"], call["bias"])
         return found if found and value_of(found[1]) is not None else None

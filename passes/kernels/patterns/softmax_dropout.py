@@ -1,4 +1,4 @@
-"""Dropout of a softmax: transformers' `eager_attention_forward`, where the attention as a whole is not substituted.
+"""Dropout of a softmax: transformers' `eager_attention_forward`, if the complete attention is not substituted.
 
 z = softmax(scores, dim=-1, dtype=float32).to(dtype)            # the anchor is the softmax; it may be cast or not
 y = dropout(z, p, training=True)
@@ -29,12 +29,12 @@ _OTHER_RANDOM_NUMBERS = "its dropout may draw other random numbers than the plai
 
 
 def is_anchor(node: Node) -> bool:
-    """A softmax."""
+    """Return whether a node is a softmax."""
     return is_call(node, "softmax")
 
 
 def match(node: Node) -> Match | NearMiss | None:
-    """Finds the dropout of what `node`, a softmax, computes."""
+    """Match the dropout of the softmax `node`."""
     dropout = next(_dropouts_of(node), None)
     if dropout is None:
         return None
@@ -51,7 +51,7 @@ def match(node: Node) -> Match | NearMiss | None:
 
 
 def _dropouts_of(softmax: Node) -> Iterator[Node]:
-    """Those of what a softmax computes, or of a cast of it."""
+    """Yield the dropouts of a softmax's result, or of a cast of it."""
     for user in softmax.users:
         for reader in (user, *(user.users if is_call(user, "cast") else ())):
             if reader.target is F.dropout or is_call(reader, "dropout"):
@@ -79,7 +79,7 @@ def _why_not_softmax(node: Node) -> str | None:
 
 
 def _why_shared(dropped: Node) -> str | None:
-    """Why what is dropped must be stored anyway, or None. The pass looks at all but casts."""
+    """Return why the dropped tensor must be stored anyway, or None. The pass checks all but casts."""
     if is_call(dropped, "cast") and len(dropped.users) > 1:
         return f"{dropped.name}, which it computes on the way, is read by others as well"
     return None
@@ -94,7 +94,10 @@ def _match(softmax: Node, dropout: Node, p: float | None) -> Match:
 
 
 def _gain(match: Match, setting: Setting) -> Gain:
-    """Softmax, cast and dropout become a kernel and the draw of its seed; backward all of them one."""
+    """Return the gain: softmax, cast and dropout become a kernel and the draw of its seed.
+
+    In the backward one kernel.
+    """
     is_cast = match.options["softmax_dtype"] != match.options["dtype"]
     return gain_of_fusion(setting, forward=1 + is_cast, backward=2 + is_cast)
 

@@ -24,12 +24,12 @@ _NEAR_MISS = Likeness.of(lambda gate, up, scale: gate * torch.sigmoid(scale * ga
 
 
 def is_anchor(node: Node) -> bool:
-    """A call of `silu`, or of `sigmoid`."""
+    """Return whether a node calls `silu` or `sigmoid`."""
     return is_call(node, "silu", "sigmoid")
 
 
 def match(node: Node) -> Match | NearMiss | None:
-    """Finds the product with what `node` lets through."""
+    """Match the product with the result of `node`."""
     for found in chain.from_iterable(spelling.find(node) for spelling in _SPELLINGS):
         answer = match_gate(found.end, found["gate"], found["up"])
         if answer is not None:
