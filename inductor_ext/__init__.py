@@ -1,7 +1,7 @@
-"""Floor 0, the instruction set: every `dsgraph::` op.
+"""The ops: every `dsgraph::` op.
 
-Each with its eager kernel and its fake, its derivative where autograd can meet it, and its lowering where Inductor
-needs one. Importing this package registers the ops; `register_lowerings` registers the lowerings.
+Each has an eager kernel and a fake, a derivative if autograd can reach it, and a lowering if Inductor needs one.
+Importing this package registers the ops; `register_lowerings` registers the lowerings.
 """
 
 from .collectives.algorithms import (
@@ -49,7 +49,7 @@ from .transfers.transfers import TIERS, Transfers, transfers_of
 
 
 def register_lowerings() -> None:
-    """Tells Inductor of the ops that are collectives, of waits, and of products with weights of 4 bits."""
+    """Register with Inductor the ops that are collectives, waits, and products with 4-bit weights."""
     _register_groups()
     _register_wait()
     _register_gather()

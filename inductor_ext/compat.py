@@ -1,4 +1,4 @@
-"""Every private torch API that the ops use, in one place.
+"""Private torch APIs that the ops use, in one place.
 
 Written for torch 2.11 to 2.15.
 """
@@ -25,21 +25,21 @@ nn_gelu, nn_linear = torch._C._nn.gelu, torch._C._nn.linear
 
 
 def resolve_group(name: str) -> ProcessGroup:
-    """The process group that a graph names. There is no public lookup by name."""
+    """Return the process group that a graph names. There is no public lookup by name."""
     from torch._C._distributed_c10d import _resolve_process_group
 
     return _resolve_process_group(cast("Any", name))
 
 
 def backend_name(group: ProcessGroup, device_type: str) -> str:
-    """What runs a group's collectives on a kind of device: "gloo", "nccl", "fake", ..."""
+    """Return the backend of a group's collectives on a kind of device: "gloo", "nccl", "fake", ..."""
     return str(group._get_backend(torch.device(device_type)).name())
 
 
 def register_work(tensor: Tensor, work: Work | None) -> None:
-    """Makes `wait_tensor(tensor)` wait for `work`, as for a functional collective; several add up.
+    """Make `wait_tensor(tensor)` wait for `work`, as for a functional collective; several are all waited for.
 
-    Public code has no way to give a custom op a result that is still under way.
+    Public code has no way to give a custom op a result that is not complete yet.
     """
     from torch._C._distributed_c10d import _register_work
 
@@ -49,12 +49,12 @@ def register_work(tensor: Tensor, work: Work | None) -> None:
 
 @cache
 def lower_as_collective(op: OpOverload) -> None:
-    """Makes Inductor treat `op` as a functional collective.
+    """Make Inductor treat `op` as a functional collective.
 
-    Its first argument is its only tensor and its result one; or both are lists, of as many tensors, in one order.
+    Its first argument and its result are one tensor each; or both are lists of equally many tensors, in one order.
 
-    As an unknown op it would be free to run in another order than other collectives, and in another order on other
-    ranks. Imports Inductor, which takes a second: call it when something is about to be compiled.
+    An unknown op could run in another order than other collectives, and in another order on other ranks. Imports
+    Inductor, which takes a second: call it when something is about to be compiled.
     """
     from torch._inductor import ir
     from torch._inductor.lowering import add_layout_constraint, constrain_to_fx_strides, register_lowering
@@ -69,7 +69,7 @@ def lower_as_collective(op: OpOverload) -> None:
 
 @cache
 def lower_as_call(op: OpOverload) -> None:
-    """Makes Inductor call `op` as it is, with arguments of the strides that the graph says, and say nothing of it.
+    """Make Inductor call `op` as it is, with arguments of the graph's strides, without a warning.
 
     Imports Inductor, which takes a second: call it when something is about to be compiled.
     """
@@ -86,7 +86,7 @@ def lower_as_call(op: OpOverload) -> None:
 
 @cache
 def lower_as_wait(op: OpOverload) -> None:
-    """Makes Inductor treat `op` as the wait for a functional collective: its result is its one argument.
+    """Make Inductor treat `op` as the wait for a functional collective: its result is its only argument.
 
     Imports Inductor, which takes a second: call it when something is about to be compiled.
     """
@@ -100,14 +100,14 @@ def lower_as_wait(op: OpOverload) -> None:
 
 
 def cpp_library(source: str, *, fuses_products: bool = False) -> CDLL:
-    """C functions of C++ source, built once for each compiler and its options, into Inductor's cache of files.
+    """Return the C functions of C++ source, built once for each compiler and its options, into Inductor's file cache.
 
-    Ranks wait for the one that builds. Imports Inductor, which takes seconds: call it when something is computed.
+    Ranks wait for the one that builds. Imports Inductor, which takes seconds: call it when a function is needed.
 
     Args:
-        source: It may include torch's stable headers.
-        fuses_products: Whether a product may be added without being rounded first; else none is, whatever the options
-            of Inductor say.
+        source: C++ source, which may include torch's stable headers.
+        fuses_products: True allows to add a product without rounding it first; False forbids it, whatever the options
+            of Inductor.
 
     Raises:
         RuntimeError: There is no compiler, or it refused the source.
@@ -120,14 +120,14 @@ def cpp_library(source: str, *, fuses_products: bool = False) -> CDLL:
 
 
 def statically_true(condition: bool | torch.SymBool) -> bool:
-    """Whether a condition on sizes holds for every batch, as far as is known. It adds no guard."""
+    """Return whether a condition on sizes holds for every batch, as far as is known. It adds no guard."""
     from torch.fx.experimental.symbolic_shapes import statically_known_true
 
     return statically_known_true(condition)
 
 
 def size_hint(size: int | torch.SymInt) -> int | None:
-    """A size as a number, and of a dynamic one that of the batch at hand; it adds no guard."""
+    """Return a size as a number, for a dynamic one that of the current batch; it adds no guard."""
     if isinstance(size, int):
         return size
     hint = size.node.hint
@@ -135,14 +135,14 @@ def size_hint(size: int | torch.SymInt) -> int | None:
 
 
 def share_memory(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors are views of one memory, or stand for such. There is no public identity of a storage."""
+    """Return whether two tensors, or fake ones, are views of one memory. A storage has no public identity."""
     if not all(tensor.layout is torch.strided and torch._C._has_storage(tensor) for tensor in (one, other)):
         return False
     return bool(one.untyped_storage()._cdata == other.untyped_storage()._cdata)
 
 
 def decompose(op: OpOverload, function: Callable[..., Any], *, at_times: bool = False) -> None:
-    """Makes Inductor trace through `function` in place of `op`, so that it fuses with its neighbours.
+    """Make Inductor trace through `function` in place of `op`, so that it fuses with its neighbours.
 
     With `at_times` the function may return NotImplemented: then the op is called as it is.
 
@@ -161,10 +161,10 @@ def decompose(op: OpOverload, function: Callable[..., Any], *, at_times: bool = 
 
 @cache
 def never_merge(op: OpOverloadPacket) -> None:
-    """Tells AOTAutograd that an op draws random numbers, so that two calls with the same arguments are two.
+    """Tell AOTAutograd that an op draws random numbers, so that two equal calls are not merged.
 
-    Where it merges what is computed twice it goes by a list of its own; it does not look at
-    `torch.Tag.nondeterministic_seeded`. Imports sympy, which takes two seconds: call it when something is traced.
+    For merging it uses a list of its own instead of `torch.Tag.nondeterministic_seeded`. Imports sympy, which takes two
+    seconds: call it when something is traced.
     """
     from torch._functorch.compile_utils import rand_ops
 
@@ -173,21 +173,24 @@ def never_merge(op: OpOverloadPacket) -> None:
 
 
 def int8_product(x: torch.Tensor, packed: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """Torch's own product of (m, k) with int8 (n, k), transposed, times `scale` (n,); made for bfloat16 on the CPU."""
+    """Return torch's own product of (m, k) with int8 (n, k), transposed, times `scale` (n,).
+
+    For bfloat16 on the CPU.
+    """
     return torch.ops.aten._weight_int8pack_mm(x, packed, scale)
 
 
 def plain_tensors() -> AbstractContextManager[None]:
-    """Within it, tensors are made and computed as they are, even while a graph is traced with fake ones."""
+    """Return a context in which tensors are real, even while a graph is traced with fake ones."""
     from torch.utils._python_dispatch import _disable_current_modes
 
     return cast("AbstractContextManager[None]", _disable_current_modes())
 
 
 def allow_recompiles(count: int) -> AbstractContextManager[None]:
-    """Within it, Dynamo compiles a function for up to `count` kinds of arguments, and anew for each number among them.
+    """Return a context in which Dynamo compiles a function for up to `count` kinds of arguments.
 
-    Sizes of tensors become dynamic as always.
+    Sizes of tensors become dynamic as usual.
     """
     import torch._dynamo.config
 
@@ -215,7 +218,7 @@ def transforms_in_kernel() -> Iterator[None]:
 
 
 def cpu_attention(q: Tensor, k: Tensor, v: Tensor, *, added: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
-    """Torch's fused attention of the CPU over `[g, m, d]` and `[g, s, d]`, and what its backward takes besides.
+    """Return torch's fused CPU attention over `[g, m, d]` and `[g, s, d]`, and the sums for its backward.
 
     The public function keeps the logarithms of sums, float32 `[g, m]` (float64 for float64), for its own backward.
 
@@ -223,7 +226,7 @@ def cpu_attention(q: Tensor, k: Tensor, v: Tensor, *, added: Tensor | None, scal
         q: Queries; also in bfloat16 or float16.
         k: Keys.
         v: Values, as wide as keys.
-        added: To the scores, in the dtype of q, broadcast over `[g, m, s]`.
+        added: Added to the scores, in the dtype of q, broadcast over `[g, m, s]`.
         scale: The factor of the scores.
     """
     lifted = [item.unsqueeze(1) for item in (q, k, v)]
@@ -236,7 +239,7 @@ def cpu_attention(q: Tensor, k: Tensor, v: Tensor, *, added: Tensor | None, scal
 def cpu_attention_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, sums: Tensor, *, added: Tensor | None, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v of `cpu_attention`."""
+    """Return the gradients of q, k and v of `cpu_attention`."""
     lifted = [item.unsqueeze(1) for item in (grad, q, k, v, y, sums)]
     found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
         *lifted, 0.0, False, attn_mask=_lifted(added, q, k), scale=scale

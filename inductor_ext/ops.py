@@ -1,7 +1,7 @@
-"""Defining ops: a signature is written once, and the schema is read off it.
+"""Definition of ops: a signature is written once, and the schema is derived from it.
 
-An op has as many functions of one signature as it has ways to compute. One of them is annotated, mostly the reference
-in plain torch; the others name the arguments that they read.
+An op has several functions with one signature, one for each way to compute it. One of them is annotated, usually the
+reference in plain torch; the others name the arguments that they read.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ def define_op(
     tags: Sequence[torch.Tag] = (),
     writes: tuple[str, ...] = (),
 ) -> Callable[[Callable[..., Any]], CustomOpDef]:
-    """Makes a function the op `dsgraph::<its name>`.
+    """Define a function as the op `dsgraph::<its name>`.
 
     Args:
-        fake: Given the op's arguments, empty tensors of the shapes, dtypes and strides of its results.
-        like: A function with the op's arguments, annotated with what `torch.library.infer_schema` knows; the function
-            itself unless given.
-        tags: Of the op.
+        fake: Returns, for the op's arguments, empty tensors of the shapes, dtypes and strides of its results.
+        like: A function with the op's arguments, annotated for `torch.library.infer_schema`; by default the function
+            itself.
+        tags: Tags of the op.
         writes: The arguments that it writes to.
     """
 
@@ -41,13 +41,13 @@ def define_op(
 
 
 def define_native(*, fake: Callable[..., Any], load: Callable[[], object | None]) -> Callable[..., Any]:
-    """Makes an annotated function the op `dsgraph::<its name>`, of which a library of C++ has a kernel for the CPU.
+    """Define an annotated function as the op `dsgraph::<its name>`, with a CPU kernel in a C++ library.
 
-    The first call loads the library, whose kernel torch calls from then on. It takes no gradients.
+    The first call loads the library, whose kernel torch calls from then on. The op has no derivative.
 
     Args:
-        fake: Given the op's arguments, empty tensors of the shapes, dtypes and strides of its results.
-        load: Loads the library; gives None where there is none: the function computes.
+        fake: Returns, for the op's arguments, empty tensors of the shapes, dtypes and strides of its results.
+        load: Loads the library; returns None if there is none: then the function computes.
     """
 
     def define(function: Callable[..., Any]) -> Any:
@@ -67,12 +67,12 @@ def define_native(*, fake: Callable[..., Any], load: Callable[[], object | None]
 
 
 def define_composite(function: Callable[..., torch.Tensor]) -> None:
-    """Makes an annotated function the op `dsgraph::<its name>`, of which autograd and compilers see the calls."""
+    """Define an annotated function as the op `dsgraph::<its name>`, whose calls autograd and compilers see."""
     name = f"dsgraph::{function.__name__}"
     torch.library.define(name, _schema(function))
     torch.library.impl(name, "CompositeImplicitAutograd", function)
 
 
 def _schema(function: Callable[..., Any], writes: tuple[str, ...] = ()) -> str:
-    """What torch infers, but a number alone is a plain one: torch takes each for a size that may be symbolic."""
+    """Return torch's inferred schema with plain integers: torch assumes that each may be a symbolic size."""
     return torch.library.infer_schema(function, mutates_args=writes).replace("SymInt ", "int ")

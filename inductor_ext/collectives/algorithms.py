@@ -1,4 +1,4 @@
-"""How rows are gathered and gradients reduced: plain functions, run eagerly and traced into graphs alike.
+"""Algorithms of gathers and reductions: plain functions that run eagerly and are traced into graphs.
 
 For n ranks of which each holds a chunk of rows (`torch.chunk`'s rule, shorter chunks padded with zeros):
 
@@ -7,8 +7,8 @@ For n ranks of which each holds a chunk of rows (`torch.chunk`'s rule, shorter c
     reduce-scatter:  own_r  = sum over n ranks, in their order, of chunk_r(grad)
 
 Each *algorithm* does one of them for chunks of equal size; `GATHERS`, `EXCHANGES` and `REDUCE_SCATTERS` have them by
-the kind of collective that they run. What stands around them (casts, padding, averages) is written once, for all. A
-start returns what is under way, so that more can start before it is finished.
+the kind of collective that they run. The code around them (casts, padding, averages) is written once, for all. A start
+returns the running operation, so that more can start before it is finished.
 """
 
 from __future__ import annotations
@@ -30,47 +30,50 @@ from .messages import sends_messages
 
 @dataclass(frozen=True)
 class Ranks:
-    """A process group, by its name, and how many ranks it has."""
+    """A process group, by its name, and its number of ranks."""
 
     group: str
     size: int
 
     @staticmethod
     def of(group: str) -> Ranks:
-        """A group that exists; "" is this rank alone."""
+        """Return the ranks of an existing group; "" is this rank alone."""
         return Ranks(group, resolve_group(group).size() if group else 1)
 
 
 @dataclass(frozen=True)
 class UnderWay:
-    """What has been started.
+    """An operation that has been started.
 
     Attributes:
-        finish: Waits for it and gives the result; to be called once.
+        finish: Waits for it and returns the result; to be called once.
     """
 
     finish: Callable[[], Tensor]
 
 
 class Gather(Protocol):
-    """Starts to gather the `[rows, ...]` of every rank."""
+    """A function that starts to gather the `[rows, ...]` of every rank."""
 
     def __call__(self, rows: Tensor, ranks: Ranks, *, out: Tensor | None = None) -> UnderWay:
-        """The result is `[ranks.size * rows, ...]`, and lies in `out` if that is given; `rows` may be a part of it."""
+        """Start a gather with the result `[ranks.size * rows, ...]`, in `out` if given.
+
+        `rows` may be a part of `out`.
+        """
 
 
 class Exchange(Protocol):
-    """Starts to hand each rank its rows of the `[ranks * rows, ...]` of every rank."""
+    """A function that starts to send each rank its rows of the `[ranks * rows, ...]` of every rank."""
 
     def __call__(self, whole: Tensor, ranks: Ranks) -> UnderWay:
-        """The result is `[ranks * rows, ...]`: what each rank has sent, in the order of ranks."""
+        """Start an exchange with the result `[ranks * rows, ...]`: the values from each rank, in rank order."""
 
 
 class ReduceScatter(Protocol):
-    """Starts to add up the `[ranks * rows, ...]` of every rank and to hand each its rows."""
+    """A function that starts to sum the `[ranks * rows, ...]` of every rank and to send each rank its rows."""
 
     def __call__(self, whole: Tensor, ranks: Ranks) -> UnderWay:
-        """The result is `[rows, ...]`."""
+        """Start a reduce-scatter with the result `[rows, ...]`."""
 
 
 def _gather(rows: Tensor, ranks: Ranks, *, out: Tensor | None = None) -> UnderWay:
@@ -114,7 +117,7 @@ def _added_up(exchange: Exchange) -> ReduceScatter:
 
 
 def _add_up(received: Tensor, ranks: Ranks) -> Tensor:
-    """The sum of the rows that each rank has sent, in the order of ranks."""
+    """Return the sum of the rows that each rank has sent, in rank order."""
     by_rank = received.view(ranks.size, received.shape[0] // ranks.size, *received.shape[1:])
     return by_rank.sum(0, dtype=received.dtype)  # named, because a sum of integers would be of int64 otherwise
 
@@ -137,24 +140,24 @@ def usual_gather(ranks: Ranks, device: torch.device) -> str:
 
 
 def usual_reduce_scatter(ranks: Ranks, device: torch.device) -> str:
-    """What reduces where nobody chooses: on gloo messages, because its own is an all-reduce of everything."""
+    """Return the default kind of reduce-scatter: messages on gloo, whose own is an all-reduce of everything."""
     by_messages = sends_messages(resolve_group(ranks.group), device)
     return "exchange_by_messages" if by_messages else "reduce_scatter_tensor"
 
 
 def usual_exchange(ranks: Ranks, device: torch.device) -> str:
-    """What exchanges where nobody chooses: on gloo messages."""
+    """Return the default kind of exchange: messages on gloo."""
     by_messages = sends_messages(resolve_group(ranks.group), device)
     return "exchange_by_messages" if by_messages else "all_to_all_single"
 
 
 def chunk_rows(rows: int, world: int) -> int:
-    """Rows of the largest of `world` chunks, which is what every rank sends: shorter chunks are padded to it."""
+    """Return the rows of the largest of `world` chunks, which every rank sends: shorter chunks are padded to it."""
     return -(-rows // world)
 
 
 def pad_rows(tensor: Tensor, rows: int) -> Tensor:
-    """`tensor` with zero rows appended until it has `rows`; `tensor` itself (made contiguous) when it has them."""
+    """Return `tensor` with zero rows appended up to `rows`; `tensor` itself (made contiguous) if it has them."""
     missing = rows - tensor.shape[0]
     if missing:
         padding = [0, 0] * (tensor.dim() - 1) + [0, missing]  # last dimension first
@@ -163,21 +166,21 @@ def pad_rows(tensor: Tensor, rows: int) -> Tensor:
 
 
 def take_rows(tensor: Tensor, rows: int) -> Tensor:
-    """The first `rows` of `tensor`; `tensor` itself when it has no more."""
+    """Return the first `rows` of `tensor`; `tensor` itself if it has no more."""
     return tensor if tensor.shape[0] == rows else tensor[:rows]
 
 
 def start_gather_rows(
     shard: Tensor, shape: Sequence[int], ranks: Ranks, *, dtype: torch.dtype, by: str = "all_gather_into_tensor"
 ) -> UnderWay:
-    """Starts to gather a tensor of which each rank holds a chunk of rows.
+    """Start to gather a tensor of which each rank holds a chunk of rows.
 
     Args:
-        shard: `[rows_r, ...]`, this rank's.
-        shape: Of the result.
-        ranks: Over whom; of one rank alone nothing is gathered, and the result may be `shard` itself.
-        dtype: Of the result. The cast comes first, so that fewer bytes travel.
-        by: Which of `GATHERS`.
+        shard: `[rows_r, ...]`, this rank's rows.
+        shape: Shape of the result.
+        ranks: The ranks; with a single one nothing is gathered, and the result may be `shard` itself.
+        dtype: Dtype of the result. The cast comes first, so that fewer bytes are sent.
+        by: A key of `GATHERS`.
     """
     own = shard.to(dtype)
     if ranks.size == 1:
@@ -196,16 +199,16 @@ def start_reducing(
     outer: Sequence[Ranks],
     by: str = "reduce_scatter_tensor",
 ) -> UnderWay:
-    """Starts to average a gradient, as far as `ranks`; to finish does the rest.
+    """Start to average a gradient over `ranks`; `finish` does the rest.
 
     Args:
-        grad: `[rows, ...]`, this rank's.
+        grad: `[rows, ...]`, this rank's gradient.
         shard_shape: Shape of the result, the rows that this rank keeps.
-        dtype: Of the result.
-        reduce_dtype: In which ranks are summed.
-        ranks: Over whom rows are split; of one rank alone none are.
-        outer: Over whom the result is summed besides.
-        by: Which of `REDUCE_SCATTERS`.
+        dtype: Dtype of the result.
+        reduce_dtype: Dtype of the sum over ranks.
+        ranks: The ranks over which rows are sharded; with a single one they are not.
+        outer: Further groups over which the result is summed.
+        by: A key of `REDUCE_SCATTERS`.
     """
     summed = grad.to(reduce_dtype)
     started = UnderWay(lambda: summed)
@@ -226,12 +229,12 @@ def start_reducing(
 
 
 def _is_expanded(tensor: Tensor) -> bool:
-    """Whether elements share a place, so that nobody can add to it in place."""
+    """Return whether elements share memory, so that it cannot be added to in place."""
     return any(size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 def sum_over(tensor: Tensor, groups: Sequence[Ranks]) -> Tensor:
-    """The sum of `tensor` over each group in turn; `tensor` itself if all have one rank."""
+    """Return the sum of `tensor` over each group in turn; `tensor` itself if all have one rank."""
     for ranks in groups:
         if ranks.size > 1:
             tensor = c10d_functional.wait_tensor(c10d_functional.all_reduce(tensor.contiguous(), "sum", ranks.group))

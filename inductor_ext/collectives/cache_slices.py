@@ -1,9 +1,9 @@
-"""A key-value cache of which each tensor-parallel rank holds its heads.
+"""A tensor-parallel key-value cache: each rank holds its heads.
 
     write_heads:  keys[:, own heads, positions] = states[:, own heads];  full = the keys of all heads
 
-A model's code is captured as for one process, so the op takes and gives all heads. Where `SliceTensors` finds that
-states are sliced by heads, `write_own_heads` stands in for it, and nothing is sent.
+A model's code is captured as for one process, so the op takes and returns all heads. If states are sliced by heads,
+`SliceTensors` replaces it by `write_own_heads`, and nothing is sent.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ def _all_heads(own: Tensor, states: Tensor, positions: Tensor, ranks: int, group
 
 @define_op(fake=_all_heads, writes=("own",))
 def write_heads(own: Tensor, states: Tensor, positions: Tensor, ranks: int, group: str) -> Tensor:
-    """Writes this rank's heads of new keys or values into its cache.
+    """Write this rank's heads of new keys or values into its cache.
 
     Args:
         own: `[rows, heads / ranks, length, width]`: this rank's cache, written to.
         states: `[rows, heads, new, width]`.
-        positions: int64 `[new]`: where they go along `length`.
-        ranks: How many ranks the group has.
+        positions: int64 `[new]`: their positions along `length`.
+        ranks: Number of ranks of the group.
         group: Name of the process group.
 
     Returns:
@@ -40,6 +40,6 @@ def write_heads(own: Tensor, states: Tensor, positions: Tensor, ranks: int, grou
 
 
 def write_own_heads(own: Tensor, states: Tensor, positions: Tensor, group: str) -> Tensor:
-    """The same of states that are sliced by heads already, `[rows, heads / ranks, new, width]`; gives `own`."""
+    """Write states that are sliced by heads already, `[rows, heads / ranks, new, width]`; return `own`."""
     own.index_copy_(_POSITIONS, positions, states)
     return own

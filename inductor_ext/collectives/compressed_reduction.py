@@ -1,7 +1,7 @@
-"""`dsgraph::reduce_compressed`: a momentum that takes in every rank's gradient, of which signs travel, not numbers.
+"""`dsgraph::reduce_compressed`: 1-bit reduction of gradients: a momentum of all ranks, sent as signs.
 
-For n ranks, g_i the gradient of rank i, m the momentum that all ranks hold, e_i the rank's error, and f_r the error of
-rank r for its chunk of the numbers (`torch.chunk`'s rule over the flattened parameter):
+For n ranks, g_i the gradient of rank i, m the replicated momentum, e_i the rank's error, and f_r the error of rank r
+for its chunk of the numbers (`torch.chunk`'s rule over the flattened parameter):
 
     x_i   = (beta * m + rate * g_i) + e_i                                   on every rank
     s_i   = compressed(x_i), one scale a chunk;   e_i' = x_i - s_i
@@ -10,10 +10,10 @@ rank r for its chunk of the numbers (`torch.chunk`'s rule over the flattened par
     m'    = concat(t_0, ..., t_{n-1})                                       on every rank
 
 `compressed` is `pack_signs`, then `unpack_signs`; the first two lines are `compress_momentum`, the next two
-`compress_average`. From Tang et al.: 1-bit Adam, arXiv 2102.02888, algorithm 1; there
-rate is 1 - beta, and the loss's scale divides it here. A number costs a bit on its way to the owner, and a bit back.
+`compress_average`. From Tang et al.: 1-bit Adam, arXiv 2102.02888, algorithm 1; there rate is 1 - beta, and here it is
+divided by the loss scale. An element costs a bit to the owner, and a bit back.
 
-The phases are plain functions, run eagerly and traced into graphs alike: `CompressReductions` lowers the op, whose
+The phases are plain functions that run eagerly and are traced into graphs: `CompressReductions` lowers the op, whose
 eager kernel runs one after the other.
 """
 
@@ -39,11 +39,11 @@ COMPRESSED = "compressed momentum"
 
 @dataclass(frozen=True)
 class Compressed:
-    """What a rank sends, and what it has to make up for the next time.
+    """A compressed tensor to send, and its error, which the next step compensates.
 
     Attributes:
         packed: `[chunks, bytes]` of uint8.
-        error: Of the shape of what was compressed.
+        error: In the shape of the compressed tensor.
     """
 
     packed: Tensor
@@ -53,19 +53,19 @@ class Compressed:
 def take_in_gradient(
     grad: Tensor, momentum: Tensor, worker_error: Tensor, coefficients: Tensor, ranks: int
 ) -> Compressed:
-    """This rank's momentum, compressed for the owners of its chunks: `compress_momentum`."""
+    """Return this rank's momentum, compressed for the owners of its chunks: `compress_momentum`."""
     return Compressed(*torch.ops.dsgraph.compress_momentum(grad, momentum, worker_error, coefficients, ranks))
 
 
 def average_chunk(received: Tensor, owner_error: Tensor, n: int) -> Compressed:
-    """The average of what all ranks have sent of this rank's chunk, compressed: `compress_average`."""
+    """Return the average of this rank's chunk over all ranks, compressed: `compress_average`."""
     return Compressed(*torch.ops.dsgraph.compress_average(received, owner_error, n))
 
 
 def momentum_reference(
     grad: Tensor, momentum: Tensor, worker_error: Tensor, coefficients: Tensor, ranks: int
 ) -> tuple[Tensor, Tensor]:
-    """What `compress_momentum` computes, in plain torch."""
+    """Compute `compress_momentum` in plain torch."""
     wide = grad.reshape(-1).to(momentum.dtype)
     x = momentum.reshape(-1) * coefficients[0] + wide * coefficients[1] + worker_error
     count, n = x.numel(), chunk_rows(x.numel(), ranks)
@@ -74,7 +74,7 @@ def momentum_reference(
 
 
 def average_reference(received: Tensor, owner_error: Tensor, n: int) -> tuple[Tensor, Tensor]:
-    """What `compress_average` computes, in plain torch."""
+    """Compute `compress_average` in plain torch."""
     own, total = owner_error.shape[0], unpack_signs(received[:1], n)[0]
     for row in range(1, received.shape[0]):
         total = total + unpack_signs(received[row : row + 1], n)[0]
@@ -133,14 +133,14 @@ def _fake_average(received: Tensor, owner_error: Tensor, n: int) -> tuple[Tensor
 def compress_momentum(
     grad: Tensor, momentum: Tensor, worker_error: Tensor, coefficients: Tensor, ranks: int
 ) -> tuple[Tensor, Tensor]:
-    """This rank's momentum, compressed for the owners of its chunks.
+    """Compress this rank's momentum for the owners of its chunks.
 
     Args:
         grad: `[*shape]`, this rank's gradient.
-        momentum: `[*shape]` of float32, which all ranks hold.
-        worker_error: `[numel]` of float32, this rank's.
-        coefficients: `[2]` of float32: what momentum and gradient are multiplied by.
-        ranks: Among how many chunks the numbers are dealt out.
+        momentum: `[*shape]` of float32, replicated.
+        worker_error: `[numel]` of float32, this rank's error.
+        coefficients: `[2]` of float32: the factors of momentum and gradient.
+        ranks: Number of chunks.
 
     Returns:
         `[ranks, 4 + bytes]`, see `pack_signs`, and the new error.
@@ -151,7 +151,7 @@ def compress_momentum(
 
 @define_op(fake=_fake_average)
 def compress_average(received: Tensor, owner_error: Tensor, n: int) -> tuple[Tensor, Tensor]:
-    """The average of what all ranks have sent of this rank's chunk, compressed.
+    """Average this rank's chunk over all ranks, and compress it.
 
     Args:
         received: `[ranks, 4 + ceil(n / 8)]` of uint8.
@@ -169,13 +169,13 @@ def _is_on_cpu(tensor: Tensor) -> bool:
 
 
 def put_together(gathered: Tensor, shape: Sequence[int], n: int) -> Tensor:
-    """The averaged momentum, `[*shape]`, of the chunks `[ranks, bytes]` of all owners, each of at most n numbers."""
+    """Return the averaged momentum, `[*shape]`, from the chunks `[ranks, bytes]` of at most n elements."""
     count = torch.Size(shape).numel()
     return take_rows(unpack_signs(gathered, n).view(-1), count).view(list(shape))
 
 
 def rows_of(full: Tensor, shard_shape: Sequence[int], ranks: Ranks) -> Tensor:
-    """This rank's rows of a full tensor, in memory of their own."""
+    """Return this rank's rows of a full tensor, in memory of their own."""
     padded = pad_rows(full, ranks.size * chunk_rows(full.shape[0], ranks.size))
     return take_rows(own_slice(padded, 0, 1, ranks.size, ranks.group), shard_shape[0])
 
@@ -210,7 +210,7 @@ def reduce_compressed(
     group: str,
     splits_rows: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The averaged momentum of all ranks, and the errors of its compression.
+    """Return the averaged momentum of all ranks, and the errors of its compression.
 
     Args:
         grad: `[*shape]`, this rank's gradient of the full parameter.
@@ -221,11 +221,11 @@ def reduce_compressed(
         coefficients: See `take_in_gradient`.
         accumulated_grad: `[*shape]`, to which `grad` is added first; or None.
         group: Name of the process group; "" for this rank alone.
-        splits_rows: Whether each rank keeps its rows of the parameter, and not all of it.
+        splits_rows: True if each rank keeps only its rows of the parameter.
 
     Returns:
-        This rank's part of the momentum, `[*shard_shape]`; the whole of it, `[*shape]`, where that is another tensor,
-        else `[0]`; and the two errors for the next time.
+        This rank's part of the momentum, `[*shard_shape]`; the full momentum, `[*shape]`, if that is another tensor,
+            else `[0]`; and the two errors for the next step.
     """
     if accumulated_grad is not None:
         grad = accumulated_grad + grad.to(accumulated_grad.dtype)

@@ -1,11 +1,11 @@
-"""`dsgraph::exchange_by_messages`: an all-to-all of equal parts for gloo, in which ranks send to one another directly.
+"""`dsgraph::exchange_by_messages`: an all-to-all of equal parts for gloo, by direct messages between ranks.
 
     result_r = concat(rows_r(input_0), ..., rows_r(input_{n-1}))        shape: that of the input, `[n * rows, ...]`
 
 Like torch's functional collectives it starts the transfer and returns; `wait_tensor` ends it. With a sum over the parts
-it is a reduce-scatter that adds in the order of ranks. Over a link of 1 Gbit/s, in parts of 4 MB, it carries 110 to
-118 MB/s each way, where gloo's own all-to-all carries 70 to 97 (see `messages`), and its reduce-scatter is an
-all-reduce of everything.
+it is a reduce-scatter that adds in the order of ranks. Over a link of 1 Gbit/s, in parts of 4 MB, it reaches 110 to 118
+MB/s each way; gloo's own all-to-all reaches 70 to 97 (see `messages`), and its reduce-scatter is an all-reduce of
+everything.
 
 `dsgraph::exchange_by_messages_coalesced` exchanges several tensors at once, each from and into memory of its own, and
 each with a wait of its own.
@@ -29,7 +29,7 @@ from .messages import Messages, start_messages
     schema="(Tensor input, int group_size, str group_name) -> Tensor",
 )
 def exchange_by_messages(input: Tensor, group_size: int, group_name: str) -> Tensor:
-    """The r-th rows of every rank's input, in rank order, on rank r.
+    """Return the r-th rows of every rank's input, in rank order, on rank r.
 
     Args:
         input: `[group_size * rows, ...]`, of the same shape on every rank. It is read until the wait.
@@ -53,7 +53,7 @@ def _(input: Tensor, group_size: int, group_name: str) -> Tensor:
     schema="(Tensor[] inputs, int group_size, str group_name) -> Tensor[]",
 )
 def exchange_by_messages_coalesced(inputs: Sequence[Tensor], group_size: int, group_name: str) -> list[Tensor]:
-    """For each of several tensors the r-th rows of every rank's, in rank order, on rank r.
+    """Return, for each of several tensors, the r-th rows of every rank's tensor, in rank order, on rank r.
 
     Args:
         inputs: Each `[group_size * rows, ...]`, of the same shape on every rank, in the same order. Each is read until
@@ -89,6 +89,6 @@ def _start_exchanges(inputs: Sequence[Tensor], group_size: int, group_name: str)
 
 
 def register_lowering() -> None:
-    """Tells Inductor that the ops are collectives."""
+    """Register the ops with Inductor as collectives."""
     lower_as_collective(torch.ops.dsgraph.exchange_by_messages.default)
     lower_as_collective(torch.ops.dsgraph.exchange_by_messages_coalesced.default)

@@ -1,11 +1,11 @@
-"""Products with a weight of few bits of which each tensor-parallel rank holds a slice.
+"""Products with a quantized weight of which each tensor-parallel rank holds a slice.
 
     outputs sliced, dim 0:  y = all x @ w_r^T, in order of the ranks r
     inputs sliced, dim 1:   y = sum over r of x_r @ w_r^T
 
-Scales and minima are those of the whole weight's rows or groups, so that ranks compute with the numbers of one process.
-A model's code is captured as for one process, so the op takes and gives full values. `SliceTensors` puts
-`multiply_own_weight` in its place wherever what it reads, or gives, can stay sliced.
+Scales and minima are those of the full weight's rows or groups, so that ranks use the same numbers as one process. A
+model's code is captured as for one process, so the op takes and returns full values. `SliceTensors` replaces it by
+`multiply_own_weight` wherever operands or results can stay sliced.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ def _of_all_outputs(
 def multiply_sliced_weight(
     x: Tensor, packed: Tensor, scale: Tensor, least: Tensor | None, dim: int, parts: int, ranks: int, group: str
 ) -> Tensor:
-    """`x` times the transposed weight.
+    """Multiply `x` by the transposed weight.
 
     Args:
         x: `[..., inputs]`, floating point.
-        packed: This rank's slice of what `quantize_rows` or `quantize_groups` gives.
+        packed: This rank's slice of the result of `quantize_rows` or `quantize_groups`.
         scale: Float32, its scales.
         least: Float32, its minima; None: a weight of 8 bits.
-        dim: Which dimension of the weight `[outputs, inputs]` is sliced.
-        parts: Of how many equal pieces that dimension is made, each of which is sliced.
-        ranks: How many ranks the group has.
+        dim: The sliced dimension of the weight `[outputs, inputs]`.
+        parts: Number of equal pieces of that dimension, each of which is sliced.
+        ranks: Number of ranks of the group.
         group: Name of the process group.
 
     Returns:
@@ -51,7 +51,7 @@ def multiply_sliced_weight(
 
 
 def multiply_own_weight(x: Tensor, packed: Tensor, scale: Tensor, least: Tensor | None, group: str) -> Tensor:
-    """The same on this rank's slices: of columns of the result, or a term of the sum over `group`."""
+    """Multiply by this rank's slice: columns of the result, or a term of the sum over `group`."""
     rows = x.reshape(-1, x.shape[-1])
     result = multiply_rows(rows, packed, scale) if least is None else multiply_groups(rows, packed, scale, least)
     return result.reshape(*x.shape[:-1], packed.shape[0])

@@ -1,24 +1,24 @@
-"""`dsgraph::gather_by_messages`: an all-gather for gloo, in which ranks send their rows to one another directly.
+"""`dsgraph::gather_by_messages`: an all-gather for gloo, by direct messages between ranks.
 
     full = concat(shard_0, ..., shard_{n-1})            shape: `[n * rows, ...]`
 
-Like torch's functional collectives it starts the transfer and returns; `wait_tensor` ends it. Three reasons to have it:
+Like torch's functional collectives it starts the transfer and returns; `wait_tensor` ends it. It has three advantages:
 
 - gloo's own `_c10d_functional.all_gather_into_tensor` corrupts the heap when two of them are in flight at once (seen on
   torch 2.13.0: "malloc(): unaligned tcache chunk detected" within a thousand pairs on 2 ranks), so that nothing could
-  be gathered ahead of its use. Messages are sound.
-- Messages use both directions of a link at once, see `messages`. Over a link of 1 Gbit/s, in parts of 4 MB: 110 to
-  118 MB/s each way, where broadcasts reach 66 to 71. Over the loopback device there is little between them.
-- Rows land where they belong. gloo's own flattens and copies on the way.
+  be gathered before its use. Messages are safe.
+- Messages use both directions of a link at once, see `messages`. Over a link of 1 Gbit/s, in parts of 4 MB: 110 to 118
+  MB/s each way, while broadcasts reach 66 to 71. Over the loopback device both are similar.
+- Rows are received in place. gloo's own gather flattens and copies.
 
-Messages come from the host's memory alone. gloo's own gather of CUDA tensors ends the process with a segmentation fault
-(seen on torch 2.11.0); the form that writes to a given tensor does not, and takes the place of messages there. It is
-waited for at once: on a GPU gloo is for trying out ranks that share one.
+Messages need host memory. gloo's own gather of CUDA tensors ends the process with a segmentation fault (seen on torch
+2.11.0); the form that writes to a given tensor does not, and replaces messages there. It is waited for immediately: on
+a GPU gloo is only for trials with ranks that share one.
 
-The bytes on the wire are the least possible: each rank sends `n - 1` shards' worth.
+The number of bytes sent is the least possible: each rank sends `n - 1` shards' worth.
 
 `dsgraph::gather_by_messages_coalesced` gathers several tensors at once, each into memory of its own, and each with a
-wait of its own: the latency of one gather, and nothing is copied together or apart.
+wait of its own: the latency of one gather, and nothing is copied into one buffer.
 """
 
 from __future__ import annotations
@@ -34,7 +34,9 @@ from .messages import Messages, start_messages
 
 
 def start_gather(shard: Tensor, full: Tensor, group_name: str) -> None:
-    """Starts to fill `full` `[n * rows, ...]` with the `[rows, ...]` of each rank of a group; `wait_tensor(full)`.
+    """Start to fill `full` `[n * rows, ...]` with the `[rows, ...]` of each rank of a group.
+
+    `wait_tensor(full)` ends it.
 
     `shard` may be this rank's rows of `full`.
     """
@@ -69,7 +71,7 @@ def _empty_full(shard: Tensor, group_size: int) -> Tensor:
     schema="(Tensor shard, int group_size, str group_name) -> Tensor",
 )
 def gather_by_messages(shard: Tensor, group_size: int, group_name: str) -> Tensor:
-    """The rows of all ranks of a group, in rank order.
+    """Return the rows of all ranks of a group, in rank order.
 
     Args:
         shard: `[rows, ...]`, of the same shape on every rank. It is read before the op returns.
@@ -95,7 +97,7 @@ def _(shard: Tensor, group_size: int, group_name: str) -> Tensor:
     schema="(Tensor[] shards, int group_size, str group_name) -> Tensor[]",
 )
 def gather_by_messages_coalesced(shards: Sequence[Tensor], group_size: int, group_name: str) -> list[Tensor]:
-    """For each of several tensors the rows of all ranks of a group, in rank order.
+    """Return, for each of several tensors, the rows of all ranks of a group, in rank order.
 
     Args:
         shards: Each `[rows, ...]`, of the same shape on every rank, in the same order. Read before the op returns.
@@ -116,6 +118,6 @@ def _(shards: Sequence[Tensor], group_size: int, group_name: str) -> list[Tensor
 
 
 def register_lowering() -> None:
-    """Tells Inductor that the ops are collectives."""
+    """Register the ops with Inductor as collectives."""
     lower_as_collective(torch.ops.dsgraph.gather_by_messages.default)
     lower_as_collective(torch.ops.dsgraph.gather_by_messages_coalesced.default)

@@ -7,15 +7,15 @@ For n ranks in all groups and p of them in `group`, with shard_r the r-th of p c
 
 The sum over ranks is taken in `reduce_dtype`.
 
-`group=""` means that every rank holds the whole parameter: nothing is gathered and the gradient is all-reduced over
+`group=""` means that the parameter is replicated: nothing is gathered and the gradient is all-reduced over
 `outer_groups`. With a `group`, `outer_groups` are the replicas' groups of hybrid sharding. `gathered_copy` is a full
 parameter that was gathered earlier; when it is given, it is the result and `shard` only receives the gradient.
-`accumulated_grad` is what this rank has added up of the gradient before, where there is any; see
-`dsgraph/partitioning/accumulation/accumulated_gradients.py`. A `reduction` other than the average takes the place of
-`reduce_grad`, and reads `kept`, whose *gradients* are its values for the next time; see `reductions.py`.
+`accumulated_grad` is the sum of earlier gradients on this rank, if there is one; see
+`dsgraph/partitioning/accumulation/accumulated_gradients.py`. A `reduction` other than the average replaces
+`reduce_grad`, and reads `kept`, whose *gradients* are its values for the next step; see `reductions.py`.
 
-Run eagerly both ops are real collectives, so a model that holds them is correct without any compiler. In a captured
-graph they are markers: `InsertZeroCollectives` lowers them.
+Run eagerly both ops are real collectives, so a model with them is correct without any compiler. In a captured graph
+they are markers: `InsertZeroCollectives` lowers them.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def gather_param(
     adds_sum: bool = False,
     reduction: str = AVERAGE,
 ) -> Tensor:
-    """The full parameter of which `shard` is this rank's part.
+    """Return the full parameter of which `shard` is this rank's part.
 
     Args:
         shard: `[rows_r, ...]`, this rank's rows in the master dtype; all rows when `group` is empty.
@@ -61,11 +61,11 @@ def gather_param(
         shape: Shape of the full parameter.
         accumulated_grad: `[*shape]` in any dtype, a sum of gradients of this rank that were not reduced, or None.
         kept: The tensors that the reduction keeps from step to step; None for the average.
-        dtype: Dtype of the result. The cast comes before the gather, so that fewer bytes travel.
+        dtype: Dtype of the result. The cast comes before the gather, so that fewer bytes are sent.
         reduce_dtype: Dtype in which the gradient is summed.
-        group: Name of the process group over which rows are split; "" for a parameter that every rank holds whole.
-        outer_groups: Names of the groups over which the gradient is averaged besides.
-        adds_sum: Whether the gradient is reduced together with `accumulated_grad`. Who sets it sees to it that it is
+        group: Name of the process group over which rows are sharded; "" for a replicated parameter.
+        outer_groups: Names of further groups over which the gradient is averaged.
+        adds_sum: True if the gradient is reduced together with `accumulated_grad`. The caller must ensure that it is
             added once.
         reduction: The entry of `REDUCTIONS` by which the gradient is reduced.
 
@@ -107,9 +107,9 @@ def start_reduction(
     group: str,
     outer_groups: Sequence[str],
 ) -> Callable[[], Tensor]:
-    """Starts what `reduce_grad` does, as far as `group`; the result waits for it and does the rest.
+    """Start `reduce_grad` over `group`; the returned function waits for it and does the rest.
 
-    Of one rank alone the result may be `grad` itself.
+    With a single rank the result may be `grad` itself.
     """
     ranks, outer = Ranks.of(group), [Ranks.of(name) for name in outer_groups]
     by = usual_reduce_scatter(ranks, grad.device) if group else "reduce_scatter_tensor"
@@ -133,7 +133,7 @@ def reduce_grad(
     group: str,
     outer_groups: Sequence[str],
 ) -> Tensor:
-    """This rank's part of the gradient, averaged over all ranks.
+    """Return this rank's part of the gradient, averaged over all ranks.
 
     Args:
         grad: `[*shape]`, this rank's gradient of the full parameter.
@@ -142,7 +142,7 @@ def reduce_grad(
         dtype: Dtype of the result: the master dtype of the shard.
         reduce_dtype: Dtype in which ranks are summed.
         group: Name of the group whose ranks each keep their rows; "" keeps all rows on every rank.
-        outer_groups: Names of the groups over which the result is summed besides.
+        outer_groups: Names of further groups over which the result is summed.
 
     Returns:
         `[*shard_shape]` in `dtype`, a new tensor.

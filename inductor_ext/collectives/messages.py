@@ -1,9 +1,9 @@
-"""Messages between the ranks of a group: what the ops `*_by_messages` are made of.
+"""Messages between the ranks of a group, for the ops `*_by_messages`.
 
-gloo starts to send as soon as it knows that the other side is ready to receive, and what it has to say on a connection
-queues up behind the bytes that are being sent there. Whoever sends first and offers to receive afterwards, as gloo's
-own all-to-all may, gets its bytes only when its own are through: half the speed of a link that carries both ways at
-once. Here every receive is offered before the first byte is sent.
+gloo starts to send as soon as it knows that the other side is ready to receive. This notification queues after the
+bytes that are being sent on the same connection. A rank that sends first and posts its receive later, as gloo's own
+all-to-all may, gets its bytes only when its own are sent: half the speed of a full-duplex link. Here every receive is
+posted before the first byte is sent.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _TAG = 0xD5
 
 
 def sends_messages(group: ProcessGroup, device: torch.device) -> bool:
-    """Whether messages are the way to go: on gloo, which sends them from the host's memory alone."""
+    """Return whether messages are supported: on gloo, which sends them only from host memory."""
     return device.type == "cpu" and backend_name(group, "cpu") == "gloo"
 
 
@@ -33,9 +33,9 @@ class Messages:
     """One tensor's messages with every other rank of a group.
 
     Attributes:
-        result: What is waited for.
-        receive: For each rank, where its message goes; contiguous.
-        send: For each rank, what it is sent; contiguous, not to be written to before the end.
+        result: The tensor to wait for.
+        receive: For each rank, the destination of its message; contiguous.
+        send: For each rank, the tensor to send; contiguous, not to be written to before the end.
     """
 
     result: Tensor
@@ -44,10 +44,10 @@ class Messages:
 
 
 def start_messages(tensors: Sequence[Messages], group: ProcessGroup) -> None:
-    """Starts the messages of several tensors at once; `wait_tensor` of a tensor's `result` ends that tensor's.
+    """Start the messages of several tensors at once; `wait_tensor` of a tensor's `result` ends that tensor's.
 
     Args:
-        tensors: In the same order on every rank of the group.
+        tensors: The messages of each tensor, in the same order on every rank of the group.
         group: The process group.
     """
     others = [rank for rank in range(group.size()) if rank != group.rank()]

@@ -1,4 +1,4 @@
-"""Reductions by name: each makes of a rank's gradient of a full parameter its part of the reduced gradient.
+"""Reductions by name: each maps a rank's gradient of a full parameter to its part of the reduced gradient.
 
 `gather_param(..., kept, reduction=name)` calls the entry of `REDUCTIONS` in its derivative. An entry is a function
 
@@ -6,8 +6,8 @@
                             outer_groups=...)
 
 of the gradient, the shape of this rank's part, the tensors that the reduction keeps from step to step, and the
-accumulated gradient or None. It returns this rank's part, and for each tensor of `kept` its value for the next time, or
-None; autograd takes these values for gradients.
+accumulated gradient or None. It returns this rank's part, and for each tensor of `kept` its value for the next step, or
+None; for autograd these values are gradients.
 """
 
 from __future__ import annotations

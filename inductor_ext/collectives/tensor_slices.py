@@ -1,15 +1,15 @@
-"""Slices of tensors over the ranks of a tensor-parallel group, and what carries values and gradients between them.
+"""Slices of tensors over the ranks of a tensor-parallel group, with differentiable collectives between them.
 
-A dimension of `parts` equal pieces is sliced piece by piece: rank r of n holds the r-th n-th of each, one behind the
-other. With `parts=1` that is the r-th n-th of the dimension; a fused product of queries, keys and values has three.
+A dimension of `parts` equal pieces is sliced piece by piece: rank r of n holds the r-th n-th of each, concatenated.
+With `parts=1` that is the r-th n-th of the dimension; a fused product of queries, keys and values has three.
 
     gather_slices:  full = all slices, in order                 backward: this rank's slice of the gradient
     own_slice:      own  = this rank's slice of full            backward: the gradients of all slices, in order
     sum_slices:     sum  = sum over ranks of x                  backward: the gradient as it is
     enter_slices:   x    = x                                    backward: the sum over ranks of the gradient
 
-The last two are the conjugate pair f, g of Shoeybi et al.: Megatron-LM, arXiv 1909.08053, section 3. They hold where a
-replicated value has the same gradient on every rank, and a slice the gradient of that slice.
+The last two are the conjugate pair f, g of Shoeybi et al.: Megatron-LM, arXiv 1909.08053, section 3. They are correct
+if a replicated value has the same gradient on every rank, and a slice the gradient of that slice.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from dsgraph.inductor_ext.ops import define_op
 
 
 def slice_of(full: Tensor, dim: int, *, parts: int, ranks: int, rank: int) -> Tensor:
-    """One rank's slice.
+    """Return one rank's slice.
 
     Args:
-        full: `[..., size, ...]`, whose `size` at `dim` divides by `parts * ranks`.
-        dim: Which dimension is sliced, 0 or more.
-        parts: Of how many equal pieces it is made.
-        ranks: Over how many ranks.
-        rank: Whose slice.
+        full: `[..., size, ...]`, whose `size` at `dim` is divisible by `parts * ranks`.
+        dim: The sliced dimension, 0 or more.
+        parts: Number of its equal pieces.
+        ranks: Number of ranks.
+        rank: The rank of the slice.
 
     Returns:
         `[..., size / ranks, ...]`, in memory of its own.
@@ -41,12 +41,12 @@ def slice_of(full: Tensor, dim: int, *, parts: int, ranks: int, rank: int) -> Te
 
 
 def join_slices(stacked: Tensor, dim: int, *, parts: int) -> Tensor:
-    """The full tensor of all slices.
+    """Return the full tensor of all slices.
 
     Args:
         stacked: `[ranks, ..., size / ranks, ...]`.
-        dim: Which dimension of the full tensor is sliced.
-        parts: Of how many equal pieces it is made.
+        dim: The sliced dimension of the full tensor.
+        parts: Number of its equal pieces.
 
     Returns:
         `[..., size, ...]`, a new tensor.
@@ -63,13 +63,13 @@ def _gathered(own: Tensor, dim: int, parts: int, ranks: int, group: str) -> Tens
 
 @define_op(fake=_gathered)
 def gather_slices(own: Tensor, dim: int, parts: int, ranks: int, group: str) -> Tensor:
-    """The full tensor of which `own` is this rank's slice.
+    """Return the full tensor of which `own` is this rank's slice.
 
     Args:
         own: `[..., size / ranks, ...]`.
-        dim: Which dimension is sliced.
-        parts: Of how many equal pieces it is made.
-        ranks: How many ranks the group has.
+        dim: The sliced dimension.
+        parts: Number of its equal pieces.
+        ranks: Number of ranks of the group.
         group: Name of the process group.
 
     Returns:
@@ -88,7 +88,7 @@ def _sliced(full: Tensor, dim: int, parts: int, ranks: int, group: str) -> Tenso
 
 @define_op(fake=_sliced)
 def own_slice(full: Tensor, dim: int, parts: int, ranks: int, group: str) -> Tensor:
-    """This rank's slice of a tensor that every rank holds; arguments as of `gather_slices`, the other way."""
+    """Return this rank's slice of a replicated tensor; arguments as for `gather_slices`, in reverse."""
     return slice_of(full, dim, parts=parts, ranks=ranks, rank=resolve_group(group).rank())
 
 
@@ -98,13 +98,13 @@ def _like(x: Tensor, group: str) -> Tensor:
 
 @define_op(fake=_like)
 def sum_slices(x: Tensor, group: str) -> Tensor:
-    """The sum of `x` over the ranks of `group`, of the same shape."""
+    """Return the sum of `x` over the ranks of `group`, of the same shape."""
     return c10d_functional.wait_tensor(c10d_functional.all_reduce(x, "sum", group)).clone()
 
 
 @define_op(fake=_like)
 def enter_slices(x: Tensor, group: str) -> Tensor:
-    """A copy of `x`, whose gradient is summed over the ranks of `group`."""
+    """Return a copy of `x`, whose gradient is summed over the ranks of `group`."""
     return x.clone()
 
 

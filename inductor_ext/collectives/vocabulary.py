@@ -1,7 +1,7 @@
-"""Lookups and losses over a vocabulary of which each tensor-parallel rank holds a slice.
+"""Lookups and losses over a tensor-parallel vocabulary.
 
-They are functions of torch's own ops and those of `tensor_slices.py`: what autograd makes of them is what each rank
-needs. As in Shoeybi et al.: Megatron-LM, arXiv 1909.08053, section 3, no rank sees the logits of the whole vocabulary.
+They are functions of torch's own ops and those of `tensor_slices.py`: autograd derives the gradients that each rank
+needs. As in Shoeybi et al.: Megatron-LM, arXiv 1909.08053, section 3, no rank sees the logits of the full vocabulary.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from .tensor_slices import own_slice, sum_slices
 
 
 def sliced_embedding(ids: Tensor, own: Tensor, padding_idx: int | None, ranks: int, group: str) -> Tensor:
-    """Rows of a table of which each rank holds some.
+    """Look up rows of a table of which each rank holds some.
 
     Args:
         ids: int64, any shape.
         own: `[rows / ranks, width]`: this rank's rows.
         padding_idx: A row that gets no gradient.
-        ranks: How many ranks the group has.
+        ranks: Number of ranks of the group.
         group: Name of the process group.
 
     Returns:
@@ -39,7 +39,7 @@ def sliced_embedding(ids: Tensor, own: Tensor, padding_idx: int | None, ranks: i
 def sliced_cross_entropy(
     own: Tensor, target: Tensor, ignore_index: int, reduction: Literal["mean", "sum", "none"], ranks: int, group: str
 ) -> Tensor:
-    """The cross entropy of logits of which each rank holds some columns.
+    """Return the cross entropy of logits of which each rank holds some columns.
 
     16-bit logits are converted to float32 first. The result has the dtype of `own`; under autocast it is float32, as in
     torch.
@@ -47,9 +47,9 @@ def sliced_cross_entropy(
     Args:
         own: `[rows, classes / ranks]`: this rank's columns.
         target: int64 `[rows]`: classes, or `ignore_index`.
-        ignore_index: Rows with this target do not count.
-        reduction: As `torch.nn.functional.cross_entropy` has it.
-        ranks: How many ranks the group has.
+        ignore_index: Rows with this target are ignored.
+        reduction: As for `torch.nn.functional.cross_entropy`.
+        ranks: Number of ranks of the group.
         group: Name of the process group.
 
     Returns:
@@ -72,7 +72,7 @@ def sliced_cross_entropy(
 
 
 def _places(ids: Tensor, count: int, ranks: int, group: str) -> tuple[Tensor, Tensor]:
-    """Where ids lie in this rank's `count` of them, 0 for others; and which are its own."""
+    """Return the positions of ids among this rank's `count` ids, 0 for others; and which are its own."""
     first = own_slice(torch.arange(0, ranks * count, count, device=ids.device), 0, 1, ranks, group)
     at = ids - first
     is_own = (at >= 0) & (at < count)

@@ -9,8 +9,8 @@ For x and residual `[..., n]`, of one dtype:
     dx = dresidual = (layer_norm's derivative for g) + t, rounded once
     dweight, dbias = layer_norm's
 
-Saved for the backward: total, weight, mean, rstd; neither x nor residual. Where nobody reads one of y and total, its
-gradient is none at all, not zeros.
+Saved for the backward: total, weight, mean, rstd; neither x nor residual. If y or total has no reader, its gradient is
+None, not zeros.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ _Four = tuple[Tensor, Tensor, Tensor, Tensor]
 def reference(
     x: Tensor, residual: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, *, dtype: torch.dtype
 ) -> _Four:
-    """What the op computes, in plain torch.
+    """Compute the op in plain torch.
 
     Args:
         x: `[..., n]`, a floating dtype.
-        residual: Like x.
+        residual: A tensor like x.
         weight: `[n]`, or None.
         bias: `[n]`, or None.
         eps: Added to the variance.
-        dtype: Of the result.
+        dtype: Dtype of the result.
 
     Returns:
         `[..., n]` in `dtype`; the sum, like x; the mean and the reciprocal standard deviation, both `[..., 1]` in
@@ -61,7 +61,7 @@ def backward_reference(
     *,
     bias_dtype: torch.dtype | None,
 ) -> _Triple:
-    """Gradient of x, which is that of the residual, of the weight and of the bias, in plain torch.
+    """Compute the gradients of x (which is also that of the residual), weight and bias in plain torch.
 
     Empty tensors without weight or bias.
     """
@@ -69,14 +69,14 @@ def backward_reference(
 
 
 def launch_forward(x: Tensor, residual: Tensor, *parameters: Any, dtype: torch.dtype) -> _Four:
-    """`reference` by the Triton kernel of `layer_norm`."""
+    """Compute `reference` by the Triton kernel of `layer_norm`."""
     total = x.new_empty(x.shape)
     y, mean, rstd = layer_norm.launch_forward(x, *parameters, dtype=dtype, residual=residual, total=total)
     return y, total, mean, rstd
 
 
 def launch_backward(grad: Tensor, grad_total: Tensor | None, *saved: Any, **options: Any) -> _Triple:
-    """`backward_reference` by the Triton kernel of `layer_norm`."""
+    """Compute `backward_reference` by the Triton kernel of `layer_norm`."""
     return layer_norm.launch_backward(grad, *saved, grad_x=grad_total, **options)
 
 
@@ -87,7 +87,7 @@ def _fake(x: Tensor, residual: Tensor, *parameters: Any, dtype: torch.dtype) -> 
 
 @define_op(like=reference, fake=_fake)
 def add_layer_norm(x: Tensor, *others: Any, **options: Any) -> _Four:
-    """LayerNorm of `x + residual` over the last dimension, with the arguments of `reference`."""
+    """Compute the LayerNorm of `x + residual` over the last dimension, with the arguments of `reference`."""
     compute = launch_forward if takes_triton(x) else reference
     return compute(x, *others, **options)
 
@@ -99,7 +99,10 @@ def add_layer_norm(x: Tensor, *others: Any, **options: Any) -> _Four:
 def add_layer_norm_backward(
     grad: Tensor, grad_total: Tensor | None, total: Tensor, *saved: Any, **options: Any
 ) -> _Triple:
-    """Gradients of `add_layer_norm`: of x and of the residual, one tensor like total; the others as of `layer_norm`."""
+    """Compute the gradients of `add_layer_norm`: for x and residual one tensor like total.
+
+    Others as in `layer_norm`.
+    """
     compute = launch_backward if takes_triton(total) else backward_reference
     return compute(grad, grad_total, total, *saved, **options)
 
@@ -128,5 +131,5 @@ add_layer_norm.register_autograd(_backward, setup_context=_setup_context)
 def supports(
     x: Tensor, residual: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, **options: Any
 ) -> str | None:
-    """Why the op cannot take these, or None."""
+    """Return why the op does not support these arguments, or None."""
     return why_not_sum(x, residual)

@@ -9,8 +9,8 @@ For x and residual `[..., n]`, of one dtype:
     dx = dresidual = (rms_norm's derivative for g) + t, rounded once
     dweight        = rms_norm's
 
-Saved for the backward: total, weight, rstd; neither x nor residual. Where nobody reads one of y and total, its
-gradient is none at all, not zeros.
+Saved for the backward: total, weight, rstd; neither x nor residual. If y or total has no reader, its gradient is None,
+not zeros.
 """
 
 from __future__ import annotations
@@ -38,16 +38,16 @@ def reference(
     norm_dtype: torch.dtype,
     dtype: torch.dtype,
 ) -> _Triple:
-    """What the op computes, in plain torch.
+    """Compute the op in plain torch.
 
     Args:
         x: `[..., n]`, a floating dtype.
-        residual: Like x.
+        residual: A tensor like x.
         weight: `[n]`, or None.
         eps: Added to the mean square.
         offset: Added to the weight.
-        norm_dtype: To which the normalised sum is rounded before it is multiplied by the weight.
-        dtype: Of the result.
+        norm_dtype: Dtype to which the normalised sum is rounded before it is multiplied by the weight.
+        dtype: Dtype of the result.
 
     Returns:
         `[..., n]` in `dtype`; the sum, like x; the reciprocal root mean square `[..., 1]` in float32, or float64 for
@@ -68,21 +68,21 @@ def backward_reference(
     offset: float,
     norm_dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
-    """Gradient of x, which is that of the residual, and of the weight (an empty tensor without one), in plain torch."""
+    """Compute the gradients of x (also that of the residual) and weight (empty without one) in plain torch."""
     return rms_norm.backward_reference(
         grad, total, weight, rstd, offset=offset, norm_dtype=norm_dtype, grad_x=grad_total
     )
 
 
 def launch_forward(x: Tensor, residual: Tensor, *parameters: Any, **options: Any) -> _Triple:
-    """`reference` by the Triton kernel of `rms_norm`."""
+    """Compute `reference` by the Triton kernel of `rms_norm`."""
     total = x.new_empty(x.shape)
     y, rstd = rms_norm.launch_forward(x, *parameters, residual=residual, total=total, **options)
     return y, total, rstd
 
 
 def launch_backward(grad: Tensor, grad_total: Tensor | None, *saved: Any, **options: Any) -> tuple[Tensor, Tensor]:
-    """`backward_reference` by the Triton kernel of `rms_norm`."""
+    """Compute `backward_reference` by the Triton kernel of `rms_norm`."""
     return rms_norm.launch_backward(grad, *saved, grad_x=grad_total, **options)
 
 
@@ -93,7 +93,7 @@ def _fake(x: Tensor, residual: Tensor, *parameters: Any, **options: Any) -> _Tri
 
 @define_op(like=reference, fake=_fake)
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor | None, eps: float, **options: Any) -> _Triple:
-    """RMSNorm of `x + residual` over the last dimension, with the arguments of `reference`."""
+    """Compute the RMSNorm of `x + residual` over the last dimension, with the arguments of `reference`."""
     compute = launch_forward if rms_norm.takes(x, weight, options["norm_dtype"]) else reference
     return compute(x, residual, weight, eps, **options)
 
@@ -105,7 +105,10 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor | None, eps: float,
 def add_rms_norm_backward(
     grad: Tensor, grad_total: Tensor | None, total: Tensor, weight: Tensor | None, rstd: Tensor, **options: Any
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of `add_rms_norm`: of x and of the residual, one tensor like total; of the weight, as of `rms_norm`."""
+    """Compute the gradients of `add_rms_norm`: for x and residual one tensor like total.
+
+    The weight's as in `rms_norm`.
+    """
     compute = launch_backward if rms_norm.takes(total, weight, options["norm_dtype"]) else backward_reference
     return compute(grad, grad_total, total, weight, rstd, **options)
 
@@ -129,5 +132,5 @@ add_rms_norm.register_autograd(_backward, setup_context=_setup_context)
 
 
 def supports(x: Tensor, residual: Tensor, weight: Tensor | None, eps: float, **options: Any) -> str | None:
-    """Why the op cannot take these, or None."""
+    """Return why the op does not support these arguments, or None."""
     return why_not_sum(x, residual)

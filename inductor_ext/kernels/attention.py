@@ -1,16 +1,16 @@
-"""Attention (Vaswani et al., 2017) by torch's own `scaled_dot_product_attention`, from what models write out.
+"""Attention (Vaswani et al., 2017) that models write out, by torch's own `scaled_dot_product_attention`.
 
-For q `[..., l, d]`, keys `[..., d, s]` (transposed already, as they stand in the product) and v `[..., s, e]`:
+For q `[..., l, d]`, keys `[..., d, s]` (transposed already, as in the product) and v `[..., s, e]`:
 
     scores = scale * (q @ keys) + bias                 [..., l, s]
     scores = scores where mask, and fill elsewhere
     y      = dropout(softmax(scores)) @ v              [..., l, e]
 
-torch computes it without storing scores or probabilities, where it has a kernel for the device and the dtype. Its
-softmax is in float32 (float64 for float64), whatever the inputs are. `bias` and `mask` are broadcast over the scores;
-`causal` is the mask that leaves query i the keys 0 to i. The derivative is that of torch's function.
+torch computes it without storing scores or probabilities, if it has a kernel for the device and the dtype. Its softmax
+is in float32 (float64 for float64), whatever the inputs are. `bias` and `mask` are broadcast over the scores; with
+`causal`, query i sees the keys 0 to i. The derivative is that of torch's function.
 
-Nothing is written in Triton here: the op is there so that a graph can say in one call what takes the function a few.
+There is no Triton kernel here: the op lets a graph express in one call what needs several calls of the function.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def reference(
     dtype: torch.dtype,
     contiguous: bool,
 ) -> Tensor:
-    """What the op computes, in plain torch, with all scores and probabilities."""
+    """Compute the op in plain torch, with all scores and probabilities."""
     scores = (q.to(dtype) @ keys.to(dtype)).to(wide_dtype(dtype)) * scale
     if bias is not None:
         scores = scores + bias
@@ -69,24 +69,24 @@ def attention(
     dtype: torch.dtype,
     contiguous: bool,
 ) -> Tensor:
-    """Attention of queries over keys and values.
+    """Compute attention of queries over keys and values.
 
-    With a finite `fill` it is added to the scores in place of setting them: the same where it is so large that no score
-    counts beside it. Rows that a mask of -inf leaves nothing of are 0, where plain torch gives nan.
+    A finite `fill` is added to the scores instead of replacing them: the same if it is so large that scores are
+    negligible. Rows in which a mask of -inf hides all keys are 0, while plain torch returns NaN.
 
     Args:
         q: `[..., l, d]`, of 2 to 4 dimensions.
-        keys: `[..., d, s]`, the leading dimensions as those of `q`.
-        v: `[..., s, e]`, likewise.
-        bias: Added to the scores, in `dtype`; broadcast over `[..., l, s]`. None: nothing is.
-        mask: bool, broadcast over `[..., l, s]`: which scores count. None: all of them.
-        keeps: Whether the mask is True for those that count, as in `where`, or for the others, as in `masked_fill`.
+        keys: `[..., d, s]`, with the leading dimensions of `q`.
+        v: `[..., s, e]`, with the leading dimensions of `q`.
+        bias: Added to the scores, in `dtype`; broadcast over `[..., l, s]`. None: no bias.
+        mask: bool, broadcast over `[..., l, s]`: the visible scores. None: all of them.
+        keeps: True if the mask is True for visible scores, as in `where`; False if for the others, as in `masked_fill`.
         fill: The score of the others.
         scale: The factor of the scores.
         dropout_p: The share of probabilities that are dropped.
-        causal: Whether query i sees the keys 0 to i alone. Then there is neither bias nor mask.
-        dtype: To which q, keys and v are cast; of the result.
-        contiguous: Whether the result must be; else its layout is what torch's kernel makes.
+        causal: True if query i sees only the keys 0 to i. Then there is neither bias nor mask.
+        dtype: Dtype to which q, keys and v are cast, and of the result.
+        contiguous: True if the result must be contiguous; otherwise it has the layout of torch's kernel.
 
     Returns:
         `[..., l, e]` in `dtype`.
@@ -107,7 +107,7 @@ def attention(
 
 
 def _with_four_dimensions(x: Tensor) -> Tensor:
-    """As batch, heads, rows, columns, which is what torch's kernels take."""
+    """Return x as batch, heads, rows, columns, as torch's kernels require."""
     return x[None, None] if x.ndim == 2 else x.unsqueeze(1) if x.ndim == 3 else x
 
 
@@ -117,7 +117,7 @@ define_composite(attention)
 def supports(
     q: Tensor, keys: Tensor, v: Tensor, bias: Tensor | None, mask: Tensor | None, **options: Any
 ) -> str | None:
-    """Why the op cannot take these, or None."""
+    """Return why the op does not support these arguments, or None."""
     if not q.ndim == keys.ndim == v.ndim or not 2 <= q.ndim <= 4:
         return f"its queries, keys and values have {q.ndim}, {keys.ndim} and {v.ndim} dimensions, not the same 2 to 4"
     if not options["dtype"].is_floating_point:

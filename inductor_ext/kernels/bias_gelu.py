@@ -39,13 +39,13 @@ from .launch import (
 
 
 def reference(x: Tensor, bias: Tensor, *, approximate: str, dtype: torch.dtype) -> Tensor:
-    """What the op computes, in plain torch.
+    """Compute the op in plain torch.
 
     Args:
         x: `[..., n]`, a floating dtype.
         bias: `[n]`, a floating dtype.
         approximate: "none" or "tanh".
-        dtype: Of the result.
+        dtype: Dtype of the result.
 
     Returns:
         A contiguous tensor of the shape of x, in `dtype`.
@@ -55,7 +55,7 @@ def reference(x: Tensor, bias: Tensor, *, approximate: str, dtype: torch.dtype) 
 
 
 def backward_reference(grad: Tensor, x: Tensor, bias: Tensor, *, approximate: str) -> tuple[Tensor, Tensor]:
-    """Gradients of x and of the bias, in plain torch."""
+    """Compute the gradients of x and of the bias in plain torch."""
     wide = compute_dtype(x, bias)
     dz = torch.ops.aten.gelu_backward(grad.to(wide), x.to(wide) + bias.to(wide), approximate=approximate)
     return dz.to(x.dtype).contiguous(), sum_over_rows(dz).to(bias.dtype)
@@ -66,7 +66,7 @@ def forward_kernel(  # type: ignore[no-untyped-def]
     x_ptr, bias_ptr, y_ptr, x_stride, bias_stride, y_stride, columns, blocks,
     TANH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One program a block of a row. The bias is the same row again and again, of stride 0."""
+    """Compute one block of a row in each program. The bias is one row of stride 0."""
     row = (tl.program_id(0) // blocks).to(tl.int64)
     column = (tl.program_id(0) % blocks) * BLOCK + tl.arange(0, BLOCK)
     inside = column < columns
@@ -81,7 +81,7 @@ def backward_kernel(  # type: ignore[no-untyped-def]
     grad_ptr, x_ptr, bias_ptr, dx_ptr, dbias_ptr, grad_stride, x_stride, rows, columns,
     TANH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Program p takes rows p, p + programs, ... of a block of columns and adds up its part of the bias's gradient."""
+    """Compute rows p, p + programs, ... of a block of columns in program p, and sum its part of the bias's gradient."""
     first = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < columns
@@ -97,14 +97,14 @@ def backward_kernel(  # type: ignore[no-untyped-def]
 
 
 def launch_forward(x: Tensor, bias: Tensor, *, approximate: str, dtype: torch.dtype) -> Tensor:
-    """`reference` by the Triton kernel."""
+    """Compute `reference` by the Triton kernel."""
     y = x.new_empty(x.shape, dtype=dtype)
     launch_by_rows(forward_kernel, (x, bias.expand_as(x)), (y,), TANH=approximate == "tanh")
     return y
 
 
 def launch_backward(grad: Tensor, x: Tensor, bias: Tensor, *, approximate: str) -> tuple[Tensor, Tensor]:
-    """`backward_reference` by the Triton kernel."""
+    """Compute `backward_reference` by the Triton kernel."""
     grad_rows, x_rows = as_rows(grad), as_rows(x)
     rows, columns = x_rows.shape
     programs, block = min(rows, PROGRAMS), min(1024, next_power_of_2(columns))
@@ -120,7 +120,7 @@ def launch_backward(grad: Tensor, x: Tensor, bias: Tensor, *, approximate: str) 
 
 @define_op(like=reference, fake=lambda x, bias, *, approximate, dtype: x.new_empty(x.shape, dtype=dtype))
 def bias_gelu(*tensors: Tensor, **options: Any) -> Any:
-    """`gelu(x + bias)`, with the arguments of `reference`."""
+    """Compute `gelu(x + bias)`, with the arguments of `reference`."""
     compute = launch_forward if takes_triton(*tensors) else reference
     return compute(*tensors, **options)
 
@@ -130,7 +130,7 @@ def bias_gelu(*tensors: Tensor, **options: Any) -> Any:
     fake=lambda grad, x, bias, *, approximate: (x.new_empty(x.shape), bias.new_empty(bias.shape)),
 )
 def bias_gelu_backward(*tensors: Tensor, **options: Any) -> Any:
-    """Gradients of `bias_gelu`, contiguous: of x and of the bias, each in its dtype."""
+    """Compute the gradients of `bias_gelu`, contiguous: of x and of the bias, each in its dtype."""
     compute = launch_backward if takes_triton(*tensors) else backward_reference
     return compute(*tensors, **options)
 
@@ -139,5 +139,5 @@ differentiate_by(bias_gelu, bias_gelu_backward, options=["approximate"])
 
 
 def supports(x: Tensor, bias: Tensor, **options: Any) -> str | None:
-    """Why the op cannot take these, or None."""
+    """Return why the op does not support these arguments, or None."""
     return why_not_floating(input=x, bias=bias)

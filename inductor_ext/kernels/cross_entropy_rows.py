@@ -1,4 +1,4 @@
-"""The loss of each row of logits, and the gradient of the logits in their place: the inner part of a fused head.
+"""The loss of each row of logits, with the gradient written over the logits: the inner part of a fused head.
 
 For logits x `[rows, V]`, targets y, weights g of the rows, scale s, soft cap c, label smoothing e and z-loss k:
 
@@ -7,9 +7,9 @@ For logits x `[rows, V]`, targets y, weights g of the rows, scale s, soft cap c,
     loss   = lse - (1 - e) * z_y - e/V * sum_j z_j + k * lse^2
     dx_j   = g * s * ((1 + 2 k lse) * exp(z_j - lse) - e/V - (1 - e) * [j == y])   soft cap: * (1 - (z_j / c)^2)
 
-Loss and gradient of a row with `y == ignore_index` are 0. All is computed in 32 bits (64 for logits of 64).
+Loss and gradient of a row with `y == ignore_index` are 0. Everything is computed in 32 bits (64 for 64-bit logits).
 
-On an accelerator one Triton program takes a row: it reads it once for maximum and sum (Milakov, Gimelshein: Online
+On an accelerator one Triton program computes a row: it reads it once for maximum and sum (Milakov, Gimelshein: Online
 normalizer calculation for softmax, arXiv:1805.02867) and once for the gradient. On a CPU torch's ops go over a few rows
 at a time, as many as stay in the cache from one op to the next.
 """
@@ -31,7 +31,7 @@ WARPS = 16
 
 
 class LossTerms(NamedTuple):
-    """What a row's loss is made of; see the formula above for their meaning."""
+    """The terms of a row's loss; see the formula above for their meaning."""
 
     ignore_index: int = -100
     label_smoothing: float = 0.0
@@ -41,13 +41,13 @@ class LossTerms(NamedTuple):
 
 
 def cross_entropy_rows(logits: Tensor, target: Tensor, row_weights: Tensor | None, terms: LossTerms) -> Tensor:
-    """The loss of each row. Overwrites `logits`: with the gradient of `row_weights @ losses` if they are given.
+    """Return the loss of each row. Overwrites `logits`: with the gradient of `row_weights @ losses` if they are given.
 
     Args:
-        logits: `[rows, V]`, rows contiguous; left with no meaning if `row_weights` is None.
+        logits: `[rows, V]`, rows contiguous; undefined afterwards if `row_weights` is None.
         target: `[rows]`, from 0 to V - 1, or `ignore_index`.
-        row_weights: `[rows]`, in the wide dtype; None if no gradient is asked for.
-        terms: What the loss is made of.
+        row_weights: `[rows]`, in the wide dtype; None if no gradient is needed.
+        terms: The terms of the loss.
 
     Returns:
         `[rows]` in the wide dtype.
@@ -64,7 +64,7 @@ def cross_entropy_rows(logits: Tensor, target: Tensor, row_weights: Tensor | Non
 
 
 def _few_rows(logits: Tensor, target: Tensor, row_weights: Tensor | None, terms: LossTerms) -> Tensor:
-    """As `cross_entropy_rows`, with targets and weights `[rows, 1]`, in torch's ops and in place."""
+    """Compute `cross_entropy_rows` for targets and weights `[rows, 1]`, with torch's ops and in place."""
     x = logits.to(wide_dtype(logits.dtype))
     if terms.logit_scale != 1:
         x.mul_(terms.logit_scale)
@@ -102,7 +102,7 @@ def _tanh(x):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _load(at, inside, softcap, logit_scale, HAS_SOFTCAP: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Logits, scaled and capped."""
+    """Load logits, scaled and capped."""
     z = tl.load(at, mask=inside, other=0.0).to(tl.float32) * logit_scale
     if HAS_SOFTCAP:
         z = softcap * _tanh(z / softcap)
@@ -115,7 +115,7 @@ def cross_entropy_rows_kernel(  # type: ignore[no-untyped-def]
     label_smoothing, z_loss, softcap, logit_scale,
     HAS_SOFTCAP: tl.constexpr, WRITES_GRADIENT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One program a row: its loss; its gradient in the place of its logits."""
+    """Compute one row in each program: its loss, and its gradient in place of its logits."""
     row = tl.program_id(0).to(tl.int64)  # rows * vocabulary exceeds 32 bits
     logits += row * stride
     columns = tl.arange(0, BLOCK)
@@ -163,7 +163,7 @@ def cross_entropy_rows_kernel(  # type: ignore[no-untyped-def]
 
 
 def launch(logits: Tensor, target: Tensor, row_weights: Tensor | None, terms: LossTerms) -> Tensor:
-    """`cross_entropy_rows` by the kernel; without `row_weights` it leaves `logits` as they are."""
+    """Compute `cross_entropy_rows` by the kernel; without `row_weights` it leaves `logits` unchanged."""
     rows, vocabulary = logits.shape
     losses = logits.new_empty(rows, dtype=torch.float32)
     if rows == 0:

@@ -28,13 +28,13 @@ from .launch import compute_dtype, differentiate_by, launch_by_rows, takes_trito
 
 
 def reference(gate: Tensor, up: Tensor, *, approximate: str, dtype: torch.dtype) -> Tensor:
-    """What the op computes, in plain torch.
+    """Compute the op in plain torch.
 
     Args:
         gate: `[..., n]`, a floating dtype.
-        up: Of the same shape, a floating dtype.
+        up: A tensor of the same shape, a floating dtype.
         approximate: "none" or "tanh".
-        dtype: Of the result.
+        dtype: Dtype of the result.
 
     Returns:
         A contiguous tensor of the same shape, in `dtype`.
@@ -44,7 +44,7 @@ def reference(gate: Tensor, up: Tensor, *, approximate: str, dtype: torch.dtype)
 
 
 def backward_reference(grad: Tensor, gate: Tensor, up: Tensor, *, approximate: str) -> tuple[Tensor, Tensor]:
-    """Gradients of gate and up, in plain torch."""
+    """Compute the gradients of gate and up in plain torch."""
     wide = compute_dtype(gate, up)
     g, a, b = grad.to(wide), gate.to(wide), up.to(wide)
     dgate = torch.ops.aten.gelu_backward(g * b, a, approximate=approximate)
@@ -57,7 +57,7 @@ def forward_kernel(  # type: ignore[no-untyped-def]
     gate_ptr, up_ptr, y_ptr, gate_stride, up_stride, y_stride, columns, blocks,
     TANH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One program a block of a row."""
+    """Compute one block of a row in each program."""
     row = (tl.program_id(0) // blocks).to(tl.int64)
     column = (tl.program_id(0) % blocks) * BLOCK + tl.arange(0, BLOCK)
     inside = column < columns
@@ -72,7 +72,7 @@ def backward_kernel(  # type: ignore[no-untyped-def]
     grad_ptr, gate_ptr, up_ptr, dgate_ptr, dup_ptr, grad_stride, gate_stride, up_stride, dgate_stride, dup_stride,
     columns, blocks, TANH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One program a block of a row."""
+    """Compute one block of a row in each program."""
     row = (tl.program_id(0) // blocks).to(tl.int64)
     column = (tl.program_id(0) % blocks) * BLOCK + tl.arange(0, BLOCK)
     inside = column < columns
@@ -86,14 +86,14 @@ def backward_kernel(  # type: ignore[no-untyped-def]
 
 
 def launch_forward(gate: Tensor, up: Tensor, *, approximate: str, dtype: torch.dtype) -> Tensor:
-    """`reference` by the Triton kernel."""
+    """Compute `reference` by the Triton kernel."""
     y = gate.new_empty(gate.shape, dtype=dtype)
     launch_by_rows(forward_kernel, (gate, up), (y,), TANH=approximate == "tanh")
     return y
 
 
 def launch_backward(grad: Tensor, gate: Tensor, up: Tensor, *, approximate: str) -> tuple[Tensor, Tensor]:
-    """`backward_reference` by the Triton kernel."""
+    """Compute `backward_reference` by the Triton kernel."""
     gradients = gate.new_empty(gate.shape), up.new_empty(up.shape)
     launch_by_rows(backward_kernel, (grad, gate, up), gradients, TANH=approximate == "tanh")
     return gradients
@@ -101,7 +101,7 @@ def launch_backward(grad: Tensor, gate: Tensor, up: Tensor, *, approximate: str)
 
 @define_op(like=reference, fake=lambda gate, up, *, approximate, dtype: gate.new_empty(gate.shape, dtype=dtype))
 def geglu(*tensors: Tensor, **options: Any) -> Any:
-    """`gelu(gate) * up`, with the arguments of `reference`."""
+    """Compute `gelu(gate) * up`, with the arguments of `reference`."""
     compute = launch_forward if takes_triton(*tensors) else reference
     return compute(*tensors, **options)
 
@@ -111,7 +111,7 @@ def geglu(*tensors: Tensor, **options: Any) -> Any:
     fake=lambda grad, gate, up, *, approximate: (gate.new_empty(gate.shape), up.new_empty(up.shape)),
 )
 def geglu_backward(*tensors: Tensor, **options: Any) -> Any:
-    """Gradients of `geglu`, contiguous: of gate and of up, each in its dtype."""
+    """Compute the gradients of `geglu`, contiguous: of gate and of up, each in its dtype."""
     compute = launch_backward if takes_triton(*tensors) else backward_reference
     return compute(*tensors, **options)
 
@@ -120,5 +120,5 @@ differentiate_by(geglu, geglu_backward, options=["approximate"])
 
 
 def supports(gate: Tensor, up: Tensor, **options: Any) -> str | None:
-    """Why the op cannot take these, or None."""
+    """Return why the op does not support these arguments, or None."""
     return why_not_floating(gate=gate, other_half=up)

@@ -1,4 +1,4 @@
-"""What the Triton kernels with a GELU share: gelu(x) = x * p(x), p a probability and p' its density."""
+"""GELU in Triton kernels: gelu(x) = x * p(x), with p a probability and p' its density."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from .launch import tl, triton
 
 @triton.jit
 def gelu_probability(x, TANH: tl.constexpr):  # type: ignore[no-untyped-def]
-    """p, the normal distribution or, by tanh, nearly so."""
+    """Return p, the normal distribution or its approximation by tanh."""
     if TANH:
         # (1 + tanh(u)) / 2 = sigmoid(2 u)
         return tl.sigmoid(2 * 0.7978845608028654 * (x + 0.044715 * x * x * x))
@@ -17,7 +17,7 @@ def gelu_probability(x, TANH: tl.constexpr):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def gelu_density(x, TANH: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The derivative of p."""
+    """Return the derivative of p."""
     if TANH:
         # 1 - p is p of the other sign; as a difference it would lose all digits where p is near 1
         return (

@@ -1,7 +1,7 @@
-"""What Triton kernels and their launchers share.
+"""Code shared by Triton kernels and their launchers.
 
-Kernel files take `triton` and `tl` from here. Where Triton is not to be had (it has wheels for Linux alone), kernels
-are plain functions that nobody calls, and the ops compute by their references.
+Kernel files import `triton` and `tl` from here. If Triton is not available (it has wheels only for Linux), kernels are
+plain functions that nobody calls, and the ops use their references.
 """
 
 from __future__ import annotations
@@ -32,50 +32,50 @@ PROGRAMS = 256
 
 
 def on_gpu(x: Tensor) -> bool:
-    """Whether a Triton kernel runs where `x` is. Under TRITON_INTERPRET=1 it does on the CPU as well."""
+    """Return whether a Triton kernel runs on the device of `x`. With TRITON_INTERPRET=1 it also runs on the CPU."""
     if not hasattr(triton, "knobs"):
         return False
     return x.device.type == "cuda" or (x.device.type == "cpu" and bool(triton.knobs.runtime.interpret))
 
 
 def on_device_of(x: Tensor) -> AbstractContextManager[Any]:
-    """Makes the GPU of `x` the current one, to which Triton launches; where it is on none, nothing."""
+    """Return a context in which the GPU of `x` is the current one, to which Triton launches; empty if it is on none."""
     return torch.cuda.device(x.device) if x.is_cuda else nullcontext()
 
 
 def triton_dtype(dtype: torch.dtype) -> Any:
-    """The dtype by Triton's name."""
+    """Return the dtype by Triton's name."""
     return getattr(tl, str(dtype).removeprefix("torch."))
 
 
 def next_power_of_2(number: int) -> int:
-    """The least power of two that is `number` or more."""
+    """Return the least power of two that is at least `number`."""
     return 1 << (number - 1).bit_length() if number > 1 else 1
 
 
 def warps_for(columns: int) -> int:
-    """Warps of a program that holds a whole row in registers: 8 elements of it a thread, or as few as there may be."""
+    """Return the warps of a program that holds a full row in registers: about 8 elements a thread."""
     return min(32, max(1, next_power_of_2(columns) // 256))
 
 
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:
-    """In which dtype kernels compute on inputs of this one: float32, or float64 for float64."""
+    """Return the dtype in which kernels compute for this input dtype: float32, or float64 for float64."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def compute_dtype(*tensors: Tensor | None) -> torch.dtype:
-    """In which dtype kernels compute: float32, or float64 where an input is."""
+    """Return the dtype in which kernels compute: float32, or float64 if an input is float64."""
     is_double = any(item is not None and item.dtype == torch.float64 for item in tensors)
     return torch.float64 if is_double else torch.float32
 
 
 def takes_triton(x: Tensor, *others: Tensor | None) -> bool:
-    """Whether a Triton kernel, which computes in float32, takes these inputs."""
+    """Return whether a Triton kernel, which computes in float32, supports these inputs."""
     return on_gpu(x) and x.numel() > 0 and compute_dtype(x, *others) == torch.float32
 
 
 def why_not_floating(**tensors: Tensor) -> str | None:
-    """Why a kernel that computes in floats cannot take tensors, by what they are to it, or None."""
+    """Return why a kernel does not support tensors that are not floating-point, by their argument names, or None."""
     for name, value in tensors.items():
         if not value.dtype.is_floating_point:
             return f"its {name.replace('_', ' ')} is {value.dtype}"
@@ -83,14 +83,14 @@ def why_not_floating(**tensors: Tensor) -> str | None:
 
 
 def why_not_rows(x: Tensor) -> str | None:
-    """Why a kernel that holds a whole row of `x` cannot take it, or None."""
+    """Return why a kernel that holds a full row of `x` does not support it, or None."""
     if x.device.type == "cuda" and isinstance(x.shape[-1], int) and x.shape[-1] > MOST_COLUMNS:
         return f"its rows have {x.shape[-1]:,} elements, more than {MOST_COLUMNS:,}"
     return why_not_floating(input=x)
 
 
 def why_not_sum(x: Tensor, residual: Tensor) -> str | None:
-    """Why a kernel that adds a residual to `x` first cannot take the two, or None."""
+    """Return why a kernel that first adds a residual to `x` does not support the two, or None."""
     if x.dtype != residual.dtype:
         return f"it is of the sum of {x.dtype} and {residual.dtype}, where one dtype is expected"
     if not same_shape(x, residual):
@@ -99,24 +99,24 @@ def why_not_sum(x: Tensor, residual: Tensor) -> str | None:
 
 
 def as_rows(x: Tensor) -> Tensor:
-    """`[..., n]` as `[rows, n]` whose columns are neighbours in memory: a view where there is one."""
+    """Return `[..., n]` as `[rows, n]` with contiguous columns: a view if possible."""
     rows = x.reshape(-1, x.shape[-1] if x.ndim else 1)
     return rows if rows.stride(1) == 1 else rows.contiguous()
 
 
 def sum_over_rows(x: Tensor) -> Tensor:
-    """`[..., n]` added up over all dimensions but the last: `[n]`, of a single row a copy."""
+    """Return the sum of `[..., n]` over all dimensions but the last: `[n]`; for a single row a copy."""
     return x.reshape(math.prod(x.shape[:-1]), x.shape[-1]).sum(0)
 
 
 def launch_by_rows(kernel: Any, inputs: Sequence[Tensor], outputs: Sequence[Tensor], **constants: Any) -> None:
-    """Runs a kernel that works on each element alone.
+    """Run an element-wise kernel.
 
     Args:
-        kernel: Takes the inputs, the outputs, the row stride of each of both, the columns and the blocks of a row.
-        inputs: `[..., n]`, all of one shape.
-        outputs: Contiguous, of the same shape.
-        constants: Of the kernel, besides BLOCK.
+        kernel: The kernel: takes inputs, outputs, the row stride of each of them, the columns and the blocks of a row.
+        inputs: Tensors `[..., n]`, all of one shape.
+        outputs: Contiguous tensors of the same shape.
+        constants: Constants of the kernel, besides BLOCK.
     """
     tensors = [*map(as_rows, inputs), *(item.view(-1, item.shape[-1] if item.ndim else 1) for item in outputs)]
     rows, columns = tensors[0].shape
@@ -128,12 +128,13 @@ def launch_by_rows(kernel: Any, inputs: Sequence[Tensor], outputs: Sequence[Tens
 
 
 def differentiate_by(op: CustomOpDef, backward: Callable[..., Any], *, options: Sequence[str] = ()) -> None:
-    """Registers the derivative of an op that saves its inputs, all of them tensors.
+    """Register the derivative of an op that saves its inputs, all of them tensors.
 
     Args:
         op: The op, with keyword-only arguments.
-        backward: Takes the gradient of the result, the inputs and `options`; gives the gradients of the inputs.
-        options: Those of the op's keyword-only arguments that it takes as well.
+        backward: The derivative: takes the gradient of the result, the inputs and `options`; returns the gradients of
+            the inputs.
+        options: The op's keyword-only arguments that it takes as well.
     """
 
     def setup_context(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, Any], output: Any) -> None:

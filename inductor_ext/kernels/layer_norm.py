@@ -13,7 +13,7 @@ For x `[..., n]`, computed in s = float32 (float64 for float64) and rounded once
 
 Saved for the backward: x, weight, mean, rstd.
 
-The Triton functions add a residual first where they are asked to: `add_layer_norm` launches them so.
+The Triton functions can first add a residual: `add_layer_norm` uses that.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ _Triple = tuple[Tensor, Tensor, Tensor]
 
 
 def reference(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, *, dtype: torch.dtype) -> _Triple:
-    """What the op computes, in plain torch.
+    """Compute the op in plain torch.
 
     Args:
         x: `[..., n]`, a floating dtype.
         weight: `[n]`, or None.
         bias: `[n]`, or None.
         eps: Added to the variance.
-        dtype: Of the result.
+        dtype: Dtype of the result.
 
     Returns:
         `[..., n]` in `dtype`, contiguous; the mean and the reciprocal standard deviation, both `[..., 1]` in float32,
@@ -78,9 +78,9 @@ def backward_reference(
     bias_dtype: torch.dtype | None,
     grad_x: Tensor | None = None,
 ) -> _Triple:
-    """Gradients of x, of the weight and of the bias (empty tensors without one), in plain torch.
+    """Compute the gradients of x, weight and bias (empty tensors without them) in plain torch.
 
-    `grad_x`, what other uses of x give to its gradient, is added before it is rounded.
+    `grad_x`, the gradient from other uses of x, is added before rounding.
     """
     g, h = grad.to(rstd.dtype), (x.to(rstd.dtype) - mean) * rstd
     u = g if weight is None else g * weight.to(rstd.dtype)
@@ -98,7 +98,10 @@ def forward_kernel(  # type: ignore[no-untyped-def]
     x_stride, residual_stride, columns, eps,
     HAS_RESIDUAL: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One program a row. With a residual, the norm is of the rounded sum, which is stored as well."""
+    """Compute one row in each program.
+
+    With a residual, the norm is that of the rounded sum, which is stored as well.
+    """
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < columns
@@ -127,7 +130,7 @@ def backward_kernel(  # type: ignore[no-untyped-def]
     grad_stride, grad_x_stride, x_stride, rows, columns,
     HAS_GRAD_X: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Program p takes rows p, p + programs, ... and adds up its part of the weight's and of the bias's gradient."""
+    """Compute rows p, p + programs, ... in program p, and sum its part of the gradients of weight and bias."""
     first = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < columns
@@ -166,7 +169,7 @@ def launch_forward(
     residual: Tensor | None = None,
     total: Tensor | None = None,
 ) -> _Triple:
-    """`reference` by the Triton kernel, of x or, into `total`, contiguous and like x, of x + residual."""
+    """Compute `reference` by the Triton kernel, for x or, into `total`, contiguous and like x, for x + residual."""
     rows, residual_rows = as_rows(x), as_rows(x if residual is None else residual)
     y = x.new_empty(x.shape, dtype=dtype)
     mean, rstd = (x.new_empty((*x.shape[:-1], 1), dtype=torch.float32) for _ in range(2))
@@ -194,7 +197,7 @@ def launch_backward(
     bias_dtype: torch.dtype | None,
     grad_x: Tensor | None = None,
 ) -> _Triple:
-    """`backward_reference` by the Triton kernel."""
+    """Compute `backward_reference` by the Triton kernel."""
     grad_rows, grad_x_rows, rows = (as_rows(item) for item in (grad, grad if grad_x is None else grad_x, x))
     columns, programs = rows.shape[1], min(len(rows), PROGRAMS)
     dx = x.new_empty(x.shape)
@@ -217,7 +220,7 @@ def launch_backward(
 
 
 def fake(x: Tensor, *parameters: Any, dtype: torch.dtype) -> _Triple:
-    """Empty results of the op."""
+    """Return empty results of the op."""
     mean, rstd = (x.new_empty((*x.shape[:-1], 1), dtype=compute_dtype(x)) for _ in range(2))
     return x.new_empty(x.shape, dtype=dtype), mean, rstd
 
@@ -225,7 +228,7 @@ def fake(x: Tensor, *parameters: Any, dtype: torch.dtype) -> _Triple:
 def backward_fake(
     grad: Tensor, x: Tensor, weight: Tensor | None, *statistics: Tensor, bias_dtype: torch.dtype | None
 ) -> _Triple:
-    """Empty results of the op's derivative."""
+    """Return empty results of the op's derivative."""
     dweight = x.new_empty(0) if weight is None else weight.new_empty(weight.shape)
     dbias = x.new_empty(0) if bias_dtype is None else x.new_empty(x.shape[-1:], dtype=bias_dtype)
     return x.new_empty(x.shape), dweight, dbias
@@ -233,7 +236,7 @@ def backward_fake(
 
 @define_op(like=reference, fake=fake)
 def layer_norm(x: Tensor, *parameters: Any, **options: Any) -> _Triple:
-    """LayerNorm over the last dimension, with the arguments of `reference`."""
+    """Compute LayerNorm over the last dimension, with the arguments of `reference`."""
     compute = launch_forward if takes_triton(x) else reference
     return compute(x, *parameters, **options)
 
@@ -242,7 +245,7 @@ def layer_norm(x: Tensor, *parameters: Any, **options: Any) -> _Triple:
 def layer_norm_backward(
     grad: Tensor, x: Tensor, weight: Tensor | None, mean: Tensor, rstd: Tensor, *, bias_dtype: torch.dtype | None
 ) -> _Triple:
-    """Gradients of `layer_norm`: of x, of the weight, of the bias `[n]`; empty tensors without weight or bias."""
+    """Compute the gradients of `layer_norm`: x, weight, bias `[n]`; empty tensors without weight or bias."""
     compute = launch_backward if takes_triton(x) else backward_reference
     return compute(grad, x, weight, mean, rstd, bias_dtype=bias_dtype)
 
@@ -263,5 +266,5 @@ layer_norm.register_autograd(_backward, setup_context=_setup_context)
 
 
 def supports(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, **options: Any) -> str | None:
-    """Why the op cannot take these, or None."""
+    """Return why the op does not support these arguments, or None."""
     return why_not_rows(x)

@@ -8,18 +8,18 @@ For hidden h `[..., H]`, weight w `[V, H]`, bias b `[V]` and the N targets y, wi
 
 `loss_i = 0` where `y_i == ignore_index`. Reductions are torch's: "none", "sum", "mean" over the rows not ignored.
 
-The N x V logits of a large vocabulary take more memory than the rest of a model. Here rows go chunk by chunk: the
-logits of a chunk, its losses, at once the gradient of its logits in their place, and what that adds to the gradients
-of h, w and b. Backward has but to scale these: three matrix products as in plain torch, none twice. With "none" each
-row has a gradient of its own, known in backward alone, which computes the logits again: four products.
+The N x V logits of a large vocabulary take more memory than the rest of a model. Here rows are processed in chunks: the
+logits of a chunk, its losses, immediately the gradient of its logits in their place, and its part of the gradients of
+h, w and b. The backward only scales these: three matrix products as in plain torch. With "none" each row has a gradient
+of its own, known only in the backward, which recomputes the logits: four products.
 
-Memory besides inputs and gradients: `max(N * H, MIN_ROWS * V)` elements for the logits of a chunk; and, where gradients
-of w in 16 bits are added up over several chunks, `V * H` sums in 32 bits.
+Memory besides inputs and gradients: `max(N * H, MIN_ROWS * V)` elements for the logits of a chunk; and, if 16-bit
+gradients of w are summed over several chunks, `V * H` sums in 32 bits.
 
-Source of the algorithm: Hsu et al., Liger Kernel (arXiv:2410.10989), and, for 16 bits without loss of precision and
-for the rows that are left out, Wijmans et al., Cut Your Losses in Large-Vocabulary Language Models (arXiv:2411.09009).
-z-loss: Chowdhery et al., PaLM (arXiv:2204.02311). `torch.nn.functional.linear_cross_entropy` (torch 2.13) with
-`options` is alike in eager mode; `torch.compile` does not trace it.
+Source of the algorithm: Hsu et al., Liger Kernel (arXiv:2410.10989), and, for 16 bits without loss of precision and for
+ignored rows, Wijmans et al., Cut Your Losses in Large-Vocabulary Language Models (arXiv:2411.09009). z-loss: Chowdhery
+et al., PaLM (arXiv:2204.02311). `torch.nn.functional.linear_cross_entropy` (torch 2.13) with `options` is similar in
+eager mode; `torch.compile` does not trace it.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def reference(
     dtype: torch.dtype | None = None,
     **options: Any,
 ) -> Tensor:
-    """What `linear_cross_entropy` computes, in plain torch with all logits in memory. `options`: of `LossTerms`."""
+    """Compute `linear_cross_entropy` in plain torch with all logits in memory. `options`: those of `LossTerms`."""
     terms = LossTerms(**options)
     logits = functional.linear(hidden, weight, bias).reshape(-1, weight.shape[0])
     logits = logits.to(wide_dtype(logits.dtype)) * terms.logit_scale
@@ -80,7 +80,7 @@ def supports(
     softcap: float | None = None,
     **_: object,
 ) -> str | None:
-    """Why `linear_cross_entropy` refuses these arguments; None if it takes them. Fake tensors will do."""
+    """Return why `linear_cross_entropy` refuses these arguments; None if it does not. Fake tensors are supported."""
     if hidden.dtype not in _DTYPES:
         return f"hidden is {hidden.dtype}: cast it to one of {', '.join(map(str, _DTYPES))}"
     for name, tensor in (("weight", weight), ("bias", bias)):
@@ -117,30 +117,30 @@ def linear_cross_entropy(
     logit_scale: float = 1.0,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Cross-entropy of `hidden @ weight^T + bias`, as `reference`, without the logits in memory.
+    """Compute the cross-entropy of `hidden @ weight^T + bias`, like `reference`, without the logits in memory.
 
     Under autocast hidden, weight and bias are cast as `torch.nn.functional.linear` casts them.
 
     Args:
         hidden: `[..., H]`, float32, float64, bfloat16 or float16.
         weight: `[V, H]`, in the dtype of hidden.
-        target: int64, of any shape that has an element for each row of hidden: from 0 to V - 1, or `ignore_index`.
+        target: int64, with one element for each row of hidden, in any shape: from 0 to V - 1, or `ignore_index`.
         bias: `[V]`, in the dtype of hidden, or None.
-        ignore_index: Rows with this target have neither loss nor gradient, nor do they count in a mean.
+        ignore_index: Rows with this target have no loss and no gradient, and are not part of a mean.
         reduction: "mean" over the rows not ignored (NaN if there are none), "sum", or "none".
         label_smoothing: From 0 to 1: the share of the target that is spread over all classes.
         z_loss: Weight of the squared logarithm of the softmax's denominator.
         softcap: Logits become `softcap * tanh(logits / softcap)`; None leaves them as they are.
         logit_scale: Logits are multiplied by it, before they are capped.
-        dtype: Of the result; None for the one that it is computed in: float32, or float64 for a hidden of float64.
+        dtype: Dtype of the result; None for that of the computation: float32, or float64 for a float64 `hidden`.
 
     Returns:
-        The loss: `[]`, or of the shape of target with reduction "none".
+        The loss: `[]`, or the shape of target with reduction "none".
 
     Raises:
         ValueError: Shapes, dtypes or options that `supports` refuses.
         IndexError: A target is out of range; on an accelerator, an assertion of the device.
-        NotImplementedError: A second derivative is asked for.
+        NotImplementedError: A second derivative is needed.
     """
     terms = LossTerms(ignore_index, label_smoothing, z_loss, softcap, logit_scale)
     return _loss(

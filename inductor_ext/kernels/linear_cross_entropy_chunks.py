@@ -1,4 +1,4 @@
-"""The loss of a head chunk by chunk of rows: the loops of `linear_cross_entropy`, and how large a chunk is."""
+"""The loss of a head by chunks of rows: the loops of `linear_cross_entropy`, and the size of a chunk."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ MIN_ROWS_ACCELERATOR = 1024
 
 
 def least_rows(device_type: str) -> int:
-    """The fewest rows that a chunk has, where there are as many."""
+    """Return the least rows of a chunk, if there are as many."""
     return MIN_ROWS if device_type == "cpu" else MIN_ROWS_ACCELERATOR
 
 
 def rows_per_chunk(rows: int, vocabulary: int, hidden_size: int, *, least: int) -> int:
-    """Rows of a chunk: as many as give its logits no more elements than hidden has, but `least` or more; all alike."""
+    """Return the rows of a chunk: its logits have at most as many elements as hidden, but at least `least` rows."""
     most = max(least, rows * hidden_size // vocabulary, 1)
     chunks = -(-rows // most)
     return -(-rows // max(chunks, 1))
 
 
 def row_chunks(target: Tensor, weight: Tensor, ignore_index: int) -> list[slice] | list[Tensor]:
-    """The rows of each chunk.
+    """Return the rows of each chunk.
 
-    On a CPU rows to be ignored are left out: the padding of batches, the prompts of instructions. On an accelerator how
-    many there are is not known without waiting for it.
+    On a CPU ignored rows are left out: the padding of batches, the prompts of instructions. On an accelerator their
+    number is not known without waiting for it.
 
     Raises:
         IndexError: A target is out of range. On an accelerator it is an assertion of the device, as in torch.
@@ -61,7 +61,7 @@ def row_chunks(target: Tensor, weight: Tensor, ignore_index: int) -> list[slice]
 
 
 def _write_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, buffer: Tensor) -> Tensor:
-    """The logits of some rows, in a buffer that may have more."""
+    """Return the logits of some rows, in a buffer that may be larger."""
     logits = buffer[: len(hidden)]
     if bias is None:
         return torch.mm(hidden, weight.t(), out=logits)
@@ -69,14 +69,14 @@ def _write_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, buffer: T
 
 
 def _logits_buffer(hidden: Tensor, weight: Tensor, chunks: Sequence[slice] | Sequence[Tensor]) -> Tensor:
-    """One for all chunks, of which the first is largest: fresh memory for each would cost a page fault a page."""
+    """Return one buffer for all chunks, of which the first is largest: new memory for each would cost page faults."""
     first = chunks[0] if chunks else slice(0, 0)
     rows = first.stop - first.start if isinstance(first, slice) else len(first)
     return hidden.new_empty((rows, len(weight)))
 
 
 def _add_product(total: Tensor, d_logits: Tensor, hidden: Tensor) -> None:
-    """`total += d_logits^T @ hidden`, where total may be wider than the other two."""
+    """Add `d_logits^T @ hidden` to `total`, which may be wider than the other two."""
     if total.dtype is d_logits.dtype:
         total.addmm_(d_logits.t(), hidden)
     elif d_logits.is_cuda:
@@ -88,7 +88,7 @@ def _add_product(total: Tensor, d_logits: Tensor, hidden: Tensor) -> None:
 
 
 def _norm(row_weights: Tensor) -> Tensor:
-    """The largest weight of a row, above 0: divided by it, weights are far from the ends of float16's range."""
+    """Return the largest weight of a row, above 0: divided by it, weights are well inside float16's range."""
     if len(row_weights) == 0:
         return row_weights.new_ones(())
     return row_weights.abs().nan_to_num(nan=0.0, posinf=0.0).amax().clamp(min=torch.finfo(row_weights.dtype).tiny)
@@ -97,7 +97,7 @@ def _norm(row_weights: Tensor) -> Tensor:
 def _zero_gradients(
     hidden: Tensor, weight: Tensor, needs: Sequence[bool], *, wide: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Zeros of the shapes of hidden, weight and bias, where needed; those that chunks add to in 32 bits if `wide`."""
+    """Return zeros of the shapes of hidden, weight and bias, where needed; sums over chunks in 32 bits if `wide`."""
     stored = _stored_dtype(hidden.dtype)
     summed = wide_dtype(hidden.dtype) if wide else stored
     return (
@@ -122,7 +122,7 @@ _OPTIONS = "int ignore_index, float label_smoothing, float z_loss, float? softca
 def linear_cross_entropy_rows(
     hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, **options: Any
 ) -> Tensor:
-    """The loss of each row.
+    """Return the loss of each row.
 
     Args:
         hidden: `[N, H]`.
@@ -132,7 +132,7 @@ def linear_cross_entropy_rows(
         options: The fields of `LossTerms`.
 
     Returns:
-        `[N]`, in 32 bits (64 for a hidden of 64).
+        `[N]`, in 32 bits (64 for a 64-bit `hidden`).
     """
     terms = LossTerms(**options)
     losses = hidden.new_zeros(len(hidden), dtype=wide_dtype(hidden.dtype))
@@ -166,15 +166,15 @@ def linear_cross_entropy_grads(
     needs: Sequence[bool],
     **options: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """A weighted sum of the losses of all rows, and its gradients.
+    """Return a weighted sum of the losses of all rows, and its gradients.
 
     Args:
         hidden: `[N, H]`.
         weight: `[V, H]`, in the dtype of hidden.
         target: `[N]`, int64.
         bias: `[V]`, in the dtype of hidden, or None.
-        row_weights: `[N]`, in 32 bits (64 for a hidden of 64).
-        needs: Which gradients are needed: of hidden, weight, bias.
+        row_weights: `[N]`, in 32 bits (64 for a 64-bit `hidden`).
+        needs: True for each needed gradient: hidden, weight, bias.
         options: The fields of `LossTerms`.
 
     Returns:

@@ -1,7 +1,7 @@
-"""`linear_cross_entropy` of few logits, as Inductor traces it: all rows at once, so that it fuses what lies between.
+"""`linear_cross_entropy` of few logits, as Inductor traces it: all rows at once, so that the ops in between are fused.
 
-The chunks of `linear_cross_entropy_chunks` spare memory, and go over the logits op by op. Where the logits take little
-memory there is nothing to spare, and one fused kernel between the products is faster. The formulas are those of
+The chunks of `linear_cross_entropy_chunks` save memory, and process the logits op by op. If the logits take little
+memory there is nothing to save, and one fused kernel between the products is faster. The formulas are those of
 `cross_entropy_rows`, without writing in place.
 """
 
@@ -17,7 +17,7 @@ from .cross_entropy_rows import LossTerms
 from .launch import wide_dtype
 
 LEAST_BYTES = 16 * 2**20
-"""So much memory is worth sparing: logits that take less are computed as a whole, or left to plain torch."""
+"""Least size of logits for which chunks are used: smaller ones are computed at once, or left to plain torch."""
 
 
 def whole_grads(
@@ -30,7 +30,7 @@ def whole_grads(
     needs: Sequence[bool],
     **options: Any,
 ) -> Any:
-    """What `linear_cross_entropy_grads` computes; NotImplemented where that is better."""
+    """Compute `linear_cross_entropy_grads`; return NotImplemented if that op is better."""
     if _prefers_chunks(hidden, weight):
         return NotImplemented
     terms = LossTerms(**options)
@@ -46,7 +46,7 @@ def whole_grads(
 
 
 def whole_rows(hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, **options: Any) -> Any:
-    """What `linear_cross_entropy_rows` computes; NotImplemented where that is better."""
+    """Compute `linear_cross_entropy_rows`; return NotImplemented if that op is better."""
     if _prefers_chunks(hidden, weight):
         return NotImplemented
     terms = LossTerms(**options)
@@ -54,7 +54,7 @@ def whole_rows(hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | No
 
 
 def _prefers_chunks(hidden: Tensor, weight: Tensor) -> bool:
-    """Whether there are many logits, or nobody knows how many; on a GPU the kernel of the chunks is fused as it is.
+    """Return whether there are many, or unknown numbers of, logits; on a GPU the chunks' kernel is fused anyway.
 
     In float16 the chunks keep gradients from becoming too small.
     """
@@ -72,7 +72,7 @@ def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 class _Rows:
-    """Losses of rows, and the gradient of their logits, which share what they are made of.
+    """Losses of rows, and the gradient of their logits, with shared intermediate results.
 
     Attributes:
         x: `[rows, V]`, logits scaled and capped, in the wide dtype.
@@ -86,7 +86,7 @@ class _Rows:
         self._lse = torch.logsumexp(self.x, 1, keepdim=True)
 
     def losses(self) -> Tensor:
-        """`[rows]`."""
+        """Return the losses, `[rows]`."""
         terms = self._terms
         loss = self._lse - (1 - terms.label_smoothing) * self.x.gather(1, self._target)
         if terms.label_smoothing:
@@ -96,7 +96,7 @@ class _Rows:
         return loss.squeeze(1).masked_fill(self._ignored, 0)
 
     def d_logits(self, weights: Tensor) -> Tensor:
-        """`[rows, V]`, for weights `[rows, 1]` that have the scale of the logits in them."""
+        """Return the gradient of the logits, `[rows, V]`; `weights` `[rows, 1]` include the scale of the logits."""
         terms, x = self._terms, self.x
         is_target = torch.arange(x.shape[1], device=x.device) == self._target
         d = (1 + 2 * terms.z_loss * self._lse) * torch.exp(x - self._lse)

@@ -9,11 +9,11 @@ For x `[..., n]`, computed in s = float32 (float64 for float64):
     dx      = rstd * (u - h * mean(u * h, -1))
     dweight = sum over rows of g * h.to(norm_dtype)
 
-`norm_dtype` is where spellings differ: transformers' Llama rounds to the input's dtype before it multiplies by the
-weight, torch's own and Gemma's after it. Sum and product with the weight are rounded as torch does, to the dtype to
-which norm_dtype and the weight's promote. Saved for the backward: x, weight, rstd.
+`norm_dtype` differs between models: transformers' Llama rounds to the input's dtype before it multiplies by the weight,
+torch's own and Gemma's after it. Sum and product with the weight are rounded as in torch, to the promoted dtype of
+norm_dtype and the weight. Saved for the backward: x, weight, rstd.
 
-The Triton functions add a residual first where they are asked to: `add_rms_norm` launches them so.
+The Triton functions can first add a residual: `add_rms_norm` uses that.
 """
 
 from __future__ import annotations
@@ -44,15 +44,15 @@ from .launch import (
 def reference(
     x: Tensor, weight: Tensor | None, eps: float, *, offset: float, norm_dtype: torch.dtype, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """What the op computes, in plain torch.
+    """Compute the op in plain torch.
 
     Args:
         x: `[..., n]`, a floating dtype.
         weight: `[n]`, or None.
         eps: Added to the mean square.
         offset: Added to the weight.
-        norm_dtype: To which the normalised input is rounded before it is multiplied by the weight.
-        dtype: Of the result.
+        norm_dtype: Dtype to which the normalised input is rounded before it is multiplied by the weight.
+        dtype: Dtype of the result.
 
     Returns:
         `[..., n]` in `dtype`; the reciprocal root mean square `[..., 1]` in float32, or float64 for float64.
@@ -76,9 +76,9 @@ def backward_reference(
     norm_dtype: torch.dtype,
     grad_x: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of x and of the weight (an empty tensor without one), in plain torch.
+    """Compute the gradients of x and of the weight (an empty tensor without one) in plain torch.
 
-    `grad_x`, what other uses of x give to its gradient, is added before it is rounded.
+    `grad_x`, the gradient from other uses of x, is added before rounding.
     """
     wide, g = x.to(rstd.dtype), grad.to(rstd.dtype)
     h = wide * rstd
@@ -100,7 +100,10 @@ def forward_kernel(  # type: ignore[no-untyped-def]
     HAS_RESIDUAL: tl.constexpr, HAS_WEIGHT: tl.constexpr, ROUND_TO: tl.constexpr, PRODUCT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One program a row. With a residual, the norm is of the rounded sum, which is stored as well."""
+    """Compute one row in each program.
+
+    With a residual, the norm is that of the rounded sum, which is stored as well.
+    """
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < columns
@@ -125,7 +128,7 @@ def backward_kernel(  # type: ignore[no-untyped-def]
     grad_stride, grad_x_stride, x_stride, rows, columns, offset,
     HAS_GRAD_X: tl.constexpr, HAS_WEIGHT: tl.constexpr, ROUND_TO: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Program p takes rows p, p + programs, ... and adds up its part of the weight's gradient."""
+    """Compute rows p, p + programs, ... in program p, and sum its part of the weight's gradient."""
     first = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < columns
@@ -159,7 +162,7 @@ def launch_forward(
     residual: Tensor | None = None,
     total: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`reference` by the Triton kernel, of x or, into `total`, contiguous and like x, of x + residual."""
+    """Compute `reference` by the Triton kernel, for x or, into `total`, contiguous and like x, for x + residual."""
     rows, residual_rows = as_rows(x), as_rows(x if residual is None else residual)
     columns = rows.shape[1]
     y = x.new_empty(x.shape, dtype=dtype)
@@ -189,7 +192,7 @@ def launch_backward(
     norm_dtype: torch.dtype,
     grad_x: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`backward_reference` by the Triton kernel."""
+    """Compute `backward_reference` by the Triton kernel."""
     grad_rows, grad_x_rows, rows = (as_rows(item) for item in (grad, grad if grad_x is None else grad_x, x))
     columns, programs = rows.shape[1], min(len(rows), PROGRAMS)
     dx = x.new_empty(x.shape)
@@ -208,23 +211,23 @@ def launch_backward(
 
 
 def takes(x: Tensor, weight: Tensor | None, norm_dtype: torch.dtype) -> bool:
-    """Whether the Triton kernels, which compute in float32, take these."""
+    """Return whether the Triton kernels, which compute in float32, support these."""
     return takes_triton(x, weight) and norm_dtype != torch.float64
 
 
 def fake(x: Tensor, *_: Any, dtype: torch.dtype, **__: Any) -> tuple[Tensor, Tensor]:
-    """Empty results of the op."""
+    """Return empty results of the op."""
     return x.new_empty(x.shape, dtype=dtype), x.new_empty((*x.shape[:-1], 1), dtype=compute_dtype(x))
 
 
 def backward_fake(grad: Tensor, x: Tensor, weight: Tensor | None, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-    """Empty results of the op's derivative."""
+    """Return empty results of the op's derivative."""
     return x.new_empty(x.shape), x.new_empty(0) if weight is None else torch.empty_like(weight)
 
 
 @define_op(like=reference, fake=fake)
 def rms_norm(x: Tensor, weight: Tensor | None, eps: float, **options: Any) -> tuple[Tensor, Tensor]:
-    """RMSNorm over the last dimension, with the arguments of `reference`."""
+    """Compute RMSNorm over the last dimension, with the arguments of `reference`."""
     compute = launch_forward if takes(x, weight, options["norm_dtype"]) else reference
     return compute(x, weight, eps, **options)
 
@@ -233,7 +236,10 @@ def rms_norm(x: Tensor, weight: Tensor | None, eps: float, **options: Any) -> tu
 def rms_norm_backward(
     grad: Tensor, x: Tensor, weight: Tensor | None, rstd: Tensor, *, offset: float, norm_dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of `rms_norm`: of x, like x; of the weight, like the weight, or an empty tensor without one."""
+    """Compute the gradients of `rms_norm`: of x, like x.
+
+    Of the weight, like the weight, or an empty tensor without one.
+    """
     compute = launch_backward if takes(x, weight, norm_dtype) else backward_reference
     return compute(grad, x, weight, rstd, offset=offset, norm_dtype=norm_dtype)
 
@@ -254,5 +260,5 @@ rms_norm.register_autograd(_backward, setup_context=_setup_context)
 
 
 def supports(x: Tensor, weight: Tensor | None, eps: float, **options: Any) -> str | None:
-    """Why the op cannot take these, or None."""
+    """Return why the op does not support these arguments, or None."""
     return why_not_rows(x)

@@ -1,18 +1,18 @@
 """Rotary position embedding (Su et al., 2021) in one pass forward and one backward.
 
-For x `[..., n]`, n even, and cos, sin that broadcast against x, with n or n/2 columns, let 1 and 2 name the halves of
-a row (`interleaved`: its even and its odd columns; tables of n/2 columns serve both). In float32 (float64 if an input
-is float64), rounded once:
+For x `[..., n]`, n even, and cos, sin that broadcast against x, with n or n/2 columns, let 1 and 2 name the halves of a
+row (`interleaved`: its even and its odd columns; tables of n/2 columns serve both). In float32 (float64 if an input is
+float64), rounded once:
 
     y1 = x1 * cos1 - x2 * sin1
-    y2 = x2 * cos2 + x1 * sin2                           [..., n] in `dtype`; `inverse` takes -sin for sin
+    y2 = x2 * cos2 + x1 * sin2                           [..., n] in `dtype`; `inverse` uses -sin for sin
 
     with g the gradient of y:
     dx1 = g1 * cos1 + g2 * sin2
     dx2 = g2 * cos2 - g1 * sin1
 
-which is the rotation by the negative angle if the halves of the tables agree, but is right whatever they hold. The
-tables take no gradient. Saved for the backward: cos and sin.
+which is the rotation by the negative angle if the halves of the tables are equal, but is correct for all tables. The
+tables have no gradient. Saved for the backward: cos and sin.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ _TILE = 1024
 
 
 def reference(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool, inverse: bool, dtype: torch.dtype) -> Tensor:
-    """What the op computes, in plain torch.
+    """Compute the op in plain torch.
 
     Args:
         x: `[..., n]`, n even, a floating dtype.
         cos: `[..., n]` or `[..., n/2]`; its other dimensions broadcast against those of x. It needs no gradient.
-        sin: Likewise.
-        interleaved: Whether a pair is two neighbours; otherwise it is a column of the first half and its like in the
+        sin: A tensor like cos.
+        interleaved: True if a pair is two neighbours; otherwise a column of the first half and the same one of the
             second.
-        inverse: Whether to rotate by the negative angle.
-        dtype: Of the result.
+        inverse: True to rotate by the negative angle.
+        dtype: Dtype of the result.
     """
     (c1, c2), (s1, s2) = (_tables(item, x, interleaved) for item in (cos, sin))
     return _rotated(x, (c1, c2), (-s1, -s2) if inverse else (s1, s2), interleaved).to(dtype)
@@ -51,25 +51,25 @@ def reference(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool, inverse
 def backward_reference(
     grad: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool, inverse: bool, dtype: torch.dtype
 ) -> Tensor:
-    """The gradient of x, whose dtype is `dtype`, in plain torch."""
+    """Compute the gradient of x, whose dtype is `dtype`, in plain torch."""
     (c1, c2), (s1, s2) = (_tables(item, grad, interleaved) for item in (cos, sin))
     return _rotated(grad, (c1, c2), (s2, s1) if inverse else (-s2, -s1), interleaved).to(dtype)
 
 
 def traceable(x: Tensor, cos: Tensor, sin: Tensor, **options: Any) -> Tensor:
-    """`reference` laid out as the op lays out its result, for a compiler to trace through."""
+    """Compute `reference` in the op's memory layout, for a compiler to trace through."""
     return _in_order_of_memory(reference, x, cos, sin, **options)
 
 
 def backward_traceable(grad: Tensor, cos: Tensor, sin: Tensor, **options: Any) -> Tensor:
-    """`backward_reference`, likewise."""
+    """Compute `backward_reference` in the op's memory layout, for a compiler to trace through."""
     return _in_order_of_memory(backward_reference, grad, cos, sin, **options)
 
 
 def _in_order_of_memory(compute: Callable[..., Tensor], x: Tensor, *tables: Tensor, **options: Any) -> Tensor:
-    """What `compute` gives, contiguous, with the strides of `torch.empty_like(x)`, and nothing written to.
+    """Return `compute`, contiguous, with the strides of `torch.empty_like(x)`, without writes.
 
-    Where columns are neighbours it computes with the other dimensions as they follow one another in memory: no copy.
+    If columns are contiguous it computes with the other dimensions in memory order, without a copy.
     """
     strides = torch.empty_like(x).stride()
     order = sorted(range(x.ndim), key=lambda dim: -strides[dim])
@@ -105,7 +105,7 @@ def rotate_kernel(  # type: ignore[no-untyped-def]
     INTERLEAVED: tl.constexpr, FULL_COS: tl.constexpr, FULL_SIN: tl.constexpr, TRANSPOSED: tl.constexpr,
     ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One program some rows of `[size0, size1, size2, 2 * half]`. `TRANSPOSED` turns a gradient back."""
+    """Compute some rows of `[size0, size1, size2, 2 * half]` in each program. `TRANSPOSED` rotates a gradient back."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK)
     inside = (row < rows)[:, None] & (column < half)[None, :]
@@ -143,12 +143,12 @@ def rotate_kernel(  # type: ignore[no-untyped-def]
 
 
 def launch_forward(x: Tensor, *tables: Tensor, **options: Any) -> Tensor:
-    """`reference` by the Triton kernel."""
+    """Compute `reference` by the Triton kernel."""
     return _launch(x, *tables, transposed=False, **options)
 
 
 def launch_backward(grad: Tensor, *tables: Tensor, **options: Any) -> Tensor:
-    """`backward_reference` by the Triton kernel."""
+    """Compute `backward_reference` by the Triton kernel."""
     return _launch(grad, *tables, transposed=True, **options)
 
 
@@ -179,13 +179,13 @@ def _launch(
 
 
 def _in_four_dims(x: Tensor) -> Tensor:
-    """As `[a, b, c, n]` whose columns are neighbours in memory: a view where there is one, as of all up to four."""
+    """Return x as `[a, b, c, n]` with contiguous columns: a view if possible, as for up to four dimensions."""
     four = x.reshape(-1, *x.shape[-3:]) if x.ndim > 4 else x[(None,) * (4 - x.ndim)]
     return four if four.stride(3) == 1 else four.contiguous()
 
 
 def _laid_out_as(y: Tensor, x: Tensor) -> Tensor:
-    """`y` with the strides of `torch.empty_like(x)`, which is how pointwise ops lay out what they compute of x."""
+    """Return `y` with the strides of `torch.empty_like(x)`, the layout of pointwise ops of x."""
     like = torch.empty_like(x, dtype=y.dtype)
     return y if y.stride() == like.stride() else like.copy_(y)
 
@@ -196,10 +196,10 @@ def _fake(x: Tensor, *tables: Tensor, dtype: torch.dtype, **ways: bool) -> Tenso
 
 @define_op(like=reference, fake=_fake)
 def rope(x: Tensor, *tables: Tensor, **options: Any) -> Tensor:
-    """Rotates pairs of columns, with the arguments of `reference`; laid out like x.
+    """Rotate pairs of columns, with the arguments of `reference`; laid out like x.
 
     Raises:
-        RuntimeError: If cos or sin needs a gradient.
+        RuntimeError: cos or sin needs a gradient.
     """
     compute = launch_forward if takes_triton(x, *tables) else reference
     return _laid_out_as(compute(x, *tables, **options), x)
@@ -207,7 +207,7 @@ def rope(x: Tensor, *tables: Tensor, **options: Any) -> Tensor:
 
 @define_op(like=backward_reference, fake=_fake)
 def rope_backward(grad: Tensor, *tables: Tensor, **options: Any) -> Tensor:
-    """The gradient of x in `rope`, whose dtype is `dtype`; laid out like grad."""
+    """Compute the gradient of x in `rope`, whose dtype is `dtype`; laid out like grad."""
     compute = launch_backward if takes_triton(grad, *tables) else backward_reference
     return _laid_out_as(compute(grad, *tables, **options), grad)
 
@@ -228,7 +228,7 @@ rope.register_autograd(_backward, setup_context=_setup_context)
 
 
 def supports(x: Tensor, cos: Tensor, sin: Tensor, **options: Any) -> str | None:
-    """Why the op cannot take these, or None."""
+    """Return why the op does not support these arguments, or None."""
     for name, value in (("input", x), ("cosine", cos), ("sine", sin)):
         if value.ndim == 0:
             return f"its {name} has no dimension"

@@ -1,6 +1,6 @@
-"""Dropout (Srivastava et al., 2014) of a softmax, as behind the scores of an attention, in one pass each way.
+"""Dropout (Srivastava et al., 2014) of a softmax, as after the scores of an attention, in one pass each way.
 
-For x `[..., n]` and the share p that is dropped, s = 1 / (1 - p), 0 where p is 1:
+For x `[..., n]` and the dropped share p, s = 1 / (1 - p), 0 if p is 1:
 
     z    = softmax(x, -1)                                                          [..., n]
     kept = random, each element True with probability 1 - p                        [..., n], bool
@@ -10,11 +10,11 @@ For x `[..., n]` and the share p that is dropped, s = 1 / (1 - p), 0 where p is 
     dx   = z * (u - sum(u * z, -1))
 
 torch's own ops round z to `softmax_dtype` and to `dtype` before they drop, and so does the reference; the Triton kernel
-computes in float32 and rounds once. Saved for the backward: x and kept. z is computed again from x, of which a program
-holds a whole row: where plain torch saves z in float32 for an x in 16 bits, half of it.
+computes in float32 and rounds once. Saved for the backward: x and kept. z is recomputed from x, of which a program
+holds a full row: for a 16-bit x that saves half of the bytes of plain torch, which saves z in float32.
 
-The reference draws the numbers that torch's own dropout draws. The Triton kernel draws others: Philox (Salmon et al.,
-2011) of a seed that torch's generator draws on the device.
+The reference draws the same numbers as torch's own dropout. The Triton kernel draws others: Philox (Salmon et al.,
+2011) with a seed that torch's generator draws on the device.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ from .launch import (
 
 
 def reference(x: Tensor, p: float, *, softmax_dtype: torch.dtype, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """What the op computes, in plain torch.
+    """Compute the op in plain torch.
 
     Args:
         x: `[..., n]`, a floating dtype.
-        p: The share that is dropped, from 0 to 1.
-        softmax_dtype: To which the softmax is rounded; torch computes those of 16 bits in float32.
-        dtype: Of the result.
+        p: The dropped share, from 0 to 1.
+        softmax_dtype: Dtype to which the softmax is rounded; torch computes 16-bit ones in float32.
+        dtype: Dtype of the result.
 
     Returns:
         `[..., n]` in `dtype`; which elements are kept, bool, of the same shape. Both are contiguous.
@@ -58,7 +58,7 @@ def reference(x: Tensor, p: float, *, softmax_dtype: torch.dtype, dtype: torch.d
 
 
 def backward_reference(grad: Tensor, x: Tensor, kept: Tensor, p: float, *, softmax_dtype: torch.dtype) -> Tensor:
-    """Gradient of x, in plain torch."""
+    """Compute the gradient of x in plain torch."""
     wide = wide_dtype(softmax_dtype)
     z, u = x.softmax(-1, dtype=wide), grad.to(wide) * kept * _scale(p)
     return (z * (u - (u * z).sum(-1, keepdim=True))).to(x.dtype).contiguous()
@@ -72,7 +72,7 @@ def _scale(p: float) -> float:
 def forward_kernel(  # type: ignore[no-untyped-def]
     x_ptr, seed_ptr, y_ptr, kept_ptr, x_stride, columns, p, scale, BLOCK: tl.constexpr, CALLS: tl.constexpr,
 ):  # fmt: skip
-    """One program a row. Each of its CALLS of the generator gives four numbers, for four neighbours."""
+    """Compute one row in each program. Each of its CALLS of the generator gives four numbers, for four neighbours."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < columns
@@ -90,7 +90,7 @@ def forward_kernel(  # type: ignore[no-untyped-def]
 def backward_kernel(  # type: ignore[no-untyped-def]
     grad_ptr, x_ptr, kept_ptr, dx_ptr, grad_stride, x_stride, kept_stride, columns, scale, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One program a row."""
+    """Compute one row in each program."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < columns
@@ -105,7 +105,7 @@ def backward_kernel(  # type: ignore[no-untyped-def]
 
 
 def launch_forward(x: Tensor, p: float, *, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """`reference` by the Triton kernel, with other random numbers. The host does not wait for the device."""
+    """Compute `reference` by the Triton kernel, with other random numbers. The host does not wait for the device."""
     rows = as_rows(x)
     columns = rows.shape[1]
     block = max(4, next_power_of_2(columns))
@@ -122,7 +122,7 @@ def launch_forward(x: Tensor, p: float, *, dtype: torch.dtype) -> tuple[Tensor, 
 
 
 def launch_backward(grad: Tensor, x: Tensor, kept: Tensor, p: float) -> Tensor:
-    """`backward_reference` by the Triton kernel."""
+    """Compute `backward_reference` by the Triton kernel."""
     tensors = [as_rows(item) for item in (grad, x, kept)]
     columns = tensors[1].shape[1]
     dx = x.new_empty(x.shape)
@@ -142,7 +142,7 @@ def _fake(x: Tensor, p: float, *, softmax_dtype: torch.dtype, dtype: torch.dtype
 
 @define_op(like=reference, fake=_fake, tags=(torch.Tag.nondeterministic_seeded,))
 def softmax_dropout(x: Tensor, p: float, **dtypes: torch.dtype) -> Any:
-    """Dropout of a softmax over the last dimension, as in training, with the arguments of `reference`.
+    """Compute the dropout of a softmax over the last dimension, as in training, with the arguments of `reference`.
 
     Raises:
         ValueError: p is below 0 or above 1.
@@ -156,7 +156,7 @@ def softmax_dropout(x: Tensor, p: float, **dtypes: torch.dtype) -> Any:
 
 @define_op(fake=lambda grad, x, *_, **__: x.new_empty(x.shape))
 def softmax_dropout_backward(grad: Tensor, x: Tensor, kept: Tensor, p: float, *, softmax_dtype: torch.dtype) -> Tensor:
-    """Gradient of `softmax_dropout`, contiguous, in the dtype of x."""
+    """Compute the gradient of `softmax_dropout`, contiguous, in the dtype of x."""
     if takes_triton(x, grad) and softmax_dtype != torch.float64:
         return launch_backward(grad, x, kept, p)
     return backward_reference(grad, x, kept, p, softmax_dtype=softmax_dtype)
@@ -182,5 +182,5 @@ softmax_dropout.register_autograd(_backward, setup_context=_setup_context)
 
 
 def supports(x: Tensor, p: float, **options: Any) -> str | None:
-    """Why the op cannot take these, or None."""
+    """Return why the op does not support these arguments, or None."""
     return "its input is a number, not rows of them" if x.ndim == 0 else why_not_rows(x)

@@ -26,12 +26,12 @@ from .launch import compute_dtype, differentiate_by, launch_by_rows, takes_trito
 
 
 def reference(gate: Tensor, up: Tensor, *, dtype: torch.dtype) -> Tensor:
-    """What the op computes, in plain torch.
+    """Compute the op in plain torch.
 
     Args:
         gate: `[..., n]`, a floating dtype.
-        up: Of the same shape, a floating dtype.
-        dtype: Of the result.
+        up: A tensor of the same shape, a floating dtype.
+        dtype: Dtype of the result.
 
     Returns:
         A contiguous tensor of the same shape, in `dtype`.
@@ -41,7 +41,7 @@ def reference(gate: Tensor, up: Tensor, *, dtype: torch.dtype) -> Tensor:
 
 
 def backward_reference(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
-    """Gradients of gate and up, in plain torch."""
+    """Compute the gradients of gate and up in plain torch."""
     wide = compute_dtype(gate, up)
     g, a, b = grad.to(wide), gate.to(wide), up.to(wide)
     s = torch.sigmoid(a)
@@ -53,7 +53,7 @@ def backward_reference(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, 
 def forward_kernel(  # type: ignore[no-untyped-def]
     gate_ptr, up_ptr, y_ptr, gate_stride, up_stride, y_stride, columns, blocks, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One program a block of a row."""
+    """Compute one block of a row in each program."""
     row = (tl.program_id(0) // blocks).to(tl.int64)
     column = (tl.program_id(0) % blocks) * BLOCK + tl.arange(0, BLOCK)
     inside = column < columns
@@ -68,7 +68,7 @@ def backward_kernel(  # type: ignore[no-untyped-def]
     grad_ptr, gate_ptr, up_ptr, dgate_ptr, dup_ptr, grad_stride, gate_stride, up_stride, dgate_stride, dup_stride,
     columns, blocks, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One program a block of a row."""
+    """Compute one block of a row in each program."""
     row = (tl.program_id(0) // blocks).to(tl.int64)
     column = (tl.program_id(0) % blocks) * BLOCK + tl.arange(0, BLOCK)
     inside = column < columns
@@ -82,14 +82,14 @@ def backward_kernel(  # type: ignore[no-untyped-def]
 
 
 def launch_forward(gate: Tensor, up: Tensor, *, dtype: torch.dtype) -> Tensor:
-    """`reference` by the Triton kernel."""
+    """Compute `reference` by the Triton kernel."""
     y = gate.new_empty(gate.shape, dtype=dtype)
     launch_by_rows(forward_kernel, (gate, up), (y,))
     return y
 
 
 def launch_backward(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
-    """`backward_reference` by the Triton kernel."""
+    """Compute `backward_reference` by the Triton kernel."""
     gradients = gate.new_empty(gate.shape), up.new_empty(up.shape)
     launch_by_rows(backward_kernel, (grad, gate, up), gradients)
     return gradients
@@ -97,14 +97,14 @@ def launch_backward(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Ten
 
 @define_op(like=reference, fake=lambda gate, up, *, dtype: gate.new_empty(gate.shape, dtype=dtype))
 def swiglu(*tensors: Tensor, **options: Any) -> Any:
-    """`silu(gate) * up`, with the arguments of `reference`."""
+    """Compute `silu(gate) * up`, with the arguments of `reference`."""
     compute = launch_forward if takes_triton(*tensors) else reference
     return compute(*tensors, **options)
 
 
 @define_op(like=backward_reference, fake=lambda grad, gate, up: (gate.new_empty(gate.shape), up.new_empty(up.shape)))
 def swiglu_backward(*tensors: Tensor) -> Any:
-    """Gradients of `swiglu`, contiguous: of gate and of up, each in its dtype."""
+    """Compute the gradients of `swiglu`, contiguous: of gate and of up, each in its dtype."""
     compute = launch_backward if takes_triton(*tensors) else backward_reference
     return compute(*tensors)
 
@@ -113,5 +113,5 @@ differentiate_by(swiglu, swiglu_backward)
 
 
 def supports(gate: Tensor, up: Tensor, **options: Any) -> str | None:
-    """Why the op cannot take these, or None."""
+    """Return why the op does not support these arguments, or None."""
     return why_not_floating(gate=gate, other_half=up)

@@ -1,1 +1,1 @@
-"""Products with weights of few bits."""
+"""Products with quantized weights."""

@@ -1,7 +1,7 @@
-"""A weight as it is with few bits, in the dtype that it has: what quantisation-aware training computes with.
+"""Fake quantization of a weight, in its own dtype, for quantization-aware training.
 
-For a weight w whose numbers share scales row by row (output channels), or in so many parts of its memory, and control
-`[3]` = levels, share, seed:
+For a weight w with one scale for each row (output channel), or for each of equal parts of its memory, and control `[3]`
+= levels, share, seed:
 
     symmetric:   scale = max |w| / levels              least = 0                lowest = -levels
     asymmetric:  scale = (max w - min w) / levels      least = min w            lowest = 0
@@ -9,13 +9,13 @@ For a weight w whose numbers share scales row by row (output channels), or in so
     result = share * w + (1 - share) * (number * scale + least)
 
 It is `quantize_rows` for symmetric rows with 127 levels, and `quantize_groups` for asymmetric parts of a group's size
-with 15, bit for bit. The derivative is that of `result = w` (Bengio et al., arXiv 1308.3432: straight through). How
-many bits there are stands in a tensor, so that no graph is compiled again when they become fewer. Stochastic rounding
-is floor(x + u), where u in [0, 1) is a hash of seed and place: what is computed again, for the backward or on another
-rank, is the same.
+with 15, bit for bit. The derivative is that of `result = w` (Bengio et al., arXiv 1308.3432: straight through). The
+number of bits is in a tensor, so that no graph is compiled again when it decreases. Stochastic rounding is floor(x +
+u), where u in [0, 1) is a hash of seed and position: a recomputation, for the backward or on another rank, gives the
+same result.
 
-A pass writes `reference` out behind the tracing that decomposes ops, so it calls none that Inductor has to decompose:
-no `clamp` between tensors, `lerp`, `t`, `zeros_like`, `arange`, or number minus tensor.
+A pass inserts `reference` after the tracing that decomposes ops, so it calls no op that Inductor has to decompose: no
+`clamp` between tensors, `lerp`, `t`, `zeros_like`, `arange`, or number minus tensor.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ _PRIMES = (1_664_525, 22_695_477, 1_103_515_245)
 def reference(
     weight: Tensor, control: Tensor, *, groups: int, transposed: bool, symmetric: bool, stochastic: bool
 ) -> Tensor:
-    """What the op computes, in plain torch.
+    """Compute the op in plain torch.
 
     Args:
         weight: Floating point, (out_features, in_features).
-        control: float32 [3]: levels on one side (symmetric) or above the least, the share of the weight as it is, and
-            a whole number below 2^24 from which stochastic rounding is drawn.
-        groups: Parts of the weight's memory that share a scale each; 0: one scale an output channel.
-        transposed: Whether the weight is (in_features, out_features).
-        symmetric: Whether 0 stays 0.
-        stochastic: Whether to round up as often as a number is near to the next one, instead of to nearest.
+        control: float32 [3]: levels on one side (symmetric) or above the least, the share of the unrounded weight, and
+            an integer below 2^24 as seed of stochastic rounding.
+        groups: Number of parts of the weight's memory with one scale each; 0: one scale for each output channel.
+        transposed: True if the weight is (in_features, out_features).
+        symmetric: True if 0 stays 0.
+        stochastic: True for stochastic rounding, instead of rounding to nearest.
 
     Returns:
         A contiguous tensor of the shape and dtype of `weight`.
@@ -71,7 +71,7 @@ def reference(
 
 
 def _drawn(rows: Tensor, seed: Tensor) -> Tensor:
-    """Numbers in [0, 1), in the shape of `rows`. Products stay below 2^62."""
+    """Return numbers in [0, 1), in the shape of `rows`. Products stay below 2^62."""
     how = {"dtype": torch.int64, "device": rows.device, "requires_grad": False}
     place = torch.ops.prims.iota(rows.numel(), start=0, step=1, **how).view(rows.shape)
     mixed = (place & 0x7FFFFFFF) ^ (seed.long() * _PRIMES[0] & 0x7FFFFFFF)
@@ -83,12 +83,12 @@ def _drawn(rows: Tensor, seed: Tensor) -> Tensor:
 
 @define_op(like=reference, fake=lambda weight, control, **options: weight.new_empty(weight.shape))
 def fake_quantize(weight: Tensor, control: Tensor, **options: Any) -> Tensor:
-    """A weight as it is with few bits, with the arguments of `reference`."""
+    """Return a fake-quantized weight, with the arguments of `reference`."""
     return reference(weight, control, **options)
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, Any], output: Tensor) -> None:
-    """Nothing is kept for the backward."""
+    """Save nothing for the backward."""
 
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:

@@ -1,13 +1,13 @@
-"""Signs of numbers, eight to a byte, with one scale a row: what a compressed reduction sends.
+"""Signs of numbers, eight to a byte, with one scale a row, for the compressed reduction.
 
-For x `[rows, n]`, of which the first `count` numbers, row by row, are there and the others are padding:
+For x `[rows, n]`, of which the first `count` numbers, row by row, are valid and the others are padding:
 
-    scale_r  = sqrt(sum over what is there of row r of x^2 / how many these are)       0 where nothing is; in float64
+    scale_r  = sqrt(mean of x^2 over the valid numbers of row r)       0 if there are none; in float64
     sign_i   = -1 where the sign bit of x_i is set (of -0.0 it is), 1 elsewhere
     result_r = the four bytes of scale_r as float32, then bit i % 8 of byte i / 8: set where sign_i is -1
 
-`unpack_signs` gives scale_r * sign_i, which has the length of what is there. The scale is that of Tang et al.: 1-bit
-Adam, arXiv 2102.02888: magnitude of what is compressed over magnitude of its signs.
+`unpack_signs` returns scale_r * sign_i, which has the norm of the valid numbers. The scale is that of Tang et al.:
+1-bit Adam, arXiv 2102.02888: the norm of the compressed vector over the norm of its signs.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ _CPU_BLOCK = 2**18
 
 
 def packed_bytes(count: int) -> int:
-    """Bytes of a row of so many numbers, its scale included."""
+    """Return the bytes of a row of `count` numbers, its scale included."""
     return SCALE_BYTES + -(-count // 8)
 
 
 def reference(x: Tensor, count: int) -> Tensor:
-    """What `pack_signs` computes, in plain torch."""
+    """Compute `pack_signs` in plain torch."""
     rows, n = x.shape
     counts = [min(max(count - row * n, 0), n) for row in range(rows)]
     scales = torch.stack([scale_of(x[row, :there]) for row, there in enumerate(counts)])
@@ -47,7 +47,7 @@ def reference(x: Tensor, count: int) -> Tensor:
 
 
 def scale_of(numbers: Tensor) -> Tensor:
-    """The scale of `[n]`: a number on its device, 0 where n is 0.
+    """Return the scale of `[n]`: a number on its device, 0 if n is 0.
 
     Squares are summed in float64, so that the order of their sum, which threads change, does not change the scale.
     """
@@ -55,43 +55,43 @@ def scale_of(numbers: Tensor) -> Tensor:
 
 
 def unpack_reference(packed: Tensor, n: int) -> Tensor:
-    """What `unpack_signs` computes, in plain torch."""
+    """Compute `unpack_signs` in plain torch."""
     scale, signs = _parts(packed)
     bits = (signs.unsqueeze(-1) >> torch.arange(8, dtype=torch.uint8, device=packed.device)) & 1
     return torch.where(bits.flatten(1)[:, :n].bool(), -scale, scale)
 
 
 def _parts(packed: Tensor) -> tuple[Tensor, Tensor]:
-    """Scales `[rows, 1]` and signs `[rows, bytes]`."""
+    """Return scales `[rows, 1]` and signs `[rows, bytes]`."""
     scale = packed[:, :SCALE_BYTES].clone(memory_format=torch.contiguous_format)
     return scale.view(torch.float32), packed[:, SCALE_BYTES:]
 
 
 class Blocks:
-    """Signs on the CPU, in blocks that stay in its cache. What is allocated is used for all of them.
+    """Signs on the CPU, in blocks that stay in its cache. Memory is allocated once for all of them.
 
     Attributes:
-        size: Numbers of a block.
-        spare: `[size]` of float32, for whoever computes a block.
+        size: Number of elements of a block.
+        spare: `[size]` of float32, scratch memory for a block.
     """
 
     def __init__(self, most: int) -> None:
-        """For tensors of at most so many numbers."""
+        """Create blocks for tensors of at most `most` elements."""
         self.size = min(_CPU_BLOCK, most + -most % 8)
         self.spare = torch.empty(self.size)
         self._bits = torch.empty(self.size, dtype=torch.bool)
 
     def parts(self, count: int) -> Iterator[tuple[int, int]]:
-        """Where each block of so many numbers begins and ends."""
+        """Yield the beginning and end of each block of `count` elements."""
         return ((start, min(start + self.size, count)) for start in range(0, count, self.size))
 
     def pack(self, x: Tensor, result: Tensor, *, leaves_rest: bool) -> None:
-        """Packs one row.
+        """Pack one row.
 
         Args:
-            x: `[n]`, what is there of it.
+            x: `[n]`, its valid numbers.
             result: `[4 + ceil(n / 8) or more]` of uint8, zeros.
-            leaves_rest: Whether x becomes what its signs and scale do not say.
+            leaves_rest: True if x is replaced by its error: itself less its unpacked signs.
         """
         scale = scale_of(x)
         result[:SCALE_BYTES] = scale.view(1).view(torch.uint8)
@@ -115,7 +115,7 @@ def _pack_on_cpu(x: Tensor, count: int) -> Tensor:
 
 
 def tables(packed: Tensor) -> list[Tensor]:
-    """For each row, `[256, 8]`: the eight numbers that a byte of its signs stands for."""
+    """Return for each row, `[256, 8]`: the eight numbers that a byte of its signs represents."""
     scale, _ = _parts(packed)
     byte = torch.arange(256, dtype=torch.uint8).unsqueeze(1)
     signs = 1 - 2 * ((byte >> torch.arange(8, dtype=torch.uint8)) & 1).float()
@@ -134,7 +134,7 @@ def pack_kernel(  # type: ignore[no-untyped-def]
     x_ptr, signs_ptr, n, row_bytes, blocks,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One program a block of bytes of a row."""
+    """Pack one block of bytes of a row in each program."""
     row = (tl.program_id(0) // blocks).to(tl.int64)
     byte = (tl.program_id(0) % blocks) * BLOCK + tl.arange(0, BLOCK)
     number = byte[:, None] * 8 + tl.arange(0, 8)[None, :]
@@ -148,7 +148,7 @@ def unpack_kernel(  # type: ignore[no-untyped-def]
     signs_ptr, scale_ptr, result_ptr, n, row_bytes, blocks,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One program a block of numbers of a row."""
+    """Unpack one block of numbers of a row in each program."""
     row = (tl.program_id(0) // blocks).to(tl.int64)
     number = (tl.program_id(0) % blocks) * BLOCK + tl.arange(0, BLOCK)
     inside = number < n
@@ -159,7 +159,7 @@ def unpack_kernel(  # type: ignore[no-untyped-def]
 
 
 def launch_pack(x: Tensor, count: int) -> Tensor:
-    """`reference` by the Triton kernel."""
+    """Compute `reference` by the Triton kernel."""
     (rows, n), x = x.shape, x.contiguous()
     result = x.new_empty((rows, packed_bytes(n)), dtype=torch.uint8)
     before = torch.arange(rows, device=x.device) * n  # made on the device, so that the host does not wait for it
@@ -174,7 +174,7 @@ def launch_pack(x: Tensor, count: int) -> Tensor:
 
 
 def launch_unpack(packed: Tensor, n: int) -> Tensor:
-    """`unpack_reference` by the Triton kernel."""
+    """Compute `unpack_reference` by the Triton kernel."""
     packed = packed.contiguous()
     scale, _ = _parts(packed)
     result = packed.new_empty((len(packed), n), dtype=torch.float32)
@@ -186,11 +186,11 @@ def launch_unpack(packed: Tensor, n: int) -> Tensor:
 
 @define_op(fake=lambda x, count: x.new_empty((x.shape[0], packed_bytes(x.shape[1])), dtype=torch.uint8))
 def pack_signs(x: Tensor, count: int) -> Tensor:
-    """The signs of `x` and the scale of each row.
+    """Pack the signs of `x` and the scale of each row.
 
     Args:
-        x: `[rows, n]` of float32, contiguous; what is padding is 0.
-        count: How many numbers are no padding.
+        x: `[rows, n]` of float32, contiguous; padding is 0.
+        count: Number of elements that are no padding.
 
     Returns:
         `[rows, 4 + ceil(n / 8)]` of uint8.
@@ -202,7 +202,7 @@ def pack_signs(x: Tensor, count: int) -> Tensor:
 
 @define_op(fake=lambda packed, n: packed.new_empty((packed.shape[0], n), dtype=torch.float32))
 def unpack_signs(packed: Tensor, n: int) -> Tensor:
-    """The numbers that `pack_signs` has left.
+    """Unpack the result of `pack_signs`.
 
     Args:
         packed: `[rows, 4 + ceil(n / 8)]` of uint8.

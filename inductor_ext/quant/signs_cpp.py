@@ -1,4 +1,4 @@
-"""Signs on a CPU in C++: each pass over memory does all that can be done with a number while it is there.
+"""Signs on a CPU in C++, with as few passes over memory as possible.
 
     take_in   x = (m * keep + g * rate) + e, its signs, the sum of its squares        one pass: reads m, g, e; writes x
               x = x - scale * sign(x)                                                 one pass: reads and writes x
@@ -6,9 +6,9 @@
     unpack    scale * sign
 
 Blocks of `BLOCK` numbers go to torch's threads, sixteen numbers at a time. Products are rounded before they are added,
-as torch does, and squares are summed in float64, so that numbers are those of `signs.py`, whatever the threads. The
-library is built once, by Inductor's compiler into Inductor's cache. Where it cannot be built, `library` says so once
-and gives None: torch then does the same in more passes, several times as slowly.
+as torch does, and squares are summed in float64, so that results equal those of `signs.py`, whatever the number of
+threads. The library is built once, by Inductor's compiler into Inductor's cache. If it cannot be built, `library` warns
+once and returns None: torch then does the same in more passes, several times as slowly.
 """
 
 from __future__ import annotations
@@ -230,7 +230,7 @@ void unpack(const uint8_t* packed, float* result, Int rows, Int n, Int row_bytes
 
 @cache
 def library() -> ctypes.CDLL | None:
-    """The functions of the source above; None, after a warning, where it cannot be built."""
+    """Return the functions of the source above; None, after a warning, if it cannot be built."""
     try:
         return cpp_library(_SOURCE)
     except (RuntimeError, OSError) as error:
@@ -244,22 +244,22 @@ def library() -> ctypes.CDLL | None:
 
 
 def is_used(*tensors: Tensor) -> bool:
-    """Whether functions here compute with these tensors: the first one's size decides."""
+    """Return whether functions here are used for these tensors: the size of the first one decides."""
     if not all(each.device.type == "cpu" for each in tensors) or tensors[0].numel() < FROM:
         return False
     return library() is not None
 
 
 def take_in(grad: Tensor, momentum: Tensor, error: Tensor, coefficients: Tensor, packed: Tensor, *, n: int) -> Tensor:
-    """Packs x into `packed`, `[rows, bytes]` of zeros.
+    """Pack x into `packed`, `[rows, bytes]` of zeros.
 
     Args:
         grad: `[count]`, of any dtype.
-        momentum: `[count]` of float32, as all that follows.
+        momentum: `[count]` of float32, like all following ones.
         error: `[count]`.
         coefficients: `[2]`: keep and rate.
-        packed: What is sent.
-        n: Numbers of a row, the last one's excepted.
+        packed: The tensor to send.
+        n: Number of elements of each row but the last.
 
     Returns:
         `[count]`, the new error.
@@ -272,7 +272,7 @@ def take_in(grad: Tensor, momentum: Tensor, error: Tensor, coefficients: Tensor,
 
 
 def average(received: Tensor, error: Tensor, packed: Tensor) -> Tensor:
-    """Packs y into `packed`, `[1, bytes]` of zeros, with which `received`, `[ranks, bytes]`, agrees; the new error."""
+    """Pack y, from `received`, `[ranks, bytes]`, into `packed`, `[1, bytes]` of zeros; return the new error."""
     received, error = received.contiguous(), error.contiguous()
     y = torch.empty_like(error)
     _call("average", received, error, y, packed, received.shape[0], error.numel(), received.shape[1])
@@ -280,7 +280,7 @@ def average(received: Tensor, error: Tensor, packed: Tensor) -> Tensor:
 
 
 def unpack(packed: Tensor, n: int) -> Tensor:
-    """`[rows, n]` of `[rows, bytes]`."""
+    """Unpack `[rows, bytes]` to `[rows, n]`."""
     packed = packed.contiguous()
     result = torch.empty((packed.shape[0], n))
     _call("unpack", packed, result, packed.shape[0], n, packed.shape[1])

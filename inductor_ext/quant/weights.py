@@ -1,4 +1,4 @@
-"""Weights of 8 and of 4 bits: rounded to nearest, packed, and multiplied with.
+"""Weights of 8 and 4 bits: rounding to nearest, packing, and products.
 
 8 bits, one scale a row (output channel), symmetric:
 
@@ -9,10 +9,10 @@
     scale[n, j] = (max - min) / 15          q = round((w - min) / scale)               w ~ q * scale + min
 
 A byte holds two 4-bit numbers of one group: byte i of a group has number i in its low bits and number i + g / 2 in its
-high bits. So both halves of a group are read in the order in which the row of the other operand lies.
+high bits. So both halves of a group are read in the memory order of the other operand's row.
 
-Skinny matmuls (small batch) are ops that read the bytes, convert them in registers and never write the weight out. More
-rows are multiplied with the converted weight.
+Skinny matmuls (small batch) are ops that read the bytes and convert them in registers, without storing the converted
+weight. More rows are multiplied by the converted weight.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from dsgraph.inductor_ext.kernels.decoding.skinny_linear import MOST_ROWS, skinn
 
 
 def quantize_rows(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Rounds to 8 bits.
+    """Round to 8 bits.
 
     Args:
         weight: Floating point, (n, k).
@@ -42,16 +42,16 @@ def quantize_rows(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def dequantize_rows(packed: Tensor, scale: Tensor) -> Tensor:
-    """The weight that `quantize_rows` stands for, float32 (n, k)."""
+    """Return the dequantized weight of `quantize_rows`, float32 (n, k)."""
     return packed.float() * scale[:, None]
 
 
 def quantize_groups(weight: Tensor, *, group: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Rounds to 4 bits.
+    """Round to 4 bits.
 
     Args:
         weight: Floating point, (n, k); `group` divides k.
-        group: How many neighbours share a scale; an even number.
+        group: Number of neighbours that share a scale; even.
 
     Returns:
         Packed numbers, uint8 (n, k / group, group / 2); scales and minima, both float32 (n, k / group).
@@ -63,24 +63,24 @@ def quantize_groups(weight: Tensor, *, group: int) -> tuple[Tensor, Tensor, Tens
 
 
 def grid_of_groups(groups: Tensor) -> tuple[Tensor, Tensor]:
-    """Scales and minima of groups: float32 (n, groups, group) to twice (n, groups)."""
+    """Return scales and minima of groups: float32 (n, groups, group) to twice (n, groups)."""
     least, most = groups.aminmax(dim=2)
     return (most - least).clamp_min(torch.finfo(torch.float32).tiny) / 15, least
 
 
 def pack_groups(numbers: Tensor) -> Tensor:
-    """Packs numbers of 0 to 15: uint8 (n, groups, group) to (n, groups, group / 2)."""
+    """Pack numbers of 0 to 15: uint8 (n, groups, group) to (n, groups, group / 2)."""
     low, high = numbers.chunk(2, dim=2)
     return low | (high << 4)
 
 
 def dequantize_groups(packed: Tensor, scale: Tensor, least: Tensor) -> Tensor:
-    """The weight that `quantize_groups` stands for, float32 (n, k)."""
+    """Return the dequantized weight of `quantize_groups`, float32 (n, k)."""
     return weight_of_groups(packed, scale, least)
 
 
 def multiply_rows(x: Tensor, packed: Tensor, scale: Tensor) -> Tensor:
-    """`x` times the transposed weight of `quantize_rows`.
+    """Multiply `x` by the transposed weight of `quantize_rows`.
 
     Args:
         x: (m, k), floating point.
@@ -99,7 +99,7 @@ def multiply_rows(x: Tensor, packed: Tensor, scale: Tensor) -> Tensor:
 
 
 def multiply_groups(x: Tensor, packed: Tensor, scale: Tensor, least: Tensor) -> Tensor:
-    """`x` times the transposed weight of `quantize_groups`.
+    """Multiply `x` by the transposed weight of `quantize_groups`.
 
     Args:
         x: (m, k), floating point.
@@ -116,5 +116,5 @@ def multiply_groups(x: Tensor, packed: Tensor, scale: Tensor, least: Tensor) -> 
 
 
 def _is_for_an_op(x: Tensor) -> bool:
-    """Whether so small a batch has an op of their own, which has no derivative."""
+    """Return whether a batch is small enough for the skinny op, which has no derivative."""
     return 0 < x.shape[0] <= MOST_ROWS and not (torch.is_grad_enabled() and x.requires_grad)

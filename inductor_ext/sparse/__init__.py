@@ -1,1 +1,1 @@
-"""Block-sparse attention: layouts as data, the op, and how it is computed."""
+"""Block-sparse attention: layouts as data, the op, and its algorithms."""

@@ -1,8 +1,8 @@
-"""Block-sparse attention in blocks, forward and backward: work and memory for the blocks that are computed alone.
+"""Block-sparse attention in blocks, forward and backward: work and memory only for the computed blocks.
 
-A few heads at a time are copied, so that their blocks lie one behind the other. Buckets of `plan.py` gather the blocks
-of keys that their queries see, and are computed chunk by chunk. The backward computes probabilities again, and draws
-the same random numbers for dropout as the forward: both go through the chunks in one order.
+A few heads at a time are copied, so that their blocks are contiguous. Buckets of `row_buckets.py` gather the blocks of
+keys that their queries see, and are computed chunk by chunk. The backward recomputes probabilities, and draws the same
+random numbers for dropout as the forward: both process the chunks in one order.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ _MOST_SCORES = 1 << 20
 
 @dataclass(frozen=True)
 class BlockAttention:
-    """One attention: what does not depend on where in it a chunk is.
+    """One attention: the arguments that all chunks share.
 
     Attributes:
-        text: Of the layout.
-        mask: bool `[b or 1, heads or 1, length or 1, length]`, True where a key counts; None: all do.
-        bias: Added to scores, broadcast likewise.
+        text: Text of the layout.
+        mask: bool `[b or 1, heads or 1, length or 1, length]`, True for visible keys; None: all are.
+        bias: Added to scores, broadcast like the mask.
         scale: The factor of scores.
-        dropout_p: The share of probabilities that is dropped.
-        causal: Whether queries see no later keys, whatever the layout says.
-        seed: Of the dropout's random numbers.
-        bias_needs_grad: Whether the backward gives a gradient of `bias`.
+        dropout_p: The dropped share of probabilities.
+        causal: True if queries see no later keys, whatever the layout says.
+        seed: Seed of the dropout's random numbers.
+        bias_needs_grad: True if the backward returns a gradient of `bias`.
     """
 
     text: str
@@ -49,12 +49,12 @@ class BlockAttention:
     bias_needs_grad: bool = False
 
     def is_written(self, q: Tensor, v: Tensor) -> bool:
-        """Whether products are written out, since torch's fused kernel has not what they need."""
+        """Return whether products are written out, because torch's fused kernel lacks a feature."""
         is_fused = q.device.type == "cpu" and q.shape[-1] == v.shape[-1]
         return not is_fused or self.dropout_p > 0 or self.bias_needs_grad
 
     def generator(self, device: torch.device) -> torch.Generator:
-        """Draws what is dropped, chunk by chunk."""
+        """Return the generator of the dropout, which draws chunk by chunk."""
         return torch.Generator(device).manual_seed(self.seed)
 
 
@@ -63,10 +63,10 @@ class _Heads:
     """A few heads of queries of one batch entry, with the heads of keys that they share.
 
     Attributes:
-        entry: Of the batch.
-        queries: Which heads of queries.
-        keys: Which heads of keys.
-        buckets: What they compute.
+        entry: Index in the batch.
+        queries: The heads of queries.
+        keys: The heads of keys.
+        buckets: Their buckets.
     """
 
     entry: int
@@ -76,7 +76,7 @@ class _Heads:
 
     @property
     def shared(self) -> int:
-        """Heads of queries to each head of keys, among those here."""
+        """Number of heads of queries for each head of keys, among those here."""
         return (self.queries.stop - self.queries.start) // (self.keys.stop - self.keys.start)
 
 
@@ -85,12 +85,12 @@ class _Chunk:
     """Units that are computed at once.
 
     Attributes:
-        heads: Of queries, counted within `_Heads`, int64 `[g]`.
+        heads: Heads of queries, counted within `_Heads`, int64 `[g]`.
         rows: Blocks of queries `[g, r]`, within a head.
         columns: Blocks of keys `[g, c]`, within a head.
         query_rows: Blocks of queries of all heads in order, `[g * r]`.
         key_rows: Blocks of keys of all heads in order, `[g * c]`.
-        allowed: As of the bucket.
+        allowed: As in the bucket.
     """
 
     heads: Tensor
@@ -102,13 +102,13 @@ class _Chunk:
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, attention: BlockAttention) -> tuple[Tensor, Tensor]:
-    """The result `[b, heads, length, e]`, and logarithms of sums of exponentials `[b, heads, padded length]`.
+    """Return the result `[b, heads, length, e]`, and logarithms of sums of exponentials `[b, heads, padded length]`.
 
     Args:
         q: `[b, heads, length, d]`.
         k: `[b, heads of keys, length, d]`.
         v: `[b, heads of keys, length, e]`.
-        attention: All else.
+        attention: The other arguments.
     """
     block, length = read_layout(attention.text).block, q.shape[2]
     count = -(-length // block)
@@ -135,16 +135,16 @@ def forward(q: Tensor, k: Tensor, v: Tensor, attention: BlockAttention) -> tuple
 def backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, sums: Tensor, attention: BlockAttention
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Gradients of q, k, v, contiguous, and of the bias if one is needed.
+    """Return the gradients of q, k, v, contiguous, and of the bias if needed.
 
     Args:
-        grad: Of the result.
+        grad: Gradient of the result.
         q: As in the forward.
         k: As in the forward.
         v: As in the forward.
         out: The result.
-        sums: What the forward gave besides.
-        attention: All else.
+        sums: The sums of the forward.
+        attention: The other arguments.
     """
     block, length = read_layout(attention.text).block, q.shape[2]
     count = -(-length // block)
@@ -181,7 +181,7 @@ def backward(
 
 
 def _heads(q: Tensor, k: Tensor, attention: BlockAttention, *, written: bool) -> Iterator[_Heads]:
-    """All heads in order, as many at a time as may be copied: one where they differ."""
+    """Yield all heads in order, as many at a time as may be copied: one if they differ."""
     batch, heads, length = q.shape[:3]
     each = heads // k.shape[1]
     most = _MOST_SCORES if written else None
@@ -200,7 +200,7 @@ def _heads(q: Tensor, k: Tensor, attention: BlockAttention, *, written: bool) ->
 
 
 def _rows_of(heads: Tensor, block: int) -> Tensor:
-    """Heads `[p, length, d]` as blocks one behind the other, `[p * n, block, d]`."""
+    """Return heads `[p, length, d]` as consecutive blocks, `[p * n, block, d]`."""
     over = -heads.shape[1] % block
     padded = F.pad(heads, (0, 0, 0, over)) if over else heads
     return padded.reshape(-1, block, heads.shape[-1])
@@ -232,7 +232,7 @@ def _chunks(some: _Heads, count: int, k_rows: Tensor, v_rows: Tensor) -> Iterato
 
 
 def _units(rows: Tensor, at: Tensor, chunk: _Chunk) -> Tensor:
-    """Blocks of units, `[g, blocks * block, d]`."""
+    """Return the blocks of units, `[g, blocks * block, d]`."""
     return rows.index_select(0, at).view(len(chunk.heads), -1, rows.shape[-1])
 
 
@@ -253,9 +253,9 @@ def _terms(
 
 
 def _places(of: Tensor, some: _Heads, chunk: _Chunk, block: int, length: int) -> tuple[Tensor, ...]:
-    """The index of the scores of a chunk in what is broadcast over `[b, heads, length, length]`.
+    """Return the index of a chunk's scores in a tensor that is broadcast over `[b, heads, length, length]`.
 
-    Tokens behind the last stand for the last: no score of theirs counts.
+    Tokens after the last one are replaced by the last: their scores are ignored.
     """
     within = torch.arange(block)
     rows = (chunk.rows[:, :, None] * block + within).flatten(1).clamp_(max=length - 1)
@@ -268,7 +268,7 @@ def _places(of: Tensor, some: _Heads, chunk: _Chunk, block: int, length: int) ->
 
 
 def _picked(of: Tensor, some: _Heads, chunk: _Chunk, block: int, length: int) -> Tensor:
-    """What of a mask or of a bias belongs to a chunk, broadcast over `[g, m, s]`."""
+    """Return the part of a mask or bias for a chunk, broadcast over `[g, m, s]`."""
     return of[_places(of, some, chunk, block, length)]
 
 

@@ -1,12 +1,12 @@
-"""Attention of which only some blocks of scores are computed: values, gradients, and what a layout skips is no work.
+"""Block-sparse attention: only some blocks of scores are computed, forward and backward; the others cost nothing.
 
 For q `[b, heads, l, d]`, k `[b, heads of keys, l, d]` and v `[b, heads of keys, l, e]`:
 
-    scores = scale * (q @ k^T) + bias       where the layout, the mask and causality let a key count; else nothing
+    scores = scale * (q @ k^T) + bias       where layout, mask and causality let a key be visible; else nothing
     y      = dropout(softmax(scores)) @ v   [b, heads, l, e]
 
-A query of which no key counts gets 0. `reference` computes it with all scores. On a CPU `block_attention.py` computes
-it, on a GPU FlexAttention where it can (`flex.py`), otherwise `block_attention.py` as well.
+A query without visible keys gets 0. `reference` computes it with all scores. On a CPU `block_attention.py` computes it,
+on a GPU FlexAttention if it can (`flex.py`), otherwise `block_attention.py` as well.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def reference(
     dropout_p: float,
     causal: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """What the op computes, in plain torch, with all scores; logarithms of sums and seed are left at 0."""
+    """Compute the op in plain torch, with all scores; logarithms of sums and seed are left at 0."""
     length, heads = q.shape[2], q.shape[1]
     kept = codes_of(layout, heads, length, causal=causal).tokens(length).to(q.device)
     kept = kept if mask is None else kept & mask
@@ -70,21 +70,21 @@ def _fake(q: Tensor, k: Tensor, v: Tensor, *args: Any, dropout_p: float, **_: An
 def block_sparse_attention(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: Tensor | None, layout: str, **options: Any
 ) -> Any:
-    """Attention in blocks, with the arguments of `reference`.
+    """Compute attention in blocks, with the arguments of `reference`.
 
     Args:
         q: `[b, heads, l, d]`, of any floating dtype.
         k: `[b, heads of keys, l, d]`; the heads divide those of q.
         v: `[b, heads of keys, l, e]`.
-        mask: bool, four dimensions, broadcast over `[b, heads, l, l]`: True where a key counts. None: all do.
-        bias: Added to the scores, four dimensions, broadcast likewise; differentiable. None: nothing is.
+        mask: bool, four dimensions, broadcast over `[b, heads, l, l]`: True for visible keys. None: all are.
+        bias: Added to the scores, four dimensions, broadcast like the mask; differentiable. None: no bias.
         layout: `Layout.text`.
-        **options: The factor of the scores, the share of probabilities that is dropped, and whether queries see no
+        **options: The factor of the scores, the dropped share of probabilities, and `causal`: True if queries see no
             later keys, whatever the layout says.
 
     Returns:
         The result `[b, heads, l, e]` in the dtype of q; for the backward, logarithms of sums of exponentials, and the
-        seed of what was dropped.
+            seed of the dropout.
     """
     attention = _attention(mask, bias, layout, options)
     sums, seed = _rest(q, layout, attention.dropout_p, q.new_empty)
@@ -121,7 +121,7 @@ def block_sparse_attention_backward(
     causal: bool,
     bias_needs_grad: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of q, k, v and, if it needs one, of the bias, contiguous; otherwise nothing in its place."""
+    """Compute the gradients of q, k, v and, if needed, of the bias, contiguous; else an empty tensor in its place."""
     options = {"scale": scale, "dropout_p": dropout_p, "causal": causal}
     attention = _attention(mask, bias, layout, options)
     if flex.why_not(q, v, attention) is None:
@@ -169,7 +169,7 @@ block_sparse_attention.register_autograd(_backward, setup_context=_setup_context
 
 @register_flop_formula(torch.ops.dsgraph.block_sparse_attention)
 def _flops(q: Any, k: Any, v: Any, mask: Any, bias: Any, layout: str, *args: Any, causal: bool, **_: Any) -> int:
-    """Operations of the products over the blocks that are computed."""
+    """Return the operations of the products over the computed blocks."""
     return q[0] * read_layout(layout).flops(q[1], q[2], (q[3] + v[3]) // 2, causal=causal)
 
 
@@ -180,7 +180,7 @@ def _backward_flops(grad: Any, q: Any, k: Any, v: Any, *rest: Any, causal: bool,
 
 
 def supports(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: Tensor | None) -> str | None:
-    """Why the op cannot take these, or None."""
+    """Return why the op does not support these arguments, or None."""
     if not q.ndim == k.ndim == v.ndim == 4:  # sizes that change are taken for equal where they are one symbol
         return f"q, k and v have {q.ndim}, {k.ndim} and {v.ndim} dimensions, not 4: batch, heads, tokens, width"
     if not q.dtype == k.dtype == v.dtype or not q.dtype.is_floating_point:

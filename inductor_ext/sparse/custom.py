@@ -1,4 +1,4 @@
-"""Layouts that somebody else has drawn: any boolean mask of blocks, and FlexAttention's mask functions."""
+"""Layouts drawn by others: any boolean mask of blocks, and FlexAttention's mask functions."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ _LARGEST_CODE = torch.iinfo(torch.int16).max
 
 @dataclass(frozen=True, kw_only=True)
 class Custom(Layout):
-    """Blocks one by one, for one length; `from_block_mask` and `from_mask_mod` make it.
+    """A layout of single blocks, for one length; made by `from_block_mask` and `from_mask_mod`.
 
     Attributes:
-        length: Tokens that it was made for; it takes no others.
-        heads: Heads that it was made for, 1 for any.
+        length: The number of tokens that it supports.
+        heads: The number of heads that it supports, 1 for any.
         packed: The codes of the blocks, compressed.
-        patterns: Tokens of blocks that count in part, compressed.
+        patterns: The visible tokens of partial blocks, compressed.
     """
 
     mode: ClassVar[str] = "custom"
@@ -35,11 +35,11 @@ class Custom(Layout):
     patterns: str = ""
 
     def blocks(self, head: int, count: int) -> Tensor:
-        """See `Layout.blocks`."""
+        """Return the blocks, see `Layout.blocks`."""
         return self._codes()[head % self.heads] != SKIPPED
 
     def _drawn(self, heads: int, length: int) -> tuple[Tensor, Tensor]:
-        """See `Layout.codes`.
+        """Return codes and patterns, see `Layout.codes`.
 
         Raises:
             SparseLayoutError: It was made for another length, or for another number of heads.
@@ -58,12 +58,12 @@ class Custom(Layout):
 
 
 def from_block_mask(mask: Tensor, *, block: int, length: int | None = None) -> Layout:
-    """A layout of the user's own.
+    """Return a layout with a mask of blocks.
 
     Args:
-        mask: bool `[n, n]`, or `[heads, n, n]` if heads differ: True for a block that is computed.
-        block: Queries and keys of a block.
-        length: Tokens, if the last block stands over; n * block unless given.
+        mask: bool `[n, n]`, or `[heads, n, n]` if heads differ: True for a computed block.
+        block: Number of queries and keys of a block.
+        length: Number of tokens, if the last block is partial; by default n * block.
 
     Raises:
         SparseLayoutError: The mask has another shape or dtype.
@@ -83,15 +83,15 @@ def from_block_mask(mask: Tensor, *, block: int, length: int | None = None) -> L
 def from_mask_mod(
     mask_mod: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor], *, length: int, heads: int = 1, block: int = 64
 ) -> Layout:
-    """A layout of one of FlexAttention's mask functions.
+    """Return the layout of a FlexAttention mask function.
 
-    Blocks of which nothing counts are skipped. Of those that count in part it keeps which tokens do.
+    Blocks without visible tokens are skipped. For partial blocks it stores the visible tokens.
 
     Args:
-        mask_mod: Called as `mask_mod(b, h, q, k)` with int64 tensors of no dimension; b is 0.
-        length: Tokens.
-        heads: Heads, if the function tells them apart; otherwise 1.
-        block: Queries and keys of a block.
+        mask_mod: The mask function, called as `mask_mod(b, h, q, k)` with 0-dimensional int64 tensors; b is 0.
+        length: Number of tokens.
+        heads: Number of heads, if the function distinguishes them; otherwise 1.
+        block: Number of queries and keys of a block.
 
     Raises:
         SparseLayoutError: There are more kinds of blocks than codes.
@@ -120,7 +120,7 @@ def from_mask_mod(
 
 
 def _completed(kept: Tensor, length: int, row: int, block: int) -> Tensor:
-    """`kept`, whose queries behind the last token see what that one sees, so that whole blocks stay whole."""
+    """Return `kept` with queries after the last token equal to the last one, so that full blocks stay full."""
     over = (row + 1) * block - length
     if over > 0:
         kept = kept.clone()

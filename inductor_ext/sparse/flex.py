@@ -1,11 +1,11 @@
 """Block-sparse attention on a GPU: torch's FlexAttention with the layout's blocks.
 
-FlexAttention knows which blocks to skip by its `BlockMask`; Inductor makes the Triton kernels, forward and backward.
-Their tiles have to divide the mask's blocks, and Inductor chooses those of the backward by GPU, dtype and width: with
-smaller blocks than 128 it finds none, whatever tiles it is asked for. So the mask has blocks of `MASK_BLOCK`, whatever
-the layout's are: one in which no score counts is skipped, in others the layout decides score by score.
+FlexAttention skips blocks by its `BlockMask`; Inductor generates the Triton kernels, forward and backward. Their tiles
+have to divide the mask's blocks, and Inductor chooses those of the backward by GPU, dtype and width: with blocks
+smaller than 128 it finds none, whatever tiles are requested. So the mask has blocks of `MASK_BLOCK`, whatever the
+layout's are: one without visible scores is skipped, in others the layout decides score by score.
 
-What FlexAttention cannot compute (`why_not`) is computed in blocks, as on a CPU.
+Attention that FlexAttention does not support (`why_not`) is computed in blocks, as on a CPU.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _RECOMPILES = 64  # one for each layout's block, dtype, width and number of head
 
 
 def why_not(q: Tensor, v: Tensor, attention: BlockAttention) -> str | None:
-    """Why FlexAttention does not compute it, or None."""
+    """Return why FlexAttention does not support it, or None."""
     least, most = _WIDTHS
     if q.device.type != "cuda":
         return f"on {q.device.type} it has no backward"
@@ -47,14 +47,14 @@ def why_not(q: Tensor, v: Tensor, attention: BlockAttention) -> str | None:
 
 
 def flex(q: Tensor, k: Tensor, v: Tensor, attention: BlockAttention, *, compiled: bool = True) -> Tensor:
-    """The result, which autograd can differentiate.
+    """Return the result, which autograd can differentiate.
 
     Args:
         q: `[b, heads, length, d]`.
         k: `[b, heads of keys, length, d]`.
-        v: As k.
-        attention: All else; neither bias nor dropout.
-        compiled: Whether Triton kernels are made; otherwise plain torch computes all scores, which tests compare.
+        v: `[b, heads of keys, length, d]`.
+        attention: The other arguments; neither bias nor dropout.
+        compiled: True generates Triton kernels; otherwise plain torch computes all scores, which tests compare.
     """
     run: Any = _compiled() if compiled else flex_attention
     with allow_recompiles(_RECOMPILES):
@@ -69,7 +69,7 @@ def flex(q: Tensor, k: Tensor, v: Tensor, attention: BlockAttention, *, compiled
 
 
 def block_mask(attention: BlockAttention, q: Tensor) -> BlockMask:
-    """The layout, with the mask, as FlexAttention takes it."""
+    """Return the layout, with the mask, as a `BlockMask` of FlexAttention."""
     mask = attention.mask
     made = _layout_mask(attention.text, *q.shape[1:3], attention.causal, q.device, has_mask=mask is not None)
     if mask is None:
@@ -89,7 +89,10 @@ def block_mask(attention: BlockAttention, q: Tensor) -> BlockMask:
 def _layout_mask(
     text: str, heads: int, length: int, causal: bool, device: torch.device, *, has_mask: bool
 ) -> BlockMask:
-    """The layout alone, kept: to make it, the host waits for the device. With a mask no block counts whole."""
+    """Return the mask of the layout, cached: to make it, the host waits for the device.
+
+    With a mask no block is full.
+    """
     with torch.inference_mode(False):
         found = codes_of(text, heads, length, causal=causal)
         codes, block = found.codes.int().to(device), found.block
@@ -115,7 +118,7 @@ def _layout_mask(
 
 
 def _merged(found: BlockCodes, length: int) -> tuple[Tensor, Tensor]:
-    """In which of the mask's blocks some score counts, and in which each: bool `[heads or 1, n, n]`."""
+    """Return the mask's blocks with some visible score, and those with all: bool `[heads or 1, n, n]`."""
     starts = torch.arange(0, length, MASK_BLOCK)[:, None]
     blocks = torch.arange(found.codes.shape[-1])[None] * found.block
     overlaps = ((blocks < starts + MASK_BLOCK) & (blocks + found.block > starts)).float()
@@ -127,16 +130,17 @@ def _merged(found: BlockCodes, length: int) -> tuple[Tensor, Tensor]:
 
 
 def _listed(chosen: Tensor) -> tuple[Tensor, Tensor]:
-    """How many blocks each block of queries sees, `[1, heads, n]`, and which, those first, `[1, heads, n, n]`."""
+    """Return how many blocks each block of queries sees, `[1, heads, n]`, and which first, `[1, heads, n, n]`."""
     counts = chosen.sum(-1, dtype=torch.int32)
     order = torch.argsort(chosen.to(torch.int8), dim=-1, descending=True, stable=True).to(torch.int32)
     return counts[None], order[None]
 
 
 def kernel_options(q: Tensor, v: Tensor) -> dict[str, Any]:
-    """Tiles and stages that fit in shared memory along with what the layout reads, for any width.
+    """Return tiles and stages that fit in shared memory together with the layout's data, for any width.
 
-    Inductor's own fill it with q, k and v. Its kernel for few queries is left out: it refuses some numbers of heads.
+    Inductor's own fill it with q, k and v. Its kernel for few queries is switched off: it refuses some numbers of
+    heads.
     """
     width = 1 << (max(q.shape[-1], v.shape[-1]) - 1).bit_length()  # as the kernel rounds it
     row = width * q.itemsize  # bytes

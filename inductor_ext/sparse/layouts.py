@@ -1,7 +1,7 @@
-"""Layouts of block-sparse attention as data: which blocks of queries see which blocks of keys.
+"""Layouts of block-sparse attention as data: the blocks of keys that each block of queries sees.
 
-A layout says nothing of a length or of heads until it is asked: `codes(heads, length)` are the blocks of one attention.
-Its `text` is all of it, in JSON: what stands in graphs and in caches, the same on every rank.
+A layout does not depend on a length or on heads: `codes(heads, length)` are the blocks of one attention. Its `text` is
+the complete layout in JSON: it is used in graphs and caches, and is the same on every rank.
 """
 
 from __future__ import annotations
@@ -20,7 +20,10 @@ SKIPPED, WHOLE = 0, 1
 
 
 class SparseLayoutError(ValueError):
-    """A layout, or a field of one, cannot be taken."""
+    """A layout, a field of it, or an argument of block-sparse attention that is not supported.
+
+    Fix: use a value that the message names; docs/guides/long-sequences.md describes the layouts and their fields.
+    """
 
 
 @dataclass(frozen=True)
@@ -28,9 +31,9 @@ class BlockCodes:
     """The blocks of one attention.
 
     Attributes:
-        block: Queries and keys of a block.
-        codes: int16 `[heads or 1, n, n]`: 0 for a block that is skipped, 1 for one that is computed whole, 2 + i for
-            one of which `patterns[i]` counts.
+        block: Number of queries and keys of a block.
+        codes: int16 `[heads or 1, n, n]`: 0 for a skipped block, 1 for a full one, 2 + i for one with the visible
+            tokens `patterns[i]`.
         patterns: bool `[patterns, block, block]`.
     """
 
@@ -40,20 +43,20 @@ class BlockCodes:
 
     @property
     def density(self) -> float:
-        """The share of blocks that are computed."""
+        """The share of computed blocks."""
         with plain_tensors():
             return float((self.codes != SKIPPED).double().mean())
 
     def tokens(self, length: int) -> Tensor:
-        """The same as a mask: bool `[heads or 1, length, length]`, True where a key counts."""
+        """Return the blocks as a mask: bool `[heads or 1, length, length]`, True for visible keys."""
         known = torch.cat([torch.zeros(1, self.block, self.block), torch.ones(1, self.block, self.block)]).bool()
         whole = torch.cat([known, self.patterns])[self.codes.long()]
         return whole.transpose(2, 3).flatten(1, 2).flatten(2, 3)[:, :length, :length]
 
     def intersected(self, where: Tensor, pattern: Tensor) -> BlockCodes:
-        """Leaves of the blocks of `where`, bool `[n, n]`, what `pattern`, bool `[block, block]`, leaves.
+        """Intersect the blocks of `where`, bool `[n, n]`, with `pattern`, bool `[block, block]`.
 
-        Patterns of which nothing is left are skipped blocks, those of which all is left whole ones.
+        Blocks without visible tokens become skipped ones, those with all visible full ones.
         """
         codes, patterns = self.codes.clone(), list(self.patterns)
         chosen = where & (self.codes != SKIPPED)
@@ -64,7 +67,7 @@ class BlockCodes:
 
 
 def code_of(left: Tensor, patterns: list[Tensor]) -> int:
-    """The code of a block of which `left` counts, which is added to `patterns` if it is none of them."""
+    """Return the code of a block with the visible tokens `left`, which is added to `patterns` if it is new."""
     if not left.any():
         return SKIPPED
     if left.all():
@@ -77,17 +80,17 @@ def code_of(left: Tensor, patterns: list[Tensor]) -> int:
 
 
 def stacked(patterns: list[Tensor], block: int) -> Tensor:
-    """Patterns as one tensor."""
+    """Return patterns as one tensor."""
     return torch.stack(patterns) if patterns else torch.zeros(0, block, block, dtype=torch.bool)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Layout(ABC):
-    """Which blocks are computed.
+    """The layout of computed blocks.
 
     Attributes:
-        block: Queries and keys of a block, 1 or more.
-        different_layout_per_head: Whether heads may differ.
+        block: Number of queries and keys of a block, 1 or more.
+        different_layout_per_head: True if heads may differ.
     """
 
     mode: ClassVar[str]
@@ -107,33 +110,33 @@ class Layout(ABC):
 
     @property
     def is_causal(self) -> bool:
-        """Whether no query sees a later key."""
+        """True if no query sees a later key."""
         return getattr(self, "attention", "") == "unidirectional"
 
     @abstractmethod
     def blocks(self, head: int, count: int) -> Tensor:
-        """The blocks that a head computes: bool `[count, count]`, before later keys are taken from causal ones."""
+        """Return the blocks of a head: bool `[count, count]`, before later keys are removed in causal layouts."""
 
     def codes(self, heads: int, length: int, *, causal: bool = False) -> BlockCodes:
-        """The blocks of an attention of so many heads and tokens.
+        """Return the blocks of an attention with these numbers of heads and tokens.
 
         Args:
-            heads: Of queries.
-            length: Tokens, of queries and of keys; a last block may stand over.
-            causal: Whether queries see no later keys, whatever the layout says.
+            heads: Number of heads of queries.
+            length: Number of tokens of queries and keys; the last block may be partial.
+            causal: True if queries see no later keys, whatever the layout says.
         """
         with plain_tensors():
             return self._finished(*self._drawn(heads, length), length, causal=causal)
 
     def _drawn(self, heads: int, length: int) -> tuple[Tensor, Tensor]:
-        """Codes and patterns, before later keys and those behind the last token are taken away."""
+        """Return codes and patterns, before later keys and those after the last token are removed."""
         count = -(-length // self.block)
         differing = heads if self.different_layout_per_head else 1
         found = torch.stack([self.blocks(head, count) for head in range(differing)]).to(torch.int16)
         return found, torch.zeros(0, self.block, self.block, dtype=torch.bool)
 
     def _finished(self, codes: Tensor, patterns: Tensor, length: int, *, causal: bool) -> BlockCodes:
-        """Takes later keys away where none may be seen, and those behind the last token."""
+        """Remove later keys if they must not be visible, and keys after the last token."""
         count = codes.shape[-1]
         if causal or self.is_causal:
             codes = codes * torch.ones(count, count, dtype=codes.dtype).tril()
@@ -150,13 +153,13 @@ class Layout(ABC):
         return made
 
     def density(self, heads: int, length: int, *, causal: bool = False) -> float:
-        """The share of blocks that are computed; 1 / density is the ideal speed-up."""
+        """Return the share of computed blocks; 1 / density is the ideal speed-up."""
         return self.codes(heads, length, causal=causal).density
 
     def flops(self, heads: int, length: int, head_dim: int, *, causal: bool = False) -> int:
-        """Operations of the two products of one forward, a multiplication and an addition counted as two.
+        """Return the operations of the two products of one forward, a multiplication and an addition counted as two.
 
-        A backward that computes scores again takes 2.5 times as many.
+        A backward that recomputes scores takes 2.5 times as many.
         """
         codes = self.codes(heads, length, causal=causal).codes
         with plain_tensors():
@@ -165,7 +168,7 @@ class Layout(ABC):
 
     @property
     def text(self) -> str:
-        """The layout in JSON, what is default left out."""
+        """The layout in JSON, without default values."""
         given = {
             item.name: value
             for item in fields(self)
@@ -174,7 +177,7 @@ class Layout(ABC):
         return json.dumps({"mode": self.mode, **given}, sort_keys=True)
 
     def want(self, field: str, holds: bool, takes: str) -> None:
-        """Refuses a field.
+        """Refuse a field unless `holds`.
 
         Raises:
             SparseLayoutError: `holds` is False.
@@ -192,5 +195,5 @@ def _full(block: int) -> Tensor:
 
 
 def as_tuple(value: Any) -> Any:
-    """A list as a tuple, which a frozen layout may hold; anything else as it is."""
+    """Return a list as a tuple, which a frozen layout may hold; anything else unchanged."""
     return tuple(value) if isinstance(value, list) else value

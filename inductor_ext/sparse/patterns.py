@@ -1,8 +1,8 @@
-"""The layouts that have names, with the fields and the defaults that they have in DeepSpeed's configuration.
+"""The named layouts, with the fields and defaults of DeepSpeed's configuration.
 
 Fixed: Child et al., arXiv 1904.10509. BigBird: Zaheer et al., arXiv 2007.14062. BSLongformer: Beltagy et al., arXiv
-2004.05150, in blocks. Blocks are numbered from 0; "unidirectional" layouts leave a query no later key, within a block
-as well.
+2004.05150, in blocks. Blocks are numbered from 0; in "unidirectional" layouts a query sees no later key, also within a
+block.
 """
 
 from __future__ import annotations
@@ -18,25 +18,25 @@ from .layouts import Layout, as_tuple
 
 @dataclass(frozen=True, kw_only=True)
 class Dense(Layout):
-    """Every block: for comparison."""
+    """All blocks, for comparison."""
 
     mode: ClassVar[str] = "dense"
 
     def blocks(self, head: int, count: int) -> Tensor:
-        """See `Layout.blocks`."""
+        """Return the blocks, see `Layout.blocks`."""
         return torch.ones(count, count, dtype=torch.bool)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Fixed(Layout):
-    """Windows of blocks that see themselves, and of each window blocks that all see.
+    """Windows of blocks that see themselves, and global blocks in each window that all queries see.
 
     Attributes:
-        num_local_blocks: Blocks of a window.
-        num_global_blocks: Blocks of each window, the last ones, that every query sees.
+        num_local_blocks: Number of blocks of a window.
+        num_global_blocks: Number of last blocks of each window that every query sees.
         attention: "bidirectional" or "unidirectional".
-        horizontal_global_attention: Whether queries of those blocks see every key as well.
-        num_different_global_patterns: How many places in a window heads take turns at, with
+        horizontal_global_attention: True if queries of those blocks see every key as well.
+        num_different_global_patterns: Number of positions in a window between which heads alternate, with
             `different_layout_per_head`.
     """
 
@@ -61,7 +61,7 @@ class Fixed(Layout):
         self.want("num_different_global_patterns", 1 <= self.num_different_global_patterns <= most, takes)
 
     def blocks(self, head: int, count: int) -> Tensor:
-        """See `Layout.blocks`."""
+        """Return the blocks, see `Layout.blocks`."""
         window = torch.arange(count) // self.num_local_blocks
         found = window[:, None] == window[None, :]
         turn = head % self.num_different_global_patterns
@@ -76,16 +76,16 @@ class Fixed(Layout):
 
 @dataclass(frozen=True, kw_only=True)
 class Variable(Layout):
-    """Windows of given sizes, blocks that all see, and blocks at random.
+    """Windows of given sizes, global blocks, and random blocks.
 
     Attributes:
-        num_random_blocks: Blocks at random that each block of queries sees.
-        local_window_blocks: Blocks of the first windows; the last size goes on to the end.
+        num_random_blocks: Number of random blocks that each block of queries sees.
+        local_window_blocks: Sizes of the first windows in blocks; the last size is repeated to the end.
         global_block_indices: Blocks that every query sees.
-        global_block_end_indices: Behind which block each of them ends, so that they are ranges of blocks.
+        global_block_end_indices: The end of each of them, exclusive, so that they are ranges of blocks.
         attention: "bidirectional" or "unidirectional".
-        horizontal_global_attention: Whether queries of those blocks see every key as well.
-        seed: Of the random blocks.
+        horizontal_global_attention: True if queries of those blocks see every key as well.
+        seed: Seed of the random blocks.
     """
 
     mode: ClassVar[str] = "variable"
@@ -110,7 +110,7 @@ class Variable(Layout):
         self.want("horizontal_global_attention", not (self.horizontal_global_attention and one_way), _ONE_WAY)
 
     def blocks(self, head: int, count: int) -> Tensor:
-        """See `Layout.blocks`."""
+        """Return the blocks, see `Layout.blocks`."""
         found = torch.zeros(count, count, dtype=torch.bool)
         start, number = 0, 0
         while start < count:
@@ -123,14 +123,14 @@ class Variable(Layout):
 
 @dataclass(frozen=True, kw_only=True)
 class BigBird(Layout):
-    """A sliding window, first blocks that see all and that all see, and blocks at random.
+    """A sliding window, first blocks that see all and are seen by all, and random blocks.
 
     Attributes:
-        num_random_blocks: Blocks at random that each block of queries sees.
+        num_random_blocks: Number of random blocks that each block of queries sees.
         num_sliding_window_blocks: Width of the window, around each block.
-        num_global_blocks: How many blocks, from the first, see all and are seen by all.
+        num_global_blocks: Number of first blocks that see all and are seen by all.
         attention: "bidirectional" or "unidirectional".
-        seed: Of the random blocks.
+        seed: Seed of the random blocks.
     """
 
     mode: ClassVar[str] = "bigbird"
@@ -149,7 +149,7 @@ class BigBird(Layout):
         self.want("num_global_blocks", self.num_global_blocks >= 0, "0 or more")
 
     def blocks(self, head: int, count: int) -> Tensor:
-        """See `Layout.blocks`."""
+        """Return the blocks, see `Layout.blocks`."""
         found = _sliding(self.num_sliding_window_blocks, count)
         found[:, : self.num_global_blocks] = True
         found[: self.num_global_blocks] = True
@@ -158,12 +158,12 @@ class BigBird(Layout):
 
 @dataclass(frozen=True, kw_only=True)
 class BSLongformer(Layout):
-    """A sliding window, and blocks that see all and that all see.
+    """A sliding window, and blocks that see all and are seen by all.
 
     Attributes:
         num_sliding_window_blocks: Width of the window, around each block.
         global_block_indices: Blocks that see all and are seen by all.
-        global_block_end_indices: Behind which block each of them ends, so that they are ranges of blocks.
+        global_block_end_indices: The end of each of them, exclusive, so that they are ranges of blocks.
         attention: "bidirectional" or "unidirectional".
     """
 
@@ -182,7 +182,7 @@ class BSLongformer(Layout):
         _want_ranges(self)
 
     def blocks(self, head: int, count: int) -> Tensor:
-        """See `Layout.blocks`."""
+        """Return the blocks, see `Layout.blocks`."""
         found = _sliding(self.num_sliding_window_blocks, count)
         _see_ranges(self, found, rows=True)
         return found
@@ -190,7 +190,7 @@ class BSLongformer(Layout):
 
 @dataclass(frozen=True, kw_only=True)
 class LocalSlidingWindow(Layout):
-    """A sliding window alone.
+    """Only a sliding window.
 
     Attributes:
         num_sliding_window_blocks: Width of the window, around each block.
@@ -208,7 +208,7 @@ class LocalSlidingWindow(Layout):
         self.want("num_sliding_window_blocks", self.num_sliding_window_blocks >= 1, "1 or more")
 
     def blocks(self, head: int, count: int) -> Tensor:
-        """See `Layout.blocks`."""
+        """Return the blocks, see `Layout.blocks`."""
         return _sliding(self.num_sliding_window_blocks, count)
 
 
@@ -216,13 +216,13 @@ _ONE_WAY = "False with attention='unidirectional'"
 
 
 def _sliding(width: int, count: int) -> Tensor:
-    """The blocks at most half of `width` away."""
+    """Return the blocks at most half of `width` away."""
     place = torch.arange(count)
     return (place[:, None] - place[None, :]).abs() <= width // 2
 
 
 def _random_blocks(number: int, count: int, *, seed: int, head: int, causal: bool) -> Tensor:
-    """So many different blocks at random a row, of all or of those that are not later."""
+    """Return `number` different random blocks for each row, of all or of those that are not later."""
     found = torch.zeros(count, count, dtype=torch.bool)
     if number == 0:
         return found

@@ -3,8 +3,8 @@
     scores = scale * q @ k^T + bias where allowed, else nothing
     y      = dropout(softmax(scores)) @ v
 
-torch's fused kernels of the CPU compute it where they can. They have no dropout and no gradient of a bias: then it is
-written out, and its scores are in memory, chunk by chunk.
+torch's fused CPU kernels compute it if they can. They have no dropout and no gradient of a bias: then it is written
+out, and its scores are in memory, chunk by chunk.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from dsgraph.inductor_ext.compat import cpu_attention, cpu_attention_backward
 
 @dataclass(frozen=True)
 class ScoreTerms:
-    """What becomes of the scores of one product.
+    """The terms for the scores of one product.
 
     Attributes:
         scale: Their factor.
-        allowed: Which count, bool, broadcast over `[g, m, s]`; None: all.
-        bias: What is added, broadcast likewise; None: nothing.
+        allowed: The visible ones, bool, broadcast over `[g, m, s]`; None: all.
+        bias: Added to the scores, broadcast like `allowed`; None: no bias.
         kept: For dropout, bool `[g, m, s]`; None: no dropout.
-        dropout_p: The share that is dropped.
+        dropout_p: The dropped share.
     """
 
     scale: float
@@ -36,11 +36,11 @@ class ScoreTerms:
     dropout_p: float = 0.0
 
     def empty_rows(self) -> Tensor | None:
-        """Rows of which nothing counts, broadcast over `[g, m, 1]`; their result is 0."""
+        """Return the rows without visible scores, broadcast over `[g, m, 1]`; their result is 0."""
         return None if self.allowed is None else ~self.allowed.any(-1, keepdim=True)
 
     def added(self, dtype: torch.dtype) -> Tensor | None:
-        """Mask and bias as one term, in `dtype`."""
+        """Return mask and bias as one term, in `dtype`."""
         if self.allowed is None:
             return None if self.bias is None else self.bias.to(dtype)
         base = torch.zeros((), dtype=dtype) if self.bias is None else self.bias.to(dtype)
@@ -48,12 +48,12 @@ class ScoreTerms:
 
 
 def _nothing(dtype: torch.dtype) -> float:
-    """A score that leaves nothing beside others, and is finite: a row of such is a number still."""
+    """Return a score that hides an element and is finite: a row with only such scores has no NaN."""
     return -65504.0 if dtype == torch.float16 else -1e30
 
 
 def fused_forward(q: Tensor, k: Tensor, v: Tensor, terms: ScoreTerms) -> tuple[Tensor, Tensor]:
-    """The result, and the logarithm of the sum of exponentials `[g, m]`."""
+    """Return the result, and the logarithm of the sum of exponentials `[g, m]`."""
     y, sums = cpu_attention(q, k, v, added=terms.added(q.dtype), scale=terms.scale)
     empty = terms.empty_rows()
     return (y if empty is None else y.masked_fill(empty, 0)), sums
@@ -62,14 +62,14 @@ def fused_forward(q: Tensor, k: Tensor, v: Tensor, terms: ScoreTerms) -> tuple[T
 def fused_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, sums: Tensor, terms: ScoreTerms
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v."""
+    """Return the gradients of q, k and v."""
     empty = terms.empty_rows()
     grad = grad if empty is None else grad.masked_fill(empty, 0)
     return cpu_attention_backward(grad, q, k, v, y, sums, added=terms.added(q.dtype), scale=terms.scale)
 
 
 def written_forward(q: Tensor, k: Tensor, v: Tensor, terms: ScoreTerms) -> tuple[Tensor, Tensor]:
-    """As `fused_forward`, with all that `terms` may hold."""
+    """Return the same as `fused_forward`, with support for all fields of `terms`."""
     scores = _scores(q, k, terms)
     sums = scores.logsumexp(-1)
     probabilities = _dropped(scores.sub_(sums[..., None]).exp_(), terms)
@@ -81,7 +81,7 @@ def written_forward(q: Tensor, k: Tensor, v: Tensor, terms: ScoreTerms) -> tuple
 def written_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, sums: Tensor, terms: ScoreTerms
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of q, k, v and of the scores, to which a bias was added; the last one `[g, m, s]`."""
+    """Return the gradients of q, k, v and of the scores, which include a bias; the last one is `[g, m, s]`."""
     probabilities = _scores(q, k, terms).sub_(sums[..., None]).exp_()
     wide = probabilities.dtype
     grad, q, k, v, y = (item.to(wide) for item in (grad, q, k, v, y))

@@ -1,4 +1,4 @@
-"""Layouts by name: what stands in a configuration, and what stands in a graph."""
+"""Layouts by name: from a section of a configuration, and from the text in a graph."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ MODES: Mapping[str, type[Layout]] = MappingProxyType(
 
 
 def layout_of(section: Mapping[str, Any]) -> Layout:
-    """A layout of a section such as `{"mode": "fixed", "block": 16}`, with DeepSpeed's keys.
+    """Return the layout of a section such as `{"mode": "fixed", "block": 16}`, with DeepSpeed's keys.
 
     Raises:
-        SparseLayoutError: The mode or a key is unknown, or a value cannot be taken.
+        SparseLayoutError: The mode or a key is unknown, or a value is not supported.
     """
     given = dict(section)
     mode = given.pop("mode", Fixed.mode)
@@ -38,11 +38,11 @@ def layout_of(section: Mapping[str, Any]) -> Layout:
 
 @lru_cache(maxsize=64)
 def read_layout(text: str) -> Layout:
-    """The layout of which `Layout.text` is the text."""
+    """Return the layout with the text `Layout.text`."""
     return layout_of(json.loads(text))
 
 
 @lru_cache(maxsize=64)
 def codes_of(text: str, heads: int, length: int, *, causal: bool) -> BlockCodes:
-    """`Layout.codes`, found once."""
+    """Return `Layout.codes`, cached."""
     return read_layout(text).codes(heads, length, causal=causal)

@@ -1,7 +1,7 @@
-"""In which pieces a block-sparse attention is computed: rows of blocks that see equally many blocks go together.
+"""The pieces in which a block-sparse attention is computed: rows that see equally many blocks are batched.
 
-Rows that see the same blocks in the same way become one unit: a longer product of fewer gathered keys. Units of equal
-sizes become one bucket: one batched product.
+Rows of blocks that see the same blocks in the same way become one unit: a longer product of fewer gathered keys. Units
+of equal sizes become one bucket: one batched product.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Bucket:
     Attributes:
         rows: Blocks of queries of each unit, int64 `[units, r]`; no two units share one.
         columns: Blocks of keys that all of them see, int64 `[units, c]`.
-        allowed: bool `[r * block, c * block]`: which scores count, the same in all units; None where all do.
+        allowed: bool `[r * block, c * block]`: the visible scores, the same in all units; None if all are visible.
     """
 
     rows: Tensor
@@ -36,14 +36,14 @@ class Bucket:
 def buckets_of(
     text: str, heads: int, length: int, *, causal: bool, most_scores: int | None
 ) -> tuple[tuple[Bucket, ...], ...]:
-    """The buckets of each head; of one head alone where all are alike.
+    """Return the buckets of each head; of one head if all are equal.
 
     Args:
         text: `Layout.text`.
-        heads: Of queries.
-        length: Tokens.
-        causal: Whether queries see no later keys, whatever the layout says.
-        most_scores: How many scores a unit may have, unless one row of blocks has more; None: any number.
+        heads: Number of heads of queries.
+        length: Number of tokens.
+        causal: True if queries see no later keys, whatever the layout says.
+        most_scores: Largest number of scores of a unit, unless one row of blocks has more; None: no limit.
     """
     found = codes_of(text, heads, length, causal=causal)
     return tuple(_buckets(found, head, most_scores) for head in range(len(found.codes)))

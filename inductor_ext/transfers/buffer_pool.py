@@ -1,4 +1,4 @@
-"""Host memory outside torch's allocator, in a pool that uses it again."""
+"""A pool of reusable host memory outside torch's allocator."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ALIGNMENT = 4096  # bytes; that of memory pages, and of what files opened with O
 
 
 def rounded(size: int) -> int:
-    """A number of bytes, rounded up to whole pages, 1 at least."""
+    """Return a number of bytes, rounded up to whole pages, at least 1."""
     return max(1, -(-size // ALIGNMENT)) * ALIGNMENT
 
 
@@ -31,18 +31,18 @@ class Buffer:
     size: int
 
     def view(self) -> memoryview:
-        """The memory as file functions take it."""
+        """Return the memory for file functions."""
         return self.data.numpy().data
 
 
 class BufferPool:
-    """Host memory that is used again. At any time it holds no more than the most that was in use at once.
+    """A pool of host memory. It never holds more than the most that was in use at once.
 
-    On a machine with CUDA the memory is pinned. On others it is mapped past torch's allocator, so that what counts the
-    allocator's bytes as the device's memory leaves it out.
+    On a machine with CUDA the memory is pinned. On others it is mapped outside torch's allocator, so that counters of
+    the allocator's bytes do not include it.
 
-    Buffers may be given back at any time and by any thread, a garbage collector's finalizer in the middle of `take`
-    included: `give_back` takes no lock.
+    Buffers may be given back at any time and by any thread, including a garbage collector's finalizer inside `take`:
+    `give_back` takes no lock.
     """
 
     def __init__(self, *, pinned: bool) -> None:
@@ -61,13 +61,13 @@ class BufferPool:
 
     @property
     def held(self) -> int:
-        """Bytes of all buffers, idle ones included."""
+        """Bytes of all buffers, including idle ones."""
         with self._lock:
             self._collect()
             return self._held
 
     def take(self, size: int) -> Buffer:
-        """A buffer of so many bytes, rounded up to whole pages. What it holds is not defined."""
+        """Return a buffer of this size, rounded up to whole pages, with undefined contents."""
         size = rounded(size)
         with self._lock:
             self._collect()
@@ -81,7 +81,7 @@ class BufferPool:
         return Buffer(self._allocate(size), size)
 
     def give_back(self, buffer: Buffer) -> None:
-        """Lets a buffer be used again."""
+        """Return a buffer to the pool."""
         self._returned.append(buffer)
 
     def _collect(self) -> None:

@@ -1,7 +1,10 @@
-"""What a transfer says when it cannot be done."""
+"""Errors of transfers."""
 
 from __future__ import annotations
 
 
 class TransferError(RuntimeError):
-    """A tensor could not be stored or read back. No number was computed from it."""
+    """A tensor that could not be stored or read back. Nothing was computed from it.
+
+    Fix: free space in the folder that the message names, or set TMPDIR to another disk; then load the last checkpoint.
+    """

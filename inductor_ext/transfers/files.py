@@ -1,4 +1,4 @@
-"""Reading and writing of whole buffers, past the page cache where the file system allows it."""
+"""Reading and writing of complete buffers, without the page cache if the file system allows it."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from .errors import TransferError
 
 
 def write_file(path: Path, buffer: Buffer) -> None:
-    """Writes a whole buffer to a new file. Other threads run meanwhile.
+    """Write a complete buffer to a new file. Other threads run during the call.
 
     Raises:
-        TransferError: The disk is full, or the file cannot be written. Then there is no file.
+        TransferError: The disk is full, or the file cannot be written. No file is left then.
     """
     try:
         transfer_part(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, buffer, os.pwritev)
@@ -24,7 +24,7 @@ def write_file(path: Path, buffer: Buffer) -> None:
 
 
 def read_file(path: Path, buffer: Buffer) -> None:
-    """Fills a buffer from a file of its size. Other threads run meanwhile.
+    """Fill a buffer from a file of its size. Other threads run during the call.
 
     Raises:
         TransferError: The file cannot be read, or it is too short.
@@ -36,14 +36,14 @@ def read_file(path: Path, buffer: Buffer) -> None:
 
 
 def transfer_part(path: Path, flags: int, buffer: Buffer, transfer: object, *, at: int = 0) -> None:
-    """Reads or writes as many bytes of a file as a buffer has, directly where the file system allows it.
+    """Read or write a buffer's size of bytes of a file, directly if the file system allows it.
 
     Args:
         path: The file.
-        flags: How it is opened.
-        buffer: A whole one.
+        flags: Flags to open it with.
+        buffer: The buffer.
         transfer: `os.preadv` or `os.pwritev`.
-        at: Where in the file, whole pages.
+        at: Offset in the file, whole pages.
 
     Raises:
         OSError: Not all of it could be transferred.

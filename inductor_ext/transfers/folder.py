@@ -19,18 +19,18 @@ _LOCK = "in-use"
 class PrivateFolder:
     """A folder of this process below `root`, which only this user can read.
 
-    The process holds a lock on a file in it, which the kernel releases however the process ends. Who makes a folder
-    next removes those that nobody holds. `remove` is for the end of a process that ends by itself.
+    The process holds a lock on a file in it, which the kernel releases however the process ends. The next process that
+    makes a folder removes unlocked ones. `remove` is for a process that ends normally.
 
     Attributes:
         path: The folder.
     """
 
     def __init__(self, root: Path) -> None:
-        """Makes the folder, and removes those of processes that were killed.
+        """Create the folder, and remove those of killed processes.
 
         Args:
-            root: The folder of all these folders; it is made if it is not there.
+            root: The folder of all these folders; it is created if it does not exist.
 
         Raises:
             TransferError: Another user could read or change it.
@@ -53,12 +53,12 @@ class PrivateFolder:
 
 
 def usual_root() -> Path:
-    """Where folders are made: in the folder for temporary files, which the variable TMPDIR names."""
+    """Return the default root: in the folder for temporary files, which the variable TMPDIR names."""
     return folder_below(Path(tempfile.gettempdir()))
 
 
 def folder_below(place: Path) -> Path:
-    """Where folders are made in a place that is not the folder for temporary files."""
+    """Return the root in a place other than the folder for temporary files."""
     return place / f"dsgraph-offload-{os.getuid()}"
 
 

@@ -1,4 +1,4 @@
-"""How bytes get from a device to the host and back: at once on the CPU, on a stream of its own with CUDA."""
+"""Copies between a device and the host: synchronous on the CPU, on separate streams with CUDA."""
 
 from __future__ import annotations
 
@@ -12,33 +12,33 @@ from .buffer_pool import Buffer
 
 
 class Mark(ABC):
-    """A moment at which a copy is done."""
+    """The moment at which a copy has ended."""
 
     @abstractmethod
     def join(self) -> None:
-        """Lets what the device computes from now on come behind the copy."""
+        """Make later computation of the device wait for the copy."""
 
     @abstractmethod
     def block(self) -> None:
-        """Returns when the copy is done."""
+        """Return when the copy has ended."""
 
 
 class Lane(ABC):
-    """Copies between a device and the host, one behind the other.
+    """A queue of copies between a device and the host.
 
     Attributes:
-        has_stream: Whether copies run beside what the device computes.
+        has_stream: True if copies run beside the device's computation.
     """
 
     has_stream: bool
 
     @abstractmethod
     def to_host(self, source: Tensor, buffer: Buffer) -> Mark:
-        """Copies `[n]` bytes into a buffer, behind what the device computes so far."""
+        """Copy `[n]` bytes into a buffer, after the device's computation so far."""
 
     @abstractmethod
     def to_device(self, buffer: Buffer, result: Tensor) -> Mark:
-        """Copies the buffer's first bytes into `result`, `[n]` bytes, behind what the device computes so far."""
+        """Copy the buffer's first bytes into `result`, `[n]` bytes, after the device's computation so far."""
 
 
 class _Done(Mark):
@@ -52,7 +52,7 @@ class _Done(Mark):
 
 
 class CpuLane(Lane):
-    """Copies at once."""
+    """Synchronous copies."""
 
     has_stream = False
 
@@ -109,5 +109,5 @@ class CudaLane(Lane):
 
 
 def lane_of(device: torch.device) -> Lane:
-    """The lane of a device."""
+    """Return the lane of a device."""
     return CudaLane(device) if device.type == "cuda" else CpuLane()

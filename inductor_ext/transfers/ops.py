@@ -1,22 +1,22 @@
 """Ops that move tensors out of the device's memory and back: activations, parameters, gradients.
 
     handle = offload(x, tier)           starts to copy x out of the device's memory
-    saved = finish_offload(handle, x)   behind it, x's memory may be used again
-    result = reload(saved, ...)         allocates x's like, and starts to fill it
-    x_again = wait_transfer(result)     behind it, the numbers are there
+    saved = finish_offload(handle, x)   after it, x's memory may be reused
+    result = reload(saved, ...)         allocates a tensor like x, and starts to fill it
+    x_again = wait_transfer(result)     after it, the values are there
 
-    handle = fetch_parameter(rows)      starts to read a parameter that lies on disk
-    param = take_parameter(handle, rows)    a new tensor with its numbers
+    handle = fetch_parameter(rows)      starts to read a parameter on disk
+    param = take_parameter(handle, rows)    a new tensor with its values
     nothing = store_gradient(g, rows, handle)   writes its gradient there, or adds it to what is there
 
-No op writes to an argument or draws on anything but its arguments, so graphs may hold them as they hold collectives.
-`finish_offload` takes x only to keep its memory from being used again too early, whoever runs the graph. The result of
-`wait_transfer` is its argument, as of `_c10d_functional.wait_tensor`.
+No op writes to an argument or depends on anything but its arguments, so graphs may contain them like collectives.
+`finish_offload` takes x only to keep its memory from being reused too early. The result of `wait_transfer` is its
+argument, as for `_c10d_functional.wait_tensor`.
 
-A handle is a tensor whose memory holds what is stored, see `Transfers`.
+A handle is a tensor whose memory owns the stored bytes, see `Transfers`.
 
-Why not torch's `ao::offload` (2.13 has it, 2.11 has not): its host tensors are the saved values themselves, it has
-neither another tier nor a bound of bytes in flight, and it does nothing without a GPU.
+torch's `ao::offload` (2.13 has it, 2.11 does not) is not used: its host tensors are the saved values themselves, it has
+no other tier and no bound on running transfers, and it does nothing without a GPU.
 """
 
 from __future__ import annotations
@@ -38,24 +38,24 @@ def _fake_handle(*_: object) -> Tensor:
 
 @define_op(fake=_fake_handle)
 def offload(tensor: Tensor, tier: str) -> Tensor:
-    """Starts to store a tensor outside the device's memory.
+    """Start to store a tensor outside the device's memory.
 
     Args:
-        tensor: Dense, in whatever order of dimensions.
+        tensor: A dense tensor, in any order of dimensions.
         tier: "host" or "disk".
 
     Returns:
         `[1]` of int64 on the CPU, for `finish_offload`.
 
     Raises:
-        TransferError: The disk is full, of an earlier offload as well.
+        TransferError: The disk is full, also for an earlier offload.
     """
     return transfers_of(tensor.device).store(tensor, tier)
 
 
 @define_op(fake=_fake_handle)
 def finish_offload(handle: Tensor, source: Tensor) -> Tensor:
-    """The handle, when `source` is no longer read."""
+    """Return the handle when `source` is no longer read."""
     return transfers_of(source.device).leave(handle)
 
 
@@ -69,14 +69,14 @@ def _fake_reload(
 def reload(
     handle: Tensor, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype, device: torch.device
 ) -> Tensor:
-    """Starts to fill a new tensor with what is stored; to be read behind its `wait_transfer`.
+    """Start to fill a new tensor with the stored bytes; it may be read after its `wait_transfer`.
 
     Args:
-        handle: Of `finish_offload`.
-        size: As the stored tensor's.
-        stride: As the stored tensor's.
-        dtype: As the stored tensor's.
-        device: The stored tensor's.
+        handle: The result of `finish_offload`.
+        size: That of the stored tensor.
+        stride: That of the stored tensor.
+        dtype: That of the stored tensor.
+        device: That of the stored tensor.
     """
     result = torch.empty_strided(size, stride, dtype=dtype, device=device)
     if result.numel():
@@ -86,7 +86,7 @@ def reload(
 
 @define_op(fake=_fake_handle)
 def fetch_parameter(rows: Tensor) -> Tensor:
-    """Starts to read a stored parameter.
+    """Start to read a stored parameter.
 
     Args:
         rows: The parameter's rows as the module holds them: `[r, *]`, in memory that is mapped from a file.
@@ -106,7 +106,7 @@ def _fake_rows(handle: Tensor, rows: Tensor) -> Tensor:
 
 @define_op(fake=_fake_rows)
 def take_parameter(handle: Tensor, rows: Tensor) -> Tensor:
-    """What `fetch_parameter` has read, in a new tensor of the shape of `rows`.
+    """Return the values that `fetch_parameter` has read, in a new tensor of the shape of `rows`.
 
     Raises:
         TransferError: It could not be read.
@@ -123,15 +123,15 @@ def _no_gradient(grad: Tensor, rows: Tensor, fetched: Tensor | None = None) -> T
 
 @define_op(fake=_no_gradient)
 def store_gradient(grad: Tensor, rows: Tensor, fetched: Tensor | None = None) -> Tensor:
-    """Takes a gradient out of memory, to where the parameter lies. The parameter may be updated from then on.
+    """Move a gradient to the storage of its parameter. The parameter may be updated from then on.
 
     Args:
-        grad: Of the shape and dtype of `rows`.
+        grad: The gradient, with the shape and dtype of `rows`.
         rows: See `fetch_parameter`.
-        fetched: The result of the last `fetch_parameter` of these rows, so that nothing runs the two in another order.
+        fetched: The result of the last `fetch_parameter` of these rows, which keeps the order of the two.
 
     Returns:
-        Zeros of the shape of `grad`, in the memory of one element, for autograd to carry on.
+        Zeros of the shape of `grad`, in the memory of one element, for autograd.
 
     Raises:
         TransferError: The parameter is not stored, or an earlier gradient could not be written.
@@ -154,7 +154,7 @@ torch.library.register_fake("dsgraph::wait_transfer", lambda result: result)
 
 
 def register_lowering() -> None:
-    """Tells Inductor that a wait's result is its argument, and that the others are calls."""
+    """Register with Inductor that a wait's result is its argument, and that the others are calls."""
     ops = torch.ops.dsgraph
     activations = (ops.offload, ops.finish_offload, ops.reload)
     for op in (*activations, ops.fetch_parameter, ops.take_parameter, ops.store_gradient):

@@ -18,51 +18,51 @@ from .lanes import Lane, Mark
 
 
 class Reload(ABC):
-    """A transfer back to the device that was asked for."""
+    """A requested transfer back to the device."""
 
     @abstractmethod
     def finish(self, result: Tensor) -> None:
-        """Lets what the device computes from now on find the bytes in `result`, `[n]` of uint8."""
+        """Make the bytes in `result`, `[n]` of uint8, available to later computation of the device."""
 
     @abstractmethod
     def give_up(self) -> None:
-        """Ends the transfer because nobody has the result any more."""
+        """End the transfer, because its result is no longer needed."""
 
 
 class Stored(ABC):
-    """Bytes outside the device's memory. They go with the last reference to them."""
+    """Bytes outside the device's memory. They are freed with the last reference to them."""
 
     @abstractmethod
     def leave(self) -> None:
-        """Lets what the device computes from now on write over the source."""
+        """Allow later computation of the device to overwrite the source."""
 
     @abstractmethod
     def start(self, result: Tensor) -> Reload:
-        """Starts the transfer back into `result`, `[n]` of uint8. It may be started again, for another result."""
+        """Start the transfer back into `result`, `[n]` of uint8. It may be started again, for another result."""
 
 
 class StoredParameter(ABC):
-    """A parameter whose rows lie outside memory, and have room for their gradient there."""
+    """A parameter whose rows are stored outside memory, with room for their gradient."""
 
     @abstractmethod
     def start(self) -> Reload:
-        """Starts to read the rows."""
+        """Start to read the rows."""
 
     @abstractmethod
     def add_gradient(self, grad: Tensor) -> None:
-        """Starts to store a gradient, or adds it to the one that is there; `grad` may be written over afterwards."""
+        """Start to store a gradient, or add it to the stored one; `grad` may be overwritten afterwards."""
 
 
 class StoredOnHost(Stored):
     """Bytes in a buffer of a pool."""
 
     def __init__(self, source: Tensor, *, pool: BufferPool, lane: Lane) -> None:
-        """Starts to store `source`, `[n]` of uint8.
+        """Start to store `source`, `[n]` of uint8.
 
         Args:
             source: The bytes.
-            pool: For their buffer.
-            lane: Of the source's device.
+            pool: The pool of their buffer.
+            lane: The lane of the source's device.
         """
         self._pool, self._lane = pool, lane
         self._buffer = pool.take(source.numel())
@@ -86,7 +86,10 @@ class StoredOnHost(Stored):
 
 
 class _ReloadFromHost(Reload):
-    """Without a stream, the copy is made when it is waited for: whoever reads earlier finds no number by chance."""
+    """A reload from host memory.
+
+    Without a stream, it copies at the wait, so that earlier reads never see the values.
+    """
 
     def __init__(self, stored: StoredOnHost, buffer: Buffer, *, lane: Lane, mark: Mark | None) -> None:
         self._stored, self._buffer, self._lane, self._mark = stored, buffer, lane, mark
@@ -106,20 +109,20 @@ class StoredOnDisk(Stored):
     """Bytes in a file of its own.
 
     Attributes:
-        written: Done when the file is there, or when nobody wants it and the copy out of the device is through.
+        written: Done when the file is written, or when it is not needed and the copy out of the device has ended.
     """
 
     def __init__(
         self, source: Tensor, path: Path, *, staging: BufferPool, lane: Lane, threads: ThreadPoolExecutor
     ) -> None:
-        """Starts to store `source`, `[n]` of uint8, in a file that is not there yet.
+        """Start to store `source`, `[n]` of uint8, in a new file.
 
         Args:
             source: The bytes. They are copied to a buffer first, so that the device's memory is free early.
             path: The file.
-            staging: For that buffer.
-            lane: Of the source's device.
-            threads: Which write and read.
+            staging: The pool of that buffer.
+            lane: The lane of the source's device.
+            threads: The threads that write and read.
         """
         self._path, self._staging, self._lane, self._threads = path, staging, lane, threads
         self._size = source.numel()
@@ -144,11 +147,11 @@ class StoredOnDisk(Stored):
         return _ReloadFromDisk(self, self._staging.take(self._size))
 
     def read(self, buffer: Buffer) -> Future[None]:
-        """Starts to read the file into a buffer."""
+        """Start to read the file into a buffer."""
         return self._threads.submit(_read, self._path, buffer, self.written)
 
     def copy_back(self, buffer: Buffer, result: Tensor) -> None:
-        """Copies what was read to the device, and gives the buffer back when that is done."""
+        """Copy the read bytes to the device, and give the buffer back when that has ended."""
         mark = self._lane.to_device(buffer, result)
         mark.join()
         if self._lane.has_stream:
@@ -157,12 +160,12 @@ class StoredOnDisk(Stored):
             self._staging.give_back(buffer)
 
     def give_back(self, buffer: Buffer) -> None:
-        """Lets a buffer be used again whose bytes nobody wants."""
+        """Return a buffer to the pool whose bytes are not needed."""
         self._staging.give_back(buffer)
 
 
 class _ReloadFromDisk(Reload):
-    """The file is read at once; the bytes go on to the device when they are waited for."""
+    """A reload from disk: the file is read immediately; the bytes are copied to the device at the wait."""
 
     def __init__(self, stored: StoredOnDisk, buffer: Buffer) -> None:
         self._stored, self._buffer = stored, buffer

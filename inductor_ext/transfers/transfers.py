@@ -1,4 +1,4 @@
-"""All transfers of one device of this process: what is stored, what is under way."""
+"""All transfers of one device of this process: stored tensors, and running transfers."""
 
 from __future__ import annotations
 
@@ -24,24 +24,24 @@ from .stored import Reload, Stored, StoredOnDisk, StoredOnHost, StoredParameter
 TIERS = ("host", "disk")
 
 WRITING_BYTES = 256 * 2**20
-"""Bytes that may wait to be written to disk: who wants to add more waits for the oldest."""
+"""Bytes that may wait to be written to disk; a caller that adds more waits for the oldest."""
 
 _THREADS = 4  # that read and write files
 
 
 class _Ticket(ctypes.c_int64):
-    """The memory of a handle. It holds what is stored, so that the two go together."""
+    """The memory of a handle. It owns the stored bytes, so that both are freed together."""
 
     stored: Stored
 
 
 class Transfers:
-    """Moves tensors of one device out of its memory and back.
+    """Transfers of tensors of one device out of its memory and back.
 
-    `store` returns a handle: a tensor of one number on the CPU, whose memory holds what is stored. It is an ordinary
-    tensor to autograd and to compilers, and needs no call to be let go of: when the last tensor over that memory is
-    gone, because a backward is through, a graph was freed or a step was given up, the bytes go as well. What is stored
-    can be read any number of times before (`retain_graph`). A copy of a handle is none.
+    `store` returns a handle: a tensor of one number on the CPU, whose memory owns the stored bytes. For autograd and
+    compilers it is an ordinary tensor, and it needs no explicit release: when the last tensor over that memory is
+    freed, because a backward has ended, a graph was freed or a step was abandoned, the bytes are freed as well. Until
+    then they can be read any number of times (`retain_graph`). A copy of a handle is not a handle.
 
     Attributes:
         host: The pool of host memory.
@@ -49,11 +49,11 @@ class Transfers:
     """
 
     def __init__(self, device: torch.device, *, root: Path | None = None, writing_bytes: int = WRITING_BYTES) -> None:
-        """Prepares transfers; files and threads come with the first that needs them.
+        """Prepare transfers; files and threads are created when they are first needed.
 
         Args:
             device: The device.
-            root: Where the folder of files is made; by default in the folder for temporary files.
+            root: The parent of the folder of files; by default in the folder for temporary files.
             writing_bytes: See `WRITING_BYTES`.
         """
         self._device = device
@@ -70,21 +70,21 @@ class Transfers:
 
     @cached_property
     def folder(self) -> Path:
-        """The folder of this process's files, which goes when the process ends."""
+        """The folder of this process's files, which is removed when the process ends."""
         folder = PrivateFolder(self._root)
         atexit.register(folder.remove)
         return folder.path
 
     @property
     def pending(self) -> int:
-        """How many results are on their way and were not waited for."""
+        """Number of results in transfer that were not waited for."""
         return len(self._pending)
 
     def store(self, tensor: Tensor, tier: str) -> Tensor:
-        """Starts to store a tensor.
+        """Start to store a tensor.
 
         Args:
-            tensor: Dense, in whatever order of dimensions: its elements fill their memory without gaps or overlaps.
+            tensor: A dense tensor, in any order of dimensions: its elements fill their memory without gaps or overlaps.
             tier: "host" or "disk".
 
         Returns:
@@ -98,16 +98,16 @@ class Transfers:
         return self._handle(self._store_on_disk(source) if tier == "disk" else self._store_on_host(source, tier))
 
     def leave(self, handle: Tensor) -> Tensor:
-        """Lets the source be written over from now on; returns another handle of the same bytes."""
+        """Allow the source to be overwritten from now on; return another handle of the same bytes."""
         stored = self._stored(handle)
         stored.leave()
         return self._handle(stored)
 
     def reload(self, handle: Tensor, result: Tensor) -> None:
-        """Starts to fill `result`, which is of the stored tensor's shape, strides and dtype.
+        """Start to fill `result`, which has the stored tensor's shape, strides and dtype.
 
         Raises:
-            TransferError: Nothing is stored under that handle.
+            TransferError: Nothing is stored with that handle.
         """
         self._check_writes()
         key = result.data_ptr()
@@ -115,15 +115,15 @@ class Transfers:
         self._pending[key] = weakref.ref(result, partial(self._give_up, key)), reload
 
     def keep(self, rows: Tensor, stored: StoredParameter) -> None:
-        """Lets ops find where a parameter lies, by the address of its rows, as long as somebody holds `stored`."""
+        """Let ops find the storage of a parameter, by the address of its rows, as long as `stored` is alive."""
         self._parameters[rows.data_ptr()] = stored
 
     def parameter(self, rows: Tensor) -> StoredParameter | None:
-        """Where a parameter lies whose rows these are; None if they are in memory."""
+        """Return the storage of a parameter with these rows; None if they are in memory."""
         return self._parameters.get(rows.data_ptr())
 
     def fetch(self, rows: Tensor) -> Tensor:
-        """Starts to read a parameter; returns `[1]` of int64, for `take`.
+        """Start to read a parameter; return `[1]` of int64, for `take`.
 
         Raises:
             TransferError: The parameter is not stored.
@@ -134,10 +134,10 @@ class Transfers:
         return handle
 
     def take(self, handle: Tensor, result: Tensor) -> None:
-        """Fills `result`, of the parameter's shape, contiguous, with what was read.
+        """Fill `result`, of the parameter's shape, contiguous, with the read values.
 
         Raises:
-            TransferError: It could not be read, or nothing was asked for under that handle.
+            TransferError: It could not be read, or nothing was requested with that handle.
         """
         found = self._pending.pop(handle.data_ptr(), None)
         if found is None:
@@ -145,7 +145,7 @@ class Transfers:
         found[1].finish(_bytes_of(result))
 
     def stored_parameter(self, rows: Tensor) -> StoredParameter:
-        """Where a parameter lies.
+        """Return the storage of a parameter.
 
         Raises:
             TransferError: It is not stored.
@@ -159,10 +159,10 @@ class Transfers:
         return stored
 
     def wait(self, result: Tensor) -> None:
-        """Lets what the device computes from now on find the numbers in `result`.
+        """Make the values in `result` available to later computation of the device.
 
         Raises:
-            TransferError: They could not be read, or `result` is not on its way.
+            TransferError: They could not be read, or `result` is not in transfer.
         """
         found = self._pending.pop(result.data_ptr(), None)
         if found is None and result.numel():
@@ -171,7 +171,7 @@ class Transfers:
             found[1].finish(_bytes_of(result))
 
     def settle(self) -> None:
-        """Returns when all that was asked of the disk so far is done: for who counts files or buffers."""
+        """Return when all disk operations so far are done, for counting files or buffers."""
         meeting = threading.Barrier(_THREADS + 1)
         for _ in range(_THREADS):
             self._threads.submit(meeting.wait)
@@ -225,10 +225,10 @@ class Transfers:
 
 
 def _settle(future: Future[None], stored: weakref.ref[StoredOnDisk], _: int) -> None:
-    """Waits for a write: its buffer is free then, whether somebody still counts on the file or not.
+    """Wait for a write: its buffer is free then, whether the file is still needed or not.
 
     Raises:
-        TransferError: It failed, and somebody does.
+        TransferError: It failed, and the file is still needed.
     """
     failure = future.exception()
     if failure is not None and stored() is not None:
@@ -236,11 +236,11 @@ def _settle(future: Future[None], stored: weakref.ref[StoredOnDisk], _: int) -> 
 
 
 def _bytes_of(tensor: Tensor) -> Tensor:
-    """The bytes of a dense tensor as they lie in memory, `[n]` of uint8."""
+    """Return the bytes of a dense tensor in memory order, `[n]` of uint8."""
     return tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
 @cache
 def transfers_of(device: torch.device) -> Transfers:
-    """The transfers of a device; the same object for the whole process."""
+    """Return the transfers of a device; the same object for the whole process."""
     return Transfers(device)

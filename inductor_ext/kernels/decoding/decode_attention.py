@@ -1,14 +1,14 @@
-"""Attention of one query a sequence over a static cache, of which it reads the filled part alone.
+"""Attention of one query a sequence over a static cache, of which only the filled part is read.
 
-For q `[b, h, 1, d]`, keys and values `[b, g, s, d]`, g a divisor of h, and a mask `[b or 1, 1, 1, s]`, True where a
-position counts, with f the last position that counts for any sequence, plus 1:
+For q `[b, h, 1, d]`, keys and values `[b, g, s, d]`, g a divisor of h, and a mask `[b or 1, 1, 1, s]`, True for visible
+positions, with f the last visible position of any sequence, plus 1:
 
     scores = scale * q @ keys[:, :, :f]^T               [b, h, 1, f]; head i reads the keys of head i // (h / g)
     y      = softmax(scores where mask, else -inf) @ values[:, :, :f]
 
-The softmax is in float32. Torch's own kernels read all s positions. On the CPU C++ computes
-(`decode_attention_cpp.py`), and what that does not take torch, of a slice of the cache. On a GPU f stays there, and one
-program of the Triton kernel adds up one head online (Milakov and Gimelshein, 2018).
+The softmax is in float32. Torch's own kernels read all s positions. On the CPU it is C++ (`decode_attention_cpp.py`),
+or torch on a slice of the cache for arguments that C++ does not support. On a GPU f stays there, and one program of the
+Triton kernel computes one head online (Milakov and Gimelshein, 2018).
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ _BLOCK = 64
 
 
 def reference(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor, *, scale: float) -> Tensor:
-    """What the op computes, in plain torch, over all positions.
+    """Compute the op in plain torch, over all positions.
 
     Args:
         q: `[b, h, 1, d]`, a floating dtype.
         keys: `[b, g, s, d]`, of the same dtype.
-        values: Likewise.
-        mask: bool `[b or 1, 1, 1, s]`. Of each sequence at least one position counts.
+        values: A tensor like keys.
+        mask: bool `[b or 1, 1, 1, s]`. Each sequence has at least one visible position.
         scale: The factor of the scores.
 
     Returns:
@@ -58,7 +58,7 @@ def attention_kernel(  # type: ignore[no-untyped-def]
     keys_stride0, keys_stride1, keys_stride2, values_stride0, values_stride1, values_stride2, mask_stride0,
     GROUP: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One program a head of a sequence; columns are `D`, a power of two."""
+    """Compute one head of a sequence in each program; there are `D` columns, a power of two."""
     sequence, head = (tl.program_id(0) // heads).to(tl.int64), tl.program_id(0) % heads
     column = tl.arange(0, D)
     q = tl.load(q_ptr + sequence * q_stride0 + head * q_stride1 + column).to(tl.float32) * scale
@@ -83,7 +83,7 @@ def attention_kernel(  # type: ignore[no-untyped-def]
 
 
 def launch(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor, *, scale: float) -> Tensor:
-    """`reference` by the Triton kernel."""
+    """Compute `reference` by the Triton kernel."""
     q, keys, values = (item if item.stride(-1) == 1 else item.contiguous() for item in (q, keys, values))
     sequences, heads, _, d = q.shape
     y = q.new_empty(q.shape)
@@ -101,7 +101,7 @@ def launch(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor, *, scale: floa
 
 
 def _filled(mask: Tensor) -> Tensor:
-    """The last position that counts for any sequence, plus 1: int64, a tensor of one element."""
+    """Return the last visible position of any sequence, plus 1: int64, a tensor of one element."""
     places = torch.arange(1, mask.shape[-1] + 1, device=mask.device)
     return (mask * places).amax()
 
@@ -113,7 +113,7 @@ def _sliced(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor, *, scale: flo
 
 @define_op(like=reference, fake=lambda q, keys, values, mask, *, scale: q.new_empty(q.shape))
 def decode_attention(q: Tensor, *others: Tensor, scale: float) -> Any:
-    """Attention over the filled part of a cache, with the arguments of `reference`. It has no derivative."""
+    """Compute attention over the filled part of a cache, with the arguments of `reference`. It has no derivative."""
     if takes_triton(q):
         return launch(q, *others, scale=scale)
     found = traceable(q, *others, scale=scale)
@@ -121,14 +121,14 @@ def decode_attention(q: Tensor, *others: Tensor, scale: float) -> Any:
 
 
 def traceable(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor, *, scale: float) -> Tensor:
-    """What Inductor compiles: C++ where it takes these; else NotImplemented, the op is called."""
+    """Return what Inductor compiles: C++ if it supports these; else NotImplemented, and the op is called."""
     if decode_attention_cpp.takes(q, keys, values, mask):
         return decode_attention_cpp.decode_attention_product(q, keys, values, mask, scale)
     return NotImplemented
 
 
 def supports(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor, **options: Any) -> str | None:
-    """Why the op cannot take these, or None."""
+    """Return why the op does not support these arguments, or None."""
     if not q.ndim == keys.ndim == values.ndim == mask.ndim == 4:
         return "its queries, keys, values and mask do not all have 4 dimensions"
     if mask.dtype != torch.bool:

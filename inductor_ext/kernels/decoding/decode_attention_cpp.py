@@ -1,7 +1,7 @@
-"""Attention of one query over a static cache on a CPU in C++: of keys and values the filled part alone is read, once.
+"""Attention of one query over a static cache on a CPU in C++: only the filled part is read, once.
 
-`decode_attention.py` has the formula. Threads divide the heads. A head's scores are in float32, in memory that stays in
-its core's cache; values are added up in registers, 64 columns at a time.
+`decode_attention.py` has the formula. Threads divide the heads. A head's scores are float32, in memory that stays in
+its core's cache; values are summed in registers, 64 columns at a time.
 """
 
 from __future__ import annotations
@@ -110,13 +110,16 @@ STABLE_TORCH_LIBRARY_IMPL(dsgraph, CPU, m) {
 
 @cache
 def library() -> ctypes.CDLL | None:
-    """The library of the source above, which registers its kernel; None, after a warning, where it cannot be built."""
+    """Return the library of the source above, which registers its kernel.
+
+    None, after a warning, if it cannot be built.
+    """
     return vectors_cpp.library(_SOURCE, what="attention over a cache is")
 
 
 @define_native(fake=lambda q, *others: q.new_empty(q.shape), load=library)
 def decode_attention_product(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scale: float) -> Tensor:
-    """`decode_attention`, of tensors that `takes` takes."""
+    """Compute `decode_attention` for tensors that `takes` accepts."""
     shared = keys.shape[1] != q.shape[1]
     y = torch.nn.functional.scaled_dot_product_attention(
         q, keys, values, attn_mask=mask, scale=scale, enable_gqa=shared
@@ -125,7 +128,7 @@ def decode_attention_product(q: Tensor, keys: Tensor, values: Tensor, mask: Tens
 
 
 def takes(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> bool:
-    """Whether the op above computes with these in C++: on a CPU, of its dtypes and shapes, columns neighbours."""
+    """Return whether the op above supports these in C++: on a CPU, its dtypes and shapes, contiguous columns."""
     tensors = (q, keys, values)
     if not all(each.device.type == "cpu" and each.dtype == q.dtype for each in tensors) or q.dtype not in FLOATING:
         return False

@@ -1,9 +1,9 @@
-"""Skinny matmuls (small batch) on a CPU in C++: the weight is read once, at the rate of memory, whatever its dtype.
+"""Skinny matmuls (small batch) on a CPU in C++: the weight is read once, at memory bandwidth, whatever its dtype.
 
     skinny_product:          y[m, n] = sum_k x[m, k] * w[n, k] * scale[n] + bias[n]
     skinny_product_groups:   the same for weights of 4 bits in groups, `quant/weights.py` has their layout
 
-Where the library cannot be built, `library` says so once and gives None, and both ops compute in plain torch.
+If the library cannot be built, `library` warns once and returns None, and both ops compute in plain torch.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from . import vectors_cpp
 from .skinny_source import SOURCE
 
 MOST_ROWS = 16
-"""Most rows of x. Products of more rows are bound by arithmetic, which torch's own do better."""
+"""Largest number of rows of x. Products of more rows are bound by arithmetic, for which torch's own are better."""
 
 FLOATING = (torch.float32, torch.bfloat16)
 """Dtypes of x, and of weights that have no scale."""
@@ -28,7 +28,10 @@ FLOATING = (torch.float32, torch.bfloat16)
 
 @cache
 def library() -> ctypes.CDLL | None:
-    """The library of the source above, which registers its kernels; None, after a warning, where it cannot be built."""
+    """Return the library of the source above, which registers its kernels.
+
+    None, after a warning, if it cannot be built.
+    """
     return vectors_cpp.library(SOURCE, what="skinny matmuls are")
 
 
@@ -38,13 +41,13 @@ def _fake(x: Tensor, weight: Tensor, *others: Tensor | None) -> Tensor:
 
 @define_native(fake=_fake, load=library)
 def skinny_product(x: Tensor, weight: Tensor, bias: Tensor | None, scale: Tensor | None) -> Tensor:
-    """`x @ (weight * scale).t() + bias`; tensors as `takes` wants them.
+    """Compute `x @ (weight * scale).t() + bias` for tensors that `takes` accepts.
 
     Args:
         x: `[..., k]`, float32 or bfloat16.
         weight: `[n, k]`, float32, bfloat16, or int8.
-        bias: `[n]`, of the dtype of x; None: nothing is added.
-        scale: float32 `[n]`; None: of 1.
+        bias: `[n]`, of the dtype of x; None: no bias.
+        scale: float32 `[n]`; None: 1.
     """
     y = x.float() @ weight.float().t()
     y = y if scale is None else y * scale
@@ -52,21 +55,21 @@ def skinny_product(x: Tensor, weight: Tensor, bias: Tensor | None, scale: Tensor
 
 
 def weight_of_groups(packed: Tensor, scale: Tensor, least: Tensor) -> Tensor:
-    """The weight that numbers of 4 bits stand for, float32 `[n, k]`; arguments as below."""
+    """Return the dequantized 4-bit weight, float32 `[n, k]`; arguments as below."""
     numbers = torch.cat([packed & 15, packed >> 4], dim=2).float()
     return (numbers * scale[..., None] + least[..., None]).flatten(1)
 
 
 @define_native(fake=_fake, load=library)
 def skinny_product_groups(x: Tensor, packed: Tensor, scale: Tensor, least: Tensor, bias: Tensor | None) -> Tensor:
-    """`x @ weight.t() + bias`, with the weight that bits of 4 stand for; tensors as `takes` wants them.
+    """Compute `x @ weight.t() + bias` with a 4-bit weight, for tensors that `takes_groups` accepts.
 
     Args:
         x: `[..., k]`, float32 or bfloat16.
         packed: uint8 `[n, groups, k / groups / 2]`.
         scale: float32 `[n, groups]`.
         least: float32 `[n, groups]`.
-        bias: `[n]`, of the dtype of x; None: nothing is added.
+        bias: `[n]`, of the dtype of x; None: no bias.
     """
     y = x.float() @ weight_of_groups(packed, scale, least).t()
     return (y if bias is None else y + bias).to(x.dtype)
@@ -83,7 +86,7 @@ def takes(x: Tensor, weight: Tensor, bias: Tensor | None, scale: Tensor | None) 
 
 
 def takes_groups(x: Tensor, packed: Tensor, scale: Tensor, least: Tensor) -> bool:
-    """Return True if `skinny_product_groups` runs in C++, as above."""
+    """Return True if `skinny_product_groups` runs in C++, with the same conditions."""
     if packed.ndim != 3 or packed.dtype != torch.uint8:
         return False
     n, groups, half = packed.shape

@@ -1,13 +1,13 @@
-"""A linear layer of 1 to 16 rows whose weight has 4 bits, with a scale and a minimum for each group of neighbours.
+"""A linear layer of 1 to 16 rows with a 4-bit weight, with a scale and a minimum for each group of neighbours.
 
 For x `[..., k]` with m rows, and bytes, scales and minima of a weight `[n, k]` as `quant/weights.py` lays them out:
 
     w[n, j, i] = q[n, j, i] * scale[n, j] + least[n, j]                     j a group, i a number of it
     y[m, n]    = sum_j scale[n, j] * sum_i x[m, j, i] * q[n, j, i] + least[n, j] * sum_i x[m, j, i]
 
-On the CPU C++ multiplies (`skinny_cpp.py`). What that does not take, such as float16, is a loop of Inductor's. On a
-GPU one program reads some rows of the weight once, for all rows of x; tensor cores multiply with q, which every dtype
-holds without rounding.
+On the CPU it is C++ (`skinny_cpp.py`), or a loop of Inductor's for arguments that C++ does not support, such as
+float16. On a GPU one program reads some rows of the weight once, for all rows of x; tensor cores multiply by q, which
+every dtype represents without rounding.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _BLOCK_N = 16
 
 
 def reference(x: Tensor, packed: Tensor, scale: Tensor, least: Tensor) -> Tensor:
-    """What the op computes, in plain torch: the formula, which under Inductor is one loop over the bytes.
+    """Compute the op in plain torch: the formula, which under Inductor is one loop over the bytes.
 
     Args:
         x: `[..., k]`, of `MOST_ROWS` rows or fewer, a floating dtype.
@@ -59,7 +59,10 @@ def reference(x: Tensor, packed: Tensor, scale: Tensor, least: Tensor) -> Tensor
 
 
 def traceable(x: Tensor, packed: Tensor, scale: Tensor, least: Tensor) -> Tensor:
-    """What Inductor compiles: C++ where it takes these, else the formula; on a GPU NotImplemented, the op is called."""
+    """Return what Inductor compiles: C++ if it supports these, else the formula.
+
+    NotImplemented on a GPU, where the op is called.
+    """
     if x.is_cuda:
         return NotImplemented
     if skinny_cpp.takes_groups(x, packed, scale, least):
@@ -72,7 +75,7 @@ def groups_kernel(  # type: ignore[no-untyped-def]
     x_ptr, packed_ptr, scale_ptr, least_ptr, y_ptr, rows, n, groups, half, x_stride,
     ROWS: tl.constexpr, BLOCK_N: tl.constexpr, HALF: tl.constexpr,
 ):  # fmt: skip
-    """One program `BLOCK_N` columns of y, of all its rows: a sum for one row, tensor cores for more."""
+    """Compute `BLOCK_N` columns of y in each program, for all rows: a sum for one row, tensor cores for more."""
     column = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     row, place = tl.arange(0, ROWS), tl.arange(0, HALF)
     inside = (column < n)[:, None] & (place < half)[None, :]
@@ -101,7 +104,7 @@ def groups_kernel(  # type: ignore[no-untyped-def]
 
 
 def launch(x: Tensor, packed: Tensor, scale: Tensor, least: Tensor) -> Tensor:
-    """`reference` by the Triton kernel."""
+    """Compute `reference` by the Triton kernel."""
     flat, (n, groups, half) = as_rows(x), packed.shape
     y = x.new_empty((*x.shape[:-1], n))
     rows = len(flat)
@@ -118,7 +121,7 @@ def launch(x: Tensor, packed: Tensor, scale: Tensor, least: Tensor) -> Tensor:
 
 @define_op(like=reference, fake=lambda x, packed, *others: x.new_empty((*x.shape[:-1], packed.shape[0])))
 def skinny_groups(x: Tensor, *weight: Tensor) -> Any:
-    """`x @ w.t()` with the arguments of `reference`; contiguous. It has no derivative."""
+    """Compute `x @ w.t()` with the arguments of `reference`; contiguous. It has no derivative."""
     if takes_triton(x):
         return launch(x, *weight)
     if skinny_cpp.takes_groups(x, *weight):
@@ -127,12 +130,12 @@ def skinny_groups(x: Tensor, *weight: Tensor) -> Any:
 
 
 def register_lowering() -> None:
-    """Tells Inductor how the op is compiled."""
+    """Register the op's compiled form with Inductor."""
     decompose(torch.ops.dsgraph.skinny_groups.default, traceable, at_times=True)
 
 
 def supports(x: Tensor, packed: Tensor, scale: Tensor, least: Tensor) -> str | None:
-    """Why the op cannot take these, or None."""
+    """Return why the op does not support these arguments, or None."""
     rows = math.prod(x.shape[:-1])
     if not isinstance(rows, int) or not 0 < rows <= MOST_ROWS:
         return f"its input has {rows} rows, where 1 to {MOST_ROWS} are expected"

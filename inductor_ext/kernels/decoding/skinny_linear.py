@@ -1,12 +1,12 @@
-"""A linear layer of 1 to 16 rows, bound by reading its weight: what a decoding step is made of.
+"""A linear layer of 1 to 16 rows, bound by reading its weight, as in decoding steps.
 
 For x `[..., k]` with m rows and a weight `[n, k]`, which may be int8 with one scale a row of the weight:
 
-    y[m, n] = sum_k x[m, k] * w[n, k] * scale[n] + bias[n]          added up in float32, rounded once
+    y[m, n] = sum_k x[m, k] * w[n, k] * scale[n] + bias[n]          summed in float32, rounded once
 
-On the CPU C++ multiplies (`skinny_cpp.py`). What that does not take, such as float16, is torch's product, and under
-Inductor one reduction over the weight for each row of x, which fuses with what follows. On a GPU one program reads some
-rows of the weight once, for all rows of x.
+On the CPU it is C++ (`skinny_cpp.py`). Arguments that C++ does not support, such as float16, use torch's product, or
+under Inductor one reduction over the weight for each row of x, which fuses with later ops. On a GPU one program reads
+some rows of the weight once, for all rows of x.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ _BLOCK_K = 128
 
 
 def reference(x: Tensor, weight: Tensor, bias: Tensor | None, scale: Tensor | None) -> Tensor:
-    """What the op computes, in plain torch.
+    """Compute the op in plain torch.
 
     Args:
         x: `[..., k]`, of `MOST_ROWS` rows or fewer, a floating dtype.
         weight: `[n, k]`, of the dtype of x, or int8.
-        bias: `[n]`, of the dtype of x; None: nothing is added.
-        scale: float32 `[n]`, for an int8 weight; None: of 1.
+        bias: `[n]`, of the dtype of x; None: no bias.
+        scale: float32 `[n]`, for an int8 weight; None: 1.
     """
     if scale is None:
         return functional.linear(x, weight.to(x.dtype), bias)
@@ -53,7 +53,10 @@ def reference(x: Tensor, weight: Tensor, bias: Tensor | None, scale: Tensor | No
 
 
 def traceable(x: Tensor, weight: Tensor, bias: Tensor | None, scale: Tensor | None) -> Tensor:
-    """What Inductor compiles: C++ where it takes these, else one loop; on a GPU NotImplemented, the op is called."""
+    """Return what Inductor compiles: C++ if it supports these, else one loop.
+
+    NotImplemented on a GPU, where the op is called.
+    """
     if x.is_cuda:
         return NotImplemented
     if skinny_cpp.takes(x, weight, bias, scale):
@@ -69,7 +72,7 @@ def product_kernel(  # type: ignore[no-untyped-def]
     x_ptr, weight_ptr, bias_ptr, scale_ptr, y_ptr, rows, n, k, x_stride, weight_stride,
     HAS_BIAS: tl.constexpr, HAS_SCALE: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """One program `BLOCK_N` columns of y, of all its rows: a sum for one row, tensor cores for more."""
+    """Compute `BLOCK_N` columns of y in each program, for all rows: a sum for one row, tensor cores for more."""
     column = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     row = tl.arange(0, ROWS)
     at = weight_ptr + column[:, None] * weight_stride
@@ -93,7 +96,7 @@ def product_kernel(  # type: ignore[no-untyped-def]
 
 
 def launch(x: Tensor, weight: Tensor, bias: Tensor | None, scale: Tensor | None) -> Tensor:
-    """`reference` by the Triton kernel."""
+    """Compute `reference` by the Triton kernel."""
     flat, matrix = as_rows(x), as_rows(weight)
     (rows, k), n = flat.shape, len(matrix)
     y = x.new_empty((*x.shape[:-1], n))
@@ -116,7 +119,10 @@ def _fake(x: Tensor, weight: Tensor, bias: Tensor | None, scale: Tensor | None) 
 
 @define_op(like=reference, fake=_fake)
 def skinny_linear(*tensors: Tensor | None) -> Any:
-    """`x @ (weight * scale).t() + bias`, with the arguments of `reference`; contiguous. It has no derivative."""
+    """Compute `x @ (weight * scale).t() + bias`, with the arguments of `reference`; contiguous.
+
+    It has no derivative.
+    """
     x, weight, bias, scale = tensors
     assert x is not None and weight is not None
     if takes_triton(x):
@@ -127,7 +133,7 @@ def skinny_linear(*tensors: Tensor | None) -> Any:
 
 
 def supports(x: Tensor, weight: Tensor, bias: Tensor | None, scale: Tensor | None) -> str | None:
-    """Why the op cannot take these, or None."""
+    """Return why the op does not support these arguments, or None."""
     rows = math.prod(x.shape[:-1])
     if not isinstance(rows, int) or not 0 < rows <= MOST_ROWS:
         return f"its input has {rows} rows, where 1 to {MOST_ROWS} are expected"

@@ -1,9 +1,9 @@
-"""The C++ of skinny matmuls, compiled behind what `vectors_cpp` defines.
+"""The C++ source of skinny matmuls, compiled after the definitions of `vectors_cpp`.
 
-Threads divide rows of the weight. Four rows are multiplied at a time with up to four rows of x: each pair has a vector
-of sums, so no sum waits for itself, and a row of the weight that was read is in the cache for the next rows of x. Bytes
-become float32 in registers; of 4 bits a table of the group's sixteen numbers gives them. Meanwhile the next four rows
-are fetched. Sums are in float32, y is rounded once.
+Threads divide rows of the weight. Four rows at a time are multiplied by up to four rows of x: each pair has a vector of
+sums, so no sum waits for itself, and a row of the weight stays in the cache for the next rows of x. Bytes become
+float32 in registers; for 4 bits by a table of the group's sixteen values. The next four rows are prefetched. Sums are
+in float32, y is rounded once.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""What kernels in C++ share: vectors of float32, whatever numbers are read, and how a library of ops is built.
+"""Code shared by the C++ kernels: vectors of float32 from all dtypes, and the build of a library of ops.
 
 Such a library registers kernels of ops with torch when it is loaded, through torch's stable interface: a call takes two
-microseconds, where one of an op in Python takes ten times as long. It is built once, by Inductor's compiler into
-Inductor's cache. gcc's and clang's vectors are as wide as the CPU's registers.
+microseconds, a tenth of a call of a Python op. It is built once, by Inductor's compiler into Inductor's cache. gcc's
+and clang's vectors are as wide as the CPU's registers.
 """
 
 from __future__ import annotations
@@ -134,11 +134,11 @@ static inline Int threads() { return std::max<Int>(1, torch::stable::get_num_thr
 
 
 def library(source: str, *, what: str) -> ctypes.CDLL | None:
-    """Builds and loads source behind the vectors above, which registers its kernels.
+    """Build and load source after the vectors above; it registers its kernels.
 
     Args:
         source: C++.
-        what: What torch computes in its place, for the warning where it cannot be built.
+        what: The functions that torch computes instead, for the warning if it cannot be built.
     """
     try:
         return cpp_library(_VECTORS + source, fuses_products=True)
