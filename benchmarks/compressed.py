@@ -1,11 +1,11 @@
-"""Training that computes or sends less: layers left out, and momentum that travels as signs.
+"""Training that computes or sends less: dropped layers, and momentum that is sent as signs.
 
     python -m benchmarks.compressed --json compressed.json
     python -m benchmarks.compressed --parts links,losses,copy --json one-bit.json --plot loss.svg
 
 Parts, and their columns:
     layers  see `benchmarks.layer_drop`
-    links   DDP, its hooks, ZeRO-0 and 1-bit Adam behind its warm-up, one rank on each of two hosts, at 100 Mbit/s and
+    links   DDP, its hooks, ZeRO-0 and 1-bit Adam after its warm-up, one rank on each of two hosts, at 100 Mbit/s and
             1 Gbit/s: the GPT and the columns of `benchmarks.links`, which needs root
     losses  a byte-level GPT of 4 blocks on the text of examples/text.py, over a link of 100 Mbit/s, 300 steps of equal
             learning rates; 15 % of them are the warm-up: `held_out` in nats a byte, `step_s` the median step

@@ -1,4 +1,4 @@
-"""What looking costs: dumping and verifying while a deep GPT compiles, and reading its dump with the command line.
+"""The cost of dumping and verifying while a deep GPT compiles, and of reading its dump with the command line.
 
     python -m benchmarks.dumps --json out.json
 

@@ -1,4 +1,4 @@
-"""The engine: what it adds to a bare loop, a DeepSpeed script on both libraries, and how fast a checkpoint is written.
+"""The engine: its overhead over a bare loop, a DeepSpeed script on both libraries, and the speed of checkpoints.
 
     python -m benchmarks.engine --json engine.json
 
@@ -17,7 +17,7 @@ Rows of saving, by turns, medians:
 Row of saving asynchronously, with as many bytes on each rank:
     step_s        seconds a step, nothing being saved
     stall_s       seconds until `save_checkpoint(asynchronous=True)` returns
-    beside_s      seconds a step of 8, the first behind that call, the checkpoint complete behind the last
+    beside_s      seconds a step of 8, the first after that call, the checkpoint complete after the last
     over          `beside_s` over `step_s`
 """
 
@@ -202,7 +202,7 @@ class Saving:
         return stall, time.perf_counter() - started
 
     def write(self) -> float:
-        """Seconds of as many bytes in a file, behind which the disk is waited for."""
+        """Return the seconds to write as many bytes to a file and wait for the disk."""
         block = os.urandom(2**24)
         dist.barrier()
         started = time.perf_counter()

@@ -1,15 +1,15 @@
-"""Decoding with `init_inference` beside transformers: a Llama of 120 M parameters, one row, and weights of few bits.
+"""Decoding with `init_inference` beside transformers: a Llama of 120 M parameters, one row, and quantized weights.
 
     python -m benchmarks.inference --json inference.json
 
 Systems take turns, so that a busy machine slows all of them. Columns:
     system      `eager`, `compiled`: transformers, with its own cache, and with a static cache and torch.compile;
                 `fp32`, `bf16`, `int8`, `int4`: an engine, by its weights; all but `bf16` compute in float32;
-                `..., 2 ranks`, `..., 1 process, n threads`: likewise, ranks of one thread each
+                `..., 2 ranks`, `..., 1 process, n threads`: the same, ranks of one thread each
     rows        sequences at once
     prompt      tokens of each sequence's prompt
-    tokens_s    tokens a second of all sequences behind the prompt, median of the turns
-    token_ms    milliseconds of one step, likewise
+    tokens_s    tokens a second of all sequences after the prompt, median of the turns
+    token_ms    milliseconds of one step, median of the turns
     prompt_ms   milliseconds of a prompt, cache and graphs warm; None for systems without a report
     first_s     seconds from `init_inference` to the first token, in a new process: compiled anew, and with Inductor's
                 cache on disk

@@ -15,7 +15,7 @@ PROMPT = 64
 
 
 def sizes(*, quick: bool) -> dict[str, int]:
-    """Of the Llama of 120 million parameters, or of a tiny one."""
+    """Return the sizes of the Llama of 120 million parameters, or of a tiny one."""
     return {"layers": 2, "width": 128, "words": 1024} if quick else {"layers": 12, "width": 768, "words": 32000}
 
 
@@ -36,7 +36,7 @@ def llama(*, layers: int, width: int, words: int, positions: int) -> Any:
 
 
 def rate(generate: Callable[[Tensor, int], Any], prompt: Tensor, new: int) -> float:
-    """Tokens a second behind the first ones, of all rows: a run of one token is taken off."""
+    """Return tokens a second after the first ones, of all rows: a run of one token is subtracted."""
     started = time.perf_counter()
     generate(prompt, 1)
     middle = time.perf_counter()

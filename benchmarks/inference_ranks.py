@@ -35,7 +35,7 @@ class Generating:
         return self._engine.generate(prompt, attention_mask=mask, max_new_tokens=new, do_sample=False)
 
     def turn(self, new: int) -> tuple[float, float]:
-        """Tokens a second behind a prompt, and seconds of the prompt's graph."""
+        """Return tokens a second after a prompt, and seconds of the prompt's graph."""
         before = self._engine.report().prompt
         decoded = rate(self._generate, self._prompt, new)
         after = self._engine.report().prompt

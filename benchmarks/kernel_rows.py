@@ -234,7 +234,7 @@ def _random(*shape: int) -> Tensor:
 
 
 def _heads_and_tables(rows: int, width: int) -> tuple[Tensor, ...]:
-    """Queries and keys `[1, heads, rows, n]` as projections make them, heads behind time; tables `[1, rows, n]`."""
+    """Return queries and keys `[1, heads, rows, n]` as projections make them, and tables `[1, rows, n]`."""
     columns = min(HEAD, width)
     q, k = (_random(1, rows, width // columns, columns).transpose(1, 2) for _ in range(2))
     angles = torch.randn(1, rows, columns // 2).repeat(1, 1, 2)

@@ -47,7 +47,7 @@ LOSS, QUICK_LOSS = (4096, 131072, 256), (256, 8192, 32)
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of the models: `width` of the hidden states, rows of `tokens` tokens."""
+    """The sizes of the models: `width` of the hidden states, rows of `tokens` tokens."""
 
     width: int = 256
     words: int = 4096
@@ -125,7 +125,7 @@ def build(name: str, sizes: Sizes) -> nn.Module:
 
 
 def present(name: str, layers: int) -> Counter[str]:
-    """What a model computes that there are kernels for, by its architecture."""
+    """Return the computations of a model for which there are kernels, by its architecture."""
     alone = {"qwen3": 2 * layers + 1}.get(name, 1)  # all others are of a sum with a residual
     found = Counter({"rms_norm": alone, "add_rms_norm": 2 * layers, "rope": 2 * layers, "linear_cross_entropy": 1})
     if name != "gpt":  # whose feed-forward has no gate

@@ -1,10 +1,10 @@
-"""Progressive layer dropping beside training with all layers: what `benchmarks.compressed` measures of it.
+"""Progressive layer dropping beside training with all layers: the part `layers` of `benchmarks.compressed`.
 
 A byte-level GPT of 12 blocks on the text of examples/text.py, one rank, AdamW, codegen "inductor". The two engines take
 turns. Columns:
     system      `all`: every block runs; `dropped`: `progressive_layer_drop` with theta 0.5
     compile_s   seconds of the first two steps
-    early_s     seconds a step, mean over the first tenth of the steps behind those
+    early_s     seconds a step, mean over the first tenth of the steps after those
     late_s      the same over the last tenth, where theta has come down
     mean_s      the same over all of them
     loss        held-out, nats a byte, with all blocks

@@ -1,15 +1,15 @@
-"""What a `memory_limit` costs: a batch whose activations are ten times the limit, by the disk; planning of many layers.
+"""The cost of a `memory_limit`: activations of ten times the limit, with the disk; planning of many layers.
 
     python -m benchmarks.limits --json limits.json
 
 One rank, stage 0, codegen "eager", on the disk of `TMPDIR`. Columns:
     case        `disk`: a GPT of 24 layers with `activation_offload="disk"`; `planning`: one of 96 layers, limit 0.7
-    saved_mb    what the forward saves without a limit
+    saved_mb    MB that the forward saves without a limit
     limit_mb    `memory_limit`: a tenth of that, or 0.7 of the peak without a limit
     peak_mb     most bytes of tensors alive at once in a step, counted at torch's allocator
     step_s      seconds a step, median
     free_s      the same without a limit, steps in turns
-    moved_mb    what is written to the disk and read again in a step
+    moved_mb    MB written to the disk and read again in a step
     disk_s      seconds in which a plain program writes as much, waits for the disk, and reads it again
     plan_s      seconds of planning
 """

@@ -1,4 +1,4 @@
-"""What `benchmarks.links` computes: what must be sent, how fast a step can be, and the figures to reach."""
+"""Quantities of `benchmarks.links`: bytes to send, the fastest possible step, and the targets."""
 
 from __future__ import annotations
 

@@ -109,7 +109,7 @@ class LinkComparison(Comparison):
 
 
 class LinkProbe:
-    """What the link gives to gloo."""
+    """The bandwidth of the link for gloo."""
 
     def megabits(self) -> float:
         """Mbit/s of each direction while both ranks send to each other, median."""

@@ -70,9 +70,9 @@ void reset_peak() { std::lock_guard<std::mutex> lock(mutex); peak = live; }
 
 
 def process_bytes(which: Literal["VmRSS", "VmHWM"]) -> int:
-    """What this process takes of memory, or the most that it took since its program started.
+    """Return the resident memory of this process, or its peak since its program started.
 
-    Not by `getrusage`, whose highest value is that of the program before `exec` as well.
+    `getrusage` is not used, because its peak includes the program before `exec`.
     """
     found = re.search(rf"^{which}:\s+(\d+) kB$", Path("/proc/self/status").read_text(), re.MULTILINE)
     assert found is not None

@@ -50,7 +50,7 @@ QUICK = ("gpt-small",)
 
 @dataclass
 class Graphs:
-    """What the two recording passes of one model share: the memory of each captured graph, in order, and as fused."""
+    """Results of the two recording passes of one model: the memory of each captured graph, plain and fused."""
 
     pairs: list[PairMemory] = field(default_factory=list)
     fused: list[PairMemory] = field(default_factory=list)

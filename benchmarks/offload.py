@@ -1,4 +1,4 @@
-"""What it costs to train a model whose parameters, gradients and optimizer state lie on disk.
+"""The cost of training a model with parameters, gradients and optimizer state on disk.
 
     python -m benchmarks.offload --json FILE [--quick] [--folder FOLDER]
     python -m benchmarks.offload --part billion --json FILE
@@ -14,20 +14,20 @@ One rank, stage 3, codegen "eager", checkpointed blocks, AdamW, 2,048 tokens a s
     first_s     seconds from the start to the end of the first step
     step_s      median of the later steps
     bound_s     of those on disk: the larger of the step in memory, and the bytes of a step at the rate of the disk
-    moved_mb    what a step reads and writes of parameters, gradients and state: 24 and 16 bytes a parameter
-    read, write the rates of the disk, MB a second, of whole reads and writes of 32 MiB past the page cache
+    moved_mb    MB of parameters, gradients and state that a step reads and writes: 24 and 16 bytes a parameter
+    read, write the rates of the disk, MB a second, of reads and writes of 32 MiB without the page cache
 
 The cases run one after the other, each in a process of its own. `deepspeed-host`, `deepspeed-disk`, `dsgraph-host` and
 `dsgraph-disk` are DeepSpeed's own offload beside ours, of 32 million parameters and 512 tokens (`offload_peer.py`):
-parameters, gradients and state; `error` is what became of one that did not end well within its limit of time. The part
-`billion` is one step of 1.02 billion parameters, all on disk, on 512 tokens; `loading_mb` is the growth of memory until
-they are initialised.
+parameters, gradients and state; `error` is the error of one that failed or exceeded its time limit. The part `billion`
+is one step of 1.02 billion parameters, all on disk, on 512 tokens; `loading_mb` is the growth of memory until they are
+initialised.
 
-The part `model` compares what `dsgraph.report` predicts of a step with what it takes, on each tier, without activations
-on disk: with the optimizer's step behind the backward and beside it, and several ratios. Memory is what torch's
-allocator and the pools of buffers have at most; disk is the files; `grown_mb` is the growth of the whole process, its
-first step included, which compiles. The last row is of 2 ranks, stage 3, with a tenth of parameters and of state on
-disk (`ratio`): parameters after some steps of a small model against those of one process in memory.
+The part `model` compares the memory that `dsgraph.report` predicts for a step with the measured one, on each tier,
+without activations on disk: with the optimizer's step after the backward and during it, and several ratios. Memory is
+what torch's allocator and the pools of buffers have at most; disk is the files; `grown_mb` is the growth of the whole
+process, its first step included, which compiles. The last row is of 2 ranks, stage 3, with a tenth of parameters and of
+state on disk (`ratio`): parameters after some steps of a small model against those of one process in memory.
 """
 
 from __future__ import annotations
@@ -176,7 +176,7 @@ def _around_backward(optimizer: optim.Optimizer, case: str) -> AbstractContextMa
 
 
 def _rates(folder: str) -> dict[str, float]:
-    """Of the disk, MB a second, with two threads, as many as read and write parameters."""
+    """Return the rates of the disk, MB a second, with two threads, as many as read and write parameters."""
     size, count = 32 * 2**20, 32
     file = SlotFile([size] * count, below=Path(folder), name="rates")
     found = {}

@@ -29,7 +29,7 @@ STEPS = 4
 WARM_UP = 2  # of them: the first one compiles, pools of buffers are as large as ever after the second
 TENTH = 0.1
 ENVIRONMENT = {"MALLOC_MMAP_THRESHOLD_": "262144"}
-"""What is freed goes back to the system, see docs/guides/larger-than-memory.md."""
+"""Environment in which freed memory is returned to the system, see docs/guides/larger-than-memory.md."""
 _TIERS = {"memory": ("predicted_mb", "counted_mb"), "disk": ("predicted_disk_mb", "disk_mb")}
 
 

@@ -92,7 +92,7 @@ def _stepping(model: Callable[..., Tensor], optimizer: torch.optim.Optimizer, sc
 
 
 def link_systems() -> dict[str, System]:
-    """Those whose steps are timed over a link; 1-bit Adam behind its one step of warm-up."""
+    """Return the systems whose steps are timed over a link; 1-bit Adam after its one step of warm-up."""
     return {
         "ddp": SYSTEMS["ddp"],
         "ddp-fp16": System(partial(_ddp, hook="fp16"), memory=0),

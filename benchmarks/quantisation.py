@@ -1,16 +1,16 @@
-"""Held-out losses of a byte-level Llama whose weights get 8 and 4 bits, behind training or in it (MoQ).
+"""Held-out losses of a byte-level Llama with weights of 8 and 4 bits, quantized after training or in it (MoQ).
 
     python -m benchmarks.quantisation --json quantisation.json
 
-It is trained on the text of examples/text.py, with equal steps, seed and batches: as ever, and with
-`quantize_training`. Each model that had it is rounded to 8 bits at the end. The learning rate decays to 0: with a
+It is trained on the text of examples/text.py, with equal steps, seed and batches: without and with
+`quantize_training`. Each model trained with it is rounded to 8 bits at the end. The learning rate decays to 0: with a
 constant one, MoQ was seen 2 % better and, by another schedule, 1.5 % worse. Columns:
-    weights      of what; "calibrated" with 8 batches of training text; MoQ: bits at first and at last; "other batches"
-                 says how far trainings lie apart that only saw other parts of the text
+    weights      the weights; "calibrated" with 8 batches of training text; MoQ: first and last bits; "other batches"
+                 is the difference between trainings on other parts of the text
     loss         held-out, nats a byte
     over         that loss over the loss of float32 weights
     error        mean over layers: change of the outputs over the outputs, on the batches of calibration
-    at_last      of MoQ: steps in which all weights had their last bits
+    at_last      steps of MoQ in which all weights had their last bits
 
 It takes three minutes, with one thread. With two, while other programs use the cores, each of the many small ops waits
 for the thread that has no core: a step of 0.04 s was seen to take 3 s. Losses do not depend on it.
@@ -103,7 +103,7 @@ def _error(name: str, made: dict[str, Any]) -> float | None:
 
 
 def _trained(text: Any, steps: int, moq: dict[str, Any], *, seed: int = 0) -> tuple[Any, int]:
-    """A Llama behind so many steps, as one process holds it; and in how many of them all weights had 8 bits."""
+    """Return a Llama after so many steps, as one process holds it; and in how many of them all weights had 8 bits."""
     model = llama(layers=2, width=128, words=256, positions=_TIME).train()
     config = {
         "train_batch_size": _SIZE,

@@ -44,7 +44,7 @@ class Check:
 
     @property
     def ok(self) -> bool:
-        """Whether the figure was reached. One that was not measured was not."""
+        """True if the target was reached; False if it was not measured."""
         if self.value is None or math.isnan(self.value):
             return False
         return self.value <= self.limit if self.better == "lower" else self.value >= self.limit
@@ -56,12 +56,12 @@ class Check:
 
 @dataclass
 class Report:
-    """What one run found.
+    """The results of one run.
 
     Attributes:
-        rows: One dictionary a measured case. None stands for what could not be measured.
-        checks: One a figure to reach.
-        machine: What it ran on, see `machine`.
+        rows: One dictionary for each measured case. None stands for a value that could not be measured.
+        checks: One for each target.
+        machine: The machine, see `machine`.
     """
 
     rows: list[Row] = field(default_factory=list)
@@ -69,7 +69,7 @@ class Report:
     machine: Row = field(default_factory=lambda: machine())
 
     def as_dict(self) -> dict[str, Any]:
-        """What the JSON file holds."""
+        """Return the content of the JSON file."""
         return {"rows": self.rows, "checks": [check.as_dict() for check in self.checks], "machine": self.machine}
 
     def write(self, path: Path | None) -> None:
@@ -93,7 +93,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def machine(packages: Sequence[str] = ()) -> Row:
-    """What the benchmark runs on: processor, cores, memory (GB of 10**9 bytes), load, system, versions, date (UTC).
+    """Describe the machine: processor, cores, memory (GB of 10**9 bytes), load, system, versions, date (UTC).
 
     Args:
         packages: Distributions whose versions matter besides torch's; None stands for one that is not installed.

@@ -165,7 +165,7 @@ def _steps(layers: int, quick: bool, *, count: int, dump: Path | None = None) ->
 
 
 def _predicted(folder: Path) -> Row:
-    """What the dump of a compile foretells of a step: forward and backward, one after the other."""
+    """Return the step predicted by the dump of a compile: forward and backward, one after the other."""
     dump = Dump(folder)
     timelines = [simulate(dump.read(dump.find(phase))) for phase in ("forward", "backward")]
     computing = (stop - start for timeline in timelines for _, start, stop in timeline.computed)

@@ -1,4 +1,4 @@
-"""What `benchmarks.sparse` measures: one attention of BERT-base's shape, dense and in blocks."""
+"""Cases of `benchmarks.sparse`: one attention of BERT-base's shape, dense and in blocks."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def attention_of(system: str) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
 
 
 def seconds(system: str, given: list[Tensor]) -> tuple[float, float]:
-    """Of one forward and of one backward."""
+    """Return the seconds of one forward and of one backward."""
     begun = time.perf_counter()
     y = attention_of(system)(*given[:3])
     between = time.perf_counter()
@@ -51,7 +51,7 @@ def seconds(system: str, given: list[Tensor]) -> tuple[float, float]:
 
 
 def peak_bytes(system: str, length: int) -> int | None:
-    """What one forward and backward add to a new process's memory, inputs and all; None where it died."""
+    """Return the memory that one forward and backward add to a new process, inputs included; None if it died."""
     command = [sys.executable, "-m", "benchmarks.sparse_cases", system, str(length)]
     environ = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"}
     done = subprocess.run(command, capture_output=True, text=True, env=environ, check=False)
@@ -66,7 +66,7 @@ def _peak(system: str, length: int) -> int:
 
 
 def density_of(system: str, length: int) -> Any:
-    """Of a layout; 1 for what computes all."""
+    """Return the density of a layout; 1 for dense attention."""
     return LAYOUTS[system].density(HEADS, length) if system in LAYOUTS else 1.0
 
 

@@ -49,7 +49,7 @@ class System:
 
     @property
     def is_installed(self) -> bool:
-        """Whether its package is there."""
+        """True if its package is installed."""
         return self.package is None or importlib.util.find_spec(self.package) is not None
 
 
@@ -274,11 +274,11 @@ ACCUMULATING = {
 
 
 def compute_systems(parts: int, *, compiled: bool = True) -> dict[str, System]:
-    """What a rank computes, alone and without any communication: its own rows, and its part of the optimizer.
+    """Return the computation of a rank without communication: its own rows, and its part of the optimizer.
 
     Args:
         parts: Number of ranks that share the optimizer's work.
-        compiled: By torch.compile.
+        compiled: True to use torch.compile.
     """
     return {
         compute_name(count): System(
@@ -289,7 +289,7 @@ def compute_systems(parts: int, *, compiled: bool = True) -> dict[str, System]:
 
 
 def compute_name(micro_batches: int) -> str:
-    """What the reference of systems with so many micro-batches a step is called."""
+    """Return the name of the reference of systems with so many micro-batches a step."""
     return "compute" if micro_batches == 1 else f"compute-x{micro_batches}"
 
 

@@ -1,4 +1,4 @@
-"""What one rank does in a benchmark of training: build, compile, warm up, and then steps on request."""
+"""The work of one rank in a benchmark of training: build, compile, warm up, and then steps on request."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 
 @dataclass(frozen=True)
 class Latest:
-    """What the file `latest` says: the slot, the steps done, their last loss, and the sizes of the model."""
+    """The content of the file `latest`: the slot, the steps done, their last loss, and the sizes of the model."""
 
     slot: str
     step: int

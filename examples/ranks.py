@@ -66,7 +66,7 @@ class Place:
 
     @property
     def is_watched(self) -> bool:
-        """Whether this is the first rank, in a terminal."""
+        """True on the first rank, in a terminal."""
         return self.rank == 0 and sys.stderr.isatty()
 
     def show(self, text: str) -> None:

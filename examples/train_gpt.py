@@ -69,7 +69,7 @@ class Settings:
 
     @property
     def sizes(self) -> dict[str, Any]:
-        """What a run must have in common with a checkpoint that it resumes from."""
+        """The settings that a run must share with a checkpoint that it resumes from."""
         return {name: getattr(self, name) for name in ("model", "width", "layers", "heads")}
 
 

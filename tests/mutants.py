@@ -38,12 +38,12 @@ _CLOSING = (r"\)", r"\]", r"\}")  # a formatter may put a comma before these
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a mutant.
+    """The outcome of a mutant.
 
     Attributes:
         mutant: The mutant.
-        tier: "small", "full", "survived", or "error" where nothing ran.
-        killer: The first test that failed, or what went wrong.
+        tier: "small", "full", "survived", or "error" if nothing ran.
+        killer: The first test that failed, or the error.
         seconds: How long that took.
     """
 
@@ -99,7 +99,7 @@ def _statements(parent: ast.AST) -> Iterator[ast.stmt]:
 
 
 def _names(node: ast.AST) -> list[str]:
-    """What a definition or an assignment defines."""
+    """Return the names that a definition or an assignment defines."""
     if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
         return [node.name]
     targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []

@@ -241,7 +241,7 @@ def test_every_known_private_name_is_read():
 
 @cache
 def _private_members() -> set[str]:
-    """What the classes of this project have of their own that begins with an underscore."""
+    """Return the members of this project's classes whose names begin with an underscore."""
     found = set()
     for path in _modules().values():
         for node in ast.walk(_tree(path)):

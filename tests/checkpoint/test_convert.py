@@ -41,7 +41,7 @@ def test_it_goes_on_as_deepspeed_did(ranks, tmp_path, saved, loaded):
 
 
 class _Harmful:
-    """What a pickle can do."""
+    """An object whose pickle runs code."""
 
     def __reduce__(self):
         return (Path.touch, (Path("harmed"),))

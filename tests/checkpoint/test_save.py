@@ -1,4 +1,4 @@
-"""What an engine saves, any other goes on from; what is damaged is named."""
+"""A checkpoint of one engine can be loaded by any other; damaged files are named."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the backend tells of the inputs of a captured graph."""
+"""The inputs of a captured graph, as the backend describes them."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ def _kernel(**options: object) -> KernelSpec:
 
 
 def _opaque(spec: KernelSpec):
-    """What runs in place of the reference on a GPU."""
+    """Return the op that replaces the reference on a GPU."""
     return getattr(torch.ops, spec.op.namespace).gate_triton.default
 
 

@@ -1,4 +1,4 @@
-"""What a step with several micro-batches sends."""
+"""The traffic of a step with several micro-batches."""
 
 from __future__ import annotations
 
@@ -408,7 +408,10 @@ def _discard(when: str, model: torch.nn.Module, runs: Any, reduce_once: bool | N
 
 
 def _train_four_steps(stage: int, reduce_once: bool | None, codegen: str | None, *, discards: bool) -> list[Tensor]:
-    """Losses, gradients and parameters of four steps; with `discards`, one is given up ahead of each but the first."""
+    """Return losses, gradients and parameters of four steps.
+
+    With `discards`, one is abandoned before each but the first.
+    """
     rank, found = dist.get_rank(), []
     model = dsgraph.partition(build("gpt"), stage=stage, keep_whole_below=20)
     options = {"codegen": codegen, "memory_limit": 10**9}  # with which stage 3 holds what it has gathered
@@ -497,7 +500,7 @@ def test_discarding_wants_a_partitioned_model():
 
 
 def test_expanded_gradients_of_one_rank_add_up(one_rank):
-    """Of a sum over a dimension, autograd gives a gradient whose elements share a place."""
+    """Autograd gives the operand of a sum over a dimension an expanded gradient, whose elements share memory."""
     model, alone = dsgraph.partition(build("uneven"), stage=1, keep_whole_below=12), build("uneven")
     compiled = torch.compile(model, backend="dsgraph", options={"codegen": "eager"})
     for number in range(2):

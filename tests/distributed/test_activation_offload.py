@@ -1,4 +1,4 @@
-"""`activation_offload`: numbers stay bit for bit, and nothing is left behind, whatever becomes of a step."""
+"""`activation_offload`: numbers stay bit for bit, and no file or buffer is left, whatever happens to a step."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def _compiled(stage: int, codegen: str, tier: str | None, blocks: int = 2) -> nn
 
 
 def _train(stage: int, codegen: str, tier: str | None, blocks: int) -> list[Tensor]:
-    """Losses and gradients of one step of each kind: alone, two forwards ahead of their backwards, accumulated."""
+    """Return losses and gradients of one step of each kind: alone, two forwards before their backwards, accumulated."""
     compiled, found = _compiled(stage, codegen, tier, blocks), list[Tensor]()
 
     def note(*losses: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""What one number of ranks saves, another loads."""
+"""A checkpoint of one number of ranks can be loaded on another."""
 
 from __future__ import annotations
 

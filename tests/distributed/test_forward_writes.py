@@ -1,4 +1,4 @@
-"""What an uncompiled forward writes to a parameter takes effect, as outside of it."""
+"""Writes of an uncompiled forward to a parameter take effect, as outside of it."""
 
 from __future__ import annotations
 

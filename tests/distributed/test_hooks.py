@@ -45,7 +45,7 @@ def _models(stage: int, codegen: str | None) -> tuple[nn.Module, nn.Module, Call
 
 
 def _backward_of_all_ranks(plain: nn.Module, number: int, with_head: bool) -> None:
-    """What the partitioned model's backward amounts to on all ranks together."""
+    """Compute the sum of the partitioned model's backwards on all ranks."""
     for rank in range(dist.get_world_size()):
         (plain(_batch(number, rank), with_head) / dist.get_world_size()).backward()
 

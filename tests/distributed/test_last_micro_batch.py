@@ -270,7 +270,7 @@ def test_inductor_adds_sums(ranks):
 
 
 def _gradients_alone(micro: int) -> list[Tensor]:
-    """Of one micro-batch of all ranks, averaged."""
+    """Return the gradients of one micro-batch of all ranks, averaged."""
     world, alone = dist.get_world_size(), Product("plain")
     for rank in range(world):
         alone(_batch(micro, rank)).backward()
@@ -305,7 +305,7 @@ def test_forwards_without_a_backward_take_nothing(ranks, last):
 
 
 def _gradients_for_the_caller() -> None:
-    """What `torch.autograd.grad` returns and what goes to other tensors has no sum in it, and takes none away."""
+    """Results of `torch.autograd.grad` and gradients of other tensors contain no sum, and consume none."""
     model, rank = _partitioned("plain", 2), dist.get_rank()
     runs, params = _compiled(model), list(model.parameters())
     _accumulate(model, runs, ["plain"] * 2, True)
@@ -435,7 +435,7 @@ def test_sums_are_freed_and_nothing_is_compiled_again(ranks, dynamic):
 
 
 def _sums_of_a_capture() -> list[tuple[int, int]]:
-    """Of each graph: its inputs that are sums, and its markers that add them."""
+    """Return for each graph its number of inputs that are sums, and of markers that add them."""
     found = []
 
     def look(gm: Any, inputs: Any) -> Any:

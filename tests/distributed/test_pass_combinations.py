@@ -54,7 +54,7 @@ class Varied(nn.Module):
 
 
 def _units() -> list[frozenset[str]]:
-    """What is switched on and off: the names of passes, each with those that follow it."""
+    """Return the units that are switched on and off: names of passes, each with those that follow it."""
     names = [item.name for item in dsgraph.default_pipeline() if item.name != NEEDED]
     alone = [name for name in names if name not in FOLLOWERS]
     return [frozenset({name, *(other for other in names if FOLLOWERS.get(other) == name)}) for name in alone]

@@ -1,4 +1,4 @@
-"""What the report says that a step sends, against what is seen to be sent."""
+"""The traffic of a step in the report, against the traffic that is observed."""
 
 from __future__ import annotations
 

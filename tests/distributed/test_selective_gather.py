@@ -33,7 +33,7 @@ def test_so_they_do_where_one_compiles_again(ranks, limit):
 
 
 def _gathers(limit: int) -> tuple[tuple[str, ...], int]:
-    """What is kept, and how many messages a step sends."""
+    """Return the kept parameters, and the number of messages in a step."""
     model = dsgraph.partition(CASES["gpt"].build(), stage=3, keep_whole_below=12)
     compiled = torch.compile(model, backend="dsgraph", options={"codegen": "eager", "memory_limit": limit})
     batch = _uneven_tokens(0, torch.distributed.get_rank())

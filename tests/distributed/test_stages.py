@@ -159,7 +159,8 @@ def test_inductor_with_several_buckets_matches_one_process(ranks):
 
 
 def _travelling(bucket_bytes: int) -> list[tuple[int, int, float, int, bool]]:
-    """Of each graph: how many collectives and tensors travel, of how many bytes, the largest buffer; loss is right."""
+    """Return for each graph the numbers of collectives, tensors and bytes, the largest buffer, and if the loss is
+    right."""
     found = []
 
     @dsgraph.graph_pass(phase="forward")

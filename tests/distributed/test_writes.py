@@ -1,4 +1,4 @@
-"""What code outside any forward writes to a parameter takes effect, in every stage and at every size."""
+"""Writes of code outside any forward to a parameter take effect, in every stage and at every size."""
 
 from __future__ import annotations
 
@@ -260,7 +260,7 @@ def test_parameters_are_frozen_through_the_attribute(ranks, codegen):
 
 
 def _write_with_low_precision() -> None:
-    """What the forward sees in bfloat16 is written to in the precision of the shards."""
+    """Parameters that the forward sees in bfloat16 are written to in the precision of the shards."""
     for stage in STAGES:
         mine = dsgraph.partition(_build(), stage=stage, keep_whole_below=60, param_dtype=torch.bfloat16)
         alone = _build()

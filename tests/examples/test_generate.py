@@ -58,7 +58,7 @@ def test_what_a_run_has_kept_gives_the_same_text_and_other_weights_without_train
 
 
 def _generated(text: str) -> str:
-    """The text ahead of the engine's report, which begins with the prompt."""
+    """Return the text before the engine's report, which begins with the prompt."""
     found = text.partition("\nprompt: 1 compiled")[0]
     assert found.startswith("def read(path):\n")
     return found

@@ -39,7 +39,7 @@ pytestmark = pytest.mark.distributed
 
 @dataclass(frozen=True)
 class Run:
-    """What a run printed: the loss of every step, and the figures of its last line."""
+    """The output of a run: the loss of every step, and the numbers of its last line."""
 
     text: str
     losses: dict[int, float]
@@ -77,7 +77,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Run, Path]:
 
 @pytest.fixture
 def interrupted(finished: tuple[Run, Path], tmp_path: Path) -> Path:
-    """What is left when that run is interrupted during its second checkpoint: `latest` still names the first."""
+    """The files of that run when it is interrupted during its second checkpoint: `latest` still names the first."""
     folder = tmp_path / "interrupted"
     shutil.copytree(finished[1], folder)
     latest = json.loads((folder / "latest").read_text())

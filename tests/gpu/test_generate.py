@@ -34,7 +34,8 @@ CASES: dict[str, tuple[dict[str, Any], float]] = {
 
 
 def build() -> Any:
-    """A Llama of random weights, large enough that the most probable token is far ahead of the next one."""
+    """Build a Llama of random weights, large enough that the most probable token is far more likely than the next one.
+    """
     torch.manual_seed(0)
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES)).eval()
     with torch.no_grad():

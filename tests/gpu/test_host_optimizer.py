@@ -20,7 +20,7 @@ def _net(dtype: torch.dtype) -> nn.Module:
 
 
 def _reference(net: nn.Module, steps: int) -> nn.Module:
-    """AdamW on float32 masters on the CPU, one copy behind the other; gradients by the GPU."""
+    """Train with AdamW on float32 masters on the CPU, one copy after the other; gradients by the GPU."""
     net, masters = copy.deepcopy(net), copy.deepcopy(net).float().cpu()
     optimizer = optim.AdamW(masters.parameters(), lr=1e-2, fused=True)
     for number in range(steps):

@@ -43,7 +43,7 @@ def test_a_hostfile_is_read_in_its_order(pool, space, comments):
 
 @given(chosen())
 def test_filters_part_all_slots(case):
-    """What is included and what is excluded by the same words are all slots, each once, in the hostfile's order."""
+    """Included and excluded slots of one filter are all slots, each once, in the hostfile's order."""
     pool, wanted = case
     hosts, text = _hosts(pool), _written(wanted)
     inside = {host.name: set(host.slots) for host in include(hosts, text)}

@@ -82,7 +82,7 @@ class Launch:
             time.sleep(0.1)
 
     def processes(self) -> dict[int, str]:
-        """What runs with the script's path among its arguments, the launcher included."""
+        """Return the processes with the script's path among their arguments, the launcher included."""
         return _processes_with(str(self.folder / "script.py"))
 
     def left(self) -> dict[int, str]:

@@ -1,4 +1,4 @@
-"""What `report` predicts of a step with parts on disk, against what stores and pools of buffers hold."""
+"""The memory that `report` predicts for a step with parts on disk, against the bytes of stores and buffer pools."""
 
 from __future__ import annotations
 

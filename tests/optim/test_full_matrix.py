@@ -19,7 +19,7 @@ MUON = {"optimizer": {"type": "Muon", "params": {"lr": 1e-2, "weight_decay": 0.1
 
 
 class _Pair:
-    """What `Muon` of the configuration is in one process, written out."""
+    """`Muon` of the configuration in one process, written out."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         inside = {name: param for name, param in model.named_parameters() if param.dim() == 2 and "embed" not in name}

@@ -66,7 +66,8 @@ def _compressed(x: Tensor) -> Tensor:
 
 
 class _Reference:
-    """What the ranks compute, in one process: gradients of each rank go in, and the averaged momentum comes out."""
+    """The computation of the ranks in one process: gradients of each rank go in, and the averaged momentum comes out.
+    """
 
     def __init__(self, model: nn.Module, world: int) -> None:
         self.world, self.params = world, list(model.parameters())
@@ -150,9 +151,10 @@ class _ReferenceLamb(_Reference):
 
 
 def _equals_reference(kind: str, stage: int, codegen: str, micro: int = 1) -> None:
-    """Each step starts from the engine's parameters, lest a last bit of rounding turns a sign and all that follows.
+    """Start each step from the engine's parameters, because one bit of rounding could change a sign and all later
+    steps.
 
-    So gradients are equal bit for bit, and so must momenta and errors be in every step behind the warm-up.
+    So gradients are equal bit for bit, and so must momenta and errors be in every step after the warm-up.
     """
     rank, world = dist.get_rank(), dist.get_world_size()
     alone = _Model()

@@ -1,4 +1,4 @@
-"""What a user gets from `pip install .` and from a built wheel, in an environment that has nothing of this checkout."""
+"""`pip install .` and a built wheel, in an environment without anything of this checkout."""
 
 from __future__ import annotations
 

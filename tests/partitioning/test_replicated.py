@@ -1,4 +1,4 @@
-"""What a script writes to `model.parameters()` itself reaches the shards alike on all ranks, or is refused."""
+"""Writes of a script to `model.parameters()` reach the shards equally on all ranks, or are refused."""
 
 from __future__ import annotations
 

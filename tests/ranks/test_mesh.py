@@ -1,4 +1,4 @@
-"""What the dimensions of a mesh are for, and where parameters lie on them."""
+"""Roles of a mesh's dimensions, and placements of parameters on them."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ def _lora(**more: Any) -> Any:
 
 @contextmanager
 def _launched(user: User) -> Iterator[None]:
-    """What torchrun sets, by which accelerate knows that there are other ranks."""
+    """Set the environment of torchrun, by which accelerate knows that there are other ranks."""
     from accelerate.state import AcceleratorState, GradientState
 
     told = {"RANK": dist.get_rank(), "LOCAL_RANK": dist.get_rank(), "WORLD_SIZE": dist.get_world_size()}

@@ -1,4 +1,4 @@
-"""What users print, log and measure of parameters and gradients."""
+"""Values of parameters and gradients that users print, log and measure."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def figures(user: User) -> None:
 
 
 def _spoil_last_row(user: User, grad: Any) -> None:
-    """Of a gradient in rows, those of the last rank alone."""
+    """Spoil the last rank's rows of a gradient that is sharded by rows."""
     if user.is_alone:
         grad[-1] = float("nan")
     elif dist.get_rank() == 1 or not any(placement.is_shard() for placement in grad.placements):

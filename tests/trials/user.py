@@ -1,4 +1,4 @@
-"""What a script of a trial is given: it partitions and compiles, in one process it does not, and it notes results."""
+"""The interface of a trial's script: it partitions and compiles, or runs in one process, and notes results."""
 
 from __future__ import annotations
 

@@ -73,7 +73,7 @@ def _lora() -> nn.Module:
 
 @contextmanager
 def _as_launched() -> Iterator[None]:
-    """What a launcher tells a rank; what accelerate remembers of it is forgotten behind."""
+    """Set the environment of a launcher; accelerate's state is reset at the end."""
     from accelerate.state import AcceleratorState, GradientState
 
     rank, world = str(dist.get_rank()), str(dist.get_world_size())

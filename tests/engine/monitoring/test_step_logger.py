@@ -1,4 +1,4 @@
-"""What an engine shows of its steps, and that it changes none."""
+"""The output of an engine about its steps, which changes none of them."""
 
 from __future__ import annotations
 

@@ -127,7 +127,7 @@ def test_a_checkpoint_brings_no_state_into_memory(tmp_path, monkeypatch):
 def _load_halfway(
     engine: dsgraph.Engine, saved: Path, monkeypatch: pytest.MonkeyPatch, *, good: int = 3, **options: Any
 ) -> None:
-    """The disk fails behind so many writes, and what is there is not written down."""
+    """Let the disk fail after so many writes; the incomplete state is not saved."""
     calls = itertools.count()
 
     def fails(*args: Any) -> int:
@@ -309,7 +309,7 @@ def _on_host(stage: int, delayed: bool, how: dict[str, Any], offloads: bool = Tr
 
 
 def _check_host(stage: int, delayed: bool, place: str, how: dict[str, Any]) -> None:
-    """A checkpoint amid training changes nothing, and another engine goes on from it."""
+    """A checkpoint during training changes nothing, and another engine continues from it."""
     engine, whole = _on_host(stage, delayed, how), _on_host(stage, delayed, how)
     _train(engine, 0, 4)
     engine.save_checkpoint(f"{place}/host")

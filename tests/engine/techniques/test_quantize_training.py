@@ -68,7 +68,7 @@ _FAST = {
     "quantize_schedule": {"quantize_period": 2, "schedule_offset": 1},
 }
 _BITS = [16, 5, 5, 4, 4, 3]
-"""Of each step: none are lost before the offset; then two steps, four steps."""
+"""Bits after each step: none are lost before the offset; then after two steps, then after four."""
 
 
 def _rounded(weight: Tensor, bits: int) -> Tensor:

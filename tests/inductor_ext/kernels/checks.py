@@ -1,4 +1,4 @@
-"""What the tests of kernels share: runs under Triton's interpreter, comparison with float32."""
+"""Helpers of the tests of kernels: runs under Triton's interpreter, comparison with float32."""
 
 from __future__ import annotations
 
@@ -60,13 +60,14 @@ def assert_as_near(ours: Sequence[Tensor], plain: Sequence[Tensor], truth: Seque
 
 
 def gradients(y: Tensor, inputs: Sequence[Tensor | None]) -> list[Tensor]:
-    """Of a weighted sum of y, the weights the same for all y of one shape, with respect to those inputs that exist."""
+    """Return the gradients of a weighted sum of y, with equal weights for all y of one shape, for all existing inputs.
+    """
     weights = torch.randn(y.shape, generator=torch.Generator().manual_seed(1)).to(y.dtype)
     return list(torch.autograd.grad((y * weights).float().sum(), [item for item in inputs if item is not None]))
 
 
 def saved_bytes(function: Callable[..., Tensor], *inputs: Tensor) -> int:
-    """Of the memory that autograd keeps for the backward, each storage once."""
+    """Return the bytes that autograd saves for the backward, each storage once."""
     storages: dict[int, int] = {}
 
     def pack(tensor: Tensor) -> Tensor:

@@ -79,7 +79,7 @@ def test_what_inductor_traces_has_the_layout_of_the_op(name, layout):
 
 
 def _strides(results: Any) -> list[list[int]]:
-    """Of each result, of its dimensions that have more than one element: those of others are of no use."""
+    """Return the strides of each result, of its dimensions with more than one element."""
     return [
         [stride for size, stride in zip(item.shape, item.stride(), strict=True) if size > 1]
         for item in pytree.tree_leaves(results)

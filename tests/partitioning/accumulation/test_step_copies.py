@@ -24,7 +24,7 @@ pytestmark = [pytest.mark.usefixtures("fake_ranks"), pytest.mark.slow]
 def _train(
     module: nn.Module, *inputs: torch.Tensor, limit: int | None, micro_batches: int = 3, stage: int = 3
 ) -> Report:
-    """A step of so many micro-batches; the report is from ahead of the last backward."""
+    """Make a step of so many micro-batches; the report is from before the last backward."""
     torch._dynamo.reset()  # a model like one before would run its graph
     model = dsgraph.partition(module, stage=stage, keep_whole_below=64)
     options = {"codegen": "eager"} if limit is None else {"codegen": "eager", "memory_limit": limit}

@@ -1,4 +1,4 @@
-"""What a parameter that is read outside any forward is taken for, and what it refuses."""
+"""Parameters that are read outside any forward: the classes that they are accepted as, and refused operations."""
 
 from __future__ import annotations
 

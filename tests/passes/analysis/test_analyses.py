@@ -130,7 +130,7 @@ def test_what_is_known_lets_go_of_graphs():
 
 
 def test_a_compile_asks_nothing_twice(fake_ranks, monkeypatch):
-    """Of the whole pipeline, with a memory limit, checks and all."""
+    """The complete pipeline, with a memory limit and all checks, computes each analysis once."""
     asked, kept = [], []
 
     def counted(function, version_of):

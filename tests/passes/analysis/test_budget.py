@@ -74,7 +74,7 @@ def test_entries_are_chosen_in_order():
 
 
 def test_passes_of_one_compile_share_the_budget():
-    """What the last gather takes is not there for the others, and what they take stays written down."""
+    """Memory reserved for the last gather is not available for the others, and their reservations persist."""
     gm = _lowered()
     budget = MemoryBudget(to_keep=C + B)
     ctx = PassContext(Phase.JOINT, axes=(SHARD,), params=_params(gm), costs=CostModel.default((SHARD,)), budget=budget)

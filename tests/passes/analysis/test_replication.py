@@ -1,4 +1,4 @@
-"""What a graph proves equal on all ranks of a group."""
+"""Values that a graph proves equal on all ranks of a group."""
 
 from __future__ import annotations
 

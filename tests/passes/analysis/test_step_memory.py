@@ -174,7 +174,7 @@ class Dropping(nn.Module):
 
 
 def recorded(stage, batch, model=Model):
-    """What the passes of a compiled model's forward and backward saw."""
+    """Return what the passes of a compiled model's forward and backward saw."""
     forward, backward = Record(), RecordBackward()
     model = dsgraph.partition(model(), stage=stage, keep_whole_below=12)
     pipeline = dsgraph.default_pipeline() + [forward, backward]

@@ -1,4 +1,4 @@
-"""What parameters on disk take on their way through a graph."""
+"""Buffers of parameters on disk in a graph."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.usefixtures("fake_ranks")
 
 
 def _exp(x, w):
-    """What `exp` gives is computed again."""
+    """Return a function whose `exp` is recomputed."""
     return checkpoint(lambda x, w: torch.exp(torch.sin(torch.mm(x, w))), x, w, use_reentrant=False).square().sum()
 
 

@@ -28,7 +28,7 @@ def inputs() -> tuple[Tensor, ...]:
 
 
 def gradients(results: Any, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """Of all results, whose elements count differently."""
+    """Return the gradients of all results, with different weights for their elements."""
     results = [results] if isinstance(results, Tensor) else results
     loss = sum((item.float() * torch.arange(item.numel()).view_as(item).cos()).sum() for item in results)
     return torch.autograd.grad(loss, inputs, allow_unused=True, materialize_grads=True)

@@ -1,4 +1,4 @@
-"""What of a joint graph's forward can be saved."""
+"""The values of a joint graph's forward that can be saved."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ MLP = (4, 8), (8, 8), (8, 8)
 
 
 def _run(function, shapes, *passes, costs=None):
-    """The graphs of a function behind the passes, what it computes, and the records."""
+    """Return the graphs of a function after the passes, its result, and the records."""
     graphs = []
 
     @graph_pass(phase="forward")

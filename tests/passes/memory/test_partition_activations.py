@@ -28,7 +28,7 @@ DATA, OWN = GraphInput(InputRole.DATA), GraphInput(InputRole.SHARD, "weight", sl
 
 
 def _graphs(function, *shapes, roles, axes=(AXIS,)):
-    """The forward and the backward of a function behind the pass, and its record."""
+    """Return the forward and the backward of a function after the pass, and its record."""
     graphs = []
 
     @graph_pass(phase="forward")

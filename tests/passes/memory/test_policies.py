@@ -1,4 +1,4 @@
-"""What is saved of a part, and which policy each part takes, against all that can be chosen."""
+"""The saved values of a part, and the policy of each part, against all possible choices."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def _parts(draw: st.DrawFn) -> ForwardPart:
 
 
 def _seconds(part: ForwardPart, saved: frozenset[int]) -> float:
-    """What it takes to compute again what is needed and not saved."""
+    """Return the time to recompute the values that are needed and not saved."""
     number = {value.node: at for at, value in enumerate(part.values)}
     again: set[int] = set()
     frontier = [at for at, value in enumerate(part.values) if value.needed and at not in saved]

@@ -79,7 +79,10 @@ def _backward(dy, first, second, third):
 
 
 def _stored_early(graph_pass):
-    """The third parameter's gradient is stored ahead of all reads; it is read when the first one was taken."""
+    """Return a graph in which the third parameter's gradient is stored before all reads.
+
+    It is read when the first one was taken.
+    """
     gm = trace(_backward, *(torch.randn(8, 8) for _ in range(4)))
     dy, *_, rows = gm.graph.find_nodes(op="placeholder")
     copy = next(iter(rows.users))

@@ -41,7 +41,7 @@ class Small(nn.Module):
 
 @dataclass(frozen=True)
 class OnGloo(ChooseCollectiveAlgorithms):
-    """What the pass does where the mesh talks through gloo: the groups of these tests are of no backend."""
+    """The effect of the pass if the mesh uses gloo: the groups of these tests have no backend."""
 
     @property
     def name(self) -> str:
@@ -53,7 +53,7 @@ class OnGloo(ChooseCollectiveAlgorithms):
 
 @dataclass(frozen=True)
 class Program:
-    """What one rank runs: its collectives, forward then backward, and the names of all nodes in order."""
+    """The program of one rank: its collectives, forward then backward, and the names of all nodes in order."""
 
     steps: tuple[Step, ...]
     nodes: tuple[str, ...]
@@ -61,7 +61,7 @@ class Program:
 
 @cache
 def program(rank: int, shape: tuple[int, int], *, stage: int, batch: int = 2, on_gloo: bool = False) -> Program:
-    """What the default pipeline makes of the model for one rank; the other ranks do not exist."""
+    """Return the model's program for one rank after the default pipeline; the other ranks do not exist."""
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=shape[0] * shape[1])
     try:
         torch._dynamo.reset()
@@ -140,7 +140,7 @@ def test_ranks_with_other_batches_have_the_same_order(stage):
 
 @pytest.fixture(scope="module")
 def good():
-    """What the ranks of a 2x2 mesh run in stage 3: gathers, then reductions over one axis and the other in turns."""
+    """The programs of the ranks of a 2x2 mesh in stage 3: gathers, then reductions alternating between the axes."""
     return {rank: list(steps) for rank, steps in programs((2, 2), stage=3).items()}
 
 

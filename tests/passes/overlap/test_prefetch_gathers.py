@@ -217,7 +217,7 @@ def test_a_fast_link_gathers_one_parameter_ahead():
 
 
 def test_a_gather_that_would_come_too_late_starts_earlier():
-    """Behind the kernels of the third layer there is time for two: the last one's 2 s end a kernel, of 1 s, after D."""
+    """After the kernels of the third layer there is time for two: the last one's 2 s end a kernel, of 1 s, after D."""
     assert _prefetched(2.0) == "aAb.Bc.Cd.....e.D.E."
 
 

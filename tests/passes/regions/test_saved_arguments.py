@@ -1,4 +1,4 @@
-"""What a region hands on of its own arguments is read from the outer graph. No result changes."""
+"""Arguments that a region returns are read from the outer graph. No result changes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the passes make of a whole model: graphs of one of eight ranks, the other seven of which do not exist."""
+"""Graphs of a whole model after the passes, for one of eight ranks, the other seven of which do not exist."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def test_bf16_goes_over_the_wire(fake_ranks):
 
 
 def test_uneven_rows_make_equal_collectives_on_every_rank(fake_ranks):
-    """What travels is padded, so that shapes do not depend on the rank."""
+    """Messages are padded, so that shapes do not depend on the rank."""
 
     class Odd(nn.Module):
         def __init__(self) -> None:

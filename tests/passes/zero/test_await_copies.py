@@ -75,7 +75,7 @@ def test_a_second_run_changes_nothing():
 
 
 def test_a_wait_for_an_input_is_no_collective_and_costs_nothing():
-    """What looks at graphs takes it for a view of the input."""
+    """Code that reads graphs treats it as a view of the input."""
     gm = trace(two_layers, *inputs())
     nodes, peak = list(gm.graph.nodes), simulate(gm).peak
     before = predict(nodes, CostModel.default()).begins

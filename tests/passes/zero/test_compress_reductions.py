@@ -23,7 +23,8 @@ def _reduce(grad, kept, group="0"):
 
 
 def _inputs(rank, *sizes, ranks=2):
-    """Of each gradient: itself, the momentum (equal on all ranks), the errors of rank and owner, the coefficients."""
+    """Return for each gradient: itself, the momentum (equal on all ranks), the errors of rank and owner, coefficients.
+    """
     found = []
     for size in sizes:
         chunks = torch.zeros(size).chunk(ranks)
@@ -87,7 +88,7 @@ def test_buckets_change_no_number(bucket_bytes, buckets):
 
 
 def test_nothing_is_lost():
-    """What ranks send on and what they keep back is, summed up, what there was."""
+    """The sum of sent values and errors of all ranks is the original sum."""
     torch.manual_seed(0)
     inputs = [_inputs(0, 11), _inputs(1, 11)]
     _, ((momentum, error, owned), (other, other_error, other_owned)) = _both_ranks(
@@ -101,7 +102,7 @@ def test_nothing_is_lost():
 
 
 def test_buckets_overlap():
-    """The gather of a bucket starts behind the next one's exchange, and is waited for at the end."""
+    """The gather of a bucket starts after the next one's exchange, and is waited for at the end."""
     gm = trace(_three, *_inputs(0, *_SIZES))
     run_pass(CompressReductions(bucket_bytes=60), gm, GLOO)
     FileCheck().check("exchange_by_messages").check("exchange_by_messages").check("gather_by_messages").check(

@@ -1,4 +1,4 @@
-"""What is measured is what there is: known costs, and what cannot be otherwise."""
+"""Measurements agree with known costs, and with each other."""
 
 from __future__ import annotations
 

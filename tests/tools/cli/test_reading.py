@@ -1,4 +1,4 @@
-"""What the commands that read a dump print."""
+"""Output of the commands that read a dump."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from dsgraph.utils.errors import EmissionError
 
 
 def _state() -> dict[str, Any]:
-    """All that the harness could leave behind."""
+    """Return all state that the harness could change."""
     import torch._dynamo.device_interface as interfaces
     import triton
     from torch._inductor.codegen import common

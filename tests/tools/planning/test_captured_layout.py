@@ -1,4 +1,4 @@
-"""What is captured for a layout is what the formulas count, where both count the same."""
+"""Captured layouts agree with the formulas where both count the same."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `strict=True` turns into errors. The models are those of the report's tests, which show the same without it."""
+"""Errors of `strict=True`. The models are those of the report's tests, which show the same without it."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ def _inputs(shape: tuple[tuple[int, ...], int, int], dtype: torch.dtype) -> tupl
 
 @pytest.fixture
 def no_compiler(monkeypatch):
-    """What refuses to build, once it is called, so that torch computes."""
+    """Make the build of the library fail once the fixture is called, so that torch computes."""
 
     def refuse(source, **options):
         raise RuntimeError("no compiler\nsecond line")
@@ -105,7 +105,7 @@ def test_torch_computes_the_same_where_nothing_can_be_built(no_compiler):
 
 
 def _without_library(*given):
-    """What code that was compiled elsewhere computes where there is no compiler."""
+    """Compute as code that was compiled elsewhere does on a machine without a compiler."""
     keys = torch._C.DispatchKeySet(torch._C.DispatchKey.CompositeExplicitAutograd)
     return skinny_cpp.skinny_product.redispatch(keys, *given)
 

@@ -1,4 +1,4 @@
-"""What the pattern of a kernel is tried on: `CASES` of a kernel's file of tests, run by `test_every_kernel.py`."""
+"""Cases for the pattern of a kernel: `CASES` of a kernel's test file, run by `test_every_kernel.py`."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ Function = Callable[..., Any]
 
 @dataclass(frozen=True)
 class Cases:
-    """What a pattern is tried on.
+    """The cases of a pattern.
 
     Attributes:
         spec: The kernel.
-        inputs: Gives the arguments of all functions, in a dtype.
+        inputs: Returns the arguments of all functions, in a dtype.
         spellings: Functions in which the kernel is found once.
-        gone: What the code of their graphs does not contain any more.
+        gone: Texts that the code of their graphs no longer contains.
         tolerance: Relative and absolute, in float32.
         exact: Names of the spellings whose value is the same bit for bit in low precision.
         near_misses: Functions with the reason that is reported.
