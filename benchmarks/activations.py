@@ -86,7 +86,7 @@ class Training:
     """One system on this rank."""
 
     def __init__(self, model: str, codegen: str, how: Mapping[str, Any], counter: Path) -> None:
-        """Builds the model and prepares its compilation.
+        """Build the model and prepare its compilation.
 
         Args:
             model: One of `DEEP` or `LIMITED`.
@@ -114,7 +114,7 @@ class Training:
         self._optimizer = torch.optim.AdamW(module.parameters(), lr=1e-3, fused=True)
 
     def warm_up(self) -> Row:
-        """Takes the first steps; returns bytes and what was planned."""
+        """Take the first steps; return bytes and what was planned."""
         # The mesh of a DTensor is an object whose size torch does not know.
         with functorch_config.patch(unsafe_treat_script_objects_as_zero_size=True):
             for _ in range(WARM_UP):
@@ -133,7 +133,7 @@ class Training:
         }
 
     def least(self) -> int:
-        """The smallest limit that the error names."""
+        """Return the smallest limit that the error names."""
         try:
             self._step()
         except Exception as error:  # Dynamo wraps that of the backend
@@ -144,7 +144,7 @@ class Training:
         raise AssertionError("one byte was enough")
 
     def turn(self) -> list[float]:
-        """Seconds of a few steps."""
+        """Return the seconds of a few steps."""
         return [self._step() for _ in range(STEPS)]
 
     def _step(self) -> float:
@@ -162,7 +162,7 @@ class Training:
 
 
 def _moved(report: dsgraph.Report) -> int:
-    """Bytes that the forward offloads."""
+    """Return the bytes that the forward offloads."""
     done = [line for each in report.compiles for item in each.passes for line in item.done]
     found = [re.fullmatch(r"\d+ saved values? to \w+, (\d+) bytes", line) for line in done]
     return sum(int(match[1]) for match in found if match is not None)
@@ -184,7 +184,7 @@ class _Frontier:
     errors: list[str]
 
     def rows(self, budgets: Sequence[float]) -> list[Row]:
-        """Measures all systems."""
+        """Measure all systems."""
         groups: dict[str, Workers] = {}
         found: dict[str, Row] = {}
         try:
@@ -238,7 +238,7 @@ class _Frontier:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the benchmark; returns the exit code: 1 when a system failed, otherwise 0, whatever the figures are."""
+    """Run the benchmark; return the exit code: 1 when a system failed, otherwise 0, whatever the figures are."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.activations", description="Memory against time.")
     add_arguments(parser)
     parser.add_argument("--models", type=lambda text: text.split(","), help=f"some of {', '.join(DEEP)}")
@@ -268,7 +268,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def checks(rows: Sequence[Row]) -> list[Check]:
-    """The figures to reach, from the rows that were measured."""
+    """Return the figures to reach, from the rows that were measured."""
     found = []
     for model, codegen in dict.fromkeys((row["model"], row["codegen"]) for row in rows):
         own = {row["system"]: row for row in rows if (row["model"], row["codegen"]) == (model, codegen)}
@@ -289,7 +289,7 @@ def checks(rows: Sequence[Row]) -> list[Check]:
 
 
 def plot(rows: Sequence[Row], path: Path) -> None:
-    """Draws the frontier of each model."""
+    """Draw the frontier of each model."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -34,7 +34,7 @@ class Comparison:
         make: Callable[..., Training] = Training,
         place: Callable[[int], None] | None = None,
     ) -> None:
-        """Starts nothing yet.
+        """Start nothing yet.
 
         Args:
             workload: What all train.
@@ -56,7 +56,7 @@ class Comparison:
         self.errors: list[str] = []
 
     def start(self, name: str) -> None:
-        """Starts a system, alone, and measures all that needs no turns: compiling, memory, bytes sent."""
+        """Start a system, alone, and measure all that needs no turns: compiling, memory, bytes sent."""
         system = self._systems[name]
         world = system.world or self._workload.world
         with self._noting_failure(name):
@@ -75,7 +75,7 @@ class Comparison:
             print(f"{name}: first step {self._rows[name]['first_step_s']:.2f} s", flush=True)
 
     def warm_up(self, group: Workers) -> Row:
-        """The columns of what needs no turns."""
+        """Return the columns of what needs no turns."""
         first = max(group.call("first_step"))
         peaks, sent = group.call("peak_bytes", PEAK_STEPS), group.call("sent_bytes")
         return {
@@ -85,7 +85,7 @@ class Comparison:
         }
 
     def take_turns(self, steps: int) -> None:
-        """Times `steps` steps of every system, a few at a time, round after round, so that all see the same load."""
+        """Time `steps` steps of every system, a few at a time, round after round, so that all see the same load."""
         for done in range(0, steps, STEPS_A_TURN):
             for name in list(self._groups):
                 with self._noting_failure(name):
@@ -93,7 +93,7 @@ class Comparison:
                     self._step_times[name] += map(max, zip(*by_rank, strict=True))
 
     def rows(self) -> dict[str, Row]:
-        """One row a system that got through, by its name."""
+        """Return one row a system that got through, by its name."""
         for name in list(self._groups):
             with self._noting_failure(name):
                 losses = [rank[self._loss_step - 1] for rank in self._groups[name].call("losses")]
@@ -102,7 +102,7 @@ class Comparison:
         return {name: self._rows[name] for name in self._groups}
 
     def close(self) -> None:
-        """Ends all processes."""
+        """End all processes."""
         for group in self._groups.values():
             group.dismiss()
         for group in self._groups.values():

@@ -28,7 +28,7 @@ PARTS = ("layers", "links", "losses", "copy")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the benchmark; returns the exit code.
+    """Run the benchmark; return the exit code.
 
     Returns:
         0, whatever the figures are; 1 when a system failed; 2 when two hosts cannot be made here.

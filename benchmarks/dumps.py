@@ -40,7 +40,7 @@ CHECKED = ("ls", "show", "diff of two passes", "diff of two ranks")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the benchmark; returns the exit code: 1 when a command failed, otherwise 0, whatever the figures are."""
+    """Run the benchmark; return the exit code: 1 when a command failed, otherwise 0, whatever the figures are."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_arguments(parser)
     parser.add_argument("--layers", type=int, default=48)
@@ -90,7 +90,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def compile_one(layers: int, codegen: str, folder: str | None, rank: int) -> Row:
-    """Compiles a GPT as one of two ranks; returns what it took."""
+    """Compile a GPT as one of two ranks; return what it took."""
     import torch
     import torch.distributed as dist
     from torch.testing._internal.distributed.fake_pg import FakeStore

@@ -65,7 +65,7 @@ class _Wide(nn.Module):
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the benchmark; returns the exit code: 1 when a system failed, otherwise 0, whatever the figures are."""
+    """Run the benchmark; return the exit code: 1 when a system failed, otherwise 0, whatever the figures are."""
     options = _parse(arguments)
     workload = Workload().quick() if options.quick else Workload()
     report = Report(machine=machine(["deepspeed"]))
@@ -83,7 +83,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def systems(stage: int, codegen: str) -> dict[str, System]:
-    """The systems of one heat."""
+    """Return the systems of one heat."""
     bare = SYSTEMS[f"dsgraph-{stage}" + ("-eager" if codegen == "eager" else "")]
     make = partial(_by_config, stage=stage, codegen=codegen)
     return {
@@ -101,7 +101,7 @@ def systems(stage: int, codegen: str) -> dict[str, System]:
 
 
 def _by_config(model: GPT, *, library: str, stage: int, codegen: str, script: bool) -> Step:
-    """A loop as one writes it for DeepSpeed; `script` adds to the file what `bare` does not do.
+    """Return a loop as one writes it for DeepSpeed; `script` adds to the file what `bare` does not do.
 
     Bucket sizes are those that transformers derives from the model's width: DeepSpeed's own take buffers of 2 GB.
     """
@@ -155,7 +155,7 @@ class Saving:
     """One rank of an engine whose checkpoint has so many bytes on each rank."""
 
     def __init__(self, size: int, folder: str) -> None:
-        """Makes the engine, and steps once, so that the optimizer has its averages."""
+        """Make the engine, and step once, so that the optimizer has its averages."""
         import dsgraph
 
         self._folder, self._size = Path(folder), size
@@ -171,14 +171,14 @@ class Saving:
         self._step()
 
     def _step(self) -> float:
-        """Seconds of a step."""
+        """Return the seconds of a step."""
         started = time.perf_counter()
         self._engine.backward(self._engine(self._rows))
         self._engine.step()
         return time.perf_counter() - started
 
     def save(self) -> float:
-        """Seconds of a checkpoint."""
+        """Return the seconds of a checkpoint."""
         dist.barrier()
         started = time.perf_counter()
         self._engine.save_checkpoint(self._folder, "benchmark")
@@ -186,12 +186,12 @@ class Saving:
         return time.perf_counter() - started
 
     def alone(self, steps: int) -> float:
-        """Seconds of so many steps."""
+        """Return the seconds of so many steps."""
         dist.barrier()
         return sum(self._step() for _ in range(steps))
 
     def beside(self, steps: int) -> tuple[float, float]:
-        """Seconds of a call that begins to save, and of it, so many steps and the wait for the checkpoint together."""
+        """Return the seconds of the call that starts to save, and those of call, steps and wait for the checkpoint."""
         dist.barrier()
         started = time.perf_counter()
         self._engine.save_checkpoint(self._folder, "benchmark", asynchronous=True)
@@ -245,7 +245,7 @@ def _saving(size: int, world: int, folder: Path, errors: list[str]) -> Iterator[
 
 
 def checks(rows: Sequence[Row]) -> list[Check]:
-    """The figures to reach, from the rows that were measured."""
+    """Return the figures to reach, from the rows that were measured."""
     found = []
     for kind, what, limit in (
         ("engine", "engine over the bare loop, step time", 1.02),

@@ -55,7 +55,7 @@ def _kernels(device: str, quick: bool) -> Iterator[Row]:
 
 
 def _decoding(device: str, quick: bool) -> Iterator[Row]:
-    """Products of one row with weights of a model of 7 billion parameters."""
+    """Yield products of one row with weights of a model of 7 billion parameters."""
     ops: Any = torch.ops.dsgraph
     rows, columns = (64, 128) if quick else (11008, 4096)
     with torch.device(device):
@@ -106,7 +106,7 @@ PARTS: dict[str, Callable[[str, bool], Iterator[Row]]] = {"kernels": _kernels, "
 
 
 def _host_ms(call: Callable[[], object], repeats: int = 20) -> float:
-    """Median milliseconds until a call returns."""
+    """Return median milliseconds until a call returns."""
     times = []
     for _ in range(repeats):
         _synchronize()

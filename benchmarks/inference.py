@@ -47,7 +47,7 @@ PARTS = ("systems", "sizes", "starts", "ranks")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the benchmark; returns 0, whatever the figures are."""
+    """Run the benchmark; return 0, whatever the figures are."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.inference", description=__doc__.partition("\n")[0])
     add_arguments(parser)
     parser.add_argument("--parts", default=",".join(PARTS), help="comma-separated, of: " + ", ".join(PARTS))
@@ -69,7 +69,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def run_parts(parts: Sequence[str], *, quick: bool) -> tuple[list[Row], list[Check]]:
-    """Rows and figures of some of `PARTS`."""
+    """Return rows and figures of some of `PARTS`."""
     rows: list[Row] = []
     figures: list[Check] = []
     if "systems" in parts:
@@ -86,7 +86,7 @@ def run_parts(parts: Sequence[str], *, quick: bool) -> tuple[list[Row], list[Che
 
 
 def first_tokens(*, quick: bool) -> list[Row]:
-    """Rows `cold start` and `warm start` of an engine of float32 weights, each in a process of its own."""
+    """Return rows `cold start` and `warm start` of an engine of float32 weights, each in a process of its own."""
     found = []
     with tempfile.TemporaryDirectory() as folder:  # where Inductor keeps what it compiled
         for name in ("cold start", "warm start"):
@@ -106,7 +106,7 @@ def _first_token(*, quick: bool) -> float:
 
 
 def measure(*, quick: bool) -> list[Row]:
-    """One row a system."""
+    """Return one row a system."""
     turns, new = (2, 4) if quick else (5, 16)
     plain = llama(**sizes(quick=quick), positions=256)
     prompt = _prompt(plain, 1, PROMPT)
@@ -134,7 +134,7 @@ def measure(*, quick: bool) -> list[Row]:
 
 
 def other_sizes(*, quick: bool) -> list[Row]:
-    """One row for each of `SIZED` and each of `SIZES`."""
+    """Return one row for each of `SIZED` and each of `SIZES`."""
     turns, new = (2, 4) if quick else (3, 16)
     plain = llama(**sizes(quick=quick), positions=256)
     _, run = _systems(plain)
@@ -192,7 +192,7 @@ def _systems(plain: Any) -> tuple[dict[str, Any], dict[str, Callable[[Tensor, in
 
 
 def _copy_seconds(size: int) -> float:
-    """Seconds to read so many bytes: a copy reads and writes, so half of one of as many bytes."""
+    """Return the seconds to read so many bytes: a copy reads and writes, so half of one of as many bytes."""
     source = torch.ones(size // 4)
     target = torch.empty_like(source)
     target.copy_(source)
@@ -202,7 +202,7 @@ def _copy_seconds(size: int) -> float:
 
 
 def _losses(*, quick: bool) -> dict[str, float]:
-    """Held-out losses of a byte-level Llama, as it was trained and with weights of few bits."""
+    """Return held-out losses of a byte-level Llama, as it was trained and with weights of few bits."""
     text = standard_library()
     model = llama(layers=2, width=128, words=256, positions=128).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
@@ -230,7 +230,10 @@ def _held_out(model: Any, text: Any) -> float:
 
 
 def checks(rows: Sequence[Row]) -> list[Check]:
-    """The figures to reach; ratios of rates are medians of the turns' ratios. Takes the turns out of the rows."""
+    """Return the figures to reach; ratios of rates are medians of the turns' ratios.
+
+    Takes the turns out of the rows.
+    """
     by_name = {row["system"]: row for row in rows if "_rates" in row}
     rates = {name: row.pop("_rates") for name, row in by_name.items()}
 

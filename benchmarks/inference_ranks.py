@@ -43,7 +43,7 @@ class Generating:
 
 
 def sliced(*, quick: bool) -> tuple[list[Row], list[Check]]:
-    """Rows and figures of two ranks over one, all systems of the same weights in turn."""
+    """Return rows and figures of two ranks over one, all systems of the same weights in turn."""
     rows, figures = [], []
     for weights in WEIGHTS:
         found = _of_weights(weights, quick=quick)
@@ -83,7 +83,7 @@ def _row(system: str, turns: list[tuple[float, float]]) -> Row:
 
 
 def _figures(weights: str, found: dict[str, list[tuple[float, float]]]) -> list[Check]:
-    """Medians of the turns' ratios; above 1 two ranks are faster."""
+    """Return medians of the turns' ratios; above 1 two ranks are faster."""
     figures = []
     for other in ("1 process, 1 thread", "1 process, 2 threads"):
         pairs = list(zip(found["2 ranks"], found[other], strict=True))

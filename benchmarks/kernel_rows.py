@@ -49,7 +49,7 @@ class Case:
 
 
 def cases() -> list[Case]:
-    """The kernels that are timed."""
+    """Return the kernels that are timed."""
     return [*_norms(), *_of_each_element(), *_of_rows()]
 
 

@@ -57,7 +57,7 @@ class Sizes:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the benchmark; returns 0, whatever the figures are."""
+    """Run the benchmark; return 0, whatever the figures are."""
     options = _parse(arguments)
     report = Report()
     with tempfile.TemporaryDirectory() as folder:
@@ -104,7 +104,7 @@ class _Loss(nn.Module):
 
 
 def build(name: str, sizes: Sizes) -> nn.Module:
-    """A model that maps tokens and targets, both `[rows, tokens]`, to a loss; seeded."""
+    """Return a model that maps tokens and targets, both `[rows, tokens]`, to a loss; seeded."""
     torch.manual_seed(0)
     if name == "gpt":
         return GPT(GPTConfig(vocab=sizes.words, width=sizes.width, heads=4, layers=sizes.layers))
@@ -158,7 +158,7 @@ def _coverage(name: str, sizes: Sizes) -> Row:
 
 
 def _gradients(step: Callable[..., Tensor], model: nn.Module, batch: tuple[Tensor, Tensor]) -> list[Tensor]:
-    """Loss and gradients."""
+    """Return loss and gradients."""
     model.zero_grad(set_to_none=True)
     loss = step(*batch)
     loss.backward()
@@ -193,7 +193,7 @@ def _apart(a: Tensor, b: Tensor) -> float:
 
 
 def _steps(name: str, sizes: Sizes, device: str, *, rounds: int) -> Row:
-    """Both models in turn in one process; the median of the rounds' ratios."""
+    """Compare both models in turn in one process; return the median of the rounds' ratios."""
     batch = _batch(sizes, device)
     torch._dynamo.reset()
     steps = []

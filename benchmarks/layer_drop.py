@@ -32,7 +32,7 @@ _HELD_OUT = 16
 
 
 def measure(*, quick: bool) -> list[Row]:
-    """One row a system."""
+    """Return one row a system."""
     layers, width, steps = (3, 32, 12) if quick else (12, 192, 400)
     store = dist.HashStore()
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
@@ -93,7 +93,7 @@ def _row(system: str, seconds: Sequence[float], loss: float) -> Row:
 
 
 def checks(rows: Sequence[Row]) -> list[Check]:
-    """Layers dropped against all layers."""
+    """Return layers dropped against all layers."""
     every, dropped = rows
     return [
         Check(

@@ -34,7 +34,7 @@ _PIECE = 4 * 2**20
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the benchmark; returns 0, whatever the figures are."""
+    """Run the benchmark; return 0, whatever the figures are."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.limits", description=__doc__.partition("\n")[0])
     add_arguments(parser)
     options = parser.parse_args(arguments)
@@ -89,7 +89,7 @@ def _planning(case: str, counter: Path) -> Row:
 
 
 def _disk_seconds(size: int) -> float:
-    """Seconds in which so many bytes are written to a file, past the page cache, and read again."""
+    """Return the seconds in which so many bytes are written to a file, past the page cache, and read again."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "plain"
         piece = memoryview(os.urandom(_PIECE))
@@ -108,7 +108,7 @@ def _disk_seconds(size: int) -> float:
 
 
 def checks(rows: Sequence[Row]) -> list[Check]:
-    """The figures to reach, from the rows that were measured."""
+    """Return the figures to reach, from the rows that were measured."""
     disk, planning = (next(row for row in rows if row["case"] == case) for case in ("disk", "planning"))
     bound = max(disk["free_s"], disk["disk_s"])
     return [

@@ -12,7 +12,7 @@ STAGE_3_PEERS = [name for name, system in SYSTEMS.items() if system.is_peer and 
 
 
 def theory_bytes(system: System, parameter_bytes: int) -> float | None:
-    """Bytes that a rank must send a step by the definition of its memory class; None for what has none.
+    """Return the bytes that a rank must send a step by the definition of its memory class; None for what has none.
 
     Gathers and reductions move `(n - 1) / n` of the parameters each; an all-reduce is one of either.
     """
@@ -23,7 +23,7 @@ def theory_bytes(system: System, parameter_bytes: int) -> float | None:
 
 
 def bound_seconds(compute: float | None, sends: float, rate: float | None) -> float | None:
-    """Seconds below which no step can be; None when it is not known what computing takes.
+    """Return seconds below which no step can be; None when it is not known what computing takes.
 
     Args:
         compute: Seconds of computing alone.
@@ -36,7 +36,7 @@ def bound_seconds(compute: float | None, sends: float, rate: float | None) -> fl
 
 
 def heats(names: Sequence[str], systems: Mapping[str, System]) -> list[list[str]]:
-    """The systems whose steps are timed in turns, those of equally many micro-batches, each heat with its reference."""
+    """Return the heats: systems of equally many micro-batches, timed in turns, each heat with its reference."""
     counts = sorted({systems[name].micro_batches for name in names})
     found = []
     for count in counts:
@@ -46,7 +46,7 @@ def heats(names: Sequence[str], systems: Mapping[str, System]) -> list[list[str]
 
 
 def checks(rows: Sequence[Row]) -> list[Check]:
-    """The figures to reach, of the rates and systems that were measured."""
+    """Return the figures to reach, of the rates and systems that were measured."""
     by_rate: dict[str, dict[str, Row]] = {}
     for row in rows:
         by_rate.setdefault(row["rate"], {})[row["system"]] = row

@@ -61,7 +61,7 @@ QUICK = ("ddp", "dsgraph-3-eager", "dsgraph-2-x4-eager")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the benchmark; returns the exit code.
+    """Run the benchmark; return the exit code.
 
     Returns:
         0, whatever the figures are; 1 when a system failed; 2 when two hosts cannot be made here.
@@ -94,7 +94,7 @@ class LinkTraining(Training):
     """Training on a host of a link."""
 
     def link_bytes(self) -> int:
-        """Bytes that leave this host in the next step, and in the two barriers around it."""
+        """Return the bytes that leave this host in the next step, and in the two barriers around it."""
         before = interface_bytes()
         self.timed_steps(1)
         return interface_bytes() - before
@@ -104,7 +104,7 @@ class LinkComparison(Comparison):
     """Systems on the two hosts of a link."""
 
     def warm_up(self, group: Workers) -> Row:
-        """The columns of what needs no turns, and what leaves a host."""
+        """Return the columns of what needs no turns, and what leaves a host."""
         return {**super().warm_up(group), "link_mb": max(group.call("link_bytes")) / MB}
 
 
@@ -112,7 +112,7 @@ class LinkProbe:
     """The bandwidth of the link for gloo."""
 
     def megabits(self) -> float:
-        """Mbit/s of each direction while both ranks send to each other, median."""
+        """Return Mbit/s of each direction while both ranks send to each other, median."""
         give, take = torch.zeros(PROBE_BYTES, dtype=torch.uint8), torch.zeros(PROBE_BYTES, dtype=torch.uint8)
         other = 1 - dist.get_rank()
         rates = []
@@ -132,7 +132,7 @@ class Calibrator:
     """`dsgraph calibrate` on the two hosts, which have one name and so one file."""
 
     def calibrate(self) -> None:
-        """Measures; the first rank writes."""
+        """Measure; the first rank writes."""
         records = measure_ranks(["cpu"], seconds=CALIBRATION_SECONDS)
         if dist.get_rank() == 0:
             for record in records:
@@ -151,7 +151,7 @@ class LinkRun:
         self.errors: list[str] = []
 
     def measure(self, rate: str, names: Sequence[str]) -> list[Row]:
-        """The rows of a rate: all systems anew, since what a compiler decides may depend on the link."""
+        """Return the rows of a rate: all systems anew, since what a compiler decides may depend on the link."""
         found: dict[str, Row] = {}
         print(f"link: {rate}", flush=True)
         with linked_hosts(parse_rate(rate)) as hosts, cache_folder():

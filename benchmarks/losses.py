@@ -34,7 +34,7 @@ LIMIT = 600  # seconds of a run
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the benchmark; returns the exit code: 2 where DeepSpeed is not installed, otherwise 0."""
+    """Run the benchmark; return the exit code: 2 where DeepSpeed is not installed, otherwise 0."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.losses", description="The same losses as DeepSpeed.")
     add_arguments(parser)
     options = parser.parse_args(arguments)
@@ -55,7 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def config(stage: int, dtype: str, *, rounded: bool = False) -> dict[str, Any]:
-    """The example's file with another stage and dtype."""
+    """Return the example's file with another stage and dtype."""
     settings: dict[str, Any] = json.loads((FOLDER / "ds.json").read_text())
     settings["zero_optimization"]["stage"] = stage
     settings["bf16"]["enabled"] = dtype == "bf16"
@@ -65,7 +65,10 @@ def config(stage: int, dtype: str, *, rounded: bool = False) -> dict[str, Any]:
 
 
 def script(*, deepspeed: bool, rounded: bool = False) -> str:
-    """The script, as it stands or as it was written for DeepSpeed; `rounded`: with weights that bfloat16 can hold."""
+    """Return the script, as it stands or as it was written for DeepSpeed.
+
+    `rounded`: with weights that bfloat16 can hold.
+    """
     text = (FOLDER / "train.py").read_text()
     if deepspeed:
         text = text.replace("import dsgraph as deepspeed\n", "import deepspeed\n")
@@ -73,7 +76,7 @@ def script(*, deepspeed: bool, rounded: bool = False) -> str:
 
 
 def compare(settings: dict[str, Any], *, rounded: bool = False) -> Row:
-    """Both libraries with one file."""
+    """Return both libraries with one file."""
     expected = losses(script(deepspeed=True, rounded=rounded), settings)
     found = losses(script(deepspeed=False, rounded=rounded), settings)
     dtype = "bf16" if settings["bf16"]["enabled"] else "fp32"
@@ -82,7 +85,7 @@ def compare(settings: dict[str, Any], *, rounded: bool = False) -> Row:
 
 
 def spread(dtype: str) -> Row:
-    """DeepSpeed at stage 2 and at stage 3."""
+    """Return DeepSpeed at stage 2 and at stage 3."""
     second, third = (losses(script(deepspeed=True), config(stage, dtype)) for stage in (2, 3))
     return _row("DeepSpeed's stage 2 and stage 3", dtype, second, third)
 
@@ -96,7 +99,7 @@ def _row(what: str, dtype: str, expected: list[float], found: list[float]) -> Ro
 
 
 def losses(text: str, settings: dict[str, Any]) -> list[float]:
-    """The losses of the first rank's micro-batches on two ranks.
+    """Return the losses of the first rank's micro-batches on two ranks.
 
     Args:
         text: The script.
@@ -124,7 +127,7 @@ def losses(text: str, settings: dict[str, Any]) -> list[float]:
 
 
 def checks(rows: Sequence[Row]) -> list[Check]:
-    """The figures to reach."""
+    """Return the figures to reach."""
     stages = [f"stage {stage}" for stage in STAGES]
     return [
         Check(

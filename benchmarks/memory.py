@@ -80,7 +80,7 @@ def process_bytes(which: Literal["VmRSS", "VmHWM"]) -> int:
 
 
 def build_counter(folder: Path) -> Path | None:
-    """Compiles the counter, which takes a few seconds.
+    """Compile the counter, which takes a few seconds.
 
     Args:
         folder: Where to put it. It must outlive the processes that count.
@@ -113,7 +113,7 @@ class AllocationCounter:
     """Counts from its making to the end of the process; make one a process, before the first tensor."""
 
     def __init__(self, library: Path) -> None:
-        """Puts the counter in front of the allocator. `library` is from `build_counter`."""
+        """Put the counter in front of the allocator. `library` is from `build_counter`."""
         self._counter = ctypes.CDLL(str(library))
         for function in (self._counter.live_bytes, self._counter.peak_bytes, self._counter.allocated_bytes):
             function.restype = ctypes.c_longlong
@@ -135,5 +135,5 @@ class AllocationCounter:
         return int(self._counter.allocated_bytes())
 
     def reset_peak(self) -> None:
-        """Forgets peaks that lie in the past."""
+        """Forget earlier peaks."""
         self._counter.reset_peak()

@@ -57,7 +57,7 @@ class Graphs:
     forward: tuple[GraphModule, PassContext] | None = None
 
     def add(self, forward: GraphModule, backward: GraphModule | None, ctx: PassContext) -> None:
-        """Simulates a captured graph as the code generator gets it."""
+        """Simulate a captured graph as the code generator gets it."""
         self.pairs.append(pair_memory(forward, backward, params=ctx.params, roles=ctx.roles, axes=ctx.axes))
         self.fused.append(pair_memory(forward, backward, params=ctx.params, roles=ctx.roles, axes=ctx.axes, fused=True))
 
@@ -102,7 +102,7 @@ class Measured:
     def __init__(
         self, model: str, stage: int, codegen: str, counter: Path, more: Mapping[str, Any] = MappingProxyType({})
     ) -> None:
-        """Builds the model, partitions it, and prepares its compilation.
+        """Build the model, partition it, and prepare its compilation.
 
         Args:
             model: One of `CASES`.
@@ -124,7 +124,7 @@ class Measured:
         self._optimizer = torch.optim.AdamW(module.parameters(), lr=1e-3, fused=True)
 
     def measure(self) -> Row:
-        """This rank's bytes: simulated and measured peak of a step, and what compiling allocated."""
+        """Return this rank's bytes: simulated and measured peak of a step, and what compiling allocated."""
         allocated = [self._step() for _ in range(WARM_UP)]
         gc.collect()  # a compile that ended at a graph break left cycles, which hold the first step's outputs
         self._counter.reset_peak()
@@ -139,7 +139,7 @@ class Measured:
         }
 
     def _step(self) -> int:
-        """Returns the bytes that its forward and its backward allocated, freed or not."""
+        """Return the bytes that its forward and its backward allocated, freed or not."""
         generator = torch.Generator().manual_seed(1_000_003 * self._steps + dist.get_rank())
         case = self._case
         text = torch.randint(0, case.vocab, (case.batch, case.length + 1), generator=generator)
@@ -155,7 +155,7 @@ class Measured:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the benchmark; returns the exit code: 1 when a case failed, otherwise 0, whatever the figures are."""
+    """Run the benchmark; return the exit code: 1 when a case failed, otherwise 0, whatever the figures are."""
     options = _parse(arguments)
     report = Report(machine=machine(["transformers"]))
     errors: list[str] = []
@@ -180,7 +180,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def measure(model: str, stage: int, codegen: str, *, counter: Path, **more: Any) -> Row:
-    """Trains one of `CASES` on `WORLD` ranks; returns the row of the rank whose prediction is furthest off.
+    """Train one of `CASES` on `WORLD` ranks; return the row of the rank whose prediction is furthest off.
 
     `more` are other options of the backend.
 
@@ -208,7 +208,7 @@ def measure(model: str, stage: int, codegen: str, *, counter: Path, **more: Any)
 
 
 def checks(rows: Sequence[Row]) -> list[Check]:
-    """The figures to reach, from the rows that were measured."""
+    """Return the figures to reach, from the rows that were measured."""
     found = []
     for codegen in CODEGENS:
         own = [row for row in rows if row["codegen"] == codegen]

@@ -41,7 +41,7 @@ class Host:
     core: int
 
     def enter(self) -> None:
-        """Moves this process there. Call it before any thread is started: threads inherit what their starter has."""
+        """Move this process there. Call it before any thread is started: threads inherit what their starter has."""
         with (Path("/run/netns") / self.namespace).open("rb") as namespace:
             library = ctypes.CDLL(None, use_errno=True)  # os.setns came with Python 3.12
             if library.setns(namespace.fileno(), _NEW_NETWORK) != 0:
@@ -61,7 +61,7 @@ class Placement:
 
 
 def parse_rate(text: str) -> float | None:
-    """Bits a second of a rate as `tc` writes it, such as `1gbit`; None for `unlimited`.
+    """Return bits a second of a rate as `tc` writes it, such as `1gbit`; None for `unlimited`.
 
     Raises:
         ValueError: It is neither.
@@ -101,7 +101,7 @@ def linked_hosts(rate: float | None) -> Iterator[tuple[Host, Host]]:
 
 
 def require_hosts() -> None:
-    """Makes sure that hosts can be made here.
+    """Make sure that hosts can be made here.
 
     Raises:
         LinkError: They cannot.
@@ -123,7 +123,7 @@ def require_hosts() -> None:
 
 
 def interface_bytes() -> int:
-    """Bytes that have left the host of this process over its link so far.
+    """Return the bytes that have left the host of this process over its link so far.
 
     Headers count once a packet that TCP hands over, which is split into up to 44 frames only further down.
     """

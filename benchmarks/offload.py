@@ -71,7 +71,7 @@ GIB = 2**30
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Runs the benchmark; returns the exit code."""
+    """Run the benchmark; return the exit code."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.offload", description="Training from disk.")
     add_arguments(parser)
     parser.add_argument("--folder", default=tempfile.gettempdir(), help="on the disk")

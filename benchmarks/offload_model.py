@@ -39,7 +39,7 @@ class Training:
     def __init__(
         self, sizes: dict[str, int], offload: dict[str, Any] | None, counter: Path | None, beside_backward: bool = False
     ) -> None:
-        """Builds the model and its optimizer.
+        """Build the model and its optimizer.
 
         Args:
             sizes: Width and layers.
@@ -61,7 +61,7 @@ class Training:
         self._compiled: Any = torch.compile(self.model, backend="dsgraph", options={"codegen": "eager"})
 
     def train(self) -> dict[str, Any]:
-        """Some steps; the last loss, the parameters, and what memory and disk had to hold."""
+        """Return some steps; the last loss, the parameters, and what memory and disk had to hold."""
         generator = torch.Generator().manual_seed(0)
         loss = torch.zeros(())
         for step in range(STEPS):
@@ -102,7 +102,7 @@ class Training:
 
 
 def against_the_model(folder: str, *, quick: bool) -> tuple[list[Row], list[Check]]:
-    """The rows, and what they are to reach."""
+    """Return the rows, and what they are to reach."""
     all_on_disk = {"optimizer": "disk", "parameters": "disk", "folder": folder}
     rows, checks = [], []
     with tempfile.TemporaryDirectory() as counting:

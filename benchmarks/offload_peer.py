@@ -41,12 +41,12 @@ Step = Callable[[Tensor, Tensor], Tensor]
 
 
 def peer_rows(folder: str, *, quick: bool) -> list[Row]:
-    """A row a case."""
+    """Return a row a case."""
     return [_apart(case, folder, quick=quick) for case in CASES]
 
 
 def run_case(case: str, folder: str, *, quick: bool) -> Row:
-    """Trains in this process, and returns its row."""
+    """Train in this process, and return its row."""
     system, _, tier = case.partition("-")
     os.environ.update({"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"})
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)

@@ -104,7 +104,7 @@ def link_systems() -> dict[str, System]:
 
 
 def over_links(*, quick: bool) -> tuple[list[Row], list[str]]:
-    """Steps and bytes at each rate, and what went wrong."""
+    """Return the step time and bytes at each rate, and what went wrong."""
     workload = Workload(world=2).quick() if quick else Workload(world=2)
     systems = link_systems()
     names = [name for name in systems if not name.startswith("compute")]
@@ -122,7 +122,7 @@ class LossTraining:
     """A byte-level GPT on real text, on one of two ranks."""
 
     def __init__(self, system: str, steps: int, config: GPTConfig) -> None:
-        """Sets the system up.
+        """Set the system up.
 
         Args:
             system: One of `loss_systems`.
@@ -135,7 +135,7 @@ class LossTraining:
         self._done = 0
 
     def train(self, steps: int) -> list[tuple[float, float]]:
-        """Seconds and loss of each of the next steps, over both ranks."""
+        """Return seconds and loss of each of the next steps, over both ranks."""
         found = []
         for _ in range(steps):
             at = (self._done, dist.get_rank())
@@ -147,7 +147,7 @@ class LossTraining:
         return found
 
     def held_out(self) -> float:
-        """Nats a byte on text that no step has seen."""
+        """Return nats a byte on text that no step has seen."""
         self._model.eval()
         batches = [
             self._text.held_out_batch(at, _HELD_OUT, size=_SIZE, time=_TIME, rank=0, world=1) for at in range(_HELD_OUT)
@@ -157,7 +157,7 @@ class LossTraining:
 
 
 def loss_systems(steps: int) -> Mapping[str, Callable[[GPT], Step]]:
-    """By name, what trains for so many steps, all with the same schedule of learning rates."""
+    """Return by name, what trains for so many steps, all with the same schedule of learning rates."""
     freeze_step = max(1, int(_WARM_UP * steps))
 
     def factor(step: int) -> float:
@@ -179,7 +179,7 @@ def loss_systems(steps: int) -> Mapping[str, Callable[[GPT], Step]]:
 
 
 def losses(*, quick: bool) -> tuple[list[Row], list[str]]:
-    """One row a system: held-out loss, and that of every tenth step with the seconds until then. What went wrong."""
+    """Return one row a system: held-out loss, and that of every tenth step with the seconds until then; and errors."""
     steps, config = (20, GPTConfig(width=32, layers=2)) if quick else (300, GPTConfig(width=128, layers=4))
     rows, errors = list[Row](), list[str]()
     with linked_hosts(parse_rate(_LOSS_RATE)) as hosts, cache_folder():
@@ -211,7 +211,7 @@ def losses(*, quick: bool) -> tuple[list[Row], list[str]]:
 
 
 def copying() -> Row:
-    """A reduction of one rank's gradient, compressed, beside a plain copy of the gradient."""
+    """Return a reduction of one rank's gradient, compressed, beside a plain copy of the gradient."""
     import dsgraph  # noqa: F401  # registers the op
 
     count = _COPY_NUMBERS
@@ -234,7 +234,7 @@ def copying() -> Row:
 
 
 def checks(links: Sequence[Row], trained: Sequence[Row], copied: Row | None) -> list[Check]:
-    """The figures to reach."""
+    """Return the figures to reach."""
     found = []
     by_rate = {rate: {row["system"]: row for row in links if row["rate"] == rate} for rate in RATES}
     for rate, rows in by_rate.items():

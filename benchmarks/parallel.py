@@ -43,7 +43,7 @@ BALANCED_LAYERS, SPLIT_LAYERS = 12, 96
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the benchmark; returns the exit code: 1 when a system failed, 2 when two hosts cannot be made here."""
+    """Run the benchmark; return the exit code: 1 when a system failed, 2 when two hosts cannot be made here."""
     options = _parse(arguments)
     report = Report()
     layers = (4,) if options.quick else (BALANCED_LAYERS, SPLIT_LAYERS)
@@ -67,7 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _splits(kind: str, layers: int) -> list[Row]:
-    """How a model is split, by number of stages."""
+    """Return how a model is split, by number of stages."""
     tokens = torch.zeros(2, 64, dtype=torch.long)
     with torch.device("meta"):
         model = GPT(GPTConfig(vocab=512, width=256, layers=layers)) if kind == "gpt" else _llama(layers)
@@ -93,7 +93,7 @@ def _llama(layers: int) -> torch.nn.Module:
 
 
 def _pipeline(model: GPT, *, compiled: bool) -> Step:
-    """A step of 1F1B on stages."""
+    """Return a step of 1F1B on stages."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("pp",))
     made: list[tuple[dsgraph.PipelinedModel, torch.optim.Optimizer]] = []
 
@@ -120,7 +120,7 @@ SYSTEMS = {
 
 
 def _over_link(options: argparse.Namespace) -> tuple[list[Row], list[str]]:
-    """A row a system, timed in turns on two hosts; and what went wrong."""
+    """Return a row a system, timed in turns on two hosts; and what went wrong."""
     workload = Workload(world=RANKS).quick() if options.quick else Workload(world=RANKS)
     with linked_hosts(parse_rate(options.rate)) as hosts, cache_folder():
         place = Placement(hosts)

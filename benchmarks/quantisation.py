@@ -38,7 +38,7 @@ _TIME, _SIZE = 128, 8
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the benchmark; returns 0, whatever the figures are."""
+    """Run the benchmark; return 0, whatever the figures are."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.quantisation", description=__doc__.partition("\n")[0])
     add_arguments(parser)
     options = parser.parse_args(arguments)
@@ -53,7 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def measure(*, steps: int) -> list[Row]:
-    """One row a way to get few bits."""
+    """Return one row a way to get few bits."""
     text = standard_library()
     plain, _ = _trained(text, steps, {})
     other, _ = _trained(text, steps, {}, seed=1)
@@ -77,7 +77,10 @@ def measure(*, steps: int) -> list[Row]:
 
 
 def _moq(steps: int) -> dict[str, dict[str, Any]]:
-    """Sections of the configuration. A block of the largest eigenvalue waits ten times as long for its second bit."""
+    """Return sections of the configuration.
+
+    A block of the largest eigenvalue waits ten times as long for its second bit.
+    """
 
     def section(start: int, period: int, eigenvalue: bool) -> dict[str, Any]:
         return {
@@ -129,7 +132,7 @@ def _trained(text: Any, steps: int, moq: dict[str, Any], *, seed: int = 0) -> tu
 
 
 def checks(rows: Sequence[Row]) -> list[Check]:
-    """The figures to reach."""
+    """Return the figures to reach."""
     over = {row["weights"]: row["over"] for row in rows}
     bounds = {
         **{"8 bits, to nearest": 1.002, "8 bits, calibrated": 1.002, "4 bits, calibrated": 1.03},

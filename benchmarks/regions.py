@@ -33,7 +33,7 @@ STEPS = 10
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the benchmark; returns 1 when a system failed, otherwise 0, whatever the figures are."""
+    """Run the benchmark; return 1 when a system failed, otherwise 0, whatever the figures are."""
     options = _parse(arguments)
     report = Report()
     errors: list[str] = []
@@ -65,7 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _warm_start(name: str, workload: Workload, caches: Path) -> float | None:
-    """Seconds of the first step of a system that starts for the second time; None where it failed."""
+    """Return the seconds of the first step of a system that starts for the second time; None where it failed."""
     folders = {variable: str(caches / variable) for variable in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")}
     system = replace(REGIONS[name], environ=(*REGIONS[name].environ, *folders.items()))
     row: Row = {}
@@ -81,7 +81,7 @@ def _warm_start(name: str, workload: Workload, caches: Path) -> float | None:
 
 
 def checks(rows: Sequence[Row]) -> list[Check]:
-    """The figures to reach, from the rows that were measured."""
+    """Return the figures to reach, from the rows that were measured."""
     found = {(row["layers"], row["system"]): row for row in rows}
     made = []
 

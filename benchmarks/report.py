@@ -50,7 +50,7 @@ class Check:
         return self.value <= self.limit if self.better == "lower" else self.value >= self.limit
 
     def as_dict(self) -> Row:
-        """The check as it stands in the JSON file."""
+        """Return the check as it stands in the JSON file."""
         return {"name": self.name, "value": self.value, "limit": self.limit, "better": self.better, "ok": self.ok}
 
 
@@ -73,13 +73,13 @@ class Report:
         return {"rows": self.rows, "checks": [check.as_dict() for check in self.checks], "machine": self.machine}
 
     def write(self, path: Path | None) -> None:
-        """Writes the JSON file; nothing when no path was given."""
+        """Write the JSON file; nothing when no path was given."""
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(json.dumps(self.as_dict(), indent=2, allow_nan=False) + "\n")
 
     def print(self, columns: Sequence[Row] | None = None) -> None:
-        """Prints machine, rows and checks; `columns` stands in for rows where the table should show more."""
+        """Print machine, rows and check; `columns` stands in for rows where the table should show more."""
         print(", ".join(f"{key} {value}" for key, value in self.machine.items() if value is not None))
         print(table(self.rows if columns is None else columns))
         if self.checks:
@@ -87,7 +87,7 @@ class Report:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the flags that all benchmarks have."""
+    """Add the flags that all benchmarks have."""
     parser.add_argument("--json", type=Path, metavar="FILE", help="write rows, checks and machine to FILE")
     parser.add_argument("--quick", action="store_true", help="a smoke run in under a minute; its figures mean nothing")
 
@@ -123,13 +123,13 @@ def describe_gpu() -> Row:
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Rows as text: four significant digits, but losses in full; `-` for what could not be measured."""
+    """Return the rows as text: four significant digits, but losses in full; `-` for what could not be measured."""
     formats = [".7f" if name == "loss" else ".4g" for name in (rows[0] if rows else ())]
     return tabulate(rows, headers="keys", floatfmt=formats, missingval="-", tablefmt="simple")
 
 
 def ratio(value: float | None, over: Sequence[float | None]) -> float | None:
-    """`value` over the smallest of `over`; None when either is missing."""
+    """Return `value` over the smallest of `over`; None when either is missing."""
     known = [other for other in over if other]
     return None if value is None or not known else value / min(known)
 

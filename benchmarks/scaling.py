@@ -44,7 +44,7 @@ MEMORY_BOUND = 25 * 2**20 / MB  # of every bucketing pass by default
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the benchmark; returns 0, whatever the figures are.
+    """Run the benchmark; return 0, whatever the figures are.
 
     Raises:
         RuntimeError: A case failed; holds what it printed.
@@ -66,7 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def one_case(layers: int, ranks: int, quick: bool) -> Row:
-    """Compiles a GPT as one of `ranks` ranks; returns its row."""
+    """Compile a GPT as one of `ranks` ranks; return its row."""
     import torch
     import torch.distributed as dist
     from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -100,7 +100,7 @@ def one_case(layers: int, ranks: int, quick: bool) -> Row:
 
 
 def communication_passes() -> set[str]:
-    """The names of the default passes that work on markers or collectives."""
+    """Return the names of the default passes that work on markers or collectives."""
     import dsgraph
 
     return {
@@ -115,7 +115,7 @@ def communication_passes() -> set[str]:
 
 
 def checks(rows: Sequence[Row]) -> list[Check]:
-    """The figures to reach, of the depths that were measured: medians over the numbers of ranks."""
+    """Return the figures to reach, of the depths that were measured: medians over the numbers of ranks."""
     found = []
     share, deep, small = (
         _median(rows, "share", DEEP),
@@ -139,7 +139,7 @@ def _median(rows: Iterable[Row], column: str, layers: int) -> float | None:
 
 
 def _steps(layers: int, quick: bool, *, count: int, dump: Path | None = None) -> tuple[list[float], Row]:
-    """Seconds of each of the first steps of a new model, and the report of it."""
+    """Return the seconds of each of the first steps of a new model, and the report of it."""
     import torch
 
     import dsgraph
@@ -178,7 +178,7 @@ def _predicted(folder: Path) -> Row:
 
 
 def _bucket_bytes(collective: CollectiveRecord | None) -> float:
-    """Bytes of the whole buffer of a collective, as every rank has it; 0 for one of a single parameter."""
+    """Return the bytes of the whole buffer of a collective, as every rank has it; 0 for one of a single parameter."""
     if collective is None or len(collective.parameters) < 2 or not collective.sent:
         return 0.0
     rounds = 2 if collective.kind == "all_reduce" else 1

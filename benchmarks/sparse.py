@@ -46,7 +46,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the benchmark; returns 0 whatever the figures are."""
+    """Run the benchmark; return 0 whatever the figures are."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.sparse", description=__doc__.partition("\n")[0])
     add_arguments(parser)
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draws seconds over length")
@@ -72,7 +72,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def kept_rows(path: Path | None) -> list[Row]:
-    """The rows of an earlier run."""
+    """Return the rows of an earlier run."""
     if path is None or not path.exists():
         return []
     found: list[Row] = json.loads(path.read_text())["rows"]
@@ -80,7 +80,7 @@ def kept_rows(path: Path | None) -> list[Row]:
 
 
 def speed(lengths: Sequence[int], *, quick: bool) -> list[Row]:
-    """Seconds at each length, memory at the last, and the longest sequences."""
+    """Return seconds at each length, memory at the last, and the longest sequences."""
     rows = [row for length in lengths for row in timed(length, 1 if quick else TURNS)]
     for row in rows:
         if row["length"] == lengths[-1]:
@@ -90,7 +90,7 @@ def speed(lengths: Sequence[int], *, quick: bool) -> list[Row]:
 
 
 def timed(length: int, turns: int) -> list[Row]:
-    """A row for each system, from turns that they take one after the other."""
+    """Return a row for each system, from turns that they take one after the other."""
     given = inputs(length)
     for system in LAYOUTS:
         seconds(system, given)  # plans its blocks
@@ -118,7 +118,7 @@ def timed(length: int, turns: int) -> list[Row]:
 
 
 def longest(system: str, lengths: Sequence[int]) -> Row:
-    """The longest of some lengths at which a forward and a backward fit into LIMIT."""
+    """Return the longest of some lengths at which a forward and a backward fit into LIMIT."""
     fitting = None
     for length in lengths:
         found = peak_bytes(system, length)
@@ -129,7 +129,7 @@ def longest(system: str, lengths: Sequence[int]) -> Row:
 
 
 def held_out(mode: str) -> Row:
-    """The loss of the example with a layout, at a length at which dense attention is quick as well."""
+    """Return the loss of the example with a layout, at a length at which dense attention is quick as well."""
     script = ["-m", "examples.long_bert", "--mode", mode, *("--length", "512", "--batch", "4")]
     script += ["--short-steps", "400", "--steps", "150"]
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *script]
@@ -141,7 +141,7 @@ def held_out(mode: str) -> Row:
 
 
 def checks(rows: Sequence[Row], length: int) -> list[Check]:
-    """The figures to reach, from the rows that were measured."""
+    """Return the figures to reach, from the rows that were measured."""
     found = {row["system"]: row for row in rows if row.get("length") == length}
     losses = {row["system"]: row["loss"] for row in rows if "loss" in row}
     reach = {row["system"]: row["longest"] for row in rows if "longest" in row}

@@ -26,14 +26,14 @@ LAYOUTS: dict[str, Layout] = {
 
 
 def inputs(length: int) -> list[Tensor]:
-    """Queries, keys, values and a gradient, laid out as a model's projections are: `[1, heads, length, width]`."""
+    """Return query, keys, values and a gradient, laid out as a model's projections are: `[1, heads, length, width]`."""
     torch.manual_seed(0)
     made = [torch.randn(1, length, HEADS, WIDTH).transpose(1, 2) for _ in range(4)]
     return [*(item.requires_grad_() for item in made[:3]), made[3]]
 
 
 def attention_of(system: str) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-    """An attention by name: "dense", "eager", or one of LAYOUTS."""
+    """Return an attention by name: "dense", "eager", or one of LAYOUTS."""
     if system == "dense":
         return F.scaled_dot_product_attention
     if system == "eager":

@@ -64,7 +64,10 @@ def trainer(
     micro_batches: int = 1,
     accumulating: Callable[[], AbstractContextManager[object]] = nullcontext,
 ) -> Step:
-    """A step of `micro_batches` parts, all but the last in `accumulating()`; loss and gradients are their means."""
+    """Return a step of `micro_batches` parts, all but the last in `accumulating()`.
+
+    Loss and gradients are their means.
+    """
 
     def step(tokens: Tensor, targets: Tensor) -> Tensor:
         total = torch.zeros(())
@@ -115,7 +118,7 @@ def _ddp(model: GPT, *, micro_batches: int = 1) -> Step:
 
 
 def _fsdp2(model: GPT, *, compiled: bool = False, split_root: bool = False, by_block: bool = False) -> Step:
-    """One group a block and one for the rest, or, with `split_root`, one each for the embedding and the output layer.
+    """Shard each block, and the rest: together, or with `split_root` the embedding and the output layer each.
 
     The whole model is compiled: compiled block by block, as with `by_block`, its steps were no faster, and it needed as
     much memory.
@@ -294,7 +297,7 @@ def compute_name(micro_batches: int) -> str:
 
 
 def installed(names: Sequence[str], systems: Mapping[str, System]) -> list[str]:
-    """Those of the systems named whose packages are there; prints which are not."""
+    """Return those of the systems named whose packages are there; print which are not."""
     missing = [name for name in names if not systems[name].is_installed]
     if missing:
         print(f"left out, because the extra `peers` is not installed: {', '.join(missing)}", flush=True)

@@ -36,22 +36,22 @@ class Workload:
     world: int = 2
 
     def quick(self) -> Workload:
-        """A model for smoke runs: 20 thousand parameters."""
+        """Return a model for smoke runs: 20 thousand parameters."""
         return replace(self, model=GPT_TINY, length=16)
 
     def build(self) -> GPT:
-        """The model, with the same weights in every process."""
+        """Return the model, with the same weights in every process."""
         torch.manual_seed(0)
         return GPT(self.model)
 
     def rows(self, step: int, rank: int) -> tuple[Tensor, Tensor]:
-        """Tokens and targets of one rank, each `[batch, length]` int64, random and always the same."""
+        """Return tokens and targets of one rank, each `[batch, length]` int64, random and always the same."""
         generator = torch.Generator().manual_seed(1_000_003 * step + rank)
         text = torch.randint(0, self.model.vocab, (self.batch, self.length + 1), generator=generator)
         return text[:, :-1].contiguous(), text[:, 1:].contiguous()
 
     def all_rows(self, step: int) -> tuple[Tensor, Tensor]:
-        """The rows of all ranks, each `[world * batch, length]`."""
+        """Return the rows of all ranks, each `[world * batch, length]`."""
         tokens, targets = zip(*(self.rows(step, rank) for rank in range(self.world)), strict=True)
         return torch.cat(tokens), torch.cat(targets)
 
@@ -60,7 +60,7 @@ class Training:
     """One system's training on this rank. All ranks call the same methods in the same order."""
 
     def __init__(self, system: System, workload: Workload, counter: Path | None) -> None:
-        """Sets the system up.
+        """Set the system up.
 
         Args:
             system: What trains.
@@ -74,11 +74,11 @@ class Training:
         self._step = system.setup(workload.build())
 
     def first_step(self) -> float:
-        """Seconds of the next step, which compiles if it is the first."""
+        """Return the seconds of the next step, which compiles if it is the first."""
         return self.timed_steps(1)[0]
 
     def peak_bytes(self, steps: int) -> int | None:
-        """The most bytes of tensors alive at once during the next steps; None when nothing counts them.
+        """Return the most bytes of tensors alive at once during the next steps; None when nothing counts them.
 
         It covers whatever was allocated since before the model was built: parameters, gradients, optimizer state,
         activations and buffers for communication.
@@ -91,14 +91,17 @@ class Training:
         return self._counter.peak
 
     def sent_bytes(self) -> float | None:
-        """Bytes that this rank must send for the collectives of the next step; None when they are not all known."""
+        """Return the bytes that this rank must send for the collectives of the next step.
+
+        None when they are not all known.
+        """
         batch = self._batch()
         world = dist.get_world_size()
         collectives = record_collectives(lambda: self._losses.append(self._step(*batch)))
         return sent_bytes(collectives, world)
 
     def timed_steps(self, count: int) -> list[float]:
-        """Seconds of each of the next steps, from one barrier to the next."""
+        """Return the seconds of each of the next steps, from one barrier to the next."""
         times = []
         for _ in range(count):
             batch = self._batch()
@@ -110,7 +113,7 @@ class Training:
         return times
 
     def losses(self) -> list[float]:
-        """This rank's loss of every step so far, in nats."""
+        """Return this rank's loss of every step so far, in nats."""
         return [float(loss) for loss in self._losses]
 
     def _batch(self) -> tuple[Tensor, Tensor]:

@@ -47,7 +47,7 @@ _RULES: dict[str, tuple[int, Callable[[int], float]]] = {
 
 
 def record_collectives(run: Callable[[], object]) -> list[Collective]:
-    """Calls `run` under the profiler; returns the collectives that it ran, in the order in which they began."""
+    """Call `run` under the profiler; return the collectives that it ran, in the order in which they began."""
     with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as profiler:
         run()
     # The private event tree, checked on torch 2.13: public events do not tell the dtypes of lists of tensors.
@@ -61,7 +61,7 @@ def record_collectives(run: Callable[[], object]) -> list[Collective]:
 
 
 def sent_bytes(collectives: Iterable[Collective], world: int) -> float | None:
-    """Bytes that each of `world` ranks must send for these collectives over all of them.
+    """Return the bytes that each of `world` ranks must send for these collectives over all of them.
 
     Returns:
         The sum; None when one of the collectives is of a kind that is not known here.

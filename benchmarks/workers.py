@@ -53,7 +53,7 @@ class Workers:
         environ: Mapping[str, str] | None = None,
         place: Callable[[int], None] | None = None,
     ) -> None:
-        """Starts the processes; `make(*args)` is called on each once the process group stands.
+        """Start the processes; `make(*args)` is called on each once the process group stands.
 
         Args:
             name: For error messages.
@@ -80,7 +80,7 @@ class Workers:
             raise
 
     def call(self, method: str, *args: Any) -> list[Any]:
-        """Calls a method of every rank's object; returns what each rank returned.
+        """Call a method of every rank's object; return what each rank returned.
 
         Raises:
             WorkerError: A rank raised, died or did not answer. The group is closed.
@@ -88,11 +88,11 @@ class Workers:
         return self._values(self._pool.call(method, *args, count=self.world, limit=CALL_LIMIT, grace=GRACE))
 
     def dismiss(self) -> None:
-        """Lets the processes go, without waiting for them: of many groups, dismiss all before you close the first."""
+        """Let the processes go, without waiting for them: of many groups, dismiss all before you close the first."""
         self._pool.dismiss()
 
     def close(self) -> None:
-        """Ends the processes and removes their folder."""
+        """End the processes and remove their folder."""
         self._pool.stop(patience=GRACE / 2)
         shutil.rmtree(self._folder, ignore_errors=True)
 
@@ -124,7 +124,7 @@ def _join(
     make: Callable[..., Any],
     args: tuple[Any, ...],
 ) -> Any:
-    """Joins the process group and makes the object that is called."""
+    """Join the process group and make the object that is called."""
     os.environ.update({"RANK": str(rank), "LOCAL_RANK": str(rank)})
     torch.set_num_threads(1)
     if place is not None:

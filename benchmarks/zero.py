@@ -33,7 +33,7 @@ QUICK = ("single", "ddp", "fsdp2", "dsgraph-3-eager")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the benchmark; returns the exit code: 1 when a system failed, otherwise 0, whatever the figures are."""
+    """Run the benchmark; return the exit code: 1 when a system failed, otherwise 0, whatever the figures are."""
     options = _parse(arguments)
     workload = Workload(batch=options.batch, length=options.time, world=options.world)
     workload = workload.quick() if options.quick else workload
@@ -65,7 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def heats(names: Sequence[str]) -> list[list[str]]:
-    """The systems whose steps are timed in turns: stage 3 and the references first, then those that keep more.
+    """Return the systems whose steps are timed in turns: stage 3 and the references first, then those that keep more.
 
     Twenty systems at once do not fit into the memory of a small machine (1 GB a rank, most of it compiler). Ratios are
     taken within a heat.
@@ -76,7 +76,7 @@ def heats(names: Sequence[str]) -> list[list[str]]:
 
 
 def checks(rows: Sequence[Row], *, world: int) -> list[Check]:
-    """The figures to reach, from the rows that were measured."""
+    """Return the figures to reach, from the rows that were measured."""
     by_name = {row["system"]: row for row in rows}
     peers = [name for name in by_name if SYSTEMS[name].is_peer and SYSTEMS[name].memory == 3]
     among = f"of {', '.join(peers)}" if peers else "peer (none took part)"
@@ -113,13 +113,13 @@ def checks(rows: Sequence[Row], *, world: int) -> list[Check]:
 
 
 def compile_seconds(row: Row) -> float | None:
-    """How much longer the first step took than others do, seconds; None when the row lacks one of the two."""
+    """Return how much longer the first step took than others do, seconds; None when the row lacks one of the two."""
     first, step = row.get("first_step_s"), row.get("step_s")
     return None if first is None or step is None else first - step
 
 
 def with_ratios(rows: Sequence[Row]) -> list[Row]:
-    """The rows with step time and peak memory over those of the best peer of the same memory class."""
+    """Return the rows with step time and peak memory over those of the best peer of the same memory class."""
     table = []
     for row in rows:
         memory = SYSTEMS[row["system"]].memory
@@ -138,7 +138,7 @@ def with_ratios(rows: Sequence[Row]) -> list[Row]:
 
 
 def _loss_differences(by_name: Mapping[str, Row]) -> dict[str, float]:
-    """Differences to one process that runs the same kernels.
+    """Return differences to one process that runs the same kernels.
 
     Inductor's kernels round in other places than eager's: one process against itself, compiled and not, is 1e-4 apart
     after 20 steps of AdamW. That is no matter of ranks.

@@ -30,7 +30,7 @@ class Latest:
 
 
 def read_latest(folder: Path) -> Latest | None:
-    """The latest checkpoint in `folder`; None when there is none."""
+    """Return the latest checkpoint in `folder`; None when there is none."""
     try:
         return Latest(**json.loads((folder / "latest").read_text()))
     except FileNotFoundError:
@@ -46,7 +46,7 @@ def save(
     loss: float,
     sizes: dict[str, Any],
 ) -> None:
-    """Writes model and optimizer, each rank its own shards. All ranks call it at the same point."""
+    """Write model and optimizer, each rank its own shards. All ranks call it at the same point."""
     before = read_latest(folder)
     slot = "b" if before is not None and before.slot == "a" else "a"
     if dist.get_rank() == 0:
@@ -62,7 +62,7 @@ def save(
 
 
 def load(folder: Path, latest: Latest, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Reads a checkpoint into model and optimizer, whatever number of ranks wrote it."""
+    """Read a checkpoint into model and optimizer, whatever number of ranks wrote it."""
     state = _state(model, optimizer)
     dcp.load(state, checkpoint_id=folder / latest.slot)
     set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])

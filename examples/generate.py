@@ -59,7 +59,7 @@ def build() -> LlamaForCausalLM:
 
 
 def train(model: LlamaForCausalLM, seconds: float, folder: Path) -> None:
-    """Trains for so long, compiling aside, and exports the weights."""
+    """Train for so many seconds, without the time to compile, and export the weights."""
     place = Place.join(alone=True)
     config = {"train_batch_size": 16, "optimizer": {"type": "AdamW", "params": {"lr": 3e-3}}}
     engine = dsgraph.initialize(model=model, config={**config, "dsgraph": {"codegen": "eager"}})[0]

@@ -35,7 +35,7 @@ class RMSNorm(nn.Module):
 
 
 def rotate(x: Tensor, angles: Tensor) -> Tensor:
-    """Rotary positions. x: [batch, heads, time, size]; angles: [time, size / 2]."""
+    """Apply rotary positions. x: [batch, heads, time, size]; angles: [time, size / 2]."""
     first, second = x.chunk(2, dim=-1)
     cos, sin = angles.cos().type_as(x), angles.sin().type_as(x)
     return torch.cat([first * cos - second * sin, first * sin + second * cos], dim=-1)

@@ -49,7 +49,7 @@ def small_llama() -> LlamaForCausalLM:
 
 
 def main() -> None:
-    """Trains, evaluates, saves, and says how well it went."""
+    """Train, evaluate, save, and say how well it went."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, default=100, help="optimizer steps")
     parser.add_argument("--config", default="examples/hf_trainer.json", help="the engine's configuration")

@@ -70,14 +70,14 @@ def learn_short_texts(model: BertForMaskedLM, text: Text, options: argparse.Name
 
 
 def masked(tokens: Tensor, seed: int) -> dict[str, Tensor]:
-    """Tokens of which some are masked, and labels that ask for those alone."""
+    """Return tokens of which some are masked, and labels that ask for those alone."""
     hidden = torch.rand(tokens.shape, generator=torch.Generator().manual_seed(seed)) < SHARE
     return {"input_ids": tokens.masked_fill(hidden, MASK), "labels": tokens.masked_fill(~hidden, -100)}
 
 
 @torch.no_grad()
 def held_out_loss(model: torch.nn.Module, text: Text, options: argparse.Namespace) -> float:
-    """The mean over the ranks, each of which has its own windows."""
+    """Return the mean over the ranks, each of which has its own windows."""
     rank, world = dist.get_rank(), dist.get_world_size()
     sizes = {"size": options.batch * world, "time": options.length, "rank": rank, "world": world}
     losses = [
@@ -90,7 +90,7 @@ def held_out_loss(model: torch.nn.Module, text: Text, options: argparse.Namespac
 
 
 def train(options: argparse.Namespace) -> float:
-    """Trains, and returns the held-out loss in nats a masked byte."""
+    """Train, and return the held-out loss in nats a masked byte."""
     rank, world = dist.get_rank(), dist.get_world_size()
     text, layout = standard_library(), layout_of(options.mode)
     model = small_bert(options.width)

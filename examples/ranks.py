@@ -21,7 +21,7 @@ def started_by_torchrun() -> bool:
 
 
 def start(module: str, arguments: list[str], *, count: int) -> None:
-    """Runs `python -m module arguments` on `count` ranks of this machine, and ends this process as they end."""
+    """Run `python -m module arguments` on `count` ranks of this machine, and end this process as they end."""
     try:
         sys.exit(run_script(Script(("-m", module)), arguments, nproc=count, environment={}))
     except KeyboardInterrupt:
@@ -29,7 +29,7 @@ def start(module: str, arguments: list[str], *, count: int) -> None:
 
 
 def refuse(message: str) -> NoReturn:
-    """Ends this process over a wrong argument, with one line from the first rank."""
+    """End this process over a wrong argument, with one line from the first rank."""
     if os.environ.get("RANK", "0") == "0":
         print(message, file=sys.stderr)
     sys.exit(2)
@@ -45,7 +45,7 @@ class Place:
 
     @classmethod
     def join(cls, *, alone: bool) -> Place:
-        """Joins the ranks that torchrun has started, or a group of this process `alone`.
+        """Join the ranks that torchrun has started, or a group of this process `alone`.
 
         NCCL when this machine has a GPU for each of its ranks, gloo otherwise.
         """
@@ -75,19 +75,22 @@ class Place:
             print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
 
     def mean(self, value: torch.Tensor) -> float:
-        """The mean over all ranks of a scalar tensor; waits for the device."""
+        """Return the mean over all ranks of a scalar tensor; waits for the device."""
         value = value.detach().double() / self.world
         dist.all_reduce(value)
         return value.item()
 
     def highest(self, value: float) -> float:
-        """The highest of all ranks' values."""
+        """Return the highest of all ranks' values."""
         found = torch.tensor(value, dtype=torch.float64, device=self.device)
         dist.all_reduce(found, op=dist.ReduceOp.MAX)
         return found.item()
 
     def peak_mb(self) -> float:
-        """The most memory that this rank has used so far: of its GPU, or of its process where there is none. MB."""
+        """Return the most memory that this rank has used so far: of its GPU, or of its process where there is none.
+
+        MB.
+        """
         if self.device.type == "cuda":
             return torch.cuda.max_memory_allocated(self.device) / 1e6
         if sys.platform == "linux":  # where `getrusage` counts the program that started this one as well

@@ -24,10 +24,10 @@ class Text:
     held_out: Tensor
 
     def batch(self, step: int, *, size: int, time: int, seed: int, rank: int, world: int) -> tuple[Tensor, Tensor]:
-        """This rank's part of the batch of one step: tokens and targets, `[size / world, time]` int64.
+        """Return this rank's part of the batch of one step: tokens and targets, `[size / world, time]` int64.
 
-        The windows of the whole batch are drawn from the seed and the step alone, and dealt to the ranks: a resumed
-        run goes on with the data that it would have seen, on any number of ranks.
+        The windows of the whole batch are drawn from the seed and the step alone, and dealt to the ranks: a resumed run
+        goes on with the data that it would have seen, on any number of ranks.
         """
         # Torch's generator on the CPU reads the low 32 bits of a seed.
         generator = torch.Generator().manual_seed((1_000_003 * seed + step) % 2**32)
@@ -37,7 +37,10 @@ class Text:
     def held_out_batch(
         self, index: int, count: int, *, size: int, time: int, rank: int, world: int
     ) -> tuple[Tensor, Tensor]:
-        """This rank's part of held-out batch `index` of `count`; their windows are spread evenly over the bytes."""
+        """Return this rank's part of held-out batch `index` of `count`.
+
+        Their windows are spread evenly over the bytes.
+        """
         starts = torch.linspace(0, len(self.held_out) - time - 1, size * count, dtype=torch.float64).long()
         return _windows(self.held_out, starts[index::count][rank::world], time)
 
@@ -48,7 +51,7 @@ def _windows(data: Tensor, starts: Tensor, time: int) -> tuple[Tensor, Tensor]:
 
 
 def standard_library() -> Text:
-    """Reads the source of the running interpreter's standard library; the split is by file.
+    """Read the source of the running interpreter's standard library; the split is by file.
 
     Raises:
         FileNotFoundError: This Python came without its source.

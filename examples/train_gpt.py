@@ -138,7 +138,7 @@ def build_model(s: Settings) -> nn.Module:
 
 
 def learning_rate(step: int, s: Settings) -> float:
-    """A straight line up to `lr`, then half a cosine down to a tenth of it."""
+    """Return a straight line up to `lr`, then half a cosine down to a tenth of it."""
     if step < s.warmup:
         return s.lr * (step + 1) / s.warmup
     way = (step - s.warmup) / max(1, s.steps - s.warmup)
@@ -159,7 +159,7 @@ def held_out_loss(model: nn.Module, text: Text, s: Settings, place: Place) -> fl
 
 @torch.no_grad()
 def generate(model: nn.Module, prompt: bytes, s: Settings, place: Place) -> str:
-    """Goes on from `prompt` at temperature 0.8. All ranks call it: forward fetches the shards of all of them."""
+    """Go on from `prompt` at temperature 0.8. All ranks call it: forward fetches the shards of all of them."""
     generator = torch.Generator().manual_seed(s.seed)  # the same on every rank, so that all draw the same bytes
     tokens = torch.tensor([list(prompt)], device=place.device)  # [1, time] int64
     for _ in range(s.sample):
@@ -199,7 +199,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def read_settings(arguments: list[str]) -> Settings:
-    """Settings from the command line; a wrong one ends the process with one line."""
+    """Return settings from the command line; a wrong one ends the process with one line."""
     parser = Parser(
         prog="train_gpt", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
@@ -223,7 +223,7 @@ def read_settings(arguments: list[str]) -> Settings:
 
 
 def what_is_wrong(s: Settings) -> str | None:
-    """Why a run with these settings could not work; None when it can."""
+    """Return why a run with these settings could not work; None when it can."""
     for item in fields(s):
         value, may_be_zero = getattr(s, item.name), item.name in ("stage", "seed", "sample", "warmup")
         if type(value) in (int, float) and not (0 < value < math.inf or (value == 0 and may_be_zero)):
@@ -266,7 +266,7 @@ def _listed(sizes: dict[str, Any]) -> str:
 
 
 def to_arguments(s: Settings) -> list[str]:
-    """The command line of one rank. Without `nproc`, which torchrun would take for an option of its own."""
+    """Return the command line of one rank. Without `nproc`, which torchrun would take for an option of its own."""
     arguments = []
     for item in fields(s):
         value = getattr(s, item.name)

@@ -27,7 +27,7 @@ from examples.text import standard_library
 
 
 def build(width: int, layers: int, folder: str | None) -> GPT:
-    """A model that never is in memory: its parameters go to disk as they are initialised, one module at a time.
+    """Return a model that never is in memory: its parameters go to disk as they are initialised, one module at a time.
 
     Without a folder, they stay in memory.
     """

@@ -29,7 +29,7 @@ class Counting(Dataset):
 
 
 def main() -> None:
-    """Trains for some steps, saves, and says where it is."""
+    """Train for some steps, save, and say where it is."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, default=30, help="optimizer steps")
     parser.add_argument("--losses", type=Path, help="file for the losses of the first rank's micro-batches, as JSON")

@@ -1,8 +1,8 @@
 """The forward's values that the backward of a joint graph needs, and the cost of recomputing them.
 
 part 0    embedding                    A part is a stretch of the forward: a block of a list of modules, or the code
-part 1    layers.0                     between two. Its border are the values that later parts read, which are always
-part 2    layers.1                     saved, so that each part can be repeated by itself.
+part 1    layers.0                     between two. Its border, the values that later parts read, is always
+part 2    layers.1                     saved, so that each part can be recomputed alone.
 part 3    head, loss
 """
 
@@ -292,10 +292,7 @@ def _is_alias(node: Node) -> bool:
 
 
 def _may_repeat(node: Node) -> bool:
-    """Return whether a value may be recomputed.
-
-    Random ops may: torch's partitioner saves the generator's state, so that they draw the same numbers again.
-    """
+    """Return whether a value may be recomputed. Random ops may: torch's partitioner saves the generator's state."""
     source = node.all_input_nodes[0] if node.target is operator.getitem else node
     op = source.target if isinstance(source.target, OpOverload) else None
     is_random = op is not None and op.namespace == "aten" and torch.Tag.nondeterministic_seeded in op.tags

@@ -34,8 +34,7 @@ CASES: dict[str, tuple[dict[str, Any], float]] = {
 
 
 def build() -> Any:
-    """Build a Llama of random weights, large enough that the most probable token is far more likely than the next one.
-    """
+    """Build a Llama of random weights, large enough that the most probable token is clearly ahead."""
     torch.manual_seed(0)
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES)).eval()
     with torch.no_grad():

@@ -66,8 +66,7 @@ def _compressed(x: Tensor) -> Tensor:
 
 
 class _Reference:
-    """The computation of the ranks in one process: gradients of each rank go in, and the averaged momentum comes out.
-    """
+    """The computation of the ranks in one process: from the gradients of each rank to the averaged momentum."""
 
     def __init__(self, model: nn.Module, world: int) -> None:
         self.world, self.params = world, list(model.parameters())

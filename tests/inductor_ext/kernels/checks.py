@@ -60,8 +60,7 @@ def assert_as_near(ours: Sequence[Tensor], plain: Sequence[Tensor], truth: Seque
 
 
 def gradients(y: Tensor, inputs: Sequence[Tensor | None]) -> list[Tensor]:
-    """Return the gradients of a weighted sum of y, with equal weights for all y of one shape, for all existing inputs.
-    """
+    """Return the gradients of a weighted sum of y, equal for all y of one shape, for all existing inputs."""
     weights = torch.randn(y.shape, generator=torch.Generator().manual_seed(1)).to(y.dtype)
     return list(torch.autograd.grad((y * weights).float().sum(), [item for item in inputs if item is not None]))
 

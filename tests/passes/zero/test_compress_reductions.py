@@ -23,8 +23,7 @@ def _reduce(grad, kept, group="0"):
 
 
 def _inputs(rank, *sizes, ranks=2):
-    """Return for each gradient: itself, the momentum (equal on all ranks), the errors of rank and owner, coefficients.
-    """
+    """Return for each gradient: itself, the momentum (equal on all ranks), errors of rank and owner, coefficients."""
     found = []
     for size in sizes:
         chunks = torch.zeros(size).chunk(ranks)
