@@ -40,7 +40,7 @@ from benchmarks.report import Check, Report, Row, add_arguments, machine
 from examples.text import standard_library
 
 SYSTEMS = ("eager", "compiled", "fp32", "bf16", "int8", "int4")
-# Systems, rows at once and tokens of a prompt, besides one row behind 64 tokens, which all systems run.
+# Systems, rows at once and tokens of a prompt, besides one row after 64 tokens, which all systems run.
 SIZED = ("fp32", "int8")
 SIZES = ((1, 192), (4, 64), (16, 64))
 PARTS = ("systems", "sizes", "starts", "ranks")

@@ -16,7 +16,7 @@ from tests.distributed.ranks import Processes, Ranks
 pytest_plugins = ["tests.families"]
 
 
-@pytest.hookimpl(tryfirst=True)  # ahead of the choice by markers
+@pytest.hookimpl(tryfirst=True)  # before the choice by markers
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Leaves a covering array of each large product to the small tier; the longest tests come first."""
     mark_members(items)

@@ -191,7 +191,7 @@ ZERO = (
         killers=(f"{_ZERO}/test_keep_last_gather.py",),
     ),
     Mutant(
-        *("await-behind-first-use", "passes/zero/await_copies.py", "dropped wait"),
+        *("await-after-first-use", "passes/zero/await_copies.py", "dropped wait"),
         *("_wait_at_first_use", "(min(", "(max("),
         killers=(f"{_ZERO}/test_await_copies.py", "tests/distributed/test_copies.py"),
     ),
@@ -497,7 +497,7 @@ OFFLOAD = (
         killers=("tests/optim/test_plan_offload.py",),
     ),
     Mutant(
-        *("disk-behind-the-network", "dsgraph/tools/cli/inspect/timeline.py", "swapped order"),
+        *("disk-after-the-network", "dsgraph/tools/cli/inspect/timeline.py", "swapped order"),
         *("_link", "node.transfer.tier if node.transfer is not None", '"" if node.transfer'),
         killers=("tests/tools/cli/test_transfers.py",),
     ),
@@ -798,7 +798,7 @@ ENGINE = (
     Mutant(
         *("norm-of-the-warm-up-goes-on", "dsgraph/engine/optimizer_step.py", "missing step"),
         *("OptimizerStep._prepare", "state.norm = None", ""),
-        killers=("tests/optim/test_one_bit.py::test_behind_the_warm_up_there_is_no_norm_of_gradients",),
+        killers=("tests/optim/test_one_bit.py::test_after_the_warm_up_there_is_no_norm_of_gradients",),
     ),
     Mutant(
         *("second-gradient-into-a-momentum", "dsgraph/partitioning/transforms/compression.py", "missing check"),
@@ -933,7 +933,7 @@ ENGINE = (
         killers=("tests/utils/test_typed_json.py", "tests/engine/test_saving.py"),
     ),
     Mutant(
-        *("resumes-amid-a-step", "dsgraph/engine/training_state.py", "missing step"),
+        *("resumes-within-a-step", "dsgraph/engine/training_state.py", "missing step"),
         *("TrainingState.go_on_from", "self.counts.steps * self.resolved.batch.micro_batches", "self.counts.micro"),
         killers=("tests/engine/test_saving.py",),
     ),

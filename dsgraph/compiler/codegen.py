@@ -142,7 +142,7 @@ class Compilation:
         patches = _settings(self.options, self._mode)
         if self._facts.params or self._facts.gathered_copies:
             patches = {**keeping_order(), **patches}
-        # A dump holds every graph: of one that a cache has there would be none behind the capture.
+        # A dump holds every graph, but a graph from a cache has no stages after the capture.
         compile_graph = partial(
             self._inductor, gm, inputs, patches=patches, cache_tag=source_hash(), anew=self.options.dump is not None
         )

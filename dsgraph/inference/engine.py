@@ -255,7 +255,7 @@ class InferenceEngine(ModelAttributes):
     def _refuse_several(self, length: int, cache: Any) -> None:
         if cache.filled and length > 1:
             raise InferenceError(
-                f"generate: {length} tokens at once behind a prompt; the engine takes one: leave out "
+                f"generate: {length} tokens at once after a prompt, but the engine takes one: leave out "
                 "prefill_chunk_size and other ways of decoding several tokens"
             )
         if cache.filled + length > self.max_tokens:

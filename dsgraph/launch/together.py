@@ -17,8 +17,8 @@ from dsgraph.utils.errors import LaunchError
 from .commands import HostCommand
 from .processes import describe_exit, ended_by_signals, undisturbed
 
-# How long hosts get to end their ranks when they are asked to, seconds; `on_host` takes up to seven for it where the
-# machine is not busy. Whoever is killed before leaves its ranks behind.
+# Seconds that hosts get to end their ranks when asked to; `on_host` takes up to seven on a machine that is not busy. A
+# host that is killed earlier leaves its ranks running.
 _PATIENCE = 30.0
 # How long the rest of what a host has printed may take once it has ended, seconds.
 _FLUSH = 2.0

@@ -155,7 +155,7 @@ class Sizes:
         return state_chunks(list(trained), 1.0)
 
     def buffers(self, split: OffloadSplit) -> int:
-        """Return the bytes of buffers on the device: for the disk the peak of a step, with a disk that falls behind."""
+        """Return the bytes of buffers on the device: for the disk the peak of a step, with a slow disk."""
         if self.to_host or not split.states:
             return 0
         leaving = self._movable[: split.parameters]

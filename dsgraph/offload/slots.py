@@ -22,7 +22,7 @@ from dsgraph.utils.errors import OffloadError
 
 CHECKSUMS = "DSGRAPH_OFFLOAD_CHECKSUMS"
 """The environment variable that enables a checksum of everything that is read, if it is neither empty nor "0"."""
-_THREADS = 2  # one reads ahead while the other writes behind
+_THREADS = 2  # one prefetches while the other writes
 
 
 def first_of(sizes: Sequence[int], ratio: float) -> int:

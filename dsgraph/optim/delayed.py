@@ -102,7 +102,7 @@ class DelayedHostOptimizer(HostOptimizer):
             kept, known = state.get(MASTER), self._masters.get(param)
             if kept is None:
                 continue
-            if not self._is_known(param, kept):  # loaded, perhaps amid a delay
+            if not self._is_known(param, kept):  # loaded, perhaps during a delay
                 known = self._new_master(param, own_part(kept))
                 state[MASTER] = distributed_like(param, known.value)
             elif known is None or param not in self._due or known.versions != versions_of(param):

@@ -162,7 +162,7 @@ class DiskOptimizer(WrappedOptimizer):
         self.refuse_failed()
         beside = self._beside or BesideBackward(self.chunks, self.param_groups)
         if beside.is_listening:
-            raise OffloadError("step inside beside_backward: call it behind")
+            raise OffloadError("step was called inside beside_backward: call it after the `with` block")
         self._beside = None
         try:
             beside.finish()

@@ -111,7 +111,7 @@ class FromDevice(Move):
     def _start(self, source: Tensor) -> tuple[Buffer, Mark]:
         source = source.contiguous()
         buffer = self._pool.take(source.nbytes)
-        # Behind it, the device may use the memory of `source` again.
+        # After it, the device may reuse the memory of `source`.
         mark = self._lane.to_host(_flat(source), buffer)
         mark.join()
         return buffer, mark

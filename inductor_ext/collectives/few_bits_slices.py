@@ -46,7 +46,7 @@ def multiply_sliced_weight(
     last = x.dim() - 1
     if dim == 0:
         return gather_slices(multiply_own_weight(x, packed, scale, least, group), last, parts, ranks, group)
-    own = own_slice(x, last, parts, ranks, group).float()  # rounded once, behind the sum
+    own = own_slice(x, last, parts, ranks, group).float()  # rounded once, after the sum
     return sum_slices(multiply_own_weight(own, packed, scale, least, group), group).to(x.dtype)
 
 

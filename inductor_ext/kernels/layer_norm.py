@@ -149,7 +149,7 @@ def backward_kernel(  # type: ignore[no-untyped-def]
             dweight += u * h
             u *= weight
         dx = tl.zeros([BLOCK], tl.float32)
-        if HAS_GRAD_X:  # behind the sums, registers would spill on sm_80
+        if HAS_GRAD_X:  # after the sums, registers would spill on sm_80
             dx += tl.load(grad_x_ptr + row * grad_x_stride + column, mask=inside, other=0.0).to(tl.float32)
         dx += rstd * (u - tl.sum(u, 0) / columns - h * (tl.sum(u * h, 0) / columns))
         tl.store(dx_ptr + row * columns + column, dx.to(dx_ptr.dtype.element_ty), mask=inside)

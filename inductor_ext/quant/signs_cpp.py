@@ -158,7 +158,7 @@ static void compress(float* x, uint8_t* row, Int count, int threads, Compute com
         put_signs(signs + i / 8, number, 16);
         squares.add(number);
       }
-      if (i < last) {  // what is behind the end becomes 0
+      if (i < last) {  // signs past the end become 0
         store(x + i, compute(i, last - i), last - i);
         Sixteen number = load(x + i, last - i);
         put_signs(signs + i / 8, number, last - i);

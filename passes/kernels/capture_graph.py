@@ -69,7 +69,7 @@ def why_unsafe(node: Node, inputs: Sequence[Node], *, others: Sequence[Node] = (
     for item in inside:
         outside = next((user for user in item.users if user not in inside), None)
         if item is node or item in others or outside is None or item not in computed:
-            continue  # masks and the like, which have none of the inputs behind them, stay for whoever else reads them
+            continue  # values such as masks, which depend on no input, stay for their other readers
         call = call_of(item)
         if call is None or call.kind not in _CHEAP:
             return f"{item.name}, which it computes on the way, is read by {outside.name} as well"

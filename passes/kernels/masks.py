@@ -44,7 +44,7 @@ def is_causal_bias(bias: object) -> bool:
     return _is_view(bias, call) and is_causal_bias(call.input)
 
 
-# How many calls deep a mask is read: each may have two masks behind it.
+# How many calls deep a mask is read: each may be computed from two masks.
 _MOST_STEPS = 16
 
 

@@ -143,7 +143,7 @@ def _reload_places(pair: GraphPair, found: Sequence[StoredValue], ctx: PassConte
     for number, start in enumerate(starts):
         place = max(0, bisect_right(times, start) - 1)
         together = first_together(sizes, number, room=room)
-        if together:  # behind the first use of the last value that may not be there as well
+        if together:  # after the first use of the last value that has no room beside it
             place = max(place, number_of[found[together - 1].backward_place])
         places.append(nodes[min(place, number_of[found[number].backward_place])])
     return places

@@ -103,7 +103,7 @@ def through_reshape(before: Sequence[Any], after: Sequence[Any], held: Slice, ra
     if not all(isinstance(size, int) for size in (*merged, *made)) or math.prod(merged) != math.prod(made):
         return Refusal(f"a view from {list(before)} to {list(after)} of what is sliced at dimension {held.dim}")
     if math.prod(merged[: held.dim - first]) != 1:
-        return Refusal(f"a view that merges dimension {held.dim}, which is sliced, into one ahead of it")
+        return Refusal(f"a view that merges dimension {held.dim}, which is sliced, into one before it")
     return _split(made, first, held, ranks)
 
 

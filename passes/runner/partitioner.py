@@ -114,7 +114,7 @@ class Partitioner(_HeldByReference, CustomPartitionerFn):
         self, gm: GraphModule, joint_inputs: Sequence[object], **kwargs: Any
     ) -> tuple[GraphModule, GraphModule]:
         """Return the forward and the backward graph of a joint graph."""
-        if is_body(gm):  # of a region: AOTAutograd splits it ahead of the graph that calls it
+        if is_body(gm):  # of a region: AOTAutograd splits it before the graph that calls it
             return self._split(gm, joint_inputs, **kwargs)
         read_arguments_outside(gm)
         if write_accumulated_grads(gm):

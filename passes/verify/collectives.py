@@ -236,7 +236,7 @@ def _check_order(before: CollectiveFacts, after: CollectiveFacts, graph_pass: Gr
         for expected, found in pairs:
             if expected is not found:
                 raise PassError(
-                    f"pass {graph_pass.name} moved collective {found.name} ahead of {expected.name} in group {group!r} "
+                    f"pass {graph_pass.name} moved collective {found.name} before {expected.name} in group {group!r} "
                     "without declaring reorders_collectives"
                 )
 

@@ -62,5 +62,5 @@ def _disturbs(
         yield (
             f"flight {node.name} {collective.name}",
             f"{node.name} {verb} {buffer.name} while collective {collective.name} is under way with it; nothing may do "
-            "so before its wait_tensor: move it behind the wait, or copy the tensor first",
+            "so before its wait_tensor: move it after the wait, or copy the tensor first",
         )

@@ -106,7 +106,7 @@ class PairVerifier:
             raise PassError(f"{who}: the forward saves {len(given)} values, of which the backward takes {len(taken)}")
         if [node.name for node in placeholders(pair.backward)] != [*taken, *self._own_inputs]:
             raise PassError(
-                f"{who}: the backward's inputs {self._own_inputs} must stand behind what is saved, in order"
+                f"{who}: the backward's inputs {self._own_inputs} must come after the saved values, in order"
             )
         if pair.saved != sorted(pair.saved, key=kind_of_saved_value):
             raise PassError(f"{who}: the forward must return saved tensors, then opaque objects, then sizes")

@@ -62,7 +62,7 @@ class GraphFacts:
         released = (
             (
                 f"released {node.name}",
-                f"{node.name} reads memory that {by.name} gave back; release a tensor behind the last use of all its "
+                f"{node.name} reads memory that {by.name} gave back; release a tensor after the last use of all its "
                 "views",
             )
             for node, by in self.memory.released

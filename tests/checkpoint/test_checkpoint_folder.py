@@ -40,7 +40,7 @@ def test_a_missing_latest_is_no_first_start(tmp_path):
     assert find_tag(tmp_path) is None
     _save(tmp_path, "a", "")
     (tmp_path / "latest").unlink()
-    assert find_tag(tmp_path) == "a", "a kill ahead of the file"
+    assert find_tag(tmp_path) == "a", "a kill before the file"
     _save(tmp_path, "b", "")
     (tmp_path / "latest").unlink()
     with pytest.raises(CheckpointError, match=r"'latest' is missing, and there are several checkpoints: .*a, b"):

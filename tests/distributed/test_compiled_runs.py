@@ -39,7 +39,7 @@ def _model(stage: int, **arguments: Any) -> Any:
 
 def _said(function: Callable[..., object], *args: Any) -> str:
     started = time.perf_counter()
-    with pytest.raises(RuntimeError) as caught:  # amid a compile Dynamo may wrap it
+    with pytest.raises(RuntimeError) as caught:  # during a compile Dynamo may wrap it
         function(*args)
     assert "RanksDisagreeError" in repr(caught.value)
     assert time.perf_counter() - started < 10, "with a time-out of 60 s"

@@ -53,7 +53,7 @@ def _take_different_paths(widths: tuple[int, int], compiled: bool) -> str:
     return _said(run, torch.ones(2, 4), "ab"[dist.get_rank()])
 
 
-@pytest.mark.parametrize("compiled", (False, True), ids=("uncompiled", "behind a graph break"))
+@pytest.mark.parametrize("compiled", (False, True), ids=("uncompiled", "after a graph break"))
 @pytest.mark.parametrize("widths", ((4, 4), (4, 400)), ids=("alike", "unlike"))
 def test_ranks_that_gather_different_parameters_are_told(ranks, widths, compiled):
     for said in ranks(2).run(_take_different_paths, widths, compiled):

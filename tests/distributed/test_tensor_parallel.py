@@ -54,7 +54,7 @@ def _build(name: str, **options: Any) -> nn.Module:
             attn_pdrop=0.0, bos_token_id=0, eos_token_id=0,
         )  # fmt: skip
         model = tf.GPT2LMHeadModel(config)
-        model.loss_type = "ForCausalLM"  # transformers finds none for this class, and warns amid the forward
+        model.loss_type = "ForCausalLM"  # transformers finds none for this class, and warns during the forward
         return model
     return tf.BertForMaskedLM(tf.BertConfig(**DECODER, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0))
 
@@ -118,7 +118,7 @@ def _train(name: str, codegen: str = "eager", plan: Any = "auto", sliced: tuple[
             _check(full(mine.grad), theirs.grad, f"step {step}: gradient of {key}")
         norms = [full(clip_grad_norm_(each.parameters(), 0.1)) for each in (model, alone)]
         torch.testing.assert_close(norms[0], norms[1], rtol=1e-5, atol=1e-6)
-        assert sums.found == SUMS[name], "behind each row-sliced product stands one sum"
+        assert sums.found == SUMS[name], "one sum follows each row-sliced product"
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()

@@ -132,8 +132,8 @@ def _on_a_full_disk(folder: str, free: int, asynchronous: bool) -> None:
     ("free", "asynchronous"),
     [
         pytest.param(0, False, id="before the tensors"),
-        pytest.param(6 * 4096, False, id="amid the tensors", marks=pytest.mark.full),  # the thread does the same
-        pytest.param(6 * 4096, True, id="amid the tensors, in the thread"),
+        pytest.param(6 * 4096, False, id="between two tensors", marks=pytest.mark.full),  # the thread does the same
+        pytest.param(6 * 4096, True, id="between two tensors, in the thread"),
     ],
 )
 def test_a_full_disk_is_an_error_and_the_checkpoint_before_stays(ranks, tmp_path, free, asynchronous):

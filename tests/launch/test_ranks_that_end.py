@@ -41,7 +41,7 @@ def _run(folder: Path, *arguments: str) -> tuple[str, int]:
     said = ran.stdout + ran.stderr
     ended = float(said.split("ends at ")[1].split()[0])
     seconds = time.time() - ended
-    until = ended - started  # 4 s on an idle machine; rank 0 compiles behind it, which a busy one slows as much
+    until = ended - started  # 4 s on an idle machine; rank 0 compiles after it, which a busy one slows as much
     assert seconds < max(15, 4 * until), "the time-out is 30 minutes"
     return said, ran.returncode
 

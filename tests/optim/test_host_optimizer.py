@@ -171,7 +171,7 @@ def test_a_delayed_update_comes_one_step_late(dtype):
                 delayed.param_groups[0]["lr"] *= 0.5  # of the next step
             else:
                 expected.optimizer.param_groups[0]["lr"] *= 0.5
-        assert _same(one, other), f"behind step {number}"
+        assert _same(one, other), f"after step {number}"
     delayed.finish()
     for param, master in zip(other.parameters(), expected.masters.parameters(), strict=True):
         assert torch.equal(param, master.to(dtype))

@@ -432,7 +432,7 @@ def test_defaults_that_matter_are_said(one_rank, capsys):
 @pytest.mark.parametrize(
     "how", [{}, {"bf16": {"enabled": True}}, {"fp16": {"enabled": True, "initial_scale_power": 4}}]
 )
-def test_behind_the_warm_up_there_is_no_norm_of_gradients(how, one_rank, tmp_path):
+def test_after_the_warm_up_there_is_no_norm_of_gradients(how, one_rank, tmp_path):
     path = tmp_path / "metrics"
     engine = _engine(gradient_clipping=1.0, dsgraph={"compile": False, "metrics_file": str(path)}, **how)
     _train(engine, range(1, _FREEZE + 1))

@@ -154,7 +154,7 @@ def _train(rank: int, world: int, port: int, folder: str, way: str, fatal: int) 
             if is_first and rank == 0:
                 rest = [item.name for item in place.iterdir() if item.name.startswith(".")]
                 if rest:
-                    say(wrong=f"left behind: {rest}")
+                    say(wrong=f"left over: {rest}")
             is_first = False
 
 
@@ -321,7 +321,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
     wrong = kill(arguments.kills, random.Random(arguments.seed)) if arguments.kills else []
-    print(f"{arguments.kills} kills amid saving: {len(wrong)} wrong")
+    print(f"{arguments.kills} kills during saving: {len(wrong)} wrong")
     for number, is_pipeline in ((1, False), (2, False), (2, True)) if arguments.damage else ():
         count, seed = -(-arguments.damage // 3), arguments.seed + number
         more, seen = damage(count, world=number, seed=seed, is_pipeline=is_pipeline)

@@ -16,5 +16,5 @@ def test_nothing_wrong_is_loaded_and_nothing_whole_is_lost():
     command = [sys.executable, "-m", "tests.trials.checkpoints", "--kills", "8", "--damage", "24"]
     ran = subprocess.run(command, capture_output=True, text=True, timeout=480)
     assert ran.returncode == 0, ran.stdout + ran.stderr
-    assert "8 kills amid saving: 0 wrong" in ran.stdout
+    assert "8 kills during saving: 0 wrong" in ran.stdout
     assert "8 damaged files, 2 ranks, a pipeline: 0 wrong" in ran.stdout

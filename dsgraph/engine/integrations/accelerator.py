@@ -134,7 +134,7 @@ class DsgraphAccelerator(Accelerator):
         bound = self.engine.config.gradient_clipping or math.inf
         if norm_type != 2 or max_norm not in (bound, math.inf):
             raise EngineError(
-                f"clip_grad_norm_: the engine clips the 2-norm to gradient_clipping = {bound:g} ahead of its step, and "
+                f"clip_grad_norm_: the engine clips the 2-norm to gradient_clipping = {bound:g} before its step, and "
                 f"was asked for {max_norm:g} (norm_type={norm_type}): write the same number"
             )
         norm = self.engine.get_global_grad_norm()

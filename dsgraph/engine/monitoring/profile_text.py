@@ -56,7 +56,7 @@ def profile_text(modules: Sequence[Profiled], section: FlopsProfilerConfig, *, u
     """
     model = modules[0]
     parts = [
-        f"profile of one micro-batch on one rank, behind step {section.profile_step}",
+        f"profile of one micro-batch on one rank, after step {section.profile_step}",
         tabulate(
             [
                 ["parameters", number(model.parameters)],

@@ -36,7 +36,7 @@ def beside_notes(settings: EngineConfig) -> list[str]:
         return []
     key = needs_all_gradients(settings)
     if key:
-        return [f"offload_optimizer: the step begins behind the backward, when all gradients are there: {key} needs it"]
+        return [f"offload_optimizer: the step begins after the backward, because {key} needs all gradients"]
     return [
         "offload_optimizer: parameters on disk are updated while the last backward of a step runs: call it once a step"
     ]

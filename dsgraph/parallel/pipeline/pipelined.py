@@ -147,7 +147,7 @@ class PipelinedModel:
             OptionError: No step has run; or the device is a GPU, where the host's clock does not show when kernels run.
         """
         if not self._seconds:
-            raise OptionError("pipeline.measured_bubble: no step has run: call it behind step()")
+            raise OptionError("pipeline.measured_bubble: no step has run yet: call it after step()")
         if self._device.type != "cpu":
             raise OptionError(
                 f"pipeline.measured_bubble: it is of CPUs, and stages run on {self._device}: profile them"

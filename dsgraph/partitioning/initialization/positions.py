@@ -48,7 +48,7 @@ def extend_positions(model: ModelT, length: int) -> ModelT:
     for holder, name, offset in plans:
         table = getattr(holder, name)
         if isinstance(table.weight, DTensor):
-            raise PositionsError("extend_positions: the model is partitioned: call it ahead of `partition`")
+            raise PositionsError("extend_positions: the model is already partitioned: call it before `partition`")
         if table.num_embeddings - offset >= length:
             raise PositionsError(
                 f"extend_positions: length is {length}, and {name} has {table.num_embeddings - offset} positions "

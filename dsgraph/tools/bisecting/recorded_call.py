@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from dsgraph.compat.tensors import default_tolerances
 
 Values = Mapping[str, Any]
-"""What a run produced, by name: "output 0", "gradient of block.weight", "norm.running_mean as the graph leaves it"."""
+"""Results of a run, by name: "output 0", "gradient of block.weight", "norm.running_mean as the graph leaves it"."""
 
 _GRADIENT = "gradient of "
 

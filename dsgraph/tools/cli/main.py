@@ -79,7 +79,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     own, rest = _split(command, parser, arguments[1:])
     parsed, unknown = parser.parse_known_args(own)
     if unknown:
-        hint = "the script's own arguments go behind ` -- `" if command.takes_rest else f"see dsgraph {name} --help"
+        hint = "the script's own arguments go after ` -- `" if command.takes_rest else f"see dsgraph {name} --help"
         raise CommandError(f"unrecognized arguments: {' '.join(unknown)} ({hint})")
     parsed.command, parsed.rest = command, list(rest)
     return parsed

@@ -8,9 +8,9 @@ import re
 _IN_WORDS = (
     (r"\.accumulating == True", "outside dsgraph.accumulate: the last micro-batch, or a step of one"),
     (r"\.accumulating == False", "inside dsgraph.accumulate"),
-    (r"\.gradients_stay_local == True", "a step without dsgraph.accumulate, behind one with it"),
+    (r"\.gradients_stay_local == True", "a step without dsgraph.accumulate, after one with it"),
     (r"\.gradients_stay_local == False", "inside dsgraph.accumulate, where gradients are added up on each rank"),
-    (r"\.(sum_for_graphs|leaf)\b", "no accumulated gradients: a step without dsgraph.accumulate, behind one with it"),
+    (r"\.(sum_for_graphs|leaf)\b", "no accumulated gradients: a step without dsgraph.accumulate, after one with it"),
     (r"\.gathered_copy\b", "other gathered copies are held: dsgraph.accumulate began or ended"),
 )
 

@@ -12,7 +12,7 @@ SOURCE = r"""
 static const int ROWS = 4;           // of the weight at a time
 static const int MOST = LANES / 4;   // of x at a time: as many sums as there are registers for
 
-// What R rows have a cache line of, ahead of its use.
+// Prefetches one cache line of each of R rows.
 template <int R, class T> static INLINE void fetch(const T* at, Int stride) {
   UNROLL for (int r = 0; r < R; ++r) __builtin_prefetch(at + r * stride, 0, 3);
 }

@@ -74,7 +74,7 @@ def test_what_is_shown_is_what_was_done_and_changes_nothing(ranks, tmp_path):
         r"ms a step: forward [\d.]+, backward [\d.]+, step [\d.]+, gather [\d.]+, reduce [\d.]+\n  MiB: parameters ",
         said,
     )
-    assert (tmp_path / "profile.txt").read_text().startswith("profile of one micro-batch on one rank, behind step 1")
+    assert (tmp_path / "profile.txt").read_text().startswith("profile of one micro-batch on one rank, after step 1")
 
 
 def _event(name: str, start: float, end: float) -> SimpleNamespace:

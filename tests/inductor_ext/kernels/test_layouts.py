@@ -20,7 +20,7 @@ from dsgraph.passes.kernels.registry import register_kernels
 N = 8
 LAYOUTS = {
     "contiguous": torch.randn(2, 3, 5, N),
-    "heads behind time": torch.randn(2, 5, 3, N).transpose(1, 2),
+    "heads after time": torch.randn(2, 5, 3, N).transpose(1, 2),
     "one of them": torch.randn(1, 1, 3, N).transpose(1, 2),
     "turned round": torch.randn(5, 3, 2, N).permute(2, 1, 0, 3),
     "columns first": torch.randn(2, N, 3, 5).permute(0, 2, 3, 1),

@@ -87,7 +87,7 @@ def test_it_does_not_write_over_inputs_what_lives_on_or_what_has_another_size():
 
     memory = simulate(trace(function, x(), torch.randn(8, 8)), fused=True)
     names = lifetimes(memory)
-    assert names["mm"][1] == "sum_1"  # read again behind `relu`
+    assert names["mm"][1] == "sum_1"  # read again after `relu`
     assert names["mm_1"][1] == "sin"  # half the size
 
 

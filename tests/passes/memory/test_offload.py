@@ -241,7 +241,7 @@ def test_the_simulation_leaves_out_what_is_stored():
 @pytest.mark.parametrize(
     ("broken", "message"),
     [
-        ("reads ahead of the wait", "must be its one wait_transfer"),
+        ("reads before the wait", "must be its one wait_transfer"),
         ("no end", "must be its one finish_offload"),
         ("another source", "must be given the tensor that is offloaded"),
     ],
@@ -249,7 +249,7 @@ def test_the_simulation_leaves_out_what_is_stored():
 def test_the_verifier_refuses(broken, message):
     @graph_pass(phase="pair")
     def spoil(pair, ctx):
-        if broken == "reads ahead of the wait":
+        if broken == "reads before the wait":
             reload = find_calls(pair.backward, ops.reload.default)[0]
             (wait,) = reload.users
             wait.replace_all_uses_with(reload)

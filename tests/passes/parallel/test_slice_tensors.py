@@ -70,7 +70,7 @@ def test_products_of_few_bits_stay_sliced_between_columns_and_rows():
         FileCheck().check("multiply_own_weight").check("gelu").check("multiply_own_weight").check(
             "sum_slices"
         ).check_not("multiply_sliced_weight.default").check_not("gather_slices").run(code(gm))
-        # What is summed is rounded once, behind the sum.
+        # A sum is rounded once, at its end.
         (summed,) = (node for node in gm.graph.nodes if node.name.startswith("sum_slices"))
         assert summed.meta["example_value"].dtype == torch.float32
         assert gm.graph.output_node().all_input_nodes[0].meta["example_value"].dtype == dtype

@@ -120,7 +120,7 @@ def return_nothing(gm, ctx):
     [
         (drop_a_wait, r"after pass drop_a_wait, collective all_reduce has 0 waits"),
         (wait_twice, r"after pass wait_twice, collective all_reduce has 2 waits"),
-        (swap_collectives, r"pass swap_collectives moved collective all_reduce_1 ahead of all_reduce in group '0'"),
+        (swap_collectives, r"pass swap_collectives moved collective all_reduce_1 before all_reduce in group '0'"),
         (drop_an_output, r"pass drop_an_output changed the number of outputs from 3 to 2"),
         (unalias_an_output, r"pass unalias_an_output changed output 2, which was 'x_1'"),
         (add_an_input, r"pass add_an_input changed the graph's inputs"),

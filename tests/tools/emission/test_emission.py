@@ -130,7 +130,7 @@ def test_what_cannot_be_lowered_is_a_problem_of_its_graph_alone(emitting):
         assert torch.equal(torch.compile(wrong, backend="dsgraph")(x), (x * 2).sin())
         torch.compile(torch.cos, backend="dsgraph")(x)
     assert _state() == before
-    in_order = sorted(emitting.glob("graph*.json"), key=lambda path: path.stat().st_mtime_ns)  # 100 comes behind 99
+    in_order = sorted(emitting.glob("graph*.json"), key=lambda path: path.stat().st_mtime_ns)  # 100 comes after 99
     problems = [json.loads(path.read_text())["problem"] for path in in_order]
     assert problems[1:] == [None]
     assert problems[0].startswith("emission_tests.only_cpu.default has only a kernel for the CPU (")

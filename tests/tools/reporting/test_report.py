@@ -324,7 +324,7 @@ def test_recompiles_of_accumulate_are_told_in_words(one_rank, stage, reduce_once
     compiled(torch.ones(2, 8)).backward()
     inside = "inside dsgraph.accumulate, where gradients are added up on each rank"
     last = "outside dsgraph.accumulate: the last micro-batch, or a step of one"
-    without = "no accumulated gradients: a step without dsgraph.accumulate, behind one with it"
+    without = "no accumulated gradients: a step without dsgraph.accumulate, after one with it"
     found = [item.reason for item in dsgraph.report(compiled).recompiles]
     assert found == ([last, without] if begins_inside else [inside, last])
 

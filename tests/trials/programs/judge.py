@@ -124,7 +124,7 @@ def judge(
         notes = ending.notes
         if is_stopped:
             notes = _used(notes)
-        if ending.failure is not None and is_stopped:  # it may have run ahead of ranks that were stopped before
+        if ending.failure is not None and is_stopped:  # its step may be later than that of ranks stopped before
             notes = [note for note in notes if _step(note[0]) < min(stopped)]
         difference = _difference(notes, right, rank, len(endings))
         if difference:

@@ -14,9 +14,9 @@ from dsgraph.tools.cli.command import Answer, Command
 from dsgraph.utils.errors import LaunchError
 
 _DESCRIPTION = """\
-Starts a script under torchrun on each host of a hostfile, by ssh, or on this machine. What stands behind SCRIPT is the
-script's own. When a host fails, the others are ended, and the exit code is that of the host whose failure was seen
-first. See docs/guides/several-hosts.md."""
+Starts a script under torchrun on each host of a hostfile, by ssh, or on this machine. The arguments
+after SCRIPT are the script's own. When a host fails, the others are ended, and the exit code is that of the first host
+that failed. See docs/guides/several-hosts.md."""
 
 
 def _configure(parser: argparse.ArgumentParser) -> None:

@@ -27,7 +27,7 @@ SPELLINGS = {
     "upcast before": lambda x: F.dropout(x.float().softmax(-1).to(x.dtype), 0.3),
     "in float32 to the end": lambda x: F.dropout(x.float().softmax(dim=3), 0.3) * 2,
     "in float64 in between": lambda x: F.dropout(x.softmax(-1, dtype=torch.float64).to(x.dtype), 0.3),
-    "widened behind it": lambda x: F.dropout(x.softmax(-1).float(), 0.3),
+    "widened after it": lambda x: F.dropout(x.softmax(-1).float(), 0.3),
     "masked scores": lambda x: F.dropout((x * 0.3).masked_fill(torch.ones(6, 6).tril() == 0, -1e4).softmax(-1), 0.3),
 }
 

@@ -37,7 +37,7 @@ def _causal(name: str, **sizes: Any) -> nn.Module:
     return getattr(transformers, f"{name}ForCausalLM")(config)
 
 
-# A norm before the attention and one behind it, one at the end; all but the first are of a sum with a residual.
+# A norm before the attention and one after it, one at the end; all but the first are of a sum with a residual.
 # Queries and keys are rotated; one head.
 USUAL = {"rms_norm": 1, "add_rms_norm": 2 * LAYERS, "rope": 2 * LAYERS, "linear_cross_entropy": 1}
 MODELS: dict[str, tuple[Callable[[], nn.Module], dict[str, int]]] = {
@@ -50,7 +50,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], dict[str, int]]] = {
     ),
     "mistral": (lambda: _causal("Mistral", head_dim=8), USUAL | {"swiglu": LAYERS}),
     "cohere": (
-        lambda: _causal("Cohere", pad_token_id=0),  # attention and MLP side by side, behind one norm
+        lambda: _causal("Cohere", pad_token_id=0),  # attention and MLP side by side, after one norm
         {"layer_norm": 1, "add_layer_norm": LAYERS, "rope": 2 * LAYERS, "swiglu": LAYERS, "linear_cross_entropy": 1},
     ),
     "examples.gpt": (lambda: GPT(GPTConfig(vocab=VOCAB, width=16, heads=2, layers=LAYERS)), USUAL),
