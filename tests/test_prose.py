@@ -27,7 +27,6 @@ _PLACES = re.compile(r"\b(behind|ahead\s+of|amid)\b", re.IGNORECASE)
 ALLOWED = {
     "dsgraph/tools/cli/inspect/collectives.py": {
         "in the queue behind other collectives": "a place in a queue",
-        "queues behind other collectives": "a place in a queue",
     },
     "dsgraph/tools/cli/inspect/timeline.py": {"behind: The nodes": "the name of an attribute"},
 }

@@ -150,7 +150,7 @@ def _optimizer_files(path: Path) -> list[Path]:
     for file in path.glob("*_optim_states.pt"):
         matched = _OPTIMIZER_FILE.fullmatch(file.name)
         if matched is None or int(matched[2]) != 0:
-            raise CheckpointError(f"{file} is of tensor or expert parallelism, which is not read here")
+            raise CheckpointError(f"{file} is from tensor or expert parallelism, which dsgraph cannot read")
         found[int(matched[1])] = file
     count = _loaded(found[min(found)])["optimizer_state_dict"].get("partition_count")
     count = max(count) if isinstance(count, list) else count
@@ -191,7 +191,7 @@ def _loaded(file: Path) -> dict[str, Any]:
 def _averaged(base: dict[str, Any], path: Path) -> list[str]:
     """Return the names of the tensors that the optimizer keeps for each element."""
     if not isinstance(base.get("state"), dict):
-        raise CheckpointError(f"{path} was saved with elastic_checkpoint, which is not read here")
+        raise CheckpointError(f"{path} was saved with elastic_checkpoint, which dsgraph cannot read")
     first: dict[str, Any] = next(iter(base["state"].values()), {})
     return [key for key, value in first.items() if isinstance(value, Tensor) and value.dim() == 1 and key != "step"]
 

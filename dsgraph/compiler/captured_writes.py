@@ -37,8 +37,8 @@ def refuse_writes(gm: GraphModule, facts: CaptureFacts) -> None:
             name = next((name for full, name in parameters if value is not None and share_memory(full, value)), None)
             if name is not None:
                 raise PartitionError(
-                    f"the forward writes to {name} ({user_line(node.stack_trace) or node}), of which it has a gathered "
-                    "copy alone: write to it outside the forward, or make it a buffer"
+                    f"the forward writes to {name} ({user_line(node.stack_trace) or node}), but has only a gathered "
+                    "copy of it: write to it outside the forward, or make it a buffer"
                 )
 
 

@@ -168,7 +168,9 @@ def parse_options(given: Mapping[str, Any] | None, environ: Mapping[str, str] = 
         known = inductor_settings()
         for key in options.inductor:
             if key not in known:
-                raise OptionError(f"option 'inductor' sets {key!r}, which Inductor has not{nearest(key, known)}")
+                raise OptionError(
+                    f"option 'inductor' sets {key!r}, which is no setting of Inductor{nearest(key, known)}"
+                )
     return options
 
 

@@ -74,7 +74,7 @@ def configure(
             "engine call dsgraph.checkpointing.reset() first"
         )
     if mpu_ is not None:
-        raise ConfigError("checkpointing.configure: mpu is not there yet: pass None")
+        raise ConfigError("checkpointing.configure: mpu is not supported yet: pass None")
     arguments = {
         "partition_activations": partition_activations,
         "contiguous_memory_optimization": contiguous_checkpointing,

@@ -80,7 +80,9 @@ def _optimizer_or_maker(
 def _call(make: Callable[[Groups], Any], groups: Groups) -> Optimizer:
     made = make(groups)
     if not isinstance(made, Optimizer):
-        raise ConfigError(f"initialize: optimizer gave a {type(made).__name__}; it is to make a torch.optim.Optimizer")
+        raise ConfigError(
+            f"initialize: optimizer returned a {type(made).__name__}; it must return a torch.optim.Optimizer"
+        )
     return made
 
 
@@ -88,8 +90,8 @@ def _schedule_maker(given: Any, settings: EngineConfig, mine: Optimizer | None) 
     if given is not None:
         if isinstance(given, LRScheduler) and given.optimizer is not mine:
             raise ConfigError(
-                f"initialize: lr_scheduler is a {type(given).__name__} of another optimizer than the engine's: pass a "
-                "function that makes it of the optimizer, or that optimizer as well"
+                f"initialize: lr_scheduler is a {type(given).__name__} for another optimizer than the engine's: pass a "
+                "function that makes a scheduler from an optimizer, or pass that optimizer as well"
             )
         if not hasattr(given, "step") and not callable(given):
             raise ConfigError(

@@ -21,7 +21,7 @@ def loss_of(output: Any) -> Tensor:
         loss = output[0]
     if not isinstance(loss, Tensor):
         raise EngineError(
-            f"the model gives a {type(output).__name__} without a loss: return the loss, a tuple that begins with it, "
+            f"the model returned a {type(output).__name__} without a loss: return it, a tuple that begins with it, "
             "or an object with `loss`"
         )
     return loss

@@ -55,7 +55,7 @@ def check_weights(model: nn.Module, weights: Any, *, is_parallel: bool) -> None:
     if is_on_meta(model):
         if is_parallel:
             raise ConfigError(
-                "initialize: the section parallel takes no model on the meta device yet: build it on the CPU"
+                "initialize: the section parallel takes no model on the meta device yet: build the model on the CPU"
             )
         if weights is not None and not isinstance(weights, str | PathLike):
             raise ConfigError(f"initialize: weights is {weights!r}; it takes a folder of *.safetensors")

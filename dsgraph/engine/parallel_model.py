@@ -84,14 +84,14 @@ def check_parallel_arguments(config: EngineConfig, optimizer: object, model_para
     """
     if isinstance(optimizer, Optimizer):
         raise ConfigError(
-            "initialize: optimizer is one of the whole model, and the section parallel divides it: pass a function of "
-            "parameters that makes one, or name it in the configuration"
+            "initialize: optimizer updates the whole model, but the section parallel splits it: pass a function of "
+            "parameters that makes an optimizer, or name one in the configuration"
         )
     if config.optimizer is not None and entry_of(config.optimizer.type).by_layer:
         raise ConfigError(
-            f"optimizer.type: {config.optimizer.type} computes with whole parameters, which no rank has beside the "
-            "section parallel: take another"
+            f"optimizer.type: {config.optimizer.type} needs full parameters, which no rank has with the "
+            "section parallel: choose another optimizer"
         )
     for name, value in (("model_parameters", model_parameters), ("mesh", mesh)):
         if value is not None:
-            raise ConfigError(f"initialize: {name} has no effect beside the section parallel: leave it out")
+            raise ConfigError(f"initialize: {name} has no effect with the section parallel: leave it out")

@@ -138,7 +138,7 @@ class TrainingState:
             schedule.load_state_dict(before)
             raise CheckpointError(
                 f"its schedule of learning rates, {saved or 'of an import'}, does not fit the engine's {own} "
-                f"({on_one_line(error)}): load_module_only=True takes the model alone"
+                f"({on_one_line(error)}): load_module_only=True loads only the model"
             ) from error
         if saved not in (None, own):
             print_notes(f"load_checkpoint: its schedule of learning rates is {saved}, and the engine's is {own}")

@@ -68,7 +68,9 @@ def merged(own: Mapping[str, Any], config: Mapping[str, Any] | None, others: Map
             if target not in DEFAULTS:
                 raise InferenceError(f"init_inference: {_why_not(where, name)}")
             if target in said:
-                raise InferenceError(f"init_inference: {where}{name} and {said[target]} say the same: leave one out")
+                raise InferenceError(
+                    f"init_inference: {where}{name} and {said[target]} set the same argument: leave one out"
+                )
             said[target] = f"{where}{name}"
             found[target] = _tp_size(name, value) if name in ("tensor_parallel", "tp") else value
     found["dtype"] = next((dtype for dtype, names in _NAMES.items() if found["dtype"] in names), found["dtype"])

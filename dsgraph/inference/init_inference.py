@@ -111,7 +111,7 @@ def _engine(
     if not replace_with_kernel_inject:
         if "kernels" in given:
             raise InferenceError(
-                "init_inference: options has kernels, and replace_with_kernel_inject=False: leave one out"
+                "init_inference: options has kernels, but replace_with_kernel_inject is False: leave one out"
             )
         given["kernels"] = "none"
     parse_options(given)
@@ -227,10 +227,10 @@ def _refuse(model: Any, *, mp_size: int, dtype: object, quantized: object, verif
         raise InferenceError(f"init_inference: verify is {verify!r}; it takes True or False")
     if getattr(model, "hf_quantizer", None) is not None:
         raise InferenceError(
-            "init_inference: transformers has quantised this model: load it without, and use quantize="
+            "init_inference: transformers has quantised this model: load it unquantised, and use quantize="
         )
     if len({param.device for param in model.parameters()}) != 1:
-        raise InferenceError("init_inference: the model's parameters are on several devices; it takes one")
+        raise InferenceError("init_inference: the model's parameters are on several devices: move them to one")
     if isinstance(mp_size, bool) or not isinstance(mp_size, int) or mp_size < 1:
         raise InferenceError(f"init_inference: mp_size is {mp_size!r}; it takes the number of ranks")
     for what in ("num_attention_heads", "num_key_value_heads"):

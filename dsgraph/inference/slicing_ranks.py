@@ -56,12 +56,12 @@ def all_ranks(count: int, device: torch.device) -> SlicingRanks:
     """
     if not dist.is_available() or not dist.is_initialized():
         raise InferenceError(
-            f"init_inference: mp_size is {count}, and there is one rank: start {count} of them, such as by "
+            f"init_inference: mp_size is {count}, but there is one rank: start {count} ranks, for example with "
             f"`dsgraph run --nproc {count}`, and call dist.init_process_group first"
         )
     if dist.get_world_size() != count:
         raise InferenceError(
-            f"init_inference: mp_size is {count}, and there are {dist.get_world_size()} ranks: they are to be equal"
+            f"init_inference: mp_size is {count}, and there are {dist.get_world_size()} ranks: the two must be equal"
         )
     return SlicingRanks(dist.init_device_mesh(device.type, (count,), mesh_dim_names=("tp",)))
 

@@ -115,7 +115,7 @@ def _torchrun_options(hosts: Sequence[Host], number: int, job: Job) -> list[str]
 def _address(hosts: Sequence[Host], job: Job) -> str:
     if job.master_addr is None:
         if hosts[0].name == LOCAL and len(hosts) > 1:
-            raise LaunchError(f"the first host is {LOCAL}, where other hosts do not find it: give --master_addr")
+            raise LaunchError(f"the first host is {LOCAL}, which other hosts cannot reach: give --master_addr")
         return hosts[0].name
     try:
         found = ipaddress.ip_address(job.master_addr.strip("[]"))

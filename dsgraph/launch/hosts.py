@@ -66,7 +66,7 @@ def parse_hostfile(text: str, path: str = "hostfile") -> tuple[Host, ...]:
             raise LaunchError(f"{path}, line {number}: {entry!r}; a line is a host and its slots: worker-1 slots=4")
         name, slots = check_name(match[1], f"{path}, line {number}"), int(match[2])
         if name in found:
-            raise LaunchError(f"{path}, line {number}: {name} stands there twice: remove one")
+            raise LaunchError(f"{path}, line {number}: {name} appears twice: remove one")
         if slots == 0:
             raise LaunchError(f"{path}, line {number}: {name} has no slot: remove it, or give it one")
         found[name] = Host(name, tuple(range(slots)))
@@ -152,7 +152,7 @@ def _parse_filter(hosts: Sequence[Host], text: str, option: str) -> dict[str, tu
             hint = nearest(name, known)
             raise LaunchError(f"{option} {text}: there is no host {name!r}{hint}; there are {', '.join(known)}")
         if name in found:
-            raise LaunchError(f"{option} {text}: {name} stands there twice: name all its slots at once")
+            raise LaunchError(f"{option} {text}: {name} appears twice: name all its slots at once")
         slots = numbers.split(",") if colon else []
         for slot in slots:
             if not re.fullmatch(r"[0-9]{1,6}", slot):

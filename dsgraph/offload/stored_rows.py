@@ -168,8 +168,8 @@ class StoredRows(StoredParameter):
         param = self._param() if self._param is not None else None
         if param is None or not accumulates(self._node):
             raise OffloadError(
-                "a gradient of a parameter on disk goes to its .grad alone: torch.autograd.grad and "
-                "backward(inputs=...) cannot have it; call backward() without inputs"
+                "the gradient of a parameter on disk is only written to its .grad: torch.autograd.grad and "
+                "backward(inputs=...) are not supported; call backward() without inputs"
             )
         adds = self._has_arrived or param.grad is not None
         buffer = self._file.slots.take(self._slot + 1)

@@ -71,12 +71,12 @@ class CompressingOptimizer(OptimizerHooks, Optimizer):
         """
         for key, usual in NOT_THERE.items():
             if others.get(key, usual) != usual:
-                raise ValueError(f"{key}={others[key]!r} is not there: leave it out")
+                raise ValueError(f"{key}={others[key]!r} is not supported: leave it out")
         is_number = isinstance(freeze_step, int | float) and not isinstance(freeze_step, bool)
         if not is_number or freeze_step < 1 or freeze_step % 1:
             raise ValueError(f"freeze_step is {freeze_step!r}; it takes a whole number of steps, 1 or more")
         if len({group["betas"][0] for group in self.param_groups}) > 1:
-            raise ValueError("its groups have several beta1; momenta are compressed with one")
+            raise ValueError("its groups have several beta1, but compression needs one: use the same in all groups")
         self.freeze_step = int(freeze_step)
         self._model = (model,)
         self._scale = 1.0

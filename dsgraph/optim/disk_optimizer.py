@@ -130,7 +130,7 @@ class DiskOptimizer(WrappedOptimizer):
         """
         self.refuse_failed()
         if self._beside is not None:
-            raise OffloadError("beside_backward: the backward before has begun a step: call optimizer.step() first")
+            raise OffloadError("beside_backward: the previous backward has begun a step: call optimizer.step() first")
         beside = self._beside = BesideBackward(self.chunks, self.param_groups)
         try:
             with beside.listening(self._step_chunks):
@@ -288,8 +288,8 @@ def _check(inner: Optimizer, params: Sequence[Tensor]) -> None:
     elsewhere = next((param for param in params if own_part(param).device.type != "cpu"), None)
     if elsewhere is not None:
         raise OffloadError(
-            f"{type(inner).__name__} holds parameters on {elsewhere.device.type}; state can lie on disk for those on "
-            "the CPU alone"
+            f"{type(inner).__name__} holds parameters on {elsewhere.device.type}; state on disk needs "
+            "parameters on the CPU"
         )
 
 

@@ -54,7 +54,7 @@ def offloaded_to(
     """Return the same, by the arguments that `partition` has stored."""
     if wanted.optimizer == "disk":
         if delayed:
-            raise OffloadError('delayed: the optimizer is on "disk"; an update is delayed on the "host" alone')
+            raise OffloadError('delayed: the optimizer is on "disk", but only updates on the "host" can be delayed')
         folder = Path(wanted.folder)
         folder.mkdir(parents=True, exist_ok=True)
         return DiskOptimizer(optimizer, folder=folder, ratio=wanted.optimizer_ratio)
@@ -62,7 +62,7 @@ def offloaded_to(
         return HostOptimizer(optimizer, ratio=wanted.optimizer_ratio, pin_memory=pin_memory)
     if wanted.optimizer_ratio != 1:
         raise OffloadError(
-            f"delayed: {wanted.optimizer_ratio:.0%} of the state is on the host, and the device would step at once: "
-            "leave the ratio out"
+            f"delayed: {wanted.optimizer_ratio:.0%} of the state is on the host, and the device would update the rest "
+            "at once: leave the ratio out"
         )
     return DelayedHostOptimizer(optimizer, pin_memory=pin_memory)

@@ -104,7 +104,7 @@ def _check(**sizes: int) -> None:
     product, world = sizes["dp"] * sizes["tp"] * sizes["pp"], dist.get_world_size()
     if product != world:
         written = " x ".join(f"{name} {size}" for name, size in sizes.items())
-        raise OptionError(f"parallelize: {written} are {product} ranks, and there are {world}")
+        raise OptionError(f"parallelize: {written} need {product} ranks, but there are {world}")
     local = int(os.environ.get("LOCAL_WORLD_SIZE", world))
     if sizes["tp"] > 1 and local % sizes["tp"]:
         warnings.warn(

@@ -52,8 +52,8 @@ def part_to_extend(
     for name, value in {**given, "mesh": mesh or part.mesh}.items():
         if value != was[name]:
             raise PartitionError(
-                f"the model ({type(model).__name__}) is partitioned already, with {name}={was[name]}; what is new in "
-                f"it is partitioned alike: leave {name}={value} out"
+                f"the model ({type(model).__name__}) is partitioned already, with {name}={was[name]}; new modules are "
+                f"partitioned in the same way: leave {name}={value} out"
             )
     return part
 
@@ -109,8 +109,8 @@ def _root(model: nn.Module, part: PartitionState) -> nn.Module:
     if any(module is model for module in part.root.modules()):
         return part.root
     raise PartitionError(
-        f"{type(model).__name__} shares modules with a {type(part.root).__name__} that is partitioned, and has others "
-        "besides: call dsgraph.partition with those alone"
+        f"{type(model).__name__} shares modules with a {type(part.root).__name__} that is partitioned, and has new "
+        "modules too: call dsgraph.partition with the new ones alone"
     )
 
 

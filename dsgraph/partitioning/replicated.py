@@ -49,8 +49,8 @@ def confirm_replicated(partition: PartitionState, *, is_first: bool) -> None:
     differing = [entry.name for entry, differs in zip(written, found, strict=True) if differs]
     if differing:
         raise RanksDisagreeError(
-            f"parameter {differing[0]!r}, which every rank holds whole, was written to since the last step, and ranks "
-            "have other values now (each draws random numbers of its own): write to the attribute, as in "
+            f"parameter {differing[0]!r}, which is replicated, was written to since the last step, and ranks "
+            "have different values now (each draws random numbers of its own): write to the attribute, as in "
             "torch.nn.init.normal_(model.layer.weight), which takes the first rank's values, or seed all ranks alike; "
             "nothing was updated"
         )

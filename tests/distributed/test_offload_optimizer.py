@@ -104,7 +104,7 @@ def test_without_a_folder_it_is_the_one_for_temporary_files(one_rank, tmp_path, 
     [
         (None, {}, "was not partitioned with one offload"),
         ({"parameters": "disk"}, {}, "was not partitioned with one offload"),
-        ({"optimizer": "disk"}, {"delayed": True}, 'an update is delayed on the "host" alone'),
+        ({"optimizer": "disk"}, {"delayed": True}, 'only updates on the "host" can be delayed'),
         ({"optimizer": "host", "ratio": 0.5}, {"delayed": True}, "50% of the state is on the host"),
     ],
 )

@@ -290,7 +290,7 @@ def _refuse_config() -> None:
     example = {"input_ids": _ids(0), "labels": _ids(0)}
     for more, message in (
         ({"fp16": {"enabled": True}}, "fp16.enabled is not supported with the section `parallel` yet"),
-        ({"optimizer": {"type": "Lamb"}}, "Lamb computes with whole parameters"),
+        ({"optimizer": {"type": "Lamb"}}, "Lamb needs full parameters"),
         ({"parallel": {"dp": 1, "stages": 2}}, "unknown key 'parallel.stages'"),
     ):
         with pytest.raises(ConfigError, match=message):
@@ -305,7 +305,7 @@ def test_keys_that_a_divided_model_does_not_heed_are_refused(ranks):
 
 def _refuse() -> None:
     model = _build("llama")
-    with pytest.raises(OptionError, match=r"dp 2 x tp 2 x pp 1 are 4 ranks, and there are 2"):
+    with pytest.raises(OptionError, match=r"dp 2 x tp 2 x pp 1 need 4 ranks, but there are 2"):
         dsgraph.parallelize(model, dp=2, tp=2)
     with pytest.raises(OptionError, match="tp is 0; it takes a number of ranks, 1 or more"):
         dsgraph.parallelize(model, tp=0)

@@ -128,7 +128,7 @@ def test_gradients_are_read_and_written_as_any_other(one_rank, tmp_path):
 def test_gradients_that_would_go_elsewhere_are_refused(one_rank, tmp_path):
     model = _on_disk(tmp_path)
     compiled = torch.compile(model, backend="dsgraph", options={"codegen": "eager"})
-    with pytest.raises(OffloadError, match=r"goes to its \.grad alone"):
+    with pytest.raises(OffloadError, match=r"is only written to its \.grad"):
         torch.autograd.grad(compiled(torch.randn(8, 64)).sum(), list(model.parameters()))
 
 
@@ -185,7 +185,9 @@ def test_on_the_host_parameters_of_a_model_on_the_cpu_lie_anyway(one_rank):
     with torch.device("meta"):
         gone = nn.Linear(256, 256)
     dsgraph.partition(gone, stage=3, offload={"parameters": "host"})
-    with pytest.raises(PartitionError, match="the model is to be on cuda; parameters can leave the CPU's memory alone"):
+    with pytest.raises(
+        PartitionError, match="the model is to be on cuda; parameters can only be offloaded from the CPU"
+    ):
         dsgraph.materialize(gone, "cuda")
 
 

@@ -117,7 +117,7 @@ def _refused(folder: Path) -> None:
     with pytest.raises(InferenceError, match="the model is quantised already: give one that is not"):
         dsgraph.init_inference(few, mp_size=2, checkpoint=folder, options=EAGER)
     engine = dsgraph.init_inference(few, mp_size=2, options=EAGER)
-    with pytest.raises(InferenceError, match="ranks share the layers of this model"):
+    with pytest.raises(InferenceError, match="the layers of this model are split over ranks"):
         dsgraph.save_quantized(engine.module, folder / "never")
 
 

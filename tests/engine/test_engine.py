@@ -301,8 +301,8 @@ def _refusals() -> None:
     _refuses(model, {"optimizer": used}, "SGD has stepped already")
     del used
     for arguments, message in [
-        ({"optimizer": torch.optim.SGD(build(CASE).parameters(), lr=1)}, "which is no parameter of the model"),
-        ({"lr_scheduler": _schedule_of_another()}, "StepLR of another optimizer"),
+        ({"optimizer": torch.optim.SGD(build(CASE).parameters(), lr=1)}, "which is not a parameter of the model"),
+        ({"lr_scheduler": _schedule_of_another()}, "StepLR for another optimizer"),
         ({"mpu": object()}, r"mpu is a object without get_data_parallel_group\(\)"),
         ({"model": None}, "model is NoneType"),
         ({"config": None}, "no configuration"),

@@ -186,7 +186,7 @@ def test_16_bits_are_as_near_to_float32_as_transformers(family, dtype):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ({"mp_size": 2}, "mp_size is 2, and there is one rank"),
+        ({"mp_size": 2}, "mp_size is 2, but there is one rank"),
         ({"mp_size": 0}, "mp_size is 0"),
         ({"quantize": "int3"}, "quantize is 'int3'"),
         ({"dtype": torch.int8}, "dtype is torch.int8"),
@@ -194,7 +194,7 @@ def test_16_bits_are_as_near_to_float32_as_transformers(family, dtype):
         ({"checkpoint": "nowhere"}, "no folder with .safetensors"),
         ({"replace_with_kernel_inject": False, "options": {"kernels": "auto"}}, "leave one out"),
         ({"config": {"tp": {"tp_size": 2}}, "mp_size": 2}, "config's tp and mp_size say the same"),
-        ({"config": {"tensor_parallel": {"tp_size": 2}}}, "mp_size is 2, and there is one rank"),
+        ({"config": {"tensor_parallel": {"tp_size": 2}}}, "mp_size is 2, but there is one rank"),
         ({"config": {"injection_policy": {}}}, "config's injection_policy has no effect: slices are found"),
         ({"max_out_tokens": 129}, "the model has 128 positions"),
         ({"dtype": "int8"}, "dtype is 'int8'"),
@@ -221,7 +221,7 @@ def test_other_models_are_refused_by_name():
     ("arguments", "said"),
     [
         ({"max_new_tokens": 60}, "exceed max_tokens=64"),
-        ({"max_length": 80}, "more than max_tokens=64"),
+        ({"max_length": 80}, "tokens exceed max_tokens=64"),
         ({"cache_implementation": "static"}, "cache_implementation is not supported"),
         ({"max_new_tokens": 3, "output_attentions": True}, "output_attentions=True"),
         ({"max_new_tokens": 8, "prefill_chunk_size": 4}, "the engine takes one"),

@@ -98,7 +98,7 @@ def test_a_bad_hostfile_is_refused(text, message):
         ("worker-1:0-1", "'0-1' is no slot"),
         ("worker-1:1:2", "is no slot"),
         ("worker-1:4", "worker-1 has no slot 4; it has 4"),
-        ("worker-1:0@worker-1:1", "worker-1 stands there twice"),
+        ("worker-1:0@worker-1:1", "worker-1 appears twice"),
     ],
 )
 def test_a_bad_filter_is_refused(choose, text, message):

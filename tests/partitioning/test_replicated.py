@@ -33,7 +33,7 @@ def _drift(stage: int) -> None:
     bias = model[1]._parameters["bias"]
     kept = bias.detach().clone()
     bias.data.add_(rank)  # which leaves no trace
-    with pytest.raises(RanksDisagreeError, match=r"parameter '1.bias', which every rank holds whole, was written to"):
+    with pytest.raises(RanksDisagreeError, match=r"parameter '1.bias', which is replicated, was written to"):
         _step(model, optimizer)
     bias.data.copy_(kept)
     model.zero_grad()

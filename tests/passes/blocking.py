@@ -1,6 +1,6 @@
 """Ranks that stand still at each collective until all members of its group stand at the same one.
 
-No backend is stricter: a program that comes to its end here can deadlock nowhere, however few streams or buffers there
+No backend is stricter: a program that ends here can deadlock nowhere, however few streams or buffers there
 are. Only the order of collectives matters, so that nothing is computed and nothing sent.
 """
 

@@ -306,7 +306,7 @@ def two_models(user: User) -> None:
     user.parameters(second)
 
 
-_DRIFT = r"which every rank holds whole, was written to since the last step, and ranks have other values now"
+_DRIFT = r"which is replicated, was written to since the last step, and ranks have different values now"
 
 
 @trial(

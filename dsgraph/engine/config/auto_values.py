@@ -50,7 +50,7 @@ def filled(
             contradictions.append(f"{path} is {section[key]!r} and {name_of(auto)} {value!r}")
     if contradictions:
         raise ConfigError(
-            f'config: {"; ".join(contradictions)}, of TrainingArguments: write the same twice, or "auto" here'
+            f'config: {"; ".join(contradictions)}in TrainingArguments: write the same value in both, or "auto" here'
         )
     return config
 

@@ -28,24 +28,25 @@ class DsgraphConfig(Section):
     """Keys that DeepSpeed's file does not have: backend options (docs/reference/options.md) and loader processes."""
 
     codegen: Literal["inductor", "eager"] = key(
-        "inductor", "how graphs become programs", option="codegen", parallel=True
+        "inductor", "code generator for graphs", option="codegen", parallel=True
     )
     compile: bool = key(True, "`false` runs the model uncompiled", parallel=True)
     pipeline: tuple[str, ...] | None = key(
-        None, "names of the passes that run, in their order; without it the default ones", option="pipeline"
+        None, "names of the passes that run, in order; default: the default pipeline", option="pipeline"
     )
     memory_limit: Bytes | None = key(
-        None, 'what a step may use: bytes, a text such as "60GiB", or a share of the device', option="memory_limit"
+        None,
+        'memory that a step may use: bytes, a text such as "60GiB", or a share of the device',
+        option="memory_limit",
     )
     offload_folder: PathText | None = key(
         None,
-        "a folder on a disk, for what of the model's states does not fit into half of `memory_limit`",
+        "a folder on a disk, for the model's states that do not fit into half of `memory_limit`",
         needs=(Needs(MODEL_DEVICE, ("cpu",), "below a GPU is the host: use dsgraph.host_memory_limit"), *_PLANNED),
     )
     host_memory_limit: Bytes | None = key(
         None,
-        "for a model on CUDA: as much of the host's memory may hold what of the model's states does not "
-        "fit into half of `memory_limit`",
+        "for a model on CUDA: host memory for the model's states that do not fit into half of `memory_limit`",
         needs=(_BELOW_CPU, *_PLANNED),
     )
     delayed_update: bool = key(
@@ -58,10 +59,12 @@ class DsgraphConfig(Section):
         ),
     )
     kernels: Literal["auto", "none"] | tuple[str, ...] = key(
-        "auto", "which kernels stand in for what a model spells out", option="kernels", parallel=True
+        "auto", "kernels that replace a model's operations", option="kernels", parallel=True
     )
-    strict: bool = key(False, "whether what was not done is an error", option="strict", parallel=True)
+    strict: bool = key(
+        False, "raise an error where an optimisation could not be applied", option="strict", parallel=True
+    )
     num_workers: int = key(
-        0, "processes of each rank that load `training_data`; 0: the rank itself does", ge=0, parallel=True
+        0, "processes of each rank that load `training_data`; 0: the rank loads it itself", ge=0, parallel=True
     )
     metrics_file: str | None = key(None, "a file to which the scalars of each step are added, one JSON object a line")

@@ -30,7 +30,7 @@ class OptimizerConfig(Section):
 
     type: str = key(
         ...,
-        "`AdamW`, `Adam`, `Lamb`, `Muon` (with AdamW for what is no matrix inside the model), `OneBitAdam` "
+        "`AdamW`, `Adam`, `Lamb`, `Muon` (with AdamW for parameters that are not hidden matrices), `OneBitAdam` "
         "or `OneBitLamb` (docs/guides/slow-networks.md), or the name of a class of `torch.optim`. `Adam` decouples the "
         "weight decay as `AdamW` does unless its parameter `adam_w_mode` is false, as in DeepSpeed",
         parallel=True,
@@ -44,7 +44,7 @@ class OptimizerConfig(Section):
             "eps": "adam_epsilon",
             "weight_decay": "weight_decay",
         },
-        text="what its constructor is given. `OneBitAdam` takes `lr`, `freeze_step`, `betas`, `eps` and "
+        text="arguments of its constructor. `OneBitAdam` takes `lr`, `freeze_step`, `betas`, `eps` and "
         "`weight_decay`; `OneBitLamb` takes `max_coeff`, `min_coeff`, `coeff_beta`, `factor_max`, `factor_min` and "
         "`factor_threshold` as well; DeepSpeed's `cuda_aware` and `comm_backend_name` have no effect on them",
     )
@@ -56,7 +56,7 @@ class SchedulerConfig(Section):
     type: str = key(..., "`WarmupLR`, `WarmupDecayLR`, `WarmupCosineLR`, `LRRangeTest` or `OneCycle`", parallel=True)
     params: dict[str, Any] = key(
         {},
-        "what its constructor is given",
+        "arguments of its constructor",
         parallel=True,
         auto={
             "warmup_max_lr": "learning_rate",
@@ -81,7 +81,7 @@ class Fp16Config(Section):
     initial_scale_power: int = key(16, "the dynamic scale begins at 2 to this power", ge=0)
     loss_scale_window: int = key(1000, "steps without overflow until the scale doubles", ge=1)
     hysteresis: int = key(2, "overflows until the scale halves", ge=1)
-    consecutive_hysteresis: bool = key(False, "whether a step without overflow makes the count of overflows begin anew")
+    consecutive_hysteresis: bool = key(False, "restart the count of overflows after a step without overflow")
     min_loss_scale: float = key(1, "an overflow at this scale is an error", gt=0)
 
 
@@ -95,7 +95,7 @@ class Bf16Config(Section):
         value=_compute_dtype,
         auto=FromArguments("bf16", lambda args, _: bool(args.bf16 or args.bf16_full_eval)),
     )
-    check_grad_overflow: bool = key(True, "whether a step with gradients that are not finite is skipped")
+    check_grad_overflow: bool = key(True, "skip a step whose gradients are not finite")
 
 
 class FlopsProfilerConfig(Section):
@@ -103,20 +103,20 @@ class FlopsProfilerConfig(Section):
 
     enabled: bool = key(
         False,
-        "whether a profile is made",
+        "make a profile",
         needs=(Needs("dsgraph.compile", (True,), "it counts the operations of compiled graphs"),),
     )
-    profile_step: int = key(1, "number of steps after which it is made", ge=1)
-    module_depth: int = key(-1, "how deep the table of each depth goes; -1: to the last", ge=-1)
-    top_modules: int = key(1, "how many modules of each depth that table names", ge=1)
-    detailed: bool = key(True, "whether the tree of all modules is shown")
-    output_file: PathText | None = key(None, "where it is written; without it, it is printed")
+    profile_step: int = key(1, "number of steps before the profile is made", ge=1)
+    module_depth: int = key(-1, "depth down to which modules are summed up; -1: all depths", ge=-1)
+    top_modules: int = key(1, "number of modules that are listed at each depth", ge=1)
+    detailed: bool = key(True, "show the tree of all modules")
+    output_file: PathText | None = key(None, "file for the profile; without it the profile is printed")
 
 
 class _ScalarFilesConfig(Section):
-    enabled: bool = key(False, "whether they are written")
-    output_path: PathText = key("", "the folder in which the job has its own; relative to here")
-    job_name: str = key("DeepSpeedJobName", "the job's folder")
+    enabled: bool = key(False, "write the scalars")
+    output_path: PathText = key("", "folder with a folder for each job; relative to the working directory")
+    job_name: str = key("DeepSpeedJobName", "name of the job's folder")
 
 
 class TensorboardConfig(_ScalarFilesConfig):
@@ -131,7 +131,7 @@ class DataTypesConfig(Section):
     """Dtypes besides those of the forward."""
 
     grad_accum_dtype: Literal["fp32"] | None = key(
-        None, "micro-batches are added up in the dtype of the shards, with the key and without it"
+        None, "dtype in which gradients of micro-batches are summed: always that of the shards"
     )
 
 
@@ -140,8 +140,8 @@ class ActivationCheckpointingConfig(Section):
 
     cpu_checkpointing: bool = key(
         False,
-        "moves what the backward needs to the host's memory after its last use in the forward, and back "
-        "in time. Of what `torch.utils.checkpoint` or `dsgraph.checkpointing.checkpoint` marks, these are its inputs",
+        "move activations to host memory after their last use in the forward, and back before the backward "
+        "needs them. For parts under `torch.utils.checkpoint` or `dsgraph.checkpointing.checkpoint`: their inputs",
         option="activation_offload",
         value=lambda *_: "host",
         parallel=True,
@@ -154,21 +154,21 @@ class ParallelConfig(Section):
     See docs/guides/parallelism.md.
     """
 
-    dp: int = key(1, "ranks that take parts of a batch, over which ZeRO shards", ge=1, parallel=True)
-    tp: int = key(1, "neighbouring ranks that share every layer", ge=1, parallel=True)
-    pp: int = key(1, "ranks that have some of the layers each", ge=1, parallel=True)
-    schedule: str = key("1F1B", "the order in which stages work, see `dsgraph schedule`", parallel=True)
+    dp: int = key(1, "data-parallel ranks, over which ZeRO shards", ge=1, parallel=True)
+    tp: int = key(1, "tensor-parallel ranks, which are neighbours", ge=1, parallel=True)
+    pp: int = key(1, "pipeline ranks, each with some of the layers", ge=1, parallel=True)
+    schedule: str = key("1F1B", "pipeline schedule, see `dsgraph schedule`", parallel=True)
     split: Literal["auto"] | tuple[str, ...] = key(
-        "auto", "the modules with which the second and later stages begin", parallel=True
+        "auto", "the first module of each stage from the second on", parallel=True
     )
 
 
 class ProgressiveLayerDropConfig(Section):
     """Blocks of the model are skipped at random in training: see docs/guides/layer-dropping.md."""
 
-    enabled: bool = key(False, "whether they are")
-    theta: float = key(0.5, "what the last block's probability to be kept goes down to", gt=0, le=1)
-    gamma: float = key(0.001, "how fast: the rest shrinks by exp(-gamma) a step", ge=0)
+    enabled: bool = key(False, "drop blocks")
+    theta: float = key(0.5, "final probability that the last block is kept", gt=0, le=1)
+    gamma: float = key(0.001, "speed: the distance to `theta` shrinks by exp(-gamma) a step", ge=0)
     blocks: tuple[str, ...] | None = key(None, "names of the lists of blocks; without it all lists of equal blocks")
 
 
@@ -179,8 +179,8 @@ class CheckpointConfig(Section):
         Literal["Ignore", "Warn", "Fail"], BeforeValidator(lambda v: v.capitalize() if isinstance(v, str) else v)
     ] = key(
         "Warn",
-        "what happens where ranks give different tags: `Fail` is an error, `Warn` prints that the first "
-        "rank's counts, with `Ignore` it counts silently",
+        "what to do if ranks give different tags: `Fail` raises an error; `Warn` prints a warning and "
+        "uses the first rank's tag; `Ignore` uses it silently",
         parallel=True,
     )
 
@@ -210,17 +210,17 @@ class EngineConfig(Section):
     )
     communication_data_type: Literal["fp32", "fp16", "bf16"] | None = key(
         None,
-        "dtype in which gradients are summed over ranks; without it that of the forward",
+        "dtype in which gradients are summed over ranks; default: that of the forward",
         argument="reduce_dtype",
         value=lambda name, _: _DTYPES[name],
     )
     dataloader_drop_last: bool = key(
         False,
-        "whether samples of `training_data` that do not fill a micro-batch on every rank are left out of "
-        "an epoch; otherwise its last micro-batch is smaller, and some samples come twice",
+        "drop the samples of `training_data` that do not fill a micro-batch on every rank at the end of an "
+        "epoch; otherwise the last micro-batch is smaller, and some samples are used twice",
         parallel=True,
     )
-    dump_state: bool = key(False, "prints the resolved configuration when the engine is made", parallel=True)
+    dump_state: bool = key(False, "print the resolved configuration when the engine is made", parallel=True)
     wall_clock_breakdown: bool = key(
         False, "print the time of forward, backward and step after each printed line", needs=(_PRINTED,)
     )

@@ -115,7 +115,7 @@ def load_config(source: str | PathLike[str] | Mapping[str, Any]) -> dict[str, An
     try:
         found = json.loads(text, object_pairs_hook=_refuse_repeated)
     except json.JSONDecodeError as error:
-        raise ConfigError(f"config file {path}, line {error.lineno}: no JSON ({error.msg})") from error
+        raise ConfigError(f"config file {path}, line {error.lineno}: not JSON ({error.msg})") from error
     if not isinstance(found, dict):
         raise ConfigError(f"config file {path} holds a {type(found).__name__}; it takes an object of sections")
     return found
@@ -125,7 +125,7 @@ def _refuse_repeated(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for key, value in pairs:
         if key in found:
-            raise ConfigError(f"config: {key!r} stands there twice: remove one")
+            raise ConfigError(f"config: the key {key!r} appears twice: remove one")
         found[key] = value
     return found
 

@@ -56,7 +56,7 @@ class _OffloadConfig(Section):
         "the folder on that disk; it is made if it does not exist",
         needs=(Needs(".device", ("nvme",), "nothing is stored on disk"),),
     )
-    ratio: float = key(1.0, "the share that is offloaded; the last parameters' stays", gt=0, le=1, needs=(_IS_SET,))
+    ratio: float = key(1.0, "the share that is offloaded; the last parameters are not", gt=0, le=1, needs=(_IS_SET,))
 
 
 class OffloadOptimizerConfig(_OffloadConfig):
@@ -72,7 +72,7 @@ class OffloadOptimizerConfig(_OffloadConfig):
     )
     pin_memory: bool | None = key(
         None,
-        'with "cpu" and a model on CUDA: whether copies are pinned; they are unless `false`',
+        'with "cpu" and a model on CUDA: pin the copies; default: true',
         needs=(_IS_SET, Needs(MODEL_DEVICE, (), "nothing is copied to a device", note=NO_EFFECT, other_than="cpu")),
     )
 
@@ -89,7 +89,7 @@ class OffloadParamConfig(_OffloadConfig):
     )
     buffer_count: int | None = key(
         None,
-        'with "nvme": parameters are read ahead into so many buffers; see `buffer_size`',
+        'with "nvme": number of buffers for parameters that are read early; see `buffer_size`',
         ge=1,
         option="read_ahead_bytes",
         value=_read_ahead,
@@ -97,8 +97,8 @@ class OffloadParamConfig(_OffloadConfig):
     )
     buffer_size: int | None = key(
         None,
-        "of so many elements of 4 bytes: their product is what may be read ahead, or the next parameter. "
-        "Without either 64 MiB; with one alone the other is DeepSpeed's, 5 and 100,000,000",
+        "elements of a buffer, 4 bytes each. `buffer_count` x `buffer_size` bounds the parameters that are read "
+        "early, but one always is. Default: 64 MiB; with one of the keys the other is DeepSpeed's, 5 or 100,000,000",
         ge=1,
         option="read_ahead_bytes",
         value=_read_ahead,
@@ -119,7 +119,7 @@ class ZeroConfig(Section):
     stage: Literal[0, 1, 2, 3] = key(0, "ZeRO stage, see `dsgraph.partition`", argument="stage", parallel=True)
     param_persistence_threshold: int | None = key(
         None,
-        "parameters with fewer elements stay replicated; without it those of fewer than 16,384",
+        "parameters with fewer elements stay replicated; default: 16,384",
         ge=0,
         validation_alias=AliasChoices("stage3_param_persistence_threshold", "param_persistence_threshold"),
         argument="keep_whole_below",
@@ -128,7 +128,7 @@ class ZeroConfig(Section):
     )
     reduce_bucket_size: int | None = key(
         None,
-        "elements of gradients that travel as one collective, at most",
+        "most gradient elements in one collective",
         ge=1,
         option="reduce_bucket_bytes",
         value=_bytes_of,
@@ -136,13 +136,13 @@ class ZeroConfig(Section):
     )
     allgather_bucket_size: int | None = key(
         None,
-        "elements of parameters that travel as one collective, at most",
+        "most parameter elements in one collective",
         ge=1,
         option="gather_bucket_bytes",
         value=_bytes_of,
     )
     overlap_comm: bool | None = key(
-        None, "`false` leaves out the passes that let collectives run beside computation", option="overlap_comm"
+        None, "`false` turns off the passes that overlap collectives with computation", option="overlap_comm"
     )
     offload_optimizer: OffloadOptimizerConfig = OffloadOptimizerConfig()
     offload_param: OffloadParamConfig = OffloadParamConfig()

@@ -36,7 +36,9 @@ class EngineOptimizer(AcceleratedOptimizer):
     def step(self, closure: Callable[[], float] | None = None) -> None:
         """Do nothing: the engine has stepped."""
         if closure is not None:
-            raise EngineError("step: the engine has stepped in Accelerator.backward: a closure would never be called")
+            raise EngineError(
+                "step: Accelerator.backward has stepped the engine already: call step() without a closure"
+            )
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
         """Do nothing: the engine drops gradients after its step."""
@@ -92,10 +94,12 @@ class DsgraphAccelerator(Accelerator):
         if not models:
             return super().prepare(*args, device_placement=device_placement)
         if len(models) > 1 or self.engine is not None:
-            raise EngineError("prepare: an accelerator has one engine, of one model; make another accelerator")
+            raise EngineError(
+                "prepare: an accelerator has one engine for one model: make another accelerator for another"
+            )
         optimizers = [value for value in args if isinstance(value, Optimizer)]
         if len(optimizers) > 1:
-            raise EngineError("prepare: a model and several optimizers; an engine has one")
+            raise EngineError("prepare: it got several optimizers, but an engine has one: pass one")
         self.engine, *_ = initialize(
             model=models[0], optimizer=optimizers[0] if optimizers else None, config=self.dsgraph_config
         )
@@ -115,7 +119,7 @@ class DsgraphAccelerator(Accelerator):
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
         """Add gradients, and step at the last micro-batch of a step."""
         if self.engine is None:
-            raise EngineError("backward: no model was given to prepare")
+            raise EngineError("backward: there is no model: call prepare(model) first")
         self.engine.backward(loss / self.gradient_accumulation_steps, scale_wrt_gas=False, **kwargs)
         self.engine.step()
 

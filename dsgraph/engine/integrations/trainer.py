@@ -47,7 +47,7 @@ class DsgraphMixin(_Base):
         super().__init__(*args, **kwargs)
         for name in ("auto_find_batch_size", "torch_compile"):
             if getattr(self.args, name):
-                raise ConfigError(f"DsgraphTrainer: {name} is not there: leave it out of TrainingArguments")
+                raise ConfigError(f"DsgraphTrainer: {name} is not supported: leave it out of TrainingArguments")
 
     def _build_accelerator_args(self, **kwargs: Any) -> dict[str, Any]:
         self._accelerator_args = super()._build_accelerator_args(**kwargs)

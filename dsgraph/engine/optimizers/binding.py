@@ -64,7 +64,7 @@ def _name(param: object, names: Mapping[int, str]) -> str:
         param = param[1]
     if id(param) not in names:
         what = tuple(param.shape) if isinstance(param, Tensor) else repr(param)
-        raise ConfigError(f"initialize: the optimizer is to update {what}, which is no parameter of the model")
+        raise ConfigError(f"initialize: the optimizer has {what}, which is not a parameter of the model")
     return names[id(param)]
 
 
@@ -80,7 +80,7 @@ def rebound(optimizer: Optimizer | None, model: nn.Module) -> Iterator[None]:
         return
     if optimizer.state:
         raise ConfigError(
-            f"initialize: {type(optimizer).__name__} has stepped already, and its state is of whole parameters: pass a "
+            f"initialize: {type(optimizer).__name__} has stepped already, and its state is for full parameters: pass a "
             "new one, and load its state from a checkpoint"
         )
     held = [list(group["params"]) for group in optimizer.param_groups]

@@ -50,8 +50,8 @@ def planned(
         )
     except OffloadError as error:
         raise ConfigError(
-            f"dsgraph.memory_limit is {limit:,} bytes, of which half is for the model's states, so that it takes "
-            f"twice as much as they do: {error}"
+            f"dsgraph.memory_limit is {limit:,} bytes, and half of it is for the model's states, so that it must be "
+            f"at least twice their size: {error}"
         ) from error
     where: dict[str, Any] = {"device": "cpu"} if is_host else {"device": "nvme", "nvme_path": own.offload_folder}
     changes: dict[str, Any] = {}

@@ -138,13 +138,13 @@ class _Block:
         hidden = given[0] if given else None
         if not isinstance(hidden, Tensor):
             raise EngineError(
-                f"progressive_layer_drop: {self.of}.{self.name} is not given hidden states first, but "
-                f"{type(hidden).__name__}: name other lists of blocks in progressive_layer_drop.blocks"
+                f"progressive_layer_drop: {self.of}.{self.name} gets as its first argument, instead of hidden states, "
+                f"a {type(hidden).__name__}: name other lists of blocks in progressive_layer_drop.blocks"
             )
         if getattr(self.module, "gradient_checkpointing", False):
             raise EngineError(
-                f"progressive_layer_drop: {self.of}.{self.name} is checkpointed, and its second run may not know what "
-                "the first one left out: switch gradient checkpointing off"
+                f"progressive_layer_drop: {self.of}.{self.name} uses gradient checkpointing, whose second run may drop "
+                "other blocks than the first: switch gradient checkpointing off"
             )
         trains = self.module.training and torch.is_grad_enabled()
         if trains and self.is_left_out:
@@ -165,8 +165,8 @@ class _Block:
         if rest or not isinstance(first, Tensor) or first.shape != hidden.shape or first.dtype != hidden.dtype:
             shapes = [list(part.shape) if isinstance(part, Tensor) else type(part).__name__ for part in parts]
             raise EngineError(
-                f"progressive_layer_drop: {self.of}.{self.name} gives {shapes} for hidden states of "
-                f"{list(hidden.shape)}; a block that may be left out gives the like of what it is given, alone: name "
+                f"progressive_layer_drop: {self.of}.{self.name} returns {shapes} for hidden states of "
+                f"{list(hidden.shape)}; a block that may be dropped returns hidden states of that shape alone: name "
                 "other lists of blocks in progressive_layer_drop.blocks"
             )
         self._is_tuple = isinstance(found, tuple)
@@ -183,7 +183,7 @@ def _blocks(config: ProgressiveLayerDropConfig, model: nn.Module) -> list[_Block
             )
     if not names:
         raise ConfigError(
-            "progressive_layer_drop: the model has no list of equal blocks, of which some could be left out"
+            "progressive_layer_drop: the model has no list of equal blocks, so none can be dropped: remove the section"
         )
     return [
         _Block(name, key, block, (at + 1) / len(found[name]))

@@ -227,7 +227,7 @@ class QuantizedTraining:
 def _one_of(nested: str | None, plain: str, default: str) -> str:
     if nested is not None and plain not in (default, nested):
         raise ConfigError(
-            f"quantize_training: quantize_algo says {nested!r} and the key beside it {plain!r}: leave one out"
+            f"quantize_training: quantize_algo holds {nested!r}, and the key next to it {plain!r}: leave one out"
         )
     return nested or plain
 

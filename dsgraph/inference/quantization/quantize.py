@@ -145,7 +145,7 @@ def _batches(data: Iterable[Any]) -> list[Any]:
         raise InferenceError(f"quantize: data is a {type(data).__name__}, one batch; it takes several: data=[batch]")
     batches = list(data)
     if not batches:
-        raise InferenceError("quantize: data has no batch")
+        raise InferenceError("quantize: data is empty: give at least one batch")
     return batches
 
 
@@ -179,7 +179,7 @@ def save_quantized(model: nn.Module, folder: str | os.PathLike[str]) -> None:
         )
     if getattr(model, "tensor_plan", None) is not None:
         raise InferenceError(
-            "save_quantized: ranks share the layers of this model, each has slices: save it before init_inference"
+            "save_quantized: the layers of this model are split over ranks: save it before init_inference"
         )
     path = Path(folder)
     path.mkdir(parents=True, exist_ok=True)

@@ -84,5 +84,5 @@ def check_slices(name: str, held: Slice, *, inputs: int, group: int, ranks: int)
     if held.dim == 1 and group and inputs // group % (held.parts * ranks):
         raise InferenceError(
             f"init_inference: {name!r} has {inputs // group} groups of {group} inputs, which {ranks} ranks cannot "
-            f"share whole: take dsgraph.quantize with a smaller group, or with skip=[{name!r}]"
+            f"share evenly: call dsgraph.quantize with a smaller group, or with skip=[{name!r}]"
         )

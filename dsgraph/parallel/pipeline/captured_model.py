@@ -292,5 +292,5 @@ def _refuse_changes(gm: GraphModule, state: Mapping[str, tuple[str, Tensor]]) ->
         if node.name in state and version_of(node.meta["val"]) > 0:
             raise PartitionError(
                 f"pipeline: the forward writes to {state[node.name][0]!r}, once a micro-batch on one rank alone: "
-                "put the module that does into eval(), or take one that keeps no running figures"
+                "call eval() on the module that does, or use one without running statistics"
             )

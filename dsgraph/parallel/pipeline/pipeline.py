@@ -88,7 +88,7 @@ def pipeline(
         RanksDisagreeError: The ranks would run different pipelines.
     """
     if mesh.ndim != 1:
-        raise OptionError(f'pipeline: the mesh has {mesh.ndim} dimensions: give the pipeline\'s alone, mesh["pp"]')
+        raise OptionError(f'pipeline: the mesh has {mesh.ndim} dimensions: give only that of the pipeline, mesh["pp"]')
     if zero_stage and data_parallel is None:
         raise OptionError(
             f"pipeline: zero_stage is {zero_stage}, and there are no ranks to shard over: give data_parallel"
@@ -187,7 +187,7 @@ def _slicing_agreement(captured: CapturedModel, device: torch.device) -> Agreeme
 def _check_options(options: Mapping[str, Any]) -> None:
     """Check the options now: otherwise a wrong one would be an error only when the first stage is compiled."""
     if parse_options(options).memory_limit is not None:
-        raise OptionError("pipeline: the option 'memory_limit' is not there yet for stages: remove it")
+        raise OptionError("pipeline: the option 'memory_limit' is not supported for stages yet: remove it")
 
 
 def _device(mesh: DeviceMesh) -> torch.device:

@@ -150,7 +150,7 @@ class PipelinedModel:
             raise OptionError("pipeline.measured_bubble: no step has run yet: call it after step()")
         if self._device.type != "cpu":
             raise OptionError(
-                f"pipeline.measured_bubble: it is of CPUs, and stages run on {self._device}: profile them"
+                f"pipeline.measured_bubble: it measures CPUs, but stages run on {self._device}: use a profiler"
             )
         busy = sum(stage.busy for stage in self._timed)
         return 1 - self._gradients.sum_over_pipeline(busy) / self._gradients.sum_over_pipeline(self._seconds)

@@ -61,7 +61,9 @@ class FullTensor(Tensor):
         """Return the part of another full value, contiguous, that corresponds to this tensor's part of its source."""
         plain, whole = self.plain, self.source.plain
         if plain.dtype != whole.dtype:
-            raise PartitionError(f"{self.source.name}: a view of it in another dtype cannot be written to")
+            raise PartitionError(
+                f"{self.source.name}: a view of it in another dtype cannot be written to: write to the parameter"
+            )
         offset = full.storage_offset() + plain.storage_offset() - whole.storage_offset()
         return full.as_strided(plain.shape, plain.stride(), offset)
 

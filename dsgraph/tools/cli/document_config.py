@@ -24,8 +24,8 @@ the file.
 
 `dsgraph.initialize(config=...)` takes the path of a JSON file, or a dict. Names, nesting and defaults are DeepSpeed's;
 the section `dsgraph` is our own. Two of the three batch sizes give the third: `train_batch_size` =
-`train_micro_batch_size_per_gpu` x `gradient_accumulation_steps` x ranks. `dsgraph config FILE` prints what a file
-comes to.
+`train_micro_batch_size_per_gpu` x `gradient_accumulation_steps` x ranks. `dsgraph config FILE` prints the resulting
+settings.
 
 The last column of a table says what a key sets and needs:
 

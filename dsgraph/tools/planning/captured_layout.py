@@ -173,7 +173,7 @@ def compare(model: ModelShape, layout: RankLayout, training: TrainingSetup, *, g
     """
     if layout.tp > 1:
         raise LayoutError(
-            f"--compile: tp is {layout.tp}, and sliced layers cannot be compiled beside ZeRO yet; take tp 1"
+            f"--compile: tp is {layout.tp}, and --compile does not support tensor parallelism yet: use tp 1"
         )
     layers_alone = replace(model, params=12 * model.layers * model.hidden**2, vocab=1)
     planned = plan(layers_alone, layout, training, gpu=gpu, gpus=layout.gpus)

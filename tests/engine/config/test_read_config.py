@@ -134,7 +134,7 @@ def test_nothing_is_both_known_and_refused():
 
 @pytest.mark.parametrize(
     ("text", "message"),
-    [("{", "line 1: no JSON"), ("[]", "holds a list"), ('{"fp16": {}, "fp16": {}}', "stands there twice")],
+    [("{", "line 1: not JSON"), ("[]", "holds a list"), ('{"fp16": {}, "fp16": {}}', "the key 'fp16' appears twice")],
 )
 def test_a_file_that_is_none_is_named(tmp_path, text, message):
     path = tmp_path / "ds.json"

@@ -401,7 +401,7 @@ def test_a_limit_of_memory_says_what_lies_on_disk(one_rank, tmp_path, capfd):
             _offload("cpu", ratio=0.5),
             r"dsgraph.delayed_update needs .*offload_optimizer.ratio 1.0, and it is 0.5",
         ),
-        ({"offload_folder": "/tmp", "memory_limit": 1000}, {}, r"1,000 bytes, of which half .* at least"),
+        ({"offload_folder": "/tmp", "memory_limit": 1000}, {}, r"1,000 bytes, and half .* at least"),
         (
             {"offload_folder": "/tmp", "memory_limit": "1GB"},
             _offload(nvme_path="/tmp"),

@@ -169,11 +169,11 @@ def test_what_cannot_be_left_out_is_refused_by_name():
     with pytest.raises(dsgraph.ConfigError, match="names 'block', which is no list of equal blocks"):
         _run(_Block, blocks=("block",))
     with pytest.raises(
-        dsgraph.EngineError, match=r"blocks\.0 gives \[\[2, 8\], \[2, 8\]\] for hidden states of \[2, 8\]"
+        dsgraph.EngineError, match=r"blocks\.0 returns \[\[2, 8\], \[2, 8\]\] for hidden states of \[2, 8\]"
     ):
         _run(_GivesTwo)
     checkpointed = type("_Checkpointed", (_Block,), {"gradient_checkpointing": True})
-    with pytest.raises(dsgraph.EngineError, match=r"blocks\.0 is checkpointed"):
+    with pytest.raises(dsgraph.EngineError, match=r"blocks\.0 uses gradient checkpointing"):
         _run(checkpointed)
     with pytest.raises(dsgraph.ConfigError, match="no list of equal blocks"):
         ProgressiveLayerDrop(ProgressiveLayerDropConfig(enabled=True), nn.Linear(2, 2))

@@ -110,9 +110,7 @@ def test_calibrated_weights_are_written_and_read_again(tmp_path):
     assert "calibrated: largest error of outputs" in str(engine.report())
 
 
-@pytest.mark.parametrize(
-    ("data", "said"), [(torch.ones(2, 32), "data is a Tensor, one batch"), ([], "data has no batch")]
-)
+@pytest.mark.parametrize(("data", "said"), [(torch.ones(2, 32), "data is a Tensor, one batch"), ([], "data is empty")])
 def test_data_that_is_none_is_refused(data, said):
     plain = nn.Sequential(nn.Linear(32, 8))
     with pytest.raises(InferenceError, match=said):

@@ -35,7 +35,7 @@ def test_activations_are_what_the_formulas_say(stage, pp, checkpointing):
 
 
 def test_sliced_layers_are_refused():
-    with pytest.raises(LayoutError, match="tp is 2, and sliced layers cannot be compiled beside ZeRO yet; take tp 1"):
+    with pytest.raises(LayoutError, match="tp is 2, and --compile does not support tensor parallelism yet: use tp 1"):
         compare(MODEL, RankLayout(2, 1, 4), TrainingSetup(batch=32), gpu=gpu_of("a100-40gb"))
 
 

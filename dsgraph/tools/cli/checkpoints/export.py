@@ -24,7 +24,7 @@ def _size(text: str) -> int:
 
 def _configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("checkpoint", metavar="CHECKPOINT", help="folder of checkpoints, or of one")
-    parser.add_argument("out", metavar="OUT", help="folder to write; not there yet, or empty")
+    parser.add_argument("out", metavar="OUT", help="folder to write: a new or an empty one")
     parser.add_argument("--tag", metavar="TAG", help="which checkpoint of the folder (default: the latest)")
     parser.add_argument(
         "--shard", metavar="SIZE", type=_size, default="5GB", help="size of a file, at most (default: %(default)s)"
@@ -56,7 +56,7 @@ def _run(arguments: argparse.Namespace) -> Answer:
 
 COMMAND = Command(
     name="export",
-    help="an engine's checkpoint becomes safetensors for transformers",
+    help="export an engine's checkpoint as safetensors for transformers",
     description=_DESCRIPTION,
     configure=_configure,
     run=_run,

@@ -8,9 +8,9 @@ from pathlib import Path
 from dsgraph.tools.cli.command import Answer, Command, CommandError
 
 _DESCRIPTION = """\
-Makes a checkpoint of an engine of a folder with safetensors, or of a ZeRO checkpoint of DeepSpeed's (stages 1 to 3):
-masters, the optimizer's averages, schedule, loss scale and counts. `engine.load_checkpoint` goes on from it on any
-number of ranks. No pickle is run: only tensors and plain values are read."""
+Makes an engine's checkpoint from a folder with safetensors, or from a ZeRO checkpoint of DeepSpeed's (stages 1 to 3):
+masters, the optimizer's averages, schedule, loss scale and counts. `engine.load_checkpoint` loads it on any number of
+ranks. No pickle is run: only tensors and plain values are read."""
 
 
 def _configure(parser: argparse.ArgumentParser) -> None:
@@ -33,7 +33,7 @@ def _run(arguments: argparse.Namespace) -> Answer:
 
 COMMAND = Command(
     name="import",
-    help="safetensors, or DeepSpeed's ZeRO checkpoints, become an engine's checkpoint",
+    help="import safetensors or DeepSpeed's ZeRO checkpoints as an engine's checkpoint",
     description=_DESCRIPTION,
     configure=_configure,
     run=_run,

@@ -164,13 +164,13 @@ def _configure(parser: argparse.ArgumentParser) -> None:
 
 COMMAND = Command(
     name="collectives",
-    help="why each collective is there, its bytes, what it overlaps with",
+    help="list collectives: their reason, bytes, time and overlap",
     description="Lists each collective: the parameter that it gathers, or whose gradient it reduces, or the pass that "
-    "made it; bytes that a rank sends; predicted time; for how long the computation stands still until it is through, "
-    "and for how much of that it queues behind other collectives; what computes meanwhile; and the critical path. "
-    "Transfers between memory and a tier below it are listed likewise. --plot draws a lane for computation and one for "
-    "each process group and each tier, a compile's forward and backward side by "
-    "side, and names the longest waits.",
+    "made it; bytes that a rank sends; the predicted time; the time that the computation waits for it, and the part "
+    "of that in the queue behind other collectives; the computation that overlaps with it; and the critical path. "
+    "Transfers between memory and a tier below it are listed in the same way. --plot draws a lane for computation and "
+    "one for each process group and each tier, a compile's forward and backward side by side, and names the longest "
+    "waits.",
     configure=_configure,
     run=collectives,
 )

@@ -86,7 +86,7 @@ def _configure(parser: argparse.ArgumentParser) -> None:
 
 COMMAND = Command(
     name="diff",
-    help="what changed between two passes, two ranks or two runs",
+    help="show what changed between two passes, ranks or runs",
     description="Compares two graphs node by node. Nodes are matched by what they compute, so that new names are no "
     "change: - removed, + added, > moved, ! changed. Exit code 1 when the graphs differ.",
     configure=_configure,

@@ -95,14 +95,14 @@ def _configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--format", choices=("dot", "graphml"), default="dot", help="Graphviz (default) or GraphML")
     parser.add_argument("--around", metavar="NODE", help="only this node and those near it")
     parser.add_argument(
-        "--radius", type=int, default=2, help="how near: edges from it, in either direction (default: 2)"
+        "--radius", type=int, default=2, help="most edges between them, in either direction (default: 2)"
     )
     parser.add_argument("--out", metavar="FILE", type=Path, help="write to a file")
 
 
 COMMAND = Command(
     name="dot",
-    help="a graph, or what is around a node, for Graphviz or as GraphML",
+    help="write a graph, or the surroundings of a node, for Graphviz or as GraphML",
     description="Writes a graph for other programs: `dsgraph dot DIR forward --around mm_3 | dot -Tsvg > mm_3.svg`. "
     "Collectives are orange, their waits light orange, edges carry bytes.",
     configure=_configure,

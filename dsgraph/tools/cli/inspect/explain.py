@@ -89,9 +89,9 @@ def _configure(parser: argparse.ArgumentParser) -> None:
 
 COMMAND = Command(
     name="explain",
-    help="where a node comes from, which passes touched it, who uses it",
-    description="Tells all about one node: the module and the line of the user's model that it comes from, what each "
-    "pass did to it, what it reads, who reads it, its bytes, and from where to where they are alive.",
+    help="show the origin of a node, the passes that changed it, and its users",
+    description="Describes one node: the module and the line of the user's model that it comes from, the changes of "
+    "each pass, the nodes that it reads and those that read it, its bytes, and where in the program they are alive.",
     configure=_configure,
     run=explain,
 )

@@ -73,7 +73,7 @@ def _rows(record: CompileRecord) -> list[list[str]]:
 
 def _configure(parser: argparse.ArgumentParser) -> None:
     add_dump_argument(parser)
-    parser.add_argument("--rank", type=int, help="the rank to list (default: the first that is there)")
+    parser.add_argument("--rank", type=int, help="the rank to list (default: the first in the dump)")
 
 
 COMMAND = Command(

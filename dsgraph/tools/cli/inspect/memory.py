@@ -125,7 +125,7 @@ def _configure(parser: argparse.ArgumentParser) -> None:
 
 COMMAND = Command(
     name="memory",
-    help="live bytes over the program, and what is alive at the peak",
+    help="show live bytes over the program, and the values that are alive at the peak",
     description="Shows the predicted bytes that are alive while each node of a graph runs, inputs included, and what "
     "holds them at the peak, by the line of the user's model. Gradients, optimizer state and what belongs to other "
     "graphs come on top.",

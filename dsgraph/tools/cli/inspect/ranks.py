@@ -124,7 +124,7 @@ def _only_fits_rows(node: NodeRecord) -> bool:
 
 COMMAND = Command(
     name="ranks",
-    help="compare the ranks' graphs, name the first difference",
+    help="compare the graphs of all ranks, and name the first difference",
     description="Compares the graphs of all ranks with those of the first, pass by pass, and names the first node that "
     "differs and the pass that made it so. Sizes may differ, where rows do not divide evenly. Exit code 1 when ranks "
     "differ.",

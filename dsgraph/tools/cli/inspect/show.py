@@ -77,7 +77,7 @@ def _configure(parser: argparse.ArgumentParser) -> None:
 
 COMMAND = Command(
     name="show",
-    help="print one graph, or the part of it that filters leave",
+    help="print a graph, or the part of it that filters select",
     description="Prints a graph as Python: shapes, dtypes and devices, the module and the line of the user's model, "
     "and what passes did to each node.",
     configure=_configure,

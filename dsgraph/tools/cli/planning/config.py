@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     from dsgraph.engine.config.read_config import ResolvedConfig
 
 _DESCRIPTION = """\
-Prints what a configuration of the training engine comes to on so many ranks: batch sizes, every key with its value,
-keys that have no effect, the passes that will run, and what a rank holds of a model between two steps."""
+Prints the settings that a configuration of the training engine results in on some number of ranks: batch sizes, every
+key with its value, keys without effect, the passes that will run, and the bytes of a model on a rank between steps."""
 
 
 def _configure(parser: argparse.ArgumentParser) -> None:
@@ -121,7 +121,7 @@ def _rows(config: EngineConfig) -> list[list[str]]:
 
 COMMAND = Command(
     name="config",
-    help="what a configuration of the engine comes to",
+    help="show the settings that a configuration of the engine results in",
     description=_DESCRIPTION,
     configure=_configure,
     run=_run,

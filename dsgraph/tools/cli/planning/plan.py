@@ -15,13 +15,13 @@ if TYPE_CHECKING:
 _AXES = ("tp", "pp", "dp")
 
 _DESCRIPTION = """\
-Predicts, by formulas and without a GPU, what training a transformer takes on a cluster: memory of a GPU by part, bytes
-that it sends over each axis and link, the pipeline's bubble, the time of a step and TFLOPS. --tp, --pp and --dp give
+Predicts training a transformer on a cluster, by formulas and without a GPU: memory of a GPU by part, bytes that it
+sends over each axis and link, the pipeline's bubble, the time of a step and TFLOPS. --tp, --pp and --dp give
 the layout; --search tries all of them and ranks those that fit. --explain prints every formula with its symbols, with
-its numbers and with its source. --compile really captures and compiles the layers of one rank, on fake ranks and
-without computing them, and says how far their simulated memory is from the formulas. See
+its numbers and with its source. --compile captures and compiles the layers of one rank, on fake ranks and
+without running them, and compares their simulated memory with the formulas. See
 docs/guides/choose-a-layout.md.
-Exit code 1: the layout, or every layout, takes more memory than there is."""
+Exit code 1: the layout, or every layout, does not fit into the memory of the GPUs."""
 
 
 def _run(arguments: argparse.Namespace) -> Answer:
@@ -130,7 +130,7 @@ def _configure(parser: argparse.ArgumentParser) -> None:
         "--checkpointing",
         choices=("on", "off"),
         default="on",
-        help="whether a layer keeps its input alone and is computed again in the backward (default: on)",
+        help="keep only the input of each layer, and recompute the layer in the backward (default: on)",
     )
     parser.add_argument(
         "--compile",
@@ -142,4 +142,4 @@ def _configure(parser: argparse.ArgumentParser) -> None:
     )
 
 
-COMMAND = Command("plan", "what a layout of a model over GPUs takes; rank all layouts", _DESCRIPTION, _configure, _run)
+COMMAND = Command("plan", "predict memory and time of a layout of a model over GPUs", _DESCRIPTION, _configure, _run)

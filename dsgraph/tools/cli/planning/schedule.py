@@ -133,8 +133,8 @@ def _configure(parser: argparse.ArgumentParser) -> None:
 COMMAND = Command(
     name="schedule",
     help="show the order of a pipeline schedule, and its bubble",
-    description="Runs a pipeline schedule through on paper: what each rank does when, and how long all of them wait. "
-    "A forward takes one unit of time, a backward two, sending none.",
+    description="Simulates a pipeline schedule: the work of each rank at each time, and the share of time that is lost. "
+    "A forward takes one unit of time, a backward two, sending takes none.",
     configure=_configure,
     run=schedule,
 )

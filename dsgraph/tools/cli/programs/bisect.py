@@ -15,12 +15,12 @@ from dsgraph.tools.cli.command import Answer, Command, CommandError
 from dsgraph.tools.cli.table import table
 
 _DESCRIPTION = """\
-Runs a Python script and compares each graph that it compiles with dsgraph, at the graph's first call, with itself
-without any pass (codegen "eager"): first with one pass, then with two, ..., at last as the script's options say. Each
+Runs a Python script. At the first call of each graph that the script compiles with dsgraph, it compares the graph
+without any pass (codegen "eager") with the graph after one pass, after two, ..., and as the script's options say. Each
 version gets copies of the same inputs, the same random numbers and the same gradients of its outputs; the script goes
-on with the version without passes. Named are the first pass after which an output, a gradient or a buffer is off on
-some rank, and the first node. A tensor is off when an element differs by more than (rtol + atol) times the largest
-magnitude in it; gradients may be off by rtol times the largest gradient besides.
+on with the version without passes. The answer is the first pass after which an output, a gradient or a buffer is wrong
+on some rank, and the first node. A tensor is wrong if an element differs by more than (rtol + atol) times the largest
+magnitude in it; gradients may differ by another rtol times the largest gradient.
 Exit code 1: a pass or the code generator changes what is computed, or the script failed."""
 
 

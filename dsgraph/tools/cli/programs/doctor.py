@@ -28,8 +28,8 @@ from dsgraph.tools.cli.table import table
 from . import probe
 
 _DESCRIPTION = """\
-Checks Python, torch, compilers, devices and packages, runs a collective on two processes, and says what of dsgraph
-works here, what does not, and why.
+Checks Python, torch, compilers, devices and packages, runs a collective on two processes, and lists the parts of
+dsgraph that work on this machine, those that do not, and why.
 Exit code 1: something that dsgraph cannot do without is missing or broken."""
 
 # How long the process that loads torch may take, and the compiler, seconds.
@@ -296,4 +296,4 @@ def _abilities(checks: Mapping[str, Check]) -> Iterator[Ability]:
     yield Ability("compare with torchtitan", lacks("torchtitan"))
 
 
-COMMAND = Command("doctor", "check what of dsgraph works on this machine", _DESCRIPTION, _configure, _run)
+COMMAND = Command("doctor", "check which parts of dsgraph work on this machine", _DESCRIPTION, _configure, _run)

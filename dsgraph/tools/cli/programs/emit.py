@@ -28,12 +28,12 @@ _OPS = 6
 _NAME = 30
 
 _DESCRIPTION = """\
-Runs a Python script on the CPU up to its first optimizer step, and writes what Inductor would make of each graph that
-the script compiles with dsgraph, on an NVIDIA GPU that is not there: its code, the source of each Triton kernel, and
-each kernel compiled to a cubin for each architecture. Then prints what each kernel takes and is predicted to take.
-What Inductor leaves to libraries is in the table as well. Of the configurations of a kernel, from which Inductor
-chooses by a measurement, the table has the least and the most registers, the most shared memory, and the fewest bytes
-of spilled registers. Passes decide by the costs of the first architecture. The script itself runs without any pass.
+Runs a Python script on the CPU up to its first optimizer step, and compiles each graph that the script compiles
+with dsgraph as Inductor would for an NVIDIA GPU, without one. It writes Inductor's code, the source of each Triton
+kernel, and each kernel compiled to a cubin for each architecture. Then it prints the resources and the predicted time
+of each kernel, and the calls of libraries. Inductor chooses among several configurations of a kernel by measuring; the
+table has their least and most registers, most shared memory, and fewest bytes of spilled registers. Passes use the
+costs of the first architecture. The script itself runs without any pass.
 Exit code 1: a kernel spills registers in each configuration, a graph could not be emitted, or the script failed."""
 
 
@@ -44,7 +44,7 @@ def _configure(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--out", default="dsgraph-kernels", metavar="DIR", help="where to (default: dsgraph-kernels)")
     parser.add_argument(
-        "--overwrite", action="store_true", help="replace older kernels that are there, once there are new ones"
+        "--overwrite", action="store_true", help="replace existing kernels, once the new ones are compiled"
     )
     parser.add_argument(
         "--ranks",
@@ -270,6 +270,4 @@ def _number(count: int | None) -> str:
     return str(count)
 
 
-COMMAND = Command(
-    "emit", "write the kernels of a program for a GPU that is not there", _DESCRIPTION, _configure, _run, True
-)
+COMMAND = Command("emit", "compile the kernels of a program without a GPU", _DESCRIPTION, _configure, _run, True)

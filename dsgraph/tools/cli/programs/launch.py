@@ -14,15 +14,17 @@ from dsgraph.tools.cli.command import Answer, Command
 from dsgraph.utils.errors import LaunchError
 
 _DESCRIPTION = """\
-Starts a script under torchrun on each host of a hostfile, by ssh, or on this machine. The arguments
-after SCRIPT are the script's own. When a host fails, the others are ended, and the exit code is that of the first host
-that failed. See docs/guides/several-hosts.md."""
+Starts a script under torchrun on each host of a hostfile, by ssh, or on this machine. The arguments after SCRIPT
+are the script's own. When a host fails, the others are ended, and the exit code is that of the first host that failed.
+See docs/guides/several-hosts.md."""
 
 
 def _configure(parser: argparse.ArgumentParser) -> None:
     parser.usage = f"{parser.prog} [options] SCRIPT [ARGUMENTS]"
     _add_hosts(parser)
-    parser.add_argument("--master_addr", metavar="A", help="where ranks meet (default: the name of the first host)")
+    parser.add_argument(
+        "--master_addr", metavar="A", help="address at which ranks meet (default: the name of the first host)"
+    )
     parser.add_argument(
         "--master_port", type=_port, metavar="P", help=f"the port there (default: {PORT}; for one host, a free one)"
     )
@@ -32,7 +34,7 @@ def _configure(parser: argparse.ArgumentParser) -> None:
         type=_count,
         default=0,
         metavar="N",
-        help="how often torchrun starts all ranks anew when one fails (default: 0)",
+        help="how often torchrun restarts all ranks when one fails (default: 0)",
     )
     parser.add_argument(
         "--export",

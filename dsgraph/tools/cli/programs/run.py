@@ -22,7 +22,7 @@ Exit code 1: the script failed, or it compiled nothing with dsgraph."""
 def _configure(parser: argparse.ArgumentParser) -> None:
     add_arguments(parser)
     parser.add_argument("--dump", default="dsgraph-dump", metavar="DIR", help="where to (default: dsgraph-dump)")
-    parser.add_argument("--overwrite", action="store_true", help="delete an older dump that is there")
+    parser.add_argument("--overwrite", action="store_true", help="delete an existing dump first")
 
 
 def _run(arguments: argparse.Namespace) -> Answer:
