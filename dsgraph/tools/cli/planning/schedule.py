@@ -133,7 +133,7 @@ def _configure(parser: argparse.ArgumentParser) -> None:
 COMMAND = Command(
     name="schedule",
     help="show the order of a pipeline schedule, and its bubble",
-    description="Simulates a pipeline schedule: the work of each rank at each time, and the share of time that is lost. "
+    description="Simulates a pipeline schedule: the work of each rank over time, and the share of time that is lost. "
     "A forward takes one unit of time, a backward two, sending takes none.",
     configure=_configure,
     run=schedule,
