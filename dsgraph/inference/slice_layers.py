@@ -83,7 +83,7 @@ def slice_layers(model: nn.Module, ranks: SlicingRanks, found: FoundSlices) -> N
     slice_parameters(model, ranks.mesh, found)
     for name, layer in few.items():
         for buffer in layer.buffers():
-            if not buffer.is_meta:  # whoever gives it memory fills it
+            if not buffer.is_meta:  # on the meta device it is filled when it gets memory
                 broadcast_from_first(buffer, ranks.mesh)
         held = found.slices.get(f"{name}.weight")
         if held is not None:

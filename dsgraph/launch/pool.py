@@ -132,7 +132,7 @@ def _serve(pipe: Connection, number: int, log: Path | None, make: Callable[..., 
         try:
             method, values = pipe.recv()
         except EOFError:
-            return  # whoever asks is gone
+            return  # the caller has ended
         try:
             pipe.send((True, getattr(served, method)(*values)))
         except BaseException:

@@ -20,7 +20,7 @@ from .processes import describe_exit, ended_by_signals, undisturbed
 # Seconds that hosts get to end their ranks when asked to; `on_host` takes up to seven on a machine that is not busy. A
 # host that is killed earlier leaves its ranks running.
 _PATIENCE = 30.0
-# How long the rest of what a host has printed may take once it has ended, seconds.
+# Seconds to wait for the rest of a host's output after the host has ended.
 _FLUSH = 2.0
 _POLL = 0.05  # seconds
 # A carriage return that comes last may be half of a line's end.

@@ -59,7 +59,7 @@ class StoredTensor:
 
 def room(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     """Return memory for a tensor, `[*shape]`, which is returned to the system as soon as it is unused."""
-    # Not of torch's allocator: glibc keeps much of what is freed between tensors of some megabytes.
+    # Not from torch's allocator: glibc keeps much of the memory that is freed between tensors of some megabytes.
     return _over(anonymous(max(1, math.prod(shape) * dtype.itemsize)), 0, dtype, shape)
 
 

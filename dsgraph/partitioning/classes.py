@@ -22,7 +22,7 @@ from .state_dict.saved_rows import save_rows
 
 # In the body of a class that was made here: the parameters that its modules hold, by attribute, without names.
 _SPECS = "_dsgraph_specs"
-# There, too: the names of what it overrides besides.
+# Also there: the names of the other attributes that it overrides.
 _OVERRIDES = "_dsgraph_overrides"
 
 Methods = Callable[[nn.Module], Mapping[str, Any]]

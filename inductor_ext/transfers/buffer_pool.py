@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-ALIGNMENT = 4096  # bytes; that of memory pages, and of what files opened with O_DIRECT read and write
+ALIGNMENT = 4096  # bytes; a memory page, and the unit of reads and writes with O_DIRECT
 
 
 def rounded(size: int) -> int:

@@ -111,7 +111,7 @@ _EMPTY = (
     aten.empty_like.default,
     aten.new_empty.default,
     aten.new_empty_strided.default,
-    # Beside the computation, see `CostModel.tier_seconds`.
+    # Transfers run beside the computation, see `CostModel.tier_seconds`.
     torch.ops.dsgraph.offload.default,
     torch.ops.dsgraph.finish_offload.default,
     torch.ops.dsgraph.reload.default,

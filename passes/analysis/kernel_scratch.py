@@ -33,7 +33,7 @@ from .sizes import UNKNOWN_SIZE, hint
 aten = torch.ops.aten
 
 _ROUNDING = 16  # channels of a block in oneDNN's layouts
-_UNBLOCKED = 4  # convolutions of at most so many channels read them in the plain layout
+_UNBLOCKED = 4  # most channels of a convolution that reads them in the plain layout
 _SMALL = 2**14  # bytes that each kernel of oneDNN takes for any sizes
 _SCALARS = 64  # bytes of the sums of a loss
 _TILE, _KEY_TILE = 256, 512  # the largest tiles of attention, in queries and keys

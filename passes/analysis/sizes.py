@@ -17,7 +17,7 @@ from dsgraph.passes.errors import PassError
 
 Size: TypeAlias = "int | sympy.Expr"
 
-# What stands for a size that only the data decide (of `nonzero`, say), where a number is needed. Inductor's default.
+# The number assumed for a size that depends on data, such as that of `nonzero`. Inductor's default.
 UNKNOWN_SIZE = 8192
 
 

@@ -86,7 +86,7 @@ class GraphPair:
 
     def _take(self, value: Node, first: Node, again: Node | None) -> Node:
         """Add the backward's input of a new saved value before `first`; `again` has the value's name there."""
-        if again is not None and _call(again) != _call(value):  # a pass has made another of that name
+        if again is not None and _call(again) != _call(value):  # a pass has made another node of that name
             value.name, again = self._free_name(value.name), None
         with self.backward.graph.inserting_before(first):
             node = self.backward.graph.placeholder(value.name)

@@ -20,7 +20,7 @@ from dsgraph.passes.compat import (
 
 from .matching import call_of, writes
 
-# Reading these again costs nothing worth a note: they stay for whoever else reads them.
+# Reading these again costs almost nothing: they stay for their other readers, without a note.
 _CHEAP = ("cast", "contiguous", "reshape", "transpose", "getitem", "unflatten", "chunk", "split")
 
 # Calls that may fail, or mean something else, if a tensor has other strides; and those whose result may have the

@@ -140,7 +140,7 @@ def _reshape(node: Node, call: Call, path: Path) -> Node | str:
     before, after = value_of(call.input), value_of(node)
     if before is None or after is None or not same_size(before.shape[-1], after.shape[-1]):
         return "its logits are reshaped across classes"
-    if path.rows:  # rows are picked of what it makes
+    if path.rows:  # rows of its result are selected
         if after.ndim != 2:
             return "its rows are rearranged before some of them are picked"
         path.rows.append((None, before.ndim))

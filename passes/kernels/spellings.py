@@ -132,5 +132,5 @@ WRITING_OPERATORS = frozenset(
         *(operator.ilshift, operator.irshift, operator.imatmul),
     }
 )
-# Operators that end with an underscore because a keyword has their name; other names that do are of what writes.
+# Operators whose names end in an underscore because of a keyword; other such names are those of calls that write.
 KEYWORD_OPERATORS = frozenset({operator.and_, operator.or_, operator.not_, operator.is_})

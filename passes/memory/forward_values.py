@@ -237,7 +237,7 @@ class _Reader:
             return False
         if is_border or not self._may_repeat(node):
             return True
-        # Torch's splitting heeds no wish to save what the backward alone computes with: of what is saved, it makes it.
+        # Torch's partitioner never saves values that only the backward uses: it recomputes them from saved ones.
         return None if size and node in self.returned else False
 
     def _may_repeat(self, node: Node) -> bool:

@@ -26,7 +26,7 @@ from .slices import Refusal, Slice
 
 # Tables of fewer rows are not worth a sum at each lookup.
 VOCABULARY = 8192
-# What may be given a gathered value: a loss, and whoever called the model.
+# Calls that may receive a gathered value: a loss, and the model's caller.
 _ENDS = frozenset({"cross_entropy"})
 
 

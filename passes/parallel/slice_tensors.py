@@ -72,7 +72,7 @@ class _Rewriting:
 
     def visit(self, node: Node) -> None:
         """Rewrite one call."""
-        if self.known.slice_of(node) is not None:  # a marker: the slice itself stands for it
+        if self.known.slice_of(node) is not None:  # a marker: the slice itself replaces it
             self._local[node] = node.args[0]  # type: ignore[assignment]
             return
         outcome = self.known.follow(node)

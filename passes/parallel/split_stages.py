@@ -18,9 +18,9 @@ from .root_values import regions
 
 # How much more than the least possible the most loaded stage may cost, for cuts that fewer bytes cross.
 SLACK = 0.03
-# Cuts between blocks are taken if the most loaded stage costs at most so much of the mean.
+# Cuts between blocks are chosen if the most loaded stage costs at most this multiple of the mean.
 BALANCED = 1.10
-# The programme below looks at pairs of cuts: of so many it stays within seconds.
+# Most cuts for the program below, which looks at pairs of them: it takes seconds.
 MOST_CUTS = 400
 
 _WRITERS = frozenset({"setitem", "iadd", "isub", "imul", "itruediv"})

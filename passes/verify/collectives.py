@@ -214,7 +214,7 @@ def _check_signatures(before: CollectiveFacts, after: CollectiveFacts, graph_pas
             )
     gone = {node: was for node, was in before.signatures.items() if node not in after.signatures}
     new = {node: now for node, now in after.signatures.items() if node not in before.signatures}
-    if Counter(gone.values()) == Counter(new.values()):  # made anew
+    if Counter(gone.values()) == Counter(new.values()):  # made again
         return
     changes = [f"removed {node.name} ({was})" for node, was in gone.items()]
     changes += [f"added {node.name} ({now})" for node, now in new.items()]
@@ -231,7 +231,7 @@ def _check_order(before: CollectiveFacts, after: CollectiveFacts, graph_pass: Gr
         still = set(kept_after)
         kept_before = [node for node in nodes if node in still]
         pairs = list(zip(kept_before, kept_after, strict=True))
-        if not graph_pass.changes_collectives:  # nodes made anew count by what they do
+        if not graph_pass.changes_collectives:  # recreated nodes are compared by their effect
             pairs += [(a, b) for a, b in zip(nodes, now, strict=False) if before.signatures[a] != after.signatures[b]]
         for expected, found in pairs:
             if expected is not found:

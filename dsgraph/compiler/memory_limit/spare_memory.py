@@ -18,7 +18,7 @@ from dsgraph.passes.analysis.budget import MemoryPart
 from dsgraph.passes.compat import storage_id
 from dsgraph.passes.ir.graph import all_graph_modules, is_gather_marker
 
-# Beside what is saved, a backward computes with a gradient or two of that size.
+# In addition to the saved values, a backward holds one or two gradients of that size.
 _GRADIENTS_ALIVE = 2
 # The parameter that is computed with, the next, and a gradient.
 _PARAMETERS_ALIVE = 3

@@ -55,7 +55,7 @@ class CountedGraphs:
     def _counted(self, gm: GraphModule, inputs: Sequence[Any]) -> CountedGraph | None:
         try:
             graph = CountedGraph(module_flops(gm, inputs))
-        except Exception as error:  # it is a count: training goes on without it, and whoever asks is told
+        except Exception as error:  # a failed count must not end training: the error is shown with the profile
             self.unknown = on_one_line(error)[:200]
             return None
         self.graphs.append(graph)

@@ -83,7 +83,7 @@ def _move(
         for name, old, towards in zip(names, before, direction, strict=True):
             param = parameters[name]
             _local(param).copy_(old).add_(_local(towards), alpha=scale)
-            torch.autograd.graph.increment_version(param)  # so that gathered copies are fetched anew
+            torch.autograd.graph.increment_version(param)  # so that gathered copies are gathered again
 
 
 def _local(tensor: Tensor) -> Tensor:

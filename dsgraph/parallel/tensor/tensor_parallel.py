@@ -152,7 +152,7 @@ def _apply(model: nn.Module, found: FoundSlices, parameters: Mapping[str, nn.Par
     for name, param in parameters.items():
         one = found.slices.get(name)
         held = ParameterSlice(one.dim if one else -1, one.parts if one else 1, mesh.size(), group)
-        if not param.is_meta:  # whoever gives it memory fills it
+        if not param.is_meta:  # on the meta device it is filled when it gets memory
             broadcast_from_first(param.detach(), mesh)
         held_by_id[id(param)], made[id(param)] = held, sliced_parameter(param, held, mesh)
     classes: dict[Any, type[nn.Module]] = {}

@@ -74,7 +74,7 @@ class Source:
             full = full.contiguous()
             broadcast_from_first(full, self.partition.mesh)
             self.shards.to_local().copy_(local_rows(full, self.spec, self.partition.mesh))
-            torch.autograd.graph.increment_version(self.shards)  # so that gathered copies are fetched anew
+            torch.autograd.graph.increment_version(self.shards)  # so that gathered copies are gathered again
         with torch.no_grad():
             self.plain.copy_(full)
 

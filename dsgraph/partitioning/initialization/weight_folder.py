@@ -62,7 +62,7 @@ class WeightFolder:
 
     def read_into(self, name: str, tensor: Tensor) -> None:
         """Copy a full tensor, converted to the other's dtype."""
-        # Opened anew for each: what is mapped of a file would stay in memory until it is closed.
+        # Opened again for each tensor: mapped pages of a file stay in memory until it is closed.
         with safe_open(self._files[name], framework="pt") as opened:
             tensor.copy_(opened.get_tensor(name))
 

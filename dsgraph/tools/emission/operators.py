@@ -15,7 +15,7 @@ from .harness import has_kernel
 
 _OF_THE_CPU = frozenset({"mkl", "mkldnn", "onednn", "quantized", "xnnpack", "_quantized"})
 _NAMED_FOR_THE_CPU = re.compile(r"_for_cpu|(^|_)mkldnn_|(^|_)fbgemm_|_cpu(_|$)")
-# Namespaces whose CUDA kernels are part of torch, and so not there where torch was built without CUDA.
+# Namespaces whose CUDA kernels are part of torch, and missing if torch was built without CUDA.
 _OF_TORCH = frozenset(
     {"aten", "prims", "inductor", "inductor_prims", "rngprims", "_c10d_functional", "c10d_functional"}
 )

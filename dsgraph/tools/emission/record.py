@@ -22,7 +22,7 @@ _NO_ARITHMETIC = frozenset(
         *("to_dtype", "to_dtype_bitcast", "identity", "check_bounds", "device_assert_async"),
     }
 )
-# Not worth a word in a list of what a kernel computes, unless it does nothing else.
+# Ops that a list of a kernel's ops leaves out, unless the kernel has no others.
 _VIEWS_AND_CASTS = frozenset(
     {
         *(

@@ -31,7 +31,7 @@ from dsgraph.utils.errors import LayoutError
 from .stage import Stage
 
 _HALF = torch.bfloat16
-_ADAM_AVERAGES = 2  # of the shape and the dtype of what it trains
+_ADAM_AVERAGES = 2  # each with the shape and the dtype of its parameter
 
 
 @dataclass(frozen=True)

@@ -146,7 +146,7 @@ def _caveats_of_the_mask(scores: Scores, product: Tensor) -> list[str]:
     is_infinite = scores.fill == -math.inf if scores.mask is not None else not is_finite(scores.bias)
     if is_infinite:
         return [_EMPTY_ROWS]
-    # For the backward torch's kernels keep the logarithm of a row's sum, which is lost beside a score of -3e38.
+    # For the backward torch's kernels keep the logarithm of a row's sum, which vanishes next to a score of -3e38.
     return [_GRADIENT] if product.requires_grad else []
 
 

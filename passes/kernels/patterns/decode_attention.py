@@ -13,7 +13,7 @@ from dsgraph.inductor_ext.kernels.decoding import decode_attention as kernel
 from dsgraph.passes.kernels.matching import call_of, is_call, number_of, value_of
 from dsgraph.passes.kernels.spec import Gain, KernelSpec, Match, NearMiss, Setting
 
-# A call of the op in Python costs what it takes to read so many bytes of a cache; Inductor's code calls C++ directly.
+# Bytes of a cache that can be read in the time of calling the op in Python; Inductor's code calls C++ directly.
 _LEAST_BYTES = 8 << 20
 
 

@@ -17,7 +17,7 @@ Span = tuple[float, float]
 
 _NAMED = 3  # waits of a graph that are named in the picture: the longest
 _LEAST_NAMED = 0.02  # shorter ones, as a share of the whole time, would be named in a place that nobody sees
-_WIDEST = 4.0  # how many times as wide as the narrowest picture beside it a picture may be
+_WIDEST = 4.0  # most width of a picture, relative to the narrowest one next to it
 _LANE, _BAR = 10.0, 7.0
 
 

@@ -22,9 +22,9 @@ from dsgraph.utils.files import write_whole
 
 INDEX = "kernels.json"
 FORMAT = "dsgraph-kernels"
-# So many ops of a kernel are named in the table.
+# Most ops of a kernel that the table names.
 _OPS = 6
-# So many characters of a kernel's name.
+# Most characters of a kernel's name in the table.
 _NAME = 30
 
 _DESCRIPTION = """\
