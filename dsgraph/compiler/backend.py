@@ -287,7 +287,7 @@ def _refuse_limit_without_parts(request: CompileRequest) -> None:
 
 
 def _memory_limit(options: BackendOptions, device_type: str, agreement: Agreement) -> int | None:
-    # Ranks exchange it even if some of them have a limit of their own: the n-th exchange of each meets the n-th.
+    # Ranks exchange it even if some have a limit of their own: the n-th exchange of all must be the same.
     least = agreement.least_memory(default_limit_of_device) if device_type == "cuda" else None
     return least if options.memory_limit is None else on_device(options.memory_limit, device_type)
 

@@ -27,7 +27,7 @@ from .quantization.quantize import whole_weights
 from .slicing_ranks import SlicingRanks
 from .weight_layouts import turned_weights
 
-# What transformers hands to a forward besides what `_serve` takes, where it means nothing.
+# Arguments that transformers passes to a forward, besides those of `_serve`, with values that have no effect.
 _EMPTY = (None, False)
 _IGNORED = -100
 """The label that losses ignore."""

@@ -157,7 +157,7 @@ class StoredState(MutableMapping[Tensor, dict[str, Any]]):
     def __setitem__(self, param: Tensor, state: dict[str, Any]) -> None:
         number, of = self._where[param]
         self._forget_read(number)
-        # Always what is there: the state of others in the chunk may be mapped, and about to be set from there.
+        # Always the stored one: the state of other parameters of the chunk may be mapped, and set from there next.
         buffer = self._file.read(number).result()
         places = self._chunks[number].places[of]
         self._put(param, places, state, buffer)

@@ -129,7 +129,7 @@ def new_copy(entry: ParameterState) -> Tensor:
 def start_gathers(entries: list[ParameterState]) -> None:
     """Start to fetch gathered copies, in the order of the model's parameters, which is usually that of their use."""
     gathered_copies = tuple(entry.gathered_copy for entry in entries if entry.gathered_copy is not None)
-    # What autograd saved of a gathered copy stays valid when the gathered copy is only fetched once more.
+    # Tensors that autograd saved from a gathered copy stay valid if the copy is only gathered once more.
     with torch.no_grad(), keeping_version(gathered_copies):
         for entry in entries:
             _start_gather(entry)

@@ -22,7 +22,7 @@ MEMORY_SHARE = 0.9
 
 _OUTSIDE = 2**30  # bytes of a CUDA context, of NCCL's buffers and of libraries' workspaces that are still to come
 
-_STEP = 2**28  # a limit is a multiple of it, so that the same program finds the same limit when it is started again
+_STEP = 2**28  # limits are multiples of it, so that a program gets the same limit when it is started again
 
 TAKES_BYTES = "a number of bytes (1 or more), a text such as '60GiB', or a share of the device such as 0.8"
 

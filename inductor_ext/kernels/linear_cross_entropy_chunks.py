@@ -51,7 +51,7 @@ def row_chunks(target: Tensor, weight: Tensor, ignore_index: int) -> list[slice]
             )
         kept = None if bool(valid.all()) else valid.nonzero().squeeze(1)
     else:
-        # What it reads is of no use: it is here for its assertion, which does not wait for the device.
+        # Its result is unused: it is here for its assertion, which does not wait for the device.
         target.new_zeros(vocabulary).index_select(0, target.masked_fill(~valid, 0))
     count = len(target) if kept is None else len(kept)
     step = rows_per_chunk(count, vocabulary, hidden_size, least=least)

@@ -81,7 +81,7 @@ def forward_kernel(  # type: ignore[no-untyped-def]
     z = z / tl.sum(z, 0)
     first, second, third, fourth = tl.rand4x(tl.load(seed_ptr), row * CALLS + tl.arange(0, CALLS))
     kept = tl.join(tl.join(first >= p, third >= p), tl.join(second >= p, fourth >= p)).reshape(BLOCK)
-    y = z * tl.where(kept, scale, 0.0)  # a product, so that what is no number stays none
+    y = z * tl.where(kept, scale, 0.0)  # a product, so that NaN stays NaN
     tl.store(y_ptr + row * columns + column, y.to(y_ptr.dtype.element_ty), mask=inside)
     tl.store(kept_ptr + row * columns + column, kept, mask=inside)
 

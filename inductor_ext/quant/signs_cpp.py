@@ -22,7 +22,7 @@ from torch import Tensor
 
 from dsgraph.inductor_ext.compat import cpp_library
 
-# Of fewer numbers torch takes no longer, and nothing needs to be built.
+# For fewer numbers torch is as fast, and nothing needs to be built.
 FROM = 2**12
 
 _SOURCE = r"""

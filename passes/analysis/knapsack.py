@@ -33,7 +33,7 @@ def by_parts(sizes: Sequence[int], values: Sequence[float], *, room: int) -> lis
     part = max(1, -(-room // _PARTS))
     parts = max(0, room // part)
     best = [0.0] * (parts + 1)  # by the parts that may be used
-    takes = [bytearray(parts + 1) for _ in sizes]  # of each item, for which of them it is among the best
+    takes = [bytearray(parts + 1) for _ in sizes]  # for each item: the sizes at which it is part of the best choice
     weights = [-(-size // part) for size in sizes]
     for take, weight, value in zip(takes, weights, values, strict=True):
         for used in range(parts, weight - 1, -1):

@@ -29,7 +29,7 @@ from .sizes import tensor_bytes
 from .states import OPTIMIZER_STATES, below_bytes, held_bytes, state_bytes
 from .transfer_buffers import StoredGradient, stored_gradients, transfer_buffers
 
-# What memory at the peak is made of, in the order in which it is printed.
+# Parts of memory at the peak, in the order in which they are printed.
 PARTS = ("parameters", "optimizer state", "gradients", "saved for backward", "communication", "other")
 
 

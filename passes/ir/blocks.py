@@ -16,7 +16,7 @@ from .collectives import is_collective
 from .graph import bound_arguments, is_barrier, is_wait
 from .transfers import is_transfer
 
-# What draws a number for the whole graph, or picks one of those: a call's is not the next call's.
+# Ops that draw a number for the whole graph, or pick one: each call has another.
 _SEEDS = frozenset({"prims::inductor_seed", "prims::inductor_seeds", "prims::inductor_lookup_seed"})
 
 _MARKERS = frozenset(
@@ -61,7 +61,7 @@ def _repeats(node: Node) -> bool:
     target: Any = node.target
     if not isinstance(target, OpOverload) or target in _MARKERS or target.name().partition(".")[0] in _SEEDS:
         return False
-    # Of attention, which draws numbers where it drops something out.
+    # Attention, which draws random numbers for its dropout.
     return torch.Tag.nondeterministic_seeded not in target.tags or bound_arguments(node).get("dropout_p") == 0.0
 
 

@@ -17,7 +17,7 @@ aten = torch.ops.aten
 Gather = tuple[Node, list[Node]]
 """The node that starts a gather, and the nodes that compute its arguments, in program order."""
 
-# What may stand between a shard and its gather, besides views.
+# Ops that may be between a shard and its gather, besides views.
 PREPARATIONS = (aten._to_copy.default, aten.constant_pad_nd.default, torch.ops.prims.convert_element_type.default)
 
 

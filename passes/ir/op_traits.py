@@ -18,7 +18,7 @@ from .regions import body_called, is_region_call
 
 aten = torch.ops.aten
 
-# Namespaces of which torch or this package says truly what each op does.
+# Namespaces whose schemas are reliable: those of torch and of this package.
 _KNOWN_NAMESPACES = frozenset({"aten", "prims", "_c10d_functional", "dsgraph", "inductor", "rngprims"})
 
 # Higher-order ops that write to nothing and communicate with nobody, given that the op that they wrap is known.

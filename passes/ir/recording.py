@@ -48,7 +48,7 @@ class Recording:
     def run(self, function: Callable[..., Any], *inputs: Node) -> Any:
         """Run a function on the values of nodes, write each op that it calls, and return its result."""
         values = [self.value(node) for node in inputs]
-        # What it makes without a tensor, such as a range, must be as fake as they are.
+        # Tensors that it makes without an input, such as a range, must be fake too.
         with torch.no_grad(), detect_fake_mode(values) or nullcontext(), _Recorder(self):
             return function(*values)
 

@@ -25,7 +25,7 @@ from .matching import Call, call_of, either_way, is_call, same_value, value_of, 
 from .spec import Match
 
 _COMMUTATIVE = ("add", "mul")
-# What `call_of` takes for one though sizes differ, or spellings do of which only those of booleans are the same.
+# Calls that `call_of` treats as equal although sizes differ, or spellings that are only the same for booleans.
 _AS_SPELLED = ("reshape", "expand", "contiguous", "not", "and", "or")
 _Bound = Mapping[Node, Any]
 

@@ -19,7 +19,7 @@ from torch.fx import Node
 
 from .spellings import ALIASES, CASTS, KEYWORD_OPERATORS, KINDS, RESHAPES, SIGNATURES, WRITING_OPERATORS
 
-# What float32 holds without rounding.
+# Dtypes whose values float32 represents without rounding.
 FIT_FLOAT32 = (torch.float32, torch.bfloat16, torch.float16)
 
 _REQUIRED = object()

@@ -113,7 +113,7 @@ class _Programme:
         """Return the fastest policy within `room`, or the one of fewest bytes; None if there is none."""
         count = len(self._values)
         total = max(1.0, float(self._bytes.sum()))
-        # What is of second rank counts a thousandth.
+        # The second criterion counts a thousandth.
         weights = (1.0, 1e-3) if fewest_bytes else (1e-3, 1.0)
         saved, again = self._bytes / total * weights[0], self._seconds / self._time * weights[1]
         moved = np.full(count, 1e-6)  # nothing travels for nothing

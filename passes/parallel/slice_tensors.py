@@ -218,7 +218,7 @@ def _has_gradient(operand: Node) -> bool:
 
 def _evaluate(node: Node) -> Any:
     args, kwargs = map_arg((node.args, node.kwargs), lambda operand: operand.meta["example_value"])
-    # Of the values themselves: while a backend runs, torch's context names a mode of its own.
+    # The mode of the values themselves: while a backend runs, torch's context has another mode.
     mode = next(value.fake_mode for value in _values_of(node) if hasattr(value, "fake_mode"))
     old = node.meta.get("example_value")
     with mode, torch.set_grad_enabled(not isinstance(old, Tensor) or old.requires_grad):

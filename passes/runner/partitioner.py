@@ -105,7 +105,7 @@ class Partitioner(_HeldByReference, CustomPartitionerFn):
             return None  # what other ranks need is in no key
         if known is None or self._split is min_cut_rematerialization_partition:
             return known
-        # What a closure or an object holds cannot be hashed reliably.
+        # The contents of a closure or an object cannot be hashed reliably.
         holds = getattr(self._split, "__closure__", self._split)
         code = None if holds else source_fingerprint(self._split, repr(getattr(self._split, "__defaults__", None)))
         return None if code is None else (known, code)

@@ -57,7 +57,7 @@ def observe(gm: GraphModule, outputs: Iterable[object], ctx: PassContext) -> tup
             if is_tangent(node):
                 values[node] = _NEW
         elif node.op == "call_function":
-            # Of several tensors that a collective reduces at once, each has a history of its own.
+            # Several tensors that a collective reduces at once have different histories.
             given = inputs_of(node) if is_result(node) else node.all_input_nodes
             sources = [values[source] for source in given if source in values]
             if sources:

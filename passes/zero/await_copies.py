@@ -38,6 +38,6 @@ class AwaitCopies(GraphPass):
 
 
 def _wait_at_first_use(gathered_copy: Node) -> None:
-    # A view reads nothing, but what reads it would not depend on the wait.
+    # A view reads nothing, but its readers would not depend on the wait.
     wait = emit(min(gathered_copy.users), c10d_functional.wait_tensor.default, gathered_copy)
     gathered_copy.replace_all_uses_with(wait, delete_user_cb=lambda user: user is not wait and user.op != "output")

@@ -35,7 +35,7 @@ def peak_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    # Where the system says so, of this program alone: that of the resources goes on from the one before `exec`.
+    # If the system reports it: the peak of this program alone. That of `getrusage` includes the program before `exec`.
     return status_bytes("VmHWM") or (most if sys.platform == "darwin" else 1024 * most)
 
 

@@ -30,7 +30,7 @@ ZERO_BUBBLE = frozenset({"InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"})
 
 _ACTION = re.compile(r"(\d+)([FBIW])(\d+)")
 _Part = tuple[str, int, int]  # kind, stage, micro-batch
-# Of each kind of action, in units of a stage's forward: gradients of inputs and of weights take as long each.
+# Time of each kind of action, in units of a stage's forward; gradients of inputs and of weights take one each.
 _COSTS = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}
 
 

@@ -64,7 +64,7 @@ LOGITS = _bytes(
     source=f"{RECOMPUTATION}, section 4.3",
 )
 
-# What a stage holds: as publications count, and the two stages that can be the fullest.
+# Bytes of a stage: as publications count them, and for the two stages that can need the most.
 EVEN = (
     Formula("stage_layers", layers / pp, "", "layers of a stage, if all could be alike", COUNTING),
     Formula("stage_params", params / pp, "", "parameters of a stage, if all could be alike", COUNTING),

@@ -6,17 +6,17 @@ from dataclasses import dataclass
 
 import sympy
 
-# Of the model.
+# Symbols of the model.
 params, layers, hidden, seq, vocab, heads = sympy.symbols("params layers hidden seq vocab heads", positive=True)
-# Of the layout and the training.
+# Symbols of the layout and the training.
 tp, pp, dp, gpus, batch, micro_batch = sympy.symbols("tp pp dp gpus batch micro_batch", positive=True)
 zero_stage, recomputes = sympy.symbols("zero_stage recomputes", nonnegative=True)
-# Of the GPU.
+# Symbols of the GPU.
 memory, peak, share_of_peak = sympy.symbols("memory peak share_of_peak", positive=True)
 tp_bytes_per_s, pp_bytes_per_s, dp_bytes_per_s = sympy.symbols(
     "tp_bytes_per_s pp_bytes_per_s dp_bytes_per_s", positive=True
 )
-# Of a stage, whose parts have a formula each.
+# Symbols of a stage, whose parts have a formula each.
 stage_layers, stage_params = sympy.symbols("stage_layers stage_params", positive=True)
 
 ZERO_PAPER = "ZeRO, arXiv 1910.02054"

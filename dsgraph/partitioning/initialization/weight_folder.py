@@ -87,7 +87,7 @@ def weight_initialisers(
         found = _initialisers(model, WeightFolder(path), other)
     except PartitionError as error:
         problem = str(error)
-    except Exception as error:  # of a file that is damaged; the other ranks wait to hear of it
+    except Exception as error:  # a damaged file; the other ranks wait for the message
         problem = f"weights: {path}: {error}"
     for rank, said in Agreement.over(part.mesh).exchange("what they find of weights", problem).items():
         if said:
@@ -110,7 +110,7 @@ def _initialisers(
         wanted = {
             key: folder.name_of(names[id(value)], value.shape)
             for key, value in on_meta.items()
-            if id(value) in names and id(value) not in done  # what is tied is read once
+            if id(value) in names and id(value) not in done  # tied parameters are read once
         }
         done |= {id(value) for value in on_meta.values()}
         is_lost = any(id(value) not in names for value in on_meta.values())

@@ -112,7 +112,7 @@ def _with_full_tensors(
     handle = model.register_state_dict_post_hook(put_in)
     try:
         return save(), None
-    except Exception as error:  # whatever it is, the other ranks wait to hear of it
+    except Exception as error:  # the other ranks wait for the message in any case
         return None, error
     finally:
         handle.remove()

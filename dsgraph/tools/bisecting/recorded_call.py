@@ -110,7 +110,7 @@ class RecordedCall:
 def compare(expected: Values, found: Values, tolerance: Tolerance) -> dict[str, Difference]:
     """Return each value's difference from what is expected, by name."""
     gradients = [_largest(value) for name, value in expected.items() if name.startswith(_GRADIENT)]
-    # Where a gradient is nought in exact numbers, what is left is the rounding of the numbers that it is a sum of.
+    # A gradient that is 0 in exact arithmetic consists of the rounding errors of the terms of its sum.
     around = max(gradients, default=0.0)
     differences = {}
     for name in [*expected, *(name for name in found if name not in expected)]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-# What a transfer is taken to add at the largest size, as a share of the latency, where nothing can be seen.
+# If no time per byte can be measured: the assumed time of a transfer of the largest size, as a share of the latency.
 _LEAST_SLOPE = 0.01
 
 

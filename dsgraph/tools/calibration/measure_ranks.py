@@ -82,7 +82,7 @@ def _links(
 ) -> list[LinkRecord]:
     backend = dist.get_default_backend_for_device(device_type)
     group, _ = dist.new_subgroups_by_enumeration(ranks_of_groups, backend=backend)
-    assert group is not None  # each way to part the ranks has all of them
+    assert group is not None  # each way to divide the ranks contains all of them
     links = [
         LinkRecord(
             backend=backend_name(group, device_type),

@@ -68,7 +68,7 @@ class Describer:
 
     def _node(self, node: Node, around: _Around) -> NodeRecord:
         """Return the record of a node, with what depends on the graph around it."""
-        # What the record of these tells of the graph around them.
+        # The facts about the surrounding graph in the record of these.
         waits = _waits(node) if is_collective(node) else []
         users = (*waits, around.reduced.get(node)) if is_collective(node) else ()
         call = (node.op, node.target, node.args, node.kwargs, node.meta.get("recompute"), history(node), users)

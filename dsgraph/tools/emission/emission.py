@@ -124,7 +124,7 @@ class Emission:
         try:
             compilation = Compilation(for_device, self._facts, self._pipeline, mode=self._mode, inductor=self._trace)
             compilation.compile(gm, inputs)
-        except Exception as error:  # of a pass, or of tracing: no graph came of it
+        except Exception as error:  # from a pass or from tracing: there is no graph
             for arch in self._target.archs:
                 self._write(self._record("capture", arch, problem=on_one_line(error, unnamed=EmissionError)))
         return compiled

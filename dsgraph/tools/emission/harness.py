@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_map
 from dsgraph.passes.analysis.hardware import GPUS
 from dsgraph.utils.errors import EmissionError
 
-# Package -> beginnings of the versions of it that this package was checked on.
+# Package -> prefixes of its versions with which this package was tested.
 CHECKED: Mapping[str, tuple[str, ...]] = {"torch": ("2.13.",), "triton": ("3.9.",)}
 
 
@@ -119,7 +119,7 @@ class _WithoutGuards(TorchFunctionMode):
         return tree_map(partial(_stand_in, of="cpu", on="cuda:0"), result)
 
 
-# What torch says where it was built without a device of which it needs the guard.
+# Torch's message if it was built without the device whose guard it needs.
 _NO_GUARD = "PyTorch is not linked with support for cuda devices"
 
 

@@ -33,7 +33,7 @@ from .scheduled_kernels import Lowered, Recorder, read_lowered
 
 _DEVICE = torch.device("cuda", 0)
 
-# What holds for every lowering here: nothing is measured, nothing comes from a cache or goes into one.
+# Settings of every lowering here: no measurements, no caches.
 _SETTINGS: Mapping[str, Any] = {
     "compile_threads": 1,
     "force_disable_caches": True,

@@ -15,7 +15,7 @@ from dsgraph.passes.compat import OpOverload
 from .kernels import Resources
 from .scheduled_kernels import ScheduledKernel
 
-# What a kernel's loops execute besides arithmetic.
+# Ops of a kernel's loops besides arithmetic.
 _NO_ARITHMETIC = frozenset(
     {
         *("load", "store", "store_reduction", "output", "constant", "index_expr", "get_index", "load_seed"),

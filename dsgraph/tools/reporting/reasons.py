@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-# What a guard reads of a module's `PartitionedModule`, how it failed, and what the caller did.
+# Pattern of a failed guard on a module's `PartitionedModule` -> what the caller did.
 _IN_WORDS = (
     (r"\.accumulating == True", "outside dsgraph.accumulate: the last micro-batch, or a step of one"),
     (r"\.accumulating == False", "inside dsgraph.accumulate"),

@@ -103,7 +103,7 @@ def _index(graphs: Sequence[Mapping[str, Any]], *, archs: Sequence[str], ranks: 
     }
 
 
-# What an emission consists of besides its index. Nothing else is ever deleted.
+# Files of an emission besides its index. No other file is deleted.
 _PART = re.compile(r"sm_\d+/graph\d+-(forward|backward|inference)(\.py|/[^/]+\.(py|ttir|ptx|cubin))")
 _PHASES = ("capture", "inference", "forward", "backward")
 
