@@ -379,7 +379,7 @@ STEP = (
     ),
     Mutant(
         *("suspect-copy-is-trusted", "dsgraph/partitioning/gathered_copies.py", "stale gathered copy"),
-        *("GatheredCopies.refresh", "not Freshness.FRESH", "Freshness.STALE"),
+        *("GatheredCopies._needs_gather", " or (freshness is Freshness.SUSPECT and is_read)", ""),
         killers=("tests/distributed/test_modules.py",),
     ),
     Mutant(

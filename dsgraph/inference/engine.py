@@ -259,9 +259,7 @@ class InferenceEngine(ModelAttributes):
                 "prefill_chunk_size and other ways of decoding several tokens"
             )
         if cache.filled + length > self.max_tokens:
-            raise InferenceError(
-                f"generate: tokens exceed max_tokens={self.max_tokens}: give init_inference a larger one"
-            )
+            raise InferenceError(f"generate: it exceeds max_tokens={self.max_tokens}: give init_inference a larger one")
 
     def _step(self, given: dict[str, Any], cache: Any) -> Any:
         """Run one of the two graphs: that of a prompt, if there was none yet, or that of one token a row."""

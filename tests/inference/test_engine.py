@@ -221,7 +221,7 @@ def test_other_models_are_refused_by_name():
     ("arguments", "said"),
     [
         ({"max_new_tokens": 60}, "exceed max_tokens=64"),
-        ({"max_length": 80}, "tokens exceed max_tokens=64"),
+        ({"max_length": 80}, "exceeds max_tokens=64"),
         ({"cache_implementation": "static"}, "cache_implementation is not supported"),
         ({"max_new_tokens": 3, "output_attentions": True}, "output_attentions=True"),
         ({"max_new_tokens": 8, "prefill_chunk_size": 4}, "the engine takes one"),

@@ -76,7 +76,7 @@ def test_the_first_hosts_and_slots(pool, nodes, slots):
         ("worker-1", "line 1: 'worker-1'; a line is"),
         ("worker-1 slots=x", "line 1"),
         ("# one\nworker-1 slots=4 max=2", "line 2"),
-        ("a slots=1\na slots=2", "line 2: a stands there twice"),
+        ("a slots=1\na slots=2", "line 2: a appears twice"),
         ("a slots=0", "a has no slot"),
         *((f"{name} slots=1", "is no name of a host") for name in ("-oProxyCommand=x", "a;b", "$(x)", "me@a", "a:b")),
         *((f"{name} slots=1", "is no name of a host") for name in ("a`b`", "a|b", "../a", "a'b", "é", "a-", ".")),
