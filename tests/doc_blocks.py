@@ -126,7 +126,9 @@ def _shows(shown: str, printed: str) -> bool:
 
 
 def _plain(line: str) -> str:
-    return re.sub(r"\s+", " ", _NUMBER.sub("0", line)).strip()
+    """Return a line without numbers, versions of torch and widths of columns."""
+    line = _NUMBER.sub("0", re.sub(r"torch \d\S*", "torch 0", line))
+    return re.sub(r"\s+", " ", re.sub(r"-{3,}", "---", line)).strip()
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -30,6 +30,7 @@ def test_each_block_is_of_a_kind_that_is_run_or_shown(page):
 
 def test_output_is_compared_without_its_numbers():
     assert _shows("step 1: 0.25 s\n...\ndone\n", "step 7: 12.5 s\nanything\nat all\ndone\n")
+    assert _shows("torch 2.13.0+cpu\n-----  --\n", "torch 2.15.0+cu132\n------  --\n")
     assert not _shows("step 1: 0.25 s\n", "pass 1: 0.25 s\n")
     assert not _shows("one\n", "one\ntwo\n")
 

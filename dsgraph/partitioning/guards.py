@@ -7,6 +7,7 @@ and DistributedDataParallel when it wraps the model, before its first collective
 from __future__ import annotations
 
 import weakref
+from collections import deque
 from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any
@@ -18,6 +19,7 @@ from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
 
 from dsgraph.compat.dtensor import distributed_like
 from dsgraph.inductor_ext import resolve_group
@@ -71,9 +73,21 @@ def guard(state: PartitionState) -> None:
             living.note_step(optimizer)
             note_replicated(living)
 
+    ended = _hooks_of_ended_models()
+    while ended:
+        ended.popleft().remove()
     for handle in (register_optimizer_step_pre_hook(before_step), register_optimizer_step_post_hook(after_step)):
-        weakref.finalize(state, handle.remove)
+        weakref.finalize(state, ended.append, handle)
     _watch_registrations()
+
+
+@cache
+def _hooks_of_ended_models() -> deque[RemovableHandle]:
+    """Return the hooks of models that were collected, which the next partition removes.
+
+    A model may be collected while torch iterates over its hooks, and torch does not expect that one is removed then.
+    """
+    return deque()
 
 
 @cache

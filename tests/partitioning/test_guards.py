@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn, optim
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import _global_optimizer_pre_hooks as step_hooks
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import dsgraph
 from dsgraph.partitioning.guards import refuse_optimizer
@@ -138,7 +139,10 @@ def test_only_optimizers_of_living_partitioned_models_are_refused(one_rank):
     assert len(step_hooks) > before
     del model, twin
     gc.collect()
-    assert len(step_hooks) == before
+    _stepping(nn.Linear(3, 4))()
+    living = dsgraph.partition(nn.Linear(3, 4))
+    assert len(step_hooks) == before + 1, "the next partition removes the hooks of models that are gone"
+    del living
 
 
 class Normed(nn.Sequential):
@@ -148,12 +152,27 @@ class Normed(nn.Sequential):
         super().__init__(nn.Linear(3, 4), nn.BatchNorm1d(4))
 
 
+def test_a_model_is_collected_during_the_step_of_another(one_rank):
+    optimizer = optim.SGD(_build().parameters())
+    held: list[nn.Module] = []
+
+    def collect(*_: object) -> None:
+        held.clear()
+        gc.collect()
+
+    handle = register_optimizer_step_pre_hook(collect)
+    held.append(dsgraph.partition(_build()))
+    optimizer.step()  # torch iterates over the hooks, and the model's come next
+    handle.remove()
+    assert not held
+
+
 @pytest.mark.parametrize("stage", (0, 3))
 @pytest.mark.parametrize("wrap", (lambda m: m, nn.Sequential, lambda m: torch.compile(m, backend="dsgraph")))
 @pytest.mark.parametrize("options", ({}, {"init_sync": False}))
 def test_ddp_is_told_that_gradients_are_averaged_already(one_rank, stage, wrap, options):
     model = wrap(dsgraph.partition(Normed(), stage=stage, keep_whole_below=0))
-    with pytest.raises(PartitionError, match=r"averaged over the ranks already.*docs/frameworks\.md"):
+    with pytest.raises(PartitionError, match=r"averaged over the ranks already.*docs/guides/frameworks\.md"):
         DistributedDataParallel(model, **options)
 
 
