@@ -259,7 +259,7 @@ def _probe(command: list[str]) -> tuple[list[dict[str, Any]], str]:
             if process.wait(_PATIENCE) != 0:
                 problem = f"the check's process ended with exit code {process.returncode}"
         except subprocess.TimeoutExpired:
-            problem = f"took more than {_PATIENCE:.0f} s"
+            problem = f"took more than {_PATIENCE:.0f} s: run this again when the machine is less busy"
         finally:
             process.kill()
             process.wait()

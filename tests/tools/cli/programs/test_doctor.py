@@ -14,9 +14,19 @@ pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[4]
 
 
-def _doctor(*paths: Path, **variables: str) -> tuple[int, dict[str, Any]]:
+_DOCTOR = """\
+import sys
+from dsgraph.tools.cli.main import main
+from dsgraph.tools.cli.programs import doctor
+
+doctor._PATIENCE = {patience}
+sys.exit(main(["doctor", "--json"]))
+"""
+
+
+def _doctor(*paths: Path, patience: float = 60, **variables: str) -> tuple[int, dict[str, Any]]:
     done = subprocess.run(
-        [sys.executable, "-m", "dsgraph", "doctor", "--json"],
+        [sys.executable, "-c", _DOCTOR.format(patience=patience)],
         env={
             **os.environ,
             "PYTHONPATH": os.pathsep.join(map(str, [*paths, ROOT])),
@@ -25,7 +35,7 @@ def _doctor(*paths: Path, **variables: str) -> tuple[int, dict[str, Any]]:
         },
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=120,
     )
     assert "Traceback" not in done.stderr
     answer = json.loads(done.stdout)
@@ -74,14 +84,14 @@ def test_a_broken_torch_is_reported(source, state, advice, tmp_path):
     assert answer["abilities"]["look at dumps"] == ""
 
 
-@pytest.mark.full  # waits for a time-out
 def test_a_torch_that_hangs_is_given_up_in_time(tmp_path):
     (tmp_path / "torch.py").write_text("import time; time.sleep(100)")
     started = time.monotonic()
-    code, answer = _doctor(tmp_path)
+    code, answer = _doctor(tmp_path, patience=2)
     assert code == 1
-    assert answer["checks"]["torch"]["advice"].startswith("took more than")
-    assert time.monotonic() - started < 20
+    late = [check for check in answer["checks"].values() if check["advice"].startswith("took more than 2 s: run")]
+    assert len(late) == 1  # on a busy machine a check before torch
+    assert time.monotonic() - started < 60  # the other checks take some of it
 
 
 @pytest.mark.distributed
