@@ -152,5 +152,5 @@ def refuse_early_optimizers(parameters: Iterable[nn.Parameter], *, doing: str) -
         if held:
             raise PartitionError(
                 f"{type(candidate).__name__} was made before {doing} and holds {len(held)} of the model's parameters, "
-                f"which {doing} replaces, so that they would be stale: make the optimizer afterwards, and drop this one"
+                f"which {doing} replaces. Make the optimizer after {doing}, and delete this one."
             )
