@@ -212,8 +212,8 @@ class EagerAgreement:
 
     def _log_wait(self, notes: Notes, absent: Sequence[int]) -> None:
         _log.warning(
-            "rank %d %s, and has waited %g s for ranks %s. %s",
-            *(notes.rank, notes.own.intent, _SLOW, list(absent), self._others(notes)),
+            "rank %d has waited %g s for ranks %s: it %s. %s",
+            *(notes.rank, _SLOW, list(absent), notes.own.intent, self._others(notes)),
         )
 
     def _why_lost(self, notes: Notes) -> str:
@@ -230,7 +230,7 @@ class EagerAgreement:
             others = [rank for rank in self.ranks if rank != notes.rank]
             seen = {rank: str(note.intent) for rank, note in notes.read(others).items()}
             seen |= notes.presence.ended(others)
-            return ", ".join(f"rank {rank} {what}" for rank, what in seen.items()) + ", as last seen"
+            return "Last seen: " + ", ".join(f"rank {rank} {what}" for rank, what in seen.items())
         return "The store that connects the ranks is gone"
 
 
