@@ -182,8 +182,8 @@ def _describe(error: ValidationError) -> str:
     name = ".".join(where)
     if first["type"] == "extra_forbidden":
         known = list(_keys_of(where[:-1]))
-        hint = nearest(where[-1], known) or _elsewhere(where[-1])
-        return f"config: unknown key {name!r}{hint}; known here: {', '.join(sorted(known))}"
+        hint = nearest(where[-1], known) or _elsewhere(where[-1]) or f"; known here: {', '.join(sorted(known))}"
+        return f"config: unknown key {name!r}{hint}"
     if first["type"] == "missing":
         return f"config: {name} is missing: set it"
     if first["type"] in ("model_type", "dict_type"):

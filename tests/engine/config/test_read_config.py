@@ -52,7 +52,7 @@ def test_a_file_of_deepspeeds_is_read(tmp_path):
     ("sections", "message"),
     [
         ({"fp61": {}}, r"unknown key 'fp61'; did you mean 'fp16'\?"),
-        ({"zero_optimization": {"stge": 1}}, r"'zero_optimization.stge'; did you mean 'stage'\?"),
+        ({"zero_optimization": {"stge": 1}}, r"'zero_optimization.stge'; did you mean 'stage'\?$"),
         ({"optimizer": {"type": "Adam", "parms": {}}}, r"'optimizer.parms'; did you mean 'params'\?"),
         ({"zero_optimization": {"stge": "auto"}}, r"'zero_optimization.stge'; did you mean 'stage'\?"),
         ({"optimizer": {"params": {"lr": "auto"}}}, "optimizer.type is missing"),
